@@ -1,0 +1,3 @@
+#include "module.h"
+
+void bind_image(nanobind::module_&) {}

@@ -1,0 +1,54 @@
+// The native module nostall._native: one file per room, errors mapped here and nowhere else.
+#include "module.h"
+
+#include "base/error.h"
+#include "base/log.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+// Python's classes live in nostall/errors.py, so that they can be caught without the native module.
+const char* python_class(nostall::ErrorKind kind) {
+  switch (kind) {
+    case nostall::ErrorKind::usage:
+      return "UsageError";
+    case nostall::ErrorKind::io:
+      return "IoError";
+    case nostall::ErrorKind::peer:
+      return "PeerError";
+    case nostall::ErrorKind::corruption:
+      return "CorruptionError";
+    case nostall::ErrorKind::stopped:
+      return "StoppedError";
+    case nostall::ErrorKind::bug:
+      break;
+  }
+  return "BugError";
+}
+
+void translate(const std::exception_ptr& error, void*) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const nostall::Error& e) {
+    nb::object type = nb::module_::import_("nostall.errors").attr(python_class(e.kind()));
+    PyErr_SetString(type.ptr(), e.what());
+  }
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  nb::register_exception_translator(translate);
+  nostall::set_log_sink([](nostall::LogLevel level, const std::string& message) {
+    if (!nb::is_alive()) return;
+    const nb::gil_scoped_acquire gil;
+    nb::object logger = nb::module_::import_("logging").attr("getLogger")("nostall");
+    logger.attr(level == nostall::LogLevel::warning ? "warning" : "info")(message);
+  });
+  bind_plan(m);
+  bind_source(m);
+  bind_image(m);
+  bind_tier(m);
+  bind_stage(m);
+}

@@ -1,0 +1,10 @@
+// The rooms' bindings; module.cc calls each once.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+void bind_plan(nanobind::module_& m);
+void bind_source(nanobind::module_& m);
+void bind_image(nanobind::module_& m);
+void bind_tier(nanobind::module_& m);
+void bind_stage(nanobind::module_& m);

@@ -1,0 +1,3 @@
+#include "module.h"
+
+void bind_plan(nanobind::module_&) {}

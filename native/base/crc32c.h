@@ -1,0 +1,14 @@
+// base/crc32c.h - CRC32C (Castagnoli), by the processor's instruction where there is one.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace nostall {
+
+// CRC32C of `bytes`, continued from `crc` (0 to start). crc32c("123456789") == 0xE3069283.
+// Thread-safe. Cost: about 0.1 ns a byte with SSE4.2, 2 ns without.
+uint32_t crc32c(std::span<const std::byte> bytes, uint32_t crc = 0) noexcept;
+
+}  // namespace nostall

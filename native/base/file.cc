@@ -1,0 +1,75 @@
+#include "base/file.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+namespace nostall {
+
+Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
+  if (this != &other) {
+    reset();
+    fd_ = std::exchange(other.fd_, -1);
+  }
+  return *this;
+}
+
+Descriptor::~Descriptor() { reset(); }
+
+void Descriptor::reset() noexcept {
+  if (fd_ >= 0) ::close(std::exchange(fd_, -1));
+}
+
+int FileSystem::open(const std::string& path, int flags, unsigned mode) {
+  for (;;) {
+    const int fd = ::open(path.c_str(), flags | O_CLOEXEC, mode);
+    if (fd >= 0) return fd;
+    if (errno != EINTR) return -errno;
+  }
+}
+
+int64_t FileSystem::pread(int fd, std::span<std::byte> into, uint64_t offset) {
+  size_t done = 0;
+  while (done < into.size()) {
+    const ssize_t n =
+        ::pread(fd, into.data() + done, into.size() - done, static_cast<off_t>(offset + done));
+    if (n == 0) break;
+    if (n < 0) {
+      if (errno == EINTR) continue;
+      return -errno;
+    }
+    done += static_cast<size_t>(n);
+  }
+  return static_cast<int64_t>(done);
+}
+
+int64_t FileSystem::pwrite(int fd, std::span<const std::byte> from, uint64_t offset) {
+  size_t done = 0;
+  while (done < from.size()) {
+    const ssize_t n =
+        ::pwrite(fd, from.data() + done, from.size() - done, static_cast<off_t>(offset + done));
+    if (n < 0) {
+      if (errno == EINTR) continue;
+      return -errno;
+    }
+    done += static_cast<size_t>(n);
+  }
+  return static_cast<int64_t>(done);
+}
+
+int FileSystem::allocate(int fd, uint64_t offset, uint64_t size) {
+  for (;;) {
+    const int error = ::posix_fallocate(fd, static_cast<off_t>(offset), static_cast<off_t>(size));
+    if (error != EINTR) return -error;
+  }
+}
+
+int FileSystem::fsync(int fd) { return ::fsync(fd) == 0 ? 0 : -errno; }
+
+FileSystem& FileSystem::real() {
+  static FileSystem instance;
+  return instance;
+}
+
+}  // namespace nostall

@@ -1,0 +1,1 @@
+#include "image/pipeline.h"

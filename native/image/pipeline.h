@@ -1,0 +1,117 @@
+// image/pipeline.h - from an encoded image to its place in the batch, in one pass. Read this first.
+//
+// A Pipeline is compiled once from a list of steps with torchvision's semantics and parameters, then
+// applied from many threads. Decoding, cropping and scaling are planned together: only the region
+// that survives is decoded, at the smallest DCT scale that does not harm the result; resampling is
+// antialiased bilinear (Pillow's); flip, conversion, normalisation and layout are one last pass that
+// writes into the batch.
+// Randomness: every draw is a function of (seed, epoch, sample), see base/random.h.
+// Thread-safety: Pipeline is immutable; each thread brings its own Scratch.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <variant>
+#include <vector>
+
+#include "base/error.h"
+
+namespace nostall::image {
+
+// Steps, named and parametrised as in torchvision.transforms.
+struct Decode {};  // to RGB; implied at the start when absent
+struct Resize {
+  uint32_t height = 0, width = 0;  // width 0: the shorter edge becomes `height`, aspect kept
+};
+struct CenterCrop {
+  uint32_t height = 0, width = 0;
+};
+struct RandomResizedCrop {
+  uint32_t height = 0, width = 0;
+  std::array<double, 2> scale{0.08, 1.0};
+  std::array<double, 2> ratio{3.0 / 4.0, 4.0 / 3.0};
+};
+struct RandomHorizontalFlip {
+  double p = 0.5;
+};
+struct RandomVerticalFlip {
+  double p = 0.5;
+};
+struct ToTensor {};  // to float in [0, 1], channels first
+struct Normalize {
+  std::array<float, 3> mean{}, std{1, 1, 1};
+};
+using Step = std::variant<Decode, Resize, CenterCrop, RandomResizedCrop, RandomHorizontalFlip,
+                          RandomVerticalFlip, ToTensor, Normalize>;
+
+enum class Type : uint8_t { uint8, float16, float32 };
+enum class Layout : uint8_t { chw, hwc };
+
+struct Output {
+  uint32_t height = 0, width = 0;  // channels are always 3 (RGB)
+  Type type = Type::uint8;
+  Layout layout = Layout::hwc;
+  size_t bytes() const noexcept;
+};
+
+struct Options {
+  // Without ToTensor the default is uint8 HWC, with it float32 CHW; these override.
+  std::optional<Type> type;
+  std::optional<Layout> layout;
+  uint64_t max_pixels = 178'956'970;  // larger headers are refused: twice Pillow's bomb warning
+};
+
+// Buffers that one thread reuses from image to image.
+class Scratch {
+ public:
+  Scratch();
+  ~Scratch();
+  Scratch(Scratch&&) noexcept;
+  Scratch& operator=(Scratch&&) noexcept;
+  struct Impl;
+  Impl& impl() noexcept { return *impl_; }
+
+ private:
+  std::unique_ptr<Impl> impl_;
+};
+
+struct SampleKey {
+  uint64_t seed = 0;
+  uint32_t epoch = 0;
+  uint64_t sample = 0;
+};
+
+class Pipeline {
+ public:
+  // Throws Error(usage) if the steps cannot give images of one fixed size.
+  static Pipeline compile(std::span<const Step> steps, const Options& options = {});
+
+  const Output& output() const noexcept;
+  // Decodes and transforms one encoded image (JPEG, PNG or WebP, told apart by their first bytes)
+  // into `out`, output().bytes() long. Total: any bytes give an image or an Error of kind
+  // corruption; a truncated image is an error, never half grey. `out` is unspecified after an error.
+  Result<std::monostate> apply(std::span<const std::byte> encoded, const SampleKey& key,
+                               Scratch& scratch, std::span<std::byte> out) const;
+
+  Pipeline(Pipeline&&) noexcept;
+  Pipeline& operator=(Pipeline&&) noexcept;
+  ~Pipeline();
+
+ private:
+  struct Impl;
+  explicit Pipeline(std::unique_ptr<const Impl> impl);
+  std::unique_ptr<const Impl> impl_;
+};
+
+// A full decode to RGB, HWC, uint8: for transforms written in Python.
+struct Decoded {
+  uint32_t height = 0, width = 0;
+  std::vector<uint8_t> rgb;
+};
+Result<Decoded> decode_rgb(std::span<const std::byte> encoded, const Options& options = {});
+
+}  // namespace nostall::image

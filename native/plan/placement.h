@@ -1,0 +1,46 @@
+// plan/placement.h - which sample a node keeps in which tier, and where (HDMLP's rule, seed 3.2.2).
+//
+// Highest access frequency into the fastest tier, then the next; samples of equal frequency by first
+// access; within a tier records lie in the order of first access, which is also the fill order. As
+// sizes are known, the offset of every record is known too: no allocator, no metadata traffic.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "plan/plan.h"
+
+namespace nostall::plan {
+
+// What one node (the ranks [first_rank, first_rank + ranks)) reads during the whole job.
+struct NodeAccess {
+  std::vector<uint32_t> frequency;     // accesses of each sample by this node
+  std::vector<uint64_t> first_access;  // time of the first access, kNever if there is none
+};
+inline constexpr uint64_t kNever = ~uint64_t{0};
+
+// Epochs [first_epoch, spec.epochs). Time is epoch * epoch_length + position in the epoch.
+NodeAccess node_access(const JobSpec& spec, uint32_t first_rank, uint32_t ranks,
+                       uint32_t first_epoch = 0);
+
+inline constexpr uint8_t kNoTier = 255;
+
+struct TierShape {
+  uint64_t capacity = 0;  // bytes
+  uint32_t overhead = 0;  // bytes each record needs beside the sample's own
+};
+
+struct Placement {
+  std::vector<uint8_t> tier;       // per sample: index of its tier, or kNoTier
+  std::vector<uint64_t> offset;    // per sample: of its record in that tier (overhead included before it)
+  std::vector<uint64_t> used;      // per tier: bytes used, never above the capacity
+  std::vector<std::vector<SampleId>> fill;  // per tier: samples in fill order
+};
+
+// `sizes` has one entry per sample, bytes. A sample larger than what a tier has left is passed to the
+// next tier, smaller ones may still enter. Samples never accessed are not placed.
+Placement place(std::span<const uint64_t> sizes, const NodeAccess& access,
+                std::span<const TierShape> tiers);
+
+}  // namespace nostall::plan

@@ -1,0 +1,60 @@
+// source/source.h - where samples come from. Read this first.
+//
+// A Source is a fixed list of samples, ids 0..size()-1, the same on every process, each with a size
+// in bytes and a label, and a fingerprint over all of it. A Reader brings bytes of samples; each
+// thread that reads has its own. Formats are folders of this room: folder.h (files) today.
+// Thread-safety: Source is immutable after construction; a Reader belongs to one thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "base/error.h"
+
+namespace nostall::source {
+
+// One sample to read. After Reader::read, `error` is 0 if all of `into` was filled; else a positive
+// errno, or one of the two below. A failed read leaves the content of `into` unspecified.
+struct ReadRequest {
+  uint64_t sample = 0;
+  std::span<std::byte> into;  // exactly sizes()[sample] bytes
+  int error = 0;
+};
+inline constexpr int kSizeChanged = 10001;  // the file is shorter or longer than the index says
+
+class Reader {
+ public:
+  virtual ~Reader() = default;
+  // Reads all requests, in any order, and returns when every one has its bytes or its error.
+  virtual void read(std::span<ReadRequest> requests) = 0;
+  virtual std::string_view name() const = 0;  // "io_uring" or "pread"
+};
+
+enum class ReaderKind : uint8_t {
+  automatic,  // io_uring where the kernel allows it, else pread
+  pread,
+  uring,
+};
+
+class Source {
+ public:
+  virtual ~Source() = default;
+  virtual uint64_t size() const = 0;
+  virtual std::span<const uint64_t> sizes() const = 0;  // bytes
+  virtual std::span<const int64_t> labels() const = 0;
+  virtual uint64_t total_bytes() const = 0;
+  virtual uint64_t fingerprint() const = 0;
+  // What to call the sample in a message: a path.
+  virtual std::string describe(uint64_t sample) const = 0;
+  // `depth`: requests that the reader may keep in flight at once.
+  virtual std::unique_ptr<Reader> make_reader(ReaderKind kind, unsigned depth) const = 0;
+};
+
+// "file is shorter or longer than the index says" for kSizeChanged, the system's text for an errno.
+std::string read_error_text(int error);
+
+}  // namespace nostall::source

@@ -1,0 +1,119 @@
+// tier/node_cache.h - the storage classes of one node, shared by all its ranks. Read this first.
+//
+// All ranks of a job on one node attach to one catalogue and one RAM arena in shared memory (files in
+// /dev/shm) and to the same tier files; there is one copy of a sample on the node and no daemon.
+// Where a sample lives (tier, offset) is fixed by the plan's Placement, which every rank computes for
+// itself and whose fingerprint is compared at attach; the catalogue holds one state per sample:
+//
+//   empty --claim--> filling --publish--> ready
+//                       \----abandon----> empty      (the claimer could not read it)
+//                        \---fail-------> failed     (the tier cannot hold it: full disk, bad record)
+//
+// A claim by a rank that died is taken back by whoever waits for it. Liveness is a lock that the
+// kernel drops when a process ends, however it ends; segments and files that no live process holds
+// are reclaimed by the next attach on the node, whatever job they came from.
+// Failures degrade: no room in /dev/shm or on the disk, a record whose CRC32C is wrong: the sample
+// reads as `failed` from then on, with one warning per tier, and the caller goes to the source.
+// Thread-safety: all methods but attach/close are thread-safe and lock-free unless said otherwise.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <stop_token>
+#include <string>
+#include <vector>
+
+#include "base/file.h"
+#include "plan/placement.h"
+
+namespace nostall::tier {
+
+enum class TierKind : uint8_t { ram, file };
+
+struct TierSpec {
+  TierKind kind = TierKind::ram;
+  uint64_t capacity = 0;  // bytes, respected to the byte, record headers included
+  std::string path;       // file tiers: a directory
+  bool keep = false;      // file tiers: survive the job, and be reused when the dataset matches
+};
+
+// Bytes a record of this tier needs beside the sample's own: the plan's TierShape::overhead.
+uint32_t record_overhead(TierKind kind);
+
+struct NodeCacheConfig {
+  std::string job;              // the same for all ranks of this job on this node, and for no other
+  uint32_t local_rank = 0;
+  uint32_t local_world = 1;     // ranks of this job on this node
+  uint64_t dataset = 0;         // Source::fingerprint()
+  uint64_t plan = 0;            // fingerprint of plan and placement: all ranks must have the same
+  std::vector<TierSpec> tiers;  // fastest first, at most 8
+  std::string shm_directory = "/dev/shm";
+  FileSystem* files = nullptr;  // FileSystem::real() when null
+};
+
+// Samples that a kept file tier of an earlier job already holds, with their offsets; empty if there is
+// none that matches `dataset`. Given to the plan before place(), so that they stay where they are.
+struct Resident {
+  uint64_t sample = 0;
+  uint64_t offset = 0;
+};
+std::vector<Resident> resident_samples(const TierSpec& spec, uint64_t dataset);
+
+enum class State : uint8_t { empty = 0, filling = 1, ready = 2, failed = 3 };
+
+struct PeerFailure {
+  uint32_t local_rank = 0;
+  int pid = 0;
+};
+
+class NodeCache {
+ public:
+  virtual ~NodeCache() = default;  // leaves; the last one out removes segments and files not kept
+
+  // Attaches to the node's cache, creating it if this process is first. Bounded: throws Error(peer)
+  // after `timeout` if another rank holds the set-up lock that long, Error(peer) if this rank's
+  // dataset or plan differs from the other ranks', Error(io) if a directory cannot be used at all.
+  // `sizes` and `placement` have one entry per sample and are copied.
+  static std::unique_ptr<NodeCache> attach(
+      const NodeCacheConfig& config, std::span<const uint64_t> sizes,
+      const plan::Placement& placement,
+      std::chrono::nanoseconds timeout = std::chrono::seconds(30));
+
+  virtual State state(uint64_t sample) const noexcept = 0;
+  virtual TierKind kind(uint64_t sample) const noexcept = 0;  // of a placed sample
+  virtual bool placed(uint64_t sample) const noexcept = 0;
+
+  // empty -> filling for this rank; false if somebody else was first, or the sample is not placed.
+  virtual bool claim(uint64_t sample) noexcept = 0;
+  // The sample's place in the RAM arena, to be filled between claim and publish. Empty span (and
+  // state failed, one warning) if the memory cannot be had: the caller uses memory of its own.
+  virtual std::span<std::byte> ram_slot(uint64_t sample) = 0;
+  // Writes header and bytes to the file tier and publishes; on failure the sample is failed.
+  virtual void file_write(uint64_t sample, std::span<const std::byte> bytes) = 0;
+  virtual void publish(uint64_t sample) noexcept = 0;  // filling -> ready, wakes waiters
+  virtual void abandon(uint64_t sample) noexcept = 0;  // filling -> empty, wakes waiters
+
+  // Bytes of a ready sample of the RAM tier; valid while this object lives.
+  virtual std::span<const std::byte> ram_view(uint64_t sample) const noexcept = 0;
+  // Reads a ready sample of the file tier and checks its CRC32C; false (state failed, one warning) if
+  // it cannot be read or is not what was written.
+  virtual bool file_read(uint64_t sample, std::span<std::byte> into) = 0;
+
+  // Waits while the sample is `filling`, until the deadline or a stop; takes back the claim of a dead
+  // rank (the sample is then `empty`). Returns the state seen last.
+  virtual State wait(uint64_t sample, std::chrono::nanoseconds timeout, std::stop_token stop) = 0;
+
+  // A rank of this node that joined and then ended without leaving, if there is one. Cheap enough to
+  // be asked a few times a second.
+  virtual std::optional<PeerFailure> dead_peer() const = 0;
+
+  // Bytes of shared memory and of tier files in use by this node's ready and filling samples.
+  virtual uint64_t ram_bytes() const noexcept = 0;
+  virtual uint64_t file_bytes() const noexcept = 0;
+};
+
+}  // namespace nostall::tier

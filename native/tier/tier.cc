@@ -1,0 +1,1 @@
+#include "tier/node_cache.h"

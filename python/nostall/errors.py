@@ -1,0 +1,45 @@
+"""What nostall raises. Every message names the path, the rank or the value, and the remedy."""
+
+from __future__ import annotations
+
+
+class Error(Exception):
+    """Base of all errors of nostall; `exit_code` is what the command line returns for it."""
+
+    exit_code = 1
+
+
+class UsageError(Error, ValueError):
+    """The call or the configuration cannot be carried out as asked."""
+
+    exit_code = 2
+
+
+class IoError(Error, OSError):
+    """The operating system refused an operation."""
+
+    exit_code = 3
+
+
+class PeerError(Error, RuntimeError):
+    """Another process of this job died, lags, or does not agree with this one."""
+
+    exit_code = 4
+
+
+class CorruptionError(Error, ValueError):
+    """Bytes are not what they should be."""
+
+    exit_code = 5
+
+
+class StoppedError(Error, RuntimeError):
+    """The work was stopped by the user."""
+
+    exit_code = 130
+
+
+class BugError(Error, RuntimeError):
+    """An invariant of nostall is broken; please report it."""
+
+    exit_code = 70

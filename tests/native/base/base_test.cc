@@ -1,0 +1,67 @@
+// Golden vectors of the algorithms that processes and releases must agree on.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <string>
+
+#include "base/crc32c.h"
+#include "base/error.h"
+#include "base/random.h"
+
+namespace nostall {
+namespace {
+
+std::span<const std::byte> bytes_of(const std::string& s) {
+  return std::as_bytes(std::span(s.data(), s.size()));
+}
+
+TEST(Crc32c, GivesTheCheckValueOfTheStandard) {
+  EXPECT_EQ(crc32c(bytes_of("123456789")), 0xE3069283u);
+  EXPECT_EQ(crc32c({}), 0u);
+}
+
+TEST(Crc32c, ContinuesWhereItStopped) {
+  const std::string text = "the quick brown fox jumps over the lazy dog";
+  const auto all = bytes_of(text);
+  for (size_t cut = 0; cut <= all.size(); ++cut) {
+    EXPECT_EQ(crc32c(all.subspan(cut), crc32c(all.first(cut))), crc32c(all)) << cut;
+  }
+}
+
+TEST(Mt19937, GivesTheReferenceStream) {
+  Mt19937 generator(5489);
+  uint32_t last = 0;
+  for (int i = 0; i < 10000; ++i) last = generator();
+  EXPECT_EQ(last, 4123659995u);  // the value that the C++ standard demands of the 10000th
+}
+
+TEST(Philox, GivesTheVectorsOfTheReferenceImplementation) {
+  EXPECT_EQ(philox4x32({0, 0, 0, 0}, {0, 0}),
+            (std::array<uint32_t, 4>{0x6627e8d5u, 0xe169c58du, 0xbc57ac4cu, 0x9b00dbd8u}));
+  EXPECT_EQ(philox4x32({0xffffffffu, 0xffffffffu, 0xffffffffu, 0xffffffffu},
+                       {0xffffffffu, 0xffffffffu}),
+            (std::array<uint32_t, 4>{0x408f276du, 0x41c83b0eu, 0xa20bc7c6u, 0x6d5451fdu}));
+}
+
+TEST(SampleRandom, DependsOnSeedEpochAndSampleAlone) {
+  SampleRandom a(1, 2, 3), b(1, 2, 3), other_epoch(1, 3, 3), other_sample(1, 2, 4);
+  const uint32_t first = a.next();
+  EXPECT_EQ(first, b.next());
+  EXPECT_NE(first, other_epoch.next());
+  EXPECT_NE(first, other_sample.next());
+  for (int i = 0; i < 1000; ++i) {
+    const double u = a.uniform();
+    ASSERT_GE(u, 0.0);
+    ASSERT_LT(u, 1.0);
+    ASSERT_LT(a.below(7), 7u);
+  }
+}
+
+TEST(Error, NamesPathAndReason) {
+  const Error e = io_error("cannot open", "/data/x", ENOENT);
+  EXPECT_STREQ(e.what(), "cannot open /data/x: No such file or directory");
+  EXPECT_EQ(e.error_number(), ENOENT);
+}
+
+}  // namespace
+}  // namespace nostall
