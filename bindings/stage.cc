@@ -68,7 +68,25 @@ nb::ndarray<nb::numpy, T, nb::ndim<1>> copy_of(const std::vector<T>& values) {
   return nb::ndarray<nb::numpy, T, nb::ndim<1>>(data->data(), {data->size()}, owner);
 }
 
-PyBatch next(stage::Loader& loader) {
+// Threads of the loader may be about to log, which takes the GIL: never join them while holding it.
+class PyLoader {
+ public:
+  explicit PyLoader(stage::LoaderConfig config)
+      : loader_(std::make_unique<stage::Loader>(std::move(config))) {}
+  ~PyLoader() {
+    const nb::gil_scoped_release release;
+    loader_.reset();
+  }
+  PyLoader(const PyLoader&) = delete;
+  PyLoader& operator=(const PyLoader&) = delete;
+  stage::Loader& operator*() const { return *loader_; }
+
+ private:
+  std::unique_ptr<stage::Loader> loader_;
+};
+
+PyBatch next(const PyLoader& self) {
+  stage::Loader& loader = *self;
   for (;;) {
     std::unique_ptr<stage::Batch> batch;
     {
@@ -148,10 +166,10 @@ void bind_stage(nb::module_& m) {
                    })
       .def_prop_ro("queue", [](const PyBatch& b) { return b.batch->queue; });
 
-  nb::class_<stage::Loader>(m, "Loader", "The staging buffer of one rank (native/stage/loader.h).")
+  nb::class_<PyLoader>(m, "Loader", "The staging buffer of one rank (native/stage/loader.h).")
       .def(
           "__init__",
-          [](stage::Loader* self, const plan::JobSpec& job, uint32_t rank,
+          [](PyLoader* self, const plan::JobSpec& job, uint32_t rank,
              std::shared_ptr<source::Source> source, std::shared_ptr<image::Pipeline> pipeline,
              const std::vector<TierTuple>& tiers, const std::string& job_name, uint32_t local_rank,
              uint32_t local_world, const std::string& on_error, uint32_t fetchers, uint32_t workers,
@@ -174,7 +192,7 @@ void bind_stage(nb::module_& m) {
               const nb::gil_scoped_release release;
               config.cache = stage::attach_node_cache(job, rank, *config.source, node, first_epoch);
             }
-            new (self) stage::Loader(std::move(config));
+            new (self) PyLoader(std::move(config));
           },
           nb::kw_only(), nb::arg("job"), nb::arg("rank"), nb::arg("source"),
           nb::arg("pipeline").none(), nb::arg("tiers"), nb::arg("job_name"), nb::arg("local_rank"),
@@ -184,18 +202,20 @@ void bind_stage(nb::module_& m) {
       .def("next", &next, "The next batch; waits for it with the GIL released.")
       .def(
           "seek",
-          [](stage::Loader& l, uint32_t epoch, uint64_t batch) {
-            l.seek({epoch, batch});
+          [](const PyLoader& l, uint32_t epoch, uint64_t batch) {
+            (*l).seek({epoch, batch});
           },
           nb::arg("epoch"), nb::arg("batch"), nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("position",
-                   [](const stage::Loader& l) {
-                     return std::make_tuple(l.position().epoch, l.position().batch);
+                   [](const PyLoader& l) {
+                     return std::make_tuple((*l).position().epoch, (*l).position().batch);
                    })
-      .def("close", &stage::Loader::close, nb::call_guard<nb::gil_scoped_release>())
-      .def_prop_ro("memory", [](const stage::Loader& l) {
-        const stage::Memory memory = l.memory();
-        const auto& cache = l.config().cache;
+      .def(
+          "close", [](const PyLoader& l) { (*l).close(); },
+          nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("memory", [](const PyLoader& l) {
+        const stage::Memory memory = (*l).memory();
+        const auto& cache = (*l).config().cache;
         return std::make_tuple(cache ? cache->ram_bytes() : 0, cache ? cache->file_bytes() : 0,
                                memory.staging, memory.io_buffers);
       });
