@@ -10,6 +10,7 @@
 #include <chrono>
 #include <tuple>
 
+#include "arrays.h"
 #include "module.h"
 #include "stage/loader.h"
 #include "stage/node.h"
@@ -44,10 +45,8 @@ struct PyBatch {
 
 Array data_of(const PyBatch& b) {
   // The array owns the buffer: it returns to the pool when the last tensor on it dies.
-  auto* keep = new std::shared_ptr<stage::Buffer>(b.batch->buffer);  // NOLINT: owned by the capsule
-  nb::capsule owner(keep, [](void* p) noexcept {
-    delete static_cast<std::shared_ptr<stage::Buffer>*>(p);  // NOLINT: made just above
-  });
+  nb::capsule owner =
+      bindings::owner_of(std::make_unique<std::shared_ptr<stage::Buffer>>(b.batch->buffer));
   void* data = b.batch->buffer ? b.batch->buffer->data() : nullptr;
   if (!b.output) {
     const std::array<size_t, 1> shape{b.batch->bytes};
@@ -59,13 +58,6 @@ Array data_of(const PyBatch& b) {
                                           ? std::array<size_t, 4>{n, 3, o.height, o.width}
                                           : std::array<size_t, 4>{n, o.height, o.width, 3};
   return Array(data, 4, shape.data(), owner, nullptr, dtype_of(o.type));
-}
-
-template <typename T>
-nb::ndarray<nb::numpy, T, nb::ndim<1>> copy_of(const std::vector<T>& values) {
-  auto* data = new std::vector<T>(values);  // NOLINT: owned by the capsule
-  nb::capsule owner(data, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(data->data(), {data->size()}, owner);
 }
 
 // Threads of the loader may be about to log, which takes the GIL: never join them while holding it.
@@ -139,10 +131,10 @@ void bind_stage(nb::module_& m) {
       .def("__len__", [](const PyBatch& b) { return b.batch->samples.size(); })
       .def_prop_ro("data", &data_of,
                    "Images (n, 3, height, width) or (n, height, width, 3), or raw bytes (total,).")
-      .def_prop_ro("labels", [](const PyBatch& b) { return copy_of(b.batch->labels); })
-      .def_prop_ro("samples", [](const PyBatch& b) { return copy_of(b.batch->samples); })
-      .def_prop_ro("offsets", [](const PyBatch& b) { return copy_of(b.batch->offsets); })
-      .def_prop_ro("lengths", [](const PyBatch& b) { return copy_of(b.batch->lengths); })
+      .def_prop_ro("labels", [](const PyBatch& b) { return bindings::array_of(b.batch->labels); })
+      .def_prop_ro("samples", [](const PyBatch& b) { return bindings::array_of(b.batch->samples); })
+      .def_prop_ro("offsets", [](const PyBatch& b) { return bindings::array_of(b.batch->offsets); })
+      .def_prop_ro("lengths", [](const PyBatch& b) { return bindings::array_of(b.batch->lengths); })
       .def_prop_ro(
           "origins",
           [](const PyBatch& b) {
