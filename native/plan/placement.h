@@ -40,9 +40,16 @@ struct Placement {
   std::vector<std::vector<SampleId>> fill;  // per tier: samples in fill order
 };
 
+// A sample that a tier holds already, from an earlier job, and where.
+struct Resident {
+  SampleId sample = 0;
+  uint64_t offset = 0;
+};
+
 // `sizes` has one entry per sample, bytes. A sample larger than what a tier has left is passed to
 // the next tier, smaller ones may still enter. Samples never accessed are not placed.
 Placement place(std::span<const uint64_t> sizes, const NodeAccess& access,
-                std::span<const TierShape> tiers);
+                std::span<const TierShape> tiers,
+                std::span<const std::vector<Resident>> resident = {});
 
 }  // namespace nostall::plan

@@ -35,12 +35,17 @@ std::shared_ptr<tier::NodeCache> attach_node_cache(const plan::JobSpec& job, uin
   const uint32_t first_rank = rank - node.local_rank;
   const uint32_t ranks = std::min(node.local_world, job.world - first_rank);
   const plan::NodeAccess access = plan::node_access(job, first_rank, ranks, first_epoch);
-  const plan::Placement placement = plan::place(source.sizes(), access, shapes);
+  std::vector<std::vector<plan::Resident>> resident;
+  for (const tier::TierSpec& spec : node.tiers) {
+    resident.push_back(tier::resident_samples(spec, source.fingerprint()));
+  }
+  const plan::Placement placement = plan::place(source.sizes(), access, shapes, resident);
 
   uint64_t hash = mix(plan::fingerprint(job), first_epoch);
   for (const uint64_t used : placement.used) hash = mix(hash, used);
   for (const auto& fill : placement.fill) {
-    for (const plan::SampleId sample : fill) hash = mix(hash, sample);
+    for (const plan::SampleId sample : fill)
+      hash = mix(mix(hash, sample), placement.offset[sample]);
   }
   tier::NodeCacheConfig config;
   config.job = node.job;

@@ -59,11 +59,7 @@ struct NodeCacheConfig {
 // Samples that a kept file tier of an earlier job already holds, with their offsets; empty if there
 // is none that matches `dataset`. Given to the plan before place(), so that they stay where they
 // are.
-struct Resident {
-  uint64_t sample = 0;
-  uint64_t offset = 0;
-};
-std::vector<Resident> resident_samples(const TierSpec& spec, uint64_t dataset);
+std::vector<plan::Resident> resident_samples(const TierSpec& spec, uint64_t dataset);
 
 enum class State : uint8_t { empty = 0, filling = 1, ready = 2, failed = 3 };
 

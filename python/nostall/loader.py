@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import time
 import weakref
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from nostall import _native
 from nostall.errors import UsageError
+from nostall.plan import Plan
 from nostall.pystage import PythonStage
 from nostall.record import Recorder
 from nostall.sizes import TierSpec, parse_size, parse_tiers
@@ -29,6 +31,9 @@ _STATE_VERSION = 1
 _DEFAULT_STAGING = 256 << 20
 _DEFAULT_IO_BYTES = 64 << 20
 _READS_IN_FLIGHT = 16
+
+# Loaders are told apart by their number in the process: ranks make them in the same order.
+_made = itertools.count()
 
 Transforms = Sequence[Transform] | Callable[[Any], Any] | None
 
@@ -161,6 +166,7 @@ class DataLoader:
             local_world_size=local_world_size,
             job=job,
         )
+        self._job = job or f"{self.world.job} loader {next(_made)}"
         self._tiers = parse_tiers(
             tiers,
             dataset_bytes=dataset.total_bytes,
@@ -382,27 +388,17 @@ class DataLoader:
     # ------------------------------------------------------------------ the native side
 
     def _make_spec(self) -> _native.JobSpec:
-        spec = _native.JobSpec()
-        spec.samples = len(self.dataset)
-        spec.global_batch = self.batch_size * self.world.world_size
-        spec.epochs = self.epochs_total
-        spec.world = self.world.world_size
-        spec.order_world = self._order_world
-        spec.seed = self.seed
-        spec.drop_last = self.drop_last
-        spec.scheme = getattr(_native.Scheme, self._scheme)
-        if not self._shuffle:
-            spec.order = _native.OrderKind.sequential
-        elif not isinstance(self._order, str):
-            spec.order = _native.OrderKind.user
-            spec.user_order = np.asarray(self._order, dtype=np.uint64)
-        elif self._order in ("torch", "keyed"):
-            spec.order = getattr(_native.OrderKind, self._order)
-        else:
-            raise UsageError(
-                f'order must be "torch", "keyed" or a sequence of sample ids, not {self._order!r}'
-            )
-        return spec
+        return Plan(
+            samples=len(self.dataset),
+            batch_size=self.batch_size,
+            world_size=self.world.world_size,
+            epochs=self.epochs_total,
+            seed=self.seed,
+            drop_last=self.drop_last,
+            order=self._order if self._shuffle else "sequential",
+            scheme=self._scheme,
+            order_world=self._order_world,
+        ).native
 
     def _stage(self) -> _native.Loader:
         if self._loader is None:
@@ -412,7 +408,7 @@ class DataLoader:
                 source=self.dataset.native,
                 pipeline=self._pipeline,
                 tiers=[(t.kind, t.capacity, t.path, t.keep) for t in self._tiers],
-                job_name=self.world.job,
+                job_name=self._job,
                 local_rank=self.world.local_rank,
                 local_world=self.world.local_world_size,
                 on_error=self._on_error,
