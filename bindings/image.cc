@@ -96,8 +96,8 @@ nb::dlpack::dtype numpy_type(image::Type type) {
   return {static_cast<uint8_t>(nb::dlpack::dtype_code::Float), bits, 1};
 }
 
-nb::object apply(const image::Pipeline& pipeline, nb::handle encoded, uint64_t seed,
-                 uint32_t epoch, uint64_t sample) {
+nb::object apply(const image::Pipeline& pipeline, nb::handle encoded, uint64_t seed, uint32_t epoch,
+                 uint64_t sample) {
   Bytes keep;
   const std::span<const std::byte> bytes = view(encoded, keep);
   const image::Output& output = pipeline.output();
@@ -151,14 +151,12 @@ void bind_image(nb::module_& m) {
   nb::class_<image::Pipeline>(m, "Pipeline", "Compiled transforms of encoded images.")
       .def_prop_ro("height", [](const image::Pipeline& p) { return p.output().height; })
       .def_prop_ro("width", [](const image::Pipeline& p) { return p.output().width; })
-      .def_prop_ro("dtype",
-                   [](const image::Pipeline& p) {
-                     return kTypes[static_cast<size_t>(p.output().type)];
-                   })
-      .def_prop_ro("layout",
-                   [](const image::Pipeline& p) {
-                     return kLayouts[static_cast<size_t>(p.output().layout)];
-                   })
+      .def_prop_ro(
+          "dtype",
+          [](const image::Pipeline& p) { return kTypes[static_cast<size_t>(p.output().type)]; })
+      .def_prop_ro(
+          "layout",
+          [](const image::Pipeline& p) { return kLayouts[static_cast<size_t>(p.output().layout)]; })
       .def("apply", &apply, nb::arg("encoded"), nb::kw_only(), nb::arg("seed") = 0,
            nb::arg("epoch") = 0, nb::arg("sample") = 0,
            "Decodes and transforms one image; random draws depend on the three numbers alone.");

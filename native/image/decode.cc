@@ -21,10 +21,10 @@ std::optional<Error> refuse_size(const char* format, int64_t width, int64_t heig
   }
   if (width > kMaxSide || height > kMaxSide ||
       static_cast<uint64_t>(width) * static_cast<uint64_t>(height) > max_pixels) {
-    return Error(ErrorKind::corruption,
-                 std::string(format) + " image of size " + size + " exceeds the limit of " +
-                     std::to_string(max_pixels) + " pixels, " + std::to_string(kMaxSide) +
-                     " a side: raise max_pixels if it is genuine");
+    return Error(ErrorKind::corruption, std::string(format) + " image of size " + size +
+                                            " exceeds the limit of " + std::to_string(max_pixels) +
+                                            " pixels, " + std::to_string(kMaxSide) +
+                                            " a side: raise max_pixels if it is genuine");
   }
   return std::nullopt;
 }

@@ -35,8 +35,8 @@ Result<Bitmap> decode(std::span<const std::byte> encoded, uint64_t max_pixels, c
 // One a format; `encoded` begins with the format's signature.
 Result<Bitmap> decode_jpeg(std::span<const std::byte> encoded, uint64_t max_pixels,
                            const Plan& plan, Buffer& buffer);
-Result<Bitmap> decode_png(std::span<const std::byte> encoded, uint64_t max_pixels,
-                          const Plan& plan, Buffer& buffer);
+Result<Bitmap> decode_png(std::span<const std::byte> encoded, uint64_t max_pixels, const Plan& plan,
+                          Buffer& buffer);
 Result<Bitmap> decode_webp(std::span<const std::byte> encoded, uint64_t max_pixels,
                            const Plan& plan, Buffer& buffer);
 

@@ -54,8 +54,8 @@ class Composer {
   int64_t width() const { return geometry_.stages.back().window.width; }
   int64_t height() const { return geometry_.stages.back().window.height; }
 
-  // Of a centre crop: Python's int(round((have - want) / 2.0)) inside, (want - have) // 2 of padding
-  // outside.
+  // Of a centre crop: Python's int(round((have - want) / 2.0)) inside, (want - have) // 2 of
+  // padding outside.
   static int64_t offset(int64_t have, int64_t want) {
     if (want > have) return -((want - have) / 2);
     return static_cast<int64_t>(std::nearbyint(static_cast<double>(have - want) / 2));
@@ -87,8 +87,7 @@ class Composer {
 
 }  // namespace
 
-Box random_box(const RandomResizedCrop& step, int64_t width, int64_t height,
-               SampleRandom& random) {
+Box random_box(const RandomResizedCrop& step, int64_t width, int64_t height, SampleRandom& random) {
   std::array<double, 2 * kTries> shape;
   for (double& draw : shape) draw = random.uniform();
   const uint32_t down = random.next(), right = random.next();

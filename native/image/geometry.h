@@ -20,9 +20,9 @@ struct Box {
 };
 
 struct Stage {
-  Box box;                          // of the stage's input
-  int64_t width = 0, height = 0;    // what the box is resized to
-  Box window;                       // of the resized image; what lies outside it is black
+  Box box;                        // of the stage's input
+  int64_t width = 0, height = 0;  // what the box is resized to
+  Box window;                     // of the resized image; what lies outside it is black
   bool resizes() const noexcept { return width != box.width || height != box.height; }
   bool padded() const noexcept {
     return window.x < 0 || window.y < 0 || window.x + window.width > width ||

@@ -49,8 +49,7 @@ class JpegReader {
     jpeg_create_decompress(&jpeg_);
     jpeg_.client_data = this;
     jpeg_.progress = &progress_;
-    jpeg_mem_src(&jpeg_, reinterpret_cast<const unsigned char*>(encoded_.data()),
-                 encoded_.size());
+    jpeg_mem_src(&jpeg_, reinterpret_cast<const unsigned char*>(encoded_.data()), encoded_.size());
     jpeg_read_header(&jpeg_, TRUE);
     if (!ends_properly()) fail("the end of the image is missing: the file is truncated");
     return true;
@@ -59,9 +58,9 @@ class JpegReader {
   // Chooses the region in scaled pixels; fills in `bitmap` but for its pixels.
   bool start(const Wanted& wanted, Bitmap& bitmap) {
     if (setjmp(jump_) != 0) return false;
-    jpeg_.out_color_space =
-        jpeg_.jpeg_color_space == JCS_CMYK || jpeg_.jpeg_color_space == JCS_YCCK ? JCS_CMYK
-                                                                                 : JCS_EXT_RGBX;
+    jpeg_.out_color_space = jpeg_.jpeg_color_space == JCS_CMYK || jpeg_.jpeg_color_space == JCS_YCCK
+                                ? JCS_CMYK
+                                : JCS_EXT_RGBX;
     jpeg_.scale_num = 1;
     jpeg_.scale_denom = 1u << wanted.shrink;
     jpeg_start_decompress(&jpeg_);
@@ -107,9 +106,7 @@ class JpegReader {
   Error error() const { return Error(ErrorKind::corruption, std::string("JPEG: ") + message_); }
 
  private:
-  static JpegReader& of(j_common_ptr jpeg) {
-    return *static_cast<JpegReader*>(jpeg->client_data);
-  }
+  static JpegReader& of(j_common_ptr jpeg) { return *static_cast<JpegReader*>(jpeg->client_data); }
 
   // Warnings after which pixels are made up. The others (bytes too many between segments, an odd
   // Adobe marker, an odd order of scans) leave the image whole.

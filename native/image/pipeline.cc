@@ -57,8 +57,8 @@ void run(const Stage& stage, const Bitmap& in, StageBuffers& b, const Sink& sink
   const auto edge = [unit](int64_t at) { return static_cast<double>(at) / unit; };
   b.x.prepare(edge(stage.box.x), edge(stage.box.x + stage.box.width), stage.width, x0, columns,
               in.x, in.width);
-  b.y.prepare(edge(stage.box.y), edge(stage.box.y + stage.box.height), stage.height, y0, rows,
-              in.y, in.height);
+  b.y.prepare(edge(stage.box.y), edge(stage.box.y + stage.box.height), stage.height, y0, rows, in.y,
+              in.height);
   const Kernels& kernel = kernels();
 
   // The horizontal pass, on the rows that the vertical one reads.
@@ -103,8 +103,8 @@ void run(const Stage& stage, const Bitmap& in, StageBuffers& b, const Sink& sink
         b.rows[static_cast<size_t>(tap)] =
             at(b.y.first[index] + std::min(tap, b.y.count[index] - 1));
       }
-      kernel.vertical(b.rows.data(), &b.y.weights[index * static_cast<size_t>(b.y.taps)], taps,
-                      row, bytes);
+      kernel.vertical(b.rows.data(), &b.y.weights[index * static_cast<size_t>(b.y.taps)], taps, row,
+                      bytes);
     }
     if (columns < window.width) {
       std::memcpy(padded + (x0 - window.x) * 4, result, bytes);
@@ -134,8 +134,7 @@ Box support_of(const Stage& stage) {
 
 unsigned shrink_of(const Stage& stage) {
   unsigned shrink = 0;
-  while (shrink < 3 &&
-         (stage.box.width >> (shrink + 1)) >= kShrinkMargin * stage.width &&
+  while (shrink < 3 && (stage.box.width >> (shrink + 1)) >= kShrinkMargin * stage.width &&
          (stage.box.height >> (shrink + 1)) >= kShrinkMargin * stage.height) {
     ++shrink;
   }
@@ -224,15 +223,11 @@ class Compiler {
   bool first_ = true;
 };
 
-size_t size_of(Type type) {
-  return type == Type::float32 ? 4 : type == Type::float16 ? 2 : 1;
-}
+size_t size_of(Type type) { return type == Type::float32 ? 4 : type == Type::float16 ? 2 : 1; }
 
 }  // namespace
 
-size_t Output::bytes() const noexcept {
-  return size_t{height} * width * 3 * size_of(type);
-}
+size_t Output::bytes() const noexcept { return size_t{height} * width * 3 * size_of(type); }
 
 struct Scratch::Impl {
   Buffer decoded, middle[2], line;
@@ -302,8 +297,9 @@ Pipeline Pipeline::compile(std::span<const Step> steps, const Options& options) 
     compiler.next();
   }
   if (compiler.height == 0) {
-    usage("the transforms give images of different sizes, which cannot be batched: add a Resize "
-          "to (height, width), a CenterCrop or a RandomResizedCrop");
+    usage(
+        "the transforms give images of different sizes, which cannot be batched: add a Resize "
+        "to (height, width), a CenterCrop or a RandomResizedCrop");
   }
   auto impl = std::make_unique<Impl>();
   impl->steps.assign(steps.begin(), steps.end());
@@ -312,8 +308,9 @@ Pipeline Pipeline::compile(std::span<const Step> steps, const Options& options) 
                   options.type.value_or(compiler.tensor ? Type::float32 : Type::uint8),
                   options.layout.value_or(compiler.tensor ? Layout::chw : Layout::hwc)};
   if (compiler.tensor && impl->output.type == Type::uint8) {
-    usage("ToTensor gives floating-point values, which uint8 cannot hold: drop ToTensor and "
-          "Normalize or ask for float16 or float32");
+    usage(
+        "ToTensor gives floating-point values, which uint8 cannot hold: drop ToTensor and "
+        "Normalize or ask for float16 or float32");
   }
   for (size_t c = 0; c < 3; ++c) {
     impl->scale[c] = static_cast<float>(compiler.scale[c]);
@@ -325,8 +322,8 @@ Pipeline Pipeline::compile(std::span<const Step> steps, const Options& options) 
 Result<std::monostate> Pipeline::apply(std::span<const std::byte> encoded, const SampleKey& key,
                                        Scratch& scratch, std::span<std::byte> out) const try {
   if (out.size() != impl_->output.bytes()) {
-    return Error(ErrorKind::usage, "the output has " + std::to_string(out.size()) +
-                                       " bytes, not " + std::to_string(impl_->output.bytes()));
+    return Error(ErrorKind::usage, "the output has " + std::to_string(out.size()) + " bytes, not " +
+                                       std::to_string(impl_->output.bytes()));
   }
   Scratch::Impl& s = scratch.impl();
   Geometry geometry;
@@ -346,9 +343,9 @@ Result<std::monostate> Pipeline::apply(std::span<const std::byte> encoded, const
     const int64_t width = stage.window.width, height = stage.window.height;
     if (static_cast<double>(width) * static_cast<double>(std::max(height, stage.box.height)) >
         static_cast<double>(impl_->max_pixels)) {
-      return Error(ErrorKind::corruption,
-                   "an image of so odd a shape that resizing it needs " + std::to_string(width) +
-                       "x" + std::to_string(height) + " pixels: raise max_pixels if it is genuine");
+      return Error(ErrorKind::corruption, "an image of so odd a shape that resizing it needs " +
+                                              std::to_string(width) + "x" + std::to_string(height) +
+                                              " pixels: raise max_pixels if it is genuine");
     }
     const size_t stride = static_cast<size_t>(width) * 4;
     uint8_t* pixels = s.middle[i % 2].reserve(stride * static_cast<size_t>(height));
@@ -357,9 +354,8 @@ Result<std::monostate> Pipeline::apply(std::span<const std::byte> encoded, const
     });
     bitmap = {pixels, stride, 0, 0, width, height, 0};
   }
-  run(geometry.stages.back(), bitmap, s.stage, [&](int64_t y, const uint8_t* row) {
-    impl_->store(y, row, geometry, s.line, out.data());
-  });
+  run(geometry.stages.back(), bitmap, s.stage,
+      [&](int64_t y, const uint8_t* row) { impl_->store(y, row, geometry, s.line, out.data()); });
   return std::monostate{};
 } catch (const std::bad_alloc&) {
   return Error(ErrorKind::corruption, "an image that needs more memory than there is");
@@ -369,7 +365,10 @@ Result<Decoded> decode_rgb(std::span<const std::byte> encoded, const Options& op
   Buffer buffer;
   auto decoded = decode(
       encoded, options.max_pixels,
-      [](int64_t width, int64_t height) { return Wanted{{0, 0, width, height}, 0}; }, buffer);
+      [](int64_t width, int64_t height) {
+        return Wanted{{0, 0, width, height}, 0};
+      },
+      buffer);
   if (!decoded) return decoded.error();
   const Bitmap& bitmap = decoded.value();
   Decoded image{static_cast<uint32_t>(bitmap.height), static_cast<uint32_t>(bitmap.width), {}};

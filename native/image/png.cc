@@ -8,8 +8,8 @@
 
 namespace nostall::image {
 
-Result<Bitmap> decode_png(std::span<const std::byte> encoded, uint64_t max_pixels,
-                          const Plan& plan, Buffer& buffer) {
+Result<Bitmap> decode_png(std::span<const std::byte> encoded, uint64_t max_pixels, const Plan& plan,
+                          Buffer& buffer) {
   constexpr size_t kMaxChunk = size_t{64} << 20;
   const auto failed = [](int code) {
     return Error(ErrorKind::corruption, std::string("PNG: ") + spng_strerror(code));

@@ -79,10 +79,10 @@ NOSTALL_AVX2 void horizontal_avx2(const Filter& filter, const uint8_t* a, const 
       int32_t w01, w23;
       std::memcpy(&w01, weights, sizeof w01);
       std::memcpy(&w23, weights + 2, sizeof w23);
-      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_shuffle_epi8(pixels, pair01),
-                                                    _mm256_set1_epi32(w01)));
-      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_shuffle_epi8(pixels, pair23),
-                                                    _mm256_set1_epi32(w23)));
+      sum = _mm256_add_epi32(
+          sum, _mm256_madd_epi16(_mm256_shuffle_epi8(pixels, pair01), _mm256_set1_epi32(w01)));
+      sum = _mm256_add_epi32(
+          sum, _mm256_madd_epi16(_mm256_shuffle_epi8(pixels, pair23), _mm256_set1_epi32(w23)));
     }
     sum = _mm256_srai_epi32(sum, kBits);
     sum = _mm256_packs_epi32(sum, sum);
@@ -110,10 +110,10 @@ NOSTALL_AVX2 void vertical_avx2(const uint8_t* const* rows, const int16_t* weigh
       s2 = _mm256_add_epi32(s2, _mm256_madd_epi16(_mm256_unpacklo_epi8(high, zero), w));
       s3 = _mm256_add_epi32(s3, _mm256_madd_epi16(_mm256_unpackhi_epi8(high, zero), w));
     }
-    const __m256i first = _mm256_packs_epi32(_mm256_srai_epi32(s0, kBits),
-                                             _mm256_srai_epi32(s1, kBits));
-    const __m256i second = _mm256_packs_epi32(_mm256_srai_epi32(s2, kBits),
-                                              _mm256_srai_epi32(s3, kBits));
+    const __m256i first =
+        _mm256_packs_epi32(_mm256_srai_epi32(s0, kBits), _mm256_srai_epi32(s1, kBits));
+    const __m256i second =
+        _mm256_packs_epi32(_mm256_srai_epi32(s2, kBits), _mm256_srai_epi32(s3, kBits));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + x), _mm256_packus_epi16(first, second));
   }
 }
@@ -129,8 +129,8 @@ NOSTALL_AVX2 void planes_f32_avx2(const uint8_t* row, int64_t width, bool mirror
         _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + 4 * x)), order);
     const int64_t to = mirror ? width - 8 - x : x;
     for (int c = 0; c < 3; ++c) {
-      const __m256 value = _mm256_cvtepi32_ps(
-          _mm256_and_si256(_mm256_srli_epi32(pixels, 8 * c), byte));
+      const __m256 value =
+          _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(pixels, 8 * c), byte));
       _mm256_storeu_ps(out[c] + to, _mm256_add_ps(_mm256_mul_ps(value, _mm256_set1_ps(scale[c])),
                                                   _mm256_set1_ps(offset[c])));
     }
@@ -153,8 +153,7 @@ void Filter::prepare(double low, double high, int64_t full, int64_t window_begin
   const double scale = (high - low) / static_cast<double>(full);
   const double support = std::max(1.0, scale);
   const auto floor_low = std::max(origin, static_cast<int64_t>(std::floor(low)));
-  const auto ceil_high =
-      std::min(origin + available, static_cast<int64_t>(std::ceil(high)));
+  const auto ceil_high = std::min(origin + available, static_cast<int64_t>(std::ceil(high)));
   const auto widest = static_cast<int32_t>(std::ceil(support)) * 2 + 1;
   taps = std::min<int32_t>(widest, static_cast<int32_t>(ceil_high - floor_low));
   taps = (taps + 3) / 4 * 4;
@@ -165,8 +164,7 @@ void Filter::prepare(double low, double high, int64_t full, int64_t window_begin
   weights.assign(static_cast<size_t>(results) * static_cast<size_t>(taps), 0);
   exact_.resize(static_cast<size_t>(taps));
   for (int64_t i = 0; i < results; ++i) {
-    const double center =
-        low + (static_cast<double>(window_begin + i) + 0.5) * scale;
+    const double center = low + (static_cast<double>(window_begin + i) + 0.5) * scale;
     int64_t begin = std::max(floor_low, static_cast<int64_t>(std::floor(center - support + 0.5)));
     const int64_t end =
         std::min(ceil_high, static_cast<int64_t>(std::floor(center + support + 0.5)));

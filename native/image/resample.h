@@ -1,5 +1,5 @@
-// image/resample.h - antialiased bilinear resampling, Pillow's: two passes, horizontal first, 8 bits
-// in between, a triangle filter as wide as the ratio when shrinking.
+// image/resample.h - antialiased bilinear resampling, Pillow's: two passes, horizontal first, 8
+// bits in between, a triangle filter as wide as the ratio when shrinking.
 //
 // Coefficients are 15-bit fixed-point numbers that sum to one exactly; results differ from Pillow's
 // by at most one level. The AVX2 and the portable kernels agree bit for bit.

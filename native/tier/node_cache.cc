@@ -235,8 +235,8 @@ void NodeCacheImpl::create() {
   if (!arena || ::ftruncate(arena.get(), static_cast<off_t>(arena_bytes_)) != 0) {
     throw io_error("cannot create", names_.arena, errno);
   }
-  auto mapped = Mapping::map(names_.catalog, catalog_bytes());
-  auto* header = new (std::move(mapped).take().data()) CatalogHeader{};
+  const Mapping mapped = Mapping::map(names_.catalog, catalog_bytes()).take();
+  auto* header = new (mapped.data()) CatalogHeader{};
   header->version = kCatalogVersion;
   header->layout_bytes = sizeof(CatalogHeader);
   header->dataset = config_.dataset;
