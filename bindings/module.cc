@@ -49,6 +49,5 @@ NB_MODULE(_native, m) {
   bind_plan(m);
   bind_source(m);
   bind_image(m);
-  bind_tier(m);
   bind_stage(m);
 }

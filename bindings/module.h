@@ -6,5 +6,4 @@
 void bind_plan(nanobind::module_& m);
 void bind_source(nanobind::module_& m);
 void bind_image(nanobind::module_& m);
-void bind_tier(nanobind::module_& m);
 void bind_stage(nanobind::module_& m);

@@ -1,3 +1,119 @@
-#include "module.h"
+// The plan's functions; arrays are NumPy's, on memory that the result owns.
+#include "plan/plan.h"
 
-void bind_plan(nanobind::module_&) {}
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
+
+#include "arrays.h"
+#include "module.h"
+#include "plan/bound.h"
+#include "plan/owners.h"
+#include "plan/permutation.h"
+#include "plan/placement.h"
+
+namespace nb = nanobind;
+using namespace nostall;
+
+void bind_plan(nb::module_& m) {
+  nb::enum_<plan::OrderKind>(m, "OrderKind")
+      .value("torch", plan::OrderKind::torch)
+      .value("keyed", plan::OrderKind::keyed)
+      .value("user", plan::OrderKind::user)
+      .value("sequential", plan::OrderKind::sequential);
+  nb::enum_<plan::Scheme>(m, "Scheme")
+      .value("uniform", plan::Scheme::uniform)
+      .value("whole", plan::Scheme::whole)
+      .value("imbalanced", plan::Scheme::imbalanced);
+
+  nb::class_<plan::JobSpec>(m, "JobSpec", "What fixes the future of a job (native/plan/plan.h).")
+      .def(nb::init<>())
+      .def_rw("samples", &plan::JobSpec::samples)
+      .def_rw("global_batch", &plan::JobSpec::global_batch)
+      .def_rw("epochs", &plan::JobSpec::epochs)
+      .def_rw("world", &plan::JobSpec::world)
+      .def_rw("order_world", &plan::JobSpec::order_world)
+      .def_rw("seed", &plan::JobSpec::seed)
+      .def_rw("drop_last", &plan::JobSpec::drop_last)
+      .def_rw("order", &plan::JobSpec::order)
+      .def_rw("scheme", &plan::JobSpec::scheme)
+      .def_prop_rw(
+          "user_order",
+          [](const plan::JobSpec& spec) { return bindings::array_of(spec.user_order); },
+          [](plan::JobSpec& spec, const bindings::Ids& ids) {
+            spec.user_order.assign(ids.data(), ids.data() + ids.size());
+          });
+
+  m.def("validate", &plan::validate, nb::arg("spec"));
+  m.def("epoch_length", &plan::epoch_length, nb::arg("spec"));
+  m.def("batches_per_epoch", &plan::batches_per_epoch, nb::arg("spec"));
+  m.def("plan_fingerprint", &plan::fingerprint, nb::arg("spec"));
+  m.def(
+      "epoch_order",
+      [](const plan::JobSpec& spec, uint32_t epoch) {
+        return bindings::array_of(
+            bindings::without_gil([&] { return plan::epoch_order(spec, epoch); }));
+      },
+      nb::arg("spec"), nb::arg("epoch"));
+  m.def(
+      "rank_epoch",
+      [](const plan::JobSpec& spec, uint32_t epoch, uint32_t rank) {
+        plan::RankEpoch result =
+            bindings::without_gil([&] { return plan::rank_epoch(spec, epoch, rank); });
+        return nb::make_tuple(bindings::array_of(std::move(result.samples)),
+                              bindings::array_of(std::move(result.batch_ends)));
+      },
+      nb::arg("spec"), nb::arg("epoch"), nb::arg("rank"),
+      "The samples of one rank in one epoch, and where each of its batches ends.");
+  m.def(
+      "node_access",
+      [](const plan::JobSpec& spec, uint32_t first_rank, uint32_t ranks, uint32_t first_epoch) {
+        plan::NodeAccess access = bindings::without_gil(
+            [&] { return plan::node_access(spec, first_rank, ranks, first_epoch); });
+        return nb::make_tuple(bindings::array_of(std::move(access.frequency)),
+                              bindings::array_of(std::move(access.first_access)));
+      },
+      nb::arg("spec"), nb::arg("first_rank"), nb::arg("ranks"), nb::arg("first_epoch") = 0,
+      "Accesses of every sample by the node, and the time of the first.");
+  m.def(
+      "place",
+      [](const bindings::Ids& sizes, const plan::JobSpec& spec, uint32_t first_rank, uint32_t ranks,
+         const std::vector<uint64_t>& capacities, uint32_t overhead) {
+        std::vector<plan::TierShape> shapes;
+        for (const uint64_t c : capacities) shapes.push_back({c, overhead});
+        plan::Placement placement = bindings::without_gil([&] {
+          return plan::place({sizes.data(), sizes.size()},
+                             plan::node_access(spec, first_rank, ranks), shapes);
+        });
+        return nb::make_tuple(bindings::array_of(std::move(placement.tier)),
+                              bindings::array_of(std::move(placement.offset)), placement.used);
+      },
+      nb::arg("sizes"), nb::arg("spec"), nb::arg("first_rank"), nb::arg("ranks"),
+      nb::arg("capacities"), nb::arg("overhead") = 0,
+      "Tier (255: none) and offset of every sample, and bytes used by tier.");
+  m.def(
+      "owners",
+      [](const plan::JobSpec& spec, const bindings::Ids& sizes,
+         const std::vector<uint64_t>& capacities, uint32_t ranks_per_node) {
+        return bindings::array_of(bindings::without_gil([&] {
+          return plan::owners(spec, {sizes.data(), sizes.size()}, capacities, ranks_per_node);
+        }));
+      },
+      nb::arg("spec"), nb::arg("sizes"), nb::arg("capacities"), nb::arg("ranks_per_node"),
+      "The node that keeps each sample; 2**32 - 1 where none has room.");
+  m.def(
+      "source_bytes_lower_bound",
+      [](const plan::JobSpec& spec, const bindings::Ids& sizes, uint64_t capacity,
+         uint32_t first_epoch) {
+        return bindings::without_gil([&] {
+          return plan::source_bytes_lower_bound(spec, {sizes.data(), sizes.size()}, capacity,
+                                                first_epoch);
+        });
+      },
+      nb::arg("spec"), nb::arg("sizes"), nb::arg("capacity"), nb::arg("first_epoch") = 0);
+
+  nb::class_<plan::KeyedPermutation>(m, "KeyedPermutation")
+      .def(nb::init<uint64_t, uint64_t, uint32_t>(), nb::arg("n"), nb::arg("seed"),
+           nb::arg("epoch"))
+      .def("__call__", &plan::KeyedPermutation::operator(), nb::arg("position"))
+      .def("inverse", &plan::KeyedPermutation::inverse, nb::arg("sample"));
+}

@@ -1,3 +1,152 @@
-#include "module.h"
+// Sources and what Python asks of them; factories list without the GIL.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
-void bind_source(nanobind::module_&) {}
+#include <optional>
+
+#include "arrays.h"
+#include "base/log.h"
+#include "module.h"
+#include "source/folder.h"
+#include "source/scan.h"
+
+namespace nb = nanobind;
+using namespace nostall;
+
+namespace {
+
+template <typename T>
+nb::ndarray<nb::numpy, const T, nb::ndim<1>> view_of(std::span<const T> values, nb::handle owner) {
+  return nb::ndarray<nb::numpy, const T, nb::ndim<1>>(values.data(), {values.size()}, owner);
+}
+
+source::ScanOptions options_of(const std::vector<std::string>& extensions, bool class_per_folder,
+                               bool allow_empty, unsigned threads) {
+  source::ScanOptions options;
+  options.extensions = extensions;
+  options.class_per_folder = class_per_folder;
+  options.allow_empty = allow_empty;
+  options.threads = threads;
+  return options;
+}
+
+// The stored index if it is sound and the folder is unchanged; nothing otherwise, with the reason.
+std::optional<source::SampleIndex> reuse(const std::string& root, const std::string& path,
+                                         const source::ScanOptions& options, std::string& why) {
+  auto bytes = source::load_bytes(path);
+  if (!bytes) {
+    why = bytes.error().what();
+    return std::nullopt;
+  }
+  auto index = source::parse_index(bytes.value(), options.hash());
+  if (!index) {
+    why = index.error().what();
+    if (index.error().kind() == ErrorKind::corruption) {
+      log(LogLevel::info, path + ": " + why + "; listing the folder again");
+    }
+    return std::nullopt;
+  }
+  if (!source::unchanged(root, index.value())) {
+    why = "the folder has changed";
+    return std::nullopt;
+  }
+  return std::move(index).take();
+}
+
+}  // namespace
+
+void bind_source(nb::module_& m) {
+  nb::class_<source::Source>(m, "Source", "A fixed list of samples (native/source/source.h).")
+      .def("__len__", &source::Source::size)
+      .def_prop_ro("sizes",
+                   [](nb::handle self) {
+                     return view_of(nb::cast<const source::Source&>(self).sizes(), self);
+                   })
+      .def_prop_ro("labels",
+                   [](nb::handle self) {
+                     return view_of(nb::cast<const source::Source&>(self).labels(), self);
+                   })
+      .def_prop_ro("total_bytes", &source::Source::total_bytes)
+      .def_prop_ro("fingerprint", &source::Source::fingerprint)
+      .def(
+          "describe",
+          [](const source::Source& s, uint64_t sample) {
+            if (sample >= s.size()) throw nb::index_error();
+            return s.describe(sample);
+          },
+          nb::arg("sample"))
+      .def(
+          "read",
+          [](const source::Source& s, uint64_t sample) {
+            if (sample >= s.size()) throw nb::index_error();
+            std::vector<std::byte> bytes(s.sizes()[sample]);
+            {
+              const nb::gil_scoped_release release;
+              source::ReadRequest request{sample, bytes, 0};
+              s.make_reader(source::ReaderKind::pread, 1)->read({&request, 1});
+              if (request.error != 0) {
+                throw Error(ErrorKind::io, "cannot read " + s.describe(sample) + ": " +
+                                               source::read_error_text(request.error));
+              }
+            }
+            return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+          },
+          nb::arg("sample"), "The bytes of one sample. Raises IoError with its path.");
+
+  nb::class_<source::FolderSource, source::Source>(m, "FolderSource")
+      .def_prop_ro("root", &source::FolderSource::root)
+      .def_prop_ro("classes", [](const source::FolderSource& s) { return s.index().classes(); });
+
+  m.def(
+      "open_folder",
+      [](const std::string& root, const std::string& index_path,
+         const std::vector<std::string>& extensions, bool class_per_folder, bool allow_empty,
+         unsigned threads) {
+        const nb::gil_scoped_release release;
+        const source::ScanOptions options =
+            options_of(extensions, class_per_folder, allow_empty, threads);
+        std::string why;
+        if (!index_path.empty()) {
+          if (auto index = reuse(root, index_path, options, why)) {
+            return std::make_shared<source::FolderSource>(root, std::move(*index));
+          }
+        }
+        source::SampleIndex index = source::scan_folder(root, options);
+        if (!index_path.empty()) {
+          const int error =
+              source::store_index(index_path, source::serialize_index(index, options.hash()));
+          // A data set that cannot be written to is the usual case, not a fault.
+          if (error != 0 && error != -EROFS && error != -EACCES && error != -EPERM) {
+            log(LogLevel::warning, io_error("cannot store the index", index_path, -error).what());
+          }
+        }
+        return std::make_shared<source::FolderSource>(root, std::move(index));
+      },
+      nb::arg("root"), nb::arg("index_path"), nb::arg("extensions"), nb::arg("class_per_folder"),
+      nb::arg("allow_empty"), nb::arg("threads"),
+      "Lists a folder, or takes its stored index where that still holds. An empty index_path: "
+      "none.");
+  m.def(
+      "check_index",
+      [](const std::string& root, const std::string& index_path,
+         const std::vector<std::string>& extensions, bool class_per_folder) {
+        std::string why;
+        const auto index =
+            reuse(root, index_path, options_of(extensions, class_per_folder, true, 1), why);
+        return index ? std::string() : why;
+      },
+      nb::arg("root"), nb::arg("index_path"), nb::arg("extensions"), nb::arg("class_per_folder"),
+      nb::call_guard<nb::gil_scoped_release>(),
+      "Empty if the stored index holds, else why it does not.");
+  m.def(
+      "open_files",
+      [](const std::string& root, const std::vector<std::string>& paths,
+         const std::vector<int64_t>& labels, unsigned threads) {
+        const nb::gil_scoped_release release;
+        return std::make_shared<source::FolderSource>(
+            root, source::list_files(root, paths, labels, threads));
+      },
+      nb::arg("root"), nb::arg("paths"), nb::arg("labels"), nb::arg("threads"));
+}

@@ -1,3 +1,214 @@
-#include "module.h"
+// nostall._native.Loader and its batches.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
-void bind_stage(nanobind::module_&) {}
+#include <algorithm>
+#include <chrono>
+#include <tuple>
+
+#include "arrays.h"
+#include "module.h"
+#include "stage/loader.h"
+#include "stage/node.h"
+
+namespace nb = nanobind;
+using namespace nostall;
+
+namespace {
+
+// Ctrl-C is looked for this often while the consumer waits.
+constexpr std::chrono::milliseconds kSignalSlice{100};
+
+using Array = nb::ndarray<nb::numpy>;
+
+nb::dlpack::dtype dtype_of(image::Type type) {
+  switch (type) {
+    case image::Type::float16:
+      return {static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
+    case image::Type::float32:
+      return nb::dtype<float>();
+    case image::Type::uint8:
+      break;
+  }
+  return nb::dtype<uint8_t>();
+}
+
+// A batch and what is needed to give its memory a shape.
+struct PyBatch {
+  std::unique_ptr<stage::Batch> batch;
+  std::optional<image::Output> output;
+};
+
+Array data_of(const PyBatch& b) {
+  // The array owns the buffer: it returns to the pool when the last tensor on it dies.
+  nb::capsule owner =
+      bindings::owner_of(std::make_unique<std::shared_ptr<stage::Buffer>>(b.batch->buffer));
+  void* data = b.batch->buffer ? b.batch->buffer->data() : nullptr;
+  if (!b.output) {
+    const std::array<size_t, 1> shape{b.batch->bytes};
+    return Array(data, 1, shape.data(), owner, nullptr, nb::dtype<uint8_t>());
+  }
+  const image::Output& o = *b.output;
+  const size_t n = b.batch->samples.size();
+  const std::array<size_t, 4> shape = o.layout == image::Layout::chw
+                                          ? std::array<size_t, 4>{n, 3, o.height, o.width}
+                                          : std::array<size_t, 4>{n, o.height, o.width, 3};
+  return Array(data, 4, shape.data(), owner, nullptr, dtype_of(o.type));
+}
+
+// Threads of the loader may be about to log, which takes the GIL: never join them while holding it.
+class PyLoader {
+ public:
+  explicit PyLoader(stage::LoaderConfig config)
+      : loader_(std::make_unique<stage::Loader>(std::move(config))) {}
+  ~PyLoader() {
+    const nb::gil_scoped_release release;
+    loader_.reset();
+  }
+  PyLoader(const PyLoader&) = delete;
+  PyLoader& operator=(const PyLoader&) = delete;
+  stage::Loader& operator*() const { return *loader_; }
+
+ private:
+  std::unique_ptr<stage::Loader> loader_;
+};
+
+PyBatch next(const PyLoader& self) {
+  stage::Loader& loader = *self;
+  for (;;) {
+    std::unique_ptr<stage::Batch> batch;
+    {
+      const nb::gil_scoped_release release;
+      batch = loader.next(kSignalSlice);
+    }
+    if (batch) {
+      PyBatch result{std::move(batch), std::nullopt};
+      if (loader.config().pipeline) result.output = loader.config().pipeline->output();
+      return result;
+    }
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  }
+}
+
+source::ReaderKind reader_kind(const std::string& name) {
+  if (name == "auto") return source::ReaderKind::automatic;
+  if (name == "pread") return source::ReaderKind::pread;
+  if (name == "io_uring") return source::ReaderKind::uring;
+  throw Error(ErrorKind::usage, "reader must be 'auto', 'pread' or 'io_uring', not '" + name + "'");
+}
+
+stage::OnError on_error_of(const std::string& name) {
+  if (name == "raise") return stage::OnError::raise;
+  if (name == "substitute") return stage::OnError::substitute;
+  throw Error(ErrorKind::usage, "on_error must be 'raise' or 'substitute', not '" + name + "'");
+}
+
+using TierTuple =
+    std::tuple<std::string, uint64_t, std::string, bool>;  // kind, capacity, path, keep
+
+std::vector<tier::TierSpec> tiers_of(const std::vector<TierTuple>& tuples) {
+  std::vector<tier::TierSpec> tiers;
+  for (const auto& [kind, capacity, path, keep] : tuples) {
+    if (kind != "ram" && kind != "file") {
+      throw Error(ErrorKind::usage, "a tier is 'ram' or 'file', not '" + kind + "'");
+    }
+    tiers.push_back(
+        {kind == "ram" ? tier::TierKind::ram : tier::TierKind::file, capacity, path, keep});
+  }
+  return tiers;
+}
+
+}  // namespace
+
+void bind_stage(nb::module_& m) {
+  nb::class_<PyBatch>(m, "Batch", "One local batch, as the stage hands it out.")
+      .def_prop_ro("epoch", [](const PyBatch& b) { return b.batch->position.epoch; })
+      .def_prop_ro("index", [](const PyBatch& b) { return b.batch->position.batch; })
+      .def("__len__", [](const PyBatch& b) { return b.batch->samples.size(); })
+      .def_prop_ro("data", &data_of,
+                   "Images (n, 3, height, width) or (n, height, width, 3), or raw bytes (total,).")
+      .def_prop_ro("labels", [](const PyBatch& b) { return bindings::array_of(b.batch->labels); })
+      .def_prop_ro("samples", [](const PyBatch& b) { return bindings::array_of(b.batch->samples); })
+      .def_prop_ro("offsets", [](const PyBatch& b) { return bindings::array_of(b.batch->offsets); })
+      .def_prop_ro("lengths", [](const PyBatch& b) { return bindings::array_of(b.batch->lengths); })
+      .def_prop_ro(
+          "origins",
+          [](const PyBatch& b) {
+            std::vector<std::tuple<uint64_t, uint64_t, double>> out;
+            for (const auto& o : b.batch->origins) {
+              out.emplace_back(o.samples, o.bytes, static_cast<double>(o.nanoseconds) * 1e-9);
+            }
+            return out;
+          },
+          "(samples, bytes, seconds) of the RAM tier, the file tier and the source.")
+      .def_prop_ro(
+          "transform_seconds",
+          [](const PyBatch& b) { return static_cast<double>(b.batch->transform_ns) * 1e-9; })
+      .def_prop_ro("substitutions",
+                   [](const PyBatch& b) {
+                     std::vector<std::tuple<uint64_t, uint64_t, std::string>> out;
+                     for (const auto& s : b.batch->substitutions) {
+                       out.emplace_back(s.sample, s.replacement, s.reason);
+                     }
+                     return out;
+                   })
+      .def_prop_ro("queue", [](const PyBatch& b) { return b.batch->queue; });
+
+  nb::class_<PyLoader>(m, "Loader", "The staging buffer of one rank (native/stage/loader.h).")
+      .def(
+          "__init__",
+          [](PyLoader* self, const plan::JobSpec& job, uint32_t rank,
+             std::shared_ptr<source::Source> source, std::shared_ptr<image::Pipeline> pipeline,
+             const std::vector<TierTuple>& tiers, const std::string& job_name, uint32_t local_rank,
+             uint32_t local_world, const std::string& on_error, uint32_t fetchers, uint32_t workers,
+             uint32_t depth, const std::string& reader, uint64_t staging_bytes, uint64_t io_bytes,
+             uint32_t first_epoch) {
+            stage::LoaderConfig config;
+            config.job = job;
+            config.rank = rank;
+            config.source = std::move(source);
+            config.pipeline = std::move(pipeline);
+            config.on_error = on_error_of(on_error);
+            config.fetchers = fetchers;
+            config.workers = workers;
+            config.depth = depth;
+            config.reader = reader_kind(reader);
+            config.staging_bytes = staging_bytes;
+            config.io_bytes = io_bytes;
+            const stage::NodeSpec node{job_name, local_rank, local_world, tiers_of(tiers)};
+            {
+              const nb::gil_scoped_release release;
+              config.cache = stage::attach_node_cache(job, rank, *config.source, node, first_epoch);
+            }
+            new (self) PyLoader(std::move(config));
+          },
+          nb::kw_only(), nb::arg("job"), nb::arg("rank"), nb::arg("source"),
+          nb::arg("pipeline").none(), nb::arg("tiers"), nb::arg("job_name"), nb::arg("local_rank"),
+          nb::arg("local_world"), nb::arg("on_error"), nb::arg("fetchers"), nb::arg("workers"),
+          nb::arg("depth"), nb::arg("reader"), nb::arg("staging_bytes"), nb::arg("io_bytes"),
+          nb::arg("first_epoch") = 0)
+      .def("next", &next, "The next batch; waits for it with the GIL released.")
+      .def(
+          "seek",
+          [](const PyLoader& l, uint32_t epoch, uint64_t batch) {
+            (*l).seek({epoch, batch});
+          },
+          nb::arg("epoch"), nb::arg("batch"), nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("position",
+                   [](const PyLoader& l) {
+                     return std::make_tuple((*l).position().epoch, (*l).position().batch);
+                   })
+      .def(
+          "close", [](const PyLoader& l) { (*l).close(); },
+          nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("memory", [](const PyLoader& l) {
+        const stage::Memory memory = (*l).memory();
+        const auto& cache = (*l).config().cache;
+        return std::make_tuple(cache ? cache->ram_bytes() : 0, cache ? cache->file_bytes() : 0,
+                               memory.staging, memory.io_buffers);
+      });
+}

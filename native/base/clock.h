@@ -1,4 +1,5 @@
-// base/clock.h - the one clock of every room: CLOCK_MONOTONIC, the same for all processes of a node.
+// base/clock.h - the one clock of every room: CLOCK_MONOTONIC, the same for all processes of a
+// node.
 #pragma once
 
 #include <time.h>

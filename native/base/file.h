@@ -3,7 +3,8 @@
 // Every read, write and allocation of the core's files goes through FileSystem, so that tests can
 // fail, tear, delay and fill them. Functions return 0 or a byte count, or -errno; they retry EINTR
 // and short transfers themselves.
-// Thread-safety: FileSystem implementations are thread-safe; a Descriptor is a value with one owner.
+// Thread-safety: FileSystem implementations are thread-safe; a Descriptor is a value with one
+// owner.
 #pragma once
 
 #include <cstddef>

@@ -1,8 +1,9 @@
 // plan/placement.h - which sample a node keeps in which tier, and where (HDMLP's rule, seed 3.2.2).
 //
-// Highest access frequency into the fastest tier, then the next; samples of equal frequency by first
-// access; within a tier records lie in the order of first access, which is also the fill order. As
-// sizes are known, the offset of every record is known too: no allocator, no metadata traffic.
+// Highest access frequency into the fastest tier, then the next; samples of equal frequency by
+// first access; within a tier records lie in the order of first access, which is also the fill
+// order. As sizes are known, the offset of every record is known too: no allocator, no metadata
+// traffic.
 #pragma once
 
 #include <cstdint>
@@ -32,15 +33,23 @@ struct TierShape {
 };
 
 struct Placement {
-  std::vector<uint8_t> tier;       // per sample: index of its tier, or kNoTier
-  std::vector<uint64_t> offset;    // per sample: of its record in that tier (overhead included before it)
-  std::vector<uint64_t> used;      // per tier: bytes used, never above the capacity
+  std::vector<uint8_t> tier;  // per sample: index of its tier, or kNoTier
+  std::vector<uint64_t>
+      offset;  // per sample: of its record in that tier (overhead included before it)
+  std::vector<uint64_t> used;               // per tier: bytes used, never above the capacity
   std::vector<std::vector<SampleId>> fill;  // per tier: samples in fill order
 };
 
-// `sizes` has one entry per sample, bytes. A sample larger than what a tier has left is passed to the
-// next tier, smaller ones may still enter. Samples never accessed are not placed.
+// A sample that a tier holds already, from an earlier job, and where.
+struct Resident {
+  SampleId sample = 0;
+  uint64_t offset = 0;
+};
+
+// `sizes` has one entry per sample, bytes. A sample larger than what a tier has left is passed to
+// the next tier, smaller ones may still enter. Samples never accessed are not placed.
 Placement place(std::span<const uint64_t> sizes, const NodeAccess& access,
-                std::span<const TierShape> tiers);
+                std::span<const TierShape> tiers,
+                std::span<const std::vector<Resident>> resident = {});
 
 }  // namespace nostall::plan

@@ -1,1 +1,192 @@
-#include "plan/bound.h"
+#include "plan/plan.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+#include "base/error.h"
+#include "base/random.h"
+#include "plan/permutation.h"
+
+namespace nostall::plan {
+namespace {
+
+// torch draws 64-bit numbers from this many elements on, to keep the bias of the modulus small.
+constexpr uint64_t kTorchWideFrom = std::numeric_limits<uint32_t>::max() / 20;
+
+// torch.randperm(n, generator=torch.Generator().manual_seed(seed)) on the CPU. The draws do not
+// depend on the data, so they run ahead of the swaps and the swaps' cache misses overlap.
+template <typename Index>
+void torch_randperm(uint64_t seed, std::vector<Index>& order) {
+  const uint64_t n = order.size();
+  std::iota(order.begin(), order.end(), Index{0});
+  if (n < 2) return;
+  Mt19937 random(seed);
+  constexpr uint64_t kBlock = 64;
+  std::array<uint64_t, kBlock> targets;
+  for (uint64_t begin = 0; begin < n - 1; begin += kBlock) {
+    const uint64_t count = std::min(kBlock, n - 1 - begin);
+    for (uint64_t k = 0; k < count; ++k) {
+      const uint64_t i = begin + k;
+      uint64_t draw = random();
+      if (n >= kTorchWideFrom) draw |= uint64_t{random()} << 32;
+      targets[k] =
+          i + (n >= kTorchWideFrom ? draw % (n - i)
+                                   : static_cast<uint32_t>(draw) % static_cast<uint32_t>(n - i));
+      __builtin_prefetch(&order[targets[k]], 1);
+    }
+    for (uint64_t k = 0; k < count; ++k) std::swap(order[begin + k], order[targets[k]]);
+  }
+}
+
+uint64_t ceil_div(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
+
+uint64_t order_world(const JobSpec& spec) {
+  return spec.order_world == 0 ? spec.world : spec.order_world;
+}
+
+// Samples before padding and dropping.
+uint64_t base_length(const JobSpec& spec) {
+  return spec.order == OrderKind::user ? spec.user_order.size() : spec.samples;
+}
+
+// DistributedSampler's total_size.
+uint64_t sampler_length(const JobSpec& spec) {
+  const uint64_t length = base_length(spec), world = order_world(spec);
+  if (spec.scheme == Scheme::whole) return length;
+  if (spec.drop_last) return length / world * world;
+  return ceil_div(length, world) * world;
+}
+
+void fail(const std::string& what) { throw Error(ErrorKind::usage, what); }
+
+}  // namespace
+
+void validate(const JobSpec& spec) {
+  if (spec.samples == 0) fail("the data set has no samples");
+  if (spec.world == 0) fail("the world size must be at least 1");
+  if (spec.global_batch == 0) fail("the batch size must be at least 1");
+  if (spec.epochs == 0) fail("the number of epochs must be at least 1");
+  if (spec.order == OrderKind::user) {
+    if (spec.user_order.empty()) fail("the user's order is empty");
+    for (const SampleId id : spec.user_order) {
+      if (id >= spec.samples) {
+        fail("the user's order names sample " + std::to_string(id) + ", but there are only " +
+             std::to_string(spec.samples));
+      }
+    }
+  }
+}
+
+uint64_t epoch_length(const JobSpec& spec) {
+  const uint64_t length = sampler_length(spec);
+  return spec.drop_last ? length / spec.global_batch * spec.global_batch : length;
+}
+
+uint64_t batches_per_epoch(const JobSpec& spec) {
+  return ceil_div(epoch_length(spec), spec.global_batch);
+}
+
+std::vector<SampleId> epoch_order(const JobSpec& spec, uint32_t epoch) {
+  const uint64_t length = epoch_length(spec);
+  std::vector<SampleId> order;
+  switch (spec.order) {
+    case OrderKind::torch:
+      if (spec.samples <= std::numeric_limits<uint32_t>::max()) {
+        std::vector<uint32_t> narrow(spec.samples);
+        torch_randperm(spec.seed + epoch, narrow);
+        order.assign(narrow.begin(), narrow.end());
+      } else {
+        order.resize(spec.samples);
+        torch_randperm(spec.seed + epoch, order);
+      }
+      break;
+    case OrderKind::keyed: {
+      const KeyedPermutation permutation(spec.samples, spec.seed, epoch);
+      order.resize(spec.samples);
+      for (uint64_t i = 0; i < spec.samples; ++i) order[i] = permutation(i);
+      break;
+    }
+    case OrderKind::user:
+      order = spec.user_order;
+      break;
+    case OrderKind::sequential:
+      order.resize(spec.samples);
+      std::iota(order.begin(), order.end(), SampleId{0});
+      break;
+  }
+  // Padding wraps around as often as it must; dropping cuts the tail.
+  const uint64_t base = order.size();
+  order.resize(length);
+  for (uint64_t i = base; i < length; ++i) order[i] = order[i % base];
+  return order;
+}
+
+std::vector<uint64_t> batch_positions(const JobSpec& spec, uint32_t rank, uint64_t size) {
+  std::vector<uint64_t> positions;
+  if (spec.scheme == Scheme::whole) {
+    positions.resize(size);
+    std::iota(positions.begin(), positions.end(), uint64_t{0});
+  } else if (spec.scheme == Scheme::uniform) {
+    for (uint64_t p = rank; p < size; p += spec.world) positions.push_back(p);
+  } else {
+    // Half of the nodes take 2*ceil(B/N), the other half ceil(B/N)/2, one after the other, until
+    // the batch is used up; what rounding leaves over goes to the last rank.
+    const uint64_t share = ceil_div(spec.global_batch, spec.world);
+    const uint64_t heavy = 2 * share, light = std::max<uint64_t>(1, share / 2);
+    uint64_t begin = 0;
+    const uint32_t heavy_ranks = spec.world / 2;
+    for (uint32_t r = 0; r < rank; ++r) begin += r < heavy_ranks ? heavy : light;
+    uint64_t end = begin + (rank < heavy_ranks ? heavy : light);
+    if (rank + 1 == spec.world) end = size;
+    for (uint64_t p = begin; p < std::min(end, size); ++p) positions.push_back(p);
+  }
+  return positions;
+}
+
+RankEpoch rank_epoch(const JobSpec& spec, const std::vector<SampleId>& order, uint32_t rank) {
+  RankEpoch result;
+  const uint64_t batches = batches_per_epoch(spec);
+  result.batch_ends.reserve(batches);
+  result.samples.reserve(spec.scheme == Scheme::whole ? order.size()
+                                                      : order.size() / spec.world + batches);
+  const std::vector<uint64_t> full = batch_positions(spec, rank, spec.global_batch);
+  for (uint64_t h = 0; h < batches; ++h) {
+    const uint64_t begin = h * spec.global_batch;
+    const uint64_t size = std::min<uint64_t>(spec.global_batch, order.size() - begin);
+    if (size == spec.global_batch) {
+      for (const uint64_t p : full) result.samples.push_back(order[begin + p]);
+    } else {
+      for (const uint64_t p : batch_positions(spec, rank, size)) {
+        result.samples.push_back(order[begin + p]);
+      }
+    }
+    result.batch_ends.push_back(result.samples.size());
+  }
+  return result;
+}
+
+RankEpoch rank_epoch(const JobSpec& spec, uint32_t epoch, uint32_t rank) {
+  return rank_epoch(spec, epoch_order(spec, epoch), rank);
+}
+
+uint64_t fingerprint(const JobSpec& spec) {
+  uint64_t hash = 0xcbf29ce484222325u;
+  const auto mix = [&hash](uint64_t value) {
+    for (int i = 0; i < 8; ++i) hash = (hash ^ ((value >> (8 * i)) & 0xff)) * 0x100000001b3u;
+  };
+  mix(kOrderVersion);
+  mix(spec.samples);
+  mix(spec.global_batch);
+  mix(spec.epochs);
+  mix(spec.world);
+  mix(order_world(spec));
+  mix(spec.seed);
+  mix(spec.drop_last ? 1 : 0);
+  mix(static_cast<uint64_t>(spec.order));
+  mix(static_cast<uint64_t>(spec.scheme));
+  for (const SampleId id : spec.user_order) mix(id);
+  return hash;
+}
+
+}  // namespace nostall::plan

@@ -1,4 +1,5 @@
-// plan/plan.h - the future of a training job, as pure functions of (index, seed, batch, epochs, world).
+// plan/plan.h - the future of a training job, as pure functions of (index, seed, batch, epochs,
+// world).
 //
 // Read this first. A JobSpec fixes the order of all samples for all epochs. Everything else in this
 // room follows from it: which rank reads what (rank_string), how often (frequencies), what a node
@@ -38,11 +39,12 @@ struct JobSpec {
   uint64_t global_batch = 1;  // B, samples over all ranks
   uint32_t epochs = 1;        // E
   uint32_t world = 1;         // ranks that share a global batch
-  // The world that padding and dropping follow: DistributedSampler makes the epoch a multiple of it.
-  // Kept from the first run when a job resumes on another number of ranks; 0 means `world`.
+  // The world that padding and dropping follow: DistributedSampler makes the epoch a multiple of
+  // it. Kept from the first run when a job resumes on another number of ranks; 0 means `world`.
   uint32_t order_world = 0;
   uint64_t seed = 0;
-  bool drop_last = false;  // drop the samples that do not fill the world, then the last partial batch
+  bool drop_last =
+      false;  // drop the samples that do not fill the world, then the last partial batch
   OrderKind order = OrderKind::torch;
   Scheme scheme = Scheme::uniform;
   std::vector<SampleId> user_order;  // OrderKind::user only; ids below `samples`, any length

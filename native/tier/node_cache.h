@@ -1,13 +1,14 @@
 // tier/node_cache.h - the storage classes of one node, shared by all its ranks. Read this first.
 //
-// All ranks of a job on one node attach to one catalogue and one RAM arena in shared memory (files in
-// /dev/shm) and to the same tier files; there is one copy of a sample on the node and no daemon.
-// Where a sample lives (tier, offset) is fixed by the plan's Placement, which every rank computes for
-// itself and whose fingerprint is compared at attach; the catalogue holds one state per sample:
+// All ranks of a job on one node attach to one catalogue and one RAM arena in shared memory (files
+// in /dev/shm) and to the same tier files; there is one copy of a sample on the node and no daemon.
+// Where a sample lives (tier, offset) is fixed by the plan's Placement, which every rank computes
+// for itself and whose fingerprint is compared at attach; the catalogue holds one state per sample:
 //
 //   empty --claim--> filling --publish--> ready
 //                       \----abandon----> empty      (the claimer could not read it)
-//                        \---fail-------> failed     (the tier cannot hold it: full disk, bad record)
+//                        \---fail-------> failed     (the tier cannot hold it: full disk, bad
+//                        record)
 //
 // A claim by a rank that died is taken back by whoever waits for it. Liveness is a lock that the
 // kernel drops when a process ends, however it ends; segments and files that no live process holds
@@ -45,7 +46,7 @@ struct TierSpec {
 uint32_t record_overhead(TierKind kind);
 
 struct NodeCacheConfig {
-  std::string job;              // the same for all ranks of this job on this node, and for no other
+  std::string job;  // the same for all ranks of this job on this node, and for no other
   uint32_t local_rank = 0;
   uint32_t local_world = 1;     // ranks of this job on this node
   uint64_t dataset = 0;         // Source::fingerprint()
@@ -55,13 +56,10 @@ struct NodeCacheConfig {
   FileSystem* files = nullptr;  // FileSystem::real() when null
 };
 
-// Samples that a kept file tier of an earlier job already holds, with their offsets; empty if there is
-// none that matches `dataset`. Given to the plan before place(), so that they stay where they are.
-struct Resident {
-  uint64_t sample = 0;
-  uint64_t offset = 0;
-};
-std::vector<Resident> resident_samples(const TierSpec& spec, uint64_t dataset);
+// Samples that a kept file tier of an earlier job already holds, with their offsets; empty if there
+// is none that matches `dataset`. Given to the plan before place(), so that they stay where they
+// are.
+std::vector<plan::Resident> resident_samples(const TierSpec& spec, uint64_t dataset);
 
 enum class State : uint8_t { empty = 0, filling = 1, ready = 2, failed = 3 };
 
@@ -99,16 +97,16 @@ class NodeCache {
 
   // Bytes of a ready sample of the RAM tier; valid while this object lives.
   virtual std::span<const std::byte> ram_view(uint64_t sample) const noexcept = 0;
-  // Reads a ready sample of the file tier and checks its CRC32C; false (state failed, one warning) if
-  // it cannot be read or is not what was written.
+  // Reads a ready sample of the file tier and checks its CRC32C; false (state failed, one warning)
+  // if it cannot be read or is not what was written.
   virtual bool file_read(uint64_t sample, std::span<std::byte> into) = 0;
 
-  // Waits while the sample is `filling`, until the deadline or a stop; takes back the claim of a dead
-  // rank (the sample is then `empty`). Returns the state seen last.
+  // Waits while the sample is `filling`, until the deadline or a stop; takes back the claim of a
+  // dead rank (the sample is then `empty`). Returns the state seen last.
   virtual State wait(uint64_t sample, std::chrono::nanoseconds timeout, std::stop_token stop) = 0;
 
-  // A rank of this node that joined and then ended without leaving, if there is one. Cheap enough to
-  // be asked a few times a second.
+  // A rank of this node that joined and then ended without leaving, if there is one. Cheap enough
+  // to be asked a few times a second.
   virtual std::optional<PeerFailure> dead_peer() const = 0;
 
   // Bytes of shared memory and of tier files in use by this node's ready and filling samples.

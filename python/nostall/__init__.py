@@ -1,3 +1,29 @@
-"""Deep-learning training that does not wait."""
+"""Deep-learning training that does not wait.
+
+    loader = nostall.DataLoader(nostall.ImageFolder(path), batch_size=256, epochs=90, transforms=...)
+    for epoch in loader.epochs():
+        for images, labels in epoch:
+            ...
+
+Importing this package needs NumPy alone and starts nothing.
+"""
+
+from nostall import errors, transforms
+from nostall.loader import DataLoader, RawBatch
+from nostall.plan import Plan
+from nostall.source import FileList, ImageFolder, Source
+from nostall.stats import Stats
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "DataLoader",
+    "FileList",
+    "ImageFolder",
+    "Plan",
+    "RawBatch",
+    "Source",
+    "Stats",
+    "errors",
+    "transforms",
+]

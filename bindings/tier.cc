@@ -1,3 +1,0 @@
-#include "module.h"
-
-void bind_tier(nanobind::module_&) {}

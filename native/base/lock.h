@@ -1,0 +1,51 @@
+// base/lock.h - locks on bytes of a file, which the kernel drops when a process ends, however it
+// ends.
+//
+// Open-file-description locks (F_OFD_*): they belong to the open file, so two loaders of one
+// process exclude each other as two processes do. A descriptor used for locks must not be
+// memory-mapped: a mapping inherited by a forked child would keep them. After a fork the child's
+// copies of all lock files are closed, so that a child never keeps its dead parent's locks.
+// Thread-safety: a LockFile belongs to one owner; is_held_elsewhere may be called from any thread.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+#include "base/error.h"
+#include "base/file.h"
+
+namespace nostall {
+
+enum class LockMode { shared, exclusive };
+
+class LockFile {
+ public:
+  LockFile() = default;
+  // Opens, and with `create` makes, the file.
+  static Result<LockFile> open(const std::string& path, bool create);
+  ~LockFile();
+  LockFile(LockFile&& other) noexcept;
+  LockFile& operator=(LockFile&& other) noexcept;
+
+  // At once: true if the lock was had (or changed from the other mode).
+  bool try_lock(uint64_t byte, LockMode mode) noexcept;
+  // Waits in short sleeps; false after `timeout`.
+  bool lock(uint64_t byte, LockMode mode, std::chrono::nanoseconds timeout) noexcept;
+  void unlock(uint64_t byte) noexcept;
+  // Whether somebody else holds the byte exclusively.
+  bool is_held_elsewhere(uint64_t byte) const noexcept;
+  // Whether the path still names this file, and not a new one or none.
+  bool is_current(const std::string& path) const noexcept;
+
+  int get() const noexcept { return fd_; }
+  explicit operator bool() const noexcept { return fd_ >= 0; }
+
+ private:
+  explicit LockFile(int fd) noexcept : fd_(fd) {}
+  void close() noexcept;
+  int fd_ = -1;
+  int pid_ = 0;
+};
+
+}  // namespace nostall

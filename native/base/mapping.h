@@ -1,0 +1,33 @@
+// base/mapping.h - a file mapped into memory, shared with other processes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "base/error.h"
+#include "base/file.h"
+
+namespace nostall {
+
+class Mapping {
+ public:
+  Mapping() = default;
+  // Maps the first `size` bytes, for reading and writing. The file must be that long.
+  static Result<Mapping> map(const std::string& path, uint64_t size);
+  ~Mapping();
+  Mapping(Mapping&& other) noexcept;
+  Mapping& operator=(Mapping&& other) noexcept;
+
+  std::byte* data() const noexcept { return data_; }
+  uint64_t size() const noexcept { return size_; }
+  int fd() const noexcept { return file_.get(); }
+
+ private:
+  void unmap() noexcept;
+  Descriptor file_;
+  std::byte* data_ = nullptr;
+  uint64_t size_ = 0;
+};
+
+}  // namespace nostall

@@ -1,0 +1,99 @@
+#include "source/folder.h"
+
+#include <fcntl.h>
+
+#include <cstring>
+#include <system_error>
+
+#include "base/clock.h"
+#include "source/choice.h"
+
+namespace nostall::source {
+namespace {
+
+// While io_uring is in use, one batch in this many is read one at a time, to see whether the
+// storage has become fast.
+constexpr unsigned kProbeEvery = 64;
+
+class AdaptiveReader : public Reader {
+ public:
+  AdaptiveReader(const FolderSource& source, unsigned depth) : pread_(make_pread_reader(source)) {
+    std::string why;
+    uring_ = make_uring_reader(source, depth, why);
+  }
+
+  void read(std::span<ReadRequest> requests) override {
+    if (requests.empty()) return;
+    if (uring_ && choose_reader(seconds_).many_in_flight && ++since_probe_ % kProbeEvery != 0) {
+      uring_->read(requests);
+      return;
+    }
+    // The first reads of a batch tell whether the rest should go side by side.
+    const size_t trial = uring_ ? std::min<size_t>(2, requests.size()) : requests.size();
+    measured_read(requests.first(trial));
+    const auto rest = requests.subspan(trial);
+    if (rest.empty()) return;
+    if (choose_reader(seconds_).many_in_flight) {
+      uring_->read(rest);
+    } else {
+      measured_read(rest);
+    }
+  }
+
+  std::string_view name() const override {
+    return uring_ && choose_reader(seconds_).many_in_flight ? uring_->name() : pread_->name();
+  }
+
+ private:
+  void measured_read(std::span<ReadRequest> requests) {
+    const int64_t begin = now_ns();
+    pread_->read(requests);
+    const double seen =
+        static_cast<double>(now_ns() - begin) * 1e-9 / static_cast<double>(requests.size());
+    seconds_ = seconds_ == 0.0 ? seen : seconds_ + (seen - seconds_) / 4.0;
+  }
+
+  std::unique_ptr<Reader> pread_, uring_;
+  double seconds_ = 0.0;
+  unsigned since_probe_ = 0;
+};
+
+}  // namespace
+
+std::string read_error_text(int error) {
+  if (error == kSizeChanged) {
+    return "its size is not the one in the index (the file changed: list the data set again)";
+  }
+  return std::generic_category().message(error);
+}
+
+FolderSource::FolderSource(std::string root, SampleIndex index, FileSystem& files)
+    : root_(std::move(root)), index_(std::move(index)), files_(files) {
+  const int fd = files_.open(root_, O_RDONLY | O_DIRECTORY);
+  if (fd < 0) throw io_error("cannot open folder", root_, -fd);
+  root_fd_ = Descriptor(fd);
+  fingerprint_ = index_.fingerprint();
+}
+
+std::string FolderSource::describe(uint64_t sample) const {
+  const std::string path(index_.path(sample));
+  return path.starts_with('/') ? path : root_ + "/" + path;
+}
+
+std::unique_ptr<Reader> FolderSource::make_reader(ReaderKind kind, unsigned depth) const {
+  if (kind == ReaderKind::pread) return make_pread_reader(*this);
+  if (kind == ReaderKind::automatic) return make_adaptive_reader(*this, depth);
+  std::string why;
+  auto reader = make_uring_reader(*this, depth, why);
+  if (!reader) {
+    throw Error(ErrorKind::usage, "io_uring cannot be used here: " + why +
+                                      "; pass reader=\"pread\" or reader=\"auto\"");
+  }
+  return reader;
+}
+
+std::unique_ptr<Reader> make_adaptive_reader(const FolderSource& source, unsigned depth) {
+  return std::make_unique<AdaptiveReader>(source, depth);
+}
+
+}  // namespace nostall::source

@@ -1,0 +1,47 @@
+// source/folder.h - samples that are files.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "base/file.h"
+#include "source/index.h"
+#include "source/source.h"
+
+namespace nostall::source {
+
+class FolderSource : public Source {
+ public:
+  // `root` is where the index's relative paths start. Throws Error(io) if it cannot be opened.
+  FolderSource(std::string root, SampleIndex index, FileSystem& files = FileSystem::real());
+
+  uint64_t size() const override { return index_.size(); }
+  std::span<const uint64_t> sizes() const override { return index_.sizes(); }
+  std::span<const int64_t> labels() const override { return index_.labels(); }
+  uint64_t total_bytes() const override { return index_.total_bytes(); }
+  uint64_t fingerprint() const override { return fingerprint_; }
+  std::string describe(uint64_t sample) const override;
+  std::unique_ptr<Reader> make_reader(ReaderKind kind, unsigned depth) const override;
+
+  const SampleIndex& index() const noexcept { return index_; }
+  const std::string& root() const noexcept { return root_; }
+  int root_fd() const noexcept { return root_fd_.get(); }
+  FileSystem& files() const noexcept { return files_; }
+
+ private:
+  std::string root_;
+  SampleIndex index_;
+  FileSystem& files_;
+  Descriptor root_fd_;
+  uint64_t fingerprint_;
+};
+
+// Readers over files; the source outlives them.
+std::unique_ptr<Reader> make_pread_reader(const FolderSource& source);
+// Null, and the reason in `why`, where the kernel or the build has no io_uring.
+std::unique_ptr<Reader> make_uring_reader(const FolderSource& source, unsigned depth,
+                                          std::string& why);
+// Whichever of the two suits the storage: see source/choice.h.
+std::unique_ptr<Reader> make_adaptive_reader(const FolderSource& source, unsigned depth);
+
+}  // namespace nostall::source

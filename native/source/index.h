@@ -1,0 +1,68 @@
+// source/index.h - the list of samples of a data set: paths, sizes, labels; and its stored form.
+//
+// The stored form (docs/formats/index.md, version 1) is little-endian and ends in a CRC32C.
+// parse_index is the only code that reads it; it is total: any bytes give an index or an Error of
+// kind corruption. Thread-safety: values.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/error.h"
+#include "base/file.h"
+
+namespace nostall::source {
+
+// A directory as it was listed: a change of its entries changes its time.
+struct ListedDirectory {
+  std::string path;  // relative to the root; empty for the root
+  int64_t mtime_ns = 0;
+};
+
+class SampleIndex {
+ public:
+  uint64_t size() const noexcept { return sizes_.size(); }
+  // Relative to the root, or absolute for file lists.
+  std::string_view path(uint64_t sample) const noexcept {
+    return std::string_view(names_).substr(ends_[sample], ends_[sample + 1] - ends_[sample]);
+  }
+  const std::vector<uint64_t>& sizes() const noexcept { return sizes_; }
+  const std::vector<int64_t>& labels() const noexcept { return labels_; }
+  const std::vector<std::string>& classes() const noexcept { return classes_; }
+  const std::vector<ListedDirectory>& directories() const noexcept { return directories_; }
+  uint64_t total_bytes() const noexcept { return total_bytes_; }
+
+  void add(std::string_view path, uint64_t size, int64_t label);
+  void set_classes(std::vector<std::string> classes) { classes_ = std::move(classes); }
+  void set_directories(std::vector<ListedDirectory> d) { directories_ = std::move(d); }
+
+  // FNV-1a, 64 bits, over paths, sizes, labels and classes: what makes two data sets the same.
+  uint64_t fingerprint() const noexcept;
+
+ private:
+  std::string names_;
+  std::vector<uint64_t> ends_{0};
+  std::vector<uint64_t> sizes_;
+  std::vector<int64_t> labels_;
+  std::vector<std::string> classes_;
+  std::vector<ListedDirectory> directories_;
+  uint64_t total_bytes_ = 0;
+};
+
+// What the listing depended on beside the directory: an index made with other options is another
+// one.
+std::vector<std::byte> serialize_index(const SampleIndex& index, uint64_t options);
+Result<SampleIndex> parse_index(std::span<const std::byte> bytes, uint64_t options);
+
+// Writes beside `path`, flushes, renames: readers see the old index or the new one. 0 or -errno.
+int store_index(const std::string& path, std::span<const std::byte> bytes,
+                FileSystem& files = FileSystem::real());
+// The whole file; Error(io) if it cannot be read.
+Result<std::vector<std::byte>> load_bytes(const std::string& path,
+                                          FileSystem& files = FileSystem::real());
+
+}  // namespace nostall::source

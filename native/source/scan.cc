@@ -1,0 +1,219 @@
+#include "source/scan.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <thread>
+#include <utility>
+
+namespace nostall::source {
+namespace {
+
+struct File {
+  std::string path;  // relative to the root
+  uint64_t size = 0;
+};
+
+// One directory and, by their place in it, what is below: torchvision walks a directory's own files
+// first, then its sub-directories; but sorts by directory name over the whole walk.
+struct Tree {
+  std::vector<ListedDirectory> directories;
+  std::vector<std::pair<std::string, std::vector<File>>> listings;  // (directory, its files)
+};
+
+int64_t mtime_ns(const struct stat& s) {
+  return int64_t{s.st_mtim.tv_sec} * 1'000'000'000 + s.st_mtim.tv_nsec;
+}
+
+std::string join(const std::string& a, const std::string& b) { return a.empty() ? b : a + "/" + b; }
+
+bool wanted(const std::string& name, const std::vector<std::string>& extensions) {
+  if (extensions.empty()) return true;
+  std::string lower = name;
+  std::transform(lower.begin(), lower.end(), lower.begin(), [](unsigned char c) {
+    return static_cast<char>(c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c);
+  });
+  return std::any_of(extensions.begin(), extensions.end(),
+                     [&](const std::string& e) { return lower.ends_with(e); });
+}
+
+// Sub-directories of one directory; its files are appended to `files`.
+std::vector<std::string> list_one(const std::string& root, const std::string& directory,
+                                  const std::vector<std::string>& extensions, Tree& tree) {
+  const std::string path = join(root, directory);
+  const std::unique_ptr<DIR, int (*)(DIR*)> dir(::opendir(path.c_str()), &::closedir);
+  if (!dir) throw io_error("cannot list", path, errno);
+  const int fd = ::dirfd(dir.get());
+  struct stat status {};
+  if (::fstat(fd, &status) != 0) throw io_error("cannot examine", path, errno);
+  tree.directories.push_back({directory, mtime_ns(status)});
+  std::vector<std::string> below;
+  std::vector<File> files;
+  for (;;) {
+    errno = 0;
+    const dirent* entry = ::readdir(dir.get());
+    if (!entry) {
+      if (errno != 0) throw io_error("cannot list", path, errno);
+      break;
+    }
+    const std::string name = entry->d_name;
+    if (name == "." || name == "..") continue;
+    const bool candidate = wanted(name, extensions);
+    if (entry->d_type == DT_REG && !candidate) continue;
+    if (::fstatat(fd, name.c_str(), &status, 0) != 0) {
+      // A dangling link that is no sample is nobody's business.
+      if (errno == ENOENT && !candidate) continue;
+      throw io_error("cannot examine", join(path, name), errno);
+    }
+    if (S_ISDIR(status.st_mode)) {
+      below.push_back(name);
+    } else if (candidate) {
+      files.push_back({join(directory, name), static_cast<uint64_t>(status.st_size)});
+    }
+  }
+  std::sort(files.begin(), files.end(),
+            [](const File& a, const File& b) { return a.path < b.path; });
+  tree.listings.emplace_back(directory, std::move(files));
+  return below;
+}
+
+void list_below(const std::string& root, const std::string& directory,
+                const std::vector<std::string>& extensions, Tree& tree,
+                std::set<std::pair<dev_t, ino_t>>& parents) {
+  struct stat status {};
+  const std::string path = join(root, directory);
+  if (::stat(path.c_str(), &status) != 0) throw io_error("cannot examine", path, errno);
+  const std::pair<dev_t, ino_t> self{status.st_dev, status.st_ino};
+  if (!parents.insert(self).second) {
+    throw Error(ErrorKind::usage, path + " is a link to a directory above it: remove the link");
+  }
+  for (const std::string& name : list_one(root, directory, extensions, tree)) {
+    list_below(root, join(directory, name), extensions, tree, parents);
+  }
+  parents.erase(self);
+}
+
+Tree list_tree(const std::string& root, const std::string& directory,
+               const std::vector<std::string>& extensions) {
+  Tree tree;
+  std::set<std::pair<dev_t, ino_t>> parents;
+  list_below(root, directory, extensions, tree, parents);
+  std::sort(tree.listings.begin(), tree.listings.end(),
+            [](const auto& a, const auto& b) { return a.first < b.first; });
+  return tree;
+}
+
+// Calls work(i) for i below count from several threads; throws the first error.
+void in_parallel(size_t count, unsigned threads, const std::function<void(size_t)>& work) {
+  std::atomic<size_t> next{0};
+  std::mutex mutex;
+  std::optional<Error> error;
+  {
+    std::vector<std::jthread> pool;
+    for (unsigned t = 0; t < std::min<size_t>(std::max(1u, threads), count); ++t) {
+      pool.emplace_back([&] {
+        for (size_t i = next++; i < count; i = next++) {
+          try {
+            work(i);
+          } catch (const Error& e) {
+            const std::scoped_lock lock(mutex);
+            if (!error) error.emplace(e);
+            next = count;
+          }
+        }
+      });
+    }
+  }
+  if (error) throw *error;
+}
+
+}  // namespace
+
+uint64_t ScanOptions::hash() const {
+  uint64_t h = class_per_folder ? 1 : 2;
+  for (const std::string& e : extensions) {
+    for (const char c : e) h = (h ^ static_cast<uint8_t>(c)) * 0x100000001b3u;
+    h = (h ^ 0xff) * 0x100000001b3u;
+  }
+  return h;
+}
+
+SampleIndex scan_folder(const std::string& root, const ScanOptions& options) {
+  SampleIndex index;
+  std::vector<ListedDirectory> directories;
+  if (!options.class_per_folder) {
+    const Tree tree = list_tree(root, "", options.extensions);
+    for (const auto& [directory, files] : tree.listings) {
+      for (const File& f : files) index.add(f.path, f.size, 0);
+    }
+    if (index.size() == 0) throw Error(ErrorKind::usage, root + " holds no samples");
+    index.set_directories(tree.directories);
+    return index;
+  }
+  Tree top;
+  // Of the root only the directories count: no name contains a slash.
+  std::vector<std::string> classes = list_one(root, "", {"/"}, top);
+  std::sort(classes.begin(), classes.end());
+  if (classes.empty()) {
+    throw Error(ErrorKind::usage,
+                root + " has no class folders: give one folder per class, or use FileList");
+  }
+  directories = top.directories;
+  std::vector<Tree> trees(classes.size());
+  in_parallel(classes.size(), options.threads,
+              [&](size_t c) { trees[c] = list_tree(root, classes[c], options.extensions); });
+  for (size_t c = 0; c < classes.size(); ++c) {
+    const uint64_t before = index.size();
+    for (const auto& [directory, files] : trees[c].listings) {
+      for (const File& f : files) index.add(f.path, f.size, static_cast<int64_t>(c));
+    }
+    if (index.size() == before && !options.allow_empty) {
+      throw Error(ErrorKind::usage, "class folder " + join(root, classes[c]) +
+                                        " holds no samples: remove it, or pass allow_empty=True");
+    }
+    directories.insert(directories.end(), trees[c].directories.begin(), trees[c].directories.end());
+  }
+  index.set_classes(std::move(classes));
+  index.set_directories(std::move(directories));
+  return index;
+}
+
+bool unchanged(const std::string& root, const SampleIndex& index) {
+  return std::all_of(
+      index.directories().begin(), index.directories().end(), [&](const ListedDirectory& d) {
+        struct stat status {};
+        return ::stat(join(root, d.path).c_str(), &status) == 0 && mtime_ns(status) == d.mtime_ns;
+      });
+}
+
+SampleIndex list_files(const std::string& root, const std::vector<std::string>& paths,
+                       const std::vector<int64_t>& labels, unsigned threads) {
+  if (!labels.empty() && labels.size() != paths.size()) {
+    throw Error(ErrorKind::usage, "there are " + std::to_string(labels.size()) + " labels for " +
+                                      std::to_string(paths.size()) + " paths");
+  }
+  if (paths.empty()) throw Error(ErrorKind::usage, "the list of files is empty");
+  std::vector<uint64_t> sizes(paths.size());
+  in_parallel(paths.size(), threads, [&](size_t i) {
+    const std::string path = paths[i].starts_with('/') ? paths[i] : join(root, paths[i]);
+    struct stat status {};
+    if (::stat(path.c_str(), &status) != 0) throw io_error("cannot examine", path, errno);
+    if (!S_ISREG(status.st_mode)) throw Error(ErrorKind::usage, path + " is not a file");
+    sizes[i] = static_cast<uint64_t>(status.st_size);
+  });
+  SampleIndex index;
+  for (size_t i = 0; i < paths.size(); ++i) {
+    index.add(paths[i], sizes[i], labels.empty() ? 0 : labels[i]);
+  }
+  return index;
+}
+
+}  // namespace nostall::source

@@ -1,0 +1,51 @@
+// stage/buffer.h - pooled memory for batches and for bytes on their way.
+//
+// A Buffer goes back to its pool when its last owner lets go of it, which may be a tensor that the
+// user keeps for an hour, after the loader is gone. The pool keeps at most `keep` free buffers; it
+// never refuses: what is in flight is bounded by the stage, what the user holds is the user's.
+// Thread-safety: all functions may be called from any thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+namespace nostall::stage {
+
+class Buffer {
+ public:
+  explicit Buffer(size_t capacity);
+  std::byte* data() noexcept { return memory_.get(); }
+  size_t capacity() const noexcept { return capacity_; }
+
+ private:
+  struct Free {
+    void operator()(std::byte* p) const noexcept;
+  };
+  size_t capacity_;
+  std::unique_ptr<std::byte, Free> memory_;
+};
+
+class BufferPool : public std::enable_shared_from_this<BufferPool> {
+ public:
+  // Create with std::make_shared.
+  explicit BufferPool(size_t keep) : keep_(keep) {}
+
+  // At least `bytes` long, aligned to 64 bytes. Throws std::bad_alloc.
+  std::shared_ptr<Buffer> take(size_t bytes);
+  // Bytes in all buffers that live: free ones and ones in use.
+  uint64_t bytes() const;
+
+ private:
+  void put_back(std::unique_ptr<Buffer> buffer) noexcept;
+
+  const size_t keep_;
+  mutable std::mutex mutex_;
+  std::vector<std::unique_ptr<Buffer>> free_;
+  uint64_t bytes_ = 0;
+};
+
+}  // namespace nostall::stage

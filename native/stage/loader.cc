@@ -1,0 +1,87 @@
+#include "stage/loader.h"
+
+#include <unistd.h>
+
+#include "stage/run.h"
+
+namespace nostall::stage {
+namespace {
+
+// Free raw buffers kept for reuse: more than two fetch threads have in flight at once.
+constexpr size_t kKeepRaw = 128;
+constexpr size_t kKeepBatches = 16;
+
+}  // namespace
+
+Loader::Loader(LoaderConfig config)
+    : config_(std::move(config)),
+      batch_pool_(std::make_shared<BufferPool>(kKeepBatches)),
+      raw_pool_(std::make_shared<BufferPool>(kKeepRaw)),
+      owner_pid_(::getpid()) {
+  plan::validate(config_.job);
+  if (!config_.source) throw Error(ErrorKind::usage, "a loader needs a source");
+  if (config_.job.samples != config_.source->size()) {
+    throw Error(ErrorKind::usage, "the plan is for " + std::to_string(config_.job.samples) +
+                                      " samples, but the source has " +
+                                      std::to_string(config_.source->size()));
+  }
+  if (config_.rank >= config_.job.world) {
+    throw Error(ErrorKind::usage, "rank " + std::to_string(config_.rank) +
+                                      " is not below the world size " +
+                                      std::to_string(config_.job.world));
+  }
+  if (config_.depth == 0) throw Error(ErrorKind::usage, "depth must be at least 1");
+}
+
+Loader::~Loader() {
+  if (::getpid() != owner_pid_) {
+    // In a forked child the threads do not exist: joining them would wait for ever.
+    [[maybe_unused]] Run* lost = run_.release();
+  }
+}
+
+std::unique_ptr<Batch> Loader::next(std::chrono::nanoseconds timeout) {
+  if (::getpid() != owner_pid_) {
+    throw Error(ErrorKind::usage, "this loader belongs to process " + std::to_string(owner_pid_) +
+                                      "; a forked child must make its own");
+  }
+  if (closed_) throw Error(ErrorKind::stopped, "the loader is closed");
+  if (batches_per_epoch() == 0) throw Error(ErrorKind::usage, "an epoch has no batches");
+  if (!run_) {
+    run_ = std::make_unique<Run>(config_, batch_pool_, raw_pool_, speeds_, position_);
+  }
+  std::unique_ptr<Batch> batch = run_->next(timeout);
+  if (batch) {
+    position_ = {batch->position.epoch, batch->position.batch + 1};
+    if (position_.batch == batches_per_epoch()) position_ = {position_.epoch + 1, 0};
+  }
+  return batch;
+}
+
+void Loader::seek(Position position) {
+  if (position.batch >= batches_per_epoch() && position.batch != 0) {
+    throw Error(ErrorKind::usage, "batch " + std::to_string(position.batch) +
+                                      " is not in an epoch of " +
+                                      std::to_string(batches_per_epoch()) + " batches");
+  }
+  if (position == position_) return;
+  run_.reset();
+  position_ = position;
+}
+
+Position Loader::position() const noexcept { return position_; }
+
+void Loader::close() {
+  if (::getpid() != owner_pid_) return;
+  run_.reset();
+  config_.cache.reset();
+  closed_ = true;
+}
+
+Memory Loader::memory() const { return {batch_pool_->bytes(), raw_pool_->bytes()}; }
+
+uint64_t Loader::batches_per_epoch() const noexcept { return plan::batches_per_epoch(config_.job); }
+
+const LoaderConfig& Loader::config() const noexcept { return config_; }
+
+}  // namespace nostall::stage

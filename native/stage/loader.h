@@ -1,0 +1,128 @@
+// stage/loader.h - the staging buffer and the pipeline that fills it in plan order. Read this
+// first.
+//
+//   plan order -> fetch threads -> (raw bytes: RAM tier slot, or a transient buffer)
+//              -> transform threads -> (the sample's place in its batch) -> next()
+//
+// Fetch threads walk the rank's future ahead of everybody else. A sample that a tier of the node
+// holds is taken from there, any other is read from the source once, straight into its slot of the
+// RAM tier when it has one, so that the read for the stage also fills the tier. Transform threads
+// decode into the batch, whose buffer is pooled. The consumer gets batches in order, whatever order
+// they were finished in.
+//
+// Bounds: at most `staging_bytes` of batches are in flight (never fewer than two batches), at most
+// `io_bytes` of transient raw bytes; batches handed out belong to the consumer. Nothing spins;
+// every wait ends on stop. A stage that is full costs no CPU time. Order: batch h of epoch e is
+// what the plan says, whatever fails. A sample that cannot be read or decoded ends the iteration
+// (OnError::raise) or is replaced by another one that follows from (seed, sample) alone, on every
+// rank alike (OnError::substitute). Thread-safety: next(), seek() and the destructor from one
+// thread at a time.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "image/pipeline.h"
+#include "plan/plan.h"
+#include "source/source.h"
+#include "stage/buffer.h"
+#include "stage/origin.h"
+#include "tier/node_cache.h"
+
+namespace nostall::stage {
+
+enum class OnError : uint8_t { raise, substitute };
+
+struct LoaderConfig {
+  plan::JobSpec job;
+  uint32_t rank = 0;
+  std::shared_ptr<const source::Source> source;
+  std::shared_ptr<const image::Pipeline> pipeline;  // null: batches of raw bytes
+  std::shared_ptr<tier::NodeCache> cache;           // null: no tiers
+  OnError on_error = OnError::raise;
+  uint32_t fetchers = 2;  // threads that read
+  uint32_t workers = 2;   // threads that transform; unused for raw batches
+  uint32_t depth = 16;    // reads that one fetch thread keeps in flight
+  source::ReaderKind reader = source::ReaderKind::automatic;
+  uint64_t staging_bytes = uint64_t{256} << 20;
+  uint64_t io_bytes = uint64_t{64} << 20;
+};
+
+struct Position {
+  uint32_t epoch = 0;
+  uint64_t batch = 0;
+  friend bool operator==(const Position&, const Position&) = default;
+};
+
+struct OriginCount {
+  uint64_t samples = 0;
+  uint64_t bytes = 0;
+  int64_t nanoseconds = 0;  // summed over the threads that fetched
+};
+
+struct Substitution {
+  uint64_t sample = 0;       // the one that could not be used
+  uint64_t replacement = 0;  // the one that stands in its place
+  std::string reason;
+};
+
+// One local batch. Transformed: sample i lies at i * sample_bytes. Raw: at offsets[i], lengths[i]
+// long.
+struct Batch {
+  Position position;
+  std::shared_ptr<Buffer> buffer;
+  uint64_t bytes = 0;  // of `buffer` in use
+  std::vector<plan::SampleId> samples;
+  std::vector<int64_t> labels;
+  std::vector<uint64_t> offsets, lengths;  // raw batches only
+  std::array<OriginCount, kOrigins> origins{};
+  int64_t transform_ns = 0;  // CPU time of the transform threads
+  std::vector<Substitution> substitutions;
+  uint32_t queue = 0;  // finished batches that waited behind this one when it was handed out
+};
+
+struct Memory {
+  uint64_t staging = 0;     // bytes of batch buffers, those of the consumer included
+  uint64_t io_buffers = 0;  // bytes of transient raw buffers
+};
+
+class Loader {
+ public:
+  // Throws Error(usage) if the configuration cannot work. Starts threads at the first next().
+  explicit Loader(LoaderConfig config);
+  ~Loader();  // stops; waits for reads under way
+  Loader(const Loader&) = delete;
+  Loader& operator=(const Loader&) = delete;
+
+  // The next batch in order; null if none was ready in `timeout`. Throws the Error of a sample that
+  // could not be used (OnError::raise; again at every further call), Error(peer) when a rank of the
+  // node died, Error(usage) after the last batch of the job or in a forked child.
+  std::unique_ptr<Batch> next(std::chrono::nanoseconds timeout);
+
+  // Continues at `position`, dropping what was prepared for another one.
+  void seek(Position position);
+  Position position() const noexcept;
+  // Ends all threads and lets go of the tiers; a later next() throws Error(stopped).
+  void close();
+
+  Memory memory() const;
+  uint64_t batches_per_epoch() const noexcept;
+  const LoaderConfig& config() const noexcept;
+
+ private:
+  class Run;
+  LoaderConfig config_;
+  std::shared_ptr<BufferPool> batch_pool_, raw_pool_;
+  std::array<SpeedEstimate, kOrigins> speeds_;
+  Position position_;
+  int owner_pid_;
+  bool closed_ = false;
+  std::unique_ptr<Run> run_;
+};
+
+}  // namespace nostall::stage

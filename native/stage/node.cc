@@ -1,0 +1,60 @@
+#include "stage/node.h"
+
+#include <algorithm>
+
+#include "plan/placement.h"
+
+namespace nostall::stage {
+namespace {
+
+// FNV-1a over the placement: two ranks with different ones must not share an arena.
+uint64_t mix(uint64_t hash, uint64_t value) {
+  for (int i = 0; i < 8; ++i) hash = (hash ^ ((value >> (8 * i)) & 0xff)) * 0x100000001b3u;
+  return hash;
+}
+
+}  // namespace
+
+std::shared_ptr<tier::NodeCache> attach_node_cache(const plan::JobSpec& job, uint32_t rank,
+                                                   const source::Source& source,
+                                                   const NodeSpec& node, uint32_t first_epoch) {
+  if (node.local_world == 0 || node.local_rank >= node.local_world || node.local_rank > rank) {
+    throw Error(ErrorKind::usage, "local rank " + std::to_string(node.local_rank) + " of " +
+                                      std::to_string(node.local_world) + " does not go with rank " +
+                                      std::to_string(rank) +
+                                      ": ranks of a node must be numbered consecutively");
+  }
+  std::vector<plan::TierShape> shapes;
+  bool any = false;
+  for (const tier::TierSpec& spec : node.tiers) {
+    shapes.push_back({spec.capacity, tier::record_overhead(spec.kind)});
+    any = any || spec.capacity > 0;
+  }
+  if (!any || source.size() == 0) return nullptr;
+
+  const uint32_t first_rank = rank - node.local_rank;
+  const uint32_t ranks = std::min(node.local_world, job.world - first_rank);
+  const plan::NodeAccess access = plan::node_access(job, first_rank, ranks, first_epoch);
+  std::vector<std::vector<plan::Resident>> resident;
+  for (const tier::TierSpec& spec : node.tiers) {
+    resident.push_back(tier::resident_samples(spec, source.fingerprint()));
+  }
+  const plan::Placement placement = plan::place(source.sizes(), access, shapes, resident);
+
+  uint64_t hash = mix(plan::fingerprint(job), first_epoch);
+  for (const uint64_t used : placement.used) hash = mix(hash, used);
+  for (const auto& fill : placement.fill) {
+    for (const plan::SampleId sample : fill)
+      hash = mix(mix(hash, sample), placement.offset[sample]);
+  }
+  tier::NodeCacheConfig config;
+  config.job = node.job;
+  config.local_rank = node.local_rank;
+  config.local_world = node.local_world;
+  config.dataset = source.fingerprint();
+  config.plan = hash;
+  config.tiers = node.tiers;
+  return tier::NodeCache::attach(config, source.sizes(), placement);
+}
+
+}  // namespace nostall::stage

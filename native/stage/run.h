@@ -1,0 +1,119 @@
+// stage/run.h - private to the stage: the threads between two seeks, and what they share.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <future>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <queue>
+#include <stop_token>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "stage/loader.h"
+
+namespace nostall::stage {
+
+// A batch on its way. Items are written by the one thread that holds them; `left`, `ready` and
+// `error` belong to Run's mutex.
+struct Task {
+  struct Item {
+    plan::SampleId sample = 0;
+    std::shared_ptr<Buffer> raw;  // transient bytes; null when they lie in the RAM tier
+    uint64_t charged = 0;         // bytes of the transient budget that it holds
+    int read_error = 0;
+  };
+  uint64_t sequence = 0;  // batches since the run began
+  std::vector<Item> items;
+  size_t left = 0;
+  bool ready = false;
+  std::optional<Error> error;
+  std::unique_ptr<Batch> batch;
+  std::mutex counters;  // of batch->origins, transform_ns and substitutions
+};
+
+class Loader::Run {
+ public:
+  Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_pool,
+      std::shared_ptr<BufferPool> raw_pool, std::array<SpeedEstimate, kOrigins>& speeds,
+      Position start);
+  ~Run();
+
+  std::unique_ptr<Batch> next(std::chrono::nanoseconds timeout);
+
+ private:
+  struct Work {
+    Task* task = nullptr;
+    size_t index = 0;
+  };
+  // One fetch thread's view of one sample of its chunk.
+  struct Fetch {
+    Work work;
+    std::span<std::byte> into;
+    bool claimed = false;  // this rank fills the tier with it
+    bool to_file_tier = false;
+    bool done = false;  // has its bytes, or its error
+  };
+
+  void fetch_loop(std::stop_token stop);
+  void transform_loop(std::stop_token stop);
+
+  // Takes the next samples in plan order; empty when stopped.
+  std::vector<Fetch> take_chunk(std::stop_token stop);
+  bool may_take(const Task& task, uint64_t transient) const;
+  Task* open_task();
+  std::shared_ptr<const plan::RankEpoch> rank_epoch(uint32_t epoch);
+  void plan_ahead(uint32_t epoch);
+
+  void fetch(std::vector<Fetch>& chunk, source::Reader& reader, std::stop_token stop);
+  bool from_tier(Fetch& fetch, std::stop_token stop);
+  void prepare_source_read(Fetch& fetch);
+  void after_source_read(Fetch& fetch, int error);
+  std::span<std::byte> raw_destination(Fetch& fetch);
+
+  void transform(Work work, image::Scratch& scratch, source::Reader& reader);
+  void finish(std::span<const Work> works);
+  // Puts another sample in the place of a bad one, or records the error of the batch.
+  void handle_bad(Work work, const std::string& reason, image::Scratch* scratch,
+                  source::Reader& reader);
+  bool read_whole(plan::SampleId sample, std::span<std::byte> into, source::Reader& reader,
+                  std::string& reason);
+  std::span<std::byte> place_of(Work work) const;
+  void count(Task& task, Origin origin, uint64_t bytes, int64_t nanoseconds);
+
+  bool transformed() const { return config_.pipeline != nullptr; }
+  uint64_t transient_bytes(plan::SampleId sample) const;
+
+  const LoaderConfig& config_;
+  const std::shared_ptr<BufferPool> batch_pool_, raw_pool_;
+  std::array<SpeedEstimate, kOrigins>& speeds_;
+  const std::span<const uint64_t> sizes_;
+  uint64_t batches_per_epoch_ = 0;
+  uint64_t max_staged_ = 2;  // batches with a buffer, not yet handed out
+
+  std::mutex mutex_;
+  std::condition_variable_any fetchable_, transformable_;
+  std::condition_variable ready_;
+  std::map<uint32_t, std::shared_future<std::shared_ptr<const plan::RankEpoch>>> epochs_;
+  std::deque<std::unique_ptr<Task>> tasks_;  // front: the next one to hand out
+  uint64_t handed_out_ = 0;                  // batches, since the run began
+  uint64_t opened_ = 0;
+  Position cursor_;  // of the batch that fetching has reached
+  Task* fetching_ = nullptr;
+  size_t fetch_index_ = 0;
+  uint64_t transient_ = 0;  // bytes of raw buffers taken
+  bool exhausted_ = false;
+  int64_t last_peer_check_ = 0;
+
+  using Ranked = std::pair<std::pair<uint64_t, size_t>, Task*>;  // (sequence, index)
+  std::priority_queue<Ranked, std::vector<Ranked>, std::greater<>> fetched_;
+
+  std::stop_source stop_;
+  std::vector<std::jthread> threads_;
+};
+
+}  // namespace nostall::stage

@@ -1,0 +1,54 @@
+// tier/catalog.h - the shared memory of a node's cache, as all its ranks see it.
+//
+// Header, then one word per arena chunk, then one word per sample. A word of a sample holds its
+// State in the low two bits and, while it is filling, the claiming local rank above them. Stamped
+// with magic, version and layout size, so that builds that do not agree refuse each other.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+
+namespace nostall::tier {
+
+inline constexpr uint32_t kMaxMembers = 1024;
+inline constexpr uint32_t kBuckets = 64;  // of waiters: samples share the words they wait on
+
+enum class Membership : uint32_t { absent = 0, joined = 1, left = 2 };
+
+struct Member {
+  std::atomic<Membership> membership;
+  std::atomic<int32_t> pid;
+};
+
+// One cache line each, since every publish touches one.
+struct alignas(64) Bucket {
+  std::atomic<uint32_t> sequence;  // futex word
+  std::atomic<uint32_t> waiters;
+};
+
+struct CatalogHeader {
+  uint64_t magic;
+  uint32_t version;
+  uint32_t layout_bytes;  // sizeof(CatalogHeader)
+  uint64_t dataset;
+  uint64_t plan;
+  uint64_t samples;
+  uint64_t arena_bytes;
+  uint32_t local_world;
+  std::atomic<uint32_t> kept_open;  // bit t: tier t uses the kept file
+  std::atomic<uint64_t> ram_bytes;
+  std::atomic<uint64_t> file_bytes;
+  std::array<Member, kMaxMembers> members;
+  std::array<Bucket, kBuckets> buckets;
+};
+
+inline constexpr uint64_t kCatalogMagic = 0x315441434c54534e;  // "NSTLCAT1"
+inline constexpr uint32_t kCatalogVersion = 1;
+// Memory is taken from the system in pieces of this size, just before it is first touched.
+inline constexpr uint64_t kChunk = uint64_t{32} << 20;
+
+static_assert(std::atomic<uint32_t>::is_always_lock_free);
+static_assert(std::atomic<uint64_t>::is_always_lock_free);
+
+}  // namespace nostall::tier

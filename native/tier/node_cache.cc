@@ -1,0 +1,512 @@
+#include "tier/node_cache.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <filesystem>
+#include <new>
+
+#include "base/futex.h"
+#include "base/lock.h"
+#include "base/log.h"
+#include "base/mapping.h"
+#include "tier/catalog.h"
+#include "tier/names.h"
+#include "tier/record.h"
+
+namespace nostall::tier {
+namespace {
+
+// A waiter looks this often whether it was stopped or the reader died.
+constexpr std::chrono::milliseconds kWaitSlice{20};
+constexpr std::chrono::seconds kLeavePatience{5};
+
+uint32_t word_of(State state, uint32_t local_rank = 0) {
+  return (local_rank << 2) | static_cast<uint32_t>(state);
+}
+State state_of(uint32_t word) { return static_cast<State>(word & 3u); }
+
+enum class Chunk : uint32_t { untouched = 0, there = 1, refused = 2 };
+
+class NodeCacheImpl final : public NodeCache {
+ public:
+  NodeCacheImpl(const NodeCacheConfig& config, std::span<const uint64_t> sizes,
+                const plan::Placement& placement)
+      : config_(config),
+        files_(config.files ? *config.files : FileSystem::real()),
+        names_(shm_names(config.shm_directory, config.job)),
+        sizes_(sizes.begin(), sizes.end()),
+        tier_(placement.tier),
+        offset_(placement.offset),
+        warned_(config.tiers.size()),
+        owner_pid_(::getpid()) {
+    uint64_t base = 0;
+    for (size_t t = 0; t < config_.tiers.size(); ++t) {
+      arena_base_.push_back(base);
+      if (config_.tiers[t].kind == TierKind::ram) base += placement.used[t];
+    }
+    arena_bytes_ = base;
+    tier_files_.resize(config_.tiers.size());
+    tier_paths_.resize(config_.tiers.size());
+    disabled_ = std::vector<std::atomic<bool>>(config_.tiers.size());
+  }
+
+  ~NodeCacheImpl() override {
+    if (joined_ && owner_pid_ == ::getpid()) leave();
+  }
+
+  void join(std::chrono::nanoseconds timeout);
+
+  State state(uint64_t sample) const noexcept override {
+    return state_of(words_[sample].load(std::memory_order_acquire));
+  }
+  TierKind kind(uint64_t sample) const noexcept override {
+    return config_.tiers[tier_[sample]].kind;
+  }
+  bool placed(uint64_t sample) const noexcept override {
+    return tier_[sample] != plan::kNoTier &&
+           !disabled_[tier_[sample]].load(std::memory_order_relaxed);
+  }
+
+  bool claim(uint64_t sample) noexcept override {
+    uint32_t expected = word_of(State::empty);
+    return placed(sample) &&
+           words_[sample].compare_exchange_strong(
+               expected, word_of(State::filling, config_.local_rank), std::memory_order_acq_rel);
+  }
+
+  std::span<std::byte> ram_slot(uint64_t sample) override {
+    const uint64_t begin = arena_base_[tier_[sample]] + offset_[sample];
+    const uint64_t end = begin + sizes_[sample];
+    for (uint64_t c = begin / kChunk; c * kChunk < end; ++c) {
+      if (!have_chunk(c, tier_[sample])) {
+        set(sample, State::failed);
+        return {};
+      }
+    }
+    return {arena_.data() + begin, static_cast<size_t>(sizes_[sample])};
+  }
+
+  void file_write(uint64_t sample, std::span<const std::byte> bytes) override {
+    const size_t t = tier_[sample];
+    const int error = write_record(files_, tier_files_[t].get(), offset_[sample], sample, bytes);
+    if (error == 0) {
+      publish(sample);
+      return;
+    }
+    // A full disk stays full: nothing more is tried.
+    disabled_[t].store(true, std::memory_order_relaxed);
+    warn(t, io_error("cannot write to the file tier", tier_paths_[t], -error).what() +
+                std::string("; the tier is not used any further, samples are read from the source: "
+                            "free space or give the tier a smaller size"));
+    set(sample, State::failed);
+  }
+
+  void publish(uint64_t sample) noexcept override {
+    auto& used = kind(sample) == TierKind::ram ? header_->ram_bytes : header_->file_bytes;
+    used.fetch_add(sizes_[sample] + record_overhead(kind(sample)), std::memory_order_relaxed);
+    set(sample, State::ready);
+  }
+  void abandon(uint64_t sample) noexcept override { set(sample, State::empty); }
+
+  std::span<const std::byte> ram_view(uint64_t sample) const noexcept override {
+    return {arena_.data() + arena_base_[tier_[sample]] + offset_[sample],
+            static_cast<size_t>(sizes_[sample])};
+  }
+
+  bool file_read(uint64_t sample, std::span<std::byte> into) override {
+    const size_t t = tier_[sample];
+    const auto result = read_record(files_, tier_files_[t].get(), offset_[sample], sample, into);
+    if (result) return true;
+    warn(t, "sample " + std::to_string(sample) + " in the file tier " + tier_paths_[t] + ": " +
+                result.error().what() + "; it is read from the source instead");
+    set(sample, State::failed);
+    return false;
+  }
+
+  State wait(uint64_t sample, std::chrono::nanoseconds timeout, std::stop_token stop) override;
+  std::optional<PeerFailure> dead_peer() const override;
+
+  uint64_t ram_bytes() const noexcept override { return header_->ram_bytes.load(); }
+  uint64_t file_bytes() const noexcept override { return header_->file_bytes.load(); }
+
+ private:
+  uint64_t catalog_bytes() const {
+    return sizeof(CatalogHeader) + (chunks() + sizes_.size()) * sizeof(uint32_t);
+  }
+  uint64_t chunks() const { return (arena_bytes_ + kChunk - 1) / kChunk; }
+  Bucket& bucket_of(uint64_t sample) const { return header_->buckets[sample % kBuckets]; }
+
+  void set(uint64_t sample, State state) noexcept {
+    words_[sample].store(word_of(state), std::memory_order_seq_cst);
+    wake(sample);
+  }
+  void wake(uint64_t sample) const noexcept {
+    Bucket& bucket = bucket_of(sample);
+    bucket.sequence.fetch_add(1, std::memory_order_seq_cst);
+    if (bucket.waiters.load(std::memory_order_seq_cst) > 0) futex_wake_all(bucket.sequence);
+  }
+  void warn(size_t tier, const std::string& message) {
+    if (!warned_[tier].exchange(true)) log(LogLevel::warning, message);
+  }
+
+  bool have_chunk(uint64_t chunk, size_t tier);
+  void map_shared();
+  void create();
+  void check() const;
+  void enter_member();
+  void open_tier_files(bool first);
+  void open_tier_file(size_t tier, bool first);
+  void load_residents(size_t tier);
+  void leave() noexcept;
+  void remove_or_keep(size_t tier);
+
+  const NodeCacheConfig config_;
+  FileSystem& files_;
+  const Names names_;
+  const std::vector<uint64_t> sizes_;
+  const std::vector<uint8_t> tier_;
+  const std::vector<uint64_t> offset_;
+  std::vector<uint64_t> arena_base_;
+  uint64_t arena_bytes_ = 0;
+
+  LockFile lock_;
+  Mapping catalog_, arena_;
+  CatalogHeader* header_ = nullptr;
+  std::atomic<uint32_t>* chunk_words_ = nullptr;
+  std::atomic<uint32_t>* words_ = nullptr;
+  std::vector<LockFile> tier_files_;
+  std::vector<std::string> tier_paths_;
+  std::vector<std::atomic<bool>> disabled_;
+  std::vector<std::atomic<bool>> warned_;
+  bool joined_ = false;
+  const int owner_pid_;
+};
+
+// ------------------------------------------------------------------------------- joining
+
+void NodeCacheImpl::join(std::chrono::nanoseconds timeout) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  reclaim_shm(config_.shm_directory);
+  for (const TierSpec& spec : config_.tiers) {
+    if (spec.kind == TierKind::file) reclaim_tier_files(spec.path);
+  }
+  for (;;) {
+    auto opened = LockFile::open(names_.catalog, true);
+    if (!opened) throw opened.error();
+    lock_ = std::move(opened).take();
+    const auto left = deadline - std::chrono::steady_clock::now();
+    if (!lock_.lock(kSetUp, LockMode::exclusive, left)) {
+      throw Error(ErrorKind::peer, "another rank of this job holds the set-up lock of " +
+                                       names_.catalog + " for too long; end that process");
+    }
+    // The last rank of an earlier job may have removed the file while we waited for its lock.
+    if (lock_.is_current(names_.catalog)) break;
+  }
+  const bool first = lock_.try_lock(kAlive, LockMode::exclusive);
+  if (first) create();
+  if (!lock_.try_lock(kAlive, LockMode::shared)) {
+    throw Error(ErrorKind::bug, "cannot share the liveness lock of " + names_.catalog);
+  }
+  map_shared();
+  check();
+  enter_member();
+  open_tier_files(first);
+  lock_.unlock(kSetUp);
+}
+
+void NodeCacheImpl::create() {
+  ::unlink(names_.arena.c_str());
+  // The catalogue is touched everywhere: it must be there, or there is no cache.
+  {
+    const Descriptor file(FileSystem::real().open(names_.catalog, O_RDWR));
+    if (::ftruncate(file.get(), 0) != 0 ||
+        ::ftruncate(file.get(), static_cast<off_t>(catalog_bytes())) != 0) {
+      throw io_error("cannot size", names_.catalog, errno);
+    }
+    const int error = FileSystem::real().allocate(file.get(), 0, catalog_bytes());
+    if (error != 0) throw io_error("no room for the catalogue", names_.catalog, -error);
+  }
+  // The arena is only given its length here; its memory comes chunk by chunk.
+  const Descriptor arena(FileSystem::real().open(names_.arena, O_RDWR | O_CREAT | O_TRUNC));
+  if (!arena || ::ftruncate(arena.get(), static_cast<off_t>(arena_bytes_)) != 0) {
+    throw io_error("cannot create", names_.arena, errno);
+  }
+  auto mapped = Mapping::map(names_.catalog, catalog_bytes());
+  auto* header = new (std::move(mapped).take().data()) CatalogHeader{};
+  header->version = kCatalogVersion;
+  header->layout_bytes = sizeof(CatalogHeader);
+  header->dataset = config_.dataset;
+  header->plan = config_.plan;
+  header->samples = sizes_.size();
+  header->arena_bytes = arena_bytes_;
+  header->local_world = config_.local_world;
+  header->magic = kCatalogMagic;
+}
+
+void NodeCacheImpl::map_shared() {
+  struct stat status {};
+  if (::fstat(lock_.get(), &status) != 0) throw io_error("cannot examine", names_.catalog, errno);
+  if (static_cast<uint64_t>(status.st_size) != catalog_bytes()) {
+    throw Error(ErrorKind::peer, "the ranks of this node disagree: " + names_.catalog + " has " +
+                                     std::to_string(status.st_size) + " bytes, this rank expects " +
+                                     std::to_string(catalog_bytes()) +
+                                     "; give all ranks the same data set and arguments");
+  }
+  catalog_ = Mapping::map(names_.catalog, catalog_bytes()).take();
+  header_ = reinterpret_cast<CatalogHeader*>(catalog_.data());
+  chunk_words_ = reinterpret_cast<std::atomic<uint32_t>*>(catalog_.data() + sizeof(CatalogHeader));
+  words_ = chunk_words_ + chunks();
+}
+
+void NodeCacheImpl::check() const {
+  const auto differ = [this](const char* what, uint64_t theirs, uint64_t mine) {
+    if (theirs == mine) return;
+    throw Error(ErrorKind::peer, std::string("local rank ") + std::to_string(config_.local_rank) +
+                                     " disagrees with the other ranks of this node on the " + what +
+                                     ": " + std::to_string(mine) + " here, " +
+                                     std::to_string(theirs) +
+                                     " there; give all ranks the same data set and arguments");
+  };
+  const CatalogHeader& h = *header_;
+  differ("cache's layout", h.magic ^ h.version ^ (uint64_t{h.layout_bytes} << 32),
+         kCatalogMagic ^ kCatalogVersion ^ (uint64_t{sizeof(CatalogHeader)} << 32));
+  differ("number of local ranks", h.local_world, config_.local_world);
+  differ("data set", h.dataset, config_.dataset);
+  differ("number of samples", h.samples, sizes_.size());
+  differ("plan", h.plan, config_.plan);
+}
+
+void NodeCacheImpl::enter_member() {
+  if (!lock_.try_lock(kFirstMember + config_.local_rank, LockMode::exclusive)) {
+    const int pid = header_->members[config_.local_rank].pid.load();
+    throw Error(ErrorKind::usage, "local rank " + std::to_string(config_.local_rank) +
+                                      " of job \"" + config_.job + "\" runs already, as process " +
+                                      std::to_string(pid) +
+                                      ": give each rank its own local_rank, or another job");
+  }
+  Member& me = header_->members[config_.local_rank];
+  me.pid.store(::getpid());
+  me.membership.store(Membership::joined);
+  joined_ = true;
+  // A claim of an earlier process of this rank is nobody's.
+  for (uint64_t s = 0; s < sizes_.size(); ++s) {
+    uint32_t mine = word_of(State::filling, config_.local_rank);
+    words_[s].compare_exchange_strong(mine, word_of(State::empty));
+  }
+  if (arena_bytes_ > 0) {
+    auto mapped = Mapping::map(names_.arena, arena_bytes_);
+    if (mapped) {
+      arena_ = std::move(mapped).take();
+      return;
+    }
+    for (size_t t = 0; t < config_.tiers.size(); ++t) {
+      if (config_.tiers[t].kind != TierKind::ram) continue;
+      disabled_[t] = true;
+      warn(t, std::string(mapped.error().what()) + "; there is no RAM tier");
+    }
+  }
+}
+
+void NodeCacheImpl::open_tier_files(bool first) {
+  for (size_t t = 0; t < config_.tiers.size(); ++t) {
+    if (config_.tiers[t].kind == TierKind::file && config_.tiers[t].capacity > 0) {
+      open_tier_file(t, first);
+    }
+  }
+}
+
+void NodeCacheImpl::open_tier_file(size_t t, bool first) {
+  const TierSpec& spec = config_.tiers[t];
+  std::error_code ignored;
+  std::filesystem::create_directories(spec.path, ignored);
+  const uint32_t bit = 1u << t;
+  if (spec.keep && (first || (header_->kept_open.load() & bit) != 0)) {
+    tier_paths_[t] = kept_file_name(spec.path, config_.dataset);
+    auto kept = LockFile::open(tier_paths_[t], true);
+    // A kept file serves one job at a time; a second one makes a file of its own.
+    if (kept && (!first || kept.value().try_lock(kAlive, LockMode::exclusive)) &&
+        kept.value().try_lock(kAlive, LockMode::shared)) {
+      tier_files_[t] = std::move(kept).take();
+      if (first) {
+        header_->kept_open.fetch_or(bit);
+        load_residents(t);
+      }
+      return;
+    }
+  }
+  tier_paths_[t] = tier_file_name(spec.path, config_.job, t);
+  auto opened = LockFile::open(tier_paths_[t], true);
+  if (!opened) {
+    disabled_[t] = true;
+    warn(t, std::string(opened.error().what()) +
+                "; this file tier is not used, samples are read from the source");
+    return;
+  }
+  tier_files_[t] = std::move(opened).take();
+  tier_files_[t].try_lock(kAlive, LockMode::shared);
+  if (first && ::ftruncate(tier_files_[t].get(), 0) != 0) {
+    disabled_[t] = true;
+    warn(t, io_error("cannot empty", tier_paths_[t], errno).what());
+  }
+}
+
+void NodeCacheImpl::load_residents(size_t t) {
+  for (const plan::Resident& r : resident_samples(config_.tiers[t], config_.dataset)) {
+    if (r.sample < sizes_.size() && tier_[r.sample] == t && offset_[r.sample] == r.offset) {
+      words_[r.sample].store(word_of(State::ready));
+      header_->file_bytes.fetch_add(sizes_[r.sample] + kRecordHeader);
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------- living
+
+bool NodeCacheImpl::have_chunk(uint64_t chunk, size_t tier) {
+  std::atomic<uint32_t>& word = chunk_words_[chunk];
+  auto seen = static_cast<Chunk>(word.load(std::memory_order_acquire));
+  if (seen == Chunk::untouched) {
+    // Two ranks may both ask for the same memory: the second call changes nothing.
+    const uint64_t begin = chunk * kChunk, size = std::min(kChunk, arena_bytes_ - begin);
+    const int error = files_.allocate(arena_.fd(), begin, size);
+    seen = error == 0 ? Chunk::there : Chunk::refused;
+    uint32_t untouched = static_cast<uint32_t>(Chunk::untouched);
+    word.compare_exchange_strong(untouched, static_cast<uint32_t>(seen));
+    if (error != 0) {
+      warn(tier,
+           io_error("no memory for " + std::to_string(size) + " more bytes of the RAM tier in",
+                    names_.arena, -error)
+                   .what() +
+               std::string("; the rest is read from the source: free memory or give the RAM "
+                           "tier a smaller size"));
+    }
+  }
+  return seen == Chunk::there;
+}
+
+State NodeCacheImpl::wait(uint64_t sample, std::chrono::nanoseconds timeout, std::stop_token stop) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  Bucket& bucket = bucket_of(sample);
+  bucket.waiters.fetch_add(1, std::memory_order_seq_cst);
+  State seen = State::filling;
+  for (;;) {
+    const uint32_t sequence = bucket.sequence.load(std::memory_order_seq_cst);
+    uint32_t word = words_[sample].load(std::memory_order_seq_cst);
+    seen = state_of(word);
+    if (seen != State::filling || stop.stop_requested()) break;
+    const auto left = deadline - std::chrono::steady_clock::now();
+    if (left.count() <= 0) break;
+    const uint32_t claimer = word >> 2;
+    if (claimer != config_.local_rank && !lock_.is_held_elsewhere(kFirstMember + claimer)) {
+      if (words_[sample].compare_exchange_strong(word, word_of(State::empty))) wake(sample);
+      continue;
+    }
+    futex_wait(bucket.sequence, sequence, std::min<std::chrono::nanoseconds>(left, kWaitSlice));
+  }
+  bucket.waiters.fetch_sub(1, std::memory_order_seq_cst);
+  return seen;
+}
+
+std::optional<PeerFailure> NodeCacheImpl::dead_peer() const {
+  for (uint32_t r = 0; r < config_.local_world; ++r) {
+    const Member& member = header_->members[r];
+    if (r == config_.local_rank || member.membership.load() != Membership::joined) continue;
+    // Read again: it may have left in an orderly way between the two looks.
+    if (!lock_.is_held_elsewhere(kFirstMember + r) &&
+        member.membership.load() == Membership::joined) {
+      return PeerFailure{r, member.pid.load()};
+    }
+  }
+  return std::nullopt;
+}
+
+// ------------------------------------------------------------------------------- leaving
+
+void NodeCacheImpl::leave() noexcept {
+  try {
+    const bool alone = lock_.lock(kSetUp, LockMode::exclusive, kLeavePatience);
+    for (uint64_t s = 0; s < sizes_.size(); ++s) {
+      uint32_t mine = word_of(State::filling, config_.local_rank);
+      if (words_[s].compare_exchange_strong(mine, word_of(State::empty))) wake(s);
+    }
+    header_->members[config_.local_rank].membership.store(Membership::left);
+    lock_.unlock(kFirstMember + config_.local_rank);
+    if (!alone || !lock_.try_lock(kAlive, LockMode::exclusive)) return;
+    for (size_t t = 0; t < config_.tiers.size(); ++t) {
+      if (tier_files_[t]) remove_or_keep(t);
+    }
+    ::unlink(names_.arena.c_str());
+    ::unlink(names_.catalog.c_str());
+  } catch (const std::exception& e) {
+    log(LogLevel::warning, std::string("leaving the node's cache: ") + e.what());
+  }
+}
+
+void NodeCacheImpl::remove_or_keep(size_t t) {
+  if ((header_->kept_open.load() & (1u << t)) == 0) {
+    ::unlink(tier_paths_[t].c_str());
+    return;
+  }
+  std::vector<plan::Resident> residents;
+  for (uint64_t s = 0; s < sizes_.size(); ++s) {
+    if (tier_[s] == t && state(s) == State::ready) residents.push_back({s, offset_[s]});
+  }
+  const std::vector<std::byte> bytes = serialize_manifest(config_.dataset, residents);
+  const std::string path = manifest_name(tier_paths_[t]), temporary = path + ".tmp";
+  int error = files_.fsync(tier_files_[t].get());
+  if (error == 0) {
+    const int fd = files_.open(temporary, O_WRONLY | O_CREAT | O_TRUNC);
+    const Descriptor file(fd);
+    const int64_t n = fd < 0 ? fd : files_.pwrite(fd, bytes, 0);
+    error = n < 0 ? static_cast<int>(n) : files_.fsync(fd);
+  }
+  if (error == 0 && std::rename(temporary.c_str(), path.c_str()) != 0) error = -errno;
+  if (error != 0) {
+    warn(t, io_error("cannot keep the file tier: cannot write", path, -error).what());
+    ::unlink(temporary.c_str());
+  }
+}
+
+}  // namespace
+
+uint32_t record_overhead(TierKind kind) { return kind == TierKind::file ? kRecordHeader : 0; }
+
+std::vector<plan::Resident> resident_samples(const TierSpec& spec, uint64_t dataset) {
+  if (spec.kind != TierKind::file || !spec.keep) return {};
+  const std::string path = manifest_name(kept_file_name(spec.path, dataset));
+  const Descriptor file(FileSystem::real().open(path, O_RDONLY));
+  struct stat status {};
+  if (!file || ::fstat(file.get(), &status) != 0) return {};
+  std::vector<std::byte> bytes(static_cast<size_t>(status.st_size));
+  if (FileSystem::real().pread(file.get(), bytes, 0) != status.st_size) return {};
+  auto residents = parse_manifest(bytes, dataset);
+  if (!residents) {
+    log(LogLevel::warning, path + ": " + residents.error().what() + "; the kept tier starts empty");
+    return {};
+  }
+  return std::move(residents).take();
+}
+
+std::unique_ptr<NodeCache> NodeCache::attach(const NodeCacheConfig& config,
+                                             std::span<const uint64_t> sizes,
+                                             const plan::Placement& placement,
+                                             std::chrono::nanoseconds timeout) {
+  if (config.local_world == 0 || config.local_world > kMaxMembers ||
+      config.local_rank >= config.local_world) {
+    throw Error(ErrorKind::usage, "local rank " + std::to_string(config.local_rank) + " of " +
+                                      std::to_string(config.local_world) + ": a node has 1 to " +
+                                      std::to_string(kMaxMembers) + " ranks");
+  }
+  if (config.tiers.size() > 8 || placement.tier.size() != sizes.size() ||
+      placement.used.size() != config.tiers.size()) {
+    throw Error(ErrorKind::usage, "the placement does not go with the tiers or the sizes");
+  }
+  auto cache = std::make_unique<NodeCacheImpl>(config, sizes, placement);
+  cache->join(timeout);
+  return cache;
+}
+
+}  // namespace nostall::tier

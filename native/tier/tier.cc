@@ -1,1 +1,0 @@
-#include "tier/node_cache.h"

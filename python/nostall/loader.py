@@ -1,0 +1,430 @@
+"""The data loader: batches in the order of the seed, staged before they are asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nostall import _native
+from nostall.errors import UsageError
+from nostall.plan import Plan
+from nostall.pystage import PythonStage
+from nostall.record import Recorder
+from nostall.sizes import TierSpec, parse_size, parse_tiers
+from nostall.source import Source
+from nostall.transforms import Transform, is_native
+from nostall.transforms import compile as compile_transforms
+from nostall.world import find_world
+
+if TYPE_CHECKING:
+    from nostall.stats import Stats
+
+_STATE_VERSION = 1
+_DEFAULT_STAGING = 256 << 20
+_DEFAULT_IO_BYTES = 64 << 20
+_READS_IN_FLIGHT = 16
+
+# Loaders are told apart by their number in the process: ranks make them in the same order.
+_made = itertools.count()
+
+Transforms = Sequence[Transform] | Callable[[Any], Any] | None
+
+
+class RawBatch:
+    """Samples of one batch as they lie in the source, in one buffer.
+
+    `data` is uint8 of shape (bytes,); sample i is ``data[offsets[i] : offsets[i] + lengths[i]]``,
+    which is what ``batch[i]`` gives. `offsets` and `lengths` are uint64 of shape (n,).
+    """
+
+    __slots__ = ("data", "lengths", "offsets")
+
+    def __init__(
+        self, data: NDArray[np.uint8], offsets: NDArray[np.uint64], lengths: NDArray[np.uint64]
+    ) -> None:
+        self.data = data
+        self.offsets = offsets
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __getitem__(self, i: int) -> NDArray[np.uint8]:
+        begin = int(self.offsets[i])
+        return self.data[begin : begin + int(self.lengths[i])]
+
+
+class Epoch:
+    """One epoch of a loader: an iterable of (batch, labels), with its number as `index`."""
+
+    def __init__(self, loader: DataLoader, index: int) -> None:
+        self._loader = loader
+        self.index = index
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return self._loader._iterate(self.index)
+
+
+class DataLoader:
+    """Loads a source for data-parallel training, from the nearest place that has each sample.
+
+    The order is that of ``torch.utils.data.DataLoader(dataset, batch_size, sampler=
+    DistributedSampler(dataset, shuffle=shuffle, seed=seed, drop_last=drop_last),
+    drop_last=drop_last)`` with ``set_epoch`` called, bit for bit, whatever the caches, threads or
+    failures. Augmentation draws from (seed, epoch, sample), so it repeats exactly too.
+
+    Args:
+        dataset: where samples come from, for example ``nostall.ImageFolder(path)``.
+        batch_size: samples per rank and batch.
+        epochs: how many epochs the job has; the plan covers all of them.
+        seed: fixes order and augmentation.
+        transforms: a list from ``nostall.transforms`` (run natively), any callable (given the raw
+            bytes of a sample as a uint8 array of shape (bytes,), or the decoded image if `decode`),
+            or None for batches of raw bytes (`RawBatch`).
+        shuffle: False gives samples in the order of the source.
+        drop_last: drop samples that do not fill the world, then the last partial batch.
+        tiers: storage classes of this node, fastest first, shared by all its ranks, for example
+            ``["ram:20GiB", "/nvme/cache:400GiB"]``; ``"auto"`` or ``[]``.
+        staging: bytes of finished batches kept ahead of the consumer, per rank.
+        on_error: what a sample that cannot be read or decoded does: ``"raise"``, or
+            ``"substitute"`` (another sample takes its place, the same on every rank; see `stats`).
+        rank, world_size, local_rank, local_world_size, job: found from torch.distributed,
+            torchrun, mpirun or Slurm where not given.
+        threads: threads of this rank that transform; the node's cores divided by its ranks if None.
+        output: ``"torch"`` or ``"numpy"`` arrays; torch where it is installed if None.
+        dtype, layout: of transformed images, ``"uint8"``, ``"float16"``, ``"float32"`` and
+            ``"chw"``, ``"hwc"``; what ToTensor implies if None.
+        order: ``"torch"``, ``"keyed"`` (O(1) memory), or the user's own sequence of sample ids.
+        decode: give a callable transform the decoded image, uint8 of shape (height, width, 3).
+        workers: where a callable runs: ``"threads"`` or ``"processes"``.
+        collate: makes one batch of a callable's results; stacks them if None.
+        reader: ``"auto"``, ``"io_uring"`` or ``"pread"``.
+
+    Raises:
+        UsageError: arguments that do not go together, named with their value.
+        PeerError: another rank of the node has a different plan, or died.
+        CorruptionError: while iterating, a sample is unusable and on_error is ``"raise"``.
+    """
+
+    def __init__(
+        self,
+        dataset: Source,
+        batch_size: int,
+        *,
+        epochs: int = 1,
+        seed: int = 0,
+        transforms: Transforms = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        tiers: str | Sequence[str | TierSpec] = "auto",
+        staging: int | str = _DEFAULT_STAGING,
+        on_error: Literal["raise", "substitute"] = "raise",
+        rank: int | None = None,
+        world_size: int | None = None,
+        local_rank: int | None = None,
+        local_world_size: int | None = None,
+        job: str | None = None,
+        threads: int | None = None,
+        output: Literal["torch", "numpy"] | None = None,
+        dtype: Literal["uint8", "float16", "float32"] | None = None,
+        layout: Literal["chw", "hwc"] | None = None,
+        order: str | Sequence[int] | NDArray[np.integer[Any]] = "torch",
+        scheme: Literal["uniform", "whole", "imbalanced"] = "uniform",
+        decode: bool = False,
+        workers: Literal["threads", "processes"] = "threads",
+        collate: Callable[[list[Any]], Any] | None = None,
+        reader: Literal["auto", "io_uring", "pread"] = "auto",
+    ) -> None:
+        if batch_size < 1:
+            raise UsageError(f"batch_size must be at least 1, not {batch_size}")
+        if epochs < 1:
+            raise UsageError(f"epochs must be at least 1, not {epochs}")
+        if output not in (None, "torch", "numpy"):
+            raise UsageError(f'output must be "torch", "numpy" or None, not {output!r}')
+        if workers not in ("threads", "processes"):
+            raise UsageError(f'workers must be "threads" or "processes", not {workers!r}')
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.epochs_total = epochs
+        self.seed = seed
+        self.drop_last = drop_last
+        self.world = find_world(
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            job=job,
+        )
+        self._job = job or f"{self.world.job} loader {next(_made)}"
+        self._tiers = parse_tiers(
+            tiers,
+            dataset_bytes=dataset.total_bytes,
+            local_world_size=self.world.local_world_size,
+        )
+        self._order = order
+        self._shuffle = shuffle
+        self._scheme = scheme
+        self._order_world = self.world.world_size
+        self._on_error = on_error
+        self._reader = reader
+        self._staging = parse_size(staging)
+        cores = len(os.sched_getaffinity(0))
+        self._threads = threads or max(1, cores // self.world.local_world_size)
+        self._output = output or ("torch" if importlib.util.find_spec("torch") else "numpy")
+
+        self._pipeline: _native.Pipeline | None = None
+        self._python: PythonStage | None = None
+        if transforms is not None and not callable(transforms) and is_native(transforms):
+            self._pipeline = compile_transforms(transforms, dtype=dtype, layout=layout)
+        elif transforms is not None:
+            self._python = PythonStage(
+                transforms,
+                decode=decode,
+                workers=workers,
+                count=self._threads,
+                collate=collate,
+                output=self._output,
+                on_error=on_error,
+            )
+        self._spec = self._make_spec()
+        self._batches = int(_native.batches_per_epoch(self._spec))
+        self._position = (0, 0)
+        self._first_epoch = 0
+        self._resumed = False
+        self._loader: _native.Loader | None = None
+        self._closed = False
+        self._recorder = Recorder(self.world.rank, self.world.world_size)
+        self._finalizer = weakref.finalize(self, lambda: None)
+
+    # ------------------------------------------------------------------ iterating
+
+    def __len__(self) -> int:
+        """Batches of this rank in one epoch."""
+        return self._batches
+
+    def epochs(self) -> Iterator[Epoch]:
+        """The epochs from the current position to the end of the job."""
+        while self._next_epoch() < self.epochs_total:
+            epoch = self._next_epoch()
+            yield Epoch(self, epoch)
+            if self._position == (epoch, 0):
+                # The body took nothing of this epoch: go on all the same.
+                self._position = (epoch + 1, 0)
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        """The next epoch (after `set_epoch` that one, after `load_state_dict` its rest)."""
+        return self._iterate(self._next_epoch())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes `epoch` the next one to iterate, from its first batch.
+
+        After `load_state_dict`, setting the epoch that was interrupted keeps its position.
+        """
+        if not 0 <= epoch < self.epochs_total:
+            raise UsageError(
+                f"epoch {epoch} is not among the job's {self.epochs_total} epochs: pass epochs="
+                f"{epoch + 1} or more to DataLoader, the plan needs to know them"
+            )
+        if self._resumed and epoch == self._position[0]:
+            return
+        self._resumed = False
+        self._position = (epoch, 0)
+
+    def _next_epoch(self) -> int:
+        epoch, batch = self._position
+        return epoch if batch == 0 or self._resumed else epoch + 1
+
+    def _iterate(self, epoch: int) -> Iterator[tuple[Any, Any]]:
+        if self._closed:
+            raise UsageError("this loader is closed")
+        if epoch >= self.epochs_total:
+            raise UsageError(
+                f"all {self.epochs_total} epochs of this job were iterated; pass a larger epochs= "
+                "to DataLoader, or go back with set_epoch"
+            )
+        start = self._position[1] if self._resumed and epoch == self._position[0] else 0
+        self._resumed = False
+        self._position = (epoch, start)
+        return self._batches_of(epoch, start)
+
+    def _batches_of(self, epoch: int, start: int) -> Iterator[tuple[Any, Any]]:
+        loader = self._stage()
+        loader.seek(epoch, start)
+        self._recorder.begin_epoch(epoch)
+        fetched = start
+        pending = self._python.start() if self._python else None
+        try:
+            for index in range(start, self._batches):
+                began = time.perf_counter()
+                if pending is not None:
+                    while fetched < self._batches and pending.wants_more():
+                        batch = loader.next()
+                        pending.submit(batch, RawBatch(batch.data, batch.offsets, batch.lengths))
+                        fetched += 1
+                    batch, data, substituted = pending.result(self.dataset)
+                else:
+                    batch = loader.next()
+                    data, substituted = self._shaped(batch), []
+                wait = time.perf_counter() - began
+                self._recorder.batch(batch, wait, loader.memory, substituted)
+                self._position = (epoch, index + 1)
+                yield data, self._array(batch.labels)
+        finally:
+            self._recorder.end_epoch()
+            if pending is not None:
+                pending.drop()
+        if self._position == (epoch, self._batches):
+            self._position = (epoch + 1, 0)
+
+    def _shaped(self, batch: _native.Batch) -> Any:
+        if self._pipeline is None:
+            return RawBatch(batch.data, batch.offsets, batch.lengths)
+        return self._array(batch.data)
+
+    def _array(self, array: NDArray[Any]) -> Any:
+        if self._output == "numpy":
+            return array
+        import torch
+
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory() if torch.cuda.is_available() else tensor
+
+    # ------------------------------------------------------------------ resuming
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch handed out, and what it depends on; plain numbers."""
+        epoch, batch = self._position
+        return {
+            "version": _STATE_VERSION,
+            "epoch": epoch,
+            "batch": batch,
+            "seed": self.seed,
+            "global_batch": self.batch_size * self.world.world_size,
+            "order_world": self._order_world,
+            "samples": len(self.dataset),
+            "dataset": self.dataset.fingerprint,
+            "drop_last": self.drop_last,
+            "order": self._order if isinstance(self._order, str) else "user",
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues exactly where `state` was taken, on any number of ranks.
+
+        The global batch must be the same: on w ranks pass ``batch_size=global_batch / w``.
+
+        Raises:
+            UsageError: the state is of another dataset, seed, order or global batch.
+        """
+        if state.get("version") != _STATE_VERSION:
+            raise UsageError(
+                f"the loader's state has version {state.get('version')!r}, this release reads "
+                f"{_STATE_VERSION}"
+            )
+        mine = self.state_dict()
+        for key in ("seed", "global_batch", "samples", "dataset", "drop_last", "order"):
+            if state[key] != mine[key]:
+                hint = ""
+                if key == "global_batch":
+                    hint = (
+                        f": with {self.world.world_size} ranks pass batch_size="
+                        f"{state[key] / self.world.world_size:g}"
+                    )
+                raise UsageError(
+                    f"the loader's state was saved with {key}={state[key]}, but this loader has "
+                    f"{key}={mine[key]}{hint}"
+                )
+        epoch, batch = int(state["epoch"]), int(state["batch"])
+        if not (0 <= epoch <= self.epochs_total and 0 <= batch <= self._batches):
+            raise UsageError(
+                f"the loader's state is at epoch {epoch}, batch {batch}, outside this job of "
+                f"{self.epochs_total} epochs of {self._batches} batches"
+            )
+        self._stop_native()
+        self._order_world = int(state["order_world"])
+        self._spec = self._make_spec()
+        self._batches = int(_native.batches_per_epoch(self._spec))
+        if batch == self._batches:
+            epoch, batch = epoch + 1, 0
+        self._position = (epoch, batch)
+        self._first_epoch = min(epoch, self.epochs_total - 1)
+        self._resumed = True
+
+    # ------------------------------------------------------------------ what happened
+
+    def stats(self) -> Stats:
+        """What this rank's consumer waited for, and where its samples came from."""
+        sizes = self.dataset.sizes
+        nodes = -(-self.world.world_size // self.world.local_world_size)
+        capacity = sum(tier.capacity for tier in self._tiers) * nodes
+        bound = int(
+            _native.source_bytes_lower_bound(self._spec, sizes, capacity, self._first_epoch)
+        )
+        return self._recorder.stats(bound)
+
+    def close(self) -> None:
+        """Stops all threads, gives the memory back and leaves the node's tiers."""
+        self._closed = True
+        self._stop_native()
+        if self._python:
+            self._python.close()
+
+    def __enter__(self) -> DataLoader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ the native side
+
+    def _make_spec(self) -> _native.JobSpec:
+        return Plan(
+            samples=len(self.dataset),
+            batch_size=self.batch_size,
+            world_size=self.world.world_size,
+            epochs=self.epochs_total,
+            seed=self.seed,
+            drop_last=self.drop_last,
+            order=self._order if self._shuffle else "sequential",
+            scheme=self._scheme,
+            order_world=self._order_world,
+        ).native
+
+    def _stage(self) -> _native.Loader:
+        if self._loader is None:
+            self._loader = _native.Loader(
+                job=self._spec,
+                rank=self.world.rank,
+                source=self.dataset.native,
+                pipeline=self._pipeline,
+                tiers=[(t.kind, t.capacity, t.path, t.keep) for t in self._tiers],
+                job_name=self._job,
+                local_rank=self.world.local_rank,
+                local_world=self.world.local_world_size,
+                on_error=self._on_error,
+                fetchers=max(2, self._threads),
+                workers=self._threads,
+                depth=_READS_IN_FLIGHT,
+                reader=self._reader,
+                staging_bytes=self._staging,
+                io_bytes=_DEFAULT_IO_BYTES,
+                first_epoch=self._first_epoch,
+            )
+            self._finalizer.detach()
+            self._finalizer = weakref.finalize(self, self._loader.close)
+        return self._loader
+
+    def _stop_native(self) -> None:
+        if self._loader is not None:
+            self._finalizer()
+            self._loader = None

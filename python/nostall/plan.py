@@ -1,0 +1,132 @@
+"""The future of a job: which rank reads which sample when, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from nostall import _native
+from nostall.errors import UsageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class Plan:
+    """A pure function of its arguments; every process computes the same one.
+
+    Args:
+        samples: F, the size of the data set.
+        batch_size: samples per rank and batch.
+        world_size: ranks.
+        epochs: E.
+        seed: fixes the order.
+        drop_last: drop the samples that do not fill the world, then the last partial batch.
+        order: "torch" (identical to DistributedSampler), "keyed" (a keyed permutation), "sequential",
+            or a sequence of sample ids used in every epoch.
+        scheme: how a global batch is divided (seed clairvoyant-prefetching, 4.1.3).
+
+    Raises:
+        UsageError: arguments that cannot be planned, named with their value.
+    """
+
+    def __init__(
+        self,
+        *,
+        samples: int,
+        batch_size: int = 1,
+        world_size: int = 1,
+        epochs: int = 1,
+        seed: int = 0,
+        drop_last: bool = False,
+        order: str | Sequence[int] | NDArray[np.integer[Any]] = "torch",
+        scheme: Literal["uniform", "whole", "imbalanced"] = "uniform",
+        order_world: int | None = None,
+    ) -> None:
+        spec = _native.JobSpec()
+        spec.samples = samples
+        spec.global_batch = batch_size * world_size
+        spec.epochs = epochs
+        spec.world = world_size
+        spec.order_world = world_size if order_world is None else order_world
+        spec.seed = seed
+        spec.drop_last = drop_last
+        if not hasattr(_native.Scheme, scheme):
+            raise UsageError(f'scheme must be "uniform", "whole" or "imbalanced", not {scheme!r}')
+        spec.scheme = getattr(_native.Scheme, scheme)
+        if not isinstance(order, str):
+            spec.order = _native.OrderKind.user
+            spec.user_order = np.asarray(order, dtype=np.uint64)
+        elif order in ("torch", "keyed", "sequential"):
+            spec.order = getattr(_native.OrderKind, order)
+        else:
+            raise UsageError(
+                f'order must be "torch", "keyed", "sequential" or sample ids, not {order!r}'
+            )
+        _native.validate(spec)
+        self.native = spec
+
+    def __len__(self) -> int:
+        """Global batches in one epoch."""
+        return int(_native.batches_per_epoch(self.native))
+
+    @property
+    def epoch_length(self) -> int:
+        """Samples in one epoch, after padding or dropping."""
+        return int(_native.epoch_length(self.native))
+
+    @property
+    def fingerprint(self) -> int:
+        """64 bits over everything that decides the order."""
+        return int(_native.plan_fingerprint(self.native))
+
+    def epoch_order(self, epoch: int) -> NDArray[np.uint64]:
+        """All sample ids of an epoch in order, shape (epoch_length,)."""
+        return _native.epoch_order(self.native, epoch)
+
+    def rank_epoch(self, epoch: int, rank: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """One rank's samples of an epoch in order, and where each of its batches ends."""
+        if not 0 <= rank < self.native.world:
+            raise UsageError(f"rank {rank} is not in a world of {self.native.world}")
+        return _native.rank_epoch(self.native, epoch, rank)
+
+    def node_access(
+        self, first_rank: int, ranks: int
+    ) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
+        """How often the node reads each sample (3.2.1), and when first (2**64 - 1: never)."""
+        return _native.node_access(self.native, first_rank, ranks)
+
+    def place(
+        self, sizes: NDArray[np.uint64], capacities: Sequence[int], *, first_rank: int, ranks: int
+    ) -> tuple[NDArray[np.uint8], NDArray[np.uint64], list[int]]:
+        """HDMLP's rule (3.2.2): tier (255: none) and offset of each sample, bytes used by tier."""
+        return _native.place(
+            np.ascontiguousarray(sizes, dtype=np.uint64),
+            self.native,
+            first_rank,
+            ranks,
+            list(capacities),
+        )
+
+    def owners(
+        self, sizes: NDArray[np.uint64], capacities: Sequence[int], *, ranks_per_node: int
+    ) -> NDArray[np.uint32]:
+        """The node that keeps each sample, 2**32 - 1 where none has room; shape (samples,)."""
+        return _native.owners(
+            self.native,
+            np.ascontiguousarray(sizes, dtype=np.uint64),
+            list(capacities),
+            ranks_per_node,
+        )
+
+    def lower_bound(
+        self, sizes: NDArray[np.uint64], capacity: int, *, first_epoch: int = 0
+    ) -> int:
+        """The fewest bytes that must leave the source when `capacity` bytes can be kept in all."""
+        return int(
+            _native.source_bytes_lower_bound(
+                self.native, np.ascontiguousarray(sizes, dtype=np.uint64), capacity, first_epoch
+            )
+        )

@@ -1,0 +1,119 @@
+"""Keeps what happened to each batch, one small entry a batch, until somebody asks for the stats."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from nostall.stats import BatchRecords, EpochStats, OriginStats, Stats
+
+if TYPE_CHECKING:
+    from nostall import _native
+
+ORIGINS = ("ram", "file", "source")
+
+
+class Recorder:
+    """Collects the consumer's waits and the batches' origins of one rank."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._start = time.perf_counter()
+        self._epochs: list[EpochStats] = []
+        self._epoch_start = 0.0
+        self._current: _Running | None = None
+        self._columns: dict[str, list[float]] = {
+            name: [] for name in ("epoch", "batch", "time", "wait", *ORIGINS, "queue")
+        }
+        self._memory = (0, 0, 0, 0)
+
+    def begin_epoch(self, epoch: int) -> None:
+        self.end_epoch()
+        self._current = _Running(epoch)
+
+    def batch(
+        self,
+        batch: _native.Batch,
+        wait: float,
+        memory: tuple[int, int, int, int],
+        substituted: list[tuple[int, int, str]],
+    ) -> None:
+        running = self._current
+        if running is None:
+            return
+        running.stall += wait
+        running.batches += 1
+        running.samples += len(batch)
+        origins = batch.origins
+        for i, origin in enumerate(origins):
+            for j, value in enumerate(origin):
+                running.origins[i][j] += value
+        running.decode += batch.transform_seconds
+        running.substituted += [bad for bad, _, _ in (*batch.substitutions, *substituted)]
+        self._memory = (
+            max(self._memory[0], memory[0]),
+            max(self._memory[1], memory[1]),
+            max(self._memory[2], memory[2]),
+            max(self._memory[3], memory[3]),
+        )
+        row = (
+            batch.epoch,
+            batch.index,
+            time.perf_counter() - self._start,
+            wait,
+            *(origin[0] for origin in origins),
+            batch.queue,
+        )
+        for column, value in zip(self._columns.values(), row, strict=True):
+            column.append(value)
+
+    def end_epoch(self) -> None:
+        if self._current is not None:
+            self._epochs.append(self._current.freeze())
+            self._current = None
+
+    def stats(self, lower_bound: int) -> Stats:
+        epochs = list(self._epochs)
+        if self._current is not None:
+            epochs.append(self._current.freeze())
+        return Stats(
+            rank=self._rank,
+            world_size=self._world_size,
+            epochs=epochs,
+            batches=BatchRecords(**{name: list(c) for name, c in self._columns.items()}),
+            lower_bound_bytes=lower_bound,
+            memory=dict(
+                zip(("ram_tier", "file_tier", "staging", "io_buffers"), self._memory, strict=True)
+            ),
+        )
+
+
+class _Running:
+    """Sums of the epoch under way."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.start = time.perf_counter()
+        self.stall = 0.0
+        self.decode = 0.0
+        self.batches = 0
+        self.samples = 0
+        self.origins = [[0, 0, 0.0] for _ in ORIGINS]
+        self.substituted: list[int] = []
+
+    def freeze(self) -> EpochStats:
+        return EpochStats(
+            epoch=self.epoch,
+            seconds=time.perf_counter() - self.start,
+            stall_seconds=self.stall,
+            batches=self.batches,
+            samples=self.samples,
+            bytes=int(sum(o[1] for o in self.origins)),
+            origins={
+                name: OriginStats(samples=int(o[0]), bytes=int(o[1]), seconds=o[2])
+                for name, o in zip(ORIGINS, self.origins, strict=True)
+            },
+            decode_seconds=self.decode,
+            substituted=list(self.substituted),
+        )

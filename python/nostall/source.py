@@ -1,0 +1,184 @@
+"""Where samples come from: a folder of files per class, or a list of files."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nostall import _native
+from nostall.errors import UsageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+#: torchvision's IMG_EXTENSIONS, so that both see the same files.
+IMAGE_EXTENSIONS = (
+    ".jpg",
+    ".jpeg",
+    ".png",
+    ".ppm",
+    ".bmp",
+    ".pgm",
+    ".tif",
+    ".tiff",
+    ".webp",
+)
+_LISTING_THREADS = 16
+_INDEX_NAME = ".nostall-index"
+
+
+class Source:
+    """A fixed list of samples, the same on every process.
+
+    Attributes:
+        native: the native source, for the loader.
+    """
+
+    native: _native.Source
+
+    def __len__(self) -> int:
+        return len(self.native)
+
+    @property
+    def sizes(self) -> NDArray[np.uint64]:
+        """Bytes of every sample, shape (n,)."""
+        return self.native.sizes
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """Label of every sample, shape (n,)."""
+        return self.native.labels
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all samples."""
+        return self.native.total_bytes
+
+    @property
+    def fingerprint(self) -> int:
+        """A 64-bit hash over paths, sizes, labels and classes: equal for equal data sets."""
+        return self.native.fingerprint
+
+    def describe(self, sample: int) -> str:
+        """What to call the sample in a message: its path."""
+        return self.native.describe(sample)
+
+    def read(self, sample: int) -> bytes:
+        """The bytes of one sample.
+
+        Raises:
+            IoError: the file cannot be read or is not as long as the index says, with its path.
+        """
+        return self.native.read(sample)
+
+
+class ImageFolder(Source):
+    """One folder per class, as ``torchvision.datasets.ImageFolder`` sees it: same classes and order.
+
+    The listing is stored and reused while no directory has changed, so that the next start needs
+    none. A file rewritten in place is found out when it is read.
+
+    Args:
+        root: the data set.
+        index: True keeps the stored listing in the data set's folder, or in the user's cache
+            folder where that is read-only; a path keeps it there; False keeps none.
+        allow_empty: accept classes without files.
+        extensions: file names that count, lower case with the dot.
+
+    Raises:
+        IoError: a directory or file cannot be examined, with its path.
+        UsageError: there are no classes, or an empty one.
+    """
+
+    native: _native.FolderSource
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        index: bool | str | os.PathLike[str] = True,
+        allow_empty: bool = False,
+        extensions: Sequence[str] = IMAGE_EXTENSIONS,
+    ) -> None:
+        self.root = os.fspath(root)
+        self.native = _native.open_folder(
+            root=self.root,
+            index_path=index_path(self.root, index),
+            extensions=[e.lower() for e in extensions],
+            class_per_folder=True,
+            allow_empty=allow_empty,
+            threads=_LISTING_THREADS,
+        )
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of the classes; the label of a sample is a place in this list."""
+        return self.native.classes
+
+    @property
+    def class_to_idx(self) -> dict[str, int]:
+        """The label of each class."""
+        return {name: i for i, name in enumerate(self.classes)}
+
+
+class FileList(Source):
+    """Files given one by one, or every file below a folder.
+
+    Args:
+        paths: the files, relative to `root` or absolute; None takes every file below `root`.
+        labels: one integer per file; 0 for all if None.
+        root: where relative paths start; the working directory if None.
+
+    Raises:
+        IoError: a file cannot be examined, with its path.
+        UsageError: the list is empty, or labels and paths differ in number.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike[str]] | None = None,
+        labels: Sequence[int] | NDArray[np.integer[Any]] | None = None,
+        *,
+        root: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.root = os.fspath(root) if root is not None else str(Path.cwd())
+        if paths is None:
+            if root is None or labels is not None:
+                raise UsageError("FileList without paths needs a root, and takes no labels")
+            self.native = _native.open_folder(
+                root=self.root,
+                index_path="",
+                extensions=[],
+                class_per_folder=False,
+                allow_empty=False,
+                threads=_LISTING_THREADS,
+            )
+        else:
+            self.native = _native.open_files(
+                root=self.root,
+                paths=[os.fspath(p) for p in paths],
+                labels=[] if labels is None else [int(x) for x in labels],
+                threads=_LISTING_THREADS,
+            )
+
+
+def index_path(root: str, index: bool | str | os.PathLike[str] = True) -> str:
+    """Where the stored listing of `root` is kept; empty if there is to be none."""
+    if index is False:
+        return ""
+    if index is not True:
+        return os.fspath(index)
+    if os.access(root, os.W_OK):
+        return str(Path(root) / _INDEX_NAME)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nostall"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return ""
+    name = hashlib.sha256(os.path.realpath(root).encode()).hexdigest()[:16]
+    return str(cache / f"{name}.index")

@@ -1,0 +1,289 @@
+"""What a training waited for, and where its samples came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nostall.errors import CorruptionError, UsageError
+
+if TYPE_CHECKING:
+    import os
+
+    from rich.table import Table
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class OriginStats:
+    """Samples and bytes from one origin; seconds are summed over the threads that fetched."""
+
+    samples: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class EpochStats:
+    """One epoch of one rank, or of several ranks together (then seconds are the slowest's)."""
+
+    epoch: int
+    seconds: float
+    stall_seconds: float
+    batches: int
+    samples: int
+    bytes: int
+    origins: dict[str, OriginStats]
+    decode_seconds: float
+    substituted: list[int] = field(default_factory=list)
+
+    @property
+    def stall_fraction(self) -> float:
+        """Share of the epoch that the consumer waited."""
+        return self.stall_seconds / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class BatchRecords:
+    """Columns with one entry per batch: when it was handed out, the wait for it, its origins.
+
+    `time` is in seconds since the loader was made, `wait` in seconds; `ram`, `file` and `source`
+    count samples; `queue` counts finished batches behind it.
+    """
+
+    epoch: list[float] = field(default_factory=list)
+    batch: list[float] = field(default_factory=list)
+    time: list[float] = field(default_factory=list)
+    wait: list[float] = field(default_factory=list)
+    ram: list[float] = field(default_factory=list)
+    file: list[float] = field(default_factory=list)
+    source: list[float] = field(default_factory=list)
+    queue: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """All epochs of one rank; `merge` adds ranks up.
+
+    `lower_bound_bytes` is the least that all ranks together must read from the source, with the
+    tiers as given, for the whole job. `memory` holds the most bytes seen by pool.
+    """
+
+    rank: int
+    world_size: int
+    epochs: list[EpochStats]
+    batches: BatchRecords
+    lower_bound_bytes: int
+    memory: dict[str, int]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in all epochs, the consumer's own work included."""
+        return sum(e.seconds for e in self.epochs)
+
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds that the consumer waited for batches."""
+        return sum(e.stall_seconds for e in self.epochs)
+
+    @property
+    def samples(self) -> int:
+        """Samples handed out."""
+        return sum(e.samples for e in self.epochs)
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes read from the source."""
+        return sum(e.origins["source"].bytes for e in self.epochs)
+
+    @property
+    def excess(self) -> float:
+        """Bytes read from the source over the lower bound; of all ranks only after `merge`."""
+        return self.source_bytes / self.lower_bound_bytes if self.lower_bound_bytes else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as written by `save`."""
+        return {
+            "format": FORMAT,
+            **asdict(self),
+            "source_bytes": self.source_bytes,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Stats:
+        """The inverse of `to_dict`.
+
+        Raises:
+            CorruptionError: the data is not of this format.
+        """
+        if data.get("format") != FORMAT:
+            raise CorruptionError(f"statistics of format {data.get('format')!r}, not {FORMAT}")
+        try:
+            epochs = [
+                EpochStats(
+                    **{
+                        **epoch,
+                        "origins": {k: OriginStats(**v) for k, v in epoch["origins"].items()},
+                    }
+                )
+                for epoch in data["epochs"]
+            ]
+            return cls(
+                rank=data["rank"],
+                world_size=data["world_size"],
+                epochs=epochs,
+                batches=BatchRecords(**data["batches"]),
+                lower_bound_bytes=data["lower_bound_bytes"],
+                memory=data["memory"],
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CorruptionError(f"damaged statistics: {error}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes JSON that `nostall report` reads."""
+        Path(path).write_text(json.dumps(self.to_dict()))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Stats:
+        """Reads what `save` wrote.
+
+        Raises:
+            CorruptionError: the file is not such JSON.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise CorruptionError(f"{path} is not statistics of nostall: {error}") from error
+        if not isinstance(data, dict):
+            raise CorruptionError(f"{path} is not statistics of nostall")
+        return cls.from_dict(data)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The table's cells, a row per epoch and one for the total."""
+        rows = [_row(str(e.epoch), e) for e in self.epochs]
+        if len(self.epochs) > 1:
+            rows.append(_row("all", _sum("all", self.epochs)))
+        return rows
+
+    def table(self) -> Table:
+        """A rich table of the epochs."""
+        from rich.table import Table
+
+        table = Table(title=f"{_who(self)}: waiting, and where samples came from")
+        for i, heading in enumerate(_HEADINGS):
+            table.add_column(heading, justify="left" if i == 0 else "right")
+        for row in self.rows():
+            table.add_row(*row)
+        table.caption = self._bound_line()
+        return table
+
+    def _bound_line(self) -> str:
+        return (
+            f"read from the source {_bytes(self.source_bytes)}, lower bound of the job "
+            f"{_bytes(self.lower_bound_bytes)}"
+        )
+
+    def __str__(self) -> str:
+        rows = [_HEADINGS, *self.rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
+        lines = ["  ".join(c.rjust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
+        return "\n".join([*lines, self._bound_line()])
+
+
+_HEADINGS = ("epoch", "seconds", "stalled", "%", "samples", "RAM", "file", "source", "from source")
+
+
+def _row(name: str, e: EpochStats) -> tuple[str, ...]:
+    return (
+        name,
+        f"{e.seconds:.2f}",
+        f"{e.stall_seconds:.2f}",
+        f"{100 * e.stall_fraction:.1f}",
+        str(e.samples),
+        *(str(e.origins[o].samples) for o in ("ram", "file", "source")),
+        _bytes(e.origins["source"].bytes),
+    )
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
+
+
+def _who(stats: Stats) -> str:
+    return "all ranks" if stats.rank < 0 else f"rank {stats.rank} of {stats.world_size}"
+
+
+def _sum(_name: str, epochs: Sequence[EpochStats]) -> EpochStats:
+    return EpochStats(
+        epoch=-1,
+        seconds=sum(e.seconds for e in epochs),
+        stall_seconds=sum(e.stall_seconds for e in epochs),
+        batches=sum(e.batches for e in epochs),
+        samples=sum(e.samples for e in epochs),
+        bytes=sum(e.bytes for e in epochs),
+        origins=_sum_origins(epochs),
+        decode_seconds=sum(e.decode_seconds for e in epochs),
+        substituted=[s for e in epochs for s in e.substituted],
+    )
+
+
+def _sum_origins(epochs: Sequence[EpochStats]) -> dict[str, OriginStats]:
+    return {
+        name: OriginStats(
+            samples=sum(e.origins[name].samples for e in epochs),
+            bytes=sum(e.origins[name].bytes for e in epochs),
+            seconds=sum(e.origins[name].seconds for e in epochs),
+        )
+        for name in ("ram", "file", "source")
+    }
+
+
+def merge(ranks: Sequence[Stats]) -> Stats:
+    """The ranks of one job together: samples and bytes add up, the slowest rank's seconds count.
+
+    Raises:
+        UsageError: no statistics, or of different jobs.
+    """
+    if not ranks:
+        raise UsageError("there are no statistics to merge")
+    if len({(s.world_size, s.lower_bound_bytes) for s in ranks}) != 1:
+        raise UsageError("these statistics are of different jobs")
+    numbers = sorted({e.epoch for s in ranks for e in s.epochs})
+    epochs = []
+    for number in numbers:
+        parts = [e for s in ranks for e in s.epochs if e.epoch == number]
+        total = _sum("", parts)
+        epochs.append(
+            EpochStats(
+                epoch=number,
+                seconds=max(e.seconds for e in parts),
+                stall_seconds=max(e.stall_seconds for e in parts),
+                batches=max(e.batches for e in parts),
+                samples=total.samples,
+                bytes=total.bytes,
+                origins=total.origins,
+                decode_seconds=total.decode_seconds,
+                substituted=total.substituted,
+            )
+        )
+    columns = {
+        name: [value for s in ranks for value in getattr(s.batches, name)]
+        for name in BatchRecords.__dataclass_fields__
+    }
+    shared = {name: max(s.memory[name] for s in ranks) for name in ("ram_tier", "file_tier")}
+    own = {name: sum(s.memory[name] for s in ranks) for name in ("staging", "io_buffers")}
+    return Stats(
+        rank=-1,
+        world_size=ranks[0].world_size,
+        epochs=epochs,
+        batches=BatchRecords(**columns),
+        lower_bound_bytes=ranks[0].lower_bound_bytes,
+        memory={**shared, **own},
+    )

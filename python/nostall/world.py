@@ -1,0 +1,161 @@
+"""Which rank this process is, and of what: found from the launcher's environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from nostall.errors import UsageError
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all of the job, and among those of its node.
+
+    `job` is the same for all ranks of this job on this node, and different for every other job.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    job: str
+
+
+# Launcher: (rank, size, local rank, local size, names that together identify the job).
+_LAUNCHERS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
+    "torchrun": (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"),
+    ),
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_hnp_uri"),
+    ),
+    "MPICH": (
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+        ("PMI_PORT", "PMI_FD", "HYDI_CONTROL_FD"),
+    ),
+    "Slurm": (
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        "SLURM_STEP_TASKS_PER_NODE",
+        ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+    ),
+}
+
+
+def find_world(
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    local_rank: int | None = None,
+    local_world_size: int | None = None,
+    job: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> World:
+    """This process's place in its job.
+
+    Arguments win over an initialised torch.distributed, that over torchrun's variables, then Open
+    MPI's, MPICH's and Slurm's (under srun); without any of them the process is alone.
+
+    Raises:
+        UsageError: values that are missing or do not go together, with the variable's name.
+    """
+    env = os.environ if environment is None else environment
+    found = _from_environment(env)
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        size = int(distributed.get_world_size())
+        same = found.world_size == size
+        found = World(
+            rank=int(distributed.get_rank()),
+            world_size=size,
+            local_rank=found.local_rank if same else 0,
+            local_world_size=found.local_world_size if same else 1,
+            job=found.job,
+        )
+    if rank is None and world_size is None:
+        world = found
+    elif rank is None or world_size is None:
+        raise UsageError("give both rank and world_size, or neither")
+    else:
+        same = (rank, world_size) == (found.rank, found.world_size)
+        world = World(
+            rank=rank,
+            world_size=world_size,
+            local_rank=found.local_rank if same else 0,
+            local_world_size=found.local_world_size if same else 1,
+            job=found.job if same else f"{found.job}-rank{rank}",
+        )
+    world = World(
+        rank=world.rank,
+        world_size=world.world_size,
+        local_rank=world.local_rank if local_rank is None else local_rank,
+        local_world_size=world.local_world_size if local_world_size is None else local_world_size,
+        job=world.job if job is None else job,
+    )
+    if not 0 <= world.rank < world.world_size:
+        raise UsageError(f"rank {world.rank} is not in a world of {world.world_size}")
+    if not 0 <= world.local_rank < world.local_world_size <= world.world_size:
+        raise UsageError(
+            f"local rank {world.local_rank} of {world.local_world_size} is not possible in a world "
+            f"of {world.world_size}"
+        )
+    return world
+
+
+def _from_environment(env: Mapping[str, str]) -> World:
+    for launcher, (rank, size, local_rank, local_size, job) in _LAUNCHERS.items():
+        if launcher == "Slurm" and not _under_srun(env):
+            continue
+        if rank not in env or size not in env:
+            continue
+        world_size = _number(env, size, launcher)
+        alone = world_size == 1
+        names = [f"{name}={env[name]}" for name in job if name in env]
+        return World(
+            rank=_number(env, rank, launcher),
+            world_size=world_size,
+            local_rank=0 if alone else _number(env, local_rank, launcher),
+            local_world_size=1 if alone else _number(env, local_size, launcher),
+            # Ranks of a node have the same parent where the launcher names no job.
+            job=f"{launcher} " + (" ".join(names) or f"parent={os.getppid()}"),
+        )
+    return World(0, 1, 0, 1, f"single {os.getpid()} {_start_time()}")
+
+
+def _under_srun(env: Mapping[str, str]) -> bool:
+    """Shells of sbatch and salloc have Slurm's variables too, but srun alone sets a step."""
+    return "SLURM_STEP_ID" in env and "SLURM_STEP_NUM_TASKS" in env
+
+
+def _number(env: Mapping[str, str], name: str, launcher: str) -> int:
+    if name not in env:
+        raise UsageError(
+            f"{launcher} did not set {name}: pass rank, world_size, local_rank and "
+            "local_world_size to the loader"
+        )
+    # Slurm writes "4(x2)" for two nodes of four tasks each.
+    text = env[name].split("(")[0]
+    if not text.isdigit():
+        raise UsageError(f"{name}={env[name]} is not a number")
+    return int(text)
+
+
+def _start_time() -> str:
+    """When this process began, in clock ticks: with the pid it is unique on the node."""
+    return Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]

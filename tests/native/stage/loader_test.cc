@@ -1,0 +1,181 @@
+// The pipeline over a source in memory that can be slow, broken or bad on command.
+#include "stage/loader.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstring>
+#include <set>
+#include <thread>
+
+namespace nostall::stage {
+namespace {
+
+using namespace std::chrono_literals;
+
+// Sample i is i % 50 + 1 bytes long, all of value i % 251.
+class MemorySource : public source::Source {
+ public:
+  explicit MemorySource(uint64_t count) {
+    for (uint64_t i = 0; i < count; ++i) {
+      sizes_.push_back(i % 50 + 1);
+      labels_.push_back(static_cast<int64_t>(i * 3));
+      total_ += sizes_.back();
+    }
+  }
+  uint64_t size() const override { return sizes_.size(); }
+  std::span<const uint64_t> sizes() const override { return sizes_; }
+  std::span<const int64_t> labels() const override { return labels_; }
+  uint64_t total_bytes() const override { return total_; }
+  uint64_t fingerprint() const override { return 42; }
+  std::string describe(uint64_t sample) const override {
+    return "memory:" + std::to_string(sample);
+  }
+  std::unique_ptr<source::Reader> make_reader(source::ReaderKind, unsigned) const override {
+    return std::make_unique<MemoryReader>(*this);
+  }
+
+  std::set<uint64_t> broken;
+  std::chrono::microseconds delay{0};
+  mutable std::atomic<uint64_t> reads{0};
+
+ private:
+  class MemoryReader : public source::Reader {
+   public:
+    explicit MemoryReader(const MemorySource& source) : source_(source) {}
+    void read(std::span<source::ReadRequest> requests) override {
+      if (source_.delay.count() > 0) std::this_thread::sleep_for(source_.delay);
+      for (auto& r : requests) {
+        ++source_.reads;
+        ASSERT_EQ(r.into.size(), source_.sizes_[r.sample]);
+        r.error = source_.broken.contains(r.sample) ? EIO : 0;
+        std::memset(r.into.data(), static_cast<int>(r.sample % 251), r.into.size());
+      }
+    }
+    std::string_view name() const override { return "memory"; }
+
+   private:
+    const MemorySource& source_;
+  };
+
+  std::vector<uint64_t> sizes_;
+  std::vector<int64_t> labels_;
+  uint64_t total_ = 0;
+};
+
+LoaderConfig config_for(std::shared_ptr<MemorySource> source, uint64_t batch, uint32_t epochs) {
+  LoaderConfig config;
+  config.job.samples = source->size();
+  config.job.global_batch = batch;
+  config.job.epochs = epochs;
+  config.job.seed = 7;
+  config.source = std::move(source);
+  config.staging_bytes = 4096;
+  return config;
+}
+
+std::unique_ptr<Batch> must_have(Loader& loader) {
+  auto batch = loader.next(10s);
+  EXPECT_NE(batch, nullptr);
+  return batch;
+}
+
+TEST(Loader, HandsOutThePlanWithTheRightBytes) {
+  const auto source = std::make_shared<MemorySource>(103);
+  Loader loader(config_for(source, 10, 3));
+  for (uint32_t e = 0; e < 3; ++e) {
+    const auto order = plan::epoch_order(loader.config().job, e);
+    for (uint64_t h = 0; h < loader.batches_per_epoch(); ++h) {
+      const auto batch = must_have(loader);
+      EXPECT_EQ(batch->position, (Position{e, h}));
+      for (size_t i = 0; i < batch->samples.size(); ++i) {
+        const uint64_t s = order[h * 10 + i];
+        ASSERT_EQ(batch->samples[i], s);
+        ASSERT_EQ(batch->labels[i], static_cast<int64_t>(s * 3));
+        ASSERT_EQ(batch->lengths[i], s % 50 + 1);
+        for (uint64_t k = 0; k < batch->lengths[i]; ++k) {
+          ASSERT_EQ(batch->buffer->data()[batch->offsets[i] + k], std::byte(s % 251));
+        }
+      }
+    }
+  }
+  EXPECT_EQ(source->reads, 3u * 103u);
+  EXPECT_THROW(loader.next(1s), Error);
+}
+
+TEST(Loader, StaysInsideItsStagingBuffer) {
+  const auto source = std::make_shared<MemorySource>(10000);
+  Loader loader(config_for(source, 10, 1));  // about 255 bytes a batch: 16 batches
+  must_have(loader);
+  std::this_thread::sleep_for(50ms);
+  EXPECT_LE(source->reads, 10u * 18u);
+  EXPECT_LE(loader.memory().staging, 18u * 500u);
+}
+
+TEST(Loader, SeeksAndStopsAtAnyTime) {
+  const auto source = std::make_shared<MemorySource>(500);
+  source->delay = 200us;
+  Loader loader(config_for(source, 8, 4));
+  for (uint64_t i = 0; i < 40; ++i) {
+    const Position to{static_cast<uint32_t>(i % 4), i % loader.batches_per_epoch()};
+    loader.seek(to);
+    if (i % 3 != 0) EXPECT_EQ(must_have(loader)->position, to);
+  }
+  loader.close();
+  EXPECT_THROW(loader.next(1s), Error);
+}
+
+TEST(Loader, TimesOutWhenTheSourceIsSlow) {
+  const auto source = std::make_shared<MemorySource>(100);
+  source->delay = 300ms;
+  Loader loader(config_for(source, 8, 1));
+  EXPECT_EQ(loader.next(1ms), nullptr);
+  EXPECT_NE(loader.next(10s), nullptr);
+}
+
+TEST(Loader, NamesTheSampleThatCannotBeRead) {
+  const auto source = std::make_shared<MemorySource>(20);
+  source->broken = {13};
+  Loader loader(config_for(source, 20, 1));
+  for (int i = 0; i < 2; ++i) {
+    try {
+      loader.next(10s);
+      FAIL() << "no error";
+    } catch (const Error& e) {
+      EXPECT_EQ(e.kind(), ErrorKind::corruption);
+      EXPECT_NE(std::string(e.what()).find("memory:13"), std::string::npos) << e.what();
+    }
+  }
+}
+
+TEST(Loader, SubstitutesTheSameSampleEveryTime) {
+  const auto source = std::make_shared<MemorySource>(200);
+  source->broken = {113};
+  std::set<uint64_t> replacements;
+  for (const uint64_t batch_size : {7u, 50u}) {
+    LoaderConfig config = config_for(source, batch_size, 3);
+    config.on_error = OnError::substitute;
+    Loader loader(std::move(config));
+    size_t substitutions = 0;
+    for (uint64_t b = 0; b < 3 * loader.batches_per_epoch(); ++b) {
+      const auto batch = must_have(loader);
+      for (const auto& s : batch->substitutions) {
+        EXPECT_EQ(s.sample, 113u);
+        replacements.insert(s.replacement);
+        ++substitutions;
+      }
+      for (const uint64_t s : batch->samples) EXPECT_NE(s, 113u);
+    }
+    EXPECT_EQ(substitutions, 3u);
+  }
+  EXPECT_EQ(replacements.size(), 1u);
+}
+
+TEST(Loader, RefusesAPlanForAnotherSource) {
+  LoaderConfig config = config_for(std::make_shared<MemorySource>(20), 4, 1);
+  config.job.samples = 21;
+  EXPECT_THROW(Loader loader(std::move(config)), Error);
+}
+
+}  // namespace
+}  // namespace nostall::stage

@@ -1,0 +1,82 @@
+#include "stage/origin.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <thread>
+
+#include "stage/buffer.h"
+
+namespace nostall::stage {
+namespace {
+
+TEST(Choose, TakesTheRamTierWhateverTheSpeeds) {
+  EXPECT_EQ(choose({Candidate{true, 1.0}, {true, 1e-9}, {true, 1e-9}}).origin, Origin::ram);
+}
+
+TEST(Choose, GoesToTheSourceWhenNoTierHasIt) {
+  EXPECT_EQ(choose({Candidate{}, {}, {true, 1.0}}).origin, Origin::source);
+}
+
+TEST(Choose, TrustsATierThatWasNeverMeasured) {
+  EXPECT_EQ(choose({Candidate{}, {true, 0.0}, {true, 1e-9}}).origin, Origin::file);
+  EXPECT_EQ(choose({Candidate{}, {true, 1e-6}, {true, 0.0}}).origin, Origin::file);
+}
+
+TEST(Choose, LeavesAFileTierOnlyForAClearlyFasterSource) {
+  EXPECT_EQ(choose({Candidate{}, {true, 1.9e-9}, {true, 1e-9}}).origin, Origin::file);
+  EXPECT_EQ(choose({Candidate{}, {true, 2.1e-9}, {true, 1e-9}}).origin, Origin::source);
+}
+
+TEST(SpeedEstimate, FollowsAFileSystemThatSlowsDown) {
+  SpeedEstimate estimate;
+  EXPECT_EQ(estimate.seconds_per_byte(), 0.0);
+  estimate.record(1000, 1000);  // 1 ns a byte
+  EXPECT_DOUBLE_EQ(estimate.seconds_per_byte(), 1e-9);
+  for (int i = 0; i < 200; ++i) estimate.record(1000, 10000);
+  EXPECT_NEAR(estimate.seconds_per_byte(), 1e-8, 1e-10);
+  estimate.record(0, 5);
+  estimate.record(5, 0);
+  EXPECT_NEAR(estimate.seconds_per_byte(), 1e-8, 1e-10);
+}
+
+TEST(BufferPool, ReusesWhatComesBackAndOutlivesItsOwner) {
+  std::shared_ptr<Buffer> held;
+  {
+    const auto pool = std::make_shared<BufferPool>(2);
+    const std::byte* first = pool->take(1000)->data();
+    const auto again = pool->take(900);
+    EXPECT_EQ(again->data(), first);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(again->data()) % 64, 0u);
+    EXPECT_EQ(pool->bytes(), 1000u);
+    held = pool->take(64);
+    EXPECT_EQ(pool->bytes(), 1064u);
+  }
+  std::memset(held->data(), 1, 64);
+}
+
+TEST(BufferPool, KeepsNoMoreFreeBuffersThanItWasTold) {
+  const auto pool = std::make_shared<BufferPool>(2);
+  {
+    const auto a = pool->take(10), b = pool->take(20), c = pool->take(30);
+    EXPECT_EQ(pool->bytes(), 60u);
+  }
+  EXPECT_EQ(pool->bytes(), 50u);
+}
+
+TEST(BufferPool, ServesManyThreads) {
+  const auto pool = std::make_shared<BufferPool>(4);
+  std::vector<std::jthread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&pool, t] {
+      for (int i = 0; i < 500; ++i) {
+        const auto buffer = pool->take(static_cast<size_t>(64 + i % 7));
+        std::memset(buffer->data(), t, 64);
+        for (size_t k = 0; k < 64; ++k) ASSERT_EQ(buffer->data()[k], std::byte(t));
+      }
+    });
+  }
+}
+
+}  // namespace
+}  // namespace nostall::stage

@@ -1,0 +1,40 @@
+"""What the Python tests share: small real data sets of JPEG files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+
+def write_jpeg(path: Path, value: int, size: tuple[int, int] = (40, 30)) -> None:
+    """A JPEG whose content, and so whose length, depends on `value`."""
+    random = np.random.default_rng(value)
+    coarse = random.integers(0, 255, (4 + value % 5, 6, 3), dtype=np.uint8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(coarse).resize(size, Image.Resampling.BILINEAR).save(path, quality=85)
+
+
+@pytest.fixture(scope="session")
+def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """61 JPEG files in 3 classes; 61 is prime, so nothing divides it."""
+    root = tmp_path_factory.mktemp("images")
+    for i in range(61):
+        write_jpeg(root / f"class{i % 3}" / f"{i:03d}.jpg", i)
+    return root
+
+
+@pytest.fixture
+def make_folder(tmp_path: Path) -> Callable[[int], Path]:
+    """Makes a private folder of the given number of files, for tests that damage it."""
+
+    def make(count: int) -> Path:
+        root = tmp_path / "private"
+        for i in range(count):
+            write_jpeg(root / f"class{i % 2}" / f"{i:03d}.jpg", i)
+        return root
+
+    return make

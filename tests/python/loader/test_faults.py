@@ -1,0 +1,440 @@
+"""What goes wrong in real jobs: bad files, dead ranks, early ends, stubborn consumers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import write_jpeg
+
+import nostall
+from nostall import transforms as t
+from nostall.errors import CorruptionError, PeerError, UsageError
+
+STEPS = [t.Resize(16), t.CenterCrop(16), t.ToTensor()]
+
+
+def damage(path: Path, how: str) -> None:
+    if how == "truncated":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    elif how == "zeros":
+        path.write_bytes(bytes(path.stat().st_size))
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "vanished":
+        path.unlink()
+    elif how == "text":
+        path.write_text("this is not an image")
+
+
+@pytest.mark.parametrize("how", ["truncated", "zeros", "empty", "text"])
+@pytest.mark.parametrize("tiers", [[], ["ram:1MiB"]])
+def test_a_bad_file_raises_with_its_path(
+    make_folder: Callable[[int], Path], how: str, tiers: list[str]
+) -> None:
+    root = make_folder(12)
+    bad = root / "class1" / "003.jpg"
+    damage(bad, how)
+    with (
+        nostall.DataLoader(
+            nostall.ImageFolder(root, index=False), 4, transforms=STEPS, tiers=tiers
+        ) as loader,
+        pytest.raises(CorruptionError, match=r"class1/003\.jpg"),
+    ):
+        list(loader)
+
+
+@pytest.mark.parametrize("how", ["truncated", "vanished"])
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_file_that_changes_after_indexing_raises_with_its_path(
+    make_folder: Callable[[int], Path], how: str, raw: bool
+) -> None:
+    root = make_folder(12)
+    folder = nostall.ImageFolder(root, index=False)
+    damage(root / "class0" / "004.jpg", how)
+    with (
+        nostall.DataLoader(folder, 4, transforms=None if raw else STEPS, tiers=[]) as loader,
+        pytest.raises(CorruptionError, match=r"class0/004\.jpg"),
+    ):
+        list(loader)
+
+
+@pytest.mark.parametrize("how", ["truncated", "zeros", "empty", "text"])
+def test_substitution_is_counted_and_the_same_on_every_rank(
+    make_folder: Callable[[int], Path], how: str
+) -> None:
+    root = make_folder(12)
+    damage(root / "class1" / "003.jpg", how)
+    folder = nostall.ImageFolder(root, index=False)
+    bad = next(i for i in range(12) if folder.describe(i).endswith("003.jpg"))
+    runs = []
+    for world in (1, 2, 3):
+        images: dict[int, list[bytes]] = {}
+        substituted: list[int] = []
+        for rank in range(world):
+            with nostall.DataLoader(
+                folder,
+                6 // world,
+                epochs=2,
+                transforms=STEPS,
+                tiers=["ram:1MiB"],
+                on_error="substitute",
+                rank=rank,
+                world_size=world,
+                local_rank=0,
+                local_world_size=1,
+                job=f"substitute-{how}-{world}-{rank}",
+            ) as loader:
+                for epoch in loader.epochs():
+                    for x, _ in epoch:
+                        images.setdefault(epoch.index, []).extend(i.numpy().tobytes() for i in x)
+                stats = loader.stats()
+                substituted += [s for e in stats.epochs for s in e.substituted]
+        assert substituted == [bad, bad]
+        runs.append({e: sorted(i) for e, i in images.items()})
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_early_stop_and_restart_leave_nothing_behind(image_folder: Path) -> None:
+    before = threading.active_count(), len(os.listdir("/proc/self/task"))
+    for _ in range(5):
+        loader = nostall.DataLoader(
+            nostall.ImageFolder(image_folder), 4, epochs=3, transforms=STEPS, tiers=["ram:1MiB"]
+        )
+        for i, _ in enumerate(loader):
+            if i == 2:
+                break
+        loader.close()
+        with pytest.raises(UsageError, match="closed"):
+            next(iter(loader))
+    assert (threading.active_count(), len(os.listdir("/proc/self/task"))) == before
+    assert not list(Path("/dev/shm").glob(f"nostall-{os.getuid()}-*"))
+
+
+def test_a_loader_that_is_dropped_stops_its_threads(image_folder: Path) -> None:
+    before = len(os.listdir("/proc/self/task"))
+    loader = nostall.DataLoader(nostall.ImageFolder(image_folder), 4, epochs=3, tiers=[])
+    next(iter(loader))
+    del loader
+    deadline = time.monotonic() + 10
+    while len(os.listdir("/proc/self/task")) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/task")) == before
+
+
+def test_batches_stay_valid_as_long_as_they_are_held(image_folder: Path) -> None:
+    folder = nostall.ImageFolder(image_folder)
+
+    def batches() -> list[np.ndarray]:
+        with nostall.DataLoader(folder, 4, epochs=2, transforms=STEPS, tiers=[]) as loader:
+            return [x.numpy() for epoch in loader.epochs() for x, _ in epoch]
+
+    held = batches()
+    copies = [x.copy() for x in held]
+    again = batches()
+    assert all(np.array_equal(a, b) for a, b in zip(held, copies, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(again, copies, strict=True))
+
+
+def test_an_idle_loader_uses_no_cpu(image_folder: Path) -> None:
+    with nostall.DataLoader(
+        nostall.ImageFolder(image_folder), 4, epochs=50, transforms=STEPS, tiers=["ram:1MiB"]
+    ) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        time.sleep(0.5)  # the stage fills
+        before = time.process_time()
+        time.sleep(1.0)
+        assert time.process_time() - before < 0.02
+
+
+def test_dataset_smaller_than_a_batch_and_than_the_world(make_folder: Callable[[int], Path]) -> None:
+    folder = nostall.ImageFolder(make_folder(3))
+    for rank in range(5):
+        with nostall.DataLoader(
+            folder,
+            8,
+            epochs=2,
+            tiers=["ram:1MiB"],
+            rank=rank,
+            world_size=5,
+            local_rank=0,
+            local_world_size=1,
+            job=f"small-{rank}",
+        ) as loader:
+            for epoch in loader.epochs():
+                assert [len(raw) for raw, _ in epoch] == [1]
+
+
+def test_zero_capacity_tier_means_no_tier(image_folder: Path) -> None:
+    with nostall.DataLoader(
+        nostall.ImageFolder(image_folder), 8, epochs=2, tiers=["ram:0"]
+    ) as loader:
+        for epoch in loader.epochs():
+            list(epoch)
+        stats = loader.stats()
+    assert stats.source_bytes == 2 * nostall.ImageFolder(image_folder).total_bytes
+    assert stats.lower_bound_bytes == stats.source_bytes
+
+
+def test_an_unwritable_tier_degrades_to_the_source(image_folder: Path, tmp_path: Path) -> None:
+    blocked = tmp_path / "file-not-directory"
+    blocked.write_text("")
+    folder = nostall.ImageFolder(image_folder)
+    with nostall.DataLoader(folder, 8, epochs=2, tiers=[f"{blocked}:1MiB"]) as loader:
+        seen = sum(len(raw) for epoch in loader.epochs() for raw, _ in epoch)
+        assert seen == 2 * len(folder)
+        assert loader.stats().source_bytes == 2 * folder.total_bytes
+
+
+def test_a_forked_child_is_told_and_does_not_hang(image_folder: Path) -> None:
+    code = f"""
+    import os, nostall
+    loader = nostall.DataLoader(nostall.ImageFolder({str(image_folder)!r}), 4, epochs=2,
+                                tiers=["ram:1MiB"])
+    iterator = iter(loader)
+    next(iterator)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            next(iterator)
+        except nostall.errors.UsageError as e:
+            assert "forked" in str(e), e
+            del iterator, loader
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert len(list(iterator)) == len(loader) - 1
+    loader.close()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60)
+
+
+RANK_PROGRAM = """
+import os, sys, time, nostall
+rank = int(sys.argv[1])
+loader = nostall.DataLoader(nostall.ImageFolder(sys.argv[2]), 4, epochs=1000, tiers=["ram:1MiB"],
+                            rank=rank, world_size=2, local_rank=rank, local_world_size=2,
+                            job=sys.argv[3])
+for epoch in loader.epochs():
+    for raw, labels in epoch:
+        print("batch", flush=True)
+        time.sleep(0.02)
+"""
+
+
+def start_rank(rank: int, root: Path, job: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", RANK_PROGRAM, str(rank), str(root), job],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.multi
+def test_a_killed_rank_is_reported_to_the_others_and_its_memory_reclaimed(
+    image_folder: Path,
+) -> None:
+    ranks = [start_rank(r, image_folder, "killed") for r in range(2)]
+    try:
+        for process in ranks:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "batch\n"
+        ranks[1].send_signal(signal.SIGKILL)
+        _, errors = ranks[0].communicate(timeout=30)
+        assert ranks[0].returncode == 1
+        assert PeerError.__name__ in errors
+        assert f"process {ranks[1].pid}" in errors
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    with nostall.DataLoader(nostall.ImageFolder(image_folder), 8, tiers=["ram:1MiB"]) as loader:
+        list(loader)
+    assert not list(Path("/dev/shm").glob(f"nostall-{os.getuid()}-*"))
+
+
+@pytest.mark.multi
+def test_all_ranks_killed_leave_memory_that_the_next_job_reclaims(image_folder: Path) -> None:
+    ranks = [start_rank(r, image_folder, "massacre") for r in range(2)]
+    for process in ranks:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "batch\n"
+    for process in ranks:
+        process.kill()
+        process.communicate()
+    assert list(Path("/dev/shm").glob(f"nostall-{os.getuid()}-*"))
+    with nostall.DataLoader(nostall.ImageFolder(image_folder), 8, tiers=["ram:1MiB"]) as loader:
+        list(loader)
+    assert not list(Path("/dev/shm").glob(f"nostall-{os.getuid()}-*"))
+
+
+@pytest.mark.multi
+def test_ctrl_c_ends_a_waiting_loader_at_once(image_folder: Path) -> None:
+    process = start_rank(0, image_folder, "interrupted")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=10)
+    assert "KeyboardInterrupt" in errors
+    assert not list(Path("/dev/shm").glob(f"nostall-{os.getuid()}-*"))
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("world", "tier"), [(4, "ram:1MiB"), (4, "half"), (8, "ram:1MiB")])
+def test_ranks_of_a_node_read_each_byte_once(
+    image_folder: Path, tmp_path: Path, world: int, tier: str
+) -> None:
+    folder = nostall.ImageFolder(image_folder)
+    half = folder.total_bytes // 2
+    tiers = [tier] if tier != "half" else [f"ram:{half // 2}", f"{tmp_path}:{half - half // 2}"]
+    code = f"""
+    import json, sys, nostall
+    rank = int(sys.argv[1])
+    with nostall.DataLoader(nostall.ImageFolder({str(image_folder)!r}), 3, epochs=4,
+                            tiers={tiers!r}, rank=rank, world_size={world}, local_rank=rank,
+                            local_world_size={world}, job="once-{world}") as loader:
+        for epoch in loader.epochs():
+            for _ in epoch:
+                pass
+        stats = loader.stats()
+    print(json.dumps([stats.source_bytes, stats.lower_bound_bytes]))
+    """
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(code), str(r)], stdout=subprocess.PIPE, text=True
+        )
+        for r in range(world)
+    ]
+    results = [p.communicate(timeout=90)[0] for p in processes]
+    assert all(p.returncode == 0 for p in processes)
+    numbers = [eval(r) for r in results]
+    read, bound = sum(n[0] for n in numbers), numbers[0][1]
+    # The epoch is padded to a multiple of the world: those few samples come twice in an epoch, and
+    # records of whole samples do not fill a half-sized tier to the last byte.
+    slack = 0 if tier != "half" else 3 * 4 * int(max(folder.sizes))
+    assert bound <= read <= bound + slack
+
+
+def test_two_jobs_on_one_node_do_not_disturb_each_other(image_folder: Path) -> None:
+    folder = nostall.ImageFolder(image_folder)
+    with (
+        nostall.DataLoader(folder, 8, epochs=2, seed=1, tiers=["ram:1MiB"], job="a") as a,
+        nostall.DataLoader(folder, 8, epochs=2, seed=2, tiers=["ram:1MiB"], job="b") as b,
+    ):
+        for (x, _), (y, _) in zip(a, b, strict=True):
+            assert x.data.tobytes() != y.data.tobytes()
+        assert a.stats().source_bytes == b.stats().source_bytes == folder.total_bytes
+
+
+def test_ranks_that_disagree_are_told_so(image_folder: Path) -> None:
+    folder = nostall.ImageFolder(image_folder)
+
+    def loader(rank: int, seed: int) -> nostall.DataLoader:
+        return nostall.DataLoader(
+            folder,
+            4,
+            epochs=2,
+            seed=seed,
+            tiers=["ram:1MiB"],
+            rank=rank,
+            world_size=2,
+            local_rank=rank,
+            local_world_size=2,
+            job="disagree",
+        )
+
+    with loader(0, 1) as first, loader(1, 2) as second:
+        next(iter(first))
+        with pytest.raises(PeerError):
+            next(iter(second))
+
+
+def test_python_callables_see_bytes_or_images(image_folder: Path) -> None:
+    folder = nostall.ImageFolder(image_folder)
+    with nostall.DataLoader(
+        folder, 8, shuffle=False, transforms=lambda raw: np.array([raw.size]), tiers=[]
+    ) as loader:
+        sizes = np.concatenate([x.numpy()[:, 0] for x, _ in loader])
+    assert sizes.tolist() == list(folder.sizes)
+    with nostall.DataLoader(
+        folder, 8, transforms=lambda image: image.transpose(2, 0, 1), decode=True, tiers=[]
+    ) as loader:
+        x, _ = next(iter(loader))
+        assert x.shape == (8, 3, 30, 40)
+
+
+def shape_of(image: np.ndarray) -> np.ndarray:
+    return np.array(image.shape)
+
+
+@pytest.mark.multi
+def test_python_callables_run_in_processes(image_folder: Path) -> None:
+    with nostall.DataLoader(
+        nostall.ImageFolder(image_folder),
+        16,
+        transforms=shape_of,
+        decode=True,
+        workers="processes",
+        tiers=[],
+    ) as loader:
+        for x, _ in loader:
+            assert (x.numpy() == [30, 40, 3]).all()
+
+
+def test_a_full_tier_disk_degrades_to_the_source(
+    image_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.getuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(disk)], check=True)
+    try:
+        folder = nostall.ImageFolder(image_folder)
+        with nostall.DataLoader(folder, 8, epochs=3, tiers=[f"{disk}:1MiB"]) as loader:
+            seen = sum(len(raw) for epoch in loader.epochs() for raw, _ in epoch)
+        assert seen == 3 * len(folder)
+        warnings = [r for r in caplog.records if str(disk) in r.message]
+        assert len(warnings) == 1
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_slow_and_fast_consumers(image_folder: Path) -> None:
+    folder = nostall.ImageFolder(image_folder)
+    for pause in (0.0, 0.02):
+        with nostall.DataLoader(folder, 8, epochs=2, transforms=STEPS, tiers=[]) as loader:
+            count = 0
+            for epoch in loader.epochs():
+                for x, _ in epoch:
+                    count += len(x)
+                    time.sleep(pause)
+            assert count == 2 * len(folder)
+
+
+def test_a_file_of_huge_dimensions_is_refused(make_folder: Callable[[int], Path]) -> None:
+    root = make_folder(6)
+    victim = root / "class0" / "002.jpg"
+    write_jpeg(victim, 2)
+    data = bytearray(victim.read_bytes())
+    frame = data.index(b"\xff\xc0")
+    data[frame + 5 : frame + 9] = b"\xff\xff\xff\xff"  # 65535 x 65535 pixels
+    victim.write_bytes(bytes(data))
+    with (
+        nostall.DataLoader(
+            nostall.ImageFolder(root, index=False), 6, transforms=STEPS, tiers=[]
+        ) as loader,
+        pytest.raises(CorruptionError, match=r"class0/002\.jpg"),
+    ):
+        list(loader)

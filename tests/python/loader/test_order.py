@@ -1,0 +1,187 @@
+"""The order of samples is torch's, whatever caches, threads and world sizes are at work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data.distributed import DistributedSampler
+
+import nostall
+
+
+def torch_order(
+    count: int, batch: int, world: int, rank: int, seed: int, epoch: int, drop: bool
+) -> list[list[int]]:
+    sampler = DistributedSampler(
+        range(count), num_replicas=world, rank=rank, shuffle=True, seed=seed, drop_last=drop
+    )
+    sampler.set_epoch(epoch)
+    loader = TorchLoader(range(count), batch_size=batch, sampler=sampler, drop_last=drop)
+    return [b.tolist() for b in loader]
+
+
+def content(folder: nostall.ImageFolder) -> dict[bytes, int]:
+    """Which sample some bytes are: the test files all differ."""
+    found = {Path(folder.describe(i)).read_bytes(): i for i in range(len(folder))}
+    assert len(found) == len(folder)
+    return found
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize(("world", "batch"), [(1, 8), (2, 7), (4, 5)])
+@pytest.mark.parametrize("tiers", [[], ["ram:1MiB"], ["ram:20KiB"]])
+def test_batches_are_those_of_torch(
+    image_folder: Path, world: int, batch: int, drop: bool, tiers: list[str]
+) -> None:
+    folder = nostall.ImageFolder(image_folder)
+    ids = content(folder)
+    for rank in range(world):
+        with nostall.DataLoader(
+            folder,
+            batch,
+            epochs=3,
+            seed=11,
+            drop_last=drop,
+            tiers=tiers,
+            rank=rank,
+            world_size=world,
+            local_rank=0,
+            local_world_size=1,
+            job=f"order-{world}-{batch}-{drop}-{rank}",
+        ) as loader:
+            for epoch in loader.epochs():
+                expected = torch_order(len(folder), batch, world, rank, 11, epoch.index, drop)
+                seen = []
+                for raw, labels in epoch:
+                    samples = [ids[raw[i].tobytes()] for i in range(len(raw))]
+                    assert labels.tolist() == [folder.labels[s] for s in samples]
+                    seen.append(samples)
+                assert seen == expected
+                assert len(epoch) == len(expected)
+
+
+def test_a_users_own_order_is_kept(image_folder: Path) -> None:
+    folder = nostall.ImageFolder(image_folder)
+    ids = content(folder)
+    order = [5, 3, 3, 60, 0, 1]
+    with nostall.DataLoader(folder, 4, epochs=2, order=order, tiers=[]) as loader:
+        for epoch in loader.epochs():
+            seen = [ids[raw[i].tobytes()] for raw, _ in epoch for i in range(len(raw))]
+            assert seen == order
+
+
+@pytest.mark.parametrize("split", [1, 2, 3, 6])
+def test_resume_on_another_world_size_gives_the_same_global_batches(
+    image_folder: Path, split: int
+) -> None:
+    folder = nostall.ImageFolder(image_folder)
+    ids = content(folder)
+
+    def stream(world: int, state: dict[str, object] | None, take: int | None) -> tuple[list, dict]:
+        """The sorted samples of every global batch, and the state after `take` of them."""
+        per_rank, states = [], []
+        for rank in range(world):
+            with nostall.DataLoader(
+                folder,
+                12 // world,
+                epochs=3,
+                seed=5,
+                tiers=["ram:1MiB"],
+                rank=rank,
+                world_size=world,
+                local_rank=0,
+                local_world_size=1,
+                job=f"resume-{split}-{world}-{rank}",
+            ) as loader:
+                if state:
+                    loader.load_state_dict(state)
+                batches = []
+                for epoch in loader.epochs():
+                    for raw, _ in epoch:
+                        batches.append([ids[raw[i].tobytes()] for i in range(len(raw))])
+                        if take is not None and len(batches) == take:
+                            break
+                    if take is not None and len(batches) == take:
+                        break
+                states.append(loader.state_dict())
+                per_rank.append(batches)
+        assert all(s == states[0] for s in states)
+        return [sorted(sum(parts, [])) for parts in zip(*per_rank, strict=True)], states[0]
+
+    whole, _ = stream(2, None, None)
+    for take in (1, 5, 6, 7, 11):
+        head, state = stream(2, None, take)
+        tail, _ = stream(split, state, None)
+        assert head + tail == whole, f"after {take} batches"
+
+
+def test_resume_in_mid_epoch_repeats_images_bit_for_bit(image_folder: Path) -> None:
+    from nostall import transforms as t
+
+    steps = [t.RandomResizedCrop(16), t.RandomHorizontalFlip(), t.ToTensor()]
+
+    def loader() -> nostall.DataLoader:
+        return nostall.DataLoader(
+            nostall.ImageFolder(image_folder), 8, epochs=2, seed=3, transforms=steps, tiers=[]
+        )
+
+    with loader() as first:
+        images = [x.clone() for epoch in first.epochs() for x, _ in epoch]
+    with loader() as second:
+        taken = 0
+        for _ in second:
+            taken += 1
+            if taken == 3:
+                break
+        state = second.state_dict()
+    with loader() as third:
+        third.load_state_dict(state)
+        rest = [x.clone() for epoch in third.epochs() for x, _ in epoch]
+    assert len(rest) == len(images) - 3
+    assert all(torch.equal(a, b) for a, b in zip(rest, images[3:], strict=True))
+
+
+def test_a_state_of_another_job_is_refused(image_folder: Path) -> None:
+    folder = nostall.ImageFolder(image_folder)
+    with nostall.DataLoader(folder, 8, epochs=2, seed=3, tiers=[]) as loader:
+        state = loader.state_dict()
+    with (
+        nostall.DataLoader(folder, 8, epochs=2, seed=4, tiers=[]) as other,
+        pytest.raises(nostall.errors.UsageError, match="seed=3"),
+    ):
+        other.load_state_dict(state)
+    with (
+        nostall.DataLoader(folder, 9, epochs=2, seed=3, tiers=[]) as other,
+        pytest.raises(nostall.errors.UsageError, match="batch_size=8"),
+    ):
+        other.load_state_dict(state)
+
+
+def test_set_epoch_goes_where_it_is_told(image_folder: Path) -> None:
+    folder = nostall.ImageFolder(image_folder)
+    with nostall.DataLoader(folder, 8, epochs=3, seed=1, tiers=[], shuffle=True) as loader:
+        by_epoch = [[b.data.tobytes() for b, _ in epoch] for epoch in loader.epochs()]
+        for e in (2, 0, 1):
+            loader.set_epoch(e)
+            assert [b.data.tobytes() for b, _ in loader] == by_epoch[e]
+        with pytest.raises(nostall.errors.UsageError, match="epochs=4"):
+            loader.set_epoch(3)
+
+
+def test_labels_and_images_have_the_stated_types(image_folder: Path) -> None:
+    from nostall import transforms as t
+
+    folder = nostall.ImageFolder(image_folder)
+    steps = [t.Resize(20), t.CenterCrop(16), t.ToTensor()]
+    with nostall.DataLoader(folder, 8, transforms=steps, tiers=[]) as loader:
+        images, labels = next(iter(loader))
+        assert images.shape == (8, 3, 16, 16)
+        assert images.dtype == torch.float32
+        assert labels.dtype == torch.int64
+    with nostall.DataLoader(folder, 8, transforms=steps, tiers=[], output="numpy") as loader:
+        array, _ = next(iter(loader))
+        assert isinstance(array, np.ndarray)
