@@ -129,12 +129,20 @@ void bind_stage(nb::module_& m) {
       .def_prop_ro("epoch", [](const PyBatch& b) { return b.batch->position.epoch; })
       .def_prop_ro("index", [](const PyBatch& b) { return b.batch->position.batch; })
       .def("__len__", [](const PyBatch& b) { return b.batch->samples.size(); })
-      .def_prop_ro("data", &data_of,
+      .def_prop_ro("data", &data_of, nb::rv_policy::automatic,
                    "Images (n, 3, height, width) or (n, height, width, 3), or raw bytes (total,).")
-      .def_prop_ro("labels", [](const PyBatch& b) { return bindings::array_of(b.batch->labels); })
-      .def_prop_ro("samples", [](const PyBatch& b) { return bindings::array_of(b.batch->samples); })
-      .def_prop_ro("offsets", [](const PyBatch& b) { return bindings::array_of(b.batch->offsets); })
-      .def_prop_ro("lengths", [](const PyBatch& b) { return bindings::array_of(b.batch->lengths); })
+      .def_prop_ro(
+          "labels", [](const PyBatch& b) { return bindings::array_of(b.batch->labels); },
+          nb::rv_policy::automatic)
+      .def_prop_ro(
+          "samples", [](const PyBatch& b) { return bindings::array_of(b.batch->samples); },
+          nb::rv_policy::automatic)
+      .def_prop_ro(
+          "offsets", [](const PyBatch& b) { return bindings::array_of(b.batch->offsets); },
+          nb::rv_policy::automatic)
+      .def_prop_ro(
+          "lengths", [](const PyBatch& b) { return bindings::array_of(b.batch->lengths); },
+          nb::rv_policy::automatic)
       .def_prop_ro(
           "origins",
           [](const PyBatch& b) {

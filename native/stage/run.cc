@@ -190,7 +190,7 @@ std::vector<Loader::Run::Fetch> Loader::Run::take_chunk(std::stop_token stop) {
   std::unique_lock lock(mutex_);
   while (!stop.stop_requested()) {
     while (chunk.size() < config_.depth) {
-      if (!fetching_ || fetch_index_ == fetching_->items.size()) {
+      if (!fetching_) {
         // A chunk stays inside what may be staged: raw batches get their buffer here.
         if (!transformed() && opened_ >= handed_out_ + max_staged_) break;
         if (transformed() && tasks_.size() > kMaxAhead) break;
@@ -200,6 +200,7 @@ std::vector<Loader::Run::Fetch> Loader::Run::take_chunk(std::stop_token stop) {
         if (!transformed() && !fetching_->items.empty()) {
           fetching_->batch->buffer = batch_pool_->take(fetching_->batch->bytes);
         }
+        if (fetching_->items.empty()) fetching_ = nullptr;
         continue;
       }
       const plan::SampleId sample = fetching_->items[fetch_index_].sample;
@@ -210,10 +211,12 @@ std::vector<Loader::Run::Fetch> Loader::Run::take_chunk(std::stop_token stop) {
       Fetch fetch;
       fetch.work = {fetching_, fetch_index_++};
       chunk.push_back(fetch);
+      // Once its last sample is taken the task may be finished, handed out and gone at any time.
+      if (fetch_index_ == fetching_->items.size()) fetching_ = nullptr;
     }
     if (!chunk.empty()) return chunk;
     fetchable_.wait(lock, stop, [&] {
-      if (fetching_ && fetch_index_ < fetching_->items.size()) {
+      if (fetching_) {
         return may_take(*fetching_, transient_bytes(fetching_->items[fetch_index_].sample));
       }
       if (exhausted_) return false;

@@ -119,7 +119,9 @@ TEST(Loader, SeeksAndStopsAtAnyTime) {
   for (uint64_t i = 0; i < 40; ++i) {
     const Position to{static_cast<uint32_t>(i % 4), i % loader.batches_per_epoch()};
     loader.seek(to);
-    if (i % 3 != 0) EXPECT_EQ(must_have(loader)->position, to);
+    if (i % 3 != 0) {
+      EXPECT_EQ(must_have(loader)->position, to);
+    }
   }
   loader.close();
   EXPECT_THROW(loader.next(1s), Error);

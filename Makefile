@@ -1,0 +1,101 @@
+# Two commands on a fresh Debian or Ubuntu do all the set-up: `make demo` and `make test`.
+# Both install missing system packages through apt where they may (else they name them), and
+# everything else into .venv; run again, they only do what has changed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := build/stamps
+JOBS ?= $(shell nproc)
+FUZZ_SECONDS ?= 15
+CLANG := $(firstword $(foreach v,clang++-14 clang++-19 clang++-18 clang++-17 clang++-16 clang++-15 clang++,$(if $(shell command -v $(v) 2>/dev/null),$(v))))
+CLANG_FORMAT := $(firstword $(foreach v,clang-format-14 clang-format-19 clang-format-18 clang-format,$(if $(shell command -v $(v) 2>/dev/null),$(v))))
+SOURCES := $(shell git ls-files native bindings bench cmake python CMakeLists.txt pyproject.toml 2>/dev/null)
+
+.PHONY: demo test native-test python-test build lint format sanitize fuzz bench clean help
+
+help:
+	@echo "make demo      train on a slow file system, with and without nostall (under 5 minutes)"
+	@echo "make test      native and Python tests"
+	@echo "make bench     nostall bench loader, with every peer that installs"
+	@echo "make lint | sanitize | fuzz | format | clean"
+
+$(STAMPS)/system: scripts/setup
+	@scripts/setup build
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/checkers: scripts/setup
+	@scripts/setup check
+	@mkdir -p $(STAMPS) && touch $@
+
+$(BIN)/python: $(STAMPS)/system
+	@echo "making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(STAMPS)/requirements: pyproject.toml $(BIN)/python
+	@echo "installing build and test requirements into $(VENV) (torch is the large one)"
+	@$(BIN)/python scripts/requirements build test | xargs -d '\n' $(BIN)/python -m pip install -q
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/package: $(STAMPS)/requirements $(SOURCES)
+	@echo "building and installing nostall into $(VENV)"
+	@$(BIN)/python -m pip install -q --no-build-isolation --no-deps --force-reinstall .
+	@touch $@
+
+build: $(STAMPS)/package
+
+demo: build
+	@$(BIN)/nostall demo
+
+test: native-test python-test
+
+native-test: $(STAMPS)/requirements
+	@echo "native tests"
+	@$(BIN)/cmake -S . -B build/test -G Ninja -DNOSTALL_PYTHON=OFF -DNOSTALL_TESTS=ON \
+	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja >/dev/null
+	@$(BIN)/cmake --build build/test -j $(JOBS) >build/test/build.log || (cat build/test/build.log; exit 1)
+	@$(BIN)/ctest --test-dir build/test --output-on-failure -j $(JOBS) | tail -n 5
+
+python-test: build
+	@$(BIN)/python -m pytest
+
+bench: build
+	@$(BIN)/python scripts/requirements bench | xargs -d '\n' $(BIN)/python -m pip install -q
+	@$(BIN)/nostall bench loader
+
+# The native tests under gcc's sanitizers.
+sanitize: $(STAMPS)/requirements
+	@for kind in address,undefined thread; do \
+	  echo "native tests under -fsanitize=$$kind"; dir=build/$$(echo $$kind | cut -d, -f1); \
+	  $(BIN)/cmake -S . -B $$dir -G Ninja -DNOSTALL_PYTHON=OFF -DNOSTALL_TOOLS=OFF -DNOSTALL_TESTS=ON \
+	    -DNOSTALL_SANITIZE=$$kind -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja >/dev/null && \
+	  { $(BIN)/cmake --build $$dir -j $(JOBS) >$$dir/build.log || { cat $$dir/build.log; exit 1; }; } && \
+	  $(BIN)/ctest --test-dir $$dir --output-on-failure -j $(JOBS) >$$dir/test.log || { cat $$dir/test.log; exit 1; }; \
+	  tail -n 3 $$dir/test.log; \
+	done
+
+# Every fuzz target for FUZZ_SECONDS, on its corpus; new inputs go to build/, findings fail.
+fuzz: $(STAMPS)/checkers $(STAMPS)/requirements
+	@$(BIN)/cmake -S . -B build/fuzz -G Ninja -DNOSTALL_PYTHON=OFF -DNOSTALL_TOOLS=OFF -DNOSTALL_FUZZ=ON \
+	  -DNOSTALL_SANITIZE=address,undefined -DCMAKE_CXX_COMPILER=$(CLANG) \
+	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja >/dev/null
+	@$(BIN)/cmake --build build/fuzz -j $(JOBS) >build/fuzz/build.log || (cat build/fuzz/build.log; exit 1)
+	@scripts/run-fuzzers build/fuzz/fuzz $(FUZZ_SECONDS)
+
+lint: $(STAMPS)/checkers build
+	@echo "layers, clang-format, ruff, mypy"
+	@$(BIN)/python scripts/check-layers
+	@git ls-files '*.cc' '*.h' '*.c' | xargs $(CLANG_FORMAT) --dry-run -Werror
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/python scripts/stubs --check
+	@$(BIN)/mypy
+
+format:
+	@git ls-files '*.cc' '*.h' '*.c' | xargs $(CLANG_FORMAT) -i
+	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+	@$(BIN)/python scripts/stubs
+
+clean:
+	rm -rf build $(VENV) nostall-demo nostall-bench python/nostall/_native*.so

@@ -1,0 +1,47 @@
+// image/decode.h - the three decoders behind one call: header first, then the region wanted.
+//
+// Every function is total: any bytes give pixels or an Error of kind corruption. No decoder
+// allocates more than the header's size, which is checked against the caller's cap first.
+// Thread-safety: one Decoder a thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+
+#include "base/error.h"
+#include "image/bitmap.h"
+#include "image/geometry.h"
+
+namespace nostall::image {
+
+constexpr int64_t kMaxSide = 65535;  // of any image, in pixels
+
+// What is wanted of an image once its size is known, in pixels of the full image.
+struct Wanted {
+  Box region;           // not empty, inside the image
+  unsigned shrink = 0;  // a decoder may decode at 1/2^k, k <= shrink
+};
+using Plan = std::function<Wanted(int64_t width, int64_t height)>;
+
+// Decodes what `plan` wants, or more, into `buffer`; the Bitmap says where its pixels lie.
+// Truncation gives the same verdict for every region: JPEG needs an end-of-image marker behind its
+// first scan header, WebP all bytes of its RIFF header's size, PNG is always decoded whole. Damage
+// inside a JPEG is found in the rows down to the end of the region.
+Result<Bitmap> decode(std::span<const std::byte> encoded, uint64_t max_pixels, const Plan& plan,
+                      Buffer& buffer);
+
+// One a format; `encoded` begins with the format's signature.
+Result<Bitmap> decode_jpeg(std::span<const std::byte> encoded, uint64_t max_pixels,
+                           const Plan& plan, Buffer& buffer);
+Result<Bitmap> decode_png(std::span<const std::byte> encoded, uint64_t max_pixels,
+                          const Plan& plan, Buffer& buffer);
+Result<Bitmap> decode_webp(std::span<const std::byte> encoded, uint64_t max_pixels,
+                           const Plan& plan, Buffer& buffer);
+
+// The Error for a header that promises too much or nothing, if it does.
+std::optional<Error> refuse_size(const char* format, int64_t width, int64_t height,
+                                 uint64_t max_pixels);
+
+}  // namespace nostall::image

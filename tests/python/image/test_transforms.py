@@ -1,0 +1,237 @@
+"""The native pipeline against Pillow and torchvision, on real encoded images."""
+
+from __future__ import annotations
+
+import io
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from nostall import _native, errors
+from nostall import transforms as t
+
+
+def photo(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Smooth colour, edges and some noise: what photographs are made of."""
+    rng = np.random.default_rng(seed)
+    small = rng.integers(0, 256, (max(2, height // 24), max(2, width // 24), 3), dtype=np.uint8)
+    base = np.asarray(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC))
+    noise = rng.normal(0, 6, base.shape)
+    out = np.clip(base + noise, 0, 255).astype(np.uint8)
+    out[height // 3 : height // 2, width // 4 : width // 2] = (250, 30, 20)
+    return Image.fromarray(out)
+
+
+def encode(image: Image.Image, format: str = "JPEG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def pillow(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data)).convert("RGB")
+
+
+@pytest.mark.parametrize("size", [(450, 375), (17, 3), (1, 1), (333, 500), (64, 64)])
+@pytest.mark.parametrize("subsampling", [0, 1, 2])
+def test_full_decode_of_jpeg_is_pillows(size: tuple[int, int], subsampling: int) -> None:
+    data = encode(photo(*size), quality=90, subsampling=subsampling)
+    np.testing.assert_array_equal(_native.decode_rgb(data), np.asarray(pillow(data)))
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "LA", "1", "RGB"])
+def test_full_decode_of_png_is_pillows(mode: str) -> None:
+    data = encode(photo(53, 31).convert(mode), "PNG")
+    np.testing.assert_array_equal(_native.decode_rgb(data), np.asarray(pillow(data)))
+
+
+@pytest.mark.parametrize("mode", ["L", "CMYK"])
+@pytest.mark.parametrize("progressive", [False, True])
+def test_other_jpegs_decode_as_pillow_does(mode: str, progressive: bool) -> None:
+    data = encode(photo(70, 51).convert(mode), quality=90, progressive=progressive)
+    np.testing.assert_array_equal(_native.decode_rgb(data), np.asarray(pillow(data)))
+
+
+@pytest.mark.parametrize("options", [{"lossless": True}, {"quality": 80}])
+def test_webp_decodes_as_pillow_does(options: dict[str, Any]) -> None:
+    data = encode(photo(91, 47), "WEBP", **options)
+    np.testing.assert_array_equal(_native.decode_rgb(data), np.asarray(pillow(data)))
+
+
+@pytest.mark.parametrize("source", [(450, 375), (100, 80), (31, 300), (224, 224), (301, 224)])
+@pytest.mark.parametrize("target", [(224, 224), (64, 96), (7, 5), (300, 200)])
+def test_resize_agrees_with_pillow(source: tuple[int, int], target: tuple[int, int]) -> None:
+    data = encode(photo(*source), "PNG")
+    got = t.compile([t.Resize(target)]).apply(data)
+    expected = pillow(data).resize(target[::-1], Image.Resampling.BILINEAR)
+    error = np.abs(got.astype(int) - np.asarray(expected).astype(int))
+    assert error.max() <= 1
+    assert error.mean() < 0.06
+
+
+@pytest.mark.parametrize("subsampling", [0, 1, 2])
+@pytest.mark.parametrize("progressive", [False, True])
+def test_region_of_a_jpeg_is_the_same_as_of_the_full_decode(
+    subsampling: int, progressive: bool
+) -> None:
+    image = photo(211, 157)
+    data = encode(image, quality=92, subsampling=subsampling, progressive=progressive)
+    full = encode(pillow(data), "PNG")
+    steps = [t.RandomResizedCrop((56, 48), scale=(0.02, 1.0)), t.RandomHorizontalFlip()]
+    pipeline = t.compile(steps)
+    for sample in range(60):
+        np.testing.assert_array_equal(
+            pipeline.apply(data, sample=sample), pipeline.apply(full, sample=sample)
+        )
+
+
+@pytest.mark.parametrize("subsampling", [0, 2])
+def test_dct_scaling_does_not_harm(subsampling: int) -> None:
+    data = encode(photo(1600, 1200), quality=92, subsampling=subsampling)
+    for target in (64, 100, 224, 290):
+        got = t.compile([t.Resize((target, target))]).apply(data)
+        expected = pillow(data).resize((target, target), Image.Resampling.BILINEAR)
+        error = np.abs(got.astype(int) - np.asarray(expected).astype(int))
+        assert error.mean() <= 2
+
+
+@pytest.mark.parametrize("source", [(450, 375), (90, 301), (40, 30), (256, 256)])
+def test_validation_transform_is_torchvisions(source: tuple[int, int]) -> None:
+    from torchvision import transforms as tv
+
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    data = encode(photo(*source), quality=90)
+    got = t.compile([t.Resize(64), t.CenterCrop(56), t.ToTensor(), t.Normalize(mean, std)])
+    chain = tv.Compose(
+        [tv.Resize(64), tv.CenterCrop(56), tv.ToTensor(), tv.Normalize(list(mean), list(std))]
+    )
+    error = np.abs(got.apply(data) - chain(pillow(data)).numpy()) * 255 * 0.225
+    assert error.max() < 1.1
+    assert error.mean() < 0.06
+
+
+@pytest.mark.parametrize("source", [(30, 20), (31, 81), (80, 81)])
+def test_centre_crop_pads_as_torchvision_does(source: tuple[int, int]) -> None:
+    from torchvision import transforms as tv
+
+    data = encode(photo(*source), "PNG")
+    got = t.compile([t.CenterCrop((40, 50))]).apply(data)
+    np.testing.assert_array_equal(got, np.asarray(tv.CenterCrop((40, 50))(pillow(data))))
+
+
+def test_two_resizes_agree_with_torchvision() -> None:
+    from torchvision import transforms as tv
+
+    data = encode(photo(120, 77), "PNG")
+    got = t.compile([t.Resize(50), t.CenterCrop((70, 60)), t.Resize((33, 44))]).apply(data)
+    chain = tv.Compose([tv.Resize(50), tv.CenterCrop((70, 60)), tv.Resize((33, 44))])
+    error = np.abs(got.astype(int) - np.asarray(chain(pillow(data))).astype(int))
+    assert error.max() <= 2
+    assert error.mean() < 0.1
+
+
+def test_flips_and_crops_keep_their_order() -> None:
+    data = encode(photo(31, 20), "PNG")
+    array = np.asarray(pillow(data))
+    got = t.compile([t.RandomHorizontalFlip(1), t.RandomVerticalFlip(1), t.CenterCrop((11, 8))])
+    expected = Image.fromarray(np.ascontiguousarray(array[::-1, ::-1]))
+    from torchvision import transforms as tv
+
+    np.testing.assert_array_equal(got.apply(data), np.asarray(tv.CenterCrop((11, 8))(expected)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("layout", ["chw", "hwc"])
+def test_types_and_layouts_hold_the_same_values(dtype: str, layout: str) -> None:
+    data = encode(photo(60, 50), "PNG")
+    steps = [t.Resize((21, 19)), t.ToTensor(), t.Normalize((0.5, 0.4, 0.3), (0.2, 0.3, 0.1))]
+    reference = t.compile(steps).apply(data)
+    got = t.compile(steps, dtype=dtype, layout=layout).apply(data)
+    assert got.dtype == np.dtype(dtype)
+    channels_first = got if layout == "chw" else got.transpose(2, 0, 1)
+    np.testing.assert_array_equal(channels_first, reference.astype(dtype))
+
+
+def test_draws_depend_on_seed_epoch_and_sample_alone() -> None:
+    data = encode(photo(100, 90), quality=90)
+    pipeline = t.compile([t.RandomResizedCrop(32), t.RandomHorizontalFlip()])
+    keys = [(seed, epoch, sample) for seed in (0, 1) for epoch in (0, 1) for sample in range(8)]
+
+    def one(key: tuple[int, int, int]) -> bytes:
+        return pipeline.apply(data, seed=key[0], epoch=key[1], sample=key[2]).tobytes()
+
+    alone = [one(key) for key in keys]
+    assert len(set(alone)) == len(keys)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(one, keys * 5)) == alone * 5
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
+def test_truncation_is_an_error_for_every_crop(format: str) -> None:
+    data = encode(photo(120, 100), format)
+    pipeline = t.compile([t.RandomResizedCrop(16, scale=(0.01, 0.05))])
+    for keep in (0, 1, 3, 11, 30, len(data) // 2, len(data) * 9 // 10):
+        for sample in range(5):
+            with pytest.raises(errors.CorruptionError):
+                pipeline.apply(data[:keep], sample=sample)
+
+
+def test_huge_headers_are_refused_before_anything_is_allocated() -> None:
+    png = bytearray(encode(photo(8, 8), "PNG"))
+    jpeg = bytearray(encode(photo(8, 8)))
+    frame = jpeg.index(b"\xff\xc0")
+    jpeg[frame + 5 : frame + 9] = b"\xff\xdc\xff\xdc"
+    png[16:24] = b"\x7f\xff\xff\xff" * 2
+    for data in (bytes(png), bytes(jpeg)):
+        with pytest.raises(errors.CorruptionError):
+            _native.decode_rgb(data)
+    with pytest.raises(errors.CorruptionError, match="raise max_pixels"):
+        _native.decode_rgb(encode(photo(20, 20), "WEBP"), max_pixels=399)
+
+
+def test_random_boxes_have_torchvisions_distribution() -> None:
+    # An image whose colours are its coordinates tells the box it was cut from.
+    from torchvision import transforms as tv
+
+    width, height = 250, 200
+    x, y = np.meshgrid(np.arange(width), np.arange(height))
+    data = encode(Image.fromarray(np.stack([x, y, 0 * x], -1).astype(np.uint8)), "PNG")
+    pipeline = t.compile([t.RandomResizedCrop(64)])
+    native, reference = [], []
+    image = pillow(data)
+    for sample in range(1500):
+        out = pipeline.apply(data, sample=sample).astype(float)
+        w = (out[32, 48, 0] - out[32, 16, 0]) * 2
+        h = (out[48, 32, 1] - out[16, 32, 1]) * 2
+        native.append((w, h, out[32, 32, 0], out[32, 32, 1]))
+        top, left, rh, rw = tv.RandomResizedCrop.get_params(image, (0.08, 1.0), (3 / 4, 4 / 3))
+        reference.append((rw, rh, left + rw / 2, top + rh / 2))
+    a, b = np.array(native), np.array(reference)
+    for column in range(4):
+        for quantile in (10, 25, 50, 75, 90):
+            difference = np.percentile(a[:, column], quantile) - np.percentile(
+                b[:, column], quantile
+            )
+            assert abs(difference) < 12, (column, quantile)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: t.Resize(0),
+        lambda: t.CenterCrop((5, -1)),
+        lambda: t.RandomResizedCrop(8, scale=(0.5, 0.1)),
+        lambda: t.RandomHorizontalFlip(1.5),
+        lambda: t.Normalize((0, 0, 0), (1, 0, 1)),
+        lambda: t.compile([t.Resize(8)]),
+        lambda: t.compile([t.Resize((8, 8)), t.Normalize((0, 0, 0), (1, 1, 1))]),
+        lambda: t.compile([t.Resize((8, 8)), t.ToTensor()], dtype="uint8"),
+        lambda: t.compile([t.Resize((8, 8))], layout="nhwc"),
+    ],
+)
+def test_wrong_parameters_are_usage_errors(make: Any) -> None:
+    with pytest.raises(errors.UsageError):
+        make()
