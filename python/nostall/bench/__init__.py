@@ -1,0 +1,9 @@
+"""Side-by-side measurements; every subcommand prints a table and writes JSON and a plot."""
+
+from __future__ import annotations
+
+# Name of the subcommand of ``nostall bench`` -> module with add_arguments(parser) and run(namespace).
+SUBCOMMANDS: dict[str, str] = {
+    "loader": "nostall.bench.loader",
+    "plan": "nostall.bench.plan",
+}
