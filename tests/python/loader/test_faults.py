@@ -157,7 +157,9 @@ def test_an_idle_loader_uses_no_cpu(image_folder: Path) -> None:
         assert time.process_time() - before < 0.02
 
 
-def test_dataset_smaller_than_a_batch_and_than_the_world(make_folder: Callable[[int], Path]) -> None:
+def test_dataset_smaller_than_a_batch_and_than_the_world(
+    make_folder: Callable[[int], Path],
+) -> None:
     folder = nostall.ImageFolder(make_folder(3))
     for rank in range(5):
         with nostall.DataLoader(
