@@ -44,7 +44,9 @@ class DatasetSpec:
 
     def __post_init__(self) -> None:
         if self.files < 1 or not 1 <= self.classes <= 1000 or self.scale <= 0:
-            raise UsageError(f"a dataset needs files, 1 to 1000 classes and a scale above 0: {self}")
+            raise UsageError(
+                f"a dataset needs files, 1 to 1000 classes and a scale above 0: {self}"
+            )
 
     def path(self, index: int) -> str:
         """Relative path of file `index`: one folder per class."""
@@ -112,7 +114,9 @@ def make_image(spec: DatasetSpec, index: int, fields: NDArray[np.float32]) -> by
     draw = ImageDraw.Draw(image)
     hue = (label * 0.618034) % 1.0
     for _ in range(int(rng.integers(3, 7))):
-        rgb = colorsys.hsv_to_rgb((hue + rng.uniform(-0.03, 0.03)) % 1, 0.75, rng.uniform(0.6, 0.95))
+        rgb = colorsys.hsv_to_rgb(
+            (hue + rng.uniform(-0.03, 0.03)) % 1, 0.75, rng.uniform(0.6, 0.95)
+        )
         colour = tuple(round(255 * c) for c in rgb)
         size = spec.scale * rng.uniform(28, 70)
         centre = (float(rng.uniform(0, width)), float(rng.uniform(0, height)))
@@ -164,7 +168,9 @@ def make_dataset(
     if stamp.exists():
         if json.loads(stamp.read_text()) == _stamp(spec):
             return root
-        raise UsageError(f"{root} holds a different dataset ({stamp}): remove both, or name another")
+        raise UsageError(
+            f"{root} holds a different dataset ({stamp}): remove both, or name another"
+        )
     if root.exists() and any(root.iterdir()) and not _is_ours(root):
         raise UsageError(f"{root} is not empty: name a new directory for the dataset")
     for label in range(min(spec.classes, spec.files)):

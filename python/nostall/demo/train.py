@@ -59,7 +59,9 @@ def torch_epochs(arguments: argparse.Namespace) -> Iterator[Iterable[Any]]:
             ]
         ),
     )
-    sampler: DistributedSampler[Any] = DistributedSampler(dataset, shuffle=True, seed=arguments.seed)
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        dataset, shuffle=True, seed=arguments.seed
+    )
     loader = DataLoader(
         dataset,
         batch_size=arguments.batch_size,
