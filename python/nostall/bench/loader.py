@@ -148,9 +148,11 @@ def _mode(
             runners.append(name)
             rows[name] = {"runs": []}
     total = sum(os.path.getsize(f) for f in files)
-    with tempfile.TemporaryDirectory(prefix="nostall-bench-") as scratch, Progress(
-        console=console, transient=True
-    ) as progress, contextlib.ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix="nostall-bench-") as scratch,
+        Progress(console=console, transient=True) as progress,
+        contextlib.ExitStack() as stack,
+    ):
         where = data
         storage: SlowFS | None = None
         variants: list[tuple[str, str, list[str]]] = [(n, n, []) for n in runners]
@@ -238,9 +240,11 @@ def _run_worker(
     from nostall.bench import peers
 
     module = peers.module(name)
-    prepared = module.prepare(data, home / data.name.join(("prepared-", ""))) if hasattr(
-        module, "prepare"
-    ) else data
+    prepared = (
+        module.prepare(data, home / data.name.join(("prepared-", "")))
+        if hasattr(module, "prepare")
+        else data
+    )
     cold = storage is not None
     settings = {
         "loader": name,
@@ -314,7 +318,9 @@ def table(mode: str, rows: dict[str, dict[str, Any]]) -> Table:
     headings = ["loader", "samples/s", "[min-max]", "CPU ms/sample", "memory MB"]
     if mode == "cold":
         headings.append("MB from storage")
-    ours = next((r for n, r in rows.items() if n.startswith("nostall") and "median" in str(r)), None)
+    ours = next(
+        (r for n, r in rows.items() if n.startswith("nostall") and "median" in str(r)), None
+    )
     for heading in [*headings, "nostall / this"]:
         out.add_column(heading, justify="left" if heading == "loader" else "right")
     for name, row in sorted(
