@@ -1,6 +1,6 @@
 """``nostall bench loader``: this loader and its peers on the same files, side by side in one run.
 
-Every measurement is a fresh process (`nostall.bench.worker`): one warm epoch, then one measured; the
+Each measurement is a fresh process (`nostall.bench.worker`): one warm epoch, one measured; the
 repeats go round-robin over the loaders, so that drift of the machine hits all of them. In the mode
 "cold" the files lie on slowed storage (`SlowFS`) and every epoch from the first counts.
 """
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     files = [path for path, _ in peers.listing(data)]
     result: dict[str, Any] = {
         "machine": machine(),
-        "dataset": {"files": len(files), "bytes": sum(os.path.getsize(f) for f in files)},
+        "dataset": {"files": len(files), "bytes": sum(Path(f).stat().st_size for f in files)},
         "repeats": repeats,
         "modes": {},
     }
@@ -147,7 +147,7 @@ def _mode(
         else:
             runners.append(name)
             rows[name] = {"runs": []}
-    total = sum(os.path.getsize(f) for f in files)
+    total = sum(Path(f).stat().st_size for f in files)
     with (
         tempfile.TemporaryDirectory(prefix="nostall-bench-") as scratch,
         Progress(console=console, transient=True) as progress,

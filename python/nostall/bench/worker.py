@@ -2,7 +2,7 @@
 
     python -m nostall.bench.worker '{"loader": "nostall", "data": ..., "mode": "transform", ...}'
 
-The last line of its output is JSON: a list with, per measured epoch, seconds, samples, the CPU seconds
+The last line of its output is JSON: a list with, per measured epoch, seconds, samples, CPU seconds
 of the process tree and the proportional memory (PSS) of the tree at the epoch's end.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 def tree(root: int) -> list[int]:
     """The process ids of `root` and all its descendants."""
     children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
+    for entry in (p.name for p in Path("/proc").iterdir()):
         if entry.isdigit():
             try:
                 fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()

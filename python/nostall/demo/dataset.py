@@ -54,7 +54,7 @@ class DatasetSpec:
 
 
 def _noise_fields(seed: int) -> NDArray[np.float32]:
-    """`_FIELDS` tiling fields of 1/f noise, float32 of shape (fields, 1024, 1024, 3), deviation 1."""
+    """`_FIELDS` tiling 1/f noise fields, float32 of shape (fields, 1024, 1024, 3), deviation 1."""
     rng = np.random.default_rng((seed, 0x6E6F6973))
     y = np.fft.fftfreq(_FIELD)[:, None]
     x = np.fft.rfftfreq(_FIELD)[None, :]

@@ -2,7 +2,7 @@
 
     python -m torch.distributed.run --nproc-per-node 2 -m nostall.demo.train --loader torch ...
 
-Both runs have the same seed, order of samples, initial weights and schedule; only the loader differs.
+Both runs have the same seed, order, initial weights and schedule; only the loader differs.
 Rank 0 writes one JSON file with losses, accuracies and the seconds spent waiting in ``next()``.
 """
 

@@ -21,7 +21,7 @@ SIDE = 224
 
 @dataclass(frozen=True)
 class Job:
-    """The work: `mode` is "read" (raw bytes) or "transform" (float32, 3 x 224 x 224, normalised)."""
+    """The work; `mode` is "read" (raw bytes) or "transform" (float32, 3 x 224 x 224)."""
 
     data: Path
     prepared: Path

@@ -1,4 +1,4 @@
-"""torch.utils.data.DataLoader with PIL or with torchvision's decode_jpeg; variant "<workers> <how>"."""
+"""torch's DataLoader with PIL or torchvision's decode_jpeg; the variant is "<workers> <how>"."""
 
 from __future__ import annotations
 
