@@ -213,7 +213,7 @@ class SlowFS:
         def read(mount: Path, start: int) -> None:
             buffer = bytearray(1 << 20)
             for i in range(start, sys.maxsize):
-                with open(mount / files[i % len(files)], "rb", buffering=0) as file:
+                with (mount / files[i % len(files)]).open("rb", buffering=0) as file:
                     while not stop.is_set() and file.readinto(buffer):
                         pass
                 if stop.is_set():
@@ -309,7 +309,7 @@ def throttle_device(path: str | os.PathLike[str], bytes_per_second: int) -> Path
         raise UsageError(
             f"{controller} is absent or not writable: cgroup version 1 and root needed"
         )
-    device = os.stat(path).st_dev
+    device = Path(path).stat().st_dev
     # Throttling works on whole disks: a partition's directory in sysfs lies inside its disk's.
     node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
     disk = node.parent if (node / "partition").exists() else node

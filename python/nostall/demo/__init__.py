@@ -1,4 +1,4 @@
-"""``nostall demo``: the same small training twice on slow storage, with torch's loader and this one."""
+"""``nostall demo``: the same training twice on slow storage, with torch's loader and this one."""
 
 from __future__ import annotations
 

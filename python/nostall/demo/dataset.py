@@ -54,7 +54,7 @@ class DatasetSpec:
 
 
 def _noise_fields(seed: int) -> NDArray[np.float32]:
-    """`_FIELDS` tiling fields of 1/f noise, float32 of shape (fields, 1024, 1024, 3), deviation 1."""
+    """`_FIELDS` tiling 1/f noise fields, float32 of shape (fields, 1024, 1024, 3), deviation 1."""
     rng = np.random.default_rng((seed, 0x6E6F6973))
     y = np.fft.fftfreq(_FIELD)[:, None]
     x = np.fft.rfftfreq(_FIELD)[None, :]
@@ -107,7 +107,7 @@ def make_image(spec: DatasetSpec, index: int, fields: NDArray[np.float32]) -> by
     pixels += (14.0 * np.sin(ramp + rng.uniform(0, 2 * np.pi)))[..., None].astype(np.float32)
     # Grain, as of a sensor: what makes JPEG files of photographs as large as they are.
     grain = rng.integers(-128, 128, (height, width), np.int8).astype(np.float32)
-    pixels += grain[..., None] * np.float32(rng.uniform(0.06, 0.155))
+    pixels += grain[..., None] * np.float32(rng.uniform(0.115, 0.2))
     image = Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
 
     # The shapes: three to six copies, the class's hue and number of corners.
