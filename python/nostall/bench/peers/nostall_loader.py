@@ -22,6 +22,8 @@ def epochs(job: Job) -> Iterator[Iterator[int]]:
         transforms=[*steps, t.Normalize(MEAN, STD)] if job.mode == "transform" else None,
         tiers=list(job.tiers),
         threads=job.threads,
+        # As far ahead as the peers work: a few batches, so that little is ready when the clock starts.
+        staging="160MiB",
         rank=0,
         world_size=1,
     ) as loader:
