@@ -6,4 +6,5 @@ from __future__ import annotations
 SUBCOMMANDS: dict[str, str] = {
     "loader": "nostall.bench.loader",
     "plan": "nostall.bench.plan",
+    "stall": "nostall.bench.stall",
 }
