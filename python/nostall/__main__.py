@@ -1,0 +1,7 @@
+"""``python -m nostall``."""
+
+import sys
+
+from nostall.cli import main
+
+sys.exit(main())

@@ -1,0 +1,62 @@
+"""The command ``nostall``. Each subcommand is imported when it is chosen, so that --help is instant."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from nostall.errors import Error
+
+_COMMANDS = {
+    "demo": ("nostall.demo", "train on slow storage with torch's loader and with nostall"),
+    "report": ("nostall.cli.report", "draw what loaders saved with stats().save(file)"),
+    "index": ("nostall.cli.index", "build, check or show the stored listing of a dataset"),
+    "doctor": ("nostall.cli.doctor", "what this machine offers, and the ranks that are found"),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line; knows the names of subcommands, not their options."""
+    top = argparse.ArgumentParser(prog="nostall", description="Training that does not wait.")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (_, text) in _COMMANDS.items():
+        commands.add_parser(name, help=text, description=text, add_help=False)
+    from nostall.bench import SUBCOMMANDS
+
+    bench = commands.add_parser("bench", help="measure: " + ", ".join(SUBCOMMANDS))
+    bench.add_argument("name", choices=list(SUBCOMMANDS), help="what to measure")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand; its exit status: 0, the `exit_code` of an Error, or 130 for Ctrl-C."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    chosen, rest = parser().parse_known_args(words[: 2 if words[:1] == ["bench"] else 1])
+    if chosen.command == "bench":
+        from nostall.bench import SUBCOMMANDS
+
+        module, label = SUBCOMMANDS[chosen.name], f"bench {chosen.name}"
+        rest += words[2:]
+    else:
+        module, label = _COMMANDS[chosen.command][0], chosen.command
+        rest += words[1:]
+    try:
+        command = importlib.import_module(module)
+        options = argparse.ArgumentParser(prog=f"nostall {label}", description=command.__doc__)
+        command.add_arguments(options)
+        return int(command.run(options.parse_args(rest)))
+    except Error as error:
+        print(f"nostall: {error}", file=sys.stderr)
+        return error.exit_code
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "nostall":
+            raise
+        print(
+            f"nostall: this command needs {error.name}: pip install 'nostall[demo]'",
+            file=sys.stderr,
+        )
+        return 2
+    except KeyboardInterrupt:
+        return 130

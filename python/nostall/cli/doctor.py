@@ -1,0 +1,53 @@
+"""Says what this machine offers and which place in a job is found for this process."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from nostall import __version__
+from nostall.world import find_world
+
+
+def add_arguments(_parser: argparse.ArgumentParser) -> None:
+    """``nostall doctor`` has no options."""
+
+
+def findings() -> Iterator[tuple[str, str]]:
+    """(what, how it stands) in the order of the way of a sample."""
+    yield "nostall", f"{__version__}, Python {platform.python_version()}, {platform.release()}"
+    yield "cores", str(len(os.sched_getaffinity(0)))
+    disabled = Path("/proc/sys/kernel/io_uring_disabled")
+    refused = disabled.exists() and disabled.read_text().strip() != "0"
+    yield "io_uring", "disabled by the kernel: reads use threads" if refused else "allowed"
+    shm = Path("/dev/shm")
+    if shm.is_dir():
+        usage = shutil.disk_usage(shm)
+        yield "shared memory", f"{usage.free >> 20} MiB of {usage.total >> 20} MiB free in {shm}"
+    else:
+        yield "shared memory", f"there is no {shm}: no RAM tier"
+    fuse = Path("/dev/fuse").exists() and shutil.which("fusermount3")
+    yield "FUSE", "there" if fuse else "missing: the demo's slow storage needs fuse3 and /dev/fuse"
+    for package in ("torch", "torchvision", "rich", "matplotlib"):
+        try:
+            yield package, importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            yield package, "not installed"
+    world = find_world()
+    yield (
+        "this process",
+        f"rank {world.rank} of {world.world_size}, local rank {world.local_rank} of "
+        f"{world.local_world_size}, job {world.job!r}",
+    )
+
+
+def run(_arguments: argparse.Namespace) -> int:
+    """Prints the findings."""
+    for what, how in findings():
+        print(f"{what:14} {how}")
+    return 0
