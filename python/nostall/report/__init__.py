@@ -49,7 +49,7 @@ def figure(stats: Sequence[Stats]) -> Figure:
         )
     waits.set(ylabel="wait for the batch, ms", title="What the training waited for")
     if len(stats) > 1:
-        waits.legend(loc="upper right", ncols=4)
+        waits.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, markerscale=3)
     _draw_origins(origins, stats)
     origins.set(
         xlabel="seconds since the loader was made",
@@ -62,7 +62,10 @@ def figure(stats: Sequence[Stats]) -> Figure:
         for moment, epoch in _epoch_starts(stats):
             axis.axvline(moment, color="#9aa5b1", linewidth=0.8, linestyle=":")
             if axis is waits:
-                axis.text(moment, 1.0, f" epoch {epoch}", transform=axis.get_xaxis_transform())
+                place = axis.get_xaxis_transform()
+                axis.text(
+                    moment, 0.98, f" epoch {epoch}", transform=place, va="top", color="#52606d"
+                )
     return drawn
 
 
@@ -75,8 +78,8 @@ def _epoch_starts(stats: Sequence[Stats]) -> list[tuple[float, int]]:
     return [(moment, epoch) for epoch, moment in sorted(first.items())]
 
 
-def _draw_origins(axis: Any, stats: Sequence[Stats], slots: int = 120) -> None:
-    """Stacked shares in equal slots of time."""
+def _draw_origins(axis: Any, stats: Sequence[Stats]) -> None:
+    """Stacked shares in equal slots of time, few enough that every one holds batches."""
     rows = [
         (moment, ram, file, source)
         for s in stats
@@ -86,6 +89,7 @@ def _draw_origins(axis: Any, stats: Sequence[Stats], slots: int = 120) -> None:
     ]
     if not rows:
         return
+    slots = max(1, min(120, len(rows) // (3 * len(stats))))
     begin, end = min(r[0] for r in rows), max(r[0] for r in rows)
     width = max((end - begin) / slots, 1e-9)
     sums = [[0.0] * slots for _ in _COLOURS]
@@ -100,7 +104,7 @@ def _draw_origins(axis: Any, stats: Sequence[Stats], slots: int = 120) -> None:
         shares = [sums[origin][i] / t if t else 0.0 for i, t in enumerate(totals)]
         axis.bar(moments, shares, width, bottom=base, color=_COLOURS[name], label=_NAMES[name])
         base = [b + s for b, s in zip(base, shares, strict=True)]
-    axis.legend(loc="center right")
+    axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
 
 
 def page(stats: Sequence[Stats]) -> str:
