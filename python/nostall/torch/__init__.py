@@ -1,0 +1,14 @@
+"""For those who keep ``torch.utils.data.DataLoader``: a map-style dataset and our order for it.
+
+    dataset = nostall.torch.Dataset(nostall.ImageFolder(path), transform)
+    batches = nostall.torch.BatchSampler(len(dataset), 64, epochs=90, seed=0)
+    loader = torch.utils.data.DataLoader(dataset, batch_sampler=batches, num_workers=8)
+
+The order is DistributedSampler's and can be resumed exactly. The node's tiers serve
+``nostall.DataLoader`` only.
+"""
+
+from nostall.torch.dataset import Dataset
+from nostall.torch.sampler import BatchSampler
+
+__all__ = ["BatchSampler", "Dataset"]

@@ -1,0 +1,92 @@
+"""Ranks are found under every launcher, and half-set environments are named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from nostall.errors import UsageError
+from nostall.world import find_world
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "TORCHELASTIC_RUN_ID": "x",
+    "MASTER_PORT": "1",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "job7",
+}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SLURM = {
+    "SLURM_PROCID": "6",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        (TORCHRUN, (5, 8, 1, 4)),
+        (OPEN_MPI, (2, 4, 0, 2)),
+        (MPICH, (3, 4, 1, 2)),
+        (SLURM, (6, 8, 2, 4)),
+        ({}, (0, 1, 0, 1)),
+        ({"SLURM_PROCID": "0", "SLURM_JOB_ID": "77", "SLURM_NTASKS": "8"}, (0, 1, 0, 1)),
+        ({**SLURM, **TORCHRUN}, (5, 8, 1, 4)),
+    ],
+)
+def test_places(environment: dict[str, str], place: tuple[int, int, int, int]) -> None:
+    world = find_world(environment=environment)
+    assert (world.rank, world.world_size, world.local_rank, world.local_world_size) == place
+
+
+def test_jobs_are_told_apart() -> None:
+    a = find_world(environment=TORCHRUN)
+    assert a.job == find_world(environment={**TORCHRUN, "RANK": "6", "LOCAL_RANK": "2"}).job
+    assert a.job != find_world(environment={**TORCHRUN, "MASTER_PORT": "2"}).job
+    assert a.job != find_world(environment={**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}).job
+
+
+def test_what_is_missing_or_wrong_is_named() -> None:
+    partial = {k: v for k, v in TORCHRUN.items() if k != "LOCAL_RANK"}
+    with pytest.raises(UsageError, match="LOCAL_RANK"):
+        find_world(environment=partial)
+    with pytest.raises(UsageError, match="WORLD_SIZE=many"):
+        find_world(environment={**TORCHRUN, "WORLD_SIZE": "many"})
+    with pytest.raises(UsageError, match="rank 9"):
+        find_world(rank=9, world_size=8, environment={})
+    with pytest.raises(UsageError, match="both"):
+        find_world(rank=0, environment={})
+    with pytest.raises(UsageError, match="local rank 2 of 2"):
+        find_world(rank=0, world_size=4, local_rank=2, local_world_size=2, environment={})
+
+
+@pytest.mark.multi
+def test_torchrun_itself() -> None:
+    code = (
+        "import os; from nostall.world import find_world; w = find_world(); "
+        "os.write(1, f'place {w.rank} {w.local_rank}\\n'.encode())"
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, "--standalone", "--no-python", sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    places = sorted(line for line in done.stdout.splitlines() if line.startswith("place"))
+    assert places == ["place 0 0", "place 1 1"]
