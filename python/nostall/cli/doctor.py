@@ -56,7 +56,7 @@ def _version(name: str) -> str:
 
 
 def _io_uring() -> str:
-    """Asks the kernel with arguments that it must refuse: the error tells whether it would serve."""
+    """Asks the kernel with arguments that it must refuse: the error tells if it would serve."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     libc.syscall(ctypes.c_long(_IO_URING_SETUP), ctypes.c_uint(0), ctypes.c_void_p(None))

@@ -1,4 +1,4 @@
-"""``nostall index``: the stored listing of an image folder, which spares the next start a listing."""
+"""``nostall index``: the stored listing of an image folder, which makes the next start quick."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Builds the listing anew, says whether the stored one holds, or shows what it lists."""
+    """Builds the listing anew, says whether the stored one holds, or sums it up (and stores it)."""
+    if not Path(arguments.root).is_dir():
+        raise UsageError(f"{arguments.root} is not a folder: name the data set's")
     path = arguments.index or index_path(arguments.root)
     if not path:
         raise UsageError(
