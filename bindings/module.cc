@@ -1,6 +1,8 @@
 // The native module nostall._native: one file per room, errors mapped here and nowhere else.
 #include "module.h"
 
+#include <nanobind/stl/string.h>
+
 #include "base/error.h"
 #include "base/log.h"
 

@@ -1,4 +1,4 @@
-// Any bytes go through every kind of geometry without harm; the first byte picks the draws.
+// Any bytes go through every kind of geometry without harm; the last byte picks the draws.
 #include "image/pipeline.h"
 
 namespace {
@@ -29,7 +29,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   for (const Pipeline& pipeline : all) {
     out.resize(pipeline.output().bytes());
     const auto result =
-        pipeline.apply(std::as_bytes(std::span(data + 1, size - 1)), {0, 0, data[0]}, scratch, out);
+        pipeline.apply(std::as_bytes(std::span(data, size)), {0, 0, data[size - 1]}, scratch, out);
     static_cast<void>(static_cast<bool>(result));
   }
   return 0;

@@ -30,6 +30,7 @@
 
 #include "page.h"
 
+#define MAX_READ (1u << 20)
 #define BURST_NS UINT64_C(2000000)
 
 static struct settings {
@@ -165,7 +166,7 @@ static int slow_readdir(const char* path, void* buffer, fuse_fill_dir_t fill, of
 }
 
 static void* slow_init(struct fuse_conn_info* conn, struct fuse_config* config) {
-  (void)conn;
+  conn->max_read = MAX_READ; /* must equal the mount option */
   config->attr_timeout = config->entry_timeout = (double)set.ttl_ms / 1000.0;
   config->negative_timeout = config->attr_timeout;
   config->nullpath_ok = 0;

@@ -1,12 +1,12 @@
 // image/pipeline.h - from an encoded image to its place in the batch, in one pass. Read this first.
 //
-// A Pipeline is compiled once from a list of steps with torchvision's semantics and parameters, then
-// applied from many threads. Decoding, cropping and scaling are planned together: only the region
-// that survives is decoded, at the smallest DCT scale that does not harm the result; resampling is
-// antialiased bilinear (Pillow's); flip, conversion, normalisation and layout are one last pass that
-// writes into the batch.
-// Randomness: every draw is a function of (seed, epoch, sample), see base/random.h.
-// Thread-safety: Pipeline is immutable; each thread brings its own Scratch.
+// A Pipeline is compiled once from a list of steps with torchvision's semantics and parameters,
+// then applied from many threads. Decoding, cropping and scaling are planned together: only the
+// region that survives is decoded, at the smallest DCT scale that does not harm the result;
+// resampling is antialiased bilinear (Pillow's); flip, conversion, normalisation and layout are one
+// last pass that writes into the batch. Randomness: every draw is a function of (seed, epoch,
+// sample), see base/random.h. Thread-safety: Pipeline is immutable; each thread brings its own
+// Scratch.
 #pragma once
 
 #include <array>
@@ -93,7 +93,8 @@ class Pipeline {
   const Output& output() const noexcept;
   // Decodes and transforms one encoded image (JPEG, PNG or WebP, told apart by their first bytes)
   // into `out`, output().bytes() long. Total: any bytes give an image or an Error of kind
-  // corruption; a truncated image is an error, never half grey. `out` is unspecified after an error.
+  // corruption; a truncated image is an error, never half grey. `out` is unspecified after an
+  // error.
   Result<std::monostate> apply(std::span<const std::byte> encoded, const SampleKey& key,
                                Scratch& scratch, std::span<std::byte> out) const;
 

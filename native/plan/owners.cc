@@ -2,28 +2,75 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 #include <string>
+#include <utility>
 
 #include "base/error.h"
+#include "plan/placement.h"
 
 namespace nostall::plan {
 namespace {
 
-// Samples whose accesses are counted at once: what a block needs (epochs bytes a sample, twice)
-// stays small whatever the size of the data set.
-constexpr uint64_t kWide = std::numeric_limits<uint16_t>::max();
+constexpr uint32_t kMaxNodes = std::numeric_limits<uint16_t>::max();
+// Samples turned from epoch-major to sample-major at once: small enough for the second-level cache.
+constexpr uint64_t kBlock = 512;
 
-// node[position] of one epoch, as a table over the positions of a global batch.
-std::vector<uint16_t> node_of_position(const JobSpec& spec, uint64_t size,
-                                       uint32_t ranks_per_node) {
-  std::vector<uint16_t> nodes(size, 0);
+// The node that reads each position of a global batch of `size` samples.
+template <typename Node>
+std::vector<Node> node_of_position(const JobSpec& spec, uint64_t size, uint32_t ranks_per_node) {
+  std::vector<Node> nodes(size, 0);
   for (uint32_t r = 0; r < spec.world; ++r) {
     for (const uint64_t p : batch_positions(spec, r, size)) {
-      nodes[p] = static_cast<uint16_t>(r / ranks_per_node);
+      nodes[p] = static_cast<Node>(r / ranks_per_node);
     }
   }
   return nodes;
+}
+
+// Which node reads each sample in each epoch. Epoch-major, so that the scattered writes of one
+// epoch stay within one row, which the caches hold.
+template <typename Node>
+struct Readers {
+  std::vector<Node> rows;       // [epoch * samples + sample]
+  std::vector<uint64_t> first;  // per sample: time of its first access, kNever
+  std::vector<bool> missing;    // [epoch * samples + sample], of incomplete epochs only
+};
+
+template <typename Node>
+Readers<Node> collect(const JobSpec& spec, uint32_t ranks_per_node) {
+  const uint64_t count = spec.samples, length = epoch_length(spec);
+  const std::vector<Node> full = node_of_position<Node>(spec, spec.global_batch, ranks_per_node);
+  Readers<Node> readers;
+  readers.rows.resize(count * spec.epochs);
+  readers.first.assign(count, kNever);
+  uint64_t without = count;  // samples not read so far
+  for (uint32_t epoch = 0; epoch < spec.epochs; ++epoch) {
+    const std::vector<SampleId> order = epoch_order(spec, epoch);
+    Node* row = &readers.rows[uint64_t{epoch} * count];
+    const bool partial = length < count || spec.order == OrderKind::user;
+    if (partial) readers.missing.resize(count * spec.epochs, true);
+    for (uint64_t begin = 0; begin < length; begin += spec.global_batch) {
+      const uint64_t size = std::min<uint64_t>(spec.global_batch, length - begin);
+      const std::vector<Node> rest = size == spec.global_batch
+                                         ? std::vector<Node>{}
+                                         : node_of_position<Node>(spec, size, ranks_per_node);
+      const Node* node = rest.empty() ? full.data() : rest.data();
+      for (uint64_t p = 0; p < size; ++p) row[order[begin + p]] = node[p];
+      if (partial) {
+        for (uint64_t p = 0; p < size; ++p) {
+          readers.missing[uint64_t{epoch} * count + order[begin + p]] = false;
+        }
+      }
+      if (without == 0) continue;
+      for (uint64_t p = 0; p < size; ++p) {
+        uint64_t& first = readers.first[order[begin + p]];
+        if (first != kNever) continue;
+        first = epoch * length + begin + p;
+        --without;
+      }
+    }
+  }
+  return readers;
 }
 
 struct Best {
@@ -31,82 +78,67 @@ struct Best {
   uint32_t node = kNoOwner;
 };
 
-}  // namespace
-
-std::vector<uint32_t> owners(const JobSpec& spec, std::span<const uint64_t> sizes,
+template <typename Node>
+std::vector<uint32_t> choose(const JobSpec& spec, std::span<const uint64_t> sizes,
                              std::span<const uint64_t> capacities, uint32_t ranks_per_node) {
   const auto nodes = static_cast<uint32_t>(capacities.size());
-  if (ranks_per_node == 0 || uint64_t{nodes} * ranks_per_node != spec.world || nodes > kWide) {
-    throw Error(ErrorKind::usage,
-                std::to_string(nodes) + " nodes of " + std::to_string(ranks_per_node) +
-                    " ranks do not make up a world of " + std::to_string(spec.world));
-  }
-  const uint64_t count = spec.samples, length = epoch_length(spec);
-  const std::vector<uint16_t> full = node_of_position(spec, spec.global_batch, ranks_per_node);
+  const uint64_t count = spec.samples;
+  const Readers<Node> readers = collect<Node>(spec, ranks_per_node);
+  const auto is_missing = [&](uint64_t s, uint32_t epoch) {
+    return !readers.missing.empty() && readers.missing[uint64_t{epoch} * count + s];
+  };
 
-  // readers[s * epochs + k]: the node of the k-th access of sample s. Linear in the samples.
-  std::vector<uint16_t> readers(count * spec.epochs);
-  std::vector<uint16_t> accesses(count, 0);
-  std::vector<uint32_t> first(count, std::numeric_limits<uint32_t>::max());
-  for (uint32_t epoch = 0; epoch < spec.epochs; ++epoch) {
-    const std::vector<SampleId> order = epoch_order(spec, epoch);
-    for (uint64_t begin = 0; begin < length; begin += spec.global_batch) {
-      const uint64_t size = std::min<uint64_t>(spec.global_batch, length - begin);
-      const std::vector<uint16_t> rest = size == spec.global_batch
-                                             ? std::vector<uint16_t>{}
-                                             : node_of_position(spec, size, ranks_per_node);
-      const std::vector<uint16_t>& table = rest.empty() ? full : rest;
-      for (uint64_t p = 0; p < size; ++p) {
-        if (begin + p + 16 < length) {
-          __builtin_prefetch(&readers[order[begin + p + 16] * spec.epochs], 1);
-        }
-        const SampleId s = order[begin + p];
-        if (accesses[s] == spec.epochs) continue;  // padding: a second time in the epoch
-        if (accesses[s] == 0) {
-          first[s] = static_cast<uint32_t>(std::min<uint64_t>(
-              begin + p + epoch * length, std::numeric_limits<uint32_t>::max() - 1));
-        }
-        readers[s * spec.epochs + accesses[s]++] = table[p];
-      }
-    }
-  }
-
-  // The node that reads each sample most often; the first of them that reads it.
-  std::vector<uint16_t> counts(nodes, 0);
+  // The node that reads each sample most often; of several, the one that reads it first.
   std::vector<Best> best(count);
-  for (SampleId s = 0; s < count; ++s) {
-    const uint16_t* begin = &readers[s * spec.epochs];
-    const uint16_t* end = begin + accesses[s];
-    for (const uint16_t* r = begin; r != end; ++r) ++counts[*r];
-    for (const uint16_t* r = begin; r != end; ++r) {
-      if (counts[*r] > best[s].count) best[s] = {counts[*r], *r};
+  std::vector<uint16_t> counts(nodes, 0);
+  std::vector<Node> block(kBlock * spec.epochs);
+  for (uint64_t begin = 0; begin < count; begin += kBlock) {
+    const uint64_t size = std::min(kBlock, count - begin);
+    for (uint32_t epoch = 0; epoch < spec.epochs; ++epoch) {
+      const Node* row = &readers.rows[uint64_t{epoch} * count + begin];
+      for (uint64_t i = 0; i < size; ++i) block[i * spec.epochs + epoch] = row[i];
     }
-    for (const uint16_t* r = begin; r != end; ++r) counts[*r] = 0;
+    for (uint64_t i = 0; i < size; ++i) {
+      const Node* mine = &block[i * spec.epochs];
+      for (uint32_t e = 0; e < spec.epochs; ++e) {
+        if (!is_missing(begin + i, e)) ++counts[mine[e]];
+      }
+      for (uint32_t e = 0; e < spec.epochs; ++e) {
+        if (counts[mine[e]] > best[begin + i].count) best[begin + i] = {counts[mine[e]], mine[e]};
+      }
+      for (uint32_t e = 0; e < spec.epochs; ++e) counts[mine[e]] = 0;
+    }
   }
 
-  std::vector<SampleId> ranked(count);
-  std::iota(ranked.begin(), ranked.end(), SampleId{0});
-  std::sort(ranked.begin(), ranked.end(), [&](SampleId a, SampleId b) {
-    if (best[a].count != best[b].count) return best[a].count > best[b].count;
-    return first[a] != first[b] ? first[a] < first[b] : a < b;
-  });
+  // Highest frequency first, then first access: one number, so that sorting touches nothing else.
+  std::vector<std::pair<uint64_t, uint32_t>> ranked;
+  ranked.reserve(count);
+  for (SampleId s = 0; s < count; ++s) {
+    if (best[s].count == 0) continue;
+    const uint64_t frequency = std::min<uint32_t>(best[s].count, 0xffff);
+    ranked.emplace_back(((0xffff - frequency) << 48) | (readers.first[s] & 0xffffffffffff),
+                        static_cast<uint32_t>(s));
+  }
+  std::sort(ranked.begin(), ranked.end());
+
   std::vector<uint64_t> left(capacities.begin(), capacities.end());
   std::vector<uint32_t> owner(count, kNoOwner);
   uint32_t roomiest = 0;  // where the search for any room goes on
-  for (const SampleId s : ranked) {
-    if (best[s].count == 0) continue;
+  for (const auto& [key, s] : ranked) {
     uint32_t chosen = left[best[s].node] >= sizes[s] ? best[s].node : kNoOwner;
-    uint32_t chosen_count = 0;
     if (chosen == kNoOwner) {
-      const uint16_t* begin = &readers[s * spec.epochs];
-      const uint16_t* end = begin + accesses[s];
-      for (const uint16_t* r = begin; r != end; ++r) {
-        const auto times = static_cast<uint32_t>(std::count(begin, end, *r));
-        if (left[*r] >= sizes[s] && times > chosen_count) {
-          chosen = *r;
-          chosen_count = times;
+      uint32_t most = 0;
+      for (uint32_t e = 0; e < spec.epochs; ++e) {
+        if (!is_missing(s, e)) ++counts[readers.rows[uint64_t{e} * count + s]];
+      }
+      for (uint32_t e = 0; e < spec.epochs; ++e) {
+        const Node node = readers.rows[uint64_t{e} * count + s];
+        if (counts[node] > most && left[node] >= sizes[s]) {
+          chosen = node;
+          most = counts[node];
         }
       }
+      for (uint32_t e = 0; e < spec.epochs; ++e) counts[readers.rows[uint64_t{e} * count + s]] = 0;
     }
     for (uint32_t tried = 0; chosen == kNoOwner && tried < nodes; ++tried) {
       if (left[roomiest] >= sizes[s]) {
@@ -120,6 +152,20 @@ std::vector<uint32_t> owners(const JobSpec& spec, std::span<const uint64_t> size
     left[chosen] -= sizes[s];
   }
   return owner;
+}
+
+}  // namespace
+
+std::vector<uint32_t> owners(const JobSpec& spec, std::span<const uint64_t> sizes,
+                             std::span<const uint64_t> capacities, uint32_t ranks_per_node) {
+  const uint64_t nodes = capacities.size();
+  if (ranks_per_node == 0 || nodes * ranks_per_node != spec.world || nodes > kMaxNodes) {
+    throw Error(ErrorKind::usage,
+                std::to_string(nodes) + " nodes of " + std::to_string(ranks_per_node) +
+                    " ranks do not make up a world of " + std::to_string(spec.world));
+  }
+  return nodes <= 256 ? choose<uint8_t>(spec, sizes, capacities, ranks_per_node)
+                      : choose<uint16_t>(spec, sizes, capacities, ranks_per_node);
 }
 
 }  // namespace nostall::plan

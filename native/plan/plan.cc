@@ -130,16 +130,14 @@ std::vector<uint64_t> batch_positions(const JobSpec& spec, uint32_t rank, uint64
   } else if (spec.scheme == Scheme::uniform) {
     for (uint64_t p = rank; p < size; p += spec.world) positions.push_back(p);
   } else {
-    // Half of the nodes take 2*ceil(B/N), the other half ceil(B/N)/2, one after the other, until
-    // the batch is used up; what rounding leaves over goes to the last rank.
-    const uint64_t share = ceil_div(spec.global_batch, spec.world);
-    const uint64_t heavy = 2 * share, light = std::max<uint64_t>(1, share / 2);
-    uint64_t begin = 0;
-    const uint32_t heavy_ranks = spec.world / 2;
-    for (uint32_t r = 0; r < rank; ++r) begin += r < heavy_ranks ? heavy : light;
-    uint64_t end = begin + (rank < heavy_ranks ? heavy : light);
-    if (rank + 1 == spec.world) end = size;
-    for (uint64_t p = begin; p < std::min(end, size); ++p) positions.push_back(p);
+    // Half of the ranks take four times as much as the others: see Scheme::imbalanced.
+    const uint64_t heavy_ranks = spec.world / 2;
+    const uint64_t whole = 4 * heavy_ranks + (spec.world - heavy_ranks);
+    const auto weight_before = [&](uint64_t r) {
+      return r <= heavy_ranks ? 4 * r : 4 * heavy_ranks + (r - heavy_ranks);
+    };
+    const uint64_t end = size * weight_before(uint64_t{rank} + 1) / whole;
+    for (uint64_t p = size * weight_before(rank) / whole; p < end; ++p) positions.push_back(p);
   }
   return positions;
 }

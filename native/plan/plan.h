@@ -26,9 +26,12 @@ enum class OrderKind : uint8_t {
 
 // How a global batch is divided among the ranks (seed clairvoyant-prefetching, 4.1.3).
 enum class Scheme : uint8_t {
-  uniform,     // rank r takes positions r, r + world, ... of the batch
-  whole,       // every rank takes the whole batch
-  imbalanced,  // half of the ranks take 2*ceil(B/world), the other half ceil(B/world)/2
+  uniform,  // rank r takes positions r, r + world, ... of the batch
+  whole,    // every rank takes the whole batch
+  // Half of the ranks take four times as much as the other half. The seed gives them
+  // 2*ceil(B/world) and ceil(B/world)/2, which is this ratio but adds up to more than the batch:
+  // here it is divided.
+  imbalanced,
 };
 
 // The version of the order algorithms below; part of the fingerprint of a plan.

@@ -1,7 +1,5 @@
 """``python -m nostall``."""
 
-from __future__ import annotations
-
 import sys
 
 from nostall.cli import main

@@ -121,9 +121,7 @@ class Plan:
             ranks_per_node,
         )
 
-    def lower_bound(
-        self, sizes: NDArray[np.uint64], capacity: int, *, first_epoch: int = 0
-    ) -> int:
+    def lower_bound(self, sizes: NDArray[np.uint64], capacity: int, *, first_epoch: int = 0) -> int:
         """The fewest bytes that must leave the source when `capacity` bytes can be kept in all."""
         return int(
             _native.source_bytes_lower_bound(

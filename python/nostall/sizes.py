@@ -94,7 +94,7 @@ def _parse_tier(text: str) -> TierSpec:
         if keep:
             raise UsageError(f'"{text}": memory cannot outlive the job; only a directory can')
         return TierSpec("ram", capacity)
-    return TierSpec("file", capacity, os.path.abspath(where), keep)  # noqa: PTH100
+    return TierSpec("file", capacity, os.path.abspath(where), keep)
 
 
 def _free_memory() -> int:

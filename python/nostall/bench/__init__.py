@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-# Name of the subcommand of ``nostall bench`` -> module with add_arguments(parser) and run(namespace).
+# Subcommand of ``nostall bench`` -> module with add_arguments(parser) and run(namespace).
 SUBCOMMANDS: dict[str, str] = {
     "loader": "nostall.bench.loader",
     "plan": "nostall.bench.plan",
+    "stall": "nostall.bench.stall",
 }

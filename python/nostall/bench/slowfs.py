@@ -62,7 +62,9 @@ def missing() -> str | None:
     except UsageError as error:
         return str(error)
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        return "/dev/fuse is absent or not accessible: load the fuse module, or give the container it"
+        return (
+            "/dev/fuse is absent or not accessible: load the fuse module, or give the container it"
+        )
     if not shutil.which("fusermount3"):
         return "fusermount3 is not installed (Debian: apt install fuse3)"
     return None
@@ -104,7 +106,9 @@ class SlowFS:
         if not 1 <= clients <= MAX_CLIENTS:
             raise UsageError(f"clients must be 1 to {MAX_CLIENTS}, not {clients}")
         if min(bandwidth, aggregate, latency, operations_per_second, ttl) < 0:
-            raise UsageError("bandwidth, aggregate, latency, operations and ttl must not be negative")
+            raise UsageError(
+                "bandwidth, aggregate, latency, operations and ttl must not be negative"
+            )
         self.backing = Path(backing).resolve()
         if not self.backing.is_dir():
             raise UsageError(f"{self.backing} is not a directory")
@@ -172,8 +176,7 @@ class SlowFS:
         """Operations of all clients since the start, by name."""
         return {
             name: sum(
-                self._word(_HEAD + i * _CLIENT + (2 + op) * _WORD)
-                for i in range(len(self.mounts))
+                self._word(_HEAD + i * _CLIENT + (2 + op) * _WORD) for i in range(len(self.mounts))
             )
             for op, name in enumerate(OPERATIONS)
         }
@@ -210,7 +213,7 @@ class SlowFS:
         def read(mount: Path, start: int) -> None:
             buffer = bytearray(1 << 20)
             for i in range(start, sys.maxsize):
-                with open(mount / files[i % len(files)], "rb", buffering=0) as file:
+                with (mount / files[i % len(files)]).open("rb", buffering=0) as file:
                     while not stop.is_set() and file.readinto(buffer):
                         pass
                 if stop.is_set():
@@ -303,8 +306,10 @@ def throttle_device(path: str | os.PathLike[str], bytes_per_second: int) -> Path
     """
     controller = Path("/sys/fs/cgroup/blkio")
     if not os.access(controller / "cgroup.procs", os.W_OK):
-        raise UsageError(f"{controller} is absent or not writable: cgroup version 1 and root needed")
-    device = os.stat(path).st_dev
+        raise UsageError(
+            f"{controller} is absent or not writable: cgroup version 1 and root needed"
+        )
+    device = Path(path).stat().st_dev
     # Throttling works on whole disks: a partition's directory in sysfs lies inside its disk's.
     node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
     disk = node.parent if (node / "partition").exists() else node

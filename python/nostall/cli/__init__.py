@@ -1,90 +1,62 @@
-"""The command line: ``nostall demo | bench | report | index | doctor``.
-
-Every subcommand is a module with ``add_arguments(parser)`` and ``run(namespace) -> exit status``,
-imported when it is chosen and not before, so that ``nostall --help`` is instant.
-"""
+"""The command ``nostall``. Each subcommand is imported when it is chosen, so that --help is instant."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import os
-import signal
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 
-from nostall.errors import Error, UsageError
+from nostall.errors import Error
 
-# Subcommand -> (module, one line for --help). "bench" has subcommands of its own.
-_COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("nostall.demo", "train on a slow file system, with and without nostall"),
-    "bench": ("nostall.bench", "measure side by side with other loaders"),
-    "report": ("nostall.report.command", "draw saved statistics into one HTML file"),
-    "index": ("nostall.cli.index", "build, check or show the stored listing of an image folder"),
-    "doctor": ("nostall.cli.doctor", "show what nostall finds on this machine"),
+_COMMANDS = {
+    "demo": ("nostall.demo", "train on slow storage with torch's loader and with nostall"),
+    "report": ("nostall.cli.report", "draw what loaders saved with stats().save(file)"),
+    "index": ("nostall.cli.index", "build, check or show the stored listing of a dataset"),
+    "doctor": ("nostall.cli.doctor", "what this machine offers, and the ranks that are found"),
 }
 
 
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line; knows the names of subcommands, not their options."""
+    top = argparse.ArgumentParser(prog="nostall", description="Training that does not wait.")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (_, text) in _COMMANDS.items():
+        commands.add_parser(name, help=text, description=text, add_help=False)
+    from nostall.bench import SUBCOMMANDS
+
+    bench = commands.add_parser("bench", help="measure: " + ", ".join(SUBCOMMANDS))
+    bench.add_argument("name", choices=list(SUBCOMMANDS), help="what to measure")
+    return top
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit status (an error's own, 2 for wrong usage, 130 for Ctrl-C)."""
+    """Runs one subcommand; its exit status: 0, the `exit_code` of an Error, or 130 for Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
+    chosen, rest = parser().parse_known_args(words[: 2 if words[:1] == ["bench"] else 1])
+    if chosen.command == "bench":
+        from nostall.bench import SUBCOMMANDS
+
+        module, label = SUBCOMMANDS[chosen.name], f"bench {chosen.name}"
+        rest += words[2:]
+    else:
+        module, label = _COMMANDS[chosen.command][0], chosen.command
+        rest += words[1:]
     try:
-        parser, module = _parser_for(words)
-        arguments = parser.parse_args(words)
-        if module is None:
-            parser.print_help()
-            return UsageError.exit_code
-        return int(importlib.import_module(module).run(arguments))
+        command = importlib.import_module(module)
+        options = argparse.ArgumentParser(prog=f"nostall {label}", description=command.__doc__)
+        command.add_arguments(options)
+        return int(command.run(options.parse_args(rest)))
     except Error as error:
         print(f"nostall: {error}", file=sys.stderr)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "nostall":
+            raise
+        print(
+            f"nostall: this command needs {error.name}: pip install 'nostall[demo]'",
+            file=sys.stderr,
+        )
+        return 2
     except KeyboardInterrupt:
-        print("nostall: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except BrokenPipeError:
-        # The reader of our output went away (`nostall index show | head`): not a failure, but
-        # the interpreter would complain once more when it flushes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-
-
-def _parser_for(words: Sequence[str]) -> tuple[argparse.ArgumentParser, str | None]:
-    """The parser with the options of the chosen command only, and the module that runs it."""
-    parser = argparse.ArgumentParser(
-        prog="nostall", description="Deep-learning training that does not wait for its data."
-    )
-    parser.add_argument("--version", action="version", version=f"nostall {_version()}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    chosen = next((word for word in words if not word.startswith("-")), None)
-    module = None
-    for name, (target, help_line) in _COMMANDS.items():
-        sub = commands.add_parser(name, help=help_line, description=help_line)
-        if name != chosen:
-            continue
-        if name == "bench":
-            module = _add_benchmarks(sub, words[words.index(name) + 1 :])
-        else:
-            importlib.import_module(target).add_arguments(sub)
-            module = target
-    return parser, module
-
-
-def _add_benchmarks(parser: argparse.ArgumentParser, words: Sequence[str]) -> str | None:
-    known: dict[str, str] = importlib.import_module("nostall.bench").SUBCOMMANDS
-    benchmarks = parser.add_subparsers(title="benchmarks", metavar="NAME", required=True)
-    chosen = next((word for word in words if not word.startswith("-")), None)
-    for name, target in known.items():
-        sub = benchmarks.add_parser(name)
-        if name == chosen:
-            importlib.import_module(target).add_arguments(sub)
-    return known.get(chosen) if chosen else None
-
-
-def _version() -> str:
-    try:
-        return metadata.version("nostall")
-    except metadata.PackageNotFoundError:  # run from the sources, not installed
-        from nostall import __version__
-
-        return __version__
+        return 130

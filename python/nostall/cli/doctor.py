@@ -1,96 +1,53 @@
-"""``nostall doctor``: what nostall finds on this machine, and what it would do with it."""
+"""Says what this machine offers and which place in a job is found for this process."""
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import errno
-import importlib.util
+import importlib.metadata
 import os
 import platform
 import shutil
-from importlib import metadata
+from collections.abc import Iterator
 from pathlib import Path
 
-from nostall.errors import Error
+from nostall import __version__
 from nostall.world import find_world
 
-_PACKAGES = ("numpy", "torch", "torchvision", "pillow", "rich", "matplotlib")
-# The same number on every architecture that has io_uring.
-_IO_URING_SETUP = 425
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(_parser: argparse.ArgumentParser) -> None:
     """``nostall doctor`` has no options."""
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Prints one finding a line; 1 if something that nostall needs is missing."""
-    findings = [
-        ("python", platform.python_version()),
-        ("kernel", f"{platform.system()} {platform.release()} {platform.machine()}"),
-        ("core", _core()),
-        *((name, _version(name)) for name in _PACKAGES),
-        ("processor cores", str(len(os.sched_getaffinity(0)))),
-        ("io_uring", _io_uring()),
-        ("/dev/shm", _shared_memory()),
-        ("fuse", _fuse()),
-        ("rank", _world()),
-    ]
-    width = max(len(name) for name, _ in findings)
-    for name, finding in findings:
-        print(f"{name:<{width}}  {finding}")
-    return 0 if importlib.util.find_spec("nostall._native") else 1
-
-
-def _core() -> str:
-    spec = importlib.util.find_spec("nostall._native")
-    return spec.origin or "built in" if spec else "missing: pip install . builds it"
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _io_uring() -> str:
-    """Asks the kernel with arguments that it must refuse: the error tells if it would serve."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.syscall.restype = ctypes.c_long
-    libc.syscall(ctypes.c_long(_IO_URING_SETUP), ctypes.c_uint(0), ctypes.c_void_p(None))
-    code = ctypes.get_errno()
-    if code == errno.ENOSYS:
-        return "the kernel has none: reads go through pread"
-    if code == errno.EPERM:
-        return "not permitted here: reads go through pread"
-    return "usable"
-
-
-def _shared_memory() -> str:
-    try:
-        status = os.statvfs("/dev/shm")
-    except OSError as error:
-        return f"{error.strerror}: RAM tiers are impossible"
-    free = status.f_bavail * status.f_frsize / 2**30
-    return f"{free:.1f} GiB free of {status.f_blocks * status.f_frsize / 2**30:.1f} GiB"
-
-
-def _fuse() -> str:
-    if not Path("/dev/fuse").exists():
-        return "no /dev/fuse: the slowed file system of demo and benchmark is impossible"
-    if shutil.which("fusermount3") is None:
-        return "no fusermount3: install fuse3 for the demo"
-    return "usable"
-
-
-def _world() -> str:
-    try:
-        world = find_world()
-    except Error as error:
-        return str(error)
-    return (
-        f"{world.rank} of {world.world_size}, on this node {world.local_rank} of "
-        f"{world.local_world_size}"
+def findings() -> Iterator[tuple[str, str]]:
+    """(what, how it stands) in the order of the way of a sample."""
+    yield "nostall", f"{__version__}, Python {platform.python_version()}, {platform.release()}"
+    yield "cores", str(len(os.sched_getaffinity(0)))
+    disabled = Path("/proc/sys/kernel/io_uring_disabled")
+    refused = disabled.exists() and disabled.read_text().strip() != "0"
+    yield "io_uring", "disabled by the kernel: reads use threads" if refused else "allowed"
+    shm = Path("/dev/shm")
+    if shm.is_dir():
+        usage = shutil.disk_usage(shm)
+        yield "shared memory", f"{usage.free >> 20} MiB of {usage.total >> 20} MiB free in {shm}"
+    else:
+        yield "shared memory", f"there is no {shm}: no RAM tier"
+    fuse = Path("/dev/fuse").exists() and shutil.which("fusermount3")
+    yield "FUSE", "there" if fuse else "missing: the demo's slow storage needs fuse3 and /dev/fuse"
+    for package in ("torch", "torchvision", "rich", "matplotlib"):
+        try:
+            yield package, importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            yield package, "not installed"
+    world = find_world()
+    yield (
+        "this process",
+        f"rank {world.rank} of {world.world_size}, local rank {world.local_rank} of "
+        f"{world.local_world_size}, job {world.job!r}",
     )
+
+
+def run(_arguments: argparse.Namespace) -> int:
+    """Prints the findings."""
+    for what, how in findings():
+        print(f"{what:14} {how}")
+    return 0

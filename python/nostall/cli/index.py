@@ -1,46 +1,38 @@
-"""``nostall index``: the stored listing of an image folder, which makes the next start quick."""
+"""Builds, checks or shows the stored listing of a class-per-folder dataset."""
 
 from __future__ import annotations
 
 import argparse
-import time
-from pathlib import Path
 
 from nostall import _native
-from nostall.errors import CorruptionError, UsageError
 from nostall.source import IMAGE_EXTENSIONS, ImageFolder, index_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of ``nostall index``."""
-    parser.add_argument("action", choices=["build", "check", "show"])
-    parser.add_argument("root", help="the data set, one folder per class")
-    parser.add_argument("--index", help="where the listing is kept (default: as ImageFolder does)")
-    parser.add_argument("--allow-empty", action="store_true", help="accept classes without files")
+    """The options of ``nostall index``."""
+    parser.add_argument("root", help="the dataset")
+    parser.add_argument(
+        "--index", help="where the listing is kept; beside the dataset if not given"
+    )
+    parser.add_argument("--check", action="store_true", help="only say whether it still holds")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Builds the listing anew, says whether the stored one holds, or sums it up (and stores it)."""
-    if not Path(arguments.root).is_dir():
-        raise UsageError(f"{arguments.root} is not a folder: name the data set's")
-    path = arguments.index or index_path(arguments.root)
-    if not path:
-        raise UsageError(
-            f"there is no place to keep the listing of {arguments.root}: name one with --index"
+    """0, or 1 if the stored listing does not hold (--check)."""
+    where = arguments.index or True
+    path = index_path(arguments.root, where)
+    if arguments.check:
+        reason = _native.check_index(
+            root=arguments.root,
+            index_path=path,
+            extensions=list(IMAGE_EXTENSIONS),
+            class_per_folder=True,
         )
-    if arguments.action == "check":
-        why = _native.check_index(arguments.root, path, list(IMAGE_EXTENSIONS), True)
-        if why:
-            raise CorruptionError(f"{path} does not hold: {why}; run: nostall index build")
-        print(f"{path} holds")
-        return 0
-    if arguments.action == "build":
-        Path(path).unlink(missing_ok=True)
-    began = time.perf_counter()
-    folder = ImageFolder(arguments.root, index=path, allow_empty=arguments.allow_empty)
-    seconds = time.perf_counter() - began
-    print(f"index    {path}")
-    print(f"samples  {len(folder)} in {len(folder.classes)} classes")
-    print(f"bytes    {folder.total_bytes} (largest file {int(folder.sizes.max())})")
-    print(f"seconds  {seconds:.2f}")
+        print(f"{path}: {reason or 'holds'}")
+        return 1 if reason else 0
+    folder = ImageFolder(arguments.root, index=where, allow_empty=True)
+    print(
+        f"{path}: {len(folder)} samples of {len(folder.classes)} classes, "
+        f"{folder.total_bytes} bytes, fingerprint {folder.fingerprint:016x}"
+    )
     return 0

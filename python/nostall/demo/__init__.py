@@ -1,4 +1,4 @@
-"""``nostall demo``: the same small training twice on slow storage, with torch's loader and this one."""
+"""``nostall demo``: the same training twice on slow storage, with torch's loader and this one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import argparse
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``nostall demo``; imports nothing heavy."""
-    from nostall.demo.run import add_arguments as add
+    from nostall.demo.experiment import add_arguments as add
 
     add(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the demo; the exit status."""
-    from nostall.demo.run import run as run_demo
+    from nostall.demo.experiment import run as run_demo
 
     return run_demo(arguments)

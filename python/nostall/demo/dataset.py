@@ -10,15 +10,14 @@ from __future__ import annotations
 import colorsys
 import hashlib
 import io
+import json
+import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import json
-import multiprocessing
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +44,9 @@ class DatasetSpec:
 
     def __post_init__(self) -> None:
         if self.files < 1 or not 1 <= self.classes <= 1000 or self.scale <= 0:
-            raise UsageError(f"a dataset needs files, 1 to 1000 classes and a scale above 0: {self}")
+            raise UsageError(
+                f"a dataset needs files, 1 to 1000 classes and a scale above 0: {self}"
+            )
 
     def path(self, index: int) -> str:
         """Relative path of file `index`: one folder per class."""
@@ -53,7 +54,7 @@ class DatasetSpec:
 
 
 def _noise_fields(seed: int) -> NDArray[np.float32]:
-    """`_FIELDS` tiling fields of 1/f noise, float32 of shape (fields, 1024, 1024, 3), deviation 1."""
+    """`_FIELDS` tiling 1/f noise fields, float32 of shape (fields, 1024, 1024, 3), deviation 1."""
     rng = np.random.default_rng((seed, 0x6E6F6973))
     y = np.fft.fftfreq(_FIELD)[:, None]
     x = np.fft.rfftfreq(_FIELD)[None, :]
@@ -106,14 +107,16 @@ def make_image(spec: DatasetSpec, index: int, fields: NDArray[np.float32]) -> by
     pixels += (14.0 * np.sin(ramp + rng.uniform(0, 2 * np.pi)))[..., None].astype(np.float32)
     # Grain, as of a sensor: what makes JPEG files of photographs as large as they are.
     grain = rng.integers(-128, 128, (height, width), np.int8).astype(np.float32)
-    pixels += grain[..., None] * np.float32(rng.uniform(0.06, 0.155))
+    pixels += grain[..., None] * np.float32(rng.uniform(0.115, 0.2))
     image = Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
 
     # The shapes: three to six copies, the class's hue and number of corners.
     draw = ImageDraw.Draw(image)
     hue = (label * 0.618034) % 1.0
     for _ in range(int(rng.integers(3, 7))):
-        rgb = colorsys.hsv_to_rgb((hue + rng.uniform(-0.03, 0.03)) % 1, 0.75, rng.uniform(0.6, 0.95))
+        rgb = colorsys.hsv_to_rgb(
+            (hue + rng.uniform(-0.03, 0.03)) % 1, 0.75, rng.uniform(0.6, 0.95)
+        )
         colour = tuple(round(255 * c) for c in rgb)
         size = spec.scale * rng.uniform(28, 70)
         centre = (float(rng.uniform(0, width)), float(rng.uniform(0, height)))
@@ -165,7 +168,9 @@ def make_dataset(
     if stamp.exists():
         if json.loads(stamp.read_text()) == _stamp(spec):
             return root
-        raise UsageError(f"{root} holds a different dataset ({stamp}): remove both, or name another")
+        raise UsageError(
+            f"{root} holds a different dataset ({stamp}): remove both, or name another"
+        )
     if root.exists() and any(root.iterdir()) and not _is_ours(root):
         raise UsageError(f"{root} is not empty: name a new directory for the dataset")
     for label in range(min(spec.classes, spec.files)):

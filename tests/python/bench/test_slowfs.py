@@ -68,9 +68,7 @@ def test_one_client_gets_the_stated_bandwidth(backing: Path, tmp_path: Path) -> 
 
 @needs_fuse
 def test_clients_together_saturate_at_the_aggregate(backing: Path, tmp_path: Path) -> None:
-    with SlowFS(
-        backing, tmp_path / "mnt", bandwidth=10 * MB, aggregate=15 * MB, clients=2
-    ) as fs:
+    with SlowFS(backing, tmp_path / "mnt", bandwidth=10 * MB, aggregate=15 * MB, clients=2) as fs:
         curve = fs.measure(seconds=0.6)
     assert curve[0] == pytest.approx(10 * MB, rel=0.15)
     assert curve[1] == pytest.approx(15 * MB, rel=0.15)

@@ -157,7 +157,9 @@ def test_an_idle_loader_uses_no_cpu(image_folder: Path) -> None:
         assert time.process_time() - before < 0.02
 
 
-def test_dataset_smaller_than_a_batch_and_than_the_world(make_folder: Callable[[int], Path]) -> None:
+def test_dataset_smaller_than_a_batch_and_than_the_world(
+    make_folder: Callable[[int], Path],
+) -> None:
     folder = nostall.ImageFolder(make_folder(3))
     for rank in range(5):
         with nostall.DataLoader(
@@ -332,8 +334,9 @@ def test_two_jobs_on_one_node_do_not_disturb_each_other(image_folder: Path) -> N
         nostall.DataLoader(folder, 8, epochs=2, seed=1, tiers=["ram:1MiB"], job="a") as a,
         nostall.DataLoader(folder, 8, epochs=2, seed=2, tiers=["ram:1MiB"], job="b") as b,
     ):
-        for (x, _), (y, _) in zip(a, b, strict=True):
-            assert x.data.tobytes() != y.data.tobytes()
+        for epoch_a, epoch_b in zip(a.epochs(), b.epochs(), strict=True):
+            for (x, _), (y, _) in zip(epoch_a, epoch_b, strict=True):
+                assert x.data.tobytes() != y.data.tobytes()
         assert a.stats().source_bytes == b.stats().source_bytes == folder.total_bytes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -110,7 +111,7 @@ def test_resume_on_another_world_size_gives_the_same_global_batches(
                 states.append(loader.state_dict())
                 per_rank.append(batches)
         assert all(s == states[0] for s in states)
-        return [sorted(sum(parts, [])) for parts in zip(*per_rank, strict=True)], states[0]
+        return [sorted(itertools.chain(*parts)) for parts in zip(*per_rank, strict=True)], states[0]
 
     whole, _ = stream(2, None, None)
     for take in (1, 5, 6, 7, 11):
@@ -132,11 +133,8 @@ def test_resume_in_mid_epoch_repeats_images_bit_for_bit(image_folder: Path) -> N
     with loader() as first:
         images = [x.clone() for epoch in first.epochs() for x, _ in epoch]
     with loader() as second:
-        taken = 0
-        for _ in second:
-            taken += 1
-            if taken == 3:
-                break
+        for _ in itertools.islice(second, 3):
+            pass
         state = second.state_dict()
     with loader() as third:
         third.load_state_dict(state)

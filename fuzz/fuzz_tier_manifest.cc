@@ -1,0 +1,22 @@
+// The same for the manifest of a kept tier file.
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "base/crc32c.h"
+#include "tier/record.h"
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  std::vector<std::byte> bytes(size);
+  if (size > 0) std::memcpy(bytes.data(), data, size);
+  constexpr uint64_t kDataset = 0x0101010101010101;
+  static_cast<void>(nostall::tier::parse_manifest(bytes, kDataset));
+  if (size < 4) return 0;
+  const uint32_t crc = nostall::crc32c(std::span(bytes).first(size - 4));
+  for (size_t i = 0; i < 4; ++i) bytes[size - 4 + i] = std::byte((crc >> (8 * i)) & 0xff);
+  const auto residents = nostall::tier::parse_manifest(bytes, kDataset);
+  if (residents && nostall::tier::serialize_manifest(kDataset, residents.value()) != bytes) {
+    std::abort();
+  }
+  return 0;
+}

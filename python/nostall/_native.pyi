@@ -1,0 +1,262 @@
+from collections.abc import Sequence
+import enum
+from typing import Annotated
+
+import numpy
+from numpy.typing import NDArray
+
+class OrderKind(enum.Enum):
+    torch = 0
+
+    keyed = 1
+
+    user = 2
+
+    sequential = 3
+
+class Scheme(enum.Enum):
+    uniform = 0
+
+    whole = 1
+
+    imbalanced = 2
+
+class JobSpec:
+    """What fixes the future of a job (native/plan/plan.h)."""
+
+    def __init__(self) -> None: ...
+    @property
+    def samples(self) -> int: ...
+    @samples.setter
+    def samples(self, arg: int, /) -> None: ...
+    @property
+    def global_batch(self) -> int: ...
+    @global_batch.setter
+    def global_batch(self, arg: int, /) -> None: ...
+    @property
+    def epochs(self) -> int: ...
+    @epochs.setter
+    def epochs(self, arg: int, /) -> None: ...
+    @property
+    def world(self) -> int: ...
+    @world.setter
+    def world(self, arg: int, /) -> None: ...
+    @property
+    def order_world(self) -> int: ...
+    @order_world.setter
+    def order_world(self, arg: int, /) -> None: ...
+    @property
+    def seed(self) -> int: ...
+    @seed.setter
+    def seed(self, arg: int, /) -> None: ...
+    @property
+    def drop_last(self) -> bool: ...
+    @drop_last.setter
+    def drop_last(self, arg: bool, /) -> None: ...
+    @property
+    def order(self) -> OrderKind: ...
+    @order.setter
+    def order(self, arg: OrderKind, /) -> None: ...
+    @property
+    def scheme(self) -> Scheme: ...
+    @scheme.setter
+    def scheme(self, arg: Scheme, /) -> None: ...
+    @property
+    def user_order(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
+    @user_order.setter
+    def user_order(
+        self,
+        arg: Annotated[
+            NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        /,
+    ) -> None: ...
+
+def validate(spec: JobSpec) -> None: ...
+def epoch_length(spec: JobSpec) -> int: ...
+def batches_per_epoch(spec: JobSpec) -> int: ...
+def plan_fingerprint(spec: JobSpec) -> int: ...
+def epoch_order(
+    spec: JobSpec, epoch: int
+) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
+def rank_epoch(spec: JobSpec, epoch: int, rank: int) -> tuple:
+    """
+    The samples of one rank in one epoch, and where each of its batches ends.
+    """
+
+def node_access(spec: JobSpec, first_rank: int, ranks: int, first_epoch: int = 0) -> tuple:
+    """Accesses of every sample by the node, and the time of the first."""
+
+def place(
+    sizes: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    spec: JobSpec,
+    first_rank: int,
+    ranks: int,
+    capacities: Sequence[int],
+    overhead: int = 0,
+) -> tuple:
+    """Tier (255: none) and offset of every sample, and bytes used by tier."""
+
+def owners(
+    spec: JobSpec,
+    sizes: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    capacities: Sequence[int],
+    ranks_per_node: int,
+) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+    """The node that keeps each sample; 2**32 - 1 where none has room."""
+
+def source_bytes_lower_bound(
+    spec: JobSpec,
+    sizes: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    capacity: int,
+    first_epoch: int = 0,
+) -> int: ...
+
+class KeyedPermutation:
+    def __init__(self, n: int, seed: int, epoch: int) -> None: ...
+    def __call__(self, position: int) -> int: ...
+    def inverse(self, sample: int) -> int: ...
+
+class Source:
+    """A fixed list of samples (native/source/source.h)."""
+
+    def __len__(self) -> int: ...
+    @property
+    def sizes(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,), writable=False)]: ...
+    @property
+    def labels(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,), writable=False)]: ...
+    @property
+    def total_bytes(self) -> int: ...
+    @property
+    def fingerprint(self) -> int: ...
+    def describe(self, sample: int) -> str: ...
+    def read(self, sample: int) -> bytes:
+        """The bytes of one sample. Raises IoError with its path."""
+
+class FolderSource(Source):
+    @property
+    def root(self) -> str: ...
+    @property
+    def classes(self) -> list[str]: ...
+
+def open_folder(
+    root: str,
+    index_path: str,
+    extensions: Sequence[str],
+    class_per_folder: bool,
+    allow_empty: bool,
+    threads: int,
+) -> FolderSource:
+    """
+    Lists a folder, or takes its stored index where that still holds. An empty index_path: none.
+    """
+
+def check_index(
+    root: str, index_path: str, extensions: Sequence[str], class_per_folder: bool
+) -> str:
+    """Empty if the stored index holds, else why it does not."""
+
+def open_files(
+    root: str, paths: Sequence[str], labels: Sequence[int], threads: int
+) -> FolderSource: ...
+
+class Pipeline:
+    """Compiled transforms of encoded images."""
+
+    @property
+    def height(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def layout(self) -> str: ...
+    def apply(self, encoded: object, *, seed: int = 0, epoch: int = 0, sample: int = 0) -> object:
+        """
+        Decodes and transforms one image; random draws depend on the three numbers alone.
+        """
+
+def compile_pipeline(
+    steps: Sequence[tuple[str, dict]],
+    dtype: str | None = None,
+    layout: str | None = None,
+    max_pixels: int = 178956970,
+) -> Pipeline:
+    """Compiles [(name, parameters), ...] into a Pipeline."""
+
+def decode_rgb(encoded: object, max_pixels: int = 178956970) -> object:
+    """Decodes a JPEG, PNG or WebP image to uint8 RGB, height x width x 3."""
+
+class Batch:
+    """One local batch, as the stage hands it out."""
+
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def index(self) -> int: ...
+    def __len__(self) -> int: ...
+    @property
+    def data(self) -> NDArray:
+        """
+        Images (n, 3, height, width) or (n, height, width, 3), or raw bytes (total,).
+        """
+
+    @property
+    def labels(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]: ...
+    @property
+    def samples(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
+    @property
+    def offsets(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
+    @property
+    def lengths(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
+    @property
+    def origins(self) -> list[tuple[int, int, float]]:
+        """
+        (samples, bytes, seconds) of the RAM tier, the file tier and the source.
+        """
+
+    @property
+    def transform_seconds(self) -> float: ...
+    @property
+    def substitutions(self) -> list[tuple[int, int, str]]: ...
+    @property
+    def queue(self) -> int: ...
+
+class Loader:
+    """The staging buffer of one rank (native/stage/loader.h)."""
+
+    def __init__(
+        self,
+        *,
+        job: JobSpec,
+        rank: int,
+        source: Source,
+        pipeline: Pipeline | None,
+        tiers: Sequence[tuple[str, int, str, bool]],
+        job_name: str,
+        local_rank: int,
+        local_world: int,
+        on_error: str,
+        fetchers: int,
+        workers: int,
+        depth: int,
+        reader: str,
+        staging_bytes: int,
+        io_bytes: int,
+        first_epoch: int = 0,
+    ) -> None: ...
+    def next(self) -> Batch:
+        """The next batch; waits for it with the GIL released."""
+
+    def seek(self, epoch: int, batch: int) -> None: ...
+    @property
+    def position(self) -> tuple[int, int]: ...
+    def close(self) -> None: ...
+    @property
+    def memory(self) -> tuple[int, int, int, int]: ...

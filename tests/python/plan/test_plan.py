@@ -1,0 +1,229 @@
+"""Orders are torch's, shares partition them, placement and bounds keep their promises."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from nostall import Plan, _native
+from nostall.errors import UsageError
+
+
+def batches(plan: Plan, epoch: int, rank: int) -> list[list[int]]:
+    ids, ends = plan.rank_epoch(epoch, rank)
+    starts = [0, *ends.tolist()][:-1]
+    return [ids[a:b].tolist() for a, b in zip(starts, ends.tolist(), strict=True)]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    samples=st.integers(1, 700),
+    world=st.integers(1, 9),
+    batch=st.integers(1, 40),
+    seed=st.integers(0, 2**40),
+    epoch=st.integers(0, 1000),
+    drop=st.booleans(),
+)
+def test_every_rank_gets_the_batches_of_torch(
+    samples: int, world: int, batch: int, seed: int, epoch: int, drop: bool
+) -> None:
+    plan = Plan(
+        samples=samples,
+        batch_size=batch,
+        world_size=world,
+        epochs=epoch + 1,
+        seed=seed,
+        drop_last=drop,
+    )
+    for rank in range(world):
+        sampler = DistributedSampler(
+            range(samples), num_replicas=world, rank=rank, seed=seed, drop_last=drop
+        )
+        sampler.set_epoch(epoch)
+        expected = [
+            b.tolist()
+            for b in DataLoader(range(samples), batch_size=batch, sampler=sampler, drop_last=drop)
+        ]
+        assert batches(plan, epoch, rank) == expected
+        assert len(plan) == len(expected)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    samples=st.integers(1, 300),
+    order_world=st.integers(1, 6),
+    per_rank=st.integers(1, 6),
+    drop=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_global_batches_do_not_depend_on_how_many_ranks_share_them(
+    samples: int, order_world: int, per_rank: int, drop: bool, seed: int
+) -> None:
+    total = order_world * per_rank
+    seen = set()
+    for world in [w for w in range(1, total + 1) if total % w == 0]:
+        plan = Plan(
+            samples=samples,
+            batch_size=total // world,
+            world_size=world,
+            seed=seed,
+            drop_last=drop,
+            order_world=order_world,
+        )
+        parts = [batches(plan, 0, r) for r in range(world)]
+        seen.add(tuple(tuple(sorted(sum(b, []))) for b in zip(*parts, strict=True)))  # noqa: RUF017
+    assert len(seen) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(n=st.integers(1, 5000), seed=st.integers(0, 2**63), epoch=st.integers(0, 99))
+def test_keyed_permutation_is_a_bijection_with_an_inverse(n: int, seed: int, epoch: int) -> None:
+    permutation = _native.KeyedPermutation(n, seed, epoch)
+    images = [permutation(i) for i in range(n)]
+    assert sorted(images) == list(range(n))
+    assert all(permutation.inverse(x) == i for i, x in enumerate(images))
+    plan = Plan(samples=n, epochs=epoch + 1, seed=seed, order="keyed")
+    assert plan.epoch_order(epoch).tolist() == images
+
+
+def test_keyed_permutation_mixes() -> None:
+    n = 100_000
+    order = Plan(samples=n, seed=1, order="keyed").epoch_order(0).astype(np.int64)
+    other = Plan(samples=n, seed=2, order="keyed").epoch_order(0).astype(np.int64)
+    # Of a random permutation about one element stays, and neighbours are n/3 apart on average.
+    assert (order == np.arange(n)).sum() < 12
+    assert (order == other).sum() < 12
+    assert abs(np.abs(np.diff(order)).mean() / (n / 3) - 1) < 0.02
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_schemes_divide_the_batch_as_stated(world: int) -> None:
+    samples, batch = 96, 24
+    for scheme in ("uniform", "imbalanced", "whole"):
+        plan = Plan(
+            samples=samples, batch_size=batch // world, world_size=world, scheme=scheme, seed=3
+        )
+        order = plan.epoch_order(0).tolist()
+        for h in range(len(plan)):
+            parts = [batches(plan, 0, r)[h] for r in range(world)]
+            expected = order[h * batch : (h + 1) * batch]
+            if scheme == "whole":
+                assert all(p == expected for p in parts)
+            else:
+                assert sorted(x for p in parts for x in p) == sorted(expected)
+            if scheme == "imbalanced" and world == 4:
+                assert [len(p) for p in parts] == [9, 10, 2, 3]
+
+
+def cached_reads(plan: Plan, epochs: int, sizes: np.ndarray, keep: set[int]) -> int:
+    """Bytes read by the policy that never evicts what it keeps."""
+    seen: set[int] = set()
+    read = 0
+    for epoch in range(epochs):
+        for s in set(plan.epoch_order(epoch).tolist()):
+            if s not in seen or s not in keep:
+                read += int(sizes[s])
+            seen.add(s)
+    return read
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    samples=st.integers(1, 60),
+    world=st.integers(1, 4),
+    epochs=st.integers(1, 6),
+    share=st.floats(0, 1.2),
+    drop=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_the_lower_bound_is_one_and_is_reached(
+    samples: int, world: int, epochs: int, share: float, drop: bool, seed: int
+) -> None:
+    plan = Plan(
+        samples=samples, batch_size=2, world_size=world, epochs=epochs, seed=seed, drop_last=drop
+    )
+    sizes = np.random.default_rng(seed).integers(1, 50, samples).astype(np.uint64)
+    capacity = int(share * int(sizes.sum()))
+    bound = plan.lower_bound(sizes, capacity)
+    tiers, _, used = plan.place(sizes, [capacity], first_rank=0, ranks=world)
+    keep = {i for i in range(samples) if tiers[i] == 0}
+    assert used[0] == sizes[list(keep)].sum() <= capacity
+    reached = cached_reads(plan, epochs, sizes, keep)
+    assert bound <= reached
+    if plan.epoch_length >= samples:
+        total = int(sizes.sum())
+        assert bound == total + (epochs - 1) * max(0, total - capacity)
+        # Whole samples leave less than one of them unused, in every epoch.
+        assert reached <= bound + (epochs - 1) * int(sizes.max())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    samples=st.integers(1, 80),
+    nodes=st.integers(1, 5),
+    epochs=st.integers(1, 8),
+    seed=st.integers(0, 99),
+    share=st.floats(0.1, 1.5),
+)
+def test_owners_fill_all_nodes_without_duplicates(
+    samples: int, nodes: int, epochs: int, seed: int, share: float
+) -> None:
+    plan = Plan(samples=samples, batch_size=2, world_size=nodes * 2, epochs=epochs, seed=seed)
+    sizes = np.full(samples, 10, dtype=np.uint64)
+    capacity = int(share * 10 * samples / nodes) // 10 * 10
+    owners = plan.owners(sizes, [capacity] * nodes, ranks_per_node=2)
+    owned = [int((owners == n).sum()) * 10 for n in range(nodes)]
+    assert all(o <= capacity for o in owned)
+    assert sum(owned) == min(samples * 10, capacity * nodes)
+    if capacity >= samples * 10:
+        counts = np.stack([plan.node_access(2 * n, 2)[0] for n in range(nodes)])
+        best = counts.max(axis=0)
+        assert (counts[owners, np.arange(samples)] == best).all()
+
+
+def test_placement_prefers_frequency_then_first_access() -> None:
+    plan = Plan(samples=200, batch_size=5, world_size=4, epochs=12, seed=4)
+    sizes = np.full(200, 7, dtype=np.uint64)
+    frequency, first = plan.node_access(1, 1)
+    tiers, offsets, used = plan.place(sizes, [7 * 30, 7 * 50], first_rank=1, ranks=1)
+    assert used == [210, 350]
+    assert frequency[tiers == 0].min() >= frequency[tiers == 1].max()
+    assert frequency[tiers == 1].min() >= frequency[tiers == 255].max()
+    for tier in (0, 1):
+        inside = np.flatnonzero(tiers == tier)
+        by_offset = inside[np.argsort(offsets[inside])]
+        assert (np.diff(first[by_offset].astype(np.int64)) > 0).all()
+        assert (offsets[by_offset] == np.arange(len(inside)) * 7).all()
+
+
+def test_frequencies_add_up_to_the_epochs() -> None:
+    plan = Plan(samples=101, batch_size=4, world_size=6, epochs=5, seed=9)
+    total = sum(plan.node_access(2 * n, 2)[0].astype(int) for n in range(3))
+    order = np.concatenate([plan.epoch_order(e) for e in range(5)]).astype(int)
+    assert (total == np.bincount(order, minlength=101)).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"samples": 0}, "no samples"),
+        ({"samples": 5, "epochs": 0}, "epochs"),
+        ({"samples": 5, "order": [1, 5]}, "sample 5"),
+        ({"samples": 5, "order": "backwards"}, "backwards"),
+        ({"samples": 5, "scheme": "fair"}, "fair"),
+    ],
+)
+def test_impossible_plans_are_refused(arguments: dict[str, object], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        Plan(**arguments)  # type: ignore[arg-type]
+
+
+def test_torch_is_what_we_compare_with() -> None:
+    assert Plan(samples=10, seed=0).epoch_order(0).tolist() == (
+        torch.randperm(10, generator=torch.Generator().manual_seed(0)).tolist()
+    )
