@@ -44,8 +44,9 @@ Readers<Node> collect(const JobSpec& spec, uint32_t ranks_per_node) {
   readers.rows.resize(count * spec.epochs);
   readers.first.assign(count, kNever);
   uint64_t without = count;  // samples not read so far
+  std::vector<uint32_t> order;
   for (uint32_t epoch = 0; epoch < spec.epochs; ++epoch) {
-    const std::vector<SampleId> order = epoch_order(spec, epoch);
+    epoch_order_into(spec, epoch, order);
     Node* row = &readers.rows[uint64_t{epoch} * count];
     const bool partial = length < count || spec.order == OrderKind::user;
     if (partial) readers.missing.resize(count * spec.epochs, true);

@@ -22,8 +22,9 @@ NodeAccess node_access(const JobSpec& spec, uint32_t first_rank, uint32_t ranks,
     return positions;
   };
   const std::vector<uint64_t> full = owned(spec.global_batch);
+  std::vector<uint32_t> order;
   for (uint32_t epoch = first_epoch; epoch < spec.epochs; ++epoch) {
-    const std::vector<SampleId> order = epoch_order(spec, epoch);
+    epoch_order_into(spec, epoch, order);
     for (uint64_t begin = 0; begin < length; begin += spec.global_batch) {
       const uint64_t size = std::min<uint64_t>(spec.global_batch, length - begin);
       const std::vector<uint64_t> rest =

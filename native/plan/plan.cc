@@ -29,7 +29,7 @@ void torch_randperm(uint64_t seed, std::vector<Index>& order) {
     for (uint64_t k = 0; k < count; ++k) {
       const uint64_t i = begin + k;
       uint64_t draw = random();
-      if (n >= kTorchWideFrom) draw |= uint64_t{random()} << 32;
+      if (n >= kTorchWideFrom) draw = (draw << 32) | random();
       targets[k] =
           i + (n >= kTorchWideFrom ? draw % (n - i)
                                    : static_cast<uint32_t>(draw) % static_cast<uint32_t>(n - i));
@@ -87,39 +87,51 @@ uint64_t batches_per_epoch(const JobSpec& spec) {
   return ceil_div(epoch_length(spec), spec.global_batch);
 }
 
-std::vector<SampleId> epoch_order(const JobSpec& spec, uint32_t epoch) {
-  const uint64_t length = epoch_length(spec);
-  std::vector<SampleId> order;
+namespace {
+
+template <typename Id>
+void fill_order(const JobSpec& spec, uint32_t epoch, std::vector<Id>& order) {
+  const uint64_t base = base_length(spec), length = epoch_length(spec);
+  order.resize(base);
   switch (spec.order) {
     case OrderKind::torch:
-      if (spec.samples <= std::numeric_limits<uint32_t>::max()) {
-        std::vector<uint32_t> narrow(spec.samples);
-        torch_randperm(spec.seed + epoch, narrow);
-        order.assign(narrow.begin(), narrow.end());
-      } else {
-        order.resize(spec.samples);
-        torch_randperm(spec.seed + epoch, order);
-      }
+      torch_randperm(spec.seed + epoch, order);
       break;
     case OrderKind::keyed: {
       const KeyedPermutation permutation(spec.samples, spec.seed, epoch);
-      order.resize(spec.samples);
-      for (uint64_t i = 0; i < spec.samples; ++i) order[i] = permutation(i);
+      for (uint64_t i = 0; i < base; ++i) order[i] = static_cast<Id>(permutation(i));
       break;
     }
     case OrderKind::user:
-      order = spec.user_order;
+      std::transform(spec.user_order.begin(), spec.user_order.end(), order.begin(),
+                     [](SampleId id) { return static_cast<Id>(id); });
       break;
     case OrderKind::sequential:
-      order.resize(spec.samples);
-      std::iota(order.begin(), order.end(), SampleId{0});
+      std::iota(order.begin(), order.end(), Id{0});
       break;
   }
   // Padding wraps around as often as it must; dropping cuts the tail.
-  const uint64_t base = order.size();
   order.resize(length);
   for (uint64_t i = base; i < length; ++i) order[i] = order[i % base];
+}
+
+}  // namespace
+
+std::vector<SampleId> epoch_order(const JobSpec& spec, uint32_t epoch) {
+  std::vector<SampleId> order;
+  if (spec.samples > std::numeric_limits<uint32_t>::max()) {
+    fill_order(spec, epoch, order);
+  } else {
+    // Half the memory to shuffle in.
+    std::vector<uint32_t> narrow;
+    fill_order(spec, epoch, narrow);
+    order.assign(narrow.begin(), narrow.end());
+  }
   return order;
+}
+
+void epoch_order_into(const JobSpec& spec, uint32_t epoch, std::vector<uint32_t>& order) {
+  fill_order(spec, epoch, order);
 }
 
 std::vector<uint64_t> batch_positions(const JobSpec& spec, uint32_t rank, uint64_t size) {

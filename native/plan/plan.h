@@ -66,6 +66,9 @@ uint64_t batches_per_epoch(const JobSpec& spec);
 // [h * global_batch, min((h + 1) * global_batch, length)) of it. O(F) time and memory.
 std::vector<SampleId> epoch_order(const JobSpec& spec, uint32_t epoch);
 
+// The same into memory that is used again, for walks over many epochs; fewer than 2^32 samples.
+void epoch_order_into(const JobSpec& spec, uint32_t epoch, std::vector<uint32_t>& order);
+
 // Positions within a global batch of `size` samples that `rank` consumes, in order.
 std::vector<uint64_t> batch_positions(const JobSpec& spec, uint32_t rank, uint64_t size);
 

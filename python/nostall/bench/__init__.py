@@ -6,5 +6,6 @@ from __future__ import annotations
 SUBCOMMANDS: dict[str, str] = {
     "loader": "nostall.bench.loader",
     "plan": "nostall.bench.plan",
+    "observation-2": "nostall.bench.observation2",
     "stall": "nostall.bench.stall",
 }

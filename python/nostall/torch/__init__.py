@@ -1,20 +1,14 @@
-"""For those who keep ``torch.utils.data.DataLoader``: a map-style dataset and its batch sampler.
+"""For those who keep ``torch.utils.data.DataLoader``: a map-style dataset and our order for it.
 
-    dataset = nostall.torch.Dataset(nostall.ImageFolder("/data/train"), transform=augment)
-    sampler = nostall.torch.BatchSampler(len(dataset), batch_size=64, seed=0)
-    loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler, num_workers=4)
-    for epoch in range(90):
-        sampler.set_epoch(epoch)
-        for images, labels in loader:
-            ...
+    dataset = nostall.torch.Dataset(nostall.ImageFolder(path), transform)
+    batches = nostall.torch.BatchSampler(len(dataset), 64, epochs=90, seed=0)
+    loader = torch.utils.data.DataLoader(dataset, batch_sampler=batches, num_workers=8)
 
-The order is that of ``nostall.DataLoader``, and resumes as exactly; tiers and native transforms are
-its alone. Importing this module imports torch.
+The order is DistributedSampler's and can be resumed exactly. The node's tiers serve
+``nostall.DataLoader`` only.
 """
 
-from __future__ import annotations
-
-from nostall.torch.data import Dataset, decode_pil
+from nostall.torch.dataset import Dataset
 from nostall.torch.sampler import BatchSampler
 
-__all__ = ["BatchSampler", "Dataset", "decode_pil"]
+__all__ = ["BatchSampler", "Dataset"]

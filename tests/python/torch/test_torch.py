@@ -1,0 +1,79 @@
+"""The pieces for torch's own DataLoader, and what trainers expect of an iterable loader."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data.distributed import DistributedSampler
+
+import nostall
+import nostall.torch
+from nostall.errors import UsageError
+
+
+def expected(samples: int, batch: int, world: int, rank: int, epoch: int) -> list[list[int]]:
+    sampler = DistributedSampler(range(samples), num_replicas=world, rank=rank, seed=3)
+    sampler.set_epoch(epoch)
+    return [b.tolist() for b in TorchLoader(range(samples), batch_size=batch, sampler=sampler)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchs_loader_gets_our_order(image_folder: Path, workers: int) -> None:
+    folder = nostall.ImageFolder(image_folder)
+    dataset = nostall.torch.Dataset(folder, transform=len)
+    sampler = nostall.torch.BatchSampler(len(dataset), 8, epochs=2, seed=3, rank=1, world_size=2)
+    loader = TorchLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=workers,
+        multiprocessing_context="fork" if workers else None,
+    )
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        ids = expected(len(folder), 8, 2, 1, epoch)
+        assert [sizes.tolist() for sizes, _ in loader] == [
+            [int(folder.sizes[i]) for i in b] for b in ids
+        ]
+        assert len(loader) == len(ids)
+
+
+def test_sampler_resumes_on_another_world() -> None:
+    first = nostall.torch.BatchSampler(50, 6, epochs=3, seed=3, rank=0, world_size=2)
+    head = list(itertools.islice(first, 2))
+    state = first.state_dict()
+    assert state["batch"] == len(head) == 2
+    parts = []
+    for rank in range(3):
+        sampler = nostall.torch.BatchSampler(50, 4, epochs=3, seed=3, rank=rank, world_size=3)
+        sampler.load_state_dict(state)
+        parts.append(list(sampler))
+    whole = [expected(50, 6, 2, r, 0) for r in range(2)]
+    for i, batch in enumerate(zip(*parts, strict=True), 2):
+        assert sorted(itertools.chain(*batch)) == sorted(whole[0][i] + whole[1][i])
+    with pytest.raises(UsageError, match="seed"):
+        nostall.torch.BatchSampler(50, 12, seed=4, rank=0, world_size=1).load_state_dict(state)
+
+
+def test_unreadable_item_names_its_path(image_folder: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "x.jpg"
+    victim.write_bytes(b"12345")
+    dataset = nostall.torch.Dataset(nostall.FileList([victim]))
+    assert dataset[0] == (b"12345", 0)
+    victim.unlink()
+    with pytest.raises(nostall.errors.IoError, match=r"x\.jpg"):
+        dataset[0]
+
+
+def test_trainers_find_what_they_expect_of_an_iterable(image_folder: Path) -> None:
+    """Lightning and Accelerate iterate, ask for the length and set the epoch; nothing else."""
+    loader = nostall.DataLoader(nostall.ImageFolder(image_folder), 8, epochs=3, tiers=[])
+    assert not hasattr(loader, "__next__")
+    lengths = []
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        lengths.append(sum(1 for _ in iter(loader)))
+    assert lengths == [len(loader)] * 3
+    loader.close()
