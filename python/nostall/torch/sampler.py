@@ -1,41 +1,29 @@
-"""The plan's order as a batch sampler of torch's DataLoader."""
+"""Batches of sample ids in the order of the plan, for torch's DataLoader."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import torch.utils.data
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from nostall.errors import UsageError
 from nostall.plan import Plan
 from nostall.world import find_world
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 _STATE_VERSION = 1
-_DECIDING = ("seed", "global_batch", "samples", "drop_last", "order")
 
 
-class BatchSampler(torch.utils.data.Sampler):  # type: ignore[misc]  # torch is untyped here
-    """Lists of sample ids, one per batch of this rank, in the order of ``nostall.DataLoader``.
-
-    Each iteration is one epoch: the one after the last, or what `set_epoch` or `load_state_dict`
-    chose. A library that itself divides batches among ranks (Accelerate) needs
-    ``rank=0, world_size=1``.
+class BatchSampler:
+    """Yields the local batches of one rank; pass it as ``batch_sampler=`` to torch's DataLoader.
 
     Args:
-        samples: size of the data set.
+        samples: size of the dataset.
         batch_size: samples per rank and batch.
-        seed: fixes the order.
-        rank, world_size: found from torch.distributed, torchrun, mpirun or Slurm where not given.
-        drop_last: drop samples that do not fill the world, then the last partial batch.
-        order: ``"torch"`` (DistributedSampler's), ``"keyed"``, ``"sequential"`` or sample ids.
+        epochs: epochs of the job.
+        seed, drop_last: as in ``nostall.DataLoader``.
+        rank, world_size: found from the launcher where not given.
 
-    Raises:
-        UsageError: arguments that cannot be planned, named with their value.
+    `state_dict` counts the batches that torch's DataLoader has *asked for*, which runs ahead of
+    training by its prefetching; give it the number of batches trained to be exact.
     """
 
     def __init__(
@@ -43,123 +31,92 @@ class BatchSampler(torch.utils.data.Sampler):  # type: ignore[misc]  # torch is 
         samples: int,
         batch_size: int,
         *,
+        epochs: int = 1,
         seed: int = 0,
+        drop_last: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
-        drop_last: bool = False,
-        order: str | Sequence[int] | NDArray[np.integer[Any]] = "torch",
     ) -> None:
-        if batch_size < 1:
-            raise UsageError(f"batch_size must be at least 1, not {batch_size}")
         world = find_world(rank=rank, world_size=world_size)
-        self.samples = samples
+        self.rank, self.world_size = world.rank, world.world_size
         self.batch_size = batch_size
-        self.seed = seed
-        self.rank = world.rank
-        self.world_size = world.world_size
-        self.drop_last = drop_last
-        self._order = order
-        self._order_world = world.world_size
-        self._batches = len(self._plan(0))
-        self._next = (0, 0)
-        self._current = (0, 0)
-        self._resumed = False
+        self._arguments: dict[str, Any] = {
+            "samples": samples,
+            "epochs": epochs,
+            "seed": seed,
+            "drop_last": drop_last,
+        }
+        self._order_world = self.world_size
+        self._plan = self._make_plan()
+        self._epoch = 0
+        self._start = 0
+        self._asked = 0
+
+    def _make_plan(self) -> Plan:
+        return Plan(
+            **self._arguments,
+            batch_size=self.batch_size,
+            world_size=self.world_size,
+            order_world=self._order_world,
+        )
 
     def __len__(self) -> int:
-        """Batches of this rank in one epoch."""
-        return self._batches
+        """Batches of one epoch."""
+        return len(self._plan)
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes `epoch` the next to iterate; the one that was resumed keeps its position."""
-        if epoch < 0:
-            raise UsageError(f"epoch must not be negative: {epoch}")
-        if self._resumed and epoch == self._next[0]:
-            return
-        self._resumed = False
-        self._next = self._current = (epoch, 0)
+        """The epoch to iterate next; the one that was interrupted keeps its position."""
+        if not 0 <= epoch < self._arguments["epochs"]:
+            raise UsageError(
+                f"epoch {epoch} is not among the {self._arguments['epochs']} epochs of the job"
+            )
+        if epoch != self._epoch:
+            self._epoch, self._start, self._asked = epoch, 0, 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        # All in the generator, so that nothing moves before the first batch is drawn: DataLoader
-        # with worker processes makes two iterators an epoch and uses one.
-        epoch, start = self._next
-        self._next = (epoch + 1, 0)
-        self._current = (epoch, start)
-        self._resumed = False
-        ids, ends = self._plan(epoch).rank_epoch(epoch, self.rank)
-        for batch in range(start, len(ends)):
-            begin = int(ends[batch - 1]) if batch else 0
-            self._current = (epoch, batch + 1)
-            yield ids[begin : int(ends[batch])].tolist()
+        ids, ends = self._plan.rank_epoch(self._epoch, self.rank)
+        start, self._start = self._start, 0
+        begin = int(ends[start - 1]) if start else 0
+        self._asked = start
+        for end in ends[start:].tolist():
+            self._asked += 1
+            yield ids[begin:end].tolist()
+            begin = end
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
-        """The position in the present epoch, and what it depends on; plain numbers.
-
-        Args:
-            batches: how many batches of the present epoch the training has used. Without it,
-                how many were drawn: with ``num_workers > 0`` DataLoader draws ahead, so pass it
-                there (or use torchdata's StatefulDataLoader, which keeps count itself).
-
-        Raises:
-            UsageError: `batches` is more than an epoch has.
-        """
-        epoch, drawn = self._current
-        batch = drawn if batches is None else batches
-        if not 0 <= batch <= self._batches:
-            raise UsageError(f"an epoch has {self._batches} batches, not {batch}")
+        """The position after `batches` batches of the current epoch (those asked for if None)."""
         return {
             "version": _STATE_VERSION,
-            "epoch": epoch,
-            "batch": batch,
-            "order_world": self._order_world,
-            "seed": self.seed,
+            "epoch": self._epoch,
+            "batch": self._asked if batches is None else batches,
             "global_batch": self.batch_size * self.world_size,
-            "samples": self.samples,
-            "drop_last": self.drop_last,
-            "order": self._order if isinstance(self._order, str) else "user",
+            "order_world": self._order_world,
+            **{key: self._arguments[key] for key in ("samples", "seed", "drop_last")},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues exactly where `state` was taken, on any number of ranks.
-
-        The global batch must be the same: on w ranks pass ``batch_size=global_batch / w``.
+        """Goes on where `state` was taken, also on another number of ranks.
 
         Raises:
-            UsageError: the state is of another dataset, seed, order or global batch.
+            UsageError: the state is of another job.
         """
-        if state.get("version") != _STATE_VERSION:
-            raise UsageError(
-                f"the sampler's state has version {state.get('version')!r}, this release reads "
-                f"{_STATE_VERSION}"
-            )
         mine = self.state_dict()
-        for key in _DECIDING:
+        for key in ("version", "global_batch", "samples", "seed", "drop_last"):
             if state.get(key) != mine[key]:
                 raise UsageError(
                     f"the sampler's state was saved with {key}={state.get(key)}, but this sampler "
                     f"has {key}={mine[key]}"
                 )
-        epoch, batch, order_world = (int(state[k]) for k in ("epoch", "batch", "order_world"))
-        before = self._order_world, self._batches
-        self._order_world = order_world
-        self._batches = len(self._plan(0))
-        if epoch < 0 or not 0 <= batch <= self._batches:
-            self._order_world, self._batches = before
+        before = self._order_world, self._plan
+        self._order_world = int(state["order_world"])
+        self._plan = self._make_plan()
+        epoch, batch = int(state["epoch"]), int(state["batch"])
+        if epoch < 0 or not 0 <= batch <= len(self):
+            possible = len(self)
+            self._order_world, self._plan = before
             raise UsageError(
                 f"the sampler's state is at epoch {epoch}, batch {batch}, which cannot be: an "
-                f"epoch has {self._batches} batches"
+                f"epoch has {possible} batches"
             )
-        self._next = (epoch + 1, 0) if batch == self._batches else (epoch, batch)
-        self._current = self._next
-        self._resumed = True
-
-    def _plan(self, epoch: int) -> Plan:
-        return Plan(
-            samples=self.samples,
-            batch_size=self.batch_size,
-            world_size=self.world_size,
-            epochs=epoch + 1,
-            seed=self.seed,
-            drop_last=self.drop_last,
-            order=self._order,
-            order_world=self._order_world,
-        )
+        self._epoch, self._start = (epoch + 1, 0) if batch == len(self) else (epoch, batch)
+        self._asked = self._start
