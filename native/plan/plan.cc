@@ -131,6 +131,10 @@ std::vector<SampleId> epoch_order(const JobSpec& spec, uint32_t epoch) {
 }
 
 void epoch_order_into(const JobSpec& spec, uint32_t epoch, std::vector<uint32_t>& order) {
+  if (spec.samples > std::numeric_limits<uint32_t>::max()) {
+    fail("placement and owners are planned for fewer than 2^32 samples, not " +
+         std::to_string(spec.samples));
+  }
   fill_order(spec, epoch, order);
 }
 

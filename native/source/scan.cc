@@ -135,6 +135,14 @@ void in_parallel(size_t count, unsigned threads, const std::function<void(size_t
   if (error) throw *error;
 }
 
+// Of the root only the directories count: no name contains a slash.
+std::vector<std::string> class_folders(const std::string& root) {
+  Tree top;
+  std::vector<std::string> classes = list_one(root, "", {"/"}, top);
+  std::sort(classes.begin(), classes.end());
+  return classes;
+}
+
 }  // namespace
 
 uint64_t ScanOptions::hash() const {
@@ -158,15 +166,11 @@ SampleIndex scan_folder(const std::string& root, const ScanOptions& options) {
     index.set_directories(tree.directories);
     return index;
   }
-  Tree top;
-  // Of the root only the directories count: no name contains a slash.
-  std::vector<std::string> classes = list_one(root, "", {"/"}, top);
-  std::sort(classes.begin(), classes.end());
+  std::vector<std::string> classes = class_folders(root);
   if (classes.empty()) {
     throw Error(ErrorKind::usage,
                 root + " has no class folders: give one folder per class, or use FileList");
   }
-  directories = top.directories;
   std::vector<Tree> trees(classes.size());
   in_parallel(classes.size(), options.threads,
               [&](size_t c) { trees[c] = list_tree(root, classes[c], options.extensions); });
@@ -187,6 +191,11 @@ SampleIndex scan_folder(const std::string& root, const ScanOptions& options) {
 }
 
 bool unchanged(const std::string& root, const SampleIndex& index) {
+  try {
+    if (!index.classes().empty() && class_folders(root) != index.classes()) return false;
+  } catch (const Error&) {
+    return false;
+  }
   return std::all_of(
       index.directories().begin(), index.directories().end(), [&](const ListedDirectory& d) {
         struct stat status {};

@@ -24,8 +24,9 @@ struct ScanOptions {
 // directory or file that cannot be examined, Error(usage) if there is no class, or an empty one.
 SampleIndex scan_folder(const std::string& root, const ScanOptions& options);
 
-// Whether the directories that an index lists still have the times it recorded. A file rewritten in
-// place does not change its directory: that is found when it is read (kSizeChanged).
+// Whether the root still has the classes of the index, and every directory below it the time that
+// was recorded. (The root's own time says nothing: the index itself may be kept there.) A file
+// rewritten in place does not change its directory: that is found when it is read (kSizeChanged).
 bool unchanged(const std::string& root, const SampleIndex& index);
 
 // Sizes of a list of files, in order. Throws Error(io) with the path that cannot be examined.

@@ -1,0 +1,114 @@
+// The stored index, and both readers over real files.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+
+#include "source/choice.h"
+#include "source/folder.h"
+#include "source/scan.h"
+
+namespace nostall::source {
+namespace {
+
+namespace fs = std::filesystem;
+
+SampleIndex small_index() {
+  SampleIndex index;
+  index.add("a/1.jpg", 10, 0);
+  index.add("b/2.jpg", 20, 1);
+  index.set_classes({"a", "b"});
+  index.set_directories({{"", 5}, {"a", 6}});
+  return index;
+}
+
+TEST(Index, SurvivesTheRoundTrip) {
+  const auto bytes = serialize_index(small_index(), 9);
+  const auto parsed = parse_index(bytes, 9);
+  ASSERT_TRUE(parsed);
+  EXPECT_EQ(parsed.value().path(1), "b/2.jpg");
+  EXPECT_EQ(parsed.value().total_bytes(), 30u);
+  EXPECT_EQ(parsed.value().classes(), (std::vector<std::string>{"a", "b"}));
+  EXPECT_EQ(parsed.value().directories()[1].mtime_ns, 6);
+  EXPECT_EQ(parsed.value().fingerprint(), small_index().fingerprint());
+  EXPECT_FALSE(parse_index(bytes, 8));
+}
+
+TEST(Index, RefusesEveryDamage) {
+  const auto bytes = serialize_index(small_index(), 9);
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    EXPECT_FALSE(parse_index(std::span(bytes).first(i), 9)) << i;
+    auto damaged = bytes;
+    damaged[i] ^= std::byte{0x40};
+    EXPECT_FALSE(parse_index(damaged, 9)) << i;
+  }
+}
+
+TEST(Choice, KeepsManyInFlightOnlyWhereReadsWait) {
+  EXPECT_FALSE(choose_reader(0.0).many_in_flight);
+  EXPECT_FALSE(choose_reader(15e-6).many_in_flight);
+  EXPECT_TRUE(choose_reader(1e-3).many_in_flight);
+}
+
+class ReaderTest : public testing::TestWithParam<ReaderKind> {
+ protected:
+  void SetUp() override {
+    char pattern[] = "/tmp/nostall-source-XXXXXX";
+    root_ = ::mkdtemp(pattern);
+    for (int i = 0; i < 40; ++i) write(i, static_cast<size_t>(i) * 1000);
+    source_ =
+        std::make_unique<FolderSource>(root_.string(), scan_folder(root_.string(), options()));
+  }
+  void TearDown() override { fs::remove_all(root_); }
+
+  static ScanOptions options() {
+    ScanOptions o;
+    o.class_per_folder = false;
+    return o;
+  }
+  void write(int i, size_t size) {
+    char name[16];
+    std::snprintf(name, sizeof name, "%03d", i);
+    std::ofstream(root_ / name, std::ios::binary) << std::string(size, static_cast<char>(i));
+  }
+  std::vector<ReadRequest> read_all() {
+    memory_.clear();
+    for (const uint64_t size : source_->sizes()) memory_.emplace_back(size);
+    std::vector<ReadRequest> requests;
+    for (uint64_t s = 0; s < source_->size(); ++s) requests.push_back({s, memory_[s], -1});
+    source_->make_reader(GetParam(), 7)->read(requests);
+    return requests;
+  }
+
+  fs::path root_;
+  std::unique_ptr<FolderSource> source_;
+  std::vector<std::vector<std::byte>> memory_;
+};
+
+TEST_P(ReaderTest, BringsEveryFile) {
+  for (const ReadRequest& r : read_all()) {
+    ASSERT_EQ(r.error, 0);
+    for (const std::byte b : r.into) ASSERT_EQ(b, static_cast<std::byte>(r.sample));
+  }
+}
+
+TEST_P(ReaderTest, TellsWhatIsWrongWithEachFile) {
+  fs::remove(root_ / "005");
+  write(6, 100);
+  write(7, 99999);
+  write(0, 1);
+  for (const ReadRequest& r : read_all()) {
+    const int expected = r.sample == 5                                     ? ENOENT
+                         : r.sample == 6 || r.sample == 7 || r.sample == 0 ? kSizeChanged
+                                                                           : 0;
+    EXPECT_EQ(r.error, expected) << r.sample;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ReaderTest,
+                         testing::Values(ReaderKind::pread, ReaderKind::uring,
+                                         ReaderKind::automatic));
+
+}  // namespace
+}  // namespace nostall::source

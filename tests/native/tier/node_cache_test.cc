@@ -1,0 +1,291 @@
+// Ranks as several caches of one process; shared memory in a directory of the test's own.
+#include "tier/node_cache.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstring>
+#include <filesystem>
+#include <mutex>
+#include <thread>
+
+#include "base/error.h"
+#include "base/log.h"
+
+namespace nostall::tier {
+namespace {
+
+namespace fs = std::filesystem;
+using namespace std::chrono_literals;
+
+class NodeCacheTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    char pattern[] = "/tmp/nostall-tier-XXXXXX";
+    root_ = ::mkdtemp(pattern);
+    fs::create_directory(root_ / "shm");
+    set_log_sink([this](LogLevel, const std::string& message) {
+      const std::scoped_lock lock(mutex_);
+      warnings_.push_back(message);
+    });
+  }
+  void TearDown() override {
+    set_log_sink({});
+    fs::remove_all(root_);
+  }
+
+  // Ten samples of 100 bytes, all in tier 0.
+  static constexpr uint64_t kSamples = 10, kSize = 100;
+
+  NodeCacheConfig config(uint32_t rank, uint32_t world, TierKind kind = TierKind::ram) const {
+    NodeCacheConfig c;
+    c.job = "test";
+    c.local_rank = rank;
+    c.local_world = world;
+    c.dataset = 11;
+    c.plan = 22;
+    c.tiers = {{kind, 4096, (root_ / "disk").string(), false}};
+    c.shm_directory = (root_ / "shm").string();
+    return c;
+  }
+  static std::unique_ptr<NodeCache> attach(const NodeCacheConfig& c) {
+    const std::vector<uint64_t> sizes(kSamples, kSize);
+    const uint64_t record = kSize + record_overhead(c.tiers[0].kind);
+    plan::Placement placement;
+    placement.tier.assign(kSamples, 0);
+    for (uint64_t s = 0; s < kSamples; ++s) placement.offset.push_back(s * record);
+    placement.used = {kSamples * record};
+    placement.fill.resize(1);
+    return NodeCache::attach(c, sizes, placement, 2s);
+  }
+  static std::vector<std::byte> bytes_of(uint64_t sample) {
+    return std::vector<std::byte>(kSize, static_cast<std::byte>(sample + 1));
+  }
+  static void put(NodeCache& cache, uint64_t sample) {
+    ASSERT_TRUE(cache.claim(sample));
+    const auto bytes = bytes_of(sample);
+    if (cache.kind(sample) == TierKind::file) {
+      cache.file_write(sample, bytes);
+      return;
+    }
+    const auto slot = cache.ram_slot(sample);
+    ASSERT_EQ(slot.size(), kSize);
+    std::memcpy(slot.data(), bytes.data(), kSize);
+    cache.publish(sample);
+  }
+  size_t files() const {
+    size_t n = 0;
+    for (const auto& e : fs::recursive_directory_iterator(root_)) n += e.is_regular_file();
+    return n;
+  }
+
+  fs::path root_;
+  std::mutex mutex_;
+  std::vector<std::string> warnings_;
+};
+
+TEST_F(NodeCacheTest, WhatOneRankPutsTheOthersSee) {
+  const auto a = attach(config(0, 2)), b = attach(config(1, 2));
+  put(*a, 3);
+  EXPECT_EQ(b->state(3), State::ready);
+  const auto bytes = bytes_of(3);
+  EXPECT_TRUE(std::equal(bytes.begin(), bytes.end(), b->ram_view(3).begin()));
+  EXPECT_EQ(b->ram_bytes(), kSize);
+  EXPECT_FALSE(b->claim(3));
+}
+
+TEST_F(NodeCacheTest, TheLastOneOutRemovesEverything) {
+  {
+    const auto a = attach(config(0, 2, TierKind::file));
+    {
+      const auto b = attach(config(1, 2, TierKind::file));
+      put(*b, 0);
+    }
+    EXPECT_EQ(a->state(0), State::ready);
+    EXPECT_GT(files(), 0u);
+  }
+  EXPECT_EQ(files(), 0u);
+}
+
+TEST_F(NodeCacheTest, AClaimIsExclusive) {
+  std::vector<std::unique_ptr<NodeCache>> ranks;
+  for (uint32_t r = 0; r < 4; ++r) ranks.push_back(attach(config(r, 4)));
+  std::array<std::atomic<int>, kSamples> claims{};
+  {
+    std::vector<std::jthread> threads;
+    for (auto& rank : ranks) {
+      threads.emplace_back([&] {
+        for (uint64_t s = 0; s < kSamples; ++s) claims[s] += rank->claim(s) ? 1 : 0;
+      });
+    }
+  }
+  for (const auto& c : claims) EXPECT_EQ(c, 1);
+}
+
+TEST_F(NodeCacheTest, WaitersWakeOnPublishAndOnAbandon) {
+  const auto a = attach(config(0, 2)), b = attach(config(1, 2));
+  for (const bool publish : {true, false}) {
+    const uint64_t sample = publish ? 1 : 2;
+    ASSERT_TRUE(a->claim(sample));
+    std::jthread later([&] {
+      std::this_thread::sleep_for(30ms);
+      if (publish) {
+        a->publish(sample);
+      } else {
+        a->abandon(sample);
+      }
+    });
+    EXPECT_EQ(b->wait(sample, 5s, {}), publish ? State::ready : State::empty);
+  }
+}
+
+TEST_F(NodeCacheTest, AWaitEndsWithItsDeadlineOrItsStop) {
+  const auto a = attach(config(0, 2)), b = attach(config(1, 2));
+  ASSERT_TRUE(a->claim(0));
+  EXPECT_EQ(b->wait(0, 30ms, {}), State::filling);
+  std::stop_source stop;
+  stop.request_stop();
+  EXPECT_EQ(b->wait(0, 10s, stop.get_token()), State::filling);
+}
+
+TEST_F(NodeCacheTest, AClaimOfARankThatLeftIsGivenBack) {
+  const auto a = attach(config(0, 2));
+  {
+    const auto b = attach(config(1, 2));
+    ASSERT_TRUE(b->claim(5));
+  }
+  EXPECT_EQ(a->state(5), State::empty);
+  EXPECT_FALSE(a->dead_peer());
+}
+
+TEST_F(NodeCacheTest, RanksThatDisagreeAreRefused) {
+  const auto a = attach(config(0, 2));
+  for (const int what : {0, 1, 2}) {
+    auto other = config(1, 2);
+    (what == 0 ? other.dataset : other.plan) += what == 2 ? 0 : 1;
+    if (what == 2) other.local_world = 3;
+    try {
+      attach(other);
+      FAIL() << "not refused: " << what;
+    } catch (const Error& e) {
+      EXPECT_EQ(e.kind(), ErrorKind::peer);
+      EXPECT_NE(std::string(e.what()).find("local rank 1"), std::string::npos) << e.what();
+    }
+  }
+  EXPECT_TRUE(a->claim(0));
+}
+
+TEST_F(NodeCacheTest, ARankThatRunsAlreadyIsRefused) {
+  const auto a = attach(config(0, 2));
+  put(*a, 1);
+  try {
+    attach(config(0, 2));
+    FAIL() << "not refused";
+  } catch (const Error& e) {
+    EXPECT_EQ(e.kind(), ErrorKind::usage);
+    EXPECT_NE(std::string(e.what()).find(std::to_string(::getpid())), std::string::npos);
+  }
+  EXPECT_EQ(a->state(1), State::ready);
+}
+
+TEST_F(NodeCacheTest, AFileTierChecksWhatItReads) {
+  const auto cache = attach(config(0, 1, TierKind::file));
+  put(*cache, 4);
+  put(*cache, 5);
+  std::vector<std::byte> into(kSize);
+  EXPECT_TRUE(cache->file_read(4, into));
+  EXPECT_EQ(into, bytes_of(4));
+  for (const auto& e : fs::directory_iterator(root_ / "disk")) {
+    const Descriptor file(::open(e.path().c_str(), O_RDWR));
+    const std::byte wrong{0xee};
+    FileSystem::real().pwrite(file.get(), {&wrong, 1}, 5 * (kSize + 24) + 24 + 50);
+    EXPECT_LE(e.file_size(), 4096u);
+  }
+  EXPECT_FALSE(cache->file_read(5, into));
+  EXPECT_EQ(cache->state(5), State::failed);
+  EXPECT_TRUE(cache->file_read(4, into));
+  ASSERT_EQ(warnings_.size(), 1u);
+  EXPECT_NE(warnings_[0].find("sample 5"), std::string::npos) << warnings_[0];
+}
+
+// No room, wherever it is asked for.
+class FullDisk : public FileSystem {
+ public:
+  int allocate(int, uint64_t, uint64_t) override { return -ENOSPC; }
+  int64_t pwrite(int, std::span<const std::byte>, uint64_t) override { return -ENOSPC; }
+};
+
+TEST_F(NodeCacheTest, AFullDiskIsOneWarningAndNoError) {
+  FullDisk full;
+  auto c = config(0, 1, TierKind::file);
+  c.files = &full;
+  const auto cache = attach(c);
+  for (const uint64_t s : {0, 1}) {
+    if (cache->claim(s)) cache->file_write(s, bytes_of(s));
+  }
+  EXPECT_EQ(cache->state(0), State::failed);
+  EXPECT_FALSE(cache->placed(1));
+  ASSERT_EQ(warnings_.size(), 1u);
+  EXPECT_NE(warnings_[0].find("No space left"), std::string::npos);
+}
+
+TEST_F(NodeCacheTest, NoMemoryIsOneWarningAndNoSignal) {
+  FullDisk full;
+  auto c = config(0, 1);
+  c.files = &full;
+  const auto cache = attach(c);
+  for (const uint64_t s : {0, 1}) {
+    ASSERT_TRUE(cache->claim(s));
+    EXPECT_TRUE(cache->ram_slot(s).empty());
+    EXPECT_EQ(cache->state(s), State::failed);
+  }
+  EXPECT_EQ(warnings_.size(), 1u);
+}
+
+TEST_F(NodeCacheTest, AKeptTierServesTheNextJobOnTheSameData) {
+  auto c = config(0, 1, TierKind::file);
+  c.tiers[0].keep = true;
+  {
+    const auto cache = attach(c);
+    put(*cache, 2);
+    put(*cache, 7);
+  }
+  const auto residents = resident_samples(c.tiers[0], c.dataset);
+  ASSERT_EQ(residents.size(), 2u);
+  EXPECT_EQ(residents[1].sample, 7u);
+  EXPECT_TRUE(resident_samples(c.tiers[0], c.dataset + 1).empty());
+  c.job = "another";
+  c.plan = 99;
+  const auto next = attach(c);
+  EXPECT_EQ(next->state(2), State::ready);
+  EXPECT_EQ(next->state(3), State::empty);
+  std::vector<std::byte> into(kSize);
+  EXPECT_TRUE(next->file_read(7, into));
+  EXPECT_EQ(into, bytes_of(7));
+  // A second job at the same time has a file of its own.
+  c.job = "third";
+  const auto third = attach(c);
+  EXPECT_EQ(third->state(2), State::empty);
+  put(*third, 2);
+}
+
+TEST_F(NodeCacheTest, TwoJobsDoNotSeeEachOther) {
+  auto other = config(0, 1);
+  other.job = "other";
+  const auto a = attach(config(0, 1)), b = attach(other);
+  put(*a, 0);
+  EXPECT_EQ(b->state(0), State::empty);
+}
+
+TEST_F(NodeCacheTest, AnUnusableTierDirectoryIsAWarning) {
+  auto c = config(0, 1, TierKind::file);
+  c.tiers[0].path = "/proc/no/such/place";
+  const auto cache = attach(c);
+  EXPECT_FALSE(cache->placed(0));
+  EXPECT_FALSE(cache->claim(0));
+  EXPECT_EQ(warnings_.size(), 1u);
+}
+
+}  // namespace
+}  // namespace nostall::tier

@@ -1,0 +1,150 @@
+"""Folders are listed as torchvision lists them, once, and changes are noticed."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torchvision.datasets import ImageFolder as TorchvisionFolder
+
+import nostall
+from nostall import _native
+from nostall.errors import IoError, UsageError
+from nostall.source import IMAGE_EXTENSIONS, index_path
+
+
+def random_tree(root: Path, seed: int) -> None:
+    """Classes with odd names, nested folders, links, and files that are no samples."""
+    draw = random.Random(seed)
+    names = ["zeta", "Alpha", "été", "class 10", "class 9", "_x", ".hidden", "日本"]
+    for name in draw.sample(names, draw.randint(2, len(names))):
+        folders = [root / name]
+        for _ in range(draw.randint(0, 4)):
+            folders.append(draw.choice(folders) / draw.choice(["b", "a", "B", "a.d", "a-d", "é"]))
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+        (folders[0] / "always.jpg").write_bytes(b"x")
+        for folder in folders:
+            for _ in range(draw.randint(0, 6)):
+                stem = draw.choice(["1", "10", "2", "Z", "z", "ü", ".dot", "a b"])
+                suffix = draw.choice([".jpg", ".JPEG", ".Png", ".txt", ".webp", ".tiff", ""])
+                (folder / (stem + suffix)).write_bytes(b"x" * draw.randint(0, 9))
+        if draw.random() < 0.5:
+            target = root.parent / f"linked-{seed}-{name}"
+            target.mkdir()
+            (target / "far.jpg").write_bytes(b"far")
+            (folders[0] / "link").symlink_to(target)
+            (folders[0] / "link.png").symlink_to(target / "far.jpg")
+    (root / "README.jpg").write_bytes(b"not in a class")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_samples_are_those_of_torchvision_in_its_order(tmp_path: Path, seed: int) -> None:
+    root = tmp_path / "data"
+    root.mkdir()
+    random_tree(root, seed)
+    theirs = TorchvisionFolder(str(root))
+    ours = nostall.ImageFolder(root, index=False)
+    assert ours.classes == theirs.classes
+    assert ours.class_to_idx == theirs.class_to_idx
+    assert [ours.describe(i) for i in range(len(ours))] == [p for p, _ in theirs.samples]
+    assert ours.labels.tolist() == theirs.targets
+    assert ours.sizes.tolist() == [os.path.getsize(p) for p, _ in theirs.samples]
+
+
+def holds(root: Path, index: Path) -> bool:
+    return not _native.check_index(
+        root=str(root),
+        index_path=str(index),
+        extensions=list(IMAGE_EXTENSIONS),
+        class_per_folder=True,
+    )
+
+
+def test_the_stored_listing_is_used_until_something_changes(
+    image_folder: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "copy"
+    subprocess.run(["cp", "-r", str(image_folder), str(root)], check=True)
+    (root / ".nostall-index").unlink(missing_ok=True)
+    first = nostall.ImageFolder(root)
+    index = Path(index_path(str(root)))
+    if not index.exists():
+        pytest.fail(f"{index} was not written")
+    second = nostall.ImageFolder(root, index=tmp_path / "elsewhere")
+    assert holds(root, tmp_path / "elsewhere")
+    assert first.fingerprint == second.fingerprint
+    (root / "class0" / "new.jpg").write_bytes(b"new")
+    assert not holds(root, tmp_path / "elsewhere")
+    third = nostall.ImageFolder(root, index=tmp_path / "elsewhere")
+    assert len(third) == len(first) + 1
+    assert third.fingerprint != first.fingerprint
+    (root / "class9").mkdir()
+    (root / "class9" / "a.jpg").write_bytes(b"a")
+    assert nostall.ImageFolder(root, index=tmp_path / "elsewhere").classes[-1] == "class9"
+    (root / "class9" / "a.jpg").unlink()
+    with pytest.raises(UsageError, match="class9"):
+        nostall.ImageFolder(root, index=tmp_path / "elsewhere")
+
+
+def test_the_next_start_takes_the_listing_beside_the_data(
+    image_folder: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "copy"
+    subprocess.run(["cp", "-r", str(image_folder), str(root)], check=True)
+    nostall.ImageFolder(root)
+    assert holds(root, root / ".nostall-index")
+
+
+@pytest.mark.parametrize("cut", [0, 1, 50, -1])
+def test_a_damaged_listing_is_made_again(image_folder: Path, tmp_path: Path, cut: int) -> None:
+    index = tmp_path / "index"
+    first = nostall.ImageFolder(image_folder, index=index)
+    index.write_bytes(index.read_bytes()[:cut])
+    again = nostall.ImageFolder(image_folder, index=index)
+    assert again.fingerprint == first.fingerprint
+    assert holds(image_folder, index)
+
+
+def test_a_listing_that_cannot_be_stored_is_no_error(image_folder: Path) -> None:
+    assert len(nostall.ImageFolder(image_folder, index="/proc/no/place")) == 61
+
+
+def test_wrong_folders_are_named(tmp_path: Path) -> None:
+    with pytest.raises(IoError, match="nowhere"):
+        nostall.ImageFolder(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match="no class folders"):
+        nostall.ImageFolder(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="empty holds no samples"):
+        nostall.ImageFolder(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a.jpg").write_bytes(b"a")
+    assert nostall.ImageFolder(tmp_path, allow_empty=True).classes == ["empty", "full"]
+    (tmp_path / "full" / "loop.jpg").symlink_to("loop.jpg")
+    with pytest.raises(IoError, match=r"loop\.jpg"):
+        nostall.ImageFolder(tmp_path, allow_empty=True)
+    (tmp_path / "full" / "loop.jpg").unlink()
+    (tmp_path / "full" / "up").symlink_to(tmp_path / "full")
+    with pytest.raises(UsageError, match="full/up"):
+        nostall.ImageFolder(tmp_path, allow_empty=True)
+
+
+def test_file_lists(tmp_path: Path) -> None:
+    for name in ("b", "a", "sub/c"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(name.encode())
+    files = nostall.FileList(["b", "sub/c", tmp_path / "a"], [7, 8, 9], root=tmp_path)
+    assert [files.read(i) for i in range(3)] == [b"b", b"sub/c", b"a"]
+    assert files.labels.tolist() == [7, 8, 9]
+    every = nostall.FileList(root=tmp_path)
+    assert [every.describe(i) for i in range(3)] == [str(tmp_path / n) for n in ("a", "b", "sub/c")]
+    with pytest.raises(UsageError, match="2 labels for 1 paths"):
+        nostall.FileList(["a"], [1, 2], root=tmp_path)
+    with pytest.raises(IoError, match="missing"):
+        nostall.FileList(["missing"], root=tmp_path)
+    assert isinstance(every.sizes, np.ndarray)
