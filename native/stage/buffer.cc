@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <new>
+#include <utility>
 
 namespace nostall::stage {
 namespace {
@@ -31,6 +32,7 @@ std::shared_ptr<Buffer> BufferPool::take(size_t bytes) {
     }
     if (best != free_.end()) {
       buffer = std::move(*best);
+      free_bytes_ -= buffer->capacity();
       free_.erase(best);
     }
   }
@@ -46,18 +48,12 @@ std::shared_ptr<Buffer> BufferPool::take(size_t bytes) {
 
 void BufferPool::put_back(std::unique_ptr<Buffer> buffer) noexcept {
   const std::scoped_lock lock(mutex_);
-  if (free_.size() < keep_) {
+  if (free_bytes_ + buffer->capacity() <= keep_bytes_) {
+    free_bytes_ += buffer->capacity();
     free_.push_back(std::move(buffer));
-    return;
+  } else {
+    bytes_ -= buffer->capacity();
   }
-  // Full: keep the larger ones, they serve every request.
-  auto smallest = std::min_element(free_.begin(), free_.end(), [](const auto& a, const auto& b) {
-    return a->capacity() < b->capacity();
-  });
-  if (smallest != free_.end() && (*smallest)->capacity() < buffer->capacity()) {
-    std::swap(*smallest, buffer);
-  }
-  bytes_ -= buffer->capacity();
 }
 
 uint64_t BufferPool::bytes() const {

@@ -1,9 +1,9 @@
 // stage/buffer.h - pooled memory for batches and for bytes on their way.
 //
 // A Buffer goes back to its pool when its last owner lets go of it, which may be a tensor that the
-// user keeps for an hour, after the loader is gone. The pool keeps at most `keep` free buffers; it
-// never refuses: what is in flight is bounded by the stage, what the user holds is the user's.
-// Thread-safety: all functions may be called from any thread.
+// user keeps for an hour, after the loader is gone. The pool keeps at most `keep_bytes` of free
+// buffers; it never refuses: what is in flight is bounded by the stage, what the user holds is the
+// user's. Thread-safety: all functions may be called from any thread.
 #pragma once
 
 #include <cstddef>
@@ -32,7 +32,7 @@ class Buffer {
 class BufferPool : public std::enable_shared_from_this<BufferPool> {
  public:
   // Create with std::make_shared.
-  explicit BufferPool(size_t keep) : keep_(keep) {}
+  explicit BufferPool(uint64_t keep_bytes) : keep_bytes_(keep_bytes) {}
 
   // At least `bytes` long, aligned to 64 bytes. Throws std::bad_alloc.
   std::shared_ptr<Buffer> take(size_t bytes);
@@ -42,10 +42,10 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
  private:
   void put_back(std::unique_ptr<Buffer> buffer) noexcept;
 
-  const size_t keep_;
+  const uint64_t keep_bytes_;
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Buffer>> free_;
-  uint64_t bytes_ = 0;
+  uint64_t bytes_ = 0, free_bytes_ = 0;
 };
 
 }  // namespace nostall::stage

@@ -5,18 +5,10 @@
 #include "stage/run.h"
 
 namespace nostall::stage {
-namespace {
-
-// Free raw buffers kept for reuse: more than two fetch threads have in flight at once.
-constexpr size_t kKeepRaw = 128;
-constexpr size_t kKeepBatches = 16;
-
-}  // namespace
-
 Loader::Loader(LoaderConfig config)
     : config_(std::move(config)),
-      batch_pool_(std::make_shared<BufferPool>(kKeepBatches)),
-      raw_pool_(std::make_shared<BufferPool>(kKeepRaw)),
+      batch_pool_(std::make_shared<BufferPool>(config_.staging_bytes)),
+      raw_pool_(std::make_shared<BufferPool>(config_.io_bytes)),
       owner_pid_(::getpid()) {
   plan::validate(config_.job);
   if (!config_.source) throw Error(ErrorKind::usage, "a loader needs a source");

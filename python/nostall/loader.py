@@ -261,11 +261,15 @@ class DataLoader:
     def _batches_of(self, epoch: int, start: int) -> Iterator[tuple[Any, Any]]:
         loader = self._stage()
         loader.seek(epoch, start)
-        self._recorder.begin_epoch(epoch)
+        running = self._recorder.begin_epoch(epoch)
         fetched = start
         pending = self._python.start() if self._python else None
         try:
             for index in range(start, self._batches):
+                if not self._recorder.is_current(running):
+                    raise UsageError(
+                        "another iteration of this loader has begun: a loader has one position"
+                    )
                 began = time.perf_counter()
                 if pending is not None:
                     while fetched < self._batches and pending.wants_more():
@@ -281,7 +285,7 @@ class DataLoader:
                 self._position = (epoch, index + 1)
                 yield data, self._array(batch.labels)
         finally:
-            self._recorder.end_epoch()
+            self._recorder.end_epoch(running)
             if pending is not None:
                 pending.drop()
         if self._position == (epoch, self._batches):

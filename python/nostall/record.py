@@ -28,9 +28,12 @@ class Recorder:
         }
         self._memory = (0, 0, 0, 0)
 
-    def begin_epoch(self, epoch: int) -> None:
-        self.end_epoch()
+    def begin_epoch(self, epoch: int) -> _Running:
+        """Ends the epoch before, if its iterator has not."""
+        if self._current is not None:
+            self.end_epoch(self._current)
         self._current = _Running(epoch)
+        return self._current
 
     def batch(
         self,
@@ -68,10 +71,15 @@ class Recorder:
         for column, value in zip(self._columns.values(), row, strict=True):
             column.append(value)
 
-    def end_epoch(self) -> None:
-        if self._current is not None:
-            self._epochs.append(self._current.freeze())
+    def end_epoch(self, running: _Running) -> None:
+        """Ends the epoch if it is still the current one: an abandoned iterator may end late."""
+        if self._current is running:
+            self._epochs.append(running.freeze())
             self._current = None
+
+    def is_current(self, running: _Running) -> bool:
+        """Whether no other iteration has begun."""
+        return self._current is running
 
     def stats(self, lower_bound: int) -> Stats:
         epochs = list(self._epochs)

@@ -43,7 +43,7 @@ TEST(SpeedEstimate, FollowsAFileSystemThatSlowsDown) {
 TEST(BufferPool, ReusesWhatComesBackAndOutlivesItsOwner) {
   std::shared_ptr<Buffer> held;
   {
-    const auto pool = std::make_shared<BufferPool>(2);
+    const auto pool = std::make_shared<BufferPool>(2000);
     const std::byte* first = pool->take(1000)->data();
     const auto again = pool->take(900);
     EXPECT_EQ(again->data(), first);
@@ -55,17 +55,18 @@ TEST(BufferPool, ReusesWhatComesBackAndOutlivesItsOwner) {
   std::memset(held->data(), 1, 64);
 }
 
-TEST(BufferPool, KeepsNoMoreFreeBuffersThanItWasTold) {
-  const auto pool = std::make_shared<BufferPool>(2);
+TEST(BufferPool, KeepsNoMoreFreeBytesThanItWasTold) {
+  const auto pool = std::make_shared<BufferPool>(50);
   {
     const auto a = pool->take(10), b = pool->take(20), c = pool->take(30);
     EXPECT_EQ(pool->bytes(), 60u);
   }
-  EXPECT_EQ(pool->bytes(), 50u);
+  EXPECT_LE(pool->bytes(), 50u);
+  EXPECT_GT(pool->bytes(), 0u);
 }
 
 TEST(BufferPool, ServesManyThreads) {
-  const auto pool = std::make_shared<BufferPool>(4);
+  const auto pool = std::make_shared<BufferPool>(200);
   std::vector<std::jthread> threads;
   for (int t = 0; t < 4; ++t) {
     threads.emplace_back([&pool, t] {

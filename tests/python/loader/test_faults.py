@@ -441,3 +441,17 @@ def test_a_file_of_huge_dimensions_is_refused(make_folder: Callable[[int], Path]
         pytest.raises(CorruptionError, match=r"class0/002\.jpg"),
     ):
         list(loader)
+
+
+def test_an_abandoned_iterator_does_not_disturb_the_next_one(image_folder: Path) -> None:
+    folder = nostall.ImageFolder(image_folder)
+    with nostall.DataLoader(folder, 8, epochs=3, tiers=[]) as loader:
+        abandoned = iter(loader)
+        next(abandoned)
+        fresh = iter(loader)
+        next(fresh)
+        with pytest.raises(UsageError, match="another iteration"):
+            next(abandoned)
+        del abandoned
+        assert sum(1 for _ in fresh) == len(loader) - 1
+        assert [e.batches for e in loader.stats().epochs] == [1, len(loader)]
