@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nostall import _native
-from nostall.errors import UsageError
+from nostall.errors import IoError, UsageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,9 +40,15 @@ class Source:
     """
 
     native: _native.Source
+    # What it was opened with, to open it again in another process.
+    _arguments: dict[str, Any]
 
     def __len__(self) -> int:
         return len(self.native)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles what it was opened with: unpickling opens it again, and compares."""
+        return _reopen, (type(self), self._arguments, self.fingerprint)
 
     @property
     def sizes(self) -> NDArray[np.uint64]:
@@ -106,6 +112,12 @@ class ImageFolder(Source):
         extensions: Sequence[str] = IMAGE_EXTENSIONS,
     ) -> None:
         self.root = os.fspath(root)
+        self._arguments = {
+            "root": str(Path(self.root).absolute()),
+            "index": index,
+            "allow_empty": allow_empty,
+            "extensions": extensions,
+        }
         self.native = _native.open_folder(
             root=self.root,
             index_path=index_path(self.root, index),
@@ -147,6 +159,11 @@ class FileList(Source):
         root: str | os.PathLike[str] | None = None,
     ) -> None:
         self.root = os.fspath(root) if root is not None else str(Path.cwd())
+        self._arguments = {
+            "paths": paths,
+            "labels": labels,
+            "root": str(Path(self.root).absolute()),
+        }
         if paths is None:
             if root is None or labels is not None:
                 raise UsageError("FileList without paths needs a root, and takes no labels")
@@ -165,6 +182,16 @@ class FileList(Source):
                 labels=[] if labels is None else [int(x) for x in labels],
                 threads=_LISTING_THREADS,
             )
+
+
+def _reopen(kind: type[Source], arguments: dict[str, Any], fingerprint: int) -> Source:
+    source = kind(**arguments)
+    if source.fingerprint != fingerprint:
+        raise IoError(
+            f"{arguments['root']} changed since it was opened: start again, every process must see "
+            "the same files"
+        )
+    return source
 
 
 def index_path(root: str, index: bool | str | os.PathLike[str] = True) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nostall.errors import CorruptionError, UsageError
+from nostall.errors import CorruptionError, IoError, UsageError
 
 if TYPE_CHECKING:
     import os
@@ -152,10 +152,13 @@ class Stats:
         """Reads what `save` wrote.
 
         Raises:
+            IoError: the file cannot be read.
             CorruptionError: the file is not such JSON.
         """
         try:
             data = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise IoError(f"cannot read {path}: {error.strerror}") from error
         except ValueError as error:
             raise CorruptionError(f"{path} is not statistics of nostall: {error}") from error
         if not isinstance(data, dict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -31,7 +32,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; its exit status: 0, the `exit_code` of an Error, or 130 for Ctrl-C."""
+    """Runs one subcommand; its exit status: 0, an Error's `exit_code`, 130 for Ctrl-C, 141 for
+    output that nobody reads."""
     words = list(sys.argv[1:] if argv is None else argv)
     chosen, rest = parser().parse_known_args(words[: 2 if words[:1] == ["bench"] else 1])
     if chosen.command == "bench":
@@ -46,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = importlib.import_module(module)
         options = argparse.ArgumentParser(prog=f"nostall {label}", description=command.__doc__)
         command.add_arguments(options)
-        return int(command.run(options.parse_args(rest)))
+        status = int(command.run(options.parse_args(rest)))
+        sys.stdout.flush()
+        return status
     except Error as error:
         print(f"nostall: {error}", file=sys.stderr)
         return error.exit_code
@@ -60,3 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Whoever read our output went away (`nostall doctor | head`); without a place to flush to,
+        # the interpreter would complain once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nostall import __version__
+from nostall.errors import UsageError
 from nostall.world import find_world
 
 
@@ -38,7 +39,11 @@ def findings() -> Iterator[tuple[str, str]]:
             yield package, importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             yield package, "not installed"
-    world = find_world()
+    try:
+        world = find_world()
+    except UsageError as error:
+        yield "this process", str(error)
+        return
     yield (
         "this process",
         f"rank {world.rank} of {world.world_size}, local rank {world.local_rank} of "

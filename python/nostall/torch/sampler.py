@@ -71,7 +71,7 @@ class BatchSampler:
                 f"epoch {epoch} is not among the {self._arguments['epochs']} epochs of the job"
             )
         if epoch != self._epoch:
-            self._epoch, self._start = epoch, 0
+            self._epoch, self._start, self._asked = epoch, 0, 0
 
     def __iter__(self) -> Iterator[list[int]]:
         ids, ends = self._plan.rank_epoch(self._epoch, self.rank)
@@ -107,9 +107,16 @@ class BatchSampler:
                     f"the sampler's state was saved with {key}={state.get(key)}, but this sampler "
                     f"has {key}={mine[key]}"
                 )
+        before = self._order_world, self._plan
         self._order_world = int(state["order_world"])
         self._plan = self._make_plan()
-        self._epoch, self._start = int(state["epoch"]), int(state["batch"])
-        if self._start >= len(self):
-            self._epoch, self._start = self._epoch + 1, 0
+        epoch, batch = int(state["epoch"]), int(state["batch"])
+        if epoch < 0 or not 0 <= batch <= len(self):
+            possible = len(self)
+            self._order_world, self._plan = before
+            raise UsageError(
+                f"the sampler's state is at epoch {epoch}, batch {batch}, which cannot be: an "
+                f"epoch has {possible} batches"
+            )
+        self._epoch, self._start = (epoch + 1, 0) if batch == len(self) else (epoch, batch)
         self._asked = self._start

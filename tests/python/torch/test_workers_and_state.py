@@ -1,0 +1,104 @@
+"""Worker processes that are spawned, sources that changed, and states taken between epochs."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch.utils.data import DataLoader
+
+import nostall
+import nostall.torch
+from nostall.errors import IoError, UsageError
+
+
+def sampler(rank: int = 0, world: int = 1, batch: int = 4) -> nostall.torch.BatchSampler:
+    return nostall.torch.BatchSampler(61, batch, epochs=4, seed=3, rank=rank, world_size=world)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("index", [True, False])
+def test_spawned_workers_read_the_same_samples(image_folder: Path, index: bool) -> None:
+    folder = nostall.ImageFolder(image_folder, index=index)
+    loader = DataLoader(
+        nostall.torch.Dataset(folder, transform=len),
+        batch_sampler=sampler(),
+        num_workers=1,
+        multiprocessing_context="spawn",
+    )
+    seen = [(sizes.tolist(), labels.tolist()) for sizes, labels in loader]
+    assert seen == [
+        ([int(folder.sizes[i]) for i in ids], [int(folder.labels[i]) for i in ids])
+        for ids in sampler()
+    ]
+
+
+@pytest.mark.parametrize("kind", ["folder", "files", "list"])
+def test_a_source_that_changed_does_not_reopen(
+    make_folder: Callable[[int], Path], kind: str
+) -> None:
+    root = make_folder(4)
+    source: nostall.Source
+    if kind == "folder":
+        source = nostall.ImageFolder(root, index=False)
+    elif kind == "files":
+        source = nostall.FileList(root=root)
+    else:
+        source = nostall.FileList(sorted(root.glob("*/*.jpg")), [3, 2, 1, 0])
+    packed = pickle.dumps(source)
+    again = pickle.loads(packed)
+    assert again.fingerprint == source.fingerprint
+    assert [again.read(i) for i in range(4)] == [source.read(i) for i in range(4)]
+    changed = root / "class0" / "000.jpg"
+    changed.write_bytes(changed.read_bytes() + b"more")
+    with pytest.raises(IoError, match="changed since"):
+        pickle.loads(packed)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 15, 16])
+@pytest.mark.parametrize(("old", "new"), [(1, 1), (1, 2), (2, 1), (2, 4), (4, 1)])
+def test_any_position_resumes_with_the_same_global_batches(old: int, new: int, cut: int) -> None:
+    def stream(ranks: list[nostall.torch.BatchSampler], epochs: list[int]) -> list[set[int]]:
+        parts: list[list[list[int]]] = []
+        for one in ranks:
+            parts.append([])
+            for epoch in epochs:
+                one.set_epoch(epoch)
+                parts[-1] += list(one)
+        return [set().union(*batch) for batch in zip(*parts, strict=True)]
+
+    first = [sampler(rank, old, 4 // old) for rank in range(old)]
+    whole = stream(first, [1, 2])
+    first[0].set_epoch(1)
+    for _ in zip(range(cut), first[0]):  # noqa: B905  # stops after `cut` batches
+        pass
+    state = first[0].state_dict(cut)
+    resumed = [sampler(rank, new, 4 // new) for rank in range(new)]
+    for one in resumed:
+        one.load_state_dict(state)
+    assert stream(resumed, [1, 2] if cut < 16 else [2]) == whole[cut:]
+
+
+def test_a_state_between_epochs_skips_nothing() -> None:
+    first = sampler()
+    first.set_epoch(0)
+    list(first)
+    first.set_epoch(1)
+    expected = list(first)
+    again = sampler()
+    for one in (first, again):
+        one.set_epoch(0)
+        list(one)
+        one.set_epoch(1)
+    third = sampler()
+    third.load_state_dict(again.state_dict())
+    assert list(third) == expected
+
+
+@pytest.mark.parametrize("batch", [-1, 17])
+def test_a_position_that_cannot_be_is_refused(batch: int) -> None:
+    state = sampler().state_dict()
+    with pytest.raises(UsageError, match=f"batch {batch}"):
+        sampler().load_state_dict({**state, "batch": batch})
