@@ -276,7 +276,11 @@ bool Loader::Run::from_tier(Fetch& fetch, std::stop_token stop) {
     }
     if (state == tier::State::failed) return false;
     if (state == tier::State::empty) {
-      if (!cache.claim(sample)) continue;
+      if (!cache.claim(sample)) {
+        // Somebody else was first, or the tier was given up since: then it stays empty for ever.
+        if (!cache.placed(sample)) return false;
+        continue;
+      }
       fetch.claimed = true;
       fetch.to_file_tier = !ram;
       return false;

@@ -23,6 +23,7 @@ namespace {
 // A waiter looks this often whether it was stopped or the reader died.
 constexpr std::chrono::milliseconds kWaitSlice{20};
 constexpr std::chrono::seconds kLeavePatience{5};
+constexpr int kOpenAttempts = 20;
 
 uint32_t word_of(State state, uint32_t local_rank = 0) {
   return (local_rank << 2) | static_cast<uint32_t>(state);
@@ -339,15 +340,22 @@ void NodeCacheImpl::open_tier_file(size_t t, bool first) {
     }
   }
   tier_paths_[t] = tier_file_name(spec.path, config_.job, t);
-  auto opened = LockFile::open(tier_paths_[t], true);
-  if (!opened) {
-    disabled_[t] = true;
-    warn(t, std::string(opened.error().what()) +
-                "; this file tier is not used, samples are read from the source");
-    return;
+  // Another job that clears abandoned files may hold or remove ours before it is locked: again
+  // then.
+  for (int attempt = 0; attempt < kOpenAttempts; ++attempt) {
+    auto opened = LockFile::open(tier_paths_[t], true);
+    if (!opened) {
+      disabled_[t] = true;
+      warn(t, std::string(opened.error().what()) +
+                  "; this file tier is not used, samples are read from the source");
+      return;
+    }
+    tier_files_[t] = std::move(opened).take();
+    if (tier_files_[t].lock(kAlive, LockMode::shared, std::chrono::milliseconds(100)) &&
+        tier_files_[t].is_current(tier_paths_[t])) {
+      break;
+    }
   }
-  tier_files_[t] = std::move(opened).take();
-  tier_files_[t].try_lock(kAlive, LockMode::shared);
   if (first && ::ftruncate(tier_files_[t].get(), 0) != 0) {
     disabled_[t] = true;
     warn(t, io_error("cannot empty", tier_paths_[t], errno).what());

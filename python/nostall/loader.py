@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import os
@@ -182,6 +183,10 @@ class DataLoader:
         cores = len(os.sched_getaffinity(0))
         self._threads = threads or max(1, cores // self.world.local_world_size)
         self._output = output or ("torch" if importlib.util.find_spec("torch") else "numpy")
+
+        if self._output == "torch":
+            # Here, so that the first batch does not wait for it.
+            importlib.import_module("torch")
 
         self._pipeline: _native.Pipeline | None = None
         self._python: PythonStage | None = None
