@@ -300,16 +300,22 @@ def test_ranks_of_a_node_read_each_byte_once(
     folder = nostall.ImageFolder(image_folder)
     half = folder.total_bytes // 2
     tiers = [tier] if tier != "half" else [f"ram:{half // 2}", f"{tmp_path}:{half - half // 2}"]
+    # Ranks of a training stay together; these stay until the last one is done, however late it began.
     code = f"""
-    import json, sys, nostall
+    import json, pathlib, sys, time, nostall
     rank = int(sys.argv[1])
+    done = pathlib.Path({str(tmp_path)!r})
     with nostall.DataLoader(nostall.ImageFolder({str(image_folder)!r}), 3, epochs=4,
                             tiers={tiers!r}, rank=rank, world_size={world}, local_rank=rank,
-                            local_world_size={world}, job="once-{world}") as loader:
+                            local_world_size={world}, job="once-{world}", output="numpy") as loader:
         for epoch in loader.epochs():
             for _ in epoch:
                 pass
         stats = loader.stats()
+        (done / f"done-{{rank}}").touch()
+        deadline = time.monotonic() + 60
+        while len(list(done.glob("done-*"))) < {world} and time.monotonic() < deadline:
+            time.sleep(0.01)
     print(json.dumps([stats.source_bytes, stats.lower_bound_bytes]))
     """
     processes = [
