@@ -10,6 +10,7 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <span>
 
 #include "base/random.h"
 
@@ -37,6 +38,11 @@ class KeyedPermutation {
     } while (position >= n_);
     return position;
   }
+
+  // The samples at positions 0, 1, ... of `out`, which holds at most n; n below kFillBelow. The
+  // same values, several at a time: about 2 ns each.
+  void fill(std::span<uint32_t> out) const noexcept;
+  static constexpr uint64_t kFillBelow = uint64_t{1} << 31;
 
   // The position of `sample`.
   uint64_t inverse(uint64_t sample) const noexcept {

@@ -3,7 +3,15 @@
 #include <algorithm>
 #include <numeric>
 
+#include "plan/permutation.h"
+
 namespace nostall::plan {
+namespace {
+
+// A look-up of the keyed order costs about this many times what it costs within a whole order.
+constexpr uint64_t kLookUpCost = 12;
+
+}  // namespace
 
 NodeAccess node_access(const JobSpec& spec, uint32_t first_rank, uint32_t ranks,
                        uint32_t first_epoch) {
@@ -22,15 +30,20 @@ NodeAccess node_access(const JobSpec& spec, uint32_t first_rank, uint32_t ranks,
     return positions;
   };
   const std::vector<uint64_t> full = owned(spec.global_batch);
+  // A node that reads few of the positions looks only those up, where the order allows it.
+  const bool look_up =
+      spec.order == OrderKind::keyed && full.size() * kLookUpCost < spec.global_batch;
   std::vector<uint32_t> order;
   for (uint32_t epoch = first_epoch; epoch < spec.epochs; ++epoch) {
-    epoch_order_into(spec, epoch, order);
+    const KeyedPermutation permutation(spec.samples, spec.seed, epoch);
+    if (!look_up) epoch_order_into(spec, epoch, order);
     for (uint64_t begin = 0; begin < length; begin += spec.global_batch) {
       const uint64_t size = std::min<uint64_t>(spec.global_batch, length - begin);
       const std::vector<uint64_t> rest =
           size == spec.global_batch ? std::vector<uint64_t>{} : owned(size);
       for (const uint64_t p : size == spec.global_batch ? full : rest) {
-        const SampleId sample = order[begin + p];
+        const SampleId sample =
+            look_up ? permutation((begin + p) % spec.samples) : order[begin + p];
         ++access.frequency[sample];
         if (access.first_access[sample] == kNever) {
           access.first_access[sample] = epoch * length + begin + p;

@@ -99,6 +99,12 @@ void fill_order(const JobSpec& spec, uint32_t epoch, std::vector<Id>& order) {
       break;
     case OrderKind::keyed: {
       const KeyedPermutation permutation(spec.samples, spec.seed, epoch);
+      if constexpr (sizeof(Id) == sizeof(uint32_t)) {
+        if (base < KeyedPermutation::kFillBelow) {
+          permutation.fill(order);
+          break;
+        }
+      }
       for (uint64_t i = 0; i < base; ++i) order[i] = static_cast<Id>(permutation(i));
       break;
     }
