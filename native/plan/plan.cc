@@ -11,31 +11,57 @@
 namespace nostall::plan {
 namespace {
 
-// torch draws 64-bit numbers from this many elements on, to keep the bias of the modulus small.
+// From this many elements on torch draws 64-bit numbers, to keep the bias of the modulus small, and
+// shuffles inside out.
 constexpr uint64_t kTorchWideFrom = std::numeric_limits<uint32_t>::max() / 20;
+// Draws that run ahead of the swaps: they do not depend on the data, so that the swaps' cache
+// misses overlap.
+constexpr uint64_t kAhead = 64;
 
-// torch.randperm(n, generator=torch.Generator().manual_seed(seed)) on the CPU. The draws do not
-// depend on the data, so they run ahead of the swaps and the swaps' cache misses overlap.
+// r[0, n) is 0, 1, ...; element i is swapped with one not before it.
 template <typename Index>
-void torch_randperm(uint64_t seed, std::vector<Index>& order) {
+void shuffle_narrow(Mt19937& random, std::vector<Index>& order) {
   const uint64_t n = order.size();
   std::iota(order.begin(), order.end(), Index{0});
-  if (n < 2) return;
-  Mt19937 random(seed);
-  constexpr uint64_t kBlock = 64;
-  std::array<uint64_t, kBlock> targets;
-  for (uint64_t begin = 0; begin < n - 1; begin += kBlock) {
-    const uint64_t count = std::min(kBlock, n - 1 - begin);
+  std::array<uint64_t, kAhead> targets;
+  for (uint64_t begin = 0; begin + 1 < n; begin += kAhead) {
+    const uint64_t count = std::min(kAhead, n - 1 - begin);
     for (uint64_t k = 0; k < count; ++k) {
       const uint64_t i = begin + k;
-      uint64_t draw = random();
-      if (n >= kTorchWideFrom) draw = (draw << 32) | random();
-      targets[k] =
-          i + (n >= kTorchWideFrom ? draw % (n - i)
-                                   : static_cast<uint32_t>(draw) % static_cast<uint32_t>(n - i));
+      targets[k] = i + random() % static_cast<uint32_t>(n - i);
       __builtin_prefetch(&order[targets[k]], 1);
     }
     for (uint64_t k = 0; k < count; ++k) std::swap(order[begin + k], order[targets[k]]);
+  }
+}
+
+// Element i takes the place of one not after it, whose value moves to place i.
+template <typename Index>
+void shuffle_wide(Mt19937& random, std::vector<Index>& order) {
+  const uint64_t n = order.size();
+  std::array<uint64_t, kAhead> targets;
+  for (uint64_t begin = 0; begin < n; begin += kAhead) {
+    const uint64_t count = std::min(kAhead, n - begin);
+    for (uint64_t k = 0; k < count; ++k) {
+      const uint64_t high = random(), low = random();
+      targets[k] = ((high << 32) | low) % (begin + k + 1);
+      __builtin_prefetch(&order[targets[k]], 1);
+    }
+    for (uint64_t k = 0; k < count; ++k) {
+      order[begin + k] = order[targets[k]];
+      order[targets[k]] = static_cast<Index>(begin + k);
+    }
+  }
+}
+
+// torch.randperm(n, generator=torch.Generator().manual_seed(seed)) on the CPU.
+template <typename Index>
+void torch_randperm(uint64_t seed, std::vector<Index>& order) {
+  Mt19937 random(seed);
+  if (order.size() < kTorchWideFrom) {
+    shuffle_narrow(random, order);
+  } else {
+    shuffle_wide(random, order);
   }
 }
 
