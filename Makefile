@@ -52,7 +52,7 @@ test: native-test python-test
 
 native-test: $(STAMPS)/requirements
 	@echo "native tests"
-	@$(BIN)/cmake -S . -B build/test -G Ninja -DNOSTALL_PYTHON=OFF -DNOSTALL_TESTS=ON \
+	@$(BIN)/cmake -S . -B build/test -G Ninja -DNOSTALL_PYTHON=OFF -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DNOSTALL_TESTS=ON \
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja >/dev/null
 	@$(BIN)/cmake --build build/test -j $(JOBS) >build/test/build.log || (cat build/test/build.log; exit 1)
 	@$(BIN)/ctest --test-dir build/test --output-on-failure -j $(JOBS) | tail -n 5
@@ -68,7 +68,7 @@ bench: build
 sanitize: $(STAMPS)/requirements
 	@for kind in address,undefined thread; do \
 	  echo "native tests under -fsanitize=$$kind"; dir=build/$$(echo $$kind | cut -d, -f1); \
-	  $(BIN)/cmake -S . -B $$dir -G Ninja -DNOSTALL_PYTHON=OFF -DNOSTALL_TOOLS=OFF -DNOSTALL_TESTS=ON \
+	  $(BIN)/cmake -S . -B $$dir -G Ninja -DNOSTALL_PYTHON=OFF -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DNOSTALL_TOOLS=OFF -DNOSTALL_TESTS=ON \
 	    -DNOSTALL_SANITIZE=$$kind -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja >/dev/null && \
 	  { $(BIN)/cmake --build $$dir -j $(JOBS) >$$dir/build.log || { cat $$dir/build.log; exit 1; }; } && \
 	  $(BIN)/ctest --test-dir $$dir --output-on-failure -j $(JOBS) >$$dir/test.log || { cat $$dir/test.log; exit 1; }; \
@@ -77,7 +77,7 @@ sanitize: $(STAMPS)/requirements
 
 # Every fuzz target for FUZZ_SECONDS, on its corpus; new inputs go to build/, findings fail.
 fuzz: $(STAMPS)/checkers $(STAMPS)/requirements
-	@$(BIN)/cmake -S . -B build/fuzz -G Ninja -DNOSTALL_PYTHON=OFF -DNOSTALL_TOOLS=OFF -DNOSTALL_FUZZ=ON \
+	@$(BIN)/cmake -S . -B build/fuzz -G Ninja -DNOSTALL_PYTHON=OFF -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DNOSTALL_TOOLS=OFF -DNOSTALL_FUZZ=ON \
 	  -DNOSTALL_SANITIZE=address,undefined -DCMAKE_CXX_COMPILER=$(CLANG) \
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja >/dev/null
 	@$(BIN)/cmake --build build/fuzz -j $(JOBS) >build/fuzz/build.log || (cat build/fuzz/build.log; exit 1)

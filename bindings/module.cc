@@ -51,5 +51,6 @@ NB_MODULE(_native, m) {
   bind_plan(m);
   bind_source(m);
   bind_image(m);
+  bind_peer(m);
   bind_stage(m);
 }

@@ -95,7 +95,9 @@ void bind_plan(nb::module_& m) {
       [](const plan::JobSpec& spec, const bindings::Ids& sizes,
          const std::vector<uint64_t>& capacities, uint32_t ranks_per_node) {
         return bindings::array_of(bindings::without_gil([&] {
-          return plan::owners(spec, {sizes.data(), sizes.size()}, capacities, ranks_per_node);
+          return plan::owners(spec, {sizes.data(), sizes.size()},
+                              plan::equal_nodes(spec, capacities, ranks_per_node))
+              .owner;
         }));
       },
       nb::arg("spec"), nb::arg("sizes"), nb::arg("capacities"), nb::arg("ranks_per_node"),

@@ -1,5 +1,6 @@
 // nostall._native.Loader and its batches.
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -8,10 +9,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <map>
 #include <tuple>
 
 #include "arrays.h"
 #include "module.h"
+#include "peer.h"
 #include "stage/loader.h"
 #include "stage/node.h"
 
@@ -152,7 +155,7 @@ void bind_stage(nb::module_& m) {
             }
             return out;
           },
-          "(samples, bytes, seconds) of the RAM tier, the file tier and the source.")
+          "(samples, bytes, seconds) of the RAM tier, the file tier, other nodes and the source.")
       .def_prop_ro(
           "transform_seconds",
           [](const PyBatch& b) { return static_cast<double>(b.batch->transform_ns) * 1e-9; })
@@ -174,7 +177,10 @@ void bind_stage(nb::module_& m) {
              const std::vector<TierTuple>& tiers, const std::string& job_name, uint32_t local_rank,
              uint32_t local_world, const std::string& on_error, uint32_t fetchers, uint32_t workers,
              uint32_t depth, const std::string& reader, uint64_t staging_bytes, uint64_t io_bytes,
-             uint32_t first_epoch) {
+             uint32_t first_epoch, bindings::PyTransport* transport, uint32_t node,
+             const std::vector<uint32_t>& node_of_rank, const std::vector<uint64_t>& capacities,
+             const std::vector<nb::bytes>& addresses, const nb::bytes& secret,
+             uint32_t peer_timeout_ms) {
             stage::LoaderConfig config;
             config.job = job;
             config.rank = rank;
@@ -187,10 +193,26 @@ void bind_stage(nb::module_& m) {
             config.reader = reader_kind(reader);
             config.staging_bytes = staging_bytes;
             config.io_bytes = io_bytes;
-            const stage::NodeSpec node{job_name, local_rank, local_world, tiers_of(tiers)};
+            const stage::NodeSpec spec{job_name,        local_rank, local_world,
+                                       tiers_of(tiers), node,       {node_of_rank, capacities}};
+            peer::ExchangeConfig peers;
+            peers.rank = rank;
+            peers.node_of_rank = node_of_rank;
+            for (const nb::bytes& a : addresses) peers.addresses.emplace_back(a.c_str(), a.size());
+            peers.secret = {secret.c_str(), secret.size()};
+            peers.timeout = std::chrono::milliseconds(peer_timeout_ms);
+            peers.epoch_length = std::max<uint64_t>(1, plan::epoch_length(job));
             {
               const nb::gil_scoped_release release;
-              config.cache = stage::attach_node_cache(job, rank, *config.source, node, first_epoch);
+              stage::NodeTiers tiers_here =
+                  stage::attach_node_cache(job, rank, *config.source, spec, first_epoch);
+              config.cache = tiers_here.cache;
+              if (transport && config.cache) {
+                peers.plan = tiers_here.plan;
+                config.peers = std::make_shared<peer::Exchange>(
+                    transport->take(), std::move(peers), std::move(tiers_here.ownership),
+                    config.source->sizes(), config.cache);
+              }
             }
             new (self) PyLoader(std::move(config));
           },
@@ -198,7 +220,11 @@ void bind_stage(nb::module_& m) {
           nb::arg("pipeline").none(), nb::arg("tiers"), nb::arg("job_name"), nb::arg("local_rank"),
           nb::arg("local_world"), nb::arg("on_error"), nb::arg("fetchers"), nb::arg("workers"),
           nb::arg("depth"), nb::arg("reader"), nb::arg("staging_bytes"), nb::arg("io_bytes"),
-          nb::arg("first_epoch") = 0)
+          nb::arg("first_epoch") = 0, nb::arg("transport").none() = nb::none(), nb::arg("node") = 0,
+          nb::arg("node_of_rank") = std::vector<uint32_t>(),
+          nb::arg("capacities") = std::vector<uint64_t>(),
+          nb::arg("addresses") = std::vector<nb::bytes>(), nb::arg("secret") = nb::bytes("", 0),
+          nb::arg("peer_timeout_ms") = 10000)
       .def("next", &next, "The next batch; waits for it with the GIL released.")
       .def(
           "seek",
@@ -213,6 +239,34 @@ void bind_stage(nb::module_& m) {
       .def(
           "close", [](const PyLoader& l) { (*l).close(); },
           nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro(
+          "peers",
+          [](const PyLoader& l) {
+            std::map<std::string, uint64_t> out;
+            const auto& peers = (*l).config().peers;
+            if (!peers) return out;
+            const peer::ExchangeStats s = peers->stats();
+            out["nodes"] = peers->nodes();
+            out["nodes_alive"] = peers->nodes_alive();
+            out["fetched"] = s.fetched;
+            out["fetched_bytes"] = s.fetched_bytes;
+            out["fetch_nanoseconds"] = s.fetch_nanoseconds;
+            out["asked_too_early"] = s.asked_too_early;
+            out["asked_in_vain"] = s.asked_in_vain;
+            out["pushed"] = s.pushed;
+            out["pushed_bytes"] = s.pushed_bytes;
+            out["pushes_given_up"] = s.pushes_given_up;
+            out["served"] = s.served;
+            out["served_bytes"] = s.served_bytes;
+            out["received"] = s.received;
+            out["received_bytes"] = s.received_bytes;
+            out["redundant"] = s.redundant;
+            out["refused"] = s.refused;
+            out["dropped_ranks"] = s.dropped_ranks;
+            out["thread_nanoseconds"] = s.thread_nanoseconds;
+            return out;
+          },
+          "What was exchanged with other nodes (native/peer/exchange.h); {} on one node.")
       .def_prop_ro("memory", [](const PyLoader& l) {
         const stage::Memory memory = (*l).memory();
         const auto& cache = (*l).config().cache;

@@ -17,11 +17,12 @@ constexpr uint64_t kBlock = 512;
 
 // The node that reads each position of a global batch of `size` samples.
 template <typename Node>
-std::vector<Node> node_of_position(const JobSpec& spec, uint64_t size, uint32_t ranks_per_node) {
+std::vector<Node> node_of_position(const JobSpec& spec, uint64_t size,
+                                   std::span<const uint32_t> node_of_rank) {
   std::vector<Node> nodes(size, 0);
   for (uint32_t r = 0; r < spec.world; ++r) {
     for (const uint64_t p : batch_positions(spec, r, size)) {
-      nodes[p] = static_cast<Node>(r / ranks_per_node);
+      nodes[p] = static_cast<Node>(node_of_rank[r]);
     }
   }
   return nodes;
@@ -31,35 +32,38 @@ std::vector<Node> node_of_position(const JobSpec& spec, uint64_t size, uint32_t 
 // epoch stay within one row, which the caches hold.
 template <typename Node>
 struct Readers {
-  std::vector<Node> rows;       // [epoch * samples + sample]
+  std::vector<Node> rows;       // [(epoch - first_epoch) * samples + sample]
   std::vector<uint64_t> first;  // per sample: time of its first access, kNever
-  std::vector<bool> missing;    // [epoch * samples + sample], of incomplete epochs only
+  std::vector<bool> missing;    // as rows, of incomplete epochs only
 };
 
 template <typename Node>
-Readers<Node> collect(const JobSpec& spec, uint32_t ranks_per_node) {
+Readers<Node> collect(const JobSpec& spec, std::span<const uint32_t> node_of_rank,
+                      uint32_t first_epoch) {
   const uint64_t count = spec.samples, length = epoch_length(spec);
-  const std::vector<Node> full = node_of_position<Node>(spec, spec.global_batch, ranks_per_node);
+  const std::vector<Node> full = node_of_position<Node>(spec, spec.global_batch, node_of_rank);
   Readers<Node> readers;
-  readers.rows.resize(count * spec.epochs);
+  const uint64_t rows = spec.epochs - first_epoch;
+  readers.rows.resize(count * rows);
   readers.first.assign(count, kNever);
   uint64_t without = count;  // samples not read so far
   std::vector<uint32_t> order;
-  for (uint32_t epoch = 0; epoch < spec.epochs; ++epoch) {
+  for (uint32_t epoch = first_epoch; epoch < spec.epochs; ++epoch) {
     epoch_order_into(spec, epoch, order);
-    Node* row = &readers.rows[uint64_t{epoch} * count];
+    const uint64_t at = uint64_t{epoch - first_epoch} * count;
+    Node* row = &readers.rows[at];
     const bool partial = length < count || spec.order == OrderKind::user;
-    if (partial) readers.missing.resize(count * spec.epochs, true);
+    if (partial) readers.missing.resize(count * rows, true);
     for (uint64_t begin = 0; begin < length; begin += spec.global_batch) {
       const uint64_t size = std::min<uint64_t>(spec.global_batch, length - begin);
       const std::vector<Node> rest = size == spec.global_batch
                                          ? std::vector<Node>{}
-                                         : node_of_position<Node>(spec, size, ranks_per_node);
+                                         : node_of_position<Node>(spec, size, node_of_rank);
       const Node* node = rest.empty() ? full.data() : rest.data();
       for (uint64_t p = 0; p < size; ++p) row[order[begin + p]] = node[p];
       if (partial) {
         for (uint64_t p = 0; p < size; ++p) {
-          readers.missing[uint64_t{epoch} * count + order[begin + p]] = false;
+          readers.missing[at + order[begin + p]] = false;
         }
       }
       if (without == 0) continue;
@@ -80,11 +84,12 @@ struct Best {
 };
 
 template <typename Node>
-std::vector<uint32_t> choose(const JobSpec& spec, std::span<const uint64_t> sizes,
-                             std::span<const uint64_t> capacities, uint32_t ranks_per_node) {
-  const auto nodes = static_cast<uint32_t>(capacities.size());
+Ownership choose(const JobSpec& spec, std::span<const uint64_t> sizes, const Nodes& job_nodes,
+                 uint32_t first_epoch) {
+  const auto nodes = static_cast<uint32_t>(job_nodes.capacity.size());
   const uint64_t count = spec.samples;
-  const Readers<Node> readers = collect<Node>(spec, ranks_per_node);
+  const uint32_t epochs = spec.epochs - first_epoch;
+  Readers<Node> readers = collect<Node>(spec, job_nodes.of_rank, first_epoch);
   const auto is_missing = [&](uint64_t s, uint32_t epoch) {
     return !readers.missing.empty() && readers.missing[uint64_t{epoch} * count + s];
   };
@@ -92,22 +97,22 @@ std::vector<uint32_t> choose(const JobSpec& spec, std::span<const uint64_t> size
   // The node that reads each sample most often; of several, the one that reads it first.
   std::vector<Best> best(count);
   std::vector<uint16_t> counts(nodes, 0);
-  std::vector<Node> block(kBlock * spec.epochs);
+  std::vector<Node> block(kBlock * epochs);
   for (uint64_t begin = 0; begin < count; begin += kBlock) {
     const uint64_t size = std::min(kBlock, count - begin);
-    for (uint32_t epoch = 0; epoch < spec.epochs; ++epoch) {
+    for (uint32_t epoch = 0; epoch < epochs; ++epoch) {
       const Node* row = &readers.rows[uint64_t{epoch} * count + begin];
-      for (uint64_t i = 0; i < size; ++i) block[i * spec.epochs + epoch] = row[i];
+      for (uint64_t i = 0; i < size; ++i) block[i * epochs + epoch] = row[i];
     }
     for (uint64_t i = 0; i < size; ++i) {
-      const Node* mine = &block[i * spec.epochs];
-      for (uint32_t e = 0; e < spec.epochs; ++e) {
+      const Node* mine = &block[i * epochs];
+      for (uint32_t e = 0; e < epochs; ++e) {
         if (!is_missing(begin + i, e)) ++counts[mine[e]];
       }
-      for (uint32_t e = 0; e < spec.epochs; ++e) {
+      for (uint32_t e = 0; e < epochs; ++e) {
         if (counts[mine[e]] > best[begin + i].count) best[begin + i] = {counts[mine[e]], mine[e]};
       }
-      for (uint32_t e = 0; e < spec.epochs; ++e) counts[mine[e]] = 0;
+      for (uint32_t e = 0; e < epochs; ++e) counts[mine[e]] = 0;
     }
   }
 
@@ -122,24 +127,26 @@ std::vector<uint32_t> choose(const JobSpec& spec, std::span<const uint64_t> size
   }
   std::sort(ranked.begin(), ranked.end());
 
-  std::vector<uint64_t> left(capacities.begin(), capacities.end());
-  std::vector<uint32_t> owner(count, kNoOwner);
+  std::vector<uint64_t> left = job_nodes.capacity;
+  Ownership ownership;
+  std::vector<uint32_t>& owner = ownership.owner;
+  owner.assign(count, kNoOwner);
   uint32_t roomiest = 0;  // where the search for any room goes on
   for (const auto& [key, s] : ranked) {
     uint32_t chosen = left[best[s].node] >= sizes[s] ? best[s].node : kNoOwner;
     if (chosen == kNoOwner) {
       uint32_t most = 0;
-      for (uint32_t e = 0; e < spec.epochs; ++e) {
+      for (uint32_t e = 0; e < epochs; ++e) {
         if (!is_missing(s, e)) ++counts[readers.rows[uint64_t{e} * count + s]];
       }
-      for (uint32_t e = 0; e < spec.epochs; ++e) {
+      for (uint32_t e = 0; e < epochs; ++e) {
         const Node node = readers.rows[uint64_t{e} * count + s];
         if (counts[node] > most && left[node] >= sizes[s]) {
           chosen = node;
           most = counts[node];
         }
       }
-      for (uint32_t e = 0; e < spec.epochs; ++e) counts[readers.rows[uint64_t{e} * count + s]] = 0;
+      for (uint32_t e = 0; e < epochs; ++e) counts[readers.rows[uint64_t{e} * count + s]] = 0;
     }
     for (uint32_t tried = 0; chosen == kNoOwner && tried < nodes; ++tried) {
       if (left[roomiest] >= sizes[s]) {
@@ -152,21 +159,48 @@ std::vector<uint32_t> choose(const JobSpec& spec, std::span<const uint64_t> size
     owner[s] = chosen;
     left[chosen] -= sizes[s];
   }
-  return owner;
+
+  const uint64_t length = epoch_length(spec);
+  ownership.first_reader.assign(count, kNoOwner);
+  for (SampleId s = 0; s < count; ++s) {
+    if (readers.first[s] == kNever) continue;
+    const uint64_t row = readers.first[s] / length - first_epoch;
+    ownership.first_reader[s] = readers.rows[row * count + s];
+  }
+  ownership.first_access = std::move(readers.first);
+  return ownership;
 }
 
 }  // namespace
 
-std::vector<uint32_t> owners(const JobSpec& spec, std::span<const uint64_t> sizes,
-                             std::span<const uint64_t> capacities, uint32_t ranks_per_node) {
-  const uint64_t nodes = capacities.size();
-  if (ranks_per_node == 0 || nodes * ranks_per_node != spec.world || nodes > kMaxNodes) {
+Nodes equal_nodes(const JobSpec& spec, std::vector<uint64_t> capacity, uint32_t ranks_per_node) {
+  if (ranks_per_node == 0 || capacity.size() * ranks_per_node != spec.world) {
     throw Error(ErrorKind::usage,
-                std::to_string(nodes) + " nodes of " + std::to_string(ranks_per_node) +
+                std::to_string(capacity.size()) + " nodes of " + std::to_string(ranks_per_node) +
                     " ranks do not make up a world of " + std::to_string(spec.world));
   }
-  return nodes <= 256 ? choose<uint8_t>(spec, sizes, capacities, ranks_per_node)
-                      : choose<uint16_t>(spec, sizes, capacities, ranks_per_node);
+  Nodes nodes;
+  nodes.capacity = std::move(capacity);
+  for (uint32_t r = 0; r < spec.world; ++r) nodes.of_rank.push_back(r / ranks_per_node);
+  return nodes;
+}
+
+Ownership owners(const JobSpec& spec, std::span<const uint64_t> sizes, const Nodes& nodes,
+                 uint32_t first_epoch) {
+  const size_t count = nodes.capacity.size();
+  const bool known = std::all_of(nodes.of_rank.begin(), nodes.of_rank.end(),
+                                 [&](uint32_t node) { return node < count; });
+  if (nodes.of_rank.size() != spec.world || count > kMaxNodes || !known) {
+    throw Error(ErrorKind::usage,
+                std::to_string(count) + " nodes with " + std::to_string(nodes.of_rank.size()) +
+                    " ranks do not make up a world of " + std::to_string(spec.world));
+  }
+  if (first_epoch >= spec.epochs) {
+    throw Error(ErrorKind::usage, "epoch " + std::to_string(first_epoch) + " is not among the " +
+                                      std::to_string(spec.epochs) + " of the job");
+  }
+  return count <= 256 ? choose<uint8_t>(spec, sizes, nodes, first_epoch)
+                      : choose<uint16_t>(spec, sizes, nodes, first_epoch);
 }
 
 }  // namespace nostall::plan

@@ -11,14 +11,29 @@ namespace nostall::plan {
 
 inline constexpr uint32_t kNoOwner = ~uint32_t{0};
 
+// The nodes of a job: which one each rank is on, and what each can keep.
+struct Nodes {
+  std::vector<uint32_t> of_rank;   // spec.world entries
+  std::vector<uint64_t> capacity;  // bytes, one per node
+};
+// Consecutive ranks on each node, as launchers place them. Throws Error(usage) if the nodes do not
+// make up the world.
+Nodes equal_nodes(const JobSpec& spec, std::vector<uint64_t> capacity, uint32_t ranks_per_node);
+
+struct Ownership {
+  std::vector<uint32_t> owner;         // per sample: its node, or kNoOwner
+  std::vector<uint32_t> first_reader;  // per sample: the node of its first access, or kNoOwner
+  std::vector<uint64_t> first_access;  // per sample: time of its first access by any node, kNever
+};
+
 // An owner for every sample: the node that reads it most often, ties to the node that reads it
 // first; where that node is full, the next best one with room, then any node with room, so that no
 // sample stays without an owner while a node has room for it, and none has two. Samples are served
-// in order of their highest frequency, then of their first access. `capacities`: bytes, one per
-// node; node i holds the ranks [i * ranks_per_node, (i + 1) * ranks_per_node). Cost: O(F) memory
-// beside one epoch's order, O(F * epochs) time. Throws Error(usage) if the nodes do not make up the
-// world.
-std::vector<uint32_t> owners(const JobSpec& spec, std::span<const uint64_t> sizes,
-                             std::span<const uint64_t> capacities, uint32_t ranks_per_node);
+// in order of their highest frequency, then of their first access. `sizes`: bytes that a sample
+// takes of a node's capacity. Epochs [first_epoch, spec.epochs); time is that of node_access
+// (plan/placement.h). Cost: O(F) memory beside one epoch's order, O(F * epochs) time. Throws
+// Error(usage) if `nodes` does not go with the world.
+Ownership owners(const JobSpec& spec, std::span<const uint64_t> sizes, const Nodes& nodes,
+                 uint32_t first_epoch = 0);
 
 }  // namespace nostall::plan

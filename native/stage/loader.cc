@@ -66,6 +66,7 @@ Position Loader::position() const noexcept { return position_; }
 void Loader::close() {
   if (::getpid() != owner_pid_) return;
   run_.reset();
+  config_.peers.reset();
   config_.cache.reset();
   closed_ = true;
 }

@@ -7,7 +7,9 @@
 // Fetch threads walk the rank's future ahead of everybody else. A sample that a tier of the node
 // holds is taken from there, any other is read from the source once, straight into its slot of the
 // RAM tier when it has one, so that the read for the stage also fills the tier. Transform threads
-// decode into the batch, whose buffer is pooled. The consumer gets batches in order, whatever order
+// decode into the batch, whose buffer is pooled. With other nodes (peer/exchange.h) a sample is
+// read from the source by the rank that needs it first, pushed to its owner, and fetched from there
+// afterwards. The consumer gets batches in order, whatever order
 // they were finished in.
 //
 // Bounds: at most `staging_bytes` of batches are in flight (never fewer than two batches), at most
@@ -28,6 +30,7 @@
 #include <vector>
 
 #include "image/pipeline.h"
+#include "peer/exchange.h"
 #include "plan/plan.h"
 #include "source/source.h"
 #include "stage/buffer.h"
@@ -44,6 +47,7 @@ struct LoaderConfig {
   std::shared_ptr<const source::Source> source;
   std::shared_ptr<const image::Pipeline> pipeline;  // null: batches of raw bytes
   std::shared_ptr<tier::NodeCache> cache;           // null: no tiers
+  std::shared_ptr<peer::Exchange> peers;            // null: no other nodes
   OnError on_error = OnError::raise;
   uint32_t fetchers = 2;  // threads that read
   uint32_t workers = 2;   // threads that transform; unused for raw batches

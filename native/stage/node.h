@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "plan/plan.h"
+#include "plan/owners.h"
 #include "source/source.h"
 #include "tier/node_cache.h"
 
@@ -18,13 +18,21 @@ struct NodeSpec {
   uint32_t local_rank = 0;
   uint32_t local_world = 1;           // ranks [rank - local_rank, + local_world) share this node
   std::vector<tier::TierSpec> tiers;  // fastest first; capacities are the node's
+  uint32_t node = 0;                  // this node's number among `nodes`
+  plan::Nodes nodes;                  // all that share what they keep; empty: this one is alone
 };
 
-// Plans what this node keeps where (plan/placement.h), for epochs from `first_epoch` on, and
-// attaches. Null if there are no tiers with any capacity. Throws what NodeCache::attach throws.
-// Cost: O(F) memory, O(F * epochs) time.
-std::shared_ptr<tier::NodeCache> attach_node_cache(const plan::JobSpec& job, uint32_t rank,
-                                                   const source::Source& source,
-                                                   const NodeSpec& node, uint32_t first_epoch = 0);
+// This node's part of the cache.
+struct NodeTiers {
+  std::shared_ptr<tier::NodeCache> cache;  // null: no tier has any capacity
+  plan::Ownership ownership;               // empty if this node is alone
+  uint64_t plan = 0;                       // fingerprint of who owns what: the same on all nodes
+};
+
+// Plans what this node keeps where (plan/placement.h, plan/cluster.h), for epochs from
+// `first_epoch` on, and attaches. Throws what NodeCache::attach throws. Cost: O(F) memory, O(F *
+// epochs) time.
+NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const source::Source& source,
+                            const NodeSpec& node, uint32_t first_epoch = 0);
 
 }  // namespace nostall::stage

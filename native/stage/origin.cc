@@ -1,9 +1,12 @@
 #include "stage/origin.h"
 
+#include "base/clock.h"
+
 namespace nostall::stage {
 
 void SpeedEstimate::record(uint64_t bytes, int64_t nanoseconds) noexcept {
   if (bytes == 0 || nanoseconds <= 0) return;
+  recorded_.store(now_ns(), std::memory_order_relaxed);
   const double seen = static_cast<double>(nanoseconds) * 1e-9 / static_cast<double>(bytes);
   double old = value_.load(std::memory_order_relaxed);
   double next = 0.0;
@@ -12,19 +15,43 @@ void SpeedEstimate::record(uint64_t bytes, int64_t nanoseconds) noexcept {
   } while (!value_.compare_exchange_weak(old, next, std::memory_order_relaxed));
 }
 
+bool SpeedEstimate::stale(int64_t nanoseconds) noexcept {
+  int64_t recorded = recorded_.load(std::memory_order_relaxed);
+  const int64_t now = now_ns();
+  return recorded != 0 && now - recorded > nanoseconds &&
+         recorded_.compare_exchange_strong(recorded, now);
+}
+
+bool worth_pushing(double peer_seconds_per_byte, double source_seconds_per_byte) noexcept {
+  return peer_seconds_per_byte == 0.0 || source_seconds_per_byte == 0.0 ||
+         peer_seconds_per_byte <= kSourceAdvantageOverPeers * source_seconds_per_byte;
+}
+
 Choice choose(const std::array<Candidate, kOrigins>& candidates) noexcept {
-  const Candidate& ram = candidates[static_cast<size_t>(Origin::ram)];
-  const Candidate& file = candidates[static_cast<size_t>(Origin::file)];
-  const Candidate& source = candidates[static_cast<size_t>(Origin::source)];
-  if (ram.available) return {Origin::ram, "in the RAM tier"};
-  if (!file.available) return {Origin::source, "in no tier"};
-  if (!source.available || source.seconds_per_byte == 0.0 || file.seconds_per_byte == 0.0) {
-    return {Origin::file, "in the file tier"};
+  const auto at = [&](Origin o) -> const Candidate& { return candidates[static_cast<size_t>(o)]; };
+  if (at(Origin::ram).available) return {Origin::ram, "in the RAM tier"};
+  Choice best{Origin::source, "in no tier"};
+  for (const auto& [origin, reason] :
+       {Choice{Origin::file, "in the file tier"}, Choice{Origin::peer, "in a tier of its owner"}}) {
+    const Candidate& candidate = at(origin);
+    if (!candidate.available) continue;
+    if (best.origin == Origin::source) {
+      best = {origin, reason};
+    } else if (const double best_cost = at(best.origin).seconds_per_byte;
+               best_cost > 0.0 && candidate.seconds_per_byte > 0.0 &&
+               candidate.seconds_per_byte < best_cost) {
+      best = {origin, "its owner is faster than the file tier"};
+    }
   }
-  if (file.seconds_per_byte > kSourceAdvantage * source.seconds_per_byte) {
-    return {Origin::source, "the source is faster than the file tier"};
+  const double source = at(Origin::source).seconds_per_byte;
+  const double cost = at(best.origin).seconds_per_byte;
+  const double advantage =
+      best.origin == Origin::peer ? kSourceAdvantageOverPeers : kSourceAdvantage;
+  if (best.origin != Origin::source && at(Origin::source).available && source > 0.0 && cost > 0.0 &&
+      cost > advantage * source) {
+    return {Origin::source, "the source is faster than the tiers"};
   }
-  return {Origin::file, "the file tier is the faster one"};
+  return best;
 }
 
 }  // namespace nostall::stage

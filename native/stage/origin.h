@@ -11,19 +11,24 @@
 
 namespace nostall::stage {
 
-enum class Origin : uint8_t { ram = 0, file = 1, source = 2 };
-inline constexpr size_t kOrigins = 3;
+enum class Origin : uint8_t { ram = 0, file = 1, peer = 2, source = 3 };
+inline constexpr size_t kOrigins = 4;
 
 // Running estimate of what one origin delivers to one reader, seconds per byte: r_j(p_j)/p_j for a
-// tier, min(b_fs, t(gamma)/gamma) for the source. Follows changes with a weight of 1/16 per sample.
+// tier, min(b_c, r_j(p_j)/p_j) for a peer, min(b_fs, t(gamma)/gamma) for the source. Follows
+// changes with a weight of 1/16 per sample.
 class SpeedEstimate {
  public:
   void record(uint64_t bytes, int64_t nanoseconds) noexcept;
+  // True at most once every `nanoseconds` in which nothing was recorded: time to try this origin
+  // again although it was slow, for it may have changed.
+  bool stale(int64_t nanoseconds) noexcept;
   // Seconds a byte; 0 while nothing was measured.
   double seconds_per_byte() const noexcept { return value_.load(std::memory_order_relaxed); }
 
  private:
   std::atomic<double> value_{0.0};
+  std::atomic<int64_t> recorded_{0};
 };
 
 struct Candidate {
@@ -36,12 +41,18 @@ struct Choice {
   std::string_view reason;
 };
 
-// A byte read from the source is a byte taken from every other node, so a local copy is left only
-// for a source that is this many times faster.
+// A byte read from the source is a byte taken from every other node, so a copy in the tiers is left
+// only for a source that is this many times faster than this node's files, or than its peers: few
+// requests at a time make those look slower than they are.
 inline constexpr double kSourceAdvantage = 2.0;
+inline constexpr double kSourceAdvantageOverPeers = 8.0;
 
 // The origin with the least expected time among the available ones (indexed by Origin). An origin
-// that was never measured is trusted in the order ram, file, source.
+// that was never measured is trusted in the order ram, file, peer, source.
 Choice choose(const std::array<Candidate, kOrigins>& candidates) noexcept;
+
+// Whether to hand a sample that was read from the source to its owner: not over a network so slow
+// that the owner had better read it for itself.
+bool worth_pushing(double peer_seconds_per_byte, double source_seconds_per_byte) noexcept;
 
 }  // namespace nostall::stage

@@ -14,8 +14,17 @@ namespace {
 // Samples that fetching may be ahead of the consumer, when they cost no memory: enough to keep a
 // slow storage busy through a burst of compute, little enough that a seek stays cheap.
 constexpr uint64_t kMaxAhead = 16384;
-// How long to wait for another rank that reads a sample, before reading it oneself.
-constexpr std::chrono::seconds kPeerPatience{10};
+// How long to wait for another rank that reads a sample before reading it oneself: at most; while
+// no node makes any progress, or the consumer waits for that very batch; and at a stretch.
+constexpr std::chrono::seconds kPatience{60};
+constexpr std::chrono::seconds kSilence{2};
+constexpr std::chrono::milliseconds kSlice{10};
+// Reads of a sample from the source that waiting for it may cost when its batch is needed.
+constexpr double kWaitForReads = 20.0;
+// The same for another rank of this node, which is reading it at this moment.
+constexpr std::chrono::seconds kLocalPatience{10};
+// An origin that is avoided is tried again this often.
+constexpr int64_t kProbeNs = 2'000'000'000;
 constexpr int64_t kPeerCheckNs = 500'000'000;
 // Candidates tried in place of a bad sample before giving up on a data set that is mostly damaged.
 constexpr uint32_t kMaxCandidates = 1024;
@@ -245,54 +254,152 @@ std::span<std::byte> Loader::Run::raw_destination(Fetch& fetch) {
   return {item.raw->data(), sizes_[item.sample]};
 }
 
-// True if the sample has its bytes from a tier; false if it must be read from the source.
-bool Loader::Run::from_tier(Fetch& fetch, std::stop_token stop) {
-  if (!config_.cache) return false;
-  tier::NodeCache& cache = *config_.cache;
-  Task& task = *fetch.work.task;
-  const plan::SampleId sample = task.items[fetch.work.index].sample;
-  if (!cache.placed(sample)) return false;
-  const bool ram = cache.kind(sample) == tier::TierKind::ram;
-  const uint64_t size = sizes_[sample];
-  const auto patience = std::chrono::steady_clock::now() + kPeerPatience;
-  for (tier::State state = cache.state(sample);; state = cache.state(sample)) {
-    if (state == tier::State::ready) {
-      const int64_t begin = now_ns();
-      if (ram) {
-        if (!transformed()) {
-          std::memcpy(place_of(fetch.work).data(), cache.ram_view(sample).data(), size);
-        }
-        count(task, Origin::ram, size, now_ns() - begin);
-        return true;
-      }
-      const Choice choice =
-          choose({Candidate{}, Candidate{true, speeds_[size_t(Origin::file)].seconds_per_byte()},
-                  Candidate{true, speeds_[size_t(Origin::source)].seconds_per_byte()}});
-      if (choice.origin != Origin::file) return false;
-      if (!cache.file_read(sample, raw_destination(fetch))) return false;
-      speeds_[size_t(Origin::file)].record(size, now_ns() - begin);
-      count(task, Origin::file, size, now_ns() - begin);
-      return true;
+// A chunk goes round until every sample has its bytes: what the tiers have, then what can be read
+// or fetched now, and only when nothing else is left to do, waiting for what others bring.
+void Loader::Run::fetch(std::vector<Fetch>& chunk, source::Reader& reader, std::stop_token stop) {
+  std::vector<Fetch*> open;
+  for (Fetch& f : chunk) open.push_back(&f);
+  const auto begun = std::chrono::steady_clock::now();
+  auto heard = begun;
+  uint64_t news = config_.peers ? config_.peers->news() : 0;
+  while (!open.empty() && !stop.stop_requested()) {
+    const auto now = std::chrono::steady_clock::now();
+    if (config_.peers && config_.peers->news() != news) {
+      news = config_.peers->news();
+      heard = now;
     }
-    if (state == tier::State::failed) return false;
-    if (state == tier::State::empty) {
-      if (!cache.claim(sample)) {
-        // Somebody else was first, or the tier was given up since: then it stays empty for ever.
-        if (!cache.placed(sample)) return false;
-        continue;
+    std::vector<Fetch*> to_read, from_peers, left;
+    std::vector<Work> finished;
+    for (Fetch* f : open) {
+      f->patient =
+          now - begun < kPatience && now - heard < kSilence && worth_waiting(*f, now - begun);
+      f->patient_locally = now - begun < kLocalPatience;
+      switch (route(*f)) {
+        case Route::done:
+          finished.push_back(f->work);
+          break;
+        case Route::source:
+          to_read.push_back(f);
+          break;
+        case Route::peer:
+          from_peers.push_back(f);
+          break;
+        case Route::wait:
+          left.push_back(f);
+          break;
       }
-      fetch.claimed = true;
-      fetch.to_file_tier = !ram;
-      return false;
     }
-    // Another rank is reading it: the shared file system is not asked twice.
-    const auto left = patience - std::chrono::steady_clock::now();
-    if (left.count() <= 0 || stop.stop_requested()) return false;
-    cache.wait(sample, left, stop);
+    finish(finished);
+    const bool idle = finished.empty() && to_read.empty() && from_peers.empty();
+    std::shared_ptr<peer::FetchGroup> group;
+    if (!from_peers.empty()) group = ask_peers(from_peers);
+    if (!to_read.empty()) read_source(to_read, reader, stop);
+    if (group) {
+      config_.peers->finish(*group, stop);
+      for (Fetch* f : take_from_peers(from_peers, *group)) left.push_back(f);
+    }
+    if (idle) wait_for_others(*left.front(), stop);
+    open = std::move(left);
   }
 }
 
-void Loader::Run::prepare_source_read(Fetch& fetch) {
+// For a sample that another node reads first: as long as nobody needs the batch, or the source
+// would hardly be quicker.
+bool Loader::Run::worth_waiting(const Fetch& fetch, std::chrono::nanoseconds waited) {
+  const double peer = speeds_[size_t(Origin::peer)].seconds_per_byte();
+  const double source = speeds_[size_t(Origin::source)].seconds_per_byte();
+  if (!worth_pushing(peer, source)) return false;
+  const Task& task = *fetch.work.task;
+  const double read = source * static_cast<double>(sizes_[task.items[fetch.work.index].sample]);
+  if (std::chrono::duration<double>(waited).count() < kWaitForReads * read) return true;
+  const std::scoped_lock lock(mutex_);
+  return task.sequence != handed_out_;
+}
+
+// What to do next about a sample; with Route::source or Route::peer it may have been claimed.
+Loader::Run::Route Loader::Run::route(Fetch& fetch) {
+  const Task& task = *fetch.work.task;
+  const plan::SampleId sample = task.items[fetch.work.index].sample;
+  tier::NodeCache* const cache = config_.cache.get();
+  const peer::Where where = !config_.peers || fetch.shunned
+                                ? peer::Where::source
+                                : config_.peers->where(sample, task.batch->position.epoch);
+  const bool awaited = where == peer::Where::awaited && fetch.patient;
+  const Route elsewhere = where == peer::Where::there ? peer_or_source() : Route::source;
+  if (!cache || !cache->placed(sample)) return awaited ? Route::wait : elsewhere;
+  for (;;) {
+    switch (cache->state(sample)) {
+      case tier::State::ready:
+        return from_tier(fetch) ? Route::done : elsewhere;
+      case tier::State::failed:
+        return awaited ? Route::wait : elsewhere;
+      case tier::State::filling:
+        // Another rank is reading it: the shared file system is not asked twice.
+        return fetch.patient_locally ? Route::wait : elsewhere;
+      case tier::State::empty:
+        break;
+    }
+    if (awaited) return Route::wait;
+    if (cache->claim(sample)) {
+      fetch.claimed = true;
+      fetch.to_file_tier = cache->kind(sample) == tier::TierKind::file;
+      return elsewhere;
+    }
+    // Somebody else was first, or the tier was given up since: then it stays empty for ever.
+    if (!cache->placed(sample)) return elsewhere;
+  }
+}
+
+// The owner has it; is it also the place to get it from?
+Loader::Run::Route Loader::Run::peer_or_source() {
+  SpeedEstimate &peer = speeds_[size_t(Origin::peer)], &source = speeds_[size_t(Origin::source)];
+  const Choice choice =
+      choose({Candidate{}, {}, {true, peer.seconds_per_byte()}, {true, source.seconds_per_byte()}});
+  // Against the day when the slower one is faster again.
+  if (choice.origin == Origin::source) return peer.stale(kProbeNs) ? Route::peer : Route::source;
+  const double best = best_source_.load(std::memory_order_relaxed);
+  const bool source_was_better =
+      best > 0.0 && peer.seconds_per_byte() > kSourceAdvantageOverPeers * best;
+  return source_was_better && source.stale(kProbeNs) ? Route::source : Route::peer;
+}
+
+// A sample that is ready in a tier of this node; false if it is better, or must be, had elsewhere.
+bool Loader::Run::from_tier(Fetch& fetch) {
+  tier::NodeCache& cache = *config_.cache;
+  Task& task = *fetch.work.task;
+  const plan::SampleId sample = task.items[fetch.work.index].sample;
+  const uint64_t size = sizes_[sample];
+  const int64_t begin = now_ns();
+  if (cache.kind(sample) == tier::TierKind::ram) {
+    if (!transformed()) {
+      std::memcpy(place_of(fetch.work).data(), cache.ram_view(sample).data(), size);
+    }
+    count(task, Origin::ram, size, now_ns() - begin);
+    return true;
+  }
+  const Choice choice = choose({Candidate{},
+                                {true, speeds_[size_t(Origin::file)].seconds_per_byte()},
+                                {},
+                                {true, speeds_[size_t(Origin::source)].seconds_per_byte()}});
+  if (choice.origin != Origin::file) return false;
+  if (!cache.file_read(sample, raw_destination(fetch))) return false;
+  speeds_[size_t(Origin::file)].record(size, now_ns() - begin);
+  count(task, Origin::file, size, now_ns() - begin);
+  return true;
+}
+
+void Loader::Run::wait_for_others(const Fetch& fetch, std::stop_token stop) {
+  const plan::SampleId sample = fetch.work.task->items[fetch.work.index].sample;
+  if (config_.cache && config_.cache->placed(sample) &&
+      config_.cache->state(sample) == tier::State::filling) {
+    config_.cache->wait(sample, kSlice, stop);
+  } else {
+    config_.peers->wait_for_news(kSlice, stop);
+  }
+}
+
+// Where the bytes of a sample go: its slot of the RAM tier if this rank claimed it.
+void Loader::Run::prepare(Fetch& fetch) {
   Task::Item& item = fetch.work.task->items[fetch.work.index];
   if (fetch.claimed && !fetch.to_file_tier) {
     fetch.into = config_.cache->ram_slot(item.sample);
@@ -302,12 +409,14 @@ void Loader::Run::prepare_source_read(Fetch& fetch) {
   fetch.into = raw_destination(fetch);
 }
 
-void Loader::Run::after_source_read(Fetch& fetch, int error) {
+// The bytes of a sample are in `into`, or an errno says why not: settles the claim.
+void Loader::Run::settle(Fetch& fetch, int error) {
   Task::Item& item = fetch.work.task->items[fetch.work.index];
   item.read_error = error;
   if (!fetch.claimed) return;
   if (error != 0) {
     config_.cache->abandon(item.sample);
+    fetch.claimed = fetch.to_file_tier = false;
   } else if (!fetch.to_file_tier) {
     config_.cache->publish(item.sample);
     if (!transformed())
@@ -315,79 +424,112 @@ void Loader::Run::after_source_read(Fetch& fetch, int error) {
   }
 }
 
-void Loader::Run::fetch(std::vector<Fetch>& chunk, source::Reader& reader, std::stop_token stop) {
-  // Samples that another rank is reading come last, so that this rank's own reads are not held up.
-  std::vector<Fetch*> later, to_read;
-  for (Fetch& f : chunk) {
-    const plan::SampleId sample = f.work.task->items[f.work.index].sample;
-    const bool busy = config_.cache && config_.cache->placed(sample) &&
-                      config_.cache->state(sample) == tier::State::filling;
-    if (busy) {
-      later.push_back(&f);
-    } else if (from_tier(f, stop)) {
-      f.done = true;
-    } else {
-      to_read.push_back(&f);
-    }
+void Loader::Run::read_source(std::span<Fetch* const> fetches, source::Reader& reader,
+                              std::stop_token stop) {
+  std::vector<source::ReadRequest> requests;
+  requests.reserve(fetches.size());
+  uint64_t bytes = 0;
+  for (Fetch* f : fetches) {
+    prepare(*f);
+    requests.push_back({f->work.task->items[f->work.index].sample, f->into, 0});
+    bytes += f->into.size();
+  }
+  const int64_t begin = now_ns();
+  reader.read(requests);
+  const int64_t took = now_ns() - begin;
+  SpeedEstimate& speed = speeds_[size_t(Origin::source)];
+  speed.record(bytes, took);
+  const double best = best_source_.load(std::memory_order_relaxed);
+  if (best == 0.0 || speed.seconds_per_byte() < best) {
+    best_source_.store(speed.seconds_per_byte(), std::memory_order_relaxed);
   }
   std::vector<Work> finished;
-  for (const Fetch& f : chunk) {
-    if (f.done) finished.push_back(f.work);
+  std::vector<Kept> kept;
+  for (size_t i = 0; i < fetches.size(); ++i) {
+    Fetch& f = *fetches[i];
+    settle(f, requests[i].error);
+    count(*f.work.task, Origin::source, requests[i].error == 0 ? requests[i].into.size() : 0,
+          took / static_cast<int64_t>(fetches.size()));
+    if (requests[i].error == 0) {
+      keep_copy(f, kept);
+    } else if (!transformed()) {
+      handle_bad(f.work, source::read_error_text(requests[i].error), nullptr, reader);
+    }
+    finished.push_back(f.work);
   }
   finish(finished);
+  for (const Kept& k : kept) pass_on(k, stop);
+}
 
-  for (int round = 0; round < 2; ++round) {
-    if (!to_read.empty()) {
-      std::vector<source::ReadRequest> requests;
-      requests.reserve(to_read.size());
-      uint64_t bytes = 0;
-      for (Fetch* f : to_read) {
-        prepare_source_read(*f);
-        const plan::SampleId sample = f->work.task->items[f->work.index].sample;
-        requests.push_back({sample, f->into, 0});
-        bytes += f->into.size();
-      }
-      const int64_t begin = now_ns();
-      reader.read(requests);
-      const int64_t took = now_ns() - begin;
-      speeds_[size_t(Origin::source)].record(bytes, took);
-      finished.clear();
-      // What goes to the file tier is written after the transform threads got it.
-      std::vector<std::pair<plan::SampleId, std::shared_ptr<Buffer>>> to_write;
-      for (size_t i = 0; i < to_read.size(); ++i) {
-        Fetch& f = *to_read[i];
-        after_source_read(f, requests[i].error);
-        count(*f.work.task, Origin::source, requests[i].error == 0 ? requests[i].into.size() : 0,
-              took / static_cast<int64_t>(to_read.size()));
-        if (f.claimed && f.to_file_tier && requests[i].error == 0) {
-          if (transformed()) {
-            to_write.emplace_back(requests[i].sample, f.work.task->items[f.work.index].raw);
-          } else {
-            config_.cache->file_write(requests[i].sample, f.into);
-          }
-        }
-        if (!transformed() && requests[i].error != 0) {
-          handle_bad(f.work, source::read_error_text(requests[i].error), nullptr, reader);
-        }
-        finished.push_back(f.work);
-      }
-      finish(finished);
-      for (const auto& [sample, raw] : to_write) {
-        config_.cache->file_write(sample, {raw->data(), sizes_[sample]});
-      }
-      to_read.clear();
-    }
-    if (round == 1) break;
-    finished.clear();
-    for (Fetch* f : later) {
-      if (from_tier(*f, stop)) {
-        finished.push_back(f->work);
-      } else {
-        to_read.push_back(f);
-      }
-    }
-    finish(finished);
+std::shared_ptr<peer::FetchGroup> Loader::Run::ask_peers(std::span<Fetch* const> fetches) {
+  std::vector<peer::Fetch> requests;
+  requests.reserve(fetches.size());
+  for (Fetch* f : fetches) {
+    prepare(*f);
+    const Task::Item& item = f->work.task->items[f->work.index];
+    std::shared_ptr<void> keep = item.raw;
+    if (!keep)
+      keep = f->claimed ? std::static_pointer_cast<void>(config_.cache)
+                        : std::static_pointer_cast<void>(f->work.task->batch->buffer);
+    requests.push_back({item.sample, f->into, std::move(keep), peer::Outcome::waiting});
   }
+  return config_.peers->begin(std::move(requests));
+}
+
+// Those that did not come go round again, without asking that owner; the others are finished.
+std::vector<Loader::Run::Fetch*> Loader::Run::take_from_peers(std::span<Fetch* const> fetches,
+                                                              const peer::FetchGroup& group) {
+  std::vector<Fetch*> again;
+  std::vector<Work> finished;
+  std::vector<Kept> kept;
+  const int64_t took = group.nanoseconds();
+  uint64_t bytes = 0;
+  for (size_t i = 0; i < fetches.size(); ++i) {
+    Fetch& f = *fetches[i];
+    if (group.requests[i].outcome == peer::Outcome::here) {
+      settle(f, 0);
+      bytes += f.into.size();
+      count(*f.work.task, Origin::peer, f.into.size(), took / static_cast<int64_t>(fetches.size()));
+      if (f.claimed && f.to_file_tier) keep_copy(f, kept);
+      finished.push_back(f.work);
+      continue;
+    }
+    settle(f, EHOSTUNREACH);
+    f.work.task->items[f.work.index].raw.reset();
+    f.shunned = true;
+    again.push_back(&f);
+  }
+  if (bytes > 0) speeds_[size_t(Origin::peer)].record(bytes, took);
+  finish(finished);
+  for (const Kept& k : kept) {
+    if (k.to_file_tier) config_.cache->file_write(k.sample, k.bytes);
+  }
+  return again;
+}
+
+// What is still to be done with bytes that the transform threads, or the consumer, get now.
+void Loader::Run::keep_copy(const Fetch& fetch, std::vector<Kept>& kept) {
+  const Task::Item& item = fetch.work.task->items[fetch.work.index];
+  const bool to_file_tier = fetch.claimed && fetch.to_file_tier;
+  const bool push = config_.peers && config_.peers->push_wanted(item.sample) &&
+                    worth_pushing(speeds_[size_t(Origin::peer)].seconds_per_byte(),
+                                  speeds_[size_t(Origin::source)].seconds_per_byte());
+  if (!to_file_tier && !push) return;
+  Kept k{item.sample, to_file_tier, push, item.raw, fetch.into};
+  if (fetch.claimed && !fetch.to_file_tier) {
+    k.keep = config_.cache;  // its slot of the RAM tier
+  } else if (!transformed()) {
+    const std::shared_ptr<Buffer> copy = raw_pool_->take(fetch.into.size());
+    std::memcpy(copy->data(), fetch.into.data(), fetch.into.size());
+    k.keep = copy;
+    k.bytes = {copy->data(), fetch.into.size()};
+  }
+  kept.push_back(std::move(k));
+}
+
+void Loader::Run::pass_on(const Kept& kept, std::stop_token stop) {
+  if (kept.push) config_.peers->push(kept.sample, kept.bytes, kept.keep, stop);
+  if (kept.to_file_tier) config_.cache->file_write(kept.sample, kept.bytes);
 }
 
 // ----------------------------------------------------------------------------------- transforming

@@ -56,7 +56,17 @@ class Loader::Run {
     std::span<std::byte> into;
     bool claimed = false;  // this rank fills the tier with it
     bool to_file_tier = false;
-    bool done = false;  // has its bytes, or its error
+    bool patient = true;          // may wait for what another node brings
+    bool patient_locally = true;  // and for what another rank of this one reads
+    bool shunned = false;         // its owner failed to deliver: not asked again
+  };
+  enum class Route : uint8_t { done, source, peer, wait };
+  // Bytes that go on to a file tier or another node after their own batch has them.
+  struct Kept {
+    plan::SampleId sample = 0;
+    bool to_file_tier = false, push = false;
+    std::shared_ptr<void> keep;
+    std::span<const std::byte> bytes;
   };
 
   void fetch_loop(std::stop_token stop);
@@ -70,9 +80,19 @@ class Loader::Run {
   void plan_ahead(uint32_t epoch);
 
   void fetch(std::vector<Fetch>& chunk, source::Reader& reader, std::stop_token stop);
-  bool from_tier(Fetch& fetch, std::stop_token stop);
-  void prepare_source_read(Fetch& fetch);
-  void after_source_read(Fetch& fetch, int error);
+  Route route(Fetch& fetch);
+  Route peer_or_source();
+  bool worth_waiting(const Fetch& fetch, std::chrono::nanoseconds waited);
+  bool from_tier(Fetch& fetch);
+  void wait_for_others(const Fetch& fetch, std::stop_token stop);
+  void prepare(Fetch& fetch);
+  void settle(Fetch& fetch, int error);
+  void read_source(std::span<Fetch* const> fetches, source::Reader& reader, std::stop_token stop);
+  std::shared_ptr<peer::FetchGroup> ask_peers(std::span<Fetch* const> fetches);
+  std::vector<Fetch*> take_from_peers(std::span<Fetch* const> fetches,
+                                      const peer::FetchGroup& group);
+  void keep_copy(const Fetch& fetch, std::vector<Kept>& kept);
+  void pass_on(const Kept& kept, std::stop_token stop);
   std::span<std::byte> raw_destination(Fetch& fetch);
 
   void transform(Work work, image::Scratch& scratch, source::Reader& reader);
@@ -91,6 +111,7 @@ class Loader::Run {
   const LoaderConfig& config_;
   const std::shared_ptr<BufferPool> batch_pool_, raw_pool_;
   std::array<SpeedEstimate, kOrigins>& speeds_;
+  std::atomic<double> best_source_{0.0};  // seconds a byte, the best there was
   const std::span<const uint64_t> sizes_;
   uint64_t batches_per_epoch_ = 0;
   uint64_t max_staged_ = 2;  // batches with a buffer, not yet handed out

@@ -193,6 +193,13 @@ def compile_pipeline(
 def decode_rgb(encoded: object, max_pixels: int = 178956970) -> object:
     """Decodes a JPEG, PNG or WebP image to uint8 RGB, height x width x 3."""
 
+class PeerTransport:
+    """Messages between ranks (native/peer/transport.h); starts nothing."""
+
+    def __init__(self, library: str, transports: str = "", devices: str = "") -> None: ...
+    @property
+    def address(self) -> bytes: ...
+
 class Batch:
     """One local batch, as the stage hands it out."""
 
@@ -218,7 +225,7 @@ class Batch:
     @property
     def origins(self) -> list[tuple[int, int, float]]:
         """
-        (samples, bytes, seconds) of the RAM tier, the file tier and the source.
+        (samples, bytes, seconds) of the RAM tier, the file tier, other nodes and the source.
         """
 
     @property
@@ -250,6 +257,13 @@ class Loader:
         staging_bytes: int,
         io_bytes: int,
         first_epoch: int = 0,
+        transport: PeerTransport | None = None,
+        node: int = 0,
+        node_of_rank: Sequence[int] = [],
+        capacities: Sequence[int] = [],
+        addresses: Sequence[bytes] = [],
+        secret: bytes = ...,
+        peer_timeout_ms: int = 10000,
     ) -> None: ...
     def next(self) -> Batch:
         """The next batch; waits for it with the GIL released."""
@@ -258,5 +272,11 @@ class Loader:
     @property
     def position(self) -> tuple[int, int]: ...
     def close(self) -> None: ...
+    @property
+    def peers(self) -> dict[str, int]:
+        """
+        What was exchanged with other nodes (native/peer/exchange.h); {} on one node.
+        """
+
     @property
     def memory(self) -> tuple[int, int, int, int]: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
+import logging
 import os
 import time
 import weakref
@@ -14,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from nostall import _native
+from nostall import _native, cluster
 from nostall.errors import UsageError
 from nostall.plan import Plan
 from nostall.pystage import PythonStage
 from nostall.record import Recorder
+from nostall.rendezvous import AllGather, find_rendezvous
 from nostall.sizes import TierSpec, parse_size, parse_tiers
 from nostall.source import Source
 from nostall.transforms import Transform, is_native
@@ -32,6 +34,9 @@ _STATE_VERSION = 1
 _DEFAULT_STAGING = 256 << 20
 _DEFAULT_IO_BYTES = 64 << 20
 _READS_IN_FLIGHT = 16
+_PEER_TIMEOUT_MS = 10_000
+
+_log = logging.getLogger("nostall")
 
 # Loaders are told apart by their number in the process: ranks make them in the same order.
 _made = itertools.count()
@@ -111,6 +116,9 @@ class DataLoader:
         workers: where a callable runs: ``"threads"`` or ``"processes"``.
         collate: makes one batch of a callable's results; stacks them if None.
         reader: ``"auto"``, ``"io_uring"`` or ``"pread"``.
+        peers: whether nodes share what their tiers hold: ``"auto"`` where the ranks can find each
+            other, ``"on"``, ``"off"``, or the job's own allgather, a function that takes this
+            rank's bytes and returns those of all ranks in order (see `nostall.rendezvous`).
 
     Raises:
         UsageError: arguments that do not go together, named with their value.
@@ -146,6 +154,7 @@ class DataLoader:
         workers: Literal["threads", "processes"] = "threads",
         collate: Callable[[list[Any]], Any] | None = None,
         reader: Literal["auto", "io_uring", "pread"] = "auto",
+        peers: Literal["auto", "on", "off"] | AllGather = "auto",
     ) -> None:
         if batch_size < 1:
             raise UsageError(f"batch_size must be at least 1, not {batch_size}")
@@ -155,6 +164,8 @@ class DataLoader:
             raise UsageError(f'output must be "torch", "numpy" or None, not {output!r}')
         if workers not in ("threads", "processes"):
             raise UsageError(f'workers must be "threads" or "processes", not {workers!r}')
+        if not callable(peers) and peers not in ("auto", "on", "off"):
+            raise UsageError(f'peers must be "auto", "on", "off" or a function, not {peers!r}')
         self.dataset = dataset
         self.batch_size = batch_size
         self.epochs_total = epochs
@@ -167,7 +178,12 @@ class DataLoader:
             local_world_size=local_world_size,
             job=job,
         )
-        self._job = job or f"{self.world.job} loader {next(_made)}"
+        self._name = f"loader {next(_made)}"
+        self._job = job or f"{self.world.job} {self._name}"
+        self._peers = peers
+        self._cluster: cluster.Cluster | None = None
+        self._joins = 0  # a resumed loader meets the others again
+        self._peer_counts: dict[str, int] = {}
         self._tiers = parse_tiers(
             tiers,
             dataset_bytes=dataset.total_bytes,
@@ -374,12 +390,17 @@ class DataLoader:
     def stats(self) -> Stats:
         """What this rank's consumer waited for, and where its samples came from."""
         sizes = self.dataset.sizes
-        nodes = -(-self.world.world_size // self.world.local_world_size)
-        capacity = sum(tier.capacity for tier in self._tiers) * nodes
+        capacity = sum(tier.capacity for tier in self._tiers)
+        if self._cluster is not None:
+            capacity = sum(self._cluster.capacities)
+        else:
+            capacity *= -(-self.world.world_size // self.world.local_world_size)
         bound = int(
             _native.source_bytes_lower_bound(self._spec, sizes, capacity, self._first_epoch)
         )
-        return self._recorder.stats(bound)
+        if self._loader is not None:
+            self._peer_counts = self._loader.peers
+        return self._recorder.stats(bound, self._peer_counts)
 
     def close(self) -> None:
         """Stops all threads, gives the memory back and leaves the node's tiers."""
@@ -409,15 +430,47 @@ class DataLoader:
             order_world=self._order_world,
         ).native
 
+    def _join(self) -> cluster.Cluster | None:
+        """Meets the ranks of other nodes, where there are any and samples may travel."""
+        if self._peers == "off" or not any(t.capacity for t in self._tiers):
+            return None
+        if self._peers == "auto" and not cluster.spans_nodes(self.world):
+            return None
+        world = self.world
+        allgather = (
+            self._peers
+            if callable(self._peers)
+            else find_rendezvous(world.rank, world.world_size, f"{self._name} {self._joins}")
+        )
+        if allgather is None:
+            reason = (
+                "nothing connects the ranks: initialise torch.distributed or mpi4py first, set "
+                "NOSTALL_RENDEZVOUS, or pass peers="
+            )
+            if self._peers == "on":
+                raise UsageError(f"samples cannot travel between nodes: {reason}")
+            if world.rank == 0:
+                _log.warning("samples do not travel between nodes: %s", reason)
+            return None
+        joined = cluster.join(world, self._tiers, allgather)
+        self._joins += 1
+        self.world = joined.settle(world)
+        return joined
+
     def _stage(self) -> _native.Loader:
         if self._loader is None:
+            met = self._cluster = self._join()
+            job_name = self._job
+            if met is not None:
+                # Nodes on one machine, by NOSTALL_NODE, do not share memory.
+                job_name += f" node {met.node}"
             self._loader = _native.Loader(
                 job=self._spec,
                 rank=self.world.rank,
                 source=self.dataset.native,
                 pipeline=self._pipeline,
                 tiers=[(t.kind, t.capacity, t.path, t.keep) for t in self._tiers],
-                job_name=self._job,
+                job_name=job_name,
                 local_rank=self.world.local_rank,
                 local_world=self.world.local_world_size,
                 on_error=self._on_error,
@@ -428,12 +481,28 @@ class DataLoader:
                 staging_bytes=self._staging,
                 io_bytes=_DEFAULT_IO_BYTES,
                 first_epoch=self._first_epoch,
+                **self._reach(met),
             )
             self._finalizer.detach()
             self._finalizer = weakref.finalize(self, self._loader.close)
         return self._loader
 
+    @staticmethod
+    def _reach(met: cluster.Cluster | None) -> dict[str, Any]:
+        if met is None or met.transport is None:
+            return {}
+        return {
+            "transport": met.transport,
+            "node": met.node,
+            "node_of_rank": met.node_of_rank,
+            "capacities": met.capacities,
+            "addresses": met.addresses,
+            "secret": met.secret,
+            "peer_timeout_ms": int(os.environ.get("NOSTALL_PEER_TIMEOUT_MS", _PEER_TIMEOUT_MS)),
+        }
+
     def _stop_native(self) -> None:
         if self._loader is not None:
+            self._peer_counts = self._loader.peers
             self._finalizer()
             self._loader = None

@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from nostall.stats import BatchRecords, EpochStats, OriginStats, Stats
+from nostall.stats import ORIGINS, BatchRecords, EpochStats, OriginStats, Stats
 
 if TYPE_CHECKING:
     from nostall import _native
-
-ORIGINS = ("ram", "file", "source")
 
 
 class Recorder:
@@ -81,7 +79,7 @@ class Recorder:
         """Whether no other iteration has begun."""
         return self._current is running
 
-    def stats(self, lower_bound: int) -> Stats:
+    def stats(self, lower_bound: int, peers: dict[str, int] | None = None) -> Stats:
         epochs = list(self._epochs)
         if self._current is not None:
             epochs.append(self._current.freeze())
@@ -94,6 +92,7 @@ class Recorder:
             memory=dict(
                 zip(("ram_tier", "file_tier", "staging", "io_buffers"), self._memory, strict=True)
             ),
+            peers=peers or {},
         )
 
 

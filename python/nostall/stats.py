@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-FORMAT = 1
+FORMAT = 2
+
+# Where a sample can come from, nearest first, as the native loader counts them.
+ORIGINS = ("ram", "file", "peer", "source")
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,8 @@ class EpochStats:
 class BatchRecords:
     """Columns with one entry per batch: when it was handed out, the wait for it, its origins.
 
-    `time` is in seconds since the loader was made, `wait` in seconds; `ram`, `file` and `source`
-    count samples; `queue` counts finished batches behind it.
+    `time` is in seconds since the loader was made, `wait` in seconds; `ram`, `file`, `peer` and
+    `source` count samples; `queue` counts finished batches behind it.
     """
 
     epoch: list[float] = field(default_factory=list)
@@ -61,6 +64,7 @@ class BatchRecords:
     wait: list[float] = field(default_factory=list)
     ram: list[float] = field(default_factory=list)
     file: list[float] = field(default_factory=list)
+    peer: list[float] = field(default_factory=list)
     source: list[float] = field(default_factory=list)
     queue: list[float] = field(default_factory=list)
 
@@ -70,7 +74,8 @@ class Stats:
     """All epochs of one rank; `merge` adds ranks up.
 
     `lower_bound_bytes` is the least that all ranks together must read from the source, with the
-    tiers as given, for the whole job. `memory` holds the most bytes seen by pool.
+    tiers as given, for the whole job. `memory` holds the most bytes seen by pool, `peers` what was
+    exchanged with other nodes (nothing on one node).
     """
 
     rank: int
@@ -79,6 +84,7 @@ class Stats:
     batches: BatchRecords
     lower_bound_bytes: int
     memory: dict[str, int]
+    peers: dict[str, int] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -139,6 +145,7 @@ class Stats:
                 batches=BatchRecords(**data["batches"]),
                 lower_bound_bytes=data["lower_bound_bytes"],
                 memory=data["memory"],
+                peers=data["peers"],
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise CorruptionError(f"damaged statistics: {error}") from error
@@ -177,7 +184,7 @@ class Stats:
         from rich.table import Table
 
         table = Table(title=f"{_who(self)}: waiting, and where samples came from")
-        for i, heading in enumerate(_HEADINGS):
+        for i, heading in enumerate(HEADINGS):
             table.add_column(heading, justify="left" if i == 0 else "right")
         for row in self.rows():
             table.add_row(*row)
@@ -191,13 +198,25 @@ class Stats:
         )
 
     def __str__(self) -> str:
-        rows = [_HEADINGS, *self.rows()]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
+        rows = [HEADINGS, *self.rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
         lines = ["  ".join(c.rjust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
         return "\n".join([*lines, self._bound_line()])
 
 
-_HEADINGS = ("epoch", "seconds", "stalled", "%", "samples", "RAM", "file", "source", "from source")
+# Columns of `Stats.rows`.
+HEADINGS = (
+    "epoch",
+    "seconds",
+    "stalled",
+    "%",
+    "samples",
+    "RAM",
+    "file",
+    "peers",
+    "source",
+    "from source",
+)
 
 
 def _row(name: str, e: EpochStats) -> tuple[str, ...]:
@@ -207,7 +226,7 @@ def _row(name: str, e: EpochStats) -> tuple[str, ...]:
         f"{e.stall_seconds:.2f}",
         f"{100 * e.stall_fraction:.1f}",
         str(e.samples),
-        *(str(e.origins[o].samples) for o in ("ram", "file", "source")),
+        *(str(e.origins[o].samples) for o in ORIGINS),
         _bytes(e.origins["source"].bytes),
     )
 
@@ -244,7 +263,7 @@ def _sum_origins(epochs: Sequence[EpochStats]) -> dict[str, OriginStats]:
             bytes=sum(e.origins[name].bytes for e in epochs),
             seconds=sum(e.origins[name].seconds for e in epochs),
         )
-        for name in ("ram", "file", "source")
+        for name in ORIGINS
     }
 
 
@@ -289,4 +308,8 @@ def merge(ranks: Sequence[Stats]) -> Stats:
         batches=BatchRecords(**columns),
         lower_bound_bytes=ranks[0].lower_bound_bytes,
         memory={**shared, **own},
+        peers={
+            name: sum(s.peers.get(name, 0) for s in ranks)
+            for name in dict.fromkeys(name for s in ranks for name in s.peers)
+        },
     )

@@ -8,4 +8,5 @@ SUBCOMMANDS: dict[str, str] = {
     "plan": "nostall.bench.plan",
     "observation-2": "nostall.bench.observation2",
     "stall": "nostall.bench.stall",
+    "nodes": "nostall.bench.nodes",
 }

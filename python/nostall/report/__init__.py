@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nostall.errors import UsageError
-from nostall.stats import Stats, merge
+from nostall.stats import HEADINGS, Stats, merge
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_COLOURS = {"ram": "#2a9d8f", "file": "#e9c46a", "source": "#e76f51"}
-_NAMES = {"ram": "RAM tier", "file": "file tier", "source": "source"}
+_COLOURS = {"ram": "#2a9d8f", "file": "#e9c46a", "peer": "#457b9d", "source": "#e76f51"}
+_NAMES = {"ram": "RAM tier", "file": "file tier", "peer": "other nodes", "source": "source"}
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em;
        color: #1d2733 }
@@ -81,11 +81,9 @@ def _epoch_starts(stats: Sequence[Stats]) -> list[tuple[float, int]]:
 def _draw_origins(axis: Any, stats: Sequence[Stats]) -> None:
     """Stacked shares in equal slots of time, few enough that every one holds batches."""
     rows = [
-        (moment, ram, file, source)
+        row
         for s in stats
-        for moment, ram, file, source in zip(
-            s.batches.time, s.batches.ram, s.batches.file, s.batches.source, strict=True
-        )
+        for row in zip(s.batches.time, *(getattr(s.batches, o) for o in _COLOURS), strict=True)
     ]
     if not rows:
         return
@@ -142,8 +140,7 @@ read {whole.source_bytes / 1e6:.1f} MB from the source, lower bound
 
 
 def _table(stats: Stats) -> str:
-    headings = ("epoch", "s", "stalled s", "%", "samples", "RAM", "file", "source", "from source")
-    head = "".join(f"<th>{h}</th>" for h in headings)
+    head = "".join(f"<th>{h}</th>" for h in HEADINGS)
     rows = "".join(
         "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>"
         for row in stats.rows()

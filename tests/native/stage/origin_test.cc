@@ -11,21 +11,51 @@ namespace nostall::stage {
 namespace {
 
 TEST(Choose, TakesTheRamTierWhateverTheSpeeds) {
-  EXPECT_EQ(choose({Candidate{true, 1.0}, {true, 1e-9}, {true, 1e-9}}).origin, Origin::ram);
+  EXPECT_EQ(choose({Candidate{true, 1.0}, {true, 1e-9}, {true, 1e-9}, {true, 1e-9}}).origin,
+            Origin::ram);
 }
 
 TEST(Choose, GoesToTheSourceWhenNoTierHasIt) {
-  EXPECT_EQ(choose({Candidate{}, {}, {true, 1.0}}).origin, Origin::source);
+  EXPECT_EQ(choose({Candidate{}, {}, {}, {true, 1.0}}).origin, Origin::source);
 }
 
 TEST(Choose, TrustsATierThatWasNeverMeasured) {
-  EXPECT_EQ(choose({Candidate{}, {true, 0.0}, {true, 1e-9}}).origin, Origin::file);
-  EXPECT_EQ(choose({Candidate{}, {true, 1e-6}, {true, 0.0}}).origin, Origin::file);
+  EXPECT_EQ(choose({Candidate{}, {true, 0.0}, {}, {true, 1e-9}}).origin, Origin::file);
+  EXPECT_EQ(choose({Candidate{}, {true, 1e-6}, {}, {true, 0.0}}).origin, Origin::file);
 }
 
 TEST(Choose, LeavesAFileTierOnlyForAClearlyFasterSource) {
-  EXPECT_EQ(choose({Candidate{}, {true, 1.9e-9}, {true, 1e-9}}).origin, Origin::file);
-  EXPECT_EQ(choose({Candidate{}, {true, 2.1e-9}, {true, 1e-9}}).origin, Origin::source);
+  EXPECT_EQ(choose({Candidate{}, {true, 1.9e-9}, {}, {true, 1e-9}}).origin, Origin::file);
+  EXPECT_EQ(choose({Candidate{}, {true, 2.1e-9}, {}, {true, 1e-9}}).origin, Origin::source);
+}
+
+TEST(Choose, PrefersTheFasterOfFileTierAndPeer) {
+  EXPECT_EQ(choose({Candidate{}, {true, 2e-9}, {true, 1e-9}, {true, 9e-9}}).origin, Origin::peer);
+  EXPECT_EQ(choose({Candidate{}, {true, 1e-9}, {true, 2e-9}, {true, 9e-9}}).origin, Origin::file);
+  EXPECT_EQ(choose({Candidate{}, {true, 0.0}, {true, 1e-9}, {true, 9e-9}}).origin, Origin::file);
+}
+
+TEST(Choose, LeavesAPeerOnlyForAClearlyFasterSource) {
+  EXPECT_EQ(choose({Candidate{}, {}, {true, 0.0}, {true, 1e-9}}).origin, Origin::peer);
+  EXPECT_EQ(choose({Candidate{}, {}, {true, 7.9e-9}, {true, 1e-9}}).origin, Origin::peer);
+  EXPECT_EQ(choose({Candidate{}, {}, {true, 8.1e-9}, {true, 1e-9}}).origin, Origin::source);
+}
+
+TEST(WorthPushing, OnlyWhereTheNetworkIsNoSlowerThanTheSource) {
+  EXPECT_TRUE(worth_pushing(0.0, 1e-9));
+  EXPECT_TRUE(worth_pushing(1e-9, 0.0));
+  EXPECT_TRUE(worth_pushing(1e-9, 1e-9));
+  EXPECT_FALSE(worth_pushing(9e-9, 1e-9));
+}
+
+TEST(SpeedEstimate, IsStaleOnceInAWhile) {
+  SpeedEstimate estimate;
+  EXPECT_FALSE(estimate.stale(0));
+  estimate.record(1000, 1000);
+  EXPECT_FALSE(estimate.stale(60'000'000'000));
+  std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  EXPECT_TRUE(estimate.stale(1'000'000));
+  EXPECT_FALSE(estimate.stale(1'000'000));
 }
 
 TEST(SpeedEstimate, FollowsAFileSystemThatSlowsDown) {

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nostall.errors import CorruptionError, UsageError
-from nostall.stats import BatchRecords, EpochStats, OriginStats, Stats, merge
+from nostall.stats import ORIGINS, BatchRecords, EpochStats, OriginStats, Stats, merge
 
 seconds = st.floats(0, 1e6)
 counts = st.integers(0, 2**40)
 origins = st.fixed_dictionaries(
-    {name: st.builds(OriginStats, counts, counts, seconds) for name in ("ram", "file", "source")}
+    {name: st.builds(OriginStats, counts, counts, seconds) for name in ORIGINS}
 )
 epochs = st.builds(
     EpochStats,
@@ -50,15 +50,17 @@ def stats(rank: int = 0, *, stall: float = 1.0, source: int = 10) -> Stats:
                 origins={
                     "ram": OriginStats(6, 60, 0.1),
                     "file": OriginStats(),
+                    "peer": OriginStats(),
                     "source": OriginStats(2, source, 0.5),
                 },
                 decode_seconds=0.3,
                 substituted=[rank],
             )
         ],
-        batches=BatchRecords(*([float(rank), 1.0] for _ in range(8))),
+        batches=BatchRecords(*([float(rank), 1.0] for _ in range(9))),
         lower_bound_bytes=16,
         memory={"ram_tier": 100 + rank, "file_tier": 5, "staging": 7, "io_buffers": 1},
+        peers={"fetched": 3 + rank},
     )
 
 
@@ -77,6 +79,7 @@ def test_what_is_saved_comes_back(
 
 def test_ranks_add_up_and_the_slowest_counts() -> None:
     both = merge([stats(0, stall=1.0, source=10), stats(1, stall=3.0, source=20)])
+    assert both.peers == {"fetched": 7}
     assert (both.seconds, both.stall_seconds, both.samples) == (4.0, 3.0, 16)
     assert both.source_bytes == 30
     assert both.excess == pytest.approx(30 / 16)

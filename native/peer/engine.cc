@@ -1,0 +1,473 @@
+// The exchange's threads, and what other threads ask of them.
+#include "peer/engine.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "base/clock.h"
+#include "base/crc32c.h"
+#include "base/log.h"
+
+namespace nostall::peer {
+namespace {
+
+constexpr std::chrono::milliseconds kTick{20};
+// With nothing asked and nothing to tell, the message thread looks around this often.
+constexpr std::chrono::milliseconds kIdleTick{250};
+constexpr std::chrono::seconds kPushPatience{1};
+// At the end: how long to serve ranks that still ask, and to let the last words out.
+constexpr std::chrono::seconds kLinger{1};
+constexpr std::chrono::milliseconds kFlush{5};
+// Progress rounds without anything to do, before sleeping.
+constexpr int kSpins = 50;
+
+}  // namespace
+
+Exchange::Engine::Engine(std::unique_ptr<Transport> transport, ExchangeConfig config,
+                         plan::Ownership ownership, std::span<const uint64_t> sizes,
+                         std::shared_ptr<tier::NodeCache> cache, std::atomic<uint64_t>& news)
+    : transport_(std::move(transport)),
+      config_(std::move(config)),
+      secret_(key_of(config_.secret)),
+      ownership_(std::move(ownership)),
+      sizes_(sizes),
+      cache_(std::move(cache)),
+      node_(config_.node_of_rank[config_.rank]),
+      news_(news) {
+  for (uint32_t r = 0; r < config_.node_of_rank.size(); ++r) {
+    const uint32_t node = config_.node_of_rank[r];
+    if (node >= config_.node_of_rank.size()) {
+      throw Error(ErrorKind::usage, "rank " + std::to_string(r) + " is on node " +
+                                        std::to_string(node) + " of a smaller job");
+    }
+    if (node >= ranks_of_node_.size()) ranks_of_node_.resize(node + 1);
+    ranks_of_node_[node].push_back(r);
+  }
+  // Ranks of a node ask different ranks of another one first, so that all of them serve.
+  const std::vector<uint32_t>& mine = ranks_of_node_[node_];
+  const auto index = std::find(mine.begin(), mine.end(), config_.rank) - mine.begin();
+  for (uint32_t node = 0; node < ranks_of_node_.size(); ++node) {
+    std::vector<uint32_t>& ranks = ranks_of_node_[node];
+    nodes_.push_back(std::make_unique<Node>());
+    if (ranks.empty()) {
+      nodes_.back()->alive = false;
+    } else {
+      std::rotate(ranks.begin(), ranks.begin() + index % static_cast<long>(ranks.size()),
+                  ranks.end());
+    }
+  }
+  for (plan::SampleId s = 0; s < ownership_.owner.size(); ++s) {
+    if (ownership_.owner[s] == node_ && cache_->placed(s)) owned_.push_back(s);
+  }
+  std::sort(owned_.begin(), owned_.end(), [&](plan::SampleId a, plan::SampleId b) {
+    return std::pair(ownership_.first_access[a], a) < std::pair(ownership_.first_access[b], b);
+  });
+  files_thread_ = std::jthread([this] {
+    pthread_setname_np(pthread_self(), "nostall-pfile");
+    run_files(stop_.get_token());
+  });
+  thread_ = std::jthread([this] {
+    pthread_setname_np(pthread_self(), "nostall-peer");
+    run(stop_.get_token());
+  });
+}
+
+Exchange::Engine::~Engine() {
+  stop_.request_stop();
+  transport_->wake();
+  if (files_thread_.joinable()) files_thread_.join();
+  if (thread_.joinable()) thread_.join();
+}
+
+// ------------------------------------------------------------------------- what other threads call
+
+bool Exchange::Engine::reachable(uint64_t sample) const noexcept {
+  const uint32_t owner = ownership_.owner[sample];
+  if (owner == plan::kNoOwner || owner == node_) return false;
+  if (!nodes_[owner]->alive.load(std::memory_order_acquire)) return false;
+  if (!any_absent_.load(std::memory_order_acquire)) return true;
+  const std::scoped_lock lock(absent_mutex_);
+  return !absent_.contains(sample);
+}
+
+Where Exchange::Engine::where(uint64_t sample, uint32_t epoch) const noexcept {
+  const uint32_t owner = ownership_.owner[sample], reader = ownership_.first_reader[sample];
+  const uint64_t first = ownership_.first_access[sample];
+  if (owner != node_) {
+    if (!reachable(sample)) return Where::source;
+    if (first < nodes_[owner]->progress.load(std::memory_order_acquire)) return Where::there;
+  }
+  const bool reads_first = reader == node_ && first / config_.epoch_length == epoch;
+  if (reads_first || reader >= nodes_.size()) return Where::source;
+  return nodes_[reader]->alive.load(std::memory_order_acquire) ? Where::awaited : Where::source;
+}
+
+bool Exchange::Engine::push_wanted(uint64_t sample) const noexcept {
+  return reachable(sample) &&
+         ownership_.first_access[sample] >=
+             nodes_[ownership_.owner[sample]]->progress.load(std::memory_order_acquire);
+}
+
+void Exchange::Engine::begin(const std::shared_ptr<FetchGroup>& group) {
+  submit([this, group] {
+    for (size_t i = 0; i < group->requests.size(); ++i) ask(group, i);
+  });
+}
+
+void Exchange::Engine::finish(FetchGroup& group, std::stop_token stop) {
+  const std::stop_callback on_stop(stop, [&] {
+    submit([this, &group] {
+      std::vector<std::pair<uint64_t, size_t>> open;
+      for (const auto& [id, p] : pending_) {
+        if (p.group.get() == &group && !p.receiving) open.emplace_back(id, p.index);
+      }
+      for (const auto& [id, index] : open) {
+        const std::shared_ptr<FetchGroup> held = pending_.at(id).group;
+        pending_.erase(id);
+        conclude(*held, index, Outcome::failed);
+      }
+    });
+  });
+  std::unique_lock lock(group.mutex_);
+  group.done_.wait(lock, [&] { return group.left_ == 0; });
+}
+
+bool Exchange::Engine::push(uint64_t sample, std::span<const std::byte> bytes,
+                            std::shared_ptr<void> keep, std::stop_token stop) {
+  const uint32_t owner = ownership_.owner[sample];
+  if (owner == plan::kNoOwner || owner == node_ || !nodes_[owner]->alive) return false;
+  {
+    std::unique_lock lock(push_mutex_);
+    const auto room = [&] {
+      return pushing_ == 0 || pushing_ + bytes.size() <= config_.push_bytes;
+    };
+    if (!push_room_.wait_for(lock, stop, kPushPatience, room)) {
+      ++count_.given_up;
+      return false;
+    }
+    pushing_ += bytes.size();
+  }
+  submit([this, sample, bytes, owner, keep = std::move(keep)]() mutable {
+    auto done = [this, size = bytes.size(), keep = std::move(keep)](bool sent) {
+      if (sent) {
+        ++count_.pushed;
+        count_.pushed_bytes += size;
+      } else {
+        ++count_.given_up;
+      }
+      {
+        const std::scoped_lock lock(push_mutex_);
+        pushing_ -= size;
+      }
+      push_room_.notify_all();
+    };
+    when_ready(owner, [this, sample, bytes, done = std::move(done)](uint32_t rank, bool ready) {
+      if (!ready) {
+        done(false);
+        return;
+      }
+      Header header;
+      header.kind = Kind::push;
+      header.to = rank;
+      header.sample = sample;
+      header.length = bytes.size();
+      header.crc = crc32c(bytes);
+      send(rank, *peers_.at(rank).out, header, bytes, done);
+    });
+  });
+  return true;
+}
+
+void Exchange::Engine::wait_for_news(std::chrono::nanoseconds timeout, std::stop_token stop) {
+  std::unique_lock lock(news_mutex_);
+  const uint64_t seen = news_.load(std::memory_order_relaxed);
+  news_changed_.wait_for(lock, stop, timeout,
+                         [&] { return news_.load(std::memory_order_relaxed) != seen; });
+}
+
+void Exchange::Engine::tell() {
+  {
+    const std::scoped_lock lock(news_mutex_);
+    news_.fetch_add(1, std::memory_order_release);
+  }
+  news_changed_.notify_all();
+}
+
+ExchangeStats Exchange::Engine::stats() const {
+  ExchangeStats s;
+  s.fetched = count_.fetched;
+  s.fetched_bytes = count_.fetched_bytes;
+  s.asked_too_early = count_.too_early;
+  s.asked_in_vain = count_.in_vain;
+  s.pushed = count_.pushed;
+  s.pushed_bytes = count_.pushed_bytes;
+  s.pushes_given_up = count_.given_up;
+  s.served = count_.served;
+  s.served_bytes = count_.served_bytes;
+  s.received = count_.received;
+  s.received_bytes = count_.received_bytes;
+  s.redundant = count_.redundant;
+  s.refused = count_.refused;
+  s.dropped_ranks = count_.dropped;
+  s.fetch_nanoseconds = count_.fetch_ns;
+  s.thread_nanoseconds = count_.message_cpu_ns + count_.file_cpu_ns;
+  return s;
+}
+
+uint32_t Exchange::Engine::nodes_alive() const noexcept {
+  return static_cast<uint32_t>(
+      std::count_if(nodes_.begin(), nodes_.end(), [](const auto& n) { return n->alive.load(); }));
+}
+
+// ------------------------------------------------------------------------------------- the threads
+
+void Exchange::Engine::submit(std::function<void()> command) {
+  bool first = false;
+  {
+    const std::scoped_lock lock(commands_mutex_);
+    first = commands_.empty();
+    commands_.push_back(std::move(command));
+  }
+  if (first) transport_->wake();
+}
+
+bool Exchange::Engine::run_commands() {
+  std::vector<std::function<void()>> commands;
+  {
+    const std::scoped_lock lock(commands_mutex_);
+    commands.swap(commands_);
+  }
+  for (const auto& command : commands) command();
+  return !commands.empty();
+}
+
+void Exchange::Engine::submit_file(std::function<void()> work) {
+  {
+    const std::scoped_lock lock(files_mutex_);
+    files_.push_back(std::move(work));
+  }
+  files_ready_.notify_one();
+}
+
+void Exchange::Engine::run_files(std::stop_token stop) {
+  for (;;) {
+    std::function<void()> work;
+    {
+      std::unique_lock lock(files_mutex_);
+      if (!files_ready_.wait(lock, stop, [&] { return !files_.empty(); })) return;
+      work = std::move(files_.front());
+      files_.pop_front();
+    }
+    work();
+    count_.file_cpu_ns = static_cast<uint64_t>(thread_cpu_ns());
+  }
+}
+
+void Exchange::Engine::run(std::stop_token stop) {
+  for (uint32_t r = 0; r < config_.node_of_rank.size(); ++r) {
+    if (config_.node_of_rank[r] != node_) peers_[r];
+  }
+  for (uint32_t node = 0; node < nodes_.size(); ++node) {
+    if (node != node_ && nodes_[node]->alive) say_hello(target_of(node));
+  }
+  int idle = 0;
+  while (!stop.stop_requested()) {
+    bool any = run_commands();
+    any = transport_->progress(*this) || any;
+    if (Clock::now() >= next_tick_) tick();
+    if (any) {
+      idle = 0;
+    } else if (++idle > kSpins) {
+      count_.message_cpu_ns = static_cast<uint64_t>(thread_cpu_ns());
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(next_tick_ - Clock::now());
+      if (left.count() > 0) transport_->wait(left);
+    }
+  }
+  leave();
+}
+
+void Exchange::Engine::say_to_all(Kind kind) {
+  for (auto& [rank, peer] : peers_) {
+    for (Session* session : {peer.out.get(), peer.in.get()}) {
+      if (!session || peer.link == Link::lost) continue;
+      Header header;
+      header.kind = kind;
+      header.to = rank;
+      send(rank, *session, header, {}, nullptr);
+    }
+  }
+}
+
+// Ranks end at about the same time: one that is first goes on serving those that still ask.
+void Exchange::Engine::leave() {
+  leaving_ = true;
+  say_to_all(Kind::done);
+  const auto asked = [&] {
+    return std::any_of(peers_.begin(), peers_.end(), [](const auto& p) {
+      return p.second.in && !p.second.done && p.second.link != Link::lost;
+    });
+  };
+  const auto limit = Clock::now() + kLinger;
+  while (asked() && Clock::now() < limit) {
+    run_commands();
+    if (!transport_->progress(*this)) transport_->wait(kTick);
+  }
+  say_to_all(Kind::leave);
+  const auto flushed = Clock::now() + kFlush;
+  while (Clock::now() < flushed) {
+    if (!transport_->progress(*this)) transport_->wait(std::chrono::milliseconds(1));
+  }
+  // What is still open ends with its link: every payload that was being received is concluded.
+  for (auto& [rank, peer] : peers_) {
+    transport_->drop(rank);
+    for (auto& action : std::exchange(peer.waiting, {})) action(false);
+    peer.link = Link::lost;
+  }
+  for (auto& node : nodes_) node->alive = false;
+  run_commands();
+  const auto last = Clock::now() + std::chrono::seconds(2);
+  const auto receiving = [&] {
+    return std::any_of(pending_.begin(), pending_.end(),
+                       [](const auto& p) { return p.second.receiving; });
+  };
+  while (receiving() && Clock::now() < last) transport_->progress(*this);
+  for (auto& [id, p] : std::exchange(pending_, {})) {
+    if (p.receiving) abandoned_.push_back(p.group);
+    conclude(*p.group, p.index, Outcome::failed);
+  }
+  count_.message_cpu_ns = static_cast<uint64_t>(thread_cpu_ns());
+}
+
+// Deadlines, hellos that were lost, and notices of progress.
+void Exchange::Engine::tick() {
+  const Clock::time_point now = Clock::now();
+  std::vector<uint32_t> late;
+  for (const auto& [id, p] : pending_) {
+    if (now >= p.deadline) late.push_back(p.rank);
+  }
+  const uint64_t progress = own_progress();
+  bool telling = false;
+  for (auto& [rank, peer] : peers_) {
+    if (peer.link == Link::lost) continue;
+    if (peer.link == Link::connecting && peer.hello_at != Clock::time_point{}) {
+      if (now - peer.since > config_.timeout) {
+        late.push_back(rank);
+      } else if (now - peer.hello_at > std::chrono::seconds(1)) {
+        say_hello(rank);
+      }
+    }
+    if (peer.in && peer.told != progress) {
+      telling = true;
+      peer.told = progress;
+      Header header;
+      header.kind = Kind::progress;
+      header.to = rank;
+      header.progress = progress;
+      send(rank, *peer.in, header, {}, nullptr);
+    }
+  }
+  std::sort(late.begin(), late.end());
+  late.erase(std::unique(late.begin(), late.end()), late.end());
+  for (const uint32_t rank : late) {
+    lose(rank, "it did not answer within " + std::to_string(config_.timeout.count()) + " ms", true);
+  }
+  const bool busy = telling || !pending_.empty() || reached_ < owned_.size();
+  next_tick_ = now + (busy ? kTick : kIdleTick);
+}
+
+// ------------------------------------------------------------------------------------------ links
+
+uint32_t Exchange::Engine::target_of(uint32_t node) const {
+  return ranks_of_node_[node][nodes_[node]->tried];
+}
+
+void Exchange::Engine::when_ready(uint32_t node, std::function<void(uint32_t, bool)> action) {
+  if (!nodes_[node]->alive) {
+    action(0, false);
+    return;
+  }
+  const uint32_t rank = target_of(node);
+  Peer& peer = peers_.at(rank);
+  if (peer.link == Link::ready) {
+    action(rank, true);
+    return;
+  }
+  peer.waiting.push_back([rank, action = std::move(action)](bool ready) { action(rank, ready); });
+  if (peer.hello_at == Clock::time_point{}) say_hello(rank);
+}
+
+void Exchange::Engine::lose(uint32_t rank, const std::string& why, bool warn) {
+  Peer& peer = peers_.at(rank);
+  if (peer.link == Link::lost) return;
+  peer.link = Link::lost;
+  transport_->drop(rank);
+  const uint32_t owner = config_.node_of_rank[rank];
+  Node& node = *nodes_[owner];
+  bool was_target = false;
+  while (node.tried < ranks_of_node_[owner].size() &&
+         peers_.at(target_of(owner)).link == Link::lost) {
+    ++node.tried;
+    was_target = true;
+  }
+  const bool last = node.tried == ranks_of_node_[owner].size();
+  if (last) node.alive.store(false, std::memory_order_release);
+  if (warn && !leaving_ && !node.ending) {
+    ++count_.dropped;
+    log(LogLevel::warning,
+        "rank " + std::to_string(config_.rank) + " lost rank " + std::to_string(rank) + ": " + why +
+            (last ? "; what node " + std::to_string(owner) + " keeps comes from the source"
+                  : "; its node is asked through another rank"));
+  }
+  if (!last && was_target && !leaving_) say_hello(target_of(owner));
+  for (auto& action : std::exchange(peer.waiting, {})) action(false);
+  std::vector<uint64_t> open;
+  for (const auto& [id, p] : pending_) {
+    if (p.rank == rank && !p.receiving) open.push_back(id);
+  }
+  for (const uint64_t id : open) {
+    const Pending p = pending_.at(id);
+    pending_.erase(id);
+    conclude(*p.group, p.index, Outcome::failed);
+  }
+  tell();
+}
+
+void Exchange::Engine::ask(const std::shared_ptr<FetchGroup>& group, size_t index) {
+  const uint64_t sample = group->requests[index].sample;
+  const uint32_t owner = ownership_.owner[sample];
+  if (owner == plan::kNoOwner || owner == node_ ||
+      group->requests[index].into.size() != sizes_[sample]) {
+    conclude(*group, index, Outcome::failed);
+    return;
+  }
+  when_ready(owner, [this, group, index, sample](uint32_t rank, bool ready) {
+    if (!ready) {
+      conclude(*group, index, Outcome::failed);
+      return;
+    }
+    const uint64_t id = next_request_++;
+    const Clock::time_point now = Clock::now();
+    pending_[id] = {group, index, rank, now, now + config_.timeout, false};
+    Header header;
+    header.kind = Kind::fetch;
+    header.to = rank;
+    header.request = id;
+    header.sample = sample;
+    send(rank, *peers_.at(rank).out, header, {}, nullptr);
+    next_tick_ = std::min(next_tick_, now + kTick);
+  });
+}
+
+void Exchange::Engine::conclude(FetchGroup& group, size_t index, Outcome outcome) {
+  const std::scoped_lock lock(group.mutex_);
+  group.requests[index].outcome = outcome;
+  if (--group.left_ == 0) {
+    group.ended_ns_ = now_ns();
+    group.done_.notify_all();
+  }
+}
+
+}  // namespace nostall::peer

@@ -1,0 +1,149 @@
+// peer/engine.h - private to the room: the threads of an Exchange and what they know.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <map>
+#include <thread>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "peer/exchange.h"
+#include "peer/session.h"
+
+namespace nostall::peer {
+
+class Exchange::Engine final : public Receiver {
+ public:
+  Engine(std::unique_ptr<Transport> transport, ExchangeConfig config, plan::Ownership ownership,
+         std::span<const uint64_t> sizes, std::shared_ptr<tier::NodeCache> cache,
+         std::atomic<uint64_t>& news);
+  ~Engine() override;
+
+  Where where(uint64_t sample, uint32_t epoch) const noexcept;
+  bool push_wanted(uint64_t sample) const noexcept;
+  void begin(const std::shared_ptr<FetchGroup>& group);
+  void finish(FetchGroup& group, std::stop_token stop);
+  bool push(uint64_t sample, std::span<const std::byte> bytes, std::shared_ptr<void> keep,
+            std::stop_token stop);
+  void wait_for_news(std::chrono::nanoseconds timeout, std::stop_token stop);
+  ExchangeStats stats() const;
+  uint32_t nodes() const noexcept { return static_cast<uint32_t>(ranks_of_node_.size()); }
+  uint32_t nodes_alive() const noexcept;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  enum class Link : uint8_t { connecting, ready, lost };
+
+  // A node is asked through `target`, the first of its ranks that was not lost.
+  struct Node {
+    std::atomic<bool> alive{true};
+    std::atomic<uint64_t> progress{0};
+    size_t tried = 0;     // ranks of it that were lost
+    bool ending = false;  // one of its ranks asks nothing more: they may go without a warning
+  };
+  struct Peer {
+    Link link = Link::connecting;  // of the session that this rank began
+    Nonce nonce{};
+    Clock::time_point hello_at{}, since{};
+    std::unique_ptr<Session> out;                   // this rank asks
+    std::unique_ptr<Session> in;                    // this rank answers
+    std::unique_ptr<Session> pending;               // answers, once its proof has come
+    bool done = false;                              // it asks nothing more
+    uint64_t told = 0;                              // progress that it heard from this rank last
+    std::deque<std::function<void(bool)>> waiting;  // for the session to be ready
+  };
+  struct Pending {
+    std::shared_ptr<FetchGroup> group;
+    size_t index = 0;
+    uint32_t rank = 0;
+    Clock::time_point begun, deadline;
+    bool receiving = false;
+  };
+
+  // What only the message thread calls.
+  void run(std::stop_token stop);
+  bool run_commands();
+  void tick();
+  Delivery on_message(std::span<const std::byte> header, uint64_t payload) override;
+  void on_gone(uint32_t rank, const std::string& why) override;
+  void on_hello(const Header& header);
+  void on_challenge(const Header& header);
+  void on_proof(const Header& header);
+  void on_fetch(const Header& header);
+  Delivery on_reply(const Header& header);
+  Delivery on_push(const Header& header);
+  void heard_progress(uint32_t rank, uint64_t progress);
+  bool reach(uint32_t rank);
+  void say_hello(uint32_t rank);
+  void send(uint32_t rank, Session& session, Header header, std::span<const std::byte> payload,
+            std::function<void(bool)> done);
+  void answer(const Header& request, Status status, std::span<const std::byte> bytes,
+              std::shared_ptr<void> keep);
+  void when_ready(uint32_t node, std::function<void(uint32_t rank, bool)> action);
+  void ask(const std::shared_ptr<FetchGroup>& group, size_t index);
+  void conclude(FetchGroup& group, size_t index, Outcome outcome);
+  void lose(uint32_t rank, const std::string& why, bool warn);
+  uint32_t target_of(uint32_t node) const;
+  void violate(uint32_t rank, const std::string& why);
+  uint64_t own_progress();
+  void say_to_all(Kind kind);
+  void leave();
+
+  void submit(std::function<void()> command);
+  void run_files(std::stop_token stop);
+  void submit_file(std::function<void()> work);
+  void tell();
+  // Its owner is another node that can be reached and did not say that it will never have it.
+  bool reachable(uint64_t sample) const noexcept;
+
+  const std::unique_ptr<Transport> transport_;
+  const ExchangeConfig config_;
+  const Key secret_;
+  const plan::Ownership ownership_;
+  const std::span<const uint64_t> sizes_;
+  const std::shared_ptr<tier::NodeCache> cache_;
+  const uint32_t node_;
+  std::vector<std::vector<uint32_t>> ranks_of_node_;
+  std::vector<std::unique_ptr<Node>> nodes_;
+  std::vector<plan::SampleId> owned_;  // by this node, by first access
+
+  // Of the message thread alone.
+  std::map<uint32_t, Peer> peers_;
+  std::unordered_map<uint64_t, Pending> pending_;
+  std::vector<std::shared_ptr<FetchGroup>> abandoned_;  // transfers that never ended
+  uint64_t next_request_ = 1;
+  bool leaving_ = false;
+  size_t reached_ = 0;  // in owned_
+  Clock::time_point reached_at_{};
+  Clock::time_point next_tick_{};
+
+  std::mutex commands_mutex_;
+  std::vector<std::function<void()>> commands_;
+  std::mutex files_mutex_;
+  std::condition_variable_any files_ready_;
+  std::deque<std::function<void()>> files_;
+
+  std::mutex push_mutex_;
+  std::condition_variable_any push_room_;
+  uint64_t pushing_ = 0;  // bytes
+
+  std::atomic<uint64_t>& news_;
+  std::mutex news_mutex_;
+  std::condition_variable_any news_changed_;
+
+  mutable std::mutex absent_mutex_;
+  std::unordered_set<uint64_t> absent_;  // samples that their owner will never have
+  std::atomic<bool> any_absent_{false};
+
+  struct Counters {
+    std::atomic<uint64_t> fetched{0}, fetched_bytes{0}, too_early{0}, in_vain{0}, pushed{0},
+        pushed_bytes{0}, given_up{0}, served{0}, served_bytes{0}, received{0}, received_bytes{0},
+        redundant{0}, refused{0}, dropped{0}, fetch_ns{0}, message_cpu_ns{0}, file_cpu_ns{0};
+  };
+  Counters count_;
+  std::stop_source stop_;
+  std::jthread files_thread_, thread_;
+};
+
+}  // namespace nostall::peer

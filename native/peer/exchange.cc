@@ -1,0 +1,62 @@
+#include "peer/exchange.h"
+
+#include <string>
+#include <utility>
+
+#include "base/clock.h"
+#include "peer/engine.h"
+
+namespace nostall::peer {
+
+Exchange::Exchange(std::unique_ptr<Transport> transport, ExchangeConfig config,
+                   plan::Ownership ownership, std::span<const uint64_t> sizes,
+                   std::shared_ptr<tier::NodeCache> cache) {
+  const size_t world = config.node_of_rank.size();
+  if (config.rank >= world || config.addresses.size() != world) {
+    throw Error(ErrorKind::usage, "an exchange of rank " + std::to_string(config.rank) +
+                                      " in a world of " + std::to_string(world) +
+                                      " needs an address for each rank, not " +
+                                      std::to_string(config.addresses.size()));
+  }
+  if (ownership.owner.size() != sizes.size() || !cache || config.epoch_length == 0) {
+    throw Error(ErrorKind::usage,
+                "an exchange needs the node's tiers and an owner for each sample");
+  }
+  engine_ = std::make_unique<Engine>(std::move(transport), std::move(config), std::move(ownership),
+                                     sizes, std::move(cache), news_);
+}
+
+Exchange::~Exchange() = default;
+
+Where Exchange::where(uint64_t sample, uint32_t epoch) const noexcept {
+  return engine_->where(sample, epoch);
+}
+bool Exchange::push_wanted(uint64_t sample) const noexcept { return engine_->push_wanted(sample); }
+
+std::shared_ptr<FetchGroup> Exchange::begin(std::vector<Fetch> requests) {
+  auto group = std::make_shared<FetchGroup>();
+  group->requests = std::move(requests);
+  group->left_ = group->requests.size();
+  group->begun_ns_ = now_ns();
+  engine_->begin(group);
+  return group;
+}
+
+void Exchange::finish(FetchGroup& group, std::stop_token stop) {
+  engine_->finish(group, std::move(stop));
+}
+
+bool Exchange::push(uint64_t sample, std::span<const std::byte> bytes, std::shared_ptr<void> keep,
+                    std::stop_token stop) {
+  return engine_->push(sample, bytes, std::move(keep), std::move(stop));
+}
+
+void Exchange::wait_for_news(std::chrono::nanoseconds timeout, std::stop_token stop) {
+  engine_->wait_for_news(timeout, std::move(stop));
+}
+
+ExchangeStats Exchange::stats() const { return engine_->stats(); }
+uint32_t Exchange::nodes() const noexcept { return engine_->nodes(); }
+uint32_t Exchange::nodes_alive() const noexcept { return engine_->nodes_alive(); }
+
+}  // namespace nostall::peer

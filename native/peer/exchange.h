@@ -1,0 +1,132 @@
+// peer/exchange.h - samples travel between the tiers of nodes. Read this first.
+//
+// Who keeps what follows from the plan (plan/owners.h), so nobody is asked who has a sample: the
+// rank that reads one first pushes it to its owner, later readers fetch it from there. Whether it
+// is there already is known too: every reply and a notice now and then carry how far a node is
+// (`progress`: all it owns with an earlier first access is there), and a request is sent only for
+// what the owner has. A node is reached through one of its ranks; when that one goes, through
+// another; when none is left, where() says so and its samples come from the source again.
+//
+// One thread per rank moves all messages and sleeps when there are none; a second one touches the
+// file tier for peers. The RAM tier is sent from where it lies and received to where it will lie.
+// Messages are authenticated (session.h); ones that are not are counted and ignored. A rank that
+// does not answer, answers something else, or sends bytes that do not match their CRC32C is dropped
+// with one warning. Thread-safety: all methods may be called from any thread.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <stop_token>
+#include <string>
+#include <vector>
+
+#include "peer/transport.h"
+#include "plan/owners.h"
+#include "tier/node_cache.h"
+
+namespace nostall::peer {
+
+struct ExchangeConfig {
+  uint32_t rank = 0;
+  std::vector<uint32_t> node_of_rank;
+  std::vector<std::string> addresses;         // of every rank's transport
+  std::string secret;                         // the same on all ranks, at least 16 bytes
+  uint64_t plan = 0;                          // fingerprint: ranks with another one are refused
+  uint64_t epoch_length = 1;                  // samples in an epoch, as in first_access
+  std::chrono::milliseconds timeout{10'000};  // of one request; then its rank is dropped
+  uint64_t push_bytes = uint64_t{32} << 20;   // on their way at once; above, push() waits
+};
+
+enum class Where : uint8_t {
+  source,   // no node keeps it, its node cannot be reached, or this node is to read it first
+  there,    // its owner, another node, has it
+  awaited,  // another node reads it first: its owner (which may be this node) will have it
+};
+
+enum class Outcome : uint8_t { waiting, here, not_yet, never, failed };
+
+struct Fetch {
+  uint64_t sample = 0;
+  std::span<std::byte> into;   // exactly the sample's size
+  std::shared_ptr<void> keep;  // keeps `into` alive; may be empty if the node cache does
+  Outcome outcome = Outcome::waiting;
+};
+
+// Requests that were begun together.
+class FetchGroup {
+ public:
+  std::vector<Fetch> requests;
+
+  // From begin() until the last one had its outcome; after finish().
+  int64_t nanoseconds() const noexcept { return ended_ns_ - begun_ns_; }
+
+ private:
+  friend class Exchange;
+  std::mutex mutex_;
+  std::condition_variable done_;
+  size_t left_ = 0;
+  int64_t begun_ns_ = 0, ended_ns_ = 0;
+};
+
+struct ExchangeStats {
+  uint64_t fetched = 0, fetched_bytes = 0;
+  uint64_t asked_too_early = 0;  // fetches answered `not_yet`: false positives
+  uint64_t asked_in_vain = 0;    // fetches answered `never`
+  uint64_t pushed = 0, pushed_bytes = 0, pushes_given_up = 0;
+  uint64_t served = 0, served_bytes = 0;
+  uint64_t received = 0, received_bytes = 0;  // pushes taken
+  uint64_t redundant = 0;                     // pushes of what was there already
+  uint64_t refused = 0;                       // messages malformed or not authentic
+  uint64_t dropped_ranks = 0;
+  uint64_t fetch_nanoseconds = 0;   // summed over fetches, from request to bytes
+  uint64_t thread_nanoseconds = 0;  // CPU time of the two threads
+};
+
+class Exchange {
+ public:
+  // Connects in the background. `sizes` must outlive it. Throws Error(usage) for a configuration
+  // that does not go together.
+  Exchange(std::unique_ptr<Transport> transport, ExchangeConfig config, plan::Ownership ownership,
+           std::span<const uint64_t> sizes, std::shared_ptr<tier::NodeCache> cache);
+  // Tells the others that this rank leaves; ends all fetches as failed.
+  ~Exchange();
+  Exchange(const Exchange&) = delete;
+  Exchange& operator=(const Exchange&) = delete;
+
+  // Where a rank of this node that needs the sample in `epoch` finds it, unless its own tiers have
+  // it.
+  Where where(uint64_t sample, uint32_t epoch) const noexcept;
+  // The owner is another node that can be reached and, as far as is known, lacks the sample.
+  bool push_wanted(uint64_t sample) const noexcept;
+
+  // Sends the requests; finish() returns when each has its outcome. After a stop they fail soon.
+  std::shared_ptr<FetchGroup> begin(std::vector<Fetch> requests);
+  void finish(FetchGroup& group, std::stop_token stop);
+
+  // Hands the sample to its owner. `keep` keeps `bytes` alive. Waits while too much is under way;
+  // false if that took a second, or there is nobody to take it.
+  bool push(uint64_t sample, std::span<const std::byte> bytes, std::shared_ptr<void> keep,
+            std::stop_token stop);
+
+  // Returns at the next sign of progress of any node, at the timeout or on stop.
+  void wait_for_news(std::chrono::nanoseconds timeout, std::stop_token stop);
+  // Grows with every sign of progress.
+  uint64_t news() const noexcept { return news_.load(std::memory_order_acquire); }
+
+  ExchangeStats stats() const;
+  uint32_t nodes() const noexcept;
+  // Nodes of which a rank can be reached; this one counts.
+  uint32_t nodes_alive() const noexcept;
+
+ private:
+  class Engine;
+  std::atomic<uint64_t> news_{0};
+  std::unique_ptr<Engine> engine_;
+};
+
+}  // namespace nostall::peer

@@ -1,0 +1,354 @@
+// The exchange's side towards other ranks: what each message does.
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "base/crc32c.h"
+#include "base/log.h"
+#include "peer/engine.h"
+
+namespace nostall::peer {
+namespace {
+
+// A sample that cannot be read never becomes ready: after this long the samples behind it count.
+constexpr std::chrono::seconds kStuck{1};
+constexpr size_t kLookAhead = 4096;
+
+}  // namespace
+
+Delivery Exchange::Engine::on_message(std::span<const std::byte> bytes, uint64_t payload) {
+  const Result<Header> parsed = decode(bytes);
+  const auto refuse = [&] {
+    ++count_.refused;
+    return Delivery{};
+  };
+  if (!parsed) return refuse();
+  const Header& header = parsed.value();
+  const auto found = peers_.find(header.from);
+  if (header.to != config_.rank || header.length != payload || found == peers_.end()) {
+    return refuse();
+  }
+  if (found->second.link == Link::lost) return {};
+  Peer& peer = found->second;
+  switch (header.kind) {
+    case Kind::hello:
+      on_hello(header);
+      return {};
+    case Kind::challenge:
+      on_challenge(header);
+      return {};
+    case Kind::proof:
+      on_proof(header);
+      return {};
+    default:
+      break;
+  }
+  // Both ends may ask: which of the two sessions a message is of, its tag tells.
+  const bool answers =
+      header.kind == Kind::welcome || header.kind == Kind::reply || header.kind == Kind::progress;
+  const bool asks = header.kind == Kind::fetch || header.kind == Kind::push;
+  const bool of_out = !asks && peer.out && peer.out->open(header);
+  const bool of_in = !of_out && !answers && peer.in && peer.in->open(header);
+  if (!of_out && !of_in) return refuse();
+  switch (header.kind) {
+    case Kind::welcome:
+      peer.link = Link::ready;
+      heard_progress(header.from, header.progress);
+      for (auto& action : std::exchange(peer.waiting, {})) action(true);
+      return {};
+    case Kind::progress:
+      heard_progress(header.from, header.progress);
+      return {};
+    case Kind::fetch:
+      on_fetch(header);
+      return {};
+    case Kind::reply:
+      return on_reply(header);
+    case Kind::push:
+      return on_push(header);
+    case Kind::done:
+      peer.done = true;
+      nodes_[config_.node_of_rank[header.from]]->ending = true;
+      return {};
+    default:
+      lose(header.from, "it has left", false);
+      return {};
+  }
+}
+
+void Exchange::Engine::on_gone(uint32_t rank, const std::string& why) { lose(rank, why, true); }
+
+void Exchange::Engine::violate(uint32_t rank, const std::string& why) { lose(rank, why, true); }
+
+// ---------------------------------------------------------------------------------- the handshake
+
+bool Exchange::Engine::reach(uint32_t rank) {
+  try {
+    transport_->connect(rank, config_.addresses[rank]);
+    return true;
+  } catch (const Error& e) {
+    lose(rank, e.what(), true);
+    return false;
+  }
+}
+
+void Exchange::Engine::say_hello(uint32_t rank) {
+  Peer& peer = peers_.at(rank);
+  if (peer.hello_at == Clock::time_point{}) peer.since = Clock::now();
+  peer.hello_at = Clock::now();
+  peer.nonce = random_nonce();
+  Header header;
+  header.kind = Kind::hello;
+  header.from = config_.rank;
+  header.to = rank;
+  header.sample = config_.plan;
+  header.nonce = peer.nonce;
+  if (reach(rank)) transport_->send(rank, encode(header), {}, nullptr);
+}
+
+void Exchange::Engine::on_hello(const Header& header) {
+  Peer& peer = peers_.at(header.from);
+  if (header.sample != config_.plan) {
+    ++count_.refused;
+    log(LogLevel::warning, "rank " + std::to_string(header.from) + " has another plan than rank " +
+                               std::to_string(config_.rank) +
+                               ": give all ranks the same dataset, arguments and tiers");
+    return;
+  }
+  if (!reach(header.from)) return;
+  Header reply;
+  reply.kind = Kind::challenge;
+  reply.to = header.from;
+  reply.nonce = random_nonce();
+  peer.pending =
+      std::make_unique<Session>(secret_, header.from, config_.rank, header.nonce, reply.nonce);
+  send(header.from, *peer.pending, reply, {}, nullptr);
+}
+
+void Exchange::Engine::on_challenge(const Header& header) {
+  Peer& peer = peers_.at(header.from);
+  if (peer.link != Link::connecting || peer.hello_at == Clock::time_point{}) return;
+  auto session =
+      std::make_unique<Session>(secret_, config_.rank, header.from, peer.nonce, header.nonce);
+  if (!session->open(header)) {
+    ++count_.refused;
+    return;
+  }
+  peer.out = std::move(session);
+  Header reply;
+  reply.kind = Kind::proof;
+  reply.to = header.from;
+  send(header.from, *peer.out, reply, {}, nullptr);
+}
+
+void Exchange::Engine::on_proof(const Header& header) {
+  Peer& peer = peers_.at(header.from);
+  if (!peer.pending || !peer.pending->open(header)) {
+    ++count_.refused;
+    return;
+  }
+  peer.in = std::move(peer.pending);
+  Header reply;
+  reply.kind = Kind::welcome;
+  reply.to = header.from;
+  reply.progress = peer.told = own_progress();
+  send(header.from, *peer.in, reply, {}, nullptr);
+}
+
+void Exchange::Engine::send(uint32_t rank, Session& session, Header header,
+                            std::span<const std::byte> payload, std::function<void(bool)> done) {
+  header.from = config_.rank;
+  transport_->send(rank, session.seal(header), payload, std::move(done));
+}
+
+// ---------------------------------------------------------------------------------------- serving
+
+void Exchange::Engine::answer(const Header& request, Status status,
+                              std::span<const std::byte> bytes, std::shared_ptr<void> keep) {
+  const auto found = peers_.find(request.from);
+  if (found == peers_.end() || found->second.link == Link::lost || !found->second.in) return;
+  Header reply;
+  reply.kind = Kind::reply;
+  reply.status = status;
+  reply.to = request.from;
+  reply.request = request.request;
+  reply.sample = request.sample;
+  reply.progress = found->second.told = own_progress();
+  reply.length = bytes.size();
+  reply.crc = crc32c(bytes);
+  if (status == Status::here) {
+    ++count_.served;
+    count_.served_bytes += bytes.size();
+  }
+  send(request.from, *found->second.in, reply, bytes, [keep = std::move(keep)](bool) {});
+}
+
+void Exchange::Engine::on_fetch(const Header& request) {
+  const uint64_t sample = request.sample;
+  if (sample >= sizes_.size() || request.length != 0) {
+    violate(request.from, "it asked for sample " + std::to_string(sample) + " of " +
+                              std::to_string(sizes_.size()));
+    return;
+  }
+  if (!cache_->placed(sample)) {
+    answer(request, Status::never, {}, nullptr);
+    return;
+  }
+  switch (cache_->state(sample)) {
+    case tier::State::failed:
+      answer(request, Status::never, {}, nullptr);
+      return;
+    case tier::State::empty:
+    case tier::State::filling:
+      answer(request, Status::not_yet, {}, nullptr);
+      return;
+    case tier::State::ready:
+      break;
+  }
+  if (cache_->kind(sample) == tier::TierKind::ram) {
+    answer(request, Status::here, cache_->ram_view(sample), cache_);
+    return;
+  }
+  submit_file([this, request, sample] {
+    auto bytes = std::make_shared<std::vector<std::byte>>(sizes_[sample]);
+    const bool good = cache_->file_read(sample, *bytes);
+    submit([this, request, bytes, good] {
+      if (good) {
+        answer(request, Status::here, *bytes, bytes);
+      } else {
+        answer(request, Status::never, {}, nullptr);
+      }
+    });
+  });
+}
+
+Delivery Exchange::Engine::on_push(const Header& header) {
+  const uint64_t sample = header.sample;
+  if (sample >= sizes_.size() || header.length != sizes_[sample]) {
+    violate(header.from, "it pushed " + std::to_string(header.length) + " bytes as sample " +
+                             std::to_string(sample));
+    return {};
+  }
+  if (!cache_->placed(sample) || !cache_->claim(sample)) {
+    ++count_.redundant;
+    return {};
+  }
+  const auto taken = [this, size = header.length] {
+    ++count_.received;
+    count_.received_bytes += size;
+    tell();
+  };
+  const auto bad = [this, sample, from = header.from] {
+    cache_->abandon(sample);
+    violate(from, "the bytes it pushed as sample " + std::to_string(sample) +
+                      " do not match their CRC32C");
+  };
+  if (cache_->kind(sample) == tier::TierKind::ram) {
+    const std::span<std::byte> slot = cache_->ram_slot(sample);
+    if (slot.size() != header.length) return {};  // no memory: the cache has said so
+    return {slot, [this, slot, sample, crc = header.crc, taken, bad](bool arrived) {
+              if (!arrived) {
+                cache_->abandon(sample);
+              } else if (crc32c(slot) != crc) {
+                bad();
+              } else {
+                cache_->publish(sample);
+                taken();
+              }
+            }};
+  }
+  auto bytes = std::make_shared<std::vector<std::byte>>(header.length);
+  return {*bytes, [this, bytes, sample, crc = header.crc, taken, bad](bool arrived) {
+            if (!arrived) {
+              cache_->abandon(sample);
+            } else if (crc32c(*bytes) != crc) {
+              bad();
+            } else {
+              submit_file([this, bytes, sample, taken] {
+                cache_->file_write(sample, *bytes);
+                taken();
+              });
+            }
+          }};
+}
+
+// All that this node owns and that has an earlier first access than this is there.
+uint64_t Exchange::Engine::own_progress() {
+  const Clock::time_point now = Clock::now();
+  const auto settled = [&](plan::SampleId s) {
+    const tier::State state = cache_->state(s);
+    return state == tier::State::ready || state == tier::State::failed;
+  };
+  const size_t before = reached_;
+  while (reached_ < owned_.size() && settled(owned_[reached_])) ++reached_;
+  if (reached_ != before || reached_at_ == Clock::time_point{}) reached_at_ = now;
+  if (reached_ < owned_.size() && now - reached_at_ > kStuck) {
+    const size_t end = std::min(owned_.size(), reached_ + kLookAhead);
+    for (size_t i = end; i > reached_; --i) {
+      if (!settled(owned_[i - 1])) continue;
+      reached_ = i;
+      reached_at_ = now;
+      break;
+    }
+  }
+  return reached_ == owned_.size() ? plan::kNever : ownership_.first_access[owned_[reached_]];
+}
+
+// ----------------------------------------------------------------------------------------- asking
+
+void Exchange::Engine::heard_progress(uint32_t rank, uint64_t progress) {
+  std::atomic<uint64_t>& known = nodes_[config_.node_of_rank[rank]]->progress;
+  uint64_t seen = known.load(std::memory_order_relaxed);
+  while (seen < progress && !known.compare_exchange_weak(seen, progress)) {
+  }
+  if (seen < progress) tell();
+}
+
+Delivery Exchange::Engine::on_reply(const Header& header) {
+  heard_progress(header.from, header.progress);
+  const auto found = pending_.find(header.request);
+  if (found == pending_.end()) return {};  // given up since
+  Pending& pending = found->second;
+  const Fetch& fetch = pending.group->requests[pending.index];
+  if (pending.rank != header.from || fetch.sample != header.sample || pending.receiving ||
+      (header.status == Status::here && header.length != fetch.into.size())) {
+    violate(header.from, "it answered " + std::to_string(header.length) + " bytes of sample " +
+                             std::to_string(header.sample) + " to a request for sample " +
+                             std::to_string(fetch.sample));
+    return {};
+  }
+  if (header.status != Status::here) {
+    const bool never = header.status == Status::never;
+    if (never) {
+      const std::scoped_lock lock(absent_mutex_);
+      absent_.insert(header.sample);
+      any_absent_.store(true, std::memory_order_release);
+    }
+    ++(never ? count_.in_vain : count_.too_early);
+    const Pending p = pending;
+    pending_.erase(found);
+    conclude(*p.group, p.index, never ? Outcome::never : Outcome::not_yet);
+    return {};
+  }
+  pending.receiving = true;
+  const std::span<std::byte> into = fetch.into;
+  return {into, [this, into, id = header.request, crc = header.crc](bool arrived) {
+            const auto ended = pending_.find(id);
+            if (ended == pending_.end()) return;
+            const Pending p = ended->second;
+            pending_.erase(ended);
+            const bool good = arrived && crc32c(into) == crc;
+            if (good) {
+              ++count_.fetched;
+              count_.fetched_bytes += into.size();
+              count_.fetch_ns +=
+                  static_cast<uint64_t>(std::chrono::nanoseconds(Clock::now() - p.begun).count());
+            }
+            conclude(*p.group, p.index, good ? Outcome::here : Outcome::failed);
+            if (arrived && !good) {
+              violate(p.rank, "the bytes it sent do not match their CRC32C");
+            }
+          }};
+}
+
+}  // namespace nostall::peer

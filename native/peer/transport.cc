@@ -1,0 +1,28 @@
+#include "peer/transport.h"
+
+#include <dlfcn.h>
+
+#include "base/error.h"
+
+namespace nostall::peer {
+
+std::unique_ptr<Transport> load_ucx(const std::string& library, const TransportOptions& options) {
+  // Never unloaded: UCX leaves hooks behind.
+  void* handle = ::dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (!handle) {
+    throw Error(ErrorKind::usage,
+                std::string("samples cannot travel between nodes, for UCX cannot be loaded (") +
+                    ::dlerror() +
+                    "): install UCX (Debian: libucx-dev) and build nostall again, or "
+                    "pass peers=\"off\"");
+  }
+  using Make = Transport* (*)(const TransportOptions&, std::string&);
+  const auto make = reinterpret_cast<Make>(::dlsym(handle, "nostall_make_ucx_transport"));
+  if (!make) throw Error(ErrorKind::usage, library + " is not nostall's UCX transport");
+  std::string error;
+  std::unique_ptr<Transport> transport(make(options, error));
+  if (!transport) throw Error(ErrorKind::peer, error);
+  return transport;
+}
+
+}  // namespace nostall::peer

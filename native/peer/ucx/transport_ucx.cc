@@ -1,0 +1,319 @@
+// The UCX transport: active messages, eager for small payloads, rendezvous for large ones.
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <ucp/api/ucp.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <deque>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "peer/transport.h"
+
+namespace nostall::peer {
+namespace {
+
+constexpr unsigned kActiveMessage = 0x4e;
+constexpr std::chrono::seconds kCloseLimit{3};
+// UCX 1.13 ends the whole process when a peer goes while it is being connected.
+constexpr unsigned kOldestMajor = 1, kOldestMinor = 18;
+
+void check(ucs_status_t status, const char* what) {
+  if (status != UCS_OK) {
+    throw Error(ErrorKind::peer, std::string("UCX: ") + what + ": " + ucs_status_string(status));
+  }
+}
+
+class UcxTransport final : public Transport {
+ public:
+  explicit UcxTransport(const TransportOptions& options) {
+    unsigned major = 0, minor = 0, release = 0;
+    ucp_get_version(&major, &minor, &release);
+    if (std::pair(major, minor) < std::pair(kOldestMajor, kOldestMinor)) {
+      throw Error(ErrorKind::usage, "UCX " + std::to_string(major) + "." + std::to_string(minor) +
+                                        " is too old to lose a peer without ending the process: "
+                                        "install a newer one (pip install nostall[cluster]), or "
+                                        "pass peers=\"off\"");
+    }
+    ucp_config_t* config = nullptr;
+    check(ucp_config_read(nullptr, nullptr, &config), "cannot read its configuration");
+    ucs_status_t status = UCS_OK;
+    if (!options.transports.empty()) {
+      status = ucp_config_modify(config, "TLS", options.transports.c_str());
+    }
+    if (status == UCS_OK && !options.devices.empty()) {
+      status = ucp_config_modify(config, "NET_DEVICES", options.devices.c_str());
+    }
+    if (status == UCS_OK) {
+      ucp_params_t params{};
+      params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_NAME;
+      params.features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP;
+      params.name = "nostall";
+      status = ucp_init(&params, config, &context_);
+    }
+    ucp_config_release(config);
+    check(status, "cannot start on the chosen transports and devices");
+    try {
+      start();
+    } catch (...) {
+      stop();
+      throw;
+    }
+  }
+
+  ~UcxTransport() override { stop(); }
+  UcxTransport(const UcxTransport&) = delete;
+  UcxTransport& operator=(const UcxTransport&) = delete;
+
+  std::string address() override {
+    ucp_address_t* address = nullptr;
+    size_t length = 0;
+    check(ucp_worker_get_address(worker_, &address, &length), "cannot tell its address");
+    std::string copy(reinterpret_cast<const char*>(address), length);
+    ucp_worker_release_address(worker_, address);
+    return copy;
+  }
+
+  void connect(uint32_t rank, const std::string& address) override {
+    if (peers_.contains(rank)) return;
+    auto link = std::make_unique<Link>(Link{this, rank, nullptr});
+    ucp_ep_params_t params{};
+    params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
+                        UCP_EP_PARAM_FIELD_ERR_HANDLER;
+    params.address = reinterpret_cast<const ucp_address_t*>(address.data());
+    params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
+    params.err_handler.cb = &UcxTransport::failed;
+    params.err_handler.arg = link.get();
+    check(ucp_ep_create(worker_, &params, &link->endpoint),
+          ("cannot reach rank " + std::to_string(rank)).c_str());
+    peers_[rank] = link.get();
+    links_.push_back(std::move(link));
+  }
+
+  void send(uint32_t rank, const HeaderBytes& header, std::span<const std::byte> payload,
+            std::function<void(bool)> done) override {
+    const auto found = peers_.find(rank);
+    if (found == peers_.end()) {
+      if (done) done(false);
+      return;
+    }
+    auto sending = std::make_unique<Sending>(Sending{header, std::move(done)});
+    ucp_request_param_t params{};
+    params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
+    params.cb.send = &UcxTransport::sent;
+    params.user_data = sending.get();
+    const ucs_status_ptr_t request =
+        ucp_am_send_nbx(found->second->endpoint, kActiveMessage, sending->header.data(),
+                        sending->header.size(), payload.data(), payload.size(), &params);
+    if (UCS_PTR_IS_PTR(request)) {
+      // The callback owns it from here.
+      [[maybe_unused]] Sending* kept = sending.release();
+      return;
+    }
+    if (sending->done) sending->done(UCS_PTR_STATUS(request) == UCS_OK);
+  }
+
+  void drop(uint32_t rank) override {
+    const auto found = peers_.find(rank);
+    if (found == peers_.end()) return;
+    // This may be inside a callback of the endpoint itself.
+    doomed_.push_back(found->second->endpoint);
+    peers_.erase(found);
+  }
+
+  bool progress(Receiver& receiver) override {
+    receiver_ = &receiver;
+    bool any = false;
+    while (ucp_worker_progress(worker_) != 0) any = true;
+    while (!offered_.empty()) {
+      any = true;
+      const Offer offer = offered_.front();
+      offered_.pop_front();
+      take(offer);
+    }
+    while (!gone_.empty()) {
+      any = true;
+      const auto [rank, why] = gone_.front();
+      gone_.pop_front();
+      if (!peers_.contains(rank)) continue;
+      drop(rank);
+      receiver.on_gone(rank, why);
+    }
+    for (const ucp_ep_h endpoint : std::exchange(doomed_, {})) close(endpoint);
+    reap();
+    return any;
+  }
+
+  void wait(std::chrono::milliseconds timeout) override {
+    if (ucp_worker_arm(worker_) != UCS_OK) return;  // something came in the meantime
+    pollfd fds[2] = {{events_, POLLIN, 0}, {wake_, POLLIN, 0}};
+    ::poll(fds, 2, static_cast<int>(timeout.count()));
+    if ((fds[1].revents & POLLIN) != 0) {
+      uint64_t count = 0;
+      [[maybe_unused]] const ssize_t n = ::read(wake_, &count, sizeof count);
+    }
+  }
+
+  void wake() noexcept override {
+    const uint64_t one = 1;
+    [[maybe_unused]] const ssize_t n = ::write(wake_, &one, sizeof one);
+  }
+
+ private:
+  struct Link {
+    UcxTransport* owner;
+    uint32_t rank;
+    ucp_ep_h endpoint;
+  };
+  struct Sending {
+    HeaderBytes header;
+    std::function<void(bool)> done;
+  };
+  // A payload that its sender still holds.
+  struct Offer {
+    void* descriptor;
+    size_t length;
+    std::vector<std::byte> header;
+  };
+
+  void start() {
+    ucp_worker_params_t params{};
+    params.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
+    params.thread_mode = UCS_THREAD_MODE_SERIALIZED;
+    check(ucp_worker_create(context_, &params, &worker_), "cannot create a worker");
+    check(ucp_worker_get_efd(worker_, &events_), "its transports cannot wake a sleeping thread");
+    wake_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (wake_ < 0) throw io_error("cannot create an eventfd", "", errno);
+    ucp_am_handler_param_t handler{};
+    handler.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_FLAGS |
+                         UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG;
+    handler.id = kActiveMessage;
+    handler.flags = UCP_AM_FLAG_WHOLE_MSG;
+    handler.cb = &UcxTransport::arrived;
+    handler.arg = this;
+    check(ucp_worker_set_am_recv_handler(worker_, &handler), "cannot receive messages");
+  }
+
+  void stop() {
+    if (worker_) {
+      for (const Offer& offer : offered_) ucp_am_data_release(worker_, offer.descriptor);
+      offered_.clear();
+      for (const auto& [rank, link] : peers_) close(link->endpoint);
+      for (const ucp_ep_h endpoint : doomed_) close(endpoint);
+      peers_.clear();
+      const auto limit = std::chrono::steady_clock::now() + kCloseLimit;
+      while (!closing_.empty() && std::chrono::steady_clock::now() < limit) {
+        ucp_worker_progress(worker_);
+        reap();
+      }
+      ucp_worker_destroy(worker_);
+      worker_ = nullptr;
+    }
+    if (context_) ucp_cleanup(context_);
+    context_ = nullptr;
+    if (wake_ >= 0) ::close(wake_);
+    wake_ = -1;
+  }
+
+  void close(ucp_ep_h endpoint) {
+    ucp_request_param_t params{};
+    params.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
+    params.flags = UCP_EP_CLOSE_FLAG_FORCE;
+    const ucs_status_ptr_t request = ucp_ep_close_nbx(endpoint, &params);
+    if (UCS_PTR_IS_PTR(request)) closing_.push_back(request);
+  }
+
+  void reap() {
+    std::erase_if(closing_, [](void* request) {
+      if (ucp_request_check_status(request) == UCS_INPROGRESS) return false;
+      ucp_request_free(request);
+      return true;
+    });
+  }
+
+  // Fetches an offered payload to where the receiver wants it.
+  void take(const Offer& offer) {
+    Delivery delivery = receiver_->on_message(offer.header, offer.length);
+    if (delivery.into.size() != offer.length) {
+      ucp_am_data_release(worker_, offer.descriptor);
+      if (delivery.done) delivery.done(false);
+      return;
+    }
+    auto done = std::make_unique<std::function<void(bool)>>(std::move(delivery.done));
+    ucp_request_param_t params{};
+    params.op_attr_mask =
+        UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
+    params.cb.recv_am = &UcxTransport::received;
+    params.user_data = done.get();
+    const ucs_status_ptr_t request = ucp_am_recv_data_nbx(
+        worker_, offer.descriptor, delivery.into.data(), offer.length, &params);
+    if (UCS_PTR_IS_PTR(request)) {
+      [[maybe_unused]] auto* kept = done.release();
+      return;
+    }
+    if (*done) (*done)(UCS_PTR_STATUS(request) == UCS_OK);
+  }
+
+  static ucs_status_t arrived(void* self, const void* header, size_t header_length, void* data,
+                              size_t length, const ucp_am_recv_param_t* param) {
+    auto* transport = static_cast<UcxTransport*>(self);
+    const auto* bytes = static_cast<const std::byte*>(header);
+    if ((param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0) {
+      transport->offered_.push_back({data, length, {bytes, bytes + header_length}});
+      return UCS_INPROGRESS;
+    }
+    Delivery delivery = transport->receiver_->on_message({bytes, header_length}, length);
+    const bool wanted = delivery.into.size() == length;
+    if (wanted && length > 0) {
+      std::copy_n(static_cast<const std::byte*>(data), length, delivery.into.data());
+    }
+    if (delivery.done) delivery.done(wanted);
+    return UCS_OK;
+  }
+
+  static void sent(void* request, ucs_status_t status, void* user_data) {
+    const std::unique_ptr<Sending> sending(static_cast<Sending*>(user_data));
+    ucp_request_free(request);
+    if (sending->done) sending->done(status == UCS_OK);
+  }
+
+  static void received(void* request, ucs_status_t status, size_t, void* user_data) {
+    const std::unique_ptr<std::function<void(bool)>> done(
+        static_cast<std::function<void(bool)>*>(user_data));
+    ucp_request_free(request);
+    if (*done) (*done)(status == UCS_OK);
+  }
+
+  static void failed(void* arg, ucp_ep_h, ucs_status_t status) {
+    const auto* link = static_cast<const Link*>(arg);
+    link->owner->gone_.emplace_back(link->rank, ucs_status_string(status));
+  }
+
+  ucp_context_h context_ = nullptr;
+  ucp_worker_h worker_ = nullptr;
+  int events_ = -1;  // belongs to the worker
+  int wake_ = -1;
+  Receiver* receiver_ = nullptr;              // inside progress()
+  std::vector<std::unique_ptr<Link>> links_;  // all there ever were: error handlers point to them
+  std::map<uint32_t, Link*> peers_;
+  std::deque<Offer> offered_;
+  std::deque<std::pair<uint32_t, std::string>> gone_;
+  std::vector<ucp_ep_h> doomed_;  // to be closed
+  std::vector<void*> closing_;
+};
+
+}  // namespace
+}  // namespace nostall::peer
+
+extern "C" __attribute__((visibility("default"))) nostall::peer::Transport*
+nostall_make_ucx_transport(const nostall::peer::TransportOptions& options, std::string& error) {
+  try {
+    return std::make_unique<nostall::peer::UcxTransport>(options).release();
+  } catch (const std::exception& e) {
+    error = e.what();
+    return nullptr;
+  }
+}

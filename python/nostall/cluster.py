@@ -1,0 +1,115 @@
+"""The nodes of a job: who is on which, what each keeps, and how its ranks are reached."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nostall import _native
+from nostall.errors import Error, UsageError
+from nostall.rendezvous import AllGather
+from nostall.sizes import TierSpec
+from nostall.world import World
+
+_log = logging.getLogger("nostall")
+_LIBRARY = Path(__file__).parent / "nostall_ucx.so"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """All nodes, as every rank of the job sees them.
+
+    `node_of_rank` and `addresses` have one entry per rank, `capacities` (bytes) one per node.
+    `transport` is None where samples do not travel.
+    """
+
+    node: int
+    node_of_rank: list[int]
+    capacities: list[int]
+    addresses: list[bytes]
+    secret: bytes
+    transport: _native.PeerTransport | None
+
+    def settle(self, world: World) -> World:
+        """`world` with this rank's place on its node as found here."""
+        mine = [r for r, node in enumerate(self.node_of_rank) if node == self.node]
+        return replace(world, local_rank=mine.index(world.rank), local_world_size=len(mine))
+
+
+def node_identity() -> str:
+    """The same for all processes that can share memory, and for no others.
+
+    NOSTALL_NODE overrides it, so that one machine can stand for several.
+    """
+    if name := os.environ.get("NOSTALL_NODE"):
+        return f"named {name}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("ipc", "mnt")]
+    return " ".join((boot, *spaces))
+
+
+def spans_nodes(world: World) -> bool:
+    """Whether, as far as the launcher tells, other nodes take part."""
+    if world.world_size == 1:
+        return False
+    return world.local_world_size < world.world_size or "NOSTALL_NODE" in os.environ
+
+
+def join(world: World, tiers: Sequence[TierSpec], allgather: AllGather) -> Cluster:
+    """Meets the other ranks; every rank of the job must call it.
+
+    Where one of them cannot exchange samples (no UCX), none does, and rank 0 says why.
+
+    Raises:
+        PeerError: ranks are missing.
+        UsageError: the ranks do not agree.
+    """
+    transport: _native.PeerTransport | None = None
+    problem = ""
+    try:
+        transport = _native.PeerTransport(
+            os.environ.get("NOSTALL_UCX_LIBRARY", str(_LIBRARY)),
+            os.environ.get("NOSTALL_UCX_TLS", ""),
+            os.environ.get("NOSTALL_UCX_DEVICES", ""),
+        )
+    except Error as error:
+        problem = str(error)
+    mine: dict[str, Any] = {
+        "rank": world.rank,
+        "node": node_identity(),
+        "capacity": sum(t.capacity for t in tiers),
+        "address": base64.b64encode(transport.address if transport else b"").decode(),
+        "problem": problem,
+    }
+    given = os.environ.get("NOSTALL_SECRET", "")
+    if world.rank == 0 and not given:
+        mine["secret"] = secrets.token_hex(32)
+    parts = [json.loads(part) for part in allgather(json.dumps(mine).encode())]
+    if len(parts) != world.world_size or [p["rank"] for p in parts] != list(range(len(parts))):
+        raise UsageError(
+            f"the rendezvous brought {len(parts)} ranks together, not the {world.world_size} of "
+            "this job: its allgather must return one entry per rank, in rank order"
+        )
+    names = list(dict.fromkeys(p["node"] for p in parts))
+    node_of_rank = [names.index(p["node"]) for p in parts]
+    capacities = [0] * len(names)
+    for node, part in zip(node_of_rank, parts, strict=True):
+        capacities[node] = part["capacity"]
+    problems = [(p["rank"], p["problem"]) for p in parts if p["problem"]]
+    if problems and len(names) > 1 and world.rank == 0:
+        _log.warning("samples do not travel between nodes: rank %d: %s", *problems[0])
+    return Cluster(
+        node=node_of_rank[world.rank],
+        node_of_rank=node_of_rank,
+        capacities=capacities,
+        addresses=[base64.b64decode(p["address"]) for p in parts],
+        secret=(given or parts[0].get("secret", "")).encode(),
+        transport=transport if len(names) > 1 and not problems else None,
+    )

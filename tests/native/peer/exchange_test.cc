@@ -1,0 +1,124 @@
+// Exchanges over UCX.
+#include "peer/exchange.h"
+
+#include <gmock/gmock.h>
+
+#include "nodes.h"
+
+namespace nostall::peer {
+namespace {
+
+using namespace std::chrono_literals;
+using testing::HasSubstr;
+
+class ExchangeTest : public Nodes {
+ protected:
+  struct Member {
+    std::shared_ptr<tier::NodeCache> cache;
+    std::unique_ptr<Exchange> exchange;
+  };
+
+  std::vector<Member> start(uint32_t nodes, tier::TierKind kind = tier::TierKind::ram,
+                            std::vector<std::string> secrets = {}) {
+    std::vector<Member> members(nodes);
+    std::vector<std::unique_ptr<Transport>> transports;
+    ExchangeConfig config;
+    for (uint32_t n = 0; n < nodes; ++n) {
+      transports.push_back(load_ucx(NOSTALL_UCX_LIBRARY, {"tcp", ""}));
+      config.addresses.push_back(transports.back()->address());
+      config.node_of_rank.push_back(n);
+    }
+    config.plan = 77;
+    config.epoch_length = kSamples;
+    config.timeout = 2s;
+    for (uint32_t n = 0; n < nodes; ++n) {
+      config.rank = n;
+      config.secret = n < secrets.size() ? secrets[n] : "a secret of sixteen bytes";
+      members[n].cache = cache_of(n, kind);
+      members[n].exchange = std::make_unique<Exchange>(std::move(transports[n]), config,
+                                                       ownership(nodes), sizes_, members[n].cache);
+    }
+    return members;
+  }
+};
+
+TEST_F(ExchangeTest, PushedSamplesAreThereAndCanBeFetched) {
+  for (const tier::TierKind kind : {tier::TierKind::ram, tier::TierKind::file}) {
+    auto members = start(3, kind);
+    for (uint64_t s = 0; s < kSamples; ++s) {
+      Exchange& reader = *members[(s + 1) % 3].exchange;
+      EXPECT_EQ(reader.where(s, 0), Where::source);
+      EXPECT_EQ(reader.where(s, 1), Where::awaited);
+      EXPECT_TRUE(reader.push_wanted(s));
+      EXPECT_EQ(members[s % 3].exchange->where(s, 1), Where::awaited);
+      auto bytes = std::make_shared<std::vector<std::byte>>(bytes_of(s));
+      ASSERT_TRUE(reader.push(s, *bytes, bytes, {}));
+    }
+    for (uint64_t s = 0; s < kSamples; ++s) {
+      Exchange& asking = *members[(s + 2) % 3].exchange;
+      ASSERT_TRUE(eventually([&] { return asking.where(s, 1) == Where::there; })) << s;
+      std::vector<std::byte> into;
+      ASSERT_EQ(fetch(asking, s, into), Outcome::here);
+      EXPECT_EQ(into, bytes_of(s));
+    }
+    uint64_t fetched = 0, too_early = 0, refused = 0;
+    for (const Member& m : members) {
+      const ExchangeStats stats = m.exchange->stats();
+      fetched += stats.fetched;
+      too_early += stats.asked_too_early;
+      refused += stats.refused;
+    }
+    EXPECT_EQ(fetched, kSamples);
+    EXPECT_EQ(too_early, 0u);
+    EXPECT_EQ(refused, 0u);
+  }
+  EXPECT_TRUE(warnings_.empty()) << warnings_[0];
+}
+
+TEST_F(ExchangeTest, AWrongSecretGetsNothing) {
+  auto members = start(2, tier::TierKind::ram, {"the job's own secret", "another job's secret"});
+  put(*members[0].cache, 0);
+  std::vector<std::byte> into;
+  EXPECT_EQ(fetch(*members[1].exchange, 0, into), Outcome::failed);
+  EXPECT_EQ(into, std::vector<std::byte>(sizes_[0]));
+  EXPECT_EQ(members[0].exchange->stats().served, 0u);
+  EXPECT_GT(members[1].exchange->stats().refused + members[0].exchange->stats().refused, 0u);
+  EXPECT_FALSE(members[1].exchange->push(2, bytes_of(2), nullptr, {}));
+  EXPECT_EQ(members[0].cache->state(2), tier::State::empty);
+}
+
+TEST_F(ExchangeTest, ANodeThatLeavesIsNotAskedAgain) {
+  auto members = start(2);
+  put(*members[0].cache, 0);
+  std::vector<std::byte> into;
+  ASSERT_TRUE(eventually([&] { return members[1].exchange->where(0, 1) == Where::there; }));
+  ASSERT_EQ(fetch(*members[1].exchange, 0, into), Outcome::here);
+  members[0].exchange.reset();
+  ASSERT_TRUE(eventually([&] { return members[1].exchange->where(0, 1) == Where::source; }));
+  EXPECT_EQ(fetch(*members[1].exchange, 0, into), Outcome::failed);
+  EXPECT_EQ(members[1].exchange->nodes_alive(), 1u);
+  EXPECT_TRUE(warnings_.empty()) << warnings_[0];
+}
+
+TEST_F(ExchangeTest, AStopEndsWhatIsAsked) {
+  auto members = start(2);
+  std::stop_source stop;
+  std::vector<std::byte> into(sizes_[3]);
+  members[0].exchange.reset();
+  const auto group = members[1].exchange->begin({{0, into, nullptr, Outcome::waiting}});
+  std::jthread stopper([&] { stop.request_stop(); });
+  const auto begin = std::chrono::steady_clock::now();
+  members[1].exchange->finish(*group, stop.get_token());
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, 5s);
+}
+
+TEST_F(ExchangeTest, WhatTheOwnerLacksIsAnsweredAtOnce) {
+  auto members = start(2);
+  std::vector<std::byte> into;
+  ASSERT_TRUE(eventually([&] { return members[1].exchange->nodes_alive() == 2; }));
+  EXPECT_EQ(fetch(*members[1].exchange, 2, into), Outcome::not_yet);
+  EXPECT_EQ(members[1].exchange->stats().asked_too_early, 1u);
+}
+
+}  // namespace
+}  // namespace nostall::peer

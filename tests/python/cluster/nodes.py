@@ -1,0 +1,99 @@
+"""Starts the ranks of a job on nodes that one machine stands for."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RANK = Path(__file__).with_name("rank.py")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass
+class Job:
+    """`ranks` on each of `nodes`; `commands` go before Python, one per node."""
+
+    data: Path
+    nodes: int
+    ranks: int = 1
+    tiers: list[str] = field(default_factory=lambda: ["ram:1GiB"])
+    epochs: int = 3
+    global_batch: int = 8
+    host: str = "127.0.0.1"
+    roots: list[Path] | None = None
+    commands: list[list[str]] | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    per_rank: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def start(self) -> list[subprocess.Popen[str]]:
+        port = free_port()
+        secret = secrets.token_hex(16)
+        world = self.nodes * self.ranks
+        files = sorted(
+            (str(p.relative_to(self.data)) for p in self.data.rglob("*.jpg")),
+            key=lambda p: p.split("/"),
+        )
+        started = []
+        for rank in range(world):
+            node = rank // self.ranks
+            settings = {
+                "root": str(self.roots[node] if self.roots else self.data),
+                "truth": str(self.data),
+                "files": files,
+                "batch": self.global_batch // world,
+                "epochs": self.epochs,
+                "tiers": self.tiers,
+                "rank": rank,
+                "world": world,
+                "ranks": self.ranks,
+                "job": f"cluster test {port}",
+                **self.extra,
+                **self.per_rank.get(rank, {}),
+            }
+            before = self.commands[node] if self.commands else []
+            started.append(
+                subprocess.Popen(
+                    [*before, sys.executable, str(RANK), json.dumps(settings)],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    env={
+                        **os.environ,
+                        "NOSTALL_RENDEZVOUS": f"tcp://{self.host}:{port}",
+                        "NOSTALL_SECRET": secret,
+                        "NOSTALL_NODE": f"node {node}",
+                        "NOSTALL_UCX_TLS": "tcp",
+                        "NOSTALL_PEER_TIMEOUT_MS": "3000",
+                        **self.environment,
+                    },
+                )
+            )
+        return started
+
+    def run(self, timeout: float = 60) -> list[dict[str, Any]]:
+        """What each rank printed; fails if one failed."""
+        results = []
+        started = self.start()
+        for rank, process in enumerate(started):
+            out, err = process.communicate(timeout=timeout)
+            assert process.returncode == 0, f"rank {rank}: {err}"
+            results.append(json.loads(out.splitlines()[-1]))
+        return results
+
+
+def read_of_bound(results: list[dict[str, Any]]) -> float:
+    return float(sum(r["source_bytes"] for r in results) / results[0]["lower_bound_bytes"])

@@ -1,0 +1,72 @@
+"""One rank of a job on several nodes: checks each sample against its file, then prints what it saw.
+
+Run with one argument, a JSON object; see `settings` in nodes.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import nostall
+
+
+def main(s: dict) -> None:
+    dataset = nostall.ImageFolder(s["root"], index=False)
+    truth = [Path(s["truth"], p).read_bytes() for p in s["files"]]
+    loader = nostall.DataLoader(
+        dataset,
+        s["batch"],
+        epochs=s["epochs"],
+        seed=7,
+        tiers=s["tiers"],
+        rank=s["rank"],
+        world_size=s["world"],
+        local_rank=s["rank"] % s["ranks"],
+        local_world_size=s["ranks"],
+        job=f"{s['job']} {os.environ.get('NOSTALL_NODE', '')}",
+        peers=s.get("peers", "on"),
+        staging=s.get("staging", "256MiB"),
+        output="numpy",
+    )
+    plan = nostall.Plan(
+        samples=len(dataset),
+        batch_size=s["batch"],
+        world_size=s["world"],
+        epochs=s["epochs"],
+        seed=7,
+    )
+    if state := s.get("state"):
+        loader.load_state_dict(state)
+    stream = hashlib.sha256()
+    batches = 0
+    for epoch in loader.epochs():
+        ids = iter(plan.rank_epoch(epoch.index, s["rank"])[0])
+        for images, _ in epoch:
+            for i in range(len(images)):
+                # After a resume on another world the plan's own tests check the order.
+                if not state and bytes(images[i]) != truth[int(next(ids))]:
+                    raise SystemExit(f"rank {s['rank']}: wrong bytes in epoch {epoch.index}")
+                stream.update(bytes(images[i]))
+            batches += 1
+            if s.get("die_at") == batches:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if s.get("hang_at") == batches:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if s.get("stop_at") == batches:
+                print(json.dumps({"state": loader.state_dict()}), flush=True)
+                loader.close()
+                return
+            time.sleep(s.get("compute", 0.0))
+    stats = loader.stats().to_dict()
+    stats.pop("batches")
+    print(json.dumps({**stats, "stream": stream.hexdigest(), "batches": batches}), flush=True)
+    loader.close()
+
+
+main(json.loads(sys.argv[1]))

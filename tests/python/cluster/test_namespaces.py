@@ -1,0 +1,92 @@
+"""Nodes in network namespaces, joined by links of their own, each with its own mount."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from nodes import Job, read_of_bound
+
+from nostall.bench.slowfs import SlowFS, missing
+
+NODES = 3
+
+
+def ip(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *words], capture_output=True, text=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[list[str]]]:
+    """Three namespaces on a bridge in a fourth one; each link carries 200 Mbit/s."""
+    if shutil.which("ip") is None or shutil.which("tc") is None:
+        pytest.skip("network namespaces: ip and tc (Debian: iproute2) are not installed")
+    tag = f"nst{os.getpid() % 100000}"
+    names = [f"{tag}n{i}" for i in range(NODES)]
+    switch = f"{tag}s"
+    made = ip("netns", "add", switch)
+    if made.returncode != 0:
+        pytest.skip(f"network namespaces: this user may not make them ({made.stderr.strip()})")
+    try:
+        commands = [["-n", switch, "link", "add", "br0", "type", "bridge"]]
+        commands += [["-n", switch, "link", "set", "br0", "up"]]
+        for i, name in enumerate(names):
+            veth = f"{tag[:6]}{os.getpid() % 1000}v{i}"
+            commands += [
+                ["netns", "add", name],
+                ["-n", switch, "link", "add", veth, "type", "veth", "peer", "eth0", "netns", name],
+                ["-n", switch, "link", "set", veth, "master", "br0"],
+                ["-n", switch, "link", "set", veth, "up"],
+                ["-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "eth0"],
+                ["-n", name, "link", "set", "eth0", "up"],
+                ["-n", name, "link", "set", "lo", "up"],
+            ]
+        for command in commands:
+            done = ip(*command)
+            assert done.returncode == 0, (command, done.stderr)
+        for name in names:
+            limit = "rate 200mbit burst 256kb latency 50ms"
+            words = f"ip netns exec {name} tc qdisc add dev eth0 root tbf {limit}".split()
+            done = subprocess.run(words, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+        yield [["ip", "netns", "exec", name] for name in names]
+    finally:
+        for name in (*names, switch):
+            ip("netns", "del", name)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("share", [1.2, 0.5], ids=["S<D", "D<S<ND"])
+def test_samples_travel_between_hosts(hosts: list[list[str]], tmp_path: Path, share: float) -> None:
+    if reason := missing():
+        pytest.skip(f"slow storage: {reason}")
+    random = np.random.default_rng(6)
+    data = tmp_path / "data"
+    for i in range(120):
+        path = data / f"class{i % 2}" / f"{i:03d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(random.bytes(int(random.integers(5_000, 150_000))))
+    total = sum(p.stat().st_size for p in data.rglob("*.jpg"))
+    with SlowFS(data, tmp_path / "mounts", 20e6, 40e6, 0.5e-3, clients=NODES) as storage:
+        before = storage.served_bytes
+        results = Job(
+            data,
+            NODES,
+            tiers=[f"ram:{int(share * total)}"],
+            global_batch=12,
+            host="10.77.0.1",
+            roots=storage.mounts,
+            commands=hosts,
+            extra={"compute": 0.02},
+            environment={"NOSTALL_UCX_DEVICES": "eth0"},
+        ).run(timeout=100)
+        served = storage.served_bytes - before
+    assert read_of_bound(results) <= 1.02
+    assert served / results[0]["lower_bound_bytes"] <= 1.02
+    assert sum(r["peers"]["fetched"] for r in results) > 100
+    assert sum(r["peers"]["dropped_ranks"] for r in results) == 0
