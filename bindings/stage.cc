@@ -110,6 +110,12 @@ stage::OnError on_error_of(const std::string& name) {
   throw Error(ErrorKind::usage, "on_error must be 'raise' or 'substitute', not '" + name + "'");
 }
 
+stage::Sharing sharing_of(const std::string& name) {
+  if (name == "push") return stage::Sharing::push;
+  if (name == "owners-read") return stage::Sharing::owners_read;
+  throw Error(ErrorKind::usage, "sharing must be 'push' or 'owners-read', not '" + name + "'");
+}
+
 using TierTuple =
     std::tuple<std::string, uint64_t, std::string, bool>;  // kind, capacity, path, keep
 
@@ -180,13 +186,16 @@ void bind_stage(nb::module_& m) {
              uint32_t first_epoch, bindings::PyTransport* transport, uint32_t node,
              const std::vector<uint32_t>& node_of_rank, const std::vector<uint64_t>& capacities,
              const std::vector<nb::bytes>& addresses, const nb::bytes& secret,
-             uint32_t peer_timeout_ms) {
+             uint32_t peer_timeout_ms, const std::string& sharing) {
             stage::LoaderConfig config;
             config.job = job;
             config.rank = rank;
             config.source = std::move(source);
             config.pipeline = std::move(pipeline);
             config.on_error = on_error_of(on_error);
+            config.sharing = sharing_of(sharing);
+            config.local_rank = local_rank;
+            config.local_world = local_world;
             config.fetchers = fetchers;
             config.workers = workers;
             config.depth = depth;
@@ -224,7 +233,7 @@ void bind_stage(nb::module_& m) {
           nb::arg("node_of_rank") = std::vector<uint32_t>(),
           nb::arg("capacities") = std::vector<uint64_t>(),
           nb::arg("addresses") = std::vector<nb::bytes>(), nb::arg("secret") = nb::bytes("", 0),
-          nb::arg("peer_timeout_ms") = 10000)
+          nb::arg("peer_timeout_ms") = 10000, nb::arg("sharing") = "push")
       .def("next", &next, "The next batch; waits for it with the GIL released.")
       .def(
           "seek",

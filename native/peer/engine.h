@@ -27,6 +27,7 @@ class Exchange::Engine final : public Receiver {
   bool push(uint64_t sample, std::span<const std::byte> bytes, std::shared_ptr<void> keep,
             std::stop_token stop);
   void wait_for_news(std::chrono::nanoseconds timeout, std::stop_token stop);
+  std::span<const uint64_t> owned() const noexcept { return owned_; }
   ExchangeStats stats() const;
   uint32_t nodes() const noexcept { return static_cast<uint32_t>(ranks_of_node_.size()); }
   uint32_t nodes_alive() const noexcept;

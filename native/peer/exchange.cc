@@ -55,6 +55,8 @@ void Exchange::wait_for_news(std::chrono::nanoseconds timeout, std::stop_token s
   engine_->wait_for_news(timeout, std::move(stop));
 }
 
+std::span<const uint64_t> Exchange::owned() const noexcept { return engine_->owned(); }
+
 ExchangeStats Exchange::stats() const { return engine_->stats(); }
 uint32_t Exchange::nodes() const noexcept { return engine_->nodes(); }
 uint32_t Exchange::nodes_alive() const noexcept { return engine_->nodes_alive(); }

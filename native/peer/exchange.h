@@ -118,6 +118,9 @@ class Exchange {
   // Grows with every sign of progress.
   uint64_t news() const noexcept { return news_.load(std::memory_order_acquire); }
 
+  // What this node owns and keeps, by first access.
+  std::span<const uint64_t> owned() const noexcept;
+
   ExchangeStats stats() const;
   uint32_t nodes() const noexcept;
   // Nodes of which a rank can be reached; this one counts.

@@ -41,6 +41,13 @@ namespace nostall::stage {
 
 enum class OnError : uint8_t { raise, substitute };
 
+// Who reads from the source what a node is to keep.
+enum class Sharing : uint8_t {
+  push,         // the rank that needs it first, which hands it to the owner: read once
+  owners_read,  // every owner for itself, ahead of need (HDMLP's rule, seed 3.2.2); the rank that
+                // needs it before the owner has it reads it too
+};
+
 struct LoaderConfig {
   plan::JobSpec job;
   uint32_t rank = 0;
@@ -48,6 +55,8 @@ struct LoaderConfig {
   std::shared_ptr<const image::Pipeline> pipeline;  // null: batches of raw bytes
   std::shared_ptr<tier::NodeCache> cache;           // null: no tiers
   std::shared_ptr<peer::Exchange> peers;            // null: no other nodes
+  Sharing sharing = Sharing::push;                  // with peers
+  uint32_t local_rank = 0, local_world = 1;         // of the node, for Sharing::owners_read
   OnError on_error = OnError::raise;
   uint32_t fetchers = 2;  // threads that read
   uint32_t workers = 2;   // threads that transform; unused for raw batches

@@ -58,6 +58,12 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
       fetch_loop(stop_.get_token());
     });
   }
+  if (config.peers && config.sharing == Sharing::owners_read) {
+    threads_.emplace_back([this] {
+      pthread_setname_np(pthread_self(), "nostall-own");
+      own_loop(stop_.get_token());
+    });
+  }
   for (uint32_t i = 0; transformed() && i < std::max(1u, config.workers); ++i) {
     threads_.emplace_back([this] {
       pthread_setname_np(pthread_self(), "nostall-image");
@@ -107,6 +113,7 @@ std::unique_ptr<Batch> Loader::Run::next(std::chrono::nanoseconds timeout) {
   std::unique_ptr<Batch> batch = std::move(front.batch);
   tasks_.pop_front();
   ++handed_out_;
+  batch->origins[size_t(Origin::source)].bytes += own_bytes_.exchange(0);
   for (const auto& task : tasks_) {
     if (!task->ready) break;
     ++batch->queue;
@@ -247,6 +254,53 @@ void Loader::Run::fetch_loop(std::stop_token stop) {
   }
 }
 
+// This rank's part of what the node owns, read ahead of need in the order of first access.
+void Loader::Run::own_loop(std::stop_token stop) {
+  const std::unique_ptr<source::Reader> reader =
+      config_.source->make_reader(config_.reader, config_.depth);
+  tier::NodeCache& cache = *config_.cache;
+  const std::span<const uint64_t> owned = config_.peers->owned();
+  std::vector<source::ReadRequest> requests;
+  std::vector<std::shared_ptr<Buffer>> buffers;
+  const auto read = [&] {
+    const int64_t begin = now_ns();
+    reader->read(requests);
+    uint64_t bytes = 0;
+    for (const source::ReadRequest& r : requests) {
+      if (r.error != 0) {
+        cache.abandon(r.sample);
+        continue;
+      }
+      bytes += r.into.size();
+      if (cache.kind(r.sample) == tier::TierKind::ram) {
+        cache.publish(r.sample);
+      } else {
+        cache.file_write(r.sample, r.into);
+      }
+    }
+    speeds_[size_t(Origin::source)].record(bytes, now_ns() - begin);
+    own_bytes_ += bytes;
+    requests.clear();
+    buffers.clear();
+  };
+  for (size_t i = config_.local_rank; i < owned.size() && !stop.stop_requested();
+       i += config_.local_world) {
+    const plan::SampleId sample = owned[i];
+    if (cache.state(sample) != tier::State::empty || !cache.claim(sample)) continue;
+    std::span<std::byte> into;
+    if (cache.kind(sample) == tier::TierKind::ram) {
+      into = cache.ram_slot(sample);
+      if (into.size() != sizes_[sample]) continue;  // no memory: the cache has said so
+    } else {
+      buffers.push_back(raw_pool_->take(sizes_[sample]));
+      into = {buffers.back()->data(), sizes_[sample]};
+    }
+    requests.push_back({sample, into, 0});
+    if (requests.size() == config_.depth) read();
+  }
+  if (!requests.empty()) read();
+}
+
 std::span<std::byte> Loader::Run::raw_destination(Fetch& fetch) {
   Task::Item& item = fetch.work.task->items[fetch.work.index];
   if (!transformed()) return place_of(fetch.work);
@@ -324,7 +378,8 @@ Loader::Run::Route Loader::Run::route(Fetch& fetch) {
   const peer::Where where = !config_.peers || fetch.shunned
                                 ? peer::Where::source
                                 : config_.peers->where(sample, task.batch->position.epoch);
-  const bool awaited = where == peer::Where::awaited && fetch.patient;
+  const bool awaited =
+      where == peer::Where::awaited && fetch.patient && config_.sharing == Sharing::push;
   const Route elsewhere = where == peer::Where::there ? peer_or_source() : Route::source;
   if (!cache || !cache->placed(sample)) return awaited ? Route::wait : elsewhere;
   for (;;) {
@@ -511,7 +566,8 @@ std::vector<Loader::Run::Fetch*> Loader::Run::take_from_peers(std::span<Fetch* c
 void Loader::Run::keep_copy(const Fetch& fetch, std::vector<Kept>& kept) {
   const Task::Item& item = fetch.work.task->items[fetch.work.index];
   const bool to_file_tier = fetch.claimed && fetch.to_file_tier;
-  const bool push = config_.peers && config_.peers->push_wanted(item.sample) &&
+  const bool push = config_.peers && config_.sharing == Sharing::push &&
+                    config_.peers->push_wanted(item.sample) &&
                     worth_pushing(speeds_[size_t(Origin::peer)].seconds_per_byte(),
                                   speeds_[size_t(Origin::source)].seconds_per_byte());
   if (!to_file_tier && !push) return;

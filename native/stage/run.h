@@ -71,6 +71,7 @@ class Loader::Run {
 
   void fetch_loop(std::stop_token stop);
   void transform_loop(std::stop_token stop);
+  void own_loop(std::stop_token stop);
 
   // Takes the next samples in plan order; empty when stopped.
   std::vector<Fetch> take_chunk(std::stop_token stop);
@@ -112,6 +113,7 @@ class Loader::Run {
   const std::shared_ptr<BufferPool> batch_pool_, raw_pool_;
   std::array<SpeedEstimate, kOrigins>& speeds_;
   std::atomic<double> best_source_{0.0};  // seconds a byte, the best there was
+  std::atomic<uint64_t> own_bytes_{0};    // read for the tiers alone, not yet in any batch's count
   const std::span<const uint64_t> sizes_;
   uint64_t batches_per_epoch_ = 0;
   uint64_t max_staged_ = 2;  // batches with a buffer, not yet handed out

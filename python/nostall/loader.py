@@ -119,6 +119,9 @@ class DataLoader:
         peers: whether nodes share what their tiers hold: ``"auto"`` where the ranks can find each
             other, ``"on"``, ``"off"``, or the job's own allgather, a function that takes this
             rank's bytes and returns those of all ranks in order (see `nostall.rendezvous`).
+        sharing: who reads what a node keeps: ``"push"``, the rank that needs a sample first, for
+            all nodes; or ``"owners-read"``, each node for itself (the rule of HDMLP, seed
+            clairvoyant-prefetching 3.2.2; to measure what reading once gains).
 
     Raises:
         UsageError: arguments that do not go together, named with their value.
@@ -155,6 +158,7 @@ class DataLoader:
         collate: Callable[[list[Any]], Any] | None = None,
         reader: Literal["auto", "io_uring", "pread"] = "auto",
         peers: Literal["auto", "on", "off"] | AllGather = "auto",
+        sharing: Literal["push", "owners-read"] = "push",
     ) -> None:
         if batch_size < 1:
             raise UsageError(f"batch_size must be at least 1, not {batch_size}")
@@ -180,7 +184,10 @@ class DataLoader:
         )
         self._name = f"loader {next(_made)}"
         self._job = job or f"{self.world.job} {self._name}"
+        if sharing not in ("push", "owners-read"):
+            raise UsageError(f'sharing must be "push" or "owners-read", not {sharing!r}')
         self._peers = peers
+        self._sharing = sharing
         self._cluster: cluster.Cluster | None = None
         self._joins = 0  # a resumed loader meets the others again
         self._peer_counts: dict[str, int] = {}
@@ -481,6 +488,7 @@ class DataLoader:
                 staging_bytes=self._staging,
                 io_bytes=_DEFAULT_IO_BYTES,
                 first_epoch=self._first_epoch,
+                sharing=self._sharing,
                 **self._reach(met),
             )
             self._finalizer.detach()

@@ -24,6 +24,8 @@ from typing import Any
 from nostall.bench.slowfs import SlowFS
 from nostall.errors import UsageError
 
+# How nodes share: not at all; HDMLP's rule; the rank that needs a sample first reads it for all.
+WAYS = ("alone", "owners-read", "push")
 # Tiers of one node, as a share of the dataset: S < D, D < S < N*D, S > N*D for 2 and more nodes.
 REGIMES = {"S < D": 1.1, "D < S < N*D": 0.6, "S > N*D": 0.2}
 
@@ -78,12 +80,12 @@ def run(arguments: argparse.Namespace) -> int:
         ):
             rate = storage.measure(nodes)[-1]
             for regime in arguments.regimes:
-                for peers in ("off", "on") if nodes > 1 else ("off",):
+                for way in WAYS if nodes > 1 else ("alone",):
                     runs = [
-                        job(arguments, storage, total, nodes, REGIMES[regime], peers, rate)
+                        job(arguments, storage, total, nodes, REGIMES[regime], way, rate)
                         for _ in range(arguments.repeats)
                     ]
-                    row = {"nodes": nodes, "regime": regime, "peers": peers, "runs": runs}
+                    row = {"nodes": nodes, "regime": regime, "way": way, "runs": runs}
                     rows.append({**row, "bandwidth": rate})
                     table.add_row(*_cells(row, rate))
                     if len({r["stream"] for r in runs}) != 1:
@@ -98,7 +100,7 @@ _HEADINGS = (
     "nodes",
     "t(n), MB/s",
     "tiers",
-    "peers",
+    "sharing",
     "epoch 1, s",
     "later, s",
     "stall later",
@@ -118,12 +120,12 @@ def _cells(row: dict[str, Any], rate: float) -> list[str]:
         middle = form.format(statistics.median(values))
         return f"{middle} ({form.format(min(values))}-{form.format(max(values))})"
 
-    shared = row["peers"] == "on"
+    shared = row["way"] != "alone"
     return [
         str(row["nodes"]),
         f"{rate / 1e6:.0f}",
         row["regime"],
-        "share" if shared else "alone",
+        row["way"],
         spread("first_seconds", "{:.2f}"),
         spread("later_seconds", "{:.2f}"),
         spread("later_stall", "{:.1%}"),
@@ -152,7 +154,7 @@ def job(
     total: int,
     nodes: int,
     share: float,
-    peers: str,
+    way: str,
     rate: float,
 ) -> dict[str, Any]:
     """One training on `nodes` virtual nodes; what it took and what it read."""
@@ -170,7 +172,7 @@ def job(
         "batch_size": arguments.global_batch // world,
         "tier": int(total * share),
         "compute": arguments.compute * total / rate / batches,
-        "peers": peers,
+        "way": way,
     }
     outputs = launch("nostall.bench.nodes", settings, [str(m) for m in storage.mounts])
     stats = [json.loads(o.splitlines()[-1]) for o in outputs]
@@ -247,7 +249,8 @@ def _work(settings: dict[str, Any]) -> None:
         local_rank=local,
         local_world_size=settings["ranks"],
         job=f"{settings['job']} node {node}",
-        peers=settings["peers"],
+        peers="off" if settings["way"] == "alone" else "on",
+        sharing="push" if settings["way"] == "alone" else settings["way"],
         output="numpy",
     ) as loader:
         for epoch in loader.epochs():
