@@ -186,7 +186,7 @@ void bind_stage(nb::module_& m) {
              uint32_t first_epoch, bindings::PyTransport* transport, uint32_t node,
              const std::vector<uint32_t>& node_of_rank, const std::vector<uint64_t>& capacities,
              const std::vector<nb::bytes>& addresses, const nb::bytes& secret,
-             uint32_t peer_timeout_ms, const std::string& sharing) {
+             uint32_t peer_timeout_ms, const std::string& sharing, bool locality) {
             stage::LoaderConfig config;
             config.job = job;
             config.rank = rank;
@@ -194,6 +194,8 @@ void bind_stage(nb::module_& m) {
             config.pipeline = std::move(pipeline);
             config.on_error = on_error_of(on_error);
             config.sharing = sharing_of(sharing);
+            config.locality = locality;
+            config.first_epoch = first_epoch;
             config.local_rank = local_rank;
             config.local_world = local_world;
             config.fetchers = fetchers;
@@ -233,7 +235,8 @@ void bind_stage(nb::module_& m) {
           nb::arg("node_of_rank") = std::vector<uint32_t>(),
           nb::arg("capacities") = std::vector<uint64_t>(),
           nb::arg("addresses") = std::vector<nb::bytes>(), nb::arg("secret") = nb::bytes("", 0),
-          nb::arg("peer_timeout_ms") = 10000, nb::arg("sharing") = "push")
+          nb::arg("peer_timeout_ms") = 10000, nb::arg("sharing") = "push",
+          nb::arg("locality") = false)
       .def("next", &next, "The next batch; waits for it with the GIL released.")
       .def(
           "seek",

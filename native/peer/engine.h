@@ -27,6 +27,8 @@ class Exchange::Engine final : public Receiver {
   bool push(uint64_t sample, std::span<const std::byte> bytes, std::shared_ptr<void> keep,
             std::stop_token stop);
   void wait_for_news(std::chrono::nanoseconds timeout, std::stop_token stop);
+  const plan::Ownership& ownership() const noexcept { return ownership_; }
+  std::span<const uint32_t> node_of_rank() const noexcept { return config_.node_of_rank; }
   std::span<const uint64_t> owned() const noexcept { return owned_; }
   ExchangeStats stats() const;
   uint32_t nodes() const noexcept { return static_cast<uint32_t>(ranks_of_node_.size()); }

@@ -55,6 +55,10 @@ void Exchange::wait_for_news(std::chrono::nanoseconds timeout, std::stop_token s
   engine_->wait_for_news(timeout, std::move(stop));
 }
 
+const plan::Ownership& Exchange::ownership() const noexcept { return engine_->ownership(); }
+std::span<const uint32_t> Exchange::node_of_rank() const noexcept {
+  return engine_->node_of_rank();
+}
 std::span<const uint64_t> Exchange::owned() const noexcept { return engine_->owned(); }
 
 ExchangeStats Exchange::stats() const { return engine_->stats(); }

@@ -118,6 +118,8 @@ class Exchange {
   // Grows with every sign of progress.
   uint64_t news() const noexcept { return news_.load(std::memory_order_acquire); }
 
+  const plan::Ownership& ownership() const noexcept;
+  std::span<const uint32_t> node_of_rank() const noexcept;
   // What this node owns and keeps, by first access.
   std::span<const uint64_t> owned() const noexcept;
 

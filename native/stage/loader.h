@@ -56,7 +56,9 @@ struct LoaderConfig {
   std::shared_ptr<tier::NodeCache> cache;           // null: no tiers
   std::shared_ptr<peer::Exchange> peers;            // null: no other nodes
   Sharing sharing = Sharing::push;                  // with peers
-  uint32_t local_rank = 0, local_world = 1;         // of the node, for Sharing::owners_read
+  bool locality = false;     // with peers: deal samples to their owners' ranks (plan/locality.h)
+  uint32_t first_epoch = 0;  // of the placement; in it nobody owns anything yet
+  uint32_t local_rank = 0, local_world = 1;  // of the node, for Sharing::owners_read
   OnError on_error = OnError::raise;
   uint32_t fetchers = 2;  // threads that read
   uint32_t workers = 2;   // threads that transform; unused for raw batches

@@ -7,6 +7,7 @@
 
 #include "base/clock.h"
 #include "base/random.h"
+#include "plan/locality.h"
 
 namespace nostall::stage {
 namespace {
@@ -130,6 +131,11 @@ void Loader::Run::plan_ahead(uint32_t epoch) {
   for (uint32_t e = epoch; e < std::min(epoch + 2, config_.job.epochs); ++e) {
     if (epochs_.contains(e)) continue;
     epochs_.emplace(e, std::async(std::launch::async, [this, e] {
+                         if (config_.peers && config_.locality && e > config_.first_epoch) {
+                           return std::make_shared<const plan::RankEpoch>(plan::local_rank_epoch(
+                               config_.job, plan::epoch_order(config_.job, e), config_.rank,
+                               config_.peers->ownership(), config_.peers->node_of_rank()));
+                         }
                          return std::make_shared<const plan::RankEpoch>(
                              plan::rank_epoch(config_.job, e, config_.rank));
                        }).share());

@@ -122,6 +122,10 @@ class DataLoader:
         sharing: who reads what a node keeps: ``"push"``, the rank that needs a sample first, for
             all nodes; or ``"owners-read"``, each node for itself (the rule of HDMLP, seed
             clairvoyant-prefetching 3.2.2; to measure what reading once gains).
+        assignment: ``"locality"`` gives the samples of a global batch to ranks whose node keeps
+            them, from the second epoch on: the global batches stay the same, the network carries
+            less, but a rank's part of a batch is no longer a random one, which batch norm without
+            synchronisation may notice.
 
     Raises:
         UsageError: arguments that do not go together, named with their value.
@@ -159,6 +163,7 @@ class DataLoader:
         reader: Literal["auto", "io_uring", "pread"] = "auto",
         peers: Literal["auto", "on", "off"] | AllGather = "auto",
         sharing: Literal["push", "owners-read"] = "push",
+        assignment: Literal["plan", "locality"] = "plan",
     ) -> None:
         if batch_size < 1:
             raise UsageError(f"batch_size must be at least 1, not {batch_size}")
@@ -187,7 +192,10 @@ class DataLoader:
         if sharing not in ("push", "owners-read"):
             raise UsageError(f'sharing must be "push" or "owners-read", not {sharing!r}')
         self._peers = peers
+        if assignment not in ("plan", "locality"):
+            raise UsageError(f'assignment must be "plan" or "locality", not {assignment!r}')
         self._sharing = sharing
+        self._assignment = assignment
         self._cluster: cluster.Cluster | None = None
         self._joins = 0  # a resumed loader meets the others again
         self._peer_counts: dict[str, int] = {}
@@ -489,6 +497,7 @@ class DataLoader:
                 io_bytes=_DEFAULT_IO_BYTES,
                 first_epoch=self._first_epoch,
                 sharing=self._sharing,
+                locality=self._assignment == "locality",
                 **self._reach(met),
             )
             self._finalizer.detach()

@@ -76,6 +76,32 @@ def test_eight_ranks_on_four_nodes_with_file_tiers(data: Path, tmp_path: Path) -
 
 
 @pytest.mark.multi
+def test_hdmlps_rule_reads_more_than_once_but_gives_the_same(data: Path, slow: SlowFS) -> None:
+    tiers = [f"ram:{int(0.6 * size_of(data))}"]
+    job = Job(data, 2, tiers=tiers, roots=slow.mounts, extra={"sharing": "owners-read"})
+    results = job.run()
+    assert read_of_bound(results) > 1.05
+    assert sum(r["peers"]["pushed"] for r in results) == 0
+    pushed = Job(data, 2, tiers=tiers, roots=slow.mounts).run()
+    assert [r["stream"] for r in results] == [r["stream"] for r in pushed]
+
+
+@pytest.mark.multi
+def test_locality_keeps_the_bytes_and_spares_the_network(data: Path) -> None:
+    plain, local = (
+        Job(data, 2, extra={"assignment": how, "compute": 0.002}).run()
+        for how in ("plan", "locality")
+    )
+    for epoch in range(3):
+        # 149 samples on two ranks: one is repeated, and may be another one's size.
+        total = [sum(r["epochs"][epoch]["samples"] for r in job) for job in (plain, local)]
+        assert total == [150, 150]
+    assert sum(r["peers"]["fetched"] for r in local) < 0.5 * sum(
+        r["peers"]["fetched"] for r in plain
+    )
+
+
+@pytest.mark.multi
 def test_nodes_alone_read_more(data: Path) -> None:
     tiers = [f"ram:{int(0.6 * size_of(data))}"]
     alone = Job(data, 2, tiers=tiers, extra={"peers": "off"}).run()

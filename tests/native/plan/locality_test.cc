@@ -1,0 +1,89 @@
+#include "plan/locality.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "plan/cluster.h"
+
+namespace nostall::plan {
+namespace {
+
+JobSpec job(uint64_t samples, uint64_t batch, uint32_t world) {
+  JobSpec spec;
+  spec.samples = samples;
+  spec.global_batch = batch;
+  spec.epochs = 3;
+  spec.world = world;
+  return spec;
+}
+
+TEST(Locality, KeepsTheGlobalBatchesAndTheShares) {
+  for (const auto& [samples, batch, world] :
+       {std::tuple{100u, 12u, 4u}, {101u, 12u, 4u}, {57u, 10u, 6u}, {5u, 16u, 4u}}) {
+    const JobSpec spec = job(samples, batch, world);
+    const std::vector<uint64_t> sizes(samples, 10);
+    const Nodes nodes = equal_nodes(spec, {samples * 4, samples * 4}, world / 2);
+    const Ownership ownership = owners(spec, sizes, nodes);
+    const std::vector<SampleId> order = epoch_order(spec, 1);
+    std::vector<std::vector<SampleId>> dealt(batches_per_epoch(spec));
+    uint64_t local = 0;
+    for (uint32_t r = 0; r < world; ++r) {
+      const RankEpoch plain = rank_epoch(spec, order, r);
+      const RankEpoch mine = local_rank_epoch(spec, order, r, ownership, nodes.of_rank);
+      EXPECT_EQ(mine.batch_ends, plain.batch_ends);
+      uint64_t begin = 0;
+      for (size_t h = 0; h < mine.batch_ends.size(); ++h) {
+        for (; begin < mine.batch_ends[h]; ++begin) {
+          dealt[h].push_back(mine.samples[begin]);
+          local += ownership.owner[mine.samples[begin]] == nodes.of_rank[r];
+        }
+      }
+    }
+    for (size_t h = 0; h < dealt.size(); ++h) {
+      const auto first = order.begin() + static_cast<ptrdiff_t>(h * batch);
+      std::vector<SampleId> expected(
+          first, first + static_cast<ptrdiff_t>(std::min<size_t>(batch, order.size() - h * batch)));
+      std::sort(expected.begin(), expected.end());
+      std::sort(dealt[h].begin(), dealt[h].end());
+      EXPECT_EQ(dealt[h], expected);
+    }
+    if (samples > 50) {
+      EXPECT_GT(local, samples / 3);
+    }
+  }
+}
+
+TEST(ClusterAccess, OwnedSamplesComeFirstAndCopiesNeedASecondRead) {
+  const JobSpec spec = job(64, 8, 4);
+  const std::vector<uint64_t> sizes(64, 10);
+  const Nodes nodes = equal_nodes(spec, {400, 400}, 2);
+  const Ownership ownership = owners(spec, sizes, nodes);
+  const NodeAccess own = node_access(spec, 2, 2);
+  const NodeAccess shared = cluster_access(spec, ownership, 1, own);
+  for (SampleId s = 0; s < 64; ++s) {
+    ASSERT_NE(ownership.owner[s], kNoOwner);
+    if (ownership.owner[s] == 1) {
+      EXPECT_GT(shared.frequency[s], 12u);
+      EXPECT_EQ(shared.first_access[s], ownership.first_access[s]);
+    } else {
+      EXPECT_EQ(shared.frequency[s], own.frequency[s] < 2 ? 0 : own.frequency[s]);
+    }
+  }
+}
+
+TEST(Owners, TellWhoReadsFirst) {
+  const JobSpec spec = job(40, 8, 4);
+  const Nodes nodes = equal_nodes(spec, {1000, 1000}, 2);
+  const Ownership ownership = owners(spec, std::vector<uint64_t>(40, 10), nodes);
+  const std::vector<SampleId> order = epoch_order(spec, 0);
+  for (uint64_t p = 0; p < order.size(); ++p) {
+    EXPECT_EQ(ownership.first_access[order[p]], p);
+    EXPECT_EQ(ownership.first_reader[order[p]], (p % 8) % 4 / 2);
+  }
+  const Ownership later = owners(spec, std::vector<uint64_t>(40, 10), nodes, 2);
+  EXPECT_EQ(later.first_access[epoch_order(spec, 2)[3]], 2 * 40 + 3u);
+}
+
+}  // namespace
+}  // namespace nostall::plan
