@@ -281,18 +281,22 @@ class DataLoader:
                         batch = loader.next()
                         pending.submit(batch, RawBatch(batch.data, batch.offsets, batch.lengths))
                         fetched += 1
-                    batch, data, substituted = pending.result(self.dataset)
+                    batch, data, substituted, places = pending.result(self.dataset)
                 else:
                     batch = loader.next()
-                    data, substituted = self._shaped(batch), []
+                    data, substituted, places = self._shaped(batch), [], {}
                 wait = time.perf_counter() - began
                 self._recorder.batch(batch, wait, loader.memory, substituted)
                 self._position = (epoch, index + 1)
-                yield data, self._array(batch.labels)
+                labels = batch.labels
+                for place, replacement in places.items():
+                    labels[place] = self.dataset.labels[replacement]
+                yield data, self._array(labels)
         finally:
-            self._recorder.end_epoch(running)
-            if pending is not None:
+            # What is pending may belong to a later iteration by now: an abandoned one may end late.
+            if pending is not None and self._recorder.is_current(running):
                 pending.drop()
+            self._recorder.end_epoch(running)
         if self._position == (epoch, self._batches):
             self._position = (epoch + 1, 0)
 

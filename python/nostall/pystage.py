@@ -113,8 +113,11 @@ class PythonStage:
         ]
         self._pending.append((batch, futures))
 
-    def result(self, source: Source) -> tuple[_native.Batch, Any, Substituted]:
+    def result(self, source: Source) -> tuple[_native.Batch, Any, Substituted, dict[int, int]]:
         """The oldest batch, collated; waits for it.
+
+        Beside the batch and its data: (bad sample, replacement, reason) of each substitution, and
+        by place in the batch the sample that stands there instead, whose label goes with it.
 
         Raises:
             CorruptionError: the callable failed for a sample, with its path, and on_error is
@@ -124,6 +127,7 @@ class PythonStage:
         results = [result for future in futures for result in future.result()]
         samples = batch.samples
         substituted: Substituted = []
+        places: dict[int, int] = {}
         for i, result in enumerate(results):
             if not isinstance(result, Exception):
                 continue
@@ -136,7 +140,8 @@ class PythonStage:
             replacement, value = self._stand_in(source, bad, message)
             results[i] = value
             substituted.append((bad, replacement, message))
-        return batch, self._collate(results), substituted
+            places[i] = replacement
+        return batch, self._collate(results), substituted, places
 
     def _stand_in(self, source: Source, bad: int, message: str) -> tuple[int, Any]:
         # A pure function of the bad sample, so that every rank would choose the same.

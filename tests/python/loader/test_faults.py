@@ -461,3 +461,54 @@ def test_an_abandoned_iterator_does_not_disturb_the_next_one(image_folder: Path)
         del abandoned
         assert sum(1 for _ in fresh) == len(loader) - 1
         assert [e.batches for e in loader.stats().epochs] == [1, len(loader)]
+
+
+def first_value(image: np.ndarray) -> np.ndarray:
+    return np.array([image.shape[0], int(image[0, 0, 0])])
+
+
+def test_a_stand_in_for_a_callable_brings_its_own_label(tmp_path: Path) -> None:
+    for i in range(30):
+        write_jpeg(tmp_path / f"class{i % 3}" / f"{i:03d}.jpg", 0, (10, 10 + 10 * (i % 3)))
+    folder = nostall.ImageFolder(tmp_path, index=False)
+    for i in range(0, 30, 4):
+        path = Path(folder.describe(i))
+        path.write_bytes(bytes(path.stat().st_size))
+    with nostall.DataLoader(
+        folder,
+        5,
+        transforms=first_value,
+        decode=True,
+        on_error="substitute",
+        output="numpy",
+        tiers=[],
+    ) as loader:
+        seen = [pair for x, y in loader for pair in zip(x[:, 0], y, strict=True)]
+        substituted = loader.stats().total.substituted
+    assert len(seen) == 30
+    assert len(substituted) == 8
+    # The height of an image tells its class.
+    assert [int(height) // 10 - 1 for height, _ in seen] == [int(label) for _, label in seen]
+
+
+def test_an_abandoned_iterator_with_callables_does_not_disturb_the_next_one(
+    image_folder: Path,
+) -> None:
+    folder = nostall.ImageFolder(image_folder, index=False)
+    with nostall.DataLoader(
+        folder,
+        4,
+        epochs=2,
+        shuffle=False,
+        transforms=lambda raw: raw[:4].copy(),
+        output="numpy",
+        tiers=[],
+    ) as loader:
+        abandoned = iter(loader)
+        next(abandoned)
+        rest = iter(loader)
+        labels = list(next(rest)[1])
+        abandoned.close()  # type: ignore[attr-defined]
+        for _, more in rest:
+            labels += list(more)
+    assert labels == list(folder.labels)
