@@ -23,15 +23,9 @@ std::shared_ptr<Buffer> BufferPool::take(size_t bytes) {
   {
     const std::scoped_lock lock(mutex_);
     // The smallest that fits, so that ragged batches do not pin the largest buffers.
-    auto best = free_.end();
-    for (auto it = free_.begin(); it != free_.end(); ++it) {
-      if ((*it)->capacity() >= bytes &&
-          (best == free_.end() || (*it)->capacity() < (*best)->capacity())) {
-        best = it;
-      }
-    }
+    const auto best = free_.lower_bound(bytes);
     if (best != free_.end()) {
-      buffer = std::move(*best);
+      buffer = std::move(best->second);
       free_bytes_ -= buffer->capacity();
       free_.erase(best);
     }
@@ -50,7 +44,8 @@ void BufferPool::put_back(std::unique_ptr<Buffer> buffer) noexcept {
   const std::scoped_lock lock(mutex_);
   if (free_bytes_ + buffer->capacity() <= keep_bytes_) {
     free_bytes_ += buffer->capacity();
-    free_.push_back(std::move(buffer));
+    const size_t capacity = buffer->capacity();
+    free_.emplace(capacity, std::move(buffer));
   } else {
     bytes_ -= buffer->capacity();
   }

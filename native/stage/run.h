@@ -59,6 +59,9 @@ class Loader::Run {
     bool done = false;  // has its bytes, or its error
   };
 
+  // The body of a thread: what it throws ends the run, and is thrown by next().
+  void guarded(const std::function<void()>& work) noexcept;
+  void end_threads() noexcept;
   void fetch_loop(std::stop_token stop);
   void transform_loop(std::stop_token stop);
 
@@ -71,7 +74,8 @@ class Loader::Run {
 
   void fetch(std::vector<Fetch>& chunk, source::Reader& reader, std::stop_token stop);
   bool from_tier(Fetch& fetch, std::stop_token stop);
-  void prepare_source_read(Fetch& fetch);
+  // False if there is no memory for the sample: it has its error then.
+  bool prepare_source_read(Fetch& fetch);
   void after_source_read(Fetch& fetch, int error);
   std::span<std::byte> raw_destination(Fetch& fetch);
 
@@ -107,6 +111,7 @@ class Loader::Run {
   size_t fetch_index_ = 0;
   uint64_t transient_ = 0;  // bytes of raw buffers taken
   bool exhausted_ = false;
+  std::optional<Error> broken_;  // why a thread ended early
   int64_t last_peer_check_ = 0;
 
   using Ranked = std::pair<std::pair<uint64_t, size_t>, Task*>;  // (sequence, index)
