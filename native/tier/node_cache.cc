@@ -164,7 +164,7 @@ class NodeCacheImpl final : public NodeCache {
   void open_tier_file(size_t tier, bool first);
   void load_residents(size_t tier);
   void leave() noexcept;
-  void remove_or_keep(size_t tier);
+  void write_manifest(size_t tier, bool last);
 
   const NodeCacheConfig config_;
   FileSystem& files_;
@@ -454,10 +454,17 @@ void NodeCacheImpl::leave() noexcept {
     }
     header_->members[config_.local_rank].membership.store(Membership::left);
     lock_.unlock(kFirstMember + config_.local_rank);
-    if (!alone || !lock_.try_lock(kAlive, LockMode::exclusive)) return;
+    if (!alone) return;
+    const bool last = lock_.try_lock(kAlive, LockMode::exclusive);
     for (size_t t = 0; t < config_.tiers.size(); ++t) {
-      if (tier_files_[t]) remove_or_keep(t);
+      if (!tier_files_[t]) continue;
+      if ((header_->kept_open.load() & (1u << t)) != 0) {
+        write_manifest(t, last);
+      } else if (last) {
+        ::unlink(tier_paths_[t].c_str());
+      }
     }
+    if (!last) return;
     ::unlink(names_.arena.c_str());
     ::unlink(names_.catalog.c_str());
   } catch (const std::exception& e) {
@@ -465,18 +472,17 @@ void NodeCacheImpl::leave() noexcept {
   }
 }
 
-void NodeCacheImpl::remove_or_keep(size_t t) {
-  if ((header_->kept_open.load() & (1u << t)) == 0) {
-    ::unlink(tier_paths_[t].c_str());
-    return;
-  }
+// Every rank that leaves writes what is there by then, so that ranks which die later cost only what
+// came later. The last one flushes the file first; until then a record that never reached the disk
+// is found by its checksum.
+void NodeCacheImpl::write_manifest(size_t t, bool last) {
   std::vector<plan::Resident> residents;
   for (uint64_t s = 0; s < sizes_.size(); ++s) {
     if (tier_[s] == t && state(s) == State::ready) residents.push_back({s, offset_[s]});
   }
   const std::vector<std::byte> bytes = serialize_manifest(config_.dataset, residents);
   const std::string path = manifest_name(tier_paths_[t]), temporary = path + ".tmp";
-  int error = files_.fsync(tier_files_[t].get());
+  int error = last ? files_.fsync(tier_files_[t].get()) : 0;
   if (error == 0) {
     const int fd = files_.open(temporary, O_WRONLY | O_CREAT | O_TRUNC);
     const Descriptor file(fd);

@@ -356,5 +356,22 @@ TEST_F(NodeCacheTest, AKeptFileIsCutToTheCapacityOfTheNextJob) {
   EXPECT_LE(size(), 300u);
 }
 
+TEST_F(NodeCacheTest, WhatWasKeptSurvivesRanksThatDieAfterOneHasLeft) {
+  const auto kept = [&](uint32_t rank) {
+    auto c = config(rank, 2, TierKind::file);
+    c.tiers[0].keep = true;
+    return c;
+  };
+  const auto other = attach(kept(1));
+  {
+    const auto leaving = attach(kept(0));
+    put(*leaving, 4);
+  }
+  // The other rank has not left, and may never do so.
+  const auto residents = resident_samples(kept(0).tiers[0], 11);
+  ASSERT_EQ(residents.size(), 1u);
+  EXPECT_EQ(residents[0].sample, 4u);
+}
+
 }  // namespace
 }  // namespace nostall::tier
