@@ -14,7 +14,7 @@ if(NOSTALL_SANITIZE)
   target_link_options(nostall_options INTERFACE -fsanitize=${NOSTALL_SANITIZE})
   if(NOSTALL_SANITIZE MATCHES "thread")
     # libstdc++ fences that ThreadSanitizer cannot see are a warning of gcc 12, not a defect here.
-    target_compile_options(nostall_options INTERFACE -Wno-error=tsan)
+    target_compile_options(nostall_options INTERFACE $<$<CXX_COMPILER_ID:GNU>:-Wno-error=tsan>)
   endif()
 else()
   target_compile_definitions(nostall_options INTERFACE _FORTIFY_SOURCE=2)
