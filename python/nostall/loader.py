@@ -8,6 +8,7 @@ import itertools
 import os
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,7 +37,16 @@ _READS_IN_FLIGHT = 16
 # Loaders are told apart by their number in the process: ranks make them in the same order.
 _made = itertools.count()
 
+
 Transforms = Sequence[Transform] | Callable[[Any], Any] | None
+
+
+def _order_name(order: str | Sequence[int] | NDArray[np.integer[Any]]) -> str:
+    """What a state calls the order; a user's own is told from others by its ids."""
+    if isinstance(order, str):
+        return order
+    ids = np.ascontiguousarray(order, dtype=np.uint64)
+    return f"user {zlib.crc32(ids.tobytes()):08x}"
 
 
 class RawBatch:
@@ -109,7 +119,8 @@ class DataLoader:
         order: ``"torch"``, ``"keyed"`` (O(1) memory), or the user's own sequence of sample ids.
         decode: give a callable transform the decoded image, uint8 of shape (height, width, 3).
         workers: where a callable runs: ``"threads"`` or ``"processes"``.
-        collate: makes one batch of a callable's results; stacks them if None.
+        collate: makes one batch of a callable's results, of none too where a rank's share of the
+            last batch is empty; stacks them if None.
         reader: ``"auto"``, ``"io_uring"`` or ``"pread"``.
 
     Raises:
@@ -175,6 +186,7 @@ class DataLoader:
         )
         self._order = order
         self._shuffle = shuffle
+        self._order_name = _order_name(order) if shuffle else "sequential"
         self._scheme = scheme
         self._order_world = self.world.world_size
         self._on_error = on_error
@@ -207,6 +219,7 @@ class DataLoader:
         self._position = (0, 0)
         self._first_epoch = 0
         self._resumed = False
+        self._ended: int | None = None  # the epoch that the loaded state had just ended
         self._loader: _native.Loader | None = None
         self._closed = False
         self._recorder = Recorder(self.world.rank, self.world.world_size)
@@ -221,11 +234,12 @@ class DataLoader:
     def epochs(self) -> Iterator[Epoch]:
         """The epochs from the current position to the end of the job."""
         while self._next_epoch() < self.epochs_total:
-            epoch = self._next_epoch()
+            epoch, before = self._next_epoch(), self._position
             yield Epoch(self, epoch)
-            if self._position == (epoch, 0):
+            if self._position == before:
                 # The body took nothing of this epoch: go on all the same.
                 self._position = (epoch + 1, 0)
+                self._resumed = False
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         """The next epoch (after `set_epoch` that one, after `load_state_dict` its rest)."""
@@ -234,13 +248,16 @@ class DataLoader:
     def set_epoch(self, epoch: int) -> None:
         """Makes `epoch` the next one to iterate, from its first batch.
 
-        After `load_state_dict`, setting the epoch that was interrupted keeps its position.
+        After `load_state_dict`, setting the epoch that was interrupted keeps its position: that of
+        a state taken after the last batch has no batches left.
         """
         if not 0 <= epoch < self.epochs_total:
             raise UsageError(
                 f"epoch {epoch} is not among the job's {self.epochs_total} epochs: pass epochs="
                 f"{epoch + 1} or more to DataLoader, the plan needs to know them"
             )
+        if self._resumed and epoch == self._ended:
+            self._position = (epoch, self._batches)
         if self._resumed and epoch == self._position[0]:
             return
         self._resumed = False
@@ -265,7 +282,8 @@ class DataLoader:
 
     def _batches_of(self, epoch: int, start: int) -> Iterator[tuple[Any, Any]]:
         loader = self._stage()
-        loader.seek(epoch, start)
+        if start < self._batches:
+            loader.seek(epoch, start)
         running = self._recorder.begin_epoch(epoch)
         fetched = start
         pending = self._python.start() if self._python else None
@@ -328,7 +346,7 @@ class DataLoader:
             "samples": len(self.dataset),
             "dataset": self.dataset.fingerprint,
             "drop_last": self.drop_last,
-            "order": self._order if isinstance(self._order, str) else "user",
+            "order": self._order_name,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -346,15 +364,15 @@ class DataLoader:
             )
         mine = self.state_dict()
         for key in ("seed", "global_batch", "samples", "dataset", "drop_last", "order"):
-            if state[key] != mine[key]:
+            if state.get(key) != mine[key]:
                 hint = ""
-                if key == "global_batch":
+                if key == "global_batch" and key in state:
                     hint = (
                         f": with {self.world.world_size} ranks pass batch_size="
                         f"{state[key] / self.world.world_size:g}"
                     )
                 raise UsageError(
-                    f"the loader's state was saved with {key}={state[key]}, but this loader has "
+                    f"the loader's state was saved with {key}={state.get(key)}, but this loader has "
                     f"{key}={mine[key]}{hint}"
                 )
         epoch, batch = int(state["epoch"]), int(state["batch"])
@@ -367,7 +385,9 @@ class DataLoader:
         self._order_world = int(state["order_world"])
         self._spec = self._make_spec()
         self._batches = int(_native.batches_per_epoch(self._spec))
+        self._ended = None
         if batch == self._batches:
+            self._ended = epoch
             epoch, batch = epoch + 1, 0
         self._position = (epoch, batch)
         self._first_epoch = min(epoch, self.epochs_total - 1)

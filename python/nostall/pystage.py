@@ -79,6 +79,7 @@ class PythonStage:
         self._decode = decode
         self._workers = workers
         self._count = count
+        self._own_collate = collate is not None
         self._collate = collate or (_stack_torch if output == "torch" else _stack_numpy)
         self._substitute = on_error == "substitute"
         self._executor: Executor | None = None
@@ -141,7 +142,15 @@ class PythonStage:
             results[i] = value
             substituted.append((bad, replacement, message))
             places[i] = replacement
+        if not results and not self._own_collate:
+            return batch, self._nothing(source), substituted, places
         return batch, self._collate(results), substituted, places
+
+    def _nothing(self, source: Source) -> Any:
+        # A rank's share of the last batch may be empty after a resume on another number of ranks:
+        # no samples, in the shape that the callable gives.
+        _, value = self._stand_in(source, 0, "the shape of an empty batch is not known")
+        return self._collate([value])[:0]
 
     def _stand_in(self, source: Source, bad: int, message: str) -> tuple[int, Any]:
         # A pure function of the bad sample, so that every rank would choose the same.
