@@ -1,18 +1,25 @@
 #include "stage/buffer.h"
 
 #include <algorithm>
+#include <limits>
 #include <new>
 #include <utility>
 
 namespace nostall::stage {
 namespace {
 constexpr size_t kAlignment = 64;
+
+// No object is larger; refused here, since not every allocator does so by throwing.
+size_t possible(size_t bytes) {
+  if (bytes > static_cast<size_t>(std::numeric_limits<ptrdiff_t>::max())) throw std::bad_alloc();
+  return std::max<size_t>(bytes, 1);
 }
+}  // namespace
 
 Buffer::Buffer(size_t capacity)
     : capacity_(capacity),
       memory_(static_cast<std::byte*>(
-          ::operator new (std::max<size_t>(capacity, 1), std::align_val_t{kAlignment}))) {}
+          ::operator new (possible(capacity), std::align_val_t{kAlignment}))) {}
 
 void Buffer::Free::operator()(std::byte* p) const noexcept {
   ::operator delete (p, std::align_val_t{kAlignment});

@@ -383,7 +383,7 @@ void Loader::Run::fetch(std::vector<Fetch>& chunk, source::Reader& reader, std::
   }
   finish(finished);
 
-  for (int round = 0; round < 2; ++round) {
+  for (;;) {
     if (!to_read.empty()) {
       std::vector<source::ReadRequest> requests;
       requests.reserve(to_read.size());
@@ -430,15 +430,22 @@ void Loader::Run::fetch(std::vector<Fetch>& chunk, source::Reader& reader, std::
       }
       to_read.clear();
     }
-    if (round == 1) break;
+    if (later.empty()) break;
     finished.clear();
+    std::vector<Fetch*> still;
     for (Fetch* f : later) {
-      if (from_tier(*f, stop)) {
+      // What this thread has claimed is read before it waits again: it may be the same sample, or
+      // one that the rank waited for waits for.
+      const plan::SampleId sample = f->work.task->items[f->work.index].sample;
+      if (!to_read.empty() && config_.cache->state(sample) == tier::State::filling) {
+        still.push_back(f);
+      } else if (from_tier(*f, stop)) {
         finished.push_back(f->work);
       } else {
         to_read.push_back(f);
       }
     }
+    later = std::move(still);
     finish(finished);
   }
 }

@@ -213,7 +213,7 @@ TEST(Loader, WhatAThreadThrowsNextThrows) {
 TEST(Loader, ASampleBeyondMemoryIsABadSample) {
   for (const bool raw : {true, false}) {
     const auto source = std::make_shared<MemorySource>(1);
-    source->pretend(0, uint64_t{1} << 60);
+    source->pretend(0, uint64_t{1} << 63);
     LoaderConfig config = config_for(source, 1, 1);
     if (!raw) config.pipeline = small_images();
     Loader loader(config);
@@ -263,6 +263,38 @@ TEST(Loader, ATierWithoutMemoryDoesNotOverdrawTheReadBuffers) {
     EXPECT_LE(loader.memory().io_buffers, 1000u + 2 * 16 * 50 + 1000);
   }
   set_log_sink({});
+  EXPECT_EQ(::rmdir(pattern), 0);
+}
+
+TEST(Loader, ASampleTwiceInAChunkIsNotWaitedForByTheThreadThatReadsIt) {
+  char pattern[] = "/tmp/nostall-stage-XXXXXX";
+  ASSERT_NE(::mkdtemp(pattern), nullptr);
+  const auto source = std::make_shared<MemorySource>(1);
+  tier::NodeCacheConfig node;
+  node.job = "twice";
+  node.local_world = 2;
+  node.dataset = source->fingerprint();
+  node.tiers = {{tier::TierKind::ram, source->total_bytes(), "", false}};
+  node.shm_directory = pattern;
+  plan::Placement placement;
+  placement.tier = {0};
+  placement.offset = {0};
+  placement.used = {source->total_bytes()};
+  placement.fill.resize(1);
+  {
+    LoaderConfig config = config_for(source, 3, 1);
+    config.job.order = plan::OrderKind::user;
+    config.job.user_order = {0, 0, 0};
+    config.cache = tier::NodeCache::attach(node, source->sizes(), placement);
+    node.local_rank = 1;
+    const auto other = tier::NodeCache::attach(node, source->sizes(), placement);
+    ASSERT_TRUE(other->claim(0));
+    Loader loader(config);
+    EXPECT_EQ(loader.next(100ms), nullptr);
+    other->abandon(0);
+    EXPECT_NE(loader.next(5s), nullptr);
+    EXPECT_EQ(source->reads, 1u);
+  }
   EXPECT_EQ(::rmdir(pattern), 0);
 }
 
