@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from nostall import _native
 from nostall.errors import UsageError
-from nostall.plan import Plan
+from nostall.plan import Plan, sample_ids
 from nostall.pystage import PythonStage
 from nostall.record import Recorder
 from nostall.sizes import TierSpec, parse_size, parse_tiers
@@ -45,8 +45,7 @@ def _order_name(order: str | Sequence[int] | NDArray[np.integer[Any]]) -> str:
     """What a state calls the order; a user's own is told from others by its ids."""
     if isinstance(order, str):
         return order
-    ids = np.ascontiguousarray(order, dtype=np.uint64)
-    return f"user {zlib.crc32(ids.tobytes()):08x}"
+    return f"user {zlib.crc32(sample_ids(order).tobytes()):08x}"
 
 
 class RawBatch:
@@ -162,6 +161,8 @@ class DataLoader:
             raise UsageError(f"batch_size must be at least 1, not {batch_size}")
         if epochs < 1:
             raise UsageError(f"epochs must be at least 1, not {epochs}")
+        if threads is not None and threads < 1:
+            raise UsageError(f"threads must be at least 1, not {threads}")
         if output not in (None, "torch", "numpy"):
             raise UsageError(f'output must be "torch", "numpy" or None, not {output!r}')
         if workers not in ("threads", "processes"):

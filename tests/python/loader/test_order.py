@@ -15,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import nostall
 from nostall.errors import UsageError
+from nostall.sizes import parse_size
 
 
 def torch_order(
@@ -267,3 +268,30 @@ def test_an_empty_share_of_the_last_batch_has_the_shape_of_the_others(
             ((2, 2, 3, 3), 2),
             ((0, 2, 3, 3), 0),
         ]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"seed": -1},
+        {"seed": 2**64},
+        {"threads": 0},
+        {"epochs": 2**33},
+        {"batch_size": 2.5},
+        {"order": [-1, 2]},
+        {"order": np.array([3, -1])},
+        {"order": [0.5, 1.0]},
+        {"order": [[1, 2]]},
+        {"order": []},
+        {"staging": 0.5},
+        {"tiers": ["ram:99999999TiB"]},
+    ],
+)
+def test_values_that_cannot_be_are_usage_errors(image_folder: Path, wrong: dict[str, Any]) -> None:
+    folder = nostall.ImageFolder(image_folder, index=False)
+    with pytest.raises(UsageError):
+        nostall.DataLoader(folder, **{"batch_size": 4, "tiers": [], **wrong})
+
+
+def test_sizes_are_exact() -> None:
+    assert parse_size("9007199254740993") == 9007199254740993
