@@ -45,8 +45,12 @@ NB_MODULE(_native, m) {
   nostall::set_log_sink([](nostall::LogLevel level, const std::string& message) {
     if (!nb::is_alive()) return;
     const nb::gil_scoped_acquire gil;
-    nb::object logger = nb::module_::import_("logging").attr("getLogger")("nostall");
-    logger.attr(level == nostall::LogLevel::warning ? "warning" : "info")(message);
+    try {
+      nb::object logger = nb::module_::import_("logging").attr("getLogger")("nostall");
+      logger.attr(level == nostall::LogLevel::warning ? "warning" : "info")(message);
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable("nostall's log");
+    }
   });
   bind_plan(m);
   bind_source(m);

@@ -6,10 +6,13 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <map>
+#include <mutex>
 #include <tuple>
 
 #include "arrays.h"
@@ -64,37 +67,82 @@ Array data_of(const PyBatch& b) {
 }
 
 // Threads of the loader may be about to log, which takes the GIL: never join them while holding it.
+// A stage::Loader is for one thread at a time, but Python's threads may all call: one after the
+// other, and a close ends a wait in another thread.
 class PyLoader {
  public:
   explicit PyLoader(stage::LoaderConfig config)
-      : loader_(std::make_unique<stage::Loader>(std::move(config))) {}
+      : loader_(std::make_unique<stage::Loader>(std::move(config))), owner_pid_(::getpid()) {}
   ~PyLoader() {
     const nb::gil_scoped_release release;
     loader_.reset();
   }
   PyLoader(const PyLoader&) = delete;
   PyLoader& operator=(const PyLoader&) = delete;
-  stage::Loader& operator*() const { return *loader_; }
+
+  const stage::LoaderConfig& config() const { return loader_->config(); }
+
+  // Calls function(loader) without the GIL.
+  template <typename Function>
+  auto with(Function&& function) const {
+    const nb::gil_scoped_release release;
+    // In a forked child another thread's lock is held for ever, and the loader refuses by itself.
+    std::unique_lock lock(mutex_, std::defer_lock);
+    if (::getpid() == owner_pid_) lock.lock();
+    return function(*loader_);
+  }
+  std::unique_ptr<stage::Batch> next() const {
+    if (closing_) throw Error(ErrorKind::stopped, "the loader is closed");
+    return with([](stage::Loader& loader) { return loader.next(kSignalSlice); });
+  }
+  void close() const {
+    closing_ = true;
+    with([](stage::Loader& loader) { loader.close(); });
+  }
 
  private:
   std::unique_ptr<stage::Loader> loader_;
+  mutable std::mutex mutex_;
+  mutable std::atomic<bool> closing_{false};
+  const int owner_pid_;
 };
 
 PyBatch next(const PyLoader& self) {
-  stage::Loader& loader = *self;
   for (;;) {
-    std::unique_ptr<stage::Batch> batch;
-    {
-      const nb::gil_scoped_release release;
-      batch = loader.next(kSignalSlice);
-    }
+    std::unique_ptr<stage::Batch> batch = self.next();
     if (batch) {
       PyBatch result{std::move(batch), std::nullopt};
-      if (loader.config().pipeline) result.output = loader.config().pipeline->output();
+      if (self.config().pipeline) result.output = self.config().pipeline->output();
       return result;
     }
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
   }
+}
+
+std::map<std::string, uint64_t> peer_counts(stage::Loader& loader) {
+  std::map<std::string, uint64_t> out;
+  const auto& peers = loader.config().peers;
+  if (!peers) return out;
+  const peer::ExchangeStats s = peers->stats();
+  out["nodes"] = peers->nodes();
+  out["nodes_alive"] = peers->nodes_alive();
+  out["fetched"] = s.fetched;
+  out["fetched_bytes"] = s.fetched_bytes;
+  out["fetch_nanoseconds"] = s.fetch_nanoseconds;
+  out["asked_too_early"] = s.asked_too_early;
+  out["asked_in_vain"] = s.asked_in_vain;
+  out["pushed"] = s.pushed;
+  out["pushed_bytes"] = s.pushed_bytes;
+  out["pushes_given_up"] = s.pushes_given_up;
+  out["served"] = s.served;
+  out["served_bytes"] = s.served_bytes;
+  out["received"] = s.received;
+  out["received_bytes"] = s.received_bytes;
+  out["redundant"] = s.redundant;
+  out["refused"] = s.refused;
+  out["dropped_ranks"] = s.dropped_ranks;
+  out["thread_nanoseconds"] = s.thread_nanoseconds;
+  return out;
 }
 
 source::ReaderKind reader_kind(const std::string& name) {
@@ -241,48 +289,28 @@ void bind_stage(nb::module_& m) {
       .def(
           "seek",
           [](const PyLoader& l, uint32_t epoch, uint64_t batch) {
-            (*l).seek({epoch, batch});
+            l.with([&](stage::Loader& loader) { loader.seek({epoch, batch}); });
           },
-          nb::arg("epoch"), nb::arg("batch"), nb::call_guard<nb::gil_scoped_release>())
+          nb::arg("epoch"), nb::arg("batch"))
       .def_prop_ro("position",
                    [](const PyLoader& l) {
-                     return std::make_tuple((*l).position().epoch, (*l).position().batch);
+                     const stage::Position position =
+                         l.with([](stage::Loader& loader) { return loader.position(); });
+                     return std::make_tuple(position.epoch, position.batch);
                    })
-      .def(
-          "close", [](const PyLoader& l) { (*l).close(); },
-          nb::call_guard<nb::gil_scoped_release>())
+      .def("close", &PyLoader::close)
       .def_prop_ro(
           "peers",
           [](const PyLoader& l) {
-            std::map<std::string, uint64_t> out;
-            const auto& peers = (*l).config().peers;
-            if (!peers) return out;
-            const peer::ExchangeStats s = peers->stats();
-            out["nodes"] = peers->nodes();
-            out["nodes_alive"] = peers->nodes_alive();
-            out["fetched"] = s.fetched;
-            out["fetched_bytes"] = s.fetched_bytes;
-            out["fetch_nanoseconds"] = s.fetch_nanoseconds;
-            out["asked_too_early"] = s.asked_too_early;
-            out["asked_in_vain"] = s.asked_in_vain;
-            out["pushed"] = s.pushed;
-            out["pushed_bytes"] = s.pushed_bytes;
-            out["pushes_given_up"] = s.pushes_given_up;
-            out["served"] = s.served;
-            out["served_bytes"] = s.served_bytes;
-            out["received"] = s.received;
-            out["received_bytes"] = s.received_bytes;
-            out["redundant"] = s.redundant;
-            out["refused"] = s.refused;
-            out["dropped_ranks"] = s.dropped_ranks;
-            out["thread_nanoseconds"] = s.thread_nanoseconds;
-            return out;
+            return l.with([](stage::Loader& loader) { return peer_counts(loader); });
           },
           "What was exchanged with other nodes (native/peer/exchange.h); {} on one node.")
       .def_prop_ro("memory", [](const PyLoader& l) {
-        const stage::Memory memory = (*l).memory();
-        const auto& cache = (*l).config().cache;
-        return std::make_tuple(cache ? cache->ram_bytes() : 0, cache ? cache->file_bytes() : 0,
-                               memory.staging, memory.io_buffers);
+        return l.with([](stage::Loader& loader) {
+          const stage::Memory memory = loader.memory();
+          const auto& cache = loader.config().cache;
+          return std::make_tuple(cache ? cache->ram_bytes() : 0, cache ? cache->file_bytes() : 0,
+                                 memory.staging, memory.io_buffers);
+        });
       });
 }

@@ -24,18 +24,22 @@ void set_log_sink(LogSink sink) {
   registry().sink = std::move(sink);
 }
 
-void log(LogLevel level, const std::string& message) {
-  LogSink sink;
-  {
-    const std::scoped_lock lock(registry().mutex);
-    sink = registry().sink;
+void log(LogLevel level, const std::string& message) noexcept {
+  try {
+    LogSink sink;
+    {
+      const std::scoped_lock lock(registry().mutex);
+      sink = registry().sink;
+    }
+    if (sink) {
+      sink(level, message);
+      return;
+    }
+  } catch (...) {
+    // A warning must not end the thread that warns.
   }
-  if (sink) {
-    sink(level, message);
-  } else {
-    std::fprintf(stderr, "nostall: %s: %s\n", level == LogLevel::warning ? "warning" : "info",
-                 message.c_str());
-  }
+  std::fprintf(stderr, "nostall: %s: %s\n", level == LogLevel::warning ? "warning" : "info",
+               message.c_str());
 }
 
 }  // namespace nostall

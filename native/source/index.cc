@@ -6,6 +6,8 @@
 
 #include <cstdio>
 #include <cstring>
+#include <limits>
+#include <random>
 
 #include "base/crc32c.h"
 
@@ -154,7 +156,11 @@ Result<SampleIndex> parse_index(std::span<const std::byte> bytes, uint64_t optio
     const auto label = p.number<int64_t>();
     if (!p.ok()) break;
     if (path.empty() || path.find('\0') != std::string_view::npos) return damaged("a bad path");
-    if (__builtin_add_overflow(total, size, &total)) return damaged("impossible sizes");
+    // No file is longer than off_t can say; and sums with record headers must not wrap around.
+    if (__builtin_add_overflow(total, size, &total) ||
+        total > static_cast<uint64_t>(std::numeric_limits<int64_t>::max() / 2)) {
+      return damaged("impossible sizes");
+    }
     if (!classes.empty() && (label < 0 || static_cast<uint64_t>(label) >= classes.size())) {
       return damaged("a label outside the classes");
     }
@@ -167,8 +173,10 @@ Result<SampleIndex> parse_index(std::span<const std::byte> bytes, uint64_t optio
 }
 
 int store_index(const std::string& path, std::span<const std::byte> bytes, FileSystem& files) {
-  const std::string temporary = path + "." + std::to_string(::getpid()) + ".tmp";
-  const int fd = files.open(temporary, O_WRONLY | O_CREAT | O_TRUNC, 0644);
+  // Processes of other nodes and containers, which share the folder, have the same numbers.
+  const std::string temporary = path + "." + std::to_string(::getpid()) + "-" +
+                                std::to_string(std::random_device{}()) + ".tmp";
+  const int fd = files.open(temporary, O_WRONLY | O_CREAT | O_EXCL, 0644);
   if (fd < 0) return fd;
   int error = 0;
   {

@@ -24,7 +24,8 @@ class PreadReader : public Reader {
     path_.assign(source_.index().path(request.sample));  // for the terminating zero
     int fd = -1;
     do {
-      fd = ::openat(source_.root_fd(), path_.c_str(), O_RDONLY | O_CLOEXEC);
+      // Not to wait for a writer if a pipe took the file's place.
+      fd = ::openat(source_.root_fd(), path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     } while (fd < 0 && errno == EINTR);
     if (fd < 0) return errno;
     const Descriptor file(fd);

@@ -76,6 +76,10 @@ std::vector<std::string> list_one(const std::string& root, const std::string& di
     if (S_ISDIR(status.st_mode)) {
       below.push_back(name);
     } else if (candidate) {
+      // Opening a pipe would wait for a writer for ever.
+      if (!S_ISREG(status.st_mode)) {
+        throw Error(ErrorKind::usage, join(path, name) + " is not a regular file: remove it");
+      }
       files.push_back({join(directory, name), static_cast<uint64_t>(status.st_size)});
     }
   }

@@ -1,18 +1,25 @@
 #include "stage/buffer.h"
 
 #include <algorithm>
+#include <limits>
 #include <new>
 #include <utility>
 
 namespace nostall::stage {
 namespace {
 constexpr size_t kAlignment = 64;
+
+// No object is larger; refused here, since not every allocator does so by throwing.
+size_t possible(size_t bytes) {
+  if (bytes > static_cast<size_t>(std::numeric_limits<ptrdiff_t>::max())) throw std::bad_alloc();
+  return std::max<size_t>(bytes, 1);
 }
+}  // namespace
 
 Buffer::Buffer(size_t capacity)
     : capacity_(capacity),
       memory_(static_cast<std::byte*>(
-          ::operator new (std::max<size_t>(capacity, 1), std::align_val_t{kAlignment}))) {}
+          ::operator new (possible(capacity), std::align_val_t{kAlignment}))) {}
 
 void Buffer::Free::operator()(std::byte* p) const noexcept {
   ::operator delete (p, std::align_val_t{kAlignment});
@@ -23,15 +30,9 @@ std::shared_ptr<Buffer> BufferPool::take(size_t bytes) {
   {
     const std::scoped_lock lock(mutex_);
     // The smallest that fits, so that ragged batches do not pin the largest buffers.
-    auto best = free_.end();
-    for (auto it = free_.begin(); it != free_.end(); ++it) {
-      if ((*it)->capacity() >= bytes &&
-          (best == free_.end() || (*it)->capacity() < (*best)->capacity())) {
-        best = it;
-      }
-    }
+    const auto best = free_.lower_bound(bytes);
     if (best != free_.end()) {
-      buffer = std::move(*best);
+      buffer = std::move(best->second);
       free_bytes_ -= buffer->capacity();
       free_.erase(best);
     }
@@ -50,7 +51,8 @@ void BufferPool::put_back(std::unique_ptr<Buffer> buffer) noexcept {
   const std::scoped_lock lock(mutex_);
   if (free_bytes_ + buffer->capacity() <= keep_bytes_) {
     free_bytes_ += buffer->capacity();
-    free_.push_back(std::move(buffer));
+    const size_t capacity = buffer->capacity();
+    free_.emplace(capacity, std::move(buffer));
   } else {
     bytes_ -= buffer->capacity();
   }

@@ -8,10 +8,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
-#include <span>
-#include <vector>
 
 namespace nostall::stage {
 
@@ -44,7 +43,7 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
 
   const uint64_t keep_bytes_;
   mutable std::mutex mutex_;
-  std::vector<std::unique_ptr<Buffer>> free_;
+  std::multimap<size_t, std::unique_ptr<Buffer>> free_;  // by capacity: there may be thousands
   uint64_t bytes_ = 0, free_bytes_ = 0;
 };
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 
 #include "base/clock.h"
 #include "base/random.h"
@@ -53,31 +54,60 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
   max_staged_ = std::max<uint64_t>(2, config.staging_bytes / std::max<uint64_t>(1, batch_bytes));
   exhausted_ = cursor_.epoch >= config.job.epochs;
   if (!exhausted_) plan_ahead(cursor_.epoch);
-  for (uint32_t i = 0; i < std::max(1u, config.fetchers); ++i) {
-    threads_.emplace_back([this] {
-      pthread_setname_np(pthread_self(), "nostall-fetch");
-      fetch_loop(stop_.get_token());
-    });
-  }
-  if (config.peers && config.sharing == Sharing::owners_read) {
-    threads_.emplace_back([this] {
-      pthread_setname_np(pthread_self(), "nostall-own");
-      own_loop(stop_.get_token());
-    });
-  }
-  for (uint32_t i = 0; transformed() && i < std::max(1u, config.workers); ++i) {
-    threads_.emplace_back([this] {
-      pthread_setname_np(pthread_self(), "nostall-image");
-      transform_loop(stop_.get_token());
-    });
+  try {
+    for (uint32_t i = 0; i < std::max(1u, config.fetchers); ++i) {
+      threads_.emplace_back([this] {
+        pthread_setname_np(pthread_self(), "nostall-fetch");
+        guarded([this] { fetch_loop(stop_.get_token()); });
+      });
+    }
+    if (config.peers && config.sharing == Sharing::owners_read) {
+      threads_.emplace_back([this] {
+        pthread_setname_np(pthread_self(), "nostall-own");
+        guarded([this] { own_loop(stop_.get_token()); });
+      });
+    }
+    for (uint32_t i = 0; transformed() && i < std::max(1u, config.workers); ++i) {
+      threads_.emplace_back([this] {
+        pthread_setname_np(pthread_self(), "nostall-image");
+        guarded([this] { transform_loop(stop_.get_token()); });
+      });
+    }
+  } catch (...) {
+    // The system gives no more threads: those that run must end before they can be joined.
+    end_threads();
+    throw;
   }
 }
 
-Loader::Run::~Run() {
+Loader::Run::~Run() { end_threads(); }
+
+void Loader::Run::end_threads() noexcept {
   stop_.request_stop();
   fetchable_.notify_all();
   transformable_.notify_all();
   threads_.clear();
+}
+
+void Loader::Run::guarded(const std::function<void()>& work) noexcept {
+  std::optional<Error> error;
+  try {
+    work();
+    return;
+  } catch (const Error& e) {
+    error.emplace(e);
+  } catch (const std::bad_alloc&) {
+    error.emplace(ErrorKind::io,
+                  "there is no memory for a batch: make batches, staging or tiers smaller", ENOMEM);
+  } catch (const std::exception& e) {
+    error.emplace(ErrorKind::bug, std::string("a thread of the loader failed: ") + e.what());
+  }
+  {
+    const std::scoped_lock lock(mutex_);
+    if (!broken_) broken_ = std::move(error);
+  }
+  stop_.request_stop();
+  ready_.notify_all();
 }
 
 // ---------------------------------------------------------------------------- the consumer's side
@@ -96,6 +126,7 @@ std::unique_ptr<Batch> Loader::Run::next(std::chrono::nanoseconds timeout) {
       }
     }
     if (!tasks_.empty() && tasks_.front()->ready) break;
+    if (broken_) throw Error(*broken_);
     if (exhausted_ && tasks_.empty()) {
       throw Error(ErrorKind::usage,
                   "the job's last batch was already handed out: give the loader more epochs, or go "
@@ -104,7 +135,7 @@ std::unique_ptr<Batch> Loader::Run::next(std::chrono::nanoseconds timeout) {
     const auto slice = std::min(
         deadline, std::chrono::steady_clock::now() + std::chrono::nanoseconds(kPeerCheckNs));
     if (ready_.wait_until(lock, slice) == std::cv_status::timeout &&
-        std::chrono::steady_clock::now() >= deadline &&
+        std::chrono::steady_clock::now() >= deadline && !broken_ &&
         !(!tasks_.empty() && tasks_.front()->ready)) {
       return nullptr;
     }
@@ -155,7 +186,7 @@ Task* Loader::Run::open_task() {
   const uint64_t begin = cursor_.batch == 0 ? 0 : epoch->batch_ends[cursor_.batch - 1];
   const uint64_t end = epoch->batch_ends[cursor_.batch];
   auto task = std::make_unique<Task>();
-  task->sequence = opened_++;
+  task->sequence = opened_;
   task->items.resize(end - begin);
   task->left = task->items.size();
   task->ready = task->items.empty();
@@ -176,7 +207,13 @@ Task* Loader::Run::open_task() {
       batch.bytes += sizes_[sample];
     }
   }
-  if (transformed()) batch.bytes = task->items.size() * config_.pipeline->output().bytes();
+  if (transformed()) {
+    batch.bytes = task->items.size() * config_.pipeline->output().bytes();
+  } else if (!task->items.empty()) {
+    // Before anybody can see the task: there may be no memory.
+    batch.buffer = batch_pool_->take(batch.bytes);
+  }
+  ++opened_;
   if (++cursor_.batch == batches_per_epoch_) {
     cursor_ = {cursor_.epoch + 1, 0};
     exhausted_ = cursor_.epoch >= config_.job.epochs;
@@ -204,7 +241,9 @@ bool Loader::Run::may_take(const Task& task, uint64_t transient) const {
   const uint64_t local = std::max<uint64_t>(1, task.items.size());
   if ((task.sequence - handed_out_) * local > std::max(kMaxAhead, max_staged_ * local))
     return false;
-  return transient == 0 || transient_ == 0 || transient_ + transient <= config_.io_bytes;
+  // Samples of a RAM tier that has no memory take transient bytes too, when that is found out: so
+  // even what should cost nothing waits while the budget is overdrawn.
+  return transient_ == 0 || transient_ + transient <= config_.io_bytes;
 }
 
 std::vector<Loader::Run::Fetch> Loader::Run::take_chunk(std::stop_token stop) {
@@ -219,9 +258,6 @@ std::vector<Loader::Run::Fetch> Loader::Run::take_chunk(std::stop_token stop) {
         fetching_ = open_task();
         fetch_index_ = 0;
         if (!fetching_) break;
-        if (!transformed() && !fetching_->items.empty()) {
-          fetching_->batch->buffer = batch_pool_->take(fetching_->batch->bytes);
-        }
         if (fetching_->items.empty()) fetching_ = nullptr;
         continue;
       }
@@ -311,6 +347,11 @@ std::span<std::byte> Loader::Run::raw_destination(Fetch& fetch) {
   Task::Item& item = fetch.work.task->items[fetch.work.index];
   if (!transformed()) return place_of(fetch.work);
   item.raw = raw_pool_->take(sizes_[item.sample]);
+  if (item.charged == 0) {
+    const std::scoped_lock lock(mutex_);
+    item.charged = sizes_[item.sample];
+    transient_ += item.charged;
+  }
   return {item.raw->data(), sizes_[item.sample]};
 }
 
@@ -351,6 +392,8 @@ void Loader::Run::fetch(std::vector<Fetch>& chunk, source::Reader& reader, std::
     }
     finish(finished);
     const bool idle = finished.empty() && to_read.empty() && from_peers.empty();
+    prepare_all(to_read);
+    prepare_all(from_peers);
     std::shared_ptr<peer::FetchGroup> group;
     if (!from_peers.empty()) group = ask_peers(from_peers);
     if (!to_read.empty()) read_source(to_read, reader, stop);
@@ -454,20 +497,37 @@ void Loader::Run::wait_for_others(const Fetch& fetch, std::stop_token stop) {
   if (config_.cache && config_.cache->placed(sample) &&
       config_.cache->state(sample) == tier::State::filling) {
     config_.cache->wait(sample, kSlice, stop);
-  } else {
+  } else if (config_.peers) {
     config_.peers->wait_for_news(kSlice, stop);
-  }
+  }  // else it was settled since it was looked at
 }
 
 // Where the bytes of a sample go: its slot of the RAM tier if this rank claimed it.
-void Loader::Run::prepare(Fetch& fetch) {
+bool Loader::Run::prepare(Fetch& fetch) {
   Task::Item& item = fetch.work.task->items[fetch.work.index];
   if (fetch.claimed && !fetch.to_file_tier) {
     fetch.into = config_.cache->ram_slot(item.sample);
-    if (fetch.into.size() == sizes_[item.sample]) return;
+    if (fetch.into.size() == sizes_[item.sample]) return true;
     fetch.claimed = false;  // no memory to be had: the cache has said so
   }
-  fetch.into = raw_destination(fetch);
+  try {
+    fetch.into = raw_destination(fetch);
+  } catch (const std::bad_alloc&) {
+    settle(fetch, ENOMEM);
+    return false;
+  }
+  return true;
+}
+
+// Those for which there is no memory are finished, with that error.
+void Loader::Run::prepare_all(std::vector<Fetch*>& fetches) {
+  std::vector<Work> finished;
+  std::erase_if(fetches, [&](Fetch* f) {
+    if (prepare(*f)) return false;
+    finished.push_back(f->work);
+    return true;
+  });
+  finish(finished);
 }
 
 // The bytes of a sample are in `into`, or an errno says why not: settles the claim.
@@ -491,7 +551,6 @@ void Loader::Run::read_source(std::span<Fetch* const> fetches, source::Reader& r
   requests.reserve(fetches.size());
   uint64_t bytes = 0;
   for (Fetch* f : fetches) {
-    prepare(*f);
     requests.push_back({f->work.task->items[f->work.index].sample, f->into, 0});
     bytes += f->into.size();
   }
@@ -526,7 +585,6 @@ std::shared_ptr<peer::FetchGroup> Loader::Run::ask_peers(std::span<Fetch* const>
   std::vector<peer::Fetch> requests;
   requests.reserve(fetches.size());
   for (Fetch* f : fetches) {
-    prepare(*f);
     const Task::Item& item = f->work.task->items[f->work.index];
     std::shared_ptr<void> keep = item.raw;
     if (!keep)
@@ -733,7 +791,12 @@ void Loader::Run::handle_bad(Work work, const std::string& reason, image::Scratc
     std::string why;
     bool good = false;
     if (transformed()) {
-      const std::shared_ptr<Buffer> raw = raw_pool_->take(sizes_[candidate]);
+      std::shared_ptr<Buffer> raw;
+      try {
+        raw = raw_pool_->take(sizes_[candidate]);
+      } catch (const std::bad_alloc&) {
+        continue;
+      }
       const std::span<std::byte> bytes(raw->data(), sizes_[candidate]);
       good =
           read_whole(candidate, bytes, reader, why) &&

@@ -69,6 +69,9 @@ class Loader::Run {
     std::span<const std::byte> bytes;
   };
 
+  // The body of a thread: what it throws ends the run, and is thrown by next().
+  void guarded(const std::function<void()>& work) noexcept;
+  void end_threads() noexcept;
   void fetch_loop(std::stop_token stop);
   void transform_loop(std::stop_token stop);
   void own_loop(std::stop_token stop);
@@ -86,7 +89,9 @@ class Loader::Run {
   bool worth_waiting(const Fetch& fetch, std::chrono::nanoseconds waited);
   bool from_tier(Fetch& fetch);
   void wait_for_others(const Fetch& fetch, std::stop_token stop);
-  void prepare(Fetch& fetch);
+  // False if there is no memory for the sample: it has its error then.
+  bool prepare(Fetch& fetch);
+  void prepare_all(std::vector<Fetch*>& fetches);
   void settle(Fetch& fetch, int error);
   void read_source(std::span<Fetch* const> fetches, source::Reader& reader, std::stop_token stop);
   std::shared_ptr<peer::FetchGroup> ask_peers(std::span<Fetch* const> fetches);
@@ -130,6 +135,7 @@ class Loader::Run {
   size_t fetch_index_ = 0;
   uint64_t transient_ = 0;  // bytes of raw buffers taken
   bool exhausted_ = false;
+  std::optional<Error> broken_;  // why a thread ended early
   int64_t last_peer_check_ = 0;
 
   using Ranked = std::pair<std::pair<uint64_t, size_t>, Task*>;  // (sequence, index)

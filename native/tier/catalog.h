@@ -37,6 +37,7 @@ struct CatalogHeader {
   uint64_t arena_bytes;
   uint32_t local_world;
   std::atomic<uint32_t> kept_open;  // bit t: tier t uses the kept file
+  std::atomic<uint32_t> given_up;   // bit t: tier t took no more bytes; nobody tries again
   std::atomic<uint64_t> ram_bytes;
   std::atomic<uint64_t> file_bytes;
   std::array<Member, kMaxMembers> members;
@@ -44,7 +45,7 @@ struct CatalogHeader {
 };
 
 inline constexpr uint64_t kCatalogMagic = 0x315441434c54534e;  // "NSTLCAT1"
-inline constexpr uint32_t kCatalogVersion = 1;
+inline constexpr uint32_t kCatalogVersion = 2;
 // Memory is taken from the system in pieces of this size, just before it is first touched.
 inline constexpr uint64_t kChunk = uint64_t{32} << 20;
 

@@ -69,7 +69,8 @@ class NodeCacheImpl final : public NodeCache {
   }
   bool placed(uint64_t sample) const noexcept override {
     return tier_[sample] != plan::kNoTier &&
-           !disabled_[tier_[sample]].load(std::memory_order_relaxed);
+           !disabled_[tier_[sample]].load(std::memory_order_relaxed) &&
+           (header_->given_up.load(std::memory_order_relaxed) & (1u << tier_[sample])) == 0;
   }
 
   bool claim(uint64_t sample) noexcept override {
@@ -98,8 +99,8 @@ class NodeCacheImpl final : public NodeCache {
       publish(sample);
       return;
     }
-    // A full disk stays full: nothing more is tried.
-    disabled_[t].store(true, std::memory_order_relaxed);
+    // A full disk stays full: nothing more is tried, by no rank.
+    header_->given_up.fetch_or(1u << t, std::memory_order_relaxed);
     warn(t, io_error("cannot write to the file tier", tier_paths_[t], -error).what() +
                 std::string("; the tier is not used any further, samples are read from the source: "
                             "free space or give the tier a smaller size"));
@@ -163,7 +164,7 @@ class NodeCacheImpl final : public NodeCache {
   void open_tier_file(size_t tier, bool first);
   void load_residents(size_t tier);
   void leave() noexcept;
-  void remove_or_keep(size_t tier);
+  void write_manifest(size_t tier, bool last);
 
   const NodeCacheConfig config_;
   FileSystem& files_;
@@ -195,6 +196,7 @@ void NodeCacheImpl::join(std::chrono::nanoseconds timeout) {
   for (const TierSpec& spec : config_.tiers) {
     if (spec.kind == TierKind::file) reclaim_tier_files(spec.path);
   }
+  bool first = false;
   for (;;) {
     auto opened = LockFile::open(names_.catalog, true);
     if (!opened) throw opened.error();
@@ -205,9 +207,13 @@ void NodeCacheImpl::join(std::chrono::nanoseconds timeout) {
                                        names_.catalog + " for too long; end that process");
     }
     // The last rank of an earlier job may have removed the file while we waited for its lock.
-    if (lock_.is_current(names_.catalog)) break;
+    if (!lock_.is_current(names_.catalog)) continue;
+    first = lock_.try_lock(kAlive, LockMode::exclusive);
+    struct stat status {};
+    if (!first || (::fstat(lock_.get(), &status) == 0 && status.st_size == 0)) break;
+    // What a dead job left is not cut short in place: whoever still maps it would be killed.
+    ::unlink(names_.catalog.c_str());
   }
-  const bool first = lock_.try_lock(kAlive, LockMode::exclusive);
   if (first) create();
   if (!lock_.try_lock(kAlive, LockMode::shared)) {
     throw Error(ErrorKind::bug, "cannot share the liveness lock of " + names_.catalog);
@@ -224,8 +230,7 @@ void NodeCacheImpl::create() {
   // The catalogue is touched everywhere: it must be there, or there is no cache.
   {
     const Descriptor file(FileSystem::real().open(names_.catalog, O_RDWR));
-    if (::ftruncate(file.get(), 0) != 0 ||
-        ::ftruncate(file.get(), static_cast<off_t>(catalog_bytes())) != 0) {
+    if (::ftruncate(file.get(), static_cast<off_t>(catalog_bytes())) != 0) {
       throw io_error("cannot size", names_.catalog, errno);
     }
     const int error = FileSystem::real().allocate(file.get(), 0, catalog_bytes());
@@ -333,6 +338,13 @@ void NodeCacheImpl::open_tier_file(size_t t, bool first) {
         kept.value().try_lock(kAlive, LockMode::shared)) {
       tier_files_[t] = std::move(kept).take();
       if (first) {
+        // An earlier job may have had more room than the user gives this one.
+        struct stat status {};
+        if (::fstat(tier_files_[t].get(), &status) == 0 &&
+            static_cast<uint64_t>(status.st_size) > spec.capacity &&
+            ::ftruncate(tier_files_[t].get(), static_cast<off_t>(spec.capacity)) != 0) {
+          warn(t, io_error("cannot shorten", tier_paths_[t], errno).what());
+        }
         header_->kept_open.fetch_or(bit);
         load_residents(t);
       }
@@ -442,10 +454,17 @@ void NodeCacheImpl::leave() noexcept {
     }
     header_->members[config_.local_rank].membership.store(Membership::left);
     lock_.unlock(kFirstMember + config_.local_rank);
-    if (!alone || !lock_.try_lock(kAlive, LockMode::exclusive)) return;
+    if (!alone) return;
+    const bool last = lock_.try_lock(kAlive, LockMode::exclusive);
     for (size_t t = 0; t < config_.tiers.size(); ++t) {
-      if (tier_files_[t]) remove_or_keep(t);
+      if (!tier_files_[t]) continue;
+      if ((header_->kept_open.load() & (1u << t)) != 0) {
+        write_manifest(t, last);
+      } else if (last) {
+        ::unlink(tier_paths_[t].c_str());
+      }
     }
+    if (!last) return;
     ::unlink(names_.arena.c_str());
     ::unlink(names_.catalog.c_str());
   } catch (const std::exception& e) {
@@ -453,18 +472,17 @@ void NodeCacheImpl::leave() noexcept {
   }
 }
 
-void NodeCacheImpl::remove_or_keep(size_t t) {
-  if ((header_->kept_open.load() & (1u << t)) == 0) {
-    ::unlink(tier_paths_[t].c_str());
-    return;
-  }
+// Every rank that leaves writes what is there by then, so that ranks which die later cost only what
+// came later. The last one flushes the file first; until then a record that never reached the disk
+// is found by its checksum.
+void NodeCacheImpl::write_manifest(size_t t, bool last) {
   std::vector<plan::Resident> residents;
   for (uint64_t s = 0; s < sizes_.size(); ++s) {
     if (tier_[s] == t && state(s) == State::ready) residents.push_back({s, offset_[s]});
   }
   const std::vector<std::byte> bytes = serialize_manifest(config_.dataset, residents);
   const std::string path = manifest_name(tier_paths_[t]), temporary = path + ".tmp";
-  int error = files_.fsync(tier_files_[t].get());
+  int error = last ? files_.fsync(tier_files_[t].get()) : 0;
   if (error == 0) {
     const int fd = files_.open(temporary, O_WRONLY | O_CREAT | O_TRUNC);
     const Descriptor file(fd);
@@ -507,6 +525,18 @@ std::unique_ptr<NodeCache> NodeCache::attach(const NodeCacheConfig& config,
     throw Error(ErrorKind::usage, "local rank " + std::to_string(config.local_rank) + " of " +
                                       std::to_string(config.local_world) + ": a node has 1 to " +
                                       std::to_string(kMaxMembers) + " ranks");
+  }
+  for (size_t s = 0; s < std::min(sizes.size(), placement.tier.size()); ++s) {
+    const size_t t = placement.tier[s];
+    if (t == plan::kNoTier) continue;
+    const uint64_t capacity = t < config.tiers.size() ? config.tiers[t].capacity : 0;
+    const uint64_t overhead = t < config.tiers.size() ? record_overhead(config.tiers[t].kind) : 0;
+    const uint64_t offset = s < placement.offset.size() ? placement.offset[s] : capacity;
+    if (offset > capacity || overhead > capacity - offset ||
+        sizes[s] > capacity - offset - overhead) {
+      throw Error(ErrorKind::usage, "the placement puts sample " + std::to_string(s) +
+                                        " beyond the capacity of tier " + std::to_string(t));
+    }
   }
   if (config.tiers.size() > 8 || placement.tier.size() != sizes.size() ||
       placement.used.size() != config.tiers.size()) {

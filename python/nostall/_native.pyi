@@ -264,6 +264,8 @@ class Loader:
         addresses: Sequence[bytes] = [],
         secret: bytes = ...,
         peer_timeout_ms: int = 10000,
+        sharing: str = "push",
+        locality: bool = False,
     ) -> None: ...
     def next(self) -> Batch:
         """The next batch; waits for it with the GIL released."""

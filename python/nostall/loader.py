@@ -9,6 +9,7 @@ import logging
 import os
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from nostall import _native, cluster
 from nostall.errors import UsageError
-from nostall.plan import Plan
+from nostall.plan import Plan, sample_ids
 from nostall.pystage import PythonStage
 from nostall.record import Recorder
 from nostall.rendezvous import AllGather, find_rendezvous
@@ -41,7 +42,15 @@ _log = logging.getLogger("nostall")
 # Loaders are told apart by their number in the process: ranks make them in the same order.
 _made = itertools.count()
 
+
 Transforms = Sequence[Transform] | Callable[[Any], Any] | None
+
+
+def _order_name(order: str | Sequence[int] | NDArray[np.integer[Any]]) -> str:
+    """What a state calls the order; a user's own is told from others by its ids."""
+    if isinstance(order, str):
+        return order
+    return f"user {zlib.crc32(sample_ids(order).tobytes()):08x}"
 
 
 class RawBatch:
@@ -114,7 +123,8 @@ class DataLoader:
         order: ``"torch"``, ``"keyed"`` (O(1) memory), or the user's own sequence of sample ids.
         decode: give a callable transform the decoded image, uint8 of shape (height, width, 3).
         workers: where a callable runs: ``"threads"`` or ``"processes"``.
-        collate: makes one batch of a callable's results; stacks them if None.
+        collate: makes one batch of a callable's results, of none too where a rank's share of the
+            last batch is empty; stacks them if None.
         reader: ``"auto"``, ``"io_uring"`` or ``"pread"``.
         peers: whether nodes share what their tiers hold: ``"auto"`` where the ranks can find each
             other, ``"on"``, ``"off"``, or the job's own allgather, a function that takes this
@@ -169,6 +179,8 @@ class DataLoader:
             raise UsageError(f"batch_size must be at least 1, not {batch_size}")
         if epochs < 1:
             raise UsageError(f"epochs must be at least 1, not {epochs}")
+        if threads is not None and threads < 1:
+            raise UsageError(f"threads must be at least 1, not {threads}")
         if output not in (None, "torch", "numpy"):
             raise UsageError(f'output must be "torch", "numpy" or None, not {output!r}')
         if workers not in ("threads", "processes"):
@@ -206,6 +218,7 @@ class DataLoader:
         )
         self._order = order
         self._shuffle = shuffle
+        self._order_name = _order_name(order) if shuffle else "sequential"
         self._scheme = scheme
         self._order_world = self.world.world_size
         self._on_error = on_error
@@ -238,6 +251,7 @@ class DataLoader:
         self._position = (0, 0)
         self._first_epoch = 0
         self._resumed = False
+        self._ended: int | None = None  # the epoch that the loaded state had just ended
         self._loader: _native.Loader | None = None
         self._closed = False
         self._recorder = Recorder(self.world.rank, self.world.world_size)
@@ -252,11 +266,12 @@ class DataLoader:
     def epochs(self) -> Iterator[Epoch]:
         """The epochs from the current position to the end of the job."""
         while self._next_epoch() < self.epochs_total:
-            epoch = self._next_epoch()
+            epoch, before = self._next_epoch(), self._position
             yield Epoch(self, epoch)
-            if self._position == (epoch, 0):
+            if self._position == before:
                 # The body took nothing of this epoch: go on all the same.
                 self._position = (epoch + 1, 0)
+                self._resumed = False
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         """The next epoch (after `set_epoch` that one, after `load_state_dict` its rest)."""
@@ -265,13 +280,16 @@ class DataLoader:
     def set_epoch(self, epoch: int) -> None:
         """Makes `epoch` the next one to iterate, from its first batch.
 
-        After `load_state_dict`, setting the epoch that was interrupted keeps its position.
+        After `load_state_dict`, setting the epoch that was interrupted keeps its position: that of
+        a state taken after the last batch has no batches left.
         """
         if not 0 <= epoch < self.epochs_total:
             raise UsageError(
                 f"epoch {epoch} is not among the job's {self.epochs_total} epochs: pass epochs="
                 f"{epoch + 1} or more to DataLoader, the plan needs to know them"
             )
+        if self._resumed and epoch == self._ended:
+            self._position = (epoch, self._batches)
         if self._resumed and epoch == self._position[0]:
             return
         self._resumed = False
@@ -296,7 +314,8 @@ class DataLoader:
 
     def _batches_of(self, epoch: int, start: int) -> Iterator[tuple[Any, Any]]:
         loader = self._stage()
-        loader.seek(epoch, start)
+        if start < self._batches:
+            loader.seek(epoch, start)
         running = self._recorder.begin_epoch(epoch)
         fetched = start
         pending = self._python.start() if self._python else None
@@ -312,18 +331,22 @@ class DataLoader:
                         batch = loader.next()
                         pending.submit(batch, RawBatch(batch.data, batch.offsets, batch.lengths))
                         fetched += 1
-                    batch, data, substituted = pending.result(self.dataset)
+                    batch, data, substituted, places = pending.result(self.dataset)
                 else:
                     batch = loader.next()
-                    data, substituted = self._shaped(batch), []
+                    data, substituted, places = self._shaped(batch), [], {}
                 wait = time.perf_counter() - began
                 self._recorder.batch(batch, wait, loader.memory, substituted)
                 self._position = (epoch, index + 1)
-                yield data, self._array(batch.labels)
+                labels = batch.labels
+                for place, replacement in places.items():
+                    labels[place] = self.dataset.labels[replacement]
+                yield data, self._array(labels)
         finally:
-            self._recorder.end_epoch(running)
-            if pending is not None:
+            # What is pending may belong to a later iteration by now: an abandoned one may end late.
+            if pending is not None and self._recorder.is_current(running):
                 pending.drop()
+            self._recorder.end_epoch(running)
         if self._position == (epoch, self._batches):
             self._position = (epoch + 1, 0)
 
@@ -355,7 +378,7 @@ class DataLoader:
             "samples": len(self.dataset),
             "dataset": self.dataset.fingerprint,
             "drop_last": self.drop_last,
-            "order": self._order if isinstance(self._order, str) else "user",
+            "order": self._order_name,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -373,15 +396,15 @@ class DataLoader:
             )
         mine = self.state_dict()
         for key in ("seed", "global_batch", "samples", "dataset", "drop_last", "order"):
-            if state[key] != mine[key]:
+            if state.get(key) != mine[key]:
                 hint = ""
-                if key == "global_batch":
+                if key == "global_batch" and key in state:
                     hint = (
                         f": with {self.world.world_size} ranks pass batch_size="
                         f"{state[key] / self.world.world_size:g}"
                     )
                 raise UsageError(
-                    f"the loader's state was saved with {key}={state[key]}, but this loader has "
+                    f"the loader's state was saved with {key}={state.get(key)}, but this loader has "
                     f"{key}={mine[key]}{hint}"
                 )
         epoch, batch = int(state["epoch"]), int(state["batch"])
@@ -394,7 +417,9 @@ class DataLoader:
         self._order_world = int(state["order_world"])
         self._spec = self._make_spec()
         self._batches = int(_native.batches_per_epoch(self._spec))
+        self._ended = None
         if batch == self._batches:
+            self._ended = epoch
             epoch, batch = epoch + 1, 0
         self._position = (epoch, batch)
         self._first_epoch = min(epoch, self.epochs_total - 1)

@@ -45,6 +45,17 @@ class Plan:
         scheme: Literal["uniform", "whole", "imbalanced"] = "uniform",
         order_world: int | None = None,
     ) -> None:
+        for name, value, least, beyond in (
+            ("samples", samples, 0, 2**63),
+            ("batch_size", batch_size, 1, 2**31),
+            ("world_size", world_size, 1, 2**31),
+            ("epochs", epochs, 1, 2**31),
+            ("seed", seed, 0, 2**64),
+        ):
+            if not isinstance(value, (int, np.integer)) or not least <= value < beyond:
+                raise UsageError(
+                    f"{name} must be an integer from {least} to {beyond - 1}: {value!r}"
+                )
         spec = _native.JobSpec()
         spec.samples = samples
         spec.global_batch = batch_size * world_size
@@ -58,7 +69,7 @@ class Plan:
         spec.scheme = getattr(_native.Scheme, scheme)
         if not isinstance(order, str):
             spec.order = _native.OrderKind.user
-            spec.user_order = np.asarray(order, dtype=np.uint64)
+            spec.user_order = sample_ids(order)
         elif order in ("torch", "keyed", "sequential"):
             spec.order = getattr(_native.OrderKind, order)
         else:
@@ -128,3 +139,19 @@ class Plan:
                 self.native, np.ascontiguousarray(sizes, dtype=np.uint64), capacity, first_epoch
             )
         )
+
+
+def sample_ids(order: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.uint64]:
+    """A user's order as ids, shape (n,).
+
+    Raises:
+        UsageError: it is not a sequence of integers from 0 on.
+    """
+    ids = np.asarray(order)
+    if ids.ndim != 1 or (ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0)):
+        raise UsageError(
+            "order must be one sequence of sample ids, integers from 0 on, not "
+            f"{ids.dtype} of shape {ids.shape}"
+            + (f" with {ids.min()}" if ids.size and ids.dtype.kind == "i" else "")
+        )
+    return np.ascontiguousarray(ids, dtype=np.uint64)

@@ -79,6 +79,7 @@ class PythonStage:
         self._decode = decode
         self._workers = workers
         self._count = count
+        self._own_collate = collate is not None
         self._collate = collate or (_stack_torch if output == "torch" else _stack_numpy)
         self._substitute = on_error == "substitute"
         self._executor: Executor | None = None
@@ -113,8 +114,11 @@ class PythonStage:
         ]
         self._pending.append((batch, futures))
 
-    def result(self, source: Source) -> tuple[_native.Batch, Any, Substituted]:
+    def result(self, source: Source) -> tuple[_native.Batch, Any, Substituted, dict[int, int]]:
         """The oldest batch, collated; waits for it.
+
+        Beside the batch and its data: (bad sample, replacement, reason) of each substitution, and
+        by place in the batch the sample that stands there instead, whose label goes with it.
 
         Raises:
             CorruptionError: the callable failed for a sample, with its path, and on_error is
@@ -124,6 +128,7 @@ class PythonStage:
         results = [result for future in futures for result in future.result()]
         samples = batch.samples
         substituted: Substituted = []
+        places: dict[int, int] = {}
         for i, result in enumerate(results):
             if not isinstance(result, Exception):
                 continue
@@ -136,7 +141,16 @@ class PythonStage:
             replacement, value = self._stand_in(source, bad, message)
             results[i] = value
             substituted.append((bad, replacement, message))
-        return batch, self._collate(results), substituted
+            places[i] = replacement
+        if not results and not self._own_collate:
+            return batch, self._nothing(source), substituted, places
+        return batch, self._collate(results), substituted, places
+
+    def _nothing(self, source: Source) -> Any:
+        # A rank's share of the last batch may be empty after a resume on another number of ranks:
+        # no samples, in the shape that the callable gives.
+        _, value = self._stand_in(source, 0, "the shape of an empty batch is not known")
+        return self._collate([value])[:0]
 
     def _stand_in(self, source: Source, bad: int, message: str) -> tuple[int, Any]:
         # A pure function of the bad sample, so that every rank would choose the same.

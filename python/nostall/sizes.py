@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Literal
 
@@ -51,10 +52,13 @@ def parse_size(text: int | str) -> int:
         if text < 0:
             raise UsageError(f"a size cannot be negative: {text}")
         return text
-    match = _SIZE.fullmatch(text)
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if not match or match[2].lower() not in _UNITS:
         raise UsageError(f'"{text}" is not a size: write for example 20GiB, 512MiB or 1000000')
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    size = int(Decimal(match[1]) * _UNITS[match[2].lower()])
+    if size >= 2**63:
+        raise UsageError(f'"{text}" is more than any machine holds')
+    return size
 
 
 def parse_tiers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -131,7 +132,11 @@ def _from_environment(env: Mapping[str, str]) -> World:
             rank=_number(env, rank, launcher),
             world_size=world_size,
             local_rank=0 if alone else _number(env, local_rank, launcher),
-            local_world_size=1 if alone else _number(env, local_size, launcher),
+            local_world_size=1
+            if alone
+            else _tasks_here(env, local_size)
+            if launcher == "Slurm"
+            else _number(env, local_size, launcher),
             # Ranks of a node have the same parent where the launcher names no job.
             job=f"{launcher} " + (" ".join(names) or f"parent={os.getppid()}"),
         )
@@ -149,11 +154,29 @@ def _number(env: Mapping[str, str], name: str, launcher: str) -> int:
             f"{launcher} did not set {name}: pass rank, world_size, local_rank and "
             "local_world_size to the loader"
         )
-    # Slurm writes "4(x2)" for two nodes of four tasks each.
-    text = env[name].split("(")[0]
-    if not text.isdigit():
+    if not env[name].isdigit():
         raise UsageError(f"{name}={env[name]} is not a number")
-    return int(text)
+    return int(env[name])
+
+
+def _tasks_here(env: Mapping[str, str], name: str) -> int:
+    """Slurm writes "4(x2),3" for two nodes of four tasks each and one of three."""
+    runs = []
+    for run in env.get(name, "").split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", run)
+        if not match:
+            raise UsageError(f"{name}={env.get(name)} is not a list of numbers of tasks")
+        runs.append((int(match[1]), int(match[2] or 1)))
+    if len({tasks for tasks, _ in runs}) == 1:
+        return runs[0][0]
+    node = _number(env, "SLURM_NODEID", "Slurm")
+    for tasks, nodes in runs:
+        if node < nodes:
+            return tasks
+        node -= nodes
+    raise UsageError(
+        f"SLURM_NODEID={env['SLURM_NODEID']} is beyond the nodes of {name}={env[name]}"
+    )
 
 
 def _start_time() -> str:

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+import nostall
 from nostall.errors import Error
 
 _COMMANDS = {
@@ -21,6 +22,7 @@ _COMMANDS = {
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line; knows the names of subcommands, not their options."""
     top = argparse.ArgumentParser(prog="nostall", description="Training that does not wait.")
+    top.add_argument("--version", action="version", version=f"nostall {nostall.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, text) in _COMMANDS.items():
         commands.add_parser(name, help=text, description=text, add_help=False)

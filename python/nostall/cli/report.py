@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from nostall.errors import IoError
 from nostall.report import write
 from nostall.stats import Stats
 
@@ -16,6 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the report."""
-    write([Stats.load(f) for f in arguments.files], arguments.output)
+    stats = [Stats.load(f) for f in arguments.files]
+    try:
+        write(stats, arguments.output)
+    except OSError as error:
+        raise IoError(
+            f"cannot write the report to {arguments.output}: {error.strerror}; pass another file "
+            "with -o"
+        ) from error
     print(arguments.output)
     return 0

@@ -51,6 +51,7 @@ class BatchSampler:
         self._epoch = 0
         self._start = 0
         self._asked = 0
+        self._ended: int | None = None  # the epoch that the loaded state had just ended
 
     def _make_plan(self) -> Plan:
         return Plan(
@@ -70,12 +71,17 @@ class BatchSampler:
             raise UsageError(
                 f"epoch {epoch} is not among the {self._arguments['epochs']} epochs of the job"
             )
-        if epoch != self._epoch:
+        if epoch == self._ended:
+            # The state was taken after its last batch: nothing of it is left.
+            self._epoch, self._start, self._asked = epoch, len(self), len(self)
+        elif epoch != self._epoch:
             self._epoch, self._start, self._asked = epoch, 0, 0
+        self._ended = None
 
     def __iter__(self) -> Iterator[list[int]]:
         ids, ends = self._plan.rank_epoch(self._epoch, self.rank)
         start, self._start = self._start, 0
+        self._ended = None
         begin = int(ends[start - 1]) if start else 0
         self._asked = start
         for end in ends[start:].tolist():
@@ -118,5 +124,6 @@ class BatchSampler:
                 f"the sampler's state is at epoch {epoch}, batch {batch}, which cannot be: an "
                 f"epoch has {possible} batches"
             )
+        self._ended = epoch if batch == len(self) else None
         self._epoch, self._start = (epoch + 1, 0) if batch == len(self) else (epoch, batch)
         self._asked = self._start

@@ -6,6 +6,7 @@
 
 #include "base/crc32c.h"
 #include "base/error.h"
+#include "base/log.h"
 #include "base/random.h"
 
 namespace nostall {
@@ -61,6 +62,14 @@ TEST(Error, NamesPathAndReason) {
   const Error e = io_error("cannot open", "/data/x", ENOENT);
   EXPECT_STREQ(e.what(), "cannot open /data/x: No such file or directory");
   EXPECT_EQ(e.error_number(), ENOENT);
+}
+
+TEST(Log, ASinkThatThrowsDoesNotReachTheOneThatWarns) {
+  set_log_sink([](LogLevel, const std::string&) { throw std::runtime_error("no"); });
+  testing::internal::CaptureStderr();
+  log(LogLevel::warning, "the disk is full");
+  set_log_sink({});
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "nostall: warning: the disk is full\n");
 }
 
 }  // namespace

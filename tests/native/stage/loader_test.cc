@@ -8,6 +8,8 @@
 #include <set>
 #include <thread>
 
+#include "base/log.h"
+
 namespace nostall::stage {
 namespace {
 
@@ -34,6 +36,8 @@ class MemorySource : public source::Source {
   std::unique_ptr<source::Reader> make_reader(source::ReaderKind, unsigned) const override {
     return std::make_unique<MemoryReader>(*this);
   }
+
+  void pretend(uint64_t sample, uint64_t size) { sizes_[sample] = size; }
 
   std::set<uint64_t> broken;
   std::chrono::microseconds delay{0};
@@ -177,6 +181,121 @@ TEST(Loader, RefusesAPlanForAnotherSource) {
   LoaderConfig config = config_for(std::make_shared<MemorySource>(20), 4, 1);
   config.job.samples = 21;
   EXPECT_THROW(Loader loader(std::move(config)), Error);
+}
+
+std::shared_ptr<const image::Pipeline> small_images() {
+  const std::vector<image::Step> steps{image::Resize{8, 8}};
+  return std::make_shared<const image::Pipeline>(image::Pipeline::compile(steps));
+}
+
+// Its readers cannot be made, as io_uring's cannot where the kernel forbids it.
+class NoReaderSource : public MemorySource {
+ public:
+  using MemorySource::MemorySource;
+  std::unique_ptr<source::Reader> make_reader(source::ReaderKind, unsigned) const override {
+    throw Error(ErrorKind::usage, "no reader here");
+  }
+};
+
+TEST(Loader, WhatAThreadThrowsNextThrows) {
+  Loader loader(config_for(std::make_shared<NoReaderSource>(10), 5, 1));
+  for (int again = 0; again < 2; ++again) {
+    try {
+      loader.next(10s);
+      FAIL() << "no error";
+    } catch (const Error& e) {
+      EXPECT_EQ(e.kind(), ErrorKind::usage);
+      EXPECT_STREQ(e.what(), "no reader here");
+    }
+  }
+}
+
+TEST(Loader, ASampleBeyondMemoryIsABadSample) {
+  for (const bool raw : {true, false}) {
+    const auto source = std::make_shared<MemorySource>(1);
+    source->pretend(0, uint64_t{1} << 63);
+    LoaderConfig config = config_for(source, 1, 1);
+    if (!raw) config.pipeline = small_images();
+    Loader loader(config);
+    EXPECT_THROW(loader.next(10s), Error) << raw;
+    EXPECT_EQ(source->reads, 0u);
+  }
+}
+
+class NoSharedMemory : public FileSystem {
+ public:
+  int allocate(int, uint64_t, uint64_t) override { return -ENOSPC; }
+};
+
+TEST(Loader, ATierWithoutMemoryDoesNotOverdrawTheReadBuffers) {
+  char pattern[] = "/tmp/nostall-stage-XXXXXX";
+  ASSERT_NE(::mkdtemp(pattern), nullptr);
+  set_log_sink([](LogLevel, const std::string&) {});
+  const auto source = std::make_shared<MemorySource>(5000);
+  NoSharedMemory full;
+  tier::NodeCacheConfig node;
+  node.job = "no memory";
+  node.dataset = source->fingerprint();
+  node.tiers = {{tier::TierKind::ram, source->total_bytes(), "", false}};
+  node.shm_directory = pattern;
+  node.files = &full;
+  plan::Placement placement;
+  placement.tier.assign(source->size(), 0);
+  uint64_t at = 0;
+  for (const uint64_t size : source->sizes()) {
+    placement.offset.push_back(at);
+    at += size;
+  }
+  placement.used = {at};
+  placement.fill.resize(1);
+  {
+    LoaderConfig config = config_for(source, 5000, 1);
+    config.cache = tier::NodeCache::attach(node, source->sizes(), placement);
+    config.pipeline = small_images();
+    config.job.global_batch = 10;
+    config.staging_bytes = 1;
+    config.io_bytes = 1000;
+    Loader loader(config);
+    // The bytes are no images: the first batch fails, while fetching goes on ahead.
+    EXPECT_THROW(loader.next(10s), Error);
+    std::this_thread::sleep_for(100ms);
+    // The budget, what two threads take at once, and as much again that waits in the pool.
+    EXPECT_LE(loader.memory().io_buffers, 1000u + 2 * 16 * 50 + 1000);
+  }
+  set_log_sink({});
+  EXPECT_EQ(::rmdir(pattern), 0);
+}
+
+TEST(Loader, ASampleTwiceInAChunkIsNotWaitedForByTheThreadThatReadsIt) {
+  char pattern[] = "/tmp/nostall-stage-XXXXXX";
+  ASSERT_NE(::mkdtemp(pattern), nullptr);
+  const auto source = std::make_shared<MemorySource>(1);
+  tier::NodeCacheConfig node;
+  node.job = "twice";
+  node.local_world = 2;
+  node.dataset = source->fingerprint();
+  node.tiers = {{tier::TierKind::ram, source->total_bytes(), "", false}};
+  node.shm_directory = pattern;
+  plan::Placement placement;
+  placement.tier = {0};
+  placement.offset = {0};
+  placement.used = {source->total_bytes()};
+  placement.fill.resize(1);
+  {
+    LoaderConfig config = config_for(source, 3, 1);
+    config.job.order = plan::OrderKind::user;
+    config.job.user_order = {0, 0, 0};
+    config.cache = tier::NodeCache::attach(node, source->sizes(), placement);
+    node.local_rank = 1;
+    const auto other = tier::NodeCache::attach(node, source->sizes(), placement);
+    ASSERT_TRUE(other->claim(0));
+    Loader loader(config);
+    EXPECT_EQ(loader.next(100ms), nullptr);
+    other->abandon(0);
+    EXPECT_NE(loader.next(5s), nullptr);
+    EXPECT_EQ(source->reads, 1u);
+  }
+  EXPECT_EQ(::rmdir(pattern), 0);
 }
 
 }  // namespace

@@ -287,5 +287,91 @@ TEST_F(NodeCacheTest, AnUnusableTierDirectoryIsAWarning) {
   EXPECT_EQ(warnings_.size(), 1u);
 }
 
+TEST_F(NodeCacheTest, ATierThatIsGivenUpIsGivenUpByAllRanks) {
+  FullDisk full;
+  auto c = config(0, 2, TierKind::file);
+  c.files = &full;
+  const auto a = attach(c), b = attach(config(1, 2, TierKind::file));
+  EXPECT_TRUE(b->placed(1));
+  ASSERT_TRUE(a->claim(0));
+  a->file_write(0, bytes_of(0));
+  EXPECT_FALSE(b->placed(1));
+  EXPECT_FALSE(b->claim(1));
+}
+
+TEST_F(NodeCacheTest, AnAbandonedCatalogueIsReplacedAndNotCutShort) {
+  const fs::path path = [&] {
+    const auto cache = attach(config(0, 1));
+    for (const auto& e : fs::directory_iterator(root_ / "shm")) {
+      if (e.path().string().ends_with("-catalog")) return e.path();
+    }
+    return fs::path();
+  }();
+  const std::string old(50000, 'x');
+  const Descriptor held(FileSystem::real().open(path.string(), O_RDWR | O_CREAT));
+  ASSERT_TRUE(held);
+  FileSystem::real().pwrite(held.get(), std::as_bytes(std::span(old)), 0);
+  const auto cache = attach(config(0, 1));
+  put(*cache, 0);
+  std::vector<std::byte> still(old.size());
+  EXPECT_EQ(FileSystem::real().pread(held.get(), still, 0), static_cast<int64_t>(old.size()));
+  EXPECT_EQ(still.back(), std::byte{'x'});
+}
+
+TEST_F(NodeCacheTest, APlacementBeyondTheCapacityIsRefused) {
+  for (const TierKind kind : {TierKind::ram, TierKind::file}) {
+    auto c = config(0, 1, kind);
+    c.tiers[0].capacity = kSamples * (kSize + record_overhead(kind));
+    EXPECT_NE(attach(c), nullptr);
+    c.tiers[0].capacity -= 1;
+    EXPECT_THROW(attach(c), Error);
+  }
+  EXPECT_EQ(files(), 0u);
+}
+
+TEST_F(NodeCacheTest, AKeptFileIsCutToTheCapacityOfTheNextJob) {
+  auto c = config(0, 1, TierKind::file);
+  c.tiers[0].keep = true;
+  const auto size = [&] {
+    for (const auto& e : fs::directory_iterator(root_ / "disk")) {
+      if (e.path().extension() == ".tier") return e.file_size();
+    }
+    return uintmax_t{0};
+  };
+  {
+    const auto cache = attach(c);
+    for (uint64_t s = 0; s < kSamples; ++s) put(*cache, s);
+  }
+  ASSERT_EQ(size(), kSamples * (kSize + 24));
+  c.tiers[0].capacity = 300;
+  const std::vector<uint64_t> sizes(kSamples, kSize);
+  plan::Placement placement;
+  placement.tier.assign(kSamples, plan::kNoTier);
+  placement.offset.assign(kSamples, 0);
+  placement.tier[0] = 0;
+  placement.used = {kSize + 24};
+  placement.fill.resize(1);
+  const auto cache = NodeCache::attach(c, sizes, placement, 2s);
+  EXPECT_EQ(cache->state(0), State::ready);
+  EXPECT_LE(size(), 300u);
+}
+
+TEST_F(NodeCacheTest, WhatWasKeptSurvivesRanksThatDieAfterOneHasLeft) {
+  const auto kept = [&](uint32_t rank) {
+    auto c = config(rank, 2, TierKind::file);
+    c.tiers[0].keep = true;
+    return c;
+  };
+  const auto other = attach(kept(1));
+  {
+    const auto leaving = attach(kept(0));
+    put(*leaving, 4);
+  }
+  // The other rank has not left, and may never do so.
+  const auto residents = resident_samples(kept(0).tiers[0], 11);
+  ASSERT_EQ(residents.size(), 1u);
+  EXPECT_EQ(residents[0].sample, 4u);
+}
+
 }  // namespace
 }  // namespace nostall::tier

@@ -87,9 +87,16 @@ def test_hdmlps_rule_reads_more_than_once_but_gives_the_same(data: Path, slow: S
 
 
 @pytest.mark.multi
-def test_locality_keeps_the_bytes_and_spares_the_network(data: Path) -> None:
+def test_locality_keeps_the_bytes_and_spares_the_network(data: Path, slow: SlowFS) -> None:
+    tiers = [f"ram:{int(0.6 * size_of(data))}"]
     plain, local = (
-        Job(data, 2, extra={"assignment": how, "compute": 0.002}).run()
+        Job(
+            data,
+            2,
+            tiers=tiers,
+            roots=slow.mounts,
+            extra={"assignment": how, "compute": 0.002},
+        ).run()
         for how in ("plan", "locality")
     )
     for epoch in range(3):

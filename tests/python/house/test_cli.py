@@ -60,3 +60,25 @@ def test_doctor_lives_with_a_launcher_that_contradicts_itself(
         monkeypatch.setenv(name, value)
     assert main(["doctor"]) == 0
     assert "rank 9 is not in a world of 4" in capsys.readouterr().out
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out.strip() == f"nostall {nostall.__version__}"
+
+
+def test_a_report_that_cannot_be_written_is_named(
+    image_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stats = tmp_path / "r0.json"
+    with nostall.DataLoader(nostall.ImageFolder(image_folder, index=False), 8, tiers=[]) as loader:
+        for _ in loader:
+            pass
+        loader.stats().save(stats)
+    page = tmp_path / "nowhere" / "page.html"
+    assert main(["report", str(stats), "-o", str(page)]) == 3
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert str(page) in error

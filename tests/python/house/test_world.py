@@ -90,3 +90,23 @@ def test_torchrun_itself() -> None:
     assert done.returncode == 0, done.stderr
     places = sorted(line for line in done.stdout.splitlines() if line.startswith("place"))
     assert places == ["place 0 0", "place 1 1"]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "node", "here"),
+    [("4(x2)", "1", 4), ("4,3", "1", 3), ("3,4(x2)", "0", 3), ("3,4(x2)", "2", 4), ("2", "0", 2)],
+)
+def test_slurm_nodes_may_have_different_numbers_of_tasks(tasks: str, node: str, here: int) -> None:
+    environment = SLURM | {
+        "SLURM_STEP_TASKS_PER_NODE": tasks,
+        "SLURM_NODEID": node,
+        "SLURM_LOCALID": "1",
+    }
+    assert find_world(environment=environment).local_world_size == here
+
+
+@pytest.mark.parametrize(("tasks", "node"), [("4,3", "2"), ("4;3", "0"), ("", "0")])
+def test_slurm_lists_that_make_no_sense_are_named(tasks: str, node: str) -> None:
+    environment = SLURM | {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node}
+    with pytest.raises(UsageError, match="SLURM_STEP_TASKS_PER_NODE"):
+        find_world(environment=environment)

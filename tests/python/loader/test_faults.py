@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from conftest import write_jpeg
 
 import nostall
 from nostall import transforms as t
-from nostall.errors import CorruptionError, PeerError, UsageError
+from nostall.errors import CorruptionError, PeerError, StoppedError, UsageError
 
 STEPS = [t.Resize(16), t.CenterCrop(16), t.ToTensor()]
 
@@ -461,3 +462,109 @@ def test_an_abandoned_iterator_does_not_disturb_the_next_one(image_folder: Path)
         del abandoned
         assert sum(1 for _ in fresh) == len(loader) - 1
         assert [e.batches for e in loader.stats().epochs] == [1, len(loader)]
+
+
+def first_value(image: np.ndarray) -> np.ndarray:
+    return np.array([image.shape[0], int(image[0, 0, 0])])
+
+
+def test_a_stand_in_for_a_callable_brings_its_own_label(tmp_path: Path) -> None:
+    for i in range(30):
+        write_jpeg(tmp_path / f"class{i % 3}" / f"{i:03d}.jpg", 0, (10, 10 + 10 * (i % 3)))
+    folder = nostall.ImageFolder(tmp_path, index=False)
+    for i in range(0, 30, 4):
+        path = Path(folder.describe(i))
+        path.write_bytes(bytes(path.stat().st_size))
+    with nostall.DataLoader(
+        folder,
+        5,
+        transforms=first_value,
+        decode=True,
+        on_error="substitute",
+        output="numpy",
+        tiers=[],
+    ) as loader:
+        seen = [pair for x, y in loader for pair in zip(x[:, 0], y, strict=True)]
+        substituted = loader.stats().epochs[0].substituted
+    assert len(seen) == 30
+    assert len(substituted) == 8
+    # The height of an image tells its class.
+    assert [int(height) // 10 - 1 for height, _ in seen] == [int(label) for _, label in seen]
+
+
+def test_an_abandoned_iterator_with_callables_does_not_disturb_the_next_one(
+    image_folder: Path,
+) -> None:
+    folder = nostall.ImageFolder(image_folder, index=False)
+    with nostall.DataLoader(
+        folder,
+        4,
+        epochs=2,
+        shuffle=False,
+        transforms=lambda raw: raw[:4].copy(),
+        output="numpy",
+        tiers=[],
+    ) as loader:
+        abandoned = iter(loader)
+        next(abandoned)
+        rest = iter(loader)
+        labels = list(next(rest)[1])
+        abandoned.close()  # type: ignore[attr-defined]
+        for _, more in rest:
+            labels += list(more)
+    assert labels == list(folder.labels)
+
+
+def test_closing_from_another_thread_ends_the_wait(image_folder: Path) -> None:
+    folder = nostall.ImageFolder(image_folder, index=False)
+    for _ in range(10):
+        loader = nostall.DataLoader(
+            folder, 4, epochs=1000, transforms=STEPS, output="numpy", tiers=["ram:1MiB"]
+        )
+        ended: list[BaseException] = []
+        first = threading.Event()
+
+        def consume(
+            loader: nostall.DataLoader = loader,
+            ended: list[BaseException] = ended,
+            first: threading.Event = first,
+        ) -> None:
+            try:
+                for epoch in loader.epochs():
+                    for _ in epoch:
+                        first.set()
+            except (StoppedError, UsageError) as error:
+                ended.append(error)
+
+        consumer = threading.Thread(target=consume)
+        consumer.start()
+        assert first.wait(30)
+        loader.close()
+        consumer.join(30)
+        assert not consumer.is_alive()
+        assert len(ended) == 1
+
+
+def test_a_listener_that_fails_does_not_end_the_process(
+    image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise RuntimeError("no listener")
+
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    dropped: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: dropped.append(str(error.exc_value)))
+    handler = Failing()
+    logger = logging.getLogger("nostall")
+    logger.addHandler(handler)
+    try:
+        with nostall.DataLoader(
+            nostall.ImageFolder(image_folder, index=False), 4, tiers=[f"{blocked}:1MiB"]
+        ) as loader:
+            count = sum(len(labels) for _, labels in loader)
+    finally:
+        logger.removeHandler(handler)
+    assert count == 61
+    assert dropped == ["no listener"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data.distributed import DistributedSampler
 
 import nostall
+from nostall.errors import UsageError
+from nostall.sizes import parse_size
 
 
 def torch_order(
@@ -183,3 +187,111 @@ def test_labels_and_images_have_the_stated_types(image_folder: Path) -> None:
     with nostall.DataLoader(folder, 8, transforms=steps, tiers=[], output="numpy") as loader:
         array, _ = next(iter(loader))
         assert isinstance(array, np.ndarray)
+
+
+def labels_of(loader: nostall.DataLoader) -> list[int]:
+    return [int(label) for _, labels in loader for label in labels]
+
+
+def test_epochs_end_though_their_body_takes_nothing(image_folder: Path) -> None:
+    folder = nostall.ImageFolder(image_folder, index=False)
+    with nostall.DataLoader(folder, 8, epochs=3, tiers=[]) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with nostall.DataLoader(folder, 8, epochs=3, tiers=[]) as loader:
+        loader.load_state_dict(state)
+        assert [epoch.index for epoch, _ in zip(loader.epochs(), range(9), strict=False)] == [
+            0,
+            1,
+            2,
+        ]
+
+
+def test_an_epoch_that_the_state_had_ended_is_not_repeated(image_folder: Path) -> None:
+    folder = nostall.ImageFolder(image_folder, index=False)
+    with nostall.DataLoader(folder, 8, epochs=3, tiers=[]) as loader:
+        for i, _ in enumerate(loader):
+            if i == len(loader) - 1:
+                state = loader.state_dict()
+        whole = labels_of(loader)
+    with nostall.DataLoader(folder, 8, epochs=3, tiers=[]) as loader:
+        loader.load_state_dict(state)
+        loader.set_epoch(0)
+        assert labels_of(loader) == []
+        loader.set_epoch(1)
+        assert labels_of(loader) == whole
+    with nostall.DataLoader(folder, 8, epochs=3, tiers=[]) as loader:
+        loader.load_state_dict(state)
+        assert labels_of(loader) == whole
+
+
+@pytest.mark.parametrize(
+    "other", [{"shuffle": False}, {"order": list(range(60, -1, -1))}, {"order": "keyed"}]
+)
+def test_a_state_of_another_order_is_refused(image_folder: Path, other: dict[str, Any]) -> None:
+    folder = nostall.ImageFolder(image_folder, index=False)
+    for mine in ({}, {"order": list(range(61))}):
+        state = nostall.DataLoader(folder, 8, tiers=[], **mine).state_dict()
+        with pytest.raises(UsageError, match="order="):
+            nostall.DataLoader(folder, 8, tiers=[], **other).load_state_dict(state)
+        del state["order"]
+        with pytest.raises(UsageError, match="order=None"):
+            nostall.DataLoader(folder, 8, tiers=[], **mine).load_state_dict(state)
+
+
+@pytest.mark.parametrize("output", ["numpy", "torch"])
+def test_an_empty_share_of_the_last_batch_has_the_shape_of_the_others(
+    make_folder: Callable[[int], Path], output: Literal["numpy", "torch"]
+) -> None:
+    folder = nostall.ImageFolder(make_folder(10), index=False)
+
+    def corner(image: np.ndarray) -> np.ndarray:
+        return image[:2, :3].copy()
+
+    def make(rank: int, world: int) -> nostall.DataLoader:
+        return nostall.DataLoader(
+            folder,
+            8 // world,
+            rank=rank,
+            world_size=world,
+            transforms=corner,
+            decode=True,
+            output=output,
+            tiers=[],
+        )
+
+    with make(0, 2) as loader:
+        state = loader.state_dict()
+    with make(3, 4) as loader:
+        loader.load_state_dict(state)
+        assert [(tuple(x.shape), len(y)) for x, y in loader] == [
+            ((2, 2, 3, 3), 2),
+            ((0, 2, 3, 3), 0),
+        ]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"seed": -1},
+        {"seed": 2**64},
+        {"threads": 0},
+        {"epochs": 2**33},
+        {"batch_size": 2.5},
+        {"order": [-1, 2]},
+        {"order": np.array([3, -1])},
+        {"order": [0.5, 1.0]},
+        {"order": [[1, 2]]},
+        {"order": []},
+        {"staging": 0.5},
+        {"tiers": ["ram:99999999TiB"]},
+    ],
+)
+def test_values_that_cannot_be_are_usage_errors(image_folder: Path, wrong: dict[str, Any]) -> None:
+    folder = nostall.ImageFolder(image_folder, index=False)
+    with pytest.raises(UsageError):
+        nostall.DataLoader(folder, **{"batch_size": 4, "tiers": [], **wrong})
+
+
+def test_sizes_are_exact() -> None:
+    assert parse_size("9007199254740993") == 9007199254740993

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -148,3 +150,16 @@ def test_file_lists(tmp_path: Path) -> None:
     with pytest.raises(IoError, match="missing"):
         nostall.FileList(["missing"], root=tmp_path)
     assert isinstance(every.sizes, np.ndarray)
+
+
+def test_a_pipe_is_no_sample_and_is_never_waited_for(make_folder: Callable[[int], Path]) -> None:
+    root = make_folder(6)
+    os.mkfifo(root / "class0" / "pipe.jpg")
+    with pytest.raises(UsageError, match=r"pipe\.jpg is not a regular file"):
+        nostall.ImageFolder(root, index=False)
+    (root / "class0" / "pipe.jpg").unlink()
+    folder = nostall.ImageFolder(root, index=False)
+    Path(folder.describe(0)).unlink()
+    os.mkfifo(folder.describe(0))
+    with pytest.raises(IoError, match=re.escape(folder.describe(0))):
+        folder.read(0)

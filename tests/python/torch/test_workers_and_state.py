@@ -102,3 +102,16 @@ def test_a_position_that_cannot_be_is_refused(batch: int) -> None:
     state = sampler().state_dict()
     with pytest.raises(UsageError, match=f"batch {batch}"):
         sampler().load_state_dict({**state, "batch": batch})
+
+
+def test_a_sampler_does_not_repeat_the_epoch_that_its_state_had_ended() -> None:
+    first = sampler()
+    list(first)
+    again = sampler()
+    again.load_state_dict(first.state_dict())
+    again.set_epoch(0)
+    assert list(again) == []
+    again.set_epoch(1)
+    assert sorted(i for batch in again for i in batch) == list(range(61))
+    again.set_epoch(0)
+    assert len(list(again)) == len(again)
