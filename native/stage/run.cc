@@ -21,8 +21,9 @@ constexpr uint64_t kMaxAhead = 16384;
 constexpr std::chrono::seconds kPatience{60};
 constexpr std::chrono::seconds kSilence{2};
 constexpr std::chrono::milliseconds kSlice{10};
-// Reads of a sample from the source that waiting for it may cost when its batch is needed.
-constexpr double kWaitForReads = 20.0;
+// How long to wait when the batch is needed: reads of the sample from the source, and seconds for
+// the other node to have its turn of the processor.
+constexpr double kWaitForReads = 20.0, kWaitSeconds = 0.05;
 // The same for another rank of this node, which is reading it at this moment.
 constexpr std::chrono::seconds kLocalPatience{10};
 // An origin that is avoided is tried again this often.
@@ -414,7 +415,9 @@ bool Loader::Run::worth_waiting(const Fetch& fetch, std::chrono::nanoseconds wai
   if (!worth_pushing(peer, source)) return false;
   const Task& task = *fetch.work.task;
   const double read = source * static_cast<double>(sizes_[task.items[fetch.work.index].sample]);
-  if (std::chrono::duration<double>(waited).count() < kWaitForReads * read) return true;
+  if (std::chrono::duration<double>(waited).count() < kWaitForReads * read + kWaitSeconds) {
+    return true;
+  }
   const std::scoped_lock lock(mutex_);
   return task.sequence != handed_out_;
 }
