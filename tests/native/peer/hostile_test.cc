@@ -1,0 +1,365 @@
+// Peers that are not what they say, or do not keep to the rules: a transport that the test speaks
+// through.
+#include <gmock/gmock.h>
+
+#include <condition_variable>
+#include <deque>
+
+#include "base/crc32c.h"
+#include "nodes.h"
+#include "peer/session.h"
+
+namespace nostall::peer {
+namespace {
+
+using namespace std::chrono_literals;
+using testing::Contains;
+using testing::HasSubstr;
+
+constexpr const char* kSecret = "the secret of this job";
+
+// What rank 0 of the test sends to the exchange of rank 1, and what it hears.
+class Wire final : public Transport {
+ public:
+  struct Message {
+    std::vector<std::byte> header;
+    std::vector<std::byte> payload;
+  };
+
+  std::string address() override { return "wire"; }
+  void connect(uint32_t, const std::string&) override {}
+  void send(uint32_t, const HeaderBytes& header, std::span<const std::byte> payload,
+            std::function<void(bool)> done) override {
+    {
+      const std::scoped_lock lock(mutex_);
+      heard_.push_back({{header.begin(), header.end()}, {payload.begin(), payload.end()}});
+    }
+    if (done) done(true);
+  }
+  void drop(uint32_t) override {}
+  bool progress(Receiver& receiver) override {
+    Message message;
+    {
+      const std::scoped_lock lock(mutex_);
+      if (to_come_.empty()) return false;
+      message = std::move(to_come_.front());
+      to_come_.pop_front();
+    }
+    const Delivery delivery = receiver.on_message(message.header, message.payload.size());
+    const bool wanted = delivery.into.size() == message.payload.size();
+    if (wanted) std::copy(message.payload.begin(), message.payload.end(), delivery.into.begin());
+    if (delivery.done) delivery.done(wanted);
+    return true;
+  }
+  void wait(std::chrono::milliseconds timeout) override {
+    std::unique_lock lock(mutex_);
+    woken_.wait_for(lock, timeout, [&] { return awake_ || !to_come_.empty(); });
+    awake_ = false;
+  }
+  void wake() noexcept override {
+    {
+      const std::scoped_lock lock(mutex_);
+      awake_ = true;
+    }
+    woken_.notify_all();
+  }
+
+  void say(std::vector<std::byte> header, std::vector<std::byte> payload = {}) {
+    {
+      const std::scoped_lock lock(mutex_);
+      to_come_.push_back({std::move(header), std::move(payload)});
+    }
+    woken_.notify_all();
+  }
+  void say(const HeaderBytes& header, std::vector<std::byte> payload = {}) {
+    say(std::vector<std::byte>(header.begin(), header.end()), std::move(payload));
+  }
+  // The next message of a kind; those before it are forgotten.
+  Header hear(Kind kind) {
+    const auto end = std::chrono::steady_clock::now() + 5s;
+    while (std::chrono::steady_clock::now() < end) {
+      {
+        const std::scoped_lock lock(mutex_);
+        while (!heard_.empty()) {
+          const Header header = decode(heard_.front().header).take();
+          payload_ = std::move(heard_.front().payload);
+          heard_.pop_front();
+          if (header.kind == kind) return header;
+        }
+      }
+      std::this_thread::sleep_for(1ms);
+    }
+    ADD_FAILURE() << "no message of kind " << int(kind);
+    return {};
+  }
+  const std::vector<std::byte>& payload() const { return payload_; }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable woken_;
+  bool awake_ = false;
+  std::deque<Message> to_come_, heard_;
+  std::vector<std::byte> payload_;
+};
+
+class HostileTest : public Nodes {
+ protected:
+  // The exchange is rank 1, on node 1; the test is rank 0.
+  void start(std::chrono::milliseconds timeout = 2s) {
+    ExchangeConfig config;
+    config.rank = 1;
+    config.node_of_rank = {0, 1};
+    config.addresses = {"wire", "wire"};
+    config.secret = kSecret;
+    config.plan = 77;
+    config.epoch_length = kSamples;
+    config.timeout = timeout;
+    cache_ = cache_of(1, tier::TierKind::ram);
+    auto transport = std::make_unique<Wire>();
+    wire_ = transport.get();
+    exchange_ =
+        std::make_unique<Exchange>(std::move(transport), config, ownership(2), sizes_, cache_);
+  }
+  void TearDown() override {
+    exchange_.reset();
+    cache_.reset();
+    Nodes::TearDown();
+  }
+
+  // A session in which the test asks.
+  Session asking(std::string_view secret = kSecret) {
+    Header hello;
+    hello.kind = Kind::hello;
+    hello.to = 1;
+    hello.sample = 77;
+    hello.nonce = random_nonce();
+    wire_->say(encode(hello));
+    const Header challenge = wire_->hear(Kind::challenge);
+    Session session(key_of(secret), 0, 1, hello.nonce, challenge.nonce);
+    Header proof;
+    proof.kind = Kind::proof;
+    proof.to = 1;
+    wire_->say(session.seal(proof));
+    return session;
+  }
+  // A session in which the test answers.
+  Session answering() {
+    const Header hello = wire_->hear(Kind::hello);
+    Header challenge;
+    challenge.kind = Kind::challenge;
+    challenge.to = 1;
+    challenge.nonce = random_nonce();
+    Session session(key_of(kSecret), 1, 0, hello.nonce, challenge.nonce);
+    wire_->say(session.seal(challenge));
+    EXPECT_TRUE(session.open(wire_->hear(Kind::proof)));
+    Header welcome;
+    welcome.kind = Kind::welcome;
+    welcome.to = 1;
+    welcome.progress = plan::kNever;
+    wire_->say(session.seal(welcome));
+    return session;
+  }
+  static Header message(Kind kind, uint64_t sample, uint64_t length = 0) {
+    Header header;
+    header.kind = kind;
+    header.to = 1;
+    header.sample = sample;
+    header.length = length;
+    return header;
+  }
+  bool refused(uint64_t count) {
+    return eventually([&] { return exchange_->stats().refused == count; });
+  }
+
+  std::shared_ptr<tier::NodeCache> cache_;
+  std::unique_ptr<Exchange> exchange_;
+  Wire* wire_ = nullptr;
+};
+
+TEST_F(HostileTest, WhoKnowsTheSecretIsServed) {
+  start();
+  put(*cache_, 1);
+  Session session = asking();
+  wire_->hear(Kind::welcome);
+  Header fetch = message(Kind::fetch, 1);
+  wire_->say(session.seal(fetch));
+  const Header reply = wire_->hear(Kind::reply);
+  EXPECT_TRUE(session.open(reply));
+  EXPECT_EQ(reply.status, Status::here);
+  EXPECT_EQ(wire_->payload(), bytes_of(1));
+}
+
+TEST_F(HostileTest, AStrangerReadsNothingAndWritesNothing) {
+  start();
+  put(*cache_, 1);
+  Session session = asking("another secret, long enough");
+  EXPECT_TRUE(refused(1));
+  Header fetch = message(Kind::fetch, 1);
+  wire_->say(session.seal(fetch));
+  EXPECT_TRUE(refused(2));
+  const auto bytes = bytes_of(3);
+  Header push = message(Kind::push, 3, bytes.size());
+  push.crc = crc32c(bytes);
+  wire_->say(session.seal(push), bytes);
+  EXPECT_TRUE(refused(3));
+  EXPECT_EQ(exchange_->stats().served, 0u);
+  EXPECT_EQ(cache_->state(3), tier::State::empty);
+  EXPECT_EQ(exchange_->nodes_alive(), 2u);
+}
+
+TEST_F(HostileTest, RepeatedMessagesAreRefused) {
+  start();
+  put(*cache_, 1);
+  Session session = asking();
+  wire_->hear(Kind::welcome);
+  Header fetch = message(Kind::fetch, 1);
+  const HeaderBytes sealed = session.seal(fetch);
+  wire_->say(sealed);
+  wire_->hear(Kind::reply);
+  wire_->say(sealed);
+  EXPECT_TRUE(refused(1));
+  EXPECT_EQ(exchange_->stats().served, 1u);
+}
+
+TEST_F(HostileTest, GarbageIsCountedAndHasNoEffect) {
+  start();
+  wire_->say(std::vector<std::byte>{});
+  wire_->say(std::vector<std::byte>(kHeaderBytes));
+  wire_->say(std::vector<std::byte>(kHeaderBytes + 1));
+  HeaderBytes future = encode(message(Kind::fetch, 1));
+  future[4] = std::byte{99};
+  wire_->say(future);
+  wire_->say(encode(message(Kind::fetch, 1)));  // no session
+  Header elsewhere = message(Kind::fetch, 1);
+  elsewhere.to = 5;
+  wire_->say(encode(elsewhere));
+  Header nobody = message(Kind::fetch, 1);
+  nobody.from = 77;
+  wire_->say(encode(nobody));
+  wire_->say(encode(message(Kind::push, 1, 10)), std::vector<std::byte>(9));  // another length
+  EXPECT_TRUE(refused(8));
+  EXPECT_EQ(exchange_->nodes_alive(), 2u);
+}
+
+TEST_F(HostileTest, ARankWithAnotherPlanIsRefused) {
+  start();
+  Header hello = message(Kind::hello, 78);
+  wire_->say(encode(hello));
+  EXPECT_TRUE(refused(1));
+  const std::scoped_lock lock(mutex_);
+  EXPECT_THAT(warnings_, Contains(HasSubstr("another plan")));
+}
+
+TEST_F(HostileTest, AMemberThatAsksForTheImpossibleIsDropped) {
+  start();
+  Session session = asking();
+  wire_->hear(Kind::welcome);
+  Header fetch = message(Kind::fetch, kSamples);
+  wire_->say(session.seal(fetch));
+  EXPECT_TRUE(eventually([&] { return exchange_->stats().dropped_ranks == 1; }));
+  EXPECT_EQ(exchange_->where(0, 1), Where::source);
+}
+
+TEST_F(HostileTest, APushOfWrongBytesIsDroppedAndLeavesTheSampleEmpty) {
+  start();
+  Session session = asking();
+  wire_->hear(Kind::welcome);
+  Header push = message(Kind::push, 1, sizes_[1]);
+  push.crc = crc32c(bytes_of(1)) ^ 1;
+  wire_->say(session.seal(push), bytes_of(1));
+  EXPECT_TRUE(eventually([&] { return exchange_->stats().dropped_ranks == 1; }));
+  EXPECT_EQ(cache_->state(1), tier::State::empty);
+}
+
+TEST_F(HostileTest, APushOfAnotherLengthIsDropped) {
+  start();
+  Session session = asking();
+  wire_->hear(Kind::welcome);
+  Header push = message(Kind::push, 1, 3);
+  wire_->say(session.seal(push), std::vector<std::byte>(3));
+  EXPECT_TRUE(eventually([&] { return exchange_->stats().dropped_ranks == 1; }));
+}
+
+class AnswerTest : public HostileTest {
+ protected:
+  // Asks for sample 0, which the test's node owns, and lets the test answer.
+  Outcome ask(std::function<void(Session&, const Header&)> answer,
+              std::chrono::milliseconds timeout = 2s) {
+    start(timeout);
+    Session session = answering();
+    into_.assign(sizes_[0], std::byte{0});
+    EXPECT_TRUE(eventually([&] { return exchange_->where(0, 1) == Where::there; }));
+    const auto group = exchange_->begin({{0, into_, nullptr, Outcome::waiting}});
+    const Header fetch = wire_->hear(Kind::fetch);
+    EXPECT_TRUE(session.open(fetch));
+    answer(session, fetch);
+    exchange_->finish(*group, {});
+    return group->requests[0].outcome;
+  }
+  Header reply_to(const Header& fetch, const std::vector<std::byte>& bytes) const {
+    Header reply = message(Kind::reply, fetch.sample, bytes.size());
+    reply.request = fetch.request;
+    reply.crc = crc32c(bytes);
+    return reply;
+  }
+  std::vector<std::byte> into_;
+};
+
+TEST_F(AnswerTest, TheRightBytesArrive) {
+  EXPECT_EQ(ask([&](Session& session, const Header& fetch) {
+              Header reply = reply_to(fetch, bytes_of(0));
+              wire_->say(session.seal(reply), bytes_of(0));
+            }),
+            Outcome::here);
+  EXPECT_EQ(into_, bytes_of(0));
+}
+
+TEST_F(AnswerTest, WrongBytesAreNotTaken) {
+  EXPECT_EQ(ask([&](Session& session, const Header& fetch) {
+              Header reply = reply_to(fetch, bytes_of(0));
+              reply.crc ^= 1;
+              wire_->say(session.seal(reply), bytes_of(0));
+            }),
+            Outcome::failed);
+  EXPECT_TRUE(eventually([&] { return exchange_->nodes_alive() == 1; }));
+}
+
+TEST_F(AnswerTest, AnAnswerOfAnotherSampleIsNotTaken) {
+  EXPECT_EQ(ask([&](Session& session, const Header& fetch) {
+              Header reply = reply_to(fetch, bytes_of(0));
+              reply.sample = 2;
+              wire_->say(session.seal(reply), bytes_of(0));
+            }),
+            Outcome::failed);
+}
+
+TEST_F(AnswerTest, AnAnswerTooLongIsNotTaken) {
+  EXPECT_EQ(ask([&](Session& session, const Header& fetch) {
+              std::vector<std::byte> bytes = bytes_of(0);
+              bytes.push_back(std::byte{1});
+              Header reply = reply_to(fetch, bytes);
+              wire_->say(session.seal(reply), bytes);
+            }),
+            Outcome::failed);
+}
+
+TEST_F(AnswerTest, NeverMeansTheSource) {
+  EXPECT_EQ(ask([&](Session& session, const Header& fetch) {
+              Header reply = reply_to(fetch, {});
+              reply.status = Status::never;
+              wire_->say(session.seal(reply));
+            }),
+            Outcome::never);
+  EXPECT_EQ(exchange_->where(0, 1), Where::source);
+  EXPECT_EQ(exchange_->stats().asked_in_vain, 1u);
+}
+
+TEST_F(AnswerTest, SilenceEndsInBoundedTime) {
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_EQ(ask([](Session&, const Header&) {}, 300ms), Outcome::failed);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, 3s);
+  EXPECT_TRUE(eventually([&] { return exchange_->stats().dropped_ranks == 1; }));
+}
+
+}  // namespace
+}  // namespace nostall::peer
