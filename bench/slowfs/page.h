@@ -1,8 +1,9 @@
 /* The memory page that all daemons of one emulated storage share, and that the harness reads.
  *
  * A little-endian struct of 64-bit words in a regular file, mapped shared. Every field but the
- * first is updated with atomics; a reader in another process sees each word whole, and the words of
- * one moment only approximately together. python/nostall/bench/slowfs.py reads it by the same
+ * first is updated with atomics, `slowdown` by the harness; a reader in another process sees each
+ * word whole, and the words of one moment only approximately together.
+ * python/nostall/bench/slowfs.py reads it by the same
  * offsets. */
 #ifndef NOSTALL_SLOWFS_PAGE_H
 #define NOSTALL_SLOWFS_PAGE_H
@@ -27,7 +28,8 @@ struct slowfs_page {
   _Atomic uint64_t magic;
   _Atomic uint64_t free_at_ns;    /* when the shared link is free again */
   _Atomic uint64_t op_free_at_ns; /* when the next operation may start, under an operations limit */
-  uint64_t unused[5];
+  _Atomic uint64_t slowdown;      /* transfers take this many times as long; 0 is 1 */
+  uint64_t unused[4];
   struct slowfs_client client[SLOWFS_MAX_CLIENTS];
 };
 

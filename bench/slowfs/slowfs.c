@@ -85,11 +85,12 @@ static void pay(enum slowfs_operation op, uint64_t bytes) {
   atomic_fetch_add(&me->operations[op], 1);
   if (set.ops && (end = book(&page->op_free_at_ns, now, cost_ns(1, set.ops))) > until) until = end;
   if (bytes) {
+    uint64_t slowdown = atomic_load(&page->slowdown), units = bytes * (slowdown ? slowdown : 1);
     atomic_fetch_add(&me->bytes, bytes);
-    if (set.bandwidth && (end = book(&me->free_at_ns, now, cost_ns(bytes, set.bandwidth))) > until)
+    if (set.bandwidth && (end = book(&me->free_at_ns, now, cost_ns(units, set.bandwidth))) > until)
       until = end;
     if (set.aggregate &&
-        (end = book(&page->free_at_ns, now, cost_ns(bytes, set.aggregate))) > until)
+        (end = book(&page->free_at_ns, now, cost_ns(units, set.aggregate))) > until)
       until = end;
   }
   until += (uint64_t)set.latency_us * 1000u;

@@ -1,25 +1,30 @@
 #include "stage/origin.h"
 
+#include <algorithm>
+
 #include "base/clock.h"
 
 namespace nostall::stage {
 
 void SpeedEstimate::record(uint64_t bytes, int64_t nanoseconds) noexcept {
   if (bytes == 0 || nanoseconds <= 0) return;
-  recorded_.store(now_ns(), std::memory_order_relaxed);
+  const int64_t now = now_ns();
+  const int64_t age = now - recorded_.exchange(now, std::memory_order_relaxed);
+  tried_.store(now, std::memory_order_relaxed);
+  const double weight =
+      std::clamp(static_cast<double>(age) / static_cast<double>(kMemoryNs), 1.0 / 16.0, 1.0);
   const double seen = static_cast<double>(nanoseconds) * 1e-9 / static_cast<double>(bytes);
   double old = value_.load(std::memory_order_relaxed);
   double next = 0.0;
   do {
-    next = old == 0.0 ? seen : old + (seen - old) / 16.0;
+    next = old == 0.0 ? seen : old + (seen - old) * weight;
   } while (!value_.compare_exchange_weak(old, next, std::memory_order_relaxed));
 }
 
 bool SpeedEstimate::stale(int64_t nanoseconds) noexcept {
-  int64_t recorded = recorded_.load(std::memory_order_relaxed);
+  int64_t tried = tried_.load(std::memory_order_relaxed);
   const int64_t now = now_ns();
-  return recorded != 0 && now - recorded > nanoseconds &&
-         recorded_.compare_exchange_strong(recorded, now);
+  return tried != 0 && now - tried > nanoseconds && tried_.compare_exchange_strong(tried, now);
 }
 
 bool worth_pushing(double peer_seconds_per_byte, double source_seconds_per_byte) noexcept {

@@ -16,7 +16,8 @@ inline constexpr size_t kOrigins = 4;
 
 // Running estimate of what one origin delivers to one reader, seconds per byte: r_j(p_j)/p_j for a
 // tier, min(b_c, r_j(p_j)/p_j) for a peer, min(b_fs, t(gamma)/gamma) for the source. Follows
-// changes with a weight of 1/16 per sample.
+// changes with a weight of 1/16 per measurement, more the older the last one is: after kMemoryNs a
+// new one counts alone.
 class SpeedEstimate {
  public:
   void record(uint64_t bytes, int64_t nanoseconds) noexcept;
@@ -27,8 +28,10 @@ class SpeedEstimate {
   double seconds_per_byte() const noexcept { return value_.load(std::memory_order_relaxed); }
 
  private:
+  static constexpr int64_t kMemoryNs = 2'000'000'000;
   std::atomic<double> value_{0.0};
-  std::atomic<int64_t> recorded_{0};
+  std::atomic<int64_t> recorded_{0};  // time of the last measurement
+  std::atomic<int64_t> tried_{0};     // and of the last time that one was due
 };
 
 struct Candidate {

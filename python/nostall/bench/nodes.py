@@ -58,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.table import Table
 
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
     data = _dataset(arguments)
     total = sum(p.stat().st_size for p in data.rglob("*") if p.is_file())
     rows: list[dict[str, Any]] = []

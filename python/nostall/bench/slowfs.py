@@ -28,6 +28,7 @@ MAX_CLIENTS = 64
 # bench/slowfs/page.h: 8 words of head, then 8 words per client: its link, bytes, operations.
 _WORD = 8
 _HEAD = 8 * _WORD
+_SLOWDOWN = 3 * _WORD
 _CLIENT = 8 * _WORD
 _PAGE_BYTES = _HEAD + MAX_CLIENTS * _CLIENT
 _START_SECONDS = 10.0
@@ -136,7 +137,7 @@ class SlowFS:
         handle, name = tempfile.mkstemp(prefix="nostall-slowfs-", dir=memory)
         self._page_path = Path(name)
         os.ftruncate(handle, _PAGE_BYTES)
-        self._page = mmap.mmap(handle, _PAGE_BYTES, prot=mmap.PROT_READ)
+        self._page = mmap.mmap(handle, _PAGE_BYTES)
         os.close(handle)
         try:
             self._mount()
@@ -236,6 +237,14 @@ class SlowFS:
             for thread in threads:
                 thread.join()
         return served / took
+
+    def slow_down(self, factor: int) -> None:
+        """Makes every transfer take `factor` times as long from now on; 1 is as configured."""
+        if self._page is None:
+            raise UsageError("this SlowFS is not mounted")
+        if factor < 1:
+            raise UsageError(f"a slowdown must be at least 1, not {factor}")
+        struct.pack_into("<Q", self._page, _SLOWDOWN, factor)
 
     def _word(self, offset: int) -> int:
         if self._page is None:

@@ -67,7 +67,9 @@ def main(s: dict) -> None:
                 return
             time.sleep(s.get("compute", 0.0))
     stats = loader.stats().to_dict()
-    stats.pop("batches")
+    timeline = stats.pop("batches")
+    if s.get("timeline"):
+        stats["timeline"] = timeline
     print(json.dumps({**stats, "stream": stream.hexdigest(), "batches": batches}), flush=True)
     loader.close()
 
