@@ -234,7 +234,8 @@ void bind_stage(nb::module_& m) {
              uint32_t first_epoch, bindings::PyTransport* transport, uint32_t node,
              const std::vector<uint32_t>& node_of_rank, const std::vector<uint64_t>& capacities,
              const std::vector<nb::bytes>& addresses, const nb::bytes& secret,
-             uint32_t peer_timeout_ms, const std::string& sharing, bool locality) {
+             uint32_t peer_timeout_ms, const std::string& sharing, bool locality,
+             const std::vector<double>& expected) {
             stage::LoaderConfig config;
             config.job = job;
             config.rank = rank;
@@ -243,6 +244,10 @@ void bind_stage(nb::module_& m) {
             config.on_error = on_error_of(on_error);
             config.sharing = sharing_of(sharing);
             config.locality = locality;
+            if (!expected.empty() && expected.size() != stage::kOrigins) {
+              throw Error(ErrorKind::usage, "a speed is expected of each origin, or of none");
+            }
+            std::copy(expected.begin(), expected.end(), config.expected.begin());
             config.first_epoch = first_epoch;
             config.local_rank = local_rank;
             config.local_world = local_world;
@@ -284,7 +289,7 @@ void bind_stage(nb::module_& m) {
           nb::arg("capacities") = std::vector<uint64_t>(),
           nb::arg("addresses") = std::vector<nb::bytes>(), nb::arg("secret") = nb::bytes("", 0),
           nb::arg("peer_timeout_ms") = 10000, nb::arg("sharing") = "push",
-          nb::arg("locality") = false)
+          nb::arg("locality") = false, nb::arg("expected") = std::vector<double>())
       .def("next", &next, "The next batch; waits for it with the GIL released.")
       .def(
           "seek",

@@ -2,11 +2,11 @@
 // the whole exchange (authentication, CRC32C, receiving into place), to be held against
 // ucx_perftest on the same link.
 //
-//   nostall-exchange LIBRARY TRANSPORTS DEVICES BYTES IN_FLIGHT SECONDS
-// runs the two ranks as two processes of this machine and prints {"megabytes_per_s",
-// "samples_per_s", "latency_us", "bytes", "in_flight"}: JSON, on one line.
-#include "peer/exchange.h"
-
+//   nostall-exchange ROLE LIBRARY TRANSPORTS DEVICES BYTES IN_FLIGHT SECONDS
+// ROLE "pair" runs both ranks as two processes of this machine. "serve" and "ask" run one each, on
+// two machines: both write their address to standard output as one line of hexadecimal digits and
+// read the other's from standard input; "serve" ends when its input does. "pair" and "ask" print
+// {"megabytes_per_s", "samples_per_s", "latency_us", "bytes", "in_flight"}: JSON, on one line.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -19,6 +19,8 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "peer/exchange.h"
 
 namespace {
 
@@ -35,22 +37,34 @@ uint64_t number(const char* text) {
   return value;
 }
 
-void write_all(int fd, const void* data, size_t size) {
-  if (::write(fd, data, size) != static_cast<ssize_t>(size)) throw std::runtime_error("pipe");
-}
-
-std::string read_string(int fd) {
-  uint64_t size = 0;
-  if (::read(fd, &size, sizeof size) != sizeof size) throw std::runtime_error("pipe");
-  std::string text(size, '\0');
-  if (::read(fd, text.data(), size) != static_cast<ssize_t>(size)) throw std::runtime_error("pipe");
+// One line of hexadecimal digits.
+std::string read_address(int fd) {
+  std::string text;
+  int high = -1;
+  for (char c = 0; ::read(fd, &c, 1) == 1 && c != '\n';) {
+    const int digit = c >= 'a' ? c - 'a' + 10 : c - '0';
+    if (digit < 0 || digit > 15) throw std::runtime_error("an address is not hexadecimal");
+    if (high < 0) {
+      high = digit;
+    } else {
+      text.push_back(static_cast<char>(high * 16 + digit));
+      high = -1;
+    }
+  }
+  if (text.empty()) throw std::runtime_error("the other side told no address");
   return text;
 }
 
-void write_string(int fd, const std::string& text) {
-  const uint64_t size = text.size();
-  write_all(fd, &size, sizeof size);
-  write_all(fd, text.data(), size);
+void write_address(int fd, const std::string& text) {
+  std::string line;
+  for (const char c : text) {
+    line += "0123456789abcdef"[static_cast<uint8_t>(c) >> 4];
+    line += "0123456789abcdef"[static_cast<uint8_t>(c) & 15];
+  }
+  line += '\n';
+  if (::write(fd, line.data(), line.size()) != static_cast<ssize_t>(line.size())) {
+    throw std::runtime_error("the other side is gone");
+  }
 }
 
 // Rank 0 has all samples, rank 1 asks for them.
@@ -75,7 +89,7 @@ struct Side {
     }
     placement.used = {kSamples * bytes};
     cache = tier::NodeCache::attach(config, sizes, placement);
-    transport = peer::load_ucx(argv[1], {argv[2], argv[3]});
+    transport = peer::load_ucx(argv[2], {argv[3], argv[4]});
   }
 
   std::unique_ptr<peer::Exchange> meet(uint32_t rank, std::vector<std::string> addresses) {
@@ -103,8 +117,8 @@ int serve(int in, int out, uint64_t bytes, char** argv, const std::filesystem::p
     side.cache->publish(s);
   }
   const std::string mine = side.transport->address();
-  write_string(out, mine);
-  const auto exchange = side.meet(0, {mine, read_string(in)});
+  write_address(out, mine);
+  const auto exchange = side.meet(0, {mine, read_address(in)});
   char end = 0;
   return ::read(in, &end, 1) >= 0 ? 0 : 1;
 }
@@ -114,8 +128,8 @@ void measure(int in, int out, uint64_t bytes, uint64_t in_flight, uint64_t secon
   using Clock = std::chrono::steady_clock;
   Side side(1, bytes, argv, root);
   const std::string mine = side.transport->address();
-  const std::string other = read_string(in);
-  write_string(out, mine);
+  const std::string other = read_address(in);
+  write_address(out, mine);
   const auto exchange = side.meet(1, {other, mine});
   while (exchange->where(0, 1) != peer::Where::there) {
     exchange->wait_for_news(std::chrono::milliseconds(10), {});
@@ -164,33 +178,43 @@ void measure(int in, int out, uint64_t bytes, uint64_t in_flight, uint64_t secon
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 7) {
-    std::cerr << "nostall-exchange LIBRARY TRANSPORTS DEVICES BYTES IN_FLIGHT SECONDS\n";
+  if (argc != 8) {
+    std::cerr << "nostall-exchange pair|serve|ask LIBRARY TRANSPORTS DEVICES BYTES IN_FLIGHT "
+                 "SECONDS\n";
     return 2;
   }
+  const std::string role = argv[1];
+  std::filesystem::path root;
+  int status = 1;
   try {
-    const uint64_t bytes = number(argv[4]), in_flight = number(argv[5]), seconds = number(argv[6]);
+    const uint64_t bytes = number(argv[5]), in_flight = number(argv[6]), seconds = number(argv[7]);
     char pattern[] = "/dev/shm/nostall-exchange-XXXXXX";
     if (!::mkdtemp(pattern)) throw std::runtime_error("cannot make a folder in /dev/shm");
-    const std::filesystem::path root = pattern;
-    int down[2], up[2];
-    if (::pipe(down) != 0 || ::pipe(up) != 0) throw std::runtime_error("cannot make pipes");
-    const pid_t child = ::fork();
-    if (child == 0) {
+    root = pattern;
+    if (role == "serve") {
+      status = serve(0, 1, bytes, argv, root);
+    } else if (role == "ask") {
+      measure(0, 1, bytes, in_flight, seconds, argv, root);
+      status = 0;
+    } else {
+      int down[2], up[2];
+      if (::pipe(down) != 0 || ::pipe(up) != 0) throw std::runtime_error("cannot make pipes");
+      const pid_t child = ::fork();
+      if (child == 0) {
+        ::close(down[1]);
+        ::close(up[0]);
+        std::_Exit(serve(down[0], up[1], bytes, argv, root));
+      }
+      ::close(down[0]);
+      ::close(up[1]);
+      measure(up[0], down[1], bytes, in_flight, seconds, argv, root);
       ::close(down[1]);
-      ::close(up[0]);
-      std::_Exit(serve(down[0], up[1], bytes, argv, root));
+      ::waitpid(child, &status, 0);
     }
-    ::close(down[0]);
-    ::close(up[1]);
-    measure(up[0], down[1], bytes, in_flight, seconds, argv, root);
-    ::close(down[1]);
-    int status = 0;
-    ::waitpid(child, &status, 0);
-    std::filesystem::remove_all(root);
   } catch (const std::exception& e) {
     std::cerr << "nostall-exchange: " << e.what() << "\n";
-    return 1;
+    status = 1;
   }
-  return 0;
+  if (!root.empty()) std::filesystem::remove_all(root);
+  return status == 0 ? 0 : 1;
 }

@@ -22,6 +22,7 @@ Loader::Loader(LoaderConfig config)
                                       " is not below the world size " +
                                       std::to_string(config_.job.world));
   }
+  for (size_t o = 0; o < kOrigins; ++o) speeds_[o].expect(config_.expected[o]);
   if (config_.depth == 0) throw Error(ErrorKind::usage, "depth must be at least 1");
 }
 

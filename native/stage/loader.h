@@ -64,6 +64,8 @@ struct LoaderConfig {
   uint32_t workers = 2;   // threads that transform; unused for raw batches
   uint32_t depth = 16;    // reads that one fetch thread keeps in flight
   source::ReaderKind reader = source::ReaderKind::automatic;
+  // What to expect of each origin before it was measured, seconds a byte; 0: not known.
+  std::array<double, kOrigins> expected{};
   uint64_t staging_bytes = uint64_t{256} << 20;
   uint64_t io_bytes = uint64_t{64} << 20;
 };

@@ -24,6 +24,8 @@ class SpeedEstimate {
   // True at most once every `nanoseconds` in which nothing was recorded: time to try this origin
   // again although it was slow, for it may have changed.
   bool stale(int64_t nanoseconds) noexcept;
+  // What to expect until something was recorded, which then counts like any measurement.
+  void expect(double seconds_per_byte) noexcept { value_.store(seconds_per_byte); }
   // Seconds a byte; 0 while nothing was measured.
   double seconds_per_byte() const noexcept { return value_.load(std::memory_order_relaxed); }
 

@@ -266,6 +266,7 @@ class Loader:
         peer_timeout_ms: int = 10000,
         sharing: str = "push",
         locality: bool = False,
+        expected: Sequence[float] = [],
     ) -> None: ...
     def next(self) -> Batch:
         """The next batch; waits for it with the GIL released."""

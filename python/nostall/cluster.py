@@ -19,7 +19,7 @@ from nostall.sizes import TierSpec
 from nostall.world import World
 
 _log = logging.getLogger("nostall")
-_LIBRARY = Path(__file__).parent / "nostall_ucx.so"
+LIBRARY = Path(__file__).parent / "nostall_ucx.so"
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def join(world: World, tiers: Sequence[TierSpec], allgather: AllGather) -> Clust
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     try:
         transport = _native.PeerTransport(
-            os.environ.get("NOSTALL_UCX_LIBRARY", str(_LIBRARY)),
+            os.environ.get("NOSTALL_UCX_LIBRARY", str(LIBRARY)),
             os.environ.get("NOSTALL_UCX_TLS", ""),
             os.environ.get("NOSTALL_UCX_DEVICES", ""),
         )

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nostall import _native, cluster
+from nostall.calibration import Calibration
 from nostall.errors import UsageError
 from nostall.plan import Plan, sample_ids
 from nostall.pystage import PythonStage
@@ -24,6 +25,7 @@ from nostall.record import Recorder
 from nostall.rendezvous import AllGather, find_rendezvous
 from nostall.sizes import TierSpec, parse_size, parse_tiers
 from nostall.source import Source
+from nostall.stats import ORIGINS
 from nostall.transforms import Transform, is_native
 from nostall.transforms import compile as compile_transforms
 from nostall.world import find_world
@@ -136,6 +138,8 @@ class DataLoader:
             them, from the second epoch on: the global batches stay the same, the network carries
             less, but a rank's part of a batch is no longer a random one, which batch norm without
             synchronisation may notice.
+        calibration: a file of ``nostall calibrate`` to start from; without one the loader starts
+            from defaults and learns.
 
     Raises:
         UsageError: arguments that do not go together, named with their value.
@@ -174,6 +178,7 @@ class DataLoader:
         peers: Literal["auto", "on", "off"] | AllGather = "auto",
         sharing: Literal["push", "owners-read"] = "push",
         assignment: Literal["plan", "locality"] = "plan",
+        calibration: str | os.PathLike[str] | None = None,
     ) -> None:
         if batch_size < 1:
             raise UsageError(f"batch_size must be at least 1, not {batch_size}")
@@ -226,6 +231,7 @@ class DataLoader:
         self._staging = parse_size(staging)
         cores = len(os.sched_getaffinity(0))
         self._threads = threads or max(1, cores // self.world.local_world_size)
+        self._calibration = Calibration.load(calibration) if calibration is not None else None
         self._output = output or ("torch" if importlib.util.find_spec("torch") else "numpy")
 
         if self._output == "torch":
@@ -514,13 +520,14 @@ class DataLoader:
                 local_rank=self.world.local_rank,
                 local_world=self.world.local_world_size,
                 on_error=self._on_error,
-                fetchers=max(2, self._threads),
+                fetchers=self._fetchers(),
                 workers=self._threads,
                 depth=_READS_IN_FLIGHT,
                 reader=self._reader,
                 staging_bytes=self._staging,
                 io_bytes=_DEFAULT_IO_BYTES,
                 first_epoch=self._first_epoch,
+                expected=self._expected(),
                 sharing=self._sharing,
                 locality=self._assignment == "locality",
                 **self._reach(met),
@@ -528,6 +535,17 @@ class DataLoader:
             self._finalizer.detach()
             self._finalizer = weakref.finalize(self, self._loader.close)
         return self._loader
+
+    def _fetchers(self) -> int:
+        known = self._calibration.source_threads if self._calibration else 0
+        return max(2, known or self._threads)
+
+    def _expected(self) -> list[float]:
+        """Seconds a byte of each origin, as one fetch thread of this rank would see them."""
+        if self._calibration is None:
+            return []
+        readers = self.world.local_world_size * self._fetchers()
+        return [self._calibration.seconds_per_byte(origin, readers) for origin in ORIGINS]
 
     @staticmethod
     def _reach(met: cluster.Cluster | None) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import platform
-import shutil
 import signal
 import statistics
 import subprocess
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from nostall.bench.slowfs import SlowFS
 from nostall.errors import UsageError
+from nostall.programs import find_native
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -135,7 +135,7 @@ def _mode(
 
     rows: dict[str, dict[str, Any]] = {}
     runners = []
-    limit = find_limit()
+    limit = find_native("nostall-limit")
     if mode != "cold":
         if limit is None:
             rows[LIMIT] = {"missing": "nostall-limit is not built"}
@@ -195,19 +195,6 @@ def _mode(
         if row.get("runs"):
             row.update(_summarise(row["runs"]))
     return rows
-
-
-def find_limit() -> Path | None:
-    """``nostall-limit`` beside the package, in the checkout's build, or on the path."""
-    package = Path(__file__).resolve().parent.parent
-    for path in (
-        package / "bin" / "nostall-limit",
-        package.parent.parent / "build" / "dev" / "bench" / "limit" / "nostall-limit",
-    ):
-        if os.access(path, os.X_OK):
-            return path
-    found = shutil.which("nostall-limit")
-    return Path(found) if found else None
 
 
 def _run_limit(

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 from nostall.errors import UsageError
+from nostall.programs import find_native
 
 OPERATIONS = ("getattr", "open", "read", "readdir")
 MAX_CLIENTS = 64
@@ -40,16 +41,9 @@ def find_program() -> Path:
     Raises:
         UsageError: it was not built, because libfuse3 was missing when nostall was.
     """
-    package = Path(__file__).resolve().parent.parent
-    for path in (
-        package / "bin" / "nostall-slowfs",
-        package.parent.parent / "build" / "dev" / "bench" / "slowfs" / "nostall-slowfs",
-    ):
-        if os.access(path, os.X_OK):
-            return path
-    on_path = shutil.which("nostall-slowfs")
-    if on_path:
-        return Path(on_path)
+    found = find_native("nostall-slowfs")
+    if found:
+        return found
     raise UsageError(
         "nostall-slowfs is not installed: build nostall where libfuse3's headers are "
         "(Debian: apt install libfuse3-dev pkg-config)"
