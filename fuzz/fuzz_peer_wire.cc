@@ -1,5 +1,5 @@
-// Headers from strangers: every input is a Header or an Error, what is accepted is encoded back to the
-// same bytes, and a session opens nothing that it did not seal.
+// Headers from strangers: every input is a Header or an Error, what is accepted is encoded back to
+// the same bytes, and a session opens nothing that it did not seal.
 #include <cstdlib>
 #include <cstring>
 

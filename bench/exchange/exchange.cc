@@ -7,6 +7,8 @@
 // two machines: both write their address to standard output as one line of hexadecimal digits and
 // read the other's from standard input; "serve" ends when its input does. "pair" and "ask" print
 // {"megabytes_per_s", "samples_per_s", "latency_us", "bytes", "in_flight"}: JSON, on one line.
+#include "peer/exchange.h"
+
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -19,8 +21,6 @@
 #include <string>
 #include <thread>
 #include <vector>
-
-#include "peer/exchange.h"
 
 namespace {
 

@@ -19,10 +19,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nostall.bench.slowfs import SlowFS
 from nostall.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 # How nodes share: not at all; HDMLP's rule; the rank that needs a sample first reads it for all.
 WAYS = ("alone", "owners-read", "push")
@@ -93,6 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
                     if len({r["stream"] for r in runs}) != 1:
                         raise UsageError("two runs gave different samples: please report this")
     console.print(table)
+    if 1 in arguments.nodes and len(arguments.nodes) > 1:
+        console.print(_scaling(rows))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(rows, indent=1))
     return 0
@@ -112,6 +117,26 @@ _HEADINGS = (
     "serving, CPU s",
     "too early",
 )
+
+
+def _scaling(rows: list[dict[str, Any]]) -> Table:
+    """Strong scaling as in Tables 5.7 and 5.8 of the seed: S_p = t_1 / t_p, and S_p / p."""
+    from rich.table import Table
+
+    table = Table(title="strong scaling of the time for all epochs")
+    for heading in ("nodes", "tiers", "sharing", "all epochs, s", "speedup", "efficiency"):
+        table.add_column(heading, justify="right")
+    times = {
+        (r["nodes"], r["regime"], r["way"]): statistics.median(
+            x["total_seconds"] for x in r["runs"]
+        )
+        for r in rows
+    }
+    for (nodes, regime, way), seconds in times.items():
+        speedup = times[1, regime, "alone"] / seconds
+        cells = (f"{seconds:.2f}", f"{speedup:.3f}", f"{speedup / nodes:.3f}")
+        table.add_row(str(nodes), regime, way, *cells)
+    return table
 
 
 def _cells(row: dict[str, Any], rate: float) -> list[str]:
@@ -183,6 +208,7 @@ def job(
     fetched = counts.get("fetched", 0)
     asked = fetched + counts.get("asked_too_early", 0) + counts.get("asked_in_vain", 0)
     return {
+        "total_seconds": max(sum(e["seconds"] for e in s["epochs"]) for s in stats),
         "first_seconds": max(s["epochs"][0]["seconds"] for s in stats),
         "later_seconds": statistics.median(
             max(s["epochs"][e]["seconds"] for s in stats) for e in range(1, arguments.epochs)

