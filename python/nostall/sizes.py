@@ -98,6 +98,11 @@ def _parse_tier(text: str) -> TierSpec:
         if keep:
             raise UsageError(f'"{text}": memory cannot outlive the job; only a directory can')
         return TierSpec("ram", capacity)
+    if "/" not in where:
+        raise UsageError(
+            f'"{text}": "{where}" is neither "ram" nor a path; for a directory here write '
+            f'"./{where}:{size}"'
+        )
     return TierSpec("file", capacity, os.path.abspath(where), keep)
 
 

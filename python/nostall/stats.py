@@ -192,10 +192,15 @@ class Stats:
         return table
 
     def _bound_line(self) -> str:
-        return (
+        line = (
             f"read from the source {_bytes(self.source_bytes)}, lower bound of the job "
             f"{_bytes(self.lower_bound_bytes)}"
         )
+        bad = sorted({s for e in self.epochs for s in e.substituted})
+        if bad:
+            some = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
+            line += f"\nreplaced, for they cannot be used: {len(bad)} samples ({some})"
+        return line
 
     def __str__(self) -> str:
         rows = [HEADINGS, *self.rows()]

@@ -10,8 +10,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from nostall import __version__
-from nostall.errors import UsageError
+from nostall import __version__, _native, cluster
+from nostall.errors import Error, UsageError
 from nostall.world import find_world
 
 
@@ -34,6 +34,11 @@ def findings() -> Iterator[tuple[str, str]]:
         yield "shared memory", f"there is no {shm}: no RAM tier"
     fuse = Path("/dev/fuse").exists() and shutil.which("fusermount3")
     yield "FUSE", "there" if fuse else "missing: the demo's slow storage needs fuse3 and /dev/fuse"
+    try:
+        _native.PeerTransport(str(cluster.LIBRARY))
+        yield "UCX", "there: samples can travel between nodes"
+    except Error as error:
+        yield "UCX", str(error)
     for package in ("torch", "torchvision", "rich", "matplotlib"):
         try:
             yield package, importlib.metadata.version(package)

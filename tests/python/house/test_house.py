@@ -52,7 +52,11 @@ def test_tiers(tmp_path: Path) -> None:
     ]
     (auto,) = parse_tiers("auto", dataset_bytes=1000, local_world_size=1)
     assert auto == TierSpec("ram", 1000)
-    for text, message in (("20GiB", "is not a tier"), ("ram:1GiB:keep", "cannot outlive")):
+    for text, message in (
+        ("20GiB", "is not a tier"),
+        ("ram:1GiB:keep", "cannot outlive"),
+        ("rom:1GiB", r"\./rom:1GiB"),
+    ):
         with pytest.raises(UsageError, match=message):
             parse_tiers([text], dataset_bytes=0, local_world_size=1)
 

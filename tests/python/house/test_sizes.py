@@ -44,13 +44,13 @@ def test_tiers() -> None:
         TierSpec("ram", 20 * 2**30),
         TierSpec("file", 400 * 2**30, "/nvme/cache", True),
     ]
-    assert tiers("a:b:1kB") == [TierSpec("file", 1000, str(Path.cwd() / "a:b"))]
+    assert tiers("./a:b:1kB") == [TierSpec("file", 1000, str(Path.cwd() / "a:b"))]
     assert tiers([]) == []
     assert tiers("ram:0") == [TierSpec("ram", 0)]
 
 
 @pytest.mark.parametrize(
-    "text", ["ram", "20GiB", ":20GiB", "ram:", "ram:x", "ram:1GiB:keep", "/nvme:keep"]
+    "text", ["ram", "20GiB", ":20GiB", "ram:", "ram:x", "ram:1GiB:keep", "/nvme:keep", "rom:1GiB"]
 )
 def test_what_is_no_tier_is_named(text: str) -> None:
     with pytest.raises(UsageError, match=text.removeprefix("ram:") or "is not a size"):
