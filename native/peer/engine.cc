@@ -15,6 +15,8 @@ namespace nostall::peer {
 namespace {
 
 constexpr std::chrono::milliseconds kTick{20};
+// How long another node may take to tell how far it is, before it is taken to have nothing.
+constexpr std::chrono::seconds kMeet{2};
 // With nothing asked and nothing to tell, the message thread looks around this often.
 constexpr std::chrono::milliseconds kIdleTick{250};
 constexpr std::chrono::seconds kPushPatience{1};
@@ -98,7 +100,12 @@ Where Exchange::Engine::where(uint64_t sample, uint32_t epoch) const noexcept {
   const uint64_t first = ownership_.first_access[sample];
   if (owner != node_) {
     if (!reachable(sample)) return Where::source;
-    if (first < nodes_[owner]->progress.load(std::memory_order_acquire)) return Where::there;
+    const Node& node = *nodes_[owner];
+    if (first < node.progress.load(std::memory_order_acquire)) return Where::there;
+    // A node may have kept samples of an earlier job: it is heard first.
+    if (!node.heard.load(std::memory_order_acquire) && Clock::now() < begun_ + kMeet) {
+      return Where::awaited;
+    }
   }
   const bool reads_first = reader == node_ && first / config_.epoch_length == epoch;
   if (reads_first || reader >= nodes_.size()) return Where::source;

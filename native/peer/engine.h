@@ -42,7 +42,8 @@ class Exchange::Engine final : public Receiver {
   struct Node {
     std::atomic<bool> alive{true};
     std::atomic<uint64_t> progress{0};
-    size_t tried = 0;     // ranks of it that were lost
+    std::atomic<bool> heard{false};  // has told its progress
+    size_t tried = 0;                // ranks of it that were lost
     bool ending = false;  // one of its ranks asks nothing more: they may go without a warning
   };
   struct Peer {
@@ -110,6 +111,8 @@ class Exchange::Engine final : public Receiver {
   std::vector<std::vector<uint32_t>> ranks_of_node_;
   std::vector<std::unique_ptr<Node>> nodes_;
   std::vector<plan::SampleId> owned_;  // by this node, by first access
+
+  const Clock::time_point begun_ = Clock::now();
 
   // Of the message thread alone.
   std::map<uint32_t, Peer> peers_;

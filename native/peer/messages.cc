@@ -297,11 +297,12 @@ uint64_t Exchange::Engine::own_progress() {
 // ----------------------------------------------------------------------------------------- asking
 
 void Exchange::Engine::heard_progress(uint32_t rank, uint64_t progress) {
-  std::atomic<uint64_t>& known = nodes_[config_.node_of_rank[rank]]->progress;
+  Node& node = *nodes_[config_.node_of_rank[rank]];
+  std::atomic<uint64_t>& known = node.progress;
   uint64_t seen = known.load(std::memory_order_relaxed);
   while (seen < progress && !known.compare_exchange_weak(seen, progress)) {
   }
-  if (seen < progress) tell();
+  if (!node.heard.exchange(true, std::memory_order_acq_rel) || seen < progress) tell();
 }
 
 Delivery Exchange::Engine::on_reply(const Header& header) {

@@ -32,8 +32,9 @@ std::vector<Node> node_of_position(const JobSpec& spec, uint64_t size,
 // epoch stay within one row, which the caches hold.
 template <typename Node>
 struct Readers {
-  std::vector<Node> rows;       // [(epoch - first_epoch) * samples + sample]
-  std::vector<uint64_t> first;  // per sample: time of its first access, kNever
+  std::vector<Node> rows;       // [epoch * samples + sample]
+  std::vector<uint64_t> ever;   // per sample: time of its first access, kNever
+  std::vector<uint64_t> first;  // the same from first_epoch on; empty if that is 0
   std::vector<bool> missing;    // as rows, of incomplete epochs only
 };
 
@@ -43,17 +44,17 @@ Readers<Node> collect(const JobSpec& spec, std::span<const uint32_t> node_of_ran
   const uint64_t count = spec.samples, length = epoch_length(spec);
   const std::vector<Node> full = node_of_position<Node>(spec, spec.global_batch, node_of_rank);
   Readers<Node> readers;
-  const uint64_t rows = spec.epochs - first_epoch;
-  readers.rows.resize(count * rows);
-  readers.first.assign(count, kNever);
-  uint64_t without = count;  // samples not read so far
+  readers.rows.resize(count * spec.epochs);
+  readers.ever.assign(count, kNever);
+  if (first_epoch > 0) readers.first.assign(count, kNever);
+  uint64_t never = count, not_since = count;  // samples not read so far
   std::vector<uint32_t> order;
-  for (uint32_t epoch = first_epoch; epoch < spec.epochs; ++epoch) {
+  for (uint32_t epoch = 0; epoch < spec.epochs; ++epoch) {
     epoch_order_into(spec, epoch, order);
-    const uint64_t at = uint64_t{epoch - first_epoch} * count;
+    const uint64_t at = uint64_t{epoch} * count;
     Node* row = &readers.rows[at];
     const bool partial = length < count || spec.order == OrderKind::user;
-    if (partial) readers.missing.resize(count * rows, true);
+    if (partial) readers.missing.resize(count * spec.epochs, true);
     for (uint64_t begin = 0; begin < length; begin += spec.global_batch) {
       const uint64_t size = std::min<uint64_t>(spec.global_batch, length - begin);
       const std::vector<Node> rest = size == spec.global_batch
@@ -66,13 +67,16 @@ Readers<Node> collect(const JobSpec& spec, std::span<const uint32_t> node_of_ran
           readers.missing[at + order[begin + p]] = false;
         }
       }
-      if (without == 0) continue;
-      for (uint64_t p = 0; p < size; ++p) {
-        uint64_t& first = readers.first[order[begin + p]];
-        if (first != kNever) continue;
-        first = epoch * length + begin + p;
-        --without;
-      }
+      const auto note = [&](std::vector<uint64_t>& times, uint64_t& left) {
+        for (uint64_t p = 0; left > 0 && p < size; ++p) {
+          uint64_t& time = times[order[begin + p]];
+          if (time != kNever) continue;
+          time = epoch * length + begin + p;
+          --left;
+        }
+      };
+      note(readers.ever, never);
+      if (first_epoch > 0 && epoch >= first_epoch) note(readers.first, not_since);
     }
   }
   return readers;
@@ -88,7 +92,7 @@ Ownership choose(const JobSpec& spec, std::span<const uint64_t> sizes, const Nod
                  uint32_t first_epoch) {
   const auto nodes = static_cast<uint32_t>(job_nodes.capacity.size());
   const uint64_t count = spec.samples;
-  const uint32_t epochs = spec.epochs - first_epoch;
+  const uint32_t epochs = spec.epochs;
   Readers<Node> readers = collect<Node>(spec, job_nodes.of_rank, first_epoch);
   const auto is_missing = [&](uint64_t s, uint32_t epoch) {
     return !readers.missing.empty() && readers.missing[uint64_t{epoch} * count + s];
@@ -122,7 +126,7 @@ Ownership choose(const JobSpec& spec, std::span<const uint64_t> sizes, const Nod
   for (SampleId s = 0; s < count; ++s) {
     if (best[s].count == 0) continue;
     const uint64_t frequency = std::min<uint32_t>(best[s].count, 0xffff);
-    ranked.emplace_back(((0xffff - frequency) << 48) | (readers.first[s] & 0xffffffffffff),
+    ranked.emplace_back(((0xffff - frequency) << 48) | (readers.ever[s] & 0xffffffffffff),
                         static_cast<uint32_t>(s));
   }
   std::sort(ranked.begin(), ranked.end());
@@ -161,13 +165,12 @@ Ownership choose(const JobSpec& spec, std::span<const uint64_t> sizes, const Nod
   }
 
   const uint64_t length = epoch_length(spec);
+  ownership.first_access = std::move(first_epoch > 0 ? readers.first : readers.ever);
   ownership.first_reader.assign(count, kNoOwner);
   for (SampleId s = 0; s < count; ++s) {
-    if (readers.first[s] == kNever) continue;
-    const uint64_t row = readers.first[s] / length - first_epoch;
-    ownership.first_reader[s] = readers.rows[row * count + s];
+    const uint64_t first = ownership.first_access[s];
+    if (first != kNever) ownership.first_reader[s] = readers.rows[first / length * count + s];
   }
-  ownership.first_access = std::move(readers.first);
   return ownership;
 }
 

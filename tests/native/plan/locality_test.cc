@@ -83,6 +83,14 @@ TEST(Owners, TellWhoReadsFirst) {
   }
   const Ownership later = owners(spec, std::vector<uint64_t>(40, 10), nodes, 2);
   EXPECT_EQ(later.first_access[epoch_order(spec, 2)[3]], 2 * 40 + 3u);
+  EXPECT_EQ(later.first_reader[epoch_order(spec, 2)[3]], 1u);
+}
+
+TEST(Owners, AreTheSameWhereverTheJobResumes) {
+  const JobSpec spec = job(60, 8, 4);
+  const Nodes nodes = equal_nodes(spec, {200, 200}, 2);
+  const std::vector<uint64_t> sizes(60, 10);
+  EXPECT_EQ(owners(spec, sizes, nodes).owner, owners(spec, sizes, nodes, 2).owner);
 }
 
 }  // namespace

@@ -164,6 +164,20 @@ def test_a_node_that_hangs_is_dropped_in_bounded_time(data: Path) -> None:
 
 
 @pytest.mark.multi
+def test_tiers_that_were_kept_are_used_again_after_a_restart(
+    data: Path, slow: SlowFS, tmp_path: Path
+) -> None:
+    per_rank = {
+        r: {"tiers": [f"{tmp_path / str(r)}:{int(0.7 * size_of(data))}:keep"]} for r in range(2)
+    }
+    stop = {r: {**s, "stop_at": 25} for r, s in per_rank.items()}
+    state = Job(data, 2, roots=slow.mounts, per_rank=stop).run()[0]["state"]
+    resumed = Job(data, 2, roots=slow.mounts, per_rank=per_rank, extra={"state": state}).run()
+    assert sum(r["source_bytes"] for r in resumed) < 0.05 * size_of(data)
+    assert {r["batches"] for r in resumed} == {3 * 19 - 25}
+
+
+@pytest.mark.multi
 def test_another_number_of_nodes_continues_the_same_stream(data: Path) -> None:
     stopped = Job(data, 2, extra={"stop_at": 25}).run()
     state = stopped[0]["state"]

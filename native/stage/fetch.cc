@@ -1,0 +1,395 @@
+// The fetch threads: which way each sample comes, and how its bytes get where they are used.
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+#include "base/clock.h"
+#include "stage/run.h"
+
+namespace nostall::stage {
+namespace {
+
+// How long to wait for another rank that reads a sample before reading it oneself: at most; while
+// no node makes any progress, or the consumer waits for that very batch; and at a stretch.
+constexpr std::chrono::seconds kPatience{60};
+constexpr std::chrono::seconds kSilence{2};
+constexpr std::chrono::milliseconds kSlice{10};
+// How long to wait when the batch is needed: reads of the sample from the source, and seconds for
+// the other node to have its turn of the processor.
+constexpr double kWaitForReads = 20.0, kWaitSeconds = 0.05;
+// The same for another rank of this node, which is reading it at this moment.
+constexpr std::chrono::seconds kLocalPatience{10};
+// An origin that is avoided is tried again this often.
+constexpr int64_t kProbeNs = 2'000'000'000;
+
+}  // namespace
+
+void Loader::Run::fetch_loop(std::stop_token stop) {
+  const std::unique_ptr<source::Reader> reader =
+      config_.source->make_reader(config_.reader, config_.depth);
+  for (;;) {
+    std::vector<Fetch> chunk = take_chunk(stop);
+    if (chunk.empty()) return;
+    fetch(chunk, *reader, stop);
+  }
+}
+
+// This rank's part of what the node owns, read ahead of need in the order of first access.
+void Loader::Run::own_loop(std::stop_token stop) {
+  const std::unique_ptr<source::Reader> reader =
+      config_.source->make_reader(config_.reader, config_.depth);
+  tier::NodeCache& cache = *config_.cache;
+  const std::span<const uint64_t> owned = config_.peers->owned();
+  std::vector<source::ReadRequest> requests;
+  std::vector<std::shared_ptr<Buffer>> buffers;
+  const auto read = [&] {
+    const int64_t begin = now_ns();
+    reader->read(requests);
+    uint64_t bytes = 0;
+    for (const source::ReadRequest& r : requests) {
+      if (r.error != 0) {
+        cache.abandon(r.sample);
+        continue;
+      }
+      bytes += r.into.size();
+      if (cache.kind(r.sample) == tier::TierKind::ram) {
+        cache.publish(r.sample);
+      } else {
+        cache.file_write(r.sample, r.into);
+      }
+    }
+    speeds_[size_t(Origin::source)].record(bytes, now_ns() - begin);
+    own_bytes_ += bytes;
+    requests.clear();
+    buffers.clear();
+  };
+  for (size_t i = config_.local_rank; i < owned.size() && !stop.stop_requested();
+       i += config_.local_world) {
+    const plan::SampleId sample = owned[i];
+    if (cache.state(sample) != tier::State::empty || !cache.claim(sample)) continue;
+    std::span<std::byte> into;
+    if (cache.kind(sample) == tier::TierKind::ram) {
+      into = cache.ram_slot(sample);
+      if (into.size() != sizes_[sample]) continue;  // no memory: the cache has said so
+    } else {
+      buffers.push_back(raw_pool_->take(sizes_[sample]));
+      into = {buffers.back()->data(), sizes_[sample]};
+    }
+    requests.push_back({sample, into, 0});
+    if (requests.size() == config_.depth) read();
+  }
+  if (!requests.empty()) read();
+}
+
+std::span<std::byte> Loader::Run::raw_destination(Fetch& fetch) {
+  Task::Item& item = fetch.work.task->items[fetch.work.index];
+  if (!transformed()) return place_of(fetch.work);
+  item.raw = raw_pool_->take(sizes_[item.sample]);
+  if (item.charged == 0) {
+    const std::scoped_lock lock(mutex_);
+    item.charged = sizes_[item.sample];
+    transient_ += item.charged;
+  }
+  return {item.raw->data(), sizes_[item.sample]};
+}
+
+// A chunk goes round until every sample has its bytes: what the tiers have, then what can be read
+// or fetched now, and only when nothing else is left to do, waiting for what others bring.
+void Loader::Run::fetch(std::vector<Fetch>& chunk, source::Reader& reader, std::stop_token stop) {
+  std::vector<Fetch*> open;
+  for (Fetch& f : chunk) open.push_back(&f);
+  const auto begun = std::chrono::steady_clock::now();
+  auto heard = begun;
+  uint64_t news = config_.peers ? config_.peers->news() : 0;
+  while (!open.empty() && !stop.stop_requested()) {
+    const auto now = std::chrono::steady_clock::now();
+    if (config_.peers && config_.peers->news() != news) {
+      news = config_.peers->news();
+      heard = now;
+    }
+    std::vector<Fetch*> to_read, from_peers, left;
+    std::vector<Work> finished;
+    for (Fetch* f : open) {
+      f->patient =
+          now - begun < kPatience && now - heard < kSilence && worth_waiting(*f, now - begun);
+      f->patient_locally = now - begun < kLocalPatience;
+      switch (route(*f)) {
+        case Route::done:
+          finished.push_back(f->work);
+          break;
+        case Route::source:
+          to_read.push_back(f);
+          break;
+        case Route::peer:
+          from_peers.push_back(f);
+          break;
+        case Route::wait:
+          left.push_back(f);
+          break;
+      }
+    }
+    finish(finished);
+    const bool idle = finished.empty() && to_read.empty() && from_peers.empty();
+    prepare_all(to_read);
+    prepare_all(from_peers);
+    std::shared_ptr<peer::FetchGroup> group;
+    if (!from_peers.empty()) group = ask_peers(from_peers);
+    if (!to_read.empty()) read_source(to_read, reader, stop);
+    if (group) {
+      config_.peers->finish(*group, stop);
+      for (Fetch* f : take_from_peers(from_peers, *group)) left.push_back(f);
+    }
+    if (idle) wait_for_others(*left.front(), stop);
+    open = std::move(left);
+  }
+}
+
+// For a sample that another node reads first: as long as nobody needs the batch, or the source
+// would hardly be quicker.
+bool Loader::Run::worth_waiting(const Fetch& fetch, std::chrono::nanoseconds waited) {
+  const double peer = speeds_[size_t(Origin::peer)].seconds_per_byte();
+  const double source = speeds_[size_t(Origin::source)].seconds_per_byte();
+  if (!worth_pushing(peer, source)) return false;
+  const Task& task = *fetch.work.task;
+  const double read = source * static_cast<double>(sizes_[task.items[fetch.work.index].sample]);
+  if (std::chrono::duration<double>(waited).count() < kWaitForReads * read + kWaitSeconds) {
+    return true;
+  }
+  const std::scoped_lock lock(mutex_);
+  return task.sequence != handed_out_;
+}
+
+// What to do next about a sample; with Route::source or Route::peer it may have been claimed.
+Loader::Run::Route Loader::Run::route(Fetch& fetch) {
+  const Task& task = *fetch.work.task;
+  const plan::SampleId sample = task.items[fetch.work.index].sample;
+  tier::NodeCache* const cache = config_.cache.get();
+  const peer::Where where = !config_.peers || fetch.shunned
+                                ? peer::Where::source
+                                : config_.peers->where(sample, task.batch->position.epoch);
+  const bool awaited =
+      where == peer::Where::awaited && fetch.patient && config_.sharing == Sharing::push;
+  const Route elsewhere = where == peer::Where::there ? peer_or_source() : Route::source;
+  if (!cache || !cache->placed(sample)) return awaited ? Route::wait : elsewhere;
+  for (;;) {
+    switch (cache->state(sample)) {
+      case tier::State::ready:
+        return from_tier(fetch) ? Route::done : elsewhere;
+      case tier::State::failed:
+        return awaited ? Route::wait : elsewhere;
+      case tier::State::filling:
+        // Another rank is reading it: the shared file system is not asked twice.
+        return fetch.patient_locally ? Route::wait : elsewhere;
+      case tier::State::empty:
+        break;
+    }
+    if (awaited) return Route::wait;
+    if (cache->claim(sample)) {
+      fetch.claimed = true;
+      fetch.to_file_tier = cache->kind(sample) == tier::TierKind::file;
+      return elsewhere;
+    }
+    // Somebody else was first, or the tier was given up since: then it stays empty for ever.
+    if (!cache->placed(sample)) return elsewhere;
+  }
+}
+
+// The owner has it; is it also the place to get it from?
+Loader::Run::Route Loader::Run::peer_or_source() {
+  SpeedEstimate &peer = speeds_[size_t(Origin::peer)], &source = speeds_[size_t(Origin::source)];
+  const Choice choice =
+      choose({Candidate{}, {}, {true, peer.seconds_per_byte()}, {true, source.seconds_per_byte()}});
+  // Against the day when the slower one is faster again.
+  if (choice.origin == Origin::source) return peer.stale(kProbeNs) ? Route::peer : Route::source;
+  const double best = best_source_.load(std::memory_order_relaxed);
+  const bool source_was_better =
+      best > 0.0 && peer.seconds_per_byte() > kSourceAdvantageOverPeers * best;
+  return source_was_better && source.stale(kProbeNs) ? Route::source : Route::peer;
+}
+
+// A sample that is ready in a tier of this node; false if it is better, or must be, had elsewhere.
+bool Loader::Run::from_tier(Fetch& fetch) {
+  tier::NodeCache& cache = *config_.cache;
+  Task& task = *fetch.work.task;
+  const plan::SampleId sample = task.items[fetch.work.index].sample;
+  const uint64_t size = sizes_[sample];
+  const int64_t begin = now_ns();
+  if (cache.kind(sample) == tier::TierKind::ram) {
+    if (!transformed()) {
+      std::memcpy(place_of(fetch.work).data(), cache.ram_view(sample).data(), size);
+    }
+    count(task, Origin::ram, size, now_ns() - begin);
+    return true;
+  }
+  const Choice choice = choose({Candidate{},
+                                {true, speeds_[size_t(Origin::file)].seconds_per_byte()},
+                                {},
+                                {true, speeds_[size_t(Origin::source)].seconds_per_byte()}});
+  if (choice.origin != Origin::file) return false;
+  if (!cache.file_read(sample, raw_destination(fetch))) return false;
+  speeds_[size_t(Origin::file)].record(size, now_ns() - begin);
+  count(task, Origin::file, size, now_ns() - begin);
+  return true;
+}
+
+void Loader::Run::wait_for_others(const Fetch& fetch, std::stop_token stop) {
+  const plan::SampleId sample = fetch.work.task->items[fetch.work.index].sample;
+  if (config_.cache && config_.cache->placed(sample) &&
+      config_.cache->state(sample) == tier::State::filling) {
+    config_.cache->wait(sample, kSlice, stop);
+  } else if (config_.peers) {
+    config_.peers->wait_for_news(kSlice, stop);
+  }  // else it was settled since it was looked at
+}
+
+// Where the bytes of a sample go: its slot of the RAM tier if this rank claimed it.
+bool Loader::Run::prepare(Fetch& fetch) {
+  Task::Item& item = fetch.work.task->items[fetch.work.index];
+  if (fetch.claimed && !fetch.to_file_tier) {
+    fetch.into = config_.cache->ram_slot(item.sample);
+    if (fetch.into.size() == sizes_[item.sample]) return true;
+    fetch.claimed = false;  // no memory to be had: the cache has said so
+  }
+  try {
+    fetch.into = raw_destination(fetch);
+  } catch (const std::bad_alloc&) {
+    settle(fetch, ENOMEM);
+    return false;
+  }
+  return true;
+}
+
+// Those for which there is no memory are finished, with that error.
+void Loader::Run::prepare_all(std::vector<Fetch*>& fetches) {
+  std::vector<Work> finished;
+  std::erase_if(fetches, [&](Fetch* f) {
+    if (prepare(*f)) return false;
+    finished.push_back(f->work);
+    return true;
+  });
+  finish(finished);
+}
+
+// The bytes of a sample are in `into`, or an errno says why not: settles the claim.
+void Loader::Run::settle(Fetch& fetch, int error) {
+  Task::Item& item = fetch.work.task->items[fetch.work.index];
+  item.read_error = error;
+  if (!fetch.claimed) return;
+  if (error != 0) {
+    config_.cache->abandon(item.sample);
+    fetch.claimed = fetch.to_file_tier = false;
+  } else if (!fetch.to_file_tier) {
+    config_.cache->publish(item.sample);
+    if (!transformed())
+      std::memcpy(place_of(fetch.work).data(), fetch.into.data(), fetch.into.size());
+  }
+}
+
+void Loader::Run::read_source(std::span<Fetch* const> fetches, source::Reader& reader,
+                              std::stop_token stop) {
+  std::vector<source::ReadRequest> requests;
+  requests.reserve(fetches.size());
+  uint64_t bytes = 0;
+  for (Fetch* f : fetches) {
+    requests.push_back({f->work.task->items[f->work.index].sample, f->into, 0});
+    bytes += f->into.size();
+  }
+  const int64_t begin = now_ns();
+  reader.read(requests);
+  const int64_t took = now_ns() - begin;
+  SpeedEstimate& speed = speeds_[size_t(Origin::source)];
+  speed.record(bytes, took);
+  const double best = best_source_.load(std::memory_order_relaxed);
+  if (best == 0.0 || speed.seconds_per_byte() < best) {
+    best_source_.store(speed.seconds_per_byte(), std::memory_order_relaxed);
+  }
+  std::vector<Work> finished;
+  std::vector<Kept> kept;
+  for (size_t i = 0; i < fetches.size(); ++i) {
+    Fetch& f = *fetches[i];
+    settle(f, requests[i].error);
+    count(*f.work.task, Origin::source, requests[i].error == 0 ? requests[i].into.size() : 0,
+          took / static_cast<int64_t>(fetches.size()));
+    if (requests[i].error == 0) {
+      keep_copy(f, kept);
+    } else if (!transformed()) {
+      handle_bad(f.work, source::read_error_text(requests[i].error), nullptr, reader);
+    }
+    finished.push_back(f.work);
+  }
+  finish(finished);
+  for (const Kept& k : kept) pass_on(k, stop);
+}
+
+std::shared_ptr<peer::FetchGroup> Loader::Run::ask_peers(std::span<Fetch* const> fetches) {
+  std::vector<peer::Fetch> requests;
+  requests.reserve(fetches.size());
+  for (Fetch* f : fetches) {
+    const Task::Item& item = f->work.task->items[f->work.index];
+    std::shared_ptr<void> keep = item.raw;
+    if (!keep)
+      keep = f->claimed ? std::static_pointer_cast<void>(config_.cache)
+                        : std::static_pointer_cast<void>(f->work.task->batch->buffer);
+    requests.push_back({item.sample, f->into, std::move(keep), peer::Outcome::waiting});
+  }
+  return config_.peers->begin(std::move(requests));
+}
+
+// Those that did not come go round again, without asking that owner; the others are finished.
+std::vector<Loader::Run::Fetch*> Loader::Run::take_from_peers(std::span<Fetch* const> fetches,
+                                                              const peer::FetchGroup& group) {
+  std::vector<Fetch*> again;
+  std::vector<Work> finished;
+  std::vector<Kept> kept;
+  const int64_t took = group.nanoseconds();
+  uint64_t bytes = 0;
+  for (size_t i = 0; i < fetches.size(); ++i) {
+    Fetch& f = *fetches[i];
+    if (group.requests[i].outcome == peer::Outcome::here) {
+      settle(f, 0);
+      bytes += f.into.size();
+      count(*f.work.task, Origin::peer, f.into.size(), took / static_cast<int64_t>(fetches.size()));
+      if (f.claimed && f.to_file_tier) keep_copy(f, kept);
+      finished.push_back(f.work);
+      continue;
+    }
+    settle(f, EHOSTUNREACH);
+    f.work.task->items[f.work.index].raw.reset();
+    f.shunned = true;
+    again.push_back(&f);
+  }
+  if (bytes > 0) speeds_[size_t(Origin::peer)].record(bytes, took);
+  finish(finished);
+  for (const Kept& k : kept) {
+    if (k.to_file_tier) config_.cache->file_write(k.sample, k.bytes);
+  }
+  return again;
+}
+
+// What is still to be done with bytes that the transform threads, or the consumer, get now.
+void Loader::Run::keep_copy(const Fetch& fetch, std::vector<Kept>& kept) {
+  const Task::Item& item = fetch.work.task->items[fetch.work.index];
+  const bool to_file_tier = fetch.claimed && fetch.to_file_tier;
+  const bool push = config_.peers && config_.sharing == Sharing::push &&
+                    config_.peers->push_wanted(item.sample) &&
+                    worth_pushing(speeds_[size_t(Origin::peer)].seconds_per_byte(),
+                                  speeds_[size_t(Origin::source)].seconds_per_byte());
+  if (!to_file_tier && !push) return;
+  Kept k{item.sample, to_file_tier, push, item.raw, fetch.into};
+  if (fetch.claimed && !fetch.to_file_tier) {
+    k.keep = config_.cache;  // its slot of the RAM tier
+  } else if (!transformed()) {
+    const std::shared_ptr<Buffer> copy = raw_pool_->take(fetch.into.size());
+    std::memcpy(copy->data(), fetch.into.data(), fetch.into.size());
+    k.keep = copy;
+    k.bytes = {copy->data(), fetch.into.size()};
+  }
+  kept.push_back(std::move(k));
+}
+
+void Loader::Run::pass_on(const Kept& kept, std::stop_token stop) {
+  if (kept.push) config_.peers->push(kept.sample, kept.bytes, kept.keep, stop);
+  if (kept.to_file_tier) config_.cache->file_write(kept.sample, kept.bytes);
+}
+
+}  // namespace nostall::stage

@@ -1,0 +1,181 @@
+// The transform threads, and what stands in for a sample that cannot be used.
+#include <cstring>
+
+#include "base/clock.h"
+#include "base/random.h"
+#include "stage/run.h"
+
+namespace nostall::stage {
+namespace {
+
+// Candidates tried in place of a bad sample before giving up on a data set that is mostly damaged.
+constexpr uint32_t kMaxCandidates = 1024;
+constexpr uint64_t kSubstituteStream =
+    0x5375627374697475;  // keeps these draws apart from all others
+
+}  // namespace
+
+std::span<std::byte> Loader::Run::place_of(Work work) const {
+  const Batch& batch = *work.task->batch;
+  if (!transformed()) {
+    return {batch.buffer->data() + batch.offsets[work.index],
+            static_cast<size_t>(sizes_[work.task->items[work.index].sample])};
+  }
+  const size_t bytes = config_.pipeline->output().bytes();
+  return {batch.buffer->data() + work.index * bytes, bytes};
+}
+
+void Loader::Run::transform_loop(std::stop_token stop) {
+  image::Scratch scratch;
+  const std::unique_ptr<source::Reader> reader =
+      config_.source->make_reader(source::ReaderKind::pread, 1);
+  for (;;) {
+    Work work;
+    {
+      std::unique_lock lock(mutex_);
+      const auto startable = [&] {
+        return !fetched_.empty() && fetched_.top().first.first < handed_out_ + max_staged_;
+      };
+      if (!transformable_.wait(lock, stop, startable)) return;
+      work = {fetched_.top().second, fetched_.top().first.second};
+      fetched_.pop();
+      Batch& batch = *work.task->batch;
+      if (!batch.buffer) batch.buffer = batch_pool_->take(batch.bytes);
+    }
+    transform(work, scratch, *reader);
+    bool done = false;
+    {
+      const std::scoped_lock lock(mutex_);
+      done = --work.task->left == 0;
+      work.task->ready = done;
+    }
+    if (done) ready_.notify_one();
+  }
+}
+
+void Loader::Run::transform(Work work, image::Scratch& scratch, source::Reader& reader) {
+  Task::Item& item = work.task->items[work.index];
+  const int64_t begin = thread_cpu_ns();
+  if (item.read_error != 0) {
+    handle_bad(work, source::read_error_text(item.read_error), &scratch, reader);
+  } else {
+    const std::span<const std::byte> bytes =
+        item.raw ? std::span<const std::byte>(item.raw->data(), sizes_[item.sample])
+                 : config_.cache->ram_view(item.sample);
+    const auto result = config_.pipeline->apply(
+        bytes, {config_.job.seed, work.task->batch->position.epoch, item.sample}, scratch,
+        place_of(work));
+    if (!result) handle_bad(work, result.error().what(), &scratch, reader);
+  }
+  item.raw.reset();
+  if (item.charged != 0) {
+    {
+      const std::scoped_lock lock(mutex_);
+      transient_ -= item.charged;
+    }
+    fetchable_.notify_one();
+  }
+  const std::scoped_lock lock(work.task->counters);
+  work.task->batch->transform_ns += thread_cpu_ns() - begin;
+}
+
+// The bytes are there: raw samples are finished, others are the transform threads' work.
+void Loader::Run::finish(std::span<const Work> works) {
+  if (works.empty()) return;
+  bool ready = false;
+  {
+    const std::scoped_lock lock(mutex_);
+    for (const Work& work : works) {
+      if (transformed()) {
+        fetched_.push({{work.task->sequence, work.index}, work.task});
+      } else if (--work.task->left == 0) {
+        work.task->ready = ready = true;
+      }
+    }
+  }
+  if (ready) ready_.notify_one();
+  if (transformed()) {
+    if (works.size() == 1) {
+      transformable_.notify_one();
+    } else {
+      transformable_.notify_all();
+    }
+  }
+}
+
+void Loader::Run::count(Task& task, Origin origin, uint64_t bytes, int64_t nanoseconds) {
+  const std::scoped_lock lock(task.counters);
+  OriginCount& c = task.batch->origins[size_t(origin)];
+  c.samples += 1;
+  c.bytes += bytes;
+  c.nanoseconds += nanoseconds;
+}
+
+// ------------------------------------------------------------------------------------ bad samples
+
+bool Loader::Run::read_whole(plan::SampleId sample, std::span<std::byte> into,
+                             source::Reader& reader, std::string& reason) {
+  if (config_.cache && config_.cache->placed(sample) &&
+      config_.cache->state(sample) == tier::State::ready) {
+    if (config_.cache->kind(sample) == tier::TierKind::ram) {
+      std::memcpy(into.data(), config_.cache->ram_view(sample).data(), into.size());
+      return true;
+    }
+    if (config_.cache->file_read(sample, into)) return true;
+  }
+  source::ReadRequest request{sample, into, 0};
+  reader.read({&request, 1});
+  if (request.error != 0) reason = source::read_error_text(request.error);
+  return request.error == 0;
+}
+
+void Loader::Run::handle_bad(Work work, const std::string& reason, image::Scratch* scratch,
+                             source::Reader& reader) {
+  Task& task = *work.task;
+  const plan::SampleId bad = task.items[work.index].sample;
+  const std::string what = config_.source->describe(bad) + " (sample " + std::to_string(bad) +
+                           ") cannot be used: " + reason;
+  const auto give_up = [&](const std::string& more) {
+    const std::scoped_lock lock(mutex_);
+    if (!task.error) task.error.emplace(ErrorKind::corruption, what + more);
+  };
+  if (config_.on_error == OnError::raise) {
+    give_up("; remove or repair the file, or pass on_error=\"substitute\"");
+    return;
+  }
+  SampleRandom random(config_.job.seed ^ kSubstituteStream, 0, bad);
+  for (uint32_t i = 0; i < kMaxCandidates; ++i) {
+    const uint64_t draw = (uint64_t{random.next()} << 32) | random.next();
+    const plan::SampleId candidate = draw % config_.job.samples;
+    // A raw batch has room for what the plan put there.
+    if (candidate == bad || (!transformed() && sizes_[candidate] > sizes_[bad])) continue;
+    std::string why;
+    bool good = false;
+    if (transformed()) {
+      std::shared_ptr<Buffer> raw;
+      try {
+        raw = raw_pool_->take(sizes_[candidate]);
+      } catch (const std::bad_alloc&) {
+        continue;
+      }
+      const std::span<std::byte> bytes(raw->data(), sizes_[candidate]);
+      good =
+          read_whole(candidate, bytes, reader, why) &&
+          config_.pipeline->apply(bytes, {config_.job.seed, task.batch->position.epoch, candidate},
+                                  *scratch, place_of(work));
+    } else {
+      good = read_whole(candidate, place_of(work).first(sizes_[candidate]), reader, why);
+    }
+    if (!good) continue;
+    const std::scoped_lock lock(task.counters);
+    task.batch->samples[work.index] = candidate;
+    task.batch->labels[work.index] = config_.source->labels()[candidate];
+    if (!transformed()) task.batch->lengths[work.index] = sizes_[candidate];
+    task.batch->substitutions.push_back({bad, candidate, what});
+    return;
+  }
+  give_up("; and of " + std::to_string(kMaxCandidates) +
+          " candidates none could stand in its place: check the data set");
+}
+
+}  // namespace nostall::stage
