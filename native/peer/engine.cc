@@ -23,6 +23,8 @@ constexpr std::chrono::seconds kPushPatience{1};
 // At the end: how long to serve ranks that still ask, and to let the last words out.
 constexpr std::chrono::seconds kLinger{1};
 constexpr std::chrono::milliseconds kFlush{5};
+// A rank that plans for longer than others is late for the first hello, but not lost.
+constexpr int kConnectTimeouts = 6;
 // Progress rounds without anything to do, before sleeping.
 constexpr int kSpins = 50;
 
@@ -352,15 +354,24 @@ void Exchange::Engine::leave() {
 void Exchange::Engine::tick() {
   const Clock::time_point now = Clock::now();
   std::vector<uint32_t> late;
+  std::vector<uint64_t> endless;
   for (const auto& [id, p] : pending_) {
     if (now >= p.deadline) late.push_back(p.rank);
+    if (p.receiving && now >= p.deadline + config_.timeout) endless.push_back(id);
+  }
+  for (const uint64_t id : endless) {
+    // Its link was dropped one timeout ago, and the transfer has not even ended as failed.
+    const Pending p = pending_.at(id);
+    pending_.erase(id);
+    abandoned_.push_back(p.group);
+    conclude(*p.group, p.index, Outcome::failed);
   }
   const uint64_t progress = own_progress();
   bool telling = false;
   for (auto& [rank, peer] : peers_) {
     if (peer.link == Link::lost) continue;
     if (peer.link == Link::connecting && peer.hello_at != Clock::time_point{}) {
-      if (now - peer.since > config_.timeout) {
+      if (now - peer.since > kConnectTimeouts * config_.timeout) {
         late.push_back(rank);
       } else if (now - peer.hello_at > std::chrono::seconds(1)) {
         say_hello(rank);

@@ -30,6 +30,8 @@ Loader::~Loader() {
   if (::getpid() != owner_pid_) {
     // In a forked child the threads do not exist: joining them would wait for ever.
     [[maybe_unused]] Run* lost = run_.release();
+    [[maybe_unused]] auto* kept =
+        std::make_unique<std::shared_ptr<peer::Exchange>>(config_.peers).release();
   }
 }
 

@@ -30,7 +30,7 @@ class ExchangeTest : public Nodes {
     }
     config.plan = 77;
     config.epoch_length = kSamples;
-    config.timeout = 2s;
+    config.timeout = 500ms;
     for (uint32_t n = 0; n < nodes; ++n) {
       config.rank = n;
       config.secret = n < secrets.size() ? secrets[n] : "a secret of sixteen bytes";

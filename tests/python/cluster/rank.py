@@ -16,6 +16,21 @@ from pathlib import Path
 import nostall
 
 
+def fork_and_forget(loader: nostall.DataLoader) -> None:
+    """A forked child lets go of the loader, and must end."""
+    child = os.fork()
+    if child == 0:
+        loader._finalizer.detach()
+        loader._loader = None
+        os._exit(0)
+    deadline = time.monotonic() + 10
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            raise SystemExit("a forked child hangs when it lets go of the loader")
+        time.sleep(0.01)
+
+
 def main(s: dict) -> None:
     dataset = nostall.ImageFolder(s["root"], index=False)
     truth = [Path(s["truth"], p).read_bytes() for p in s["files"]]
@@ -66,6 +81,8 @@ def main(s: dict) -> None:
                 loader.close()
                 return
             time.sleep(s.get("compute", 0.0))
+        if s.get("fork_after") == epoch.index:
+            fork_and_forget(loader)
     stats = loader.stats().to_dict()
     timeline = stats.pop("batches")
     if s.get("timeline"):

@@ -110,6 +110,13 @@ def test_locality_keeps_the_bytes_and_spares_the_network(data: Path, slow: SlowF
 
 
 @pytest.mark.multi
+def test_a_forked_child_may_let_go_of_the_loader(data: Path) -> None:
+    results = Job(data, 2, extra={"fork_after": 1, "compute": 0.002}).run()
+    assert {r["batches"] for r in results} == {3 * 19}
+    assert sum(r["peers"]["dropped_ranks"] for r in results) == 0
+
+
+@pytest.mark.multi
 def test_nodes_alone_read_more(data: Path) -> None:
     tiers = [f"ram:{int(0.6 * size_of(data))}"]
     alone = Job(data, 2, tiers=tiers, extra={"peers": "off"}).run()
