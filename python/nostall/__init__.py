@@ -13,17 +13,25 @@ from nostall.loader import DataLoader, RawBatch
 from nostall.plan import Plan
 from nostall.source import FileList, ImageFolder, Source
 from nostall.stats import Stats
+from nostall.stores import HDF5, LMDB, ArrowIPC, ObjectFolder, Parquet, TarShards, TFRecord
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "HDF5",
+    "LMDB",
+    "ArrowIPC",
     "DataLoader",
     "FileList",
     "ImageFolder",
+    "ObjectFolder",
+    "Parquet",
     "Plan",
     "RawBatch",
     "Source",
     "Stats",
+    "TFRecord",
+    "TarShards",
     "errors",
     "transforms",
 ]

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import enum
 from typing import Annotated
 
@@ -165,6 +165,183 @@ def check_index(
 def open_files(
     root: str, paths: Sequence[str], labels: Sequence[int], threads: int
 ) -> FolderSource: ...
+
+class Storage:
+    """Files or objects of which ranges are read."""
+
+    @property
+    def paths(self) -> list[str]: ...
+    @property
+    def sizes(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
+    @property
+    def times(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """
+        Nanoseconds since the epoch of each file's last change; 0 where unknown.
+        """
+
+    def read(self, file: int, offset: int, size: int) -> bytes: ...
+
+def open_storage(paths: Sequence[str], direct: str) -> Storage: ...
+def python_storage(
+    paths: Sequence[str],
+    sizes: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    read: Callable,
+) -> Storage:
+    """read(list of (file, offset, size)) -> list of buffers or exceptions."""
+
+class LmdbRecords:
+    """What a scan of an LMDB tree found."""
+
+    def __len__(self) -> int: ...
+    @property
+    def offset(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
+    @property
+    def length(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
+    @property
+    def own_pages(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]: ...
+    def key(self, arg: int, /) -> bytes: ...
+    def find(self, arg: bytes, /) -> int | None:
+        """
+        The record with that key, by looking at all of them; None if there is none.
+        """
+
+    def decimal_keys(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]:
+        """The keys as numbers, 2**64 - 1 for those that are not decimal."""
+
+    @property
+    def databases(self) -> list[str]: ...
+    @property
+    def pages_read(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def transaction(self) -> int: ...
+    @property
+    def other_meta_used(self) -> bool: ...
+    def stamp(self, arg: str, /) -> str: ...
+    def computed_pages(self) -> tuple[list[int], str]:
+        """
+        First page of every value by the arithmetic of seed lmdbio-and-horovod 5.2.2, and why it does not hold here (empty: it does).
+        """
+
+def scan_lmdb(storage: Storage, database: str) -> LmdbRecords: ...
+def lmdb_stamp(storage: Storage, database: str) -> str: ...
+def scan_tar(storage: Storage, keep: str, threads: int, progress: Callable | None) -> tuple:
+    """
+    (file, offset, size, names, contents) of all regular members; contents of those whose name ends with `keep`.
+    """
+
+def scan_tfrecord(storage: Storage, check: bool, threads: int, progress: Callable | None) -> tuple:
+    """
+    (file, offset, length) of all records; `check` compares their checksums too.
+    """
+
+def find_payloads(
+    storage: Storage,
+    file: Annotated[
+        NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    offset: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    length: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    kind: str,
+    image: str,
+    label: str,
+    threads: int,
+    progress: Callable | None,
+) -> tuple:
+    """
+    (offset, length, label, shape) of the image in every record; shape is (n * 3,): channels, height, width of pixels that are not encoded, else zeros.
+    """
+
+class RecordTable:
+    @property
+    def kind(self) -> str: ...
+    @property
+    def stamp(self) -> str: ...
+    def __len__(self) -> int: ...
+    @property
+    def paths(self) -> list[str]: ...
+    @property
+    def file_sizes(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
+    @property
+    def times(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]: ...
+    @property
+    def file(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+    @property
+    def offset(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
+    @property
+    def length(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
+    @property
+    def label(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]: ...
+    @property
+    def head(self) -> Annotated[NDArray[numpy.uint16], dict(shape=(None,))]: ...
+    def store(self, path: str) -> tuple[int, int]:
+        """Writes the stored form; (0 or -errno, bytes)."""
+
+def record_table(
+    kind: str,
+    stamp: str,
+    storage: Storage,
+    file: Annotated[
+        NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    offset: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    length: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    label: Annotated[
+        NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    head: Annotated[
+        NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+) -> RecordTable: ...
+def load_records(path: str) -> RecordTable: ...
+
+class RecordSource(Source):
+    @property
+    def table(self) -> RecordTable: ...
+    @property
+    def cost(self) -> tuple[float, float]:
+        """Seconds an operation and a byte, as measured so far."""
+
+def record_source(
+    storage: Storage,
+    table: RecordTable,
+    max_read: int,
+    coalesce: bool,
+    page_size: int,
+    database: str,
+) -> RecordSource:
+    """
+    A source on a table; `page_size` of an LMDB database whose value pages are checked, or 0.
+    """
+
+def callback_source(
+    sizes: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    labels: Annotated[
+        NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    group: Annotated[
+        NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    fingerprint: int,
+    read: Callable,
+    describe: Callable,
+) -> Source:
+    """
+    read(list of ids) -> list of buffers or exceptions; samples of a group (rising, or empty) are read together.
+    """
 
 class Pipeline:
     """Compiled transforms of encoded images."""
