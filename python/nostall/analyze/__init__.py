@@ -1,7 +1,7 @@
 """Where synchronous data-parallel training waits, from timelines that other tools wrote.
 
-`analyze(files)` reads Horovod timelines, traces of the PyTorch profiler and nostall's own, plain or
-gzip, streamed in bounded memory, and gives the five metrics defined in docs/guide/timeline.md.
+`analyze(files)` reads Horovod timelines, traces of the PyTorch profiler, plain or gzip, streamed
+in bounded memory, and gives the five metrics defined in docs/guide/timeline.md.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from nostall.analyze import horovod
+from nostall.analyze import horovod, profiler
 from nostall.analyze.model import Analysis, RankMetrics, RoundMetrics, Spread, TensorMetrics
 from nostall.analyze.stream import Source
 from nostall.errors import UsageError
@@ -57,7 +57,16 @@ def analyze(files: Sequence[str | os.PathLike[str]], exclude: Sequence[str] = ()
         IoError: a file cannot be read.
     """
     sources = [Source(f) for f in files]
+    if not sources:
+        raise UsageError("there are no timelines to analyse")
+    kinds = [_kind(s) for s in sources]
+    if all(k == "profiler" for k in kinds):
+        if exclude:
+            raise UsageError("traces of the profiler have no names of tensors to exclude")
+        return profiler.analyze(sources)
     if len(sources) != 1:
-        raise UsageError("a Horovod timeline covers all ranks: pass one file")
-    source = sources[0]
-    return horovod.analyze(source, exclude)
+        raise UsageError(
+            f"a Horovod timeline covers all ranks: pass one file, not {len(sources)}; "
+            "only traces of the profiler come one a rank"
+        )
+    return horovod.analyze(sources[0], exclude)
