@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from nostall.analyze import Analysis, Spread
 from nostall.errors import IoError, UsageError
-from nostall.report.page import document, svg, table
+from nostall.report.parts import document, svg, table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
