@@ -354,7 +354,9 @@ std::vector<Loader::Run::Fetch*> Loader::Run::take_from_peers(std::span<Fetch* c
       continue;
     }
     settle(f, EHOSTUNREACH);
-    f.work.task->items[f.work.index].raw.reset();
+    Task::Item& item = f.work.task->items[f.work.index];
+    item.read_error = 0;  // of that owner, not of the sample
+    item.raw.reset();
     f.shunned = true;
     again.push_back(&f);
   }
