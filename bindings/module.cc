@@ -58,4 +58,5 @@ NB_MODULE(_native, m) {
   bind_peer(m);
   bind_stage(m);
   bind_timeline(m);
+  bind_trace(m);
 }

@@ -67,7 +67,7 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
-def _head(text: str) -> dict[str, Any]:
+def head_of(text: str) -> dict[str, Any]:
     """The fields before "traceEvents"; what cannot be read is empty."""
     cut = text.rfind('"traceEvents"')
     try:
@@ -153,7 +153,7 @@ def _events(source: Source) -> tuple[dict[str, list[_Event]], dict[str, Any], li
             f"{source.path}: {odd} events are not readable and left out, the first at byte "
             f"{first_odd}"
         )
-    return kinds, _head(report["head"]), notes
+    return kinds, head_of(report["head"]), notes
 
 
 def _reductions(launches: list[_Event], runs: list[_Event]) -> tuple[list[_Reduction], int]:
