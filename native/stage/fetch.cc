@@ -4,6 +4,7 @@
 #include <new>
 
 #include "base/clock.h"
+#include "stage/events.h"
 #include "stage/run.h"
 
 namespace nostall::stage {
@@ -62,6 +63,8 @@ void Loader::Run::own_loop(std::stop_token stop) {
         cache.file_write(r.sample, r.into);
       }
     }
+    trace::record(kReadOwned, begin, now_ns(),
+                  {static_cast<int64_t>(requests.size()), static_cast<int64_t>(bytes)});
     speeds_[size_t(Origin::source)].record(bytes, now_ns() - begin);
     own_bytes_ += bytes;
     requests.clear();
@@ -113,6 +116,7 @@ void Loader::Run::fetch(std::vector<Fetch>& chunk, source::Reader& reader, std::
     }
     std::vector<Fetch*> to_read, from_peers, left;
     std::vector<Work> finished;
+    const int64_t looked = now_ns();
     for (Fetch* f : open) {
       f->patient =
           now - begun < kPatience && now - heard < kSilence && worth_waiting(*f, now - begun);
@@ -131,6 +135,9 @@ void Loader::Run::fetch(std::vector<Fetch>& chunk, source::Reader& reader, std::
           left.push_back(f);
           break;
       }
+    }
+    if (!finished.empty()) {
+      trace::record(kReadTiers, looked, now_ns(), {static_cast<int64_t>(finished.size())});
     }
     finish(finished);
     const bool idle = finished.empty() && to_read.empty() && from_peers.empty();
@@ -238,6 +245,8 @@ bool Loader::Run::from_tier(Fetch& fetch) {
 
 void Loader::Run::wait_for_others(const Fetch& fetch, std::stop_token stop) {
   const plan::SampleId sample = fetch.work.task->items[fetch.work.index].sample;
+  trace::Span span(kWaitOthers);
+  span.values[0] = static_cast<int64_t>(sample);
   if (config_.cache && config_.cache->placed(sample) &&
       config_.cache->state(sample) == tier::State::filling) {
     config_.cache->wait(sample, kSlice, stop);
@@ -374,6 +383,12 @@ void Loader::Run::read_source(std::span<Fetch* const> fetches, source::Reader& r
   if (best == 0.0 || speed.seconds_per_byte() < best) {
     best_source_.store(speed.seconds_per_byte(), std::memory_order_relaxed);
   }
+  if (trace::on()) {
+    const auto failed = std::count_if(requests.begin(), requests.end(),
+                                      [](const auto& request) { return request.error != 0; });
+    trace::record(kReadSource, begin, begin + took,
+                  {static_cast<int64_t>(requests.size()), static_cast<int64_t>(bytes), failed});
+  }
   std::vector<Work> finished;
   std::vector<Kept> kept;
   for (size_t i = 0; i < fetches.size(); ++i) {
@@ -435,6 +450,10 @@ std::vector<Loader::Run::Fetch*> Loader::Run::take_from_peers(std::span<Fetch* c
     again.push_back(&f);
   }
   if (bytes > 0) speeds_[size_t(Origin::peer)].record(bytes, took);
+  const int64_t now = now_ns();
+  trace::record(kFetchPeers, now - took, now,
+                {static_cast<int64_t>(fetches.size()),
+                 static_cast<int64_t>(fetches.size() - again.size()), static_cast<int64_t>(bytes)});
   finish(finished);
   for (const Kept& k : kept) {
     if (k.to_file_tier) config_.cache->file_write(k.sample, k.bytes);
@@ -464,6 +483,8 @@ void Loader::Run::keep_copy(const Fetch& fetch, std::vector<Kept>& kept) {
 }
 
 void Loader::Run::pass_on(const Kept& kept, std::stop_token stop) {
+  trace::Span span(kPassOn);
+  span.values = {static_cast<int64_t>(kept.sample), static_cast<int64_t>(kept.bytes.size())};
   if (kept.push) config_.peers->push(kept.sample, kept.bytes, kept.keep, stop);
   if (kept.to_file_tier) config_.cache->file_write(kept.sample, kept.bytes);
 }

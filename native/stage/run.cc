@@ -8,6 +8,7 @@
 
 #include "base/clock.h"
 #include "plan/locality.h"
+#include "stage/events.h"
 
 namespace nostall::stage {
 namespace {
@@ -99,6 +100,7 @@ void Loader::Run::guarded(const std::function<void()>& work) noexcept {
 
 std::unique_ptr<Batch> Loader::Run::next(std::chrono::nanoseconds timeout) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
+  if (asked_ == 0 && trace::on()) asked_ = now_ns();
   std::unique_lock lock(mutex_);
   for (;;) {
     if (config_.cache && now_ns() - last_peer_check_ > kPeerCheckNs) {
@@ -138,6 +140,16 @@ std::unique_ptr<Batch> Loader::Run::next(std::chrono::nanoseconds timeout) {
   lock.unlock();
   fetchable_.notify_all();
   transformable_.notify_all();
+  if (asked_ != 0) {
+    const auto samples = [&](Origin o) {
+      return static_cast<int64_t>(batch->origins[size_t(o)].samples);
+    };
+    trace::record(
+        kWaitBatch, asked_, now_ns(),
+        {batch->position.epoch, static_cast<int64_t>(batch->position.batch), samples(Origin::ram),
+         samples(Origin::file), samples(Origin::peer), samples(Origin::source), batch->queue});
+    asked_ = 0;
+  }
   return batch;
 }
 

@@ -141,7 +141,8 @@ class Loader::Run {
   std::condition_variable ready_;
   std::map<uint32_t, std::shared_future<std::shared_ptr<const plan::RankEpoch>>> epochs_;
   std::deque<std::unique_ptr<Task>> tasks_;  // front: the next one to hand out
-  uint64_t handed_out_ = 0;                  // batches, since the run began
+  int64_t asked_ = 0;        // since when the consumer waits, while recording; else 0
+  uint64_t handed_out_ = 0;  // batches, since the run began
   uint64_t opened_ = 0;
   Position cursor_;  // of the batch that fetching has reached
   Task* fetching_ = nullptr;

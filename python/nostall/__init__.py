@@ -8,7 +8,7 @@
 Importing this package needs NumPy alone and starts nothing.
 """
 
-from nostall import errors, transforms
+from nostall import errors, trace, transforms
 from nostall.loader import DataLoader, RawBatch
 from nostall.plan import Plan
 from nostall.source import FileList, ImageFolder, Source
@@ -33,5 +33,6 @@ __all__ = [
     "TFRecord",
     "TarShards",
     "errors",
+    "trace",
     "transforms",
 ]
