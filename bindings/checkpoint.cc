@@ -150,13 +150,14 @@ void bind_checkpoint(nb::module_& m) {
   m.def(
       "check_file",
       [](const std::string& path, uint64_t size, const std::vector<uint32_t>& crcs,
-         unsigned threads, Progress* progress) {
+         unsigned threads, Progress* progress, Priority priority) {
         return read_checked(path, size, crcs, nullptr, threads,
-                            progress != nullptr ? &progress->bytes : nullptr)
+                            progress != nullptr ? &progress->bytes : nullptr, priority)
             .damaged;
       },
       nb::arg("path"), nb::arg("size"), nb::arg("crcs"), nb::arg("threads"),
-      nb::arg("progress").none() = nb::none(), Unlocked(), "The numbers of its damaged blocks.");
+      nb::arg("progress").none() = nb::none(), nb::arg("priority") = Priority::normal, Unlocked(),
+      "The numbers of its damaged blocks.");
   m.def(
       "crc32c",
       [](const nb::bytes& bytes) {

@@ -153,7 +153,7 @@ Written FileCopy::copy() {
 
 ReadReport read_checked(const std::string& path, uint64_t size, std::span<const uint32_t> crcs,
                         Memory* into, unsigned threads, std::atomic<uint64_t>* progress,
-                        FileSystem& files) {
+                        Priority priority, FileSystem& files) {
   const int64_t began = now_ns();
   check_count(path, size, crcs.size());
   if (into != nullptr && into->size() < blocks_of(size) * kBlock) {
@@ -164,6 +164,7 @@ ReadReport read_checked(const std::string& path, uint64_t size, std::span<const 
   std::mutex mutex;
   ReadReport report;
   in_threads(static_cast<unsigned>(std::min<uint64_t>(threads, crcs.size())), [&] {
+    set_priority(priority);
     Memory own(into != nullptr ? 0 : kBlock, 1);
     for (uint64_t i; (i = next.fetch_add(1)) < crcs.size();) {
       std::byte* at = into != nullptr ? into->data() + i * kBlock : own.data();

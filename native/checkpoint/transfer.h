@@ -56,6 +56,7 @@ struct ReadReport {
 // Throws Error(io), Error(corruption) if the file is shorter or longer.
 ReadReport read_checked(const std::string& path, uint64_t size, std::span<const uint32_t> crcs,
                         Memory* into, unsigned threads, std::atomic<uint64_t>* progress = nullptr,
+                        Priority priority = Priority::normal,
                         FileSystem& files = FileSystem::real());
 
 }  // namespace nostall::checkpoint

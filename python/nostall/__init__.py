@@ -9,6 +9,7 @@ Importing this package needs NumPy alone and starts nothing.
 """
 
 from nostall import errors, transforms
+from nostall.checkpoint import Checkpointer, Keep
 from nostall.loader import DataLoader, RawBatch
 from nostall.plan import Plan
 from nostall.source import FileList, ImageFolder, Source
@@ -17,9 +18,11 @@ from nostall.stats import Stats
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpointer",
     "DataLoader",
     "FileList",
     "ImageFolder",
+    "Keep",
     "Plan",
     "RawBatch",
     "Source",

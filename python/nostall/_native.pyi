@@ -384,7 +384,12 @@ def read_checked(
     """
 
 def check_file(
-    path: str, size: int, crcs: Sequence[int], threads: int, progress: Progress | None = None
+    path: str,
+    size: int,
+    crcs: Sequence[int],
+    threads: int,
+    progress: Progress | None = None,
+    priority: Priority = Priority.normal,
 ) -> list[int]:
     """The numbers of its damaged blocks."""
 
