@@ -60,4 +60,5 @@ NB_MODULE(_native, m) {
   bind_stage(m);
   bind_timeline(m);
   bind_trace(m);
+  bind_checkpoint(m);
 }

@@ -11,3 +11,4 @@ void bind_peer(nanobind::module_& m);
 void bind_stage(nanobind::module_& m);
 void bind_timeline(nanobind::module_& m);
 void bind_trace(nanobind::module_& m);
+void bind_checkpoint(nanobind::module_& m);
