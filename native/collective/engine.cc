@@ -30,8 +30,9 @@ Engine::Engine(Segment& segment, uint32_t rank, uint32_t ranks, std::chrono::nan
       ranks_(ranks),
       timeout_(timeout),
       oversubscribed_(ranks > usable_cores()),
-      spin_limit_ns_(oversubscribed_ ? 5'000 : 20'000),
-      spin_ns_(spin_limit_ns_) {}
+      spin_limit_ns_(oversubscribed_ ? 1'000 : 20'000),
+      spin_ns_(spin_limit_ns_),
+      yield_ns_(oversubscribed_ ? 50'000 : 20'000) {}
 
 void Engine::enter(const char* operation, uint64_t signature) {
   operation_ = operation;

@@ -11,10 +11,13 @@
 // Thread-safety: one thread at a time; ranks are threads or processes.
 #pragma once
 
+#include <sched.h>
+
 #include <chrono>
 #include <cstdint>
 #include <initializer_list>
 #include <string>
+#include <utility>
 
 #include "base/clock.h"
 #include "base/error.h"
@@ -101,6 +104,15 @@ class Engine {
       }
       now = now_ns();
     } while (now - wait_began_ < spin_ns_);
+    // Ranks that share a core hand it to each other for less than a sleep costs; somebody else who
+    // gets it may keep it for long.
+    const int64_t end = now + yield_ns_;
+    while (now < end) {
+      ::sched_yield();
+      if (ready()) return true;
+      const int64_t before = std::exchange(now, now_ns());
+      if (now - before > kLongYield) break;
+    }
     return false;
   }
 
@@ -135,13 +147,14 @@ class Engine {
   std::string where() const;
 
   static constexpr int64_t kShortestSpin = 1'000;
+  static constexpr int64_t kLongYield = 200'000;
   static constexpr uint64_t kNever = ~uint64_t{0};
 
   Segment& segment_;
   const uint32_t rank_, ranks_;
   const std::chrono::nanoseconds timeout_;
   bool oversubscribed_;
-  int64_t spin_limit_ns_, spin_ns_;
+  int64_t spin_limit_ns_, spin_ns_, yield_ns_;
   const char* operation_ = "";
   uint64_t signature_ = 0;
   uint64_t calls_ = 0;
