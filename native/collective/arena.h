@@ -1,7 +1,7 @@
 // collective/arena.h - which parts of a rank's shared arena are in use.
 //
 // First fit over pages; memory exists from allocate to release only.
-// Thread-safety: none; the communicator's lock covers it.
+// Thread-safety: none; its owner locks.
 #pragma once
 
 #include <cstddef>

@@ -109,7 +109,17 @@ struct Communicator::Impl {
   // Copies what is not shared to shared memory and back.
   void allreduce_in_place(const Message& message, const Arrival& arrival);
 
-  std::mutex mutex;
+  std::byte* allocate(uint64_t bytes) {
+    const std::scoped_lock lock(arena_mutex);
+    return arena.allocate(bytes);
+  }
+  void release(const void* data) noexcept {
+    const std::scoped_lock lock(arena_mutex);
+    arena.release(static_cast<const std::byte*>(data));
+  }
+
+  std::mutex mutex;        // of calls
+  std::mutex arena_mutex;  // whoever frees memory need not wait for a call
   Segment segment;
   Engine engine;
   Arena arena;
@@ -179,7 +189,7 @@ void Communicator::Impl::cooperative_allreduce(const Message& message, bool by_r
 }
 
 void Communicator::Impl::allreduce_in_place(const Message& message, const Arrival& arrival) {
-  std::byte* scratch = arena.allocate(message.bytes());
+  std::byte* scratch = allocate(message.bytes());
   if (scratch == nullptr) {
     engine.fail(Error(ErrorKind::usage,
                       "rank " + std::to_string(engine.rank()) + " has no room for " +
@@ -190,7 +200,7 @@ void Communicator::Impl::allreduce_in_place(const Message& message, const Arriva
   copy(scratch, message.in, message.bytes(), false);
   shared_allreduce(engine, {scratch, scratch, message.count, message.reducer}, arrival);
   copy(message.out, scratch, message.bytes(), false);
-  arena.release(scratch);
+  release(scratch);
 }
 
 void Communicator::reduce(const void* in, void* out, uint64_t count, const Reducer& reducer,
@@ -278,15 +288,8 @@ void Communicator::allgather(const void* in, void* out, uint64_t bytes) {
                                      static_cast<std::byte*>(out), bytes, nullptr});
 }
 
-void* Communicator::allocate(uint64_t bytes) {
-  const std::scoped_lock lock(impl_->mutex);
-  return impl_->arena.allocate(bytes);
-}
-
-void Communicator::release(void* data) noexcept {
-  const std::scoped_lock lock(impl_->mutex);
-  impl_->arena.release(static_cast<const std::byte*>(data));
-}
+void* Communicator::allocate(uint64_t bytes) { return impl_->allocate(bytes); }
+void Communicator::release(void* data) noexcept { impl_->release(data); }
 
 CommunicatorStats Communicator::stats() const {
   const std::scoped_lock lock(impl_->mutex);

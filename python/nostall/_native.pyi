@@ -1,6 +1,6 @@
 from collections.abc import Sequence
 import enum
-from typing import Annotated
+from typing import Annotated, overload
 
 import numpy
 from numpy.typing import NDArray
@@ -283,3 +283,73 @@ class Loader:
 
     @property
     def memory(self) -> tuple[int, int, int, int]: ...
+
+class Reducer:
+    """An operation on elements (native/collective/reducer.h)."""
+
+    @overload
+    def __init__(self, op: str, type: str) -> None: ...
+    @overload
+    def __init__(self, function: object, element_bytes: int, commutative: bool) -> None: ...
+
+class CommunicatorStats:
+    @property
+    def calls(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def sleeps(self) -> int: ...
+    @property
+    def wait_ns(self) -> int: ...
+
+class Communicator:
+    """Ranks of one node, on raw addresses (native/collective)."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+    def barrier(self) -> None: ...
+    def allreduce(
+        self,
+        source: int,
+        target: int,
+        count: int,
+        reducer: Reducer,
+        algorithm: str = "cooperative",
+        fixed: bool = False,
+    ) -> None: ...
+    def reduce(
+        self,
+        source: int,
+        target: int,
+        count: int,
+        reducer: Reducer,
+        root: int,
+        algorithm: str = "cooperative",
+        fixed: bool = False,
+    ) -> None: ...
+    def broadcast(
+        self, data: int, bytes: int, root: int, algorithm: str = "cooperative"
+    ) -> None: ...
+    def reduce_scatter(self, source: int, target: int, count: int, reducer: Reducer) -> None:
+        """`count` elements for each rank."""
+
+    def allgather(self, source: int, target: int, bytes: int) -> None:
+        """`bytes` of each rank."""
+
+    def stats(self) -> CommunicatorStats: ...
+
+def open_communicator(
+    job: str,
+    rank: int,
+    ranks: int,
+    timeout: float,
+    window_bytes: int,
+    arena_bytes: int,
+    directory: str,
+) -> Communicator:
+    """Waits for all ranks."""
+
+def allocate_shared(communicator: Communicator, bytes: int) -> object:
+    """Bytes that all ranks reach, or None if the arena has no room."""
