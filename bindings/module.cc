@@ -61,4 +61,5 @@ NB_MODULE(_native, m) {
   bind_timeline(m);
   bind_trace(m);
   bind_checkpoint(m);
+  bind_collective(m);
 }

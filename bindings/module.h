@@ -12,3 +12,4 @@ void bind_stage(nanobind::module_& m);
 void bind_timeline(nanobind::module_& m);
 void bind_trace(nanobind::module_& m);
 void bind_checkpoint(nanobind::module_& m);
+void bind_collective(nanobind::module_& m);
