@@ -1,4 +1,6 @@
-"""For those who keep ``torch.utils.data.DataLoader``: a map-style dataset and our order for it.
+"""For PyTorch: gradients that are reduced while backward runs, and our order for its own loader.
+
+    optimizer = nostall.torch.DistributedOptimizer(optimizer, model.named_parameters())
 
     dataset = nostall.torch.Dataset(nostall.ImageFolder(path), transform)
     batches = nostall.torch.BatchSampler(len(dataset), 64, epochs=90, seed=0)
@@ -8,7 +10,9 @@ The order is DistributedSampler's and can be resumed exactly. The node's tiers s
 ``nostall.DataLoader`` only.
 """
 
+from nostall.sync import SyncOptions
 from nostall.torch.dataset import Dataset
+from nostall.torch.optimizer import DistributedOptimizer, GradientSync
 from nostall.torch.sampler import BatchSampler
 
-__all__ = ["BatchSampler", "Dataset"]
+__all__ = ["BatchSampler", "Dataset", "DistributedOptimizer", "GradientSync", "SyncOptions"]
