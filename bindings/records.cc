@@ -261,10 +261,15 @@ class CallbackSource : public source::Source {
 };
 
 std::vector<source::StorageFile> storage_files(const std::vector<std::string>& paths,
-                                               const Column<uint64_t>& sizes) {
-  if (paths.size() != sizes.size()) throw Error(ErrorKind::usage, "a size for every path");
+                                               const Column<uint64_t>& sizes,
+                                               const Column<int64_t>& versions) {
+  if (paths.size() != sizes.size() || paths.size() != versions.size()) {
+    throw Error(ErrorKind::usage, "a storage needs a size and a version for every path");
+  }
   std::vector<source::StorageFile> files;
-  for (size_t i = 0; i < paths.size(); ++i) files.push_back({paths[i], sizes.data()[i], 0});
+  for (size_t i = 0; i < paths.size(); ++i) {
+    files.push_back({paths[i], sizes.data()[i], versions.data()[i]});
+  }
   return files;
 }
 
@@ -402,11 +407,13 @@ void bind_records(nb::module_& m) {
   m.def(
       "python_storage",
       [](const std::vector<std::string>& paths, const Column<uint64_t>& sizes,
-         nb::callable read) -> StoragePtr {
-        return std::make_shared<PythonStorage>(storage_files(paths, sizes), std::move(read));
+         const Column<int64_t>& versions, nb::callable read) -> StoragePtr {
+        return std::make_shared<PythonStorage>(storage_files(paths, sizes, versions),
+                                               std::move(read));
       },
-      nb::arg("paths"), nb::arg("sizes"), nb::arg("read"),
-      "read(list of (file, offset, size)) -> list of buffers or exceptions.");
+      nb::arg("paths"), nb::arg("sizes"), nb::arg("versions"), nb::arg("read"),
+      "read(list of (file, offset, size)) -> list of buffers or exceptions; `versions` are other "
+      "numbers where the contents are others, like the times of files.");
 
   nb::class_<source::lmdb::Records>(m, "LmdbRecords", "What a scan of an LMDB tree found.")
       .def("__len__", &source::lmdb::Records::size)

@@ -187,9 +187,14 @@ def python_storage(
     sizes: Annotated[
         NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
     ],
+    versions: Annotated[
+        NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
     read: Callable,
 ) -> Storage:
-    """read(list of (file, offset, size)) -> list of buffers or exceptions."""
+    """
+    read(list of (file, offset, size)) -> list of buffers or exceptions; `versions` are other numbers where the contents are others, like the times of files.
+    """
 
 class LmdbRecords:
     """What a scan of an LMDB tree found."""

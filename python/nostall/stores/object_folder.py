@@ -40,7 +40,7 @@ class ObjectFolder(RecordStore):
         self._arguments = {"url": url, "extensions": extensions, "store": store}
         urls = [
             u
-            for u in list_urls(url.rstrip("/") + "/")
+            for u in list_urls(url.rstrip("/") + "/", store=store)
             if PurePosixPath(u).suffix.lower() in set(extensions)
         ]
         if not urls:

@@ -60,7 +60,11 @@ class RecordStore(Source):
         page_size: Callable[[], int] = lambda: 0,
         database: str = "",
     ) -> None:
-        """Takes the stored table if it still holds, else scans and stores."""
+        """Takes the stored table if it still holds, else scans and stores.
+
+        `compare_times`: whether files must be as long and as old as they were; objects always.
+        """
+        compare_times = compare_times or is_url(self.storage.paths[0])
         self.index_file = records_path(self.storage.paths, f"{kind} {database}", index)
         table = self._stored(kind, stamp(), compare_times) if self.index_file else None
         self.index_reused = table is not None
@@ -148,7 +152,9 @@ class RecordStore(Source):
         return table.file, table.offset, table.length
 
 
-def shard_paths(paths: PathLike | Sequence[PathLike], suffixes: tuple[str, ...]) -> list[str]:
+def shard_paths(
+    paths: PathLike | Sequence[PathLike], suffixes: tuple[str, ...], store: Any = None
+) -> list[str]:
     """The files meant: a list, one file, a pattern, or a folder's files with those endings; URLs
     likewise.
 
@@ -159,7 +165,7 @@ def shard_paths(paths: PathLike | Sequence[PathLike], suffixes: tuple[str, ...])
         return [os.fspath(p) for p in paths]
     path = os.fspath(paths)
     if is_url(path):
-        found = list_urls(path, suffixes)
+        found = list_urls(path, suffixes, store)
     elif Path(path).is_dir():
         found = sorted(str(p) for p in Path(path).iterdir() if p.name.endswith(suffixes))
     elif any(c in path for c in "*?[") and not Path(path).exists():
@@ -186,6 +192,22 @@ def open_storage(
     if any(remote):
         raise UsageError("a data set lies either in files or on an object store, not in both")
     return _native.open_storage([str(Path(p).absolute()) for p in paths], direct)
+
+
+def only_local(paths: Sequence[str], what: str) -> None:
+    """Refuses URLs, for formats whose library reads files.
+
+    Raises:
+        UsageError: a path is a URL.
+    """
+    for path in paths:
+        if is_url(path):
+            raise UsageError(f"{what} is read from files, not from {path}: copy or convert it")
+
+
+def absolute(paths: Sequence[str]) -> list[str]:
+    """The paths as another process with another working directory must name them."""
+    return [p if is_url(p) else str(Path(p).absolute()) for p in paths]
 
 
 def records_path(paths: Sequence[str], key: str, index: bool | PathLike) -> str:
