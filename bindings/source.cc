@@ -88,7 +88,7 @@ void bind_source(nb::module_& m) {
               s.make_reader(source::ReaderKind::pread, 1)->read({&request, 1});
               if (request.error != 0) {
                 throw Error(ErrorKind::io, "cannot read " + s.describe(sample) + ": " +
-                                               source::read_error_text(request.error));
+                                               source::read_error_text(request));
               }
             }
             return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
