@@ -17,6 +17,7 @@ from nostall.stores.callback import RowReader
 from nostall.stores.records import (
     PathLike,
     RecordStore,
+    absolute,
     only_local,
     open_storage,
     shard_paths,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _KEPT_BYTES = 256 << 20
 _FILE_MAGIC = b"ARROW1"
+_CONTINUATION = b"\xff\xff\xff\xff"
 
 
 class Parquet(Source):
@@ -60,8 +62,8 @@ class Parquet(Source):
         kept: int = _KEPT_BYTES,
     ) -> None:
         _pyarrow("parquet", files)
-        paths = [str(Path(p).absolute()) for p in shard_paths(files, (".parquet",))]
-        only_local(paths, "Parquet")
+        only_local(files, "Parquet")
+        paths = absolute(shard_paths(files, (".parquet",)))
         self._arguments = {"files": paths, "image": image, "label": label, "kept": kept}
         self.native = _Groups(paths, image, kept).open(label)
 
@@ -184,8 +186,8 @@ class ArrowIPC(RecordStore):
         label: str | None = "label",
     ) -> None:
         _pyarrow("ipc", files)
-        paths = [str(Path(p).absolute()) for p in shard_paths(files, (".arrow",))]
-        only_local(paths, "Arrow IPC")
+        only_local(files, "Arrow IPC")
+        paths = absolute(shard_paths(files, (".arrow",)))
         self._arguments = {"files": paths, "image": image, "label": label}
         self.storage = open_storage(paths)
         parts = [_arrow_places(path, image, label) for path in paths]
@@ -223,7 +225,10 @@ def _arrow_places(
                 table = pa.open_file(pyarrow.BufferReader(whole)).read_all()
             else:
                 table = pa.open_stream(pyarrow.BufferReader(whole)).read_all()
-                if whole.slice(max(0, whole.size - 4)).to_pybytes() != bytes(4):
+                # Streams of before Arrow 0.15 have no continuation marks.
+                mark = whole.slice(0, 4).to_pybytes() + bytes(4)
+                mark = mark if mark.startswith(_CONTINUATION) else bytes(4)
+                if whole.slice(max(0, whole.size - len(mark))).to_pybytes() != mark:
                     raise CorruptionError(
                         f"{path} ends at byte {whole.size} without the mark that ends a stream: it "
                         "was cut off, or is still being written"
@@ -239,7 +244,7 @@ def _arrow_places(
             data = chunk.buffers()[2]
             if len(chunk) == 0:
                 continue
-            if data is None:
+            if data is None or data.size == 0:
                 offsets.append(np.zeros(len(chunk), np.uint64))
             elif begin <= data.address and data.address + data.size <= end:
                 offsets.append((ends[:-1] + (data.address - begin)).astype(np.uint64))

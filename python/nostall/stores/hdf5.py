@@ -53,7 +53,7 @@ class HDF5(Source):
         *,
         labels: str | Sequence[int] | NDArray[Any] | None = None,
     ) -> None:
-        only_local([os.fspath(path)], "HDF5")
+        only_local(path, "HDF5")
         path = str(Path(path).absolute())
         self._arguments = {"path": path, "dataset": dataset, "labels": labels}
         with _open(path) as file:

@@ -194,14 +194,14 @@ def open_storage(
     return _native.open_storage([str(Path(p).absolute()) for p in paths], direct)
 
 
-def only_local(paths: Sequence[str], what: str) -> None:
+def only_local(paths: PathLike | Sequence[PathLike], what: str) -> None:
     """Refuses URLs, for formats whose library reads files.
 
     Raises:
         UsageError: a path is a URL.
     """
-    for path in paths:
-        if is_url(path):
+    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
+        if is_url(os.fspath(path)):
             raise UsageError(f"{what} is read from files, not from {path}: copy or convert it")
 
 
