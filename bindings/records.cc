@@ -19,6 +19,7 @@
 #include "source/build.h"
 #include "source/index.h"
 #include "source/lmdb.h"
+#include "source/names.h"
 #include "source/provenance.h"
 #include "source/tar.h"
 #include "source/tfrecord.h"
@@ -297,35 +298,6 @@ source::CheckHead lmdb_check(uint32_t page_size) {
     const uint64_t bytes = head_size + table.length[sample];
     return source::lmdb::check_value_page(head, begin / page_size,
                                           (bytes + page_size - 1) / page_size);
-  };
-}
-
-// Names are found again when a message needs one: they take no memory until then.
-source::NameOf lmdb_name(const StoragePtr& storage, std::string database) {
-  return [storage, database = std::move(database)](const source::RecordTable& table,
-                                                   uint64_t sample) -> std::string {
-    const auto reader = storage->make_reader(source::ReaderKind::pread, 1);
-    const auto records = source::lmdb::scan(*reader, *storage, database);
-    if (!records) return {};
-    const source::lmdb::Records& r = records.value();
-    const uint64_t at = table.offset[sample];
-    for (uint64_t i = 0; i < r.size(); ++i) {
-      if (at >= r.offset[i] && at < r.offset[i] + r.length[i]) return std::string(r.key(i));
-    }
-    return {};
-  };
-}
-
-source::NameOf tar_name(const StoragePtr& storage) {
-  return [storage](const source::RecordTable& table, uint64_t sample) -> std::string {
-    const auto reader = storage->make_reader(source::ReaderKind::pread, 1);
-    source::Window window(*reader, *storage, table.file_of(sample));
-    const auto members = source::scan_tar(window);
-    if (!members) return {};
-    for (const source::TarMember& m : members.value()) {
-      if (m.offset == table.offset[sample]) return m.name;
-    }
-    return {};
   };
 }
 
@@ -647,8 +619,8 @@ void bind_records(nb::module_& m) {
         source::RecordOptions options;
         options.max_read = max_read;
         options.coalesce = coalesce;
-        if (table.kind == "lmdb") options.name = lmdb_name(storage, database);
-        if (table.kind == "tar") options.name = tar_name(storage);
+        if (table.kind == "lmdb") options.name = source::lmdb_names(storage, database);
+        if (table.kind == "tar") options.name = source::tar_names(storage);
         if (page_size != 0) options.check = lmdb_check(page_size);
         return std::make_shared<source::RecordSource>(storage, table, std::move(options));
       },

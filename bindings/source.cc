@@ -76,7 +76,7 @@ void bind_source(nb::module_& m) {
             if (sample >= s.size()) throw nb::index_error();
             return s.describe(sample);
           },
-          nb::arg("sample"))
+          nb::arg("sample"), nb::call_guard<nb::gil_scoped_release>())
       .def(
           "read",
           [](const source::Source& s, uint64_t sample) {

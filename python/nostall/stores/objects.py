@@ -230,19 +230,27 @@ def _version(meta: Any) -> int:
 
 
 def _worth_another(error: Exception) -> bool:
-    text = str(error).lower()
-    return "body" in text or "closed" in text or "connection" in text
+    """Whether the client has neither a final answer from the server nor given up trying."""
+    text = _brief(error)
+    if isinstance(error, FileNotFoundError):
+        return False
+    return not any(sign in text for sign in ("status code", "retries", "recondition"))
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(str(error).split(" Debug source:")[0].split("\n\nDebug source:")[0].split())
 
 
 def _failed(url: str, error: Exception) -> IoError:
     """What to say of an error of the client's; `url` may go on with a place."""
     kind = type(error).__name__
-    text = " ".join(str(error).split())
+    text = _brief(error)
     if isinstance(error, FileNotFoundError):
         return IoError(f"{url} does not exist")
-    if "precondition" in kind.lower() or "precondition" in text.lower():
+    if "precondition" in kind.lower() or "recondition" in text:
         return IoError(f"{url} was replaced since it was opened: open the data set again")
-    if kind in ("PermissionDeniedError", "UnauthenticatedError"):
+    denied = kind in ("PermissionDeniedError", "UnauthenticatedError")
+    if denied or "ExpiredToken" in text or "InvalidAccessKeyId" in text:
         return IoError(
             f"{url}: access was denied ({text[:300]}): check the credentials (AWS_ACCESS_KEY_ID, "
             "AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, or a profile) and whether they expired"
