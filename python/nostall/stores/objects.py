@@ -184,6 +184,8 @@ class _Objects:
 
     def read(self, ranges: list[tuple[int, int, int]]) -> list[Any]:
         """One buffer or exception for every (file, offset, size)."""
+        if ranges:
+            _obstore(self._urls[ranges[0][0]])
         return list(self._threads().map(self._one, ranges))
 
     def _one(self, asked: tuple[int, int, int]) -> Any:
@@ -213,13 +215,26 @@ class _Objects:
         return error
 
 
+# The process in which the client was first used: its threads do not survive a fork, and in a forked
+# process it would wait for them for ever.
+_client_process: int | None = None
+
+
 def _obstore(url: str) -> Any:
+    global _client_process
     try:
         import obstore
     except ImportError:
         raise UsageError(
             f"reading {url} needs the package obstore: pip install 'nostall[objects]'"
         ) from None
+    if _client_process is None:
+        _client_process = os.getpid()
+    if _client_process != os.getpid():
+        raise IoError(
+            f"{url} cannot be read in a process that was forked from one that reads object stores: "
+            'start processes with "spawn"'
+        )
     return obstore
 
 

@@ -77,7 +77,7 @@ class Proxy:
     def __init__(self, port: int) -> None:
         self._server_port = port
         self._lock = threading.Lock()
-        self.ranges: list[tuple[int, int]] = []
+        self.ranges: list[tuple[str, int, int]] = []  # (path, begin, end)
         self.spoil: Callable[[int, Answer], Answer] | None = None
         proxy = self
 
@@ -125,7 +125,7 @@ class Proxy:
             first, last = asked.removeprefix("bytes=").split("-")
             with self._lock:
                 number = len(self.ranges)
-                self.ranges.append((int(first), int(last) + 1))
+                self.ranges.append((handler.path, int(first), int(last) + 1))
             if self.spoil:
                 answer = self.spoil(number, answer)
         self._send(handler, answer)
