@@ -95,9 +95,11 @@ def _profile(root: str) -> dict[str, Any]:
     return {"credential_provider": Boto3CredentialProvider(session)}
 
 
-def list_urls(url: str, suffixes: tuple[str, ...] = (), store: Any = None) -> list[str]:
-    """The object itself if there is one of that name, those that fit a pattern, or all below it;
-    in order.
+def list_objects(
+    url: str, suffixes: tuple[str, ...] = (), store: Any = None
+) -> list[tuple[str, Any]]:
+    """(URL, what the store says of it): the object itself if there is one of that name, those that
+    fit a pattern, or all below it; in order.
 
     Raises:
         IoError: the store cannot be asked, with the URL.
@@ -109,33 +111,34 @@ def list_urls(url: str, suffixes: tuple[str, ...] = (), store: Any = None) -> li
     below = key[: pattern.start()].rpartition("/")[0] if pattern else key.rstrip("/")
     if key and not key.endswith("/") and not pattern:
         try:
-            obstore.head(store, key)
+            return [(url, obstore.head(store, key))]
         except FileNotFoundError:
             pass
         except Exception as error:
             raise _failed(url, error) from None
-        else:
-            return [url]
     try:
-        found = [
-            str(meta["path"]) for page in obstore.list(store, prefix=below or None) for meta in page
-        ]
+        pages = obstore.list(store, prefix=below or None)
+        found = {str(meta["path"]): meta for page in pages for meta in page}
     except Exception as error:
         raise _failed(url, error) from None
+    names = sorted(found)
     if pattern:
-        found = [name for name in found if fnmatch.fnmatchcase(name, key)]
+        names = [name for name in names if fnmatch.fnmatchcase(name, key)]
     elif suffixes:
-        found = [name for name in found if name.endswith(suffixes)]
-    return [f"{root}/{name}" for name in sorted(found)]
+        names = [name for name in names if name.endswith(suffixes)]
+    return [(f"{root}/{name}", found[name]) for name in names]
 
 
-def open_objects(urls: Sequence[str], store: Any = None) -> _native.Storage:
-    """A storage over objects; with `store`, the URLs' keys are looked up there.
+def open_objects(
+    urls: Sequence[str], store: Any = None, known: Sequence[Any] | None = None
+) -> _native.Storage:
+    """A storage over objects; with `store`, the URLs' keys are looked up there. `known` is what a
+    listing said of them.
 
     Raises:
         IoError: an object is not there or cannot be examined, with its URL.
     """
-    objects = _Objects(urls, store)
+    objects = _Objects(urls, store, known)
     return _native.python_storage(
         paths=list(urls),
         sizes=np.array(objects.sizes, np.uint64),
@@ -147,7 +150,7 @@ def open_objects(urls: Sequence[str], store: Any = None) -> _native.Storage:
 class _Objects:
     """Answers the native reader's ranges, many at a time."""
 
-    def __init__(self, urls: Sequence[str], store: Any) -> None:
+    def __init__(self, urls: Sequence[str], store: Any, known: Sequence[Any] | None) -> None:
         obstore = _obstore(urls[0])
         self._urls = list(urls)
         self._stores: dict[str, Any] = {}
@@ -163,7 +166,7 @@ class _Objects:
             except Exception as error:
                 raise _failed(url, error) from None
 
-        for meta in self._threads().map(head, self._urls):
+        for meta in self._threads().map(head, self._urls) if known is None else known:
             self.sizes.append(int(meta["size"]))
             self._tags.append(meta.get("e_tag"))
             self.versions.append(_version(meta))

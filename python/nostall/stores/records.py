@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +18,7 @@ from nostall import _native
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.sizes import parse_size
 from nostall.source import Source, cache_folder
-from nostall.stores.objects import is_url, list_urls, open_objects
+from nostall.stores.objects import is_url, list_objects, open_objects
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,6 +30,26 @@ Progress = Callable[[int], object]
 PathLike = str | os.PathLike[str]
 
 _MAX_READ = "4MiB"
+
+
+_only_look: ContextVar[bool] = ContextVar("nostall only look at the index", default=False)
+
+
+class _Outdated(Exception):
+    """(index file, why it does not hold)."""
+
+
+def examine_index(opens: Callable[[], RecordStore]) -> tuple[str, str]:
+    """(index file, why it does not hold) of the store that `opens` would open; the latter is empty
+    if it holds. Neither scans nor writes."""
+    token = _only_look.set(True)
+    try:
+        return opens().index_file, ""
+    except _Outdated as outdated:
+        file, why = outdated.args
+        return str(file), str(why)
+    finally:
+        _only_look.reset(token)
 
 
 class RecordStore(Source):
@@ -66,9 +87,13 @@ class RecordStore(Source):
         """
         compare_times = compare_times or is_url(self.storage.paths[0])
         self.index_file = records_path(self.storage.paths, f"{kind} {database}", index)
-        table = self._stored(kind, stamp(), compare_times) if self.index_file else None
+        table, why = self._stored(kind, stamp(), compare_times)
         self.index_reused = table is not None
         if table is None:
+            if _only_look.get():
+                raise _Outdated(self.index_file, why)
+            if why and os.path.exists(self.index_file):
+                _log.info("%s: %s; examining the data set again", self.index_file, why)
             table = scan()
             if self.index_file:
                 self._store(table)
@@ -83,20 +108,18 @@ class RecordStore(Source):
             database=database,
         )
 
-    def _stored(self, kind: str, stamp: str, times: bool) -> _native.RecordTable | None:
+    def _stored(self, kind: str, stamp: str, times: bool) -> tuple[_native.RecordTable | None, str]:
+        """The stored table, or why there is none that holds."""
+        if not self.index_file:
+            return None, "it is kept nowhere"
         try:
             table = _native.load_records(self.index_file)
-        except IoError:
-            return None
-        except CorruptionError as error:
-            _log.info("%s: %s; examining the data set again", self.index_file, error)
-            return None
-        why = self._outdated(table, kind, stamp, times)
-        if why:
-            _log.info("%s: %s; examining the data set again", self.index_file, why)
-            return None
+        except (IoError, CorruptionError) as error:
+            return None, str(error)
+        if why := self._outdated(table, kind, stamp, times):
+            return None, why
         self.index_bytes = Path(self.index_file).stat().st_size
-        return table
+        return table, ""
 
     def _outdated(self, table: _native.RecordTable, kind: str, stamp: str, times: bool) -> str:
         if (table.kind, table.stamp) != (kind, stamp):
@@ -165,7 +188,7 @@ def shard_paths(
         return [os.fspath(p) for p in paths]
     path = os.fspath(paths)
     if is_url(path):
-        found = list_urls(path, suffixes, store)
+        found = [url for url, _ in list_objects(path, suffixes, store)]
     elif Path(path).is_dir():
         found = sorted(str(p) for p in Path(path).iterdir() if p.name.endswith(suffixes))
     elif any(c in path for c in "*?[") and not Path(path).exists():

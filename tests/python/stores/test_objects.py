@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,8 @@ def test_tfrecords(bucket: Any, tmp_path: Path) -> None:
     check_source(source, contents, range(30), fork=False)
 
 
-def test_a_folder_of_images(bucket: Any, image_folder: Path) -> None:
+def test_a_folder_of_images(bucket: Any, make_folder: Callable[[int], Path]) -> None:
+    image_folder = make_folder(20)
     upload(bucket, image_folder, "set/")
     bucket.put_object(Key="set-b/class0/x.jpg", Body=b"of another folder")
     local = nostall.ImageFolder(image_folder, index=False)
