@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nostall.errors import CorruptionError, IoError, UsageError
-from nostall.source import Source
+from nostall.source import Pixels, Source
 from nostall.stores.callback import RowReader
 from nostall.stores.records import PathLike, RecordStore, only_local, open_storage
 
@@ -38,6 +38,8 @@ class HDF5(Source):
 
     Attributes:
         pixel_shape, dtype: of one sample.
+        pixels: set where a sample is uint8 of shape (h, w), (h, w, 1 or 3) or (1 or 3, h, w): native
+            transforms take such samples as images, RGB.
         through_library: whether the HDF5 library reads the samples.
 
     Raises:
@@ -60,6 +62,7 @@ class HDF5(Source):
             data = _dataset(file, path, dataset)
             self.pixel_shape, self.dtype = tuple(data.shape[1:]), data.dtype
             self.through_library = _places(data) is None
+        self.pixels = _pixels(self.pixel_shape, self.dtype)
         if self.through_library:
             self.native = _Library(path, dataset).open(labels)
         else:
@@ -155,6 +158,17 @@ class _Library(RowReader):
 
     def describe(self, sample: int) -> str:
         return f"{self._path}, dataset {self._name}, index {sample}"
+
+
+def _pixels(shape: tuple[int, ...], dtype: Any) -> Pixels | None:
+    if dtype != np.uint8 or len(shape) not in (2, 3):
+        return None
+    height, width, channels = shape if len(shape) == 3 else (*shape, 1)
+    if channels in (1, 3):
+        return Pixels(height, width, channels)
+    if height in (1, 3):
+        return Pixels(width, channels, height, layout="chw")
+    return None
 
 
 def _is_variable(data: Any) -> bool:

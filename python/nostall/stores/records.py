@@ -30,6 +30,8 @@ Progress = Callable[[int], object]
 PathLike = str | os.PathLike[str]
 
 _MAX_READ = "4MiB"
+# In a table's stamp, what follows is no condition but was found by the scan.
+FOUND = " found "
 
 
 _only_look: ContextVar[bool] = ContextVar("nostall only look at the index", default=False)
@@ -122,7 +124,7 @@ class RecordStore(Source):
         return table, ""
 
     def _outdated(self, table: _native.RecordTable, kind: str, stamp: str, times: bool) -> str:
-        if (table.kind, table.stamp) != (kind, stamp):
+        if (table.kind, table.stamp.split(FOUND)[0]) != (kind, stamp):
             return "it was made with other options, or of another state of the data set"
         names = [path.rsplit("/", 1)[-1] for path in self.storage.paths]
         if table.paths != names:
