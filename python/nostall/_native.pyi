@@ -187,9 +187,14 @@ def python_storage(
     sizes: Annotated[
         NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
     ],
+    versions: Annotated[
+        NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
     read: Callable,
 ) -> Storage:
-    """read(list of (file, offset, size)) -> list of buffers or exceptions."""
+    """
+    read(list of (file, offset, size)) -> list of buffers or exceptions; `versions` are other numbers where the contents are others, like the times of files.
+    """
 
 class LmdbRecords:
     """What a scan of an LMDB tree found."""
@@ -364,8 +369,11 @@ def compile_pipeline(
     dtype: str | None = None,
     layout: str | None = None,
     max_pixels: int = 178956970,
+    pixels: dict | None = None,
 ) -> Pipeline:
-    """Compiles [(name, parameters), ...] into a Pipeline."""
+    """
+    Compiles [(name, parameters), ...] into a Pipeline; `pixels` is for samples that are not encoded: height, width, channels, channels_first, bgr.
+    """
 
 def decode_rgb(encoded: object, max_pixels: int = 178956970) -> object:
     """Decodes a JPEG, PNG or WebP image to uint8 RGB, height x width x 3."""
