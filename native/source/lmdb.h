@@ -27,6 +27,8 @@ struct Tree {
   uint16_t flags = 0, depth = 0;
   uint64_t branch_pages = 0, leaf_pages = 0, overflow_pages = 0, entries = 0;
   uint64_t root = 0;  // page number; kNoPage when empty
+
+  bool operator==(const Tree&) const = default;
 };
 inline constexpr uint64_t kNoPage = ~uint64_t{0};
 
@@ -36,7 +38,9 @@ struct Snapshot {
   uint64_t transaction = 0;
   uint64_t last_page = 0;
   Tree free, main;
-  bool other_meta_used = false;  // the newer meta page was damaged
+  bool other_meta_used = false;  // one meta page was damaged
+
+  bool operator==(const Snapshot&) const = default;
 };
 
 enum Flags : uint16_t { kReverseKey = 0x02, kDupSort = 0x04, kIntegerKey = 0x08 };
@@ -53,6 +57,7 @@ struct Records {
   std::string keys;
   std::vector<uint64_t> key_ends{0};   // key i is keys[key_ends[i], key_ends[i + 1])
   std::vector<std::string> databases;  // names of the databases that the scanned tree holds
+  std::vector<Tree> database_trees;    // one each
   uint64_t pages_read = 0;             // branch and leaf pages
   // Page numbers of the leaves, in key order, and their first records: prov-computed is held
   // against them.
@@ -69,6 +74,7 @@ struct Records {
 Result<Records> scan(RangeReader& reader, const Storage& storage, std::string_view database = {});
 
 // Why the page header before a value with pages of its own cannot be right, or an empty string.
+// A value that was replaced by a shorter one may have more than the `pages` that it needs.
 std::string check_value_page(std::span<const std::byte> header, uint64_t page, uint64_t pages);
 
 // What an index depends on: a database with another stamp has another index.

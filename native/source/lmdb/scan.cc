@@ -1,7 +1,8 @@
 // The walk over branch and leaf pages, a level at a time.
 #include <algorithm>
+#include <array>
+#include <compare>
 #include <cstring>
-#include <numeric>
 
 #include "source/lmdb/page.h"
 
@@ -41,6 +42,8 @@ class Scan {
       : reader_(reader), storage_(storage), snapshot_(snapshot), tree_(tree) {
     records_.snapshot = snapshot;
     records_.tree = tree;
+    // The file may end before the last page when nothing needs those pages any more.
+    file_pages_ = storage.files()[0].size / snapshot.page_size;
   }
 
   Result<Records> run() {
@@ -52,16 +55,21 @@ class Scan {
     }
     if (tree_.root == kNoPage) return std::move(records_);
     // Counts are trusted as limits only when the file has room for them.
-    if (tree_.leaf_pages > snapshot_.last_page || tree_.branch_pages > snapshot_.last_page) {
+    if (tree_.leaf_pages > snapshot_.last_page || tree_.branch_pages > snapshot_.last_page ||
+        tree_.overflow_pages > snapshot_.last_page) {
       return broken("its page counts are larger than the file");
+    }
+    if (std::max(tree_.leaf_pages, tree_.branch_pages) >= file_pages_) {
+      return broken("it has more pages than fit into " + std::to_string(storage_.files()[0].size) +
+                    " bytes: it was cut off");
     }
     std::vector<Expected> level{{tree_.root, {}}};
     for (unsigned depth = 1; depth < tree_.depth; ++depth) {
       if (auto error = descend(level)) return *error;
     }
     if (auto error = leaves(level)) return *error;
-    if (branches_ != tree_.branch_pages) {
-      return broken("it has " + std::to_string(branches_) + " branch pages instead of " +
+    if (branch_page_.size() != tree_.branch_pages) {
+      return broken("it has " + std::to_string(branch_page_.size()) + " branch pages instead of " +
                     std::to_string(tree_.branch_pages));
     }
     if (records_.leaf_page.size() != tree_.leaf_pages) {
@@ -86,6 +94,13 @@ class Scan {
                   std::to_string(page * snapshot_.page_size) + ") " + what);
   }
 
+  Error cut_off(uint64_t page) const {
+    return broken("page " + std::to_string(page) + " (offset " +
+                  std::to_string(page * snapshot_.page_size) +
+                  ") is needed, but the file ends at " + std::to_string(storage_.files()[0].size) +
+                  " bytes: it was cut off");
+  }
+
   // Calls visit(page, bytes) for the pages of a level, in order.
   template <typename Visit>
   std::optional<Error> each_page(const std::vector<Expected>& level, Visit&& visit) {
@@ -101,6 +116,7 @@ class Scan {
           return broken("a page refers to page " + std::to_string(level[i].page) +
                         ", which the database does not have");
         }
+        if (level[i].page >= file_pages_) return cut_off(level[i].page);
         const auto into = std::span(bytes).subspan((i - begin) * size, size);
         // Neighbours in one read: a fresh database has long runs of them.
         if (!reads.empty() && level[i].page == level[i - 1].page + 1 &&
@@ -116,11 +132,7 @@ class Scan {
       }
       reader_.read(reads);
       for (const RangeRead& r : reads) {
-        if (r.error == 0) continue;
-        return Error(ErrorKind::io,
-                     "cannot read page " + std::to_string(r.offset / size) + " of " + path() +
-                         ": " + (r.why.empty() ? read_error_text(r.error) : r.why),
-                     r.error);
+        if (auto error = failed(r)) return error;
       }
       records_.pages_read += end - begin;
       for (size_t i = begin; i < end; ++i) {
@@ -138,8 +150,10 @@ class Scan {
   // From one level of branch pages to the next level.
   std::optional<Error> descend(std::vector<Expected>& level) {
     std::vector<Expected> below;
-    branches_ += level.size();
-    if (branches_ > tree_.branch_pages) return broken("it has more branch pages than it says");
+    for (const Expected& e : level) branch_page_.push_back(e.page);
+    if (branch_page_.size() > tree_.branch_pages) {
+      return broken("it has more branch pages than it says");
+    }
     auto error = each_page(
         level, [&](const Expected& from, const Page& page) { return branch(from, page, below); });
     if (error) return error;
@@ -160,9 +174,9 @@ class Scan {
     if (below.size() + *nodes > tree_.branch_pages + tree_.leaf_pages) {
       return broken("its branch pages refer to more pages than it has");
     }
+    if (auto error = check_nodes(from.page, page, *nodes)) return error;
     for (unsigned i = 0; i < *nodes; ++i) {
       const auto node = page.node(i);
-      if (!node) return broken_page(from.page, "has a node that is not inside it");
       // The first key of a branch page is not kept: its parent's is its least.
       std::string least = i == 0 ? from.least : std::string(node->key);
       if (i > 0 && !below.empty() && !(i == 1 && below.back().least.empty()) &&
@@ -186,11 +200,11 @@ class Scan {
       return broken_page(from.page, "should be a leaf page");
     }
     if (!nodes) return broken_page(from.page, "has a damaged header");
+    if (auto error = check_nodes(from.page, page, *nodes)) return error;
     records_.leaf_page.push_back(from.page);
     records_.leaf_first.push_back(records_.size());
     for (unsigned i = 0; i < *nodes; ++i) {
       const auto node = page.node(i);
-      if (!node) return broken_page(from.page, "has a node that is not inside it");
       if ((entries_ > 0 && compare_keys(last_key_, node->key, tree_.flags) >= 0) ||
           (i == 0 && !from.least.empty() && compare_keys(from.least, node->key, tree_.flags) > 0)) {
         return broken_page(from.page, "has keys out of order");
@@ -206,9 +220,28 @@ class Scan {
           return broken_page(from.page, "has a damaged description of a named database");
         }
         records_.databases.emplace_back(node->key);
+        records_.database_trees.push_back(page.tree(node->data_at));
         continue;
       }
       if (auto error = value(from.page, page, *node)) return error;
+    }
+    return {};
+  }
+
+  // All nodes inside the page, and no byte in two of them: else a few pages could hold keys and
+  // values of any total size.
+  std::optional<Error> check_nodes(uint64_t number, const Page& page, unsigned nodes) {
+    places_.clear();
+    for (unsigned i = 0; i < nodes; ++i) {
+      const auto node = page.node(i);
+      if (!node) return broken_page(number, "has a node that is not inside it");
+      places_.emplace_back(node->begin, node->end);
+    }
+    std::sort(places_.begin(), places_.end());
+    for (size_t i = 1; i < places_.size(); ++i) {
+      if (places_[i - 1].second > places_[i].first) {
+        return broken_page(number, "has nodes that share bytes");
+      }
     }
     return {};
   }
@@ -224,6 +257,7 @@ class Scan {
                       std::to_string(node.length) + " bytes at page " + std::to_string(first) +
                       ") does not end inside the database");
       }
+      if (first + pages > file_pages_) return cut_off(first + pages - 1);
       offset = first * snapshot_.page_size + kPageHeader;
     }
     records_.offset.push_back(offset);
@@ -238,17 +272,22 @@ class Scan {
     return (kPageHeader + length + snapshot_.page_size - 1) / snapshot_.page_size;
   }
 
-  // No two values share a page of their own, and none lies on a leaf.
+  // No two values share a page of their own, and none lies on a page of the tree.
   std::optional<Error> check_overlaps() {
-    const uint32_t size = snapshot_.page_size;
     std::vector<std::pair<uint64_t, uint64_t>> runs;  // first page, pages
-    for (const uint64_t page : records_.leaf_page) runs.emplace_back(page, 1);
     uint64_t own = 0;
     for (uint64_t i = 0; i < records_.size(); ++i) {
       if (!records_.own_pages[i]) continue;
-      runs.emplace_back(records_.offset[i] / size, pages_of(records_.length[i]));
+      runs.emplace_back(records_.offset[i] / snapshot_.page_size, pages_of(records_.length[i]));
       own += runs.back().second;
     }
+    if (own < tree_.overflow_pages) {
+      if (auto error = look_up_runs(runs)) return error;
+      own = 0;
+      for (const auto& run : runs) own += run.second;
+    }
+    for (const uint64_t page : records_.leaf_page) runs.emplace_back(page, 1);
+    for (const uint64_t page : branch_page_) runs.emplace_back(page, 1);
     std::sort(runs.begin(), runs.end());
     for (size_t i = 1; i < runs.size(); ++i) {
       if (runs[i - 1].first + runs[i - 1].second > runs[i].first) {
@@ -262,7 +301,43 @@ class Scan {
     return {};
   }
 
-  static constexpr size_t kMostRun = 256 << 10;
+  // A value that was replaced by a shorter one in the same transaction keeps its pages: how many
+  // these are, only the first one tells.
+  std::optional<Error> look_up_runs(std::vector<std::pair<uint64_t, uint64_t>>& runs) {
+    std::vector<std::array<std::byte, kPageHeader>> headers(std::min(runs.size(), kHeadersAtOnce));
+    std::vector<RangeRead> reads;
+    for (size_t begin = 0; begin < runs.size(); begin += kHeadersAtOnce) {
+      const size_t end = std::min(runs.size(), begin + kHeadersAtOnce);
+      reads.assign(end - begin, {});
+      for (size_t i = begin; i < end; ++i) {
+        reads[i - begin].offset = runs[i].first * snapshot_.page_size;
+        reads[i - begin].into = headers[i - begin];
+      }
+      reader_.read(reads);
+      for (size_t i = begin; i < end; ++i) {
+        if (auto error = failed(reads[i - begin])) return error;
+        const std::span<const std::byte> header = headers[i - begin];
+        auto& [first, pages] = runs[i];
+        const std::string wrong = check_value_page(header, first, pages);
+        if (!wrong.empty()) return broken(wrong);
+        pages = number_at<uint32_t>(header, 12);
+        if (pages > snapshot_.last_page + 1 - first) {
+          return broken_page(first, "has a run of pages that does not end inside the database");
+        }
+      }
+    }
+    return {};
+  }
+
+  std::optional<Error> failed(const RangeRead& r) const {
+    if (r.error == 0) return {};
+    return Error(ErrorKind::io,
+                 "cannot read page " + std::to_string(r.offset / snapshot_.page_size) + " of " +
+                     path() + ": " + (r.why.empty() ? read_error_text(r.error) : r.why),
+                 r.error);
+  }
+
+  static constexpr size_t kMostRun = 256 << 10, kHeadersAtOnce = 4096;
 
   RangeReader& reader_;
   const Storage& storage_;
@@ -270,10 +345,12 @@ class Scan {
   const Tree tree_;
   Records records_;
   std::string last_key_;
-  uint64_t branches_ = 0, entries_ = 0, first_children_ = 0;
+  std::vector<uint64_t> branch_page_;
+  std::vector<std::pair<size_t, size_t>> places_;  // of one page's nodes
+  uint64_t file_pages_ = 0, entries_ = 0, first_children_ = 0;
 };
 
-// The description of a named database: a search from the root, one page a level.
+// The description of a named database.
 Result<Tree> find_database(RangeReader& reader, const Storage& storage, const Snapshot& snapshot,
                            std::string_view name) {
   auto main = Scan(reader, storage, snapshot, snapshot.main).run();
@@ -287,26 +364,11 @@ Result<Tree> find_database(RangeReader& reader, const Storage& storage, const Sn
                  storage.files()[0].path + " has no database \"" + std::string(name) + "\"" +
                      (names.empty() ? ", and no named one at all" : "; it has: " + names));
   }
-  // Its bytes, by the leaf that holds it.
-  std::vector<std::byte> bytes(snapshot.page_size);
-  for (const uint64_t leaf : records.leaf_page) {
-    try {
-      read_range(reader, storage, 0, leaf * snapshot.page_size, bytes);
-    } catch (const Error& e) {
-      return e;
-    }
-    const Page page(bytes);
-    for (unsigned i = 0; i < page.nodes().value_or(0); ++i) {
-      const auto node = page.node(i);
-      if (node && node->key == name && node->flags & kSubData && node->length == kTreeBytes) {
-        const Tree tree = tree_at(bytes, node->data_at);
-        if (tree.root == kNoPage
-                ? tree.entries == 0
-                : tree.root <= snapshot.last_page && tree.depth >= 1 && tree.depth <= 32) {
-          return tree;
-        }
-      }
-    }
+  const Tree tree = records.database_trees[static_cast<size_t>(found - records.databases.begin())];
+  if (tree.root == kNoPage
+          ? tree.entries == 0
+          : tree.root <= snapshot.last_page && tree.depth >= 1 && tree.depth <= kMaxDepth) {
+    return tree;
   }
   return Error(ErrorKind::corruption, storage.files()[0].path +
                                           " is damaged: the description of "
@@ -341,7 +403,8 @@ Result<Records> scan(RangeReader& reader, const Storage& storage, std::string_vi
     }
     auto after = read_snapshot(reader, storage);
     if (!after) return after.error();
-    if (after.value().transaction == snapshot.value().transaction) {
+    // All of it: a meta page may have been caught half written.
+    if (after.value() == snapshot.value()) {
       if (error) return *error;
       return std::move(*records);
     }
@@ -359,7 +422,7 @@ std::string check_value_page(std::span<const std::byte> header, uint64_t page, u
   const auto flags = number_at<uint16_t>(header, 10);
   const auto count = number_at<uint32_t>(header, 12);
   if (number == page && (flags & (kBranch | kLeaf | kOverflow | kMeta)) == kOverflow &&
-      count == pages) {
+      count >= pages) {
     return {};
   }
   return "page " + std::to_string(page) + " does not start a value of " + std::to_string(pages) +
