@@ -116,19 +116,24 @@ int read_now(const LocalFiles& files, const RangeRead& range, bool direct, Align
     if (n < 0) return static_cast<int>(-n);
     return static_cast<size_t>(n) >= needed ? 0 : kSizeChanged;
   };
+  if (range.size() == 0) return 0;
   if (direct) {
     const AlignedRange a = align(range.offset, range.size(), files.alignment(range.file));
     const std::span<std::byte> all = bounce.take(a.length);
-    if (const int error = take(files.direct(range.file), all, a.offset, a.skip + range.size())) {
-      return error;
+    ssize_t n = 0;
+    do {
+      n = ::pread(files.direct(range.file), all.data(), all.size(), static_cast<off_t>(a.offset));
+    } while (n < 0 && errno == EINTR);
+    if (n >= 0 && static_cast<uint64_t>(n) >= a.skip + range.size()) {
+      const std::byte* from = all.data() + a.skip;
+      if (!range.head.empty()) std::memcpy(range.head.data(), from, range.head.size());
+      if (!range.into.empty()) {
+        std::memcpy(range.into.data(), from + range.head.size(), range.into.size());
+      }
+      return 0;
     }
-    if (!range.head.empty()) {
-      std::memcpy(range.head.data(), all.data() + a.skip, range.head.size());
-    }
-    if (!range.into.empty()) {
-      std::memcpy(range.into.data(), all.data() + a.skip + range.head.size(), range.into.size());
-    }
-    return 0;
+    // What is left need not be aligned: the end of the file, or a file system that refuses this
+    // one. A plain read tells.
   }
   const int fd = files.buffered(range.file);
   if (range.head.empty()) return take(fd, range.into, range.offset, range.into.size());
@@ -155,10 +160,13 @@ LocalFiles::LocalFiles(const std::vector<std::string>& paths, Direct direct) : p
     if (!S_ISREG(s.st_mode)) {
       throw Error(ErrorKind::io, path + " is not a regular file: give the path of the file itself");
     }
+    // The flag was for pipes, whose opening would wait. io_uring takes it to mean that a read which
+    // would wait fails, on file systems (of networks, mostly) that cannot tell beforehand.
+    if (::fcntl(fd, F_SETFL, O_RDONLY) != 0) throw io_error("cannot prepare", path, errno);
     // Ranges are asked for in full and ahead of need: the kernel's guesses only add bytes.
     static_cast<void>(::posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM));
     if (direct != Direct::never) {
-      o.direct = Descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_DIRECT));
+      o.direct = Descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT));
       AlignedBuffer probe;
       // Some file systems take the flag and refuse the read.
       if (o.direct && s.st_size > 0 &&
