@@ -56,6 +56,21 @@ class RecordReader : public Reader {
                                       ? source_.cost().limits(source_.options().max_read)
                                       : CoalesceLimits{0, 0};
     const std::vector<Together> together = coalesce(pieces, limits);
+    // What lies between the samples needs room as well, and may be many times their size.
+    for (size_t first = 0; first < together.size();) {
+      uint64_t bytes = together[first].length;
+      size_t end = first + 1;
+      while (end < together.size() && bytes + together[end].length <= kMaxCall) {
+        bytes += together[end++].length;
+      }
+      read_ranges(requests, pieces, std::span(together).subspan(first, end - first));
+      first = end;
+    }
+    check_files(requests, together);
+  }
+
+  void read_ranges(std::span<ReadRequest> requests, const std::vector<Piece>& pieces,
+                   std::span<const Together> together) {
     plan(requests, pieces, together);
     const int64_t begin = now_ns();
     ranges_->read(reads_);
@@ -66,12 +81,11 @@ class RecordReader : public Reader {
     for (size_t i = 0; i < together.size(); ++i) {
       deal_out(requests, pieces, together[i], reads_[i]);
     }
-    check_files(requests, together);
   }
 
   // A range of one sample goes straight to its place, others through a buffer of this reader.
   void plan(std::span<ReadRequest> requests, const std::vector<Piece>& pieces,
-            const std::vector<Together>& together) {
+            std::span<const Together> together) {
     const RecordTable& table = source_.table();
     const auto files = source_.storage().files();
     uint64_t buffered = 0, heads = 0;

@@ -1,6 +1,7 @@
 // Files in memory as a Storage, with faults at will: for tests and fuzz targets.
 #pragma once
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <functional>
@@ -33,13 +34,19 @@ class MemoryStorage : public Storage {
   // Looked at before every range: 0, or the error that the range gets.
   std::function<int(const RangeRead&)> before;
   mutable uint64_t ranges = 0, bytes = 0;  // that were asked for
+  mutable uint64_t most_at_once = 0;       // bytes of one call
 
  private:
   class MemoryReader : public RangeReader {
    public:
     explicit MemoryReader(const MemoryStorage& storage) : storage_(storage) {}
     void read(std::span<RangeRead> wanted) override {
-      for (RangeRead& r : wanted) r.error = read_one(r);
+      uint64_t all = 0;
+      for (RangeRead& r : wanted) {
+        r.error = read_one(r);
+        all += r.size();
+      }
+      storage_.most_at_once = std::max(storage_.most_at_once, all);
     }
     std::string_view name() const override { return "memory"; }
     uint64_t bytes_read() const override { return storage_.bytes; }
