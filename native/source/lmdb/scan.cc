@@ -1,6 +1,6 @@
 // The walk over branch and leaf pages, a level at a time.
 #include <algorithm>
-#include <array>
+#include <charconv>
 #include <compare>
 #include <cstring>
 
@@ -42,8 +42,6 @@ class Scan {
       : reader_(reader), storage_(storage), snapshot_(snapshot), tree_(tree) {
     records_.snapshot = snapshot;
     records_.tree = tree;
-    // The file may end before the last page when nothing needs those pages any more.
-    file_pages_ = storage.files()[0].size / snapshot.page_size;
   }
 
   Result<Records> run() {
@@ -55,13 +53,8 @@ class Scan {
     }
     if (tree_.root == kNoPage) return std::move(records_);
     // Counts are trusted as limits only when the file has room for them.
-    if (tree_.leaf_pages > snapshot_.last_page || tree_.branch_pages > snapshot_.last_page ||
-        tree_.overflow_pages > snapshot_.last_page) {
+    if (tree_.leaf_pages > snapshot_.last_page || tree_.branch_pages > snapshot_.last_page) {
       return broken("its page counts are larger than the file");
-    }
-    if (std::max(tree_.leaf_pages, tree_.branch_pages) >= file_pages_) {
-      return broken("it has more pages than fit into " + std::to_string(storage_.files()[0].size) +
-                    " bytes: it was cut off");
     }
     std::vector<Expected> level{{tree_.root, {}}};
     for (unsigned depth = 1; depth < tree_.depth; ++depth) {
@@ -87,18 +80,17 @@ class Scan {
  private:
   std::string path() const { return storage_.files()[0].path; }
   Error broken(const std::string& what) const {
-    return Error(ErrorKind::corruption, path() + " is damaged: " + what);
+    const bool shorter = snapshot_.allocated > snapshot_.last_page + 1;
+    return Error(ErrorKind::corruption,
+                 path() + " is damaged: " + what +
+                     (shorter ? "; it has " + std::to_string(snapshot_.last_page + 1) +
+                                    " pages instead of " + std::to_string(snapshot_.allocated) +
+                                    ": it was cut off"
+                              : ""));
   }
   Error broken_page(uint64_t page, const std::string& what) const {
     return broken("page " + std::to_string(page) + " (offset " +
                   std::to_string(page * snapshot_.page_size) + ") " + what);
-  }
-
-  Error cut_off(uint64_t page) const {
-    return broken("page " + std::to_string(page) + " (offset " +
-                  std::to_string(page * snapshot_.page_size) +
-                  ") is needed, but the file ends at " + std::to_string(storage_.files()[0].size) +
-                  " bytes: it was cut off");
   }
 
   // Calls visit(page, bytes) for the pages of a level, in order.
@@ -116,7 +108,6 @@ class Scan {
           return broken("a page refers to page " + std::to_string(level[i].page) +
                         ", which the database does not have");
         }
-        if (level[i].page >= file_pages_) return cut_off(level[i].page);
         const auto into = std::span(bytes).subspan((i - begin) * size, size);
         // Neighbours in one read: a fresh database has long runs of them.
         if (!reads.empty() && level[i].page == level[i - 1].page + 1 &&
@@ -257,7 +248,6 @@ class Scan {
                       std::to_string(node.length) + " bytes at page " + std::to_string(first) +
                       ") does not end inside the database");
       }
-      if (first + pages > file_pages_) return cut_off(first + pages - 1);
       offset = first * snapshot_.page_size + kPageHeader;
     }
     records_.offset.push_back(offset);
@@ -281,11 +271,6 @@ class Scan {
       runs.emplace_back(records_.offset[i] / snapshot_.page_size, pages_of(records_.length[i]));
       own += runs.back().second;
     }
-    if (own < tree_.overflow_pages) {
-      if (auto error = look_up_runs(runs)) return error;
-      own = 0;
-      for (const auto& run : runs) own += run.second;
-    }
     for (const uint64_t page : records_.leaf_page) runs.emplace_back(page, 1);
     for (const uint64_t page : branch_page_) runs.emplace_back(page, 1);
     std::sort(runs.begin(), runs.end());
@@ -294,37 +279,10 @@ class Scan {
         return broken_page(runs[i].first, "is used twice");
       }
     }
-    if (own != tree_.overflow_pages) {
-      return broken("its large values take " + std::to_string(own) + " pages instead of " +
+    // Fewer is sound: a large value that was replaced by a smaller one keeps its pages.
+    if (own > tree_.overflow_pages) {
+      return broken("its large values take " + std::to_string(own) + " pages and not " +
                     std::to_string(tree_.overflow_pages) + ": the length of one is wrong");
-    }
-    return {};
-  }
-
-  // A value that was replaced by a shorter one in the same transaction keeps its pages: how many
-  // these are, only the first one tells.
-  std::optional<Error> look_up_runs(std::vector<std::pair<uint64_t, uint64_t>>& runs) {
-    std::vector<std::array<std::byte, kPageHeader>> headers(std::min(runs.size(), kHeadersAtOnce));
-    std::vector<RangeRead> reads;
-    for (size_t begin = 0; begin < runs.size(); begin += kHeadersAtOnce) {
-      const size_t end = std::min(runs.size(), begin + kHeadersAtOnce);
-      reads.assign(end - begin, {});
-      for (size_t i = begin; i < end; ++i) {
-        reads[i - begin].offset = runs[i].first * snapshot_.page_size;
-        reads[i - begin].into = headers[i - begin];
-      }
-      reader_.read(reads);
-      for (size_t i = begin; i < end; ++i) {
-        if (auto error = failed(reads[i - begin])) return error;
-        const std::span<const std::byte> header = headers[i - begin];
-        auto& [first, pages] = runs[i];
-        const std::string wrong = check_value_page(header, first, pages);
-        if (!wrong.empty()) return broken(wrong);
-        pages = number_at<uint32_t>(header, 12);
-        if (pages > snapshot_.last_page + 1 - first) {
-          return broken_page(first, "has a run of pages that does not end inside the database");
-        }
-      }
     }
     return {};
   }
@@ -337,7 +295,7 @@ class Scan {
                  r.error);
   }
 
-  static constexpr size_t kMostRun = 256 << 10, kHeadersAtOnce = 4096;
+  static constexpr size_t kMostRun = 256 << 10;
 
   RangeReader& reader_;
   const Storage& storage_;
@@ -347,7 +305,7 @@ class Scan {
   std::string last_key_;
   std::vector<uint64_t> branch_page_;
   std::vector<std::pair<size_t, size_t>> places_;  // of one page's nodes
-  uint64_t file_pages_ = 0, entries_ = 0, first_children_ = 0;
+  uint64_t entries_ = 0, first_children_ = 0;
 };
 
 // The description of a named database.
@@ -429,12 +387,41 @@ std::string check_value_page(std::span<const std::byte> header, uint64_t page, u
          " pages any more: the database is damaged, or was written to since it was indexed";
 }
 
-std::string stamp(const Records& records, std::string_view database) {
-  const Snapshot& s = records.snapshot;
+namespace {
+
+std::string stamp_of(const Snapshot& s, const Tree& tree, std::string_view database) {
   return "database=" + std::string(database) + " page=" + std::to_string(s.page_size) +
          " transaction=" + std::to_string(s.transaction) + " last=" + std::to_string(s.last_page) +
-         " root=" + std::to_string(records.tree.root) +
-         " entries=" + std::to_string(records.tree.entries);
+         " root=" + std::to_string(tree.root) + " entries=" + std::to_string(tree.entries);
+}
+
+}  // namespace
+
+std::string stamp(const Records& records, std::string_view database) {
+  return stamp_of(records.snapshot, records.tree, database);
+}
+
+Result<std::string> current_stamp(RangeReader& reader, const Storage& storage,
+                                  std::string_view database) {
+  auto snapshot = read_snapshot(reader, storage);
+  if (!snapshot) return snapshot.error();
+  if (database.empty()) return stamp_of(snapshot.value(), snapshot.value().main, database);
+  auto tree = find_database(reader, storage, snapshot.value(), database);
+  if (!tree) return tree.error();
+  return stamp_of(snapshot.value(), tree.value(), database);
+}
+
+std::vector<uint64_t> decimal_keys(const Records& records) {
+  std::vector<uint64_t> numbers;
+  numbers.reserve(records.size());
+  for (uint64_t i = 0; i < records.size(); ++i) {
+    const std::string_view key = records.key(i);
+    uint64_t number = 0;
+    const auto [end, error] = std::from_chars(key.data(), key.data() + key.size(), number);
+    const bool decimal = error == std::errc() && end == key.data() + key.size();
+    numbers.push_back(decimal ? number : kNoNumber);
+  }
+  return numbers;
 }
 
 }  // namespace nostall::source::lmdb

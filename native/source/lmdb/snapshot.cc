@@ -1,4 +1,5 @@
 // The meta pages: which transaction is the last one, and where its trees are.
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <vector>
@@ -120,6 +121,8 @@ Result<Snapshot> read_snapshot(RangeReader& reader, const Storage& storage) {
   }
   Snapshot s = take_second ? *second.snapshot : *first.snapshot;
   s.other_meta_used = !first.snapshot || !second.snapshot;
+  s.allocated = s.last_page + 1;
+  s.last_page = std::min(s.last_page, std::max<uint64_t>(1, file.size / s.page_size) - 1);
   return s;
 }
 

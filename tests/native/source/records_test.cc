@@ -438,7 +438,7 @@ TEST(RecordSource, RefusesTablesThatAreNotOfTheseFiles) {
 TEST(RecordSource, NamesSamplesAndDataSets) {
   Data d = regular(5, 100, 0);
   RecordOptions options;
-  options.name = [](uint64_t s) { return "key" + std::to_string(s); };
+  options.name = [](const RecordTable&, uint64_t s) { return "key" + std::to_string(s); };
   const RecordSource source(d.storage, d.table, options);
   EXPECT_EQ(source.describe(3), "memory/0 \"key3\" at offset 300");
   EXPECT_EQ(source.total_bytes(), 500u);
