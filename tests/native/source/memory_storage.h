@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <functional>
@@ -33,8 +34,8 @@ class MemoryStorage : public Storage {
   std::string change;  // what changed() says
   // Looked at before every range: 0, or the error that the range gets.
   std::function<int(const RangeRead&)> before;
-  mutable uint64_t ranges = 0, bytes = 0;  // that were asked for
-  mutable uint64_t most_at_once = 0;       // bytes of one call
+  mutable std::atomic<uint64_t> ranges{0}, bytes{0};  // that were asked for
+  mutable std::atomic<uint64_t> most_at_once{0};      // bytes of one call
 
  private:
   class MemoryReader : public RangeReader {
@@ -46,7 +47,7 @@ class MemoryStorage : public Storage {
         r.error = read_one(r);
         all += r.size();
       }
-      storage_.most_at_once = std::max(storage_.most_at_once, all);
+      storage_.most_at_once = std::max(storage_.most_at_once.load(), all);
     }
     std::string_view name() const override { return "memory"; }
     uint64_t bytes_read() const override { return storage_.bytes; }
