@@ -140,7 +140,7 @@ Result<std::vector<TarMember>> scan_tar(Window& window, std::string_view keep_co
                           : no_data ? 0
                                     : next.size.value_or(global.size.value_or(header->size));
     if (size > window.file_size() - data) {
-      return damaged("member \"" + next.path.value_or(header->name) + "\" of " +
+      return damaged("member \"" + printable(next.path.value_or(header->name)) + "\" of " +
                      std::to_string(size) + " bytes is cut off, its header is");
     }
     if (sized) {
@@ -159,7 +159,7 @@ Result<std::vector<TarMember>> scan_tar(Window& window, std::string_view keep_co
     } else {
       const std::string name = next.path ? *next.path : global.path ? *global.path : header->name;
       if (header->type == 'S' || next.sparse || global.sparse) {
-        return Error(ErrorKind::usage, window.path() + ": member \"" + name +
+        return Error(ErrorKind::usage, window.path() + ": member \"" + printable(name) +
                                            "\" has holes (a sparse file), which is not read: make "
                                            "the archive without --sparse");
       }
@@ -173,7 +173,7 @@ Result<std::vector<TarMember>> scan_tar(Window& window, std::string_view keep_co
         if (!keep_content.empty() && name.ends_with(keep_content) && size <= kMaxContent &&
             size > 0) {
           const auto bytes = window.get(data, static_cast<size_t>(size));
-          if (bytes.empty()) return damaged("member \"" + name + "\" cannot be read");
+          if (bytes.empty()) return damaged("member \"" + printable(name) + "\" cannot be read");
           m.content.assign(reinterpret_cast<const char*>(bytes.data()), bytes.size());
         }
         members.push_back(std::move(m));

@@ -204,7 +204,7 @@ class Scan {
       ++entries_;
       if (node->flags & kDupData) {
         return Error(ErrorKind::usage, path() + " has several values for key \"" +
-                                           std::string(node->key) + "\", which is not read");
+                                           printable(node->key) + "\", which is not read");
       }
       if (node->flags & kSubData) {
         if (node->length != kTreeBytes) {
@@ -244,7 +244,7 @@ class Scan {
       const uint64_t first = page.word(node.data_at);
       const uint64_t pages = pages_of(node.length);
       if (first < 2 || first > snapshot_.last_page || pages > snapshot_.last_page + 1 - first) {
-        return broken("the value of key \"" + std::string(node.key) + "\" (" +
+        return broken("the value of key \"" + printable(node.key) + "\" (" +
                       std::to_string(node.length) + " bytes at page " + std::to_string(first) +
                       ") does not end inside the database");
       }
@@ -317,9 +317,11 @@ Result<Tree> find_database(RangeReader& reader, const Storage& storage, const Sn
   const auto found = std::find(records.databases.begin(), records.databases.end(), name);
   if (found == records.databases.end()) {
     std::string names;
-    for (const std::string& d : records.databases) names += (names.empty() ? "" : ", ") + d;
+    for (const std::string& d : records.databases) {
+      names += (names.empty() ? "" : ", ") + printable(d);
+    }
     return Error(ErrorKind::usage,
-                 storage.files()[0].path + " has no database \"" + std::string(name) + "\"" +
+                 storage.files()[0].path + " has no database \"" + printable(name) + "\"" +
                      (names.empty() ? ", and no named one at all" : "; it has: " + names));
   }
   const Tree tree = records.database_trees[static_cast<size_t>(found - records.databases.begin())];
@@ -331,7 +333,7 @@ Result<Tree> find_database(RangeReader& reader, const Storage& storage, const Sn
   return Error(ErrorKind::corruption, storage.files()[0].path +
                                           " is damaged: the description of "
                                           "database \"" +
-                                          std::string(name) + "\" cannot be");
+                                          printable(name) + "\" cannot be");
 }
 
 }  // namespace

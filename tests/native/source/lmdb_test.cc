@@ -396,6 +396,13 @@ INSTANTIATE_TEST_SUITE_P(
                "not inside it"}),
     [](const auto& damage) { return damage.param.name; });
 
+TEST(Lmdb, NamesKeysOfAnyBytesAsText) {
+  LmdbFile file;
+  file.commit(file.add_tree({{std::string("\x07\0\xff", 3), std::string(5000, 'x')}}));
+  file.put(file.node_at(file.leaf_pages[0], 0) + 11, 1, 8);
+  EXPECT_THAT(error_of(file.bytes), HasSubstr("the value of key \"\\x07\\x00\\xff\" (5000 bytes"));
+}
+
 TEST(Lmdb, RefusesNodesThatShareBytes) {
   LmdbFile file;
   file.commit(file.add_tree({{"aa", "1234567890"}, {"ab", "1234567890"}}));
