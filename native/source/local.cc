@@ -1,6 +1,7 @@
 #include "source/local.h"
 
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -24,6 +25,18 @@ constexpr unsigned kProbeEvery = 64;
 
 int64_t mtime_of(const struct stat& s) {
   return int64_t{s.st_mtim.tv_sec} * 1'000'000'000 + s.st_mtim.tv_nsec;
+}
+
+// A descriptor or -errno. Data sets of thousands of shards need more files than a process has by
+// default: it is given as many as it may have.
+int open_many(const std::string& path, int flags) {
+  int fd = FileSystem::real().open(path, flags, 0);
+  if (fd != -EMFILE) return fd;
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= limit.rlim_max) return fd;
+  limit.rlim_cur = limit.rlim_max;
+  if (::setrlimit(RLIMIT_NOFILE, &limit) != 0) return fd;
+  return FileSystem::real().open(path, flags, 0);
 }
 
 // Plain calls, one range after the other.
@@ -152,8 +165,16 @@ int read_now(const LocalFiles& files, const RangeRead& range, bool direct, Align
 LocalFiles::LocalFiles(const std::vector<std::string>& paths, Direct direct) : policy_(direct) {
   for (const std::string& path : paths) {
     Opened o;
-    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (fd < 0) throw io_error("cannot open", path, errno);
+    const int fd = open_many(path, O_RDONLY | O_NONBLOCK);
+    if (fd == -EMFILE) {
+      throw Error(ErrorKind::io,
+                  "cannot open " + path + ", file " + std::to_string(files_.size() + 1) + " of " +
+                      std::to_string(paths.size()) +
+                      ": the process may not have as many files open; raise the limit (ulimit -n) "
+                      "to more than twice their number",
+                  EMFILE);
+    }
+    if (fd < 0) throw io_error("cannot open", path, -fd);
     o.buffered = Descriptor(fd);
     struct stat s {};
     if (::fstat(fd, &s) != 0) throw io_error("cannot examine", path, errno);
@@ -166,7 +187,7 @@ LocalFiles::LocalFiles(const std::vector<std::string>& paths, Direct direct) : p
     // Ranges are asked for in full and ahead of need: the kernel's guesses only add bytes.
     static_cast<void>(::posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM));
     if (direct != Direct::never) {
-      o.direct = Descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT));
+      o.direct = Descriptor(std::max(-1, open_many(path, O_RDONLY | O_DIRECT)));
       AlignedBuffer probe;
       // Some file systems take the flag and refuse the read.
       if (o.direct && s.st_size > 0 &&

@@ -14,6 +14,8 @@ namespace {
 // Coalesced ranges start and end on such a boundary, as direct reads want it.
 constexpr uint64_t kBoundary = 4096;
 constexpr size_t kMaxHead = 4096;
+// Neighbours that are worth a look, however small they are.
+constexpr size_t kMostAround = 1024;
 
 // One thread's reader: plans the ranges of a call, reads them, deals the bytes out.
 class RecordReader : public Reader {
@@ -301,8 +303,9 @@ void RecordSource::around(uint64_t sample, std::vector<uint64_t>& out) const {
   const uint32_t file = table_.file_of(sample);
   uint64_t begin = table_.offset[sample], end = begin + table_.length[sample];
   const uint64_t here = place_of(sample);
+  const size_t before = out.size();
   // Half of what a read may have before the sample, the rest after it.
-  for (uint64_t place = here; place-- > 0;) {
+  for (uint64_t place = here; place-- > 0 && out.size() - before < kMostAround / 2;) {
     const uint64_t s = sample_at(place);
     if (table_.file_of(s) != file) break;
     const uint64_t s_end = table_.offset[s] + table_.length[s];
@@ -311,7 +314,7 @@ void RecordSource::around(uint64_t sample, std::vector<uint64_t>& out) const {
     begin = std::min(begin, table_.offset[s]);
     out.push_back(s);
   }
-  for (uint64_t place = here + 1; place < size(); ++place) {
+  for (uint64_t place = here + 1; place < size() && out.size() - before < kMostAround; ++place) {
     const uint64_t s = sample_at(place);
     if (table_.file_of(s) != file) break;
     if (table_.offset[s] > end && table_.offset[s] - end > limits.gap) break;

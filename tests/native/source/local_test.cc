@@ -7,6 +7,7 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 
@@ -204,6 +205,33 @@ TEST(LocalFiles, RefuseWhatIsNoFile) {
   const std::string pipe = folder.path("pipe");
   ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
   EXPECT_THAT(error_of(pipe), HasSubstr("is not a regular file"));
+}
+
+// More files than a process may open at first: its limit is raised as far as that is allowed.
+TEST(LocalFiles, MayBeMany) {
+  const TemporaryFolder folder;
+  std::vector<std::string> paths;
+  for (int i = 0; i < 100; ++i) paths.push_back(folder.write(std::to_string(i), "12345"));
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  ASSERT_GT(before.rlim_max, 400u);
+  rlimit few = before;
+  few.rlim_cur = 60;
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
+  EXPECT_EQ(open_files(paths)->files().size(), 100u);
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+
+  const auto refused = [&] {
+    few.rlim_max = 60;
+    if (::setrlimit(RLIMIT_NOFILE, &few) != 0) return;
+    try {
+      open_files(paths);
+    } catch (const Error& e) {
+      const bool says = std::strstr(e.what(), "ulimit -n") && e.error_number() == EMFILE;
+      std::_Exit(says ? 7 : 8);
+    }
+  };
+  EXPECT_EXIT(refused(), testing::ExitedWithCode(7), "");
 }
 
 // io_uring fails reads that would wait where the descriptor says so.

@@ -336,6 +336,18 @@ TEST(RecordSource, TellsWhatLiesAround) {
   EXPECT_LE((first.size() + 1) * 3100, 20'000u + 3100);
 }
 
+TEST(RecordSource, LooksAtFewNeighboursHoweverSmall) {
+  for (const uint64_t size : {0u, 1u}) {
+    const Data d = regular(20'000, size, 0);
+    const RecordSource source(d.storage, d.table, {});
+    std::vector<uint64_t> out{77};
+    source.around(10'000, out);
+    EXPECT_EQ(out.size(), 1025u);
+    EXPECT_EQ(out[0], 77u);
+    EXPECT_EQ(*std::min_element(out.begin() + 1, out.end()), 10'000u - 512);
+  }
+}
+
 TEST(RecordSource, StaysWithinOneFile) {
   Data d = regular(10, 100, 0);
   d.contents.push_back(d.contents[0]);
