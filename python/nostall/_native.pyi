@@ -343,6 +343,33 @@ def callback_source(
     read(list of ids) -> list of buffers or exceptions; samples of a group (rising, or empty) are read together.
     """
 
+class RangeReader:
+    """Reads ranges of a storage's first file; for one thread."""
+
+    def __init__(self, storage: Storage, reader: str, depth: int) -> None: ...
+    def read(
+        self,
+        offset: Annotated[
+            NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        length: Annotated[
+            NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        place: Annotated[
+            NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        into: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")],
+    ) -> float:
+        """
+        Reads range i into into[place[i] : place[i] + length[i]]; seconds it took.
+        """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def bytes_read(self) -> int:
+        """Of the storage, alignment included."""
+
 class Pipeline:
     """Compiled transforms of encoded images."""
 
