@@ -256,7 +256,10 @@ def _summed(counters: list[Counters]) -> dict[str, Any]:
     return {
         "seconds": max(c.wall for c in counters),
         **{k: sum(getattr(c, k) for c in counters) / n for k in ("seek", "read", "skew")},
-        **{k: sum(getattr(c, k) for c in counters) for k in ("switches", "faults", "read_bytes")},
+        **{
+            k: sum(getattr(c, k) for c in counters)
+            for k in ("switches", "faults", "read_bytes", "cpu")
+        },
         "missed": sum(sum(c.extra.get("missed", ())) for c in counters),
         "redundant": sum(sum(c.extra.get("redundant", ())) for c in counters),
         "ranks": [asdict(c) for c in counters],
@@ -280,6 +283,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         "read / needed",
         "switches a record",
         "major faults a record",
+        "CPU us a record",
         "pages missed, redundant",
     ):
         table.add_column(name, justify="left" if name == "strategy" else "right")
@@ -299,6 +303,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
                 f"{middle_of(row, 'read_bytes') / row['needed']:.3f}",
                 f"{middle_of(row, 'switches') / row['records']:.3f}",
                 f"{middle_of(row, 'faults') / row['records']:.2f}",
+                f"{middle_of(row, 'cpu') / row['records'] * 1e6:.0f}",
             ]
         if row["strategy"] == "lmm-dm":
             cells.append(f"{middle_of(row, 'missed'):.0f}, {middle_of(row, 'redundant'):.0f}")

@@ -51,6 +51,7 @@ class Counters:
     switches: int = 0
     faults: int = 0
     read_bytes: int = 0
+    cpu: float = 0.0
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -99,16 +100,17 @@ class Rank:
         self._barrier.wait(_PATIENCE)
         self.counters = Counters()
         self._harness_switches = 0
-        self._before = (_switches(resource.RUSAGE_SELF), _read_bytes(), _faults())
+        self._before = (_switches(resource.RUSAGE_SELF), _read_bytes(), _faults(), _cpu())
         self._mark = self._began = time.perf_counter()
 
     def end(self) -> None:
         """Ends it."""
         self.counters.wall = time.perf_counter() - self._began
-        switches, read_bytes, faults = self._before
+        switches, read_bytes, faults, cpu = self._before
         self.counters.switches = _switches(resource.RUSAGE_SELF) - switches - self._harness_switches
         self.counters.read_bytes = _read_bytes() - read_bytes
         self.counters.faults = _faults() - faults
+        self.counters.cpu = _cpu() - cpu
 
 
 def aligned(bytes_: int) -> NDArray[np.uint8]:
@@ -121,6 +123,11 @@ def aligned(bytes_: int) -> NDArray[np.uint8]:
 def _switches(who: int) -> int:
     usage = resource.getrusage(who)
     return usage.ru_nvcsw + usage.ru_nivcsw
+
+
+def _cpu() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _faults() -> int:
