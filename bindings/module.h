@@ -10,3 +10,7 @@ void bind_ranges(nanobind::module_& m);
 void bind_image(nanobind::module_& m);
 void bind_peer(nanobind::module_& m);
 void bind_stage(nanobind::module_& m);
+void bind_timeline(nanobind::module_& m);
+void bind_trace(nanobind::module_& m);
+void bind_checkpoint(nanobind::module_& m);
+void bind_collective(nanobind::module_& m);

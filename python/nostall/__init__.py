@@ -8,7 +8,8 @@
 Importing this package needs NumPy alone and starts nothing.
 """
 
-from nostall import errors, transforms
+from nostall import errors, trace, transforms
+from nostall.checkpoint import Checkpointer, Keep
 from nostall.loader import DataLoader, RawBatch
 from nostall.plan import Plan
 from nostall.source import FileList, ImageFolder, Source
@@ -21,9 +22,11 @@ __all__ = [
     "HDF5",
     "LMDB",
     "ArrowIPC",
+    "Checkpointer",
     "DataLoader",
     "FileList",
     "ImageFolder",
+    "Keep",
     "ObjectFolder",
     "Parquet",
     "Plan",
@@ -33,5 +36,6 @@ __all__ = [
     "TFRecord",
     "TarShards",
     "errors",
+    "trace",
     "transforms",
 ]

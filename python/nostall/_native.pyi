@@ -1,6 +1,6 @@
 from collections.abc import Callable, Sequence
 import enum
-from typing import Annotated
+from typing import Annotated, overload
 
 import numpy
 from numpy.typing import NDArray
@@ -487,3 +487,229 @@ class Loader:
 
     @property
     def memory(self) -> tuple[int, int, int, int]: ...
+
+class HorovodTimeline:
+    """Operations of a Horovod timeline (native/timeline/horovod.h)."""
+
+    def __init__(self) -> None: ...
+    def feed(self, data: bytes) -> None: ...
+    def finish(self) -> None: ...
+    def take(self) -> dict: ...
+    @property
+    def closed_rounds(self) -> int: ...
+    @property
+    def tensors(self) -> list: ...
+    @property
+    def report(self) -> dict: ...
+
+class TraceFilter:
+    """Chosen events of a Chrome-format trace (native/timeline/scanner.h)."""
+
+    def __init__(self, names: Sequence[str], categories: Sequence[str]) -> None: ...
+    def feed(self, data: bytes) -> None: ...
+    def finish(self) -> None: ...
+    def take(self) -> list: ...
+    @property
+    def report(self) -> dict: ...
+
+def trace_start(path: str, rank: int, world: int) -> None: ...
+def trace_stop() -> tuple[int, int, int]:
+    """Events written, events dropped, bytes of the file."""
+
+def trace_on() -> bool: ...
+def trace_kind(category: str, name: str) -> int: ...
+def trace_now() -> int:
+    """Nanoseconds of the clock of all events."""
+
+def trace_record(kind: int, begin: int, end: int) -> None:
+    """Nothing while not recording; `kind` from trace_kind."""
+
+CHECKPOINT_BLOCK: int = 4194304
+
+CHECKPOINT_ALIGNMENT: int = 4096
+
+class Priority(enum.Enum):
+    normal = 0
+
+    low = 1
+
+    idle = 2
+
+class Image:
+    """A snapshot in memory (native/checkpoint/image.h)."""
+
+    def __init__(self, threads: int) -> None: ...
+    def reserve(self, bytes: int) -> None: ...
+    def begin(
+        self, header: bytes, pieces: Sequence[tuple[int, int]], background: bool = False
+    ) -> None:
+        """
+        Pieces are (address, bytes) of memory that must stay as it is until finish returns.
+        """
+
+    def finish(self) -> None: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def capacity(self) -> int: ...
+
+class Gate:
+    """Keeps background writing back while it is held."""
+
+    def __init__(self) -> None: ...
+    def hold(self) -> None: ...
+    def release(self) -> None: ...
+    @property
+    def held(self) -> bool: ...
+
+class Written:
+    @property
+    def size(self) -> int: ...
+    @property
+    def crcs(self) -> list[int]: ...
+    @property
+    def direct(self) -> bool: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def cpu_seconds(self) -> float: ...
+
+class ImageWrite:
+    """An image into a file (native/checkpoint/write.h)."""
+
+    def __init__(
+        self,
+        image: Image,
+        path: str,
+        rate: int = 0,
+        priority: Priority = Priority.idle,
+        threads: int = 1,
+        direct: bool = True,
+        gate: Gate | None = None,
+        gate_patience: float = 1.0,
+    ) -> None: ...
+    def run(self) -> Written: ...
+    def hurry(self) -> None: ...
+    def stop(self) -> None: ...
+
+class FileCopy:
+    """A checked copy (native/checkpoint/transfer.h)."""
+
+    def __init__(
+        self,
+        source: str,
+        target: str,
+        size: int,
+        crcs: Sequence[int],
+        rate: int = 0,
+        priority: Priority = Priority.idle,
+        direct: bool = True,
+        gate: Gate | None = None,
+        gate_patience: float = 1.0,
+    ) -> None: ...
+    def run(self) -> Written: ...
+    def hurry(self) -> None: ...
+    def stop(self) -> None: ...
+
+class Progress:
+    def __init__(self) -> None: ...
+    @property
+    def bytes(self) -> int: ...
+
+def read_checked(
+    path: str, size: int, crcs: Sequence[int], threads: int, progress: Progress | None = None
+) -> tuple[Annotated[NDArray[numpy.uint8], dict(shape=(None,))], list[int], float]:
+    """
+    The file's bytes, the numbers of its damaged blocks, and the seconds it took.
+    """
+
+def check_file(
+    path: str,
+    size: int,
+    crcs: Sequence[int],
+    threads: int,
+    progress: Progress | None = None,
+    priority: Priority = Priority.normal,
+) -> list[int]:
+    """The numbers of its damaged blocks."""
+
+def crc32c(bytes: bytes) -> int: ...
+
+class DirectoryLock:
+    """A lock that ends with its process."""
+
+    def __init__(self, path: str) -> None: ...
+    def acquire(self) -> bool:
+        """At once; whether it was had."""
+
+    def release(self) -> None: ...
+
+class Reducer:
+    """An operation on elements (native/collective/reducer.h)."""
+
+    @overload
+    def __init__(self, op: str, type: str) -> None: ...
+    @overload
+    def __init__(self, function: object, element_bytes: int, commutative: bool) -> None: ...
+
+class CommunicatorStats:
+    @property
+    def calls(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def sleeps(self) -> int: ...
+    @property
+    def wait_ns(self) -> int: ...
+
+class Communicator:
+    """Ranks of one node, on raw addresses (native/collective)."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+    def barrier(self) -> None: ...
+    def allreduce(
+        self,
+        source: int,
+        target: int,
+        count: int,
+        reducer: Reducer,
+        algorithm: str = "cooperative",
+        fixed: bool = False,
+    ) -> None: ...
+    def reduce(
+        self,
+        source: int,
+        target: int,
+        count: int,
+        reducer: Reducer,
+        root: int,
+        algorithm: str = "cooperative",
+        fixed: bool = False,
+    ) -> None: ...
+    def broadcast(
+        self, data: int, bytes: int, root: int, algorithm: str = "cooperative"
+    ) -> None: ...
+    def reduce_scatter(self, source: int, target: int, count: int, reducer: Reducer) -> None:
+        """`count` elements for each rank."""
+
+    def allgather(self, source: int, target: int, bytes: int) -> None:
+        """`bytes` of each rank."""
+
+    def stats(self) -> CommunicatorStats: ...
+
+def open_communicator(
+    job: str,
+    rank: int,
+    ranks: int,
+    timeout: float,
+    window_bytes: int,
+    arena_bytes: int,
+    directory: str,
+) -> Communicator:
+    """Waits for all ranks."""
+
+def allocate_shared(communicator: Communicator, bytes: int) -> object:
+    """Bytes that all ranks reach, or None if the arena has no room."""
