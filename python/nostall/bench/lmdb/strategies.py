@@ -51,7 +51,7 @@ def _peer(read_ahead: bool) -> Callable[[Rank, Task], None]:
 
 def _default(memory: bool) -> Callable[[Rank, Task], None]:
     """nostall.DataLoader over nostall.LMDB; with a RAM tier for all samples, or none at all, as
-    where the data set is far larger than memory."""
+    where the data set is far larger than memory: then reads pass the page cache by themselves."""
 
     def run(me: Rank, task: Task) -> None:
         _load(me, task, [f"ram:{int(1.2 * task.length.sum()) + (64 << 20)}"] if memory else [])
@@ -67,7 +67,9 @@ def _load(me: Rank, task: Task, tiers: list[str]) -> None:
     # Rank r of the loader's order has every R-th sample: the same global batches, dealt out anew.
     local = me.rank % share.per_node
     loader = nostall.DataLoader(
-        nostall.LMDB(share.path, index=task.index_file),
+        nostall.LMDB(
+            share.path, index=task.index_file, direct="auto" if tiers else "always"
+        ),
         share.size,
         order=task.order.ravel(),
         tiers=tiers,
