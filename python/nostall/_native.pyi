@@ -221,9 +221,9 @@ class LmdbRecords:
     @property
     def other_meta_used(self) -> bool: ...
     def stamp(self, arg: str, /) -> str: ...
-    def computed_pages(self) -> tuple[list[int], str]:
+    def computed_pages(self, commit_every: int = 0) -> tuple[list[int], str]:
         """
-        First page of every value by the arithmetic of seed lmdbio-and-horovod 5.2.2, and why it does not hold here (empty: it does).
+        First page of every value by the arithmetic of seed lmdbio-and-horovod 5.2.2 for a writer that committed every so many records (0: once, at the end), and why it does not hold here (empty: it does).
         """
 
 def scan_lmdb(storage: Storage, database: str) -> LmdbRecords: ...
