@@ -39,13 +39,16 @@ def test_all_strategies_read_what_they_should(small: None, tmp_path: Path) -> No
     # A wrong record makes the run fail: every strategy checks what it delivered.
     rows = rows_of(
         tmp_path, "--storage", "disk", "--ranks", "2", "--sizes", "110-190 KB",
-        "--plot", str(tmp_path / "a.png"),
+        "--plot", str(tmp_path / "a.png"), "--stagger", "1", "8", "2",
     )  # fmt: skip
     limit = "fio" if fio.installed() else "raw"
     for order in ("strided", "shuffled"):
         found = [r["strategy"] for r in rows if r["order"] == order]
         skipped = () if order == "strided" else lmdb.WALKING
-        assert found == [limit, *(s for s in lmdb.ALL if s not in skipped)]
+        expected = [s for s in lmdb.ALL if s not in skipped]
+        where = expected.index("stag")
+        expected[where : where + 1] = ["stag-1", "stag-2"]
+        assert found == [limit, *expected]
     for row in rows:
         if row["strategy"] == limit:
             continue
@@ -79,6 +82,17 @@ def test_the_index_reads_branch_and_leaf_pages_alone(small: None, tmp_path: Path
     scan = next(r for r in rows if r["strategy"] == "index")
     assert scan["runs"][0]["records"] == 300
     assert scan["runs"][0]["pages"] <= 1.1 * scan["tree_pages"]
+
+
+def test_blocks_are_read_in_every_way_and_size(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lmdb.blocks, "SIZES", (4096, 65536))
+    rows = rows_of(tmp_path, "--blocks", "--storage", "disk", "--sizes", "3 KB")
+    assert [(r["way"], r["read"]) for r in rows] == [
+        (way, size) for way in lmdb.blocks.WAYS for size in (4096, 65536)
+    ]
+    assert all(rate > 0 for r in rows for rate in r["rates"])
 
 
 def test_a_wrong_record_is_no_measurement() -> None:

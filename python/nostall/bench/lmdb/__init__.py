@@ -7,7 +7,7 @@ chapters 3 to 5, and in nostall's, cold, by real processes.
     dio             one rank finds the places, every rank reads its own with O_DIRECT
     prov            places known beforehand (from nostall's index)
     coal            several iterations in one read, by shared memory
-    stag            the same, at most --stagger ranks at once, neighbours in order
+    stag-N          the same, at most N ranks (--stagger) at once, neighbours in order
     nostall         nostall.DataLoader without tiers, as where the data set exceeds all memory
     nostall-ram     nostall.DataLoader with a RAM tier for the data set
     py-lmdb         a get for each key, with the kernel's read-ahead; py-lmdb-no-ra without
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nostall.bench.lmdb import fio
+from nostall.bench.lmdb import blocks, fio, tables
 from nostall.bench.lmdb.cold import make_cold
 from nostall.bench.lmdb.data import KINDS, Records, make_database
 from nostall.bench.lmdb.pool import Counters, Pool, Task
@@ -40,8 +40,6 @@ from nostall.errors import UsageError
 from nostall.sizes import parse_size
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from nostall.bench.slowfs import SlowFS
 
 WALKING = ("lmdb", "lmm", "lmm-dm", "dio")
@@ -70,13 +68,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--records", type=int, help="read in one run")
     parser.add_argument("--window", default="64MiB", help="memory that a node may read ahead into")
-    parser.add_argument("--stagger", type=int, default=2, help="ranks that read at once (stag)")
+    parser.add_argument(
+        "--stagger", type=int, nargs="+", default=[2], help="ranks that read at once (stag)"
+    )
     parser.add_argument("--depth", type=int, default=16, help="reads in flight of fio, a rank")
     parser.add_argument("--bandwidth", type=float, default=66, help="of slow storage, MB/s a node")
     parser.add_argument("--aggregate", type=float, default=146, help="of slow storage, MB/s")
     parser.add_argument("--latency-ms", type=float, default=0.5, help="of slow storage")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--index", action="store_true", help="measure the building of the index")
+    parser.add_argument(
+        "--blocks", action="store_true", help="measure mmap against pread, by the size of a read"
+    )
     parser.add_argument("--json", help="write the numbers to this file")
     parser.add_argument("--plot", help="draw records/s and the split of the time into this file")
 
@@ -101,7 +104,12 @@ def run(arguments: argparse.Namespace) -> int:
                 if arguments.index:
                     found = _index(arguments, folder, size, kind, storage)
                     rows += found
-                    console.print(_index_table(found))
+                    console.print(tables.index(found))
+                    continue
+                if arguments.blocks:
+                    found = _blocks(arguments, folder, kind, storage)
+                    rows += found
+                    console.print(tables.reads(found))
                     continue
                 for ranks in arguments.ranks:
                     if ranks % nodes:
@@ -109,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
                     for order in arguments.orders:
                         found = _measure(arguments, folder, size, kind, storage, ranks, order)
                         rows += found
-                        console.print(_table(found))
+                        console.print(tables.strategies(found))
     result = {"machine": machine(), "arguments": vars(arguments), "rows": rows}
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(result, indent=1))
@@ -208,11 +216,16 @@ def _measure(
         index_file=index_file,
         nodes=nodes,
         window=parse_size(arguments.window),
-        stagger=min(arguments.stagger, ranks),
+        stagger=0,
         depth=arguments.depth,
     )
     needed = int(length[task.order].sum())
-    chosen = [s for s in arguments.strategies if order == "strided" or s not in WALKING]
+    chosen = []
+    for name in arguments.strategies:
+        if name == "stag":
+            chosen += [f"stag-{n}" for n in sorted({min(n, ranks) for n in arguments.stagger})]
+        elif order == "strided" or name not in WALKING:
+            chosen.append(name)
     limit = "fio" if fio.installed() else "raw"
     runs: dict[str, list[dict[str, Any]]] = {s: [] for s in [limit, *chosen]}
     how = ""
@@ -225,7 +238,9 @@ def _measure(
                     took = fio.seconds(task, ranks, sequential=order == "strided")
                     one: dict[str, Any] = {"seconds": took}
                 else:
-                    task.strategy = strategy
+                    task.strategy, _, stagger = strategy.partition("stag-")
+                    if stagger:
+                        task.strategy, task.stagger = "stag", int(stagger)
                     one = _summed(pool.run(task))
                 if served is not None and operations is not None:
                     one["read_bytes"] = (storage.served or 0) - served
@@ -266,56 +281,6 @@ def _summed(counters: list[Counters]) -> dict[str, Any]:
     }
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    from rich.table import Table
-
-    first = rows[0]
-    where = first["storage"] + (f", {first['nodes']} nodes" if first["nodes"] > 1 else "")
-    table = Table(
-        title=f"{first['records']} records of {first['size']}, {first['order']}, {where}, "
-        f"{first['ranks']} rank(s), cold ({first['cold']}), {len(first['runs'])} runs"
-    )
-    for name in (
-        "strategy",
-        "records/s",
-        f"of {first['limit']}",
-        "seek / read / skew",
-        "read / needed",
-        "switches a record",
-        "major faults a record",
-        "CPU us a record",
-        "pages missed, redundant",
-    ):
-        table.add_column(name, justify="left" if name == "strategy" else "right")
-    for row in rows:
-        rates = [row["records"] / r["seconds"] for r in row["runs"]]
-        middle = statistics.median(rates)
-        cells = [
-            row["strategy"],
-            f"{middle:,.0f} ({min(rates):,.0f}-{max(rates):,.0f})",
-            f"{middle * row['limit_seconds'] / row['records']:.2f}",
-        ]
-        if "seek" in row["runs"][0]:
-            split = [middle_of(row, k) for k in ("seek", "read", "skew")]
-            whole = max(1e-9, sum(split))
-            cells += [
-                " / ".join(f"{s / whole:.0%}" for s in split),
-                f"{middle_of(row, 'read_bytes') / row['needed']:.3f}",
-                f"{middle_of(row, 'switches') / row['records']:.3f}",
-                f"{middle_of(row, 'faults') / row['records']:.2f}",
-                f"{middle_of(row, 'cpu') / row['records'] * 1e6:.0f}",
-            ]
-        if row["strategy"] == "lmm-dm":
-            cells.append(f"{middle_of(row, 'missed'):.0f}, {middle_of(row, 'redundant'):.0f}")
-        table.add_row(*cells)
-    return table
-
-
-def middle_of(row: dict[str, Any], key: str) -> float:
-    """The median over a row's runs."""
-    return float(statistics.median(r[key] for r in row["runs"]))
-
-
 def _index(
     arguments: argparse.Namespace, folder: Path, size: str, kind: str, storage: _Storage
 ) -> list[dict[str, Any]]:
@@ -345,31 +310,23 @@ def _index(
     ]
 
 
-def _index_table(rows: list[dict[str, Any]]) -> Table:
-    from rich.table import Table
-
-    names = {
-        "index": "nostall's scan",
-        "keys": "py-lmdb, keys only",
-        "keys-no-ra": "py-lmdb, keys only, no read-ahead",
+def _blocks(
+    arguments: argparse.Namespace, folder: Path, kind: str, storage: _Storage
+) -> list[dict[str, Any]]:
+    """MB/s of one reader that reads on, by way and size; the repeats go round."""
+    most = (folder / "data.mdb").stat().st_size // blocks.SIZES[-1] * blocks.SIZES[-1]
+    total = min(most, (128 << 20) if kind == "disk" else (32 << 20))
+    if total == 0:
+        raise UsageError(f"{folder} is too small to be read in pieces of {blocks.SIZES[-1]} bytes")
+    runs: dict[tuple[str, int], list[float]] = {
+        (way, size): [] for way in blocks.WAYS for size in blocks.SIZES
     }
-    first = rows[0]
-    table = Table(
-        title=f"finding the {first['runs'][0]['records']} records of {first['size']}, "
-        f"{first['storage']}, cold, {len(first['runs'])} runs"
-    )
-    for name in ("way", "ms", "times the scan", "pages / branch and leaf pages", "MB read"):
-        table.add_column(name, justify="left" if name == "way" else "right")
-    scan = middle_of(rows[0], "seconds")
-    for row in rows:
-        seconds = [r["seconds"] for r in row["runs"]]
-        pages = row["runs"][0].get("pages")
-        table.add_row(
-            names[row["strategy"]],
-            f"{statistics.median(seconds) * 1e3:.1f} ({min(seconds) * 1e3:.1f}-"
-            f"{max(seconds) * 1e3:.1f})",
-            f"{statistics.median(seconds) / scan:.1f}",
-            f"{pages} / {row['tree_pages']} = {pages / row['tree_pages']:.3f}" if pages else "",
-            f"{middle_of(row, 'read_bytes') / 1e6:.2f}",
-        )
-    return table
+    path = Path(storage.folders[0]) / "data.mdb"
+    for _ in range(arguments.repeats):
+        for (way, size), rates in runs.items():
+            storage.cool()
+            rates.append(total / blocks.seconds(path, way, size, total) / 1e6)
+    return [
+        {"blocks": True, "storage": kind, "way": way, "read": size, "rates": rates}
+        for (way, size), rates in runs.items()
+    ]
