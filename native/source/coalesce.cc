@@ -10,6 +10,8 @@ namespace {
 constexpr double kFirstOperation = 60e-6, kFirstByte = 1 / 1.5e9;
 // Of the sums, at every measurement: the last 30 or so count.
 constexpr double kForget = 0.97;
+// What is outside of these was not measured.
+constexpr double kLeastSeconds = 1e-9, kMostMeasured = 1e15;
 constexpr uint64_t kLeastBytes = 64 << 10, kMostGap = 1 << 20;
 constexpr double kBytesShare = 9.0;  // seconds of bytes a second of operations
 
@@ -39,15 +41,18 @@ std::vector<Together> coalesce(std::vector<Piece>& pieces, CoalesceLimits limits
 }
 
 void StorageCost::record(double operations, double bytes, double seconds) {
-  if (operations <= 0.0 || bytes <= 0.0 || seconds <= 0.0) return;
-  // Relative errors count alike, whether a call was long or short.
-  const double o = operations / seconds, b = bytes / seconds;
+  const auto inside = [](double v, double least) { return v >= least && v <= kMostMeasured; };
+  if (!inside(operations, 1.0) || !inside(bytes, 1.0) || !inside(seconds, kLeastSeconds)) return;
+  // Calls count alike, whether they were large or small; not by the time they took, or what came
+  // from memory would outweigh a slow device for hundreds of calls.
+  const double weight = 1.0 / (operations * kFirstOperation + bytes * kFirstByte);
+  const double o = operations * weight, b = bytes * weight, t = seconds * weight;
   const std::scoped_lock lock(mutex_);
   oo_ = kForget * oo_ + o * o;
   ob_ = kForget * ob_ + o * b;
   bb_ = kForget * bb_ + b * b;
-  ot_ = kForget * ot_ + o;
-  bt_ = kForget * bt_ + b;
+  ot_ = kForget * ot_ + o * t;
+  bt_ = kForget * bt_ + b * t;
 }
 
 StorageCost::Fit StorageCost::fit() const {
