@@ -15,6 +15,7 @@ _COMMANDS = {
     "demo": ("nostall.demo", "train on slow storage with torch's loader and with nostall"),
     "report": ("nostall.cli.report", "draw what loaders saved with stats().save(file)"),
     "index": ("nostall.cli.index", "build, check or show what is kept about a dataset"),
+    "convert": ("nostall.cli.convert", "write a dataset as an LMDB database or as tar shards"),
     "calibrate": ("nostall.calibrate", "measure this cluster's tiers, network and storage"),
     "doctor": ("nostall.cli.doctor", "what this machine offers, and the ranks that are found"),
 }
