@@ -15,6 +15,7 @@ _COMMANDS = {
     "demo": ("nostall.demo", "train on slow storage with torch's loader and with nostall"),
     "report": ("nostall.cli.report", "draw what loaders saved with stats().save(file)"),
     "index": ("nostall.cli.index", "build, check or show the stored listing of a dataset"),
+    "checkpoints": ("nostall.cli.checkpoints", "list, verify, remove or drain checkpoints"),
     "calibrate": ("nostall.calibrate", "measure this cluster's tiers, network and storage"),
     "doctor": ("nostall.cli.doctor", "what this machine offers, and the ranks that are found"),
 }

@@ -224,6 +224,6 @@ def test_a_killed_training_ends_with_the_same_weights(image_folder: Path, tmp_pa
 
     undisturbed = train(tmp_path / "a", None)
     assert undisturbed is not None and undisturbed.split()[0::2] == ["weights", "24"]
-    for at in sorted(random.sample(range(2, 23), 2)):
+    for at in [random.randrange(2, 23)]:
         train(tmp_path / "b", at)
     assert train(tmp_path / "b", None) == undisturbed
