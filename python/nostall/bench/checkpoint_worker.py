@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -225,6 +226,10 @@ METHODS: dict[str, tuple[type[Method], str]] = {
 
 def work(settings: dict[str, Any]) -> dict[str, Any]:
     """Trains; the numbers."""
+    import torch
+
+    torch.set_num_threads(settings["threads"])
+    wait = _compute if settings["busy"] else (lambda _, seconds: time.sleep(seconds))
     made, target = METHODS[settings["method"]]
     fast, slow = Path(settings["fast"]), Path(settings["slow"])
     state = tensors(settings["bytes"])
@@ -239,16 +244,19 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
         np.copyto(copy[: largest.size], largest)
         memcpy = (time.perf_counter() - began) * settings["bytes"] / largest.nbytes
     quiet = []
+    cpu = _cpu_seconds()
     for _ in range(settings["every"] // 2):
         began = time.perf_counter()
-        _compute(state, settings["compute"])
+        wait(state, settings["compute"])
         step(state)
         quiet.append(time.perf_counter() - began)
+    cpu_step = (_cpu_seconds() - cpu) / len(quiet)
+    cpu = _cpu_seconds()
     steps, calls = [], []
     origin = time.time()
     for i in range(settings["iterations"]):
         began = time.perf_counter()
-        _compute(state, settings["compute"])
+        wait(state, settings["compute"])
         method.before_update()
         step(state)
         steps.append(time.perf_counter() - began)
@@ -259,7 +267,9 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
     ended = time.time()
     with contextlib.suppress(NotImplementedError):
         method.finish()
+    extra_cpu = _cpu_seconds() - cpu - cpu_step * settings["iterations"]
     return {
+        "cpu": extra_cpu / max(1, len(calls)),
         "origin": origin,
         "train_seconds": ended - origin,
         "durable_seconds": time.time() - origin,
@@ -270,8 +280,14 @@ def work(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _cpu_seconds() -> float:
+    """Of this process, all threads, and of its children that have ended."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
 def _compute(state: dict[str, Any], seconds: float) -> None:
-    """The forward and backward pass: reads the weights, on the processor, for `seconds`."""
+    """Forward and backward pass on the processor, for `seconds`."""
     import torch
 
     end = time.perf_counter() + seconds

@@ -137,7 +137,9 @@ class Checkpointer:
             # What an earlier job left on the fast tier goes on its way.
             for manifest in undrained(self.fast, self.durable, keep):
                 self._engine.submit_drain(Drain(manifest, alone=True))
-        self._closer = weakref.finalize(self, _shut, self._engine, self.fast, self.durable)
+        self._closer = weakref.finalize(
+            self, _shut, os.getpid(), self._engine, self.fast, self.durable
+        )
         atexit.register(self._closer)
 
     @staticmethod
@@ -413,8 +415,10 @@ class Checkpointer:
         self.close()
 
 
-def _shut(engine: Engine, fast: Store | None, durable: Store | None) -> None:
+def _shut(pid: int, engine: Engine, fast: Store | None, durable: Store | None) -> None:
     """Every snapshot gets on some storage; drains are left to the next start."""
+    if os.getpid() != pid:
+        return  # a forked child: the threads are its parent's
     engine.wait(drained=False, timeout=engine.settings.timeout)
     engine.stop(timeout=5.0)
     for store in (fast, durable):
