@@ -10,4 +10,5 @@ SUBCOMMANDS: dict[str, str] = {
     "stall": "nostall.bench.stall",
     "nodes": "nostall.bench.nodes",
     "lmdb": "nostall.bench.lmdb",
+    "checkpoint": "nostall.bench.checkpoint",
 }

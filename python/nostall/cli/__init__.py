@@ -16,6 +16,8 @@ _COMMANDS = {
     "report": ("nostall.cli.report", "draw what loaders saved with stats().save(file)"),
     "index": ("nostall.cli.index", "build, check or show what is kept about a dataset"),
     "convert": ("nostall.cli.convert", "write a dataset as an LMDB database or as tar shards"),
+    "index": ("nostall.cli.index", "build, check or show the stored listing of a dataset"),
+    "checkpoints": ("nostall.cli.checkpoints", "list, verify, remove or drain checkpoints"),
     "calibrate": ("nostall.calibrate", "measure this cluster's tiers, network and storage"),
     "doctor": ("nostall.cli.doctor", "what this machine offers, and the ranks that are found"),
 }
