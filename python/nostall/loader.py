@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import itertools
@@ -435,18 +436,21 @@ class DataLoader:
 
     def stats(self) -> Stats:
         """What this rank's consumer waited for, and where its samples came from."""
-        sizes = self.dataset.sizes
+        if self._loader is not None:
+            self._peer_counts = self._loader.peers
+        return self._recorder.stats(self._bound(), self._peer_counts)
+
+    def _bound(self) -> int:
         capacity = sum(tier.capacity for tier in self._tiers)
         if self._cluster is not None:
             capacity = sum(self._cluster.capacities)
         else:
             capacity *= -(-self.world.world_size // self.world.local_world_size)
-        bound = int(
-            _native.source_bytes_lower_bound(self._spec, sizes, capacity, self._first_epoch)
+        return int(
+            _native.source_bytes_lower_bound(
+                self._spec, self.dataset.sizes, capacity, self._first_epoch
+            )
         )
-        if self._loader is not None:
-            self._peer_counts = self._loader.peers
-        return self._recorder.stats(bound, self._peer_counts)
 
     def settings(self) -> dict[str, Any]:
         """What this loader was given and chose, as plain data."""
@@ -553,7 +557,8 @@ class DataLoader:
             )
             self._finalizer.detach()
             self._finalizer = weakref.finalize(self, self._loader.close)
-            trace.begin(self)
+            if trace.wanted():
+                trace.begin(self, functools.partial(self._recorder.stats, self._bound()))
         return self._loader
 
     def _fetchers(self) -> int:
