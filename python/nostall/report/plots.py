@@ -64,7 +64,7 @@ def causes(run: Run) -> Plot:
     shares = [
         {c: w / r.seconds if r.seconds else 0.0 for c, w in r.waits().items()} for r in run.ranks
     ]
-    figure, axis = _axes(1.4 + 0.3 * min(len(run.ranks), 64))
+    figure, axis = _axes(1.9 + 0.3 * min(len(run.ranks), 64))
     base = np.zeros(len(shares))
     place = np.arange(len(shares))
     for cause in CAUSES:
@@ -78,7 +78,7 @@ def causes(run: Run) -> Plot:
     axis.set(xlabel="% of the run", yticks=place, ylim=(len(shares) - 0.4, -0.6))
     axis.set_yticklabels([f"rank {r.rank}" for r in run.ranks])
     if axis.get_legend_handles_labels()[0]:
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=3, frameon=False)
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.5), ncols=3, frameon=False)
     rows = [
         (str(r.rank), *(percent(s[c]) for c in CAUSES), percent(sum(s.values())))
         for r, s in zip(run.ranks, shares, strict=True)
