@@ -9,5 +9,6 @@ SUBCOMMANDS: dict[str, str] = {
     "observation-2": "nostall.bench.observation2",
     "stall": "nostall.bench.stall",
     "nodes": "nostall.bench.nodes",
+    "accelerator": "nostall.bench.accelerator",
     "trace": "nostall.bench.trace",
 }
