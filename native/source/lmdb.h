@@ -34,7 +34,10 @@ inline constexpr uint64_t kNoPage = ~uint64_t{0};
 struct Snapshot {
   uint32_t page_size = 0;
   uint64_t transaction = 0;
-  uint64_t last_page = 0;
+  uint64_t last_page = 0;  // that the file has
+  // Pages that the transaction allocated; the last ones may never have been written, if they were
+  // freed again at once.
+  uint64_t allocated = 0;
   Tree free, main;
   bool other_meta_used = false;  // the newer meta page was damaged
 };
@@ -68,10 +71,19 @@ struct Records {
 // All records of the main database, or of the named one.
 Result<Records> scan(RangeReader& reader, const Storage& storage, std::string_view database = {});
 
-// Why the page header before a value with pages of its own cannot be right, or an empty string.
+// Why the page header before a value with at least `pages` pages of its own cannot be right, or an
+// empty string.
 std::string check_value_page(std::span<const std::byte> header, uint64_t page, uint64_t pages);
 
 // What an index depends on: a database with another stamp has another index.
 std::string stamp(const Records& records, std::string_view database);
+// The stamp that a scan would have now; reads the meta pages and, for a named database, the main
+// one's.
+Result<std::string> current_stamp(RangeReader& reader, const Storage& storage,
+                                  std::string_view database);
+
+// The keys as numbers, kNoNumber for those that are not decimal.
+std::vector<uint64_t> decimal_keys(const Records& records);
+inline constexpr uint64_t kNoNumber = ~uint64_t{0};
 
 }  // namespace nostall::source::lmdb

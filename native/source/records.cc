@@ -267,7 +267,8 @@ uint64_t RecordSource::sample_at(uint64_t place) const noexcept {
 std::string RecordSource::describe(uint64_t sample) const {
   std::string text = storage_->files()[table_.file_of(sample)].path;
   if (options_.name) {
-    if (const std::string name = options_.name(sample); !name.empty()) text += " \"" + name + "\"";
+    if (const std::string name = options_.name(table_, sample); !name.empty())
+      text += " \"" + name + "\"";
   }
   return text + " at offset " + std::to_string(table_.offset[sample]);
 }

@@ -48,7 +48,7 @@ Result<RecordTable> parse_records(std::span<const std::byte> bytes);
 using CheckHead = std::function<std::string(const RecordTable& table, uint64_t sample,
                                             std::span<const std::byte> head)>;
 // The name of a sample inside its file, for messages; may read. Empty: none.
-using NameOf = std::function<std::string(uint64_t sample)>;
+using NameOf = std::function<std::string(const RecordTable& table, uint64_t sample)>;
 
 struct RecordOptions {
   uint64_t max_read = uint64_t{4} << 20;  // bytes of one coalesced read

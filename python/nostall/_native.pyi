@@ -1,6 +1,6 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import enum
-from typing import Annotated
+from typing import Annotated, overload
 
 import numpy
 from numpy.typing import NDArray
@@ -166,6 +166,183 @@ def open_files(
     root: str, paths: Sequence[str], labels: Sequence[int], threads: int
 ) -> FolderSource: ...
 
+class Storage:
+    """Files or objects of which ranges are read."""
+
+    @property
+    def paths(self) -> list[str]: ...
+    @property
+    def sizes(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
+    @property
+    def times(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """
+        Nanoseconds since the epoch of each file's last change; 0 where unknown.
+        """
+
+    def read(self, file: int, offset: int, size: int) -> bytes: ...
+
+def open_storage(paths: Sequence[str], direct: str) -> Storage: ...
+def python_storage(
+    paths: Sequence[str],
+    sizes: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    read: Callable,
+) -> Storage:
+    """read(list of (file, offset, size)) -> list of buffers or exceptions."""
+
+class LmdbRecords:
+    """What a scan of an LMDB tree found."""
+
+    def __len__(self) -> int: ...
+    @property
+    def offset(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
+    @property
+    def length(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
+    @property
+    def own_pages(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]: ...
+    def key(self, arg: int, /) -> bytes: ...
+    def find(self, arg: bytes, /) -> int | None:
+        """
+        The record with that key, by looking at all of them; None if there is none.
+        """
+
+    def decimal_keys(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]:
+        """The keys as numbers, 2**64 - 1 for those that are not decimal."""
+
+    @property
+    def databases(self) -> list[str]: ...
+    @property
+    def pages_read(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def transaction(self) -> int: ...
+    @property
+    def other_meta_used(self) -> bool: ...
+    def stamp(self, arg: str, /) -> str: ...
+    def computed_pages(self) -> tuple[list[int], str]:
+        """
+        First page of every value by the arithmetic of seed lmdbio-and-horovod 5.2.2, and why it does not hold here (empty: it does).
+        """
+
+def scan_lmdb(storage: Storage, database: str) -> LmdbRecords: ...
+def lmdb_stamp(storage: Storage, database: str) -> str: ...
+def scan_tar(storage: Storage, keep: str, threads: int, progress: Callable | None) -> tuple:
+    """
+    (file, offset, size, names, contents) of all regular members; contents of those whose name ends with `keep`.
+    """
+
+def scan_tfrecord(storage: Storage, check: bool, threads: int, progress: Callable | None) -> tuple:
+    """
+    (file, offset, length) of all records; `check` compares their checksums too.
+    """
+
+def find_payloads(
+    storage: Storage,
+    file: Annotated[
+        NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    offset: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    length: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    kind: str,
+    image: str,
+    label: str,
+    threads: int,
+    progress: Callable | None,
+) -> tuple:
+    """
+    (offset, length, label, shape) of the image in every record; shape is (n * 3,): channels, height, width of pixels that are not encoded, else zeros.
+    """
+
+class RecordTable:
+    @property
+    def kind(self) -> str: ...
+    @property
+    def stamp(self) -> str: ...
+    def __len__(self) -> int: ...
+    @property
+    def paths(self) -> list[str]: ...
+    @property
+    def file_sizes(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
+    @property
+    def times(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]: ...
+    @property
+    def file(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+    @property
+    def offset(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
+    @property
+    def length(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
+    @property
+    def label(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]: ...
+    @property
+    def head(self) -> Annotated[NDArray[numpy.uint16], dict(shape=(None,))]: ...
+    def store(self, path: str) -> tuple[int, int]:
+        """Writes the stored form; (0 or -errno, bytes)."""
+
+def record_table(
+    kind: str,
+    stamp: str,
+    storage: Storage,
+    file: Annotated[
+        NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    offset: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    length: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    label: Annotated[
+        NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    head: Annotated[
+        NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+) -> RecordTable: ...
+def load_records(path: str) -> RecordTable: ...
+
+class RecordSource(Source):
+    @property
+    def table(self) -> RecordTable: ...
+    @property
+    def cost(self) -> tuple[float, float]:
+        """Seconds an operation and a byte, as measured so far."""
+
+def record_source(
+    storage: Storage,
+    table: RecordTable,
+    max_read: int,
+    coalesce: bool,
+    page_size: int,
+    database: str,
+) -> RecordSource:
+    """
+    A source on a table; `page_size` of an LMDB database whose value pages are checked, or 0.
+    """
+
+def callback_source(
+    sizes: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    labels: Annotated[
+        NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    group: Annotated[
+        NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    fingerprint: int,
+    read: Callable,
+    describe: Callable,
+) -> Source:
+    """
+    read(list of ids) -> list of buffers or exceptions; samples of a group (rising, or empty) are read together.
+    """
+
 class Pipeline:
     """Compiled transforms of encoded images."""
 
@@ -319,3 +496,193 @@ def trace_now() -> int:
 
 def trace_record(kind: int, begin: int, end: int) -> None:
     """Nothing while not recording; `kind` from trace_kind."""
+
+CHECKPOINT_BLOCK: int = 4194304
+
+CHECKPOINT_ALIGNMENT: int = 4096
+
+class Priority(enum.Enum):
+    normal = 0
+
+    low = 1
+
+    idle = 2
+
+class Image:
+    """A snapshot in memory (native/checkpoint/image.h)."""
+
+    def __init__(self, threads: int) -> None: ...
+    def reserve(self, bytes: int) -> None: ...
+    def begin(
+        self, header: bytes, pieces: Sequence[tuple[int, int]], background: bool = False
+    ) -> None:
+        """
+        Pieces are (address, bytes) of memory that must stay as it is until finish returns.
+        """
+
+    def finish(self) -> None: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def capacity(self) -> int: ...
+
+class Gate:
+    """Keeps background writing back while it is held."""
+
+    def __init__(self) -> None: ...
+    def hold(self) -> None: ...
+    def release(self) -> None: ...
+    @property
+    def held(self) -> bool: ...
+
+class Written:
+    @property
+    def size(self) -> int: ...
+    @property
+    def crcs(self) -> list[int]: ...
+    @property
+    def direct(self) -> bool: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def cpu_seconds(self) -> float: ...
+
+class ImageWrite:
+    """An image into a file (native/checkpoint/write.h)."""
+
+    def __init__(
+        self,
+        image: Image,
+        path: str,
+        rate: int = 0,
+        priority: Priority = Priority.idle,
+        threads: int = 1,
+        direct: bool = True,
+        gate: Gate | None = None,
+        gate_patience: float = 1.0,
+    ) -> None: ...
+    def run(self) -> Written: ...
+    def hurry(self) -> None: ...
+    def stop(self) -> None: ...
+
+class FileCopy:
+    """A checked copy (native/checkpoint/transfer.h)."""
+
+    def __init__(
+        self,
+        source: str,
+        target: str,
+        size: int,
+        crcs: Sequence[int],
+        rate: int = 0,
+        priority: Priority = Priority.idle,
+        direct: bool = True,
+        gate: Gate | None = None,
+        gate_patience: float = 1.0,
+    ) -> None: ...
+    def run(self) -> Written: ...
+    def hurry(self) -> None: ...
+    def stop(self) -> None: ...
+
+class Progress:
+    def __init__(self) -> None: ...
+    @property
+    def bytes(self) -> int: ...
+
+def read_checked(
+    path: str, size: int, crcs: Sequence[int], threads: int, progress: Progress | None = None
+) -> tuple[Annotated[NDArray[numpy.uint8], dict(shape=(None,))], list[int], float]:
+    """
+    The file's bytes, the numbers of its damaged blocks, and the seconds it took.
+    """
+
+def check_file(
+    path: str,
+    size: int,
+    crcs: Sequence[int],
+    threads: int,
+    progress: Progress | None = None,
+    priority: Priority = Priority.normal,
+) -> list[int]:
+    """The numbers of its damaged blocks."""
+
+def crc32c(bytes: bytes) -> int: ...
+
+class DirectoryLock:
+    """A lock that ends with its process."""
+
+    def __init__(self, path: str) -> None: ...
+    def acquire(self) -> bool:
+        """At once; whether it was had."""
+
+    def release(self) -> None: ...
+
+class Reducer:
+    """An operation on elements (native/collective/reducer.h)."""
+
+    @overload
+    def __init__(self, op: str, type: str) -> None: ...
+    @overload
+    def __init__(self, function: object, element_bytes: int, commutative: bool) -> None: ...
+
+class CommunicatorStats:
+    @property
+    def calls(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def sleeps(self) -> int: ...
+    @property
+    def wait_ns(self) -> int: ...
+
+class Communicator:
+    """Ranks of one node, on raw addresses (native/collective)."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+    def barrier(self) -> None: ...
+    def allreduce(
+        self,
+        source: int,
+        target: int,
+        count: int,
+        reducer: Reducer,
+        algorithm: str = "cooperative",
+        fixed: bool = False,
+    ) -> None: ...
+    def reduce(
+        self,
+        source: int,
+        target: int,
+        count: int,
+        reducer: Reducer,
+        root: int,
+        algorithm: str = "cooperative",
+        fixed: bool = False,
+    ) -> None: ...
+    def broadcast(
+        self, data: int, bytes: int, root: int, algorithm: str = "cooperative"
+    ) -> None: ...
+    def reduce_scatter(self, source: int, target: int, count: int, reducer: Reducer) -> None:
+        """`count` elements for each rank."""
+
+    def allgather(self, source: int, target: int, bytes: int) -> None:
+        """`bytes` of each rank."""
+
+    def stats(self) -> CommunicatorStats: ...
+
+def open_communicator(
+    job: str,
+    rank: int,
+    ranks: int,
+    timeout: float,
+    window_bytes: int,
+    arena_bytes: int,
+    directory: str,
+) -> Communicator:
+    """Waits for all ranks."""
+
+def allocate_shared(communicator: Communicator, bytes: int) -> object:
+    """Bytes that all ranks reach, or None if the arena has no room."""

@@ -1,5 +1,6 @@
 // The walk over branch and leaf pages, a level at a time.
 #include <algorithm>
+#include <charconv>
 #include <cstring>
 #include <numeric>
 
@@ -79,7 +80,13 @@ class Scan {
  private:
   std::string path() const { return storage_.files()[0].path; }
   Error broken(const std::string& what) const {
-    return Error(ErrorKind::corruption, path() + " is damaged: " + what);
+    const bool shorter = snapshot_.allocated > snapshot_.last_page + 1;
+    return Error(ErrorKind::corruption,
+                 path() + " is damaged: " + what +
+                     (shorter ? "; it has " + std::to_string(snapshot_.last_page + 1) +
+                                    " pages instead of " + std::to_string(snapshot_.allocated) +
+                                    ": it was cut off"
+                              : ""));
   }
   Error broken_page(uint64_t page, const std::string& what) const {
     return broken("page " + std::to_string(page) + " (offset " +
@@ -255,8 +262,9 @@ class Scan {
         return broken_page(runs[i].first, "is used twice");
       }
     }
-    if (own != tree_.overflow_pages) {
-      return broken("its large values take " + std::to_string(own) + " pages instead of " +
+    // Fewer is sound: a large value that was replaced by a smaller one keeps its pages.
+    if (own > tree_.overflow_pages) {
+      return broken("its large values take " + std::to_string(own) + " pages and not " +
                     std::to_string(tree_.overflow_pages) + ": the length of one is wrong");
     }
     return {};
@@ -359,19 +367,48 @@ std::string check_value_page(std::span<const std::byte> header, uint64_t page, u
   const auto flags = number_at<uint16_t>(header, 10);
   const auto count = number_at<uint32_t>(header, 12);
   if (number == page && (flags & (kBranch | kLeaf | kOverflow | kMeta)) == kOverflow &&
-      count == pages) {
+      count >= pages) {
     return {};
   }
   return "page " + std::to_string(page) + " does not start a value of " + std::to_string(pages) +
          " pages any more: the database is damaged, or was written to since it was indexed";
 }
 
-std::string stamp(const Records& records, std::string_view database) {
-  const Snapshot& s = records.snapshot;
+namespace {
+
+std::string stamp_of(const Snapshot& s, const Tree& tree, std::string_view database) {
   return "database=" + std::string(database) + " page=" + std::to_string(s.page_size) +
          " transaction=" + std::to_string(s.transaction) + " last=" + std::to_string(s.last_page) +
-         " root=" + std::to_string(records.tree.root) +
-         " entries=" + std::to_string(records.tree.entries);
+         " root=" + std::to_string(tree.root) + " entries=" + std::to_string(tree.entries);
+}
+
+}  // namespace
+
+std::string stamp(const Records& records, std::string_view database) {
+  return stamp_of(records.snapshot, records.tree, database);
+}
+
+Result<std::string> current_stamp(RangeReader& reader, const Storage& storage,
+                                  std::string_view database) {
+  auto snapshot = read_snapshot(reader, storage);
+  if (!snapshot) return snapshot.error();
+  if (database.empty()) return stamp_of(snapshot.value(), snapshot.value().main, database);
+  auto tree = find_database(reader, storage, snapshot.value(), database);
+  if (!tree) return tree.error();
+  return stamp_of(snapshot.value(), tree.value(), database);
+}
+
+std::vector<uint64_t> decimal_keys(const Records& records) {
+  std::vector<uint64_t> numbers;
+  numbers.reserve(records.size());
+  for (uint64_t i = 0; i < records.size(); ++i) {
+    const std::string_view key = records.key(i);
+    uint64_t number = 0;
+    const auto [end, error] = std::from_chars(key.data(), key.data() + key.size(), number);
+    const bool decimal = error == std::errc() && end == key.data() + key.size();
+    numbers.push_back(decimal ? number : kNoNumber);
+  }
+  return numbers;
 }
 
 }  // namespace nostall::source::lmdb

@@ -1,4 +1,5 @@
 // The meta pages: which transaction is the last one, and where its trees are.
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <vector>
@@ -117,11 +118,8 @@ Result<Snapshot> read_snapshot(RangeReader& reader, const Storage& storage) {
   }
   Snapshot s = take_second ? *second.snapshot : *first.snapshot;
   s.other_meta_used = !first.snapshot || !second.snapshot;
-  if (s.last_page >= file.size / s.page_size) {
-    return broken("it should have " + std::to_string(s.last_page + 1) + " pages of " +
-                  std::to_string(s.page_size) + " bytes, but is " + std::to_string(file.size) +
-                  " bytes long: it was cut off");
-  }
+  s.allocated = s.last_page + 1;
+  s.last_page = std::min(s.last_page, file.size / s.page_size - 1);
   return s;
 }
 

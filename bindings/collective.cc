@@ -1,0 +1,194 @@
+// Collectives on raw addresses: the Python side checks arrays and tensors and passes where they
+// are.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "arrays.h"
+#include "base/error.h"
+#include "collective/communicator.h"
+#include "module.h"
+
+namespace nb = nanobind;
+using namespace nostall;
+using namespace nostall::collective;
+
+namespace {
+
+template <typename T>
+T named(std::optional<T> found, const char* what, const std::string& name) {
+  if (found) return *found;
+  throw Error(ErrorKind::usage, "there is no " + std::string(what) + " \"" + name + "\"");
+}
+
+// A Python function as an operation. What it raises is kept and raised when the call returns; a
+// collective cannot end in the middle.
+class UserOperation {
+ public:
+  explicit UserOperation(nb::object function) : function_(std::move(function)) {}
+  static void call(const void* in, void* inout, uint64_t count, void* self) {
+    static_cast<UserOperation*>(self)->combine(in, inout, count);
+  }
+  void raise() {
+    if (std::exception_ptr error = std::exchange(error_, nullptr)) std::rethrow_exception(error);
+  }
+  uint64_t element_bytes = 1;
+
+ private:
+  void combine(const void* in, void* inout, uint64_t count) {
+    const nb::gil_scoped_acquire gil;
+    try {
+      const size_t bytes = count * element_bytes;
+      using View = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
+      // The operand is not written: the wrapper in Python makes its view read-only.
+      function_(View(const_cast<void*>(in), {bytes}, nb::none()).cast(nb::rv_policy::reference),
+                View(inout, {bytes}, nb::none()).cast(nb::rv_policy::reference));
+    } catch (...) {
+      if (!error_) error_ = std::current_exception();
+    }
+  }
+  nb::object function_;
+  std::exception_ptr error_;
+};
+
+class PyReducer {
+ public:
+  PyReducer(const std::string& op, const std::string& type)
+      : reducer_(named(find_op(op), "operation", op),
+                 named(find_data_type(type), "element type", type)) {}
+  PyReducer(nb::object function, uint64_t element_bytes, bool commutative)
+      : user_(std::make_shared<UserOperation>(std::move(function))),
+        reducer_(UserOperation::call, user_.get(), element_bytes, commutative) {
+    user_->element_bytes = element_bytes;
+  }
+  const Reducer& get() const { return reducer_; }
+  // With the GIL.
+  void raise() const {
+    if (user_) user_->raise();
+  }
+
+ private:
+  std::shared_ptr<UserOperation> user_;
+  Reducer reducer_;
+};
+
+const void* address(uintptr_t value) { return reinterpret_cast<const void*>(value); }
+void* writable(uintptr_t value) { return reinterpret_cast<void*>(value); }
+
+CallOptions options_of(const std::string& algorithm, bool fixed) {
+  return {named(find_algorithm(algorithm), "algorithm", algorithm),
+          fixed ? Order::fixed : Order::any};
+}
+
+// Memory of the communicator that keeps it alive.
+struct Allocation {
+  std::shared_ptr<Communicator> communicator;
+  void* data;
+  Allocation(std::shared_ptr<Communicator> c, void* d) : communicator(std::move(c)), data(d) {}
+  ~Allocation() { communicator->release(data); }
+  Allocation(const Allocation&) = delete;
+  Allocation& operator=(const Allocation&) = delete;
+};
+
+nb::object allocate(const std::shared_ptr<Communicator>& self, uint64_t bytes) {
+  void* data = bindings::without_gil([&] { return self->allocate(bytes); });
+  if (data == nullptr) return nb::none();
+  auto held = std::make_unique<Allocation>(self, data);
+  return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, {bytes},
+                                                      bindings::owner_of(std::move(held)))
+      .cast();
+}
+
+std::shared_ptr<Communicator> open(const std::string& job, uint32_t rank, uint32_t ranks,
+                                   double timeout, uint64_t window_bytes, uint64_t arena_bytes,
+                                   const std::string& directory) {
+  CommunicatorConfig config;
+  config.job = job;
+  config.rank = rank;
+  config.ranks = ranks;
+  config.window_bytes = window_bytes;
+  config.arena_bytes = arena_bytes;
+  config.timeout = std::chrono::nanoseconds(static_cast<int64_t>(timeout * 1e9));
+  config.directory = directory;
+  return std::make_shared<Communicator>(config);
+}
+
+}  // namespace
+
+void bind_collective(nb::module_& m) {
+  nb::class_<PyReducer>(m, "Reducer", "An operation on elements (native/collective/reducer.h).")
+      .def(nb::init<const std::string&, const std::string&>(), nb::arg("op"), nb::arg("type"))
+      .def(nb::init<nb::object, uint64_t, bool>(), nb::arg("function"), nb::arg("element_bytes"),
+           nb::arg("commutative"));
+  nb::class_<CommunicatorStats>(m, "CommunicatorStats")
+      .def_ro("calls", &CommunicatorStats::calls)
+      .def_ro("bytes", &CommunicatorStats::bytes)
+      .def_ro("sleeps", &CommunicatorStats::sleeps)
+      .def_ro("wait_ns", &CommunicatorStats::wait_ns);
+  const nb::call_guard<nb::gil_scoped_release> no_gil;
+  nb::class_<Communicator>(m, "Communicator",
+                           "Ranks of one node, on raw addresses (native/collective).")
+      .def_prop_ro("rank", &Communicator::rank)
+      .def_prop_ro("ranks", &Communicator::ranks)
+      .def("barrier", &Communicator::barrier, no_gil)
+      .def(
+          "allreduce",
+          [](Communicator& self, uintptr_t in, uintptr_t out, uint64_t count,
+             const PyReducer& reducer, const std::string& algorithm, bool fixed) {
+            bindings::without_gil([&] {
+              self.allreduce(address(in), writable(out), count, reducer.get(),
+                             options_of(algorithm, fixed));
+            });
+            reducer.raise();
+          },
+          nb::arg("source"), nb::arg("target"), nb::arg("count"), nb::arg("reducer"),
+          nb::arg("algorithm") = "cooperative", nb::arg("fixed") = false)
+      .def(
+          "reduce",
+          [](Communicator& self, uintptr_t in, uintptr_t out, uint64_t count,
+             const PyReducer& reducer, uint32_t root, const std::string& algorithm, bool fixed) {
+            bindings::without_gil([&] {
+              self.reduce(address(in), writable(out), count, reducer.get(), root,
+                          options_of(algorithm, fixed));
+            });
+            reducer.raise();
+          },
+          nb::arg("source"), nb::arg("target"), nb::arg("count"), nb::arg("reducer"),
+          nb::arg("root"), nb::arg("algorithm") = "cooperative", nb::arg("fixed") = false)
+      .def(
+          "broadcast",
+          [](Communicator& self, uintptr_t data, uint64_t bytes, uint32_t root,
+             const std::string& algorithm) {
+            self.broadcast(writable(data), bytes, root, options_of(algorithm, false));
+          },
+          nb::arg("data"), nb::arg("bytes"), nb::arg("root"), nb::arg("algorithm") = "cooperative",
+          no_gil)
+      .def(
+          "reduce_scatter",
+          [](Communicator& self, uintptr_t in, uintptr_t out, uint64_t count,
+             const PyReducer& reducer) {
+            bindings::without_gil(
+                [&] { self.reduce_scatter(address(in), writable(out), count, reducer.get()); });
+            reducer.raise();
+          },
+          nb::arg("source"), nb::arg("target"), nb::arg("count"), nb::arg("reducer"),
+          "`count` elements for each rank.")
+      .def(
+          "allgather",
+          [](Communicator& self, uintptr_t in, uintptr_t out, uint64_t bytes) {
+            self.allgather(address(in), writable(out), bytes);
+          },
+          nb::arg("source"), nb::arg("target"), nb::arg("bytes"), no_gil, "`bytes` of each rank.")
+      .def("stats", &Communicator::stats, no_gil);
+  m.def("open_communicator", &open, nb::arg("job"), nb::arg("rank"), nb::arg("ranks"),
+        nb::arg("timeout"), nb::arg("window_bytes"), nb::arg("arena_bytes"), nb::arg("directory"),
+        no_gil, "Waits for all ranks.");
+  m.def("allocate_shared", &allocate, nb::arg("communicator"), nb::arg("bytes"),
+        "Bytes that all ranks reach, or None if the arena has no room.");
+}

@@ -1,0 +1,66 @@
+// collective/algorithms.h - the algorithms themselves, each in a file of its name.
+//
+// All take buffers whose sizes were checked; `in` may be `out`. Counts are in elements.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "collective/engine.h"
+#include "collective/reducer.h"
+
+namespace nostall::collective {
+
+struct Message {
+  const std::byte* in;
+  std::byte* out;
+  uint64_t count;
+  const Reducer* reducer;  // null: bytes are moved, count is in bytes
+  uint64_t element() const noexcept { return reducer ? reducer->element_bytes() : 1; }
+  uint64_t bytes() const noexcept { return count * element(); }
+};
+
+// exchange.cc: everyone shows its data, everyone reads it; results have the rank order of a left
+// fold. One step for messages that fit a stage, a step for each piece otherwise.
+void exchange_barrier(Engine& engine);
+void exchange_allreduce(Engine& engine, const Message& message);
+void exchange_reduce(Engine& engine, const Message& message, uint32_t root);  // one stage at most
+void exchange_broadcast(Engine& engine, const Message& message, uint32_t root);
+void exchange_reduce_scatter(Engine& engine, const Message& message);  // count: a rank's share
+void exchange_allgather(Engine& engine, const Message& message);
+
+// chain.cc: a pipeline of segments through the step's window, in order of arrival or of rank.
+struct ChainShape {
+  int32_t root = -1;       // who gets the result; -1: all
+  bool broadcast = false;  // the root's data to all others
+  bool by_rank = false;    // the order of ranks, whoever comes first
+  bool whole = false;      // no segments: each rank hands on all of it (Algorithm 5.1)
+};
+void chain(Engine& engine, const Message& message, const ChainShape& shape);
+
+// shared.cc: buffers that all ranks can reach are reduced where they are, by whoever is there.
+// The first to arrive chooses: if its buffers are shared all do this, else the chain (chain_after).
+struct Arrival {
+  uint64_t step;
+  uint32_t place;  // 0: the first
+  bool in_place;   // the first one's buffers are shared
+};
+Arrival arrive(Engine& engine, bool offers_in_place);
+// `in` and `out` lie in an arena.
+void shared_allreduce(Engine& engine, const Message& message, const Arrival& arrival);
+void chain_after(Engine& engine, const Message& message, const ChainShape& shape,
+                 const Arrival& arrival);
+
+// leader.cc: one rank reduces what all have copied to shared memory. Static leader: rank 0, or the
+// root; otherwise the first to arrive.
+void leader_allreduce(Engine& engine, const Message& message, bool by_arrival);
+void leader_reduce(Engine& engine, const Message& message, uint32_t root, bool by_arrival);
+
+// pairwise.cc: the textbook's algorithms, on messages between pairs of ranks.
+void recursive_doubling_allreduce(Engine& engine, const Message& message);
+void ring_allreduce(Engine& engine, const Message& message);
+void rsa_allreduce(Engine& engine, const Message& message);
+void binomial_reduce(Engine& engine, const Message& message, uint32_t root);
+void binomial_broadcast(Engine& engine, const Message& message, uint32_t root);
+
+}  // namespace nostall::collective

@@ -1,0 +1,271 @@
+#include <algorithm>
+#include <vector>
+
+#include "collective/algorithms.h"
+
+namespace nostall::collective {
+namespace {
+
+constexpr uint64_t kSegmentBits = 24;
+constexpr uint64_t kSmallestSegment = 8 << 10, kLargestSegment = 64 << 10;
+// While all are there, the head runs this far ahead of the tail at most: the window stays in cache.
+constexpr uint64_t kAhead = 2 << 20;
+// From here on results go past the caches: nobody reads them before they would be displaced.
+constexpr uint64_t kStreamFrom = 16 << 20;
+
+// One rank's part in one chain. Place 0 copies its data to the window, the places after it add
+// theirs, the last place's results are copied out by all who want them.
+class Link {
+ public:
+  Link(Engine& engine, const Message& message, const ChainShape& shape, const Arrival& arrival)
+      : engine_(engine),
+        shared_(engine.shared()),
+        message_(message),
+        shape_(shape),
+        step_(arrival.step),
+        place_(place_of(arrival)),
+        last_(shape.broadcast ? 0 : engine.ranks() - 1),
+        reads_(shape.broadcast
+                   ? engine.rank() != static_cast<uint32_t>(shape.root)
+                   : shape.root < 0 || engine.rank() == static_cast<uint32_t>(shape.root)),
+        stream_(message.bytes() >= kStreamFrom) {
+    size_segments();
+  }
+
+  void run() {
+    const bool copies_out = reads_ && place_ != static_cast<int64_t>(last_);
+    uint64_t forwarded = place_ >= 0 ? 0 : segments_, copied = copies_out ? 0 : segments_;
+    while (forwarded < segments_ || copied < segments_) {
+      if (copied < segments_ && copied < results()) {
+        copy_out(copied++);
+      } else if (forwarded < segments_ && may_forward(forwarded)) {
+        forward(forwarded++);
+      } else {
+        wait(forwarded, copied);
+      }
+    }
+  }
+
+ private:
+  int64_t place_of(const Arrival& arrival) const {
+    if (shape_.broadcast) return engine_.rank() == static_cast<uint32_t>(shape_.root) ? 0 : -1;
+    return shape_.by_rank ? engine_.rank() : arrival.place;
+  }
+
+  void size_segments() {
+    const uint64_t element = message_.element(), window = shared_.window_bytes();
+    uint64_t wanted = std::clamp(message_.bytes() / 8, kSmallestSegment, kLargestSegment);
+    if (shape_.whole) wanted = std::min(message_.bytes(), window / 2);
+    wanted = std::max(wanted, element);
+    if (wanted > window / 2) {
+      throw Error(ErrorKind::usage, "elements of " + std::to_string(element) +
+                                        " bytes do not fit the window of " +
+                                        std::to_string(window) + " bytes; make it larger");
+    }
+    per_segment_ = wanted / element;
+    slot_bytes_ = (per_segment_ * element + kMinSlot - 1) / kMinSlot * kMinSlot;
+    segments_ = (message_.count + per_segment_ - 1) / per_segment_;
+    slots_ = window / slot_bytes_;
+    ahead_ = std::min(slots_, std::max<uint64_t>(2, kAhead / slot_bytes_));
+    // Woken in batches; so small that chained sleepers can never all wait for more than the head
+    // may send.
+    const uint64_t most = segments_ <= ahead_ ? segments_ : ahead_ / (2 * engine_.ranks());
+    batch_ = std::max<uint64_t>(1, engine_.oversubscribed() ? most : std::min(segments_ / 4, most));
+  }
+
+  uint64_t stamp(uint64_t segments) const { return step_ << kSegmentBits | segments; }
+  uint64_t count_in(const Word& word) const {
+    const uint64_t value = word.load(std::memory_order_seq_cst);
+    return value >> kSegmentBits == step_ ? value & ((uint64_t{1} << kSegmentBits) - 1) : 0;
+  }
+
+  // Segments whose result is there.
+  uint64_t results() {
+    if (known_results_ < segments_) known_results_ = count_in(shared_.progress(last_, step_));
+    return known_results_;
+  }
+
+  bool may_forward(uint64_t segment) {
+    if (place_ == 0) return slot_for(segment);
+    if (segment < known_input_) return true;
+    known_input_ = count_in(shared_.progress(static_cast<uint32_t>(place_ - 1), step_));
+    return segment < known_input_;
+  }
+
+  // The head takes memory that was used last and is free again; memory not used yet while some
+  // rank is still missing, for then there is nothing better to do than to run ahead.
+  bool slot_for(uint64_t segment) {
+    if (next_slot_ >= 0) return true;
+    if (fresh_ < ahead_ && take_fresh()) return true;
+    collect_free(segment);
+    if (!free_.empty()) {
+      next_slot_ = free_.back();
+      free_.pop_back();
+      return true;
+    }
+    return !everyone_arrived() && take_fresh();
+  }
+
+  bool take_fresh() {
+    if (fresh_ >= slots_ || !shared_.allocate_window(step_, (fresh_ + 1) * slot_bytes_)) {
+      if (fresh_ == 0) throw_no_memory();
+      slots_ = fresh_;
+      return false;
+    }
+    next_slot_ = static_cast<int64_t>(fresh_++);
+    return true;
+  }
+
+  [[noreturn]] void throw_no_memory() {
+    engine_.fail(Error(ErrorKind::io, "no shared memory for a message of " +
+                                          std::to_string(message_.bytes()) +
+                                          " bytes: free some of /dev/shm"));
+  }
+
+  void collect_free(uint64_t segment) {
+    uint64_t done = segment;
+    for (uint32_t r = 0; r < engine_.ranks() && done > freed_; ++r) {
+      const bool reader = shape_.broadcast
+                              ? r != static_cast<uint32_t>(shape_.root)
+                              : shape_.root < 0 || r == static_cast<uint32_t>(shape_.root);
+      if (reader) done = std::min(done, count_in(shared_.copied(r, step_)));
+    }
+    for (; freed_ < done; ++freed_) free_.push_back(slot_of(freed_));
+  }
+
+  bool everyone_arrived() {
+    return (shared_.header().ticket[step_ % 2].value.load(std::memory_order_seq_cst) & 0x7fffu) ==
+           engine_.ranks();
+  }
+
+  uint32_t slot_of(uint64_t segment) const {
+    return shared_.slots(step_)[segment % table()].load(std::memory_order_relaxed);
+  }
+  uint64_t table() const { return shared_.window_bytes() / kMinSlot; }
+  std::byte* memory_of(uint64_t segment) const {
+    return shared_.window(step_) + slot_of(segment) * slot_bytes_;
+  }
+
+  void forward(uint64_t segment) {
+    const uint64_t first = segment * per_segment_;
+    const uint64_t n = std::min(per_segment_, message_.count - first);
+    const uint64_t at = first * message_.element(), bytes = n * message_.element();
+    const std::byte* mine = message_.in + at;
+    if (place_ == 0) {
+      shared_.slots(step_)[segment % table()].store(static_cast<uint32_t>(next_slot_),
+                                                    std::memory_order_relaxed);
+      next_slot_ = -1;
+      copy(memory_of(segment), mine, bytes, false);
+    } else {
+      std::byte* sum = memory_of(segment);
+      if (place_ != static_cast<int64_t>(last_) || !reads_) {
+        message_.reducer->combine(sum, sum, mine, n);
+      } else if (shape_.root >= 0) {
+        message_.reducer->combine(message_.out + at, sum, mine, n);
+      } else {
+        message_.reducer->combine_and_copy(sum, message_.out + at, sum, mine, n, stream_);
+      }
+    }
+    engine_.publish(shared_.progress(static_cast<uint32_t>(place_), step_), stamp(segment + 1));
+    if (reads_ && place_ == static_cast<int64_t>(last_)) mark_copied(segment + 1);
+  }
+
+  void copy_out(uint64_t segment) {
+    const uint64_t first = segment * per_segment_;
+    const uint64_t n = std::min(per_segment_, message_.count - first);
+    copy(message_.out + first * message_.element(), memory_of(segment), n * message_.element(),
+         stream_);
+    mark_copied(segment + 1);
+  }
+
+  // Only the head of a long message asks who has copied what.
+  void mark_copied(uint64_t segments) {
+    if (segments_ > ahead_) engine_.publish(shared_.copied(engine_.rank(), step_), stamp(segments));
+  }
+
+  void wait(uint64_t forwarded, uint64_t copied) {
+    const auto ahead = [this](uint64_t next) { return stamp(std::min(next + batch_, segments_)); };
+    Want input{0, ~uint64_t{0}}, output{0, ~uint64_t{0}};
+    if (forwarded < segments_) {
+      if (place_ > 0) {
+        const Word& before = shared_.progress(static_cast<uint32_t>(place_ - 1), step_);
+        input = {shared_.key(before), ahead(forwarded)};
+      } else {
+        input = slowest_reader();
+      }
+    }
+    if (copied < segments_) {
+      output = {shared_.key(shared_.progress(last_, step_)), ahead(copied)};
+    }
+    engine_.wait(
+        [&] {
+          return (copied < segments_ && copied < results()) ||
+                 (forwarded < segments_ && may_forward(forwarded));
+        },
+        {input, output});
+  }
+
+  // Whose copying the head waits for before it can use a slot again.
+  Want slowest_reader() {
+    for (uint32_t r = 0; r < engine_.ranks(); ++r) {
+      const bool reader = shape_.broadcast
+                              ? r != static_cast<uint32_t>(shape_.root)
+                              : shape_.root < 0 || r == static_cast<uint32_t>(shape_.root);
+      if (reader && r != engine_.rank() && count_in(shared_.copied(r, step_)) <= freed_) {
+        return {shared_.key(shared_.copied(r, step_)), stamp(freed_ + 1)};
+      }
+    }
+    return {shared_.key(shared_.progress(last_, step_)), stamp(freed_ + 1)};
+  }
+
+  Engine& engine_;
+  Segment& shared_;
+  const Message& message_;
+  const ChainShape& shape_;
+  const uint64_t step_;
+  const int64_t place_;  // -1: only reads
+  const uint32_t last_;
+  const bool reads_, stream_;
+  uint64_t per_segment_ = 0, slot_bytes_ = 0, segments_ = 0, slots_ = 0, ahead_ = 0, batch_ = 0;
+  uint64_t known_results_ = 0, known_input_ = 0;
+  // The head's memory.
+  std::vector<uint32_t> free_;
+  uint64_t fresh_ = 0, freed_ = 0;
+  int64_t next_slot_ = -1;
+};
+
+}  // namespace
+
+Arrival arrive(Engine& engine, bool offers_in_place) {
+  const uint64_t step = engine.begin_step();
+  Header& h = engine.shared().header();
+  Word& ticket = h.ticket[step % 2].value;
+  engine.post(step);
+  uint64_t seen = ticket.load(std::memory_order_seq_cst);
+  for (;;) {
+    const bool first = seen >> 16 != step;
+    const uint64_t mode = first ? uint64_t{offers_in_place} << 15 : seen & 0x8000u;
+    const uint64_t place = first ? 0 : seen & 0x7fffu;
+    if (ticket.compare_exchange_weak(seen, step << 16 | mode | (place + 1),
+                                     std::memory_order_seq_cst)) {
+      return {step, static_cast<uint32_t>(place), mode != 0};
+    }
+  }
+}
+
+void chain_after(Engine& engine, const Message& message, const ChainShape& shape,
+                 const Arrival& arrival) {
+  engine.check_arrived(arrival.step);
+  Link(engine, message, shape, arrival).run();
+  if (shape.root < 0) {
+    engine.all_arrived(arrival.step);
+  } else {
+    engine.finish_early(arrival.step);
+  }
+}
+
+void chain(Engine& engine, const Message& message, const ChainShape& shape) {
+  chain_after(engine, message, shape, arrive(engine, false));
+}
+
+}  // namespace nostall::collective

@@ -1,0 +1,302 @@
+#include "collective/communicator.h"
+
+#include <mutex>
+#include <string_view>
+
+#include "collective/algorithms.h"
+#include "collective/arena.h"
+#include "collective/signature.h"
+
+namespace nostall::collective {
+namespace {
+
+SegmentConfig checked(const CommunicatorConfig& config) {
+  if (config.ranks == 0 || config.ranks >= kMaxRanks || config.rank >= config.ranks) {
+    throw Error(ErrorKind::usage, "rank " + std::to_string(config.rank) + " of " +
+                                      std::to_string(config.ranks) +
+                                      " is not possible: there may be 1 to " +
+                                      std::to_string(kMaxRanks - 1) + " ranks, counted from 0");
+  }
+  if (config.window_bytes < 4 * kMinSlot || config.timeout.count() <= 0) {
+    throw Error(ErrorKind::usage, "window_bytes must be at least " + std::to_string(4 * kMinSlot) +
+                                      " and the timeout positive, not " +
+                                      std::to_string(config.window_bytes) + " and " +
+                                      std::to_string(config.timeout.count()) + " ns");
+  }
+  return {config.job,          config.rank,        config.ranks,
+          config.window_bytes, config.arena_bytes, config.directory};
+}
+
+bool overlap(const void* a, uint64_t a_bytes, const void* b, uint64_t b_bytes) {
+  const auto x = reinterpret_cast<uintptr_t>(a), y = reinterpret_cast<uintptr_t>(b);
+  return x < y + b_bytes && y < x + a_bytes;
+}
+
+void refuse_overlap(std::string_view call, const void* in, uint64_t in_bytes, const void* out,
+                    uint64_t out_bytes, const void* in_place) {
+  if (in == in_place || !overlap(in, in_bytes, out, out_bytes)) return;
+  throw Error(ErrorKind::usage, "the buffers of " + std::string(call) +
+                                    " overlap; pass the same one twice, or separate ones");
+}
+
+void check_buffer(std::string_view call, const void* data, uint64_t bytes, size_t alignment) {
+  if (bytes == 0) return;
+  if (data == nullptr) {
+    throw Error(ErrorKind::usage, "a buffer of " + std::string(call) + " is null");
+  }
+  if (reinterpret_cast<uintptr_t>(data) % alignment != 0) {
+    throw Error(ErrorKind::usage, "a buffer of " + std::string(call) + " is not aligned to " +
+                                      std::to_string(alignment) + " bytes, as its type must be");
+  }
+}
+
+uint64_t bytes_of(uint64_t count, size_t element, uint64_t copies = 1) {
+  if (count > ~uint64_t{0} / 2 / copies / element) {
+    throw Error(ErrorKind::usage, std::to_string(count) + " elements of " +
+                                      std::to_string(element) + " bytes exceed all memory");
+  }
+  return count * element * copies;
+}
+
+[[noreturn]] void throw_unavailable(Call call, Algorithm algorithm, std::string_view available) {
+  throw Error(ErrorKind::usage, std::string(name_of(call)) + " has no algorithm \"" +
+                                    std::string(name_of(algorithm)) + "\"; choose " +
+                                    std::string(available));
+}
+
+// The algorithm that keeps the order of ranks where one is asked for that does not.
+Algorithm in_rank_order(Algorithm algorithm) {
+  switch (algorithm) {
+    case Algorithm::arrival_leader:
+      return Algorithm::leader;
+    case Algorithm::ring:
+    case Algorithm::rsa:
+      return Algorithm::recursive_doubling;
+    default:
+      return algorithm;
+  }
+}
+
+}  // namespace
+
+struct Communicator::Impl {
+  explicit Impl(const CommunicatorConfig& config)
+      : segment(checked(config), config.timeout),
+        engine(segment, config.rank, config.ranks, config.timeout),
+        arena(segment, config.rank) {}
+
+  std::unique_lock<std::mutex> enter(Call call, uint32_t root, uint16_t code, uint64_t count,
+                                     uint64_t bytes) {
+    if (segment.is_forked_child()) {
+      throw Error(ErrorKind::usage,
+                  "this process was forked from rank " + std::to_string(engine.rank()) +
+                      ", which owns the communicator; make a new one in the child");
+    }
+    std::unique_lock<std::mutex> lock(mutex);
+    ++stats.calls;
+    stats.bytes += bytes;
+    engine.enter(name_of(call), signature_of(call, root, code, count));
+    return lock;
+  }
+  void check_root(Call call, uint32_t root) const {
+    if (root < engine.ranks()) return;
+    throw Error(ErrorKind::usage, "the root of " + std::string(name_of(call)) + " is rank " +
+                                      std::to_string(root) + ", but there are only " +
+                                      std::to_string(engine.ranks()) + " ranks");
+  }
+
+  void cooperative_allreduce(const Message& message, bool by_rank);
+  // Copies what is not shared to shared memory and back.
+  void allreduce_in_place(const Message& message, const Arrival& arrival);
+
+  std::byte* allocate(uint64_t bytes) {
+    const std::scoped_lock lock(arena_mutex);
+    return arena.allocate(bytes);
+  }
+  void release(const void* data) noexcept {
+    const std::scoped_lock lock(arena_mutex);
+    arena.release(static_cast<const std::byte*>(data));
+  }
+
+  std::mutex mutex;        // of calls
+  std::mutex arena_mutex;  // whoever frees memory need not wait for a call
+  Segment segment;
+  Engine engine;
+  Arena arena;
+  CommunicatorStats stats;
+};
+
+Communicator::Communicator(const CommunicatorConfig& config)
+    : impl_(std::make_unique<Impl>(config)) {}
+Communicator::~Communicator() = default;
+
+uint32_t Communicator::rank() const noexcept { return impl_->engine.rank(); }
+uint32_t Communicator::ranks() const noexcept { return impl_->engine.ranks(); }
+
+void Communicator::barrier() {
+  const auto lock = impl_->enter(Call::barrier, 0, 0, 0, 0);
+  exchange_barrier(impl_->engine);
+}
+
+void Communicator::allreduce(const void* in, void* out, uint64_t count, const Reducer& reducer,
+                             const CallOptions& options) {
+  const uint64_t bytes = bytes_of(count, reducer.element_bytes());
+  check_buffer("allreduce", in, bytes, reducer.alignment());
+  check_buffer("allreduce", out, bytes, reducer.alignment());
+  refuse_overlap("allreduce", in, bytes, out, bytes, out);
+  const auto lock = impl_->enter(Call::allreduce, 0, reducer.code(), count, bytes);
+  Engine& engine = impl_->engine;
+  const Message message{static_cast<const std::byte*>(in), static_cast<std::byte*>(out), count,
+                        &reducer};
+  const bool by_rank = options.order == Order::fixed || !reducer.commutative();
+  if (engine.ranks() == 1 || count == 0) {
+    if (count == 0) {
+      exchange_barrier(engine);
+    } else if (in != out) {
+      copy(out, in, bytes, false);
+    }
+    return;
+  }
+  switch (reducer.commutative() ? options.algorithm : in_rank_order(options.algorithm)) {
+    case Algorithm::cooperative:
+      return impl_->cooperative_allreduce(message, by_rank);
+    case Algorithm::arrival_leader:
+      return leader_allreduce(engine, message, options.order == Order::any);
+    case Algorithm::arrival_chain:
+      return chain(engine, message, {.by_rank = by_rank, .whole = true});
+    case Algorithm::leader:
+      return leader_allreduce(engine, message, false);
+    case Algorithm::recursive_doubling:
+      return recursive_doubling_allreduce(engine, message);
+    case Algorithm::ring:
+      return ring_allreduce(engine, message);
+    case Algorithm::rsa:
+      return rsa_allreduce(engine, message);
+    case Algorithm::binomial:
+      binomial_reduce(engine, message, 0);
+      return binomial_broadcast(engine, {message.out, message.out, bytes, nullptr}, 0);
+  }
+}
+
+void Communicator::Impl::cooperative_allreduce(const Message& message, bool by_rank) {
+  if (message.bytes() <= kExchangeBytes) return exchange_allreduce(engine, message);
+  const bool shared = segment.arena_offset(message.in, message.bytes()) &&
+                      segment.arena_offset(message.out, message.bytes());
+  const Arrival arrival = arrive(engine, shared);
+  if (!arrival.in_place) return chain_after(engine, message, {.by_rank = by_rank}, arrival);
+  if (shared) return shared_allreduce(engine, message, arrival);
+  allreduce_in_place(message, arrival);
+}
+
+void Communicator::Impl::allreduce_in_place(const Message& message, const Arrival& arrival) {
+  std::byte* scratch = allocate(message.bytes());
+  if (scratch == nullptr) {
+    engine.fail(Error(ErrorKind::usage,
+                      "rank " + std::to_string(engine.rank()) + " has no room for " +
+                          std::to_string(message.bytes()) +
+                          " bytes in its arena, and the first rank to arrive passed a shared "
+                          "buffer; raise arena_bytes, or pass shared buffers on all ranks"));
+  }
+  copy(scratch, message.in, message.bytes(), false);
+  shared_allreduce(engine, {scratch, scratch, message.count, message.reducer}, arrival);
+  copy(message.out, scratch, message.bytes(), false);
+  release(scratch);
+}
+
+void Communicator::reduce(const void* in, void* out, uint64_t count, const Reducer& reducer,
+                          uint32_t root, const CallOptions& options) {
+  const uint64_t bytes = bytes_of(count, reducer.element_bytes());
+  const bool is_root = root == rank();
+  impl_->check_root(Call::reduce, root);
+  check_buffer("reduce", in, bytes, reducer.alignment());
+  if (is_root) {
+    check_buffer("reduce", out, bytes, reducer.alignment());
+    refuse_overlap("reduce", in, bytes, out, bytes, out);
+  }
+  const auto lock = impl_->enter(Call::reduce, root, reducer.code(), count, bytes);
+  Engine& engine = impl_->engine;
+  const Message message{static_cast<const std::byte*>(in), static_cast<std::byte*>(out), count,
+                        &reducer};
+  const bool by_rank = options.order == Order::fixed || !reducer.commutative();
+  const auto to = static_cast<int32_t>(root);
+  if (count == 0) return exchange_reduce(engine, message, root);
+  if (engine.ranks() == 1) {
+    if (in != out) copy(out, in, bytes, false);
+    return;
+  }
+  switch (options.algorithm) {
+    case Algorithm::cooperative:
+      if (bytes <= kExchangeBytes) return exchange_reduce(engine, message, root);
+      return chain(engine, message, {.root = to, .by_rank = by_rank});
+    case Algorithm::arrival_leader:
+      return leader_reduce(engine, message, root, !by_rank);
+    case Algorithm::leader:
+      return leader_reduce(engine, message, root, false);
+    case Algorithm::arrival_chain:
+      return chain(engine, message, {.root = to, .by_rank = by_rank, .whole = true});
+    case Algorithm::binomial:
+      // Its order starts at the root.
+      if (!reducer.commutative() && root != 0) {
+        return chain(engine, message, {.root = to, .by_rank = true});
+      }
+      return binomial_reduce(engine, message, root);
+    default:
+      throw_unavailable(Call::reduce, options.algorithm,
+                        "cooperative, arrival_leader, arrival_chain, leader or binomial");
+  }
+}
+
+void Communicator::broadcast(void* data, uint64_t bytes, uint32_t root,
+                             const CallOptions& options) {
+  impl_->check_root(Call::broadcast, root);
+  check_buffer("broadcast", data, bytes, 1);
+  const auto lock = impl_->enter(Call::broadcast, root, 0, bytes, bytes);
+  Engine& engine = impl_->engine;
+  auto* all = static_cast<std::byte*>(data);
+  const Message message{all, all, bytes, nullptr};
+  if (engine.ranks() == 1) return;
+  switch (options.algorithm) {
+    case Algorithm::cooperative:
+      if (bytes <= kExchangeBytes) return exchange_broadcast(engine, message, root);
+      return chain(engine, message, {.root = static_cast<int32_t>(root), .broadcast = true});
+    case Algorithm::binomial:
+      return binomial_broadcast(engine, message, root);
+    default:
+      throw_unavailable(Call::broadcast, options.algorithm, "cooperative or binomial");
+  }
+}
+
+void Communicator::reduce_scatter(const void* in, void* out, uint64_t count,
+                                  const Reducer& reducer) {
+  const uint64_t all = bytes_of(count, reducer.element_bytes(), ranks());
+  check_buffer("reduce_scatter", in, all, reducer.alignment());
+  check_buffer("reduce_scatter", out, all / ranks(), reducer.alignment());
+  refuse_overlap("reduce_scatter", in, all, out, all / ranks(), nullptr);
+  const auto lock = impl_->enter(Call::reduce_scatter, 0, reducer.code(), count, all);
+  exchange_reduce_scatter(impl_->engine, {static_cast<const std::byte*>(in),
+                                          static_cast<std::byte*>(out), count, &reducer});
+}
+
+void Communicator::allgather(const void* in, void* out, uint64_t bytes) {
+  const uint64_t all = bytes_of(bytes, 1, ranks());
+  check_buffer("allgather", in, bytes, 1);
+  check_buffer("allgather", out, all, 1);
+  refuse_overlap("allgather", in, bytes, out, all,
+                 static_cast<const std::byte*>(out) + bytes * rank());
+  const auto lock = impl_->enter(Call::allgather, 0, 0, bytes, bytes);
+  exchange_allgather(impl_->engine, {static_cast<const std::byte*>(in),
+                                     static_cast<std::byte*>(out), bytes, nullptr});
+}
+
+void* Communicator::allocate(uint64_t bytes) { return impl_->allocate(bytes); }
+void Communicator::release(void* data) noexcept { impl_->release(data); }
+
+CommunicatorStats Communicator::stats() const {
+  const std::scoped_lock lock(impl_->mutex);
+  CommunicatorStats stats = impl_->stats;
+  stats.sleeps = impl_->engine.stats().sleeps;
+  stats.wait_ns = impl_->engine.stats().wait_ns;
+  return stats;
+}
+
+}  // namespace nostall::collective

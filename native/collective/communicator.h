@@ -1,0 +1,106 @@
+// collective/communicator.h - collectives of the ranks of one node over shared memory. Read first.
+//
+//   Communicator c({.job = "my job", .rank = 1, .ranks = 4});
+//   const Reducer sum(Op::sum, DataType::float32);
+//   c.allreduce(in, out, 1 << 20, sum);
+//
+// All ranks call the same operations in the same order with the same counts; a rank that calls
+// something else makes all of them throw, with both calls named. `in` may be `out` (in place);
+// buffers that overlap otherwise are refused. Counts are elements, 0 is allowed, and they may
+// exceed 2^31.
+//
+// Arrival: nobody waits for a rank whose data is not needed yet. With `cooperative`, ranks that are
+// there combine their data in segments; after the last arrival nothing is left but one pass over
+// its data. If the buffers of the first rank to arrive come from allocate(), everyone's are reduced
+// where they are, all ranks sharing the work; a rank that has others copies them there and back.
+//
+// Order: `fixed` gives a left fold in the order of ranks, the same bits for any arrival order, and
+// for predefined and user's operations alike. Operations that are not commutative always get it.
+// With `any`, floating-point sums of messages beyond kExchangeBytes may differ from call to call in
+// their last bits (never between ranks).
+//
+// Errors: a rank that dies, leaves or does not come within the timeout ends the communicator for
+// all: every call, on every rank, throws Error(peer) that names it. Nobody hangs, and the kernel
+// frees the memory when the last process ends.
+// Thread-safety: calls of one communicator from several threads take turns. Ranks are processes or
+// threads. After a fork the child's calls throw Error(usage).
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "collective/reducer.h"
+#include "collective/types.h"
+
+namespace nostall::collective {
+
+struct CommunicatorConfig {
+  std::string job;  // the same for all ranks of this communicator, different for any other
+  uint32_t rank = 0;
+  uint32_t ranks = 1;                          // 1 to 1023
+  uint64_t window_bytes = uint64_t{64} << 20;  // how far early ranks run ahead; two of them
+  uint64_t arena_bytes = uint64_t{1} << 30;    // a rank's, for allocate(); only addresses
+  std::chrono::nanoseconds timeout = std::chrono::minutes(10);  // of joining and of each call
+  std::string directory = "/dev/shm";
+};
+
+// Up to here every rank reads the data of all others, and the order of sums is that of ranks.
+inline constexpr uint64_t kExchangeBytes = 4 << 10;
+
+enum class Order : uint8_t { any, fixed };
+
+struct CallOptions {
+  Algorithm algorithm = Algorithm::cooperative;
+  Order order = Order::any;
+};
+
+struct CommunicatorStats {
+  uint64_t calls = 0;
+  uint64_t bytes = 0;   // this rank's input
+  uint64_t sleeps = 0;  // waits that outlasted the spin
+  int64_t wait_ns = 0;  // in those
+};
+
+class Communicator {
+ public:
+  // Waits for all ranks. Throws Error(peer) when they do not come or have other arguments.
+  explicit Communicator(const CommunicatorConfig& config);
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  uint32_t rank() const noexcept;
+  uint32_t ranks() const noexcept;
+
+  void barrier();
+  // out on all ranks = the ranks' `in` combined. All algorithms.
+  void allreduce(const void* in, void* out, uint64_t count, const Reducer& reducer,
+                 const CallOptions& options = {});
+  // As above, on the root only; elsewhere `out` is not touched and may be null. Ranks leave when
+  // they have given their part. cooperative, arrival_leader, arrival_chain, leader, binomial.
+  void reduce(const void* in, void* out, uint64_t count, const Reducer& reducer, uint32_t root,
+              const CallOptions& options = {});
+  // cooperative, binomial.
+  void broadcast(void* data, uint64_t bytes, uint32_t root, const CallOptions& options = {});
+  // `in` holds `count` elements for each rank, `out` gets the combined ones for this rank; always
+  // in the order of ranks.
+  void reduce_scatter(const void* in, void* out, uint64_t count, const Reducer& reducer);
+  // `out` holds `bytes` for each rank; `in` may be this rank's part of it.
+  void allgather(const void* in, void* out, uint64_t bytes);
+
+  // Memory that all ranks reach, page-aligned, until release() or the communicator's end.
+  // nullptr if the arena has no room; throws Error(io) if the node has no memory.
+  void* allocate(uint64_t bytes);
+  void release(void* data) noexcept;
+
+  CommunicatorStats stats() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace nostall::collective

@@ -1,0 +1,227 @@
+#include "collective/engine.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/futex.h"
+#include "collective/signature.h"
+
+namespace nostall::collective {
+namespace {
+
+constexpr int64_t kLookNs = 50'000'000;
+// Waits beyond this are so long that a spin before them costs nothing.
+constexpr int64_t kLongNs = 1'000'000;
+constexpr std::chrono::nanoseconds kSlice{kLookNs};
+
+uint32_t usable_cores() noexcept {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  return ::sched_getaffinity(0, sizeof set, &set) == 0 ? static_cast<uint32_t>(CPU_COUNT(&set)) : 1;
+}
+
+}  // namespace
+
+Engine::Engine(Segment& segment, uint32_t rank, uint32_t ranks, std::chrono::nanoseconds timeout)
+    : segment_(segment),
+      rank_(rank),
+      ranks_(ranks),
+      timeout_(timeout),
+      oversubscribed_(ranks > usable_cores()),
+      spin_limit_ns_(oversubscribed_ ? 1'000 : 20'000),
+      spin_ns_(spin_limit_ns_),
+      yield_ns_(oversubscribed_ ? 50'000 : 20'000) {}
+
+void Engine::enter(const char* operation, uint64_t signature) {
+  operation_ = operation;
+  signature_ = signature;
+  ++calls_;
+  if (segment_.header().broken.load(std::memory_order_relaxed) != 0) throw_broken();
+}
+
+uint64_t Engine::begin_step() {
+  const uint64_t step = ++step_;
+  ++stats_.steps;
+  if (safe_ + 2 >= step) return step;
+  const uint64_t before = step - 2;
+  for (uint32_t r = 0; r < ranks_; ++r) {
+    if (r == rank_) continue;
+    wait(
+        [&] {
+          return segment_.finished(r).load(std::memory_order_seq_cst) >= before ||
+                 segment_.post(r, 0).flag.load(std::memory_order_acquire) > before ||
+                 segment_.post(r, 1).flag.load(std::memory_order_acquire) > before;
+        },
+        {{segment_.key(segment_.finished(r)), before},
+         {segment_.key(segment_.post(r, before + 1).flag), before + 1}});
+  }
+  safe_ = before;
+  return step;
+}
+
+void Engine::post(uint64_t step) {
+  Post& mine = segment_.post(rank_, step);
+  mine.signature.store(signature_, std::memory_order_relaxed);
+  publish(mine.flag, step);
+  if (segment_.header().sleepers.load(std::memory_order_seq_cst) > 0) wake(kAnyPosted, step);
+}
+
+bool Engine::all_posted(uint64_t step) noexcept {
+  for (uint32_t r = 0; r < ranks_; ++r) {
+    if (segment_.post(r, step).flag.load(std::memory_order_seq_cst) != step) return false;
+  }
+  return true;
+}
+
+// The last rank to post sees all posts at its first look, and wakes whoever sleeps for them.
+void Engine::wait_for_posts(uint64_t step) {
+  if (all_posted(step)) {
+    if (segment_.header().sleepers.load(std::memory_order_seq_cst) > 0) wake(kAllPosted, step);
+  } else {
+    uint32_t next = 0;
+    wait(
+        [&] {
+          while (next < ranks_ &&
+                 segment_.post(next, step).flag.load(std::memory_order_seq_cst) == step) {
+            ++next;
+          }
+          return next == ranks_;
+        },
+        {{kAllPosted, step}});
+  }
+  all_arrived(step);
+  for (uint32_t r = 0; r < ranks_; ++r) check_signature(step, r);
+}
+
+void Engine::wait_for_post(uint64_t step, uint32_t rank) {
+  Word& flag = segment_.post(rank, step).flag;
+  wait([&] { return flag.load(std::memory_order_seq_cst) == step; }, {{segment_.key(flag), step}});
+  check_signature(step, rank);
+}
+
+void Engine::finish_early(uint64_t step) { publish(segment_.finished(rank_), step); }
+
+void Engine::wake(uint64_t key, uint64_t value) noexcept {
+  for (uint32_t r = 0; r < ranks_; ++r) {
+    RankLine& line = segment_.line(r);
+    if (r == rank_ || line.asleep.load(std::memory_order_seq_cst) == 0) continue;
+    for (size_t i = 0; i < line.want_key.size(); ++i) {
+      if (line.want_key[i].load(std::memory_order_relaxed) != key ||
+          line.want_target[i].load(std::memory_order_relaxed) > value) {
+        continue;
+      }
+      uint32_t asleep = 1;
+      if (line.asleep.compare_exchange_strong(asleep, 0)) futex_wake_all(line.asleep);
+      break;
+    }
+  }
+}
+
+void Engine::doze() noexcept {
+  ++stats_.sleeps;
+  futex_wait(segment_.line(rank_).asleep, 1, kSlice);
+}
+
+void Engine::settle() noexcept {
+  const int64_t waited = now_ns() - wait_began_;
+  stats_.wait_ns += waited;
+  if (waited < 4 * spin_limit_ns_) {
+    spin_ns_ = std::min(2 * spin_ns_, spin_limit_ns_);
+  } else if (waited < kLongNs) {
+    spin_ns_ = std::max(spin_ns_ / 2, kShortestSpin);
+  }
+}
+
+void Engine::check_arrived(uint64_t step) {
+  for (uint32_t r = 0; r < ranks_; ++r) {
+    if (segment_.post(r, step).flag.load(std::memory_order_seq_cst) == step) {
+      check_signature(step, r);
+    }
+  }
+}
+
+void Engine::look_around() {
+  Header& h = segment_.header();
+  if (h.broken.load(std::memory_order_seq_cst) != 0) throw_broken();
+  const int64_t now = now_ns();
+  if (now - looked_ < kLookNs / 2) return;
+  looked_ = now;
+  for (uint32_t r = 0; r < ranks_; ++r) {
+    if (r == rank_) continue;
+    const bool dead = segment_.is_dead(r);
+    const bool gone = !dead && segment_.line(r).left.load() != 0 &&
+                      segment_.finished(r).load() < step_ &&
+                      segment_.post(r, step_).flag.load() != step_;
+    if (dead || gone) {
+      fail(Error(ErrorKind::peer, "rank " + std::to_string(r) + " (process " +
+                                      std::to_string(segment_.line(r).pid.load()) + ") " +
+                                      (dead ? "died" : "left") + " before it finished " + where() +
+                                      ": restart the job, or make a new communicator without it"));
+    }
+  }
+  if (now - wait_began_ < timeout_.count()) return;
+  std::string missing;
+  for (uint32_t r = 0; r < ranks_; ++r) {
+    if (segment_.post(r, step_).flag.load() < step_) {
+      missing += (missing.empty() ? "" : ", ") + std::to_string(r);
+    }
+  }
+  fail(Error(ErrorKind::peer,
+             "rank " + std::to_string(rank_) + " waited " +
+                 std::to_string(static_cast<double>(timeout_.count()) / 1e9).substr(0, 6) +
+                 " s in " + where() +
+                 (missing.empty() ? std::string(" for ranks that arrived and are slow")
+                                  : " for ranks that have not arrived: " + missing) +
+                 "; find out what they do, or raise the timeout"));
+}
+
+std::string Engine::where() const {
+  return std::string(operation_) + " (call " + std::to_string(calls_) + ")";
+}
+
+void Engine::check_signature(uint64_t step, uint32_t rank) {
+  const uint64_t theirs = segment_.post(rank, step).signature.load(std::memory_order_relaxed);
+  if (theirs == signature_) return;
+  fail(Error(ErrorKind::usage, "the ranks do not call the same: rank " + std::to_string(rank_) +
+                                   " calls " + describe_signature(signature_) + ", rank " +
+                                   std::to_string(rank) + " calls " + describe_signature(theirs) +
+                                   " (call " + std::to_string(calls_) +
+                                   "); make all ranks call the same in the same order"));
+}
+
+void Engine::fail(const Error& error) {
+  Header& h = segment_.header();
+  uint32_t none = 0;
+  if (h.broken.compare_exchange_strong(none, 1)) {
+    const std::string text =
+        std::string(error.kind() == ErrorKind::usage ? "u" : "p") + error.what();
+    const size_t n = std::min(text.size(), h.message.size() - 1);
+    std::memcpy(h.message.data(), text.data(), n);
+    h.message[n] = '\0';
+    h.broken.store(2, std::memory_order_seq_cst);
+    for (uint32_t r = 0; r < ranks_; ++r) {
+      uint32_t asleep = 1;
+      if (segment_.line(r).asleep.compare_exchange_strong(asleep, 0)) {
+        futex_wake_all(segment_.line(r).asleep);
+      }
+    }
+  }
+  throw error;
+}
+
+void Engine::throw_broken() const {
+  const Header& h = segment_.header();
+  const int64_t begin = now_ns();
+  while (h.broken.load(std::memory_order_acquire) != 2 && now_ns() - begin < kLookNs)
+    ::sched_yield();
+  if (h.broken.load(std::memory_order_acquire) != 2) {
+    throw Error(ErrorKind::peer, "this communicator is broken: a rank died while it said why");
+  }
+  const std::string text = h.message.data();
+  throw Error(text.starts_with("u") ? ErrorKind::usage : ErrorKind::peer,
+              "this communicator is broken: " + text.substr(1));
+}
+
+}  // namespace nostall::collective

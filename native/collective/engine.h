@@ -1,0 +1,168 @@
+// collective/engine.h - what all algorithms stand on: steps, posts, and waiting.
+//
+// A step is one round in which every rank of the communicator takes part. Before a rank writes the
+// shared memory of step t it knows that all have finished step t - 2, which used the same memory
+// (begin_step). Calls in which ranks leave early must say when they are finished (finish_early).
+//
+// Waiting: a short spin, whose length follows its success, then a futex. Who publishes a word looks
+// whether anybody sleeps, and wakes those who sleep for that word and value. Both sides use
+// sequentially consistent operations: either the publisher sees the sleeper or the sleeper sees the
+// value. A sleeper looks around every 50 ms for the deadline, a broken communicator and dead ranks.
+// Thread-safety: one thread at a time; ranks are threads or processes.
+#pragma once
+
+#include <sched.h>
+
+#include <chrono>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <utility>
+
+#include "base/clock.h"
+#include "base/error.h"
+#include "collective/segment.h"
+
+namespace nostall::collective {
+
+struct Want {
+  uint64_t key;
+  uint64_t target;
+};
+// The key of "all ranks have posted step <target>".
+inline constexpr uint64_t kAllPosted = 0;
+// The key of "some rank has posted step <target>".
+inline constexpr uint64_t kAnyPosted = 1;
+
+struct EngineStats {
+  uint64_t steps = 0;
+  uint64_t sleeps = 0;
+  int64_t wait_ns = 0;
+};
+
+class Engine {
+ public:
+  Engine(Segment& segment, uint32_t rank, uint32_t ranks, std::chrono::nanoseconds timeout);
+
+  Segment& shared() noexcept { return segment_; }
+  uint32_t rank() const noexcept { return rank_; }
+  uint32_t ranks() const noexcept { return ranks_; }
+  bool oversubscribed() const noexcept { return oversubscribed_; }
+  const EngineStats& stats() const noexcept { return stats_; }
+
+  // What the next steps belong to, for the messages of errors: "allreduce" and the call's number.
+  void enter(const char* operation, uint64_t signature);
+  // The next step, when its memory is free.
+  uint64_t begin_step();
+  // Shows that this rank has arrived at `step`; what it wrote to its stage before is visible then.
+  void post(uint64_t step);
+  bool all_posted(uint64_t step) noexcept;
+  // Waits for the posts of all; throws if a rank calls something else.
+  void wait_for_posts(uint64_t step);
+  // Of those that have posted already: throws if one calls something else.
+  void check_arrived(uint64_t step);
+  // As wait_for_posts, for one rank.
+  void wait_for_post(uint64_t step, uint32_t rank);
+  // All have arrived at `step`, hence all have finished the one before.
+  void all_arrived(uint64_t step) noexcept { safe_ = step - 1; }
+  // The last thing in a step that this rank may leave before the others arrive.
+  void finish_early(uint64_t step);
+
+  void publish(Word& word, uint64_t value) {
+    word.store(value, std::memory_order_seq_cst);
+    if (segment_.header().sleepers.load(std::memory_order_seq_cst) > 0)
+      wake(segment_.key(word), value);
+  }
+  void wake(uint64_t key, uint64_t value) noexcept;
+
+  // Returns when ready() does; it is woken for any of `wants` (at most two).
+  template <typename Ready>
+  void wait(Ready ready, std::initializer_list<Want> wants) {
+    if (ready() || spin(ready)) return;
+    while (!sleep_once(ready, wants)) look_around();
+    settle();
+  }
+
+  // Ends the communicator for all its ranks, and throws.
+  [[noreturn]] void fail(const Error& error);
+
+ private:
+  static void pause() noexcept {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#endif
+  }
+
+  template <typename Ready>
+  bool spin(Ready& ready) {
+    wait_began_ = now_ns();
+    int64_t now = wait_began_;
+    do {
+      for (int i = 0; i < 16; ++i) {
+        pause();
+        if (ready()) return true;
+      }
+      now = now_ns();
+    } while (now - wait_began_ < spin_ns_);
+    // Ranks that share a core hand it to each other for less than a sleep costs; somebody else who
+    // gets it may keep it for long.
+    const int64_t end = now + yield_ns_;
+    while (now < end) {
+      ::sched_yield();
+      if (ready()) return true;
+      const int64_t before = std::exchange(now, now_ns());
+      if (now - before > kLongYield) break;
+    }
+    return false;
+  }
+
+  template <typename Ready>
+  bool sleep_once(Ready& ready, std::initializer_list<Want> wants) {
+    RankLine& me = segment_.line(rank_);
+    size_t i = 0;
+    for (const Want& want : wants) {
+      me.want_key[i].store(want.key, std::memory_order_relaxed);
+      me.want_target[i++].store(want.target, std::memory_order_relaxed);
+    }
+    for (; i < me.want_key.size(); ++i) me.want_target[i].store(kNever, std::memory_order_relaxed);
+    me.asleep.store(1, std::memory_order_seq_cst);
+    segment_.header().sleepers.fetch_add(1, std::memory_order_seq_cst);
+    bool is_ready = ready();
+    if (!is_ready && segment_.header().broken.load(std::memory_order_seq_cst) == 0) {
+      doze();
+      is_ready = ready();
+    }
+    me.asleep.store(0, std::memory_order_seq_cst);
+    segment_.header().sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    return is_ready;
+  }
+
+  void doze() noexcept;
+  // After a sleep: lengthens the spin that was just too short, shortens the one that was in vain.
+  void settle() noexcept;
+  // Throws if the deadline has passed, the communicator is broken or a rank is gone.
+  void look_around();
+  [[noreturn]] void throw_broken() const;
+  void check_signature(uint64_t step, uint32_t rank);
+  std::string where() const;
+
+  static constexpr int64_t kShortestSpin = 1'000;
+  static constexpr int64_t kLongYield = 200'000;
+  static constexpr uint64_t kNever = ~uint64_t{0};
+
+  Segment& segment_;
+  const uint32_t rank_, ranks_;
+  const std::chrono::nanoseconds timeout_;
+  bool oversubscribed_;
+  int64_t spin_limit_ns_, spin_ns_, yield_ns_;
+  const char* operation_ = "";
+  uint64_t signature_ = 0;
+  uint64_t calls_ = 0;
+  uint64_t step_ = 0;
+  uint64_t safe_ = 0;  // all ranks have finished this step
+  int64_t wait_began_ = 0;
+  int64_t looked_ = 0;
+  EngineStats stats_;
+};
+
+}  // namespace nostall::collective

@@ -1,0 +1,184 @@
+// collective/segment.h - the shared memory of one communicator, as all its ranks see it.
+//
+//   header | one line per rank | posts | words | slot tables | two windows | channels | arenas
+//
+// Whatever is counted here only ever grows, stamped with the number of the step it belongs to (a
+// call is one step or several): nothing is reset, so no rank can miss a reset. Memory that two
+// steps might use at once exists twice, chosen by the step's parity.
+//
+// Life: the first rank creates a file in /dev/shm, the last one to join removes its name: from then
+// on the kernel frees the memory when the last process ends, however it ends. Each rank holds a
+// kernel lock on its own byte; a rank whose lock is gone, and that did not say goodbye, is dead.
+// What a job left that died while joining is removed by the next one. Ranks that are threads of one
+// process share one mapping. A forked child does not inherit it.
+// Thread-safety: the accessors are; create and the destructor belong to one thread.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "base/lock.h"
+#include "base/mapping.h"
+
+namespace nostall::collective {
+
+inline constexpr uint32_t kMaxRanks = 1024;
+inline constexpr uint64_t kLine = 64;
+inline constexpr uint64_t kStageBytes = 64 << 10;    // a rank's posted data, per parity
+inline constexpr uint64_t kChannelChunk = 32 << 10;  // between a pair of ranks
+inline constexpr uint64_t kMinSlot = 4 << 10;        // of the windows
+
+using Word = std::atomic<uint64_t>;
+
+struct alignas(kLine) PaddedWord {
+  Word value;
+};
+
+// Written by its rank alone, but for `asleep`, which whoever wakes it clears.
+struct alignas(kLine) RankLine {
+  std::atomic<uint32_t> asleep;  // futex word: 1 while its rank sleeps
+  std::atomic<int32_t> pid;
+  std::atomic<uint32_t> left;       // said goodbye
+  std::array<Word, 2> want_key;     // what it sleeps for: the key of a word ...
+  std::array<Word, 2> want_target;  // ... and the value from which it wants to be woken
+};
+
+// What a rank shows the others at a step; its data follows, in the same line if it is short.
+struct alignas(kLine) Post {
+  static constexpr uint64_t kInline = kLine - 16;
+  Word flag;       // the step
+  Word signature;  // what it calls (signature.h)
+  std::array<std::byte, kInline> data;
+};
+static_assert(sizeof(Post) == kLine);
+
+struct Header {
+  uint64_t magic;
+  uint32_t version;
+  uint32_t layout_bytes;
+  uint32_t ranks;
+  uint64_t window_bytes, arena_bytes;
+  std::atomic<uint32_t> joined;
+  alignas(kLine) std::atomic<uint32_t> sleepers;
+  alignas(kLine) std::atomic<uint32_t> broken;  // 0, 1 while the message is written, 2
+  std::array<char, 500> message;
+  std::array<PaddedWord, 2> ticket;     // step << 16 | mode << 15 | ranks that arrived
+  std::array<PaddedWord, 2> ready;      // step << 24 | ranks whose shared buffers are known
+  std::array<PaddedWord, 2> claim;      // step << 24 | pieces taken
+  std::array<PaddedWord, 2> done;       // step << 24 | pieces finished
+  std::array<PaddedWord, 2> result;     // the step whose result is there
+  std::array<PaddedWord, 2> allocated;  // bytes of the window that have memory
+};
+
+struct SegmentConfig {
+  std::string job;  // the same for all ranks of the communicator, and for no other one
+  uint32_t rank = 0;
+  uint32_t ranks = 1;
+  uint64_t window_bytes = 0;
+  uint64_t arena_bytes = 0;
+  std::string directory;
+};
+
+class Segment {
+ public:
+  // Waits for all ranks. Throws Error(peer) when they do not come or do not agree, Error(io) when
+  // shared memory is full.
+  Segment(const SegmentConfig& config, std::chrono::nanoseconds timeout);
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  Header& header() const noexcept { return *reinterpret_cast<Header*>(base_); }
+  RankLine& line(uint32_t rank) const noexcept { return at<RankLine>(lines_)[rank]; }
+  Post& post(uint32_t rank, uint64_t step) const noexcept {
+    return *at<Post>(posts_ + (rank * 2 + step % 2) * (sizeof(Post) + kStageBytes));
+  }
+  // Where a rank's posted `bytes` lie: with the flag if they fit there.
+  std::byte* stage(uint32_t rank, uint64_t step, uint64_t bytes) const noexcept {
+    Post& p = post(rank, step);
+    return bytes <= Post::kInline ? p.data.data() : reinterpret_cast<std::byte*>(&p + 1);
+  }
+  std::byte* result(uint64_t step) const noexcept {
+    return base_ + results_ + (step % 2) * kStageBytes;
+  }
+  Word& finished(uint32_t rank) const noexcept { return at<PaddedWord>(words_)[rank].value; }
+  // Segments that the rank at a place of a chain has handed on, and that a rank has copied out.
+  Word& progress(uint32_t place, uint64_t step) const noexcept {
+    return at<PaddedWord>(words_)[ranks_ * (1 + step % 2) + place].value;
+  }
+  Word& copied(uint32_t rank, uint64_t step) const noexcept {
+    return at<PaddedWord>(words_)[ranks_ * (3 + step % 2) + rank].value;
+  }
+  std::atomic<uint32_t>* slots(uint64_t step) const noexcept {
+    return at<std::atomic<uint32_t>>(slots_) + (step % 2) * (window_bytes_ / kMinSlot);
+  }
+  std::byte* window(uint64_t step) const noexcept {
+    return base_ + windows_ + (step % 2) * window_bytes_;
+  }
+  uint64_t window_bytes() const noexcept { return window_bytes_; }
+  // Makes the first `bytes` of the step's window exist; false if shared memory is full.
+  bool allocate_window(uint64_t step, uint64_t bytes) noexcept;
+
+  // Chunks sent by `from` to `to`, and received there; two chunks may be on their way.
+  Word& sent(uint32_t from, uint32_t to) const noexcept {
+    return at<PaddedWord>(channel(from, to))[0].value;
+  }
+  Word& received(uint32_t from, uint32_t to) const noexcept {
+    return at<PaddedWord>(channel(from, to))[1].value;
+  }
+  std::byte* chunk(uint32_t from, uint32_t to, uint64_t number) const noexcept {
+    return base_ + channel(from, to) + 2 * kLine + (number % 2) * kChannelChunk;
+  }
+  void allocate_channel(uint32_t from, uint32_t to);  // throws Error(io)
+
+  std::byte* arena(uint32_t rank) const noexcept { return base_ + arenas_ + rank * arena_bytes_; }
+  uint64_t arena_bytes() const noexcept { return arena_bytes_; }
+  // Memory for part of this rank's arena, or its return; throws Error(io) when there is none.
+  void allocate_arena(uint64_t offset, uint64_t bytes);
+  void release_arena(uint64_t offset, uint64_t bytes) noexcept;
+  // The offset in the segment if all of [data, data + bytes) lies in an arena.
+  std::optional<uint64_t> arena_offset(const void* data, uint64_t bytes) const noexcept;
+  std::byte* at_offset(uint64_t offset) const noexcept { return base_ + offset; }
+
+  // Names a word for those who sleep on it.
+  uint64_t key(const Word& word) const noexcept {
+    return static_cast<uint64_t>(reinterpret_cast<const std::byte*>(&word) - base_);
+  }
+  // Died without a goodbye. A system call.
+  bool is_dead(uint32_t rank) const noexcept;
+  bool is_forked_child() const noexcept;
+
+ private:
+  template <typename T>
+  T* at(uint64_t offset) const noexcept {
+    return reinterpret_cast<T*>(base_ + offset);
+  }
+  uint64_t channel(uint32_t from, uint32_t to) const noexcept {
+    return channels_ + (uint64_t{from} * ranks_ + to) * (2 * kLine + 2 * kChannelChunk);
+  }
+  void lay_out();
+  void open(std::chrono::steady_clock::time_point deadline);
+  void create();
+  void check() const;
+  void wait_for_all(std::chrono::steady_clock::time_point deadline,
+                    std::chrono::nanoseconds timeout);
+  void allocate(uint64_t offset, uint64_t bytes);
+
+  const SegmentConfig config_;
+  const uint32_t ranks_;
+  const uint64_t window_bytes_, arena_bytes_;
+  const uint32_t forks_;
+  uint64_t lines_ = 0, posts_ = 0, results_ = 0, words_ = 0, slots_ = 0, windows_ = 0;
+  uint64_t channels_ = 0, arenas_ = 0, total_ = 0;
+  std::string path_;
+  LockFile lock_;
+  std::shared_ptr<Mapping> mapping_;
+  std::byte* base_ = nullptr;
+};
+
+}  // namespace nostall::collective

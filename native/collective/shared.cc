@@ -1,0 +1,92 @@
+#include <algorithm>
+#include <vector>
+
+#include "collective/algorithms.h"
+
+namespace nostall::collective {
+namespace {
+
+constexpr uint64_t kCountBits24 = 24;
+constexpr uint64_t kPieceBytes = 32 << 10;
+constexpr uint64_t kStreamFrom = 16 << 20;
+
+// Counts what happens in a step; needs no reset. Returns the count with this one.
+uint64_t bump(Word& word, uint64_t step) {
+  uint64_t seen = word.load(std::memory_order_seq_cst);
+  for (;;) {
+    const uint64_t next = seen >> kCountBits24 == step ? seen + 1 : step << kCountBits24 | 1;
+    if (word.compare_exchange_weak(seen, next, std::memory_order_seq_cst)) {
+      return next & ((uint64_t{1} << kCountBits24) - 1);
+    }
+  }
+}
+
+// The last one to count wakes those who wait for all.
+void bump_and_wait(Engine& engine, Word& word, uint64_t step, uint64_t all, bool counts) {
+  const uint64_t target = step << kCountBits24 | all;
+  Segment& shared = engine.shared();
+  if (counts && bump(word, step) == all) {
+    if (shared.header().sleepers.load(std::memory_order_seq_cst) > 0) {
+      engine.wake(shared.key(word), target);
+    }
+    return;
+  }
+  engine.wait([&] { return word.load(std::memory_order_seq_cst) == target; },
+              {{shared.key(word), target}});
+}
+
+struct Offsets {
+  Word in, out;
+};
+
+}  // namespace
+
+void shared_allreduce(Engine& engine, const Message& message, const Arrival& arrival) {
+  Segment& shared = engine.shared();
+  Header& h = shared.header();
+  const uint64_t step = arrival.step;
+  const uint32_t ranks = engine.ranks();
+  const auto offsets = [&](uint32_t r) {
+    return reinterpret_cast<Offsets*>(shared.post(r, step).data.data());
+  };
+  Offsets* mine = offsets(engine.rank());
+  mine->in.store(*shared.arena_offset(message.in, message.bytes()), std::memory_order_relaxed);
+  mine->out.store(*shared.arena_offset(message.out, message.bytes()), std::memory_order_relaxed);
+  engine.check_arrived(step);
+  bump_and_wait(engine, h.ready[step % 2].value, step, ranks, true);
+
+  std::vector<const std::byte*> ins(ranks), from(ranks);
+  std::vector<std::byte*> outs(ranks), to(ranks);
+  for (uint32_t r = 0; r < ranks; ++r) {
+    ins[r] = shared.at_offset(offsets(r)->in.load(std::memory_order_relaxed));
+    outs[r] = shared.at_offset(offsets(r)->out.load(std::memory_order_relaxed));
+  }
+  const uint64_t element = message.element();
+  const uint64_t most = (uint64_t{1} << kCountBits24) - 1 - ranks;
+  const uint64_t per_piece =
+      std::max({uint64_t{1}, kPieceBytes / element, message.count / most + 1});
+  const uint64_t pieces = (message.count + per_piece - 1) / per_piece;
+  const bool stream = message.bytes() >= kStreamFrom;
+  Word& done = h.done[step % 2].value;
+  bool finished_last = false;
+  for (;;) {
+    const uint64_t piece = bump(h.claim[step % 2].value, step) - 1;
+    if (piece >= pieces) break;
+    const uint64_t at = piece * per_piece * element;
+    const uint64_t n = std::min(per_piece, message.count - piece * per_piece);
+    for (uint32_t r = 0; r < ranks; ++r) {
+      from[r] = ins[r] + at;
+      to[r] = outs[r] + at;
+    }
+    message.reducer->fold(to, from, n, stream);
+    finished_last = bump(done, step) == pieces;
+  }
+  if (!finished_last) {
+    bump_and_wait(engine, done, step, pieces, false);
+  } else if (h.sleepers.load(std::memory_order_seq_cst) > 0) {
+    engine.wake(shared.key(done), step << kCountBits24 | pieces);
+  }
+  engine.all_arrived(step);
+}
+
+}  // namespace nostall::collective

@@ -1,0 +1,316 @@
+"""Collectives of the ranks of one node, over shared memory, that know who has arrived.
+
+    from nostall.collective import Communicator
+
+    with Communicator() as node:             # rank, size and job from torchrun, mpirun or srun
+        gradients = node.empty(1 << 20, np.float32)   # shared memory: reduced where it is
+        node.allreduce(gradients)
+
+All ranks call the same operations in the same order with arrays of the same size and type; a rank
+that does not makes all raise UsageError, with both calls named. A rank that dies or does not come
+within the timeout makes all raise PeerError, and the communicator is of no further use.
+
+Algorithms (`algorithm=`): "cooperative" (ours), "arrival_leader" (Algorithm 4.1 of the seed on
+arrival-aware collectives), "arrival_chain" (Algorithm 5.1), "leader", "recursive_doubling", "ring",
+"rsa", "binomial".
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, cast
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from nostall import _native
+from nostall.errors import UsageError
+from nostall.world import find_world
+
+ALGORITHMS = (
+    "cooperative",
+    "arrival_leader",
+    "arrival_chain",
+    "leader",
+    "recursive_doubling",
+    "ring",
+    "rsa",
+    "binomial",
+)
+OPERATIONS = ("sum", "prod", "min", "max", "land", "lor", "lxor", "band", "bor", "bxor")
+Algorithm = Literal[
+    "cooperative",
+    "arrival_leader",
+    "arrival_chain",
+    "leader",
+    "recursive_doubling",
+    "ring",
+    "rsa",
+    "binomial",
+]
+Array = NDArray[Any]
+
+_TYPES = {
+    np.dtype(name): name
+    for name in (
+        *("float16", "float32", "float64", "complex64", "complex128", "bool"),
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+    )
+}
+# Communicators that one job makes without naming them, in order.
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation of the user's.
+
+    `function(left, right)` returns the elementwise result for two arrays of the same length; it must
+    be associative. Unless it is `commutative`, results keep the order of ranks. What it raises is
+    raised by the collective, whose result is then undefined on all ranks.
+    """
+
+    function: Callable[[Array, Array], Array]
+    commutative: bool = False
+
+
+class Communicator:
+    """The ranks of one node.
+
+    Args:
+        job: the same text on all ranks of this communicator, and no other. By default this job's
+            communicators are told apart by the order in which each rank makes them.
+        rank, size: of this process on the node; by default from torchrun, mpirun or srun.
+        order: "fixed" gives the same bits for any order of arrival (a left fold in the order of
+            ranks); "any" lets large floating-point sums differ from call to call in their last bits.
+        timeout: seconds until a rank that does not come is an error.
+        window_bytes: shared memory through which early ranks run ahead; two of them, as needed.
+        arena_bytes: bound on the arrays of `empty` of a rank.
+        directory: where shared memory is.
+
+    Calls from several threads take turns. A forked child cannot use its parent's communicator.
+    """
+
+    def __init__(
+        self,
+        job: str | None = None,
+        rank: int | None = None,
+        size: int | None = None,
+        *,
+        order: Literal["any", "fixed"] = "any",
+        timeout: float = 600.0,
+        window_bytes: int = 64 << 20,
+        arena_bytes: int = 1 << 30,
+        directory: str = "/dev/shm",
+    ) -> None:
+        if (rank is None) != (size is None):
+            raise UsageError("give both rank and size, or neither")
+        if order not in ("any", "fixed"):
+            raise UsageError(f'order={order!r} is neither "any" nor "fixed"')
+        if rank is None or size is None:
+            world = find_world()
+            rank, size = world.local_rank, world.local_world_size
+            job = f"{world.job} {next(_numbers) if job is None else job}"
+        if job is None:
+            raise UsageError("with rank and size give job, the same text on all ranks")
+        if not 0 <= rank < size:
+            raise UsageError(f"rank {rank} is not in a communicator of {size}")
+        self._fixed = order == "fixed"
+        self._reducers: dict[tuple[str, str], _native.Reducer] = {}
+        self._open: _native.Communicator | None = _native.open_communicator(
+            job, rank, size, timeout, window_bytes, arena_bytes, directory
+        )
+        self.rank = rank
+        self.size = size
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leaves. Arrays from `empty` stay valid."""
+        self._open = None
+
+    def barrier(self) -> None:
+        """Returns when all ranks have called it."""
+        self._live().barrier()
+
+    def allreduce(
+        self,
+        array: Array,
+        op: str | Operation = "sum",
+        out: Array | None = None,
+        *,
+        algorithm: Algorithm = "cooperative",
+    ) -> Array:
+        """The ranks' arrays combined, on all ranks: in `out`, or in place without one."""
+        target = array if out is None else out
+        self._same(array, target)
+        self._live().allreduce(
+            _address(array),
+            _address(target, writable=True),
+            array.size,
+            self._reducer(op, array.dtype),
+            algorithm,
+            self._fixed,
+        )
+        return target
+
+    def reduce(
+        self,
+        array: Array,
+        op: str | Operation = "sum",
+        root: int = 0,
+        out: Array | None = None,
+        *,
+        algorithm: Algorithm = "cooperative",
+    ) -> Array | None:
+        """The ranks' arrays combined, on `root` alone: in `out`, or in place without one.
+
+        Other ranks leave when they have given their part, get None, and keep their arrays.
+        """
+        target = array if out is None else out
+        is_root = self.rank == root
+        if is_root:
+            self._same(array, target)
+        self._live().reduce(
+            _address(array),
+            _address(target, writable=True) if is_root else 0,
+            array.size,
+            self._reducer(op, array.dtype),
+            self._root(root),
+            algorithm,
+            self._fixed,
+        )
+        return target if is_root else None
+
+    def broadcast(
+        self,
+        array: Array,
+        root: int = 0,
+        *,
+        algorithm: Literal["cooperative", "binomial"] = "cooperative",
+    ) -> Array:
+        """Overwrites `array` with that of `root`, which may leave before the others come."""
+        self._live().broadcast(
+            _address(array, writable=True), array.nbytes, self._root(root), algorithm
+        )
+        return array
+
+    def reduce_scatter(
+        self, array: Array, op: str | Operation = "sum", out: Array | None = None
+    ) -> Array:
+        """This rank's part of the ranks' arrays combined.
+
+        `array` has `size` parts of equal length, flat; the sums are folded in the order of ranks.
+        """
+        if array.size % self.size != 0:
+            raise UsageError(f"{array.size} elements cannot be shared equally by {self.size} ranks")
+        target = np.empty(array.size // self.size, array.dtype) if out is None else out
+        if target.dtype != array.dtype or target.size * self.size != array.size:
+            raise UsageError(
+                f"out has {target.size} elements of {target.dtype}; it needs "
+                f"{array.size // self.size} of {array.dtype}"
+            )
+        self._live().reduce_scatter(
+            _address(array),
+            _address(target, writable=True),
+            target.size,
+            self._reducer(op, array.dtype),
+        )
+        return target
+
+    def allgather(self, array: Array, out: Array | None = None) -> Array:
+        """All ranks' arrays, which have the same shape: `out` has the shape (size, *shape)."""
+        target = np.empty((self.size, *array.shape), array.dtype) if out is None else out
+        if target.dtype != array.dtype or target.size != array.size * self.size:
+            raise UsageError(
+                f"out has {target.size} elements of {target.dtype}; it needs "
+                f"{array.size * self.size} of {array.dtype}"
+            )
+        self._live().allgather(_address(array), _address(target, writable=True), array.nbytes)
+        return target
+
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float64) -> Array:
+        """An array in shared memory: if all ranks pass such arrays they are reduced where they are.
+
+        Freed with the last reference to it. Raises UsageError if it does not fit `arena_bytes`.
+        """
+        shape = (shape,) if isinstance(shape, int) else shape
+        kind = np.dtype(dtype)
+        size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+        memory = cast("NDArray[np.uint8] | None", _native.allocate_shared(self._live(), size))
+        if memory is None:
+            raise UsageError(f"no room for {size} bytes of shared memory; raise arena_bytes")
+        array: Array = memory.view(kind).reshape(shape)
+        return array
+
+    def stats(self) -> dict[str, float]:
+        """Calls, bytes given, sleeps (waits longer than the spin) and the seconds slept."""
+        stats = self._live().stats()
+        return {
+            "calls": stats.calls,
+            "bytes": stats.bytes,
+            "sleeps": stats.sleeps,
+            "wait_seconds": stats.wait_ns / 1e9,
+        }
+
+    def _live(self) -> _native.Communicator:
+        if self._open is None:
+            raise UsageError("this communicator was closed")
+        return self._open
+
+    def _root(self, root: int) -> int:
+        if not 0 <= root < self.size:
+            raise UsageError(f"root {root} is not in a communicator of {self.size}")
+        return root
+
+    @staticmethod
+    def _same(array: Array, target: Array) -> None:
+        if target.dtype != array.dtype or target.size != array.size:
+            raise UsageError(
+                f"out has {target.size} elements of {target.dtype}; the array has {array.size} of "
+                f"{array.dtype}"
+            )
+
+    def _reducer(self, op: str | Operation, kind: np.dtype[Any]) -> _native.Reducer:
+        if isinstance(op, Operation):
+            return _native.Reducer(_combine_with(op.function, kind), kind.itemsize, op.commutative)
+        if kind not in _TYPES:
+            raise UsageError(f"{op} is not defined for {kind}; pass an Operation")
+        key = (op, _TYPES[kind])
+        if key not in self._reducers:
+            self._reducers[key] = _native.Reducer(*key)
+        return self._reducers[key]
+
+
+def _combine_with(
+    function: Callable[[Array, Array], Array], kind: np.dtype[Any]
+) -> Callable[[NDArray[np.uint8], NDArray[np.uint8]], None]:
+    def combine(left: NDArray[np.uint8], right: NDArray[np.uint8]) -> None:
+        operand = left.view(kind)
+        operand.flags.writeable = False
+        result = right.view(kind)
+        result[:] = function(operand, result)
+
+    return combine
+
+
+def _address(array: Array, writable: bool = False) -> int:
+    if not array.flags.c_contiguous:
+        raise UsageError("the array is not contiguous; pass numpy.ascontiguousarray of it")
+    if writable and not array.flags.writeable:
+        raise UsageError("the array that gets the result is read-only")
+    if array.dtype.hasobject:
+        raise UsageError("arrays of Python objects cannot be shared")
+    return int(array.__array_interface__["data"][0])

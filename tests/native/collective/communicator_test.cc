@@ -1,0 +1,344 @@
+#include "collective/communicator.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <numeric>
+
+#include "base/error.h"
+#include "ranks.h"
+
+namespace nostall::collective {
+namespace {
+
+using testing::Delays;
+using testing::kAll;
+using testing::run_threads;
+
+const Reducer& sum_of_ints() {
+  static const Reducer reducer(Op::sum, DataType::int32);
+  return reducer;
+}
+
+std::vector<int32_t> values_of(uint32_t rank, uint64_t count, int32_t salt = 0) {
+  std::vector<int32_t> values(count);
+  for (uint64_t i = 0; i < count; ++i) {
+    values[i] = static_cast<int32_t>((i * 7 + 1) * (rank + 1)) + salt;
+  }
+  return values;
+}
+
+std::vector<int32_t> sum_over(uint32_t ranks, uint64_t count, int32_t salt = 0) {
+  std::vector<int32_t> sum(count);
+  for (uint32_t r = 0; r < ranks; ++r) {
+    const auto values = values_of(r, count, salt);
+    for (uint64_t i = 0; i < count; ++i) sum[i] += values[i];
+  }
+  return sum;
+}
+
+class Sizes : public ::testing::TestWithParam<uint32_t> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, Sizes, ::testing::Values(1, 2, 3, 4, 5, 8));
+
+TEST_P(Sizes, AllreduceGivesTheSumByEveryAlgorithm) {
+  run_threads(GetParam(), [](Communicator& c) {
+    Delays delays(c.rank());
+    for (const uint64_t count : {0U, 1U, 7U, 1000U, 1025U, 20'000U, 300'001U}) {
+      for (const Algorithm algorithm : kAll) {
+        for (const bool in_place : {false, true}) {
+          std::vector<int32_t> data = values_of(c.rank(), count), out(count, -1);
+          delays.maybe();
+          int32_t* to = in_place ? data.data() : out.data();
+          c.allreduce(data.data(), to, count, sum_of_ints(), {.algorithm = algorithm});
+          ASSERT_EQ(std::vector<int32_t>(to, to + count), sum_over(c.ranks(), count))
+              << name_of(algorithm) << " of " << count;
+        }
+      }
+    }
+  });
+}
+
+TEST_P(Sizes, ReduceGivesTheSumToTheRootAlone) {
+  run_threads(GetParam(), [](Communicator& c) {
+    Delays delays(c.rank());
+    for (const uint64_t count : {0U, 1U, 5000U, 200'001U}) {
+      for (uint32_t root = 0; root < c.ranks(); ++root) {
+        for (const Algorithm algorithm :
+             {Algorithm::cooperative, Algorithm::arrival_leader, Algorithm::arrival_chain,
+              Algorithm::leader, Algorithm::binomial}) {
+          std::vector<int32_t> data = values_of(c.rank(), count);
+          delays.maybe();
+          c.reduce(data.data(), c.rank() == root ? data.data() : nullptr, count, sum_of_ints(),
+                   root, {.algorithm = algorithm});
+          ASSERT_EQ(data,
+                    c.rank() == root ? sum_over(c.ranks(), count) : values_of(c.rank(), count))
+              << name_of(algorithm) << " of " << count << " to " << root;
+        }
+      }
+    }
+  });
+}
+
+TEST_P(Sizes, BroadcastAllgatherReduceScatterAndBarrierAgree) {
+  run_threads(GetParam(), [](Communicator& c) {
+    Delays delays(c.rank() + 100);
+    const uint32_t n = c.ranks();
+    for (const uint64_t count : {0U, 3U, 6000U, 150'001U}) {
+      const uint32_t root = static_cast<uint32_t>(count % n);
+      for (const Algorithm algorithm : {Algorithm::cooperative, Algorithm::binomial}) {
+        std::vector<int32_t> data = values_of(c.rank(), count);
+        delays.maybe();
+        c.broadcast(data.data(), 4 * count, root, {.algorithm = algorithm});
+        ASSERT_EQ(data, values_of(root, count));
+      }
+      delays.maybe();
+      std::vector<int32_t> mine = values_of(c.rank(), count), all(count * n), expected;
+      c.allgather(mine.data(), all.data(), 4 * count);
+      for (uint32_t r = 0; r < n; ++r) {
+        const auto part = values_of(r, count);
+        expected.insert(expected.end(), part.begin(), part.end());
+      }
+      ASSERT_EQ(all, expected);
+      delays.maybe();
+      std::vector<int32_t> share(count);
+      const auto whole = values_of(c.rank(), count * n);
+      c.reduce_scatter(whole.data(), share.data(), count, sum_of_ints());
+      const auto sum = sum_over(n, count * n);
+      const auto begin = sum.begin() + static_cast<std::ptrdiff_t>(count * c.rank());
+      ASSERT_EQ(share, std::vector<int32_t>(begin, begin + static_cast<std::ptrdiff_t>(count)));
+      c.barrier();
+    }
+  });
+}
+
+TEST_P(Sizes, FixedOrderHasTheSameBitsForAnyOrderOfArrival) {
+  const uint32_t ranks = GetParam();
+  const auto value = [](uint32_t rank, uint64_t i) {
+    return 1.0F / static_cast<float>(1 + rank + i % 97) * (rank % 2 == 0 ? 1e5F : 1e-3F);
+  };
+  for (const uint64_t count : {100U, 3000U, 60'000U}) {
+    std::vector<float> expected(count);
+    for (uint64_t i = 0; i < count; ++i) {
+      float sum = value(0, i);
+      for (uint32_t r = 1; r < ranks; ++r) sum = sum + value(r, i);
+      expected[i] = sum;
+    }
+    run_threads(ranks, [&](Communicator& c) {
+      Delays delays(c.rank());
+      const Reducer sum(Op::sum, DataType::float32);
+      auto* shared = static_cast<float*>(c.allocate(4 * count));
+      std::vector<float> own(count);
+      for (int repeat = 0; repeat < 6; ++repeat) {
+        for (float* data : {own.data(), shared}) {
+          for (uint64_t i = 0; i < count; ++i) data[i] = value(c.rank(), i);
+          delays.maybe();
+          c.allreduce(data, data, count, sum, {.order = Order::fixed});
+          ASSERT_EQ(std::memcmp(data, expected.data(), 4 * count), 0);
+        }
+      }
+    });
+  }
+}
+
+// x -> a x + b modulo 2^32, composed: associative, not commutative.
+struct Affine {
+  uint32_t a, b;
+  bool operator==(const Affine&) const = default;
+};
+void compose(const void* in, void* inout, uint64_t count, void*) {
+  const auto* left = static_cast<const Affine*>(in);
+  auto* right = static_cast<Affine*>(inout);
+  for (uint64_t i = 0; i < count; ++i) {
+    right[i] = {left[i].a * right[i].a, left[i].a * right[i].b + left[i].b};
+  }
+}
+
+TEST_P(Sizes, KeepTheOrderOfOperationsThatDoNotCommute) {
+  run_threads(GetParam(), [](Communicator& c) {
+    const Reducer reducer(compose, nullptr, sizeof(Affine), false);
+    Delays delays(c.rank());
+    for (const uint64_t count : {1U, 900U, 70'000U}) {
+      std::vector<Affine> expected(count);
+      for (uint32_t r = 0; r < c.ranks(); ++r) {
+        for (uint64_t i = 0; i < count; ++i) {
+          Affine next{2 * r + 3, static_cast<uint32_t>(i) + r};
+          if (r > 0) compose(&expected[i], &next, 1, nullptr);
+          expected[i] = next;
+        }
+      }
+      for (const Algorithm algorithm : kAll) {
+        std::vector<Affine> data(count);
+        for (uint64_t i = 0; i < count; ++i) {
+          data[i] = {2 * c.rank() + 3, static_cast<uint32_t>(i) + c.rank()};
+        }
+        delays.maybe();
+        std::vector<Affine> out(count);
+        c.allreduce(data.data(), out.data(), count, reducer, {.algorithm = algorithm});
+        ASSERT_EQ(out, expected) << name_of(algorithm) << " of " << count;
+        if (algorithm == Algorithm::recursive_doubling || algorithm == Algorithm::ring ||
+            algorithm == Algorithm::rsa) {
+          continue;
+        }
+        const uint32_t root = c.ranks() - 1;
+        delays.maybe();
+        c.reduce(data.data(), data.data(), count, reducer, root, {.algorithm = algorithm});
+        ASSERT_TRUE(c.rank() != root || data == expected) << name_of(algorithm);
+      }
+    }
+  });
+}
+
+TEST(Communicator, ReducesSharedBuffersInPlaceAndOthersWithThem) {
+  run_threads(3, [](Communicator& c) {
+    Delays delays(c.rank());
+    for (const uint64_t count : {2000U, 1'000'003U}) {
+      auto* in = static_cast<int32_t*>(c.allocate(4 * count));
+      auto* out = static_cast<int32_t*>(c.allocate(4 * count));
+      ASSERT_NE(out, nullptr);
+      for (int mixed = 0; mixed < 6; ++mixed) {
+        std::vector<int32_t> own(count);
+        const bool shares = mixed < 2 || (c.rank() + static_cast<uint32_t>(mixed)) % 3 != 0;
+        int32_t* from = shares ? in : own.data();
+        int32_t* to = shares ? (mixed % 2 == 0 ? in : out) : own.data();
+        const auto values = values_of(c.rank(), count, mixed);
+        std::memcpy(from, values.data(), 4 * count);
+        delays.maybe();
+        c.allreduce(from, to, count, sum_of_ints());
+        ASSERT_EQ(std::vector<int32_t>(to, to + count), sum_over(c.ranks(), count, mixed));
+      }
+      c.barrier();
+      c.release(in);
+      c.release(out);
+    }
+    EXPECT_EQ(c.allocate(uint64_t{1} << 40), nullptr);
+  });
+}
+
+// Long runs of small calls of all kinds, with pauses in random places: no lost wake-up, no mix-up
+// of one call's memory with another's.
+TEST(Communicator, SurvivesManyCallsInARow) {
+  for (const uint32_t ranks : {2U, 3U, 6U}) {
+    run_threads(ranks, [](Communicator& c) {
+      Delays same(42), own(c.rank());
+      for (int call = 0; call < 1500; ++call) {
+        const uint32_t kind = same.next() % 5, root = same.next() % c.ranks();
+        const uint64_t count = same.next() % 8 == 0 ? same.next() % 30'000 : same.next() % 40;
+        const Algorithm algorithm = kAll[same.next() % 8];
+        const auto mine = values_of(c.rank(), count, call);
+        std::vector<int32_t> out(count);
+        own.maybe();
+        switch (kind) {
+          case 0:
+          case 1:
+            c.allreduce(mine.data(), out.data(), count, sum_of_ints(), {.algorithm = algorithm});
+            ASSERT_EQ(out, sum_over(c.ranks(), count, call)) << name_of(algorithm);
+            break;
+          case 2:
+            c.reduce(mine.data(), out.data(), count, sum_of_ints(), root);
+            ASSERT_TRUE(c.rank() != root || out == sum_over(c.ranks(), count, call));
+            break;
+          case 3:
+            out = mine;
+            c.broadcast(out.data(), 4 * count, root);
+            ASSERT_EQ(out, values_of(root, count, call));
+            break;
+          default:
+            c.barrier();
+        }
+      }
+    });
+  }
+}
+
+TEST(Communicator, SeveralAtOnceDoNotMix) {
+  const std::string job = testing::fresh_job();
+  std::vector<std::thread> threads;
+  for (uint32_t r = 0; r < 3; ++r) {
+    threads.emplace_back([&, r] {
+      Communicator a(testing::config_of(job + "a", r, 3)), b(testing::config_of(job + "b", r, 3));
+      const auto use = [r](Communicator& c, int32_t salt) {
+        for (int i = 0; i < 50; ++i) {
+          auto data = values_of(r, 3000, salt + i);
+          c.allreduce(data.data(), data.data(), data.size(), sum_of_ints());
+          ASSERT_EQ(data, sum_over(3, 3000, salt + i));
+        }
+      };
+      std::thread other([&] { use(b, 1000); });
+      use(a, 0);
+      other.join();
+    });
+  }
+  for (std::thread& t : threads) t.join();
+}
+
+std::string error_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(Communicator, NamesTheCallsThatDoNotMatch) {
+  using ::testing::HasSubstr;
+  run_threads(2, [](Communicator& c) {
+    std::vector<int32_t> data(5000);
+    const std::string what =
+        error_of([&] { c.allreduce(data.data(), data.data(), 4000 + c.rank(), sum_of_ints()); });
+    EXPECT_THAT(what, HasSubstr("4000 int32 elements, sum"));
+    EXPECT_THAT(what, HasSubstr("4001 int32 elements, sum"));
+    EXPECT_THAT(error_of([&] { c.barrier(); }), HasSubstr("broken"));
+  });
+  run_threads(2, [](Communicator& c) {
+    int32_t value = 0;
+    const std::string what =
+        error_of([&] { c.rank() == 0 ? c.barrier() : c.broadcast(&value, 4, 0); });
+    EXPECT_THAT(what, HasSubstr("barrier"));
+    EXPECT_THAT(what, HasSubstr("broadcast of 4 bytes, from rank 0"));
+  });
+  for (const Algorithm algorithm : kAll) {
+    run_threads(2, [&](Communicator& c) {
+      int32_t value = 0;
+      const Reducer other(Op::max, DataType::int32);
+      EXPECT_THAT(error_of([&] {
+                    c.allreduce(&value, &value, 1, c.rank() == 0 ? sum_of_ints() : other,
+                                {.algorithm = algorithm});
+                  }),
+                  HasSubstr("int32 elements, max"))
+          << name_of(algorithm);
+    });
+  }
+}
+
+TEST(Communicator, RefusesArgumentsThatCannotBe) {
+  run_threads(2, [](Communicator& c) {
+    std::vector<int32_t> data(100);
+    int32_t* p = data.data();
+    EXPECT_NE(error_of([&] { c.allreduce(p, p + 1, 50, sum_of_ints()); }), "");
+    EXPECT_NE(error_of([&] { c.allreduce(nullptr, p, 50, sum_of_ints()); }), "");
+    EXPECT_NE(
+        error_of([&] { c.allreduce(reinterpret_cast<char*>(p) + 1, p + 50, 10, sum_of_ints()); }),
+        "");
+    EXPECT_NE(error_of([&] { c.broadcast(p, 4, 2); }), "");
+    EXPECT_NE(error_of([&] { c.reduce(p, p, 4, sum_of_ints(), 0, {Algorithm::ring}); }), "");
+    EXPECT_NE(error_of([&] { c.allreduce(p, p, ~uint64_t{0}, sum_of_ints()); }), "");
+    // None of these reached the other rank.
+    c.allreduce(p, p, 100, sum_of_ints());
+  });
+  CommunicatorConfig config = testing::config_of(testing::fresh_job(), 2, 2);
+  EXPECT_THROW(Communicator{config}, Error);
+}
+
+TEST(Communicator, CountsWhatItDid) {
+  run_threads(2, [](Communicator& c) {
+    std::vector<int32_t> data(10);
+    for (int i = 0; i < 3; ++i) c.allreduce(data.data(), data.data(), 10, sum_of_ints());
+    EXPECT_EQ(c.stats().calls, 3U);
+    EXPECT_EQ(c.stats().bytes, 120U);
+  });
+}
+
+}  // namespace
+}  // namespace nostall::collective

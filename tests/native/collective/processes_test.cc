@@ -1,0 +1,151 @@
+// Ranks that are processes: killed, absent, forked.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <filesystem>
+
+#include "base/clock.h"
+#include "base/error.h"
+#include "collective/communicator.h"
+#include "ranks.h"
+
+namespace nostall::collective {
+namespace {
+
+using testing::config_of;
+using testing::fresh_job;
+using ::testing::HasSubstr;
+using testing::run_processes;
+
+const Reducer& sum() {
+  static const Reducer reducer(Op::sum, DataType::float32);
+  return reducer;
+}
+
+// A directory of its own, so that what is left behind is this test's.
+class Directory {
+ public:
+  Directory() { std::filesystem::create_directories(path_); }
+  ~Directory() { std::filesystem::remove_all(path_); }
+  CommunicatorConfig config() const {
+    CommunicatorConfig config = config_of(fresh_job(), 0, 1);
+    config.directory = path_;
+    return config;
+  }
+  bool empty() const { return std::filesystem::is_empty(path_); }
+
+ private:
+  std::string path_ = "/dev/shm/nostall-test-" + std::to_string(::getpid());
+};
+
+TEST(Processes, ReduceTogetherAndLeaveNothing) {
+  const Directory directory;
+  const auto results = run_processes(4, directory.config(), [](Communicator& c) {
+    std::vector<float> data(100'000);
+    for (int i = 0; i < 30; ++i) {
+      std::fill(data.begin(), data.end(), static_cast<float>(c.rank() + 1));
+      c.allreduce(data.data(), data.data(), data.size(), sum());
+      if (data.front() != 10 || data.back() != 10) return 1;
+    }
+    return 0;
+  });
+  EXPECT_EQ(results, (std::vector<int>{0, 0, 0, 0}));
+  EXPECT_TRUE(directory.empty());
+}
+
+TEST(Processes, AreToldWhoWasKilledInsideACall) {
+  const Directory directory;
+  const int64_t begin = now_ns();
+  const auto results = run_processes(3, directory.config(), [](Communicator& c) {
+    std::vector<float> data(1 << 20);
+    c.allreduce(data.data(), data.data(), data.size(), sum());
+    if (c.rank() == 1) {
+      std::thread([] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        ::kill(::getpid(), SIGKILL);
+      }).detach();
+      for (;;) c.allreduce(data.data(), data.data(), data.size(), sum());
+    }
+    try {
+      for (;;) c.allreduce(data.data(), data.data(), data.size(), sum());
+    } catch (const Error& error) {
+      const std::string what = error.what();
+      return error.kind() == ErrorKind::peer && what.find("rank 1") != std::string::npos &&
+                     what.find("died") != std::string::npos
+                 ? 7
+                 : 1;
+    }
+  });
+  EXPECT_EQ(results, (std::vector<int>{7, -SIGKILL, 7}));
+  EXPECT_LT(now_ns() - begin, 5'000'000'000);
+  EXPECT_TRUE(directory.empty());
+}
+
+TEST(Processes, AreToldWhoLeft) {
+  const Directory directory;
+  const auto results = run_processes(2, directory.config(), [](Communicator& c) {
+    if (c.rank() == 1) return 0;
+    try {
+      c.barrier();
+    } catch (const Error& error) {
+      return std::string(error.what()).find("rank 1") != std::string::npos ? 7 : 1;
+    }
+    return 2;
+  });
+  EXPECT_EQ(results, (std::vector<int>{7, 0}));
+}
+
+TEST(Processes, WaitNoLongerThanTheTimeout) {
+  const Directory directory;
+  CommunicatorConfig config = directory.config();
+  config.timeout = std::chrono::milliseconds(500);
+  const auto results = run_processes(2, config, [](Communicator& c) {
+    if (c.rank() == 1) {
+      std::this_thread::sleep_for(std::chrono::seconds(2));
+      return 0;
+    }
+    try {
+      c.barrier();
+    } catch (const Error& error) {
+      return std::string(error.what()).find("have not arrived: 1") != std::string::npos ? 7 : 1;
+    }
+    return 2;
+  });
+  EXPECT_EQ(results, (std::vector<int>{7, 0}));
+}
+
+TEST(Processes, WaitInVainForARankThatNeverJoins) {
+  const Directory directory;
+  CommunicatorConfig config = directory.config();
+  config.ranks = 2;
+  config.timeout = std::chrono::milliseconds(300);
+  try {
+    const Communicator communicator(config);
+    FAIL() << "joined alone";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::peer);
+    EXPECT_THAT(error.what(), HasSubstr("rank 1"));
+  }
+  EXPECT_TRUE(directory.empty());
+}
+
+TEST(Processes, LeaveTheirCommunicatorToTheirParent) {
+  Communicator communicator(config_of(fresh_job(), 0, 1));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    try {
+      communicator.barrier();
+    } catch (const Error& error) {
+      ::_exit(error.kind() == ErrorKind::usage ? 7 : 1);
+    }
+    ::_exit(2);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  EXPECT_EQ(WEXITSTATUS(status), 7);
+  communicator.barrier();
+}
+
+}  // namespace
+}  // namespace nostall::collective

@@ -1,0 +1,141 @@
+#include "collective/reducer.h"
+
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cmath>
+#include <complex>
+#include <cstring>
+#include <limits>
+#include <random>
+
+#include "base/error.h"
+#include "collective/kernels.h"
+
+namespace nostall::collective {
+namespace {
+
+template <typename T>
+std::vector<T> combined(Op op, DataType type, std::vector<T> left, const std::vector<T>& right) {
+  const Reducer reducer(op, type);
+  reducer.combine(left.data(), left.data(), right.data(), left.size());
+  return left;
+}
+
+TEST(Reducer, AddsAndMultipliesIntegersModuloTheirWidth) {
+  EXPECT_EQ(combined<uint8_t>(Op::sum, DataType::uint8, {250, 1}, {10, 2}),
+            (std::vector<uint8_t>{4, 3}));
+  EXPECT_EQ(combined<int16_t>(Op::prod, DataType::int16, {-300, 7}, {300, -3}),
+            (std::vector<int16_t>{static_cast<int16_t>(-90000), -21}));
+  const int64_t most = std::numeric_limits<int64_t>::max();
+  EXPECT_EQ(combined<int64_t>(Op::sum, DataType::int64, {most}, {1}),
+            (std::vector<int64_t>{std::numeric_limits<int64_t>::min()}));
+}
+
+TEST(Reducer, ComparesSignedAndUnsigned) {
+  EXPECT_EQ(combined<int8_t>(Op::max, DataType::int8, {-1, 5}, {1, -5}),
+            (std::vector<int8_t>{1, 5}));
+  EXPECT_EQ(combined<uint8_t>(Op::max, DataType::uint8, {255, 5}, {1, 6}),
+            (std::vector<uint8_t>{255, 6}));
+  EXPECT_EQ(combined<int32_t>(Op::min, DataType::int32, {-7}, {7}), (std::vector<int32_t>{-7}));
+}
+
+TEST(Reducer, HandsOnNotANumberInMinAndMax) {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  for (const Op op : {Op::min, Op::max}) {
+    for (const float f : combined<float>(op, DataType::float32, {nan, 1}, {1, nan})) {
+      EXPECT_TRUE(std::isnan(f));
+    }
+  }
+}
+
+TEST(Reducer, KnowsLogicalAndBitwiseOperations) {
+  EXPECT_EQ(combined<int32_t>(Op::land, DataType::int32, {2, 0, 3}, {4, 4, 0}),
+            (std::vector<int32_t>{1, 0, 0}));
+  EXPECT_EQ(combined<int32_t>(Op::lxor, DataType::int32, {2, 0, 3}, {4, 4, 0}),
+            (std::vector<int32_t>{0, 1, 1}));
+  EXPECT_EQ(combined<uint64_t>(Op::bxor, DataType::uint64, {6}, {3}), (std::vector<uint64_t>{5}));
+  EXPECT_EQ(combined<float>(Op::lor, DataType::float32, {0.0F, 2.5F}, {0.0F, 0.0F}),
+            (std::vector<float>{0.0F, 1.0F}));
+  for (const Op op : {Op::sum, Op::lor, Op::bor, Op::max}) {
+    EXPECT_EQ(combined<uint8_t>(op, DataType::boolean, {1, 0, 1}, {1, 0, 0}),
+              (std::vector<uint8_t>{1, 0, 1}));
+  }
+  for (const Op op : {Op::prod, Op::land, Op::band, Op::min}) {
+    EXPECT_EQ(combined<uint8_t>(op, DataType::boolean, {1, 0, 1}, {1, 0, 0}),
+              (std::vector<uint8_t>{1, 0, 0}));
+  }
+}
+
+TEST(Reducer, MultipliesComplexNumbers) {
+  using C = std::complex<float>;
+  EXPECT_EQ(combined<C>(Op::prod, DataType::complex64, {C(1, 2)}, {C(3, 4)}),
+            (std::vector<C>{C(-5, 10)}));
+  EXPECT_THROW(Reducer(Op::max, DataType::complex64), Error);
+  EXPECT_THROW(Reducer(Op::band, DataType::float32), Error);
+}
+
+// Every finite half, doubled: exact unless it overflows or rounds in the subnormals.
+TEST(Reducer, AddsHalvesExactlyWhereTheyAreExact) {
+  const auto value = [](uint16_t h) {
+    const int exponent = (h >> 10) & 31, fraction = h & 1023;
+    const double magnitude =
+        exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(1024 + fraction, exponent - 25);
+    return (h & 0x8000) != 0 ? -magnitude : magnitude;
+  };
+  std::vector<uint16_t> all;
+  for (uint32_t h = 0; h < 0x10000; ++h) {
+    if (((h >> 10) & 31) != 31) all.push_back(static_cast<uint16_t>(h));
+  }
+  const auto doubled = combined<uint16_t>(Op::sum, DataType::float16, all, all);
+  for (size_t i = 0; i < all.size(); ++i) {
+    const double expected = 2 * value(all[i]);
+    if (std::abs(expected) > 65504) {
+      EXPECT_EQ(doubled[i] & 0x7fff, 0x7c00);
+    } else {
+      EXPECT_EQ(value(doubled[i]), expected) << all[i];
+    }
+  }
+}
+
+TEST(Reducer, RoundsBrainFloatsToNearestEven) {
+  const auto brain = [](float f) {
+    return static_cast<uint16_t>(std::bit_cast<uint32_t>(f) >> 16);
+  };
+  // 1 + 2^-8 lies between two neighbours: the even one is 1; 1 + 3 * 2^-8 goes up.
+  EXPECT_EQ(combined<uint16_t>(Op::sum, DataType::bfloat16, {brain(1.0F), brain(1.0078125F)},
+                               {brain(0.00390625F), brain(0.00390625F)}),
+            (std::vector<uint16_t>{brain(1.0F), brain(1.015625F)}));
+}
+
+TEST(Kernels, AreTheSameForAllInstructionSets) {
+  std::mt19937_64 random(7);
+  std::vector<uint64_t> left(300), right(300), wide(300), portable(300);
+  for (int type = 0; type < kDataTypes; ++type) {
+    for (int op = 0; op < kOps; ++op) {
+      const Kernel a = find_kernel(static_cast<Op>(op), static_cast<DataType>(type));
+      const Kernel b = find_portable_kernel(static_cast<Op>(op), static_cast<DataType>(type));
+      ASSERT_EQ(a == nullptr, b == nullptr);
+      if (a == nullptr) continue;
+      for (size_t i = 0; i < left.size(); ++i) {
+        left[i] = random();
+        right[i] = random();
+      }
+      const size_t count = 8 * left.size() / size_of(static_cast<DataType>(type)) - 1;
+      a(wide.data(), left.data(), right.data(), count);
+      b(portable.data(), left.data(), right.data(), count);
+      EXPECT_EQ(std::memcmp(wide.data(), portable.data(), 8 * left.size() - 16), 0)
+          << name_of(static_cast<Op>(op)) << " of " << name_of(static_cast<DataType>(type));
+    }
+  }
+}
+
+TEST(Types, HaveNames) {
+  EXPECT_EQ(find_data_type("bfloat16"), DataType::bfloat16);
+  EXPECT_EQ(find_op("bxor"), Op::bxor);
+  EXPECT_EQ(find_algorithm("rsa"), Algorithm::rsa);
+  EXPECT_FALSE(find_op("mean").has_value());
+}
+
+}  // namespace
+}  // namespace nostall::collective

@@ -1,0 +1,48 @@
+"""Runs a function of this test on every rank of a communicator, each a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+HEADER = """
+import os, signal, sys, threading, time
+import numpy as np
+from nostall import errors
+from nostall.collective import Communicator, Operation
+job, rank, size, directory = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+def join(**options):
+    return Communicator(job, rank, size, directory=directory, **options)
+"""
+
+
+def run(body: str, size: int, directory: Path, timeout: float = 60) -> list[tuple[int, str, str]]:
+    """Exit status, output and errors of each rank that ran `body`."""
+    job = uuid.uuid4().hex
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", HEADER + body, job, str(rank), str(size), str(directory)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    results = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=timeout)
+            results.append((process.returncode, out, err))
+    finally:
+        for process in processes:
+            process.kill()
+    return results
+
+
+def check(body: str, size: int, directory: Path) -> list[str]:
+    """What each rank printed; fails if one failed."""
+    results = run(body, size, directory)
+    assert all(status == 0 for status, _, _ in results), results
+    return [out.strip() for _, out, _ in results]

@@ -1,0 +1,309 @@
+"""Collectives between real processes; the expected values are NumPy's."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ranks import check, run
+
+pytestmark = pytest.mark.multi
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    import tempfile
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="nostall-test-") as directory:
+        yield Path(directory)
+        assert list(Path(directory).iterdir()) == [], "shared memory was left behind"
+
+
+ALL_TYPES = """
+with join() as c:
+    kinds = ["float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16",
+             "uint32", "uint64", "complex64", "complex128", "bool"]
+    for kind in kinds:
+        for count in (0, 1, 5000):
+            parts = [(np.arange(count) % 5 + r).astype(kind) for r in range(size)]
+            mine = parts[rank].copy()
+            for name, function in (("sum", np.add), ("prod", np.multiply), ("max", np.maximum)):
+                if name == "max" and np.dtype(kind).kind == "c":
+                    continue
+                expected = parts[0]
+                for part in parts[1:]:
+                    expected = function(expected, part)
+                out = np.empty_like(mine)
+                c.allreduce(mine, name, out)
+                np.testing.assert_array_equal(out, expected, err_msg=f"{kind} {name}")
+                np.testing.assert_array_equal(mine, parts[rank])
+                result = c.reduce(mine, name, root=size - 1, out=out)
+                assert (result is None) == (rank != size - 1)
+    for function, name in ((np.logical_xor, "lxor"), (np.bitwise_and, "band")):
+        parts = [np.array([r, 6, 0, 3]) for r in range(size)]
+        expected = parts[0]
+        for part in parts[1:]:
+            expected = function(expected, part).astype(np.int64)
+        np.testing.assert_array_equal(c.allreduce(parts[rank].copy(), name), expected)
+"""
+
+
+def test_all_types_and_operations_agree_with_numpy(shm: Path) -> None:
+    check(ALL_TYPES, 3, shm)
+
+
+def test_moves_arrays_of_any_shape(shm: Path) -> None:
+    check(
+        """
+with join() as c:
+    for n in (3, 40_000):
+        grid = np.arange(2 * n, dtype=np.int64).reshape(2, n) * (rank + 1)
+        everyone = c.allgather(grid)
+        assert everyone.shape == (size, 2, n)
+        np.testing.assert_array_equal(everyone[1], np.arange(2 * n).reshape(2, n) * 2)
+        np.testing.assert_array_equal(c.broadcast(grid.copy(), root=2), everyone[2])
+        part = c.reduce_scatter(everyone.reshape(-1))
+        np.testing.assert_array_equal(part, everyone[rank].reshape(-1) * size)
+    c.barrier()
+    assert c.stats()["calls"] == 7
+""",
+        3,
+        shm,
+    )
+
+
+def test_every_algorithm_can_be_chosen(shm: Path) -> None:
+    check(
+        """
+from nostall.collective import ALGORITHMS
+with join() as c:
+    for algorithm in ALGORITHMS:
+        a = np.full(30_000, rank + 1, np.float32)
+        assert (c.allreduce(a, algorithm=algorithm) == 10).all(), algorithm
+    try:
+        c.allreduce(a, algorithm="fastest")
+    except errors.UsageError as error:
+        assert "fastest" in str(error)
+    else:
+        sys.exit("accepted")
+""",
+        4,
+        shm,
+    )
+
+
+def test_fixed_order_repeats_bit_for_bit_whoever_is_late(shm: Path) -> None:
+    check(
+        """
+parts = [np.random.default_rng(r).standard_normal(50_000).astype(np.float32) for r in range(size)]
+expected = parts[0]
+for part in parts[1:]:
+    expected = expected + part
+with join(order="fixed") as c:
+    shared = c.empty(50_000, np.float32)
+    for late in range(size):
+        for array in (parts[rank].copy(), shared):
+            array[:] = parts[rank]
+            if rank == late:
+                time.sleep(0.01)
+            c.allreduce(array)
+            assert array.tobytes() == expected.tobytes()
+""",
+        4,
+        shm,
+    )
+
+
+def test_user_operations_keep_the_order_of_ranks(shm: Path) -> None:
+    check(
+        """
+# (a, b) stands for x -> a x + b; composing them does not commute.
+pair = np.dtype([("a", np.int64), ("b", np.int64)])
+def compose(left, right):
+    out = np.empty_like(left)
+    out["a"] = left["a"] * right["a"]
+    out["b"] = left["a"] * right["b"] + left["b"]
+    return out
+for count in (1, 3000):
+    parts = [np.zeros(count, pair) for _ in range(size)]
+    for r, part in enumerate(parts):
+        part["a"], part["b"] = r + 2, np.arange(count) + r
+    expected = parts[0]
+    for part in parts[1:]:
+        expected = compose(expected, part)
+    with Communicator(f"{job} {count}", rank, size, directory=directory) as c:
+        time.sleep(0.02 * (size - rank))
+        assert c.allreduce(parts[rank].copy(), Operation(compose)).tolist() == expected.tolist()
+        result = c.reduce(parts[rank].copy(), Operation(compose), root=1)
+        assert rank != 1 or result.tolist() == expected.tolist()
+""",
+        3,
+        shm,
+    )
+
+
+def test_what_a_user_operation_raises_is_raised(shm: Path) -> None:
+    out = check(
+        """
+def refuse(left, right):
+    raise ArithmeticError("no sum today")
+with join() as c:
+    try:
+        c.allreduce(np.ones(4), Operation(refuse))
+    except ArithmeticError as error:
+        print(error)
+    assert c.allreduce(np.ones(4))[0] == size
+""",
+        2,
+        shm,
+    )
+    assert out == ["no sum today"] * 2
+
+
+def test_a_killed_rank_is_named_by_all_others(shm: Path) -> None:
+    results = run(
+        """
+with join() as c:
+    data = np.ones(1 << 19)
+    c.allreduce(data)
+    if rank == 2:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    begin = time.monotonic()
+    try:
+        while True:
+            c.allreduce(data)
+    except errors.PeerError as error:
+        assert "rank 2" in str(error) and "died" in str(error), error
+        assert time.monotonic() - begin < 5
+        try:
+            c.barrier()
+        except errors.PeerError as again:
+            assert "broken" in str(again)
+            print("told twice")
+""",
+        3,
+        shm,
+    )
+    assert [status for status, _, _ in results] == [0, 0, -signal.SIGKILL], results
+    assert [out.strip() for _, out, _ in results[:2]] == ["told twice"] * 2
+
+
+def test_a_rank_that_does_not_come_is_named_after_the_timeout(shm: Path) -> None:
+    results = run(
+        """
+with join(timeout=1.0) as c:
+    if rank == 1:
+        time.sleep(2)
+    else:
+        try:
+            c.allreduce(np.ones(3))
+        except errors.PeerError as error:
+            print(error)
+""",
+        2,
+        shm,
+    )
+    assert "not arrived: 1" in results[0][1], results
+
+
+def test_calls_that_do_not_match_are_named(shm: Path) -> None:
+    out = check(
+        """
+with join() as c:
+    try:
+        c.allreduce(np.ones(10 + rank))
+    except errors.UsageError as error:
+        print(error)
+""",
+        2,
+        shm,
+    )
+    for text in out:
+        assert "10 float64 elements, sum" in text
+        assert "11 float64 elements, sum" in text
+
+
+def test_bad_arrays_are_refused_before_anything_is_sent(shm: Path) -> None:
+    check(
+        """
+with join() as c:
+    grid = np.ones((4, 4))
+    frozen = np.ones(4)
+    frozen.flags.writeable = False
+    for call in (
+        lambda: c.allreduce(grid[:, 1]),
+        lambda: c.allreduce(frozen),
+        lambda: c.allreduce(np.ones(4), out=np.ones(5)),
+        lambda: c.allreduce(np.array(["a"], dtype=object), Operation(np.add)),
+        lambda: c.allreduce(np.array(["a"])),
+        lambda: c.allreduce(grid.reshape(-1)[:8], out=grid.reshape(-1)[4:12]),
+        lambda: c.broadcast(np.ones(3), root=2),
+        lambda: c.reduce_scatter(np.ones(3)),
+        lambda: c.allreduce(np.ones(2), "mean"),
+        lambda: c.allreduce(np.ones(2, complex), "max"),
+        lambda: c.empty(1 << 40),
+    ):
+        try:
+            call()
+        except errors.UsageError:
+            pass
+        else:
+            sys.exit("accepted")
+    assert c.allreduce(np.ones(2))[0] == 2
+""",
+        2,
+        shm,
+    )
+
+
+def test_a_forked_child_is_refused_and_the_parent_goes_on(shm: Path) -> None:
+    check(
+        """
+with join() as c:
+    child = os.fork()
+    if child == 0:
+        try:
+            c.barrier()
+        except errors.UsageError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    c.barrier()
+""",
+        2,
+        shm,
+    )
+
+
+def test_waiting_costs_next_to_nothing(shm: Path) -> None:
+    out = check(
+        """
+with join() as c:
+    c.barrier()
+    if rank == 0:
+        time.sleep(0.4)
+    begin = time.process_time()
+    c.allreduce(np.ones(1000))
+    print(time.process_time() - begin)
+""",
+        4,
+        shm,
+    )
+    assert sum(float(text) for text in out[1:]) < 0.1 * 0.4
+
+
+def test_torchrun_variables_say_who_joins(shm: Path) -> None:
+    check(
+        """
+os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank),
+                  LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="localhost", MASTER_PORT="1",
+                  TORCHELASTIC_RUN_ID=job)
+first, second = Communicator(directory=directory), Communicator(directory=directory)
+assert (first.rank, first.size) == (rank, size)
+assert first.allreduce(np.ones(1))[0] + second.allreduce(np.ones(1))[0] == 2 * size
+""",
+        2,
+        shm,
+    )
