@@ -171,7 +171,12 @@ def phases(digests: list[Digest]) -> list[Plot]:
     order = sorted(kinds, key=lambda k: -kinds[k])[:12]
     edges, zero = _slots(digests)
     figure, axis = _axes(1.2 + 0.35 * len(order))
-    colours = {"compute": "#009E73", "peers": "#0072B2", "checkpoint": "#CC79A7"}
+    colours = {
+        "compute": "#009E73",
+        "peers": "#0072B2",
+        "checkpoint": "#CC79A7",
+        "background": "#56B4E9",
+    }
     rows = []
     for line, key in enumerate(order):
         for d in digests:
