@@ -9,6 +9,7 @@ SUBCOMMANDS: dict[str, str] = {
     "observation-2": "nostall.bench.observation2",
     "stall": "nostall.bench.stall",
     "nodes": "nostall.bench.nodes",
+    "io": "nostall.bench.io",
     "accelerator": "nostall.bench.accelerator",
     "trace": "nostall.bench.trace",
 }
