@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from nostall import _native, cluster, trace
+from nostall import _native, cluster, metrics, trace
 from nostall.calibration import Calibration
 from nostall.errors import UsageError
 from nostall.plan import Plan, sample_ids
@@ -32,7 +32,7 @@ from nostall.transforms import compile as compile_transforms
 from nostall.world import find_world
 
 if TYPE_CHECKING:
-    from nostall.stats import Stats
+    from nostall.stats import EpochStats, Stats
 
 _STATE_VERSION = 1
 _DEFAULT_STAGING = 256 << 20
@@ -452,6 +452,19 @@ class DataLoader:
             )
         )
 
+    @property
+    def name(self) -> str:
+        """Tells the loaders of a process apart: "loader 0" is the first that was made."""
+        return self._name
+
+    def totals(self) -> tuple[EpochStats, dict[str, int]]:
+        """All epochs so far added up, and the most memory seen by pool; cheap, from any thread."""
+        return self._recorder.totals()
+
+    def tell(self, live: metrics.Live) -> None:
+        """For recording: `live` hears of every batch."""
+        self._recorder.live = live
+
     def settings(self) -> dict[str, Any]:
         """What this loader was given and chose, as plain data."""
         return {
@@ -557,6 +570,7 @@ class DataLoader:
             )
             self._finalizer.detach()
             self._finalizer = weakref.finalize(self, self._loader.close)
+            metrics.add(self)
             if trace.wanted():
                 trace.begin(self, functools.partial(self._recorder.stats, self._bound()))
         return self._loader

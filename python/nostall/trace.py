@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from nostall import _native
+from nostall import _native, metrics
 from nostall.errors import IoError, UsageError
 from nostall.world import find_world
 
@@ -54,6 +54,7 @@ class _Run:
         self.pid = os.getpid()
         self.entries: list[_Entry] = []
         self.kept = 0
+        self.begun = 0
 
 
 _run: _Run | None = None
@@ -167,6 +168,9 @@ def begin(loader: DataLoader, stats: Callable[[], Stats]) -> None:
     if _run is not None and _run.pid == os.getpid():
         entry = _Entry(weakref.ref(loader), describe(loader), stats)
         _run.entries.append(entry)
+        path = _run.directory / f"{_run.stem}.{_run.begun}.live.json"
+        _run.begun += 1
+        loader.tell(metrics.Live(path, loader.world.rank, loader.name))
         weakref.finalize(loader, _write, _run, entry)
 
 

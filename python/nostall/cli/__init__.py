@@ -15,6 +15,7 @@ _COMMANDS = {
     "demo": ("nostall.demo", "train on slow storage with torch's loader and with nostall"),
     "report": ("nostall.cli.report", "where a training waited, from its traces and statistics"),
     "profile": ("nostall.cli.profile", "run a command, record it and report where it waited"),
+    "top": ("nostall.cli.top", "what the ranks of a recorded run are doing, live"),
     "index": ("nostall.cli.index", "build, check or show the stored listing of a dataset"),
     "calibrate": ("nostall.calibrate", "measure this cluster's tiers, network and storage"),
     "doctor": ("nostall.cli.doctor", "what this machine offers, and the ranks that are found"),
