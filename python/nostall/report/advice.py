@@ -84,6 +84,10 @@ def terms(run: Run) -> list[Term]:
     return out
 
 
+def _bytes(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
 def _size(count: float) -> str:
     return f"{max(1, math.ceil(count / (1 << 30)))}GiB" if count > 1 << 29 else (
         f"{max(1, math.ceil(count / (1 << 20)))}MiB"
@@ -116,8 +120,8 @@ def advise(run: Run, most: int = 2) -> list[Advice]:
         offer(
             f'tiers=["ram:{_size(each)}"]' if fits
             else f'tiers=["ram:{_size(0.4 * memory)}", "/local/disk:{_size(each)}"]',
-            f"the tiers of {nodes} node{'s' if nodes > 1 else ''} hold {held * nodes / 1e9:.2f} of "
-            f"{size / 1e9:.2f} GB, so every epoch reads the source again; "
+            f"the tiers of {nodes} node{'s' if nodes > 1 else ''} hold {_bytes(held * nodes)} of "
+            f"{_bytes(size)}, so every epoch reads the source again; "
             f"epochs after the first would read nothing from it",
             gain([t if t.epoch == first else replace(t, read=0.0) for t in rows]),
         )  # fmt: skip

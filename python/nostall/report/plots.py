@@ -78,7 +78,7 @@ def causes(run: Run) -> Plot:
     axis.set(xlabel="% of the run", yticks=place, ylim=(len(shares) - 0.4, -0.6))
     axis.set_yticklabels([f"rank {r.rank}" for r in run.ranks])
     if axis.get_legend_handles_labels()[0]:
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.5), ncols=3, frameon=False)
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)
     rows = [
         (str(r.rank), *(percent(s[c]) for c in CAUSES), percent(sum(s.values())))
         for r, s in zip(run.ranks, shares, strict=True)
@@ -144,7 +144,7 @@ def activity(digests: list[Digest]) -> Plot:
         axis.plot(middle, sums, style, color=COLOURS[cause], label=name)
     axis.set(xlabel="seconds", ylabel="threads busy", ylim=(0, None))
     if lines:
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False)
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)
     rows = [
         (
             name,
@@ -219,7 +219,7 @@ def imbalance(run: Run) -> Plot:
         axis.plot([r.round for r in rounds], values, style, label=label,
                   color="#D55E00" if style == "-" else "#0072B2")  # fmt: skip
     axis.set(xlabel="round", ylabel="waiting for others, ms", ylim=(0, None))
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     rows = [
         (str(r.rank), f"{1e3 * r.average:.3f} ms", f"{1e3 * r.max:.3f} ms", str(r.rounds))
         for r in found.ranks[:_TABLE]
