@@ -10,6 +10,7 @@ SUBCOMMANDS: dict[str, str] = {
     "stall": "nostall.bench.stall",
     "nodes": "nostall.bench.nodes",
     "io": "nostall.bench.io",
+    "app": "nostall.bench.app",
     "accelerator": "nostall.bench.accelerator",
     "trace": "nostall.bench.trace",
 }
