@@ -15,7 +15,6 @@ import os
 import threading
 import time
 import weakref
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,8 @@ from nostall.errors import IoError, UsageError
 from nostall.stats import ORIGINS, EpochStats, Stats
 
 if TYPE_CHECKING:
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
     from nostall.loader import DataLoader
     from nostall.record import Recorder
 
@@ -65,10 +66,12 @@ def serve(port: int = 9464) -> int:
         UsageError: they are served already.
     """
     global _server
+    from http.server import ThreadingHTTPServer
+
     if _server is not None:
         raise UsageError(f"metrics are served already, on port {_server.server_port}")
     try:
-        _server = ThreadingHTTPServer(("127.0.0.1", port), _Handler)
+        _server = ThreadingHTTPServer(("127.0.0.1", port), _handler())
     except OSError as error:
         raise IoError(f"cannot serve metrics on port {port}: {error.strerror}") from error
     _server.daemon_threads = True
@@ -85,20 +88,26 @@ def close() -> None:
         _server = None
 
 
-class _Handler(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        if self.path != "/metrics":
-            self.send_error(404, "there is only /metrics")
-            return
-        body = text().encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/plain; version=0.0.4")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+def _handler() -> type[BaseHTTPRequestHandler]:
+    # Here, so that importing nostall does not wait for it.
+    from http.server import BaseHTTPRequestHandler
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing: standard error is the training's."""
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path != "/metrics":
+                self.send_error(404, "there is only /metrics")
+                return
+            body = text().encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Says nothing: standard error is the training's."""
+
+    return Handler
 
 
 def text() -> str:
