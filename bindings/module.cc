@@ -62,4 +62,5 @@ NB_MODULE(_native, m) {
   bind_trace(m);
   bind_checkpoint(m);
   bind_collective(m);
+  bind_sync(m);
 }
