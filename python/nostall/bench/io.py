@@ -99,7 +99,7 @@ def _measure(files: list[str], home: Path, arguments: argparse.Namespace) -> dic
         "bytes": sum(os.stat(f).st_size for f in files),
         "device": f"{device[0]}:{device[1]}" if device else "no block device",
         "cold": forget(files[:1], arguments.drop_caches),
-        "sequential": sequential(home),
+        "sequential": sequential(home) if os.access(home, os.W_OK) else None,
         "bound": {n: _bound(files, n, arguments) for n in arguments.threads},
         "rows": [],
     }
@@ -206,7 +206,7 @@ def _table(path: str, work: str, found: dict[str, Any]) -> Any:
     size = found["bytes"] / found["files"]
     out = Table(
         title=f"{path} ({found['device']}), {work}: {found['files']} images of {size / 1e3:.0f} KB; "
-        f"one file in order {found['sequential'] / 1e6:.0f} MB/s"
+        f"one file in order {_in_order(found['sequential'])}"
     )
     for heading in (
         "pipeline",
@@ -230,6 +230,10 @@ def _table(path: str, work: str, found: dict[str, Any]) -> Any:
             f"{row['median'] / bound:.2f}" if bound else "", str(row["errors"]),
         )  # fmt: skip
     return out
+
+
+def _in_order(rate: float | None) -> str:
+    return "not measured (read-only)" if rate is None else f"{rate / 1e6:.0f} MB/s"
 
 
 def _plot(result: dict[str, Any], path: Path) -> None:
