@@ -121,10 +121,10 @@ def run(arguments: argparse.Namespace) -> int:
                 for name in chosen:
                     measured = _job(name, count, profile, storage, Path(mount), arguments)
                     result["rows"].append({"loader": name, "accelerators": count, **measured})
+                    if arguments.json:
+                        Path(arguments.json).write_text(json.dumps(result, indent=1))
             console.print(_table(result, count, arguments.profile))
     console.print(_fed(result, profile.goal))
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=1))
     return 0
 
 
