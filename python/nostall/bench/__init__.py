@@ -11,4 +11,8 @@ SUBCOMMANDS: dict[str, str] = {
     "nodes": "nostall.bench.nodes",
     "lmdb": "nostall.bench.lmdb",
     "checkpoint": "nostall.bench.checkpoint",
+    "io": "nostall.bench.io",
+    "app": "nostall.bench.app",
+    "accelerator": "nostall.bench.accelerator",
+    "trace": "nostall.bench.trace",
 }

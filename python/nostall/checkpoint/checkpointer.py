@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, Literal
 
-from nostall import _native
+from nostall import _native, trace
 from nostall.checkpoint import format as files
 from nostall.checkpoint.begin import begin, undrained
 from nostall.checkpoint.engine import Engine
@@ -199,6 +199,12 @@ class Checkpointer:
             raise UsageError("this checkpointer is closed")
         wanted = level or self.level
         self._check_level(wanted, self.fast is not None, self.durable is not None)
+        with trace.span("save", "checkpoint"):
+            return self._save(state, step, metric, wanted, window)
+
+    def _save(
+        self, state: Any, step: int, metric: float | None, wanted: Level, window: bool
+    ) -> Saved:
         began = time.perf_counter()
         self.before_update()
         number = next(self._saves)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 
-from nostall import _native
+from nostall import _native, trace
 from nostall.checkpoint.cleaner import Cleaner
 from nostall.checkpoint.format import Manifest, Part
 from nostall.checkpoint.retention import decide
@@ -166,7 +166,8 @@ class Engine:
                     return
                 job = self._jobs.popleft()
             try:
-                self._persist(job)
+                with trace.span("write checkpoint", "background"):
+                    self._persist(job)
             except Exception as error:
                 self._say(job.saved, f"step {job.saved.step} is not saved: {error}")
                 job.saved._miss("fast", "durable")
@@ -278,7 +279,8 @@ class Engine:
                     return
                 drain = self._draining = self._drains.popleft()
             try:
-                self._drain(drain)
+                with trace.span("drain checkpoint", "background"):
+                    self._drain(drain)
             except StoppedError:
                 return
             except (Error, OSError) as error:
