@@ -57,4 +57,5 @@ NB_MODULE(_native, m) {
   bind_image(m);
   bind_peer(m);
   bind_stage(m);
+  bind_simulate(m);
 }

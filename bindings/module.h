@@ -8,3 +8,4 @@ void bind_source(nanobind::module_& m);
 void bind_image(nanobind::module_& m);
 void bind_peer(nanobind::module_& m);
 void bind_stage(nanobind::module_& m);
+void bind_simulate(nanobind::module_& m);
