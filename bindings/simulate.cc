@@ -145,10 +145,14 @@ void bind_simulate(nb::module_& m) {
       .def_ro("seconds", &simulate::Result::seconds)
       .def_ro("initial_seconds", &simulate::Result::initial_seconds)
       .def_ro("warm_seconds", &simulate::Result::warm_seconds)
-      .def_prop_ro("batch_seconds",
-                   [](const simulate::Result& r) { return bindings::array_of(r.batch_seconds); })
-      .def_prop_ro("compute_seconds",
-                   [](const simulate::Result& r) { return bindings::array_of(r.compute_seconds); })
+      .def_prop_ro(
+          "batch_seconds",
+          [](const simulate::Result& r) { return bindings::array_of(r.batch_seconds); },
+          nb::rv_policy::automatic)
+      .def_prop_ro(
+          "compute_seconds",
+          [](const simulate::Result& r) { return bindings::array_of(r.compute_seconds); },
+          nb::rv_policy::automatic)
       .def_ro("node_stall", &simulate::Result::node_stall)
       .def_ro("epoch_seconds", &simulate::Result::epoch_seconds)
       .def_ro("staged", &simulate::Result::staged)
