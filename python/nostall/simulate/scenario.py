@@ -97,7 +97,8 @@ class Scenario:
     training: Training
     policies: tuple[Policy, ...]
     step: Step = field(default_factory=Step)
-    sweep: dict[str, list[Any]] = field(default_factory=dict)
+    sweep: tuple[dict[str, list[Any]], ...] = ()
+    prices: dict[str, float] = field(default_factory=dict)
     description: str = ""
 
 
@@ -129,7 +130,17 @@ def read_scenario(value: Any, place: Place) -> Scenario:
     """
     table = place.table(
         value,
-        ("name", "description", "environment", "dataset", "training", "policies", "step", "sweep"),
+        (
+            "name",
+            "description",
+            "environment",
+            "dataset",
+            "training",
+            "policies",
+            "step",
+            "sweep",
+            "prices",
+        ),
     )
     for key in ("environment", "dataset", "training"):
         if key not in table:
@@ -141,9 +152,15 @@ def read_scenario(value: Any, place: Place) -> Scenario:
         training.plan(len(dataset), environment.N)
     except UsageError as error:
         raise (place / "training").error(str(error)) from error
-    sweep = table.get("sweep", {})
-    if not isinstance(sweep, dict) or any(not isinstance(v, list) or not v for v in sweep.values()):
-        raise (place / "sweep").error('must give a list of values by variable: "d.1" = [10, 20]')
+    grids = table.get("sweep", [])
+    grids = [grids] if isinstance(grids, dict) else grids
+    for grid in grids if isinstance(grids, list) else [None]:
+        if not isinstance(grid, dict) or any(
+            not isinstance(v, list) or not v for v in grid.values()
+        ):
+            raise (place / "sweep").error('must give lists of values: "d.1" = [10, 20]')
+    prices = table.get("prices", {})
+    prices = (place / "prices").table(prices, prices)
     return Scenario(
         name=str(table.get("name", Path(place.file).stem)),
         environment=environment,
@@ -151,7 +168,8 @@ def read_scenario(value: Any, place: Place) -> Scenario:
         training=training,
         policies=_policies(table.get("policies"), place / "policies"),
         step=_step(table.get("step", {}), place / "step"),
-        sweep=sweep,
+        sweep=tuple(grids),
+        prices={k: (place / "prices" / k).number(v, least=0) for k, v in prices.items()},
         description=str(table.get("description", "")),
     )
 
