@@ -22,6 +22,7 @@ from nostall._native import (
     Filling,
     Layout,
     Loading,
+    Scheme,
     first_readers,
     keep_frequent,
     keep_owned,
@@ -295,6 +296,8 @@ class LocalityAware(Policy):
 
     def layout(self, job: Job) -> Layout:
         _memory_only(job, self.title)
+        if job.plan.native.scheme == Scheme.whole:
+            raise NotApplicable("every node reads the whole batch: there is nothing to deal")
         layout = Layout()
         layout.filling = Filling.before
         layout.set_kept(job.shares(1))

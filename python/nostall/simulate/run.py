@@ -186,22 +186,24 @@ def _outcome(policy: Policy, mode: Mode, **values: Any) -> Outcome:
 
 
 def read_once_bound(scenario: Scenario) -> float:
-    """Sum over epochs of max(computing, bytes that must leave the source / t(N)), seconds: what no
-    policy that conserves bandwidth and keeps the order can beat.
+    """Sum over epochs of max(computing, bytes that must leave the source / its best rate), seconds:
+    what no policy that conserves bandwidth and keeps the order can beat.
 
     The bytes are the read-once minimum: all of S in the first epoch, then what the nodes together
-    cannot keep.
+    cannot keep. The rate is t(gamma) at its best for up to N clients, or what their links carry.
     """
     job = job_of(scenario)
-    model = scenario.environment.native(scenario.step.seconds(scenario.environment.N))
+    environment = scenario.environment
+    model = environment.native(scenario.step.seconds(environment.N))
     computing = run_layout(model, job, LowerBound().layout(job), "consistent").epoch_seconds
-    total = scenario.dataset.total
-    room = scenario.environment.N * scenario.environment.local_capacity
-    rate = scenario.environment.throughput(scenario.environment.N)
-    return sum(
-        max(seconds, (total if epoch == 0 else max(0.0, total - room)) / rate)
-        for epoch, seconds in enumerate(computing)
-    )
+    clients = range(1, environment.N + 1)
+    rate = max(min(environment.throughput(g), g * environment.b_fs) for g in clients)
+    room = environment.N * environment.local_capacity
+    seconds = 0.0
+    for epoch, compute in enumerate(computing):
+        read = float(scenario.dataset.sizes[np.unique(job.plan.epoch_order(epoch))].sum())
+        seconds += max(compute, (read if epoch == 0 else max(0.0, read - room)) / rate)
+    return seconds
 
 
 def shuffle_of(plan: Plan, layout: _native.Layout, nodes: int) -> Shuffle | None:

@@ -226,7 +226,7 @@ def _step(value: Any, place: Place) -> Step:
         raise place.error("checkpoint (seconds) and checkpoint_every (batches) go together")
     collectives = table.get("collectives")
     return Step(
-        collectives=(place / "collectives").curve(collectives) if collectives else (),
+        collectives=(place / "collectives").curve(collectives, zero=True) if collectives else (),
         engine=(place / "engine").number(table.get("engine", 0.0), least=0),
         checkpoint=(place / "checkpoint").number(table.get("checkpoint", 0.0), least=0),
         checkpoint_every=every,

@@ -82,11 +82,11 @@ class Place:
                 raise (self / str(key)).error("unknown key" + hint)
         return dict(value)
 
-    def curve(self, value: Any) -> Curve:
-        """Throughputs by threads or clients: {1 = 66, 2 = 86} or [66, 86], MB/s.
+    def curve(self, value: Any, *, zero: bool = False) -> Curve:
+        """Values by threads or clients, as throughputs: {1 = 66, 2 = 86} or [66, 86], MB/s.
 
         Raises:
-            UsageError: it is none, or a throughput is not positive.
+            UsageError: it is none, or a value is negative, or 0 without `zero`.
         """
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             value = [value]
@@ -101,7 +101,8 @@ class Place:
             except ValueError:
                 raise self.error(f"{key!r} is not a number of threads or clients") from None
             (self / key).number(at, above=0)
-            points.append((at, (self / key).number(speed, above=0)))
+            limit = {"least": 0.0} if zero else {"above": 0.0}
+            points.append((at, (self / key).number(speed, **limit)))
         points.sort()
         if any(a[0] == b[0] for a, b in itertools.pairwise(points)):
             raise self.error("names one number of threads twice")
