@@ -46,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--within", type=float, default=5.0, help="%% of the bound, for the cheapest machine"
     )
+    parser.add_argument(
+        "--check", metavar="RUN", help="predict the runs recorded in this directory, and compare"
+    )
     parser.add_argument("--json", help="write everything to this file")
     parser.add_argument("--csv", help="write the table to this file")
     parser.add_argument("--html", help="write a page with plots to this file")
@@ -60,6 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.list:
         return _list()
+    if arguments.check:
+        from nostall.simulate import check
+
+        print(check.text(check.check(arguments.check)))
+        return 0
     if not arguments.scenario:
         raise UsageError("which scenario? nostall simulate --list names them")
     scenario = _adapted(load_scenario(arguments.scenario), arguments)
