@@ -20,6 +20,9 @@ namespace {
 // With more nodes than this, devices of one class and outgoing links are one pool each: remote
 // reads are spread over so many that single ones do not stand out.
 constexpr uint32_t kSingleDevices = 64;
+// Of so many nodes some transfer ends all the time. What ends within this part of a batch is then
+// looked at together; what a transfer moved beyond its end counts for the next one of its kind.
+constexpr double kMomentsABatch = 64;
 
 class Consistent {
  public:
@@ -54,6 +57,7 @@ class Consistent {
     scratch_.assign(capacity_.size(), 0);
     flows_.resize(nodes_ * classes_);
     transfers_.resize(flows_.size());
+    surplus_.assign(flows_.size(), 0);
     next_batch_.assign(nodes_, 0);
     staged_to_.assign(nodes_, 0);
     held_.assign(nodes_, 0);
@@ -114,6 +118,7 @@ class Consistent {
       if (layout_.filling != Filling::prefetch && layout_.filling != Filling::before) continue;
       for (size_t j = 1; j <= layout_.keep[node].size(); ++j) begin_fill(node, j);
     }
+    std::fill(surplus_.begin(), surplus_.end(), 0);
   }
 
   void begin_staging(uint32_t node) {
@@ -193,7 +198,7 @@ class Consistent {
     // Its device is a resource of its own: beyond that a fill has no limit.
     flow.cap = j == 0 ? stage_cap_ : std::numeric_limits<double>::max();
     transfer.active = true;
-    transfer.left = mb;
+    transfer.left = std::max(0.0, mb - surplus_[node * classes_ + j]);
     transfer.source = !transfer.from_source.empty();
     ++transfers_under_way_;
     shared_ = false;
@@ -299,11 +304,14 @@ class Consistent {
       sharing_.share(flows_, capacity_);
       shared_ = true;
     }
-    double seconds = computing_ ? compute_end_ - now_ : std::numeric_limits<double>::infinity();
+    constexpr double kNever = std::numeric_limits<double>::infinity();
+    double seconds = kNever;
     for (size_t f = 0; f < flows_.size(); ++f) {
       if (transfers_[f].active) seconds = std::min(seconds, transfers_[f].left / flows_[f].rate);
     }
-    if (seconds == std::numeric_limits<double>::infinity()) {
+    if (pooled_ && seconds < moment_) seconds = moment_;
+    if (computing_) seconds = std::min(seconds, compute_end_ - now_);
+    if (seconds == kNever) {
       throw Error(ErrorKind::bug, "the simulation stands still in batch " + std::to_string(batch_));
     }
     now_ += seconds;
@@ -316,6 +324,7 @@ class Consistent {
       transfer.left -= moved;
       // A trillionth of what moved is rounding.
       if (transfer.left > moved * 1e-12) continue;
+      surplus_[f] = std::max(0.0, -transfer.left);
       transfer.active = false;
       transfer.source = false;
       flows_[f].cap = 0;
@@ -332,6 +341,7 @@ class Consistent {
       computing_ = false;
       result_.batch_seconds.push_back(now_ - batch_end_);
       result_.epoch_seconds[batch_ / accesses_.batches_per_epoch] += now_ - batch_end_;
+      moment_ = (now_ - batch_end_) / kMomentsABatch;
       batch_end_ = now_;
       ++batch_;
     }
@@ -352,6 +362,8 @@ class Consistent {
   std::vector<uint32_t> touched_;
   std::vector<Flow> flows_;          // [node * classes + class]; class 0 stages
   std::vector<Transfer> transfers_;  // the same
+  std::vector<double> surplus_;      // the same: MB that the last transfer moved beyond its end
+  double moment_ = 0;                // seconds; used where devices are pooled
   Sharing sharing_;
   bool shared_ = false;  // the rates are those of the flows under way
   size_t transfers_under_way_ = 0;
