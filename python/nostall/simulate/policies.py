@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -157,10 +158,13 @@ def _from_file(name: str) -> type[Policy]:
     path, _, attribute = name.rpartition(":")
     if not Path(path).is_file():
         raise UsageError(f'policy "{name}": there is no file {path}')
-    spec = importlib.util.spec_from_file_location(Path(path).stem.replace("-", "_"), path)
+    # Known by that name from then on, so that its policies can go to other processes.
+    module_name = "nostall_policy_" + "".join(c if c.isalnum() else "_" for c in Path(path).stem)
+    spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise UsageError(f'policy "{name}": {path} is not a Python file')
     module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
     spec.loader.exec_module(module)
     kind = getattr(module, attribute, None)
     if not (isinstance(kind, type) and issubclass(kind, Policy)):

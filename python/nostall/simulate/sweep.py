@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -110,7 +111,9 @@ def sweep(
         for i in todo:
             finish(i, _point(machines[i], wanted[i], tuple(modes)))
     else:
-        with ProcessPoolExecutor(min(processes, len(todo))) as pool:
+        # Forked, so that policies of the user's own files are there.
+        context = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(min(processes, len(todo)), mp_context=context) as pool:
             futures = {pool.submit(_point, machines[i], wanted[i], tuple(modes)): i for i in todo}
             for future in as_completed(futures):
                 finish(futures[future], future.result())
