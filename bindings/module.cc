@@ -70,4 +70,5 @@ NB_MODULE(_native, m) {
   bind_checkpoint(m);
   bind_collective(m);
   bind_sync(m);
+  bind_simulate(m);
 }

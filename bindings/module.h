@@ -15,3 +15,4 @@ void bind_trace(nanobind::module_& m);
 void bind_checkpoint(nanobind::module_& m);
 void bind_collective(nanobind::module_& m);
 void bind_sync(nanobind::module_& m);
+void bind_simulate(nanobind::module_& m);

@@ -20,6 +20,7 @@ _COMMANDS = {
     "top": ("nostall.cli.top", "what the ranks of a recorded run are doing, live"),
     "checkpoints": ("nostall.cli.checkpoints", "list, verify, remove or drain checkpoints"),
     "calibrate": ("nostall.calibrate", "measure this cluster's tiers, network and storage"),
+    "simulate": ("nostall.cli.simulate", "predict what a training costs, by machine and policy"),
     "doctor": ("nostall.cli.doctor", "what this machine offers, and the ranks that are found"),
 }
 
