@@ -13,6 +13,7 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <initializer_list>
@@ -103,9 +104,10 @@ class Engine {
         if (ready()) return true;
       }
       now = now_ns();
+      if (now - wait_began_ > kShortestSpin && shares_core()) break;
     } while (now - wait_began_ < spin_ns_);
-    // Ranks that share a core hand it to each other for less than a sleep costs; somebody else who
-    // gets it may keep it for long.
+    // Ranks that must share cores hand them to each other for less than a sleep costs; somebody
+    // else who gets one may keep it for long.
     const int64_t end = now + yield_ns_;
     while (now < end) {
       ::sched_yield();
@@ -137,8 +139,15 @@ class Engine {
     return is_ready;
   }
 
+  // Another rank was on this core when it last looked: a spin would keep it from arriving, while a
+  // sleeper is woken on an idle core if there is one.
+  bool shares_core() noexcept;
   void doze() noexcept;
-  // After a sleep: lengthens the spin that was just too short, shortens the one that was in vain.
+  // Lengthens the spin that was just too short, shortens the one that was in vain.
+  void adapt(bool longer) noexcept {
+    spin_ns_ =
+        longer ? std::min(2 * spin_ns_, spin_limit_ns_) : std::max(spin_ns_ / 2, kShortestSpin);
+  }
   void settle() noexcept;
   // Throws if the deadline has passed, the communicator is broken or a rank is gone.
   void look_around();

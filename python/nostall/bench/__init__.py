@@ -9,4 +9,5 @@ SUBCOMMANDS: dict[str, str] = {
     "observation-2": "nostall.bench.observation2",
     "stall": "nostall.bench.stall",
     "nodes": "nostall.bench.nodes",
+    "allreduce": "nostall.bench.allreduce",
 }

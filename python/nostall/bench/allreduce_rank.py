@@ -1,0 +1,185 @@
+"""One rank of ``nostall bench allreduce``; run as a file, with one argument: its settings in JSON.
+
+Needs NumPy and the engine that it measures, so that other environments' MPI can run it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Buffer = NDArray[np.float32]
+
+
+class Engine(Protocol):
+    """What is measured; `allreduce` sums in place."""
+
+    rank: int
+
+    def buffer(self, count: int) -> Buffer: ...
+    def barrier(self) -> None: ...
+    def prepare(self, buffer: Buffer) -> Any:
+        """What allreduce() takes."""
+
+    def allreduce(self, prepared: Any) -> None: ...
+
+
+class Nostall:
+    def __init__(self, settings: dict[str, Any]) -> None:
+        from nostall.collective import Communicator
+
+        self.rank = int(settings["rank"])
+        self._options = settings["options"]
+        self._communicator = Communicator(settings["job"], self.rank, settings["ranks"])
+        self._live = self._communicator._live()
+        self.barrier = self._live.barrier
+
+    def buffer(self, count: int) -> Buffer:
+        if self._options.get("shared"):
+            return self._communicator.empty(count, np.float32)
+        return np.empty(count, np.float32)
+
+    def prepare(self, buffer: Buffer) -> Any:
+        from nostall._native import Reducer
+
+        address = buffer.__array_interface__["data"][0]
+        algorithm = self._options.get("algorithm", "cooperative")
+        fixed = bool(self._options.get("fixed"))
+        return (address, address, buffer.size, Reducer("sum", "float32"), algorithm, fixed)
+
+    def allreduce(self, prepared: Any) -> None:
+        self._live.allreduce(*prepared)
+
+
+class Gloo:
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import torch
+        import torch.distributed
+
+        torch.set_num_threads(1)
+        self._torch: Any = torch
+        self._distributed: Any = torch.distributed
+        self.rank = int(settings["rank"])
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self._distributed.init_process_group(
+            "gloo",
+            init_method=f"file://{settings['out']}/gloo-{settings['job']}",
+            rank=self.rank,
+            world_size=settings["ranks"],
+        )
+        self.barrier = self._distributed.barrier
+        self.allreduce = self._distributed.all_reduce
+
+    def buffer(self, count: int) -> Buffer:
+        return np.empty(count, np.float32)
+
+    def prepare(self, buffer: Buffer) -> Any:
+        return self._torch.from_numpy(buffer)
+
+
+class Mpi:
+    def __init__(self, settings: dict[str, Any]) -> None:
+        from mpi4py import MPI
+
+        self._mpi: Any = MPI
+        self.rank = MPI.COMM_WORLD.rank
+        self.barrier = MPI.COMM_WORLD.Barrier
+        self._allreduce = MPI.COMM_WORLD.Allreduce
+
+    def buffer(self, count: int) -> Buffer:
+        return np.empty(count, np.float32)
+
+    def prepare(self, buffer: Buffer) -> Any:
+        return [buffer, self._mpi.FLOAT]
+
+    def allreduce(self, prepared: Any) -> None:
+        self._allreduce(self._mpi.IN_PLACE, prepared)
+
+
+def _compute_until(end: int) -> None:
+    while time.monotonic_ns() < end:
+        pass
+
+
+def _alpha_ns(count: int) -> float:
+    """A message's way from one rank to another, roughly: one copy and a microsecond."""
+    a, b = np.ones(count, np.float32), np.empty(count, np.float32)
+    times = []
+    for _ in range(5):
+        begin = time.monotonic_ns()
+        np.copyto(b, a)
+        times.append(time.monotonic_ns() - begin)
+    return 1000.0 + float(np.median(times))
+
+
+def _measure(engine: Engine, settings: dict[str, Any], size: int, mif: float) -> dict[str, Any]:
+    """Listings 4.1 (mif 0) and 4.2 of the seed on arrival-aware collectives."""
+    count = size // 4
+    buffer = engine.buffer(count)
+    buffer[:] = 0
+    prepared = engine.prepare(buffer)
+    agreed = np.zeros(2, np.float32)
+    alpha = _alpha_ns(count)
+    begin = time.monotonic_ns()
+    for _ in range(3):
+        engine.barrier()
+        engine.allreduce(prepared)
+    agreed[:] = (time.monotonic_ns() - begin) / 3, alpha
+    engine.allreduce(engine.prepare(agreed))
+    each, alpha = (float(value) / settings["ranks"] for value in agreed)
+    late = settings["late_ms"] * 1e6
+    per_call = each + mif * alpha + late
+    iterations = int(min(max(settings["seconds"] * 1e9 / per_call, 5), settings["most"]))
+    for _ in range(iterations // 5):
+        engine.barrier()
+        engine.allreduce(prepared)
+    # All engines and repeats draw the same delays.
+    draws = np.random.default_rng([int(mif), size]).random((iterations, settings["ranks"]))
+    arrive = np.empty(iterations, np.int64)
+    leave, cpu = arrive.copy(), arrive.copy()
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    clock, cpu_clock = time.monotonic_ns, time.process_time_ns
+    for i in range(iterations):
+        delay = mif * alpha * draws[i, engine.rank]
+        engine.barrier()
+        if late and i % settings["ranks"] == engine.rank:
+            time.sleep(late / 1e9)
+        if delay:
+            _compute_until(clock() + int(delay))
+        used = cpu_clock()
+        arrive[i] = clock()
+        engine.allreduce(prepared)
+        leave[i] = clock()
+        cpu[i] = cpu_clock() - used
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "arrive": arrive,
+        "leave": leave,
+        "cpu": cpu,
+        "switches": after.ru_nvcsw + after.ru_nivcsw - usage.ru_nvcsw - usage.ru_nivcsw,
+        "alpha": alpha,
+    }
+
+
+def main(settings: dict[str, Any]) -> None:
+    """Measures all sizes and imbalances, writes OUT/RANK.npz."""
+    kinds: dict[str, Any] = {"nostall": Nostall, "gloo": Gloo, "mpi": Mpi}
+    engine: Engine = kinds[settings["kind"]](settings)
+    results: dict[str, Any] = {}
+    for size in settings["sizes"]:
+        for mif in settings["mif"]:
+            for key, value in _measure(engine, settings, size, mif).items():
+                results[f"{size} {mif:g} {key}"] = value
+    np.savez(Path(settings["out"]) / f"{engine.rank}.npz", **results)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
