@@ -24,11 +24,14 @@ uint32_t usable_cores() noexcept {
 
 }  // namespace
 
-Engine::Engine(Segment& segment, uint32_t rank, uint32_t ranks, std::chrono::nanoseconds timeout)
+Engine::Engine(Segment& segment, uint32_t rank, uint32_t ranks, std::chrono::nanoseconds timeout,
+               std::function<void()> progress)
     : segment_(segment),
       rank_(rank),
       ranks_(ranks),
       timeout_(timeout),
+      progress_(std::move(progress)),
+      nap_(kShortestNap),
       oversubscribed_(ranks > usable_cores()),
       spin_limit_ns_(oversubscribed_ ? 1'000 : 20'000),
       spin_ns_(spin_limit_ns_),
@@ -133,7 +136,7 @@ bool Engine::shares_core() noexcept {
 
 void Engine::doze() noexcept {
   ++stats_.sleeps;
-  futex_wait(segment_.line(rank_).asleep, 1, kSlice);
+  futex_wait(segment_.line(rank_).asleep, 1, progress_ ? nap_ : kSlice);
 }
 
 void Engine::settle() noexcept {
@@ -155,6 +158,10 @@ void Engine::check_arrived(uint64_t step) {
 }
 
 void Engine::look_around() {
+  if (progress_) {
+    progress_();
+    nap_ = std::min(2 * nap_, kLongestNap);
+  }
   Header& h = segment_.header();
   if (h.broken.load(std::memory_order_seq_cst) != 0) throw_broken();
   const int64_t now = now_ns();

@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <initializer_list>
 #include <string>
 #include <utility>
@@ -43,7 +44,8 @@ struct EngineStats {
 
 class Engine {
  public:
-  Engine(Segment& segment, uint32_t rank, uint32_t ranks, std::chrono::nanoseconds timeout);
+  Engine(Segment& segment, uint32_t rank, uint32_t ranks, std::chrono::nanoseconds timeout,
+         std::function<void()> progress = {});
 
   Segment& shared() noexcept { return segment_; }
   uint32_t rank() const noexcept { return rank_; }
@@ -80,6 +82,7 @@ class Engine {
   template <typename Ready>
   void wait(Ready ready, std::initializer_list<Want> wants) {
     if (ready() || spin(ready)) return;
+    nap_ = kShortestNap;
     while (!sleep_once(ready, wants)) look_around();
     settle();
   }
@@ -156,12 +159,17 @@ class Engine {
   std::string where() const;
 
   static constexpr int64_t kShortestSpin = 1'000;
+  // Between calls of `progress`; twice as long each time, up to kLongestNap.
+  static constexpr std::chrono::nanoseconds kShortestNap{50'000};
+  static constexpr std::chrono::nanoseconds kLongestNap{2'000'000};
   static constexpr int64_t kLongYield = 200'000;
   static constexpr uint64_t kNever = ~uint64_t{0};
 
   Segment& segment_;
   const uint32_t rank_, ranks_;
   const std::chrono::nanoseconds timeout_;
+  const std::function<void()> progress_;
+  std::chrono::nanoseconds nap_;
   bool oversubscribed_;
   int64_t spin_limit_ns_, spin_ns_, yield_ns_;
   const char* operation_ = "";

@@ -16,6 +16,7 @@ _COMMANDS = {
     "report": ("nostall.cli.report", "draw what loaders saved with stats().save(file)"),
     "index": ("nostall.cli.index", "build, check or show the stored listing of a dataset"),
     "calibrate": ("nostall.calibrate", "measure this cluster's tiers, network and storage"),
+    "run": ("nostall.mpi", "run an MPI program with our collectives, or profile its own"),
     "doctor": ("nostall.cli.doctor", "what this machine offers, and the ranks that are found"),
 }
 
