@@ -54,8 +54,13 @@ NB_MODULE(_native, m) {
   });
   bind_plan(m);
   bind_source(m);
+  bind_records(m);
   bind_image(m);
   bind_peer(m);
   bind_stage(m);
+  bind_timeline(m);
+  bind_trace(m);
+  bind_checkpoint(m);
   bind_collective(m);
+  bind_sync(m);
 }

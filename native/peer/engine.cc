@@ -73,10 +73,16 @@ Exchange::Engine::Engine(std::unique_ptr<Transport> transport, ExchangeConfig co
     pthread_setname_np(pthread_self(), "nostall-pfile");
     run_files(stop_.get_token());
   });
-  thread_ = std::jthread([this] {
-    pthread_setname_np(pthread_self(), "nostall-peer");
-    run(stop_.get_token());
-  });
+  try {
+    thread_ = std::jthread([this] {
+      pthread_setname_np(pthread_self(), "nostall-peer");
+      run(stop_.get_token());
+    });
+  } catch (...) {
+    // The system gives no more threads: the other one must end before it can be joined.
+    stop_.request_stop();
+    throw;
+  }
 }
 
 Exchange::Engine::~Engine() {
@@ -84,6 +90,8 @@ Exchange::Engine::~Engine() {
   transport_->wake();
   if (files_thread_.joinable()) files_thread_.join();
   if (thread_.joinable()) thread_.join();
+  // What is still under way ends now, while what its callbacks touch is there.
+  transport_.reset();
 }
 
 // ------------------------------------------------------------------------- what other threads call
@@ -103,6 +111,11 @@ Where Exchange::Engine::where(uint64_t sample, uint32_t epoch) const noexcept {
   if (owner != node_) {
     if (!reachable(sample)) return Where::source;
     const Node& node = *nodes_[owner];
+    // The rank that was asked is lost, and the next one not there yet.
+    if (node.heard.load(std::memory_order_acquire) &&
+        !node.linked.load(std::memory_order_acquire)) {
+      return Where::source;
+    }
     if (first < node.progress.load(std::memory_order_acquire)) return Where::there;
     // A node may have kept samples of an earlier job: it is heard first.
     if (!node.heard.load(std::memory_order_acquire) && Clock::now() < begun_ + kMeet) {
@@ -115,9 +128,15 @@ Where Exchange::Engine::where(uint64_t sample, uint32_t epoch) const noexcept {
 }
 
 bool Exchange::Engine::push_wanted(uint64_t sample) const noexcept {
-  return reachable(sample) &&
-         ownership_.first_access[sample] >=
-             nodes_[ownership_.owner[sample]]->progress.load(std::memory_order_acquire);
+  if (!reachable(sample)) return false;
+  if (ownership_.first_access[sample] >=
+      nodes_[ownership_.owner[sample]]->progress.load(std::memory_order_acquire)) {
+    return true;
+  }
+  // Its push was given up, or came later than its owner was ready to wait.
+  if (!any_lacking_.load(std::memory_order_acquire)) return false;
+  const std::scoped_lock lock(absent_mutex_);
+  return lacking_.contains(sample);
 }
 
 void Exchange::Engine::begin(const std::shared_ptr<FetchGroup>& group) {
@@ -129,6 +148,7 @@ void Exchange::Engine::begin(const std::shared_ptr<FetchGroup>& group) {
 void Exchange::Engine::finish(FetchGroup& group, std::stop_token stop) {
   const std::stop_callback on_stop(stop, [&] {
     submit([this, &group] {
+      end_waiting([&](const Waiting& w) { return w.group == &group; });
       std::vector<std::pair<uint64_t, size_t>> open;
       for (const auto& [id, p] : pending_) {
         if (p.group.get() == &group && !p.receiving) open.emplace_back(id, p.index);
@@ -153,11 +173,17 @@ bool Exchange::Engine::push(uint64_t sample, std::span<const std::byte> bytes,
     const auto room = [&] {
       return pushing_ == 0 || pushing_ + bytes.size() <= config_.push_bytes;
     };
-    if (!push_room_.wait_for(lock, stop, kPushPatience, room)) {
+    // Behind what waits for a node that is not there yet nothing moves.
+    const bool moves = nodes_[owner]->linked.load(std::memory_order_acquire);
+    if (!(moves ? push_room_.wait_for(lock, stop, kPushPatience, room) : room())) {
       ++count_.given_up;
       return false;
     }
     pushing_ += bytes.size();
+  }
+  if (any_lacking_.load(std::memory_order_acquire)) {
+    const std::scoped_lock lock(absent_mutex_);
+    lacking_.erase(sample);
   }
   submit([this, sample, bytes, owner, keep = std::move(keep)]() mutable {
     auto done = [this, size = bytes.size(), keep = std::move(keep)](bool sent) {
@@ -173,7 +199,7 @@ bool Exchange::Engine::push(uint64_t sample, std::span<const std::byte> bytes,
       }
       push_room_.notify_all();
     };
-    when_ready(owner, [this, sample, bytes, done = std::move(done)](uint32_t rank, bool ready) {
+    const auto send_it = [this, sample, bytes, done = std::move(done)](uint32_t rank, bool ready) {
       if (!ready) {
         done(false);
         return;
@@ -184,8 +210,9 @@ bool Exchange::Engine::push(uint64_t sample, std::span<const std::byte> bytes,
       header.sample = sample;
       header.length = bytes.size();
       header.crc = crc32c(bytes);
-      send(rank, *peers_.at(rank).out, header, bytes, done);
-    });
+      send(rank, *peers_.at(rank).out, header, bytes, watched(rank, done));
+    };
+    when_ready(owner, nullptr, send_it);
   });
   return true;
 }
@@ -332,9 +359,9 @@ void Exchange::Engine::leave() {
   // What is still open ends with its link: every payload that was being received is concluded.
   for (auto& [rank, peer] : peers_) {
     transport_->drop(rank);
-    for (auto& action : std::exchange(peer.waiting, {})) action(false);
     peer.link = Link::lost;
   }
+  end_waiting([](const Waiting&) { return true; });
   for (auto& node : nodes_) node->alive = false;
   run_commands();
   const auto last = Clock::now() + std::chrono::seconds(2);
@@ -377,6 +404,7 @@ void Exchange::Engine::tick() {
         say_hello(rank);
       }
     }
+    if (peer.moving > 0 && now - peer.moved > config_.timeout) late.push_back(rank);
     if (peer.in && peer.told != progress) {
       telling = true;
       peer.told = progress;
@@ -392,7 +420,8 @@ void Exchange::Engine::tick() {
   for (const uint32_t rank : late) {
     lose(rank, "it did not answer within " + std::to_string(config_.timeout.count()) + " ms", true);
   }
-  const bool busy = telling || !pending_.empty() || reached_ < owned_.size();
+  end_waiting([&](const Waiting& w) { return now >= w.deadline; });
+  const bool busy = telling || !pending_.empty() || progress != plan::kNever;
   next_tick_ = now + (busy ? kTick : kIdleTick);
 }
 
@@ -402,7 +431,31 @@ uint32_t Exchange::Engine::target_of(uint32_t node) const {
   return ranks_of_node_[node][nodes_[node]->tried];
 }
 
-void Exchange::Engine::when_ready(uint32_t node, std::function<void(uint32_t, bool)> action) {
+template <typename Chosen>
+void Exchange::Engine::end_waiting(Chosen&& chosen) {
+  std::vector<Waiting> ended;
+  for (auto& [rank, peer] : peers_) {
+    const auto first = std::stable_partition(peer.waiting.begin(), peer.waiting.end(),
+                                             [&](const Waiting& w) { return !chosen(w); });
+    std::move(first, peer.waiting.end(), std::back_inserter(ended));
+    peer.waiting.erase(first, peer.waiting.end());
+  }
+  for (const Waiting& w : ended) w.action(false);
+}
+
+std::function<void(bool)> Exchange::Engine::watched(uint32_t rank, std::function<void(bool)> done) {
+  Peer& peer = peers_.at(rank);
+  if (peer.moving++ == 0) peer.moved = Clock::now();
+  return [this, rank, done = std::move(done)](bool ended_well) {
+    Peer& moved = peers_.at(rank);
+    --moved.moving;
+    moved.moved = Clock::now();
+    if (done) done(ended_well);
+  };
+}
+
+void Exchange::Engine::when_ready(uint32_t node, const FetchGroup* group,
+                                  std::function<void(uint32_t, bool)> action) {
   if (!nodes_[node]->alive) {
     action(0, false);
     return;
@@ -413,7 +466,8 @@ void Exchange::Engine::when_ready(uint32_t node, std::function<void(uint32_t, bo
     action(rank, true);
     return;
   }
-  peer.waiting.push_back([rank, action = std::move(action)](bool ready) { action(rank, ready); });
+  peer.waiting.push_back({group, Clock::now() + config_.timeout,
+                          [rank, action = std::move(action)](bool ready) { action(rank, ready); }});
   if (peer.hello_at == Clock::time_point{}) say_hello(rank);
 }
 
@@ -430,6 +484,7 @@ void Exchange::Engine::lose(uint32_t rank, const std::string& why, bool warn) {
     ++node.tried;
     was_target = true;
   }
+  if (was_target) node.linked.store(false, std::memory_order_release);
   const bool last = node.tried == ranks_of_node_[owner].size();
   if (last) node.alive.store(false, std::memory_order_release);
   if (warn && !leaving_ && !node.ending) {
@@ -440,7 +495,7 @@ void Exchange::Engine::lose(uint32_t rank, const std::string& why, bool warn) {
                   : "; its node is asked through another rank"));
   }
   if (!last && was_target && !leaving_) say_hello(target_of(owner));
-  for (auto& action : std::exchange(peer.waiting, {})) action(false);
+  for (const Waiting& w : std::exchange(peer.waiting, {})) w.action(false);
   std::vector<uint64_t> open;
   for (const auto& [id, p] : pending_) {
     if (p.rank == rank && !p.receiving) open.push_back(id);
@@ -461,7 +516,7 @@ void Exchange::Engine::ask(const std::shared_ptr<FetchGroup>& group, size_t inde
     conclude(*group, index, Outcome::failed);
     return;
   }
-  when_ready(owner, [this, group, index, sample](uint32_t rank, bool ready) {
+  when_ready(owner, group.get(), [this, group, index, sample](uint32_t rank, bool ready) {
     if (!ready) {
       conclude(*group, index, Outcome::failed);
       return;

@@ -42,20 +42,30 @@ class Exchange::Engine final : public Receiver {
   struct Node {
     std::atomic<bool> alive{true};
     std::atomic<uint64_t> progress{0};
-    std::atomic<bool> heard{false};  // has told its progress
-    size_t tried = 0;                // ranks of it that were lost
+    std::atomic<bool> heard{false};   // has told its progress
+    std::atomic<bool> linked{false};  // its target can be asked now
+    size_t tried = 0;                 // ranks of it that were lost
     bool ending = false;  // one of its ranks asks nothing more: they may go without a warning
+  };
+  // An action that needs the session to be ready, and for whom.
+  struct Waiting {
+    const FetchGroup* group = nullptr;  // null: of a push
+    Clock::time_point deadline;
+    std::function<void(bool)> action;
   };
   struct Peer {
     Link link = Link::connecting;  // of the session that this rank began
     Nonce nonce{};
     Clock::time_point hello_at{}, since{};
-    std::unique_ptr<Session> out;                   // this rank asks
-    std::unique_ptr<Session> in;                    // this rank answers
-    std::unique_ptr<Session> pending;               // answers, once its proof has come
-    bool done = false;                              // it asks nothing more
-    uint64_t told = 0;                              // progress that it heard from this rank last
-    std::deque<std::function<void(bool)>> waiting;  // for the session to be ready
+    std::unique_ptr<Session> out;      // this rank asks
+    std::unique_ptr<Session> in;       // this rank answers
+    std::unique_ptr<Session> pending;  // answers, once its proof has come
+    bool done = false;                 // it asks nothing more
+    bool warned = false;               // of its other plan
+    uint64_t told = 0;                 // progress that it heard from this rank last
+    std::vector<Waiting> waiting;      // for the session to be ready
+    uint32_t moving = 0;               // payloads on their way to it or from it
+    Clock::time_point moved{};         // when one of them ended last, or the first began
   };
   struct Pending {
     std::shared_ptr<FetchGroup> group;
@@ -84,7 +94,13 @@ class Exchange::Engine final : public Receiver {
             std::function<void(bool)> done);
   void answer(const Header& request, Status status, std::span<const std::byte> bytes,
               std::shared_ptr<void> keep);
-  void when_ready(uint32_t node, std::function<void(uint32_t rank, bool)> action);
+  void when_ready(uint32_t node, const FetchGroup* group,
+                  std::function<void(uint32_t rank, bool)> action);
+  // Ends, as failed, what waits for a session and is chosen.
+  template <typename Chosen>
+  void end_waiting(Chosen&& chosen);
+  // Calls `done` when a payload has ended; a rank whose payloads do not end is dropped.
+  std::function<void(bool)> watched(uint32_t rank, std::function<void(bool)> done);
   void ask(const std::shared_ptr<FetchGroup>& group, size_t index);
   void conclude(FetchGroup& group, size_t index, Outcome outcome);
   void lose(uint32_t rank, const std::string& why, bool warn);
@@ -101,7 +117,7 @@ class Exchange::Engine final : public Receiver {
   // Its owner is another node that can be reached and did not say that it will never have it.
   bool reachable(uint64_t sample) const noexcept;
 
-  const std::unique_ptr<Transport> transport_;
+  std::unique_ptr<Transport> transport_;
   const ExchangeConfig config_;
   const Key secret_;
   const plan::Ownership ownership_;
@@ -139,8 +155,9 @@ class Exchange::Engine final : public Receiver {
   std::condition_variable_any news_changed_;
 
   mutable std::mutex absent_mutex_;
-  std::unordered_set<uint64_t> absent_;  // samples that their owner will never have
-  std::atomic<bool> any_absent_{false};
+  std::unordered_set<uint64_t> absent_;   // samples that their owner will never have
+  std::unordered_set<uint64_t> lacking_;  // and that it should have by now, but has not
+  std::atomic<bool> any_absent_{false}, any_lacking_{false};
 
   struct Counters {
     std::atomic<uint64_t> fetched{0}, fetched_bytes{0}, too_early{0}, in_vain{0}, pushed{0},

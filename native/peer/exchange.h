@@ -10,8 +10,10 @@
 // One thread per rank moves all messages and sleeps when there are none; a second one touches the
 // file tier for peers. The RAM tier is sent from where it lies and received to where it will lie.
 // Messages are authenticated (session.h); ones that are not are counted and ignored. A rank that
-// does not answer, answers something else, or sends bytes that do not match their CRC32C is dropped
-// with one warning. Thread-safety: all methods may be called from any thread.
+// does not answer, lets bytes stand still on their way, answers something else, or sends bytes that
+// do not match their CRC32C is dropped with one warning; while another rank of its node is being
+// reached, what the node keeps comes from the source. Thread-safety: all methods may be called from
+// any thread.
 #pragma once
 
 #include <atomic>

@@ -53,8 +53,9 @@ Delivery Exchange::Engine::on_message(std::span<const std::byte> bytes, uint64_t
   switch (header.kind) {
     case Kind::welcome:
       peer.link = Link::ready;
+      nodes_[config_.node_of_rank[header.from]]->linked.store(true, std::memory_order_release);
       heard_progress(header.from, header.progress);
-      for (auto& action : std::exchange(peer.waiting, {})) action(true);
+      for (const Waiting& w : std::exchange(peer.waiting, {})) w.action(true);
       return {};
     case Kind::progress:
       heard_progress(header.from, header.progress);
@@ -110,6 +111,8 @@ void Exchange::Engine::on_hello(const Header& header) {
   Peer& peer = peers_.at(header.from);
   if (header.sample != config_.plan) {
     ++count_.refused;
+    // Once: anybody may say hello, and ranks repeat it.
+    if (std::exchange(peer.warned, true)) return;
     log(LogLevel::warning, "rank " + std::to_string(header.from) + " has another plan than rank " +
                                std::to_string(config_.rank) +
                                ": give all ranks the same dataset, arguments and tiers");
@@ -180,7 +183,8 @@ void Exchange::Engine::answer(const Header& request, Status status,
     ++count_.served;
     count_.served_bytes += bytes.size();
   }
-  send(request.from, *found->second.in, reply, bytes, [keep = std::move(keep)](bool) {});
+  send(request.from, *found->second.in, reply, bytes,
+       watched(request.from, [keep = std::move(keep)](bool) {}));
 }
 
 void Exchange::Engine::on_fetch(const Header& request) {
@@ -246,7 +250,8 @@ Delivery Exchange::Engine::on_push(const Header& header) {
   if (cache_->kind(sample) == tier::TierKind::ram) {
     const std::span<std::byte> slot = cache_->ram_slot(sample);
     if (slot.size() != header.length) return {};  // no memory: the cache has said so
-    return {slot, [this, slot, sample, crc = header.crc, taken, bad](bool arrived) {
+    return {slot,
+            watched(header.from, [this, slot, sample, crc = header.crc, taken, bad](bool arrived) {
               if (!arrived) {
                 cache_->abandon(sample);
               } else if (crc32c(slot) != crc) {
@@ -255,10 +260,11 @@ Delivery Exchange::Engine::on_push(const Header& header) {
                 cache_->publish(sample);
                 taken();
               }
-            }};
+            })};
   }
   auto bytes = std::make_shared<std::vector<std::byte>>(header.length);
-  return {*bytes, [this, bytes, sample, crc = header.crc, taken, bad](bool arrived) {
+  return {*bytes,
+          watched(header.from, [this, bytes, sample, crc = header.crc, taken, bad](bool arrived) {
             if (!arrived) {
               cache_->abandon(sample);
             } else if (crc32c(*bytes) != crc) {
@@ -269,7 +275,7 @@ Delivery Exchange::Engine::on_push(const Header& header) {
                 taken();
               });
             }
-          }};
+          })};
 }
 
 // All that this node owns and that has an earlier first access than this is there.
@@ -277,7 +283,7 @@ uint64_t Exchange::Engine::own_progress() {
   const Clock::time_point now = Clock::now();
   const auto settled = [&](plan::SampleId s) {
     const tier::State state = cache_->state(s);
-    return state == tier::State::ready || state == tier::State::failed;
+    return state == tier::State::ready || state == tier::State::failed || !cache_->placed(s);
   };
   const size_t before = reached_;
   while (reached_ < owned_.size() && settled(owned_[reached_])) ++reached_;
@@ -320,10 +326,10 @@ Delivery Exchange::Engine::on_reply(const Header& header) {
   }
   if (header.status != Status::here) {
     const bool never = header.status == Status::never;
-    if (never) {
+    {
       const std::scoped_lock lock(absent_mutex_);
-      absent_.insert(header.sample);
-      any_absent_.store(true, std::memory_order_release);
+      (never ? absent_ : lacking_).insert(header.sample);
+      (never ? any_absent_ : any_lacking_).store(true, std::memory_order_release);
     }
     ++(never ? count_.in_vain : count_.too_early);
     const Pending p = pending;

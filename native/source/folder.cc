@@ -64,7 +64,12 @@ std::string read_error_text(int error) {
   if (error == kSizeChanged) {
     return "its size is not the one in the index (the file changed: list the data set again)";
   }
+  if (error == kWrongBytes) return "its bytes are not what the index says";
   return std::generic_category().message(error);
+}
+
+std::string read_error_text(const ReadRequest& request) {
+  return request.why.empty() ? read_error_text(request.error) : request.why;
 }
 
 FolderSource::FolderSource(std::string root, SampleIndex index, FileSystem& files)

@@ -2,7 +2,8 @@
 //
 // A Source is a fixed list of samples, ids 0..size()-1, the same on every process, each with a size
 // in bytes and a label, and a fingerprint over all of it. A Reader brings bytes of samples; each
-// thread that reads has its own. Formats are folders of this room: folder.h (files) today.
+// thread that reads has its own. folder.h: samples that are files; records.h: samples that are
+// ranges of a few large files, found by the scanners of lmdb.h, tar.h and tfrecord.h.
 // Thread-safety: Source is immutable after construction; a Reader belongs to one thread.
 #pragma once
 
@@ -12,6 +13,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "base/error.h"
 
@@ -23,8 +25,11 @@ struct ReadRequest {
   uint64_t sample = 0;
   std::span<std::byte> into;  // exactly sizes()[sample] bytes
   int error = 0;
+  bool once = false;  // this node keeps the bytes: they are not worth a place in the page cache
+  std::string why{};  // what `error` cannot say; mostly empty
 };
 inline constexpr int kSizeChanged = 10001;  // the file is shorter or longer than the index says
+inline constexpr int kWrongBytes = 10002;   // what was read cannot be the sample: see `why`
 
 class Reader {
  public:
@@ -48,13 +53,25 @@ class Source {
   virtual std::span<const int64_t> labels() const = 0;
   virtual uint64_t total_bytes() const = 0;
   virtual uint64_t fingerprint() const = 0;
-  // What to call the sample in a message: a path.
+  // What to call the sample in a message: a path, and the place in it.
   virtual std::string describe(uint64_t sample) const = 0;
   // `depth`: requests that the reader may keep in flight at once.
   virtual std::unique_ptr<Reader> make_reader(ReaderKind kind, unsigned depth) const = 0;
+
+  // Bytes that one Reader::read should ask for at once so that neighbours are read together; 0
+  // where samples have no neighbours.
+  virtual uint64_t batch_bytes() const { return 0; }
+  // Samples that lie next to this one, in the order of the storage, for which reading on is cheaper
+  // than coming back: appended to `out`, the sample itself left out.
+  virtual void around(uint64_t sample, std::vector<uint64_t>& out) const {
+    static_cast<void>(sample);
+    static_cast<void>(out);
+  }
 };
 
 // "file is shorter or longer than the index says" for kSizeChanged, the system's text for an errno.
 std::string read_error_text(int error);
+// The request's own reason where it has one.
+std::string read_error_text(const ReadRequest& request);
 
 }  // namespace nostall::source

@@ -4,6 +4,7 @@
 #include <new>
 
 #include "base/clock.h"
+#include "stage/events.h"
 #include "stage/run.h"
 
 namespace nostall::stage {
@@ -21,6 +22,10 @@ constexpr double kWaitForReads = 20.0, kWaitSeconds = 0.05;
 constexpr std::chrono::seconds kLocalPatience{10};
 // An origin that is avoided is tried again this often.
 constexpr int64_t kProbeNs = 2'000'000'000;
+// What is read beside the samples that are wanted, at most: bytes, and seconds at the source's
+// speed, for a batch waits behind it, and a stop.
+constexpr uint64_t kMostBeside = uint64_t{16} << 20;
+constexpr double kBesideSeconds = 0.25;
 
 }  // namespace
 
@@ -58,6 +63,8 @@ void Loader::Run::own_loop(std::stop_token stop) {
         cache.file_write(r.sample, r.into);
       }
     }
+    trace::record(kReadOwned, begin, now_ns(),
+                  {static_cast<int64_t>(requests.size()), static_cast<int64_t>(bytes)});
     speeds_[size_t(Origin::source)].record(bytes, now_ns() - begin);
     own_bytes_ += bytes;
     requests.clear();
@@ -109,6 +116,7 @@ void Loader::Run::fetch(std::vector<Fetch>& chunk, source::Reader& reader, std::
     }
     std::vector<Fetch*> to_read, from_peers, left;
     std::vector<Work> finished;
+    const int64_t looked = now_ns();
     for (Fetch* f : open) {
       f->patient =
           now - begun < kPatience && now - heard < kSilence && worth_waiting(*f, now - begun);
@@ -127,6 +135,9 @@ void Loader::Run::fetch(std::vector<Fetch>& chunk, source::Reader& reader, std::
           left.push_back(f);
           break;
       }
+    }
+    if (!finished.empty()) {
+      trace::record(kReadTiers, looked, now_ns(), {static_cast<int64_t>(finished.size())});
     }
     finish(finished);
     const bool idle = finished.empty() && to_read.empty() && from_peers.empty();
@@ -234,6 +245,8 @@ bool Loader::Run::from_tier(Fetch& fetch) {
 
 void Loader::Run::wait_for_others(const Fetch& fetch, std::stop_token stop) {
   const plan::SampleId sample = fetch.work.task->items[fetch.work.index].sample;
+  trace::Span span(kWaitOthers);
+  span.values[0] = static_cast<int64_t>(sample);
   if (config_.cache && config_.cache->placed(sample) &&
       config_.cache->state(sample) == tier::State::filling) {
     config_.cache->wait(sample, kSlice, stop);
@@ -253,7 +266,7 @@ bool Loader::Run::prepare(Fetch& fetch) {
   try {
     fetch.into = raw_destination(fetch);
   } catch (const std::bad_alloc&) {
-    settle(fetch, ENOMEM);
+    settle(fetch, ENOMEM, source::read_error_text(ENOMEM));
     return false;
   }
   return true;
@@ -271,9 +284,10 @@ void Loader::Run::prepare_all(std::vector<Fetch*>& fetches) {
 }
 
 // The bytes of a sample are in `into`, or an errno says why not: settles the claim.
-void Loader::Run::settle(Fetch& fetch, int error) {
+void Loader::Run::settle(Fetch& fetch, int error, std::string why) {
   Task::Item& item = fetch.work.task->items[fetch.work.index];
   item.read_error = error;
+  item.read_why = std::move(why);
   if (!fetch.claimed) return;
   if (error != 0) {
     config_.cache->abandon(item.sample);
@@ -285,15 +299,81 @@ void Loader::Run::settle(Fetch& fetch, int error) {
   }
 }
 
+std::vector<Loader::Run::Beside> Loader::Run::claim_beside(std::span<Fetch* const> fetches) {
+  std::vector<Beside> beside;
+  tier::NodeCache* const cache = config_.cache.get();
+  if (!cache) return beside;
+  const double byte = speeds_[size_t(Origin::source)].seconds_per_byte();
+  uint64_t room = kMostBeside;
+  if (byte > 0.0) room = std::min(room, static_cast<uint64_t>(kBesideSeconds / byte));
+  std::vector<uint64_t> near;
+  for (const Fetch* f : fetches) {
+    if (!f->claimed) continue;  // no tier will have this part of the source
+    const Task& task = *f->work.task;
+    near.clear();
+    config_.source->around(task.items[f->work.index].sample, near);
+    for (const uint64_t sample : near) {
+      const uint64_t size = sizes_[sample];
+      if (size > room) return beside;
+      if (!cache->placed(sample) || cache->state(sample) != tier::State::empty) continue;
+      // What another node reads first, or has, comes from there.
+      if (config_.peers &&
+          config_.peers->where(sample, task.batch->position.epoch) != peer::Where::source) {
+        continue;
+      }
+      if (!cache->claim(sample)) continue;
+      Beside b{sample, {}, {}};
+      if (cache->kind(sample) == tier::TierKind::ram) {
+        b.into = cache->ram_slot(sample);
+        if (b.into.size() != size) continue;  // no memory: the cache has said so
+      } else {
+        try {
+          b.buffer = raw_pool_->take(size);
+        } catch (const std::bad_alloc&) {
+          cache->abandon(sample);
+          return beside;
+        }
+        b.into = {b.buffer->data(), size};
+      }
+      room -= size;
+      beside.push_back(std::move(b));
+    }
+  }
+  return beside;
+}
+
+void Loader::Run::keep_beside(std::span<const Beside> beside,
+                              std::span<const source::ReadRequest> requests) {
+  for (size_t i = 0; i < beside.size(); ++i) {
+    if (requests[i].error != 0) {
+      config_.cache->abandon(beside[i].sample);  // whoever needs it will say what is wrong
+      continue;
+    }
+    own_bytes_ += beside[i].into.size();
+    if (beside[i].buffer) {
+      config_.cache->file_write(beside[i].sample, beside[i].into);
+    } else {
+      config_.cache->publish(beside[i].sample);
+    }
+  }
+}
+
 void Loader::Run::read_source(std::span<Fetch* const> fetches, source::Reader& reader,
                               std::stop_token stop) {
+  const std::vector<Beside> beside = claim_beside(fetches);
   std::vector<source::ReadRequest> requests;
-  requests.reserve(fetches.size());
+  requests.reserve(fetches.size() + beside.size());
   uint64_t bytes = 0;
-  for (Fetch* f : fetches) {
-    requests.push_back({f->work.task->items[f->work.index].sample, f->into, 0});
-    bytes += f->into.size();
+  const auto ask = [&](plan::SampleId sample, std::span<std::byte> into, bool once) {
+    source::ReadRequest request{sample, into};
+    request.once = once;
+    requests.push_back(std::move(request));
+    bytes += into.size();
+  };
+  for (const Fetch* f : fetches) {
+    ask(f->work.task->items[f->work.index].sample, f->into, f->claimed);
   }
+  for (const Beside& b : beside) ask(b.sample, b.into, true);
   const int64_t begin = now_ns();
   reader.read(requests);
   const int64_t took = now_ns() - begin;
@@ -303,21 +383,30 @@ void Loader::Run::read_source(std::span<Fetch* const> fetches, source::Reader& r
   if (best == 0.0 || speed.seconds_per_byte() < best) {
     best_source_.store(speed.seconds_per_byte(), std::memory_order_relaxed);
   }
+  if (trace::on()) {
+    const auto failed = std::count_if(requests.begin(), requests.end(),
+                                      [](const auto& request) { return request.error != 0; });
+    trace::record(kReadSource, begin, begin + took,
+                  {static_cast<int64_t>(requests.size()), static_cast<int64_t>(bytes), failed});
+  }
   std::vector<Work> finished;
   std::vector<Kept> kept;
   for (size_t i = 0; i < fetches.size(); ++i) {
     Fetch& f = *fetches[i];
-    settle(f, requests[i].error);
-    count(*f.work.task, Origin::source, requests[i].error == 0 ? requests[i].into.size() : 0,
+    const source::ReadRequest& request = requests[i];
+    const std::string why = request.error != 0 ? source::read_error_text(request) : std::string();
+    settle(f, request.error, why);
+    count(*f.work.task, Origin::source, request.error == 0 ? request.into.size() : 0,
           took / static_cast<int64_t>(fetches.size()));
-    if (requests[i].error == 0) {
+    if (request.error == 0) {
       keep_copy(f, kept);
     } else if (!transformed()) {
-      handle_bad(f.work, source::read_error_text(requests[i].error), nullptr, reader);
+      handle_bad(f.work, why, nullptr, reader);
     }
     finished.push_back(f.work);
   }
   finish(finished);
+  keep_beside(beside, std::span(requests).subspan(fetches.size()));
   for (const Kept& k : kept) pass_on(k, stop);
 }
 
@@ -346,19 +435,25 @@ std::vector<Loader::Run::Fetch*> Loader::Run::take_from_peers(std::span<Fetch* c
   for (size_t i = 0; i < fetches.size(); ++i) {
     Fetch& f = *fetches[i];
     if (group.requests[i].outcome == peer::Outcome::here) {
-      settle(f, 0);
+      settle(f, 0, {});
       bytes += f.into.size();
       count(*f.work.task, Origin::peer, f.into.size(), took / static_cast<int64_t>(fetches.size()));
       if (f.claimed && f.to_file_tier) keep_copy(f, kept);
       finished.push_back(f.work);
       continue;
     }
-    settle(f, EHOSTUNREACH);
-    f.work.task->items[f.work.index].raw.reset();
+    settle(f, EHOSTUNREACH, {});
+    Task::Item& item = f.work.task->items[f.work.index];
+    item.read_error = 0;  // of that owner, not of the sample
+    item.raw.reset();
     f.shunned = true;
     again.push_back(&f);
   }
   if (bytes > 0) speeds_[size_t(Origin::peer)].record(bytes, took);
+  const int64_t now = now_ns();
+  trace::record(kFetchPeers, now - took, now,
+                {static_cast<int64_t>(fetches.size()),
+                 static_cast<int64_t>(fetches.size() - again.size()), static_cast<int64_t>(bytes)});
   finish(finished);
   for (const Kept& k : kept) {
     if (k.to_file_tier) config_.cache->file_write(k.sample, k.bytes);
@@ -388,6 +483,8 @@ void Loader::Run::keep_copy(const Fetch& fetch, std::vector<Kept>& kept) {
 }
 
 void Loader::Run::pass_on(const Kept& kept, std::stop_token stop) {
+  trace::Span span(kPassOn);
+  span.values = {static_cast<int64_t>(kept.sample), static_cast<int64_t>(kept.bytes.size())};
   if (kept.push) config_.peers->push(kept.sample, kept.bytes, kept.keep, stop);
   if (kept.to_file_tier) config_.cache->file_write(kept.sample, kept.bytes);
 }

@@ -8,6 +8,7 @@
 
 #include "base/clock.h"
 #include "plan/locality.h"
+#include "stage/events.h"
 
 namespace nostall::stage {
 namespace {
@@ -16,6 +17,7 @@ namespace {
 // slow storage busy through a burst of compute, little enough that a seek stays cheap.
 constexpr uint64_t kMaxAhead = 16384;
 constexpr int64_t kPeerCheckNs = 500'000'000;
+constexpr size_t kMaxChunk = 4096;  // samples that one fetch thread holds at once
 
 }  // namespace
 
@@ -98,6 +100,7 @@ void Loader::Run::guarded(const std::function<void()>& work) noexcept {
 
 std::unique_ptr<Batch> Loader::Run::next(std::chrono::nanoseconds timeout) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
+  if (asked_ == 0 && trace::on()) asked_ = now_ns();
   std::unique_lock lock(mutex_);
   for (;;) {
     if (config_.cache && now_ns() - last_peer_check_ > kPeerCheckNs) {
@@ -137,6 +140,16 @@ std::unique_ptr<Batch> Loader::Run::next(std::chrono::nanoseconds timeout) {
   lock.unlock();
   fetchable_.notify_all();
   transformable_.notify_all();
+  if (asked_ != 0) {
+    const auto samples = [&](Origin o) {
+      return static_cast<int64_t>(batch->origins[size_t(o)].samples);
+    };
+    trace::record(
+        kWaitBatch, asked_, now_ns(),
+        {batch->position.epoch, static_cast<int64_t>(batch->position.batch), samples(Origin::ram),
+         samples(Origin::file), samples(Origin::peer), samples(Origin::source), batch->queue});
+    asked_ = 0;
+  }
   return batch;
 }
 
@@ -230,11 +243,19 @@ bool Loader::Run::may_take(const Task& task, uint64_t transient) const {
   return transient_ == 0 || transient_ + transient <= config_.io_bytes;
 }
 
+// A source whose samples have neighbours gets as many at once as make one good read; where tiers
+// keep them, read-around does that (claim_beside).
+bool Loader::Run::chunk_full(size_t samples, uint64_t bytes) const {
+  if (samples < config_.depth) return false;
+  return config_.cache || samples >= kMaxChunk || bytes >= config_.source->batch_bytes();
+}
+
 std::vector<Loader::Run::Fetch> Loader::Run::take_chunk(std::stop_token stop) {
   std::vector<Fetch> chunk;
+  uint64_t bytes = 0;
   std::unique_lock lock(mutex_);
   while (!stop.stop_requested()) {
-    while (chunk.size() < config_.depth) {
+    while (!chunk_full(chunk.size(), bytes)) {
       if (!fetching_) {
         // A chunk stays inside what may be staged: raw batches get their buffer here.
         if (!transformed() && opened_ >= handed_out_ + max_staged_) break;
@@ -252,6 +273,7 @@ std::vector<Loader::Run::Fetch> Loader::Run::take_chunk(std::stop_token stop) {
       fetching_->items[fetch_index_].charged = transient;
       Fetch fetch;
       fetch.work = {fetching_, fetch_index_++};
+      bytes += sizes_[sample];
       chunk.push_back(fetch);
       // Once its last sample is taken the task may be finished, handed out and gone at any time.
       if (fetch_index_ == fetching_->items.size()) fetching_ = nullptr;

@@ -26,6 +26,7 @@ struct Task {
     std::shared_ptr<Buffer> raw;  // transient bytes; null when they lie in the RAM tier
     uint64_t charged = 0;         // bytes of the transient budget that it holds
     int read_error = 0;
+    std::string read_why;  // its text
   };
   uint64_t sequence = 0;  // batches since the run began
   std::vector<Item> items;
@@ -69,6 +70,13 @@ class Loader::Run {
     std::span<const std::byte> bytes;
   };
 
+  // A sample that is read for a tier alone.
+  struct Beside {
+    plan::SampleId sample = 0;
+    std::shared_ptr<Buffer> buffer;  // of a file tier's; null: its slot of the RAM tier
+    std::span<std::byte> into;
+  };
+
   // The body of a thread: what it throws ends the run, and is thrown by next().
   void guarded(const std::function<void()>& work) noexcept;
   void end_threads() noexcept;
@@ -79,6 +87,7 @@ class Loader::Run {
   // Takes the next samples in plan order; empty when stopped.
   std::vector<Fetch> take_chunk(std::stop_token stop);
   bool may_take(const Task& task, uint64_t transient) const;
+  bool chunk_full(size_t samples, uint64_t bytes) const;
   Task* open_task();
   std::shared_ptr<const plan::RankEpoch> rank_epoch(uint32_t epoch);
   void plan_ahead(uint32_t epoch);
@@ -92,8 +101,12 @@ class Loader::Run {
   // False if there is no memory for the sample: it has its error then.
   bool prepare(Fetch& fetch);
   void prepare_all(std::vector<Fetch*>& fetches);
-  void settle(Fetch& fetch, int error);
+  void settle(Fetch& fetch, int error, std::string why);
   void read_source(std::span<Fetch* const> fetches, source::Reader& reader, std::stop_token stop);
+  // Samples beside those to read that the tiers have room for, claimed: reading on is cheaper than
+  // coming back (Source::around).
+  std::vector<Beside> claim_beside(std::span<Fetch* const> fetches);
+  void keep_beside(std::span<const Beside> beside, std::span<const source::ReadRequest> requests);
   std::shared_ptr<peer::FetchGroup> ask_peers(std::span<Fetch* const> fetches);
   std::vector<Fetch*> take_from_peers(std::span<Fetch* const> fetches,
                                       const peer::FetchGroup& group);
@@ -128,7 +141,8 @@ class Loader::Run {
   std::condition_variable ready_;
   std::map<uint32_t, std::shared_future<std::shared_ptr<const plan::RankEpoch>>> epochs_;
   std::deque<std::unique_ptr<Task>> tasks_;  // front: the next one to hand out
-  uint64_t handed_out_ = 0;                  // batches, since the run began
+  int64_t asked_ = 0;        // since when the consumer waits, while recording; else 0
+  uint64_t handed_out_ = 0;  // batches, since the run began
   uint64_t opened_ = 0;
   Position cursor_;  // of the batch that fetching has reached
   Task* fetching_ = nullptr;

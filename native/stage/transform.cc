@@ -3,6 +3,7 @@
 
 #include "base/clock.h"
 #include "base/random.h"
+#include "stage/events.h"
 #include "stage/run.h"
 
 namespace nostall::stage {
@@ -56,8 +57,12 @@ void Loader::Run::transform_loop(std::stop_token stop) {
 void Loader::Run::transform(Work work, image::Scratch& scratch, source::Reader& reader) {
   Task::Item& item = work.task->items[work.index];
   const int64_t begin = thread_cpu_ns();
+  trace::Span span(kDecode);
+  const Position position = work.task->batch->position;
+  span.values = {static_cast<int64_t>(item.sample), static_cast<int64_t>(sizes_[item.sample]),
+                 position.epoch, static_cast<int64_t>(position.batch)};
   if (item.read_error != 0) {
-    handle_bad(work, source::read_error_text(item.read_error), &scratch, reader);
+    handle_bad(work, item.read_why, &scratch, reader);
   } else {
     const std::span<const std::byte> bytes =
         item.raw ? std::span<const std::byte>(item.raw->data(), sizes_[item.sample])
@@ -125,7 +130,7 @@ bool Loader::Run::read_whole(plan::SampleId sample, std::span<std::byte> into,
   }
   source::ReadRequest request{sample, into, 0};
   reader.read({&request, 1});
-  if (request.error != 0) reason = source::read_error_text(request.error);
+  if (request.error != 0) reason = source::read_error_text(request);
   return request.error == 0;
 }
 

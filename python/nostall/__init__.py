@@ -8,22 +8,34 @@
 Importing this package needs NumPy alone and starts nothing.
 """
 
-from nostall import errors, transforms
+from nostall import errors, trace, transforms
+from nostall.checkpoint import Checkpointer, Keep
 from nostall.loader import DataLoader, RawBatch
 from nostall.plan import Plan
 from nostall.source import FileList, ImageFolder, Source
 from nostall.stats import Stats
+from nostall.stores import HDF5, LMDB, ArrowIPC, ObjectFolder, Parquet, TarShards, TFRecord
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "HDF5",
+    "LMDB",
+    "ArrowIPC",
+    "Checkpointer",
     "DataLoader",
     "FileList",
     "ImageFolder",
+    "Keep",
+    "ObjectFolder",
+    "Parquet",
     "Plan",
     "RawBatch",
     "Source",
     "Stats",
+    "TFRecord",
+    "TarShards",
     "errors",
+    "trace",
     "transforms",
 ]

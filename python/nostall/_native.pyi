@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import enum
 from typing import Annotated, overload
 
@@ -166,6 +166,183 @@ def open_files(
     root: str, paths: Sequence[str], labels: Sequence[int], threads: int
 ) -> FolderSource: ...
 
+class Storage:
+    """Files or objects of which ranges are read."""
+
+    @property
+    def paths(self) -> list[str]: ...
+    @property
+    def sizes(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
+    @property
+    def times(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """
+        Nanoseconds since the epoch of each file's last change; 0 where unknown.
+        """
+
+    def read(self, file: int, offset: int, size: int) -> bytes: ...
+
+def open_storage(paths: Sequence[str], direct: str) -> Storage: ...
+def python_storage(
+    paths: Sequence[str],
+    sizes: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    read: Callable,
+) -> Storage:
+    """read(list of (file, offset, size)) -> list of buffers or exceptions."""
+
+class LmdbRecords:
+    """What a scan of an LMDB tree found."""
+
+    def __len__(self) -> int: ...
+    @property
+    def offset(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
+    @property
+    def length(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
+    @property
+    def own_pages(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]: ...
+    def key(self, arg: int, /) -> bytes: ...
+    def find(self, arg: bytes, /) -> int | None:
+        """
+        The record with that key, by looking at all of them; None if there is none.
+        """
+
+    def decimal_keys(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]:
+        """The keys as numbers, 2**64 - 1 for those that are not decimal."""
+
+    @property
+    def databases(self) -> list[str]: ...
+    @property
+    def pages_read(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def transaction(self) -> int: ...
+    @property
+    def other_meta_used(self) -> bool: ...
+    def stamp(self, arg: str, /) -> str: ...
+    def computed_pages(self) -> tuple[list[int], str]:
+        """
+        First page of every value by the arithmetic of seed lmdbio-and-horovod 5.2.2, and why it does not hold here (empty: it does).
+        """
+
+def scan_lmdb(storage: Storage, database: str) -> LmdbRecords: ...
+def lmdb_stamp(storage: Storage, database: str) -> str: ...
+def scan_tar(storage: Storage, keep: str, threads: int, progress: Callable | None) -> tuple:
+    """
+    (file, offset, size, names, contents) of all regular members; contents of those whose name ends with `keep`.
+    """
+
+def scan_tfrecord(storage: Storage, check: bool, threads: int, progress: Callable | None) -> tuple:
+    """
+    (file, offset, length) of all records; `check` compares their checksums too.
+    """
+
+def find_payloads(
+    storage: Storage,
+    file: Annotated[
+        NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    offset: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    length: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    kind: str,
+    image: str,
+    label: str,
+    threads: int,
+    progress: Callable | None,
+) -> tuple:
+    """
+    (offset, length, label, shape) of the image in every record; shape is (n * 3,): channels, height, width of pixels that are not encoded, else zeros.
+    """
+
+class RecordTable:
+    @property
+    def kind(self) -> str: ...
+    @property
+    def stamp(self) -> str: ...
+    def __len__(self) -> int: ...
+    @property
+    def paths(self) -> list[str]: ...
+    @property
+    def file_sizes(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
+    @property
+    def times(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]: ...
+    @property
+    def file(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+    @property
+    def offset(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
+    @property
+    def length(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
+    @property
+    def label(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]: ...
+    @property
+    def head(self) -> Annotated[NDArray[numpy.uint16], dict(shape=(None,))]: ...
+    def store(self, path: str) -> tuple[int, int]:
+        """Writes the stored form; (0 or -errno, bytes)."""
+
+def record_table(
+    kind: str,
+    stamp: str,
+    storage: Storage,
+    file: Annotated[
+        NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    offset: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    length: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    label: Annotated[
+        NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    head: Annotated[
+        NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+) -> RecordTable: ...
+def load_records(path: str) -> RecordTable: ...
+
+class RecordSource(Source):
+    @property
+    def table(self) -> RecordTable: ...
+    @property
+    def cost(self) -> tuple[float, float]:
+        """Seconds an operation and a byte, as measured so far."""
+
+def record_source(
+    storage: Storage,
+    table: RecordTable,
+    max_read: int,
+    coalesce: bool,
+    page_size: int,
+    database: str,
+) -> RecordSource:
+    """
+    A source on a table; `page_size` of an LMDB database whose value pages are checked, or 0.
+    """
+
+def callback_source(
+    sizes: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    labels: Annotated[
+        NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    group: Annotated[
+        NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    fingerprint: int,
+    read: Callable,
+    describe: Callable,
+) -> Source:
+    """
+    read(list of ids) -> list of buffers or exceptions; samples of a group (rising, or empty) are read together.
+    """
+
 class Pipeline:
     """Compiled transforms of encoded images."""
 
@@ -284,6 +461,162 @@ class Loader:
     @property
     def memory(self) -> tuple[int, int, int, int]: ...
 
+class HorovodTimeline:
+    """Operations of a Horovod timeline (native/timeline/horovod.h)."""
+
+    def __init__(self) -> None: ...
+    def feed(self, data: bytes) -> None: ...
+    def finish(self) -> None: ...
+    def take(self) -> dict: ...
+    @property
+    def closed_rounds(self) -> int: ...
+    @property
+    def tensors(self) -> list: ...
+    @property
+    def report(self) -> dict: ...
+
+class TraceFilter:
+    """Chosen events of a Chrome-format trace (native/timeline/scanner.h)."""
+
+    def __init__(self, names: Sequence[str], categories: Sequence[str]) -> None: ...
+    def feed(self, data: bytes) -> None: ...
+    def finish(self) -> None: ...
+    def take(self) -> list: ...
+    @property
+    def report(self) -> dict: ...
+
+def trace_start(path: str, rank: int, world: int) -> None: ...
+def trace_stop() -> tuple[int, int, int]:
+    """Events written, events dropped, bytes of the file."""
+
+def trace_on() -> bool: ...
+def trace_kind(category: str, name: str) -> int: ...
+def trace_now() -> int:
+    """Nanoseconds of the clock of all events."""
+
+def trace_record(kind: int, begin: int, end: int) -> None:
+    """Nothing while not recording; `kind` from trace_kind."""
+
+CHECKPOINT_BLOCK: int = 4194304
+
+CHECKPOINT_ALIGNMENT: int = 4096
+
+class Priority(enum.Enum):
+    normal = 0
+
+    low = 1
+
+    idle = 2
+
+class Image:
+    """A snapshot in memory (native/checkpoint/image.h)."""
+
+    def __init__(self, threads: int) -> None: ...
+    def reserve(self, bytes: int) -> None: ...
+    def begin(
+        self, header: bytes, pieces: Sequence[tuple[int, int]], background: bool = False
+    ) -> None:
+        """
+        Pieces are (address, bytes) of memory that must stay as it is until finish returns.
+        """
+
+    def finish(self) -> None: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def capacity(self) -> int: ...
+
+class Gate:
+    """Keeps background writing back while it is held."""
+
+    def __init__(self) -> None: ...
+    def hold(self) -> None: ...
+    def release(self) -> None: ...
+    @property
+    def held(self) -> bool: ...
+
+class Written:
+    @property
+    def size(self) -> int: ...
+    @property
+    def crcs(self) -> list[int]: ...
+    @property
+    def direct(self) -> bool: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def cpu_seconds(self) -> float: ...
+
+class ImageWrite:
+    """An image into a file (native/checkpoint/write.h)."""
+
+    def __init__(
+        self,
+        image: Image,
+        path: str,
+        rate: int = 0,
+        priority: Priority = Priority.idle,
+        threads: int = 1,
+        direct: bool = True,
+        gate: Gate | None = None,
+        gate_patience: float = 1.0,
+    ) -> None: ...
+    def run(self) -> Written: ...
+    def hurry(self) -> None: ...
+    def stop(self) -> None: ...
+
+class FileCopy:
+    """A checked copy (native/checkpoint/transfer.h)."""
+
+    def __init__(
+        self,
+        source: str,
+        target: str,
+        size: int,
+        crcs: Sequence[int],
+        rate: int = 0,
+        priority: Priority = Priority.idle,
+        direct: bool = True,
+        gate: Gate | None = None,
+        gate_patience: float = 1.0,
+    ) -> None: ...
+    def run(self) -> Written: ...
+    def hurry(self) -> None: ...
+    def stop(self) -> None: ...
+
+class Progress:
+    def __init__(self) -> None: ...
+    @property
+    def bytes(self) -> int: ...
+
+def read_checked(
+    path: str, size: int, crcs: Sequence[int], threads: int, progress: Progress | None = None
+) -> tuple[Annotated[NDArray[numpy.uint8], dict(shape=(None,))], list[int], float]:
+    """
+    The file's bytes, the numbers of its damaged blocks, and the seconds it took.
+    """
+
+def check_file(
+    path: str,
+    size: int,
+    crcs: Sequence[int],
+    threads: int,
+    progress: Progress | None = None,
+    priority: Priority = Priority.normal,
+) -> list[int]:
+    """The numbers of its damaged blocks."""
+
+def crc32c(bytes: bytes) -> int: ...
+
+class DirectoryLock:
+    """A lock that ends with its process."""
+
+    def __init__(self, path: str) -> None: ...
+    def acquire(self) -> bool:
+        """At once; whether it was had."""
+
+    def release(self) -> None: ...
+
 class Reducer:
     """An operation on elements (native/collective/reducer.h)."""
 
@@ -353,3 +686,52 @@ def open_communicator(
 
 def allocate_shared(communicator: Communicator, bytes: int) -> object:
     """Bytes that all ranks reach, or None if the arena has no room."""
+
+class SyncEngine:
+    """Reduces gradients over all ranks (native/sync)."""
+
+    def __init__(
+        self,
+        tensors: Sequence[tuple[str, int, str, str]],
+        job: str,
+        rank: int,
+        ranks: int,
+        transport: object | None,
+        fixed_order: bool,
+        mode: str,
+        nonblocking: bool,
+        global_sleep_every: int,
+        cores: Sequence[int],
+        cycle: float,
+        test_sleep: float,
+        threshold: int,
+        warn: float,
+        timeout: float,
+        mean: bool,
+        check_finite: bool,
+    ) -> None: ...
+    def set_plan(self, groups: Sequence[Sequence[int]]) -> None: ...
+    def broadcast(self, data: bytes, root: int) -> bytes: ...
+    def all_gather(self, data: bytes) -> list: ...
+    def submit(self, tensor: int, address: int, present: bool) -> None:
+        """
+        The gradient's memory at `address` is read and written until wait() has returned.
+        """
+
+    def wait(self) -> None: ...
+    def wait_for(self, tensor: int) -> None: ...
+    def contributors(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+    def stats(self) -> dict[str, int]: ...
+
+def plan_reductions(
+    graph: Sequence[tuple[Sequence[int], int, int]],
+    tensors: Sequence[tuple[str, int, str, str]],
+    threshold: int,
+) -> tuple[list[list[int]], int, int]:
+    """
+    (groups, nodes, edges) of a graph of (parents, tensor or -1, priority).
+    """
+
+def fuse_reductions(
+    order: Sequence[int], tensors: Sequence[tuple[str, int, str, str]], threshold: int
+) -> list[list[int]]: ...

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from nostall import _native, cluster
+from nostall import _native, cluster, trace
 from nostall.calibration import Calibration
 from nostall.errors import UsageError
 from nostall.plan import Plan, sample_ids
@@ -448,9 +448,28 @@ class DataLoader:
             self._peer_counts = self._loader.peers
         return self._recorder.stats(bound, self._peer_counts)
 
+    def settings(self) -> dict[str, Any]:
+        """What this loader was given and chose, as plain data."""
+        return {
+            "rank": self.world.rank,
+            "world_size": self.world.world_size,
+            "local_world_size": self.world.local_world_size,
+            "dataset": type(self.dataset).__name__,
+            "samples": len(self.dataset),
+            "dataset_bytes": self.dataset.total_bytes,
+            "batch_size": self.batch_size,
+            "epochs": self.epochs_total,
+            "threads": self._threads,
+            "fetchers": self._fetchers(),
+            "transforms": "native" if self._pipeline else "python" if self._python else "none",
+            "staging_bytes": self._staging,
+            "tiers": [[t.kind, t.capacity, t.path] for t in self._tiers],
+        }
+
     def close(self) -> None:
         """Stops all threads, gives the memory back and leaves the node's tiers."""
         self._closed = True
+        trace.keep(self)
         self._stop_native()
         if self._python:
             self._python.close()
@@ -534,6 +553,7 @@ class DataLoader:
             )
             self._finalizer.detach()
             self._finalizer = weakref.finalize(self, self._loader.close)
+            trace.begin(self)
         return self._loader
 
     def _fetchers(self) -> int:

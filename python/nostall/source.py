@@ -160,9 +160,9 @@ class FileList(Source):
     ) -> None:
         self.root = os.fspath(root) if root is not None else str(Path.cwd())
         self._arguments = {
+            "root": str(Path(self.root).absolute()),
             "paths": paths,
             "labels": labels,
-            "root": str(Path(self.root).absolute()),
         }
         if paths is None:
             if root is None or labels is not None:
@@ -188,8 +188,8 @@ def _reopen(kind: type[Source], arguments: dict[str, Any], fingerprint: int) -> 
     source = kind(**arguments)
     if source.fingerprint != fingerprint:
         raise IoError(
-            f"{arguments['root']} changed since it was opened: start again, every process must see "
-            "the same files"
+            f"{next(iter(arguments.values()))} changed since it was opened: start again, every process "
+            "must see the same files"
         )
     return source
 
@@ -202,10 +202,18 @@ def index_path(root: str, index: bool | str | os.PathLike[str] = True) -> str:
         return os.fspath(index)
     if os.access(root, os.W_OK):
         return str(Path(root) / _INDEX_NAME)
+    cache = cache_folder()
+    if cache is None:
+        return ""
+    name = hashlib.sha256(os.path.realpath(root).encode()).hexdigest()[:16]
+    return str(cache / f"{name}.index")
+
+
+def cache_folder() -> Path | None:
+    """The user's folder for what can be made again; None if there can be none."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nostall"
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError:
-        return ""
-    name = hashlib.sha256(os.path.realpath(root).encode()).hexdigest()[:16]
-    return str(cache / f"{name}.index")
+        return None
+    return cache

@@ -1,29 +1,60 @@
-"""Draws saved statistics, one file per rank of a job, into one self-contained HTML file."""
+"""Says where training waited: from statistics that loaders saved, or from timelines.
+
+Statistics (loader.stats().save(file), one file a rank) become one self-contained HTML file. A Horovod
+timeline, or traces of the PyTorch profiler (one a rank), become a table, and the files named with -o.
+"""
 
 from __future__ import annotations
 
 import argparse
 
-from nostall.errors import IoError
+from nostall import analyze
+from nostall.errors import IoError, UsageError
+from nostall.report import timeline as timeline_report
 from nostall.report import write
 from nostall.stats import Stats
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nostall report``."""
-    parser.add_argument("files", nargs="+", help="written by loader.stats().save(file)")
-    parser.add_argument("-o", "--output", default="nostall-report.html")
+    parser.add_argument("files", nargs="+", help="statistics, or timelines (plain or gzip)")
+    parser.add_argument(
+        "-o",
+        "--output",
+        action="append",
+        help="of statistics: the HTML file (nostall-report.html); of timelines: any number of files, "
+        "their format by suffix: " + ", ".join(timeline_report.SUFFIXES),
+    )
+    parser.add_argument(
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="tensors that are no gradients, such as 'metric*'",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the report."""
+    traces = [analyze.is_trace(f) for f in arguments.files]
+    if all(traces):
+        found = analyze.analyze(arguments.files, arguments.exclude)
+        print(timeline_report.text(found))
+        for path in arguments.output or []:
+            timeline_report.save(found, path)
+            print(path)
+        return 0
+    if any(traces):
+        odd = arguments.files[traces.index(False)]
+        raise UsageError(f"{odd} is no timeline, the others are: report them one by one")
+    outputs = arguments.output or ["nostall-report.html"]
     stats = [Stats.load(f) for f in arguments.files]
-    try:
-        write(stats, arguments.output)
-    except OSError as error:
-        raise IoError(
-            f"cannot write the report to {arguments.output}: {error.strerror}; pass another file "
-            "with -o"
-        ) from error
-    print(arguments.output)
+    for output in outputs:
+        try:
+            write(stats, output)
+        except OSError as error:
+            raise IoError(
+                f"cannot write the report to {output}: {error.strerror}; pass another file with -o"
+            ) from error
+        print(output)
     return 0

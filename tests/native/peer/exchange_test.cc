@@ -84,7 +84,11 @@ TEST_F(ExchangeTest, AWrongSecretGetsNothing) {
   EXPECT_EQ(into, std::vector<std::byte>(sizes_[0]));
   EXPECT_EQ(members[0].exchange->stats().served, 0u);
   EXPECT_GT(members[1].exchange->stats().refused + members[0].exchange->stats().refused, 0u);
-  EXPECT_FALSE(members[1].exchange->push(2, bytes_of(2), nullptr, {}));
+  const auto bytes = std::make_shared<std::vector<std::byte>>(bytes_of(2));
+  members[1].exchange->push(2, *bytes, bytes, {});
+  ASSERT_TRUE(eventually([&] { return members[1].exchange->nodes_alive() == 1; }));
+  EXPECT_FALSE(members[1].exchange->push(2, *bytes, bytes, {}));
+  EXPECT_EQ(members[1].exchange->stats().pushed, 0u);
   EXPECT_EQ(members[0].cache->state(2), tier::State::empty);
 }
 

@@ -26,6 +26,11 @@ class Wire final : public Transport {
     std::vector<std::byte> payload;
   };
 
+  // As the contract says, what is under way ends before the transport does.
+  ~Wire() override {
+    for (const auto& done : held_) done(false);
+  }
+
   std::string address() override { return "wire"; }
   void connect(uint32_t, const std::string&) override {}
   void send(uint32_t, const HeaderBytes& header, std::span<const std::byte> payload,
@@ -34,7 +39,11 @@ class Wire final : public Transport {
       const std::scoped_lock lock(mutex_);
       heard_.push_back({{header.begin(), header.end()}, {payload.begin(), payload.end()}});
     }
-    if (done) done(true);
+    if (done && stalled) {
+      held_.push_back(std::move(done));
+    } else if (done) {
+      done(true);
+    }
   }
   void drop(uint32_t) override {}
   bool progress(Receiver& receiver) override {
@@ -47,6 +56,10 @@ class Wire final : public Transport {
     }
     const Delivery delivery = receiver.on_message(message.header, message.payload.size());
     const bool wanted = delivery.into.size() == message.payload.size();
+    if (stalled && wanted && delivery.done) {
+      held_.push_back(delivery.done);
+      return true;
+    }
     if (wanted) std::copy(message.payload.begin(), message.payload.end(), delivery.into.begin());
     if (delivery.done) delivery.done(wanted);
     return true;
@@ -94,7 +107,10 @@ class Wire final : public Transport {
   }
   const std::vector<std::byte>& payload() const { return payload_; }
 
+  std::atomic<bool> stalled{false};  // payloads are on their way for ever, in both directions
+
  private:
+  std::vector<std::function<void(bool)>> held_;  // of those payloads; of the exchange's thread
   std::mutex mutex_;
   std::condition_variable woken_;
   bool awake_ = false;
@@ -105,16 +121,21 @@ class Wire final : public Transport {
 class HostileTest : public Nodes {
  protected:
   // The exchange is rank 1, on node 1; the test is rank 0.
-  void start(std::chrono::milliseconds timeout = 2s) {
+  void start(std::chrono::milliseconds timeout = 2s, tier::TierKind kind = tier::TierKind::ram,
+             uint32_t more_ranks_of_node_0 = 0) {
     ExchangeConfig config;
     config.rank = 1;
     config.node_of_rank = {0, 1};
     config.addresses = {"wire", "wire"};
+    for (uint32_t r = 0; r < more_ranks_of_node_0; ++r) {
+      config.node_of_rank.push_back(0);
+      config.addresses.push_back("wire");
+    }
     config.secret = kSecret;
     config.plan = 77;
     config.epoch_length = kSamples;
     config.timeout = timeout;
-    cache_ = cache_of(1, tier::TierKind::ram);
+    cache_ = cache_of(1, kind);
     auto transport = std::make_unique<Wire>();
     wire_ = transport.get();
     exchange_ =
@@ -143,7 +164,7 @@ class HostileTest : public Nodes {
     return session;
   }
   // A session in which the test answers.
-  Session answering() {
+  Session answering(uint64_t progress = plan::kNever) {
     const Header hello = wire_->hear(Kind::hello);
     Header challenge;
     challenge.kind = Kind::challenge;
@@ -155,7 +176,7 @@ class HostileTest : public Nodes {
     Header welcome;
     welcome.kind = Kind::welcome;
     welcome.to = 1;
-    welcome.progress = plan::kNever;
+    welcome.progress = progress;
     wire_->say(session.seal(welcome));
     return session;
   }
@@ -359,6 +380,103 @@ TEST_F(AnswerTest, SilenceEndsInBoundedTime) {
   EXPECT_EQ(ask([](Session&, const Header&) {}, 300ms), Outcome::failed);
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 3s);
   EXPECT_TRUE(eventually([&] { return exchange_->stats().dropped_ranks == 1; }));
+}
+
+TEST_F(AnswerTest, WhatTheOwnerLacksIsPushedAfterAll) {
+  EXPECT_EQ(ask([&](Session& session, const Header& fetch) {
+              Header reply = reply_to(fetch, {});
+              reply.status = Status::not_yet;
+              wire_->say(session.seal(reply));
+            }),
+            Outcome::not_yet);
+  EXPECT_TRUE(exchange_->push_wanted(0));
+  EXPECT_FALSE(exchange_->push_wanted(2));
+  const auto bytes = std::make_shared<std::vector<std::byte>>(bytes_of(0));
+  EXPECT_TRUE(exchange_->push(0, *bytes, bytes, {}));
+  EXPECT_EQ(wire_->hear(Kind::push).sample, 0u);
+  EXPECT_FALSE(exchange_->push_wanted(0));
+}
+
+// A process that was stopped keeps its connections.
+class StallTest : public HostileTest {
+ protected:
+  bool push(uint64_t sample) {
+    const auto bytes = std::make_shared<std::vector<std::byte>>(bytes_of(sample));
+    return exchange_->push(sample, *bytes, bytes, {});
+  }
+};
+
+TEST_F(StallTest, ARankThatTakesNoPushIsDropped) {
+  start(200ms);
+  answering(0);
+  ASSERT_TRUE(eventually([&] { return exchange_->push_wanted(0); }));
+  wire_->stalled = true;
+  EXPECT_TRUE(push(0));
+  EXPECT_TRUE(eventually([&] { return exchange_->nodes_alive() == 1; }, 3s));
+  EXPECT_FALSE(push(2));
+}
+
+TEST_F(StallTest, ARankThatNeverEndsAPushIsDropped) {
+  start(200ms);
+  answering(0);
+  Session session = asking();
+  wire_->hear(Kind::welcome);
+  wire_->stalled = true;
+  Header push = message(Kind::push, 1, sizes_[1]);
+  push.crc = crc32c(bytes_of(1));
+  wire_->say(session.seal(push), bytes_of(1));
+  EXPECT_TRUE(eventually([&] { return exchange_->nodes_alive() == 1; }, 3s));
+}
+
+TEST_F(StallTest, TransfersUnderWayEndBeforeWhatTheyTouch) {
+  start();
+  answering(0);
+  ASSERT_TRUE(eventually([&] { return exchange_->push_wanted(0); }));
+  wire_->stalled = true;
+  EXPECT_TRUE(push(0));
+  wire_->hear(Kind::push);
+  exchange_.reset();
+}
+
+// All ranks of a node hang: the others are not tried at the cost of whoever needs a sample.
+TEST_F(StallTest, ANodeThatHangsCostsOneTimeout) {
+  start(200ms, tier::TierKind::ram, 3);
+  answering();
+  ASSERT_TRUE(eventually([&] { return exchange_->where(0, 1) == Where::there; }));
+  std::vector<std::byte> into;
+  EXPECT_EQ(fetch(*exchange_, 0, into), Outcome::failed);
+  EXPECT_EQ(exchange_->where(0, 1), Where::source);
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_EQ(fetch(*exchange_, 0, into), Outcome::failed);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, 600ms);
+}
+
+TEST_F(StallTest, AStopEndsWhatWaitsForAConnection) {
+  start(30s);
+  std::vector<std::byte> into(sizes_[0]);
+  const auto group = exchange_->begin({{0, into, nullptr, Outcome::waiting}});
+  std::stop_source stop;
+  stop.request_stop();
+  const auto begin = std::chrono::steady_clock::now();
+  exchange_->finish(*group, stop.get_token());
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, 5s);
+}
+
+TEST_F(StallTest, PushesToANodeThatIsNotThereYetCostNoTime) {
+  start(30s);
+  sizes_[0] = sizes_[2] = uint64_t{33} << 20;
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_TRUE(push(0));
+  EXPECT_FALSE(push(2));
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, 500ms);
+}
+
+TEST_F(HostileTest, ARankWithAnotherPlanIsWarnedOfOnce) {
+  start();
+  for (int i = 0; i < 3; ++i) wire_->say(encode(message(Kind::hello, 78)));
+  EXPECT_TRUE(refused(3));
+  const std::scoped_lock lock(mutex_);
+  EXPECT_EQ(warnings_.size(), 1u);
 }
 
 }  // namespace

@@ -1,0 +1,172 @@
+// Snapshots, their files, and the lock of a checkpoint directory; all work without the GIL.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <tuple>
+
+#include "arrays.h"
+#include "base/crc32c.h"
+#include "base/lock.h"
+#include "checkpoint/transfer.h"
+#include "checkpoint/write.h"
+#include "module.h"
+
+namespace nb = nanobind;
+using namespace nostall;
+using namespace nostall::checkpoint;
+
+namespace {
+
+using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+
+WriteOptions options_of(uint64_t rate, Priority priority, unsigned threads, bool direct,
+                        double gate_patience) {
+  return {rate, priority, threads, direct, gate_patience};
+}
+
+// Counts bytes that a long read has done, for whoever shows them.
+struct Progress {
+  std::atomic<uint64_t> bytes{0};
+};
+
+// One job at a time changes a directory.
+class DirectoryLock {
+ public:
+  explicit DirectoryLock(const std::string& path) : lock_(LockFile::open(path, true).take()) {}
+  bool acquire() { return lock_.try_lock(0, LockMode::exclusive); }
+  void release() { lock_.unlock(0); }
+
+ private:
+  LockFile lock_;
+};
+
+std::tuple<nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>, std::vector<uint64_t>, double> read_file(
+    const std::string& path, uint64_t size, const std::vector<uint32_t>& crcs, unsigned threads,
+    Progress* progress) {
+  auto memory = std::make_unique<Memory>();
+  const ReadReport report = bindings::without_gil([&] {
+    *memory = Memory(size, threads);
+    return read_checked(path, size, crcs, memory.get(), threads,
+                        progress != nullptr ? &progress->bytes : nullptr);
+  });
+  auto* data = reinterpret_cast<uint8_t*>(memory->data());
+  nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> array(data, {size},
+                                                     bindings::owner_of(std::move(memory)));
+  return {array, report.damaged, report.seconds};
+}
+
+}  // namespace
+
+void bind_checkpoint(nb::module_& m) {
+  m.attr("CHECKPOINT_BLOCK") = kBlock;
+  m.attr("CHECKPOINT_ALIGNMENT") = kAlignment;
+  nb::enum_<Priority>(m, "Priority")
+      .value("normal", Priority::normal)
+      .value("low", Priority::low)
+      .value("idle", Priority::idle);
+
+  nb::class_<Image>(m, "Image", "A snapshot in memory (native/checkpoint/image.h).")
+      .def(nb::init<unsigned>(), nb::arg("threads"))
+      .def("reserve", &Image::reserve, nb::arg("bytes"), Unlocked())
+      .def(
+          "begin",
+          [](Image& image, const nb::bytes& header,
+             const std::vector<std::pair<uint64_t, uint64_t>>& pieces, bool background) {
+            std::vector<Piece> native;
+            native.reserve(pieces.size());
+            for (const auto& [address, size] : pieces) {
+              native.push_back({reinterpret_cast<const std::byte*>(address), size});
+            }
+            const std::span<const std::byte> head{static_cast<const std::byte*>(header.data()),
+                                                  header.size()};
+            const nb::gil_scoped_release release;
+            image.begin(head, std::move(native), background);
+          },
+          nb::arg("header"), nb::arg("pieces"), nb::arg("background") = false,
+          "Pieces are (address, bytes) of memory that must stay as it is until finish returns.")
+      .def("finish", &Image::finish, Unlocked())
+      .def_prop_ro("size", &Image::size)
+      .def_prop_ro("capacity", &Image::capacity);
+
+  nb::class_<Gate>(m, "Gate", "Keeps background writing back while it is held.")
+      .def(nb::init<>())
+      .def("hold", &Gate::hold)
+      .def("release", &Gate::release)
+      .def_prop_ro("held", &Gate::is_held);
+
+  nb::class_<Written>(m, "Written")
+      .def_ro("size", &Written::size)
+      .def_ro("crcs", &Written::crcs)
+      .def_ro("direct", &Written::direct)
+      .def_ro("seconds", &Written::seconds)
+      .def_ro("cpu_seconds", &Written::cpu_seconds);
+
+  nb::class_<Write>(m, "ImageWrite", "An image into a file (native/checkpoint/write.h).")
+      .def(
+          "__init__",
+          [](Write* self, std::shared_ptr<Image> image, const std::string& path, uint64_t rate,
+             Priority priority, unsigned threads, bool direct, std::shared_ptr<Gate> gate,
+             double gate_patience) {
+            new (self)
+                Write(std::move(image), path,
+                      options_of(rate, priority, threads, direct, gate_patience), std::move(gate));
+          },
+          nb::arg("image"), nb::arg("path"), nb::arg("rate") = 0,
+          nb::arg("priority") = Priority::idle, nb::arg("threads") = 1, nb::arg("direct") = true,
+          nb::arg("gate").none() = nb::none(), nb::arg("gate_patience") = 1.0)
+      .def("run", &Write::run, Unlocked())
+      .def("hurry", &Write::hurry, Unlocked())
+      .def("stop", &Write::stop);
+
+  nb::class_<FileCopy>(m, "FileCopy", "A checked copy (native/checkpoint/transfer.h).")
+      .def(
+          "__init__",
+          [](FileCopy* self, const std::string& from, const std::string& to, uint64_t size,
+             std::vector<uint32_t> crcs, uint64_t rate, Priority priority, bool direct,
+             std::shared_ptr<Gate> gate, double gate_patience) {
+            new (self)
+                FileCopy(from, to, size, std::move(crcs),
+                         options_of(rate, priority, 1, direct, gate_patience), std::move(gate));
+          },
+          nb::arg("source"), nb::arg("target"), nb::arg("size"), nb::arg("crcs"),
+          nb::arg("rate") = 0, nb::arg("priority") = Priority::idle, nb::arg("direct") = true,
+          nb::arg("gate").none() = nb::none(), nb::arg("gate_patience") = 1.0)
+      .def("run", &FileCopy::run, Unlocked())
+      .def("hurry", &FileCopy::hurry)
+      .def("stop", &FileCopy::stop);
+
+  nb::class_<Progress>(m, "Progress").def(nb::init<>()).def_prop_ro("bytes", [](const Progress& p) {
+    return p.bytes.load();
+  });
+  m.def("read_checked", &read_file, nb::arg("path"), nb::arg("size"), nb::arg("crcs"),
+        nb::arg("threads"), nb::arg("progress").none() = nb::none(),
+        "The file's bytes, the numbers of its damaged blocks, and the seconds it took.");
+  m.def(
+      "check_file",
+      [](const std::string& path, uint64_t size, const std::vector<uint32_t>& crcs,
+         unsigned threads, Progress* progress, Priority priority) {
+        return read_checked(path, size, crcs, nullptr, threads,
+                            progress != nullptr ? &progress->bytes : nullptr, priority)
+            .damaged;
+      },
+      nb::arg("path"), nb::arg("size"), nb::arg("crcs"), nb::arg("threads"),
+      nb::arg("progress").none() = nb::none(), nb::arg("priority") = Priority::normal, Unlocked(),
+      "The numbers of its damaged blocks.");
+  m.def(
+      "crc32c",
+      [](const nb::bytes& bytes) {
+        return crc32c({static_cast<const std::byte*>(bytes.data()), bytes.size()});
+      },
+      nb::arg("bytes"));
+
+  nb::class_<DirectoryLock>(m, "DirectoryLock", "A lock that ends with its process.")
+      .def(nb::init<const std::string&>(), nb::arg("path"))
+      .def("acquire", &DirectoryLock::acquire, Unlocked(), "At once; whether it was had.")
+      .def("release", &DirectoryLock::release);
+}

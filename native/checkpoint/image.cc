@@ -1,0 +1,186 @@
+#include "checkpoint/image.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace nostall::checkpoint {
+namespace {
+
+constexpr uint64_t kHugePage = uint64_t{2} << 20;
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) void stream_avx2(std::byte* to, const std::byte* from,
+                                                 uint64_t size) noexcept {
+  const uint64_t head = std::min<uint64_t>((0 - reinterpret_cast<uintptr_t>(to)) & 31u, size);
+  std::memcpy(to, from, head);
+  to += head, from += head, size -= head;
+  for (; size >= 128; size -= 128, to += 128, from += 128) {
+    const auto* in = reinterpret_cast<const __m256i*>(from);
+    auto* out = reinterpret_cast<__m256i*>(to);
+    const __m256i a = _mm256_loadu_si256(in), b = _mm256_loadu_si256(in + 1);
+    const __m256i c = _mm256_loadu_si256(in + 2), d = _mm256_loadu_si256(in + 3);
+    _mm256_stream_si256(out, a);
+    _mm256_stream_si256(out + 1, b);
+    _mm256_stream_si256(out + 2, c);
+    _mm256_stream_si256(out + 3, d);
+  }
+  _mm_sfence();
+  std::memcpy(to, from, size);
+}
+#endif
+
+}  // namespace
+
+void stream_copy(std::byte* to, const std::byte* from, uint64_t size) noexcept {
+  if (size == 0) return;
+#if defined(__x86_64__)
+  if (size >= 4096 && __builtin_cpu_supports("avx2")) return stream_avx2(to, from, size);
+#endif
+  std::memcpy(to, from, size);
+}
+
+Memory::Memory(uint64_t size, unsigned threads) : size_(blocks_of(size) * kBlock) {
+  if (size_ == 0) return;
+  // One huge page more than asked for, so that what is kept can begin at one.
+  const uint64_t wanted = size_ + kHugePage;
+  void* got = ::mmap(nullptr, wanted, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (got == MAP_FAILED) {
+    throw Error(ErrorKind::io,
+                "cannot have " + std::to_string(size_) +
+                    " bytes of memory for a checkpoint's snapshot: " + std::strerror(errno),
+                errno);
+  }
+  auto* begin = static_cast<std::byte*>(got);
+  const uint64_t lead = (0 - reinterpret_cast<uintptr_t>(begin)) & (kHugePage - 1);
+  if (lead > 0) ::munmap(begin, lead);
+  if (lead < kHugePage) ::munmap(begin + lead + size_, kHugePage - lead);
+  data_ = begin + lead;
+  ::madvise(data_, size_, MADV_HUGEPAGE);  // advice only
+  // A forked child (a loader's worker) has no use for it, and would make the copy fault.
+  ::madvise(data_, size_, MADV_DONTFORK);
+  std::atomic<uint64_t> next{0};
+  const auto touch = [&] {
+    for (uint64_t at; (at = next.fetch_add(kBlock)) < size_;) {
+      for (uint64_t page = 0; page < kBlock; page += kAlignment) data_[at + page] = std::byte{0};
+    }
+  };
+  std::vector<std::thread> helpers;
+  for (unsigned i = 1; i < threads; ++i) helpers.emplace_back(touch);
+  touch();
+  for (std::thread& helper : helpers) helper.join();
+}
+
+Memory::~Memory() {
+  if (data_ != nullptr) ::munmap(data_, size_);
+}
+
+Memory::Memory(Memory&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+
+Memory& Memory::operator=(Memory&& other) noexcept {
+  if (this != &other) {
+    if (data_ != nullptr) ::munmap(data_, size_);
+    data_ = std::exchange(other.data_, nullptr);
+    size_ = std::exchange(other.size_, 0);
+  }
+  return *this;
+}
+
+Image::Image(unsigned threads) : threads_(std::max(1u, threads)) {}
+
+Image::~Image() { join(); }
+
+void Image::reserve(uint64_t bytes) {
+  if (bytes <= memory_.size()) return;
+  join();
+  memory_ = Memory();  // given back first: both may not fit
+  memory_ = Memory(bytes, threads_);
+}
+
+void Image::begin(std::span<const std::byte> header, std::vector<Piece> pieces, bool background) {
+  join();
+  std::vector<uint64_t> starts;
+  starts.reserve(pieces.size() + 1);
+  uint64_t size = header.size();
+  for (const Piece& piece : pieces) {
+    starts.push_back(size);
+    size += piece.size;
+  }
+  reserve(padded(size));
+  size_ = size;
+  pieces_ = std::move(pieces);
+  starts_ = std::move(starts);
+  std::copy(header.begin(), header.end(), memory_.data());
+  std::memset(memory_.data() + size_, 0, padded(size_) - size_);
+  ready_.assign(blocks(), false);
+  missing_ = blocks();
+  next_ = 0;
+  if (background) start_helpers(1);
+}
+
+void Image::start_helpers(unsigned count) {
+  for (unsigned i = 0; i < count; ++i) helpers_.emplace_back([this] { copy_blocks(); });
+}
+
+void Image::finish() {
+  const auto running = static_cast<unsigned>(helpers_.size());
+  if (next_ < blocks() && running + 1 < threads_) start_helpers(threads_ - 1 - running);
+  copy_blocks();
+  join();
+  pieces_.clear();
+}
+
+void Image::join() {
+  for (std::thread& helper : helpers_) helper.join();
+  helpers_.clear();
+}
+
+void Image::copy_blocks() {
+  for (uint64_t index; (index = next_.fetch_add(1)) < blocks();) {
+    copy_block(index);
+    const std::lock_guard lock(mutex_);
+    ready_[index] = true;
+    --missing_;
+    copied_.notify_all();
+  }
+}
+
+void Image::copy_block(uint64_t index) {
+  const uint64_t begin = index * kBlock, end = std::min(size_, begin + kBlock);
+  // The last piece that begins at or before the block, or the first one.
+  auto at = std::upper_bound(starts_.begin(), starts_.end(), begin);
+  if (at != starts_.begin()) --at;
+  for (; at != starts_.end() && *at < end; ++at) {
+    const Piece& piece = pieces_[static_cast<size_t>(at - starts_.begin())];
+    const uint64_t from = std::max(begin, *at), to = std::min(end, *at + piece.size);
+    if (from < to) stream_copy(memory_.data() + from, piece.data + (from - *at), to - from);
+  }
+}
+
+bool Image::await_block(uint64_t block, double seconds) {
+  std::unique_lock lock(mutex_);
+  return copied_.wait_for(lock, std::chrono::duration<double>(seconds),
+                          [&] { return ready_[block]; });
+}
+
+std::span<const std::byte> Image::block(uint64_t index) const noexcept {
+  const uint64_t begin = index * kBlock;
+  return {memory_.data() + begin, std::min(size_ - begin, kBlock)};
+}
+
+std::span<const std::byte> Image::padded_block(uint64_t index) const noexcept {
+  const uint64_t begin = index * kBlock;
+  return {memory_.data() + begin, std::min(padded(size_) - begin, kBlock)};
+}
+
+}  // namespace nostall::checkpoint

@@ -1,0 +1,111 @@
+// checkpoint/image.h - a snapshot: the state of a rank, copied to memory as it will lie in the
+// file.
+//
+// Read this room in this order: image.h (tensors to memory), write.h (memory to a file), transfer.h
+// (file to file, file to memory). A save copies every tensor once, into the very bytes of the file
+// (header, then tensors back to back), so nothing is serialised afterwards: the file is the memory,
+// block by block. A block is also the unit of checking (CRC32C) and of input and output.
+//
+// The memory is allocated and touched before the first save, as page faults would cost several
+// times the copy. Thread-safety: Memory is a value with one owner. Image: begin, finish and reserve
+// belong to one thread; await_block, block and size may be called by others between begin and the
+// next begin.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <span>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+
+namespace nostall::checkpoint {
+
+inline constexpr uint64_t kBlock = uint64_t{4} << 20;
+// Direct input and output wants addresses, offsets and sizes of this granularity.
+inline constexpr uint64_t kAlignment = 4096;
+
+constexpr uint64_t padded(uint64_t size) {
+  return (size + kAlignment - 1) / kAlignment * kAlignment;
+}
+constexpr uint64_t blocks_of(uint64_t size) { return (size + kBlock - 1) / kBlock; }
+
+// Page-aligned anonymous memory, in huge pages where the system gives them.
+class Memory {
+ public:
+  Memory() = default;
+  // `size` is rounded up to whole blocks; touched by `threads` threads. Throws Error(io).
+  Memory(uint64_t size, unsigned threads);
+  ~Memory();
+  Memory(Memory&& other) noexcept;
+  Memory& operator=(Memory&& other) noexcept;
+
+  std::byte* data() const noexcept { return data_; }
+  uint64_t size() const noexcept { return size_; }
+
+ private:
+  std::byte* data_ = nullptr;
+  uint64_t size_ = 0;
+};
+
+// Memory of the caller that is to be copied; it must stay as it is from begin to the end of finish.
+struct Piece {
+  const std::byte* data = nullptr;
+  uint64_t size = 0;
+};
+
+class Image {
+ public:
+  // `threads` copy at once, the caller of finish among them; at least 1.
+  explicit Image(unsigned threads);
+  ~Image();
+  Image(const Image&) = delete;
+  Image& operator=(const Image&) = delete;
+
+  // Makes room for an image of `bytes`, so that begin need not.
+  void reserve(uint64_t bytes);
+  // Starts a new image: `header`, then the pieces back to back. Returns at once; with `background`
+  // a thread starts to copy, else all copying is done by finish.
+  // Nobody may be reading the image before.
+  void begin(std::span<const std::byte> header, std::vector<Piece> pieces, bool background);
+  // Copies with the helpers until all is copied. Cost: one memory copy of the state, shared by the
+  // threads; with `background`, of what is left of it.
+  void finish();
+
+  // Waits until the block is copied; false after `seconds`.
+  bool await_block(uint64_t block, double seconds);
+  uint64_t size() const noexcept { return size_; }
+  uint64_t capacity() const noexcept { return memory_.size(); }
+  uint64_t blocks() const noexcept { return blocks_of(size_); }
+  // The bytes of a block; the last one may be shorter.
+  std::span<const std::byte> block(uint64_t index) const noexcept;
+  // The same with zeros to a multiple of kAlignment.
+  std::span<const std::byte> padded_block(uint64_t index) const noexcept;
+
+ private:
+  void copy_blocks();
+  void copy_block(uint64_t index);
+  void start_helpers(unsigned count);
+  void join();
+
+  unsigned threads_;
+  Memory memory_;
+  uint64_t size_ = 0;
+  std::vector<Piece> pieces_;
+  std::vector<uint64_t> starts_;  // offset of each piece in the image
+  std::vector<std::thread> helpers_;
+  std::atomic<uint64_t> next_{0};
+  std::mutex mutex_;
+  std::condition_variable copied_;
+  std::vector<bool> ready_;
+  uint64_t missing_ = 0;
+};
+
+// Copies past the caches, which belong to the training; any alignment.
+void stream_copy(std::byte* to, const std::byte* from, uint64_t size) noexcept;
+
+}  // namespace nostall::checkpoint

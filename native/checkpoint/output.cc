@@ -1,0 +1,65 @@
+#include "checkpoint/output.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "base/error.h"
+
+namespace nostall::checkpoint {
+
+Output::Output(const std::string& path, uint64_t size, bool direct, FileSystem& files)
+    : path_(path), size_(size), files_(files) {
+  const int flags = O_WRONLY | O_CREAT;
+  int fd = files.open(path, flags | O_TRUNC, 0644);
+  if (fd < 0) throw io_error("cannot make the checkpoint's file", path, -fd);
+  buffered_ = Descriptor(fd);
+  if (direct) {
+    fd = files.open(path, flags | O_DIRECT, 0644);
+    if (fd >= 0) {
+      file_ = Descriptor(fd);
+      direct_ = true;
+    }
+  }
+  // A full device is found here, before the training's time is spent; a file system that cannot
+  // reserve says so when it is written. (posix_fallocate would write zeros there.)
+  if (size > 0 && ::fallocate(buffered_.get(), 0, 0, static_cast<off_t>(size)) != 0 &&
+      errno == ENOSPC) {
+    throw io_error("no room for " + std::to_string(size) + " bytes of a checkpoint", path, ENOSPC);
+  }
+}
+
+int64_t Output::write(std::span<const std::byte> bytes, uint64_t offset) {
+  if (direct_) {
+    const int64_t done = files_.pwrite(file_.get(), bytes, offset);
+    if (done != -EINVAL) return std::min<int64_t>(done, 0);
+    direct_ = false;  // the file system takes the flag, and not the write
+  }
+  return write_buffered(bytes.first(std::min<uint64_t>(bytes.size(), size_ - offset)), offset);
+}
+
+int64_t Output::write_buffered(std::span<const std::byte> bytes, uint64_t offset) {
+  const int64_t done = files_.pwrite(buffered_.get(), bytes, offset);
+  if (done < 0) return done;
+  // Written back now and dropped, so that neither dirty pages nor the cache grow.
+  const auto at = static_cast<off_t>(offset), size = static_cast<off_t>(bytes.size());
+  if (::sync_file_range(
+          buffered_.get(), at, size,
+          SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER) == 0) {
+    ::posix_fadvise(buffered_.get(), at, size, POSIX_FADV_DONTNEED);
+  }
+  return 0;
+}
+
+void Output::finish() {
+  if (::ftruncate(buffered_.get(), static_cast<off_t>(size_)) != 0) {
+    throw io_error("cannot set the size of the checkpoint's file", path_, errno);
+  }
+  if (const int error = files_.fsync(buffered_.get()); error < 0) {
+    throw io_error("cannot make the checkpoint's file durable", path_, -error);
+  }
+}
+
+}  // namespace nostall::checkpoint

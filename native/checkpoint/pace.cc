@@ -1,0 +1,65 @@
+#include "checkpoint/pace.h"
+
+#include <sched.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+namespace nostall::checkpoint {
+
+using Clock = std::chrono::steady_clock;
+
+void Gate::hold() {
+  const std::lock_guard lock(mutex_);
+  ++holds_;
+}
+
+void Gate::release() {
+  const std::lock_guard lock(mutex_);
+  if (holds_ > 0 && --holds_ == 0) opened_.notify_all();
+}
+
+bool Gate::wait_open(std::chrono::nanoseconds patience) {
+  std::unique_lock lock(mutex_);
+  return opened_.wait_for(lock, patience, [&] { return holds_ == 0; });
+}
+
+bool Gate::is_held() const {
+  const std::lock_guard lock(mutex_);
+  return holds_ > 0;
+}
+
+void Pace::take(uint64_t bytes) {
+  std::unique_lock lock(mutex_);
+  if (rate_ == 0) return;
+  const auto cost = std::chrono::duration_cast<Clock::duration>(
+      std::chrono::duration<double>(static_cast<double>(bytes) / static_cast<double>(rate_)));
+  const Clock::time_point mine = std::max(free_, Clock::now());
+  free_ = mine + cost;
+  lifted_.wait_until(lock, mine, [&] { return rate_ == 0; });
+}
+
+void Pace::lift() {
+  const std::lock_guard lock(mutex_);
+  rate_ = 0;
+  lifted_.notify_all();
+}
+
+void set_priority(Priority priority) noexcept {
+  if (priority == Priority::normal) return;
+  const auto thread = static_cast<pid_t>(::syscall(SYS_gettid));
+  if (priority == Priority::idle) {
+    sched_param none{};
+    ::sched_setscheduler(thread, SCHED_IDLE, &none);
+  }
+  // Of the thread alone on Linux.
+  ::setpriority(PRIO_PROCESS, static_cast<id_t>(thread), 19);
+  // ioprio_set has no wrapper: class in the upper bits (2 best effort, 3 idle), level below.
+  constexpr int kClassShift = 13, kThread = 1;
+  const int io = priority == Priority::idle ? 3 << kClassShift : (2 << kClassShift) | 7;
+  ::syscall(SYS_ioprio_set, kThread, thread, io);
+}
+
+}  // namespace nostall::checkpoint

@@ -1,0 +1,57 @@
+// checkpoint/pace.h - how background writing stays out of the training's way.
+//
+// Three means: a rate, below what the storage gives; a gate, which the training closes while it
+// needs storage or network itself; and a low priority for processor and disk. Thread-safety: all of
+// it is thread-safe.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+
+namespace nostall::checkpoint {
+
+// Closed by those who need the storage, for as long as anyone holds it.
+class Gate {
+ public:
+  void hold();
+  void release();
+  // Waits until nobody holds the gate, or `patience` is over: a gate that is never opened must not
+  // keep a checkpoint from becoming safe. False if patience ended it.
+  bool wait_open(std::chrono::nanoseconds patience);
+  bool is_held() const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::condition_variable opened_;
+  int holds_ = 0;
+};
+
+// Lets `rate` bytes a second pass, all callers together; 0: any.
+class Pace {
+ public:
+  explicit Pace(uint64_t rate) : rate_(rate) {}
+  // Sleeps until `bytes` more may pass; returns early once lift was called.
+  void take(uint64_t bytes);
+  // No limit from now on: somebody waits for the end.
+  void lift();
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable lifted_;
+  uint64_t rate_;
+  std::chrono::steady_clock::time_point free_{};
+};
+
+enum class Priority {
+  normal,
+  low,   // nice 19, the lowest best-effort class of the disk
+  idle,  // only what nobody else wants, of processor and disk
+};
+
+// Of the calling thread. What the system refuses stays as it was: priority is advice.
+void set_priority(Priority priority) noexcept;
+
+}  // namespace nostall::checkpoint

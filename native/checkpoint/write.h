@@ -1,0 +1,79 @@
+// checkpoint/write.h - an image into a file, past the page cache, while the training goes on.
+//
+// Blocks are written in order of their copying, each with its CRC32C; the file is complete on its
+// device when run returns (fsync of the file; the directory is the caller's). Direct input and
+// output where the file system can, else buffered with early write-back, so that no heap of dirty
+// pages builds up that the training would wait behind. Thread-safety: run once, by one thread;
+// hurry and stop by any other while it runs.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/file.h"
+#include "checkpoint/image.h"
+#include "checkpoint/output.h"
+#include "checkpoint/pace.h"
+
+namespace nostall::checkpoint {
+
+struct WriteOptions {
+  uint64_t rate = 0;  // bytes a second, 0: as fast as it goes
+  Priority priority = Priority::idle;
+  unsigned threads = 1;  // writes in flight
+  bool direct = true;    // try to write past the page cache
+  // How long a held gate may delay one block.
+  double gate_patience = 1.0;
+};
+
+// What a finished file is.
+struct Written {
+  uint64_t size = 0;
+  std::vector<uint32_t> crcs;  // of each block
+  bool direct = false;
+  double seconds = 0;      // from the start of run to the end of fsync
+  double cpu_seconds = 0;  // of the writing threads
+};
+
+class Write {
+ public:
+  // The file is made or replaced.
+  Write(std::shared_ptr<Image> image, std::string path, WriteOptions options,
+        std::shared_ptr<Gate> gate = nullptr, FileSystem& files = FileSystem::real());
+  // Throws Error(io) with the path and the system's reason, Error(stopped) after stop.
+  Written run();
+  // Somebody waits: the rate falls, the gate is passed over, and the caller writes blocks itself,
+  // at its own priority, until none is left to take. run still ends by itself.
+  void hurry();
+  // run ends with Error(stopped), after the blocks in flight.
+  void stop() noexcept { stopped_ = true; }
+
+ private:
+  void work(Priority priority);
+
+  std::shared_ptr<Image> image_;
+  std::string path_;
+  WriteOptions options_;
+  std::shared_ptr<Gate> gate_;
+  FileSystem& files_;
+  Pace pace_;
+  std::optional<Output> output_;
+  std::vector<uint32_t> crcs_;
+  std::atomic<uint64_t> next_{0};
+  std::atomic<int64_t> error_{0};  // -errno of the first failure
+  std::atomic<bool> stopped_{false};
+  std::atomic<bool> hurried_{false};
+  std::atomic<int64_t> cpu_ns_{0};
+  std::mutex running_;  // what hurry and the end of run agree on
+  unsigned helping_ = 0;
+  bool open_ = false;
+  std::condition_variable helped_;
+};
+
+}  // namespace nostall::checkpoint

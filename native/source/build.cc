@@ -1,0 +1,106 @@
+#include "source/build.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <optional>
+#include <thread>
+
+namespace nostall::source {
+namespace {
+
+constexpr std::chrono::milliseconds kReportEvery{100};
+// Records that a thread takes at a time, so that its reads follow each other.
+constexpr uint64_t kPayloadsAtOnce = 64;
+constexpr size_t kPayloadAhead = 16 << 10;
+
+}  // namespace
+
+void each_in_parallel(const Storage& storage, uint64_t count, unsigned threads,
+                      const std::function<void(RangeReader&, uint64_t)>& work,
+                      const std::function<void(uint64_t)>& progress) {
+  std::atomic<uint64_t> next{0}, done{0};
+  std::mutex mutex;
+  std::condition_variable finished;
+  std::exception_ptr error;
+  unsigned running = static_cast<unsigned>(std::min<uint64_t>(std::max(1u, threads), count));
+  const auto loop = [&] {
+    try {
+      const auto reader = storage.make_reader(ReaderKind::pread, 1);
+      for (uint64_t i = next++; i < count; i = next++) {
+        work(*reader, i);
+        ++done;
+      }
+    } catch (...) {
+      next = count;
+      const std::scoped_lock lock(mutex);
+      if (!error) error = std::current_exception();
+    }
+    const std::scoped_lock lock(mutex);
+    --running;
+    finished.notify_all();
+  };
+  std::vector<std::jthread> workers;
+  const unsigned wanted = running;
+  for (unsigned i = 0; i < wanted; ++i) workers.emplace_back(loop);
+  {
+    std::unique_lock lock(mutex);
+    while (!finished.wait_for(lock, kReportEvery, [&] { return running == 0; })) {
+      if (!progress) continue;
+      lock.unlock();
+      try {
+        progress(done);
+      } catch (...) {
+        next = count;  // the user stopped it
+        lock.lock();
+        if (!error) error = std::current_exception();
+        finished.wait(lock, [&] { return running == 0; });
+        break;
+      }
+      lock.lock();
+    }
+  }
+  workers.clear();
+  if (error) std::rethrow_exception(error);
+  if (progress) progress(count);
+}
+
+std::vector<Payload> find_payloads(const Storage& storage, std::span<const uint32_t> file,
+                                   std::span<const uint64_t> offset,
+                                   std::span<const uint64_t> length, PayloadKind kind,
+                                   const std::string& image, const std::string& label,
+                                   unsigned threads,
+                                   const std::function<void(uint64_t)>& progress) {
+  const uint64_t n = length.size();
+  std::vector<Payload> payloads(n);
+  const auto find = [&](Window& window, uint64_t i) {
+    switch (kind) {
+      case PayloadKind::datum:
+        return find_datum(window, offset[i], length[i]);
+      case PayloadKind::pickled:
+        return find_pickled(window, offset[i], length[i]);
+      case PayloadKind::example:
+        break;
+    }
+    return find_example(window, offset[i], length[i], image, label);
+  };
+  const uint64_t chunks = (n + kPayloadsAtOnce - 1) / kPayloadsAtOnce;
+  each_in_parallel(
+      storage, chunks, threads,
+      [&](RangeReader& reader, uint64_t chunk) {
+        std::optional<Window> window;
+        const uint64_t end = std::min(n, (chunk + 1) * kPayloadsAtOnce);
+        for (uint64_t i = chunk * kPayloadsAtOnce; i < end; ++i) {
+          const uint32_t f = file.empty() ? 0 : file[i];
+          if (!window || window->file() != f) window.emplace(reader, storage, f, kPayloadAhead);
+          payloads[i] = find(*window, i).take();
+        }
+      },
+      progress ? [&](uint64_t done) { progress(std::min(n, done * kPayloadsAtOnce)); }
+               : std::function<void(uint64_t)>());
+  return payloads;
+}
+
+}  // namespace nostall::source

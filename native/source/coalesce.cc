@@ -1,0 +1,90 @@
+#include "source/coalesce.h"
+
+#include <algorithm>
+#include <tuple>
+
+namespace nostall::source {
+namespace {
+
+// A local flash disk, until something was measured.
+constexpr double kFirstOperation = 60e-6, kFirstByte = 1 / 1.5e9;
+// Of the sums, at every measurement: the last 30 or so count.
+constexpr double kForget = 0.97;
+constexpr uint64_t kLeastBytes = 64 << 10, kMostGap = 1 << 20;
+constexpr double kBytesShare = 9.0;  // seconds of bytes a second of operations
+
+}  // namespace
+
+std::vector<Together> coalesce(std::vector<Piece>& pieces, CoalesceLimits limits) {
+  std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) {
+    return std::tie(a.file, a.offset, a.index) < std::tie(b.file, b.offset, b.index);
+  });
+  std::vector<Together> ranges;
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    const Piece& p = pieces[i];
+    if (!ranges.empty() && ranges.back().file == p.file) {
+      Together& last = ranges.back();
+      const uint64_t end = last.offset + last.length;
+      const uint64_t new_end = std::max(end, p.offset + p.length);
+      const bool near = p.offset <= end || p.offset - end <= limits.gap;
+      if (near && new_end - last.offset <= limits.bytes) {
+        last.length = new_end - last.offset;
+        ++last.count;
+        continue;
+      }
+    }
+    ranges.push_back({p.file, p.offset, p.length, i, 1});
+  }
+  return ranges;
+}
+
+void StorageCost::record(double operations, double bytes, double seconds) {
+  if (operations <= 0.0 || bytes <= 0.0 || seconds <= 0.0) return;
+  // Relative errors count alike, whether a call was long or short.
+  const double o = operations / seconds, b = bytes / seconds;
+  const std::scoped_lock lock(mutex_);
+  oo_ = kForget * oo_ + o * o;
+  ob_ = kForget * ob_ + o * b;
+  bb_ = kForget * bb_ + b * b;
+  ot_ = kForget * ot_ + o;
+  bt_ = kForget * bt_ + b;
+}
+
+StorageCost::Fit StorageCost::fit() const {
+  const std::scoped_lock lock(mutex_);
+  if (bb_ == 0.0) return {kFirstOperation, kFirstByte};
+  // Where all calls were alike the two cannot be told apart: a little of the first guess decides.
+  const double ro = 0.01 * oo_, rb = 0.01 * bb_;
+  const double scale = (ot_ + bt_) / (oo_ * kFirstOperation + ob_ * kFirstByte +
+                                      ob_ * kFirstOperation + bb_ * kFirstByte);
+  const double go = kFirstOperation * scale, gb = kFirstByte * scale;
+  const double a = oo_ + ro, c = bb_ + rb, d = ob_;
+  const double x = ot_ + ro * go, y = bt_ + rb * gb;
+  const double determinant = a * c - d * d;
+  double operation = (x * c - y * d) / determinant;
+  double byte = (a * y - d * x) / determinant;
+  if (operation < 0.0) {
+    operation = 0.0;
+    byte = y / c;
+  } else if (byte <= 0.0) {
+    byte = 1e-12;
+    operation = x / a;
+  }
+  return {operation, byte};
+}
+
+double StorageCost::seconds_per_operation() const { return fit().operation; }
+double StorageCost::seconds_per_byte() const { return fit().byte; }
+
+CoalesceLimits StorageCost::limits(uint64_t max_bytes) const {
+  const Fit f = fit();
+  const double even = f.operation / f.byte;
+  const auto clipped = [](double value, uint64_t least, uint64_t most) {
+    return value >= static_cast<double>(most) ? most
+                                              : std::max(least, static_cast<uint64_t>(value));
+  };
+  return {clipped(even, 0, kMostGap),
+          clipped(kBytesShare * even, std::min(kLeastBytes, max_bytes), max_bytes)};
+}
+
+}  // namespace nostall::source

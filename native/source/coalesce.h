@@ -1,0 +1,59 @@
+// source/coalesce.h - which pieces of a file to read together, and from when on that pays.
+//
+// Seed lmdbio-and-horovod 5.2.3 (COAL) reads what several iterations want in one operation, as much
+// as memory allows. Here the limits follow from what the storage was seen to cost.
+// Thread-safety: coalesce() is pure; a StorageCost may be used from any thread.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+namespace nostall::source {
+
+struct Piece {
+  uint32_t file = 0;
+  uint64_t offset = 0, length = 0;
+  uint32_t index = 0;  // the caller's
+};
+
+struct CoalesceLimits {
+  uint64_t gap = 0;  // unwanted bytes between two pieces that are worth reading through
+  uint64_t bytes = ~uint64_t{0};  // of one read; a larger piece is read alone
+};
+
+// Pieces [first, first + count) of the sorted list, read as one range.
+struct Together {
+  uint32_t file = 0;
+  uint64_t offset = 0, length = 0;
+  size_t first = 0, count = 0;
+};
+
+// Sorts `pieces` by place and cuts them into ranges; every piece is in exactly one.
+std::vector<Together> coalesce(std::vector<Piece>& pieces, CoalesceLimits limits);
+
+// What reading costs: seconds an operation and seconds a byte, fitted to what was measured (least
+// squares, older measurements weigh less), from a fast local disk to start with.
+class StorageCost {
+ public:
+  // One call that made `operations` reads of `bytes` in all and took `seconds`.
+  void record(double operations, double bytes, double seconds);
+
+  double seconds_per_operation() const;
+  double seconds_per_byte() const;
+  // The gap at which reading on costs as much as one more operation, and reads of such a size that
+  // nine tenths of their time is spent on bytes; the latter within [64 KiB, max_bytes].
+  CoalesceLimits limits(uint64_t max_bytes) const;
+
+ private:
+  struct Fit {
+    double operation = 0.0, byte = 0.0;
+  };
+  Fit fit() const;
+
+  mutable std::mutex mutex_;
+  // Sums of products, of the normal equations.
+  double oo_ = 0.0, ob_ = 0.0, bb_ = 0.0, ot_ = 0.0, bt_ = 0.0;
+};
+
+}  // namespace nostall::source

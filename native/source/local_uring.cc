@@ -1,0 +1,176 @@
+// Many ranges at once from one thread. Direct reads go through bounce buffers of their own, which
+// the kernel keeps pinned (registered) where it allows that; buffered ones straight to their place.
+#include <algorithm>
+#include <cstring>
+
+#include "source/local.h"
+
+#if defined(NOSTALL_HAVE_URING)
+#include <liburing.h>
+#include <sys/uio.h>
+
+#include <system_error>
+#endif
+
+namespace nostall::source {
+
+#if defined(NOSTALL_HAVE_URING)
+namespace {
+
+// Ranges up to this size use registered buffers; with 16 in flight they pin 4 MiB a thread.
+constexpr size_t kRegistered = 256 << 10;
+
+class UringRanges : public RangeReader {
+ public:
+  UringRanges(const LocalFiles& files, unsigned depth) : files_(files), slots_(depth) {}
+  ~UringRanges() override {
+    if (ready_) io_uring_queue_exit(&ring_);
+  }
+  UringRanges(const UringRanges&) = delete;
+  UringRanges& operator=(const UringRanges&) = delete;
+
+  // 0 or -errno.
+  int start() {
+    const auto depth = static_cast<unsigned>(slots_.size());
+    // Completions are looked for when this thread waits anyway: no interrupt of its work.
+    int error = io_uring_queue_init(2 * depth, &ring_, IORING_SETUP_COOP_TASKRUN);
+    if (error < 0) error = io_uring_queue_init(2 * depth, &ring_, 0);
+    if (error < 0) return error;
+    ready_ = true;
+    return 0;
+  }
+
+  void read(std::span<RangeRead> ranges) override {
+    std::vector<unsigned> free;
+    for (unsigned i = 0; i < slots_.size(); ++i) free.push_back(i);
+    size_t next = 0, flying = 0;
+    while (next < ranges.size() || flying > 0) {
+      while (next < ranges.size() && !free.empty()) {
+        submit(ranges[next++], free.back());
+        free.pop_back();
+        ++flying;
+      }
+      // To wait for a few at once costs no depth that matters, and saves a switch for each.
+      const auto wait = static_cast<unsigned>(std::max<size_t>(1, flying / 4));
+      const int submitted = io_uring_submit_and_wait(&ring_, wait);
+      if (submitted < 0 && submitted != -EINTR && submitted != -EAGAIN && submitted != -EBUSY) {
+        throw io_error("io_uring failed while reading", files_.files()[0].path, -submitted);
+      }
+      unsigned head = 0, seen = 0;
+      io_uring_cqe* cqe = nullptr;
+      io_uring_for_each_cqe(&ring_, head, cqe) {
+        ++seen;
+        const auto slot = static_cast<unsigned>(cqe->user_data);
+        finish(slots_[slot], cqe->res);
+        free.push_back(slot);
+        --flying;
+      }
+      io_uring_cq_advance(&ring_, seen);
+    }
+  }
+  std::string_view name() const override { return "io_uring"; }
+  uint64_t bytes_read() const override { return bytes_; }
+
+ private:
+  struct Slot {
+    RangeRead* range = nullptr;
+    bool direct = false;
+    bool in_place = false;  // direct, and already as the device wants it
+    AlignedRange aligned;
+    AlignedBuffer bounce, large;
+    std::span<std::byte> landed;
+    iovec parts[2]{};
+  };
+
+  // Pins one bounce buffer for every slot, at the first direct read; -errno where that is refused.
+  int pin() {
+    std::vector<iovec> buffers;
+    for (Slot& s : slots_) buffers.push_back({s.bounce.take(kRegistered).data(), kRegistered});
+    return io_uring_register_buffers(&ring_, buffers.data(), static_cast<unsigned>(buffers.size()));
+  }
+
+  void submit(RangeRead& range, unsigned index) {
+    Slot& s = slots_[index];
+    s.range = &range;
+    s.direct = files_.direct(range.file) >= 0 && (files_.policy() == Direct::always || range.once);
+    io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
+    if (s.direct) {
+      if (!tried_to_pin_) {
+        tried_to_pin_ = true;
+        pinned_ = pin() >= 0;
+      }
+      s.aligned = align(range.offset, range.size(), files_.alignment(range.file));
+      bytes_ += s.aligned.length;
+      const int fd = files_.direct(range.file);
+      s.in_place =
+          range.head.empty() && s.aligned.skip == 0 && s.aligned.length == range.size() &&
+          reinterpret_cast<uintptr_t>(range.into.data()) % files_.alignment(range.file) == 0;
+      if (s.in_place) {
+        io_uring_prep_read(sqe, fd, range.into.data(), static_cast<unsigned>(range.size()),
+                           range.offset);
+      } else if (pinned_ && s.aligned.length <= kRegistered) {
+        s.landed = s.bounce.take(s.aligned.length);
+        io_uring_prep_read_fixed(sqe, fd, s.landed.data(), static_cast<unsigned>(s.aligned.length),
+                                 s.aligned.offset, static_cast<int>(index));
+      } else {
+        s.landed = s.large.take(s.aligned.length);
+        io_uring_prep_read(sqe, fd, s.landed.data(), static_cast<unsigned>(s.aligned.length),
+                           s.aligned.offset);
+      }
+    } else {
+      bytes_ += range.size();
+      s.parts[0] = {range.head.data(), range.head.size()};
+      s.parts[1] = {range.into.data(), range.into.size()};
+      const bool whole = range.head.empty();
+      io_uring_prep_readv(sqe, files_.buffered(range.file), whole ? s.parts + 1 : s.parts,
+                          whole ? 1 : 2, range.offset);
+    }
+    sqe->user_data = index;
+  }
+
+  void finish(Slot& s, int result) {
+    RangeRead& range = *s.range;
+    const uint64_t needed = s.direct ? s.aligned.skip + range.size() : range.size();
+    if (result >= 0 && static_cast<uint64_t>(result) >= needed) {
+      if (s.direct && !s.in_place) {
+        const std::byte* from = s.landed.data() + s.aligned.skip;
+        if (!range.head.empty()) std::memcpy(range.head.data(), from, range.head.size());
+        if (!range.into.empty()) {
+          std::memcpy(range.into.data(), from + range.head.size(), range.into.size());
+        }
+      }
+      range.error = 0;
+    } else if (result == -EINTR || result == -EAGAIN || result > 0) {
+      range.error = read_now(files_, range, false, fallback_);  // rare: finished by a plain call
+    } else {
+      range.error = result == 0 ? kSizeChanged : -result;
+    }
+  }
+
+  const LocalFiles& files_;
+  std::vector<Slot> slots_;
+  AlignedBuffer fallback_;
+  io_uring ring_{};
+  bool ready_ = false, tried_to_pin_ = false, pinned_ = false;
+  uint64_t bytes_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<RangeReader> make_uring_ranges(const LocalFiles& files, unsigned depth,
+                                               std::string& why) {
+  auto reader = std::make_unique<UringRanges>(files, std::max(1u, depth));
+  if (const int error = reader->start(); error < 0) {
+    why = "the kernel refuses it: " + std::generic_category().message(-error);
+    return nullptr;
+  }
+  return reader;
+}
+#else
+std::unique_ptr<RangeReader> make_uring_ranges(const LocalFiles&, unsigned, std::string& why) {
+  why = "this build has no liburing";
+  return nullptr;
+}
+#endif
+
+}  // namespace nostall::source

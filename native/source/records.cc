@@ -1,0 +1,311 @@
+#include "source/records.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <numeric>
+
+#include "base/clock.h"
+#include "source/local.h"
+
+namespace nostall::source {
+namespace {
+
+// Coalesced ranges start and end on such a boundary, as direct reads want it.
+constexpr uint64_t kBoundary = 4096;
+constexpr size_t kMaxHead = 4096;
+
+// One thread's reader: plans the ranges of a call, reads them, deals the bytes out.
+class RecordReader : public Reader {
+ public:
+  RecordReader(const RecordSource& source, ReaderKind kind, unsigned depth)
+      : source_(source), ranges_(source.storage().make_reader(kind, depth)) {}
+
+  void read(std::span<ReadRequest> requests) override {
+    if (requests.empty()) return;
+    // One call's bytes in flight are bounded, whatever is asked for.
+    for (size_t begin = 0; begin < requests.size();) {
+      uint64_t bytes = 0;
+      size_t end = begin;
+      while (end < requests.size() &&
+             (end == begin || bytes + requests[end].into.size() <= kMaxCall)) {
+        bytes += requests[end++].into.size();
+      }
+      read_some(requests.subspan(begin, end - begin));
+      begin = end;
+    }
+  }
+  std::string_view name() const override { return ranges_->name(); }
+
+ private:
+  static constexpr uint64_t kMaxCall = uint64_t{16} << 20;
+
+  void read_some(std::span<ReadRequest> requests) {
+    const RecordTable& table = source_.table();
+    std::vector<Piece> pieces;
+    pieces.reserve(requests.size());
+    for (size_t i = 0; i < requests.size(); ++i) {
+      const uint64_t sample = requests[i].sample;
+      const uint64_t head = table.head_of(sample);
+      requests[i].error = 0;
+      requests[i].why.clear();
+      pieces.push_back({table.file_of(sample), table.offset[sample] - head,
+                        table.length[sample] + head, static_cast<uint32_t>(i)});
+    }
+    const CoalesceLimits limits = source_.options().coalesce
+                                      ? source_.cost().limits(source_.options().max_read)
+                                      : CoalesceLimits{0, 0};
+    const std::vector<Together> together = coalesce(pieces, limits);
+    plan(requests, pieces, together);
+    const int64_t begin = now_ns();
+    ranges_->read(reads_);
+    uint64_t bytes = 0;
+    for (const RangeRead& r : reads_) bytes += r.size();
+    source_.cost().record(static_cast<double>(reads_.size()), static_cast<double>(bytes),
+                          static_cast<double>(now_ns() - begin) * 1e-9);
+    for (size_t i = 0; i < together.size(); ++i) {
+      deal_out(requests, pieces, together[i], reads_[i]);
+    }
+    check_files(requests, together);
+  }
+
+  // A range of one sample goes straight to its place, others through a buffer of this reader.
+  void plan(std::span<ReadRequest> requests, const std::vector<Piece>& pieces,
+            const std::vector<Together>& together) {
+    const RecordTable& table = source_.table();
+    const auto files = source_.storage().files();
+    uint64_t buffered = 0, heads = 0;
+    const auto widened = [&](const Together& t) {
+      const uint64_t begin = t.offset / kBoundary * kBoundary;
+      const uint64_t end = std::min(files[t.file].size,
+                                    (t.offset + t.length + kBoundary - 1) / kBoundary * kBoundary);
+      return std::pair{begin, end};
+    };
+    for (const Together& t : together) {
+      if (t.count > 1) {
+        const auto [begin, end] = widened(t);
+        buffered += (end - begin + kBoundary - 1) / kBoundary * kBoundary;
+      }
+      heads += t.count == 1 ? table.head_of(requests[pieces[t.first].index].sample) : 0;
+    }
+    std::span<std::byte> room = buffer_.take(std::max<uint64_t>(1, buffered));
+    heads_.resize(heads);
+    std::span<std::byte> head_room = heads_;
+    reads_.clear();
+    for (const Together& t : together) {
+      RangeRead r;
+      r.file = t.file;
+      ReadRequest& first = requests[pieces[t.first].index];
+      r.once = first.once;
+      if (t.count == 1) {
+        const uint64_t head = table.head_of(first.sample);
+        r.offset = t.offset;
+        r.head = head_room.first(head);
+        head_room = head_room.subspan(head);
+        r.into = first.into;
+      } else {
+        const auto [begin, end] = widened(t);
+        r.offset = begin;
+        r.into = room.first(end - begin);
+        room = room.subspan((end - begin + kBoundary - 1) / kBoundary * kBoundary);
+      }
+      reads_.push_back(std::move(r));
+    }
+  }
+
+  void deal_out(std::span<ReadRequest> requests, const std::vector<Piece>& pieces,
+                const Together& t, const RangeRead& range) {
+    const RecordTable& table = source_.table();
+    for (size_t i = t.first; i < t.first + t.count; ++i) {
+      ReadRequest& request = requests[pieces[i].index];
+      std::span<const std::byte> head = range.head;
+      if (range.error != 0 && t.count == 1) {
+        request.error = range.error;
+        request.why = range.why;
+        continue;
+      }
+      if (range.error != 0) {
+        // Somebody else's bytes may be the bad ones.
+        read_alone(request, pieces[i]);
+        continue;
+      }
+      if (t.count > 1) {
+        const auto all = std::span<const std::byte>(range.into)
+                             .subspan(pieces[i].offset - range.offset, pieces[i].length);
+        head = all.first(table.head_of(request.sample));
+        const auto body = all.subspan(head.size());
+        if (!body.empty()) std::memcpy(request.into.data(), body.data(), body.size());
+      }
+      check_head(request, head);
+    }
+  }
+
+  void read_alone(ReadRequest& request, const Piece& piece) {
+    RangeRead r;
+    std::vector<std::byte> head(source_.table().head_of(request.sample));
+    r.file = piece.file;
+    r.offset = piece.offset;
+    r.head = head;
+    r.into = request.into;
+    ranges_->read({&r, 1});
+    request.error = r.error;
+    request.why = r.why;
+    if (r.error == 0) check_head(request, head);
+  }
+
+  void check_head(ReadRequest& request, std::span<const std::byte> head) {
+    if (head.empty() || !source_.options().check) return;
+    request.why = source_.options().check(source_.table(), request.sample, head);
+    if (!request.why.empty()) request.error = kWrongBytes;
+  }
+
+  // Bytes of a file that was written to meanwhile may be anything.
+  void check_files(std::span<ReadRequest> requests, const std::vector<Together>& together) {
+    uint32_t checked = std::numeric_limits<uint32_t>::max();
+    for (const Together& t : together) {
+      if (t.file == checked) continue;
+      checked = t.file;
+      const std::string change = source_.storage().changed(t.file);
+      if (change.empty()) continue;
+      for (ReadRequest& r : requests) {
+        if (source_.table().file_of(r.sample) != t.file) continue;
+        r.error = kWrongBytes;
+        r.why = source_.storage().files()[t.file].path + ": " + change +
+                "; open the data set again when nobody writes to it";
+      }
+    }
+  }
+
+  const RecordSource& source_;
+  std::unique_ptr<RangeReader> ranges_;
+  AlignedBuffer buffer_;
+  std::vector<std::byte> heads_;
+  std::vector<RangeRead> reads_;
+};
+
+uint64_t fingerprint_of(const RecordTable& table) {
+  uint64_t hash = 0xcbf29ce484222325u;
+  const auto number = [&hash](uint64_t v) {
+    for (int i = 0; i < 8; ++i) hash = (hash ^ static_cast<uint8_t>(v >> (8 * i))) * 0x100000001b3u;
+  };
+  const auto text = [&](std::string_view s) {
+    number(s.size());
+    for (const char c : s) hash = (hash ^ static_cast<uint8_t>(c)) * 0x100000001b3u;
+  };
+  text(table.kind);
+  text(table.stamp);
+  number(table.files.size());
+  for (const StorageFile& f : table.files) {
+    // The same data set may lie in another folder on another node.
+    text(std::string_view(f.path).substr(f.path.rfind('/') + 1));
+    number(f.size);
+  }
+  number(table.size());
+  for (uint64_t i = 0; i < table.size(); ++i) {
+    number(table.file_of(i));
+    number(table.offset[i]);
+    number(table.length[i]);
+    number(static_cast<uint64_t>(table.label[i]));
+  }
+  return hash;
+}
+
+}  // namespace
+
+RecordSource::RecordSource(std::shared_ptr<const Storage> storage, RecordTable table,
+                           RecordOptions options)
+    : storage_(std::move(storage)), table_(std::move(table)), options_(std::move(options)) {
+  const auto files = storage_->files();
+  const uint64_t n = table_.size();
+  if (table_.offset.size() != n || table_.label.size() != n ||
+      (!table_.file.empty() && table_.file.size() != n) ||
+      (!table_.head.empty() && table_.head.size() != n)) {
+    throw Error(ErrorKind::usage, "the columns of a record table must have one entry per sample");
+  }
+  if (n > std::numeric_limits<uint32_t>::max()) {
+    throw Error(ErrorKind::usage, "a data set of records may have at most 2^32 - 1 samples");
+  }
+  bool in_order = true;
+  for (uint64_t i = 0; i < n; ++i) {
+    const uint32_t file = table_.file_of(i);
+    if (file >= files.size() || table_.offset[i] > files[file].size ||
+        table_.length[i] > files[file].size - table_.offset[i] ||
+        table_.head_of(i) > std::min<uint64_t>(table_.offset[i], kMaxHead)) {
+      throw Error(ErrorKind::corruption,
+                  "sample " + std::to_string(i) + " (" + std::to_string(table_.length[i]) +
+                      " bytes at offset " + std::to_string(table_.offset[i]) + ") is not inside " +
+                      (file < files.size() ? files[file].path : "any file") +
+                      ": the file was cut, or its index is of another one");
+    }
+    total_bytes_ += table_.length[i];
+    if (i > 0) {
+      in_order = in_order && std::pair(table_.file_of(i - 1), table_.offset[i - 1]) <=
+                                 std::pair(file, table_.offset[i]);
+    }
+  }
+  if (!in_order) {
+    by_place_.resize(n);
+    std::iota(by_place_.begin(), by_place_.end(), uint32_t{0});
+    std::stable_sort(by_place_.begin(), by_place_.end(), [&](uint32_t a, uint32_t b) {
+      return std::pair(table_.file_of(a), table_.offset[a]) <
+             std::pair(table_.file_of(b), table_.offset[b]);
+    });
+    places_.resize(n);
+    for (uint32_t place = 0; place < n; ++place) places_[by_place_[place]] = place;
+  }
+  fingerprint_ = fingerprint_of(table_);
+}
+
+uint64_t RecordSource::place_of(uint64_t sample) const noexcept {
+  return places_.empty() ? sample : places_[sample];
+}
+
+uint64_t RecordSource::sample_at(uint64_t place) const noexcept {
+  return by_place_.empty() ? place : by_place_[place];
+}
+
+std::string RecordSource::describe(uint64_t sample) const {
+  std::string text = storage_->files()[table_.file_of(sample)].path;
+  if (options_.name) {
+    if (const std::string name = options_.name(table_, sample); !name.empty())
+      text += " \"" + name + "\"";
+  }
+  return text + " at offset " + std::to_string(table_.offset[sample]);
+}
+
+std::unique_ptr<Reader> RecordSource::make_reader(ReaderKind kind, unsigned depth) const {
+  return std::make_unique<RecordReader>(*this, kind, depth);
+}
+
+uint64_t RecordSource::batch_bytes() const {
+  return options_.coalesce ? cost_.limits(options_.max_read).bytes : 0;
+}
+
+void RecordSource::around(uint64_t sample, std::vector<uint64_t>& out) const {
+  if (!options_.coalesce) return;
+  const CoalesceLimits limits = cost_.limits(options_.max_read);
+  const uint32_t file = table_.file_of(sample);
+  uint64_t begin = table_.offset[sample], end = begin + table_.length[sample];
+  const uint64_t here = place_of(sample);
+  // Half of what a read may have before the sample, the rest after it.
+  for (uint64_t place = here; place-- > 0;) {
+    const uint64_t s = sample_at(place);
+    if (table_.file_of(s) != file) break;
+    const uint64_t s_end = table_.offset[s] + table_.length[s];
+    if (begin > s_end && begin - s_end > limits.gap) break;
+    if (end - std::min(begin, table_.offset[s]) > limits.bytes / 2) break;
+    begin = std::min(begin, table_.offset[s]);
+    out.push_back(s);
+  }
+  for (uint64_t place = here + 1; place < size(); ++place) {
+    const uint64_t s = sample_at(place);
+    if (table_.file_of(s) != file) break;
+    if (table_.offset[s] > end && table_.offset[s] - end > limits.gap) break;
+    const uint64_t s_end = std::max(end, table_.offset[s] + table_.length[s]);
+    if (s_end - begin > limits.bytes) break;
+    end = s_end;
+    out.push_back(s);
+  }
+}
+
+}  // namespace nostall::source

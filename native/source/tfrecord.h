@@ -1,0 +1,20 @@
+// source/tfrecord.h - the records of a TFRecord file: length, masked CRC32C of the length, the
+// record, masked CRC32C of the record. Total: any bytes give places or an Error (io, corruption
+// with record number and offset).
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "source/window.h"
+
+namespace nostall::source {
+
+struct TfRecords {
+  std::vector<uint64_t> offset, length;  // of the records' bytes
+};
+
+// `check`: read every record and compare its CRC; lengths are always checked.
+Result<TfRecords> scan_tfrecord(Window& window, bool check);
+
+}  // namespace nostall::source

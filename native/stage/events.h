@@ -1,0 +1,25 @@
+// stage/events.h - private to the stage: what it records (trace/trace.h).
+#pragma once
+
+#include "trace/trace.h"
+
+namespace nostall::stage {
+
+// The consumer waits for a batch; its samples by origin, and the finished batches behind it.
+inline const trace::Kind kWaitBatch = trace::define(
+    "data", "wait for batch", {"epoch", "batch", "ram", "file", "peer", "source", "queue"});
+// One round trip of a fetch thread to the source; `failed` samples among them.
+inline const trace::Kind kReadSource =
+    trace::define("data", "read source", {"samples", "bytes", "failed"});
+// The same for the tiers alone, ahead of need (Sharing::owners_read).
+inline const trace::Kind kReadOwned = trace::define("data", "read for tiers", {"samples", "bytes"});
+inline const trace::Kind kReadTiers = trace::define("data", "take from tiers", {"samples"});
+inline const trace::Kind kFetchPeers =
+    trace::define("data", "fetch from peers", {"samples", "came", "bytes"});
+inline const trace::Kind kWaitOthers = trace::define("data", "wait for others", {"sample"});
+// A sample goes on to a file tier or to its owner.
+inline const trace::Kind kPassOn = trace::define("data", "pass on", {"sample", "bytes"});
+inline const trace::Kind kDecode =
+    trace::define("data", "decode", {"sample", "bytes", "epoch", "batch"});
+
+}  // namespace nostall::stage

@@ -1,0 +1,264 @@
+#include "trace/trace.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <stop_token>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "trace/writer.h"
+
+namespace nostall::trace {
+namespace detail {
+std::atomic<bool> recording{false};
+}
+
+namespace {
+
+constexpr std::chrono::seconds kFlush{1};
+
+struct Stored {
+  int64_t begin, end;
+  Values values;
+  uint16_t kind;
+};
+
+// Written by its thread, read by the background thread.
+struct Ring {
+  std::vector<Stored> events = std::vector<Stored>(kRingEvents);
+  std::atomic<uint64_t> head{0}, tail{0}, dropped{0};
+  std::atomic<bool> ended{false};  // its thread
+  pid_t tid = ::gettid();
+  std::string name;
+  bool announced = false;  // in the file; the background thread's
+};
+
+struct KindName {
+  std::string category, name;
+  std::vector<std::string> arguments;
+};
+
+// The background thread and its file.
+class Recorder {
+ public:
+  explicit Recorder(const Config& config);
+  ~Recorder() { stop_.request_stop(); }
+  Summary finish();
+
+ private:
+  void loop(std::stop_token stop);
+  void drain();
+  const KindText* text_of(uint16_t kind);  // null: no such kind
+
+  const std::chrono::milliseconds period_;
+  Writer writer_;
+  std::vector<KindText> texts_;
+  Summary summary_;
+  bool failed_ = false;
+  std::mutex mutex_;
+  std::condition_variable_any wake_;
+  std::stop_source stop_;
+  std::jthread thread_;
+};
+
+struct Registry {
+  std::mutex mutex;
+  std::vector<std::shared_ptr<Ring>> rings;
+  std::vector<KindName> kinds;
+  std::mutex lifecycle;  // of start and stop
+  std::unique_ptr<Recorder> recorder;
+  bool fork_handled = false;
+};
+
+// Never destroyed: threads may outlive the statics.
+Registry& registry() {
+  static Registry& one = *std::make_unique<Registry>().release();
+  return one;
+}
+
+struct Handle {
+  std::shared_ptr<Ring> ring;
+  ~Handle() {
+    if (ring) ring->ended.store(true, std::memory_order_release);
+  }
+};
+
+Ring* ring_of_this_thread() noexcept {
+  thread_local Handle handle;
+  if (!handle.ring) {
+    try {
+      auto made = std::make_shared<Ring>();
+      char name[16] = "";
+      pthread_getname_np(pthread_self(), name, sizeof name);
+      made->name = ::getpid() == made->tid ? "main" : name;
+      Registry& all = registry();
+      const std::scoped_lock lock(all.mutex);
+      all.rings.push_back(made);
+      handle.ring = std::move(made);
+    } catch (...) {
+      return nullptr;  // no memory: this thread is not recorded
+    }
+  }
+  return handle.ring.get();
+}
+
+Recorder::Recorder(const Config& config)
+    : period_(config.period), writer_(config), thread_([this] {
+        pthread_setname_np(pthread_self(), "nostall-trace");
+        loop(stop_.get_token());
+      }) {}
+
+const KindText* Recorder::text_of(uint16_t kind) {
+  if (kind >= texts_.size()) {
+    Registry& all = registry();
+    const std::scoped_lock lock(all.mutex);
+    for (size_t i = texts_.size(); i < all.kinds.size(); ++i) {
+      const KindName& k = all.kinds[i];
+      texts_.push_back(kind_text(k.category, k.name, k.arguments, ::getpid()));
+    }
+  }
+  return kind < texts_.size() ? &texts_[kind] : nullptr;
+}
+
+void Recorder::drain() {
+  std::vector<std::shared_ptr<Ring>> rings;
+  {
+    Registry& all = registry();
+    const std::scoped_lock lock(all.mutex);
+    rings = all.rings;
+    std::erase_if(all.rings, [](const auto& r) {
+      return r->ended.load(std::memory_order_acquire) &&
+             r->tail.load(std::memory_order_relaxed) == r->head.load(std::memory_order_relaxed);
+    });
+  }
+  for (const auto& ring : rings) {
+    const uint64_t head = ring->head.load(std::memory_order_acquire);
+    uint64_t tail = ring->tail.load(std::memory_order_relaxed);
+    if (head != tail && !ring->announced) {
+      writer_.thread(ring->tid, ring->name);
+      ring->announced = true;
+    }
+    for (; tail != head; ++tail) {
+      const Stored& e = ring->events[tail % kRingEvents];
+      const KindText* const text = text_of(e.kind);
+      if (!text) continue;
+      writer_.event(*text, ring->tid, e.begin, e.end, e.values);
+      ++summary_.events;
+    }
+    ring->tail.store(tail, std::memory_order_release);
+    summary_.dropped += ring->dropped.exchange(0, std::memory_order_relaxed);
+  }
+}
+
+void Recorder::loop(std::stop_token stop) {
+  auto flushed = std::chrono::steady_clock::now();
+  try {
+    while (!stop.stop_requested()) {
+      {
+        std::unique_lock lock(mutex_);
+        wake_.wait_for(lock, stop, period_, [] { return false; });
+      }
+      drain();
+      const auto now = std::chrono::steady_clock::now();
+      const bool flush = now - flushed >= kFlush;
+      if (flush) flushed = now;
+      writer_.write(flush);
+    }
+  } catch (const std::exception& error) {
+    failed_ = true;
+    detail::recording.store(false, std::memory_order_relaxed);
+    log(LogLevel::warning, std::string(error.what()) + "; recording ends here");
+  }
+}
+
+Summary Recorder::finish() {
+  stop_.request_stop();
+  if (thread_.joinable()) thread_.join();
+  if (failed_) return summary_;
+  drain();
+  summary_.bytes = writer_.finish(summary_.events, summary_.dropped);
+  return summary_;
+}
+
+}  // namespace
+
+Kind define(std::string_view category, std::string_view name,
+            std::initializer_list<std::string_view> arguments) {
+  if (arguments.size() > kArguments) {
+    throw Error(ErrorKind::usage, "an event has at most " + std::to_string(kArguments) + " values");
+  }
+  Registry& all = registry();
+  const std::scoped_lock lock(all.mutex);
+  for (size_t i = 0; i < all.kinds.size(); ++i) {
+    if (all.kinds[i].category == category && all.kinds[i].name == name) {
+      return {static_cast<uint16_t>(i)};
+    }
+  }
+  if (all.kinds.size() == kMaxKinds) {
+    throw Error(ErrorKind::usage, "a trace has at most " + std::to_string(kMaxKinds) +
+                                      " kinds of events: put numbers into values, not into names");
+  }
+  all.kinds.push_back({std::string(category), std::string(name),
+                       std::vector<std::string>(arguments.begin(), arguments.end())});
+  return {static_cast<uint16_t>(all.kinds.size() - 1)};
+}
+
+void record(Kind kind, int64_t begin, int64_t end, const Values& values) noexcept {
+  if (!on()) return;
+  Ring* const ring = ring_of_this_thread();
+  if (!ring) return;
+  const uint64_t head = ring->head.load(std::memory_order_relaxed);
+  if (head - ring->tail.load(std::memory_order_acquire) == kRingEvents) {
+    ring->dropped.fetch_add(1, std::memory_order_relaxed);
+    return;
+  }
+  ring->events[head % kRingEvents] = {begin, end, values, kind.index};
+  ring->head.store(head + 1, std::memory_order_release);
+}
+
+void start(const Config& config) {
+  Registry& all = registry();
+  const std::scoped_lock life(all.lifecycle);
+  if (all.recorder) throw Error(ErrorKind::usage, "this process records a trace already");
+  if (!all.fork_handled) {
+    // The child has the file and no thread that writes it: it leaves both alone.
+    pthread_atfork(nullptr, nullptr, [] {
+      detail::recording.store(false, std::memory_order_relaxed);
+      static_cast<void>(registry().recorder.release());
+    });
+    all.fork_handled = true;
+  }
+  {
+    const std::scoped_lock lock(all.mutex);
+    for (const auto& ring : all.rings) {  // what an earlier recording left
+      ring->tail.store(ring->head.load());
+      ring->announced = false;
+    }
+  }
+  // Before the background thread is there, which may have to end the recording at once.
+  detail::recording.store(true, std::memory_order_relaxed);
+  try {
+    all.recorder = std::make_unique<Recorder>(config);
+  } catch (...) {
+    detail::recording.store(false, std::memory_order_relaxed);
+    throw;
+  }
+}
+
+Summary stop() {
+  Registry& all = registry();
+  const std::scoped_lock life(all.lifecycle);
+  detail::recording.store(false, std::memory_order_relaxed);
+  if (!all.recorder) return {};
+  const std::unique_ptr<Recorder> ending = std::move(all.recorder);
+  return ending->finish();
+}
+
+}  // namespace nostall::trace

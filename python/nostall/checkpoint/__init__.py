@@ -1,0 +1,16 @@
+"""Checkpoints that training does not feel, and that are complete or not there.
+
+ckpt = nostall.Checkpointer(fast="/nvme/ckpt", durable="/pfs/ckpt", keep=5, every=100)
+state = {"model": model, "optimizer": optimizer, "loader": loader}
+found = ckpt.restore(into=state)
+...
+ckpt.save(state, step)
+"""
+
+from nostall.checkpoint.checkpointer import Checkpointer
+from nostall.checkpoint.engine import Saved
+from nostall.checkpoint.restore import Restored
+from nostall.checkpoint.retention import Keep
+from nostall.checkpoint.rng import rng_state, set_rng_state
+
+__all__ = ["Checkpointer", "Keep", "Restored", "Saved", "rng_state", "set_rng_state"]

@@ -1,0 +1,467 @@
+"""`nostall.Checkpointer`: saves that the training hardly feels, restores that never mix or guess."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import logging
+import os
+import secrets
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, Literal
+
+from nostall import _native
+from nostall.checkpoint import format as files
+from nostall.checkpoint.engine import Drain, Engine, Job, Level, Saved, Settings
+from nostall.checkpoint.restore import Restored, load_into, read_part, view
+from nostall.checkpoint.retention import Keep, decide
+from nostall.checkpoint.store import LARGEST_STEP, Store
+from nostall.checkpoint.tree import Leaf, encode
+from nostall.errors import CorruptionError, Error, PeerError, UsageError
+from nostall.rendezvous import AllGather, find_rendezvous
+from nostall.sizes import parse_size
+from nostall.world import find_world
+
+_log = logging.getLogger("nostall")
+# Checkpointers are told apart by their number in the process: ranks make them in the same order.
+_made = itertools.count()
+
+
+class Checkpointer:
+    """Saves the state of a training to a fast and a durable directory, and restores the newest.
+
+    A save copies the state once, to memory that is there already, and returns; a background thread
+    writes it to `fast`, another one drains it from there to `durable` at a limited rate. A checkpoint
+    exists once its manifest does, which appears by one rename after all parts of all ranks are on
+    their device. What a job that was killed leaves is continued or cleaned up by the next one.
+
+    Args:
+        fast: a directory on fast storage (NVMe, /dev/shm), seen by all ranks.
+        durable: a directory on durable storage, seen by all ranks. One of both may be left out.
+        keep: how many checkpoints stay, or a `Keep`.
+        every: only steps that this divides are saved; others make `save` return None at once.
+        level: what `save` waits for: ``"memory"`` (the copy), ``"fast"``, ``"durable"``.
+        keep_fast: how many complete checkpoints stay on the fast tier for a fast restore.
+        rate: bytes a second of the drain, for example ``"200MB"``; None: as fast as it goes.
+        replicated: all ranks hold the same state (data parallelism): rank 0 writes it, all restore
+            it, on any number of ranks.
+        snapshots: how many may be in memory at a time. Each takes the size of the state.
+        threads: threads that copy; at most 8 of the rank's share of the cores if None.
+        timeout: seconds after which a rank that does not come is given up.
+        patience: seconds that a save may wait for an earlier snapshot to be written, before this
+            checkpoint is given up with a warning: hanging storage does not stop the training.
+        priority: of background threads, ``"idle"``, ``"low"`` or ``"normal"``.
+        verify: read a drained copy back before the fast one may go.
+        rank, world_size, job: found as the loader finds them.
+        gather: the job's allgather of bytes; found as the loader finds it.
+
+    Raises:
+        UsageError: arguments that do not go together; a directory that another job uses.
+        IoError: a directory that cannot be made.
+
+    Thread-safety: one thread, the training's, calls it.
+    """
+
+    def __init__(
+        self,
+        fast: str | os.PathLike[str] | None = None,
+        durable: str | os.PathLike[str] | None = None,
+        *,
+        keep: int | Keep = 5,
+        every: int | None = None,
+        level: Level = "memory",
+        keep_fast: int = 1,
+        rate: int | str | None = None,
+        replicated: bool = False,
+        snapshots: int = 1,
+        threads: int | None = None,
+        timeout: float = 600.0,
+        patience: float = 60.0,
+        priority: Literal["normal", "low", "idle"] = "idle",
+        verify: bool = True,
+        rank: int | None = None,
+        world_size: int | None = None,
+        job: str | None = None,
+        gather: AllGather | None = None,
+    ) -> None:
+        if fast is None and durable is None:
+            raise UsageError("a checkpointer needs fast=, durable= or both")
+        roots = [os.path.realpath(root) for root in (fast, durable) if root is not None]
+        if len(roots) > len(set(roots)):
+            raise UsageError(f"fast and durable are the same directory, {roots[0]}")
+        if every is not None and every < 1:
+            raise UsageError(f"every must be at least 1, not {every}")
+        if snapshots < 1 or keep_fast < 1:
+            raise UsageError("snapshots and keep_fast must be at least 1")
+        if priority not in ("normal", "low", "idle"):
+            raise UsageError(f'priority must be "normal", "low" or "idle", not {priority!r}')
+        self._check_level(level, fast is not None, durable is not None)
+        world = find_world(rank=rank, world_size=world_size, job=job)
+        self.rank, self.world_size = world.rank, world.world_size
+        self.every, self.level, self.replicated = every, level, replicated
+        self._timeout = timeout
+        self._gather = gather
+        self._name = f"checkpointer {next(_made)}"
+        self._gathered = itertools.count()
+        cores = len(os.sched_getaffinity(0))
+        self._threads = threads or max(1, min(8, cores // world.local_world_size))
+        self.fast = Store(fast, "fast") if fast is not None else None
+        self.durable = Store(durable, "durable") if durable is not None else None
+        keep = keep if isinstance(keep, Keep) else Keep(keep)
+        settings = Settings(
+            keep=keep,
+            keep_fast=keep_fast,
+            rate=0 if rate is None else parse_size(rate),
+            timeout=timeout,
+            patience=patience,
+            priority=priority,
+            verify=verify,
+        )
+        self._engine = Engine(self.fast, self.durable, self.rank, settings)
+        self._images = [_native.Image(self._threads) for _ in range(snapshots)]
+        for image in self._images:
+            self._engine.add_image(image)
+        self._saves = itertools.count()
+        self._history: deque[Saved] = deque(maxlen=1000)
+        self._window: tuple[_native.Image, list[Leaf]] | None = None
+        self._run = self._begin()
+        self._closer = weakref.finalize(self, _shut, self._engine, self.fast, self.durable)
+        atexit.register(self._closer)
+
+    @staticmethod
+    def _check_level(level: str, fast: bool, durable: bool) -> None:
+        if level not in ("memory", "fast", "durable"):
+            raise UsageError(f'level must be "memory", "fast" or "durable", not {level!r}')
+        if (level == "fast" and not fast) or (level == "durable" and not durable):
+            raise UsageError(f"level {level} needs {level}= to be given")
+
+    # ------------------------------------------------------------------ beginning
+
+    def _begin(self) -> str:
+        """Rank 0 takes the directories and clears them up; all agree on a name for this run."""
+        stores = [s for s in (self.fast, self.durable) if s is not None]
+        run = secrets.token_hex(4)
+        note: dict[str, Any] = {"run": run, "error": ""}
+        token = f".run-{run}"
+        if self.rank == 0:
+            try:
+                for store in stores:
+                    store.own()
+                    store.clean()
+                    for old in store.root.glob(".run-*"):
+                        old.unlink(missing_ok=True)
+                    if self.world_size > 1:
+                        (store.root / token).touch()
+            except (Error, OSError) as error:
+                if self.world_size == 1:
+                    raise
+                note["error"] = str(error)
+        if self.world_size > 1:
+            first = json.loads(self._allgather(json.dumps(note).encode())[0])
+            if first["error"]:
+                raise UsageError(f"rank 0 cannot begin: {first['error']}")
+            run = str(first["run"])
+            unseen = [str(s.root) for s in stores if not (s.root / f".run-{run}").exists()]
+            notes = self._allgather(json.dumps(unseen).encode())
+            for rank, text in enumerate(notes):
+                for root in json.loads(text):
+                    raise UsageError(
+                        f"rank {rank} does not see rank 0's {root}: checkpoints of several nodes "
+                        "need directories that all of them share; leave fast= out where it is not"
+                    )
+        if self.rank == 0:
+            self._continue_drains()
+        return run
+
+    def _continue_drains(self) -> None:
+        """What an earlier job left on the fast tier goes on its way."""
+        if self.fast is None or self.durable is None:
+            return
+        on_fast = {e.step: e.manifest for e in self.fast.entries() if e.manifest is not None}
+        durable = {e.step: e.manifest for e in self.durable.entries() if e.manifest is not None}
+        known = {s: m.metric for s, m in (on_fast | durable).items()}
+        stay = decide(known.items(), self._engine.settings.keep)
+        for step, manifest in sorted(on_fast.items()):
+            there = durable.get(step)
+            drained = there is not None and there.id == manifest.id
+            if step in stay and not drained and not self.fast.missing(manifest):
+                self._engine.submit_drain(Drain(manifest, alone=True))
+
+    def _allgather(self, mine: bytes) -> list[bytes]:
+        if self._gather is not None:
+            return self._gather(mine)
+        name = f"{self._name} {next(self._gathered)}"
+        gather = find_rendezvous(self.rank, self.world_size, name, timeout=self._timeout)
+        if gather is None:
+            raise UsageError(
+                f"the {self.world_size} ranks of this job cannot find each other: start them with "
+                "torchrun or mpirun, set NOSTALL_RENDEZVOUS, or pass gather="
+            )
+        return gather(mine)
+
+    # ------------------------------------------------------------------ saving
+
+    def prepare(self, state: Any) -> None:
+        """Makes room for snapshots of `state`, so that the first save costs what later ones do."""
+        if self.rank == 0 or not self.replicated:
+            tree, leaves = encode(state)
+            size = len(files.header(tree, leaves)) + sum(leaf.nbytes for leaf in leaves)
+            for image in self._images:
+                image.reserve(size + (1 << 20))
+
+    def due(self, step: int) -> bool:
+        """Whether `save` does anything at this step."""
+        return self.every is None or step % self.every == 0
+
+    def save(
+        self,
+        state: Any,
+        step: int,
+        *,
+        metric: float | None = None,
+        level: Level | None = None,
+        window: bool = False,
+        force: bool = False,
+    ) -> Saved | None:
+        """Takes a checkpoint of `state`; returns once it is safe at the level.
+
+        Args:
+            state: nested dictionaries, lists and tuples of NumPy arrays, torch tensors, numbers,
+                strings, bytes, None, and objects with a state_dict (modules, optimizers, the
+                loader); or a function that returns it, called only if the step is due.
+            step: 0 to 10**12 - 1; saving a step again replaces it.
+            metric: for `Keep.best`.
+            level: instead of the checkpointer's.
+            window: return before the tensors are copied; they are read while the training goes on,
+                until `before_update` (the immutable window of the seed timeline-analytics, III). For
+                level memory, with `attach` or a call of `before_update` before anything changes.
+            force: also if the step is not due.
+
+        Raises:
+            UsageError: the state holds what a checkpoint cannot, named by its place.
+            IoError: level fast or durable was not reached, with the reasons.
+        """
+        if not (force or self.due(step)):
+            return None
+        if not isinstance(step, int) or not 0 <= step <= LARGEST_STEP:
+            raise UsageError(f"step must be a number from 0 to {LARGEST_STEP}, not {step!r}")
+        if not self._closer.alive:
+            raise UsageError("this checkpointer is closed")
+        wanted = level or self.level
+        self._check_level(wanted, self.fast is not None, self.durable is not None)
+        began = time.perf_counter()
+        self.before_update()
+        number = next(self._saves)
+        id = f"{self._run}-{number:06d}"
+        manifest = files.Manifest(step, id, self.world_size, (), self.replicated, metric)
+        saved = Saved(step, id, 0)
+        job = Job(saved, manifest, None, number)
+        if self.rank == 0 or not self.replicated:
+            self._snapshot(state() if callable(state) else state, job, window)
+        self._engine.submit(job)
+        self._history.append(saved)
+        if window and wanted != "memory":
+            self.before_update()
+        if wanted != "memory":
+            saved.wait(wanted, self._timeout + 10)
+        saved.seconds = time.perf_counter() - began
+        return saved
+
+    def _snapshot(self, state: Any, job: Job, window: bool) -> None:
+        tree, leaves = encode(state)
+        leaves = files.layout(leaves)
+        head = files.header(tree, leaves)
+        began = time.perf_counter()
+        image = self._engine.take_image()
+        job.saved.waited_seconds = time.perf_counter() - began
+        if image is None:
+            job.failed = (
+                f"the snapshot before is not written after {self._engine.settings.patience:g} s, its "
+                "storage hangs; snapshots=2 makes room for one more"
+            )
+            return
+        began = time.perf_counter()
+        try:
+            image.begin(head, [(leaf.address, leaf.nbytes) for leaf in leaves], window)
+            if window:
+                self._window = (image, leaves)
+            else:
+                image.finish()
+        except BaseException:
+            self._engine.add_image(image)
+            raise
+        job.image = image
+        job.saved.bytes = image.size
+        job.saved.copy_seconds = time.perf_counter() - began
+
+    def before_update(self) -> None:
+        """Copies what a save with `window` has not copied yet; at once if there is nothing."""
+        if self._window is not None:
+            (image, _), self._window = self._window, None
+            image.finish()
+
+    def attach(self, optimizer: Any) -> None:
+        """Calls `before_update` before every step of a torch optimizer."""
+        optimizer.register_step_pre_hook(lambda *_: self.before_update())
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keeps background writing back meanwhile: the training needs storage or network itself.
+
+        A block is delayed by a second at most, so that a checkpoint gets safe in any case.
+        """
+        self._engine.gate.hold()
+        try:
+            yield
+        finally:
+            self._engine.gate.release()
+
+    # ------------------------------------------------------------------ restoring
+
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        into: MutableMapping[str, Any] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Restored | None:
+        """The newest complete and undamaged checkpoint, from the fast tier if it is there.
+
+        All ranks restore the same one. Damaged ones are passed over with a warning that says what is
+        damaged. Nothing is unpickled.
+
+        Args:
+            step: this one instead of the newest.
+            into: a state as given to `save`; objects with a load_state_dict get theirs, other values
+                are replaced.
+            progress: called now and then with (bytes read, bytes in all).
+
+        Returns:
+            What was restored, or None if there never was a checkpoint.
+
+        Raises:
+            CorruptionError: there are checkpoints, and all are damaged.
+            UsageError: the checkpoint is of another number of ranks.
+        """
+        stores = [s for s in (self.fast, self.durable) if s is not None]
+        choices, problems = view(stores, step)
+        if self.world_size > 1:
+            views = [json.loads(v) for v in self._allgather(json.dumps(choices).encode())]
+            common = set.intersection(*({tuple(c) for c in v} for v in views))
+            choices = [c for c in choices if tuple(c) in common]
+        for problem in problems:
+            _log.warning("passing over a checkpoint: %s", problem)
+        for found, kind, id, _ in choices:
+            store = next(s for s in stores if s.kind == kind)
+            restored, problem = self._try(store, found, id, progress)
+            if restored is None:
+                self._engine.damaged.add(id)
+                problems.append(problem)
+                _log.warning("passing over a checkpoint: %s", problem)
+                continue
+            if into is not None:
+                load_into(into, restored.state)
+            return restored
+        if problems:
+            raise CorruptionError(
+                "no checkpoint can be restored: " + "; ".join(dict.fromkeys(problems))
+            )
+        if step is not None:
+            raise UsageError(f"there is no checkpoint of step {step} in {stores}")
+        return None
+
+    def _try(
+        self, store: Store, step: int, id: str, progress: Callable[[int, int], None] | None
+    ) -> tuple[Restored | None, str]:
+        restored, problem = None, ""
+        mismatch = ""
+        try:
+            entry = store.entry(step)
+            if entry is None or entry.manifest is None or entry.manifest.id != id:
+                raise CorruptionError(f"step {step} in {store.root} is gone")
+            manifest = entry.manifest
+            if not manifest.replicated and manifest.world_size != self.world_size:
+                mismatch = (
+                    f"the checkpoint of step {step} in {store.root} was saved by "
+                    f"{manifest.world_size} ranks, this job has {self.world_size}: save state that "
+                    "is the same on all ranks with replicated=True, and sharded state with "
+                    "torch.distributed.checkpoint and nostall.torch.checkpoint.StorageWriter"
+                )
+            else:
+                restored = read_part(store, manifest, self.rank, self._threads, progress)
+        except (Error, OSError) as error:
+            problem = str(error)
+        if mismatch:  # the same on all ranks
+            raise UsageError(mismatch)
+        if self.world_size > 1:
+            notes = [n.decode() for n in self._allgather(problem.encode())]
+            failed = [f"rank {rank}: {note}" for rank, note in enumerate(notes) if note]
+            if failed:
+                return None, "; ".join(failed)
+        return restored, problem
+
+    def steps(self) -> dict[int, list[str]]:
+        """Complete checkpoints: step -> the tiers that have it."""
+        found: dict[int, list[str]] = {}
+        for store in (self.fast, self.durable):
+            for entry in store.entries() if store is not None else ():
+                if entry.manifest is not None:
+                    found.setdefault(entry.step, []).append(entry.path.parent.as_posix())
+        return dict(sorted(found.items()))
+
+    # ------------------------------------------------------------------ ending
+
+    @property
+    def history(self) -> list[Saved]:
+        """The last thousand saves of this process, oldest first."""
+        return list(self._history)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until all saves are written and drained.
+
+        Raises:
+            PeerError: they are not after `timeout` seconds (the checkpointer's if None).
+        """
+        self.before_update()
+        limit = self._timeout if timeout is None else timeout
+        if not self._engine.wait(drained=True, timeout=limit):
+            raise PeerError(
+                f"checkpoints are not durable after {limit:g} s; what is on the fast tier is drained "
+                "by the next start"
+            )
+
+    def close(self, timeout: float | None = None) -> None:
+        """Waits for what is on its way, at most `timeout` seconds (the checkpointer's if None).
+
+        What is not drained by then stays on the fast tier, with a warning, and is drained by the next
+        checkpointer of the same directories, or by ``nostall checkpoints drain``.
+        """
+        if not self._closer.alive:
+            return
+        try:
+            self.wait(timeout)
+        except PeerError as error:
+            _log.warning("%s", error)
+        finally:
+            atexit.unregister(self._closer)
+            self._closer()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _shut(engine: Engine, fast: Store | None, durable: Store | None) -> None:
+    """Every snapshot gets on some storage; drains are left to the next start."""
+    engine.wait(drained=False, timeout=engine.settings.timeout)
+    engine.stop(timeout=5.0)
+    for store in (fast, durable):
+        if store is not None:
+            store.disown()

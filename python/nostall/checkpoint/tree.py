@@ -1,0 +1,279 @@
+"""A training's state as a tree of plain values and named arrays, and back, without pickle.
+
+Dictionaries, lists, tuples, numbers, strings, bytes and None become JSON; arrays and tensors become
+names that point into a safetensors file. Whatever else the state holds is refused with its place.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nostall.errors import CorruptionError, UsageError
+
+# NumPy's names of what safetensors knows; anything else of fixed size is kept as bytes.
+_NUMPY = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+_NAMES = {code: name for name, code in _NUMPY.items()}
+# Of an element, in bytes.
+ITEM_BYTES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "U16": 2,
+    "I16": 2,
+    "U32": 4,
+    "I32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F16": 2,
+    "BF16": 2,
+    "F32": 4,
+    "F64": 8,
+    "C64": 8,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+}
+_DEEPEST = 100
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An array of the state: where it lies now, and as what it is written.
+
+    `address` is that of `nbytes` contiguous bytes, which `owner` keeps alive; `align` is the size of
+    an element in bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    address: int
+    align: int
+    owner: Any
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.leaves: list[Leaf] = []
+        self._names: set[str] = set()
+        self._seen: dict[tuple[Any, ...], str] = {}
+
+    def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
+        if len(path) > _DEEPEST:
+            raise UsageError(f"{_place(path[:5])}... is nested deeper than {_DEEPEST} levels")
+        if value is None or isinstance(value, bool | str):
+            return value
+        if type(value) is int:
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if isinstance(value, complex) and type(value) is complex:
+            return {"$complex": [value.real.hex(), value.imag.hex()]}
+        if isinstance(value, bytes | bytearray):
+            return {"$bytes": base64.b64encode(value).decode()}
+        if isinstance(value, Mapping):
+            return self._mapping(value, path)
+        if isinstance(value, tuple):
+            return {"$tuple": [self.encode(v, (*path, i)) for i, v in enumerate(value)]}
+        if isinstance(value, list):
+            return [self.encode(v, (*path, i)) for i, v in enumerate(value)]
+        if isinstance(value, np.ndarray | np.generic):
+            return self._numpy(value, path)
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor):
+            return self._torch(torch, value, path)
+        if type(value).__module__.partition(".")[0] in ("jax", "jaxlib") and hasattr(
+            value, "__array__"
+        ):
+            return self._numpy(np.asarray(value), path)
+        if callable(getattr(value, "state_dict", None)):
+            return self.encode(value.state_dict(), path)
+        raise UsageError(
+            f"{_place(path)} is a {type(value).__module__}.{type(value).__qualname__}: checkpoints "
+            "hold arrays, tensors, numbers, strings, bytes, None, dictionaries, lists, tuples and "
+            "objects with a state_dict; leave it out or turn it into one of these"
+        )
+
+    def _mapping(self, value: Mapping[Any, Any], path: tuple[Any, ...]) -> Any:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.encode(v, (*path, key)) for key, v in value.items()}
+        pairs = []
+        for key, v in value.items():
+            if key is not None and not isinstance(key, bool | int | float | str | tuple):
+                raise UsageError(
+                    f"{_place(path)} has the key {key!r} of type {type(key).__qualname__}: keys are "
+                    "strings, numbers or tuples of them"
+                )
+            pairs.append([self.encode(key, (*path, "key")), self.encode(v, (*path, key))])
+        return {"$dict": pairs}
+
+    def _numpy(self, value: NDArray[Any] | np.generic, path: tuple[Any, ...]) -> Any:
+        array = np.asarray(value)
+        dtype = array.dtype
+        if dtype.hasobject or dtype.names is not None:
+            raise UsageError(
+                f"{_place(path)} is an array of {dtype}: arrays of Python objects or of records "
+                "cannot be checkpointed; save their columns as arrays"
+            )
+        array = np.ascontiguousarray(array).reshape(array.shape)
+        kind = "scalar" if isinstance(value, np.generic) else "numpy"
+        native = dtype.isnative and dtype.name in _NUMPY
+        node: dict[str, Any] = {"kind": kind}
+        if not native:
+            node |= {"dtype": dtype.str, "shape": list(array.shape)}
+        code = _NUMPY[dtype.name] if native else "U8"
+        shape = array.shape if native else (array.nbytes,)
+        return self._leaf(node, path, code, shape, array, array.ctypes.data, array.nbytes)
+
+    def _torch(self, torch: Any, value: Any, path: tuple[Any, ...]) -> Any:
+        if type(value).__name__ == "DTensor":
+            raise UsageError(
+                f"{_place(path)} is a DTensor: save sharded state with torch.distributed.checkpoint "
+                "and nostall.torch.checkpoint.StorageWriter, which can load it on another world size"
+            )
+        if value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
+            raise UsageError(
+                f"{_place(path)} is a {value.layout} tensor of {value.dtype} on {value.device}: only "
+                "dense tensors with memory can be checkpointed"
+            )
+        tensor = value.detach()
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+        if tensor.device.type != "cpu":
+            tensor = tensor.cpu()
+        name = str(tensor.dtype).removeprefix("torch.")
+        node: dict[str, Any] = {"kind": "torch"}
+        nbytes = tensor.numel() * tensor.element_size()
+        code, shape = _NUMPY.get(name), tuple(tensor.shape)
+        if code is None:
+            node |= {"dtype": name, "shape": list(shape)}
+            code, shape = "U8", (nbytes,)
+        return self._leaf(node, path, code, shape, tensor, tensor.data_ptr(), nbytes)
+
+    def _leaf(
+        self,
+        node: dict[str, Any],
+        path: tuple[Any, ...],
+        code: str,
+        shape: tuple[int, ...],
+        owner: Any,
+        address: int,
+        nbytes: int,
+    ) -> Any:
+        # Tied weights: the same memory in two places of the state is written once.
+        same = (address, nbytes, code, shape, node["kind"], node.get("dtype"))
+        if nbytes and same in self._seen and node["kind"] != "scalar":
+            return {"$tensor": self._seen[same], **node}
+        name = base = ".".join(str(p) for p in path) or "state"
+        for i in range(2, len(self._names) + 3):
+            if name not in self._names and name != "__metadata__":
+                break
+            name = f"{base}#{i}"
+        self._names.add(name)
+        self._seen[same] = name
+        align = owner.itemsize if isinstance(owner, np.ndarray) else int(owner.element_size())
+        self.leaves.append(Leaf(name, code, shape, nbytes, address, align, owner))
+        return {"$tensor": name, **node}
+
+
+def encode(state: Any) -> tuple[Any, list[Leaf]]:
+    """The state as JSON values, and its arrays.
+
+    Raises:
+        UsageError: something that a checkpoint cannot hold, named by its place.
+    """
+    encoder = _Encoder()
+    return encoder.encode(state, ()), encoder.leaves
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An array of a file: uint8 `data` of shape (bytes,), a safetensors `dtype`, a shape."""
+
+    data: NDArray[np.uint8]
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def decode(tree: Any, arrays: Mapping[str, Stored]) -> Any:
+    """The state that `encode` was given; arrays are views of the memory behind `arrays`.
+
+    Raises:
+        CorruptionError: the tree is not one of ours.
+    """
+    made: dict[tuple[str, str], Any] = {}
+
+    def build(node: Any) -> Any:
+        if node is None or isinstance(node, bool | int | float | str):
+            return node
+        if isinstance(node, list):
+            return [build(v) for v in node]
+        if not any(key.startswith("$") for key in node):
+            return {key: build(v) for key, v in node.items()}
+        if "$tensor" in node:
+            name, kind = node["$tensor"], node["kind"]
+            if kind == "scalar" or (name, kind) not in made:
+                made[name, kind] = _array(arrays[name], node)
+            return made[name, kind]
+        if "$tuple" in node:
+            return tuple(build(v) for v in node["$tuple"])
+        if "$dict" in node:
+            return {build(key): build(v) for key, v in node["$dict"]}
+        if "$float" in node:
+            return float(node["$float"])
+        if "$complex" in node:
+            return complex(*(float.fromhex(part) for part in node["$complex"]))
+        if "$bytes" in node:
+            return base64.b64decode(node["$bytes"])
+        raise ValueError(f"unknown node {sorted(node)}")
+
+    try:
+        return build(tree)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CorruptionError(f"the checkpoint's tree of values cannot be read: {error}") from error
+
+
+def _array(stored: Stored, node: Mapping[str, Any]) -> Any:
+    name = node.get("dtype") or _NAMES[stored.dtype]
+    shape = tuple(node.get("shape", stored.shape))
+    if node["kind"] == "torch":
+        import torch
+
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"torch {torch.__version__} has no dtype {name}")
+        return torch.from_numpy(stored.data).view(dtype).reshape(shape)
+    if name not in np.sctypeDict and name in _NUMPY:
+        import ml_dtypes
+
+        name = getattr(ml_dtypes, name)
+    array = stored.data.view(np.dtype(name)).reshape(shape)
+    return array[()] if node["kind"] == "scalar" else array
+
+
+def _place(path: tuple[Any, ...]) -> str:
+    return "state" + "".join(f"[{part!r}]" for part in path)

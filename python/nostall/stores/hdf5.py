@@ -1,0 +1,226 @@
+"""HDF5 datasets, one sample per first index."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nostall.errors import CorruptionError, IoError, UsageError
+from nostall.source import Source
+from nostall.stores.callback import CallbackStore
+from nostall.stores.records import PathLike, RecordStore, open_storage
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class HDF5(Source):
+    """Samples of an HDF5 dataset: ``HDF5(path, "images", labels="labels")``.
+
+    Where the bytes of a sample lie together in the file (contiguous, or chunks of whole samples
+    without filters), they are read straight from there, like any record store's. Compressed chunks
+    and samples of different lengths are read through the HDF5 library, one call at a time, for that
+    is what the library allows: fewer samples a second, of which many wait in tiers.
+
+    Args:
+        path: the file.
+        dataset: its name; shape (n, ...) of numbers, or (n,) of variable-length bytes.
+        labels: name of the labels' dataset, shape (n,), or a sequence; 0 for all if None.
+
+    Attributes:
+        pixel_shape, dtype: of one sample.
+        through_library: whether the HDF5 library reads the samples.
+
+    Raises:
+        UsageError: no such dataset, an unsupported kind, or a filter that is not installed.
+        CorruptionError: the file is damaged.
+        IoError: it cannot be opened.
+    """
+
+    def __init__(
+        self,
+        path: PathLike,
+        dataset: str,
+        *,
+        labels: str | Sequence[int] | NDArray[Any] | None = None,
+    ) -> None:
+        self._arguments = {"path": str(Path(path).absolute()), "dataset": dataset, "labels": labels}
+        with _open(path) as file:
+            placed = _places(_dataset(file, path, dataset)) is not None
+        self.through_library = not placed
+        self._way = (_Placed if placed else _Library)(path, dataset, labels)
+        self.native = self._way.native
+        self.pixel_shape, self.dtype = self._way.pixel_shape, self._way.dtype
+
+
+class _Placed(RecordStore):
+    """Samples whose bytes lie together; see ``HDF5``."""
+
+    def __init__(self, path: PathLike, dataset: str, labels: Any = None) -> None:
+        with _open(path) as file:
+            data = _dataset(file, path, dataset)
+            places = _places(data)
+            if places is None:
+                raise IoError(f"{path} changed its layout since it was opened")
+            label = _labels(file, path, labels, len(data))
+            self.pixel_shape, self.dtype = tuple(data.shape[1:]), data.dtype
+            length = int(np.prod(data.shape[1:], dtype=np.int64)) * data.dtype.itemsize
+        self.storage = open_storage([os.fspath(path)])
+        self._open(
+            kind="hdf5",
+            stamp=lambda: dataset,
+            scan=lambda: self._table(
+                "hdf5",
+                dataset,
+                offset=places,
+                length=np.full(len(places), length, np.uint64),
+                label=label,
+            ),
+            index=False,
+        )
+
+
+class _Library(CallbackStore):
+    """Samples that the HDF5 library unpacks; see ``HDF5``."""
+
+    def __init__(self, path: PathLike, dataset: str, labels: Any = None) -> None:
+        self._path, self._name = str(Path(path).absolute()), dataset
+        self._opened: tuple[int, Any] | None = None
+        self._lock = threading.Lock()
+        with _open(path) as file:
+            data = _dataset(file, path, dataset)
+            _check_filters(data, path)
+            n = len(data)
+            label = _labels(file, path, labels, n)
+            self._variable = data.dtype.metadata is not None and "vlen" in data.dtype.metadata
+            self.pixel_shape, self.dtype = tuple(data.shape[1:]), data.dtype
+            try:
+                sizes = self._sizes(data)
+            except OSError as error:
+                raise CorruptionError(f"{path}, dataset {dataset}: {error}") from None
+            rows = int(data.chunks[0]) if data.chunks else 1
+        self._serve(
+            sizes=sizes,
+            labels=label,
+            group=(np.arange(n) // rows).astype(np.uint32) if rows > 1 else None,
+            identity=("hdf5", Path(self._path).name, dataset),
+        )
+
+    def _sizes(self, data: Any) -> NDArray[np.uint64]:
+        if self._variable:
+            return np.array([np.asarray(x).nbytes for x in data], np.uint64)
+        one = int(np.prod(data.shape[1:], dtype=np.int64)) * data.dtype.itemsize
+        return np.full(len(data), one, np.uint64)
+
+    def _data(self) -> Any:
+        # A file that was open while the process forked belongs to the parent.
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = os.getpid(), _open(self._path)
+        return self._opened[1][self._name]
+
+    def _read(self, samples: list[int]) -> list[Any]:
+        answers: list[Any] = []
+        with self._lock:
+            for sample in samples:
+                try:
+                    answers.append(_bytes_of(self._data()[sample]))
+                except (OSError, KeyError, ValueError) as error:
+                    answers.append(CorruptionError(f"the HDF5 library says: {error}"))
+        return answers
+
+    def _describe(self, sample: int) -> str:
+        return f"{self._path}, dataset {self._name}, index {sample}"
+
+
+def _bytes_of(value: Any) -> NDArray[np.uint8]:
+    if isinstance(value, bytes):
+        return np.frombuffer(value, np.uint8)
+    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+
+
+def _open(path: PathLike) -> Any:
+    try:
+        import h5py
+    except ImportError:
+        raise UsageError(
+            f"reading {path} needs the package h5py: pip install 'nostall[stores]'"
+        ) from None
+    try:
+        return h5py.File(path, "r", locking=False)
+    except FileNotFoundError:
+        raise IoError(f"{path} does not exist") from None
+    except OSError as error:
+        raise CorruptionError(f"{path} cannot be opened as HDF5: {error}") from None
+
+
+def _dataset(file: Any, path: PathLike, name: str) -> Any:
+    import h5py
+
+    data = file.get(name)
+    if not isinstance(data, h5py.Dataset):
+        names: list[str] = []
+        file.visititems(lambda n, o: names.append(n) if isinstance(o, h5py.Dataset) else None)
+        raise UsageError(f"{path} has no dataset {name!r}; it has: {', '.join(names) or 'none'}")
+    if data.ndim == 0 or len(data) == 0:
+        raise UsageError(f"{path}, dataset {name}: shape {data.shape} has no samples")
+    if data.dtype.kind not in "iufbSV" and not (
+        data.dtype.kind == "O" and data.dtype.metadata and "vlen" in data.dtype.metadata
+    ):
+        raise UsageError(f"{path}, dataset {name}: elements of type {data.dtype} are not read")
+    return data
+
+
+def _check_filters(data: Any, path: PathLike) -> None:
+    import h5py
+
+    plist = data.id.get_create_plist()
+    for i in range(plist.get_nfilters()):
+        code, _, _, name = plist.get_filter(i)
+        if not h5py.h5z.filter_avail(code):
+            text = name.decode(errors="replace") or "unnamed"
+            raise UsageError(
+                f"{path}, dataset {data.name}: its chunks need HDF5 filter {code} ({text}), which "
+                "is not installed: pip install hdf5plugin and import it, or set HDF5_PLUGIN_PATH"
+            )
+
+
+def _places(data: Any) -> NDArray[np.uint64] | None:
+    """Where each sample starts in the file; None if its bytes do not lie there as they are."""
+    if data.dtype.kind == "O" or data.external or data.is_virtual:
+        return None
+    n = len(data)
+    one = int(np.prod(data.shape[1:], dtype=np.int64)) * data.dtype.itemsize
+    if data.chunks is None:
+        start = data.id.get_offset()
+        return None if start is None else start + np.arange(n, dtype=np.uint64) * np.uint64(one)
+    whole_samples = tuple(data.chunks[1:]) == tuple(data.shape[1:])
+    if not whole_samples or data.id.get_create_plist().get_nfilters() > 0:
+        return None
+    rows = data.chunks[0]
+    places = np.zeros(n, np.uint64)
+    found = 0
+
+    def visit(chunk: Any) -> None:
+        nonlocal found
+        first = chunk.chunk_offset[0]
+        count = min(rows, n - first)
+        places[first : first + count] = chunk.byte_offset + np.arange(count, dtype=np.uint64) * one
+        found += count
+
+    data.id.chunk_iter(visit)
+    return places if found == n else None  # chunks never written have no place
+
+
+def _labels(file: Any, path: PathLike, labels: Any, n: int) -> NDArray[np.int64]:
+    if labels is None:
+        return np.zeros(n, np.int64)
+    values = _dataset(file, path, labels)[...] if isinstance(labels, str) else np.asarray(labels)
+    values = np.asarray(values).reshape(-1)
+    if len(values) != n:
+        raise UsageError(f"{path}: {len(values)} labels for {n} samples")
+    return values.astype(np.int64)

@@ -1,0 +1,303 @@
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <random>
+#include <thread>
+
+#include "base/crc32c.h"
+#include "checkpoint/image.h"
+#include "checkpoint/transfer.h"
+#include "checkpoint/write.h"
+
+namespace nostall::checkpoint {
+namespace {
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+
+class CheckpointTest : public testing::Test {
+ protected:
+  CheckpointTest() {
+    std::string name = testing::TempDir() + "/ckptXXXXXX";
+    directory_ = ::mkdtemp(name.data());
+  }
+  ~CheckpointTest() override { std::filesystem::remove_all(directory_); }
+  std::string path(const std::string& name) const { return directory_ + "/" + name; }
+
+  // An image of odd pieces, one of them across blocks; `expected` is what it must hold.
+  std::shared_ptr<Image> image(uint64_t bytes, unsigned threads = 2, bool background = false) {
+    std::mt19937_64 random(bytes);
+    state_.resize(bytes);
+    for (auto& b : state_) b = static_cast<std::byte>(random());
+    const std::string header(64, 'h');
+    const auto* h = reinterpret_cast<const std::byte*>(header.data());
+    expected_.assign(h, h + header.size());
+    expected_.insert(expected_.end(), state_.begin(), state_.end());
+    std::vector<Piece> pieces;
+    const std::vector<uint64_t> sizes{1, 0, 4097, 77777, 31, 5'000'001};
+    uint64_t at = 0;
+    for (size_t i = 0; at < bytes; ++i) {
+      const uint64_t size = std::min(sizes[i % sizes.size()], bytes - at);
+      pieces.push_back({state_.data() + at, size});
+      at += size;
+    }
+    auto made = std::make_shared<Image>(threads);
+    made->begin({h, header.size()}, pieces, background);
+    return made;
+  }
+
+  static std::vector<std::byte> content(const std::string& file) {
+    std::ifstream in(file, std::ios::binary);
+    std::vector<char> chars{std::istreambuf_iterator<char>(in), {}};
+    const auto* b = reinterpret_cast<const std::byte*>(chars.data());
+    return {b, b + chars.size()};
+  }
+
+  std::string directory_;
+  std::vector<std::byte> state_, expected_;
+};
+
+// Fails, tears or delays what is asked of it.
+class Faulty : public FileSystem {
+ public:
+  int64_t pwrite(int fd, std::span<const std::byte> from, uint64_t offset) override {
+    if (++writes_ == fail_at_) return -fail_with_;
+    if (is_direct(fd) && refuse_direct_) return -EINVAL;
+    if (delay_ > 0ms) std::this_thread::sleep_for(delay_);
+    return FileSystem::pwrite(fd, from, offset);
+  }
+  int fsync(int fd) override {
+    ++syncs_;
+    return fail_sync_ ? -EIO : FileSystem::fsync(fd);
+  }
+  static bool is_direct(int fd) { return (::fcntl(fd, F_GETFL) & O_DIRECT) != 0; }
+
+  std::atomic<int> writes_{0}, syncs_{0};
+  int fail_at_ = 0, fail_with_ = EIO;
+  bool refuse_direct_ = false, fail_sync_ = false;
+  std::chrono::milliseconds delay_{0};
+};
+
+TEST_F(CheckpointTest, StreamCopyTakesAnyAlignmentAndSize) {
+  std::vector<std::byte> from(20000), to(20000);
+  std::mt19937_64 random(1);
+  for (auto& b : from) b = static_cast<std::byte>(random());
+  for (uint64_t size : {0, 1, 31, 4095, 4096, 4097, 12345}) {
+    for (uint64_t skew : {0, 1, 7, 33}) {
+      std::fill(to.begin(), to.end(), std::byte{0xee});
+      stream_copy(to.data() + skew + 1, from.data() + 2 * skew, size);
+      ASSERT_EQ(std::memcmp(to.data() + skew + 1, from.data() + 2 * skew, size), 0);
+      ASSERT_EQ(to[skew], std::byte{0xee});
+      ASSERT_EQ(to[skew + 1 + size], std::byte{0xee});
+    }
+  }
+}
+
+TEST_F(CheckpointTest, WritesWhatTheStateWas) {
+  for (const uint64_t bytes :
+       {uint64_t{0}, uint64_t{1}, kAlignment - 64, kBlock - 64, kBlock, 3 * kBlock + 12345}) {
+    auto snapshot = image(bytes);
+    snapshot->finish();
+    std::fill(state_.begin(), state_.end(), std::byte{0});  // the training goes on
+    const Written written = Write(snapshot, path("f"), {}).run();
+    EXPECT_EQ(written.size, expected_.size());
+    EXPECT_EQ(content(path("f")), expected_);
+    ASSERT_EQ(written.crcs.size(), blocks_of(expected_.size()));
+    for (size_t i = 0; i < written.crcs.size(); ++i) {
+      EXPECT_EQ(written.crcs[i], crc32c(snapshot->block(i)));
+    }
+  }
+}
+
+TEST_F(CheckpointTest, WritesWhileCopying) {
+  auto snapshot = image(5 * kBlock + 77, 2, true);
+  Write write(snapshot, path("f"), {.threads = 2});
+  std::thread writer([&] { write.run(); });
+  snapshot->finish();
+  writer.join();
+  EXPECT_EQ(content(path("f")), expected_);
+}
+
+TEST_F(CheckpointTest, ReplacesALongerFile) {
+  std::ofstream(path("f")) << std::string(100000, 'x');
+  auto snapshot = image(10);
+  snapshot->finish();
+  Write(snapshot, path("f"), {}).run();
+  EXPECT_EQ(content(path("f")), expected_);
+}
+
+TEST_F(CheckpointTest, OneImageServesManySaves) {
+  auto snapshot = image(kBlock * 2);
+  snapshot->finish();
+  const uint64_t capacity = snapshot->capacity();
+  for (int i = 0; i < 5; ++i) {
+    for (auto& b : state_) b = static_cast<std::byte>(i);
+    snapshot->begin({}, {{state_.data(), state_.size()}}, i % 2 == 1);
+    snapshot->finish();
+    Write(snapshot, path("f"), {}).run();
+    EXPECT_EQ(content(path("f")), state_);
+  }
+  EXPECT_EQ(snapshot->capacity(), capacity);
+}
+
+TEST_F(CheckpointTest, WritesBufferedWhereDirectIsRefused) {
+  Faulty files;
+  files.refuse_direct_ = true;
+  auto snapshot = image(2 * kBlock + 5);
+  snapshot->finish();
+  const Written written = Write(snapshot, path("f"), {.threads = 2}, nullptr, files).run();
+  EXPECT_FALSE(written.direct);
+  EXPECT_EQ(content(path("f")), expected_);
+}
+
+TEST_F(CheckpointTest, SaysWhatTheDiskRefused) {
+  for (const int error : {ENOSPC, EIO}) {
+    Faulty files;
+    files.fail_at_ = 2;
+    files.fail_with_ = error;
+    auto snapshot = image(4 * kBlock);
+    snapshot->finish();
+    Write write(snapshot, path("f"), {}, nullptr, files);
+    try {
+      write.run();
+      FAIL() << "no error";
+    } catch (const Error& e) {
+      EXPECT_EQ(e.kind(), ErrorKind::io);
+      EXPECT_EQ(e.error_number(), error);
+      EXPECT_THAT(e.what(), testing::HasSubstr(path("f")));
+    }
+  }
+}
+
+TEST_F(CheckpointTest, AFileThatWasNotSyncedIsAnError) {
+  Faulty files;
+  files.fail_sync_ = true;
+  auto snapshot = image(100);
+  snapshot->finish();
+  Write write(snapshot, path("f"), {}, nullptr, files);
+  EXPECT_THROW(write.run(), Error);
+}
+
+TEST_F(CheckpointTest, HurryLiftsRateAndGate) {
+  auto gate = std::make_shared<Gate>();
+  gate->hold();
+  auto snapshot = image(8 * kBlock);
+  snapshot->finish();
+  // At this rate and with this gate the file would take minutes.
+  Write write(snapshot, path("f"), {.rate = kBlock / 10, .gate_patience = 0.05}, gate);
+  std::thread writer([&] { write.run(); });
+  std::this_thread::sleep_for(50ms);
+  const auto began = Clock::now();
+  write.hurry();
+  writer.join();
+  EXPECT_LT(Clock::now() - began, 20s);
+  EXPECT_EQ(content(path("f")), expected_);
+}
+
+TEST_F(CheckpointTest, KeepsTheRate) {
+  auto snapshot = image(4 * kBlock);
+  snapshot->finish();
+  const Written written = Write(snapshot, path("f"), {.rate = 40 * kBlock}).run();
+  EXPECT_GE(written.seconds, 0.095);  // 5 blocks, the first for nothing
+}
+
+TEST_F(CheckpointTest, StopEndsAWrite) {
+  auto snapshot = image(8 * kBlock);
+  snapshot->finish();
+  Write write(snapshot, path("f"), {.rate = 20 * kBlock});
+  std::thread stopper([&] {
+    std::this_thread::sleep_for(20ms);
+    write.stop();
+  });
+  try {
+    write.run();
+    FAIL() << "not stopped";
+  } catch (const Error& e) {
+    EXPECT_EQ(e.kind(), ErrorKind::stopped);
+  }
+  stopper.join();
+}
+
+TEST_F(CheckpointTest, AHeldGateDelaysButNeverForEver) {
+  auto gate = std::make_shared<Gate>();
+  gate->hold();
+  auto snapshot = image(2 * kBlock);
+  snapshot->finish();
+  const Written written = Write(snapshot, path("f"), {.gate_patience = 0.03}, gate).run();
+  EXPECT_GE(written.seconds, 0.085);  // three blocks
+  EXPECT_TRUE(gate->is_held());
+  EXPECT_EQ(content(path("f")), expected_);
+}
+
+TEST_F(CheckpointTest, CopiesAndReadsBack) {
+  auto snapshot = image(3 * kBlock + 999);
+  snapshot->finish();
+  const Written written = Write(snapshot, path("fast"), {}).run();
+  const Written copied =
+      FileCopy(path("fast"), path("durable"), written.size, written.crcs, {}).run();
+  EXPECT_EQ(copied.crcs, written.crcs);
+  EXPECT_EQ(content(path("durable")), expected_);
+  Memory memory(written.size, 2);
+  std::atomic<uint64_t> progress{0};
+  const ReadReport report =
+      read_checked(path("durable"), written.size, written.crcs, &memory, 3, &progress);
+  EXPECT_TRUE(report.damaged.empty());
+  EXPECT_EQ(progress, written.size);
+  EXPECT_EQ(std::memcmp(memory.data(), expected_.data(), expected_.size()), 0);
+}
+
+TEST_F(CheckpointTest, FindsEveryFlippedBit) {
+  auto snapshot = image(2 * kBlock + 10);
+  snapshot->finish();
+  const Written written = Write(snapshot, path("f"), {}).run();
+  std::mt19937_64 random(3);
+  for (int trial = 0; trial < 20; ++trial) {
+    const uint64_t at = random() % written.size;
+    std::vector<std::byte> bytes = expected_;
+    bytes[at] ^= std::byte(1u << (random() % 8));
+    std::ofstream(path("f"), std::ios::binary)
+        .write(reinterpret_cast<const char*>(bytes.data()), std::ssize(bytes));
+    const ReadReport report = read_checked(path("f"), written.size, written.crcs, nullptr, 2);
+    EXPECT_EQ(report.damaged, std::vector<uint64_t>{at / kBlock});
+    FileCopy copy(path("f"), path("g"), written.size, written.crcs, {});
+    EXPECT_THROW(copy.run(), Error);
+  }
+}
+
+TEST_F(CheckpointTest, RefusesAFileOfAnotherSize) {
+  auto snapshot = image(1000);
+  snapshot->finish();
+  const Written written = Write(snapshot, path("f"), {}).run();
+  ASSERT_EQ(::truncate(path("f").c_str(), 999), 0);
+  try {
+    read_checked(path("f"), written.size, written.crcs, nullptr, 1);
+    FAIL() << "no error";
+  } catch (const Error& e) {
+    EXPECT_EQ(e.kind(), ErrorKind::corruption);
+  }
+  EXPECT_THROW(read_checked(path("none"), written.size, written.crcs, nullptr, 1), Error);
+}
+
+TEST_F(CheckpointTest, ASlowDiskDoesNotHoldTheTraining) {
+  Faulty files;
+  files.delay_ = 100ms;
+  auto snapshot = image(3 * kBlock);
+  const auto began = Clock::now();
+  snapshot->finish();
+  Write write(snapshot, path("f"), {}, nullptr, files);
+  std::thread writer([&] { write.run(); });
+  const auto call = Clock::now() - began;
+  writer.join();
+  EXPECT_LT(call, Clock::now() - began - 250ms);
+  EXPECT_EQ(content(path("f")), expected_);
+}
+
+}  // namespace
+}  // namespace nostall::checkpoint

@@ -1,0 +1,169 @@
+// The pipeline beside an owner that answers, but has nothing.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstring>
+#include <deque>
+#include <filesystem>
+
+#include "peer/session.h"
+#include "stage/loader.h"
+
+namespace nostall::stage {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr const char* kSecret = "the secret of this job";
+constexpr uint64_t kSamples = 4;
+
+// One red pixel.
+constexpr std::array<uint8_t, 69> kPng{
+    0x89, 0x50, 0x4e, 0x47, 0x0d, 0x0a, 0x1a, 0x0a, 0x00, 0x00, 0x00, 0x0d, 0x49, 0x48,
+    0x44, 0x52, 0x00, 0x00, 0x00, 0x01, 0x00, 0x00, 0x00, 0x01, 0x08, 0x02, 0x00, 0x00,
+    0x00, 0x90, 0x77, 0x53, 0xde, 0x00, 0x00, 0x00, 0x0c, 0x49, 0x44, 0x41, 0x54, 0x78,
+    0xda, 0x63, 0xf8, 0xdf, 0xa0, 0x00, 0x00, 0x04, 0x21, 0x01, 0xa0, 0x73, 0x42, 0xe1,
+    0x3c, 0x00, 0x00, 0x00, 0x00, 0x49, 0x45, 0x4e, 0x44, 0xae, 0x42, 0x60, 0x82};
+
+class ImageSource : public source::Source {
+ public:
+  uint64_t size() const override { return kSamples; }
+  std::span<const uint64_t> sizes() const override { return sizes_; }
+  std::span<const int64_t> labels() const override { return labels_; }
+  uint64_t total_bytes() const override { return kSamples * kPng.size(); }
+  uint64_t fingerprint() const override { return 42; }
+  std::string describe(uint64_t sample) const override { return "image " + std::to_string(sample); }
+  std::unique_ptr<source::Reader> make_reader(source::ReaderKind, unsigned) const override {
+    class Reader : public source::Reader {
+     public:
+      void read(std::span<source::ReadRequest> requests) override {
+        for (auto& r : requests) std::memcpy(r.into.data(), kPng.data(), kPng.size());
+      }
+      std::string_view name() const override { return "image"; }
+    };
+    return std::make_unique<Reader>();
+  }
+
+ private:
+  const std::vector<uint64_t> sizes_ = std::vector<uint64_t>(kSamples, kPng.size());
+  const std::vector<int64_t> labels_ = std::vector<int64_t>(kSamples, 0);
+};
+
+// Rank 1, seen from rank 0: says that it has everything, and answers that it has not.
+class EmptyHanded final : public peer::Transport {
+ public:
+  std::string address() override { return {}; }
+  void connect(uint32_t, const std::string&) override {}
+  void send(uint32_t, const peer::HeaderBytes& bytes, std::span<const std::byte>,
+            std::function<void(bool)> done) override {
+    if (done) done(true);
+    const peer::Header asked = peer::decode(bytes).take();
+    peer::Header answer;
+    answer.from = 1;
+    answer.request = asked.request;
+    answer.sample = asked.sample;
+    answer.progress = plan::kNever;
+    if (asked.kind == peer::Kind::hello) {
+      answer.kind = peer::Kind::challenge;
+      answer.nonce = peer::random_nonce();
+      session_ =
+          std::make_unique<peer::Session>(peer::key_of(kSecret), 0, 1, asked.nonce, answer.nonce);
+    } else if (asked.kind == peer::Kind::proof) {
+      answer.kind = peer::Kind::welcome;
+    } else if (asked.kind == peer::Kind::fetch) {
+      answer.kind = peer::Kind::reply;
+      answer.status = peer::Status::never;
+    } else {
+      return;
+    }
+    answers_.push_back(session_->seal(answer));
+  }
+  void drop(uint32_t) override {}
+  bool progress(peer::Receiver& receiver) override {
+    if (answers_.empty()) return false;
+    const peer::HeaderBytes answer = answers_.front();
+    answers_.pop_front();
+    receiver.on_message(answer, 0);
+    return true;
+  }
+  void wait(std::chrono::milliseconds) override { std::this_thread::sleep_for(1ms); }
+  void wake() noexcept override {}
+
+ private:
+  std::unique_ptr<peer::Session> session_;
+  std::deque<peer::HeaderBytes> answers_;
+};
+
+// Another rank of the node reads at once what this one gives up.
+class QuickNeighbour final : public tier::NodeCache {
+ public:
+  explicit QuickNeighbour(std::unique_ptr<tier::NodeCache> cache) : cache_(std::move(cache)) {}
+  tier::State state(uint64_t s) const noexcept override { return cache_->state(s); }
+  tier::TierKind kind(uint64_t s) const noexcept override { return cache_->kind(s); }
+  bool placed(uint64_t s) const noexcept override { return cache_->placed(s); }
+  bool claim(uint64_t s) noexcept override { return cache_->claim(s); }
+  std::span<std::byte> ram_slot(uint64_t s) override { return cache_->ram_slot(s); }
+  void file_write(uint64_t s, std::span<const std::byte> bytes) override {
+    cache_->file_write(s, bytes);
+  }
+  void publish(uint64_t s) noexcept override { cache_->publish(s); }
+  void abandon(uint64_t s) noexcept override {
+    std::memcpy(cache_->ram_slot(s).data(), kPng.data(), kPng.size());
+    cache_->publish(s);
+  }
+  std::span<const std::byte> ram_view(uint64_t s) const noexcept override {
+    return cache_->ram_view(s);
+  }
+  bool file_read(uint64_t s, std::span<std::byte> into) override {
+    return cache_->file_read(s, into);
+  }
+  tier::State wait(uint64_t s, std::chrono::nanoseconds timeout, std::stop_token stop) override {
+    return cache_->wait(s, timeout, std::move(stop));
+  }
+  std::optional<tier::PeerFailure> dead_peer() const override { return {}; }
+  uint64_t ram_bytes() const noexcept override { return cache_->ram_bytes(); }
+  uint64_t file_bytes() const noexcept override { return cache_->file_bytes(); }
+
+ private:
+  std::unique_ptr<tier::NodeCache> cache_;
+};
+
+TEST(LoaderWithPeers, WhatANeighbourReadsAfterAPeerFailedIsGood) {
+  char pattern[] = "/tmp/nostall-stage-XXXXXX";
+  const std::filesystem::path shm = ::mkdtemp(pattern);
+  LoaderConfig config;
+  config.source = std::make_shared<ImageSource>();
+  config.job.samples = config.job.global_batch = kSamples;
+  const std::vector<image::Step> steps{image::Resize{2, 2}};
+  config.pipeline = std::make_shared<const image::Pipeline>(image::Pipeline::compile(steps));
+
+  tier::NodeCacheConfig tiers;
+  tiers.job = "stage test";
+  tiers.tiers = {{tier::TierKind::ram, kSamples * kPng.size(), "", false}};
+  tiers.shm_directory = shm.string();
+  const plan::NodeAccess access = plan::node_access(config.job, 0, 1);
+  const plan::TierShape shape{kSamples * kPng.size(), 0};
+  config.cache = std::make_shared<QuickNeighbour>(tier::NodeCache::attach(
+      tiers, config.source->sizes(), plan::place(config.source->sizes(), access, {&shape, 1})));
+
+  peer::ExchangeConfig peers;
+  peers.node_of_rank = {0, 1};
+  peers.addresses = {"", ""};
+  peers.secret = kSecret;
+  plan::Ownership ownership;
+  ownership.owner.assign(kSamples, 1);
+  ownership.first_reader.assign(kSamples, 1);
+  ownership.first_access.assign(kSamples, 0);
+  config.peers = std::make_shared<peer::Exchange>(std::make_unique<EmptyHanded>(), peers, ownership,
+                                                  config.source->sizes(), config.cache);
+  const auto exchange = config.peers;
+  Loader loader(std::move(config));
+  const auto batch = loader.next(10s);
+  ASSERT_NE(batch, nullptr);
+  EXPECT_EQ(exchange->stats().asked_in_vain, kSamples);
+  EXPECT_EQ(batch->origins[size_t(Origin::ram)].samples, kSamples);
+  std::filesystem::remove_all(shm);
+}
+
+}  // namespace
+}  // namespace nostall::stage

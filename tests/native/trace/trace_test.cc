@@ -1,0 +1,143 @@
+#include "trace/trace.h"
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <zlib.h>
+
+#include <array>
+#include <filesystem>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+
+namespace nostall::trace {
+namespace {
+
+class Trace : public testing::Test {
+ protected:
+  void SetUp() override {
+    path_ = std::filesystem::temp_directory_path() /
+            ("nostall-trace-" + std::to_string(::getpid()) + ".json.gz");
+  }
+  void TearDown() override {
+    stop();
+    std::filesystem::remove(path_);
+  }
+  std::string content() const {
+    std::string out;
+    const gzFile file = gzopen(path_.c_str(), "rb");
+    std::array<char, 4096> piece{};
+    for (int n = 0; (n = gzread(file, piece.data(), piece.size())) > 0;) {
+      out.append(piece.data(), static_cast<size_t>(n));
+    }
+    gzclose(file);
+    return out;
+  }
+  static size_t count(const std::string& text, const std::string& what) {
+    size_t n = 0;
+    for (size_t at = text.find(what); at != std::string::npos; at = text.find(what, at + 1)) ++n;
+    return n;
+  }
+  std::filesystem::path path_;
+};
+
+TEST_F(Trace, NothingIsRecordedUnlessAsked) {
+  const Kind kind = define("test", "off");
+  EXPECT_FALSE(on());
+  record(kind, 1, 2);
+  start({path_, 0, 1});
+  const Summary done = stop();
+  EXPECT_EQ(done.events, 0u);
+}
+
+TEST_F(Trace, AnEventHasItsNamesTimesAndValues) {
+  const Kind kind = define("data", "re\"ad\n", {"samples", "bytes"});
+  EXPECT_EQ(define("data", "re\"ad\n").index, kind.index);
+  start({path_, 3, 8});
+  record(kind, 1'234'567, 1'236'007, {16, -9});
+  const Summary done = stop();
+  EXPECT_EQ(done.events, 1u);
+  EXPECT_EQ(done.bytes, std::filesystem::file_size(path_));
+  const std::string text = content();
+  EXPECT_NE(text.find(R"("distributedInfo": {"backend": "nostall", "rank": 3, "world_size": 8})"),
+            std::string::npos);
+  EXPECT_NE(text.find(R"("cat": "data", "name": "re\"ad\u000a", "pid": )"), std::string::npos);
+  EXPECT_NE(text.find(R"("ts": 1234.567, "dur": 1.440, "args": {"samples": 16, "bytes": -9}})"),
+            std::string::npos);
+  EXPECT_NE(text.find(R"({"events": 1, "dropped": 0}})"), std::string::npos);
+  EXPECT_EQ(text.substr(text.size() - 4), "\n]}\n");
+}
+
+TEST_F(Trace, EveryThreadIsNamedAndNothingIsLost) {
+  const Kind kind = define("test", "tick", {"i"});
+  start({path_, 0, 1, std::chrono::milliseconds(1)});
+  std::vector<std::jthread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([kind, t] {
+      pthread_setname_np(pthread_self(), ("worker " + std::to_string(t)).c_str());
+      for (int i = 0; i < 2000; ++i) {
+        Span span(kind);
+        span.values[0] = i;
+      }
+    });
+  }
+  threads.clear();
+  const Summary done = stop();
+  EXPECT_EQ(done.events + done.dropped, 8000u);
+  EXPECT_EQ(done.dropped, 0u);
+  const std::string text = content();
+  EXPECT_EQ(count(text, "\"name\": \"tick\""), 8000u);
+  EXPECT_EQ(count(text, "\"thread_name\""), 4u);
+  EXPECT_EQ(count(text, "{\"name\": \"worker 2\"}"), 1u);
+}
+
+TEST_F(Trace, AFullRingDropsAndCounts) {
+  const Kind kind = define("test", "flood");
+  start({path_, 0, 1, std::chrono::seconds(60)});
+  for (size_t i = 0; i < kRingEvents + 100; ++i) record(kind, 1, 2);
+  const Summary done = stop();
+  EXPECT_EQ(done.events, kRingEvents);
+  EXPECT_EQ(done.dropped, 100u);
+}
+
+TEST_F(Trace, AForkedChildRecordsNothingAndLeavesTheFileAlone) {
+  const Kind kind = define("test", "fork");
+  start({path_, 0, 1});
+  record(kind, 1, 2);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    record(kind, 3, 4);
+    const Summary none = stop();
+    ::_exit(on() || none.events != 0 ? 1 : 0);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  record(kind, 5, 6);
+  EXPECT_EQ(stop().events, 2u);
+}
+
+TEST_F(Trace, MistakesAreToldInOneSentence) {
+  EXPECT_THROW(start({"/nonexistent/trace.json.gz", 0, 1}), Error);
+  EXPECT_FALSE(on());
+  start({path_, 0, 1});
+  EXPECT_THROW(start({path_, 0, 1}), Error);
+  EXPECT_THROW(define("a", "b", {"1", "2", "3", "4", "5", "6", "7", "8"}), Error);
+}
+
+TEST_F(Trace, AFullDiskEndsTheRecordingNotTheJob) {
+  const Kind kind = define("test", "full");
+  start({"/dev/full", 0, 1, std::chrono::milliseconds(1)});
+  for (int i = 0; i < 2000 && on(); ++i) {
+    record(kind, i, i + 1);
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  EXPECT_FALSE(on());
+  EXPECT_EQ(stop().bytes, 0u);
+}
+
+}  // namespace
+}  // namespace nostall::trace

@@ -1,0 +1,381 @@
+"""Levels, drain, retention, several ranks: what a checkpointer leaves in its directories."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nostall
+from nostall import Keep
+from nostall.checkpoint.retention import decide
+from nostall.checkpoint.store import Store
+from nostall.errors import CorruptionError, UsageError
+
+
+def state_of(value: int, size: int = 1000) -> dict[str, Any]:
+    return {"weights": np.full(size, value, np.float32), "step": value}
+
+
+def steps_in(root: Path) -> list[int]:
+    return [e.step for e in Store(root, "test").entries() if e.manifest is not None]
+
+
+def test_a_checkpoint_goes_through_the_levels(tmp_path: Path) -> None:
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
+        saved = ckpt.save(state_of(1), 1, level="fast")
+        assert saved is not None and saved.level in ("fast", "durable")
+        assert steps_in(tmp_path / "fast") == [1]
+        saved.wait("durable", 20)
+        assert steps_in(tmp_path / "durable") == [1]
+        assert saved.fast_seconds is not None and saved.durable_seconds is not None
+        assert saved.problems == []
+    assert os.listdir(tmp_path / "fast" / "step-000000000001") != []
+
+
+def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path) -> None:
+    weights = np.zeros(3_000_000, np.float32)
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        for step in range(4):
+            weights[:] = step
+            ckpt.save({"w": weights}, step)
+            weights[:] = -1  # the training goes on
+        ckpt.wait()
+        for step in range(4):
+            found = ckpt.restore(step)
+            assert found is not None and (found.state["w"] == step).all()
+
+
+def test_a_window_reads_until_the_update(tmp_path: Path) -> None:
+    import torch
+
+    weight = torch.nn.Parameter(torch.zeros(4_000_000))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    with nostall.Checkpointer(durable=tmp_path, threads=2) as ckpt:
+        ckpt.attach(optimizer)
+        for step in range(5):
+            ckpt.save({"w": weight}, step, window=True)
+            weight.grad = torch.full_like(weight, -1.0)
+            optimizer.step()
+        ckpt.save({"w": weight}, 5, window=True)  # nothing comes after: close copies
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        for step in range(1, 6):
+            found = ckpt.restore(step)
+            assert found is not None and (found.state["w"] == step).all()
+
+
+def test_only_due_steps_are_saved_and_states_are_made_only_then(tmp_path: Path) -> None:
+    made = []
+
+    def state() -> dict[str, Any]:
+        made.append(1)
+        return state_of(1)
+
+    with nostall.Checkpointer(durable=tmp_path, every=4) as ckpt:
+        saved = [ckpt.save(state, step) for step in range(9)]
+        assert [s is not None for s in saved] == [s % 4 == 0 for s in range(9)]
+        assert ckpt.save(state, 9, force=True) is not None
+    assert len(made) == 4
+    assert steps_in(tmp_path) == [0, 4, 8, 9]
+
+
+def test_retention_keeps_the_last_every_nth_and_the_best() -> None:
+    found = [(step, float(abs(step - 30))) for step in range(0, 100, 10)]
+    assert sorted(decide(found, Keep(2))) == [80, 90]
+    assert sorted(decide(found, Keep(1, every=40))) == [0, 40, 80, 90]
+    assert decide(found, Keep(1, best=2)) == {90: "last", 30: "best", 40: "best"}
+    assert decide(found, Keep(1, best=1, mode="max")) == {90: "last"}
+    unrated = [(1, None), (2, float("nan")), (3, 0.5)]
+    assert decide(unrated, Keep(1, best=3)) == {3: "last"}
+    for bad in ({"last": 0}, {"every": 0}, {"best": -1}, {"mode": "most"}):
+        with pytest.raises(UsageError):
+            Keep(**bad)  # type: ignore[arg-type]
+
+
+def test_retention_on_both_tiers(tmp_path: Path) -> None:
+    fast, durable = tmp_path / "fast", tmp_path / "durable"
+    keep = Keep(last=2, best=1)
+    with nostall.Checkpointer(fast, durable, keep=keep, level="durable") as ckpt:
+        for step in range(6):
+            ckpt.save(state_of(step), step, metric=abs(step - 1))
+    assert steps_in(durable) == [1, 4, 5]
+    assert steps_in(fast) == [5]
+    assert sorted(p.name for p in durable.iterdir() if p.name != ".lock") == [
+        f"step-{s:012d}" for s in (1, 4, 5)
+    ]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+        ckpt.save(state_of(1), 7)
+        ckpt.save(state_of(2), 7)
+        found = ckpt.restore()
+    assert found is not None and found.state["step"] == 2
+    assert len(list(tmp_path.glob("step-*/*.safetensors"))) == 1
+
+
+def test_the_newest_is_restored_from_the_fast_tier(tmp_path: Path) -> None:
+    fast, durable = tmp_path / "fast", tmp_path / "durable"
+    with nostall.Checkpointer(fast, durable, level="durable") as ckpt:
+        for step in range(3):
+            ckpt.save(state_of(step), step)
+        found = ckpt.restore()
+        assert found is not None and (found.step, found.tier) == (2, "fast")
+        older = ckpt.restore(1)
+        assert older is not None and (older.step, older.tier) == (1, "durable")
+        with pytest.raises(UsageError, match="step 9"):
+            ckpt.restore(9)
+
+
+def test_a_drain_goes_on_at_the_next_start(tmp_path: Path) -> None:
+    fast, durable = tmp_path / "fast", tmp_path / "durable"
+    with nostall.Checkpointer(fast=fast, level="fast") as ckpt:
+        ckpt.save(state_of(3), 3)
+    with nostall.Checkpointer(fast, durable) as ckpt:
+        ckpt.wait(20)
+    assert steps_in(durable) == [3]
+
+
+def test_a_slow_drain_never_delays_saves_and_skips_what_is_superseded(tmp_path: Path) -> None:
+    fast, durable = tmp_path / "fast", tmp_path / "durable"
+    size = 3_000_000  # 12 MB: three blocks, a quarter of a second at this rate
+    with nostall.Checkpointer(fast, durable, keep=1, rate="30MB", level="fast") as ckpt:
+        began = time.monotonic()
+        for step in range(8):
+            ckpt.save(state_of(step, size), step)
+        calls = time.monotonic() - began
+        ckpt.wait()
+        history = ckpt.history
+    skipped = [s for s in history if s.level != "durable"]
+    assert skipped and all("need not be kept" in s.problems[0] for s in skipped)
+    assert history[-1].level == "durable"
+    assert steps_in(durable) == [7] and steps_in(fast) == [7]
+    assert calls < 8 * size * 4 / 30e6
+
+
+def test_hold_keeps_the_drain_back(tmp_path: Path) -> None:
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
+        with ckpt.hold():
+            saved = ckpt.save(state_of(1), 1, level="memory")
+            assert saved is not None
+            time.sleep(0.3)
+            assert saved.level == "memory"
+        saved.wait("durable", 20)
+
+
+def test_directories_belong_to_one_job(tmp_path: Path) -> None:
+    with (
+        nostall.Checkpointer(durable=tmp_path),
+        pytest.raises(UsageError, match="another running job"),
+    ):
+        nostall.Checkpointer(durable=tmp_path)
+    nostall.Checkpointer(durable=tmp_path).close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, "fast=, durable= or both"),
+        ({"fast": "/tmp/x", "durable": "/tmp/./x"}, "same directory"),
+        ({"fast": "/tmp/x", "level": "durable"}, "needs durable="),
+        ({"fast": "/tmp/x", "level": "disk"}, "memory"),
+        ({"fast": "/tmp/x", "every": 0}, "every"),
+        ({"fast": "/tmp/x", "keep": 0}, "last"),
+        ({"fast": "/tmp/x", "priority": "high"}, "priority"),
+        ({"fast": "/tmp/x", "snapshots": 0}, "snapshots"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        nostall.Checkpointer(**arguments)
+
+
+def test_a_closed_checkpointer_saves_nothing(tmp_path: Path) -> None:
+    ckpt = nostall.Checkpointer(durable=tmp_path)
+    ckpt.close()
+    ckpt.close()
+    with pytest.raises(UsageError, match="closed"):
+        ckpt.save(state_of(1), 1)
+
+
+class World:
+    """Ranks as threads, with an allgather among them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size)
+        self._notes: list[bytes] = [b""] * size
+
+    def gather(self, rank: int) -> Callable[[bytes], list[bytes]]:
+        def allgather(mine: bytes) -> list[bytes]:
+            self._notes[rank] = mine
+            self._barrier.wait(30)
+            notes = list(self._notes)
+            self._barrier.wait(30)
+            return notes
+
+        return allgather
+
+    def run(self, work: Callable[[int, Callable[[bytes], list[bytes]]], Any]) -> list[Any]:
+        results: list[Any] = [None] * self.size
+
+        def rank(r: int) -> None:
+            try:
+                results[r] = work(r, self.gather(r))
+            except BaseException as error:
+                results[r] = error
+
+        threads = [threading.Thread(target=rank, args=(r,)) for r in range(self.size)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(60)
+        return results
+
+
+def ranked(tmp_path: Path, world: int, **options: Any) -> Callable[..., nostall.Checkpointer]:
+    def make(rank: int, gather: Any) -> nostall.Checkpointer:
+        return nostall.Checkpointer(
+            tmp_path / "fast", tmp_path / "durable", rank=rank, world_size=world, gather=gather,
+            job="test", **options,
+        )  # fmt: skip
+
+    return make
+
+
+def test_ranks_save_one_checkpoint_and_restore_their_parts(tmp_path: Path) -> None:
+    make = ranked(tmp_path, 3, level="durable", keep=2)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            for step in range(4):
+                ckpt.save(state_of(100 * step + rank), step)
+            found = ckpt.restore()
+            assert found is not None
+            return found.step, found.state["step"]
+
+    assert World(3).run(work) == [(3, 300), (3, 301), (3, 302)]
+    assert steps_in(tmp_path / "durable") == [2, 3]
+    manifest = json.loads(next((tmp_path / "durable").glob("*3/manifest.json")).read_bytes())
+    assert [f["rank"] for f in manifest["files"]] == [0, 1, 2]
+    names = {p.name for p in (tmp_path / "durable").glob("*3/*")}
+    assert names == {f["name"] for f in manifest["files"]} | {"manifest.json"}
+
+
+def test_replicated_state_is_written_once_and_read_by_any_world(tmp_path: Path) -> None:
+    make = ranked(tmp_path, 2, level="durable", replicated=True)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            ckpt.save(state_of(5), 5)
+            found = ckpt.restore()
+            return found.state["step"] if found else None
+
+    assert World(2).run(work) == [5, 5]
+    assert len(list((tmp_path / "durable").glob("step-*/*.safetensors"))) == 1
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
+        found = ckpt.restore()
+        assert found is not None and found.state["step"] == 5
+
+
+def test_another_world_size_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    make = ranked(tmp_path, 2, level="durable")
+
+    def work(rank: int, gather: Any) -> None:
+        with make(rank, gather) as ckpt:
+            ckpt.save(state_of(1), 1)
+
+    World(2).run(work)
+    words = r"saved by 2 ranks.*replicated=True.*StorageWriter"
+    with (
+        nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt,
+        pytest.raises(UsageError, match=words),
+    ):
+        ckpt.restore()
+
+
+def test_a_rank_that_never_saves_makes_no_checkpoint(tmp_path: Path) -> None:
+    make = ranked(tmp_path, 2, timeout=0.5)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            ckpt.save(state_of(rank), 1)
+            if rank == 0:
+                ckpt.save(state_of(rank), 2)
+                ckpt.wait(20)
+                return [s.problems for s in ckpt.history]
+            time.sleep(2)
+            return None
+
+    problems = World(2).run(work)[0]
+    assert any("ranks [1]" in p for p in problems[1])
+    assert steps_in(tmp_path / "fast") == [1]
+
+
+def test_a_part_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    make = ranked(tmp_path, 2)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            ckpt.save(state_of(rank), 1, level="durable")
+            if rank == 1:  # a file where its part should go
+                store = ckpt.fast
+                assert store is not None
+                (store.root / "step-000000000002").mkdir(exist_ok=True)
+                name = f"rank-00001.{ckpt._run}-000001.safetensors"
+                (store.root / "step-000000000002" / name).mkdir()
+            saved = ckpt.save(state_of(10 + rank), 2, level="durable")
+            assert saved is not None
+            found = ckpt.restore()
+            assert found is not None
+            return saved.problems, found.step, found.state["step"], found.tier
+
+    results = World(2).run(work)
+    for rank, (problems, step, value, tier) in enumerate(results):
+        assert "rank 1" in problems[0] and "writing to" in problems[0]
+        assert (step, value, tier) == (2, 10 + rank, "durable")
+
+
+def test_all_ranks_fall_back_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make = ranked(tmp_path, 2, level="durable")
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            for step in (1, 2):
+                ckpt.save(state_of(10 * step + rank), step)
+
+    World(2).run(work)
+    for path in tmp_path.glob("*/step-000000000002/rank-00001.*"):
+        data = bytearray(path.read_bytes())
+        data[-5] ^= 16
+        path.write_bytes(data)
+
+    def restore(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            found = ckpt.restore()
+            assert found is not None
+            return found.step, found.state["step"]
+
+    assert World(2).run(restore) == [(1, 10), (1, 11)]
+    assert "rank 1" in caplog.text and "weights" in caplog.text
+
+
+def test_ranks_that_cannot_find_each_other_say_so(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="gather="):
+        nostall.Checkpointer(durable=tmp_path, rank=0, world_size=2, job="x")
+
+
+def test_damage_everywhere_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+        ckpt.save(state_of(1), 1)
+        for path in tmp_path.glob("step-*/*.safetensors"):
+            path.write_bytes(b"x" * path.stat().st_size)
+        with pytest.raises(CorruptionError, match="safetensors is damaged"):
+            ckpt.restore()

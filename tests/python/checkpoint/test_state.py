@@ -1,0 +1,227 @@
+"""What a checkpoint holds: every type comes back as it was, or is refused with its place."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import nostall
+from nostall.checkpoint import rng_state, set_rng_state
+from nostall.checkpoint.format import header, layout, parse
+from nostall.checkpoint.tree import decode, encode
+from nostall.errors import CorruptionError, UsageError
+
+
+def through_bytes(state: Any) -> Any:
+    tree, leaves = encode(state)
+    leaves = layout(leaves)
+    data = bytearray(header(tree, leaves))
+    for leaf in leaves:
+        array = (
+            leaf.owner
+            if isinstance(leaf.owner, np.ndarray)
+            else leaf.owner.reshape(-1).view(torch.uint8)
+        )
+        data += np.asarray(array).tobytes()
+    tree, arrays = parse(np.frombuffer(bytearray(data), np.uint8))
+    return decode(tree, arrays)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return (
+            isinstance(b, torch.Tensor)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and bytes_of(a).equal(bytes_of(b))
+        )
+    if isinstance(a, np.ndarray | np.generic):
+        return (
+            isinstance(b, type(a))
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.tobytes() == b.tobytes()
+        )
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, float):
+        return isinstance(b, float) and (a == b or (math.isnan(a) and math.isnan(b)))
+    return type(a) is type(b) and bool(a == b)
+
+
+def test_every_type_comes_back(tmp_path: Path) -> None:
+    state = {
+        "scalars": [1, -(2**70), 0.1, float("inf"), float("nan"), -0.0, 1 + 2j, True, None, "é", b"\0"],
+        "tuple": (1, (2, [3])),
+        5: {"int": "keys", None: 1, (1, "a"): 2, 1.5: 3, False: 4},
+        "$odd": {"$tensor": "not a tensor"},
+        "numpy": {
+            name: np.arange(6).reshape(2, 3).astype(name)
+            for name in (*"?bBhIqefdFD", ">i4", ">f8", "M8[s]", "S3", "U2")
+        },
+        "numpy scalar": np.float32(3.5),
+        "empty": np.zeros((0, 3), np.int16),
+        "strided": np.arange(12).reshape(3, 4)[:, ::2],
+        "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "torch": {
+            str(d): torch.arange(6).reshape(2, 3).to(d)
+            for d in (
+                torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+                torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.uint16,
+            )
+        },
+        "zero-dimensional": torch.tensor(7),
+        "transposed": torch.arange(6).reshape(2, 3).T,
+        "conjugate": torch.tensor([1 + 1j]).conj(),
+    }  # fmt: skip
+    assert same(through_bytes(state), state)
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        ckpt.save(state, 3, level="durable")
+        restored = ckpt.restore()
+    assert restored is not None and restored.step == 3
+    assert same(restored.state, state)
+
+
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(),
+    st.binary(),
+    st.integers(0, 40).map(lambda n: np.arange(n, dtype=np.float32)),
+    st.integers(0, 40).map(lambda n: torch.arange(n, dtype=torch.bfloat16)),
+)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(
+    st.recursive(
+        LEAVES,
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=4),
+            st.lists(inner, max_size=3).map(tuple),
+            st.dictionaries(st.one_of(st.text(), st.integers(), st.none()), inner, max_size=4),
+        ),
+        max_leaves=12,
+    )
+)
+def test_any_nesting_comes_back(state: Any) -> None:
+    assert same(through_bytes(state), state)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=400), st.integers(0, 300), st.binary(min_size=1, max_size=4))
+def test_any_bytes_give_a_state_or_an_error(noise: bytes, at: int, patch: bytes) -> None:
+    tree, leaves = encode({"a": np.arange(5), "b": [1, {"c": torch.ones(2)}]})
+    good = header(tree, layout(leaves)) + b"\0" * 48
+    for data in (noise, len(noise).to_bytes(8, "little") + noise, good[:at] + patch + good[at:]):
+        with contextlib.suppress(CorruptionError):
+            decode(*parse(np.frombuffer(bytearray(data), np.uint8)))
+
+
+def test_tied_weights_stay_tied_and_are_written_once() -> None:
+    weight = torch.arange(1000.0)
+    _tree, leaves = encode({"embed": weight, "head": weight, "part": weight[:10]})
+    assert [leaf.nbytes for leaf in leaves] == [4000, 40]
+    state = through_bytes({"embed": weight, "head": weight})
+    assert state["embed"] is state["head"]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (lambda: 0, "function"),
+        (object(), "builtins.object"),
+        ({1, 2}, "builtins.set"),
+        (np.array([object()]), "object"),
+        (np.zeros(2, [("a", "f4")]), "records"),
+        (torch.eye(3).to_sparse(), "sparse"),
+        (torch.empty(2, device="meta"), "meta"),
+        (torch.float32, "torch.dtype"),
+        (Path("/x"), "PosixPath"),
+        ({frozenset(): 1}, "frozenset"),
+    ],
+)
+def test_what_cannot_be_saved_is_named_by_its_place(value: Any, words: str, tmp_path: Path) -> None:
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        with pytest.raises(UsageError, match=words) as error:
+            ckpt.save({"model": [1, {"layer": value}]}, 0)
+        assert "state['model'][1]['layer']" in str(error.value)
+        assert ckpt.restore() is None
+        ckpt.save({"model": 1}, 1, level="durable")
+
+
+def test_a_state_that_contains_itself_is_refused() -> None:
+    state: list[Any] = []
+    state.append(state)
+    with pytest.raises(UsageError, match="deeper"):
+        encode(state)
+
+
+def test_others_can_read_the_file(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        state = {"b": np.arange(3, dtype=np.int8), "a": {"w": np.arange(5.0)}, "n": 4}
+        ckpt.save(state, 0, level="durable")
+    (path,) = tmp_path.glob("step-*/*.safetensors")
+    read = load_file(path)
+    assert set(read) == {"b", "a.w"}
+    assert same(read["a.w"], state["a"]["w"]) and same(read["b"], state["b"])
+
+
+def test_modules_and_optimizers_save_and_load_themselves(tmp_path: Path) -> None:
+    def training(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+        optimizer = torch.optim.Adam(model.parameters())
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        for _ in range(3):
+            model(torch.randn(5, 4)).sum().backward()
+            optimizer.step()
+            schedule.step()
+        return {"model": model, "optimizer": optimizer, "schedule": schedule, "epoch": seed}
+
+    first, second = training(1), training(2)
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        ckpt.save(first, 10)
+        ckpt.wait()
+        ckpt.restore(into=second)
+    assert second["epoch"] == 1
+    for name in ("model", "optimizer", "schedule"):
+        assert same(dict(second[name].state_dict()), dict(first[name].state_dict())), name
+    assert isinstance(first["model"].state_dict(), collections.OrderedDict)
+
+
+def test_restoring_into_other_names_is_refused(tmp_path: Path) -> None:
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        ckpt.save({"a": 1}, 1, level="durable")
+        with pytest.raises(UsageError, match="'b'"):
+            ckpt.restore(into={"b": 1})
+
+
+def test_generators_continue_where_they_were(tmp_path: Path) -> None:
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        ckpt.save({"rng": rng_state()}, 0, level="durable")
+        expected = (random.random(), np.random.rand(), torch.rand(2))
+        found = ckpt.restore()
+    assert found is not None
+    set_rng_state(found.state["rng"])
+    assert same((random.random(), np.random.rand(), torch.rand(2)), expected)
