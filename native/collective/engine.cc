@@ -34,8 +34,7 @@ Engine::Engine(Segment& segment, uint32_t rank, uint32_t ranks, std::chrono::nan
       nap_(kShortestNap),
       oversubscribed_(ranks > usable_cores()),
       spin_limit_ns_(oversubscribed_ ? 1'000 : 20'000),
-      spin_ns_(spin_limit_ns_),
-      yield_ns_(oversubscribed_ ? 50'000 : 0) {}
+      spin_ns_(spin_limit_ns_) {}
 
 void Engine::enter(const char* operation, uint64_t signature) {
   operation_ = operation;

@@ -101,17 +101,23 @@ class Engine {
   bool spin(Ready& ready) {
     wait_began_ = now_ns();
     int64_t now = wait_began_;
+    bool yields = oversubscribed_;
     do {
       for (int i = 0; i < 16; ++i) {
         pause();
         if (ready()) return true;
       }
       now = now_ns();
-      if (now - wait_began_ > kShortestSpin && shares_core()) break;
+      if (shares_core()) {
+        // A spin would keep the other one from arriving. A sleeper is woken on an idle core if
+        // there is one, so some of these waits sleep at once.
+        yields = ++on_one_core_ % kSleepsApart != 0;
+        break;
+      }
     } while (now - wait_began_ < spin_ns_);
-    // Ranks that must share cores hand them to each other for less than a sleep costs; somebody
-    // else who gets one may keep it for long.
-    const int64_t end = now + yield_ns_;
+    // Ranks that share cores hand them to each other for less than a sleep costs; somebody else who
+    // gets one may keep it for long.
+    const int64_t end = yields ? now + kYieldNs : now;
     while (now < end) {
       ::sched_yield();
       if (ready()) return true;
@@ -142,8 +148,7 @@ class Engine {
     return is_ready;
   }
 
-  // Another rank was on this core when it last looked: a spin would keep it from arriving, while a
-  // sleeper is woken on an idle core if there is one.
+  // There is a core for every rank, but another one was on this one when it last looked.
   bool shares_core() noexcept;
   void doze() noexcept;
   // Lengthens the spin that was just too short, shortens the one that was in vain.
@@ -162,6 +167,8 @@ class Engine {
   // Between calls of `progress`; twice as long each time, up to kLongestNap.
   static constexpr std::chrono::nanoseconds kShortestNap{50'000};
   static constexpr std::chrono::nanoseconds kLongestNap{2'000'000};
+  static constexpr int64_t kYieldNs = 50'000;
+  static constexpr uint32_t kSleepsApart = 64;
   static constexpr int64_t kLongYield = 200'000;
   static constexpr uint64_t kNever = ~uint64_t{0};
 
@@ -171,7 +178,8 @@ class Engine {
   const std::function<void()> progress_;
   std::chrono::nanoseconds nap_;
   bool oversubscribed_;
-  int64_t spin_limit_ns_, spin_ns_, yield_ns_;
+  int64_t spin_limit_ns_, spin_ns_;
+  uint32_t on_one_core_ = 0;
   const char* operation_ = "";
   uint64_t signature_ = 0;
   uint64_t calls_ = 0;
