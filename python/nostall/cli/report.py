@@ -1,7 +1,8 @@
 """Says where training waited: from statistics that loaders saved, or from timelines.
 
 Statistics (loader.stats().save(file), one file a rank) become one self-contained HTML file. A Horovod
-timeline, or traces of the PyTorch profiler (one a rank), become a table, and the files named with -o.
+timeline, or traces of the PyTorch profiler (one a rank), become a table, and the files named with -o;
+so does the directory of an MPI profile (nostall run --profile): who arrived when at its collectives.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import argparse
 
 from nostall import analyze
 from nostall.errors import IoError, UsageError
+from nostall.report import arrivals, write
 from nostall.report import timeline as timeline_report
-from nostall.report import write
 from nostall.stats import Stats
 
 
@@ -36,6 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the report."""
+    if profiles := arrivals.find(arguments.files):
+        profile, alpha = arrivals.read(profiles), arrivals.Alpha()
+        print(arrivals.text(profile, alpha))
+        for path in arguments.output or []:
+            arrivals.save(profile, alpha, path)
+            print(path)
+        return 0
     traces = [analyze.is_trace(f) for f in arguments.files]
     if all(traces):
         found = analyze.analyze(arguments.files, arguments.exclude)

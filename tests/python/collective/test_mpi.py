@@ -14,6 +14,7 @@ import pytest
 
 from nostall import mpi
 from nostall.errors import UsageError
+from nostall.report import arrivals
 
 pytestmark = pytest.mark.multi
 RANK = Path(__file__).with_name("mpi_rank.py")
@@ -92,6 +93,11 @@ def test_switched_off_it_only_watches(tmp_path: Path) -> None:
         told = json.loads(header)
         assert (told["rank"], told["ranks"], told["records"]) == (rank, 2, 3000)
         assert len(records) == 3000 * 40
+    profile = arrivals.read(arrivals.find([str(tmp_path)]))
+    assert [(c.operation, c.bytes) for c in profile.calls] == [("allreduce", 24)] * 3000
+    # A rank that sleeps is late, and nobody leaves before the last has come.
+    assert max(c.worst for c in profile.calls) > 100_000
+    assert all(c.left.min() >= c.arrived.max() for c in profile.calls)
 
 
 def test_the_launcher_passes_the_variables_on() -> None:
