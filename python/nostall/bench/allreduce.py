@@ -1,5 +1,7 @@
 """``nostall bench allreduce``: our collectives against Gloo and MPI, ranks arriving together or not.
 
+With --operation reduce, of a reduce to rank 0, in which the other ranks may leave early.
+
 Listings 4.1 and 4.2 of the seed on arrival-aware collectives: a barrier, a computation of up to
 MIF times a message's latency, the allreduce. Times are medians over iterations and repeats: the
 mean over ranks in the call, and from the last arrival to the last completion. Engines take turns
@@ -43,6 +45,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "recursive_doubling": ("nostall", {"algorithm": "recursive_doubling"}, []),
     "ring": ("nostall", {"algorithm": "ring"}, []),
     "rsa": ("nostall", {"algorithm": "rsa"}, []),
+    "binomial": ("nostall", {"algorithm": "binomial"}, []),
     "gloo": ("gloo", {}, []),
     "openmpi": ("mpi", {}, []),
     "openmpi yield": ("mpi", {}, ["--mca", "mpi_yield_when_idle", "1"]),
@@ -54,6 +57,7 @@ PEERS = ("gloo", "openmpi", "openmpi yield", "mpich")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nostall bench allreduce``."""
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--operation", choices=("allreduce", "reduce"), default="allreduce")
     parser.add_argument("--sizes", nargs="+", default=[str(s) for s in SIZES], help="bytes")
     parser.add_argument("--mif", type=float, nargs="+", default=[0, 20], help="0: balanced")
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), metavar="ENGINE")
@@ -195,6 +199,7 @@ def _run_engine(
             "seconds": arguments.seconds,
             "most": arguments.most,
             "late_ms": arguments.late_ms,
+            "operation": arguments.operation,
             "out": out,
             "job": uuid.uuid4().hex,
         }

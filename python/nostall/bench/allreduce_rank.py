@@ -20,16 +20,18 @@ Buffer = NDArray[np.float32]
 
 
 class Engine(Protocol):
-    """What is measured; `allreduce` sums in place."""
+    """What is measured; `collective` sums in place, for all ranks or for rank 0."""
 
     rank: int
 
     def buffer(self, count: int) -> Buffer: ...
     def barrier(self) -> None: ...
     def prepare(self, buffer: Buffer) -> Any:
-        """What allreduce() takes."""
+        """What collective() takes."""
 
-    def allreduce(self, prepared: Any) -> None: ...
+    def collective(self, prepared: Any) -> None: ...
+    def add(self, values: NDArray[np.float64]) -> None:
+        """In place, over all ranks."""
 
 
 class Nostall:
@@ -40,6 +42,8 @@ class Nostall:
         self._options = settings["options"]
         self._communicator = Communicator(settings["job"], self.rank, settings["ranks"])
         self._live = self._communicator._live()
+        self._reduces = settings["operation"] == "reduce"
+        self._call = self._live.reduce if self._reduces else self._live.allreduce
         self.barrier = self._live.barrier
 
     def buffer(self, count: int) -> Buffer:
@@ -53,10 +57,14 @@ class Nostall:
         address = buffer.__array_interface__["data"][0]
         algorithm = self._options.get("algorithm", "cooperative")
         fixed = bool(self._options.get("fixed"))
-        return (address, address, buffer.size, Reducer("sum", "float32"), algorithm, fixed)
+        root = (0,) if self._reduces else ()
+        return (address, address, buffer.size, Reducer("sum", "float32"), *root, algorithm, fixed)
 
-    def allreduce(self, prepared: Any) -> None:
-        self._live.allreduce(*prepared)
+    def collective(self, prepared: Any) -> None:
+        self._call(*prepared)
+
+    def add(self, values: NDArray[np.float64]) -> None:
+        self._communicator.allreduce(values)
 
 
 class Gloo:
@@ -76,7 +84,16 @@ class Gloo:
             world_size=settings["ranks"],
         )
         self.barrier = self._distributed.barrier
-        self.allreduce = self._distributed.all_reduce
+        self._reduces = settings["operation"] == "reduce"
+
+    def collective(self, prepared: Any) -> None:
+        if self._reduces:
+            self._distributed.reduce(prepared, 0)
+        else:
+            self._distributed.all_reduce(prepared)
+
+    def add(self, values: NDArray[np.float64]) -> None:
+        self._distributed.all_reduce(self._torch.from_numpy(values))
 
     def buffer(self, count: int) -> Buffer:
         return np.empty(count, np.float32)
@@ -92,7 +109,7 @@ class Mpi:
         self._mpi: Any = MPI
         self.rank = MPI.COMM_WORLD.rank
         self.barrier = MPI.COMM_WORLD.Barrier
-        self._allreduce = MPI.COMM_WORLD.Allreduce
+        self._reduces = settings["operation"] == "reduce"
 
     def buffer(self, count: int) -> Buffer:
         return np.empty(count, np.float32)
@@ -100,8 +117,16 @@ class Mpi:
     def prepare(self, buffer: Buffer) -> Any:
         return [buffer, self._mpi.FLOAT]
 
-    def allreduce(self, prepared: Any) -> None:
-        self._allreduce(self._mpi.IN_PLACE, prepared)
+    def collective(self, prepared: Any) -> None:
+        if not self._reduces:
+            self._mpi.COMM_WORLD.Allreduce(self._mpi.IN_PLACE, prepared)
+        elif self.rank == 0:
+            self._mpi.COMM_WORLD.Reduce(self._mpi.IN_PLACE, prepared)
+        else:
+            self._mpi.COMM_WORLD.Reduce(prepared, None)
+
+    def add(self, values: NDArray[np.float64]) -> None:
+        self._mpi.COMM_WORLD.Allreduce(self._mpi.IN_PLACE, values)
 
 
 def _compute_until(end: int) -> None:
@@ -126,21 +151,20 @@ def _measure(engine: Engine, settings: dict[str, Any], size: int, mif: float) ->
     buffer = engine.buffer(count)
     buffer[:] = 0
     prepared = engine.prepare(buffer)
-    agreed = np.zeros(2, np.float32)
     alpha = _alpha_ns(count)
     begin = time.monotonic_ns()
     for _ in range(3):
         engine.barrier()
-        engine.allreduce(prepared)
-    agreed[:] = (time.monotonic_ns() - begin) / 3, alpha
-    engine.allreduce(engine.prepare(agreed))
-    each, alpha = (float(value) / settings["ranks"] for value in agreed)
+        engine.collective(prepared)
+    agreed = np.array([(time.monotonic_ns() - begin) / 3, alpha]) / settings["ranks"]
+    engine.add(agreed)
+    each, alpha = float(agreed[0]), float(agreed[1])
     late = settings["late_ms"] * 1e6
     per_call = each + mif * alpha + late
     iterations = int(min(max(settings["seconds"] * 1e9 / per_call, 5), settings["most"]))
     for _ in range(iterations // 5):
         engine.barrier()
-        engine.allreduce(prepared)
+        engine.collective(prepared)
     # All engines and repeats draw the same delays.
     draws = np.random.default_rng([int(mif), size]).random((iterations, settings["ranks"]))
     arrive = np.empty(iterations, np.int64)
@@ -156,7 +180,7 @@ def _measure(engine: Engine, settings: dict[str, Any], size: int, mif: float) ->
             _compute_until(clock() + int(delay))
         used = cpu_clock()
         arrive[i] = clock()
-        engine.allreduce(prepared)
+        engine.collective(prepared)
         leave[i] = clock()
         cpu[i] = cpu_clock() - used
     after = resource.getrusage(resource.RUSAGE_SELF)
