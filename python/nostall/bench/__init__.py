@@ -15,4 +15,5 @@ SUBCOMMANDS: dict[str, str] = {
     "app": "nostall.bench.app",
     "accelerator": "nostall.bench.accelerator",
     "trace": "nostall.bench.trace",
+    "allreduce": "nostall.bench.allreduce",
 }

@@ -21,6 +21,7 @@ _COMMANDS = {
     "checkpoints": ("nostall.cli.checkpoints", "list, verify, remove or drain checkpoints"),
     "calibrate": ("nostall.calibrate", "measure this cluster's tiers, network and storage"),
     "simulate": ("nostall.cli.simulate", "predict what a training costs, by machine and policy"),
+    "run": ("nostall.mpi", "run an MPI program with our collectives, or profile its own"),
     "doctor": ("nostall.cli.doctor", "what this machine offers, and the ranks that are found"),
 }
 
