@@ -11,6 +11,7 @@ SUBCOMMANDS: dict[str, str] = {
     "nodes": "nostall.bench.nodes",
     "lmdb": "nostall.bench.lmdb",
     "checkpoint": "nostall.bench.checkpoint",
+    "sync": "nostall.bench.sync",
     "io": "nostall.bench.io",
     "app": "nostall.bench.app",
     "accelerator": "nostall.bench.accelerator",

@@ -1,0 +1,214 @@
+"""``nostall bench sync``: gradient synchronisation in all its modes, and DDP, on real networks.
+
+Every run is a training of real processes on CPU, each network in each way, in turns, so that what else
+the machine does falls on all alike. CPU is the progress thread's share of the run, as are agreeing, copying and reducing; involuntary
+switches (invol., vol.) are the process's, per step: what contention looks like (seed lmdbio-and-horovod 6.2.5). With
+--input loader the batches are decoded from JPEG files meanwhile. --delay-ms makes rank 0 late in every
+step (figures 6.8 to 6.12).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Any
+
+from nostall.errors import UsageError
+
+_NETWORKS = ("resnet18", "resnet50", "googlenet", "alexnet", "vgg11", "transformer", "mlp")
+_WAYS = (
+    "planned",
+    "negotiated",
+    "negotiated GS",
+    "negotiated NBCS",
+    "planned, own core",
+    "negotiated, own core",
+    "DDP gloo",
+    "DDP nostall",
+)
+_TIMEOUT = 600.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``nostall bench sync``."""
+    parser.add_argument("--networks", nargs="+", choices=_NETWORKS, default=["resnet18"])
+    parser.add_argument("--ways", nargs="+", choices=_WAYS, default=list(_WAYS))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=8, help="samples a rank and step")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warm", type=int, default=4, help="steps before those that are measured")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--input", choices=("synthetic", "loader"), default="synthetic")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="of rank 0, in every step")
+    parser.add_argument("--json", help="write every run to this file")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs all ways in turns and prints the table."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    if arguments.ranks < 1 or arguments.steps < 1 or arguments.repeats < 1:
+        raise UsageError("--ranks, --steps and --repeats must be at least 1")
+    rows: list[dict[str, Any]] = []
+    console = Console()
+    total = len(arguments.networks) * len(arguments.ways) * arguments.repeats
+    with (
+        tempfile.TemporaryDirectory(prefix="nostall-sync-") as folder,
+        Progress(console=console, transient=True) as progress,
+    ):
+        data = _images(Path(folder) / "data") if arguments.input == "loader" else ""
+        task = progress.add_task("training", total=total)
+        for network in arguments.networks:
+            for repeat in range(arguments.repeats):
+                for way in arguments.ways:
+                    settings = {
+                        "network": network,
+                        "way": way,
+                        "batch": arguments.batch,
+                        "steps": arguments.steps,
+                        "warm": arguments.warm,
+                        "delay": arguments.delay_ms / 1000,
+                        "data": data,
+                        "store": f"{folder}/store-{uuid.uuid4().hex}",
+                    }
+                    ranks = measure(settings, arguments.ranks)
+                    rows.append({"network": network, "way": way, "repeat": repeat, "ranks": ranks})
+                    progress.advance(task)
+    for network in arguments.networks:
+        console.print(
+            _table(network, [r for r in rows if r["network"] == network], arguments.steps)
+        )
+    if arguments.json:
+        machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+        Path(arguments.json).write_text(json.dumps({**machine, "runs": rows}, indent=1))
+    return 0
+
+
+def measure(settings: dict[str, Any], ranks: int) -> list[dict[str, float]]:
+    """One run; what each rank measured.
+
+    Raises:
+        UsageError: a rank failed, with its last words.
+    """
+    job = uuid.uuid4().hex
+    started = []
+    for rank in range(ranks):
+        env = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": job,
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-m", "nostall.bench.sync_rank", json.dumps(settings)]
+        started.append(
+            subprocess.Popen(
+                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
+    results = []
+    try:
+        for rank, process in enumerate(started):
+            out, errors = process.communicate(timeout=_TIMEOUT)
+            lines = [x for x in out.splitlines() if x.startswith("RESULT ")]
+            if process.returncode != 0 or not lines:
+                last = (errors.strip().splitlines() or ["no message"])[-1]
+                raise UsageError(f"{settings['way']}, rank {rank} failed: {last}")
+            results.append(json.loads(lines[-1].removeprefix("RESULT ")))
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return results
+
+
+def _images(folder: Path) -> str:
+    """640 JPEG files of 100 classes."""
+    import numpy as np
+    from PIL import Image
+
+    random = np.random.default_rng(0)
+    for i in range(640):
+        target = folder / f"{i % 100:03}"
+        target.mkdir(parents=True, exist_ok=True)
+        small = random.integers(0, 255, (12, 12, 3), np.uint8)
+        Image.fromarray(small).resize((256, 256)).save(target / f"{i}.jpg", quality=90)
+    return str(folder)
+
+
+def _table(network: str, rows: list[dict[str, Any]], steps: int) -> Any:
+    from rich.table import Table
+
+    table = Table(title=network)
+    for column in (
+        "way",
+        "samples/s",
+        "x nego",
+        "x DDP",
+        "CPU",
+        "invol.",
+        "vol.",
+        "agree",
+        "copy",
+        "reduce",
+    ):
+        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
+    ways = list(dict.fromkeys(r["way"] for r in rows))
+    speed = {
+        w: [sum(k["samples_per_second"] for k in r["ranks"]) for r in rows if r["way"] == w]
+        for w in ways
+    }
+    analysis = ""
+    for way in ways:
+        runs = [k for r in rows if r["way"] == way for k in r["ranks"]]
+
+        def share(*keys: str, runs: list[dict[str, float]] = runs) -> str:
+            if keys[0] not in runs[0]:
+                return "-"
+            values = [sum(k[key] for key in keys) / 1e9 / k["seconds"] for k in runs]
+            return f"{statistics.median(values):.1%}"
+
+        def each(key: str, runs: list[dict[str, float]] = runs) -> str:
+            return f"{statistics.median(k[key] for k in runs) / steps:.1f}"
+
+        table.add_row(
+            way,
+            _spread(speed[way]),
+            _ratio(speed[way], speed.get("negotiated")),
+            _ratio(speed[way], speed.get("DDP gloo")),
+            share("engine_user_ns", "engine_system_ns"),
+            each("involuntary"),
+            each("voluntary"),
+            share("engine_order_ns"),
+            share("engine_copy_ns"),
+            share("engine_reduce_ns"),
+        )
+        if "analysis" in runs[0]:
+            took = statistics.median(k["analysis"] for k in runs) * 1000
+            analysis = f"{runs[0]['nodes']} nodes, {runs[0]['edges']} edges, {took:.1f} ms"
+    if analysis:
+        table.caption = f"graph: {analysis}"
+    return table
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.0f} [{min(values):.0f}-{max(values):.0f}]"
+
+
+def _ratio(values: list[float], base: list[float] | None) -> str:
+    if not base:
+        return "-"
+    ratios = [a / b for a, b in zip(values, base, strict=True)]
+    return f"{statistics.median(ratios):.2f} [{min(ratios):.2f}-{max(ratios):.2f}]"

@@ -1,0 +1,155 @@
+"""One rank of one run, for ``nostall bench sync``: trains, and prints what it measured as JSON.
+
+RANK=0 WORLD_SIZE=2 ... python -m nostall.bench.sync_rank '{"way": "planned", "network": ...}'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torchvision
+
+from nostall.sync import SyncOptions
+
+#: network: (its maker, side of its images)
+NETWORKS: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
+    "resnet18": (lambda: torchvision.models.resnet18(num_classes=100), 64),
+    "resnet50": (lambda: torchvision.models.resnet50(num_classes=100), 64),
+    "googlenet": (
+        lambda: torchvision.models.googlenet(num_classes=100, aux_logits=False, init_weights=False),
+        64,
+    ),
+    "alexnet": (lambda: torchvision.models.alexnet(num_classes=100), 96),
+    "vgg11": (lambda: torchvision.models.vgg11(num_classes=100), 64),
+    "transformer": (lambda: _Transformer(), 32),
+    "mlp": (
+        lambda: torch.nn.Sequential(
+            torch.nn.Flatten(), torch.nn.Linear(3072, 64), torch.nn.Linear(64, 100)
+        ),
+        32,
+    ),
+}
+
+WAYS: dict[str, dict[str, Any]] = {
+    "planned": {},
+    "planned, own core": {"cores": True},
+    "negotiated": {"mode": "negotiated"},
+    "negotiated GS": {"mode": "negotiated", "global_sleep_every": 1},
+    "negotiated NBCS": {"mode": "negotiated", "nonblocking": True},
+    "negotiated, own core": {"mode": "negotiated", "cores": True},
+}
+PEERS = ("DDP gloo", "DDP nostall")
+
+
+class _Transformer(torch.nn.Module):  # type: ignore[misc]
+    """Patches of 4 x 4 as words, two encoder layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = torch.nn.Conv2d(3, 128, 4, 4)
+        layer = torch.nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)
+        self.body = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = torch.nn.Linear(128, 100)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        words: torch.Tensor = self.body(self.patch(images).flatten(2).transpose(1, 2))
+        out: torch.Tensor = self.head(words.mean(1))
+        return out
+
+
+def batches(settings: dict[str, Any], side: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches without end: made once, or decoded by nostall.DataLoader while training goes on."""
+    size = settings["batch"]
+    if not settings["data"]:
+        generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+        images = torch.randn(size, 3, side, side, generator=generator)
+        labels = torch.randint(0, 100, (size,), generator=generator)
+        while True:
+            yield images, labels
+    import nostall
+    from nostall import transforms
+
+    steps = [transforms.RandomResizedCrop(side), transforms.ToTensor()]
+    with nostall.DataLoader(
+        nostall.ImageFolder(settings["data"]), size, epochs=100_000, transforms=steps, tiers=[]
+    ) as loader:
+        for epoch in loader.epochs():
+            yield from epoch
+
+
+def main(settings: dict[str, Any]) -> dict[str, float]:
+    """Trains `warm` steps unmeasured, then `steps`."""
+    import nostall.torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    make, side = NETWORKS[settings["network"]]
+    model, way = make(), settings["way"]
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    if way in PEERS:
+        torch.distributed.init_process_group(
+            way.split()[1],
+            init_method=f"file://{settings['store']}",
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+        )
+        step_model: Any = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        options = dict(WAYS[way])
+        if options.pop("cores", False):
+            options["cores"] = (0,)
+        step_model = model
+        optimizer = nostall.torch.DistributedOptimizer(
+            optimizer, model.named_parameters(), SyncOptions(**options)
+        )
+    late = settings["delay"] if os.environ["RANK"] == "0" else 0.0
+    source = batches(settings, side)
+    begin, use, engine = 0.0, resource.getrusage(resource.RUSAGE_SELF), {}
+    for step in range(settings["warm"] + settings["steps"]):
+        if step == settings["warm"]:
+            begin, use = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
+            engine = _stats(optimizer)
+        images, labels = next(source)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(step_model(images), labels)
+        if step == 0 and way.startswith("planned"):
+            optimizer.plan_from(loss)
+        if late:
+            time.sleep(late)
+        loss.backward()
+        optimizer.step()
+    seconds = time.perf_counter() - begin
+    after, engine_after = resource.getrusage(resource.RUSAGE_SELF), _stats(optimizer)
+    out: dict[str, float] = {
+        "samples_per_second": settings["steps"] * settings["batch"] / seconds,
+        "seconds": seconds,
+        "cpu": after.ru_utime + after.ru_stime - use.ru_utime - use.ru_stime,
+        "involuntary": after.ru_nivcsw - use.ru_nivcsw,
+        "voluntary": after.ru_nvcsw - use.ru_nvcsw,
+    }
+    for key, value in engine_after.items():
+        out[f"engine_{key}"] = value - engine[key]
+    sync = getattr(optimizer, "gradient_sync", None)
+    if sync is not None and sync.analysis is not None:
+        nodes, edges, took = sync.analysis
+        out |= {"nodes": nodes, "edges": edges, "analysis": took}
+    source.close()  # type: ignore[attr-defined]
+    if way in PEERS:
+        torch.distributed.destroy_process_group()
+    return out
+
+
+def _stats(optimizer: Any) -> dict[str, int]:
+    sync = getattr(optimizer, "gradient_sync", None)
+    return dict(sync.engine.stats()) if sync is not None else {}
+
+
+if __name__ == "__main__":
+    print("RESULT " + json.dumps(main(json.loads(sys.argv[1]))))
