@@ -14,3 +14,5 @@ void bind_timeline(nanobind::module_& m);
 void bind_trace(nanobind::module_& m);
 void bind_checkpoint(nanobind::module_& m);
 void bind_collective(nanobind::module_& m);
+void bind_sync(nanobind::module_& m);
+void bind_simulate(nanobind::module_& m);

@@ -71,7 +71,7 @@ enum class Direct : uint8_t {
   always,  // where the file system can
 };
 
-// Files of this machine. Throws Error(io) with the path of one that cannot be opened.
+// Files of this machine; may raise the soft limit on open files. Throws Error(io) with the path.
 std::unique_ptr<Storage> open_files(const std::vector<std::string>& paths,
                                     Direct direct = Direct::automatic);
 

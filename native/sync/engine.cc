@@ -141,17 +141,26 @@ void Engine::set_plan(ReductionPlan plan) {
   next_ = 0;
 }
 
-std::vector<uint32_t> Engine::agree_on(std::span<const uint32_t> order) {
-  check_usable("agree_on");
-  if (config_.mode != Mode::planned) {
-    throw Error(ErrorKind::usage, "an engine that negotiates has no plan to agree on");
+std::vector<std::byte> Engine::broadcast(std::span<const std::byte> bytes, uint32_t root) {
+  const Lock lock = quiet("broadcast");
+  return transport_->broadcast(bytes, root);
+}
+
+std::vector<std::vector<std::byte>> Engine::all_gather(std::span<const std::byte> bytes) {
+  const Lock lock = quiet("all_gather");
+  return transport_->all_gather(bytes);
+}
+
+// The control plane is the progress thread's while it negotiates.
+Engine::Lock Engine::quiet(const char* call) {
+  check_usable(call);
+  if (config_.mode != Mode::planned && thread_.joinable()) {
+    throw Error(ErrorKind::usage,
+                std::string(call) + " is for engines that do not negotiate: mode planned");
   }
-  const std::scoped_lock lock(mutex_);
+  Lock lock(mutex_);
   if (error_) std::rethrow_exception(error_);
-  const auto bytes = transport_->broadcast(std::as_bytes(order), 0);
-  std::vector<uint32_t> out(bytes.size() / sizeof(uint32_t));
-  if (!out.empty()) std::memcpy(out.data(), bytes.data(), out.size() * sizeof(uint32_t));
-  return out;
+  return lock;
 }
 
 void Engine::check_usable(const char* call) const {

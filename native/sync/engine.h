@@ -84,9 +84,10 @@ class Engine {
   // Between steps, the same plan on all ranks, called by all of them; throws Error(usage) if it
   // does not have every tensor once, Error(peer) if ranks differ.
   void set_plan(ReductionPlan plan);
-  // Rank 0's order on all ranks: for plans that came out differently. Called by all ranks between
-  // steps.
-  std::vector<uint32_t> agree_on(std::span<const uint32_t> order);
+  // Mode planned, between steps, called by all ranks: the root's bytes on all of them (parameters at
+  // the start, an order for the next plan), and everyone's.
+  std::vector<std::byte> broadcast(std::span<const std::byte> bytes, uint32_t root);
+  std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> bytes);
 
   // `gradient` is replaced by the result before wait() returns. Without `present` its content does
   // not count. Throws Error(usage) for the second submit of a tensor in a step.
@@ -121,6 +122,7 @@ class Engine {
   [[noreturn]] void stalled(const std::vector<uint32_t>& missing, int64_t since);
   std::string names(const std::vector<uint32_t>& tensors) const;
   void check_usable(const char* call) const;
+  Lock quiet(const char* call);
   void compare_tensors();
   void account();
   void partition_cores();

@@ -10,4 +10,10 @@ SUBCOMMANDS: dict[str, str] = {
     "stall": "nostall.bench.stall",
     "nodes": "nostall.bench.nodes",
     "lmdb": "nostall.bench.lmdb",
+    "checkpoint": "nostall.bench.checkpoint",
+    "io": "nostall.bench.io",
+    "app": "nostall.bench.app",
+    "accelerator": "nostall.bench.accelerator",
+    "trace": "nostall.bench.trace",
+    "allreduce": "nostall.bench.allreduce",
 }
