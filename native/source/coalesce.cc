@@ -13,8 +13,9 @@ constexpr double kForget = 0.97;
 // What is outside of these was not measured.
 constexpr double kLeastSeconds = 1e-9, kMostMeasured = 1e15;
 constexpr uint64_t kLeastBytes = 64 << 10, kMostGap = 1 << 20;
-// Of gaps, in mean reads; and the mean before anything was read.
-constexpr double kTrusted = 2.0, kFirstReach = 8 << 10;
+// Standard deviation of the operations' share of a call's time, by the first guess: below it the
+// calls are alike.
+constexpr double kLeastSpread = 0.1;
 constexpr double kBytesShare = 9.0;  // seconds of bytes a second of operations
 
 }  // namespace
@@ -50,7 +51,6 @@ void StorageCost::record(double operations, double bytes, double seconds) {
   const double weight = 1.0 / (operations * kFirstOperation + bytes * kFirstByte);
   const double o = operations * weight, b = bytes * weight, t = seconds * weight;
   const std::scoped_lock lock(mutex_);
-  reach_ = std::max(bytes / operations, kForget * reach_);
   oo_ = kForget * oo_ + o * o;
   ob_ = kForget * ob_ + o * b;
   bb_ = kForget * bb_ + b * b;
@@ -84,19 +84,25 @@ StorageCost::Fit StorageCost::fit() const {
 double StorageCost::seconds_per_operation() const { return fit().operation; }
 double StorageCost::seconds_per_byte() const { return fit().byte; }
 
-CoalesceLimits StorageCost::limits(uint64_t max_bytes) const {
+bool StorageCost::alike() const {
+  const std::scoped_lock lock(mutex_);
+  // A call's weight makes its shares of operations (u) and of bytes add up to one.
+  const double uu = oo_ * kFirstOperation * kFirstOperation;
+  const double uv = ob_ * kFirstOperation * kFirstByte;
+  const double all = uu + 2.0 * uv + bb_ * kFirstByte * kFirstByte;
+  if (all <= 0.0) return true;
+  const double mean = (uu + uv) / all;
+  return uu / all - mean * mean < kLeastSpread * kLeastSpread;
+}
+
+CoalesceLimits StorageCost::limits(uint64_t max_bytes, uint64_t piece) const {
   const Fit f = fit();
   const double even = f.operation / f.byte;
   const auto clipped = [](double value, uint64_t least, uint64_t most) {
     return value >= static_cast<double>(most) ? most
                                               : std::max(least, static_cast<uint64_t>(value));
   };
-  double reach = kFirstReach;
-  {
-    const std::scoped_lock lock(mutex_);
-    if (reach_ > 0.0) reach = reach_;
-  }
-  return {clipped(std::min(even, kTrusted * reach), 0, kMostGap),
+  return {clipped(even, 0, alike() ? std::min(kMostGap, piece) : kMostGap),
           clipped(kBytesShare * even, std::min(kLeastBytes, max_bytes), max_bytes)};
 }
 

@@ -54,9 +54,8 @@ class RecordReader : public Reader {
       pieces.push_back({table.file_of(sample), table.offset[sample] - head,
                         table.length[sample] + head, static_cast<uint32_t>(i)});
     }
-    const CoalesceLimits limits = source_.options().coalesce
-                                      ? source_.cost().limits(source_.options().max_read)
-                                      : CoalesceLimits{0, 0};
+    const CoalesceLimits limits =
+        source_.options().coalesce ? source_.limits() : CoalesceLimits{0, 0};
     const std::vector<Together> together = coalesce(pieces, limits);
     // What lies between the samples needs room as well, and may be many times their size.
     for (size_t first = 0; first < together.size();) {
@@ -305,13 +304,11 @@ std::unique_ptr<Reader> RecordSource::make_reader(ReaderKind kind, unsigned dept
   return std::make_unique<RecordReader>(*this, kind, depth);
 }
 
-uint64_t RecordSource::batch_bytes() const {
-  return options_.coalesce ? cost_.limits(options_.max_read).bytes : 0;
-}
+uint64_t RecordSource::batch_bytes() const { return options_.coalesce ? limits().bytes : 0; }
 
 void RecordSource::around(uint64_t sample, std::vector<uint64_t>& out) const {
   if (!options_.coalesce) return;
-  const CoalesceLimits limits = cost_.limits(options_.max_read);
+  const CoalesceLimits limits = this->limits();
   const uint32_t file = table_.file_of(sample);
   uint64_t begin = table_.offset[sample], end = begin + table_.length[sample];
   const uint64_t here = place_of(sample);

@@ -9,6 +9,7 @@
 // Thread-safety: values; RecordSource is immutable after construction but for its measurements.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -76,6 +77,10 @@ class RecordSource : public Source {
   const Storage& storage() const noexcept { return *storage_; }
   const RecordOptions& options() const noexcept { return options_; }
   StorageCost& cost() const noexcept { return cost_; }
+  // What to read together now.
+  CoalesceLimits limits() const {
+    return cost_.limits(options_.max_read, total_bytes_ / std::max<uint64_t>(1, size()));
+  }
 
  private:
   // Positions of samples by place, unless they lie in order anyway.

@@ -91,15 +91,27 @@ TEST_P(Costs, AreFoundFromMixedReads) {
 TEST(CostsOfOneSize, LeadToNoLargeGaps) {
   std::mt19937 random(2);
   std::uniform_real_distribution<double> noise(0.5, 1.5);
-  for (int device = 0; device < 50; ++device) {
-    StorageCost cost;
-    EXPECT_LE(cost.limits(4 << 20).gap, 16u << 10);
-    for (int i = 0; i < 40; ++i) {
-      const double operations = 1 + random() % 32;
-      cost.record(operations, operations * 4096, operations * 0.5e-3 * noise(random));
-      EXPECT_LE(cost.limits(4 << 20).gap, 2u * 4096);
+  for (const double size : {4096.0, 8192.0, 1e6}) {
+    for (int device = 0; device < 50; ++device) {
+      StorageCost cost;
+      EXPECT_LE(cost.limits(4 << 20, 3000).gap, 3000u);
+      for (int i = 0; i < 40; ++i) {
+        const double operations = 1 + random() % 32;
+        cost.record(operations, operations * size,
+                    operations * (0.5e-3 + size / 66e6) * noise(random));
+        EXPECT_LE(cost.limits(4 << 20, 3000).gap, 3000u);
+      }
     }
   }
+}
+
+TEST(CostsOfSeveralSizes, AreTrusted) {
+  StorageCost cost;
+  for (int i = 0; i < 40; ++i) {
+    const double size = i % 2 ? 4096 : 1e6;
+    cost.record(1, size, 0.5e-3 + size / 66e6);
+  }
+  EXPECT_NEAR(static_cast<double>(cost.limits(4 << 20, 3000).gap), 33e3, 3e3);
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Costs,
