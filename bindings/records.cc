@@ -430,16 +430,18 @@ void bind_records(nb::module_& m) {
                        const std::string& database) { return source::lmdb::stamp(r, database); })
       .def(
           "computed_pages",
-          [](const source::lmdb::Records& r) {
+          [](const source::lmdb::Records& r, uint64_t commit_every) {
             return without_gil([&] {
-              const auto pages =
-                  source::lmdb::compute_pages(source::lmdb::derive(r), r.snapshot.page_size);
+              source::lmdb::Provenance facts = source::lmdb::derive(r);
+              facts.commit_every = commit_every;
+              const auto pages = source::lmdb::compute_pages(facts, r.snapshot.page_size);
               return std::pair{pages, source::lmdb::verify(r, pages)};
             });
           },
-          "First page of every value by the arithmetic of seed lmdbio-and-horovod 5.2.2, and why "
-          "it "
-          "does not hold here (empty: it does).");
+          nb::arg("commit_every") = 0,
+          "First page of every value by the arithmetic of seed lmdbio-and-horovod 5.2.2 for a "
+          "writer that committed every so many records (0: once, at the end), and why it does not "
+          "hold here (empty: it does).");
   m.def(
       "scan_lmdb",
       [](const StoragePtr& storage, const std::string& database) {

@@ -14,6 +14,8 @@ namespace {
 // Coalesced ranges start and end on such a boundary, as direct reads want it.
 constexpr uint64_t kBoundary = 4096;
 constexpr size_t kMaxHead = 4096;
+// Neighbours that are worth a look, however small they are.
+constexpr size_t kMostAround = 1024;
 
 // One thread's reader: plans the ranges of a call, reads them, deals the bytes out.
 class RecordReader : public Reader {
@@ -56,6 +58,21 @@ class RecordReader : public Reader {
                                       ? source_.cost().limits(source_.options().max_read)
                                       : CoalesceLimits{0, 0};
     const std::vector<Together> together = coalesce(pieces, limits);
+    // What lies between the samples needs room as well, and may be many times their size.
+    for (size_t first = 0; first < together.size();) {
+      uint64_t bytes = together[first].length;
+      size_t end = first + 1;
+      while (end < together.size() && bytes + together[end].length <= kMaxCall) {
+        bytes += together[end++].length;
+      }
+      read_ranges(requests, pieces, std::span(together).subspan(first, end - first));
+      first = end;
+    }
+    check_files(requests, together);
+  }
+
+  void read_ranges(std::span<ReadRequest> requests, const std::vector<Piece>& pieces,
+                   std::span<const Together> together) {
     plan(requests, pieces, together);
     const int64_t begin = now_ns();
     ranges_->read(reads_);
@@ -68,12 +85,11 @@ class RecordReader : public Reader {
       deal_out(requests, pieces, together[i], reads_[i], again);
     }
     if (!again.empty()) read_alone(requests, again);
-    check_files(requests, together);
   }
 
   // A range of one sample goes straight to its place, others through a buffer of this reader.
   void plan(std::span<ReadRequest> requests, const std::vector<Piece>& pieces,
-            const std::vector<Together>& together) {
+            std::span<const Together> together) {
     const RecordTable& table = source_.table();
     const auto files = source_.storage().files();
     uint64_t buffered = 0, heads = 0;
@@ -280,7 +296,7 @@ std::string RecordSource::describe(uint64_t sample) const {
   std::string text = storage_->files()[table_.file_of(sample)].path;
   if (options_.name) {
     if (const std::string name = options_.name(table_, sample); !name.empty())
-      text += " \"" + name + "\"";
+      text += " \"" + printable(name) + "\"";
   }
   return text + " at offset " + std::to_string(table_.offset[sample]);
 }
@@ -299,8 +315,9 @@ void RecordSource::around(uint64_t sample, std::vector<uint64_t>& out) const {
   const uint32_t file = table_.file_of(sample);
   uint64_t begin = table_.offset[sample], end = begin + table_.length[sample];
   const uint64_t here = place_of(sample);
+  const size_t before = out.size();
   // Half of what a read may have before the sample, the rest after it.
-  for (uint64_t place = here; place-- > 0;) {
+  for (uint64_t place = here; place-- > 0 && out.size() - before < kMostAround / 2;) {
     const uint64_t s = sample_at(place);
     if (table_.file_of(s) != file) break;
     const uint64_t s_end = table_.offset[s] + table_.length[s];
@@ -309,7 +326,7 @@ void RecordSource::around(uint64_t sample, std::vector<uint64_t>& out) const {
     begin = std::min(begin, table_.offset[s]);
     out.push_back(s);
   }
-  for (uint64_t place = here + 1; place < size(); ++place) {
+  for (uint64_t place = here + 1; place < size() && out.size() - before < kMostAround; ++place) {
     const uint64_t s = sample_at(place);
     if (table_.file_of(s) != file) break;
     if (table_.offset[s] > end && table_.offset[s] - end > limits.gap) break;

@@ -8,7 +8,7 @@
 Importing this package needs NumPy alone and starts nothing.
 """
 
-from nostall import errors, trace, transforms
+from nostall import errors, metrics, trace, transforms
 from nostall.checkpoint import Checkpointer, Keep
 from nostall.loader import DataLoader, RawBatch
 from nostall.plan import Plan
@@ -37,6 +37,7 @@ __all__ = [
     "TFRecord",
     "TarShards",
     "errors",
+    "metrics",
     "trace",
     "transforms",
 ]

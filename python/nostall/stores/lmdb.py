@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from nostall import _native
-from nostall.errors import UsageError
+from nostall.errors import CorruptionError, UsageError
 from nostall.source import Pixels
 from nostall.stores.objects import is_url
 from nostall.stores.records import (
@@ -29,7 +29,8 @@ _PAGE_HEADER = 16
 _NO_NUMBER = np.iinfo(np.uint64).max
 _THREADS = 8
 # What writers of datasets keep beside the samples.
-SPECIAL_KEYS = (b"__len__", b"__keys__")
+LABELS_KEY = b"__labels__"  # nostall convert: little-endian int64 by decimal key
+SPECIAL_KEYS = (b"__len__", b"__keys__", LABELS_KEY)
 Labels = Callable[[bytes], int] | Sequence[int] | None
 
 
@@ -45,12 +46,13 @@ class LMDB(RecordStore):
         values: what a value is: ``"raw"`` (the sample itself), ``"datum"`` (Caffe's Datum: image and
             label), ``"pickled"`` (a pickled (bytes, int), or bytes alone; nothing is executed),
             ``"example"`` (tf.train.Example).
-        label: one integer per sample, or a function of the key; what the value says if None, or 0.
+        label: one integer per sample, or a function of the key; if None what the value says, or, of
+            raw values, what the key ``__labels__`` holds (``nostall convert``), or 0.
             With a function the places are not kept, unless `index` names a file.
         order: of the samples: ``"number"`` where the keys are decimal numbers ("0", "1", "10": the
             sample with key "10" is the eleventh), ``"key"`` as the database sorts them, ``"auto"``
             the first where it can be.
-        keep: which keys are samples; all but ``__len__`` and ``__keys__`` if None.
+        keep: which keys are samples; all but ``__len__``, ``__keys__`` and ``__labels__`` if None.
         image, image_label: names of the features, for ``values="example"``.
         index: True keeps the places beside the database, or in the user's cache folder where that
             is read-only; a path keeps them there; False nowhere.
@@ -154,6 +156,8 @@ class LMDB(RecordStore):
         start = np.where(own, offset - np.uint64(_PAGE_HEADER), offset)
         label: NDArray[np.int64] | None = None
         found = ""
+        if self._values == "raw" and self._label is None:
+            label = self._labels_of(records, chosen)
         if self._values != "raw":
             offset, length, label, shapes = _native.find_payloads(
                 storage=self.storage,
@@ -202,6 +206,23 @@ class LMDB(RecordStore):
         if len(shapes) == 0 or shapes[0, 0] == 0:
             return ""
         return FOUND + "pixels=" + "x".join(map(str, shapes[0].tolist()))
+
+    def _labels_of(
+        self, records: _native.LmdbRecords, chosen: NDArray[np.int64]
+    ) -> NDArray[np.int64] | None:
+        """What ``nostall convert`` wrote beside raw values; None where it did not."""
+        place = records.find(LABELS_KEY)
+        if place is None:
+            return None
+        stored = self.storage.read(0, int(records.offset[place]), int(records.length[place]))
+        labels = np.frombuffer(stored[: len(stored) // 8 * 8], "<i8")
+        numbers = records.decimal_keys()[chosen]
+        if len(stored) % 8 or (numbers >= len(labels)).any():
+            raise CorruptionError(
+                f"{self.path}: the value of the key {LABELS_KEY.decode()} ({len(stored)} bytes) does "
+                f"not have a label for each of {len(chosen)} samples; pass label="
+            )
+        return labels[numbers].astype(np.int64)
 
     def _choose(self, records: _native.LmdbRecords) -> NDArray[np.int64]:
         """The records that are samples, in the order of the samples."""
