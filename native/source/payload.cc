@@ -215,9 +215,10 @@ Result<Payload> find_pickled(Window& window, uint64_t offset, uint64_t length) {
   };
   const auto damaged = [&] { return wrong(window, offset, "is no sound pickle"); };
   const auto refused = [&](const std::string& why) {
-    return Error(ErrorKind::usage, "the pickle at offset " + std::to_string(offset) + " of " +
-                                       window.path() + " is not (bytes, int): " + why +
-                                       "; give a function as `values` to take it apart yourself");
+    return Error(ErrorKind::usage,
+                 "the pickle at offset " + std::to_string(offset) + " of " + window.path() +
+                     " is not (bytes, int): " + why +
+                     "; read it as values=\"raw\" and take it apart in a callable transform");
   };
   while (at < end) {
     const auto opcode = little(1);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -120,6 +121,10 @@ class LMDB(RecordStore):
         options = f" values={values} order={order}"
         if values == "example":
             options += f" image={image} label={image_label}"
+        if label is not None:
+            options += f" label={'function' if callable(label) else _digest(label)}"
+        if keep is not None:
+            options += " keep=function"
         by_function = callable(label) or keep is not None
         self._open(
             kind="lmdb",
@@ -249,6 +254,10 @@ class LMDB(RecordStore):
         if decimal and self._order != "key":
             chosen = chosen[np.argsort(keys, kind="stable")]
         return chosen
+
+
+def _digest(label: Sequence[int]) -> str:
+    return hashlib.sha256(np.asarray(label, np.int64).tobytes()).hexdigest()[:16]
 
 
 def _pixels(stamp: str) -> Pixels | None:

@@ -80,7 +80,8 @@ class TarShards(RecordStore):
         )
         self._label = label
         self.storage = open_storage(paths, direct=direct, store=store)
-        stamp = f"image={','.join(self._image)} label={label if isinstance(label, str) else ''}"
+        named = label if isinstance(label, str) else "(function)" if label else ""
+        stamp = f"image={','.join(self._image)} label={named}"
         self._open(
             kind="tar",
             stamp=lambda: stamp,

@@ -148,3 +148,25 @@ def test_batches_come_with_the_right_bytes_and_labels(tmp_path: Path) -> None:
                     assert batch[i].tobytes() == values[label]
                 seen.extend(labels.tolist())
             assert seen == plan.rank_epoch(epoch.index, 0)[0].tolist()
+
+
+def test_other_labels_are_another_index(tmp_path: Path) -> None:
+    write(tmp_path, {b"%d" % i: b"x" for i in range(5)})
+    first = nostall.LMDB(tmp_path, label=[5, 6, 7, 8, 9])
+    assert nostall.LMDB(tmp_path, label=[5, 6, 7, 8, 9]).index_reused
+    assert nostall.LMDB(tmp_path, label=[1, 2, 3, 4, 5]).labels.tolist() == [1, 2, 3, 4, 5]
+    assert nostall.LMDB(tmp_path).labels.tolist() == [0] * 5
+    index = tmp_path / "index"
+    by_key = nostall.LMDB(tmp_path, label=lambda key: int(key) * 2, index=index)
+    assert by_key.labels.tolist() == [0, 2, 4, 6, 8]
+    assert nostall.LMDB(tmp_path, index=index).labels.tolist() == [0] * 5
+    odd = nostall.LMDB(tmp_path, keep=lambda key: int(key) % 2 == 1, index=index)
+    assert len(odd) == 2 and len(nostall.LMDB(tmp_path, index=index)) == 5
+    assert first.labels.tolist() == [5, 6, 7, 8, 9]
+
+
+def test_labels_that_do_not_fit(tmp_path: Path) -> None:
+    write(tmp_path, {b"%d" % i: b"x" for i in range(5)})
+    for _ in range(2):
+        with pytest.raises(UsageError, match="3 labels were given for 5 samples"):
+            nostall.LMDB(tmp_path, label=[1, 2, 3])

@@ -69,7 +69,8 @@ class Evil:
 def test_values_that_are_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cases: list[tuple[str, bytes, type[Exception], str]] = [
         ("pickled", pickle.dumps((b"x", Evil())), UsageError, "not followed"),
-        ("pickled", pickle.dumps((3, 4)), UsageError, "no bytes"),
+        ("pickled", pickle.dumps((3, 4)), UsageError, "several integers"),
+        ("pickled", pickle.dumps((3,)), UsageError, "no bytes"),
         ("pickled", pickle.dumps((b"x" * 300, 4))[:50], CorruptionError, "no sound pickle"),
         ("pickled", b"", UsageError, "no bytes"),
         ("datum", b"\xff" * 20, CorruptionError, "is no Datum"),

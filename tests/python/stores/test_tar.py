@@ -123,6 +123,10 @@ def test_which_members_are_samples_and_labels(tmp_path: Path) -> None:
     by_name = nostall.TarShards(path, image=["input.png"], label=lambda name: ord(name))
     assert by_name.labels.tolist() == [ord("a")]
     assert by_name.index_file == ""  # a function cannot be compared with the one of last time
+    index = tmp_path / "index"
+    nostall.TarShards(path, image=["input.png"], label=lambda name: 5, index=index)
+    bare = nostall.TarShards(path, image=["input.png"], label=None, index=index)
+    assert bare.labels.tolist() == [0]
 
 
 def test_places_are_kept_until_a_shard_changes(tmp_path: Path) -> None:
