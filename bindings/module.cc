@@ -61,6 +61,7 @@ NB_MODULE(_native, m) {
   bind_plan(m);
   bind_source(m);
   bind_records(m);
+  bind_ranges(m);
   bind_image(m);
   bind_peer(m);
   bind_stage(m);
@@ -68,4 +69,6 @@ NB_MODULE(_native, m) {
   bind_trace(m);
   bind_checkpoint(m);
   bind_collective(m);
+  bind_sync(m);
+  bind_simulate(m);
 }

@@ -23,6 +23,11 @@ constexpr double kCachedCall = 25e-6, kCachedSecondsPerByte = 1 / 2e9;
 // While the device is in use, one read in this many tries the page cache.
 constexpr unsigned kProbeEvery = 64;
 
+uint64_t memory_bytes() {
+  return static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES)) *
+         static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+}
+
 int64_t mtime_of(const struct stat& s) {
   return int64_t{s.st_mtim.tv_sec} * 1'000'000'000 + s.st_mtim.tv_nsec;
 }
@@ -198,6 +203,9 @@ LocalFiles::LocalFiles(const std::vector<std::string>& paths, Direct direct) : p
     files_.push_back({path, static_cast<uint64_t>(s.st_size), mtime_of(s)});
     opened_.push_back(std::move(o));
   }
+  uint64_t total = 0;
+  for (const StorageFile& f : files_) total += f.size;
+  if (policy_ == Direct::automatic && total > memory_bytes()) policy_ = Direct::always;
 }
 
 std::string LocalFiles::changed(uint32_t file) const {

@@ -80,9 +80,11 @@ class RecordReader : public Reader {
     for (const RangeRead& r : reads_) bytes += r.size();
     source_.cost().record(static_cast<double>(reads_.size()), static_cast<double>(bytes),
                           static_cast<double>(now_ns() - begin) * 1e-9);
+    std::vector<Piece> again;
     for (size_t i = 0; i < together.size(); ++i) {
-      deal_out(requests, pieces, together[i], reads_[i]);
+      deal_out(requests, pieces, together[i], reads_[i], again);
     }
+    if (!again.empty()) read_alone(requests, again);
   }
 
   // A range of one sample goes straight to its place, others through a buffer of this reader.
@@ -129,8 +131,9 @@ class RecordReader : public Reader {
     }
   }
 
+  // Pieces of a range that could not be read go to `again`: others' bytes may be the bad ones.
   void deal_out(std::span<ReadRequest> requests, const std::vector<Piece>& pieces,
-                const Together& t, const RangeRead& range) {
+                const Together& t, const RangeRead& range, std::vector<Piece>& again) {
     const RecordTable& table = source_.table();
     for (size_t i = t.first; i < t.first + t.count; ++i) {
       ReadRequest& request = requests[pieces[i].index];
@@ -141,8 +144,7 @@ class RecordReader : public Reader {
         continue;
       }
       if (range.error != 0) {
-        // Somebody else's bytes may be the bad ones.
-        read_alone(request, pieces[i]);
+        again.push_back(pieces[i]);
         continue;
       }
       if (t.count > 1) {
@@ -156,17 +158,27 @@ class RecordReader : public Reader {
     }
   }
 
-  void read_alone(ReadRequest& request, const Piece& piece) {
-    RangeRead r;
-    std::vector<std::byte> head(source_.table().head_of(request.sample));
-    r.file = piece.file;
-    r.offset = piece.offset;
-    r.head = head;
-    r.into = request.into;
-    ranges_->read({&r, 1});
-    request.error = r.error;
-    request.why = r.why;
-    if (r.error == 0) check_head(request, head);
+  // All at once: a storage that does not answer is waited for once, not once a sample.
+  void read_alone(std::span<ReadRequest> requests, const std::vector<Piece>& pieces) {
+    std::vector<std::vector<std::byte>> heads;
+    reads_.clear();
+    for (const Piece& piece : pieces) {
+      ReadRequest& request = requests[piece.index];
+      heads.emplace_back(source_.table().head_of(request.sample));
+      RangeRead r;
+      r.file = piece.file;
+      r.offset = piece.offset;
+      r.head = heads.back();
+      r.into = request.into;
+      reads_.push_back(std::move(r));
+    }
+    ranges_->read(reads_);
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      ReadRequest& request = requests[pieces[i].index];
+      request.error = reads_[i].error;
+      request.why = reads_[i].why;
+      if (request.error == 0) check_head(request, reads_[i].head);
+    }
   }
 
   void check_head(ReadRequest& request, std::span<const std::byte> head) {

@@ -78,6 +78,17 @@ std::optional<Header> parse(std::span<const std::byte> block) {
   return h;
 }
 
+// gzip, zstd, bzip2 or xz, by their first bytes.
+bool is_compressed(std::span<const std::byte> block) {
+  using namespace std::string_view_literals;
+  const std::string_view begin(reinterpret_cast<const char*>(block.data()), block.size());
+  return begin.starts_with("\x1f\x8b"sv) || begin.starts_with("\x28\xb5\x2f\xfd"sv) ||
+         begin.starts_with("BZh"sv) ||
+         begin.starts_with(
+             "\xfd"
+             "7zXZ"sv);
+}
+
 struct Extended {
   std::optional<std::string> path;
   std::optional<uint64_t> size;
@@ -125,11 +136,22 @@ Result<std::vector<TarMember>> scan_tar(Window& window, std::string_view keep_co
     return Error(ErrorKind::corruption, window.path() + " is no sound tar archive: " + what +
                                             " at offset " + std::to_string(at));
   };
-  while (at < window.file_size()) {
+  for (;;) {
+    // Every writer ends an archive with blocks of zeros; without them members may be missing.
+    if (at >= window.file_size()) {
+      return damaged("it ends without an end mark, so it was cut off or is still being written,");
+    }
     const auto block = window.get(at, kBlock);
     if (block.empty()) return damaged("it is cut off in the middle of a header");
     const auto header = parse(block);
-    if (!header) return damaged("damaged header");
+    if (!header) {
+      if (at == 0 && is_compressed(block)) {
+        return Error(ErrorKind::usage, window.path() +
+                                           " is compressed: members of it cannot be read alone; "
+                                           "unpack it");
+      }
+      return damaged("damaged header");
+    }
     if (header->empty) break;
     const uint64_t data = at + kBlock;
     const bool sized =

@@ -1,6 +1,7 @@
 #include "source/provenance.h"
 
 #include <algorithm>
+#include <array>
 
 namespace nostall::source::lmdb {
 namespace {
@@ -21,11 +22,11 @@ class Edge {
     if (record == 0) {
       ++next_;  // the root, a leaf
     } else if (provenance_.commit_every > 0 && record % provenance_.commit_every == 0) {
-      next_ += 1 + children_.size();  // a new transaction copies the way to the last leaf
+      next_ += 1 + levels_;  // a new transaction copies the way to the last leaf
     }
     if (provenance_.leaf_records > 0 && in_leaf_ == leaf_capacity_) {
       ++next_;
-      if (children_.empty()) new_root();
+      if (levels_ == 0) new_root();
       in_leaf_ = leaf_keeps_;
       insert_child(0);
     }
@@ -38,12 +39,12 @@ class Edge {
  private:
   void new_root() {
     ++next_;
-    children_.push_back(1);
+    children_.at(levels_++) = 1;
   }
   void insert_child(size_t level) {
     if (provenance_.branch_children > 0 && children_[level] == provenance_.branch_children + 1) {
       ++next_;
-      if (level + 1 == children_.size()) new_root();
+      if (level + 1 == levels_) new_root();
       children_[level] = 1;
       insert_child(level + 1);
     }
@@ -54,7 +55,8 @@ class Edge {
   uint64_t leaf_capacity_ = 0, leaf_keeps_ = 0;
   uint64_t next_ = 2;  // after the meta pages
   uint64_t in_leaf_ = 0;
-  std::vector<uint64_t> children_;
+  std::array<uint64_t, 64> children_{};  // of the last branch page of each level, lowest first
+  size_t levels_ = 0;
 };
 
 uint64_t pages_of(uint64_t size, uint32_t page_size) {

@@ -86,6 +86,22 @@ TEST_P(Costs, AreFoundFromMixedReads) {
   EXPECT_NEAR(static_cast<double>(limits.bytes), std::max(65536.0, 9 * even), 0.3 * 9 * even);
 }
 
+// From reads of one size no fit can tell operations from bytes; whatever it makes of the noise, a
+// record must not cost many times its bytes.
+TEST(CostsOfOneSize, LeadToNoLargeGaps) {
+  std::mt19937 random(2);
+  std::uniform_real_distribution<double> noise(0.5, 1.5);
+  for (int device = 0; device < 50; ++device) {
+    StorageCost cost;
+    EXPECT_LE(cost.limits(4 << 20).gap, 16u << 10);
+    for (int i = 0; i < 40; ++i) {
+      const double operations = 1 + random() % 32;
+      cost.record(operations, operations * 4096, operations * 0.5e-3 * noise(random));
+      EXPECT_LE(cost.limits(4 << 20).gap, 2u * 4096);
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(All, Costs,
                          testing::Values(Device{60e-6, 1 / 1.5e9}, Device{0.5e-3, 1 / 66e6},
                                          Device{30e-3, 1 / 100e6}, Device{2e-6, 1 / 5e9}));

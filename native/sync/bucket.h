@@ -1,0 +1,55 @@
+// sync/bucket.h - gradients side by side in one buffer, so that one reduction carries all of them.
+//
+// Layout, in elements of the wire's type: every tensor from a multiple of 64 bytes on, gaps zero,
+// then one number a tensor: how many ranks had a gradient for it. Ranks that have none give zeros
+// and say so; the sum tells all ranks alike.
+// Thread-safety: none.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "sync/order.h"
+#include "sync/transport.h"
+
+namespace nostall::sync {
+
+class Bucket {
+ public:
+  // Throws Error(usage) for types that are not floating point, or differ on the wire.
+  Bucket(Transport& transport, std::span<const TensorSpec> specs);
+  ~Bucket();
+  Bucket(const Bucket&) = delete;
+  Bucket& operator=(const Bucket&) = delete;
+
+  // What it holds from now on; keeps its memory where it suffices.
+  void shape(std::span<const uint32_t> tensors);
+  std::span<const uint32_t> tensors() const noexcept { return tensors_; }
+  uint64_t bytes() const noexcept;
+
+  // Copies gradient i of the list in, times `scale`, in the wire's type; null: this rank has none.
+  void take(size_t i, const void* gradient, double scale);
+  // Copies the sum out, in the gradient's own type.
+  void give(size_t i, void* gradient) const;
+  // After the reduction: how many ranks had gradient i. 16-bit types count exactly up to 256.
+  uint32_t contributors(size_t i) const;
+  void reduce();
+
+ private:
+  void free() noexcept;
+
+  Transport& transport_;
+  const std::span<const TensorSpec> specs_;
+  std::vector<uint32_t> tensors_;
+  std::vector<uint64_t> offsets_;  // elements
+  uint64_t flags_ = 0, count_ = 0;
+  collective::DataType wire_ = collective::DataType::float32;
+  std::byte* data_ = nullptr;
+  uint64_t capacity_ = 0;
+  std::unique_ptr<std::byte[]> own_;
+};
+
+}  // namespace nostall::sync

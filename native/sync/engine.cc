@@ -1,0 +1,376 @@
+#include "sync/engine.h"
+
+#include <pthread.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/clock.h"
+#include "base/error.h"
+#include "base/log.h"
+#include "sync/convert.h"
+#include "trace/trace.h"
+
+namespace nostall::sync {
+namespace {
+
+constexpr size_t kMostNames = 8;
+
+int64_t nanoseconds(const timeval& t) {
+  return int64_t{t.tv_sec} * 1'000'000'000 + int64_t{t.tv_usec} * 1000;
+}
+
+std::string text_of(const TensorSpec& t) {
+  return t.name + " (" + std::to_string(t.count) + " x " +
+         std::string(collective::name_of(t.type)) +
+         (t.wire == t.type ? "" : ", sent as " + std::string(collective::name_of(t.wire))) + ")";
+}
+
+}  // namespace
+
+Engine::Engine(EngineConfig config, std::unique_ptr<Transport> transport,
+               std::vector<TensorSpec> tensors)
+    : config_(std::move(config)),
+      transport_(std::move(transport)),
+      tensors_(std::move(tensors)),
+      scale_(config_.mean ? 1.0 / transport_->ranks() : 1.0),
+      owner_(::getpid()),
+      pending_(tensors_.size()),
+      contributors_(tensors_.size()),
+      group_of_(tensors_.size()),
+      cached_(tensors_.size()),
+      announced_(tensors_.size()),
+      table_(tensors_.size()) {
+  if (tensors_.empty()) throw Error(ErrorKind::usage, "there is no gradient to reduce");
+  for (const TensorSpec& t : tensors_) {
+    if (!is_floating(t.type) || !is_floating(t.wire)) {
+      throw Error(ErrorKind::usage,
+                  "gradient " + text_of(t) + " cannot be reduced: it must be floating point");
+    }
+  }
+  compare_tensors();
+  if (config_.mode == Mode::planned) {
+    std::vector<uint32_t> order(tensors_.size());
+    for (uint32_t i = 0; i < order.size(); ++i)
+      order[i] = static_cast<uint32_t>(order.size()) - 1 - i;
+    set_plan(fuse(order, tensors_, config_.threshold_bytes));
+  } else {
+    shared_bucket_ = std::make_unique<Bucket>(*transport_, tensors_);
+  }
+  thread_ = std::thread([this] { run(); });
+}
+
+Engine::~Engine() {
+  {
+    const std::scoped_lock lock(mutex_);
+    stop_ = true;
+  }
+  work_.notify_all();
+  if (::getpid() == owner_) {
+    thread_.join();
+    give_cores_back();
+  } else {
+    thread_.detach();  // it is the parent's
+  }
+}
+
+void Engine::compare_tensors() {
+  std::string mine;
+  for (const TensorSpec& t : tensors_) mine += text_of(t) + '\n';
+  const auto all = transport_->all_gather(std::as_bytes(std::span(mine)));
+  for (uint32_t r = 0; r < all.size(); ++r) {
+    const std::string theirs(reinterpret_cast<const char*>(all[r].data()), all[r].size());
+    if (theirs == mine) continue;
+    const auto differ = std::mismatch(mine.begin(), mine.end(), theirs.begin(), theirs.end());
+    const auto line = [](const std::string& s, size_t at) {
+      const size_t begin = at == 0 ? 0 : s.rfind('\n', at - 1) + 1;
+      return begin >= s.size() ? "nothing" : s.substr(begin, s.find('\n', begin) - begin);
+    };
+    const auto at = static_cast<size_t>(differ.first - mine.begin());
+    throw Error(ErrorKind::peer, "rank " + std::to_string(transport_->rank()) + " has gradient " +
+                                     line(mine, at) + " where rank " + std::to_string(r) + " has " +
+                                     line(theirs, at) + ": all ranks must build the same model");
+  }
+}
+
+void Engine::set_plan(ReductionPlan plan) {
+  check_usable("set_plan");
+  if (config_.mode != Mode::planned) {
+    throw Error(ErrorKind::usage, "an engine that negotiates has no plan");
+  }
+  std::vector<uint32_t> group(tensors_.size(), ~uint32_t{0});
+  for (uint32_t g = 0; g < plan.groups.size(); ++g) {
+    for (const uint32_t t : plan.groups[g]) {
+      if (t >= group.size() || group[t] != ~uint32_t{0}) {
+        throw Error(ErrorKind::usage, "a plan must have every gradient once");
+      }
+      group[t] = g;
+    }
+  }
+  if (std::find(group.begin(), group.end(), ~uint32_t{0}) != group.end()) {
+    throw Error(ErrorKind::usage, "a plan must have every gradient once");
+  }
+  Lock lock(mutex_);
+  if (submitted_ > 0) {
+    throw Error(ErrorKind::usage, "the plan changes between steps only: wait() first");
+  }
+  done_.wait(lock, [&] { return idle_ || error_; });
+  if (error_) std::rethrow_exception(error_);
+  const uint64_t fingerprint = plan.fingerprint();
+  const auto all = transport_->all_gather(std::as_bytes(std::span(&fingerprint, 1)));
+  for (uint32_t r = 0; r < all.size(); ++r) {
+    uint64_t theirs = 0;
+    if (all[r].size() == sizeof theirs) std::memcpy(&theirs, all[r].data(), sizeof theirs);
+    if (theirs != fingerprint) {
+      throw Error(ErrorKind::peer, "rank " + std::to_string(r) +
+                                       " has another plan of reductions than rank " +
+                                       std::to_string(transport_->rank()));
+    }
+  }
+  buckets_.clear();
+  missing_.clear();
+  for (const auto& tensors : plan.groups) {
+    buckets_.push_back(std::make_unique<Bucket>(*transport_, tensors_));
+    buckets_.back()->shape(tensors);
+    missing_.push_back(static_cast<uint32_t>(tensors.size()));
+  }
+  plan_ = std::move(plan);
+  group_of_ = std::move(group);
+  next_ = 0;
+}
+
+std::vector<std::byte> Engine::broadcast(std::span<const std::byte> bytes, uint32_t root) {
+  const Lock lock = quiet("broadcast");
+  return transport_->broadcast(bytes, root);
+}
+
+std::vector<std::vector<std::byte>> Engine::all_gather(std::span<const std::byte> bytes) {
+  const Lock lock = quiet("all_gather");
+  return transport_->all_gather(bytes);
+}
+
+// The control plane is the progress thread's while it negotiates.
+Engine::Lock Engine::quiet(const char* call) {
+  check_usable(call);
+  if (config_.mode != Mode::planned && thread_.joinable()) {
+    throw Error(ErrorKind::usage,
+                std::string(call) + " is for engines that do not negotiate: mode planned");
+  }
+  Lock lock(mutex_);
+  if (error_) std::rethrow_exception(error_);
+  return lock;
+}
+
+void Engine::check_usable(const char* call) const {
+  if (::getpid() != owner_) {
+    throw Error(ErrorKind::usage, std::string(call) +
+                                      ": this process was forked from the one that made the "
+                                      "gradient engine; make one of its own");
+  }
+}
+
+void Engine::submit(uint32_t tensor, void* gradient, bool present) {
+  check_usable("submit");
+  if (tensor >= tensors_.size()) {
+    throw Error(ErrorKind::usage, "there is no gradient number " + std::to_string(tensor));
+  }
+  if (present && config_.check_finite) {
+    const TensorSpec& spec = tensors_[tensor];
+    const uint64_t bad = first_not_finite(gradient, spec.type, spec.count);
+    if (bad != spec.count) {
+      throw Error(ErrorKind::usage, "gradient " + spec.name + " of rank " +
+                                        std::to_string(transport_->rank()) +
+                                        " is not finite at element " + std::to_string(bad));
+    }
+  }
+  bool wake = config_.mode == Mode::negotiated;
+  {
+    const std::scoped_lock lock(mutex_);
+    if (error_) std::rethrow_exception(error_);
+    Pending& p = pending_[tensor];
+    if (p.submitted) {
+      throw Error(ErrorKind::usage, "gradient " + tensors_[tensor].name +
+                                        " was submitted twice in one step: wait() ends a step");
+    }
+    p = {gradient, true, present, false, now_ns()};
+    ++submitted_;
+    if (config_.mode == Mode::planned) {
+      const uint32_t group = group_of_[tensor];
+      wake = --missing_[group] == 0 && group == next_;
+    }
+  }
+  // In a negotiated cycle nobody is woken: it ends by the clock.
+  if (wake && config_.mode == Mode::planned) work_.notify_one();
+}
+
+void Engine::wait() {
+  check_usable("wait");
+  Lock lock(mutex_);
+  if (!error_ && submitted_ < tensors_.size()) {
+    std::vector<uint32_t> absent;
+    for (uint32_t t = 0; t < tensors_.size(); ++t) {
+      if (!pending_[t].submitted) absent.push_back(t);
+    }
+    throw Error(ErrorKind::usage,
+                "rank " + std::to_string(transport_->rank()) +
+                    " waits for gradients that it did not submit: " + names(absent));
+  }
+  done_.wait(lock, [&] { return reduced_ == tensors_.size() || error_; });
+  if (error_) std::rethrow_exception(error_);
+  for (Pending& p : pending_) p = {};
+  submitted_ = reduced_ = 0;
+  ++stats_.steps;
+}
+
+void Engine::wait_for(uint32_t tensor) {
+  check_usable("wait_for");
+  if (tensor >= tensors_.size()) {
+    throw Error(ErrorKind::usage, "there is no gradient number " + std::to_string(tensor));
+  }
+  Lock lock(mutex_);
+  ++watchers_;
+  done_.wait(lock, [&] { return pending_[tensor].reduced || error_; });
+  --watchers_;
+  if (error_) std::rethrow_exception(error_);
+}
+
+std::vector<uint32_t> Engine::contributors() const {
+  const std::scoped_lock lock(mutex_);
+  return contributors_;
+}
+
+EngineStats Engine::stats() const {
+  const std::scoped_lock lock(mutex_);
+  return stats_;
+}
+
+std::string Engine::names(const std::vector<uint32_t>& tensors) const {
+  std::string text;
+  for (size_t i = 0; i < tensors.size() && i < kMostNames; ++i) {
+    text += (i ? ", " : "") + tensors_[tensors[i]].name;
+  }
+  if (tensors.size() > kMostNames) {
+    text += " and " + std::to_string(tensors.size() - kMostNames) + " more";
+  }
+  return text;
+}
+
+// ------------------------------------------------------------------------------ the thread's side
+
+void Engine::run() noexcept {
+  pthread_setname_np(pthread_self(), "nostall-sync");
+  try {
+    partition_cores();
+    if (config_.mode == Mode::planned) {
+      planned_loop();
+    } else {
+      negotiated_loop();
+    }
+  } catch (...) {
+    const std::scoped_lock lock(mutex_);
+    error_ = std::current_exception();
+  }
+  done_.notify_all();
+}
+
+void Engine::reduce(Bucket& bucket) {
+  static const trace::Kind kReduce =
+      trace::define("sync", "reduce", {"tensors", "bytes", "first tensor"});
+  const auto list = bucket.tensors();
+  trace::Span span(kReduce);
+  span.values = {static_cast<int64_t>(list.size()), static_cast<int64_t>(bucket.bytes()),
+                 static_cast<int64_t>(list.front())};
+  const int64_t begin = now_ns();
+  for (size_t i = 0; i < list.size(); ++i) {
+    const Pending& p = pending_[list[i]];
+    bucket.take(i, p.present ? p.gradient : nullptr, scale_);
+  }
+  const int64_t copied = now_ns();
+  bucket.reduce();
+  const int64_t summed = now_ns();
+  for (size_t i = 0; i < list.size(); ++i) bucket.give(i, pending_[list[i]].gradient);
+  const int64_t end = now_ns();
+  {
+    const std::scoped_lock lock(mutex_);
+    for (size_t i = 0; i < list.size(); ++i) {
+      contributors_[list[i]] = bucket.contributors(i);
+      pending_[list[i]].reduced = true;
+    }
+    reduced_ += list.size();
+    stats_.copy_ns += copied - begin + end - summed;
+    stats_.reduce_ns += summed - copied;
+    ++stats_.reductions;
+    stats_.tensors += list.size();
+    stats_.bytes += bucket.bytes();
+    account();
+    if (reduced_ < tensors_.size() && watchers_ == 0) return;
+  }
+  done_.notify_all();
+}
+
+// Under the mutex: what the processor did for this thread so far.
+void Engine::account() {
+  rusage use{};
+  if (::getrusage(RUSAGE_THREAD, &use) != 0) return;
+  stats_.user_ns = nanoseconds(use.ru_utime) + transport_->own_cpu_ns();
+  stats_.system_ns = nanoseconds(use.ru_stime);
+  stats_.voluntary_switches = static_cast<uint64_t>(use.ru_nvcsw);
+  stats_.involuntary_switches = static_cast<uint64_t>(use.ru_nivcsw);
+}
+
+void Engine::planned_loop() {
+  for (;;) {
+    Bucket* bucket = nullptr;
+    {
+      Lock lock(mutex_);
+      const int64_t begin = now_ns();
+      idle_ = true;
+      done_.notify_all();
+      while (!stop_ && missing_[next_] > 0) {
+        work_.wait_for(lock, std::min(config_.warn, config_.timeout) / 4);
+        check_for_stall();
+      }
+      if (stop_) return;
+      idle_ = false;
+      stats_.sleep_ns += now_ns() - begin;
+      bucket = buckets_[next_].get();
+      missing_[next_] = static_cast<uint32_t>(bucket->tensors().size());
+    }
+    reduce(*bucket);
+    const std::scoped_lock lock(mutex_);
+    next_ = (next_ + 1) % buckets_.size();
+  }
+}
+
+// What this rank lacks of what it is waiting for.
+void Engine::check_for_stall() {
+  std::vector<uint32_t> missing;
+  int64_t since = 0;
+  for (const uint32_t t : plan_.groups[next_]) {
+    if (!pending_[t].submitted) missing.push_back(t);
+  }
+  if (missing.empty()) return;
+  for (const Pending& p : pending_) {
+    if (p.submitted && !p.reduced) since = since == 0 ? p.since_ns : std::min(since, p.since_ns);
+  }
+  if (since == 0) return;
+  const int64_t waited = now_ns() - since;
+  if (waited > config_.timeout.count()) stalled(missing, since);
+  if (waited > config_.warn.count() && warned_ != since) {
+    warned_ = since;
+    log(LogLevel::warning, "rank " + std::to_string(transport_->rank()) + " has not submitted " +
+                               names(missing) + " for " + std::to_string(waited / 1'000'000'000) +
+                               " s: the other gradients, and all ranks, wait for it");
+  }
+}
+
+void Engine::stalled(const std::vector<uint32_t>& missing, int64_t since) {
+  throw Error(ErrorKind::peer, "rank " + std::to_string(transport_->rank()) + " did not submit " +
+                                   names(missing) + " within " +
+                                   std::to_string((now_ns() - since) / 1'000'000'000) +
+                                   " s: every rank must submit every gradient in each step");
+}
+
+}  // namespace nostall::sync

@@ -1,0 +1,164 @@
+// sync/engine.h - reduces gradients over all ranks while the backward pass goes on. Read first.
+//
+//   Engine engine(config, make_node_transport(...), specs);
+//   engine.set_plan(plan_reductions(graph, specs, 64 << 20));
+//   engine.submit(tensor, gradient);   // from any thread, in any order, as each becomes ready
+//   engine.wait();                     // all gradients hold the mean over the ranks
+//
+// A step is one submit of every tensor on every rank, and a wait. A rank that has no gradient for a
+// tensor submits null with a place for the result: it counts as zeros, and contributors() tells all
+// ranks how many had one. One progress thread per engine moves everything.
+//
+// Modes (seed lmdbio-and-horovod, chapter 6), all with the same results:
+//   planned     groups in the order of the plan; the thread sleeps until the next group is complete
+//               (Horovod-TOPO, 6.3.4). No rank asks another one anything.
+//   negotiated  Horovod's protocol (6.2.2): every cycle the ranks find out by an all-reduce which
+//               tensors all of them have; new ones go through rank 0. With global_sleep_every (GS,
+//               6.3.1): the shortest sleep of all ranks, every so many cycles; with nonblocking
+//               (NBCS, 6.3.2): the all-reduce is started and tested.
+//   cores       keeps the progress thread on these, the others of the process off them
+//   (SCP, 6.3.3).
+//
+// Errors: a rank that dies, or does not come in time, ends the engine: every call throws
+// Error(peer) then. Tensors that do not come are named in a warning after `warn`, and end the
+// engine after `timeout`. Ranks with other tensors or plans are refused with the first difference.
+// Thread-safety: submit() from any thread; wait() and set_plan() from one at a time. After a fork
+// the child's calls throw Error(usage).
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "sync/bucket.h"
+#include "sync/order.h"
+#include "sync/transport.h"
+
+namespace nostall::sync {
+
+enum class Mode : uint8_t { planned, negotiated };
+
+struct EngineConfig {
+  Mode mode = Mode::planned;
+  bool nonblocking = false;
+  uint32_t global_sleep_every = 0;  // cycles; 0: every rank sleeps by itself
+  std::vector<int> cores;
+  std::chrono::nanoseconds cycle = std::chrono::milliseconds(5);         // HOROVOD_CYCLE_TIME
+  std::chrono::nanoseconds test_sleep = std::chrono::microseconds(200);  // between two tests
+  uint64_t threshold_bytes = uint64_t{64} << 20;  // of what is fused, negotiated
+  std::chrono::nanoseconds warn = std::chrono::seconds(60);
+  std::chrono::nanoseconds timeout = std::chrono::minutes(10);
+  bool mean = true;           // else the sum
+  bool check_finite = false;  // Error(usage) that names tensor and rank instead of NaNs everywhere
+};
+
+// Of the progress thread, since the engine began. Times are nanoseconds.
+struct EngineStats {
+  uint64_t steps = 0, reductions = 0, tensors = 0, bytes = 0;
+  uint64_t cycles = 0, empty_cycles = 0;  // negotiated
+  int64_t sleep_ns = 0;                   // between cycles, or until a group was complete
+  int64_t order_ns = 0;                   // agreeing on what comes next
+  int64_t copy_ns = 0;                    // into and out of fusion buffers
+  int64_t reduce_ns = 0;
+  int64_t user_ns = 0, system_ns = 0;  // of the processor
+  uint64_t voluntary_switches = 0, involuntary_switches = 0;
+};
+
+class Engine {
+ public:
+  // Compares the tensors of all ranks; throws Error(peer) with the first difference.
+  Engine(EngineConfig config, std::unique_ptr<Transport> transport,
+         std::vector<TensorSpec> tensors);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  std::span<const TensorSpec> tensors() const noexcept { return tensors_; }
+  // Between steps, the same plan on all ranks, called by all of them; throws Error(usage) if it
+  // does not have every tensor once, Error(peer) if ranks differ.
+  void set_plan(ReductionPlan plan);
+  // Mode planned, between steps, called by all ranks: the root's bytes on all of them (parameters at
+  // the start, an order for the next plan), and everyone's.
+  std::vector<std::byte> broadcast(std::span<const std::byte> bytes, uint32_t root);
+  std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> bytes);
+
+  // `gradient` is replaced by the result before wait() returns. Without `present` its content does
+  // not count. Throws Error(usage) for the second submit of a tensor in a step.
+  void submit(uint32_t tensor, void* gradient, bool present = true);
+  // Until every tensor is reduced. Throws Error(usage) that names tensors nobody submitted here.
+  void wait();
+  // Until that one is, in this step.
+  void wait_for(uint32_t tensor);
+  // Of the last step: ranks that had a gradient, per tensor.
+  std::vector<uint32_t> contributors() const;
+
+  EngineStats stats() const;
+
+ private:
+  struct Pending {
+    void* gradient = nullptr;
+    bool submitted = false, present = false, reduced = false;
+    int64_t since_ns = 0;
+  };
+  using Lock = std::unique_lock<std::mutex>;
+
+  void run() noexcept;
+  void planned_loop();
+  void negotiated_loop();
+  // One cycle's agreement: the tensors that all ranks have, in one order. False: a rank shuts down.
+  bool negotiate(std::vector<uint32_t>& ready);
+  void control(std::span<uint64_t> words);
+  void add_new(std::vector<uint32_t>& ready);
+  void reduce(Bucket& bucket);
+  void sleep_cycle(int64_t previous_ns);
+  void check_for_stall();
+  [[noreturn]] void stalled(const std::vector<uint32_t>& missing, int64_t since);
+  std::string names(const std::vector<uint32_t>& tensors) const;
+  void check_usable(const char* call) const;
+  Lock quiet(const char* call);
+  void compare_tensors();
+  void account();
+  void partition_cores();
+  void give_cores_back() noexcept;
+
+  const EngineConfig config_;
+  const std::unique_ptr<Transport> transport_;
+  const std::vector<TensorSpec> tensors_;
+  const double scale_;
+  const int owner_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable work_, done_;
+  std::vector<Pending> pending_;
+  std::vector<uint32_t> contributors_;
+  uint64_t reduced_ = 0;  // tensors, in this step
+  uint64_t submitted_ = 0;
+  unsigned watchers_ = 0;  // threads in wait_for()
+  ReductionPlan plan_;
+  std::vector<std::unique_ptr<Bucket>> buckets_;  // of the plan's groups
+  std::vector<uint32_t> group_of_, missing_;      // missing_: tensors a group waits for
+  size_t next_ = 0;                               // group
+  bool idle_ = true;                              // the thread holds no group
+  bool stop_ = false;
+  int64_t warned_ = 0;
+  std::exception_ptr error_;
+  EngineStats stats_;
+
+  // Of the negotiating thread.
+  std::vector<uint32_t> cache_;  // tensors whose order is known, in that order
+  std::vector<bool> cached_, announced_;
+  std::vector<std::vector<bool>> table_;  // rank 0: who has announced each tensor
+  std::unique_ptr<Bucket> shared_bucket_;
+  std::vector<std::pair<int, std::vector<uint8_t>>> moved_;  // threads and their cores before
+
+  std::thread thread_;
+};
+
+}  // namespace nostall::sync

@@ -1,0 +1,58 @@
+// sync/transport.h - what the engine asks of whatever connects the ranks.
+//
+// Two planes: data (fused gradients) and control (a few words, for the modes that negotiate).
+// Called by the engine's progress thread alone, but for allocate, release and the start and test of
+// nonblocking control, which are its too. Errors: Error(peer) when a rank is gone or too late.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "collective/types.h"
+
+namespace nostall::sync {
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  virtual uint32_t rank() const = 0;
+  virtual uint32_t ranks() const = 0;
+
+  // Memory in which reductions are cheapest; nullptr: any other will do.
+  virtual void* allocate(uint64_t bytes) = 0;
+  virtual void release(void* data) noexcept = 0;
+  // data = the sum over all ranks, the same bits on every rank.
+  virtual void allreduce(void* data, uint64_t count, collective::DataType type) = 0;
+
+  // words = the bitwise and over all ranks.
+  virtual void all_and(std::span<uint64_t> words) = 0;
+  virtual int64_t all_min(int64_t value) = 0;
+  // What each rank gave, on all ranks.
+  virtual std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> bytes) = 0;
+  // The root's bytes, on all ranks.
+  virtual std::vector<std::byte> broadcast(std::span<const std::byte> bytes, uint32_t root) = 0;
+  // all_and without waiting: `words` belong to the transport until test() says true.
+  virtual void start_and(std::span<uint64_t> words) = 0;
+  virtual bool test() = 0;
+  // Processor time of threads that the transport has for itself, nanoseconds.
+  virtual int64_t own_cpu_ns() const = 0;
+};
+
+struct NodeTransportConfig {
+  std::string job;  // the same on all ranks, different for any other engine
+  uint32_t rank = 0;
+  uint32_t ranks = 1;
+  bool fixed_order = false;                  // of sums: the order of ranks
+  uint64_t arena_bytes = uint64_t{4} << 30;  // for fused gradients; only addresses
+  std::chrono::nanoseconds timeout = std::chrono::minutes(10);
+};
+
+// Ranks of one node, by collective/. Waits for all of them.
+std::unique_ptr<Transport> make_node_transport(const NodeTransportConfig& config);
+
+}  // namespace nostall::sync

@@ -1,0 +1,408 @@
+// Ranks as threads, on a real node transport.
+#include "sync/engine.h"
+
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <random>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "sync/convert.h"
+
+namespace nostall::sync {
+namespace {
+
+using namespace std::chrono_literals;
+using collective::DataType;
+
+std::string fresh_job() {
+  static std::atomic<int> number{0};
+  return "sync test " + std::to_string(::getpid()) + " " + std::to_string(number++);
+}
+
+std::vector<TensorSpec> model(size_t n, DataType wire = DataType::float32) {
+  std::vector<TensorSpec> tensors;
+  for (size_t i = 0; i < n; ++i) {
+    tensors.push_back({"layer" + std::to_string(i), (i * 37) % 500 + 1, DataType::float32, wire});
+  }
+  return tensors;
+}
+
+using Body = std::function<void(Engine&, uint32_t rank)>;
+using Errors = std::vector<std::string>;
+
+Errors run(uint32_t ranks, const EngineConfig& config,
+           const std::function<std::vector<TensorSpec>(uint32_t)>& tensors, const Body& body,
+           std::chrono::nanoseconds timeout = 30s) {
+  const std::string job = fresh_job();
+  Errors errors(ranks);
+  std::vector<std::thread> threads;
+  for (uint32_t r = 0; r < ranks; ++r) {
+    threads.emplace_back([&, r] {
+      try {
+        NodeTransportConfig node;
+        node.job = job;
+        node.rank = r;
+        node.ranks = ranks;
+        node.fixed_order = true;
+        node.timeout = timeout;
+        Engine engine(config, make_node_transport(node), tensors(r));
+        body(engine, r);
+      } catch (const std::exception& error) {
+        errors[r] = error.what();
+      }
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  return errors;
+}
+
+Errors run(uint32_t ranks, const EngineConfig& config, size_t tensors, const Body& body) {
+  return run(
+      ranks, config, [&](uint32_t) { return model(tensors); }, body);
+}
+
+struct Case {
+  const char* name;
+  EngineConfig config;
+};
+
+std::vector<Case> cases() {
+  EngineConfig planned;
+  planned.threshold_bytes = 3000;
+  EngineConfig negotiated = planned;
+  negotiated.mode = Mode::negotiated;
+  negotiated.cycle = 500us;
+  EngineConfig sleep = negotiated;
+  sleep.global_sleep_every = 1;
+  EngineConfig nonblocking = negotiated;
+  nonblocking.nonblocking = true;
+  EngineConfig both = nonblocking;
+  both.global_sleep_every = 3;
+  return {{"planned", planned},
+          {"negotiated", negotiated},
+          {"global_sleep", sleep},
+          {"nonblocking", nonblocking},
+          {"both", both}};
+}
+
+class Modes : public testing::TestWithParam<Case> {};
+
+float value_of(uint32_t rank, uint32_t tensor, uint64_t i, int step) {
+  return static_cast<float>((rank + 1) * 3 + tensor * 7 + i % 11 + static_cast<uint64_t>(step));
+}
+
+TEST_P(Modes, GradientsAreTheMeanWhateverTheOrder) {
+  for (const uint32_t ranks : {1u, 2u, 4u}) {
+    const Errors errors = run(ranks, GetParam().config, 40, [&](Engine& engine, uint32_t rank) {
+      std::mt19937 random(rank);
+      const auto specs = engine.tensors();
+      std::vector<std::vector<float>> gradients(specs.size());
+      std::vector<uint32_t> order(specs.size());
+      std::iota(order.begin(), order.end(), 0);
+      for (int step = 0; step < 20; ++step) {
+        std::shuffle(order.begin(), order.end(), random);
+        for (const uint32_t t : order) {
+          gradients[t].resize(specs[t].count);
+          for (uint64_t i = 0; i < specs[t].count; ++i) {
+            gradients[t][i] = value_of(rank, t, i, step);
+          }
+          engine.submit(t, gradients[t].data());
+        }
+        engine.wait();
+        for (uint32_t t = 0; t < specs.size(); ++t) {
+          for (uint64_t i = 0; i < specs[t].count; ++i) {
+            float expected = 0;
+            for (uint32_t r = 0; r < ranks; ++r) {
+              expected += value_of(r, t, i, step) * (1.0f / static_cast<float>(ranks));
+            }
+            ASSERT_FLOAT_EQ(gradients[t][i], expected) << "tensor " << t << " element " << i;
+          }
+        }
+      }
+      const EngineStats stats = engine.stats();
+      EXPECT_EQ(stats.steps, 20u);
+      EXPECT_EQ(stats.tensors, 800u);
+      if (engine.stats().cycles == 0) {
+        EXPECT_LT(stats.reductions, 800u);  // fused
+      }
+    });
+    EXPECT_EQ(errors, Errors(ranks));
+  }
+}
+
+TEST_P(Modes, AbsentGradientsAreZerosAndAllRanksKnow) {
+  const Errors errors = run(3, GetParam().config, 6, [](Engine& engine, uint32_t rank) {
+    for (int step = 0; step < 5; ++step) {
+      std::vector<std::vector<float>> gradients;
+      for (const TensorSpec& spec : engine.tensors()) gradients.emplace_back(spec.count, 3.0f);
+      for (uint32_t t = 0; t < 6; ++t) {
+        // Tensor t comes from ranks below t; nobody has tensor 0.
+        engine.submit(t, gradients[t].data(), rank < t);
+      }
+      engine.wait();
+      EXPECT_EQ(engine.contributors(), (std::vector<uint32_t>{0, 1, 2, 3, 3, 3}));
+      for (uint32_t t = 0; t < 6; ++t) {
+        EXPECT_FLOAT_EQ(gradients[t].back(), static_cast<float>(std::min(t, 3u)));
+      }
+    }
+  });
+  EXPECT_EQ(errors, Errors(3));
+}
+
+TEST_P(Modes, ManyThreadsMaySubmit) {
+  const Errors errors = run(2, GetParam().config, 64, [](Engine& engine, uint32_t) {
+    std::vector<std::vector<float>> gradients;
+    for (const TensorSpec& spec : engine.tensors()) gradients.emplace_back(spec.count);
+    for (int step = 0; step < 10; ++step) {
+      for (auto& g : gradients) std::fill(g.begin(), g.end(), 2.0f);
+      std::vector<std::thread> threads;
+      for (uint32_t k = 0; k < 4; ++k) {
+        threads.emplace_back([&, k] {
+          for (uint32_t t = k; t < 64; t += 4) engine.submit(t, gradients[t].data());
+        });
+      }
+      for (std::thread& t : threads) t.join();
+      engine.wait();
+      for (const auto& g : gradients) EXPECT_EQ(g.front(), 2.0f);
+    }
+  });
+  EXPECT_EQ(errors, Errors(2));
+}
+
+TEST_P(Modes, NarrowTypesTravel) {
+  for (const DataType wire : {DataType::float16, DataType::bfloat16}) {
+    const Errors errors = run(
+        2, GetParam().config, [&](uint32_t) { return model(5, wire); },
+        [](Engine& engine, uint32_t rank) {
+          std::vector<std::vector<float>> gradients;
+          for (const TensorSpec& spec : engine.tensors()) {
+            gradients.emplace_back(spec.count, rank == 0 ? 0.5f : -3.0f);
+          }
+          for (uint32_t t = 0; t < 5; ++t) engine.submit(t, gradients[t].data());
+          engine.wait();
+          for (const auto& g : gradients) EXPECT_EQ(g.front(), -1.25f);
+        });
+    EXPECT_EQ(errors, Errors(2));
+  }
+}
+
+TEST_P(Modes, ARankThatLeavesEndsTheOthers) {
+  const Errors errors = run(2, GetParam().config, 3, [](Engine& engine, uint32_t rank) {
+    if (rank == 1) return;  // closes its engine
+    std::vector<std::vector<float>> gradients;
+    for (const TensorSpec& spec : engine.tensors()) gradients.emplace_back(spec.count);
+    for (uint32_t t = 0; t < 3; ++t) engine.submit(t, gradients[t].data());
+    engine.wait();
+  });
+  EXPECT_NE(errors[0], "");
+  EXPECT_EQ(errors[1], "");
+}
+
+TEST_P(Modes, ATensorThatNeverComesIsNamed) {
+  EngineConfig config = GetParam().config;
+  config.warn = 50ms;
+  config.timeout = 300ms;
+  std::mutex mutex;
+  std::string logged;
+  set_log_sink([&](LogLevel, const std::string& message) {
+    const std::scoped_lock lock(mutex);
+    logged += message + "\n";
+  });
+  const Errors errors = run(
+      2, config, [](uint32_t) { return model(3); },
+      [](Engine& engine, uint32_t rank) {
+        std::vector<std::vector<float>> gradients;
+        for (const TensorSpec& spec : engine.tensors()) gradients.emplace_back(spec.count);
+        for (uint32_t t = 0; t < 3; ++t) {
+          if (rank == 0 || t != 1) engine.submit(t, gradients[t].data());
+        }
+        engine.wait_for(1);
+      },
+      2s);
+  set_log_sink(nullptr);
+  EXPECT_NE((errors[0] + errors[1]).find("layer1"), std::string::npos) << errors[0] << "\n"
+                                                                       << errors[1];
+  EXPECT_NE(errors[0], "");
+  EXPECT_NE(errors[1], "");
+  EXPECT_NE(logged.find("layer1"), std::string::npos) << logged;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Modes, testing::ValuesIn(cases()),
+                         [](const auto& mode) { return std::string(mode.param.name); });
+
+TEST(Engine, RanksWithOtherTensorsAreRefused) {
+  const Errors errors = run(
+      2, {},
+      [](uint32_t rank) {
+        auto tensors = model(4);
+        if (rank == 1) tensors[2].count = 9999;
+        return tensors;
+      },
+      [](Engine&, uint32_t) {});
+  EXPECT_NE(errors[0].find("layer2"), std::string::npos) << errors[0];
+  EXPECT_NE(errors[0].find("9999"), std::string::npos) << errors[0];
+}
+
+TEST(Engine, RanksWithOtherPlansAreRefused) {
+  const Errors errors = run(2, {}, 4, [](Engine& engine, uint32_t rank) {
+    const std::vector<uint32_t> order{rank, 1 - rank};
+    engine.set_plan(fuse(order, engine.tensors(), 1));
+  });
+  EXPECT_NE(errors[0].find("another plan"), std::string::npos) << errors[0];
+}
+
+TEST(Engine, PlansChangeBetweenSteps) {
+  const Errors errors = run(2, {}, 8, [](Engine& engine, uint32_t rank) {
+    std::vector<std::vector<float>> gradients;
+    for (const TensorSpec& spec : engine.tensors()) gradients.emplace_back(spec.count);
+    for (uint32_t step = 0; step < 16; ++step) {
+      std::vector<uint32_t> order{rank == 0 ? step % 8 : 7 - step % 8};
+      const auto agreed = engine.broadcast(std::as_bytes(std::span(order)), 0);
+      ASSERT_EQ(agreed.size(), sizeof(uint32_t));
+      std::memcpy(order.data(), agreed.data(), agreed.size());
+      EXPECT_EQ(order, std::vector<uint32_t>{step % 8});
+      engine.set_plan(fuse(order, engine.tensors(), step * 100));
+      for (auto& g : gradients) std::fill(g.begin(), g.end(), static_cast<float>(step));
+      for (uint32_t t = 0; t < 8; ++t) engine.submit(t, gradients[t].data());
+      EXPECT_THROW(engine.set_plan(fuse(order, engine.tensors(), 1)), Error);
+      engine.wait();
+      for (const auto& g : gradients) EXPECT_EQ(g.front(), static_cast<float>(step));
+    }
+  });
+  EXPECT_EQ(errors, Errors(2));
+}
+
+TEST(Engine, WrongCallsAreRefusedAndNamed) {
+  EngineConfig config;
+  config.check_finite = true;
+  const Errors errors = run(1, config, 3, [](Engine& engine, uint32_t) {
+    std::vector<float> gradient(600, 1.0f);
+    engine.submit(0, gradient.data());
+    try {
+      engine.submit(0, gradient.data());
+      FAIL();
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("layer0"), std::string::npos);
+    }
+    EXPECT_THROW(engine.submit(3, gradient.data()), Error);
+    try {
+      engine.wait();
+      FAIL();
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("layer1, layer2"), std::string::npos);
+    }
+    gradient[5] = NAN;
+    try {
+      engine.submit(1, gradient.data());
+      FAIL();
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("layer1 of rank 0"), std::string::npos);
+    }
+    const pid_t child = ::fork();
+    if (child == 0) {
+      try {
+        engine.submit(1, gradient.data(), false);
+      } catch (const Error& error) {
+        ::_exit(error.kind() == ErrorKind::usage ? 7 : 8);
+      }
+      ::_exit(9);
+    }
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_EQ(WEXITSTATUS(status), 7);
+  });
+  EXPECT_EQ(errors, Errors(1));
+}
+
+TEST(Engine, KeepsTheProgressThreadOnItsCores) {
+  cpu_set_t all;
+  ASSERT_EQ(::sched_getaffinity(0, sizeof all, &all), 0);
+  EngineConfig config;
+  config.cores = {0};
+  if (CPU_COUNT(&all) < 2) {
+    config.cores = {0};
+    const Errors errors = run(1, config, 1, [](Engine& engine, uint32_t) {
+      std::vector<float> gradient(1);
+      engine.submit(0, gradient.data());
+      engine.wait();
+    });
+    EXPECT_NE(errors[0].find("leave a core"), std::string::npos);
+    return;
+  }
+  const Errors errors = run(1, config, 1, [&](Engine& engine, uint32_t) {
+    std::vector<float> gradient(1, 4.0f);
+    engine.submit(0, gradient.data());
+    engine.wait();
+    cpu_set_t mine;
+    ASSERT_EQ(::sched_getaffinity(0, sizeof mine, &mine), 0);
+    EXPECT_FALSE(CPU_ISSET(0, &mine));
+    EXPECT_EQ(CPU_COUNT(&mine), CPU_COUNT(&all) - 1);
+  });
+  EXPECT_EQ(errors, Errors(1));
+  cpu_set_t after;
+  ASSERT_EQ(::sched_getaffinity(0, sizeof after, &after), 0);
+  EXPECT_TRUE(CPU_EQUAL(&after, &all));
+}
+
+TEST(Engine, RandomSubmissionsWithRandomDelays) {
+  constexpr int kSteps = 400;
+  EngineConfig config;
+  config.threshold_bytes = 2000;
+  const Errors errors = run(3, config, 24, [&](Engine& engine, uint32_t rank) {
+    std::mt19937 random(rank * 77 + 1);
+    std::vector<std::vector<float>> gradients;
+    for (const TensorSpec& spec : engine.tensors()) gradients.emplace_back(spec.count);
+    std::vector<uint32_t> order(24);
+    std::iota(order.begin(), order.end(), 0);
+    for (int step = 0; step < kSteps; ++step) {
+      std::shuffle(order.begin(), order.end(), random);
+      for (const uint32_t t : order) {
+        std::fill(gradients[t].begin(), gradients[t].end(), static_cast<float>(step + rank * 3));
+        if (random() % 16 == 0)
+          std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
+        engine.submit(t, gradients[t].data());
+      }
+      engine.wait();
+      for (const auto& g : gradients) ASSERT_NEAR(g.back(), step + 3, 1e-3);
+    }
+  });
+  EXPECT_EQ(errors, Errors(3));
+}
+
+TEST(Convert, RoundsToNearestEvenAndKeepsWhatFits) {
+  for (uint32_t bits = 0; bits < 65536; ++bits) {
+    const auto half = static_cast<uint16_t>(bits);
+    float wide = 0;
+    scale_into(&wide, DataType::float32, &half, DataType::float16, 1, 1.0);
+    uint16_t back = 0;
+    scale_into(&back, DataType::float16, &wide, DataType::float32, 1, 1.0);
+    if (std::isnan(wide)) {
+      EXPECT_EQ(back & 0x7e00, 0x7e00);
+    } else {
+      ASSERT_EQ(back, half);
+    }
+  }
+  const std::vector<std::pair<float, uint16_t>> halves{
+      {65519.0f, 0x7bff},      {65520.0f, 0x7c00},      {2049.0f, 0x6800},      {2051.0f, 0x6802},
+      {5.9604645e-8f, 0x0001}, {2.9802322e-8f, 0x0000}, {8.9406967e-8f, 0x0002}};
+  for (const auto& [value, expected] : halves) {
+    uint16_t got = 0;
+    scale_into(&got, DataType::float16, &value, DataType::float32, 1, 1.0);
+    EXPECT_EQ(got, expected) << value;
+  }
+  const float third = 1.0f / 3.0f;
+  uint16_t brain = 0;
+  scale_into(&brain, DataType::bfloat16, &third, DataType::float32, 1, 1.0);
+  EXPECT_EQ(brain, 0x3eab);
+}
+
+}  // namespace
+}  // namespace nostall::sync
