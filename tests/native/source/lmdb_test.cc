@@ -485,6 +485,23 @@ TEST(Lmdb, GivesUpOnAWriterThatIsFasterThanTheScan) {
   EXPECT_THAT(result.error().what(), HasSubstr("is being written to"));
 }
 
+// The file grew after it was opened: what lies beyond its old end is not damage.
+TEST(Lmdb, DoesNotCallAGrownFileDamaged) {
+  LmdbFile file;
+  file.commit(file.add_tree(some(12, 3000), 3), 8);
+  const std::string change = "its size changed from 5000 to 90000 bytes";
+  for (const size_t size : {size_t{100}, size_t{5000}, file.bytes.size() / 2}) {
+    MemoryStorage storage({file.bytes.substr(0, size)});
+    storage.change = change;
+    const auto reader = storage.make_reader(ReaderKind::pread, 1);
+    const auto result = scan(*reader, storage);
+    ASSERT_FALSE(result);
+    EXPECT_EQ(result.error().kind(), ErrorKind::io);
+    EXPECT_THAT(result.error().what(), HasSubstr("is being written to (" + change + ")"));
+    EXPECT_EQ(current_stamp(*reader, storage, "train").error().kind(), ErrorKind::io);
+  }
+}
+
 // A meta page caught half written: the new tree, still under the old number.
 TEST(Lmdb, DoesNotTakeAHalfWrittenMetaPageForTheOldOne) {
   LmdbFile file;
