@@ -336,12 +336,21 @@ Result<Tree> find_database(RangeReader& reader, const Storage& storage, const Sn
                                           printable(name) + "\" cannot be");
 }
 
+// Damage that a writer explains is none: the file that was opened has become another one.
+Error judged(const Storage& storage, const Error& error) {
+  if (error.kind() != ErrorKind::corruption) return error;
+  const std::string change = storage.changed(0);
+  if (change.empty()) return error;
+  return Error(ErrorKind::io, storage.files()[0].path + " is being written to (" + change +
+                                  "): open it again when nobody writes to it");
+}
+
 }  // namespace
 
 Result<Records> scan(RangeReader& reader, const Storage& storage, std::string_view database) {
   for (int attempt = 0;; ++attempt) {
     auto snapshot = read_snapshot(reader, storage);
-    if (!snapshot) return snapshot.error();
+    if (!snapshot) return judged(storage, snapshot.error());
     Tree tree = snapshot.value().main;
     std::optional<Error> error;
     if (!database.empty()) {
@@ -362,10 +371,10 @@ Result<Records> scan(RangeReader& reader, const Storage& storage, std::string_vi
       }
     }
     auto after = read_snapshot(reader, storage);
-    if (!after) return after.error();
+    if (!after) return judged(storage, after.error());
     // All of it: a meta page may have been caught half written.
     if (after.value() == snapshot.value()) {
-      if (error) return *error;
+      if (error) return judged(storage, *error);
       return std::move(*records);
     }
     if (attempt + 1 == kAttempts) {
@@ -406,10 +415,10 @@ std::string stamp(const Records& records, std::string_view database) {
 Result<std::string> current_stamp(RangeReader& reader, const Storage& storage,
                                   std::string_view database) {
   auto snapshot = read_snapshot(reader, storage);
-  if (!snapshot) return snapshot.error();
+  if (!snapshot) return judged(storage, snapshot.error());
   if (database.empty()) return stamp_of(snapshot.value(), snapshot.value().main, database);
   auto tree = find_database(reader, storage, snapshot.value(), database);
-  if (!tree) return tree.error();
+  if (!tree) return judged(storage, tree.error());
   return stamp_of(snapshot.value(), tree.value(), database);
 }
 

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <random>
+#include <set>
 
 #include "lmdb_file.h"
 #include "memory_storage.h"
@@ -417,7 +417,8 @@ TEST(Lmdb, RefusesNodesThatShareBytes) {
   EXPECT_THAT(error_of(branch.bytes), HasSubstr("share bytes"));
 }
 
-// Any single bit of the pages that are read gives a scan or an Error, and places inside the file.
+// A flipped bit in any byte of the pages that are read gives a scan or an Error, and places inside
+// the file.
 TEST(Lmdb, StandsEveryFlippedBit) {
   LmdbFile file(512);
   const auto entries = some(8, 300);
@@ -425,19 +426,19 @@ TEST(Lmdb, StandsEveryFlippedBit) {
   auto all = entries;
   all.push_back({"named", inner, 2});
   file.commit(file.add_tree(all, 2, 3));
+  const std::set<uint64_t> values(file.value_pages.begin(), file.value_pages.end());
   for (const std::string_view database : {"", "named"}) {
     ASSERT_TRUE(scan_bytes(file.bytes, database));
     for (size_t at = 0; at < file.bytes.size(); ++at) {
-      for (const int bit : {1, 7}) {
-        std::string bent = file.bytes;
-        bent[at] = static_cast<char>(bent[at] ^ (1 << bit));
-        const auto result = scan_bytes(bent, database);
-        if (!result) continue;
-        const Records& r = result.value();
-        for (size_t i = 0; i < r.size(); ++i) {
-          ASSERT_LE(r.offset[i], bent.size());
-          ASSERT_LE(r.length[i], bent.size() - r.offset[i]);
-        }
+      if (values.count(at / 512)) continue;  // these are not read
+      std::string bent = file.bytes;
+      bent[at] = static_cast<char>(bent[at] ^ (at % 3 ? 0x80 : 0x02));
+      const auto result = scan_bytes(bent, database);
+      if (!result) continue;
+      const Records& r = result.value();
+      for (size_t i = 0; i < r.size(); ++i) {
+        ASSERT_LE(r.offset[i], bent.size());
+        ASSERT_LE(r.length[i], bent.size() - r.offset[i]);
       }
     }
   }
@@ -482,6 +483,23 @@ TEST(Lmdb, GivesUpOnAWriterThatIsFasterThanTheScan) {
   ASSERT_FALSE(result);
   EXPECT_EQ(result.error().kind(), ErrorKind::io);
   EXPECT_THAT(result.error().what(), HasSubstr("is being written to"));
+}
+
+// The file grew after it was opened: what lies beyond its old end is not damage.
+TEST(Lmdb, DoesNotCallAGrownFileDamaged) {
+  LmdbFile file;
+  file.commit(file.add_tree(some(12, 3000), 3), 8);
+  const std::string change = "its size changed from 5000 to 90000 bytes";
+  for (const size_t size : {size_t{100}, size_t{5000}, file.bytes.size() / 2}) {
+    MemoryStorage storage({file.bytes.substr(0, size)});
+    storage.change = change;
+    const auto reader = storage.make_reader(ReaderKind::pread, 1);
+    const auto result = scan(*reader, storage);
+    ASSERT_FALSE(result);
+    EXPECT_EQ(result.error().kind(), ErrorKind::io);
+    EXPECT_THAT(result.error().what(), HasSubstr("is being written to (" + change + ")"));
+    EXPECT_EQ(current_stamp(*reader, storage, "train").error().kind(), ErrorKind::io);
+  }
 }
 
 // A meta page caught half written: the new tree, still under the old number.
