@@ -375,11 +375,21 @@ def _append_rest(job: Job, layout: Layout) -> None:
 @register
 class Nostall(Policy):
     name = "nostall"
-    title = "nostall"
     follows = (
         "this loader: the node that needs a sample first reads it, for itself and for the node "
         "that keeps it, so that the file system is read once by all nodes together"
     )
 
+    def __init__(self, copies: bool = True) -> None:
+        self.copies = copies
+        self.title = "nostall" if copies else "nostall (no copies)"
+
     def layout(self, job: Job) -> Layout:
-        return keep_owned(job.plan.native, job.bytes, job.capacities)
+        layout = keep_owned(job.plan.native, job.bytes, job.capacities)
+        if not self.copies and job.capacities:
+            rooms = [sum(job.capacities)] * job.nodes
+            owner = job.plan.owners(job.bytes, rooms, ranks_per_node=1)
+            classes = range(1, len(job.capacities) + 1)
+            kept = [[layout.kept(node, j) for j in classes] for node in range(job.nodes)]
+            layout.set_kept([[k[owner[k] == n] for k in lists] for n, lists in enumerate(kept)])
+        return layout

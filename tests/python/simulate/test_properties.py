@@ -175,3 +175,13 @@ def test_lbann_stays_within_the_memory_of_every_node() -> None:
     found = simulate(one)[0]
     assert found.seconds > 0
     assert dict(found.staged)["source"] == pytest.approx(one.dataset.total, rel=0.02)
+
+
+def test_owners_alone_keep_every_sample_once() -> None:
+    both = ["nostall", {"name": "nostall", "copies": False}]
+    one = scenario(policies=both, training={"E": 8})  # often enough for second readers
+    with_copies, without = simulate(one, ["consistent"])
+    assert without.title == "nostall (no copies)"
+    assert without.source_mb == pytest.approx(with_copies.source_mb, rel=1e-6)
+    # What is not copied is read from its owner.
+    assert dict(without.staged)["other nodes"] > dict(with_copies.staged)["other nodes"]
