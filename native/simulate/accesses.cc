@@ -50,4 +50,13 @@ Accesses accesses_of(const plan::JobSpec& spec, const Layout& layout) {
   return accesses;
 }
 
+std::vector<std::vector<uint32_t>> reads_of(const Accesses& accesses, uint64_t samples) {
+  std::vector<std::vector<uint32_t>> reads;
+  for (const auto& mine : accesses.samples) {
+    auto& counts = reads.emplace_back(samples, 0);
+    for (const uint32_t s : mine) ++counts[s];
+  }
+  return reads;
+}
+
 }  // namespace nostall::simulate

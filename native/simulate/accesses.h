@@ -20,4 +20,7 @@ struct Accesses {
 // if layout.order does not go with the plan.
 Accesses accesses_of(const plan::JobSpec& spec, const Layout& layout);
 
+// [node][sample]: how often the node reads it. 4 bytes each.
+std::vector<std::vector<uint32_t>> reads_of(const Accesses& accesses, uint64_t samples);
+
 }  // namespace nostall::simulate

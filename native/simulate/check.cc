@@ -32,6 +32,18 @@ void check(const Model& model, const plan::JobSpec& spec, std::span<const double
     require(owner < model.nodes || owner == plan::kNoOwner,
             "a policy names node " + std::to_string(owner) + " of " + std::to_string(model.nodes));
   }
+  // A thousandth: the plan counts whole bytes.
+  constexpr double kRounding = 1.001;
+  for (size_t node = 0; node < layout.keep.size() && !layout.cleanup; ++node) {
+    for (size_t j = 0; j < layout.keep[node].size() && j + 1 < model.classes.size(); ++j) {
+      double mb = 0;
+      for (const uint32_t s : layout.keep[node][j]) mb += s < sizes.size() ? sizes[s] : 0;
+      require(mb <= model.classes[j + 1].capacity * kRounding + 1e-6,
+              "a policy keeps " + std::to_string(mb) + " MB in storage class " +
+                  std::to_string(j + 1) + " of node " + std::to_string(node) + ", which holds " +
+                  std::to_string(model.classes[j + 1].capacity));
+    }
+  }
   require(layout.filling == Filling::none || !layout.keep.empty(),
           "a policy fills storage classes without naming what they keep");
 }

@@ -62,6 +62,10 @@ class Consistent {
     staged_to_.assign(nodes_, 0);
     held_.assign(nodes_, 0);
     fill_next_.assign(flows_.size(), 0);
+    if (layout.cleanup) {
+      reads_left_ = reads_of(accesses_, sizes.size());
+      kept_mb_.assign(flows_.size(), 0);
+    }
     claimed_.assign(layout.filling == Filling::reading ? sizes.size() : 0, plan::kNoOwner);
     result_.node_stall.assign(nodes_, 0);
     result_.staged.assign(classes_ + 1, 0);
@@ -151,12 +155,23 @@ class Consistent {
       double mb = 0;
       transfer.samples.clear();
       while (fill_next_[index] < list.size() && mb < chunk_) {
-        const uint32_t sample = list[fill_next_[index]++];
+        const uint32_t sample = list[fill_next_[index]];
+        if (layout_.cleanup) {
+          if (reads_left_[node][sample] == 0) {
+            ++fill_next_[index];  // nobody here will read it again
+            continue;
+          }
+          if (kept_mb_[index] + sizes_[sample] > model_.classes[j].capacity) break;
+          kept_mb_[index] += sizes_[sample];
+        }
+        ++fill_next_[index];
         mb += sizes_[sample];
         transfer.samples.push_back(sample);
       }
       if (mb > 0) {
         begin(node, j, mb, 0);
+      } else if (transfer.samples.empty()) {
+        return;  // waits for room, or is through
       } else {
         end_fill(node, j);
       }
@@ -251,6 +266,9 @@ class Consistent {
         }
       }
     }
+    if (layout_.cleanup) {
+      for (const uint32_t sample : transfer.samples) drop_after_last_read(node, sample);
+    }
     if (staged_to_[node]++ == batch_ && !computing_) {
       result_.node_stall[node] += now_ - batch_end_;
     }
@@ -261,6 +279,14 @@ class Consistent {
     if (!copy || copy->since <= now_) return;
     kept_.fill(node, sample, *copy, now_);
     result_.warm_seconds = now_;
+  }
+
+  void drop_after_last_read(uint32_t node, uint32_t sample) {
+    if (--reads_left_[node][sample] > 0) return;
+    const auto copy = kept_.own(node, sample);
+    if (!copy || copy->since > now_) return;
+    kept_.drop(node, sample, *copy);
+    kept_mb_[node * classes_ + copy->storage_class] -= sizes_[sample];
   }
 
   void end_fill(uint32_t node, size_t j) {
@@ -367,9 +393,11 @@ class Consistent {
   Sharing sharing_;
   bool shared_ = false;  // the rates are those of the flows under way
   size_t transfers_under_way_ = 0;
-  std::vector<uint64_t> next_batch_, staged_to_;  // [node]: batches begun, batches there
-  std::vector<double> held_;                      // [node]: MB of the staging buffer
-  std::vector<size_t> fill_next_;                 // as flows
+  std::vector<uint64_t> next_batch_, staged_to_;   // [node]: batches begun, batches there
+  std::vector<double> held_;                       // [node]: MB of the staging buffer
+  std::vector<size_t> fill_next_;                  // as flows
+  std::vector<std::vector<uint32_t>> reads_left_;  // [node][sample], with cleanup
+  std::vector<double> kept_mb_;                    // as flows, with cleanup
   std::vector<uint32_t> claimed_;  // [sample]: the node that is reading it for its owner
   double chunk_ = 0, stage_cap_ = 0;
   bool training_ = false, computing_ = false;

@@ -37,7 +37,8 @@ struct Layout {
   // Filling::before: nodes fetch one after the other instead of all at once. In the as-published
   // model only; sharing the source truly, it makes no difference to the sum.
   bool in_turn = false;
-  // Drop a kept sample after the node's own last access, and keep another one in its place.
+  // Drop a kept sample after the node's own last access; the lists may then hold more than fits,
+  // and go on as room comes free. Filling::prefetch only.
   bool cleanup = false;
   // [epoch * nodes + node]: what the node reads instead of its share of the plan's order; empty:
   // the plan's order. As many samples as the plan gives the node.

@@ -36,6 +36,7 @@ class Published {
     begun_.assign(classes_, std::vector<double>(nodes_, -1.0));
     until_.assign(classes_, std::vector<double>(nodes_, -1.0));
     stage_.resize(nodes_);
+    if (layout.cleanup) reads_left_ = reads_of(accesses_, sizes.size());
     fills_.assign(nodes_, std::vector<Fill>(classes_));
     result_.node_stall.assign(nodes_, 0);
     result_.staged.assign(classes_ + 1, 0);
@@ -186,7 +187,8 @@ class Published {
       }
       if (layout_.filling == Filling::prefetch) {
         for (size_t j = 1; j <= layout_.keep[node].size(); ++j) {
-          const Fill& fill = fills_[node][j];
+          Fill& fill = fills_[node][j];
+          if (layout_.cleanup) skip_unwanted(node, j);
           if (fill.next < layout_.keep[node][j - 1].size() &&
               (fill.clock < earliest || (reader == classes_ && fill.clock <= earliest)) &&
               (!layout_.cleanup || fits(node, j))) {
@@ -247,6 +249,13 @@ class Published {
     result_.warm_seconds = std::max(result_.warm_seconds, fill.clock);
   }
 
+  // What the node will not read again is not fetched any more.
+  void skip_unwanted(uint32_t node, size_t j) {
+    Fill& fill = fills_[node][j];
+    const auto& list = layout_.keep[node][j - 1];
+    while (fill.next < list.size() && reads_left_[node][list[fill.next]] == 0) ++fill.next;
+  }
+
   bool fits(uint32_t node, size_t j) const {
     const Fill& fill = fills_[node][j];
     return fill.held + sizes_[layout_.keep[node][j - 1][fill.next]] <= model_.classes[j].capacity;
@@ -254,12 +263,6 @@ class Published {
 
   // cleanup_read: what the node will not read again makes room.
   void consume(uint32_t node, uint32_t sample, double time) {
-    if (reads_left_.empty()) {
-      reads_left_.assign(nodes_, std::vector<uint32_t>(sizes_.size(), 0));
-      for (uint32_t n = 0; n < nodes_; ++n) {
-        for (const uint32_t s : accesses_.samples[n]) ++reads_left_[n][s];
-      }
-    }
     if (--reads_left_[node][sample] > 0) return;
     const auto copy = kept_.own(node, sample);
     if (!copy || copy->since > time) return;
@@ -304,11 +307,12 @@ class Published {
   uint32_t readers(uint32_t node, double time) const {
     uint32_t count = 0;
     for (uint32_t n = 0; n < nodes_; ++n) {
-      bool reads = false;
+      // Without branches: with many nodes this is where the time goes.
+      unsigned reads = 0;
       for (size_t j = 0; j < classes_; ++j) {
-        reads |= (begun_[j][n] <= time) & (time < until_[j][n]);
+        reads |= unsigned{begun_[j][n] <= time} & unsigned{time < until_[j][n]};
       }
-      count += reads & (n != node);
+      count += n == node ? 0 : reads;
     }
     return count + 1;
   }

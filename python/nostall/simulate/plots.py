@@ -97,7 +97,9 @@ def batch_figure(outcomes: Sequence[Outcome], mode: str) -> Figure:
         slots = np.array_split(o.batch_seconds, min(100, len(o.batch_seconds)))
         means = [float(s.mean()) for s in slots]
         at = np.linspace(0, len(o.batch_seconds), len(means), endpoint=False)
-        axis.plot(at, means, label=o.title, linewidth=1.2)
+        # Ten colours, then the same with dashes.
+        style = "-" if len(axis.lines) < 10 else "--"
+        axis.plot(at, means, style, label=o.title, linewidth=1.2)
     axis.set(xlabel="batch", ylabel="s per batch", title=mode, ylim=(0, None))
     axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     axis.spines[["top", "right"]].set_visible(False)
@@ -124,7 +126,7 @@ def heat_map(points: Sequence[Point], column: str, across: str, down: str) -> Fi
     for i, line in enumerate(values):
         for j, seconds in enumerate(line):
             if not math.isnan(seconds):
-                colour = "white" if seconds < middle else "black"
+                colour = "white" if seconds > middle else "black"
                 axis.text(j, i, f"{seconds:.0f}", ha="center", va="center", color=colour)
     axis.set_xticks(range(len(columns)), [str(c) for c in columns])
     axis.set_yticks(range(len(lines)), [str(v) for v in lines])

@@ -280,12 +280,30 @@ class Lbann(Policy):
             layout.filling = Filling.before
             layout.set_kept(job.shares(1))
             return layout
-        owner = first_readers(job.plan.native)
+        owner = _within_room(first_readers(job.plan.native), job.sizes, room / job.nodes)
         ids = np.arange(job.samples, dtype=np.uint32)
         layout.filling = Filling.reading
         layout.set_owner(owner)
         layout.set_kept([[ids[owner == node]] for node in range(job.nodes)])
         return layout
+
+
+def _within_room(
+    owner: NDArray[np.uint32], sizes: NDArray[np.float64], room: float
+) -> NDArray[np.uint32]:
+    """The owners, with what overfills a node given to the one with the most room; shape (F,)."""
+    nodes = int(owner[owner != NO_NODE].max()) + 1 if (owner != NO_NODE).any() else 0
+    held = np.array([sizes[owner == node].sum() for node in range(nodes)])
+    for node in range(nodes):
+        for sample in np.flatnonzero(owner == node)[::-1]:
+            if held[node] <= room:
+                break
+            other = int(held.argmin())
+            fits = held[other] + sizes[sample] <= room
+            owner[sample] = other if fits else NO_NODE
+            held[node] -= sizes[sample]
+            held[other] += sizes[sample] if fits else 0.0
+    return owner
 
 
 @register
@@ -357,11 +375,21 @@ def _append_rest(job: Job, layout: Layout) -> None:
 @register
 class Nostall(Policy):
     name = "nostall"
-    title = "nostall"
     follows = (
         "this loader: the node that needs a sample first reads it, for itself and for the node "
         "that keeps it, so that the file system is read once by all nodes together"
     )
 
+    def __init__(self, copies: bool = True) -> None:
+        self.copies = copies
+        self.title = "nostall" if copies else "nostall (no copies)"
+
     def layout(self, job: Job) -> Layout:
-        return keep_owned(job.plan.native, job.bytes, job.capacities)
+        layout = keep_owned(job.plan.native, job.bytes, job.capacities)
+        if not self.copies and job.capacities:
+            rooms = [sum(job.capacities)] * job.nodes
+            owner = job.plan.owners(job.bytes, rooms, ranks_per_node=1)
+            classes = range(1, len(job.capacities) + 1)
+            kept = [[layout.kept(node, j) for j in classes] for node in range(job.nodes)]
+            layout.set_kept([[k[owner[k] == n] for k in lists] for n, lists in enumerate(kept)])
+        return layout

@@ -165,3 +165,37 @@ def test_a_policy_that_keeps_too_much_is_named() -> None:
 
     with pytest.raises(UsageError, match="keeps sample 1200 of 1200"):
         simulate(replace(scenario(), policies=(Wrong(),)))
+
+
+def test_machines_and_calibrations_as_environment(tmp_path: Path) -> None:
+    from nostall.calibrate import to_toml
+    from nostall.simulate.environment import machines
+
+    training = {"N": 2, "c": 100, "beta": 200}
+    for name in machines():
+        whole = tables()
+        whole["environment"] = {"machine": name, **training}
+        one = read_scenario(whole, Place("mine.toml"))
+        assert one.environment.N == 2 and one.environment.source
+    measured = {
+        "sample_bytes": 100_000,
+        "nodes": 2,
+        "beta": 4e8,
+        "network": {"bandwidth": 2e9, "latency": 1e-5},
+        "source": {"threads": 4, "one_node": {"1": 5e7}, "nodes": [6e7, 9e7]},
+        "tiers": [
+            {"name": "ram", "read": [5e9, 8e9], "write": [4e9, 6e9]},
+            {"name": "/ssd", "read": [5e8, 6e8], "write": [3e8, 3e8]},
+        ],
+    }
+    (tmp_path / "measured.toml").write_text(to_toml(measured))
+    whole = tables()
+    whole["environment"] = {"calibration": "measured.toml", "c": 80, "d": [200, 100, 500]}
+    found = read_scenario(whole, Place(str(tmp_path / "mine.toml"))).environment
+    assert (found.N, found.c, found.b_c, found.throughput(2)) == (2, 80, 2000, 90)
+    assert found.beta * found.classes[0].threads == pytest.approx(400)
+    assert [c.name for c in found.classes] == ["staging", "ram", "/ssd"]
+    assert found.classes[2].read[-1] == (2, 600)
+    whole["environment"].pop("d")
+    with pytest.raises(UsageError, match=r"mine.toml: environment: is missing d"):
+        read_scenario(whole, Place(str(tmp_path / "mine.toml")))
