@@ -81,8 +81,9 @@ Algorithm in_rank_order(Algorithm algorithm) {
 
 struct Communicator::Impl {
   explicit Impl(const CommunicatorConfig& config)
-      : segment(checked(config), config.timeout),
-        engine(segment, config.rank, config.ranks, config.timeout),
+      : segment(checked(config),
+                config.join_timeout.count() > 0 ? config.join_timeout : config.timeout),
+        engine(segment, config.rank, config.ranks, config.timeout, config.progress),
         arena(segment, config.rank) {}
 
   std::unique_lock<std::mutex> enter(Call call, uint32_t root, uint16_t code, uint64_t count,

@@ -29,6 +29,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -43,8 +44,12 @@ struct CommunicatorConfig {
   uint32_t ranks = 1;                          // 1 to 1023
   uint64_t window_bytes = uint64_t{64} << 20;  // how far early ranks run ahead; two of them
   uint64_t arena_bytes = uint64_t{1} << 30;    // a rank's, for allocate(); only addresses
-  std::chrono::nanoseconds timeout = std::chrono::minutes(10);  // of joining and of each call
+  std::chrono::nanoseconds timeout = std::chrono::minutes(10);  // of each call, and of joining:
+  std::chrono::nanoseconds join_timeout{0};                     // unless this is given
   std::string directory = "/dev/shm";
+  // Called now and then by a rank that waits, between its sleeps; an MPI's progress engine needs
+  // it.
+  std::function<void()> progress;
 };
 
 // Up to here every rank reads the data of all others, and the order of sums is that of ranks.

@@ -24,15 +24,17 @@ uint32_t usable_cores() noexcept {
 
 }  // namespace
 
-Engine::Engine(Segment& segment, uint32_t rank, uint32_t ranks, std::chrono::nanoseconds timeout)
+Engine::Engine(Segment& segment, uint32_t rank, uint32_t ranks, std::chrono::nanoseconds timeout,
+               std::function<void()> progress)
     : segment_(segment),
       rank_(rank),
       ranks_(ranks),
       timeout_(timeout),
+      progress_(std::move(progress)),
+      nap_(kShortestNap),
       oversubscribed_(ranks > usable_cores()),
       spin_limit_ns_(oversubscribed_ ? 1'000 : 20'000),
-      spin_ns_(spin_limit_ns_),
-      yield_ns_(oversubscribed_ ? 50'000 : 20'000) {}
+      spin_ns_(spin_limit_ns_) {}
 
 void Engine::enter(const char* operation, uint64_t signature) {
   operation_ = operation;
@@ -64,6 +66,8 @@ uint64_t Engine::begin_step() {
 void Engine::post(uint64_t step) {
   Post& mine = segment_.post(rank_, step);
   mine.signature.store(signature_, std::memory_order_relaxed);
+  segment_.line(rank_).core.store(static_cast<uint32_t>(::sched_getcpu()) + 1,
+                                  std::memory_order_relaxed);
   publish(mine.flag, step);
   if (segment_.header().sleepers.load(std::memory_order_seq_cst) > 0) wake(kAnyPosted, step);
 }
@@ -119,18 +123,28 @@ void Engine::wake(uint64_t key, uint64_t value) noexcept {
   }
 }
 
+bool Engine::shares_core() noexcept {
+  const auto here = static_cast<uint32_t>(::sched_getcpu()) + 1;
+  segment_.line(rank_).core.store(here, std::memory_order_relaxed);
+  if (oversubscribed_) return false;
+  for (uint32_t r = 0; r < ranks_; ++r) {
+    if (r != rank_ && segment_.line(r).core.load(std::memory_order_relaxed) == here) return true;
+  }
+  return false;
+}
+
 void Engine::doze() noexcept {
   ++stats_.sleeps;
-  futex_wait(segment_.line(rank_).asleep, 1, kSlice);
+  futex_wait(segment_.line(rank_).asleep, 1, progress_ ? nap_ : kSlice);
 }
 
 void Engine::settle() noexcept {
   const int64_t waited = now_ns() - wait_began_;
   stats_.wait_ns += waited;
   if (waited < 4 * spin_limit_ns_) {
-    spin_ns_ = std::min(2 * spin_ns_, spin_limit_ns_);
+    adapt(true);
   } else if (waited < kLongNs) {
-    spin_ns_ = std::max(spin_ns_ / 2, kShortestSpin);
+    adapt(false);
   }
 }
 
@@ -143,6 +157,10 @@ void Engine::check_arrived(uint64_t step) {
 }
 
 void Engine::look_around() {
+  if (progress_) {
+    progress_();
+    nap_ = std::min(2 * nap_, kLongestNap);
+  }
   Header& h = segment_.header();
   if (h.broken.load(std::memory_order_seq_cst) != 0) throw_broken();
   const int64_t now = now_ns();

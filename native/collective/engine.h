@@ -13,8 +13,10 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <initializer_list>
 #include <string>
 #include <utility>
@@ -42,7 +44,8 @@ struct EngineStats {
 
 class Engine {
  public:
-  Engine(Segment& segment, uint32_t rank, uint32_t ranks, std::chrono::nanoseconds timeout);
+  Engine(Segment& segment, uint32_t rank, uint32_t ranks, std::chrono::nanoseconds timeout,
+         std::function<void()> progress = {});
 
   Segment& shared() noexcept { return segment_; }
   uint32_t rank() const noexcept { return rank_; }
@@ -79,6 +82,7 @@ class Engine {
   template <typename Ready>
   void wait(Ready ready, std::initializer_list<Want> wants) {
     if (ready() || spin(ready)) return;
+    nap_ = kShortestNap;
     while (!sleep_once(ready, wants)) look_around();
     settle();
   }
@@ -97,16 +101,23 @@ class Engine {
   bool spin(Ready& ready) {
     wait_began_ = now_ns();
     int64_t now = wait_began_;
+    bool yields = oversubscribed_;
     do {
       for (int i = 0; i < 16; ++i) {
         pause();
         if (ready()) return true;
       }
       now = now_ns();
+      if (shares_core()) {
+        // A spin would keep the other one from arriving. A sleeper is woken on an idle core if
+        // there is one, so some of these waits sleep at once.
+        yields = ++on_one_core_ % kSleepsApart != 0;
+        break;
+      }
     } while (now - wait_began_ < spin_ns_);
-    // Ranks that share a core hand it to each other for less than a sleep costs; somebody else who
-    // gets it may keep it for long.
-    const int64_t end = now + yield_ns_;
+    // Ranks that share cores hand them to each other for less than a sleep costs; somebody else who
+    // gets one may keep it for long.
+    const int64_t end = yields ? now + kYieldNs : now;
     while (now < end) {
       ::sched_yield();
       if (ready()) return true;
@@ -137,8 +148,14 @@ class Engine {
     return is_ready;
   }
 
+  // There is a core for every rank, but another one was on this one when it last looked.
+  bool shares_core() noexcept;
   void doze() noexcept;
-  // After a sleep: lengthens the spin that was just too short, shortens the one that was in vain.
+  // Lengthens the spin that was just too short, shortens the one that was in vain.
+  void adapt(bool longer) noexcept {
+    spin_ns_ =
+        longer ? std::min(2 * spin_ns_, spin_limit_ns_) : std::max(spin_ns_ / 2, kShortestSpin);
+  }
   void settle() noexcept;
   // Throws if the deadline has passed, the communicator is broken or a rank is gone.
   void look_around();
@@ -147,14 +164,22 @@ class Engine {
   std::string where() const;
 
   static constexpr int64_t kShortestSpin = 1'000;
+  // Between calls of `progress`; twice as long each time, up to kLongestNap.
+  static constexpr std::chrono::nanoseconds kShortestNap{50'000};
+  static constexpr std::chrono::nanoseconds kLongestNap{2'000'000};
+  static constexpr int64_t kYieldNs = 50'000;
+  static constexpr uint32_t kSleepsApart = 64;
   static constexpr int64_t kLongYield = 200'000;
   static constexpr uint64_t kNever = ~uint64_t{0};
 
   Segment& segment_;
   const uint32_t rank_, ranks_;
   const std::chrono::nanoseconds timeout_;
+  const std::function<void()> progress_;
+  std::chrono::nanoseconds nap_;
   bool oversubscribed_;
-  int64_t spin_limit_ns_, spin_ns_, yield_ns_;
+  int64_t spin_limit_ns_, spin_ns_;
+  uint32_t on_one_core_ = 0;
   const char* operation_ = "";
   uint64_t signature_ = 0;
   uint64_t calls_ = 0;

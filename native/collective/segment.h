@@ -44,6 +44,7 @@ struct alignas(kLine) RankLine {
   std::atomic<uint32_t> asleep;  // futex word: 1 while its rank sleeps
   std::atomic<int32_t> pid;
   std::atomic<uint32_t> left;       // said goodbye
+  std::atomic<uint32_t> core;       // where it was last seen, plus 1
   std::array<Word, 2> want_key;     // what it sleeps for: the key of a word ...
   std::array<Word, 2> want_target;  // ... and the value from which it wants to be woken
 };

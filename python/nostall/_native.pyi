@@ -187,9 +187,14 @@ def python_storage(
     sizes: Annotated[
         NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
     ],
+    versions: Annotated[
+        NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
     read: Callable,
 ) -> Storage:
-    """read(list of (file, offset, size)) -> list of buffers or exceptions."""
+    """
+    read(list of (file, offset, size)) -> list of buffers or exceptions; `versions` are other numbers where the contents are others, like the times of files.
+    """
 
 class LmdbRecords:
     """What a scan of an LMDB tree found."""
@@ -221,9 +226,9 @@ class LmdbRecords:
     @property
     def other_meta_used(self) -> bool: ...
     def stamp(self, arg: str, /) -> str: ...
-    def computed_pages(self) -> tuple[list[int], str]:
+    def computed_pages(self, commit_every: int = 0) -> tuple[list[int], str]:
         """
-        First page of every value by the arithmetic of seed lmdbio-and-horovod 5.2.2, and why it does not hold here (empty: it does).
+        First page of every value by the arithmetic of seed lmdbio-and-horovod 5.2.2 for a writer that committed every so many records (0: once, at the end), and why it does not hold here (empty: it does).
         """
 
 def scan_lmdb(storage: Storage, database: str) -> LmdbRecords: ...
@@ -343,6 +348,33 @@ def callback_source(
     read(list of ids) -> list of buffers or exceptions; samples of a group (rising, or empty) are read together.
     """
 
+class RangeReader:
+    """Reads ranges of a storage's first file; for one thread."""
+
+    def __init__(self, storage: Storage, reader: str, depth: int) -> None: ...
+    def read(
+        self,
+        offset: Annotated[
+            NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        length: Annotated[
+            NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        place: Annotated[
+            NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        into: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")],
+    ) -> float:
+        """
+        Reads range i into into[place[i] : place[i] + length[i]]; seconds it took.
+        """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def bytes_read(self) -> int:
+        """Of the storage, alignment included."""
+
 class Pipeline:
     """Compiled transforms of encoded images."""
 
@@ -364,8 +396,11 @@ def compile_pipeline(
     dtype: str | None = None,
     layout: str | None = None,
     max_pixels: int = 178956970,
+    pixels: dict | None = None,
 ) -> Pipeline:
-    """Compiles [(name, parameters), ...] into a Pipeline."""
+    """
+    Compiles [(name, parameters), ...] into a Pipeline; `pixels` is for samples that are not encoded: height, width, channels, channels_first, bgr.
+    """
 
 def decode_rgb(encoded: object, max_pixels: int = 178956970) -> object:
     """Decodes a JPEG, PNG or WebP image to uint8 RGB, height x width x 3."""

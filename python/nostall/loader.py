@@ -242,11 +242,13 @@ class DataLoader:
         self._pipeline: _native.Pipeline | None = None
         self._python: PythonStage | None = None
         if transforms is not None and not callable(transforms) and is_native(transforms):
-            self._pipeline = compile_transforms(transforms, dtype=dtype, layout=layout)
+            self._pipeline = compile_transforms(
+                transforms, dtype=dtype, layout=layout, pixels=dataset.pixels
+            )
         elif transforms is not None:
             self._python = PythonStage(
                 transforms,
-                decode=decode,
+                decode=dataset.pixels if decode and dataset.pixels else decode,
                 workers=workers,
                 count=self._threads,
                 collate=collate,

@@ -2,7 +2,8 @@
 
 The directory of a run (NOSTALL_TRACE, nostall profile) becomes one self-contained HTML page; two become
 one page side by side. So do statistics (loader.stats().save(file), one file a rank). A Horovod
-timeline, or traces of the PyTorch profiler (one a rank), become a table, and the files named with -o.
+timeline, or traces of the PyTorch profiler (one a rank), become a table, and the files named with -o;
+so does the directory of an MPI profile (nostall run --profile): who arrived when at its collectives.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from pathlib import Path
 
 from nostall import analyze
 from nostall.errors import IoError, UsageError
+from nostall.report import arrivals, run_page, write
 from nostall.report import run as runs
-from nostall.report import run_page, write
 from nostall.report import timeline as timeline_report
 from nostall.stats import Stats
 
@@ -41,6 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the report."""
+    if profiles := arrivals.find(arguments.files):
+        profile, alpha = arrivals.read(profiles), arrivals.Alpha()
+        print(arrivals.text(profile, alpha))
+        for path in arguments.output or []:
+            arrivals.save(profile, alpha, path)
+            print(path)
+        return 0
     directories = [Path(f).is_dir() for f in arguments.files]
     if any(directories):
         if not all(directories):

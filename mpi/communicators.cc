@@ -1,0 +1,192 @@
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <mutex>
+#include <set>
+
+#include "base/clock.h"
+#include "base/error.h"
+#include "mpi_state.h"
+
+namespace nostall::mpi {
+namespace {
+
+std::mutex& registry_mutex() {
+  static std::mutex mutex;
+  return mutex;
+}
+std::set<CommunicatorState*>& registry() {
+  static std::set<CommunicatorState*> all;
+  return all;
+}
+
+int forget(MPI_Comm, int, void* attribute, void*) {
+  auto* state = static_cast<CommunicatorState*>(attribute);
+  const std::scoped_lock lock(registry_mutex());
+  if (registry().erase(state) > 0) delete state;
+  return MPI_SUCCESS;
+}
+
+int keyval() {
+  static const int key = [] {
+    int made = MPI_KEYVAL_INVALID;
+    PMPI_Comm_create_keyval(MPI_COMM_NULL_COPY_FN, forget, &made, nullptr);
+    return made;
+  }();
+  return key;
+}
+
+bool switched_off() {
+  static const bool off = [] {
+    const char* mode = std::getenv("NOSTALL_MPI");
+    return mode != nullptr && std::string(mode) == "off";
+  }();
+  return off;
+}
+
+std::chrono::nanoseconds timeout() {
+  const char* seconds = std::getenv("NOSTALL_MPI_TIMEOUT");
+  const double value = seconds == nullptr ? 0 : std::atof(seconds);
+  return value > 0 ? std::chrono::nanoseconds(static_cast<int64_t>(value * 1e9))
+                   : std::chrono::hours(24);
+}
+
+// While a rank waits in shared memory, the messages that it sent before must still go out.
+void progress() {
+  int flag = 0;
+  PMPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, MPI_COMM_SELF, &flag, MPI_STATUS_IGNORE);
+}
+
+// The ranks of `comm` that share memory; NOSTALL_NODE lets one machine stand for several.
+MPI_Comm split_by_node(MPI_Comm comm, int rank) {
+  MPI_Comm node = MPI_COMM_NULL;
+  if (const char* name = std::getenv("NOSTALL_NODE")) {
+    const auto color = static_cast<int>(std::hash<std::string>{}(name)&0x3fffffff);
+    PMPI_Comm_split(comm, color, rank, &node);
+  } else {
+    PMPI_Comm_split_type(comm, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &node);
+  }
+  return node;
+}
+
+void join_node(CommunicatorState& state, MPI_Comm node) {
+  std::array<char, 96> job{};
+  if (state.node_rank == 0) {
+    static std::atomic<uint32_t> made{0};
+    std::snprintf(job.data(), job.size(), "mpi %ld %lld %u", static_cast<long>(::getpid()),
+                  static_cast<long long>(now_ns()), made.fetch_add(1));
+  }
+  PMPI_Bcast(job.data(), static_cast<int>(job.size()), MPI_CHAR, 0, node);
+  collective::CommunicatorConfig config;
+  config.job = job.data();
+  config.rank = static_cast<uint32_t>(state.node_rank);
+  config.ranks = static_cast<uint32_t>(state.node_ranks);
+  config.arena_bytes = 0;
+  config.timeout = timeout();
+  config.join_timeout = std::chrono::minutes(1);
+  config.progress = progress;
+  int joined = config.ranks < 1024 ? 1 : 0;
+  std::string why = "more than 1023 ranks share a node";
+  // All ranks try or none: one that failed alone would leave the others waiting.
+  if (joined == 1) {
+    try {
+      state.node = std::make_unique<collective::Communicator>(config);
+    } catch (const Error& error) {
+      joined = 0;
+      why = error.what();
+    }
+  }
+  if (joined == 0 && state.node_rank == 0) {
+    std::fprintf(stderr, "nostall: the MPI's own collectives are used: %s\n", why.c_str());
+  }
+}
+
+uint64_t agree_on_name(const CommunicatorState& state, MPI_Comm comm) {
+  static std::atomic<uint64_t> made{0};
+  uint64_t name = 0;
+  if (state.rank == 0) {
+    name = (static_cast<uint64_t>(::getpid()) << 32 ^ static_cast<uint64_t>(now_ns()) << 8 ^
+            made.fetch_add(1)) &
+           ((uint64_t{1} << 53) - 1);  // JSON's numbers
+  }
+  PMPI_Bcast(&name, 1, MPI_UINT64_T, 0, comm);
+  return name;
+}
+
+// All ranks of `comm` are here.
+void set_up(CommunicatorState& state, MPI_Comm comm) {
+  MPI_Comm node = split_by_node(comm, state.rank);
+  PMPI_Comm_rank(node, &state.node_rank);
+  PMPI_Comm_size(node, &state.node_ranks);
+  join_node(state, node);
+  PMPI_Comm_free(&node);
+  std::array<int, 2> agreed{state.node ? 1 : 0, state.node_ranks == state.ranks ? 1 : 0};
+  PMPI_Allreduce(MPI_IN_PLACE, agreed.data(), 2, MPI_INT, MPI_MIN, comm);
+  if (agreed[0] == 0) {
+    state.passed = Passed::not_shared;
+    state.node.reset();
+    return;
+  }
+  state.one_node = agreed[1] == 1;
+  if (state.one_node) return;
+  PMPI_Comm_split(comm, state.node_rank == 0 ? 0 : MPI_UNDEFINED, state.rank, &state.heads);
+  std::array<int, 2> mine{0, state.node_rank};
+  if (state.heads != MPI_COMM_NULL) PMPI_Comm_rank(state.heads, mine.data());
+  state.node->broadcast(mine.data(), sizeof(int), 0);
+  std::vector<int> all(2 * static_cast<size_t>(state.ranks));
+  PMPI_Allgather(mine.data(), 2, MPI_INT, all.data(), 2, MPI_INT, comm);
+  for (size_t r = 0; r < all.size(); r += 2) {
+    state.node_of.push_back(all[r]);
+    state.node_rank_of.push_back(all[r + 1]);
+  }
+}
+
+}  // namespace
+
+CommunicatorState::~CommunicatorState() {
+  if (heads != MPI_COMM_NULL) PMPI_Comm_free(&heads);
+}
+
+CommunicatorState* state_of(MPI_Comm comm) {
+  void* attribute = nullptr;
+  int found = 0;
+  if (comm == MPI_COMM_NULL) return nullptr;
+  PMPI_Comm_get_attr(comm, keyval(), &attribute, &found);
+  if (found != 0) return static_cast<CommunicatorState*>(attribute);
+  auto made = std::make_unique<CommunicatorState>();
+  int inter = 0;
+  PMPI_Comm_test_inter(comm, &inter);
+  PMPI_Comm_rank(comm, &made->rank);
+  PMPI_Comm_size(comm, &made->ranks);
+  if (inter == 0) made->name = agree_on_name(*made, comm);
+  if (switched_off()) {
+    made->passed = Passed::switched_off;
+  } else if (inter != 0) {
+    made->passed = Passed::inter_communicator;
+  } else {
+    set_up(*made, comm);
+  }
+  const std::scoped_lock lock(registry_mutex());
+  static uint32_t next = 0;
+  made->id = next++;
+  CommunicatorState* state = made.release();
+  registry().insert(state);
+  PMPI_Comm_set_attr(comm, keyval(), state);
+  return state;
+}
+
+void free_states() {
+  const std::scoped_lock lock(registry_mutex());
+  for (CommunicatorState* state : registry()) delete state;
+  registry().clear();
+}
+
+Counters& counters() {
+  static Counters all;
+  return all;
+}
+
+}  // namespace nostall::mpi

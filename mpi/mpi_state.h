@@ -1,0 +1,91 @@
+// mpi/mpi_state.h - what libnostall_mpi.so keeps between the calls of an MPI program.
+//
+// Loaded with LD_PRELOAD into an unmodified program, it answers MPI_Allreduce, MPI_Reduce,
+// MPI_Bcast and MPI_Barrier from collective/ on communicators within a node, and in two levels on
+// others; all else reaches the MPI untouched. NOSTALL_MPI chooses: "replace" (the default), "off";
+// with NOSTALL_MPI_PROFILE=DIRECTORY every call is recorded (profile.cc).
+//
+// Whether a call is ours must come out the same on every rank without asking: it depends only on
+// what MPI requires to be the same everywhere (communicator, operation, type signature), never on a
+// buffer.
+// Thread-safety: as the MPI's; several threads may call on different communicators.
+#pragma once
+
+#include <mpi.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "collective/communicator.h"
+
+namespace nostall::mpi {
+
+enum class Call : uint8_t { allreduce, reduce, bcast, barrier };
+inline constexpr int kCalls = 4;
+const char* name_of(Call call) noexcept;
+
+// Why a call was left to the MPI.
+enum class Passed : uint8_t { no, switched_off, inter_communicator, not_shared, type, multi_node };
+inline constexpr int kPassed = 6;
+const char* name_of(Passed passed) noexcept;
+
+// A communicator of the program, as we see it; one attribute on it holds this.
+struct CommunicatorState {
+  int rank = 0, ranks = 1;
+  uint32_t id = 0;    // in the order of first use on this rank
+  uint64_t name = 0;  // the same on all its ranks, different for any other
+  Passed passed = Passed::no;
+  std::unique_ptr<collective::Communicator> node;  // its ranks on this node
+  int node_rank = 0, node_ranks = 1;
+  bool one_node = true;
+  MPI_Comm heads = MPI_COMM_NULL;  // node rank 0 of every node; null on the others
+  std::vector<int> node_of;        // of every rank, where there are several
+  std::vector<int> node_rank_of;
+  ~CommunicatorState();
+};
+
+// The state of a communicator; made at its first collective call, in which all its ranks take part.
+// Null before MPI_Init or after MPI_Finalize.
+CommunicatorState* state_of(MPI_Comm comm);
+// Frees what is kept; the program's communicators are about to end.
+void free_states();
+
+// An MPI operation on an MPI type, as collective/ knows it; nothing if the type has gaps.
+class MpiReducer {
+ public:
+  static std::optional<MpiReducer> find(MPI_Datatype type, MPI_Op op);
+  const collective::Reducer& get() const noexcept { return *reducer_; }
+  size_t element_bytes() const noexcept { return reducer_->element_bytes(); }
+
+ private:
+  struct Operation {
+    MPI_Datatype type;
+    MPI_Op op;
+  };
+  std::shared_ptr<Operation> operation_;  // at a fixed address: a user's operation points to it
+  std::optional<collective::Reducer> reducer_;
+};
+// Whether `count` elements lie in memory without gaps from the buffer's address on.
+bool is_contiguous(MPI_Datatype type, uint64_t* element_bytes);
+
+struct Counters {
+  std::array<std::atomic<uint64_t>, kCalls> ours{};
+  std::array<std::atomic<uint64_t>, kPassed> passed{};
+  std::atomic<uint64_t> nonblocking{0};
+};
+Counters& counters();
+
+// profile.cc: one record a call, in memory until MPI_Finalize. Off unless asked for.
+bool profiling() noexcept;
+void profile_begin();  // at MPI_Init; estimates this node's clock against rank 0's
+void profile_end();    // at MPI_Finalize; estimates it again, and writes the file
+void record(Call call, const CommunicatorState* state, uint64_t count, uint64_t bytes,
+            int64_t arrived, bool ours) noexcept;
+
+}  // namespace nostall::mpi

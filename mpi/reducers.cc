@@ -1,0 +1,108 @@
+// MPI's types and operations in terms of ours. What we have no kernel for (a user's operation,
+// MINLOC, Fortran's types) is computed by the MPI itself, MPI_Reduce_local.
+#include <cstring>
+#include <utility>
+
+#include "mpi_state.h"
+
+namespace nostall::mpi {
+namespace {
+
+using collective::DataType;
+using collective::Op;
+
+template <typename T>
+constexpr DataType integer() {
+  constexpr bool is_signed = static_cast<T>(-1) < T{};
+  switch (sizeof(T)) {
+    case 1:
+      return is_signed ? DataType::int8 : DataType::uint8;
+    case 2:
+      return is_signed ? DataType::int16 : DataType::uint16;
+    case 4:
+      return is_signed ? DataType::int32 : DataType::uint32;
+    default:
+      return is_signed ? DataType::int64 : DataType::uint64;
+  }
+}
+
+std::optional<DataType> type_of(MPI_Datatype type) {
+  // Handles are not constant expressions in every MPI.
+  static const std::vector<std::pair<MPI_Datatype, DataType>> known{
+      {MPI_FLOAT, DataType::float32},
+      {MPI_DOUBLE, DataType::float64},
+      {MPI_INT, integer<int>()},
+      {MPI_LONG, integer<long>()},
+      {MPI_UNSIGNED, integer<unsigned>()},
+      {MPI_UNSIGNED_LONG, integer<unsigned long>()},
+      {MPI_LONG_LONG, integer<long long>()},
+      {MPI_UNSIGNED_LONG_LONG, integer<unsigned long long>()},
+      {MPI_SHORT, integer<short>()},
+      {MPI_UNSIGNED_SHORT, integer<unsigned short>()},
+      {MPI_SIGNED_CHAR, DataType::int8},
+      {MPI_UNSIGNED_CHAR, DataType::uint8},
+      {MPI_INT8_T, DataType::int8},
+      {MPI_INT16_T, DataType::int16},
+      {MPI_INT32_T, DataType::int32},
+      {MPI_INT64_T, DataType::int64},
+      {MPI_UINT8_T, DataType::uint8},
+      {MPI_UINT16_T, DataType::uint16},
+      {MPI_UINT32_T, DataType::uint32},
+      {MPI_UINT64_T, DataType::uint64},
+      {MPI_C_FLOAT_COMPLEX, DataType::complex64},
+      {MPI_C_DOUBLE_COMPLEX, DataType::complex128}};
+  for (const auto& [theirs, ours] : known) {
+    if (theirs == type) return ours;
+  }
+  return std::nullopt;
+}
+
+std::optional<Op> op_of(MPI_Op op) {
+  static const std::vector<std::pair<MPI_Op, Op>> known{
+      {MPI_SUM, Op::sum},   {MPI_PROD, Op::prod}, {MPI_MIN, Op::min},   {MPI_MAX, Op::max},
+      {MPI_LAND, Op::land}, {MPI_LOR, Op::lor},   {MPI_LXOR, Op::lxor}, {MPI_BAND, Op::band},
+      {MPI_BOR, Op::bor},   {MPI_BXOR, Op::bxor}};
+  for (const auto& [theirs, ours] : known) {
+    if (theirs == op) return ours;
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+bool is_contiguous(MPI_Datatype type, uint64_t* element_bytes) {
+  int size = 0;
+  MPI_Aint low = 0, extent = 0, true_low = 0, true_extent = 0;
+  if (PMPI_Type_size(type, &size) != MPI_SUCCESS || size <= 0 ||
+      PMPI_Type_get_extent(type, &low, &extent) != MPI_SUCCESS ||
+      PMPI_Type_get_true_extent(type, &true_low, &true_extent) != MPI_SUCCESS) {
+    return false;
+  }
+  *element_bytes = static_cast<uint64_t>(size);
+  return low == 0 && true_low == 0 && extent == size && true_extent == size;
+}
+
+std::optional<MpiReducer> MpiReducer::find(MPI_Datatype type, MPI_Op op) {
+  MpiReducer result;
+  const auto ours = type_of(type);
+  const auto operation = op_of(op);
+  if (ours && operation && collective::is_defined(*operation, *ours)) {
+    result.reducer_.emplace(*operation, *ours);
+    return result;
+  }
+  uint64_t element = 0;
+  int commutes = 0;
+  if (!is_contiguous(type, &element) || element > 4096 ||
+      PMPI_Op_commutative(op, &commutes) != MPI_SUCCESS) {
+    return std::nullopt;
+  }
+  result.operation_ = std::make_shared<Operation>(Operation{type, op});
+  const auto combine = [](const void* in, void* inout, uint64_t count, void* context) {
+    const auto* self = static_cast<const Operation*>(context);
+    PMPI_Reduce_local(in, inout, static_cast<int>(count), self->type, self->op);
+  };
+  result.reducer_.emplace(combine, result.operation_.get(), element, commutes != 0);
+  return result;
+}
+
+}  // namespace nostall::mpi

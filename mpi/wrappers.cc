@@ -1,0 +1,366 @@
+// The functions that a program calls instead of its MPI's.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/error.h"
+#include "mpi_state.h"
+
+#define NOSTALL_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace nostall::mpi {
+namespace {
+
+// Between nodes a message travels in pieces, each as soon as its node has reduced it.
+constexpr uint64_t kPieceBytes = 1 << 20;
+
+// A buffer whose address our kernels accept, and its way back.
+class Aligned {
+ public:
+  Aligned(const void* data, uint64_t bytes, size_t alignment, bool fill) : data_(data) {
+    if (reinterpret_cast<uintptr_t>(data) % alignment == 0) return;
+    copy_.resize(bytes);
+    if (fill) std::memcpy(copy_.data(), data, bytes);
+  }
+  void* get() { return copy_.empty() ? const_cast<void*>(data_) : copy_.data(); }
+  void write_back() {
+    if (!copy_.empty()) std::memcpy(const_cast<void*>(data_), copy_.data(), copy_.size());
+  }
+
+ private:
+  const void* data_;
+  std::vector<std::byte> copy_;
+};
+
+// Times one call for the profile, and counts it.
+class Traced {
+ public:
+  Traced(Call call, uint64_t count, uint64_t bytes)
+      : call_(call), count_(count), bytes_(bytes), arrived_(profiling() ? now_ns() : 0) {}
+  int passed(const CommunicatorState* state, Passed why, int result) {
+    counters().passed[static_cast<size_t>(why)].fetch_add(1, std::memory_order_relaxed);
+    if (profiling()) record(call_, state, count_, bytes_, arrived_, false);
+    return result;
+  }
+  int ours(const CommunicatorState* state) {
+    counters().ours[static_cast<size_t>(call_)].fetch_add(1, std::memory_order_relaxed);
+    if (profiling()) record(call_, state, count_, bytes_, arrived_, true);
+    return MPI_SUCCESS;
+  }
+
+ private:
+  const Call call_;
+  const uint64_t count_, bytes_;
+  const int64_t arrived_;
+};
+
+int fail(MPI_Comm comm, const Error& error) {
+  std::fprintf(stderr, "nostall: %s\n", error.what());
+  PMPI_Comm_call_errhandler(comm, MPI_ERR_OTHER);
+  return MPI_ERR_OTHER;
+}
+
+uint64_t bytes_of(uint64_t count, MPI_Datatype type) {
+  int size = 0;
+  PMPI_Type_size(type, &size);
+  return count * static_cast<uint64_t>(size > 0 ? size : 0);
+}
+
+// In the node to its first rank, among those of all nodes, and back; in pieces that overlap.
+void two_level_allreduce(CommunicatorState& state, const std::byte* in, std::byte* out,
+                         uint64_t count, MPI_Datatype type, MPI_Op op, const MpiReducer& reducer) {
+  const uint64_t element = reducer.element_bytes();
+  const uint64_t piece = kPieceBytes / element > 0 ? kPieceBytes / element : 1;
+  const bool head = state.heads != MPI_COMM_NULL;
+  std::vector<MPI_Request> requests;
+  for (uint64_t at = 0; at < count; at += piece) {
+    const uint64_t n = std::min(piece, count - at);
+    state.node->reduce(in + at * element, out + at * element, n, reducer.get(), 0);
+    if (head) {
+      requests.emplace_back();
+      PMPI_Iallreduce(MPI_IN_PLACE, out + at * element, static_cast<int>(n), type, op, state.heads,
+                      &requests.back());
+    }
+  }
+  for (uint64_t at = 0, i = 0; at < count; at += piece, ++i) {
+    if (head) PMPI_Wait(&requests[i], MPI_STATUS_IGNORE);
+    state.node->broadcast(out + at * element, std::min(piece, count - at) * element, 0);
+  }
+}
+
+template <typename Pass>
+int allreduce(const void* send, void* receive, uint64_t count, MPI_Datatype type, MPI_Op op,
+              MPI_Comm comm, Pass pass) {
+  Traced traced(Call::allreduce, count, profiling() ? bytes_of(count, type) : 0);
+  CommunicatorState* state = state_of(comm);
+  if (state == nullptr || state->passed != Passed::no) {
+    return traced.passed(state, state ? state->passed : Passed::no, pass());
+  }
+  const auto reducer = MpiReducer::find(type, op);
+  if (!reducer) return traced.passed(state, Passed::type, pass());
+  // Of several nodes only orders that do not matter: a node's ranks need not be neighbours.
+  if (!state->one_node && !reducer->get().commutative()) {
+    return traced.passed(state, Passed::multi_node, pass());
+  }
+  try {
+    const uint64_t bytes = count * reducer->element_bytes();
+    const size_t alignment = reducer->get().alignment();
+    Aligned out(receive, bytes, alignment, send == MPI_IN_PLACE);
+    Aligned in(send == MPI_IN_PLACE ? out.get() : send, bytes, alignment, true);
+    if (state->one_node) {
+      state->node->allreduce(in.get(), out.get(), count, reducer->get());
+    } else {
+      two_level_allreduce(*state, static_cast<const std::byte*>(in.get()),
+                          static_cast<std::byte*>(out.get()), count, type, op, *reducer);
+    }
+    out.write_back();
+  } catch (const Error& error) {
+    return fail(comm, error);
+  }
+  return traced.ours(state);
+}
+
+template <typename Pass>
+int reduce(const void* send, void* receive, uint64_t count, MPI_Datatype type, MPI_Op op, int root,
+           MPI_Comm comm, Pass pass) {
+  Traced traced(Call::reduce, count, profiling() ? bytes_of(count, type) : 0);
+  CommunicatorState* state = state_of(comm);
+  if (state == nullptr || state->passed != Passed::no) {
+    return traced.passed(state, state ? state->passed : Passed::no, pass());
+  }
+  const auto reducer = MpiReducer::find(type, op);
+  if (!reducer) return traced.passed(state, Passed::type, pass());
+  if (!state->one_node) return traced.passed(state, Passed::multi_node, pass());
+  if (root < 0 || root >= state->ranks) return pass();  // an error; the MPI says so
+  try {
+    const uint64_t bytes = count * reducer->element_bytes();
+    const size_t alignment = reducer->get().alignment();
+    const bool is_root = state->rank == root;
+    Aligned out(is_root ? receive : nullptr, is_root ? bytes : 0, alignment, send == MPI_IN_PLACE);
+    Aligned in(send == MPI_IN_PLACE ? out.get() : send, bytes, alignment, true);
+    state->node->reduce(in.get(), out.get(), count, reducer->get(), static_cast<uint32_t>(root));
+    if (is_root) out.write_back();
+  } catch (const Error& error) {
+    return fail(comm, error);
+  }
+  return traced.ours(state);
+}
+
+void two_level_bcast(CommunicatorState& state, void* data, uint64_t bytes, int root) {
+  const auto at = static_cast<size_t>(root);
+  const int node = state.node_of[at];
+  const bool here = state.node_of[static_cast<size_t>(state.rank)] == node;
+  if (here) state.node->broadcast(data, bytes, static_cast<uint32_t>(state.node_rank_of[at]));
+  if (state.heads != MPI_COMM_NULL) {
+    constexpr uint64_t kMost = 1 << 30;
+    for (uint64_t done = 0; done < bytes; done += kMost) {
+      PMPI_Bcast(static_cast<std::byte*>(data) + done,
+                 static_cast<int>(std::min(kMost, bytes - done)), MPI_BYTE, node, state.heads);
+    }
+  }
+  if (!here) state.node->broadcast(data, bytes, 0);
+}
+
+// Ranks may describe the same bytes by different types, so every type is ours: one with gaps is
+// packed first.
+template <typename Pass>
+int bcast(void* buffer, uint64_t count, MPI_Datatype type, int root, MPI_Comm comm, Pass pass) {
+  const uint64_t bytes = bytes_of(count, type);
+  Traced traced(Call::bcast, count, bytes);
+  CommunicatorState* state = state_of(comm);
+  if (state == nullptr || state->passed != Passed::no) {
+    return traced.passed(state, state ? state->passed : Passed::no, pass());
+  }
+  if (root < 0 || root >= state->ranks || bytes > 0x7fffffff) {
+    return traced.passed(state, Passed::type, pass());
+  }
+  try {
+    uint64_t element = 0;
+    const bool whole = bytes == 0 || is_contiguous(type, &element);
+    std::vector<std::byte> packed(whole ? 0 : bytes);
+    int position = 0;
+    if (!whole && state->rank == root) {
+      PMPI_Pack(buffer, static_cast<int>(count), type, packed.data(), static_cast<int>(bytes),
+                &position, comm);
+    }
+    void* data = whole ? buffer : packed.data();
+    if (bytes == 0) {
+      state->node->broadcast(nullptr, 0, 0);
+    } else if (state->one_node) {
+      state->node->broadcast(data, bytes, static_cast<uint32_t>(root));
+    } else {
+      two_level_bcast(*state, data, bytes, root);
+    }
+    if (!whole && state->rank != root) {
+      PMPI_Unpack(packed.data(), static_cast<int>(bytes), &position, buffer,
+                  static_cast<int>(count), type, comm);
+    }
+  } catch (const Error& error) {
+    return fail(comm, error);
+  }
+  return traced.ours(state);
+}
+
+int barrier(MPI_Comm comm) {
+  Traced traced(Call::barrier, 0, 0);
+  CommunicatorState* state = state_of(comm);
+  if (state == nullptr || state->passed != Passed::no) {
+    return traced.passed(state, state ? state->passed : Passed::no, PMPI_Barrier(comm));
+  }
+  try {
+    state->node->barrier();
+    if (!state->one_node) {
+      if (state->heads != MPI_COMM_NULL) PMPI_Barrier(state->heads);
+      state->node->barrier();
+    }
+  } catch (const Error& error) {
+    return fail(comm, error);
+  }
+  return traced.ours(state);
+}
+
+void begin() {
+  if (profiling()) profile_begin();
+}
+
+void report() {
+  const char* verbose = std::getenv("NOSTALL_MPI_VERBOSE");
+  int rank = 0;
+  PMPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  if (verbose == nullptr || std::atoi(verbose) == 0 || rank != 0) return;
+  const Counters& all = counters();
+  std::fprintf(stderr, "nostall: rank 0:");
+  for (int i = 0; i < kCalls; ++i) {
+    std::fprintf(stderr, " %s %llu", name_of(static_cast<Call>(i)),
+                 static_cast<unsigned long long>(all.ours[static_cast<size_t>(i)].load()));
+  }
+  std::fprintf(stderr, "; left to the MPI:");
+  for (int i = 1; i < kPassed; ++i) {
+    std::fprintf(stderr, " %s %llu", name_of(static_cast<Passed>(i)),
+                 static_cast<unsigned long long>(all.passed[static_cast<size_t>(i)].load()));
+  }
+  std::fprintf(stderr, " nonblocking %llu\n",
+               static_cast<unsigned long long>(all.nonblocking.load()));
+}
+
+}  // namespace
+
+const char* name_of(Call call) noexcept {
+  static constexpr std::array<const char*, kCalls> names{"allreduce", "reduce", "bcast", "barrier"};
+  return names[static_cast<size_t>(call)];
+}
+const char* name_of(Passed passed) noexcept {
+  static constexpr std::array<const char*, kPassed> names{
+      "none", "switched-off", "inter-communicator", "not-shared", "type", "several-nodes"};
+  return names[static_cast<size_t>(passed)];
+}
+
+}  // namespace nostall::mpi
+
+namespace own = nostall::mpi;
+
+NOSTALL_EXPORT int MPI_Init(int* argc, char*** argv) {
+  const int result = PMPI_Init(argc, argv);
+  if (result == MPI_SUCCESS) own::begin();
+  return result;
+}
+
+NOSTALL_EXPORT int MPI_Init_thread(int* argc, char*** argv, int required, int* provided) {
+  const int result = PMPI_Init_thread(argc, argv, required, provided);
+  if (result == MPI_SUCCESS) own::begin();
+  return result;
+}
+
+NOSTALL_EXPORT int MPI_Finalize() {
+  own::report();
+  if (own::profiling()) own::profile_end();
+  own::free_states();
+  return PMPI_Finalize();
+}
+
+NOSTALL_EXPORT int MPI_Allreduce(const void* send, void* receive, int count, MPI_Datatype type,
+                                 MPI_Op op, MPI_Comm comm) {
+  const auto pass = [&] { return PMPI_Allreduce(send, receive, count, type, op, comm); };
+  return count < 0
+             ? pass()
+             : own::allreduce(send, receive, static_cast<uint64_t>(count), type, op, comm, pass);
+}
+
+NOSTALL_EXPORT int MPI_Reduce(const void* send, void* receive, int count, MPI_Datatype type,
+                              MPI_Op op, int root, MPI_Comm comm) {
+  const auto pass = [&] { return PMPI_Reduce(send, receive, count, type, op, root, comm); };
+  return count < 0
+             ? pass()
+             : own::reduce(send, receive, static_cast<uint64_t>(count), type, op, root, comm, pass);
+}
+
+NOSTALL_EXPORT int MPI_Bcast(void* buffer, int count, MPI_Datatype type, int root, MPI_Comm comm) {
+  const auto pass = [&] { return PMPI_Bcast(buffer, count, type, root, comm); };
+  return count < 0 ? pass()
+                   : own::bcast(buffer, static_cast<uint64_t>(count), type, root, comm, pass);
+}
+
+NOSTALL_EXPORT int MPI_Barrier(MPI_Comm comm) { return own::barrier(comm); }
+
+// Nonblocking calls need a thread to be ours; they are counted and left to the MPI.
+NOSTALL_EXPORT int MPI_Iallreduce(const void* send, void* receive, int count, MPI_Datatype type,
+                                  MPI_Op op, MPI_Comm comm, MPI_Request* request) {
+  own::counters().nonblocking.fetch_add(1, std::memory_order_relaxed);
+  return PMPI_Iallreduce(send, receive, count, type, op, comm, request);
+}
+NOSTALL_EXPORT int MPI_Ireduce(const void* send, void* receive, int count, MPI_Datatype type,
+                               MPI_Op op, int root, MPI_Comm comm, MPI_Request* request) {
+  own::counters().nonblocking.fetch_add(1, std::memory_order_relaxed);
+  return PMPI_Ireduce(send, receive, count, type, op, root, comm, request);
+}
+NOSTALL_EXPORT int MPI_Ibcast(void* buffer, int count, MPI_Datatype type, int root, MPI_Comm comm,
+                              MPI_Request* request) {
+  own::counters().nonblocking.fetch_add(1, std::memory_order_relaxed);
+  return PMPI_Ibcast(buffer, count, type, root, comm, request);
+}
+NOSTALL_EXPORT int MPI_Ibarrier(MPI_Comm comm, MPI_Request* request) {
+  own::counters().nonblocking.fetch_add(1, std::memory_order_relaxed);
+  return PMPI_Ibarrier(comm, request);
+}
+
+#if MPI_VERSION >= 4
+NOSTALL_EXPORT int MPI_Allreduce_c(const void* send, void* receive, MPI_Count count,
+                                   MPI_Datatype type, MPI_Op op, MPI_Comm comm) {
+  const auto pass = [&] { return PMPI_Allreduce_c(send, receive, count, type, op, comm); };
+  return count < 0
+             ? pass()
+             : own::allreduce(send, receive, static_cast<uint64_t>(count), type, op, comm, pass);
+}
+NOSTALL_EXPORT int MPI_Reduce_c(const void* send, void* receive, MPI_Count count, MPI_Datatype type,
+                                MPI_Op op, int root, MPI_Comm comm) {
+  const auto pass = [&] { return PMPI_Reduce_c(send, receive, count, type, op, root, comm); };
+  return count < 0
+             ? pass()
+             : own::reduce(send, receive, static_cast<uint64_t>(count), type, op, root, comm, pass);
+}
+NOSTALL_EXPORT int MPI_Bcast_c(void* buffer, MPI_Count count, MPI_Datatype type, int root,
+                               MPI_Comm comm) {
+  const auto pass = [&] { return PMPI_Bcast_c(buffer, count, type, root, comm); };
+  return count < 0 ? pass()
+                   : own::bcast(buffer, static_cast<uint64_t>(count), type, root, comm, pass);
+}
+NOSTALL_EXPORT int MPI_Iallreduce_c(const void* send, void* receive, MPI_Count count,
+                                    MPI_Datatype type, MPI_Op op, MPI_Comm comm,
+                                    MPI_Request* request) {
+  own::counters().nonblocking.fetch_add(1, std::memory_order_relaxed);
+  return PMPI_Iallreduce_c(send, receive, count, type, op, comm, request);
+}
+NOSTALL_EXPORT int MPI_Ireduce_c(const void* send, void* receive, MPI_Count count,
+                                 MPI_Datatype type, MPI_Op op, int root, MPI_Comm comm,
+                                 MPI_Request* request) {
+  own::counters().nonblocking.fetch_add(1, std::memory_order_relaxed);
+  return PMPI_Ireduce_c(send, receive, count, type, op, root, comm, request);
+}
+NOSTALL_EXPORT int MPI_Ibcast_c(void* buffer, MPI_Count count, MPI_Datatype type, int root,
+                                MPI_Comm comm, MPI_Request* request) {
+  own::counters().nonblocking.fetch_add(1, std::memory_order_relaxed);
+  return PMPI_Ibcast_c(buffer, count, type, root, comm, request);
+}
+#endif

@@ -1,0 +1,209 @@
+"""One rank of ``nostall bench allreduce``; run as a file, with one argument: its settings in JSON.
+
+Needs NumPy and the engine that it measures, so that other environments' MPI can run it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Buffer = NDArray[np.float32]
+
+
+class Engine(Protocol):
+    """What is measured; `collective` sums in place, for all ranks or for rank 0."""
+
+    rank: int
+
+    def buffer(self, count: int) -> Buffer: ...
+    def barrier(self) -> None: ...
+    def prepare(self, buffer: Buffer) -> Any:
+        """What collective() takes."""
+
+    def collective(self, prepared: Any) -> None: ...
+    def add(self, values: NDArray[np.float64]) -> None:
+        """In place, over all ranks."""
+
+
+class Nostall:
+    def __init__(self, settings: dict[str, Any]) -> None:
+        from nostall.collective import Communicator
+
+        self.rank = int(settings["rank"])
+        self._options = settings["options"]
+        self._communicator = Communicator(settings["job"], self.rank, settings["ranks"])
+        self._live = self._communicator._live()
+        self._reduces = settings["operation"] == "reduce"
+        self._call = self._live.reduce if self._reduces else self._live.allreduce
+        self.barrier = self._live.barrier
+
+    def buffer(self, count: int) -> Buffer:
+        if self._options.get("shared"):
+            return self._communicator.empty(count, np.float32)
+        return np.empty(count, np.float32)
+
+    def prepare(self, buffer: Buffer) -> Any:
+        from nostall._native import Reducer
+
+        address = buffer.__array_interface__["data"][0]
+        algorithm = self._options.get("algorithm", "cooperative")
+        fixed = bool(self._options.get("fixed"))
+        root = (0,) if self._reduces else ()
+        return (address, address, buffer.size, Reducer("sum", "float32"), *root, algorithm, fixed)
+
+    def collective(self, prepared: Any) -> None:
+        self._call(*prepared)
+
+    def add(self, values: NDArray[np.float64]) -> None:
+        self._communicator.allreduce(values)
+
+
+class Gloo:
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import torch
+        import torch.distributed
+
+        torch.set_num_threads(1)
+        self._torch: Any = torch
+        self._distributed: Any = torch.distributed
+        self.rank = int(settings["rank"])
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self._distributed.init_process_group(
+            "gloo",
+            init_method=f"file://{settings['out']}/gloo-{settings['job']}",
+            rank=self.rank,
+            world_size=settings["ranks"],
+        )
+        self.barrier = self._distributed.barrier
+        self._reduces = settings["operation"] == "reduce"
+
+    def collective(self, prepared: Any) -> None:
+        if self._reduces:
+            self._distributed.reduce(prepared, 0)
+        else:
+            self._distributed.all_reduce(prepared)
+
+    def add(self, values: NDArray[np.float64]) -> None:
+        self._distributed.all_reduce(self._torch.from_numpy(values))
+
+    def buffer(self, count: int) -> Buffer:
+        return np.empty(count, np.float32)
+
+    def prepare(self, buffer: Buffer) -> Any:
+        return self._torch.from_numpy(buffer)
+
+
+class Mpi:
+    def __init__(self, settings: dict[str, Any]) -> None:
+        from mpi4py import MPI
+
+        self._mpi: Any = MPI
+        self.rank = MPI.COMM_WORLD.rank
+        self.barrier = MPI.COMM_WORLD.Barrier
+        self._reduces = settings["operation"] == "reduce"
+
+    def buffer(self, count: int) -> Buffer:
+        return np.empty(count, np.float32)
+
+    def prepare(self, buffer: Buffer) -> Any:
+        return [buffer, self._mpi.FLOAT]
+
+    def collective(self, prepared: Any) -> None:
+        if not self._reduces:
+            self._mpi.COMM_WORLD.Allreduce(self._mpi.IN_PLACE, prepared)
+        elif self.rank == 0:
+            self._mpi.COMM_WORLD.Reduce(self._mpi.IN_PLACE, prepared)
+        else:
+            self._mpi.COMM_WORLD.Reduce(prepared, None)
+
+    def add(self, values: NDArray[np.float64]) -> None:
+        self._mpi.COMM_WORLD.Allreduce(self._mpi.IN_PLACE, values)
+
+
+def _compute_until(end: int) -> None:
+    while time.monotonic_ns() < end:
+        pass
+
+
+def _alpha_ns(count: int) -> float:
+    """A message's way from one rank to another, roughly: one copy and a microsecond."""
+    a, b = np.ones(count, np.float32), np.empty(count, np.float32)
+    times = []
+    for _ in range(5):
+        begin = time.monotonic_ns()
+        np.copyto(b, a)
+        times.append(time.monotonic_ns() - begin)
+    return 1000.0 + float(np.median(times))
+
+
+def _measure(engine: Engine, settings: dict[str, Any], size: int, mif: float) -> dict[str, Any]:
+    """Listings 4.1 (mif 0) and 4.2 of the seed on arrival-aware collectives."""
+    count = size // 4
+    buffer = engine.buffer(count)
+    buffer[:] = 0
+    prepared = engine.prepare(buffer)
+    alpha = _alpha_ns(count)
+    begin = time.monotonic_ns()
+    for _ in range(3):
+        engine.barrier()
+        engine.collective(prepared)
+    agreed = np.array([(time.monotonic_ns() - begin) / 3, alpha]) / settings["ranks"]
+    engine.add(agreed)
+    each, alpha = float(agreed[0]), float(agreed[1])
+    late = settings["late_ms"] * 1e6
+    per_call = each + mif * alpha + late
+    iterations = int(min(max(settings["seconds"] * 1e9 / per_call, 5), settings["most"]))
+    for _ in range(iterations // 5):
+        engine.barrier()
+        engine.collective(prepared)
+    # All engines and repeats draw the same delays.
+    draws = np.random.default_rng([int(mif), size]).random((iterations, settings["ranks"]))
+    arrive = np.empty(iterations, np.int64)
+    leave, cpu = arrive.copy(), arrive.copy()
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    clock, cpu_clock = time.monotonic_ns, time.process_time_ns
+    for i in range(iterations):
+        delay = mif * alpha * draws[i, engine.rank]
+        engine.barrier()
+        if late and i % settings["ranks"] == engine.rank:
+            time.sleep(late / 1e9)
+        if delay:
+            _compute_until(clock() + int(delay))
+        used = cpu_clock()
+        arrive[i] = clock()
+        engine.collective(prepared)
+        leave[i] = clock()
+        cpu[i] = cpu_clock() - used
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "arrive": arrive,
+        "leave": leave,
+        "cpu": cpu,
+        "switches": after.ru_nvcsw + after.ru_nivcsw - usage.ru_nvcsw - usage.ru_nivcsw,
+        "alpha": alpha,
+    }
+
+
+def main(settings: dict[str, Any]) -> None:
+    """Measures all sizes and imbalances, writes OUT/RANK.npz."""
+    kinds: dict[str, Any] = {"nostall": Nostall, "gloo": Gloo, "mpi": Mpi}
+    engine: Engine = kinds[settings["kind"]](settings)
+    results: dict[str, Any] = {}
+    for size in settings["sizes"]:
+        for mif in settings["mif"]:
+            for key, value in _measure(engine, settings, size, mif).items():
+                results[f"{size} {mif:g} {key}"] = value
+    np.savez(Path(settings["out"]) / f"{engine.rank}.npz", **results)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,328 @@
+"""Who arrives when at the collectives of an MPI program: profiles of libnostall_mpi.so, analysed.
+
+The metrics are those of section 2.3 of the seed on arrival-aware collectives, of one call of all
+ranks at times a_0 .. a_n-1: the worst-case imbalance time is max a - min a (equation 2.1), the
+average-case imbalance time the mean of |a_i - mean a| (equations 2.2, 2.3), and both are divided by
+alpha, the time of one message of the call's size, taken as latency + bytes / bandwidth.
+"""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nostall.errors import CorruptionError, IoError, UsageError
+
+_RECORD = np.dtype(
+    [
+        ("arrived", "<i8"),
+        ("left", "<i8"),
+        ("bytes", "<u8"),
+        ("count", "<u8"),
+        ("communicator", "<u4"),
+        ("call", "u1"),
+        ("ours", "u1"),
+        ("reserved", "<u2"),
+    ]
+)
+CALLS = ("allreduce", "reduce", "bcast", "barrier")
+# The size classes of the seed's figures, by their upper ends in bytes.
+CLASSES = {"0-1 KB": 1 << 10, "1 KB-1 MB": 1 << 20, "1-64 MB": 1 << 26, "more": 1 << 63}
+Times = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective call of all ranks of a communicator; times in ns on rank 0's clock."""
+
+    operation: str
+    bytes: int
+    arrived: Times
+    left: Times
+    nodes: tuple[str, ...]
+
+    @property
+    def worst(self) -> int:
+        """The worst-case imbalance time in ns."""
+        return int(self.arrived.max() - self.arrived.min())
+
+    @property
+    def average(self) -> float:
+        """The average-case imbalance time in ns."""
+        return float(np.abs(self.arrived - self.arrived.mean()).mean())
+
+
+@dataclass(frozen=True)
+class Row:
+    """Calls of one operation and size class; times in seconds, summed over calls, of one rank."""
+
+    operation: str
+    size: str
+    calls: int
+    seconds: float
+    worst_factor: float
+    average_factor: float
+    node_worst_factor: float
+    node_average_factor: float
+
+
+@dataclass(frozen=True)
+class Alpha:
+    """The time of one message: latency in ns and bytes per ns."""
+
+    latency: float = 1000.0
+    bandwidth: float = 10.0
+
+    def __call__(self, size: int) -> float:
+        return self.latency + size / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The calls of a job that all their ranks recorded, in the order of the first arrival."""
+
+    ranks: int
+    calls: list[Call]
+    dropped: int
+
+
+def find(paths: Sequence[str]) -> list[Path]:
+    """The profile files among `paths`, or in the directory that is the only one of them."""
+    if len(paths) == 1 and Path(paths[0]).is_dir():
+        return sorted(Path(paths[0]).glob("mpi-*.profile"))
+    files = [Path(p) for p in paths]
+    return files if all(f.suffix == ".profile" for f in files) else []
+
+
+def read(files: Sequence[Path]) -> Profile:
+    """Reads the files of all ranks and finds the calls that belong together.
+
+    Raises:
+        CorruptionError: a file is not a profile or ends too early.
+        UsageError: files of some ranks are missing.
+    """
+    sides: dict[tuple[int, int], list[tuple[int, str, Any]]] = {}
+    sizes: dict[int, int] = {}
+    ranks, dropped, seen = 0, 0, set()
+    for file in files:
+        header, records = _read_file(file)
+        ranks = int(header["ranks"])
+        dropped += int(header["dropped"])
+        seen.add(int(header["rank"]))
+        for number, (name, size, _) in header["communicators"].items():
+            mine = records[records["communicator"] == int(number)]
+            sizes[name] = size
+            for i, record in enumerate(mine):
+                sides.setdefault((name, i), []).append((header["rank"], header["node"], record))
+    missing = sorted(set(range(ranks)) - seen)
+    if missing:
+        raise UsageError(f"the profiles of ranks {missing} are missing; pass the whole directory")
+    calls = []
+    for (name, _), parts in sides.items():
+        if len(parts) != sizes[name]:
+            continue  # some rank's memory for records was full
+        parts.sort(key=lambda part: part[0])
+        first = parts[0][2]
+        calls.append(
+            Call(
+                CALLS[int(first["call"])],
+                int(max(part[2]["bytes"] for part in parts)),
+                np.array([part[2]["arrived"] for part in parts], np.int64),
+                np.array([part[2]["left"] for part in parts], np.int64),
+                tuple(part[1] for part in parts),
+            )
+        )
+    calls.sort(key=lambda call: int(call.arrived.min()))
+    return Profile(ranks, calls, dropped)
+
+
+def _read_file(file: Path) -> tuple[dict[str, Any], NDArray[Any]]:
+    try:
+        line, _, data = file.read_bytes().partition(b"\n")
+    except OSError as error:
+        raise IoError(f"cannot read {file}: {error.strerror}") from error
+    try:
+        header = json.loads(line)
+        if header["nostall"] != "mpi profile" or header["version"] != 1:
+            raise ValueError("another kind or version")
+        expected = int(header["records"]) * _RECORD.itemsize
+        if len(data) != expected:
+            raise ValueError(f"{len(data)} bytes of records instead of {expected}")
+        (begin, first), (end, last) = header["clock"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptionError(f"{file} is not a whole profile: {error}; record it again") from error
+    records = np.frombuffer(data, _RECORD).copy()
+    if records["call"].size and records["call"].max() >= len(CALLS):
+        raise CorruptionError(f"{file} has calls that this release does not know")
+    drift = (last - first) / max(end - begin, 1)
+    for name in ("arrived", "left"):
+        offset = first + drift * (records[name] - begin)
+        records[name] += offset.astype(np.int64)
+    return header, records
+
+
+def size_class(size: int) -> str:
+    """The class of the seed's figures that a message belongs to."""
+    return next(name for name, end in CLASSES.items() if size <= end)
+
+
+def table(profile: Profile, alpha: Alpha) -> list[Row]:
+    """Rows by operation and size class, and one of each operation over all sizes."""
+    groups: dict[tuple[str, str], list[Call]] = {}
+    for call in profile.calls:
+        groups.setdefault((call.operation, "all"), []).append(call)
+        if call.operation != "barrier":
+            groups.setdefault((call.operation, size_class(call.bytes)), []).append(call)
+    order = ["all", *CLASSES]
+    keys = sorted(groups, key=lambda key: (CALLS.index(key[0]), order.index(key[1])))
+    rows = []
+    for operation, size in keys:
+        calls = groups[operation, size]
+        nodes = [_node_wide(call, alpha) for call in calls]
+        rows.append(
+            Row(
+                operation,
+                size,
+                len(calls),
+                sum(float((c.left - c.arrived).mean()) for c in calls) / 1e9,
+                float(np.mean([c.worst / alpha(c.bytes) for c in calls])),
+                float(np.mean([c.average / alpha(c.bytes) for c in calls])),
+                float(np.mean([worst for worst, _ in nodes])),
+                float(np.mean([average for _, average in nodes])),
+            )
+        )
+    return rows
+
+
+def _node_wide(call: Call, alpha: Alpha) -> tuple[float, float]:
+    """Both factors among the ranks of each node, averaged over nodes."""
+    worst, average = [], []
+    for node in dict.fromkeys(call.nodes):
+        part = call.arrived[[n == node for n in call.nodes]]
+        worst.append(part.max() - part.min())
+        average.append(np.abs(part - part.mean()).mean())
+    return float(np.mean(worst)) / alpha(call.bytes), float(np.mean(average)) / alpha(call.bytes)
+
+
+def late_ranks(profile: Profile) -> list[tuple[int, float, float]]:
+    """Of the calls of all ranks: (how often this rank is last, its mean lateness in s) by rank."""
+    whole = [call for call in profile.calls if len(call.arrived) == profile.ranks]
+    last = np.zeros(profile.ranks)
+    late = np.zeros(profile.ranks)
+    for call in whole:
+        last[int(call.arrived.argmax())] += 1
+        late += call.arrived - call.arrived.min()
+    many = max(len(whole), 1)
+    return [(r, float(last[r]) / many, float(late[r]) / many / 1e9) for r in range(profile.ranks)]
+
+
+_HEADINGS = (
+    "operation",
+    "size",
+    "calls",
+    "time, s",
+    "worst / alpha",
+    "average / alpha",
+    "worst / alpha, node",
+    "average / alpha, node",
+)
+
+
+def _cells(row: Row) -> list[str]:
+    factors = (row.worst_factor, row.average_factor)
+    in_node = (row.node_worst_factor, row.node_average_factor)
+    numbers = [f"{row.seconds:.4f}", *(f"{f:.1f}" for f in (*factors, *in_node))]
+    return [row.operation, row.size, str(row.calls), *numbers]
+
+
+def text(profile: Profile, alpha: Alpha) -> str:
+    """The tables, for a terminal."""
+    lines = [list(_HEADINGS), *(_cells(row) for row in table(profile, alpha))]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(_HEADINGS))]
+    out = ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
+    out += ["", "rank  last to arrive  mean lateness"]
+    for rank, share, late in late_ranks(profile):
+        out.append(f"{rank:4d}  {100 * share:12.1f} %  {1e6 * late:10.1f} us")
+    if profile.dropped:
+        out.append(f"{profile.dropped} calls were not recorded: raise NOSTALL_MPI_PROFILE_RECORDS")
+    return "\n".join(out)
+
+
+def save(profile: Profile, alpha: Alpha, path: str) -> None:
+    """Writes .html (tables and plots), .csv (a line per call) or .json (the tables)."""
+    suffix = Path(path).suffix
+    if suffix == ".json":
+        late = [dict(zip(("rank", "last", "late"), r, strict=True)) for r in late_ranks(profile)]
+        content = json.dumps(
+            {"rows": [asdict(r) for r in table(profile, alpha)], "ranks": late}, indent=1
+        )
+    elif suffix == ".csv":
+        out = io.StringIO()
+        writer = csv.writer(out)
+        writer.writerow(["operation", "bytes", "first_ns", "worst_ns", "average_ns", "last_rank"])
+        for c in profile.calls:
+            last = int(c.arrived.argmax())
+            first = int(c.arrived.min())
+            writer.writerow([c.operation, c.bytes, first, c.worst, f"{c.average:.0f}", last])
+        content = out.getvalue()
+    elif suffix == ".html":
+        content = _page(profile, alpha)
+    else:
+        raise UsageError(f"{path}: name a file that ends in .html, .csv or .json")
+    try:
+        Path(path).write_text(content)
+    except OSError as error:
+        raise IoError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _page(profile: Profile, alpha: Alpha) -> str:
+    def rows(lines: Sequence[Sequence[str]], tag: str) -> str:
+        return "".join(
+            "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in line) + "</tr>"
+            for line in lines
+        )
+
+    late = [[str(r), f"{100 * s:.1f} %", f"{1e6 * t:.1f}"] for r, s, t in late_ranks(profile)]
+    return (
+        "<!doctype html><meta charset=utf-8><title>Arrivals at collectives</title><style>"
+        "body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em}"
+        "table{border-collapse:collapse}td,th{padding:.25em .9em;text-align:right;"
+        "border-bottom:1px solid #dde3ea}svg{max-width:100%;height:auto}</style>"
+        f"<h1>Arrivals at the collectives of {profile.ranks} ranks</h1>"
+        f"<p>alpha = {alpha.latency / 1e3:g} us + bytes / {alpha.bandwidth:g} GB/s</p>"
+        f"<table>{rows([_HEADINGS], 'th')}"
+        f"{rows([_cells(r) for r in table(profile, alpha)], 'td')}</table>"
+        f"<h2>Who is late</h2><table>{rows([['rank', 'last', 'mean lateness, us']], 'th')}"
+        f"{rows(late, 'td')}</table><h2>Imbalance over the run</h2>{_plot(profile, alpha)}"
+    )
+
+
+def _plot(profile: Profile, alpha: Alpha) -> str:
+    """Both factors of every allreduce, as inline SVG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drawn, axis = pyplot.subplots(figsize=(10, 4), constrained_layout=True)
+    calls = [c for c in profile.calls if c.operation == "allreduce"]
+    for label, values in (
+        ("worst case", [c.worst / alpha(c.bytes) for c in calls]),
+        ("average case", [c.average / alpha(c.bytes) for c in calls]),
+    ):
+        axis.plot(values, ".", markersize=3, label=label)
+    axis.set(xlabel="allreduce, in order", ylabel="imbalance factor", yscale="symlog")
+    axis.legend(loc="upper right")
+    out = io.StringIO()
+    drawn.savefig(out, format="svg")
+    pyplot.close(drawn)
+    return out.getvalue()[out.getvalue().index("<svg") :]

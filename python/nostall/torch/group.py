@@ -1,0 +1,506 @@
+"""The torch.distributed backend "nostall": node-local tensors through nostall.collective.
+
+    torch.distributed.init_process_group("nostall")
+
+CPU tensors of a group whose ranks share a node are reduced, gathered and broadcast over shared
+memory; a group over several nodes reduces within each node, then among one rank of each by Gloo, in
+pieces so that both overlap. Everything else (point to point, scatter, sparse tensors, GPU tensors
+by NCCL) is delegated to torch's own backends, made when first needed.
+
+Operations of a group run in the order of their calls; asynchronous ones on a thread of the group.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, ReduceOp
+from torch.futures import Future
+
+from nostall import _native
+from nostall.cluster import node_identity
+from nostall.collective import Communicator
+from nostall.errors import UsageError
+
+_TYPES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.int8: "int8",
+    torch.int16: "int16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.uint8: "uint8",
+    torch.bool: "bool",
+    torch.complex64: "complex64",
+    torch.complex128: "complex128",
+}
+_OPERATIONS = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.AVG: "sum",
+    ReduceOp.PRODUCT: "prod",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+    ReduceOp.BAND: "band",
+    ReduceOp.BOR: "bor",
+    ReduceOp.BXOR: "bxor",
+}
+_BITWISE = ("band", "bor", "bxor")
+# Between nodes a message travels in pieces of this size, each as soon as its node has reduced it.
+_PIECE_BYTES = 4 << 20
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Options:
+    """`pg_options` of the backend; `order` also from NOSTALL_ORDER.
+
+    "fixed": sums have the same bits for any order of arrival; within a node they are a left fold in
+    the order of ranks. "any": large sums of floats may differ from run to run in their last bits.
+    """
+
+    order: Literal["any", "fixed"] = "any"
+
+
+class _Work(dist.Work):  # type: ignore[misc]
+    """An operation under way; wait() raises what it raised."""
+
+    def __init__(self, future: Future[list[torch.Tensor]]) -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._future.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return bool(self._future.done())
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        return self._future
+
+    def result(self) -> list[torch.Tensor]:
+        return list(self._future.value())
+
+
+class Group(ProcessGroup):  # type: ignore[misc]
+    """One process group. Made by torch, see register_backend."""
+
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: timedelta, options: Options
+    ) -> None:
+        super().__init__(rank, size)
+        self._rank, self._size, self._timeout = rank, size, timeout
+        self._store = store
+        self._name = ""
+        self._inner: dict[str, Any] = {}
+        self._reducers: dict[tuple[str, str], _native.Reducer] = {}
+        store.set(f"nostall node {rank}", node_identity())
+        nodes = [bytes(store.get(f"nostall node {r}")) for r in range(size)]
+        local = [r for r in range(size) if nodes[r] == nodes[rank]]
+        if rank == local[0]:
+            store.set(f"nostall job {rank}", uuid.uuid4().hex)
+        self._node = Communicator(
+            bytes(store.get(f"nostall job {local[0]}")).decode(),
+            local.index(rank),
+            len(local),
+            order=options.order,
+            timeout=timeout.total_seconds(),
+        )
+        self._fixed = options.order == "fixed"
+        heads = [nodes.index(name) for name in dict.fromkeys(nodes)]
+        self._one_node = len(heads) == 1
+        self._heads: Any = None
+        if not self._one_node and rank in heads:
+            among = PrefixStore("nostall heads", store)
+            self._heads = dist.ProcessGroupGloo(among, heads.index(rank), len(heads), timeout)
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queued = 0
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    # What torch asks a group.
+
+    def getBackendName(self) -> str:
+        return "nostall"
+
+    def name(self) -> str:
+        return "nostall"
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    # Ours.
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
+        opts = dist.AllreduceOptions() if opts is None else opts
+        op = self._operation(opts.reduceOp, tensors)
+        if op is None:
+            return self._delegate("allreduce", tensors, tensors, opts)
+        average = opts.reduceOp.op == ReduceOp.AVG
+
+        def work() -> list[torch.Tensor]:
+            for tensor in tensors:
+                flat = _contiguous(tensor)
+                self._allreduce(flat, op)
+                if average:
+                    flat.div_(self._size)
+                _copy_back(tensor, flat)
+            return list(tensors)
+
+        return self._do(work, opts)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> Any:
+        opts = dist.ReduceOptions() if opts is None else opts
+        op = self._operation(opts.reduceOp, tensors)
+        if op is None or not self._one_node:
+            return self._delegate("reduce", tensors, tensors, opts)
+        average = opts.reduceOp.op == ReduceOp.AVG
+
+        def work() -> list[torch.Tensor]:
+            flat = _contiguous(tensors[0])
+            is_root = self._rank == opts.rootRank
+            self._node._live().reduce(
+                flat.data_ptr(),
+                flat.data_ptr() if is_root else 0,
+                flat.numel(),
+                self._reducer(op, flat),
+                opts.rootRank,
+                "cooperative",
+                self._fixed,
+            )
+            if is_root:
+                if average:
+                    flat.div_(self._size)
+                _copy_back(tensors[0], flat)
+            return list(tensors)
+
+        return self._do(work, opts)
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> Any:
+        opts = dist.BroadcastOptions() if opts is None else opts
+        if not self._one_node or not _plain(tensors):
+            return self._delegate("broadcast", tensors, tensors, opts)
+
+        def work() -> list[torch.Tensor]:
+            flat = _contiguous(tensors[0])
+            self._node._live().broadcast(flat.data_ptr(), flat.nbytes, opts.rootRank)
+            _copy_back(tensors[0], flat)
+            return list(tensors)
+
+        return self._do(work, opts)
+
+    def allgather(
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Tensors, opts: Any = None
+    ) -> Any:
+        opts = dist.AllgatherOptions() if opts is None else opts
+        flat_outputs = [t for group in outputs for t in group]
+        same = all(t.nbytes == inputs[0].nbytes for t in flat_outputs)
+        if not self._one_node or not same or not _plain([*inputs, *flat_outputs]):
+            return self._delegate("allgather", inputs, outputs, inputs, opts)
+
+        def work() -> list[torch.Tensor]:
+            source = _contiguous(inputs[0])
+            everyone = source.new_empty((self._size, *source.shape))
+            self._allgather(source, everyone)
+            for output, part in zip(outputs[0], everyone, strict=True):
+                output.copy_(part.view(output.shape))
+            return flat_outputs
+
+        return self._do(work, opts)
+
+    def all_gather_single(
+        self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
+    ) -> Any:
+        opts = dist.AllgatherOptions() if opts is None else opts
+        if not self._one_node or not _plain([output, source]) or not output.is_contiguous():
+            return self._delegate("all_gather_single", [source], output, source, opts)
+
+        def work() -> list[torch.Tensor]:
+            self._allgather(_contiguous(source), output)
+            return [output]
+
+        return self._do(work, opts)
+
+    # The same under the names of older releases.
+    _allgather_base = all_gather_single
+
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
+    ) -> Any:
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        parts = list(inputs[0])
+        same = all(t.numel() == outputs[0].numel() for t in parts)
+        if not same or self._scatter_operation(opts, [*outputs, *parts]) is None:
+            return self._delegate("reduce_scatter", parts, outputs, inputs, opts)
+        joined = torch.cat([t.reshape(-1) for t in parts])
+        return self.reduce_scatter_single(outputs[0], joined, opts)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
+    ) -> Any:
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        op = self._scatter_operation(opts, [output, source])
+        if op is None:
+            return self._delegate("reduce_scatter_single", [source], output, source, opts)
+        average = opts.reduceOp.op == ReduceOp.AVG
+
+        def work() -> list[torch.Tensor]:
+            flat, target = _contiguous(source), _contiguous(output)
+            self._node._live().reduce_scatter(
+                flat.data_ptr(), target.data_ptr(), target.numel(), self._reducer(op, flat)
+            )
+            if average:
+                target.div_(self._size)
+            _copy_back(output, target)
+            return [output]
+
+        return self._do(work, opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        works = [self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
+        return works[-1]
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        works = [
+            self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)
+        ]
+        return works[-1]
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def barrier(self, opts: Any = None) -> Any:
+        opts = dist.BarrierOptions() if opts is None else opts
+        if not self._one_node:
+            return self._delegate("barrier", [], opts)
+
+        def work() -> list[torch.Tensor]:
+            self._node.barrier()
+            return []
+
+        return self._do(work, opts)
+
+    # Delegated.
+
+    def gather(self, outputs: Any, inputs: Tensors, opts: Any) -> Any:
+        return self._delegate("gather", inputs, outputs, inputs, opts)
+
+    def scatter(self, outputs: Tensors, inputs: Any, opts: Any) -> Any:
+        return self._delegate("scatter", outputs, outputs, inputs, opts)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
+        return self._delegate("alltoall", inputs, outputs, inputs, opts)
+
+    def all_to_all_single(self, output: torch.Tensor, source: torch.Tensor, *rest: Any) -> Any:
+        return self._delegate("all_to_all_single", [source], output, source, *rest)
+
+    def alltoall_base(self, output: torch.Tensor, source: torch.Tensor, *rest: Any) -> Any:
+        return self._delegate("alltoall_base", [source], output, source, *rest)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Tensors, opts: Any) -> Any:
+        return self._delegate("allgather_coalesced", inputs, outputs, inputs, opts)
+
+    def send(self, tensors: Tensors, rank: int, tag: int = 0) -> Any:
+        return self._delegate("send", tensors, tensors, rank, tag)
+
+    def recv(self, tensors: Tensors, rank: int, tag: int = 0) -> Any:
+        return self._delegate("recv", tensors, tensors, rank, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
+        return self._delegate("recv_anysource", tensors, tensors, tag)
+
+    def monitored_barrier(self, *arguments: Any, **named: Any) -> Any:
+        return self._inner_for("cpu").monitored_barrier(*arguments, **named)
+
+    # Its end.
+
+    def shutdown(self) -> None:
+        """Ends the thread when its work is done, and leaves the node's communicator."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+        self._node.close()
+
+    def abort(self) -> None:
+        self._node.close()
+
+    # How.
+
+    def _operation(self, op: Any, tensors: Tensors) -> str | None:
+        """Our name of the operation, or None where torch's backends have to do it."""
+        name = _OPERATIONS.get(op.op)
+        kind = tensors[0].dtype
+        if name is None or not _plain(tensors) or any(t.dtype != kind for t in tensors):
+            return None
+        if kind.is_complex and name not in ("sum", "prod"):
+            return None
+        if kind.is_floating_point and name in _BITWISE:
+            return None
+        if op.op == ReduceOp.AVG and not (kind.is_floating_point or kind.is_complex):
+            return None
+        return name if kind in _TYPES else None
+
+    def _scatter_operation(self, opts: Any, tensors: Tensors) -> str | None:
+        return self._operation(opts.reduceOp, tensors) if self._one_node else None
+
+    def _reducer(self, op: str, tensor: torch.Tensor) -> _native.Reducer:
+        key = (op, _TYPES[tensor.dtype])
+        if key not in self._reducers:
+            self._reducers[key] = _native.Reducer(*key)
+        return self._reducers[key]
+
+    def _allreduce(self, flat: torch.Tensor, op: str) -> None:
+        node, reducer = self._node._live(), self._reducer(op, flat)
+        if self._one_node:
+            address = flat.data_ptr()
+            node.allreduce(address, address, flat.numel(), reducer, "cooperative", self._fixed)
+            return
+        among = dist.AllreduceOptions()
+        among.reduceOp = next(k for k, v in _OPERATIONS.items() if v == op)
+        pieces = flat.view(-1).split(max(1, _PIECE_BYTES // flat.element_size()))
+        works = []
+        for piece in pieces:
+            address = piece.data_ptr()
+            target = address if self._heads is not None else 0
+            node.reduce(address, target, piece.numel(), reducer, 0, "cooperative", self._fixed)
+            if self._heads is not None:
+                works.append(self._heads.allreduce([piece], among))
+        for i, piece in enumerate(pieces):
+            if self._heads is not None:
+                works[i].wait()
+            node.broadcast(piece.data_ptr(), piece.nbytes, 0)
+
+    def _allgather(self, source: torch.Tensor, output: torch.Tensor) -> None:
+        if output.nbytes != source.nbytes * self._size or output.dtype != source.dtype:
+            raise UsageError(
+                f"the output of all_gather has {output.numel()} elements of {output.dtype}; "
+                f"{self._size} ranks give {source.numel()} of {source.dtype} each"
+            )
+        self._node._live().allgather(source.data_ptr(), output.data_ptr(), source.nbytes)
+
+    def _delegate(self, name: str, tensors: Tensors, *arguments: Any) -> Any:
+        device = tensors[0].device.type if len(tensors) > 0 else "cpu"
+        return getattr(self._inner_for(device), name)(*arguments)
+
+    def _inner_for(self, device: str) -> Any:
+        """Torch's backend for the device; all ranks come here at the same call."""
+        if device not in self._inner:
+            store = PrefixStore(f"nostall {device}", self._store)
+            if device == "cpu":
+                made = dist.ProcessGroupGloo(store, self._rank, self._size, self._timeout)
+            elif device == "cuda" and dist.is_nccl_available():
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = self._timeout
+                made = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
+            else:
+                raise UsageError(
+                    f'the backend "nostall" has nothing for tensors on {device}: move them to the '
+                    "CPU, or use a torch that has NCCL"
+                )
+            self._inner[device] = made
+        return self._inner[device]
+
+    def _do(self, work: Callable[[], list[torch.Tensor]], opts: Any) -> Any:
+        with self._lock:
+            waits = self._queued > 0 or getattr(opts, "asyncOp", True)
+            self._queued += 1
+            if waits and self._thread is None:
+                self._thread = threading.Thread(target=self._serve, daemon=True)
+                self._thread.start()
+        future: Future[list[torch.Tensor]] = Future()
+        if not waits:
+            try:
+                future.set_result(work())
+            finally:
+                self._finish_one()
+            return _Work(future)
+
+        def run() -> None:
+            try:
+                result = work()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            finally:
+                self._finish_one()
+
+        self._queue.put(run)
+        return _Work(future)
+
+    def _finish_one(self) -> None:
+        with self._lock:
+            self._queued -= 1
+
+    def _serve(self) -> None:
+        while (run := self._queue.get()) is not None:
+            run()
+
+
+def _plain(tensors: Tensors) -> bool:
+    return all(t.device.type == "cpu" and t.layout == torch.strided for t in tensors)
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous()
+
+
+def _copy_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    if tensor.data_ptr() != flat.data_ptr():
+        tensor.detach().copy_(flat)
+
+
+def _create(options: Any, backend_options: object | None) -> Group:
+    if backend_options is None:
+        order = os.environ.get("NOSTALL_ORDER", "any")
+        if order not in ("any", "fixed"):
+            raise UsageError(f'NOSTALL_ORDER={order} is neither "any" nor "fixed"')
+        backend_options = Options("fixed" if order == "fixed" else "any")
+    if not isinstance(backend_options, Options):
+        raise UsageError(
+            f"pg_options of the backend nostall are nostall.torch.GroupOptions, not "
+            f"{type(backend_options).__name__}"
+        )
+    return Group(
+        options.store, options.group_rank, options.group_size, options.timeout, backend_options
+    )
+
+
+def register_backend() -> None:
+    """Makes ``torch.distributed.init_process_group("nostall")`` known; again is harmless."""
+    if "NOSTALL" not in dist.Backend._plugins:
+        dist.Backend.register_backend(
+            "nostall", _create, extended_api=True, devices=["cpu", "cuda"]
+        )

@@ -1,0 +1,152 @@
+"""One MPI rank with libnostall_mpi.so preloaded; the expected values are NumPy's. Needs no nostall."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+world = MPI.COMM_WORLD
+rank, size = world.rank, world.size
+
+
+def collectives() -> None:
+    for kind in ("f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "c8", "c16"):
+        for count in (0, 1, 3, 5000, 300_000):
+            parts = [(np.arange(count) % 7 + r).astype(kind) for r in range(size)]
+            mine = parts[rank].copy()
+            operations = [(MPI.SUM, np.add), (MPI.PROD, np.multiply)]
+            if not kind.startswith("c"):
+                operations += [(MPI.MAX, np.maximum), (MPI.MIN, np.minimum)]
+            for op, function in operations:
+                expected = parts[0]
+                for part in parts[1:]:
+                    expected = function(expected, part)
+                out = np.empty_like(mine)
+                world.Allreduce(mine, out, op)
+                np.testing.assert_array_equal(out, expected)
+                out = mine.copy()
+                world.Allreduce(MPI.IN_PLACE, out, op)
+                np.testing.assert_array_equal(out, expected)
+                root = count % size
+                out = mine.copy()
+                if rank == root:
+                    world.Reduce(MPI.IN_PLACE, out, op, root)
+                    np.testing.assert_array_equal(out, expected)
+                else:
+                    world.Reduce(out, None, op, root)
+                    np.testing.assert_array_equal(out, mine)
+            out = mine.copy()
+            world.Bcast(out, size - 1)
+            np.testing.assert_array_equal(out, parts[size - 1])
+            world.Barrier()
+
+
+def operations() -> None:
+    """What has no kernel of ours: pairs, the user's operations, in the order of ranks."""
+    pairs = np.array([((rank * 7 + i) % 5, rank) for i in range(2000)], dtype="i4,i4")
+    out = np.empty_like(pairs)
+    world.Allreduce([pairs, MPI.INT_INT], [out, MPI.INT_INT], MPI.MAXLOC)
+    for i in range(2000):
+        values = [(r * 7 + i) % 5 for r in range(size)]
+        assert tuple(out[i]) == (max(values), values.index(max(values)))
+
+    def compose(a: object, b: object, _: object) -> None:
+        left = np.frombuffer(a, "u4").reshape(-1, 2)
+        right = np.frombuffer(b, "u4").reshape(-1, 2)
+        right[:, 1] = left[:, 0] * right[:, 1] + left[:, 1]
+        right[:, 0] *= left[:, 0]
+
+    element = MPI.UNSIGNED.Create_contiguous(2).Commit()
+    op = MPI.Op.Create(compose, commute=False)
+    for count in (1, 3000):
+        parts = [np.full((count, 2), r + 2, "u4") for r in range(size)]
+        for part in parts:
+            part[:, 1] += np.arange(count, dtype="u4")
+        out = np.empty_like(parts[0])
+        world.Allreduce([parts[rank], count, element], [out, count, element], op)
+        expected = parts[0].copy()
+        for part in parts[1:]:
+            following = part.copy()
+            compose(expected, following, None)
+            expected = following
+        np.testing.assert_array_equal(out, expected)
+    op.Free()
+    assert world.allreduce(rank + 1) == size * (size + 1) // 2
+    assert world.bcast({"from": rank}, 1) == {"from": 1}
+
+
+def types() -> None:
+    """Bcast between a type with gaps and plain numbers."""
+    grid = np.arange(40.0).reshape(8, 5) + rank
+    column = MPI.DOUBLE.Create_vector(8, 1, 5).Commit()
+    plain = np.zeros(8)
+    world.Bcast([grid, 1, column] if rank == 0 else [plain, 8, MPI.DOUBLE], 0)
+    assert rank == 0 or (plain == np.arange(8) * 5.0).all()
+    world.Bcast([plain, 8, MPI.DOUBLE] if rank == 1 else [grid, 1, column], 1)
+    assert rank == 1 or (grid[:, 0] == np.arange(8) * 5.0).all()
+
+
+def communicators() -> None:
+    halves = world.Split(rank % 2, -rank)
+    assert halves.allreduce(rank) == sum(r for r in range(size) if r % 2 == rank % 2)
+    total = np.ones(10_000)
+    for _ in range(20):
+        again = world.Dup()
+        again.Allreduce(MPI.IN_PLACE, total)
+        again.Free()
+    assert total[0] == size**20
+    inter = halves.Create_intercomm(0, world, 1 - rank % 2 + (size - 2), 7)
+    other = np.zeros(1)
+    inter.Allreduce(np.array([float(rank)]), other)
+    assert other[0] == sum(r for r in range(size) if r % 2 != rank % 2)
+    inter.Free()
+    halves.Free()
+    request = world.Iallreduce(MPI.IN_PLACE, total)
+    request.Wait()
+
+
+def pending() -> None:
+    """A message sent before the collective arrives although its sender waits in shared memory."""
+    data = np.full(1 << 22, float(rank))
+    if rank == 0:
+        request = world.Isend(data, 1)
+        world.Barrier()
+        request.Wait()
+    elif rank == 1:
+        time.sleep(0.1)
+        world.Recv(data, 0)
+        assert (data == 0).all()
+        world.Barrier()
+    else:
+        world.Barrier()
+
+
+def killed() -> None:
+    data = np.ones(1 << 16)
+    world.Allreduce(MPI.IN_PLACE, data)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.Allreduce(MPI.IN_PLACE, data)
+
+
+def random_delays() -> None:
+    """Many small calls, each rank late now and then."""
+    random = np.random.default_rng(rank)
+    value = np.zeros(3)
+    for call in range(3000):
+        if random.random() < 0.05:
+            time.sleep(random.random() * 1e-3)
+        value[:] = call + rank
+        world.Allreduce(MPI.IN_PLACE, value)
+        assert value[0] == size * call + size * (size - 1) / 2
+
+
+for name in sys.argv[1:]:
+    globals()[name]()
+if rank == 0:
+    print("all right", flush=True)

