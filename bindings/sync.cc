@@ -14,6 +14,7 @@
 #include "base/error.h"
 #include "module.h"
 #include "sync/engine.h"
+#include "trace/trace.h"
 
 namespace nb = nanobind;
 using namespace nostall;
@@ -237,7 +238,13 @@ void bind_sync(nb::module_& m) {
           },
           nb::arg("tensor"), nb::arg("address"), nb::arg("present"), release,
           "The gradient's memory at `address` is read and written until wait() has returned.")
-      .def("wait", &sync::Engine::wait, release)
+      .def(
+          "wait",
+          [recorded = trace::define("peers", "wait for gradients")](sync::Engine& self) {
+            const trace::Span span(recorded);
+            self.wait();
+          },
+          release)
       .def("wait_for", &sync::Engine::wait_for, nb::arg("tensor"), release)
       .def(
           "contributors",

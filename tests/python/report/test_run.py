@@ -136,6 +136,39 @@ def test_a_page_is_read_in_a_browser(
     assert all(w >= 390 for w, _ in phone.figures)
 
 
+def horovod() -> str:
+    """Four rounds of 1000 us of one tensor: rank 1 is ready 300 us after rank 0."""
+    rows = [{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "w$_1$"}}]
+    for t in (0, 1000, 2000, 3000):
+        rows += [
+            {"ph": "B", "name": "NEGOTIATE_ALLREDUCE", "ts": t + 600, "pid": 1},
+            {"ph": "X", "name": "0", "ts": t + 600, "pid": 1, "dur": 0},
+            {"ph": "X", "name": "1", "ts": t + 900, "pid": 1, "dur": 0},
+            {"ph": "E", "ts": t + 900, "pid": 1},
+            {"ph": "B", "name": "ALLREDUCE", "ts": t + 900, "pid": 1},
+            {"ph": "E", "ts": t + 1000, "pid": 1, "args": {"dtype": "float32", "shape": "[9]"}},
+        ]
+    return json.dumps(rows)
+
+
+def test_a_timeline_beside_says_who_waits_for_whom(image_folder: Path, tmp_path: Path) -> None:
+    home = tmp_path / "run"
+    record(image_folder, home)
+    (home / "timeline.json").write_text(horovod())
+    run = runs.read(home)
+    # Rank 0 waits 300 of 1000 us in every round, rank 1 never.
+    assert run.peers == pytest.approx(0.15)
+    assert "15.0 % for peers" in runs.words(run)
+    (late,) = [a for a in advise(run, most=9) if a.change.startswith("look at rank")]
+    assert late.change == "look at rank 1"
+    page = tmp_path / "page.html"
+    run_page.save([run], page)
+    seen = look(page)
+    assert seen.messages == []
+    assert "How long each rank waited for the others" in seen.text
+    assert len(seen.figures) == 6
+
+
 def test_two_runs_stand_side_by_side(image_folder: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         record(image_folder, tmp_path / name)

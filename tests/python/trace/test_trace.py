@@ -145,6 +145,7 @@ def test_a_killed_job_leaves_all_but_its_last_second(tmp_path: Path) -> None:
 def test_checkpoints_and_collectives_are_recorded(tmp_path: Path) -> None:
     from nostall.checkpoint import Checkpointer
     from nostall.collective import Communicator
+    from nostall.sync import GradientReducer
 
     trace.start(tmp_path / "run", rank=0)
     with Checkpointer(durable=tmp_path / "ckpt") as checkpointer:
@@ -153,6 +154,7 @@ def test_checkpoints_and_collectives_are_recorded(tmp_path: Path) -> None:
     with Communicator(rank=0, size=1, job=f"trace {os.getpid()}") as node:
         node.allreduce(np.ones(10))
         node.barrier()
+    GradientReducer({"x": np.zeros(2)})({"x": np.ones(2)})
     trace.stop()
     rows = [e for e in events(tmp_path / "run" / "rank0.trace.json.gz") if e["ph"] == "X"]
     found = {(e["cat"], e["name"]): e.get("args") for e in rows}
@@ -160,6 +162,7 @@ def test_checkpoints_and_collectives_are_recorded(tmp_path: Path) -> None:
     assert ("background", "write checkpoint") in found
     assert found["peers", "allreduce"] == {"count": 10}
     assert ("peers", "barrier") in found
+    assert ("peers", "wait for gradients") in found
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:
