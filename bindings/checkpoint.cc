@@ -118,7 +118,7 @@ void bind_checkpoint(nb::module_& m) {
                       options_of(rate, priority, threads, direct, gate_patience), std::move(gate));
           },
           nb::arg("image"), nb::arg("path"), nb::arg("rate") = 0,
-          nb::arg("priority") = Priority::idle, nb::arg("threads") = 1, nb::arg("direct") = true,
+          nb::arg("priority") = Priority::low, nb::arg("threads") = 1, nb::arg("direct") = true,
           nb::arg("gate").none() = nb::none(), nb::arg("gate_patience") = 1.0)
       .def("run", &Write::run, Unlocked())
       .def("hurry", &Write::hurry, Unlocked())
@@ -135,7 +135,7 @@ void bind_checkpoint(nb::module_& m) {
                          options_of(rate, priority, 1, direct, gate_patience), std::move(gate));
           },
           nb::arg("source"), nb::arg("target"), nb::arg("size"), nb::arg("crcs"),
-          nb::arg("rate") = 0, nb::arg("priority") = Priority::idle, nb::arg("direct") = true,
+          nb::arg("rate") = 0, nb::arg("priority") = Priority::low, nb::arg("direct") = true,
           nb::arg("gate").none() = nb::none(), nb::arg("gate_patience") = 1.0)
       .def("run", &FileCopy::run, Unlocked())
       .def("hurry", &FileCopy::hurry)

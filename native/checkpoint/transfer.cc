@@ -13,11 +13,10 @@
 #include "base/clock.h"
 #include "base/crc32c.h"
 #include "base/error.h"
+#include "checkpoint/crew.h"
 #include "checkpoint/output.h"
 
 namespace nostall::checkpoint {
-namespace {
-
 // A file that is read in blocks, past the page cache where that goes.
 class Input {
  public:
@@ -56,6 +55,8 @@ class Input {
   FileSystem& files_;
   Descriptor buffered_, direct_;
 };
+
+namespace {
 
 uint64_t length_of(uint64_t block, uint64_t size) {
   return std::min(kBlock, size - block * kBlock);
@@ -104,11 +105,17 @@ FileCopy::FileCopy(std::string from, std::string to, uint64_t size, std::vector<
 }
 
 Written FileCopy::run() {
+  const int64_t began = now_ns();
+  Input input(from_, size_, files_);
+  Output output(to_, size_, options_.direct, files_);
+  work_lowered(lowered_, options_.priority, 1, [&] { return copy_next(input, output); });
+  output.finish();
   Written written;
-  in_threads(1, [&] {
-    const Lowered::Scope scope(lowered_, options_.priority);
-    written = copy();
-  });
+  written.size = size_;
+  written.crcs = crcs_;
+  written.direct = output.is_direct();
+  written.seconds = static_cast<double>(now_ns() - began) * 1e-9;
+  written.cpu_seconds = static_cast<double>(cpu_ns_) * 1e-9;
   return written;
 }
 
@@ -118,38 +125,31 @@ void FileCopy::hurry() {
   lowered_.raise();
 }
 
-Written FileCopy::copy() {
-  const int64_t began = now_ns(), cpu = thread_cpu_ns();
-  Input input(from_, size_, files_);
-  Output output(to_, size_, options_.direct, files_);
-  const Memory buffer(kBlock, 1);
+bool FileCopy::copy_next(Input& input, Output& output) {
+  const uint64_t i = next_.fetch_add(1);
+  if (i >= crcs_.size()) return false;
+  const int64_t cpu = thread_cpu_ns();
+  thread_local Memory buffer;
+  if (buffer.size() == 0) buffer = Memory(kBlock, 1);
   const std::span<std::byte> block{buffer.data(), kBlock};
+  const uint64_t size = length_of(i, size_);
   const auto patience = std::chrono::duration_cast<std::chrono::nanoseconds>(
       std::chrono::duration<double>(options_.gate_patience));
-  for (uint64_t i = 0; i < crcs_.size(); ++i) {
-    const uint64_t size = length_of(i, size_);
-    if (gate_ && !hurried_) gate_->wait_open(patience);
-    pace_.take(size);
-    if (stopped_) throw Error(ErrorKind::stopped, "copying " + from_ + " was stopped");
-    input.read(block, i * kBlock, size);
-    if (crc32c(block.first(size)) != crcs_[i]) {
-      throw Error(ErrorKind::corruption, from_ + " is damaged in bytes " +
-                                             std::to_string(i * kBlock) + " to " +
-                                             std::to_string(i * kBlock + size));
-    }
-    std::fill(block.begin() + static_cast<ptrdiff_t>(size),
-              block.begin() + static_cast<ptrdiff_t>(padded(size)), std::byte{0});
-    const int64_t error = output.write(block.first(padded(size)), i * kBlock);
-    if (error < 0) throw io_error("cannot write the checkpoint's file", to_, int(-error));
+  if (gate_ && !hurried_) gate_->wait_open(patience);
+  pace_.take(size);
+  if (stopped_) throw Error(ErrorKind::stopped, "copying " + from_ + " was stopped");
+  input.read(block, i * kBlock, size);
+  if (crc32c(block.first(size)) != crcs_[i]) {
+    throw Error(ErrorKind::corruption, from_ + " is damaged in bytes " +
+                                           std::to_string(i * kBlock) + " to " +
+                                           std::to_string(i * kBlock + size));
   }
-  output.finish();
-  Written written;
-  written.size = size_;
-  written.crcs = crcs_;
-  written.direct = output.is_direct();
-  written.seconds = static_cast<double>(now_ns() - began) * 1e-9;
-  written.cpu_seconds = static_cast<double>(thread_cpu_ns() - cpu) * 1e-9;
-  return written;
+  std::fill(block.begin() + static_cast<ptrdiff_t>(size),
+            block.begin() + static_cast<ptrdiff_t>(padded(size)), std::byte{0});
+  const int64_t error = output.write(block.first(padded(size)), i * kBlock);
+  if (error < 0) throw io_error("cannot write the checkpoint's file", to_, int(-error));
+  cpu_ns_ += thread_cpu_ns() - cpu;
+  return true;
 }
 
 ReadReport read_checked(const std::string& path, uint64_t size, std::span<const uint32_t> crcs,

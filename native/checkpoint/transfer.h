@@ -17,21 +17,23 @@
 
 namespace nostall::checkpoint {
 
+class Input;
+
 // Copies a file of `crcs.size()` blocks, checking what it reads; complete on the device at the end.
 class FileCopy {
  public:
   FileCopy(std::string from, std::string to, uint64_t size, std::vector<uint32_t> crcs,
            WriteOptions options, std::shared_ptr<Gate> gate = nullptr,
            FileSystem& files = FileSystem::real());
-  // In a thread of the options' priority, while the caller waits. Throws Error(corruption) with the
-  // damaged block, Error(io), Error(stopped).
+  // In a thread of the options' priority; the caller helps where that gets nothing done. Throws
+  // Error(corruption) with the damaged block, Error(io), Error(stopped).
   Written run();
   // No rate and no gate from now on.
   void hurry();
   void stop() noexcept { stopped_ = true; }
 
  private:
-  Written copy();
+  bool copy_next(Input& input, Output& output);
 
   std::string from_, to_;
   uint64_t size_;
@@ -43,6 +45,8 @@ class FileCopy {
   Lowered lowered_;
   std::atomic<bool> stopped_{false};
   std::atomic<bool> hurried_{false};
+  std::atomic<uint64_t> next_{0};
+  std::atomic<int64_t> cpu_ns_{0};
 };
 
 // What reading a file found.

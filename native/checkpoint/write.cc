@@ -1,10 +1,10 @@
 #include "checkpoint/write.h"
 
 #include <algorithm>
-#include <thread>
 
 #include "base/clock.h"
 #include "base/crc32c.h"
+#include "checkpoint/crew.h"
 
 namespace nostall::checkpoint {
 
@@ -25,11 +25,8 @@ Written Write::run() {
     const std::lock_guard lock(running_);
     open_ = true;
   }
-  std::vector<std::thread> threads;
-  for (unsigned i = 0; i < std::max(1u, options_.threads); ++i) {
-    threads.emplace_back([this] { work(options_.priority); });
-  }
-  for (std::thread& thread : threads) thread.join();
+  work_lowered(lowered_, options_.priority, std::max(1u, options_.threads),
+               [this] { return write_next(); });
   {
     std::unique_lock lock(running_);
     open_ = false;
@@ -56,30 +53,29 @@ void Write::hurry() {
     if (!open_) return;
     ++helping_;
   }
-  work(Priority::normal);
+  while (write_next()) continue;
   const std::lock_guard lock(running_);
   --helping_;
   helped_.notify_all();
 }
 
-void Write::work(Priority priority) {
-  const Lowered::Scope scope(lowered_, priority);
+bool Write::write_next() {
+  if (stopped_ || error_ != 0) return false;
+  const uint64_t index = next_.fetch_add(1);
+  if (index >= image_->blocks()) return false;
   const int64_t cpu = thread_cpu_ns();
-  while (!stopped_ && error_ == 0) {
-    const uint64_t index = next_.fetch_add(1);
-    if (index >= image_->blocks()) break;
-    const auto patience = std::chrono::duration_cast<std::chrono::nanoseconds>(
-        std::chrono::duration<double>(options_.gate_patience));
-    if (gate_ && !hurried_) gate_->wait_open(patience);
-    pace_.take(image_->block(index).size());
-    while (!image_->await_block(index, 0.1) && !stopped_) continue;
-    if (stopped_) break;
-    crcs_[index] = crc32c(image_->block(index));
-    const int64_t error = output_->write(image_->padded_block(index), index * kBlock);
-    int64_t none = 0;
-    if (error < 0) error_.compare_exchange_strong(none, error);
-  }
+  const auto patience = std::chrono::duration_cast<std::chrono::nanoseconds>(
+      std::chrono::duration<double>(options_.gate_patience));
+  if (gate_ && !hurried_) gate_->wait_open(patience);
+  pace_.take(image_->block(index).size());
+  while (!image_->await_block(index, 0.1) && !stopped_) continue;
+  if (stopped_) return false;
+  crcs_[index] = crc32c(image_->block(index));
+  const int64_t error = output_->write(image_->padded_block(index), index * kBlock);
+  int64_t none = 0;
+  if (error < 0) error_.compare_exchange_strong(none, error);
   cpu_ns_ += thread_cpu_ns() - cpu;
+  return true;
 }
 
 }  // namespace nostall::checkpoint

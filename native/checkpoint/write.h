@@ -25,7 +25,7 @@ namespace nostall::checkpoint {
 
 struct WriteOptions {
   uint64_t rate = 0;  // bytes a second, 0: as fast as it goes
-  Priority priority = Priority::idle;
+  Priority priority = Priority::low;
   unsigned threads = 1;  // writes in flight
   bool direct = true;    // try to write past the page cache
   // How long a held gate may delay one block.
@@ -55,7 +55,8 @@ class Write {
   void stop() noexcept { stopped_ = true; }
 
  private:
-  void work(Priority priority);
+  // Writes the next block; false if there is none, or no more is to be written.
+  bool write_next();
 
   std::shared_ptr<Image> image_;
   std::string path_;

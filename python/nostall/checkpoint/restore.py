@@ -39,7 +39,8 @@ def view(stores: Sequence[Store], step: int | None) -> tuple[list[Choice], list[
                 continue
             damage = entry.damage if entry.manifest is None else store.missing(entry.manifest)
             if damage or entry.manifest is None:
-                problems.append(damage)
+                if store.entry(entry.step) is not None:  # else it was removed meanwhile
+                    problems.append(damage)
             else:
                 manifest = entry.manifest
                 choices.append((entry.step, store.kind, manifest.id, manifest.created))

@@ -266,7 +266,7 @@ TEST_F(CheckpointTest, FindsEveryFlippedBit) {
         .write(reinterpret_cast<const char*>(bytes.data()), std::ssize(bytes));
     const ReadReport report = read_checked(path("f"), written.size, written.crcs, nullptr, 2);
     EXPECT_EQ(report.damaged, std::vector<uint64_t>{at / kBlock});
-    FileCopy copy(path("f"), path("g"), written.size, written.crcs, {});
+    FileCopy copy(path("f"), path("g"), written.size, written.crcs, {.priority = Priority::normal});
     EXPECT_THROW(copy.run(), Error);
   }
 }

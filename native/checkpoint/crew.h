@@ -1,0 +1,67 @@
+// checkpoint/crew.h - threads of low priority that nobody has to wait for in vain.
+//
+// On a machine whose cores are all busy a lowered thread may get a thousandth of the processor. The
+// caller, who waits at its own priority, lends a hand whenever the others got nothing done for a
+// while: that bounds how long a snapshot stays unwritten, and costs nothing on a machine with room.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "checkpoint/pace.h"
+
+namespace nostall::checkpoint {
+
+inline constexpr std::chrono::milliseconds kStarved{100};
+
+// Calls `step` in `threads` lowered threads, and now and then in this one, until it returns false
+// or throws; the first exception is thrown again at the end.
+template <typename Step>
+void work_lowered(Lowered& lowered, Priority priority, unsigned threads, const Step& step) {
+  std::mutex mutex;
+  std::condition_variable ended;
+  unsigned active = threads;
+  uint64_t done = 0;
+  std::exception_ptr error;
+  const auto guarded = [&]() noexcept {
+    bool more = false;
+    try {
+      more = step();
+    } catch (...) {
+      const std::lock_guard lock(mutex);
+      if (!error) error = std::current_exception();
+    }
+    const std::lock_guard lock(mutex);
+    ++done;
+    return more && !error;
+  };
+  std::vector<std::thread> crew;
+  for (unsigned i = 0; i < threads; ++i) {
+    crew.emplace_back([&] {
+      const Lowered::Scope scope(lowered, priority);
+      while (guarded()) continue;
+      const std::lock_guard lock(mutex);
+      --active;
+      ended.notify_all();
+    });
+  }
+  bool more = true;
+  for (uint64_t before = 0;;) {
+    std::unique_lock lock(mutex);
+    if (ended.wait_for(lock, kStarved, [&] { return active == 0; })) break;
+    const bool starved = done == before;
+    before = done;
+    lock.unlock();
+    if (starved && more) more = guarded();
+    if (!more) lowered.raise();  // all that is left for them is to end
+  }
+  for (std::thread& thread : crew) thread.join();
+  if (error) std::rethrow_exception(error);
+}
+
+}  // namespace nostall::checkpoint
