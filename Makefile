@@ -36,6 +36,7 @@ $(BIN)/python: $(STAMPS)/system
 $(STAMPS)/requirements: pyproject.toml $(BIN)/python
 	@echo "installing build and test requirements into $(VENV) (torch is the large one)"
 	@$(BIN)/python scripts/requirements build test | xargs -d '\n' $(BIN)/python -m pip install -q
+	@command -v chromium >/dev/null || $(BIN)/python -m playwright install --with-deps chromium >/dev/null
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/package: $(STAMPS)/requirements $(SOURCES)

@@ -14,6 +14,7 @@
 #include "base/error.h"
 #include "collective/communicator.h"
 #include "module.h"
+#include "trace/trace.h"
 
 namespace nb = nanobind;
 using namespace nostall;
@@ -119,6 +120,11 @@ std::shared_ptr<Communicator> open(const std::string& job, uint32_t rank, uint32
   return std::make_shared<Communicator>(config);
 }
 
+// A call, from this rank's arrival to its end: what it takes longer than on others is waiting.
+trace::Kind kind(std::string_view operation) {
+  return trace::define("peers", operation, {"count"});
+}
+
 }  // namespace
 
 void bind_collective(nb::module_& m) {
@@ -136,12 +142,21 @@ void bind_collective(nb::module_& m) {
                            "Ranks of one node, on raw addresses (native/collective).")
       .def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("ranks", &Communicator::ranks)
-      .def("barrier", &Communicator::barrier, no_gil)
+      .def(
+          "barrier",
+          [barrier = kind("barrier")](Communicator& self) {
+            const trace::Span span(barrier);
+            self.barrier();
+          },
+          no_gil)
       .def(
           "allreduce",
-          [](Communicator& self, uintptr_t in, uintptr_t out, uint64_t count,
-             const PyReducer& reducer, const std::string& algorithm, bool fixed) {
+          [recorded = kind("allreduce")](Communicator& self, uintptr_t in, uintptr_t out,
+                                         uint64_t count, const PyReducer& reducer,
+                                         const std::string& algorithm, bool fixed) {
             bindings::without_gil([&] {
+              trace::Span span(recorded);
+              span.values[0] = static_cast<int64_t>(count);
               self.allreduce(address(in), writable(out), count, reducer.get(),
                              options_of(algorithm, fixed));
             });
@@ -151,9 +166,12 @@ void bind_collective(nb::module_& m) {
           nb::arg("algorithm") = "cooperative", nb::arg("fixed") = false)
       .def(
           "reduce",
-          [](Communicator& self, uintptr_t in, uintptr_t out, uint64_t count,
-             const PyReducer& reducer, uint32_t root, const std::string& algorithm, bool fixed) {
+          [recorded = kind("reduce")](Communicator& self, uintptr_t in, uintptr_t out,
+                                      uint64_t count, const PyReducer& reducer, uint32_t root,
+                                      const std::string& algorithm, bool fixed) {
             bindings::without_gil([&] {
+              trace::Span span(recorded);
+              span.values[0] = static_cast<int64_t>(count);
               self.reduce(address(in), writable(out), count, reducer.get(), root,
                           options_of(algorithm, fixed));
             });
@@ -163,18 +181,23 @@ void bind_collective(nb::module_& m) {
           nb::arg("root"), nb::arg("algorithm") = "cooperative", nb::arg("fixed") = false)
       .def(
           "broadcast",
-          [](Communicator& self, uintptr_t data, uint64_t bytes, uint32_t root,
-             const std::string& algorithm) {
+          [recorded = kind("broadcast")](Communicator& self, uintptr_t data, uint64_t bytes,
+                                         uint32_t root, const std::string& algorithm) {
+            trace::Span span(recorded);
+            span.values[0] = static_cast<int64_t>(bytes);
             self.broadcast(writable(data), bytes, root, options_of(algorithm, false));
           },
           nb::arg("data"), nb::arg("bytes"), nb::arg("root"), nb::arg("algorithm") = "cooperative",
           no_gil)
       .def(
           "reduce_scatter",
-          [](Communicator& self, uintptr_t in, uintptr_t out, uint64_t count,
-             const PyReducer& reducer) {
-            bindings::without_gil(
-                [&] { self.reduce_scatter(address(in), writable(out), count, reducer.get()); });
+          [recorded = kind("reduce_scatter")](Communicator& self, uintptr_t in, uintptr_t out,
+                                              uint64_t count, const PyReducer& reducer) {
+            bindings::without_gil([&] {
+              trace::Span span(recorded);
+              span.values[0] = static_cast<int64_t>(count);
+              self.reduce_scatter(address(in), writable(out), count, reducer.get());
+            });
             reducer.raise();
           },
           nb::arg("source"), nb::arg("target"), nb::arg("count"), nb::arg("reducer"),

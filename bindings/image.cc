@@ -134,13 +134,19 @@ nb::object decode_rgb(nb::handle encoded, uint64_t max_pixels) {
 
 image::Pipeline compile(const std::vector<std::pair<std::string, nb::dict>>& steps,
                         const std::optional<std::string>& dtype,
-                        const std::optional<std::string>& layout, uint64_t max_pixels) {
+                        const std::optional<std::string>& layout, uint64_t max_pixels,
+                        const std::optional<nb::dict>& pixels) {
   std::vector<image::Step> native;
   for (const auto& [name, parameters] : steps) native.push_back(make_step(name, parameters));
   image::Options options;
   options.type = choice<image::Type>("dtype", kTypes, dtype);
   options.layout = choice<image::Layout>("layout", kLayouts, layout);
   options.max_pixels = max_pixels;
+  if (pixels) {
+    options.pixels = {get<uint32_t>(*pixels, "height"), get<uint32_t>(*pixels, "width"),
+                      get<uint32_t>(*pixels, "channels"), get<bool>(*pixels, "channels_first"),
+                      get<bool>(*pixels, "bgr")};
+  }
   return image::Pipeline::compile(native, options);
 }
 
@@ -162,7 +168,9 @@ void bind_image(nb::module_& m) {
            "Decodes and transforms one image; random draws depend on the three numbers alone.");
   m.def("compile_pipeline", &compile, nb::arg("steps"), nb::arg("dtype") = nb::none(),
         nb::arg("layout") = nb::none(), nb::arg("max_pixels") = max_pixels,
-        "Compiles [(name, parameters), ...] into a Pipeline.");
+        nb::arg("pixels") = nb::none(),
+        "Compiles [(name, parameters), ...] into a Pipeline; `pixels` is for samples that are not "
+        "encoded: height, width, channels, channels_first, bgr.");
   m.def("decode_rgb", &decode_rgb, nb::arg("encoded"), nb::arg("max_pixels") = max_pixels,
         "Decodes a JPEG, PNG or WebP image to uint8 RGB, height x width x 3.");
 }

@@ -3,6 +3,8 @@
 
 #include <nanobind/stl/string.h>
 
+#include <cstring>
+
 #include "base/error.h"
 #include "base/log.h"
 
@@ -34,7 +36,11 @@ void translate(const std::exception_ptr& error, void*) {
     std::rethrow_exception(error);
   } catch (const nostall::Error& e) {
     nb::object type = nb::module_::import_("nostall.errors").attr(python_class(e.kind()));
-    PyErr_SetString(type.ptr(), e.what());
+    // A path may be of bytes that are no text.
+    const char* what = e.what();
+    const auto size = static_cast<Py_ssize_t>(std::strlen(what));
+    const nb::object text = nb::steal(PyUnicode_DecodeUTF8(what, size, "backslashreplace"));
+    PyErr_SetObject(type.ptr(), text.ptr());
   }
 }
 
@@ -55,6 +61,7 @@ NB_MODULE(_native, m) {
   bind_plan(m);
   bind_source(m);
   bind_records(m);
+  bind_ranges(m);
   bind_image(m);
   bind_peer(m);
   bind_stage(m);
@@ -63,4 +70,5 @@ NB_MODULE(_native, m) {
   bind_checkpoint(m);
   bind_collective(m);
   bind_sync(m);
+  bind_simulate(m);
 }

@@ -6,6 +6,7 @@
 void bind_plan(nanobind::module_& m);
 void bind_source(nanobind::module_& m);
 void bind_records(nanobind::module_& m);
+void bind_ranges(nanobind::module_& m);
 void bind_image(nanobind::module_& m);
 void bind_peer(nanobind::module_& m);
 void bind_stage(nanobind::module_& m);
@@ -14,3 +15,4 @@ void bind_trace(nanobind::module_& m);
 void bind_checkpoint(nanobind::module_& m);
 void bind_collective(nanobind::module_& m);
 void bind_sync(nanobind::module_& m);
+void bind_simulate(nanobind::module_& m);

@@ -19,6 +19,7 @@
 #include "source/build.h"
 #include "source/index.h"
 #include "source/lmdb.h"
+#include "source/names.h"
 #include "source/provenance.h"
 #include "source/tar.h"
 #include "source/tfrecord.h"
@@ -261,10 +262,15 @@ class CallbackSource : public source::Source {
 };
 
 std::vector<source::StorageFile> storage_files(const std::vector<std::string>& paths,
-                                               const Column<uint64_t>& sizes) {
-  if (paths.size() != sizes.size()) throw Error(ErrorKind::usage, "a size for every path");
+                                               const Column<uint64_t>& sizes,
+                                               const Column<int64_t>& versions) {
+  if (paths.size() != sizes.size() || paths.size() != versions.size()) {
+    throw Error(ErrorKind::usage, "a storage needs a size and a version for every path");
+  }
   std::vector<source::StorageFile> files;
-  for (size_t i = 0; i < paths.size(); ++i) files.push_back({paths[i], sizes.data()[i], 0});
+  for (size_t i = 0; i < paths.size(); ++i) {
+    files.push_back({paths[i], sizes.data()[i], versions.data()[i]});
+  }
   return files;
 }
 
@@ -292,35 +298,6 @@ source::CheckHead lmdb_check(uint32_t page_size) {
     const uint64_t bytes = head_size + table.length[sample];
     return source::lmdb::check_value_page(head, begin / page_size,
                                           (bytes + page_size - 1) / page_size);
-  };
-}
-
-// Names are found again when a message needs one: they take no memory until then.
-source::NameOf lmdb_name(const StoragePtr& storage, std::string database) {
-  return [storage, database = std::move(database)](const source::RecordTable& table,
-                                                   uint64_t sample) -> std::string {
-    const auto reader = storage->make_reader(source::ReaderKind::pread, 1);
-    const auto records = source::lmdb::scan(*reader, *storage, database);
-    if (!records) return {};
-    const source::lmdb::Records& r = records.value();
-    const uint64_t at = table.offset[sample];
-    for (uint64_t i = 0; i < r.size(); ++i) {
-      if (at >= r.offset[i] && at < r.offset[i] + r.length[i]) return std::string(r.key(i));
-    }
-    return {};
-  };
-}
-
-source::NameOf tar_name(const StoragePtr& storage) {
-  return [storage](const source::RecordTable& table, uint64_t sample) -> std::string {
-    const auto reader = storage->make_reader(source::ReaderKind::pread, 1);
-    source::Window window(*reader, *storage, table.file_of(sample));
-    const auto members = source::scan_tar(window);
-    if (!members) return {};
-    for (const source::TarMember& m : members.value()) {
-      if (m.offset == table.offset[sample]) return m.name;
-    }
-    return {};
   };
 }
 
@@ -402,11 +379,13 @@ void bind_records(nb::module_& m) {
   m.def(
       "python_storage",
       [](const std::vector<std::string>& paths, const Column<uint64_t>& sizes,
-         nb::callable read) -> StoragePtr {
-        return std::make_shared<PythonStorage>(storage_files(paths, sizes), std::move(read));
+         const Column<int64_t>& versions, nb::callable read) -> StoragePtr {
+        return std::make_shared<PythonStorage>(storage_files(paths, sizes, versions),
+                                               std::move(read));
       },
-      nb::arg("paths"), nb::arg("sizes"), nb::arg("read"),
-      "read(list of (file, offset, size)) -> list of buffers or exceptions.");
+      nb::arg("paths"), nb::arg("sizes"), nb::arg("versions"), nb::arg("read"),
+      "read(list of (file, offset, size)) -> list of buffers or exceptions; `versions` are other "
+      "numbers where the contents are others, like the times of files.");
 
   nb::class_<source::lmdb::Records>(m, "LmdbRecords", "What a scan of an LMDB tree found.")
       .def("__len__", &source::lmdb::Records::size)
@@ -451,16 +430,18 @@ void bind_records(nb::module_& m) {
                        const std::string& database) { return source::lmdb::stamp(r, database); })
       .def(
           "computed_pages",
-          [](const source::lmdb::Records& r) {
+          [](const source::lmdb::Records& r, uint64_t commit_every) {
             return without_gil([&] {
-              const auto pages =
-                  source::lmdb::compute_pages(source::lmdb::derive(r), r.snapshot.page_size);
+              source::lmdb::Provenance facts = source::lmdb::derive(r);
+              facts.commit_every = commit_every;
+              const auto pages = source::lmdb::compute_pages(facts, r.snapshot.page_size);
               return std::pair{pages, source::lmdb::verify(r, pages)};
             });
           },
-          "First page of every value by the arithmetic of seed lmdbio-and-horovod 5.2.2, and why "
-          "it "
-          "does not hold here (empty: it does).");
+          nb::arg("commit_every") = 0,
+          "First page of every value by the arithmetic of seed lmdbio-and-horovod 5.2.2 for a "
+          "writer that committed every so many records (0: once, at the end), and why it does not "
+          "hold here (empty: it does).");
   m.def(
       "scan_lmdb",
       [](const StoragePtr& storage, const std::string& database) {
@@ -640,8 +621,8 @@ void bind_records(nb::module_& m) {
         source::RecordOptions options;
         options.max_read = max_read;
         options.coalesce = coalesce;
-        if (table.kind == "lmdb") options.name = lmdb_name(storage, database);
-        if (table.kind == "tar") options.name = tar_name(storage);
+        if (table.kind == "lmdb") options.name = source::lmdb_names(storage, database);
+        if (table.kind == "tar") options.name = source::tar_names(storage);
         if (page_size != 0) options.check = lmdb_check(page_size);
         return std::make_shared<source::RecordSource>(storage, table, std::move(options));
       },

@@ -76,7 +76,7 @@ void bind_source(nb::module_& m) {
             if (sample >= s.size()) throw nb::index_error();
             return s.describe(sample);
           },
-          nb::arg("sample"))
+          nb::arg("sample"), nb::call_guard<nb::gil_scoped_release>())
       .def(
           "read",
           [](const source::Source& s, uint64_t sample) {
@@ -88,7 +88,7 @@ void bind_source(nb::module_& m) {
               s.make_reader(source::ReaderKind::pread, 1)->read({&request, 1});
               if (request.error != 0) {
                 throw Error(ErrorKind::io, "cannot read " + s.describe(sample) + ": " +
-                                               source::read_error_text(request.error));
+                                               source::read_error_text(request));
               }
             }
             return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());

@@ -62,4 +62,30 @@ void set_priority(Priority priority) noexcept {
   ::syscall(SYS_ioprio_set, kThread, thread, io);
 }
 
+void Lowered::enter(Priority priority) {
+  const std::lock_guard lock(mutex_);
+  if (raised_ || priority == Priority::normal) return;
+  set_priority(priority);
+  threads_.push_back(static_cast<int>(::syscall(SYS_gettid)));
+}
+
+void Lowered::leave() {
+  const std::lock_guard lock(mutex_);
+  std::erase(threads_, static_cast<int>(::syscall(SYS_gettid)));
+}
+
+void Lowered::raise() {
+  const std::lock_guard lock(mutex_);
+  raised_ = true;
+  const int nice = ::getpriority(PRIO_PROCESS, 0);
+  constexpr int kThread = 1;
+  const auto io = ::syscall(SYS_ioprio_get, kThread, 0);
+  for (const int thread : threads_) {
+    const sched_param none{};
+    ::sched_setscheduler(thread, SCHED_OTHER, &none);
+    ::setpriority(PRIO_PROCESS, static_cast<id_t>(thread), nice);
+    ::syscall(SYS_ioprio_set, kThread, thread, io);
+  }
+}
+
 }  // namespace nostall::checkpoint

@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <vector>
 
 namespace nostall::checkpoint {
 
@@ -53,5 +54,34 @@ enum class Priority {
 
 // Of the calling thread. What the system refuses stays as it was: priority is advice.
 void set_priority(Priority priority) noexcept;
+
+// Threads that lowered themselves, and can be raised again where the system allows it (to root, or
+// within RLIMIT_NICE): one that waits for the processor would keep its block for long.
+class Lowered {
+ public:
+  // Lowers the calling thread, unless raise was called.
+  void enter(Priority priority);
+  // Before the thread ends.
+  void leave();
+  // Gives them the caller's priority.
+  void raise();
+
+  // Lowers the calling thread for a scope.
+  class Scope {
+   public:
+    Scope(Lowered& lowered, Priority priority) : lowered_(lowered) { lowered_.enter(priority); }
+    ~Scope() { lowered_.leave(); }
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    Lowered& lowered_;
+  };
+
+ private:
+  std::mutex mutex_;
+  std::vector<int> threads_;
+  bool raised_ = false;
+};
 
 }  // namespace nostall::checkpoint

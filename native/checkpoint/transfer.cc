@@ -106,7 +106,7 @@ FileCopy::FileCopy(std::string from, std::string to, uint64_t size, std::vector<
 Written FileCopy::run() {
   Written written;
   in_threads(1, [&] {
-    set_priority(options_.priority);
+    const Lowered::Scope scope(lowered_, options_.priority);
     written = copy();
   });
   return written;
@@ -115,6 +115,7 @@ Written FileCopy::run() {
 void FileCopy::hurry() {
   hurried_ = true;
   pace_.lift();
+  lowered_.raise();
 }
 
 Written FileCopy::copy() {

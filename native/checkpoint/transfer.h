@@ -40,6 +40,7 @@ class FileCopy {
   std::shared_ptr<Gate> gate_;
   FileSystem& files_;
   Pace pace_;
+  Lowered lowered_;
   std::atomic<bool> stopped_{false};
   std::atomic<bool> hurried_{false};
 };

@@ -50,6 +50,7 @@ Written Write::run() {
 void Write::hurry() {
   hurried_ = true;
   pace_.lift();
+  lowered_.raise();
   {
     const std::lock_guard lock(running_);
     if (!open_) return;
@@ -62,7 +63,7 @@ void Write::hurry() {
 }
 
 void Write::work(Priority priority) {
-  set_priority(priority);
+  const Lowered::Scope scope(lowered_, priority);
   const int64_t cpu = thread_cpu_ns();
   while (!stopped_ && error_ == 0) {
     const uint64_t index = next_.fetch_add(1);

@@ -72,6 +72,7 @@ class Write {
   std::atomic<int64_t> cpu_ns_{0};
   std::mutex running_;  // what hurry and the end of run agree on
   unsigned helping_ = 0;
+  Lowered lowered_;
   bool open_ = false;
   std::condition_variable helped_;
 };

@@ -242,6 +242,7 @@ struct Pipeline::Impl {
   std::vector<Step> steps;
   Output output;
   uint64_t max_pixels = 0;
+  std::optional<Pixels> pixels;
   std::array<float, 3> scale{}, offset{};
 
   // Writes row `y` of the image, flips included.
@@ -304,6 +305,8 @@ Pipeline Pipeline::compile(std::span<const Step> steps, const Options& options) 
   auto impl = std::make_unique<Impl>();
   impl->steps.assign(steps.begin(), steps.end());
   impl->max_pixels = options.max_pixels;
+  impl->pixels = options.pixels;
+  if (options.pixels) check_pixels(*options.pixels, options.max_pixels);
   impl->output = {compiler.height, compiler.width,
                   options.type.value_or(compiler.tensor ? Type::float32 : Type::uint8),
                   options.layout.value_or(compiler.tensor ? Layout::chw : Layout::hwc)};
@@ -327,15 +330,15 @@ Result<std::monostate> Pipeline::apply(std::span<const std::byte> encoded, const
   }
   Scratch::Impl& s = scratch.impl();
   Geometry geometry;
-  auto decoded = decode(
-      encoded, impl_->max_pixels,
-      [&](int64_t width, int64_t height) {
-        SampleRandom random(key.seed, key.epoch, key.sample);
-        geometry = compose(impl_->steps, width, height, random);
-        const Stage& first = geometry.stages.front();
-        return Wanted{support_of(first), shrink_of(first)};
-      },
-      s.decoded);
+  const auto compose_for = [&](int64_t width, int64_t height) {
+    SampleRandom random(key.seed, key.epoch, key.sample);
+    geometry = compose(impl_->steps, width, height, random);
+    const Stage& first = geometry.stages.front();
+    return Wanted{support_of(first), shrink_of(first)};
+  };
+  if (impl_->pixels) compose_for(impl_->pixels->width, impl_->pixels->height);
+  auto decoded = impl_->pixels ? unpack_pixels(encoded, *impl_->pixels, s.decoded)
+                               : decode(encoded, impl_->max_pixels, compose_for, s.decoded);
   if (!decoded) return decoded.error();
   Bitmap bitmap = decoded.value();
   for (size_t i = 0; i + 1 < geometry.stages.size(); ++i) {

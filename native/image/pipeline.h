@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "image/pixels.h"
 
 namespace nostall::image {
 
@@ -63,6 +64,7 @@ struct Options {
   std::optional<Type> type;
   std::optional<Layout> layout;
   uint64_t max_pixels = 178'956'970;  // larger headers are refused: twice Pillow's bomb warning
+  std::optional<Pixels> pixels;       // samples are such pixels, not encoded images
 };
 
 // Buffers that one thread reuses from image to image.
@@ -91,10 +93,10 @@ class Pipeline {
   static Pipeline compile(std::span<const Step> steps, const Options& options = {});
 
   const Output& output() const noexcept;
-  // Decodes and transforms one encoded image (JPEG, PNG or WebP, told apart by their first bytes)
-  // into `out`, output().bytes() long. Total: any bytes give an image or an Error of kind
-  // corruption; a truncated image is an error, never half grey. `out` is unspecified after an
-  // error.
+  // Decodes and transforms one encoded image (JPEG, PNG or WebP, told apart by their first bytes),
+  // or one of Options::pixels, into `out`, output().bytes() long. Total: any bytes give an image or
+  // an Error of kind corruption; a truncated image is an error, never half grey. `out` is
+  // unspecified after an error.
   Result<std::monostate> apply(std::span<const std::byte> encoded, const SampleKey& key,
                                Scratch& scratch, std::span<std::byte> out) const;
 

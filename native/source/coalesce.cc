@@ -10,7 +10,11 @@ namespace {
 constexpr double kFirstOperation = 60e-6, kFirstByte = 1 / 1.5e9;
 // Of the sums, at every measurement: the last 30 or so count.
 constexpr double kForget = 0.97;
+// What is outside of these was not measured.
+constexpr double kLeastSeconds = 1e-9, kMostMeasured = 1e15;
 constexpr uint64_t kLeastBytes = 64 << 10, kMostGap = 1 << 20;
+// Of gaps, in mean reads; and the mean before anything was read.
+constexpr double kTrusted = 2.0, kFirstReach = 8 << 10;
 constexpr double kBytesShare = 9.0;  // seconds of bytes a second of operations
 
 }  // namespace
@@ -39,15 +43,19 @@ std::vector<Together> coalesce(std::vector<Piece>& pieces, CoalesceLimits limits
 }
 
 void StorageCost::record(double operations, double bytes, double seconds) {
-  if (operations <= 0.0 || bytes <= 0.0 || seconds <= 0.0) return;
-  // Relative errors count alike, whether a call was long or short.
-  const double o = operations / seconds, b = bytes / seconds;
+  const auto inside = [](double v, double least) { return v >= least && v <= kMostMeasured; };
+  if (!inside(operations, 1.0) || !inside(bytes, 1.0) || !inside(seconds, kLeastSeconds)) return;
+  // Calls count alike, whether they were large or small; not by the time they took, or what came
+  // from memory would outweigh a slow device for hundreds of calls.
+  const double weight = 1.0 / (operations * kFirstOperation + bytes * kFirstByte);
+  const double o = operations * weight, b = bytes * weight, t = seconds * weight;
   const std::scoped_lock lock(mutex_);
+  reach_ = std::max(bytes / operations, kForget * reach_);
   oo_ = kForget * oo_ + o * o;
   ob_ = kForget * ob_ + o * b;
   bb_ = kForget * bb_ + b * b;
-  ot_ = kForget * ot_ + o;
-  bt_ = kForget * bt_ + b;
+  ot_ = kForget * ot_ + o * t;
+  bt_ = kForget * bt_ + b * t;
 }
 
 StorageCost::Fit StorageCost::fit() const {
@@ -83,7 +91,12 @@ CoalesceLimits StorageCost::limits(uint64_t max_bytes) const {
     return value >= static_cast<double>(most) ? most
                                               : std::max(least, static_cast<uint64_t>(value));
   };
-  return {clipped(even, 0, kMostGap),
+  double reach = kFirstReach;
+  {
+    const std::scoped_lock lock(mutex_);
+    if (reach_ > 0.0) reach = reach_;
+  }
+  return {clipped(std::min(even, kTrusted * reach), 0, kMostGap),
           clipped(kBytesShare * even, std::min(kLeastBytes, max_bytes), max_bytes)};
 }
 

@@ -42,7 +42,10 @@ class StorageCost {
   double seconds_per_operation() const;
   double seconds_per_byte() const;
   // The gap at which reading on costs as much as one more operation, and reads of such a size that
-  // nine tenths of their time is spent on bytes; the latter within [64 KiB, max_bytes].
+  // nine tenths of their time is spent on bytes; the latter within [64 KiB, max_bytes]. The gap is
+  // at most twice the mean read of a recent call: reads of one size say what a read costs, not how
+  // that divides into operation and bytes, and a wrong guess must not read many times what is
+  // wanted.
   CoalesceLimits limits(uint64_t max_bytes) const;
 
  private:
@@ -53,6 +56,7 @@ class StorageCost {
 
   mutable std::mutex mutex_;
   // Sums of products, of the normal equations.
+  double reach_ = 0.0;  // bytes an operation of the calls so far, old ones fading
   double oo_ = 0.0, ob_ = 0.0, bb_ = 0.0, ot_ = 0.0, bt_ = 0.0;
 };
 

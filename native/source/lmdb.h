@@ -27,6 +27,8 @@ struct Tree {
   uint16_t flags = 0, depth = 0;
   uint64_t branch_pages = 0, leaf_pages = 0, overflow_pages = 0, entries = 0;
   uint64_t root = 0;  // page number; kNoPage when empty
+
+  bool operator==(const Tree&) const = default;
 };
 inline constexpr uint64_t kNoPage = ~uint64_t{0};
 
@@ -39,7 +41,9 @@ struct Snapshot {
   // freed again at once.
   uint64_t allocated = 0;
   Tree free, main;
-  bool other_meta_used = false;  // the newer meta page was damaged
+  bool other_meta_used = false;  // one meta page was damaged
+
+  bool operator==(const Snapshot&) const = default;
 };
 
 enum Flags : uint16_t { kReverseKey = 0x02, kDupSort = 0x04, kIntegerKey = 0x08 };
@@ -56,6 +60,7 @@ struct Records {
   std::string keys;
   std::vector<uint64_t> key_ends{0};   // key i is keys[key_ends[i], key_ends[i + 1])
   std::vector<std::string> databases;  // names of the databases that the scanned tree holds
+  std::vector<Tree> database_trees;    // one each
   uint64_t pages_read = 0;             // branch and leaf pages
   // Page numbers of the leaves, in key order, and their first records: prov-computed is held
   // against them.

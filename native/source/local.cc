@@ -1,6 +1,7 @@
 #include "source/local.h"
 
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -22,8 +23,25 @@ constexpr double kCachedCall = 25e-6, kCachedSecondsPerByte = 1 / 2e9;
 // While the device is in use, one read in this many tries the page cache.
 constexpr unsigned kProbeEvery = 64;
 
+uint64_t memory_bytes() {
+  return static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES)) *
+         static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+}
+
 int64_t mtime_of(const struct stat& s) {
   return int64_t{s.st_mtim.tv_sec} * 1'000'000'000 + s.st_mtim.tv_nsec;
+}
+
+// A descriptor or -errno. Data sets of thousands of shards need more files than a process has by
+// default: it is given as many as it may have.
+int open_many(const std::string& path, int flags) {
+  int fd = FileSystem::real().open(path, flags, 0);
+  if (fd != -EMFILE) return fd;
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= limit.rlim_max) return fd;
+  limit.rlim_cur = limit.rlim_max;
+  if (::setrlimit(RLIMIT_NOFILE, &limit) != 0) return fd;
+  return FileSystem::real().open(path, flags, 0);
 }
 
 // Plain calls, one range after the other.
@@ -116,19 +134,24 @@ int read_now(const LocalFiles& files, const RangeRead& range, bool direct, Align
     if (n < 0) return static_cast<int>(-n);
     return static_cast<size_t>(n) >= needed ? 0 : kSizeChanged;
   };
+  if (range.size() == 0) return 0;
   if (direct) {
     const AlignedRange a = align(range.offset, range.size(), files.alignment(range.file));
     const std::span<std::byte> all = bounce.take(a.length);
-    if (const int error = take(files.direct(range.file), all, a.offset, a.skip + range.size())) {
-      return error;
+    ssize_t n = 0;
+    do {
+      n = ::pread(files.direct(range.file), all.data(), all.size(), static_cast<off_t>(a.offset));
+    } while (n < 0 && errno == EINTR);
+    if (n >= 0 && static_cast<uint64_t>(n) >= a.skip + range.size()) {
+      const std::byte* from = all.data() + a.skip;
+      if (!range.head.empty()) std::memcpy(range.head.data(), from, range.head.size());
+      if (!range.into.empty()) {
+        std::memcpy(range.into.data(), from + range.head.size(), range.into.size());
+      }
+      return 0;
     }
-    if (!range.head.empty()) {
-      std::memcpy(range.head.data(), all.data() + a.skip, range.head.size());
-    }
-    if (!range.into.empty()) {
-      std::memcpy(range.into.data(), all.data() + a.skip + range.head.size(), range.into.size());
-    }
-    return 0;
+    // What is left need not be aligned: the end of the file, or a file system that refuses this
+    // one. A plain read tells.
   }
   const int fd = files.buffered(range.file);
   if (range.head.empty()) return take(fd, range.into, range.offset, range.into.size());
@@ -147,18 +170,29 @@ int read_now(const LocalFiles& files, const RangeRead& range, bool direct, Align
 LocalFiles::LocalFiles(const std::vector<std::string>& paths, Direct direct) : policy_(direct) {
   for (const std::string& path : paths) {
     Opened o;
-    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (fd < 0) throw io_error("cannot open", path, errno);
+    const int fd = open_many(path, O_RDONLY | O_NONBLOCK);
+    if (fd == -EMFILE) {
+      throw Error(ErrorKind::io,
+                  "cannot open " + path + ", file " + std::to_string(files_.size() + 1) + " of " +
+                      std::to_string(paths.size()) +
+                      ": the process may not have as many files open; raise the limit (ulimit -n) "
+                      "to more than twice their number",
+                  EMFILE);
+    }
+    if (fd < 0) throw io_error("cannot open", path, -fd);
     o.buffered = Descriptor(fd);
     struct stat s {};
     if (::fstat(fd, &s) != 0) throw io_error("cannot examine", path, errno);
     if (!S_ISREG(s.st_mode)) {
       throw Error(ErrorKind::io, path + " is not a regular file: give the path of the file itself");
     }
+    // The flag was for pipes, whose opening would wait. io_uring takes it to mean that a read which
+    // would wait fails, on file systems (of networks, mostly) that cannot tell beforehand.
+    if (::fcntl(fd, F_SETFL, O_RDONLY) != 0) throw io_error("cannot prepare", path, errno);
     // Ranges are asked for in full and ahead of need: the kernel's guesses only add bytes.
     static_cast<void>(::posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM));
     if (direct != Direct::never) {
-      o.direct = Descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_DIRECT));
+      o.direct = Descriptor(std::max(-1, open_many(path, O_RDONLY | O_DIRECT)));
       AlignedBuffer probe;
       // Some file systems take the flag and refuse the read.
       if (o.direct && s.st_size > 0 &&
@@ -169,6 +203,9 @@ LocalFiles::LocalFiles(const std::vector<std::string>& paths, Direct direct) : p
     files_.push_back({path, static_cast<uint64_t>(s.st_size), mtime_of(s)});
     opened_.push_back(std::move(o));
   }
+  uint64_t total = 0;
+  for (const StorageFile& f : files_) total += f.size;
+  if (policy_ == Direct::automatic && total > memory_bytes()) policy_ = Direct::always;
 }
 
 std::string LocalFiles::changed(uint32_t file) const {

@@ -17,8 +17,13 @@ namespace nostall::source {
 #if defined(NOSTALL_HAVE_URING)
 namespace {
 
-// Ranges up to this size use registered buffers; with 16 in flight they pin 4 MiB a thread.
+// Ranges up to this size use registered buffers; with 16 in flight they pin 4 MiB a thread, and
+// never more than 16 MiB.
 constexpr size_t kRegistered = 256 << 10;
+constexpr size_t kMostPinned = 64;
+// Of one direct read; the kernel's own limit lies a little below 2 GiB.
+constexpr size_t kMostAtOnce = size_t{1} << 30;
+constexpr unsigned kMostInFlight = 4096;  // a ring has 32768 entries at most
 
 class UringRanges : public RangeReader {
  public:
@@ -41,31 +46,24 @@ class UringRanges : public RangeReader {
   }
 
   void read(std::span<RangeRead> ranges) override {
-    std::vector<unsigned> free;
-    for (unsigned i = 0; i < slots_.size(); ++i) free.push_back(i);
-    size_t next = 0, flying = 0;
-    while (next < ranges.size() || flying > 0) {
-      while (next < ranges.size() && !free.empty()) {
-        submit(ranges[next++], free.back());
-        free.pop_back();
-        ++flying;
+    free_.clear();
+    for (unsigned i = 0; i < slots_.size(); ++i) free_.push_back(i);
+    try {
+      for (size_t next = 0; next < ranges.size() || flying() > 0;) {
+        while (next < ranges.size() && !free_.empty()) {
+          RangeRead& range = ranges[next++];
+          range.error = 0;
+          if (range.size() == 0) continue;
+          submit(range, free_.back());
+          free_.pop_back();
+        }
+        // To wait for a few at once costs no depth that matters, and saves a switch for each.
+        if (flying() > 0) collect(static_cast<unsigned>(std::max<size_t>(1, flying() / 4)));
       }
-      // To wait for a few at once costs no depth that matters, and saves a switch for each.
-      const auto wait = static_cast<unsigned>(std::max<size_t>(1, flying / 4));
-      const int submitted = io_uring_submit_and_wait(&ring_, wait);
-      if (submitted < 0 && submitted != -EINTR && submitted != -EAGAIN && submitted != -EBUSY) {
-        throw io_error("io_uring failed while reading", files_.files()[0].path, -submitted);
-      }
-      unsigned head = 0, seen = 0;
-      io_uring_cqe* cqe = nullptr;
-      io_uring_for_each_cqe(&ring_, head, cqe) {
-        ++seen;
-        const auto slot = static_cast<unsigned>(cqe->user_data);
-        finish(slots_[slot], cqe->res);
-        free.push_back(slot);
-        --flying;
-      }
-      io_uring_cq_advance(&ring_, seen);
+    } catch (...) {
+      // The kernel still writes to memory of the caller.
+      while (flying() > 0) collect(1);
+      throw;
     }
   }
   std::string_view name() const override { return "io_uring"; }
@@ -82,10 +80,31 @@ class UringRanges : public RangeReader {
     iovec parts[2]{};
   };
 
-  // Pins one bounce buffer for every slot, at the first direct read; -errno where that is refused.
+  size_t flying() const noexcept { return slots_.size() - free_.size(); }
+
+  void collect(unsigned wait) {
+    const int submitted = io_uring_submit_and_wait(&ring_, wait);
+    if (submitted < 0 && submitted != -EINTR && submitted != -EAGAIN && submitted != -EBUSY) {
+      throw io_error("io_uring failed while reading", files_.files()[0].path, -submitted);
+    }
+    unsigned head = 0, seen = 0;
+    io_uring_cqe* cqe = nullptr;
+    io_uring_for_each_cqe(&ring_, head, cqe) {
+      ++seen;
+      const auto slot = static_cast<unsigned>(cqe->user_data);
+      finish(slots_[slot], cqe->res);
+      free_.push_back(slot);
+    }
+    io_uring_cq_advance(&ring_, seen);
+  }
+
+  // Pins bounce buffers for the first slots, at the first direct read; -errno where that is
+  // refused.
   int pin() {
     std::vector<iovec> buffers;
-    for (Slot& s : slots_) buffers.push_back({s.bounce.take(kRegistered).data(), kRegistered});
+    for (Slot& s : std::span(slots_).first(std::min(slots_.size(), kMostPinned))) {
+      buffers.push_back({s.bounce.take(kRegistered).data(), kRegistered});
+    }
     return io_uring_register_buffers(&ring_, buffers.data(), static_cast<unsigned>(buffers.size()));
   }
 
@@ -93,7 +112,6 @@ class UringRanges : public RangeReader {
     Slot& s = slots_[index];
     s.range = &range;
     s.direct = files_.direct(range.file) >= 0 && (files_.policy() == Direct::always || range.once);
-    io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
     if (s.direct) {
       if (!tried_to_pin_) {
         tried_to_pin_ = true;
@@ -101,31 +119,34 @@ class UringRanges : public RangeReader {
       }
       s.aligned = align(range.offset, range.size(), files_.alignment(range.file));
       bytes_ += s.aligned.length;
+      // A longer one is finished by a plain call.
+      const auto length = static_cast<unsigned>(std::min<size_t>(s.aligned.length, kMostAtOnce));
       const int fd = files_.direct(range.file);
       s.in_place =
           range.head.empty() && s.aligned.skip == 0 && s.aligned.length == range.size() &&
           reinterpret_cast<uintptr_t>(range.into.data()) % files_.alignment(range.file) == 0;
+      const bool registered = pinned_ && index < kMostPinned && length <= kRegistered;
+      if (!s.in_place) s.landed = (registered ? s.bounce : s.large).take(length);
+      io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
       if (s.in_place) {
-        io_uring_prep_read(sqe, fd, range.into.data(), static_cast<unsigned>(range.size()),
-                           range.offset);
-      } else if (pinned_ && s.aligned.length <= kRegistered) {
-        s.landed = s.bounce.take(s.aligned.length);
-        io_uring_prep_read_fixed(sqe, fd, s.landed.data(), static_cast<unsigned>(s.aligned.length),
-                                 s.aligned.offset, static_cast<int>(index));
+        io_uring_prep_read(sqe, fd, range.into.data(), length, range.offset);
+      } else if (registered) {
+        io_uring_prep_read_fixed(sqe, fd, s.landed.data(), length, s.aligned.offset,
+                                 static_cast<int>(index));
       } else {
-        s.landed = s.large.take(s.aligned.length);
-        io_uring_prep_read(sqe, fd, s.landed.data(), static_cast<unsigned>(s.aligned.length),
-                           s.aligned.offset);
+        io_uring_prep_read(sqe, fd, s.landed.data(), length, s.aligned.offset);
       }
+      sqe->user_data = index;
     } else {
       bytes_ += range.size();
       s.parts[0] = {range.head.data(), range.head.size()};
       s.parts[1] = {range.into.data(), range.into.size()};
       const bool whole = range.head.empty();
+      io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
       io_uring_prep_readv(sqe, files_.buffered(range.file), whole ? s.parts + 1 : s.parts,
                           whole ? 1 : 2, range.offset);
+      sqe->user_data = index;
     }
-    sqe->user_data = index;
   }
 
   void finish(Slot& s, int result) {
@@ -140,8 +161,10 @@ class UringRanges : public RangeReader {
         }
       }
       range.error = 0;
-    } else if (result == -EINTR || result == -EAGAIN || result > 0) {
-      range.error = read_now(files_, range, false, fallback_);  // rare: finished by a plain call
+    } else if (result > 0 || result == -EINTR || result == -EAGAIN || result == -EINVAL ||
+               result == -EOPNOTSUPP || result == -ENOMEM) {
+      // Rare: cut short, or not to the file system's taste. A plain call finishes it.
+      range.error = read_now(files_, range, false, fallback_);
     } else {
       range.error = result == 0 ? kSizeChanged : -result;
     }
@@ -149,6 +172,7 @@ class UringRanges : public RangeReader {
 
   const LocalFiles& files_;
   std::vector<Slot> slots_;
+  std::vector<unsigned> free_;  // slots with nothing in flight
   AlignedBuffer fallback_;
   io_uring ring_{};
   bool ready_ = false, tried_to_pin_ = false, pinned_ = false;
@@ -159,7 +183,7 @@ class UringRanges : public RangeReader {
 
 std::unique_ptr<RangeReader> make_uring_ranges(const LocalFiles& files, unsigned depth,
                                                std::string& why) {
-  auto reader = std::make_unique<UringRanges>(files, std::max(1u, depth));
+  auto reader = std::make_unique<UringRanges>(files, std::clamp(depth, 1u, kMostInFlight));
   if (const int error = reader->start(); error < 0) {
     why = "the kernel refuses it: " + std::generic_category().message(-error);
     return nullptr;

@@ -1,11 +1,18 @@
 #include "source/payload.h"
 
-#include <cstring>
+#include <algorithm>
+#include <array>
 #include <optional>
 #include <vector>
 
 namespace nostall::source {
 namespace {
+
+constexpr uint64_t kMostSide = 1 << 20;  // of unencoded pixels: three of them multiply in 64 bits
+
+bool inside(const Window& window, uint64_t offset, uint64_t length) {
+  return offset <= window.file_size() && length <= window.file_size() - offset;
+}
 
 Error wrong(const Window& window, uint64_t offset, const std::string& what) {
   if (window.error()) return *window.error();
@@ -109,8 +116,10 @@ bool first_value(Window& window, const Message::Field& feature, Payload* image, 
 }  // namespace
 
 Result<Payload> find_datum(Window& window, uint64_t offset, uint64_t length) {
+  if (!inside(window, offset, length)) return wrong(window, offset, "is not inside the file");
   Payload p;
   bool data = false, encoded = false;
+  std::array<uint64_t, 3> shape{};  // channels, height, width
   Message message(window, offset, offset + length);
   while (const auto f = message.next()) {
     if (f->number == 4 && f->wire == 2) {
@@ -119,10 +128,7 @@ Result<Payload> find_datum(Window& window, uint64_t offset, uint64_t length) {
       data = true;
     }
     if (f->wire != 0) continue;
-    const auto small = static_cast<uint32_t>(f->value);
-    if (f->number == 1) p.channels = small;
-    if (f->number == 2) p.height = small;
-    if (f->number == 3) p.width = small;
+    if (f->number >= 1 && f->number <= 3) shape[f->number - 1] = f->value;
     if (f->number == 5) p.label = static_cast<int32_t>(f->value);
     if (f->number == 7) encoded = f->value != 0;
   }
@@ -133,18 +139,24 @@ Result<Payload> find_datum(Window& window, uint64_t offset, uint64_t length) {
                                        " has no bytes (float_data is not read): write it with "
                                        "encoded images or uint8 pixels");
   }
-  if (encoded) p.channels = p.height = p.width = 0;
-  if (!encoded && uint64_t{p.channels} * p.height * p.width != p.length) {
+  if (encoded) return p;
+  const bool fits =
+      std::all_of(shape.begin(), shape.end(), [](uint64_t n) { return n < kMostSide; });
+  if (!fits || shape[0] * shape[1] * shape[2] != p.length) {
     return wrong(window, offset,
                  "is a Datum of " + std::to_string(p.length) +
                      " bytes that is not encoded and not channels x height x "
                      "width long");
   }
+  p.channels = static_cast<uint32_t>(shape[0]);
+  p.height = static_cast<uint32_t>(shape[1]);
+  p.width = static_cast<uint32_t>(shape[2]);
   return p;
 }
 
 Result<Payload> find_example(Window& window, uint64_t offset, uint64_t length,
                              const std::string& image, const std::string& label) {
+  if (!inside(window, offset, length)) return wrong(window, offset, "is not inside the file");
   Payload p;
   bool image_found = false, label_found = label.empty();
   Message example(window, offset, offset + length);
@@ -170,6 +182,7 @@ Result<Payload> find_example(Window& window, uint64_t offset, uint64_t length,
       if (!label.empty() && key == label) {
         label_found = first_value(window, *value, nullptr, &p.label);
       }
+      if (window.error()) return *window.error();
     }
     if (!map.ok()) return wrong(window, offset, "is no tf.train.Example");
   }
@@ -186,6 +199,7 @@ Result<Payload> find_example(Window& window, uint64_t offset, uint64_t length,
 // The opcodes that a pair of bytes and an integer is made of; anything else is refused, so nothing
 // that a pickle could do is done.
 Result<Payload> find_pickled(Window& window, uint64_t offset, uint64_t length) {
+  if (!inside(window, offset, length)) return wrong(window, offset, "is not inside the file");
   const uint64_t end = offset + length;
   uint64_t at = offset;
   std::optional<Payload> bytes;
@@ -200,6 +214,11 @@ Result<Payload> find_pickled(Window& window, uint64_t offset, uint64_t length) {
     return value;
   };
   const auto damaged = [&] { return wrong(window, offset, "is no sound pickle"); };
+  const auto refused = [&](const std::string& why) {
+    return Error(ErrorKind::usage, "the pickle at offset " + std::to_string(offset) + " of " +
+                                       window.path() + " is not (bytes, int): " + why +
+                                       "; give a function as `values` to take it apart yourself");
+  };
   while (at < end) {
     const auto opcode = little(1);
     if (!opcode) return damaged();
@@ -208,15 +227,15 @@ Result<Payload> find_pickled(Window& window, uint64_t offset, uint64_t length) {
     if (size_bytes > 0) {  // bytes
       const auto size = little(size_bytes);
       if (!size || *size > end - at) return damaged();
-      if (!bytes) {
-        bytes.emplace();
-        bytes->offset = at;
-        bytes->length = *size;
-      }
+      if (bytes) return refused("there are several bytes objects in it");
+      bytes.emplace();
+      bytes->offset = at;
+      bytes->length = *size;
       at += *size;
       continue;
     }
     std::optional<uint64_t> value = 0;
+    std::optional<int64_t> number;
     switch (c) {
       case '\x80':  // protocol
         value = little(1);
@@ -232,24 +251,24 @@ Result<Payload> find_pickled(Window& window, uint64_t offset, uint64_t length) {
         break;
       case 'K':
         value = little(1);
-        if (value && !integer) integer = static_cast<int64_t>(*value);
+        if (value) number = static_cast<int64_t>(*value);
         break;
       case 'M':
         value = little(2);
-        if (value && !integer) integer = static_cast<int64_t>(*value);
+        if (value) number = static_cast<int64_t>(*value);
         break;
       case 'J':
         value = little(4);
-        if (value && !integer) integer = static_cast<int32_t>(*value);
+        if (value) number = static_cast<int32_t>(*value);
         break;
       case '\x8a': {  // a long of up to 8 bytes
         const auto size = little(1);
         if (!size || *size > 8) return damaged();
         value = *size == 0 ? std::optional<uint64_t>(0) : little(*size);
-        if (value && !integer) {
+        if (value) {
           uint64_t v = *value;
           if (*size > 0 && *size < 8 && v >> (8 * *size - 1)) v |= ~uint64_t{0} << (8 * *size);
-          integer = static_cast<int64_t>(v);
+          number = static_cast<int64_t>(v);
         }
         break;
       }
@@ -269,14 +288,12 @@ Result<Payload> find_pickled(Window& window, uint64_t offset, uint64_t length) {
         bytes->label = integer.value_or(0);
         return *bytes;
       default:
-        return Error(ErrorKind::usage,
-                     "the pickle at offset " + std::to_string(offset) + " of " + window.path() +
-                         " is not (bytes, int): opcode " +
-                         std::to_string(static_cast<unsigned char>(c)) +
-                         " is not followed, for unpickling can run code; give a function as "
-                         "`values` to take it apart yourself");
+        return refused("opcode " + std::to_string(static_cast<unsigned char>(c)) +
+                       " is not followed, for unpickling can run code");
     }
     if (!value) return damaged();
+    if (number && integer) return refused("there are several integers in it");
+    if (number) integer = number;
     if (c == '.') break;
   }
   if (bytes) return damaged();

@@ -64,12 +64,14 @@ class Storage {
 
 // How local files are read past the page cache (O_DIRECT).
 enum class Direct : uint8_t {
-  automatic,  // what is read once, where the file system can and the page cache does not have it
+  // What is read once, where the page cache does not have it; and all of files that are larger
+  // together than memory, for pages of them are gone before they are wanted again.
+  automatic,
   never,
   always,  // where the file system can
 };
 
-// Files of this machine. Throws Error(io) with the path of one that cannot be opened.
+// Files of this machine; may raise the soft limit on open files. Throws Error(io) with the path.
 std::unique_ptr<Storage> open_files(const std::vector<std::string>& paths,
                                     Direct direct = Direct::automatic);
 

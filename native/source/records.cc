@@ -14,6 +14,8 @@ namespace {
 // Coalesced ranges start and end on such a boundary, as direct reads want it.
 constexpr uint64_t kBoundary = 4096;
 constexpr size_t kMaxHead = 4096;
+// Neighbours that are worth a look, however small they are.
+constexpr size_t kMostAround = 1024;
 
 // One thread's reader: plans the ranges of a call, reads them, deals the bytes out.
 class RecordReader : public Reader {
@@ -56,6 +58,21 @@ class RecordReader : public Reader {
                                       ? source_.cost().limits(source_.options().max_read)
                                       : CoalesceLimits{0, 0};
     const std::vector<Together> together = coalesce(pieces, limits);
+    // What lies between the samples needs room as well, and may be many times their size.
+    for (size_t first = 0; first < together.size();) {
+      uint64_t bytes = together[first].length;
+      size_t end = first + 1;
+      while (end < together.size() && bytes + together[end].length <= kMaxCall) {
+        bytes += together[end++].length;
+      }
+      read_ranges(requests, pieces, std::span(together).subspan(first, end - first));
+      first = end;
+    }
+    check_files(requests, together);
+  }
+
+  void read_ranges(std::span<ReadRequest> requests, const std::vector<Piece>& pieces,
+                   std::span<const Together> together) {
     plan(requests, pieces, together);
     const int64_t begin = now_ns();
     ranges_->read(reads_);
@@ -63,15 +80,16 @@ class RecordReader : public Reader {
     for (const RangeRead& r : reads_) bytes += r.size();
     source_.cost().record(static_cast<double>(reads_.size()), static_cast<double>(bytes),
                           static_cast<double>(now_ns() - begin) * 1e-9);
+    std::vector<Piece> again;
     for (size_t i = 0; i < together.size(); ++i) {
-      deal_out(requests, pieces, together[i], reads_[i]);
+      deal_out(requests, pieces, together[i], reads_[i], again);
     }
-    check_files(requests, together);
+    if (!again.empty()) read_alone(requests, again);
   }
 
   // A range of one sample goes straight to its place, others through a buffer of this reader.
   void plan(std::span<ReadRequest> requests, const std::vector<Piece>& pieces,
-            const std::vector<Together>& together) {
+            std::span<const Together> together) {
     const RecordTable& table = source_.table();
     const auto files = source_.storage().files();
     uint64_t buffered = 0, heads = 0;
@@ -113,8 +131,9 @@ class RecordReader : public Reader {
     }
   }
 
+  // Pieces of a range that could not be read go to `again`: others' bytes may be the bad ones.
   void deal_out(std::span<ReadRequest> requests, const std::vector<Piece>& pieces,
-                const Together& t, const RangeRead& range) {
+                const Together& t, const RangeRead& range, std::vector<Piece>& again) {
     const RecordTable& table = source_.table();
     for (size_t i = t.first; i < t.first + t.count; ++i) {
       ReadRequest& request = requests[pieces[i].index];
@@ -125,8 +144,7 @@ class RecordReader : public Reader {
         continue;
       }
       if (range.error != 0) {
-        // Somebody else's bytes may be the bad ones.
-        read_alone(request, pieces[i]);
+        again.push_back(pieces[i]);
         continue;
       }
       if (t.count > 1) {
@@ -140,17 +158,27 @@ class RecordReader : public Reader {
     }
   }
 
-  void read_alone(ReadRequest& request, const Piece& piece) {
-    RangeRead r;
-    std::vector<std::byte> head(source_.table().head_of(request.sample));
-    r.file = piece.file;
-    r.offset = piece.offset;
-    r.head = head;
-    r.into = request.into;
-    ranges_->read({&r, 1});
-    request.error = r.error;
-    request.why = r.why;
-    if (r.error == 0) check_head(request, head);
+  // All at once: a storage that does not answer is waited for once, not once a sample.
+  void read_alone(std::span<ReadRequest> requests, const std::vector<Piece>& pieces) {
+    std::vector<std::vector<std::byte>> heads;
+    reads_.clear();
+    for (const Piece& piece : pieces) {
+      ReadRequest& request = requests[piece.index];
+      heads.emplace_back(source_.table().head_of(request.sample));
+      RangeRead r;
+      r.file = piece.file;
+      r.offset = piece.offset;
+      r.head = heads.back();
+      r.into = request.into;
+      reads_.push_back(std::move(r));
+    }
+    ranges_->read(reads_);
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      ReadRequest& request = requests[pieces[i].index];
+      request.error = reads_[i].error;
+      request.why = reads_[i].why;
+      if (request.error == 0) check_head(request, reads_[i].head);
+    }
   }
 
   void check_head(ReadRequest& request, std::span<const std::byte> head) {
@@ -268,7 +296,7 @@ std::string RecordSource::describe(uint64_t sample) const {
   std::string text = storage_->files()[table_.file_of(sample)].path;
   if (options_.name) {
     if (const std::string name = options_.name(table_, sample); !name.empty())
-      text += " \"" + name + "\"";
+      text += " \"" + printable(name) + "\"";
   }
   return text + " at offset " + std::to_string(table_.offset[sample]);
 }
@@ -287,8 +315,9 @@ void RecordSource::around(uint64_t sample, std::vector<uint64_t>& out) const {
   const uint32_t file = table_.file_of(sample);
   uint64_t begin = table_.offset[sample], end = begin + table_.length[sample];
   const uint64_t here = place_of(sample);
+  const size_t before = out.size();
   // Half of what a read may have before the sample, the rest after it.
-  for (uint64_t place = here; place-- > 0;) {
+  for (uint64_t place = here; place-- > 0 && out.size() - before < kMostAround / 2;) {
     const uint64_t s = sample_at(place);
     if (table_.file_of(s) != file) break;
     const uint64_t s_end = table_.offset[s] + table_.length[s];
@@ -297,7 +326,7 @@ void RecordSource::around(uint64_t sample, std::vector<uint64_t>& out) const {
     begin = std::min(begin, table_.offset[s]);
     out.push_back(s);
   }
-  for (uint64_t place = here + 1; place < size(); ++place) {
+  for (uint64_t place = here + 1; place < size() && out.size() - before < kMostAround; ++place) {
     const uint64_t s = sample_at(place);
     if (table_.file_of(s) != file) break;
     if (table_.offset[s] > end && table_.offset[s] - end > limits.gap) break;

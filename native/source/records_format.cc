@@ -168,7 +168,7 @@ Result<RecordTable> parse_records(std::span<const std::byte> bytes) {
   uint64_t file = 0, end = 0, length = 0;
   for (uint64_t i = 0; i < n; ++i) {
     if (many) {
-      const auto next = static_cast<uint64_t>(static_cast<int64_t>(file) + unzigzag(p.varint()));
+      const uint64_t next = file + static_cast<uint64_t>(unzigzag(p.varint()));
       if (next >= t.files.size()) return damaged("a sample is in no file");
       if (next != file) end = 0;
       file = next;

@@ -73,5 +73,7 @@ class Source {
 std::string read_error_text(int error);
 // The request's own reason where it has one.
 std::string read_error_text(const ReadRequest& request);
+// A name or key for a message: UTF-8 as it is, other bytes and controls as \xNN, long ones cut.
+std::string printable(std::string_view name);
 
 }  // namespace nostall::source

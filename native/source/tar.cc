@@ -7,7 +7,8 @@ namespace nostall::source {
 namespace {
 
 constexpr uint64_t kBlock = 512;
-constexpr uint64_t kMaxName = 64 << 10, kMaxContent = 64;
+constexpr uint64_t kMaxExtended = 1 << 20, kMaxContent = 64;
+constexpr size_t kMaxName = 4096;  // as the system's paths; one header may name all that follow
 
 struct Header {
   std::string name;
@@ -77,6 +78,17 @@ std::optional<Header> parse(std::span<const std::byte> block) {
   return h;
 }
 
+// gzip, zstd, bzip2 or xz, by their first bytes.
+bool is_compressed(std::span<const std::byte> block) {
+  using namespace std::string_view_literals;
+  const std::string_view begin(reinterpret_cast<const char*>(block.data()), block.size());
+  return begin.starts_with("\x1f\x8b"sv) || begin.starts_with("\x28\xb5\x2f\xfd"sv) ||
+         begin.starts_with("BZh"sv) ||
+         begin.starts_with(
+             "\xfd"
+             "7zXZ"sv);
+}
+
 struct Extended {
   std::optional<std::string> path;
   std::optional<uint64_t> size;
@@ -97,8 +109,12 @@ bool parse_pax(std::string_view text, Extended& out) {
     const size_t equals = record.find('=');
     if (equals == std::string_view::npos) return false;
     const auto key = record.substr(0, equals), value = record.substr(equals + 1);
-    if (key == "path") out.path = std::string(value);
     if (key.starts_with("GNU.sparse")) out.sparse = true;
+    // An empty value takes back what was said before.
+    if (key == "path") out.path.reset();
+    if (key == "size") out.size.reset();
+    if (value.empty()) continue;
+    if (key == "path") out.path = std::string(value);
     if (key == "size") {
       uint64_t size = 0;
       const auto [stop, bad] = std::from_chars(value.data(), value.data() + value.size(), size);
@@ -120,22 +136,39 @@ Result<std::vector<TarMember>> scan_tar(Window& window, std::string_view keep_co
     return Error(ErrorKind::corruption, window.path() + " is no sound tar archive: " + what +
                                             " at offset " + std::to_string(at));
   };
-  while (at < window.file_size()) {
+  for (;;) {
+    // Every writer ends an archive with blocks of zeros; without them members may be missing.
+    if (at >= window.file_size()) {
+      return damaged("it ends without an end mark, so it was cut off or is still being written,");
+    }
     const auto block = window.get(at, kBlock);
     if (block.empty()) return damaged("it is cut off in the middle of a header");
     const auto header = parse(block);
-    if (!header) return damaged("damaged header");
+    if (!header) {
+      if (at == 0 && is_compressed(block)) {
+        return Error(ErrorKind::usage, window.path() +
+                                           " is compressed: members of it cannot be read alone; "
+                                           "unpack it");
+      }
+      return damaged("damaged header");
+    }
     if (header->empty) break;
     const uint64_t data = at + kBlock;
     const bool sized =
         header->type == 'x' || header->type == 'g' || header->type == 'L' || header->type == 'K';
-    const uint64_t size = sized ? header->size : next.size.value_or(header->size);
+    // Links, devices, folders: their size, if they have one, is that of something else.
+    const bool no_data = header->type >= '1' && header->type <= '6';
+    const uint64_t size = sized     ? header->size
+                          : no_data ? 0
+                                    : next.size.value_or(global.size.value_or(header->size));
     if (size > window.file_size() - data) {
-      return damaged("member \"" + next.path.value_or(header->name) + "\" of " +
+      return damaged("member \"" + printable(next.path.value_or(header->name)) + "\" of " +
                      std::to_string(size) + " bytes is cut off, its header is");
     }
     if (sized) {
-      if (size > kMaxName) return damaged("a name of " + std::to_string(size) + " bytes");
+      if (size > kMaxExtended) {
+        return damaged("a name or extended header of " + std::to_string(size) + " bytes");
+      }
       std::string_view text;
       if (size > 0) {
         const auto bytes = window.get(data, static_cast<size_t>(size));
@@ -148,16 +181,21 @@ Result<std::vector<TarMember>> scan_tar(Window& window, std::string_view keep_co
     } else {
       const std::string name = next.path ? *next.path : global.path ? *global.path : header->name;
       if (header->type == 'S' || next.sparse || global.sparse) {
-        return Error(ErrorKind::usage, window.path() + ": member \"" + name +
+        return Error(ErrorKind::usage, window.path() + ": member \"" + printable(name) +
                                            "\" has holes (a sparse file), which is not read: make "
                                            "the archive without --sparse");
       }
-      if (header->type == '0' || header->type == '\0' || header->type == '7') {
+      if (name.size() > kMaxName) {
+        return damaged("a name of " + std::to_string(name.size()) + " bytes");
+      }
+      // Old archives say that a member is a folder by its name alone.
+      const bool folder = name.ends_with('/');
+      if (!folder && (header->type == '0' || header->type == '\0' || header->type == '7')) {
         TarMember m{name, data, size, {}};
         if (!keep_content.empty() && name.ends_with(keep_content) && size <= kMaxContent &&
             size > 0) {
           const auto bytes = window.get(data, static_cast<size_t>(size));
-          if (bytes.empty()) return damaged("member \"" + name + "\" cannot be read");
+          if (bytes.empty()) return damaged("member \"" + printable(name) + "\" cannot be read");
           m.content.assign(reinterpret_cast<const char*>(bytes.data()), bytes.size());
         }
         members.push_back(std::move(m));

@@ -218,7 +218,8 @@ void Engine::wait() {
                     " waits for gradients that it did not submit: " + names(absent));
   }
   done_.wait(lock, [&] { return reduced_ == tensors_.size() || error_; });
-  if (error_) std::rethrow_exception(error_);
+  // A step that is complete is good, even if a rank has closed its engine since.
+  if (reduced_ < tensors_.size()) std::rethrow_exception(error_);
   for (Pending& p : pending_) p = {};
   submitted_ = reduced_ = 0;
   ++stats_.steps;
@@ -233,7 +234,7 @@ void Engine::wait_for(uint32_t tensor) {
   ++watchers_;
   done_.wait(lock, [&] { return pending_[tensor].reduced || error_; });
   --watchers_;
-  if (error_) std::rethrow_exception(error_);
+  if (!pending_[tensor].reduced) std::rethrow_exception(error_);
 }
 
 std::vector<uint32_t> Engine::contributors() const {

@@ -84,8 +84,8 @@ class Engine {
   // Between steps, the same plan on all ranks, called by all of them; throws Error(usage) if it
   // does not have every tensor once, Error(peer) if ranks differ.
   void set_plan(ReductionPlan plan);
-  // Mode planned, between steps, called by all ranks: the root's bytes on all of them (parameters at
-  // the start, an order for the next plan), and everyone's.
+  // Mode planned, between steps, called by all ranks: the root's bytes on all of them (parameters
+  // at the start, an order for the next plan), and everyone's.
   std::vector<std::byte> broadcast(std::span<const std::byte> bytes, uint32_t root);
   std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> bytes);
 

@@ -8,7 +8,7 @@
 // goes into the thread's own ring buffer; one background thread empties all rings into a file
 // (trace/writer.h). Off, which is the default, an event costs one relaxed load; on, two reads of
 // the clock and a store of 80 bytes, without a lock or a system call. A ring that is full drops
-// events and counts them: recording never waits. Memory: kRingEvents * 88 bytes a thread.
+// events and counts them: recording never waits. Memory: kRingEvents * 80 bytes a thread.
 //
 // Thread-safety: all functions from any thread; start and stop one at a time. A forked child does
 // not record: the file is its parent's.

@@ -8,11 +8,11 @@
 Importing this package needs NumPy alone and starts nothing.
 """
 
-from nostall import errors, trace, transforms
+from nostall import errors, metrics, trace, transforms
 from nostall.checkpoint import Checkpointer, Keep
 from nostall.loader import DataLoader, RawBatch
 from nostall.plan import Plan
-from nostall.source import FileList, ImageFolder, Source
+from nostall.source import FileList, ImageFolder, Pixels, Source
 from nostall.stats import Stats
 from nostall.stores import HDF5, LMDB, ArrowIPC, ObjectFolder, Parquet, TarShards, TFRecord
 
@@ -29,6 +29,7 @@ __all__ = [
     "Keep",
     "ObjectFolder",
     "Parquet",
+    "Pixels",
     "Plan",
     "RawBatch",
     "Source",
@@ -36,6 +37,7 @@ __all__ = [
     "TFRecord",
     "TarShards",
     "errors",
+    "metrics",
     "trace",
     "transforms",
 ]

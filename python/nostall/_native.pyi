@@ -187,9 +187,14 @@ def python_storage(
     sizes: Annotated[
         NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
     ],
+    versions: Annotated[
+        NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
     read: Callable,
 ) -> Storage:
-    """read(list of (file, offset, size)) -> list of buffers or exceptions."""
+    """
+    read(list of (file, offset, size)) -> list of buffers or exceptions; `versions` are other numbers where the contents are others, like the times of files.
+    """
 
 class LmdbRecords:
     """What a scan of an LMDB tree found."""
@@ -221,9 +226,9 @@ class LmdbRecords:
     @property
     def other_meta_used(self) -> bool: ...
     def stamp(self, arg: str, /) -> str: ...
-    def computed_pages(self) -> tuple[list[int], str]:
+    def computed_pages(self, commit_every: int = 0) -> tuple[list[int], str]:
         """
-        First page of every value by the arithmetic of seed lmdbio-and-horovod 5.2.2, and why it does not hold here (empty: it does).
+        First page of every value by the arithmetic of seed lmdbio-and-horovod 5.2.2 for a writer that committed every so many records (0: once, at the end), and why it does not hold here (empty: it does).
         """
 
 def scan_lmdb(storage: Storage, database: str) -> LmdbRecords: ...
@@ -343,6 +348,33 @@ def callback_source(
     read(list of ids) -> list of buffers or exceptions; samples of a group (rising, or empty) are read together.
     """
 
+class RangeReader:
+    """Reads ranges of a storage's first file; for one thread."""
+
+    def __init__(self, storage: Storage, reader: str, depth: int) -> None: ...
+    def read(
+        self,
+        offset: Annotated[
+            NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        length: Annotated[
+            NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        place: Annotated[
+            NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        into: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu")],
+    ) -> float:
+        """
+        Reads range i into into[place[i] : place[i] + length[i]]; seconds it took.
+        """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def bytes_read(self) -> int:
+        """Of the storage, alignment included."""
+
 class Pipeline:
     """Compiled transforms of encoded images."""
 
@@ -364,8 +396,11 @@ def compile_pipeline(
     dtype: str | None = None,
     layout: str | None = None,
     max_pixels: int = 178956970,
+    pixels: dict | None = None,
 ) -> Pipeline:
-    """Compiles [(name, parameters), ...] into a Pipeline."""
+    """
+    Compiles [(name, parameters), ...] into a Pipeline; `pixels` is for samples that are not encoded: height, width, channels, channels_first, bgr.
+    """
 
 def decode_rgb(encoded: object, max_pixels: int = 178956970) -> object:
     """Decodes a JPEG, PNG or WebP image to uint8 RGB, height x width x 3."""
@@ -735,3 +770,206 @@ def plan_reductions(
 def fuse_reductions(
     order: Sequence[int], tensors: Sequence[tuple[str, int, str, str]], threshold: int
 ) -> list[list[int]]: ...
+
+class StorageClass:
+    """One class of Table 3.1; MB and MB/s."""
+
+    def __init__(self) -> None: ...
+    @property
+    def capacity(self) -> float: ...
+    @capacity.setter
+    def capacity(self, arg: float, /) -> None: ...
+    @property
+    def threads(self) -> int: ...
+    @threads.setter
+    def threads(self, arg: int, /) -> None: ...
+    @property
+    def read(self) -> list[tuple[float, float]]: ...
+    @read.setter
+    def read(self, arg: Sequence[tuple[float, float]], /) -> None: ...
+    @property
+    def write(self) -> list[tuple[float, float]]: ...
+    @write.setter
+    def write(self, arg: Sequence[tuple[float, float]], /) -> None: ...
+
+class Model:
+    """The machine (native/simulate/model.h)."""
+
+    def __init__(self) -> None: ...
+    @property
+    def nodes(self) -> int: ...
+    @nodes.setter
+    def nodes(self, arg: int, /) -> None: ...
+    @property
+    def compute(self) -> float: ...
+    @compute.setter
+    def compute(self, arg: float, /) -> None: ...
+    @property
+    def preprocess(self) -> float: ...
+    @preprocess.setter
+    def preprocess(self, arg: float, /) -> None: ...
+    @property
+    def network(self) -> float: ...
+    @network.setter
+    def network(self, arg: float, /) -> None: ...
+    @property
+    def source_link(self) -> float: ...
+    @source_link.setter
+    def source_link(self, arg: float, /) -> None: ...
+    @property
+    def source(self) -> list[tuple[float, float]]: ...
+    @source.setter
+    def source(self, arg: Sequence[tuple[float, float]], /) -> None: ...
+    @property
+    def classes(self) -> list[StorageClass]: ...
+    @classes.setter
+    def classes(self, arg: Sequence[StorageClass], /) -> None: ...
+    @property
+    def step_seconds(self) -> float: ...
+    @step_seconds.setter
+    def step_seconds(self, arg: float, /) -> None: ...
+    def source_share(self, gamma: int) -> float: ...
+    def thread_read(self, storage_class: int) -> float: ...
+    def stage_seconds(self) -> float: ...
+
+def validate_model(model: Model) -> None: ...
+def interpolate(curve: Sequence[tuple[float, float]], at: float) -> float:
+    """Equation 4.1."""
+
+class Loading(enum.Enum):
+    perfect = 0
+
+    on_demand = 1
+
+    staged = 2
+
+class Filling(enum.Enum):
+    none = 0
+
+    prefetch = 1
+
+    reading = 2
+
+    before = 3
+
+class Layout:
+    """What a policy decides (native/simulate/layout.h)."""
+
+    def __init__(self) -> None: ...
+    @property
+    def loading(self) -> Loading: ...
+    @loading.setter
+    def loading(self, arg: Loading, /) -> None: ...
+    @property
+    def filling(self) -> Filling: ...
+    @filling.setter
+    def filling(self, arg: Filling, /) -> None: ...
+    @property
+    def in_turn(self) -> bool: ...
+    @in_turn.setter
+    def in_turn(self, arg: bool, /) -> None: ...
+    @property
+    def cleanup(self) -> bool: ...
+    @cleanup.setter
+    def cleanup(self, arg: bool, /) -> None: ...
+    @property
+    def nodes(self) -> int: ...
+    def kept(
+        self, node: int, storage_class: int
+    ) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+        """What the node keeps there, in fill order."""
+
+    def set_kept(
+        self,
+        keep: Sequence[
+            Sequence[
+                Annotated[
+                    NDArray[numpy.uint32],
+                    dict(shape=(None,), order="C", device="cpu", writable=False),
+                ]
+            ]
+        ],
+    ) -> None:
+        """keep[node][class - 1]: sample ids in fill order."""
+
+    def set_owner(
+        self,
+        owner: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+    ) -> None:
+        """The node of every sample, 2**32 - 1 for none."""
+
+    def set_order(
+        self,
+        order: Sequence[
+            Annotated[
+                NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+            ]
+        ],
+    ) -> None:
+        """order[epoch * nodes + node]: sample ids."""
+
+    def order(self, index: int) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+
+def keep_frequent(
+    spec: JobSpec,
+    bytes: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    capacities: Sequence[int],
+    in_order: bool = True,
+) -> Layout: ...
+def keep_owned(
+    spec: JobSpec,
+    bytes: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    capacities: Sequence[int],
+) -> Layout: ...
+def first_readers(spec: JobSpec) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+def read_own_only(spec: JobSpec, layout: Layout) -> None: ...
+def read_local_first(spec: JobSpec, layout: Layout) -> None: ...
+
+class SimulationResult:
+    """Seconds and MB (simulate/simulate.h)."""
+
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def initial_seconds(self) -> float: ...
+    @property
+    def warm_seconds(self) -> float: ...
+    @property
+    def batch_seconds(self) -> Annotated[NDArray[numpy.float64], dict(shape=(None,))]: ...
+    @property
+    def compute_seconds(self) -> Annotated[NDArray[numpy.float64], dict(shape=(None,))]: ...
+    @property
+    def node_stall(self) -> list[float]: ...
+    @property
+    def epoch_seconds(self) -> list[float]: ...
+    @property
+    def staged(self) -> list[float]: ...
+    @property
+    def kept_from_nodes(self) -> float: ...
+    @property
+    def kept_from_source(self) -> float: ...
+    @property
+    def epoch_source(self) -> list[float]: ...
+
+def simulate_published(
+    model: Model,
+    spec: JobSpec,
+    sizes: Annotated[
+        NDArray[numpy.float64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    layout: Layout,
+) -> SimulationResult: ...
+def simulate_consistent(
+    model: Model,
+    spec: JobSpec,
+    sizes: Annotated[
+        NDArray[numpy.float64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    layout: Layout,
+) -> SimulationResult: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import itertools
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from nostall import _native, cluster, trace
+from nostall import _native, cluster, metrics, trace
 from nostall.calibration import Calibration
 from nostall.errors import UsageError
 from nostall.plan import Plan, sample_ids
@@ -31,7 +32,7 @@ from nostall.transforms import compile as compile_transforms
 from nostall.world import find_world
 
 if TYPE_CHECKING:
-    from nostall.stats import Stats
+    from nostall.stats import EpochStats, Stats
 
 _STATE_VERSION = 1
 _DEFAULT_STAGING = 256 << 20
@@ -241,11 +242,13 @@ class DataLoader:
         self._pipeline: _native.Pipeline | None = None
         self._python: PythonStage | None = None
         if transforms is not None and not callable(transforms) and is_native(transforms):
-            self._pipeline = compile_transforms(transforms, dtype=dtype, layout=layout)
+            self._pipeline = compile_transforms(
+                transforms, dtype=dtype, layout=layout, pixels=dataset.pixels
+            )
         elif transforms is not None:
             self._python = PythonStage(
                 transforms,
-                decode=decode,
+                decode=dataset.pixels if decode and dataset.pixels else decode,
                 workers=workers,
                 count=self._threads,
                 collate=collate,
@@ -435,18 +438,34 @@ class DataLoader:
 
     def stats(self) -> Stats:
         """What this rank's consumer waited for, and where its samples came from."""
-        sizes = self.dataset.sizes
+        if self._loader is not None:
+            self._peer_counts = self._loader.peers
+        return self._recorder.stats(self._bound(), self._peer_counts)
+
+    def _bound(self) -> int:
         capacity = sum(tier.capacity for tier in self._tiers)
         if self._cluster is not None:
             capacity = sum(self._cluster.capacities)
         else:
             capacity *= -(-self.world.world_size // self.world.local_world_size)
-        bound = int(
-            _native.source_bytes_lower_bound(self._spec, sizes, capacity, self._first_epoch)
+        return int(
+            _native.source_bytes_lower_bound(
+                self._spec, self.dataset.sizes, capacity, self._first_epoch
+            )
         )
-        if self._loader is not None:
-            self._peer_counts = self._loader.peers
-        return self._recorder.stats(bound, self._peer_counts)
+
+    @property
+    def name(self) -> str:
+        """Tells the loaders of a process apart: "loader 0" is the first that was made."""
+        return self._name
+
+    def totals(self) -> tuple[EpochStats, dict[str, int]]:
+        """All epochs so far added up, and the most memory seen by pool; cheap, from any thread."""
+        return self._recorder.totals()
+
+    def tell(self, live: metrics.Live) -> None:
+        """For recording: `live` hears of every batch."""
+        self._recorder.live = live
 
     def settings(self) -> dict[str, Any]:
         """What this loader was given and chose, as plain data."""
@@ -553,7 +572,9 @@ class DataLoader:
             )
             self._finalizer.detach()
             self._finalizer = weakref.finalize(self, self._loader.close)
-            trace.begin(self)
+            metrics.add(self)
+            if trace.wanted():
+                trace.begin(self, functools.partial(self._recorder.stats, self._bound()))
         return self._loader
 
     def _fetchers(self) -> int:

@@ -12,12 +12,12 @@ import numpy as np
 
 from nostall import _native
 from nostall.errors import CorruptionError, UsageError
+from nostall.source import Pixels, Source
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from nostall.loader import RawBatch
-    from nostall.source import Source
 
 Substituted = list[tuple[int, int, str]]
 _BATCHES_AHEAD = 2
@@ -35,12 +35,22 @@ class _Composed:
         return sample
 
 
-def _apply(function: Callable[[Any], Any], decode: bool, samples: list[NDArray[np.uint8]]) -> Any:
+# False: samples as they are; True: decoded; Pixels: taken as such.
+Decode = bool | Pixels
+
+
+def _decoded(raw: NDArray[np.uint8], decode: Decode) -> Any:
+    if isinstance(decode, Pixels):
+        return decode.image(raw)
+    return _native.decode_rgb(raw) if decode else raw
+
+
+def _apply(function: Callable[[Any], Any], decode: Decode, samples: list[NDArray[np.uint8]]) -> Any:
     """The results of some samples; an exception stands in the place of a sample that failed."""
     results: list[Any] = []
     for raw in samples:
         try:
-            results.append(function(_native.decode_rgb(raw) if decode else raw))
+            results.append(function(_decoded(raw, decode)))
         except Exception as error:
             results.append(error)
     return results
@@ -58,7 +68,7 @@ class PythonStage:
         self,
         transforms: Any,
         *,
-        decode: bool,
+        decode: Decode,
         workers: Literal["threads", "processes"],
         count: int,
         collate: Callable[[list[Any]], Any] | None,

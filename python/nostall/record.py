@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from nostall.stats import ORIGINS, BatchRecords, EpochStats, OriginStats, Stats
+from nostall.stats import ORIGINS, BatchRecords, EpochStats, OriginStats, Stats, add_up
 
 if TYPE_CHECKING:
     from nostall import _native
+
+_POOLS = ("ram_tier", "file_tier", "staging", "io_buffers")
 
 
 class Recorder:
@@ -25,6 +28,16 @@ class Recorder:
             name: [] for name in ("epoch", "batch", "time", "wait", *ORIGINS, "queue")
         }
         self._memory = (0, 0, 0, 0)
+        self.live: Callable[[Recorder, int, int, int], None] | None = None
+
+    def totals(self) -> tuple[EpochStats, dict[str, int]]:
+        """All epochs added up, and the most memory seen by pool. From any thread."""
+        epochs = list(self._epochs)
+        current = self._current
+        if current is not None:
+            epochs.append(current.freeze())
+        memory = dict(zip(_POOLS, self._memory, strict=True))
+        return add_up(epochs), memory
 
     def begin_epoch(self, epoch: int) -> _Running:
         """Ends the epoch before, if its iterator has not."""
@@ -68,6 +81,8 @@ class Recorder:
         )
         for column, value in zip(self._columns.values(), row, strict=True):
             column.append(value)
+        if self.live is not None:
+            self.live(self, batch.epoch, batch.index, batch.queue)
 
     def end_epoch(self, running: _Running) -> None:
         """Ends the epoch if it is still the current one: an abandoned iterator may end late."""
@@ -89,9 +104,7 @@ class Recorder:
             epochs=epochs,
             batches=BatchRecords(**{name: list(c) for name, c in self._columns.items()}),
             lower_bound_bytes=lower_bound,
-            memory=dict(
-                zip(("ram_tier", "file_tier", "staging", "io_buffers"), self._memory, strict=True)
-            ),
+            memory=dict(zip(_POOLS, self._memory, strict=True)),
             peers=peers or {},
         )
 

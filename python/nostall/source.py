@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from nostall import _native
-from nostall.errors import IoError, UsageError
+from nostall.errors import CorruptionError, IoError, UsageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,14 +33,49 @@ _LISTING_THREADS = 16
 _INDEX_NAME = ".nostall-index"
 
 
+@dataclass(frozen=True)
+class Pixels:
+    """How the bytes of a sample that is not encoded are its pixels, uint8.
+
+    `channels` is 1 (grey) or 3; `layout` "hwc" or "chw"; `order` "rgb", or "bgr" as OpenCV and Caffe
+    have it.
+    """
+
+    height: int
+    width: int
+    channels: int = 3
+    layout: Literal["hwc", "chw"] = "hwc"
+    order: Literal["rgb", "bgr"] = "rgb"
+
+    def image(self, sample: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The sample as RGB, shape (height, width, 3).
+
+        Raises:
+            CorruptionError: it has another number of bytes.
+        """
+        shape = (self.height, self.width, self.channels)
+        if sample.size != self.height * self.width * self.channels:
+            raise CorruptionError(f"{sample.size} bytes are not pixels of shape {shape}")
+        if self.layout == "chw":
+            image = np.moveaxis(sample.reshape(shape[2:] + shape[:2]), 0, 2)
+        else:
+            image = sample.reshape(shape)
+        if self.channels == 1:
+            image = np.repeat(image, 3, axis=2)
+        return np.ascontiguousarray(image[:, :, ::-1] if self.order == "bgr" else image)
+
+
 class Source:
     """A fixed list of samples, the same on every process.
 
     Attributes:
         native: the native source, for the loader.
+        pixels: how samples are pixels; None where they are encoded images or anything else. May be
+            set before the source is given to a loader.
     """
 
     native: _native.Source
+    pixels: Pixels | None = None
     # What it was opened with, to open it again in another process.
     _arguments: dict[str, Any]
 
@@ -48,7 +84,7 @@ class Source:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles what it was opened with: unpickling opens it again, and compares."""
-        return _reopen, (type(self), self._arguments, self.fingerprint)
+        return _reopen, (type(self), self._arguments, self.fingerprint, self.pixels)
 
     @property
     def sizes(self) -> NDArray[np.uint64]:
@@ -184,13 +220,16 @@ class FileList(Source):
             )
 
 
-def _reopen(kind: type[Source], arguments: dict[str, Any], fingerprint: int) -> Source:
+def _reopen(
+    kind: type[Source], arguments: dict[str, Any], fingerprint: int, pixels: Pixels | None
+) -> Source:
     source = kind(**arguments)
     if source.fingerprint != fingerprint:
         raise IoError(
             f"{next(iter(arguments.values()))} changed since it was opened: start again, every process "
             "must see the same files"
         )
+    source.pixels = pixels
     return source
 
 

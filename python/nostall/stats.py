@@ -176,7 +176,7 @@ class Stats:
         """The table's cells, a row per epoch and one for the total."""
         rows = [_row(str(e.epoch), e) for e in self.epochs]
         if len(self.epochs) > 1:
-            rows.append(_row("all", _sum("all", self.epochs)))
+            rows.append(_row("all", add_up(self.epochs)))
         return rows
 
     def table(self) -> Table:
@@ -247,7 +247,8 @@ def _who(stats: Stats) -> str:
     return "all ranks" if stats.rank < 0 else f"rank {stats.rank} of {stats.world_size}"
 
 
-def _sum(_name: str, epochs: Sequence[EpochStats]) -> EpochStats:
+def add_up(epochs: Sequence[EpochStats]) -> EpochStats:
+    """One rank's epochs as one."""
     return EpochStats(
         epoch=-1,
         seconds=sum(e.seconds for e in epochs),
@@ -286,7 +287,7 @@ def merge(ranks: Sequence[Stats]) -> Stats:
     epochs = []
     for number in numbers:
         parts = [e for s in ranks for e in s.epochs if e.epoch == number]
-        total = _sum("", parts)
+        total = add_up(parts)
         epochs.append(
             EpochStats(
                 epoch=number,

@@ -18,19 +18,31 @@ import logging
 import os
 import platform
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from nostall import _native
+from nostall import _native, metrics
 from nostall.errors import IoError, UsageError
 from nostall.world import find_world
 
 if TYPE_CHECKING:
     from nostall.loader import DataLoader
+    from nostall.stats import Stats
 
 VARIABLE = "NOSTALL_TRACE"
 FORMAT = 1
+
+
+@dataclass
+class _Entry:
+    """A loader that records; its statistics can be had when it is gone."""
+
+    loader: weakref.ref[DataLoader]
+    settings: dict[str, Any]
+    stats: Callable[[], Stats]
 
 
 class _Run:
@@ -40,8 +52,9 @@ class _Run:
         self.directory = directory
         self.stem = stem
         self.pid = os.getpid()
-        self.loaders: list[weakref.ref[DataLoader]] = []
+        self.entries: list[_Entry] = []
         self.kept = 0
+        self.begun = 0
 
 
 _run: _Run | None = None
@@ -97,10 +110,8 @@ def stop() -> tuple[int, int, int] | None:
     global _run
     if _run is None or _run.pid != os.getpid():
         return None
-    for reference in _run.loaders:
-        loader = reference()
-        if loader is not None:
-            keep(loader)
+    for entry in list(_run.entries):
+        _write(_run, entry)
     _run = None
     return _native.trace_stop()
 
@@ -141,24 +152,44 @@ class span:
             self._begin = 0
 
 
-def begin(loader: DataLoader) -> None:
-    """For loaders: starts recording if ``NOSTALL_TRACE`` asks for it, and notes the loader."""
+def wanted() -> bool:
+    """Whether this process records, or ``NOSTALL_TRACE`` asks for it."""
+    return enabled() or bool(os.environ.get(VARIABLE))
+
+
+def begin(loader: DataLoader, stats: Callable[[], Stats]) -> None:
+    """For loaders: starts recording if ``NOSTALL_TRACE`` asks for it, and notes the loader.
+
+    `stats` gives its statistics and does not hold the loader.
+    """
     directory = os.environ.get(VARIABLE)
     if directory and (_run is None or _run.pid != os.getpid()):
         start(directory, loader.world.rank, loader.world.world_size)
     if _run is not None and _run.pid == os.getpid():
-        _run.loaders.append(weakref.ref(loader))
+        entry = _Entry(weakref.ref(loader), describe(loader), stats)
+        _run.entries.append(entry)
+        path = _run.directory / f"{_run.stem}.{_run.begun}.live.json"
+        _run.begun += 1
+        loader.tell(metrics.Live(path, loader.world.rank, loader.name))
+        weakref.finalize(loader, _write, _run, entry)
 
 
 def keep(loader: DataLoader) -> None:
-    """For loaders: writes what the loader was given and its statistics into the run's directory."""
-    run = _run
-    if run is None or run.pid != os.getpid() or all(r() is not loader for r in run.loaders):
+    """For loaders that end: writes what the loader was given, and its statistics."""
+    if _run is not None:
+        for entry in [e for e in _run.entries if e.loader() is loader]:
+            _write(_run, entry)
+
+
+def _write(run: _Run, entry: _Entry) -> None:
+    if run.pid != os.getpid() or entry not in run.entries:
         return
-    run.loaders = [r for r in run.loaders if r() is not loader]
+    run.entries.remove(entry)
     path = run.directory / f"{run.stem}.{run.kept}.run.json"
     run.kept += 1
-    data = {"format": FORMAT, "kind": "run", **describe(loader), "stats": loader.stats().to_dict()}
+    loader = entry.loader()
+    stats = entry.stats() if loader is None else loader.stats()
+    data = {"format": FORMAT, "kind": "run", **entry.settings, "stats": stats.to_dict()}
     try:
         path.write_text(json.dumps(data))
     except OSError as error:
@@ -171,5 +202,29 @@ def describe(loader: DataLoader) -> dict[str, Any]:
     return {
         "host": platform.node(),
         "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "storage": _storage(str(getattr(loader.dataset, "root", ""))),
         **loader.settings(),
     }
+
+
+def _storage(path: str) -> str:
+    """The path with the kind of file system that it lies on."""
+    if not path:
+        return ""
+    real = os.path.realpath(path)
+    kind = ""
+    longest = -1
+    try:
+        mounts = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
+    except OSError:
+        return real
+    for line in mounts:
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        point = fields[1].replace("\\040", " ")
+        below = real == point or real.startswith(point.rstrip("/") + "/")
+        if below and len(point) > longest:
+            kind, longest = fields[2], len(point)
+    return f"{real}, {kind}" if kind else real

@@ -20,19 +20,24 @@ std::optional<Node> Page::node(unsigned i) const noexcept {
   const auto low = number_at<uint16_t>(bytes_, at), high = number_at<uint16_t>(bytes_, at + 2u);
   const auto key_size = number_at<uint16_t>(bytes_, at + 6u);
   Node n;
+  n.begin = at;
   n.flags = number_at<uint16_t>(bytes_, at + 4u);
   n.data_at = at + kNodeHeader + key_size;
   if (n.data_at > bytes_.size()) return {};
   n.key = {reinterpret_cast<const char*>(bytes_.data()) + at + kNodeHeader, key_size};
   if (flags() & kBranch) {
+    n.end = n.data_at;
     n.child = uint64_t{low} | uint64_t{high} << 16 | uint64_t{n.flags} << 32;
     return n;
   }
   n.length = uint64_t{low} | uint64_t{high} << 16;
   const uint64_t stored = n.flags & kBigData ? 8 : n.length;
   if (stored > bytes_.size() - n.data_at) return {};
+  n.end = n.data_at + stored;
   return n;
 }
+
+Tree Page::tree(size_t at) const noexcept { return tree_at(bytes_, at); }
 
 Tree tree_at(std::span<const std::byte> b, size_t at) noexcept {
   Tree t;

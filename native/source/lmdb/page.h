@@ -32,6 +32,7 @@ T number_at(std::span<const std::byte> bytes, size_t at) noexcept {
 }
 
 struct Node {
+  size_t begin = 0, end = 0;  // in the page
   uint16_t flags = 0;
   std::string_view key;
   uint64_t child = 0;   // of a branch node
@@ -52,11 +53,14 @@ class Page {
   uint64_t word(size_t at) const noexcept { return number_at<uint64_t>(bytes_, at); }
   // Node i; nothing if it does not lie inside the page.
   std::optional<Node> node(unsigned i) const noexcept;
+  // The kTreeBytes at `at`, which a leaf node with kSubData has inside the page.
+  Tree tree(size_t at) const noexcept;
 
  private:
   std::span<const std::byte> bytes_;
 };
 
+inline constexpr uint16_t kMaxDepth = 32;  // LMDB's own cursor stack
 // The 48 bytes that describe a tree.
 inline constexpr size_t kTreeBytes = 48;
 Tree tree_at(std::span<const std::byte> bytes, size_t at) noexcept;

@@ -113,7 +113,7 @@ std::string verify(const Records& records, std::span<const uint64_t> pages) {
   if (right == records.size()) return {};
   return "the rule gives the right place for " + std::to_string(right) + " of " +
          std::to_string(records.size()) + " records only, and the first wrong one is record " +
-         std::to_string(first_wrong) + " (key \"" + std::string(records.key(first_wrong)) +
+         std::to_string(first_wrong) + " (key \"" + printable(records.key(first_wrong)) +
          "\": page " + std::to_string(records.offset[first_wrong] / size) + ", not " +
          std::to_string(pages[first_wrong]) +
          "): pages that earlier transactions freed were used again, or records came in another "

@@ -1,8 +1,8 @@
 // The walk over branch and leaf pages, a level at a time.
 #include <algorithm>
 #include <charconv>
+#include <compare>
 #include <cstring>
-#include <numeric>
 
 #include "source/lmdb/page.h"
 
@@ -61,8 +61,8 @@ class Scan {
       if (auto error = descend(level)) return *error;
     }
     if (auto error = leaves(level)) return *error;
-    if (branches_ != tree_.branch_pages) {
-      return broken("it has " + std::to_string(branches_) + " branch pages instead of " +
+    if (branch_page_.size() != tree_.branch_pages) {
+      return broken("it has " + std::to_string(branch_page_.size()) + " branch pages instead of " +
                     std::to_string(tree_.branch_pages));
     }
     if (records_.leaf_page.size() != tree_.leaf_pages) {
@@ -123,11 +123,7 @@ class Scan {
       }
       reader_.read(reads);
       for (const RangeRead& r : reads) {
-        if (r.error == 0) continue;
-        return Error(ErrorKind::io,
-                     "cannot read page " + std::to_string(r.offset / size) + " of " + path() +
-                         ": " + (r.why.empty() ? read_error_text(r.error) : r.why),
-                     r.error);
+        if (auto error = failed(r)) return error;
       }
       records_.pages_read += end - begin;
       for (size_t i = begin; i < end; ++i) {
@@ -145,8 +141,10 @@ class Scan {
   // From one level of branch pages to the next level.
   std::optional<Error> descend(std::vector<Expected>& level) {
     std::vector<Expected> below;
-    branches_ += level.size();
-    if (branches_ > tree_.branch_pages) return broken("it has more branch pages than it says");
+    for (const Expected& e : level) branch_page_.push_back(e.page);
+    if (branch_page_.size() > tree_.branch_pages) {
+      return broken("it has more branch pages than it says");
+    }
     auto error = each_page(
         level, [&](const Expected& from, const Page& page) { return branch(from, page, below); });
     if (error) return error;
@@ -167,9 +165,9 @@ class Scan {
     if (below.size() + *nodes > tree_.branch_pages + tree_.leaf_pages) {
       return broken("its branch pages refer to more pages than it has");
     }
+    if (auto error = check_nodes(from.page, page, *nodes)) return error;
     for (unsigned i = 0; i < *nodes; ++i) {
       const auto node = page.node(i);
-      if (!node) return broken_page(from.page, "has a node that is not inside it");
       // The first key of a branch page is not kept: its parent's is its least.
       std::string least = i == 0 ? from.least : std::string(node->key);
       if (i > 0 && !below.empty() && !(i == 1 && below.back().least.empty()) &&
@@ -193,11 +191,11 @@ class Scan {
       return broken_page(from.page, "should be a leaf page");
     }
     if (!nodes) return broken_page(from.page, "has a damaged header");
+    if (auto error = check_nodes(from.page, page, *nodes)) return error;
     records_.leaf_page.push_back(from.page);
     records_.leaf_first.push_back(records_.size());
     for (unsigned i = 0; i < *nodes; ++i) {
       const auto node = page.node(i);
-      if (!node) return broken_page(from.page, "has a node that is not inside it");
       if ((entries_ > 0 && compare_keys(last_key_, node->key, tree_.flags) >= 0) ||
           (i == 0 && !from.least.empty() && compare_keys(from.least, node->key, tree_.flags) > 0)) {
         return broken_page(from.page, "has keys out of order");
@@ -206,16 +204,35 @@ class Scan {
       ++entries_;
       if (node->flags & kDupData) {
         return Error(ErrorKind::usage, path() + " has several values for key \"" +
-                                           std::string(node->key) + "\", which is not read");
+                                           printable(node->key) + "\", which is not read");
       }
       if (node->flags & kSubData) {
         if (node->length != kTreeBytes) {
           return broken_page(from.page, "has a damaged description of a named database");
         }
         records_.databases.emplace_back(node->key);
+        records_.database_trees.push_back(page.tree(node->data_at));
         continue;
       }
       if (auto error = value(from.page, page, *node)) return error;
+    }
+    return {};
+  }
+
+  // All nodes inside the page, and no byte in two of them: else a few pages could hold keys and
+  // values of any total size.
+  std::optional<Error> check_nodes(uint64_t number, const Page& page, unsigned nodes) {
+    places_.clear();
+    for (unsigned i = 0; i < nodes; ++i) {
+      const auto node = page.node(i);
+      if (!node) return broken_page(number, "has a node that is not inside it");
+      places_.emplace_back(node->begin, node->end);
+    }
+    std::sort(places_.begin(), places_.end());
+    for (size_t i = 1; i < places_.size(); ++i) {
+      if (places_[i - 1].second > places_[i].first) {
+        return broken_page(number, "has nodes that share bytes");
+      }
     }
     return {};
   }
@@ -227,7 +244,7 @@ class Scan {
       const uint64_t first = page.word(node.data_at);
       const uint64_t pages = pages_of(node.length);
       if (first < 2 || first > snapshot_.last_page || pages > snapshot_.last_page + 1 - first) {
-        return broken("the value of key \"" + std::string(node.key) + "\" (" +
+        return broken("the value of key \"" + printable(node.key) + "\" (" +
                       std::to_string(node.length) + " bytes at page " + std::to_string(first) +
                       ") does not end inside the database");
       }
@@ -245,17 +262,17 @@ class Scan {
     return (kPageHeader + length + snapshot_.page_size - 1) / snapshot_.page_size;
   }
 
-  // No two values share a page of their own, and none lies on a leaf.
+  // No two values share a page of their own, and none lies on a page of the tree.
   std::optional<Error> check_overlaps() {
-    const uint32_t size = snapshot_.page_size;
     std::vector<std::pair<uint64_t, uint64_t>> runs;  // first page, pages
-    for (const uint64_t page : records_.leaf_page) runs.emplace_back(page, 1);
     uint64_t own = 0;
     for (uint64_t i = 0; i < records_.size(); ++i) {
       if (!records_.own_pages[i]) continue;
-      runs.emplace_back(records_.offset[i] / size, pages_of(records_.length[i]));
+      runs.emplace_back(records_.offset[i] / snapshot_.page_size, pages_of(records_.length[i]));
       own += runs.back().second;
     }
+    for (const uint64_t page : records_.leaf_page) runs.emplace_back(page, 1);
+    for (const uint64_t page : branch_page_) runs.emplace_back(page, 1);
     std::sort(runs.begin(), runs.end());
     for (size_t i = 1; i < runs.size(); ++i) {
       if (runs[i - 1].first + runs[i - 1].second > runs[i].first) {
@@ -270,6 +287,14 @@ class Scan {
     return {};
   }
 
+  std::optional<Error> failed(const RangeRead& r) const {
+    if (r.error == 0) return {};
+    return Error(ErrorKind::io,
+                 "cannot read page " + std::to_string(r.offset / snapshot_.page_size) + " of " +
+                     path() + ": " + (r.why.empty() ? read_error_text(r.error) : r.why),
+                 r.error);
+  }
+
   static constexpr size_t kMostRun = 256 << 10;
 
   RangeReader& reader_;
@@ -278,10 +303,12 @@ class Scan {
   const Tree tree_;
   Records records_;
   std::string last_key_;
-  uint64_t branches_ = 0, entries_ = 0, first_children_ = 0;
+  std::vector<uint64_t> branch_page_;
+  std::vector<std::pair<size_t, size_t>> places_;  // of one page's nodes
+  uint64_t entries_ = 0, first_children_ = 0;
 };
 
-// The description of a named database: a search from the root, one page a level.
+// The description of a named database.
 Result<Tree> find_database(RangeReader& reader, const Storage& storage, const Snapshot& snapshot,
                            std::string_view name) {
   auto main = Scan(reader, storage, snapshot, snapshot.main).run();
@@ -290,36 +317,23 @@ Result<Tree> find_database(RangeReader& reader, const Storage& storage, const Sn
   const auto found = std::find(records.databases.begin(), records.databases.end(), name);
   if (found == records.databases.end()) {
     std::string names;
-    for (const std::string& d : records.databases) names += (names.empty() ? "" : ", ") + d;
+    for (const std::string& d : records.databases) {
+      names += (names.empty() ? "" : ", ") + printable(d);
+    }
     return Error(ErrorKind::usage,
-                 storage.files()[0].path + " has no database \"" + std::string(name) + "\"" +
+                 storage.files()[0].path + " has no database \"" + printable(name) + "\"" +
                      (names.empty() ? ", and no named one at all" : "; it has: " + names));
   }
-  // Its bytes, by the leaf that holds it.
-  std::vector<std::byte> bytes(snapshot.page_size);
-  for (const uint64_t leaf : records.leaf_page) {
-    try {
-      read_range(reader, storage, 0, leaf * snapshot.page_size, bytes);
-    } catch (const Error& e) {
-      return e;
-    }
-    const Page page(bytes);
-    for (unsigned i = 0; i < page.nodes().value_or(0); ++i) {
-      const auto node = page.node(i);
-      if (node && node->key == name && node->flags & kSubData && node->length == kTreeBytes) {
-        const Tree tree = tree_at(bytes, node->data_at);
-        if (tree.root == kNoPage
-                ? tree.entries == 0
-                : tree.root <= snapshot.last_page && tree.depth >= 1 && tree.depth <= 32) {
-          return tree;
-        }
-      }
-    }
+  const Tree tree = records.database_trees[static_cast<size_t>(found - records.databases.begin())];
+  if (tree.root == kNoPage
+          ? tree.entries == 0
+          : tree.root <= snapshot.last_page && tree.depth >= 1 && tree.depth <= kMaxDepth) {
+    return tree;
   }
   return Error(ErrorKind::corruption, storage.files()[0].path +
                                           " is damaged: the description of "
                                           "database \"" +
-                                          std::string(name) + "\" cannot be");
+                                          printable(name) + "\" cannot be");
 }
 
 }  // namespace
@@ -349,7 +363,8 @@ Result<Records> scan(RangeReader& reader, const Storage& storage, std::string_vi
     }
     auto after = read_snapshot(reader, storage);
     if (!after) return after.error();
-    if (after.value().transaction == snapshot.value().transaction) {
+    // All of it: a meta page may have been caught half written.
+    if (after.value() == snapshot.value()) {
       if (error) return *error;
       return std::move(*records);
     }

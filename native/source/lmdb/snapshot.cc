@@ -12,8 +12,8 @@ namespace {
 constexpr uint32_t kMagic = 0xBEEFC0DE;
 constexpr size_t kMetaAt = kPageHeader;  // in the page
 constexpr size_t kMetaBytes = 136;
+constexpr size_t kLaterMetaAt = 24;  // where LMDB 1.0 has it, behind a longer page header
 constexpr uint32_t kLeastPage = 256, kMostPage = 65536;
-constexpr uint16_t kMaxDepth = 32;  // LMDB's own cursor stack
 
 struct Candidate {
   std::optional<Snapshot> snapshot;
@@ -33,11 +33,14 @@ Candidate examine(std::span<const std::byte> page, uint64_t number) {
     return c;
   };
   if (page.size() < kMetaAt + kMetaBytes) return fail("it is cut off");
-  if (number_at<uint32_t>(page, kMetaAt) != kMagic) return fail("wrong magic");
-  const uint32_t version = number_at<uint32_t>(page, kMetaAt + 4) & 0xffff;
-  if (version != 1) {
+  size_t magic_at = kMetaAt;
+  if (number_at<uint32_t>(page, magic_at) != kMagic) magic_at = kLaterMetaAt;
+  if (number_at<uint32_t>(page, magic_at) != kMagic) return fail("wrong magic");
+  const uint32_t version = number_at<uint32_t>(page, magic_at + 4) & 0xffff;
+  if (version != 1 || magic_at != kMetaAt) {
     c.refused = true;
-    return fail("data version " + std::to_string(version) + (version == 2 ? " (LMDB 1.0)" : "") +
+    return fail("data version " + std::to_string(version) +
+                (version == 2 || version == 3 ? " (LMDB 1.0)" : "") +
                 ", but version 1 (LMDB 0.9) is what can be read: copy it with that release's "
                 "mdb_dump and mdb_load of LMDB 0.9");
   }
@@ -119,7 +122,7 @@ Result<Snapshot> read_snapshot(RangeReader& reader, const Storage& storage) {
   Snapshot s = take_second ? *second.snapshot : *first.snapshot;
   s.other_meta_used = !first.snapshot || !second.snapshot;
   s.allocated = s.last_page + 1;
-  s.last_page = std::min(s.last_page, file.size / s.page_size - 1);
+  s.last_page = std::min(s.last_page, std::max<uint64_t>(1, file.size / s.page_size) - 1);
   return s;
 }
 

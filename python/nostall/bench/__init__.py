@@ -9,5 +9,11 @@ SUBCOMMANDS: dict[str, str] = {
     "observation-2": "nostall.bench.observation2",
     "stall": "nostall.bench.stall",
     "nodes": "nostall.bench.nodes",
+    "lmdb": "nostall.bench.lmdb",
+    "checkpoint": "nostall.bench.checkpoint",
+    "io": "nostall.bench.io",
+    "app": "nostall.bench.app",
+    "accelerator": "nostall.bench.accelerator",
+    "trace": "nostall.bench.trace",
     "allreduce": "nostall.bench.allreduce",
 }

@@ -53,6 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", help="write the numbers to this file")
+    parser.add_argument(
+        "--record", help="a directory for records that nostall simulate --check predicts"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -83,13 +86,17 @@ def run(arguments: argparse.Namespace) -> int:
                 clients=nodes,
             ) as storage,
         ):
-            rate = storage.measure(nodes)[-1]
+            curve = storage.measure(nodes)
+            rate = curve[-1]
             for regime in arguments.regimes:
                 for way in WAYS if nodes > 1 else ("alone",):
                     runs = [
                         job(arguments, storage, total, nodes, REGIMES[regime], way, rate)
                         for _ in range(arguments.repeats)
                     ]
+                    # Nodes that share by HDMLP's rule or not at all are not what it predicts.
+                    if arguments.record and (way == "push" or nodes == 1):
+                        _record(arguments, storage, nodes, regime, curve, total, runs)
                     row = {"nodes": nodes, "regime": regime, "way": way, "runs": runs}
                     rows.append({**row, "bandwidth": rate})
                     table.add_row(*_cells(row, rate))
@@ -117,6 +124,40 @@ _HEADINGS = (
     "serving, CPU s",
     "too early",
 )
+
+
+def _record(
+    arguments: argparse.Namespace,
+    storage: SlowFS,
+    nodes: int,
+    regime: str,
+    curve: list[float],
+    total: int,
+    runs: list[dict[str, Any]],
+) -> None:
+    """Keeps the runs for the simulator (nostall.simulate.check)."""
+    import nostall
+    from nostall.simulate.check import SUFFIX, machine_of_run, record_run
+
+    sizes = nostall.ImageFolder(str(storage.backing), index=False).sizes
+    machine = machine_of_run(
+        nodes=nodes,
+        source=curve,
+        link=arguments.bandwidth * 1e6,
+        tiers=[int(total * REGIMES[regime])],
+        staging=arguments.ranks * (256 << 20),
+    )
+    for i, run in enumerate(runs):
+        case = f"{nodes}-nodes-tiers-{REGIMES[regime]:g}-{i}"
+        record_run(
+            Path(arguments.record) / f"{case}{SUFFIX}",
+            environment=machine,
+            sizes=sizes.tolist(),
+            training={"E": arguments.epochs, "B": arguments.global_batch, "seed": 0},
+            step_seconds=run["consumer_seconds"],
+            epoch_seconds=run["epoch_seconds"],
+            origin_bytes=run["origin_bytes"],
+        )
 
 
 def _scaling(rows: list[dict[str, Any]]) -> Table:
@@ -207,7 +248,16 @@ def job(
     counts = {k: sum(s["peers"].get(k, 0) for s in stats) for k in stats[0]["peers"]}
     fetched = counts.get("fetched", 0)
     asked = fetched + counts.get("asked_too_early", 0) + counts.get("asked_in_vain", 0)
+    every = [e for s in stats for e in s["epochs"]]
     return {
+        "epoch_seconds": [
+            max(s["epochs"][e]["seconds"] for s in stats) for e in range(arguments.epochs)
+        ],
+        "origin_bytes": {
+            o: sum(e["origins"][o]["bytes"] for e in every) for o in every[0]["origins"]
+        },
+        "consumer_seconds": sum(e["seconds"] - e["stall_seconds"] for e in every)
+        / sum(e["batches"] for e in every),
         "total_seconds": max(sum(e["seconds"] for e in s["epochs"]) for s in stats),
         "first_seconds": max(s["epochs"][0]["seconds"] for s in stats),
         "later_seconds": statistics.median(

@@ -8,9 +8,9 @@ ckpt.save(state, step)
 """
 
 from nostall.checkpoint.checkpointer import Checkpointer
-from nostall.checkpoint.engine import Saved
 from nostall.checkpoint.restore import Restored
 from nostall.checkpoint.retention import Keep
 from nostall.checkpoint.rng import rng_state, set_rng_state
+from nostall.checkpoint.saved import Saved
 
 __all__ = ["Checkpointer", "Keep", "Restored", "Saved", "rng_state", "set_rng_state"]

@@ -8,18 +8,19 @@ import itertools
 import json
 import logging
 import os
-import secrets
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, Literal
 
-from nostall import _native
+from nostall import _native, trace
 from nostall.checkpoint import format as files
-from nostall.checkpoint.engine import Drain, Engine, Job, Level, Saved, Settings
+from nostall.checkpoint.begin import begin, undrained
+from nostall.checkpoint.engine import Engine
 from nostall.checkpoint.restore import Restored, load_into, read_part, view
-from nostall.checkpoint.retention import Keep, decide
+from nostall.checkpoint.retention import Keep
+from nostall.checkpoint.saved import Drain, Job, Level, Saved, Settings
 from nostall.checkpoint.store import LARGEST_STEP, Store
 from nostall.checkpoint.tree import Leaf, encode
 from nostall.errors import CorruptionError, Error, PeerError, UsageError
@@ -55,7 +56,8 @@ class Checkpointer:
         timeout: seconds after which a rank that does not come is given up.
         patience: seconds that a save may wait for an earlier snapshot to be written, before this
             checkpoint is given up with a warning: hanging storage does not stop the training.
-        priority: of background threads, ``"idle"``, ``"low"`` or ``"normal"``.
+        priority: of background threads: ``"low"`` (nice 19); ``"idle"``, nearer to not being there, but
+            a busy machine may hold a snapshot for long; ``"normal"``.
         verify: read a drained copy back before the fast one may go.
         rank, world_size, job: found as the loader finds them.
         gather: the job's allgather of bytes; found as the loader finds it.
@@ -82,7 +84,7 @@ class Checkpointer:
         threads: int | None = None,
         timeout: float = 600.0,
         patience: float = 60.0,
-        priority: Literal["normal", "low", "idle"] = "idle",
+        priority: Literal["normal", "low", "idle"] = "low",
         verify: bool = True,
         rank: int | None = None,
         world_size: int | None = None,
@@ -129,8 +131,15 @@ class Checkpointer:
         self._saves = itertools.count()
         self._history: deque[Saved] = deque(maxlen=1000)
         self._window: tuple[_native.Image, list[Leaf]] | None = None
-        self._run = self._begin()
-        self._closer = weakref.finalize(self, _shut, self._engine, self.fast, self.durable)
+        stores = [s for s in (self.fast, self.durable) if s is not None]
+        self._run = begin(stores, self.rank, self.world_size, self._allgather)
+        if self.rank == 0 and self.fast is not None and self.durable is not None:
+            # What an earlier job left on the fast tier goes on its way.
+            for manifest in undrained(self.fast, self.durable, keep):
+                self._engine.submit_drain(Drain(manifest, alone=True))
+        self._closer = weakref.finalize(
+            self, _shut, os.getpid(), self._engine, self.fast, self.durable
+        )
         atexit.register(self._closer)
 
     @staticmethod
@@ -139,70 +148,6 @@ class Checkpointer:
             raise UsageError(f'level must be "memory", "fast" or "durable", not {level!r}')
         if (level == "fast" and not fast) or (level == "durable" and not durable):
             raise UsageError(f"level {level} needs {level}= to be given")
-
-    # ------------------------------------------------------------------ beginning
-
-    def _begin(self) -> str:
-        """Rank 0 takes the directories and clears them up; all agree on a name for this run."""
-        stores = [s for s in (self.fast, self.durable) if s is not None]
-        run = secrets.token_hex(4)
-        note: dict[str, Any] = {"run": run, "error": ""}
-        token = f".run-{run}"
-        if self.rank == 0:
-            try:
-                for store in stores:
-                    store.own()
-                    store.clean()
-                    for old in store.root.glob(".run-*"):
-                        old.unlink(missing_ok=True)
-                    if self.world_size > 1:
-                        (store.root / token).touch()
-            except (Error, OSError) as error:
-                if self.world_size == 1:
-                    raise
-                note["error"] = str(error)
-        if self.world_size > 1:
-            first = json.loads(self._allgather(json.dumps(note).encode())[0])
-            if first["error"]:
-                raise UsageError(f"rank 0 cannot begin: {first['error']}")
-            run = str(first["run"])
-            unseen = [str(s.root) for s in stores if not (s.root / f".run-{run}").exists()]
-            notes = self._allgather(json.dumps(unseen).encode())
-            for rank, text in enumerate(notes):
-                for root in json.loads(text):
-                    raise UsageError(
-                        f"rank {rank} does not see rank 0's {root}: checkpoints of several nodes "
-                        "need directories that all of them share; leave fast= out where it is not"
-                    )
-        if self.rank == 0:
-            self._continue_drains()
-        return run
-
-    def _continue_drains(self) -> None:
-        """What an earlier job left on the fast tier goes on its way."""
-        if self.fast is None or self.durable is None:
-            return
-        on_fast = {e.step: e.manifest for e in self.fast.entries() if e.manifest is not None}
-        durable = {e.step: e.manifest for e in self.durable.entries() if e.manifest is not None}
-        known = {s: m.metric for s, m in (on_fast | durable).items()}
-        stay = decide(known.items(), self._engine.settings.keep)
-        for step, manifest in sorted(on_fast.items()):
-            there = durable.get(step)
-            drained = there is not None and there.id == manifest.id
-            if step in stay and not drained and not self.fast.missing(manifest):
-                self._engine.submit_drain(Drain(manifest, alone=True))
-
-    def _allgather(self, mine: bytes) -> list[bytes]:
-        if self._gather is not None:
-            return self._gather(mine)
-        name = f"{self._name} {next(self._gathered)}"
-        gather = find_rendezvous(self.rank, self.world_size, name, timeout=self._timeout)
-        if gather is None:
-            raise UsageError(
-                f"the {self.world_size} ranks of this job cannot find each other: start them with "
-                "torchrun or mpirun, set NOSTALL_RENDEZVOUS, or pass gather="
-            )
-        return gather(mine)
 
     # ------------------------------------------------------------------ saving
 
@@ -254,6 +199,12 @@ class Checkpointer:
             raise UsageError("this checkpointer is closed")
         wanted = level or self.level
         self._check_level(wanted, self.fast is not None, self.durable is not None)
+        with trace.span("save", "checkpoint"):
+            return self._save(state, step, metric, wanted, window)
+
+    def _save(
+        self, state: Any, step: int, metric: float | None, wanted: Level, window: bool
+    ) -> Saved:
         began = time.perf_counter()
         self.before_update()
         number = next(self._saves)
@@ -263,7 +214,7 @@ class Checkpointer:
         job = Job(saved, manifest, None, number)
         if self.rank == 0 or not self.replicated:
             self._snapshot(state() if callable(state) else state, job, window)
-        self._engine.submit(job)
+        self._engine.submit(job, awaited=wanted)
         self._history.append(saved)
         if window and wanted != "memory":
             self.before_update()
@@ -414,6 +365,18 @@ class Checkpointer:
                     found.setdefault(entry.step, []).append(entry.path.parent.as_posix())
         return dict(sorted(found.items()))
 
+    def _allgather(self, mine: bytes) -> list[bytes]:
+        if self._gather is not None:
+            return self._gather(mine)
+        name = f"{self._name} {next(self._gathered)}"
+        gather = find_rendezvous(self.rank, self.world_size, name, timeout=self._timeout)
+        if gather is None:
+            raise UsageError(
+                f"the {self.world_size} ranks of this job cannot find each other: start them with "
+                "torchrun or mpirun, set NOSTALL_RENDEZVOUS, or pass gather="
+            )
+        return gather(mine)
+
     # ------------------------------------------------------------------ ending
 
     @property
@@ -458,8 +421,10 @@ class Checkpointer:
         self.close()
 
 
-def _shut(engine: Engine, fast: Store | None, durable: Store | None) -> None:
+def _shut(pid: int, engine: Engine, fast: Store | None, durable: Store | None) -> None:
     """Every snapshot gets on some storage; drains are left to the next start."""
+    if os.getpid() != pid:
+        return  # a forked child: the threads are its parent's
     engine.wait(drained=False, timeout=engine.settings.timeout)
     engine.stop(timeout=5.0)
     for store in (fast, durable):

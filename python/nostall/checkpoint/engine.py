@@ -6,22 +6,19 @@ All that a next start must know is in the directories (`store.py`), nothing in t
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import os
 import threading
 import time
 from collections import deque
-from typing import Literal
 
-from nostall import _native
+from nostall import _native, trace
+from nostall.checkpoint.cleaner import Cleaner
 from nostall.checkpoint.format import Manifest, Part
-from nostall.checkpoint.retention import Keep, decide
+from nostall.checkpoint.retention import decide
+from nostall.checkpoint.saved import Drain, Job, Level, Saved, Settings
 from nostall.checkpoint.store import Store, part_name
-from nostall.errors import CorruptionError, Error, IoError, PeerError, StoppedError
+from nostall.errors import CorruptionError, Error, IoError, StoppedError
 
-Level = Literal["memory", "fast", "durable"]
-_ORDER: dict[str, int] = {"memory": 0, "fast": 1, "durable": 2}
 _PRIORITY = {
     "normal": _native.Priority.normal,
     "low": _native.Priority.low,
@@ -29,115 +26,6 @@ _PRIORITY = {
 }
 
 _log = logging.getLogger("nostall")
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """How the engine writes; rates in bytes a second (0: any), times in seconds."""
-
-    keep: Keep
-    keep_fast: int = 1
-    rate: int = 0
-    timeout: float = 600.0
-    patience: float = 60.0
-    priority: Literal["normal", "low", "idle"] = "idle"
-    writes_in_flight: int = 2
-    verify: bool = True
-    gate_patience: float = 1.0
-
-
-class Saved:
-    """One call of `save`: what it cost, and how far its checkpoint has come.
-
-    `seconds` is the call's, `copy_seconds` that of the copy in it, `waited_seconds` that of waiting
-    for an earlier snapshot to be written. `fast_seconds` and `durable_seconds` are from the call to
-    the level, None before. `problems` says what did not go as configured.
-    """
-
-    def __init__(self, step: int, id: str, size: int) -> None:
-        self.step = step
-        self.id = id
-        self.bytes = size
-        self.seconds = 0.0
-        self.copy_seconds = 0.0
-        self.waited_seconds = 0.0
-        self.fast_seconds: float | None = None
-        self.durable_seconds: float | None = None
-        self.writer_cpu_seconds = 0.0
-        self.problems: list[str] = []
-        self._began = time.monotonic()
-        self._level: Level = "memory"
-        self._ended: set[str] = set()  # levels that will not be reached any more
-        self._changed = threading.Condition()
-        self._engine: Engine | None = None
-
-    @property
-    def level(self) -> Level:
-        """The safest level that the checkpoint has reached."""
-        return self._level
-
-    def wait(self, level: Level = "durable", timeout: float | None = None) -> None:
-        """Returns once the checkpoint is safe at `level`; meanwhile it is written at full speed.
-
-        Raises:
-            IoError: it will not get there; with the reasons.
-            PeerError: it has not got there in `timeout` seconds.
-        """
-        if self._engine is not None and not self._is_over(level):
-            self._engine.hurry(self, level)
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._is_over(level), timeout):
-                raise PeerError(
-                    f"the checkpoint of step {self.step} has reached {self._level} and not {level} "
-                    f"in {timeout:g} s"
-                )
-            if _ORDER[self._level] < _ORDER[level]:
-                raise IoError(
-                    f"the checkpoint of step {self.step} is not safe at level {level}: "
-                    + "; ".join(self.problems)
-                )
-
-    def _is_over(self, level: Level) -> bool:
-        return _ORDER[self._level] >= _ORDER[level] or level in self._ended
-
-    def _reach(self, level: Level) -> None:
-        with self._changed:
-            seconds = time.monotonic() - self._began
-            if level == "durable":
-                self.durable_seconds = seconds
-            else:
-                self.fast_seconds = seconds
-            self._level = level
-            self._changed.notify_all()
-
-    def _miss(self, *levels: Level) -> None:
-        with self._changed:
-            self._ended.update(levels)
-            self._changed.notify_all()
-
-    def __repr__(self) -> str:
-        return f"Saved(step={self.step}, level={self._level!r}, seconds={self.seconds:.3f})"
-
-
-@dataclasses.dataclass
-class Job:
-    """A snapshot on its way: `image` is None where this rank writes nothing, `failed` says why a
-    rank that should has none."""
-
-    saved: Saved
-    manifest: Manifest
-    image: _native.Image | None
-    number: int
-    failed: str = ""
-
-
-@dataclasses.dataclass
-class Drain:
-    """A checkpoint that is complete on the fast tier; `alone`: left over by an earlier job."""
-
-    manifest: Manifest
-    saved: Saved | None = None
-    alone: bool = False
 
 
 class Engine:
@@ -149,7 +37,7 @@ class Engine:
         self.fast, self.durable, self.rank = fast, durable, rank
         self.settings = settings
         self.gate = _native.Gate()
-        self.damaged: set[str] = set()  # ids that restore found unusable: never counted as kept
+        self._cleaner = Cleaner(fast, durable, settings)
         self._lock = threading.Condition()
         self._jobs: deque[Job] = deque()
         self._drains: deque[Drain] = deque()
@@ -188,10 +76,15 @@ class Engine:
 
     # ------------------------------------------------------------------ asking
 
-    def submit(self, job: Job) -> None:
-        """Writes the snapshot as soon as the ones before it are written."""
+    def submit(self, job: Job, awaited: Level) -> None:
+        """Writes the snapshot as soon as the ones before it are written; at once and at full speed
+        if somebody waits."""
         job.saved._engine = self
         with self._lock:
+            if awaited != "memory":
+                self._urgent = max(self._urgent, job.number)
+            if awaited == "durable":
+                self._urgent_drains.add(job.saved.id)
             self._jobs.append(job)
             self._busy += 1
             self._start()
@@ -207,7 +100,8 @@ class Engine:
     def hurry(self, saved: Saved, level: Level) -> None:
         """Somebody waits: no rate, no gate, no low priority for what leads to that level."""
         with self._lock:
-            self._urgent_drains.add(saved.id)
+            if level == "durable":
+                self._urgent_drains.add(saved.id)
             numbers = [job.number for job in self._jobs if job.saved is saved]
             if self._writing is not None:
                 numbers.append(self._writing[0])
@@ -235,6 +129,10 @@ class Engine:
 
         self._hurry_writer(1 << 62)
         with self._lock:
+            if drained:
+                self._urgent_drains.update(drain.manifest.id for drain in self._drains)
+                if self._copying is not None:
+                    self._copying[1].hurry()
             return self._lock.wait_for(done, timeout)
 
     def stop(self, timeout: float) -> None:
@@ -268,7 +166,8 @@ class Engine:
                     return
                 job = self._jobs.popleft()
             try:
-                self._persist(job)
+                with trace.span("write checkpoint", "background"):
+                    self._persist(job)
             except Exception as error:
                 self._say(job.saved, f"step {job.saved.step} is not saved: {error}")
                 job.saved._miss("fast", "durable")
@@ -330,7 +229,7 @@ class Engine:
         try:
             if job.image is not None:
                 if store is self.fast and self.rank == 0:
-                    self._make_room(store, job.image.size * manifest.world_size)
+                    self._cleaner.make_room(store, job.image.size * manifest.world_size)
                 path = store.prepare(manifest.step) / name
                 urgent = job.number <= self._urgent
                 slow = store is self.durable and not urgent
@@ -380,7 +279,8 @@ class Engine:
                     return
                 drain = self._draining = self._drains.popleft()
             try:
-                self._drain(drain)
+                with trace.span("drain checkpoint", "background"):
+                    self._drain(drain)
             except StoppedError:
                 return
             except (Error, OSError) as error:
@@ -497,76 +397,21 @@ class Engine:
         newer = [step for step in waiting if step > manifest.step]
         if not newer:
             return None
-        known = self._kept(self.durable) | waiting | {manifest.step: manifest.metric}
+        known = self._cleaner.kept(self.durable) | waiting | {manifest.step: manifest.metric}
         return None if manifest.step in decide(known.items(), self.settings.keep) else max(newer)
 
-    # ------------------------------------------------------------------ retention
-
-    def _kept(self, store: Store) -> dict[int, float | None]:
-        return {
-            e.step: e.manifest.metric
-            for e in store.entries()
-            if e.manifest is not None and e.manifest.id not in self.damaged
-        }
+    @property
+    def damaged(self) -> set[str]:
+        """Ids that restore found unusable: they never count as kept."""
+        return self._cleaner.damaged
 
     def _retain(self) -> None:
-        """Rank 0 removes what the rules no longer keep."""
-        if self.rank != 0:
-            return
-        try:
-            last = self.durable or self.fast
-            assert last is not None
-            kept = self._kept(last)
-            stay = decide(kept.items(), self.settings.keep)
-            for step in sorted(kept.keys() - stay.keys()):
-                last.remove(step)
-            if self.fast is not None and self.durable is not None:
-                self._trim_fast(self.fast, self.durable)
-        except (Error, OSError) as error:
-            _log.warning("old checkpoints stay: %s", error)
-
-    def _trim_fast(self, fast: Store, durable: Store) -> None:
-        """Of the fast tier stay the newest, and what is not durable yet and still wanted."""
-        kept = self._kept(fast)
-        newest = sorted(kept)[-self.settings.keep_fast :]
-        wanted = decide((kept | self._kept(durable)).items(), self.settings.keep)
-        with self._lock:
-            running = [*self._drains, *self._postponed]
-            if self._draining is not None:
-                running.append(self._draining)
-            waiting = {d.manifest.step for d in running}
-        for step in sorted(kept.keys() - set(newest)):
-            if self._is_on(durable, fast, step) or (step not in wanted and step not in waiting):
-                fast.remove(step)
-
-    @staticmethod
-    def _is_on(durable: Store, fast: Store, step: int) -> bool:
-        ours, theirs = fast.entry(step), durable.entry(step)
-        return (
-            ours is not None
-            and theirs is not None
-            and ours.manifest is not None
-            and theirs.manifest is not None
-            and ours.manifest.id == theirs.manifest.id
-        )
-
-    def _make_room(self, fast: Store, size: int) -> None:
-        """Lets old fast copies go if the new one does not fit: durable ones first, never the last."""
-        complete = sorted(self._kept(fast))
-        durable = self.durable
-        safe = [s for s in complete if durable is not None and self._is_on(durable, fast, s)]
-        for step in [*safe, *(s for s in complete[:-1] if s not in safe)]:
-            status = os.statvfs(fast.root)
-            if status.f_bavail * status.f_frsize >= size + (1 << 20):
-                return
-            if step not in safe:
-                _log.warning(
-                    "%s is full: the checkpoint of step %d goes, though it is not durable yet, to "
-                    "make room for a newer one",
-                    fast.root,
-                    step,
-                )
-            fast.remove(step)
+        if self.rank == 0:
+            with self._lock:
+                waiting = [*self._drains, *self._postponed]
+                if self._draining is not None:
+                    waiting.append(self._draining)
+            self._cleaner.retain({drain.manifest.step for drain in waiting})
 
     def _say(self, saved: Saved | None, problem: str) -> None:
         _log.warning("%s", problem)

@@ -148,6 +148,7 @@ class Manifest:
     metric: float | None = None
     created: float = field(default_factory=time.time)
     software: dict[str, str] = field(default_factory=lambda: software())
+    extra: Any = None  # of another writer than Checkpointer: {"dcp": ...}
 
     @property
     def size(self) -> int:
@@ -174,6 +175,8 @@ class Manifest:
             "block": _native.CHECKPOINT_BLOCK,
             "files": [part.to_dict() for part in self.parts],
         }
+        if self.extra is not None:
+            values["extra"] = self.extra
         values["crc32c"] = f"{_native.crc32c(_canonical(values)):08x}"
         return json.dumps(values, indent=1).encode() + b"\n"
 
@@ -200,9 +203,10 @@ class Manifest:
                 metric=None if values["metric"] is None else float(values["metric"]),
                 created=float(values["created"]),
                 software=dict(values["software"]),
+                extra=values.get("extra"),
             )
             ranks = [0] if manifest.replicated else list(range(manifest.world_size))
-            if [part.rank for part in parts] != ranks:
+            if [part.rank for part in parts] != ranks and manifest.extra is None:
                 raise ValueError("parts of ranks are missing")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptionError(f"{where} is damaged: {error}") from error

@@ -61,6 +61,11 @@ def read_part(
         CorruptionError: what is damaged: the file, its bytes and the arrays in them.
         IoError: the file cannot be read.
     """
+    if manifest.extra is not None:
+        raise UsageError(
+            f"step {manifest.step} in {store.root} was saved by torch.distributed.checkpoint: load it "
+            "with nostall.torch.checkpoint.load or StorageReader"
+        )
     part = manifest.part_of(rank)
     if part is None:
         raise UsageError(f"step {manifest.step} in {store.root} has no part of rank {rank}")

@@ -13,9 +13,14 @@ from nostall.errors import Error
 
 _COMMANDS = {
     "demo": ("nostall.demo", "train on slow storage with torch's loader and with nostall"),
-    "report": ("nostall.cli.report", "draw what loaders saved with stats().save(file)"),
-    "index": ("nostall.cli.index", "build, check or show the stored listing of a dataset"),
+    "index": ("nostall.cli.index", "build, check or show what is kept about a dataset"),
+    "convert": ("nostall.cli.convert", "write a dataset as an LMDB database or as tar shards"),
+    "report": ("nostall.cli.report", "where a training waited, from its traces and statistics"),
+    "profile": ("nostall.cli.profile", "run a command, record it and report where it waited"),
+    "top": ("nostall.cli.top", "what the ranks of a recorded run are doing, live"),
+    "checkpoints": ("nostall.cli.checkpoints", "list, verify, remove or drain checkpoints"),
     "calibrate": ("nostall.calibrate", "measure this cluster's tiers, network and storage"),
+    "simulate": ("nostall.cli.simulate", "predict what a training costs, by machine and policy"),
     "run": ("nostall.mpi", "run an MPI program with our collectives, or profile its own"),
     "doctor": ("nostall.cli.doctor", "what this machine offers, and the ranks that are found"),
 }

@@ -1,6 +1,7 @@
-"""Says where training waited: from statistics that loaders saved, or from timelines.
+"""Says where training waited: from recorded runs, from statistics, or from timelines.
 
-Statistics (loader.stats().save(file), one file a rank) become one self-contained HTML file. A Horovod
+The directory of a run (NOSTALL_TRACE, nostall profile) becomes one self-contained HTML page; two become
+one page side by side. So do statistics (loader.stats().save(file), one file a rank). A Horovod
 timeline, or traces of the PyTorch profiler (one a rank), become a table, and the files named with -o;
 so does the directory of an MPI profile (nostall run --profile): who arrived when at its collectives.
 """
@@ -8,17 +9,21 @@ so does the directory of an MPI profile (nostall run --profile): who arrived whe
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from nostall import analyze
 from nostall.errors import IoError, UsageError
-from nostall.report import arrivals, write
+from nostall.report import arrivals, run_page, write
+from nostall.report import run as runs
 from nostall.report import timeline as timeline_report
 from nostall.stats import Stats
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nostall report``."""
-    parser.add_argument("files", nargs="+", help="statistics, or timelines (plain or gzip)")
+    parser.add_argument(
+        "files", nargs="+", help="a run's directory (or two), statistics, or timelines"
+    )
     parser.add_argument(
         "-o",
         "--output",
@@ -42,6 +47,18 @@ def run(arguments: argparse.Namespace) -> int:
         print(arrivals.text(profile, alpha))
         for path in arguments.output or []:
             arrivals.save(profile, alpha, path)
+            print(path)
+        return 0
+    directories = [Path(f).is_dir() for f in arguments.files]
+    if any(directories):
+        if not all(directories):
+            odd = arguments.files[directories.index(False)]
+            raise UsageError(f"{odd} is no directory of a run, others are: report them one by one")
+        found_runs = [runs.read(f) for f in arguments.files]
+        for found_run in found_runs:
+            print(run_page.text(found_run))
+        for path in arguments.output or ["nostall-report.html"]:
+            run_page.save(found_runs, path)
             print(path)
         return 0
     traces = [analyze.is_trace(f) for f in arguments.files]

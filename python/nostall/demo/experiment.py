@@ -64,8 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
             latency=arguments.latency_ms / 1e3,
         ) as storage,
     ):
+        speed = storage.measure()[0]
         console.print(
-            f"storage: {total / MB:.0f} MB in {spec.files} files, {storage.measure()[0] / MB:.1f} "
+            f"storage: {total / MB:.0f} MB in {spec.files} files, {speed / MB:.1f} "
             f"MB/s measured, {arguments.latency_ms} ms per operation, no client page cache between "
             "opens (the data of real trainings does not fit in memory)"
         )
@@ -75,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
             record = _train(loader, mount, home, arguments, tiers, workers, console)
             record["storage_bytes"] = storage.served_bytes - before
             results[loader] = record
+    _record(home, data, speed, arguments, tiers)
     results["dataset_bytes"] = total
     results["settings"] = {**vars(arguments), "tiers": tiers, "workers": workers}
     results["settings"].pop("run", None)
@@ -85,6 +87,54 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         console.print(f"numbers {home / 'demo.json'} (matplotlib is not installed: no plot)")
     return 0
+
+
+def _record(
+    home: Path, data: Path, speed: float, arguments: argparse.Namespace, tiers: list[str]
+) -> None:
+    """Keeps nostall's run for ``nostall simulate --check``."""
+    import nostall
+    from nostall.simulate.check import SUFFIX, machine_of_run, record_run
+    from nostall.sizes import parse_tiers
+    from nostall.stats import Stats, merge
+
+    whole = merge(
+        [Stats.load(home / f"nostall.rank{r}.stats.json") for r in range(arguments.ranks)]
+    )
+    sizes = nostall.ImageFolder(str(data), index=False).sizes
+    capacities = [
+        t.capacity
+        for t in parse_tiers(
+            tiers, dataset_bytes=int(sizes.sum()), local_world_size=arguments.ranks
+        )
+    ]
+    machine = machine_of_run(
+        nodes=1,
+        source=[speed],
+        link=speed,
+        tiers=capacities,
+        staging=arguments.ranks * (256 << 20),
+    )
+    decode = sum(e.decode_seconds for e in whole.epochs)
+    if decode > 0:
+        machine["beta"] = sum(e.bytes for e in whole.epochs) / decode / MB
+        machine["p"][0] = len(os.sched_getaffinity(0))
+    batches = sum(e.batches for e in whole.epochs)
+    record_run(
+        home / f"demo{SUFFIX}",
+        environment=machine,
+        sizes=sizes.tolist(),
+        training={
+            "E": arguments.epochs,
+            "B": arguments.batch_size * arguments.ranks,
+            "seed": arguments.seed,
+        },
+        step_seconds=(whole.seconds - whole.stall_seconds) / batches,
+        epoch_seconds=[e.seconds for e in whole.epochs],
+        origin_bytes={
+            o: sum(e.origins[o].bytes for e in whole.epochs) for o in whole.epochs[0].origins
+        },
+    )
 
 
 def _dataset(root: Path, spec: DatasetSpec, console: Any) -> Path:

@@ -15,7 +15,8 @@ from nostall.stats import HEADINGS, Stats, merge
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_COLOURS = {"ram": "#2a9d8f", "file": "#e9c46a", "peer": "#457b9d", "source": "#e76f51"}
+# Okabe and Ito's colours, told apart by colour-blind readers too.
+_COLOURS = {"ram": "#009E73", "file": "#F0E442", "peer": "#0072B2", "source": "#D55E00"}
 _NAMES = {"ram": "RAM tier", "file": "file tier", "peer": "other nodes", "source": "source"}
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em;

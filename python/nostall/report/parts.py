@@ -16,7 +16,11 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; 
 h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em }
 table { border-collapse: collapse } td, th { padding: .25em .9em; text-align: right;
        border-bottom: 1px solid #dde3ea } th:first-child, td:first-child { text-align: left }
-.wide { overflow-x: auto } .key { font-size: 1.2em } svg { max-width: 100%; height: auto }
+.pair { display: flex; flex-wrap: wrap; gap: 2em } .pair section { flex: 1 1 26em; min-width: 0 }
+summary { cursor: pointer; color: #52606d } li { margin: .3em 0 }
+.wide { overflow-x: auto } .key { font-size: 1.2em }
+svg { max-width: 100%; height: auto; min-width: 34em }
+td, th { white-space: nowrap }
 """
 
 
@@ -49,4 +53,4 @@ def svg(drawn: Figure, label: str) -> str:
     picture = out.getvalue()
     picture = picture[picture.index("<svg") :]
     named = f'<svg role="img" aria-label="{html.escape(label, quote=True)}"'
-    return f'<figure style="margin:0">{picture.replace("<svg", named, 1)}</figure>'
+    return f'<figure class="wide" style="margin:0">{picture.replace("<svg", named, 1)}</figure>'

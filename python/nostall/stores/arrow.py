@@ -12,23 +12,34 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nostall.errors import CorruptionError, IoError, UsageError
-from nostall.stores.callback import CallbackStore
-from nostall.stores.objects import is_url
-from nostall.stores.records import PathLike, RecordStore, open_storage, shard_paths
+from nostall.source import Source
+from nostall.stores.callback import RowReader
+from nostall.stores.records import (
+    PathLike,
+    RecordStore,
+    absolute,
+    only_local,
+    open_storage,
+    shard_paths,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from nostall import _native
+
 _KEPT_BYTES = 256 << 20
+_FILE_MAGIC = b"ARROW1"
+_CONTINUATION = b"\xff\xff\xff\xff"
 
 
-class Parquet(CallbackStore):
+class Parquet(Source):
     """Rows of Parquet files with a column of image bytes.
 
     A row is not readable alone: its whole row group is unpacked. The last groups are kept unpacked,
     and what else a group holds goes to the tiers while they have room; with a shuffled order and no
     tiers every sample costs its group again, so convert such a data set (`nostall convert`) or give
-    it tiers.
+    it tiers. Opening reads the image column once, for the lengths of its values.
 
     Args:
         files: a list of files, a pattern, or a folder.
@@ -37,7 +48,7 @@ class Parquet(CallbackStore):
         kept: bytes of unpacked groups to keep.
 
     Raises:
-        UsageError: there is no such column, or it is of another type.
+        UsageError: there is no such column, it is of another type, or a row has no image.
         CorruptionError: a file is damaged, with its path.
         IoError: a file cannot be opened.
     """
@@ -50,72 +61,80 @@ class Parquet(CallbackStore):
         label: str | None = "label",
         kept: int = _KEPT_BYTES,
     ) -> None:
-        self._arguments = {"files": files, "image": image, "label": label, "kept": kept}
-        pq = _pyarrow("parquet", files)
-        self._paths = [str(Path(p).absolute()) for p in shard_paths(files, (".parquet",))]
-        _only_local(self._paths, "Parquet")
-        self._column, self._kept = image, kept
+        _pyarrow("parquet", files)
+        only_local(files, "Parquet")
+        paths = absolute(shard_paths(files, (".parquet",)))
+        self._arguments = {"files": paths, "image": image, "label": label, "kept": kept}
+        self.native = _Groups(paths, image, kept).open(label)
+
+
+class _Groups(RowReader):
+    """Row groups of Parquet files, the last ones unpacked; see ``Parquet``."""
+
+    def __init__(self, paths: list[str], image: str, kept: int) -> None:
+        self._paths, self._column, self._kept = paths, image, kept
         self._lock = threading.Lock()
         self._groups: OrderedDict[int, tuple[Any, int]] = OrderedDict()
         self._opened: dict[int, Any] = {}
         self._pid = os.getpid()
         self._of_group: list[tuple[int, int]] = []  # (file, row group in it)
         self._first: list[int] = []  # sample
+        self._group = np.zeros(0, np.uint32)  # of every sample
+
+    def open(self, label: str | None) -> _native.Source:
+        """The native source, after a look at every row group."""
         sizes: list[NDArray[np.uint64]] = []
         labels: list[NDArray[np.int64]] = []
         group: list[NDArray[np.uint32]] = []
         total = 0
         for number, path in enumerate(self._paths):
-            try:
-                file = pq.ParquetFile(path)
-            except FileNotFoundError:
-                raise IoError(f"{path} does not exist") from None
-            except Exception as error:
-                raise CorruptionError(f"{path} cannot be opened as Parquet: {error}") from None
-            _check_column(file.schema_arrow, image, path)
-            if label is not None and label not in file.schema_arrow.names:
-                raise UsageError(f"{path} has no column {label!r}: pass label=None or its name")
+            file = self._opened[number] = _open_parquet(path)
+            _check_columns(file.schema_arrow, self._column, label, path)
             for i in range(file.num_row_groups):
-                try:
-                    rows = _binary(file.read_row_group(i, columns=[image]).column(image))
-                    sizes.append(_lengths(rows))
-                    if label is not None:
-                        column = file.read_row_group(i, columns=[label]).column(label)
-                        labels.append(column.to_numpy().astype(np.int64))
-                except Exception as error:
-                    raise CorruptionError(f"{path}, row group {i}: {error}") from None
+                where = f"{path}, row group {i}"
+                rows = _binary(self._columns(number, i, self._column), where)
+                sizes.append(_lengths(rows))
+                if label is not None:
+                    labels.append(_integers(self._columns(number, i, label), where))
                 group.append(np.full(len(rows), len(self._of_group), np.uint32))
                 self._of_group.append((number, i))
                 self._first.append(total)
                 total += len(rows)
-            self._opened[number] = file
         if total == 0:
             raise UsageError(f"{self._paths[0]} has no rows")
         self._group = np.concatenate(group)
-        self._serve(
+        return self.make_source(
             sizes=np.concatenate(sizes),
             labels=np.concatenate(labels) if labels else np.zeros(total, np.int64),
             group=self._group,
-            identity=("parquet", [Path(p).name for p in self._paths], image, label),
+            identity=("parquet", [Path(p).name for p in self._paths], self._column, label),
         )
+
+    def _columns(self, number: int, group: int, name: str) -> Any:
+        try:
+            return self._opened[number].read_row_group(group, columns=[name]).column(name)
+        except Exception as error:  # pyarrow's errors have no common base
+            where = f"{self._paths[number]}, row group {group}"
+            raise CorruptionError(f"{where}: {error}") from None
 
     def _unpacked(self, group: int) -> Any:
         if group in self._groups:
             self._groups.move_to_end(group)
             return self._groups[group][0]
         if self._pid != os.getpid():
+            # Files that were open while the process forked share their place with the parent's.
             self._opened, self._pid = {}, os.getpid()
         number, inside = self._of_group[group]
         if number not in self._opened:
-            self._opened[number] = _pyarrow("parquet", "").ParquetFile(self._paths[number])
-        table = self._opened[number].read_row_group(inside, columns=[self._column])
-        rows = _binary(table.column(self._column)).combine_chunks()
+            self._opened[number] = _open_parquet(self._paths[number])
+        column = self._columns(number, inside, self._column)
+        rows = _binary(column, f"row group {inside}").combine_chunks()
         self._groups[group] = rows, int(rows.nbytes)
         while len(self._groups) > 1 and sum(n for _, n in self._groups.values()) > self._kept:
             self._groups.popitem(last=False)
         return rows
 
-    def _read(self, samples: list[int]) -> list[Any]:
+    def read(self, samples: list[int]) -> list[Any]:
         answers: dict[int, Any] = {}
         with self._lock:
             for sample in sorted(samples):
@@ -123,15 +142,24 @@ class Parquet(CallbackStore):
                 try:
                     row = self._unpacked(group)[sample - self._first[group]]
                     answers[sample] = np.frombuffer(row.as_buffer() or b"", np.uint8)
-                except Exception as error:  # pyarrow's errors have no common base
+                except Exception as error:
                     answers[sample] = CorruptionError(str(error))
         return [answers[s] for s in samples]
 
-    def _describe(self, sample: int) -> str:
+    def describe(self, sample: int) -> str:
         group = int(self._group[sample])
         number, inside = self._of_group[group]
         row = sample - self._first[group]
         return f"{self._paths[number]}, row group {inside}, row {row}"
+
+
+def _open_parquet(path: str) -> Any:
+    try:
+        return _pyarrow("parquet", path).ParquetFile(path)
+    except FileNotFoundError:
+        raise IoError(f"{path} does not exist") from None
+    except Exception as error:
+        raise CorruptionError(f"{path} cannot be opened as Parquet: {error}") from None
 
 
 class ArrowIPC(RecordStore):
@@ -157,10 +185,10 @@ class ArrowIPC(RecordStore):
         image: str = "image",
         label: str | None = "label",
     ) -> None:
-        self._arguments = {"files": files, "image": image, "label": label}
         _pyarrow("ipc", files)
-        paths = [str(Path(p).absolute()) for p in shard_paths(files, (".arrow",))]
-        _only_local(paths, "Arrow IPC")
+        only_local(files, "Arrow IPC")
+        paths = absolute(shard_paths(files, (".arrow",)))
+        self._arguments = {"files": paths, "image": image, "label": label}
         self.storage = open_storage(paths)
         parts = [_arrow_places(path, image, label) for path in paths]
         file = np.concatenate([np.full(len(p[0]), i, np.uint32) for i, p in enumerate(parts)])
@@ -193,22 +221,30 @@ def _arrow_places(
     with mapped:
         whole = mapped.read_buffer()
         try:
-            try:
+            if whole.slice(0, len(_FILE_MAGIC)).to_pybytes() == _FILE_MAGIC:
                 table = pa.open_file(pyarrow.BufferReader(whole)).read_all()
-            except pyarrow.ArrowInvalid:
+            else:
                 table = pa.open_stream(pyarrow.BufferReader(whole)).read_all()
+                # Streams of before Arrow 0.15 have no continuation marks.
+                mark = whole.slice(0, 4).to_pybytes() + bytes(4)
+                mark = mark if mark.startswith(_CONTINUATION) else bytes(4)
+                if whole.slice(max(0, whole.size - len(mark))).to_pybytes() != mark:
+                    raise CorruptionError(
+                        f"{path} ends at byte {whole.size} without the mark that ends a stream: it "
+                        "was cut off, or is still being written"
+                    )
         except (pyarrow.ArrowException, OSError) as error:
             raise CorruptionError(f"{path} cannot be read as Arrow IPC: {error}") from None
-        _check_column(table.schema, image, path)
+        _check_columns(table.schema, image, label, path)
         begin, end = whole.address, whole.address + whole.size
         offsets: list[NDArray[np.uint64]] = []
         lengths: list[NDArray[np.uint64]] = []
-        for chunk in _binary(table.column(image)).chunks:
+        for chunk in _binary(table.column(image), path).chunks:
             ends = _offsets(chunk)
             data = chunk.buffers()[2]
             if len(chunk) == 0:
                 continue
-            if data is None:
+            if data is None or data.size == 0:
                 offsets.append(np.zeros(len(chunk), np.uint64))
             elif begin <= data.address and data.address + data.size <= end:
                 offsets.append((ends[:-1] + (data.address - begin)).astype(np.uint64))
@@ -220,12 +256,9 @@ def _arrow_places(
             lengths.append(np.diff(ends).astype(np.uint64))
         if not offsets:
             raise UsageError(f"{path} has no rows")
-        n = sum(len(x) for x in lengths)
-        labels = np.zeros(n, np.int64)
+        labels = np.zeros(sum(len(x) for x in lengths), np.int64)
         if label is not None:
-            if label not in table.schema.names:
-                raise UsageError(f"{path} has no column {label!r}: pass label=None or its name")
-            labels = table.column(label).to_numpy().astype(np.int64)
+            labels = _integers(table.column(label), path)
         return np.concatenate(offsets), np.concatenate(lengths), labels
 
 
@@ -247,29 +280,54 @@ def _lengths(column: Any) -> NDArray[np.uint64]:
     return np.concatenate(parts).astype(np.uint64) if parts else np.zeros(0, np.uint64)
 
 
-def _binary(column: Any) -> Any:
+def _binary(column: Any, where: str) -> Any:
     """The binary values of a column: its own, or those of the field ``bytes`` of its structs."""
     import pyarrow
 
     if pyarrow.types.is_struct(column.type):
         chunks = [chunk.field("bytes") for chunk in column.chunks]
-        return pyarrow.chunked_array(chunks, type=column.type.field("bytes").type)
-    return column
+        values = pyarrow.chunked_array(chunks, type=column.type.field("bytes").type)
+    else:
+        values = column
+    for some in (column, values):
+        if some.null_count:
+            row = some.is_null().index(True).as_py()
+            raise UsageError(
+                f"{where}, row {row} has no image bytes (only a path, or nothing): such a data set "
+                "must be written again with its images inside"
+            )
+    return values
 
 
-def _check_column(schema: Any, name: str, path: str) -> None:
+def _integers(column: Any, where: str) -> NDArray[np.int64]:
+    if column.null_count:
+        row = column.is_null().index(True).as_py()
+        raise UsageError(f"{where}, row {row} has no label")
+    numbers: NDArray[Any] = column.to_numpy()
+    return numbers.astype(np.int64)
+
+
+def _check_columns(schema: Any, image: str, label: str | None, path: str) -> None:
     import pyarrow
 
-    if name not in schema.names:
-        raise UsageError(f"{path} has no column {name!r}; it has: {', '.join(schema.names)}")
-    kind = schema.field(name).type
+    for name in (image, label):
+        if name is not None and name not in schema.names:
+            hint = ": pass label=None or its name" if name == label else ""
+            raise UsageError(
+                f"{path} has no column {name!r}{hint}; it has: {', '.join(schema.names)}"
+            )
+    kind = schema.field(image).type
     if pyarrow.types.is_struct(kind):
         names = [kind.field(i).name for i in range(kind.num_fields)]
         if "bytes" not in names:
-            raise UsageError(f"{path}: the structs of column {name!r} have no field 'bytes'")
+            raise UsageError(f"{path}: the structs of column {image!r} have no field 'bytes'")
         kind = kind.field("bytes").type
     if not (pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind)):
-        raise UsageError(f"{path}: column {name!r} is {kind}, not binary: it has no image bytes")
+        raise UsageError(f"{path}: column {image!r} is {kind}, not binary: it has no image bytes")
+    if label is not None:
+        kind = schema.field(label).type
+        if not (pyarrow.types.is_integer(kind) or pyarrow.types.is_boolean(kind)):
+            raise UsageError(f"{path}: column {label!r} is {kind}, no integers: pass label=None")
 
 
 def _pyarrow(module: str, files: Any) -> Any:
@@ -281,9 +339,3 @@ def _pyarrow(module: str, files: Any) -> Any:
         raise UsageError(
             f"reading {files} needs the package pyarrow: pip install 'nostall[stores]'"
         ) from None
-
-
-def _only_local(paths: list[str], what: str) -> None:
-    for path in paths:
-        if is_url(path):
-            raise UsageError(f"{what} is read from files, not from {path}: copy or convert it")

@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nostall.errors import CorruptionError, IoError, UsageError
-from nostall.source import Source
-from nostall.stores.callback import CallbackStore
-from nostall.stores.records import PathLike, RecordStore, open_storage
+from nostall.source import Pixels, Source
+from nostall.stores.callback import RowReader
+from nostall.stores.records import PathLike, RecordStore, only_local, open_storage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from nostall import _native
+
+_ROWS_AT_ONCE = 256
 
 
 class HDF5(Source):
@@ -34,6 +38,8 @@ class HDF5(Source):
 
     Attributes:
         pixel_shape, dtype: of one sample.
+        pixels: set where a sample is uint8 of shape (h, w), (h, w, 1 or 3) or (1 or 3, h, w): native
+            transforms take such samples as images, RGB.
         through_library: whether the HDF5 library reads the samples.
 
     Raises:
@@ -49,28 +55,32 @@ class HDF5(Source):
         *,
         labels: str | Sequence[int] | NDArray[Any] | None = None,
     ) -> None:
-        self._arguments = {"path": str(Path(path).absolute()), "dataset": dataset, "labels": labels}
+        only_local(path, "HDF5")
+        path = str(Path(path).absolute())
+        self._arguments = {"path": path, "dataset": dataset, "labels": labels}
         with _open(path) as file:
-            placed = _places(_dataset(file, path, dataset)) is not None
-        self.through_library = not placed
-        self._way = (_Placed if placed else _Library)(path, dataset, labels)
-        self.native = self._way.native
-        self.pixel_shape, self.dtype = self._way.pixel_shape, self._way.dtype
+            data = _dataset(file, path, dataset)
+            self.pixel_shape, self.dtype = tuple(data.shape[1:]), data.dtype
+            self.through_library = _places(data) is None
+        self.pixels = _pixels(self.pixel_shape, self.dtype)
+        if self.through_library:
+            self.native = _Library(path, dataset).open(labels)
+        else:
+            self.native = _Placed(path, dataset, labels).native
 
 
 class _Placed(RecordStore):
     """Samples whose bytes lie together; see ``HDF5``."""
 
-    def __init__(self, path: PathLike, dataset: str, labels: Any = None) -> None:
+    def __init__(self, path: str, dataset: str, labels: Any) -> None:
         with _open(path) as file:
             data = _dataset(file, path, dataset)
             places = _places(data)
             if places is None:
                 raise IoError(f"{path} changed its layout since it was opened")
             label = _labels(file, path, labels, len(data))
-            self.pixel_shape, self.dtype = tuple(data.shape[1:]), data.dtype
             length = int(np.prod(data.shape[1:], dtype=np.int64)) * data.dtype.itemsize
-        self.storage = open_storage([os.fspath(path)])
+        self.storage = open_storage([path])
         self._open(
             kind="hdf5",
             stamp=lambda: dataset,
@@ -85,37 +95,46 @@ class _Placed(RecordStore):
         )
 
 
-class _Library(CallbackStore):
+class _Library(RowReader):
     """Samples that the HDF5 library unpacks; see ``HDF5``."""
 
-    def __init__(self, path: PathLike, dataset: str, labels: Any = None) -> None:
-        self._path, self._name = str(Path(path).absolute()), dataset
+    def __init__(self, path: str, dataset: str) -> None:
+        self._path, self._name = path, dataset
         self._opened: tuple[int, Any] | None = None
         self._lock = threading.Lock()
-        with _open(path) as file:
-            data = _dataset(file, path, dataset)
-            _check_filters(data, path)
+
+    def open(self, labels: Any) -> _native.Source:
+        """The native source, after a look at the dataset."""
+        with _open(self._path) as file:
+            data = _dataset(file, self._path, self._name)
+            _check_filters(data, self._path)
             n = len(data)
-            label = _labels(file, path, labels, n)
-            self._variable = data.dtype.metadata is not None and "vlen" in data.dtype.metadata
-            self.pixel_shape, self.dtype = tuple(data.shape[1:]), data.dtype
-            try:
-                sizes = self._sizes(data)
-            except OSError as error:
-                raise CorruptionError(f"{path}, dataset {dataset}: {error}") from None
+            label = _labels(file, self._path, labels, n)
             rows = int(data.chunks[0]) if data.chunks else 1
-        self._serve(
-            sizes=sizes,
-            labels=label,
-            group=(np.arange(n) // rows).astype(np.uint32) if rows > 1 else None,
-            identity=("hdf5", Path(self._path).name, dataset),
-        )
+            return self.make_source(
+                sizes=self._sizes(data),
+                labels=label,
+                group=(np.arange(n) // rows).astype(np.uint32) if rows > 1 else None,
+                identity=("hdf5", Path(self._path).name, self._name),
+            )
 
     def _sizes(self, data: Any) -> NDArray[np.uint64]:
-        if self._variable:
-            return np.array([np.asarray(x).nbytes for x in data], np.uint64)
-        one = int(np.prod(data.shape[1:], dtype=np.int64)) * data.dtype.itemsize
-        return np.full(len(data), one, np.uint64)
+        n = len(data)
+        if not _is_variable(data):
+            one = int(np.prod(data.shape[1:], dtype=np.int64)) * data.dtype.itemsize
+            return np.full(n, one, np.uint64)
+        sizes = np.zeros(n, np.uint64)
+        # The library gives lengths only with the bytes, so all of them are read once.
+        rows = int(data.chunks[0]) if data.chunks else _ROWS_AT_ONCE
+        for begin in range(0, n, rows):
+            try:
+                some = data[begin : begin + rows]
+            except OSError as error:
+                raise CorruptionError(
+                    f"{self._path}, dataset {self._name}, from index {begin} on: {error}"
+                ) from None
+            sizes[begin : begin + rows] = [_bytes_of(x).nbytes for x in some]
+        return sizes
 
     def _data(self) -> Any:
         # A file that was open while the process forked belongs to the parent.
@@ -123,18 +142,37 @@ class _Library(CallbackStore):
             self._opened = os.getpid(), _open(self._path)
         return self._opened[1][self._name]
 
-    def _read(self, samples: list[int]) -> list[Any]:
+    def read(self, samples: list[int]) -> list[Any]:
         answers: list[Any] = []
         with self._lock:
             for sample in samples:
                 try:
-                    answers.append(_bytes_of(self._data()[sample]))
-                except (OSError, KeyError, ValueError) as error:
+                    data = self._data()
+                    # Of fixed-length strings, one alone would lose its zeros at the end.
+                    answers.append(
+                        _bytes_of(data[sample] if _is_variable(data) else data[sample : sample + 1])
+                    )
+                except (OSError, KeyError, ValueError, CorruptionError, IoError) as error:
                     answers.append(CorruptionError(f"the HDF5 library says: {error}"))
         return answers
 
-    def _describe(self, sample: int) -> str:
+    def describe(self, sample: int) -> str:
         return f"{self._path}, dataset {self._name}, index {sample}"
+
+
+def _pixels(shape: tuple[int, ...], dtype: Any) -> Pixels | None:
+    if dtype != np.uint8 or len(shape) not in (2, 3):
+        return None
+    height, width, channels = shape if len(shape) == 3 else (*shape, 1)
+    if channels in (1, 3):
+        return Pixels(height, width, channels)
+    if height in (1, 3):
+        return Pixels(width, channels, height, layout="chw")
+    return None
+
+
+def _is_variable(data: Any) -> bool:
+    return data.dtype.metadata is not None and "vlen" in data.dtype.metadata
 
 
 def _bytes_of(value: Any) -> NDArray[np.uint8]:
@@ -168,9 +206,7 @@ def _dataset(file: Any, path: PathLike, name: str) -> Any:
         raise UsageError(f"{path} has no dataset {name!r}; it has: {', '.join(names) or 'none'}")
     if data.ndim == 0 or len(data) == 0:
         raise UsageError(f"{path}, dataset {name}: shape {data.shape} has no samples")
-    if data.dtype.kind not in "iufbSV" and not (
-        data.dtype.kind == "O" and data.dtype.metadata and "vlen" in data.dtype.metadata
-    ):
+    if data.dtype.kind not in "iufbSV" and not _is_variable(data):
         raise UsageError(f"{path}, dataset {name}: elements of type {data.dtype} are not read")
     return data
 
@@ -219,8 +255,13 @@ def _places(data: Any) -> NDArray[np.uint64] | None:
 def _labels(file: Any, path: PathLike, labels: Any, n: int) -> NDArray[np.int64]:
     if labels is None:
         return np.zeros(n, np.int64)
-    values = _dataset(file, path, labels)[...] if isinstance(labels, str) else np.asarray(labels)
-    values = np.asarray(values).reshape(-1)
+    try:
+        read = _dataset(file, path, labels)[...] if isinstance(labels, str) else labels
+    except OSError as error:
+        raise CorruptionError(f"{path}, dataset {labels}: {error}") from None
+    values = np.asarray(read).reshape(-1)
+    if values.dtype.kind not in "iub":
+        raise UsageError(f"{path}: labels of type {values.dtype} are no integers")
     if len(values) != n:
         raise UsageError(f"{path}: {len(values)} labels for {n} samples")
     return values.astype(np.int64)

@@ -10,9 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from nostall import _native
-from nostall.errors import UsageError
+from nostall.errors import CorruptionError, UsageError
+from nostall.source import Pixels
 from nostall.stores.objects import is_url
-from nostall.stores.records import Direct, PathLike, Progress, RecordStore, open_storage
+from nostall.stores.records import (
+    FOUND,
+    Direct,
+    PathLike,
+    Progress,
+    RecordStore,
+    open_storage,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -21,7 +29,8 @@ _PAGE_HEADER = 16
 _NO_NUMBER = np.iinfo(np.uint64).max
 _THREADS = 8
 # What writers of datasets keep beside the samples.
-SPECIAL_KEYS = (b"__len__", b"__keys__")
+LABELS_KEY = b"__labels__"  # nostall convert: little-endian int64 by decimal key
+SPECIAL_KEYS = (b"__len__", b"__keys__", LABELS_KEY)
 Labels = Callable[[bytes], int] | Sequence[int] | None
 
 
@@ -37,12 +46,13 @@ class LMDB(RecordStore):
         values: what a value is: ``"raw"`` (the sample itself), ``"datum"`` (Caffe's Datum: image and
             label), ``"pickled"`` (a pickled (bytes, int), or bytes alone; nothing is executed),
             ``"example"`` (tf.train.Example).
-        label: one integer per sample, or a function of the key; what the value says if None, or 0.
+        label: one integer per sample, or a function of the key; if None what the value says, or, of
+            raw values, what the key ``__labels__`` holds (``nostall convert``), or 0.
             With a function the places are not kept, unless `index` names a file.
         order: of the samples: ``"number"`` where the keys are decimal numbers ("0", "1", "10": the
             sample with key "10" is the eleventh), ``"key"`` as the database sorts them, ``"auto"``
             the first where it can be.
-        keep: which keys are samples; all but ``__len__`` and ``__keys__`` if None.
+        keep: which keys are samples; all but ``__len__``, ``__keys__`` and ``__labels__`` if None.
         image, image_label: names of the features, for ``values="example"``.
         index: True keeps the places beside the database, or in the user's cache folder where that
             is read-only; a path keeps them there; False nowhere.
@@ -52,7 +62,8 @@ class LMDB(RecordStore):
         progress: called with the number of values examined (not for raw ones).
 
     Attributes:
-        pixel_shape: (channels, height, width) of samples that are pixels, not encoded; else None.
+        pixels: set where the samples are pixels, not encoded (Caffe's Datum: channels first, blue
+            first): native transforms take them as images.
 
     Raises:
         UsageError: there is no such database, it allows several values a key, its data version is
@@ -60,8 +71,6 @@ class LMDB(RecordStore):
         CorruptionError: the database is damaged; with page and offset.
         IoError: it cannot be read, or is written to faster than it can be scanned.
     """
-
-    pixel_shape: tuple[int, int, int] | None = None
 
     def __init__(
         self,
@@ -112,8 +121,6 @@ class LMDB(RecordStore):
         if values == "example":
             options += f" image={image} label={image_label}"
         by_function = callable(label) or keep is not None
-        self._records: _native.LmdbRecords | None = None
-        self._shapes = ""
         self._open(
             kind="lmdb",
             stamp=lambda: _native.lmdb_stamp(self.storage, database) + options,
@@ -125,9 +132,7 @@ class LMDB(RecordStore):
             page_size=self._page_size,
             database=database,
         )
-        self._records = None
-        if values == "datum":
-            self.pixel_shape = self._find_shape()
+        self.pixels = _pixels(self.native.table.stamp)
         if label is not None and not callable(label) and len(label) != len(self):
             raise UsageError(f"{len(label)} labels were given for {len(self)} samples")
 
@@ -150,8 +155,11 @@ class LMDB(RecordStore):
         own = records.own_pages[chosen].astype(bool)
         start = np.where(own, offset - np.uint64(_PAGE_HEADER), offset)
         label: NDArray[np.int64] | None = None
+        found = ""
+        if self._values == "raw" and self._label is None:
+            label = self._labels_of(records, chosen)
         if self._values != "raw":
-            offset, length, label, _ = _native.find_payloads(
+            offset, length, label, shapes = _native.find_payloads(
                 storage=self.storage,
                 file=np.empty(0, np.uint32),
                 offset=np.ascontiguousarray(offset),
@@ -162,6 +170,7 @@ class LMDB(RecordStore):
                 threads=_THREADS,
                 progress=self._progress,
             )
+            found = self._shape(shapes.reshape(-1, 3), records, chosen)
         if callable(self._label):
             function = self._label
             label = np.array([function(records.key(int(i))) for i in chosen], np.int64)
@@ -174,12 +183,46 @@ class LMDB(RecordStore):
             head = np.where(head > _MOST_HEAD, 0, head)
         return self._table(
             "lmdb",
-            records.stamp(self.database) + options,
+            records.stamp(self.database) + options + found,
             offset=offset,
             length=length,
             label=label,
             head=head.astype(np.uint16) if head.any() else None,
         )
+
+    def _shape(
+        self, shapes: NDArray[np.uint32], records: _native.LmdbRecords, chosen: NDArray[np.int64]
+    ) -> str:
+        """What the stamp says of samples that are pixels: one shape, or nothing if encoded."""
+        other = np.flatnonzero((shapes != shapes[:1]).any(axis=1))
+        if len(other):
+            at = int(other[0])
+            key = records.key(int(chosen[at]))
+            raise UsageError(
+                f"{self.path}: the sample with the key {key!r} has the shape "
+                f"{tuple(shapes[at].tolist())} (zeros: encoded), others {tuple(shapes[0].tolist())}: "
+                "they are no images of one kind"
+            )
+        if len(shapes) == 0 or shapes[0, 0] == 0:
+            return ""
+        return FOUND + "pixels=" + "x".join(map(str, shapes[0].tolist()))
+
+    def _labels_of(
+        self, records: _native.LmdbRecords, chosen: NDArray[np.int64]
+    ) -> NDArray[np.int64] | None:
+        """What ``nostall convert`` wrote beside raw values; None where it did not."""
+        place = records.find(LABELS_KEY)
+        if place is None:
+            return None
+        stored = self.storage.read(0, int(records.offset[place]), int(records.length[place]))
+        labels = np.frombuffer(stored[: len(stored) // 8 * 8], "<i8")
+        numbers = records.decimal_keys()[chosen]
+        if len(stored) % 8 or (numbers >= len(labels)).any():
+            raise CorruptionError(
+                f"{self.path}: the value of the key {LABELS_KEY.decode()} ({len(stored)} bytes) does "
+                f"not have a label for each of {len(chosen)} samples; pass label="
+            )
+        return labels[numbers].astype(np.int64)
 
     def _choose(self, records: _native.LmdbRecords) -> NDArray[np.int64]:
         """The records that are samples, in the order of the samples."""
@@ -207,22 +250,13 @@ class LMDB(RecordStore):
             chosen = chosen[np.argsort(keys, kind="stable")]
         return chosen
 
-    def _find_shape(self) -> tuple[int, int, int] | None:
-        records = _native.scan_lmdb(self.storage, self.database)
-        chosen = self._choose(records)[:1]
-        shape = _native.find_payloads(
-            storage=self.storage,
-            file=np.empty(0, np.uint32),
-            offset=np.ascontiguousarray(records.offset[chosen]),
-            length=np.ascontiguousarray(records.length[chosen]),
-            kind="datum",
-            image="",
-            label="",
-            threads=1,
-            progress=None,
-        )[3]
-        channels, height, width = (int(x) for x in shape)
-        return (channels, height, width) if channels else None
+
+def _pixels(stamp: str) -> Pixels | None:
+    found = stamp.partition(f"{FOUND}pixels=")[2]
+    if not found:
+        return None
+    channels, height, width = (int(n) for n in found.split("x"))
+    return Pixels(height, width, channels, layout="chw", order="bgr")
 
 
 def data_file(path: PathLike) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from nostall.errors import UsageError
 from nostall.source import IMAGE_EXTENSIONS
-from nostall.stores.objects import list_urls, open_objects
+from nostall.stores.objects import list_objects, open_objects
 from nostall.stores.records import RecordStore
 
 if TYPE_CHECKING:
@@ -38,14 +38,15 @@ class ObjectFolder(RecordStore):
         store: Any = None,
     ) -> None:
         self._arguments = {"url": url, "extensions": extensions, "store": store}
-        urls = [
-            u
-            for u in list_urls(url.rstrip("/") + "/")
+        listed = [
+            (u, meta)
+            for u, meta in list_objects(url.rstrip("/") + "/", store=store)
             if PurePosixPath(u).suffix.lower() in set(extensions)
         ]
+        urls = [u for u, _ in listed]
         if not urls:
             raise UsageError(f"{url} has no object that ends with {', '.join(extensions)}")
-        self.storage = open_objects(urls, store)
+        self.storage = open_objects(urls, store, [meta for _, meta in listed])
         base = url.rstrip("/") + "/"
         labels, self.classes = _labels_of([u.removeprefix(base) for u in urls])
         sizes = np.asarray(self.storage.sizes)

@@ -1,17 +1,22 @@
 """Objects of S3-compatible and other object stores as files, by ranged GETs of obstore.
 
-Credentials come from the standard places (environment, profile, instance); an endpoint from
-``AWS_ENDPOINT_URL``. Pass an ``obstore.store`` of your own for anything else. An object that is
-replaced while a job reads it is noticed by its ETag.
+Credentials come from the standard places (environment, profile, container, instance); an endpoint
+from ``AWS_ENDPOINT_URL``. Pass an ``obstore.store`` of your own for anything else. An object that is
+replaced while a job reads it is noticed by its ETag. Every request ends within
+``NOSTALL_OBJECT_TIMEOUT_S`` (30) seconds, and is tried again ``NOSTALL_OBJECT_RETRIES`` (8) times at
+most where that can help.
 """
 
 from __future__ import annotations
 
+import fnmatch
+import hashlib
 import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,11 +54,12 @@ def connect(root: str) -> Any:
     endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
     timeout = os.environ.get("NOSTALL_OBJECT_TIMEOUT_S", "30")
     options: dict[str, Any] = {"timeout": f"{timeout}s", "connect_timeout": "5s"}
-    if endpoint.startswith("http://"):
+    if endpoint.startswith("http://") or root.startswith("http://"):
         options["allow_http"] = True
     return from_url(
         root,
         client_options=options,
+        **_profile(root),
         retry_config={
             "max_retries": int(os.environ.get("NOSTALL_OBJECT_RETRIES", "8")),
             "retry_timeout": timedelta(seconds=2 * float(timeout)),
@@ -66,55 +72,92 @@ def connect(root: str) -> Any:
     )
 
 
-def list_urls(url: str, suffixes: tuple[str, ...] = ()) -> list[str]:
-    """The object itself if there is one of that name, else all below it, in order."""
-    import obstore
+def _profile(root: str) -> dict[str, Any]:
+    """Credentials of a profile (``~/.aws``), which the client itself does not read."""
+    folder = Path.home() / ".aws"
+    named = os.environ.get("AWS_PROFILE", "")
+    there = named or (folder / "credentials").exists() or (folder / "config").exists()
+    direct = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE")
+    if not root.startswith(("s3://", "s3a://")) or not there or any(map(os.environ.get, direct)):
+        return {}
+    try:
+        from boto3 import Session
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        if not named:
+            return {}
+        raise UsageError(
+            f"reading {root} with AWS_PROFILE={named} needs the package boto3: pip install boto3"
+        ) from None
+    session = Session()
+    if session.get_credentials() is None:
+        return {}
+    return {"credential_provider": Boto3CredentialProvider(session)}
 
+
+def list_objects(
+    url: str, suffixes: tuple[str, ...] = (), store: Any = None
+) -> list[tuple[str, Any]]:
+    """(URL, what the store says of it): the object itself if there is one of that name, those that
+    fit a pattern, or all below it; in order.
+
+    Raises:
+        IoError: the store cannot be asked, with the URL.
+    """
+    obstore = _obstore(url)
     root, key = split_url(url)
-    store = connect(root)
-    if key and not key.endswith("/"):
+    store = connect(root) if store is None else store
+    pattern = re.search(r"[*?\[]", key)
+    below = key[: pattern.start()].rpartition("/")[0] if pattern else key.rstrip("/")
+    if key and not key.endswith("/") and not pattern:
         try:
-            obstore.head(store, key)
+            return [(url, obstore.head(store, key))]
         except FileNotFoundError:
             pass
         except Exception as error:
             raise _failed(url, error) from None
-        else:
-            return [url]
     try:
-        found = [
-            str(meta["path"])
-            for page in obstore.list(store, prefix=key.rstrip("/") or None)
-            for meta in page
-        ]
+        pages = obstore.list(store, prefix=below or None)
+        found = {str(meta["path"]): meta for page in pages for meta in page}
     except Exception as error:
         raise _failed(url, error) from None
-    return [f"{root}/{name}" for name in sorted(found) if not suffixes or name.endswith(suffixes)]
+    names = sorted(found)
+    if pattern:
+        names = [name for name in names if fnmatch.fnmatchcase(name, key)]
+    elif suffixes:
+        names = [name for name in names if name.endswith(suffixes)]
+    return [(f"{root}/{name}", found[name]) for name in names]
 
 
-def open_objects(urls: Sequence[str], store: Any = None) -> _native.Storage:
-    """A storage over objects; with `store`, the URLs' keys are looked up there.
+def open_objects(
+    urls: Sequence[str], store: Any = None, known: Sequence[Any] | None = None
+) -> _native.Storage:
+    """A storage over objects; with `store`, the URLs' keys are looked up there. `known` is what a
+    listing said of them.
 
     Raises:
         IoError: an object is not there or cannot be examined, with its URL.
     """
-    objects = _Objects(urls, store)
+    objects = _Objects(urls, store, known)
     return _native.python_storage(
-        paths=list(urls), sizes=np.array(objects.sizes, np.uint64), read=objects.read
+        paths=list(urls),
+        sizes=np.array(objects.sizes, np.uint64),
+        versions=np.array(objects.versions, np.int64),
+        read=objects.read,
     )
 
 
 class _Objects:
     """Answers the native reader's ranges, many at a time."""
 
-    def __init__(self, urls: Sequence[str], store: Any) -> None:
-        import obstore
-
+    def __init__(self, urls: Sequence[str], store: Any, known: Sequence[Any] | None) -> None:
+        obstore = _obstore(urls[0])
         self._urls = list(urls)
         self._stores: dict[str, Any] = {}
         self._given = store
         self._pool: tuple[int, ThreadPoolExecutor] | None = None
         self.sizes: list[int] = []
+        self.versions: list[int] = []
         self._tags: list[str | None] = []
 
         def head(url: str) -> Any:
@@ -123,9 +166,10 @@ class _Objects:
             except Exception as error:
                 raise _failed(url, error) from None
 
-        for meta in self._threads().map(head, self._urls):
+        for meta in self._threads().map(head, self._urls) if known is None else known:
             self.sizes.append(int(meta["size"]))
             self._tags.append(meta.get("e_tag"))
+            self.versions.append(_version(meta))
 
     def _store(self, url: str) -> Any:
         if self._given is not None:
@@ -143,49 +187,88 @@ class _Objects:
 
     def read(self, ranges: list[tuple[int, int, int]]) -> list[Any]:
         """One buffer or exception for every (file, offset, size)."""
+        if ranges:
+            _obstore(self._urls[ranges[0][0]])
         return list(self._threads().map(self._one, ranges))
 
     def _one(self, asked: tuple[int, int, int]) -> Any:
-        import obstore
-
         file, offset, size = asked
         url = self._urls[file]
+        obstore = _obstore(url)
         if size == 0:
             return b""
         options: dict[str, Any] = {"range": (offset, offset + size)}
         if self._tags[file]:
             options["if_match"] = self._tags[file]
-        error: BaseException = IoError(f"{url}: nothing was tried")
+        error: BaseException = IoError(f"{url} was not asked for")
         for _ in range(_ATTEMPTS):
             try:
                 result = obstore.get(self._store(url), split_url(url)[1], options=options)
                 body = memoryview(result.bytes()).cast("B")
             except Exception as caught:
-                error = _failed(url, caught)
+                error = _failed(f"{url} at offset {offset}", caught)
                 if not _worth_another(caught):
                     break
                 continue
             if len(body) == size:
                 return body
             error = IoError(
-                f"{url}: the server gave {len(body)} bytes instead of {size} at offset {offset}"
+                f"{url} at offset {offset}: the server gave {len(body)} bytes instead of {size}"
             )
         return error
 
 
+# The process in which the client was first used: its threads do not survive a fork, and in a forked
+# process it would wait for them for ever.
+_client_process: int | None = None
+
+
+def _obstore(url: str) -> Any:
+    global _client_process
+    try:
+        import obstore
+    except ImportError:
+        raise UsageError(
+            f"reading {url} needs the package obstore: pip install 'nostall[objects]'"
+        ) from None
+    if _client_process is None:
+        _client_process = os.getpid()
+    if _client_process != os.getpid():
+        raise IoError(
+            f"{url} cannot be read in a process that was forked from one that reads object stores: "
+            'start processes with "spawn"'
+        )
+    return obstore
+
+
+def _version(meta: Any) -> int:
+    """A number that another content of the object does not have: of its ETag, or its time."""
+    tag = meta.get("e_tag") or str(meta.get("last_modified"))
+    return int.from_bytes(hashlib.sha256(tag.encode()).digest()[:8], "little", signed=True)
+
+
 def _worth_another(error: Exception) -> bool:
-    text = str(error).lower()
-    return "body" in text or "closed" in text or "connection" in text
+    """Whether the client has neither a final answer from the server nor given up trying."""
+    text = _brief(error)
+    if isinstance(error, FileNotFoundError):
+        return False
+    return not any(sign in text for sign in ("status code", "retries", "recondition"))
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(str(error).split(" Debug source:")[0].split("\n\nDebug source:")[0].split())
 
 
 def _failed(url: str, error: Exception) -> IoError:
+    """What to say of an error of the client's; `url` may go on with a place."""
     kind = type(error).__name__
-    text = " ".join(str(error).split())
+    text = _brief(error)
     if isinstance(error, FileNotFoundError):
         return IoError(f"{url} does not exist")
-    if "precondition" in kind.lower() or "precondition" in text.lower():
+    if "precondition" in kind.lower() or "recondition" in text:
         return IoError(f"{url} was replaced since it was opened: open the data set again")
-    if kind in ("PermissionDeniedError", "UnauthenticatedError"):
+    denied = kind in ("PermissionDeniedError", "UnauthenticatedError")
+    if denied or "ExpiredToken" in text or "InvalidAccessKeyId" in text:
         return IoError(
             f"{url}: access was denied ({text[:300]}): check the credentials (AWS_ACCESS_KEY_ID, "
             "AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, or a profile) and whether they expired"

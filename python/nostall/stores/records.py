@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +18,7 @@ from nostall import _native
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.sizes import parse_size
 from nostall.source import Source, cache_folder
-from nostall.stores.objects import is_url, list_urls, open_objects
+from nostall.stores.objects import is_url, list_objects, open_objects
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,6 +30,28 @@ Progress = Callable[[int], object]
 PathLike = str | os.PathLike[str]
 
 _MAX_READ = "4MiB"
+# In a table's stamp, what follows is no condition but was found by the scan.
+FOUND = " found "
+
+
+_only_look: ContextVar[bool] = ContextVar("nostall only look at the index", default=False)
+
+
+class _Outdated(Exception):
+    """(index file, why it does not hold)."""
+
+
+def examine_index(opens: Callable[[], RecordStore]) -> tuple[str, str]:
+    """(index file, why it does not hold) of the store that `opens` would open; the latter is empty
+    if it holds. Neither scans nor writes."""
+    token = _only_look.set(True)
+    try:
+        return opens().index_file, ""
+    except _Outdated as outdated:
+        file, why = outdated.args
+        return str(file), str(why)
+    finally:
+        _only_look.reset(token)
 
 
 class RecordStore(Source):
@@ -60,11 +83,19 @@ class RecordStore(Source):
         page_size: Callable[[], int] = lambda: 0,
         database: str = "",
     ) -> None:
-        """Takes the stored table if it still holds, else scans and stores."""
+        """Takes the stored table if it still holds, else scans and stores.
+
+        `compare_times`: whether files must be as long and as old as they were; objects always.
+        """
+        compare_times = compare_times or is_url(self.storage.paths[0])
         self.index_file = records_path(self.storage.paths, f"{kind} {database}", index)
-        table = self._stored(kind, stamp(), compare_times) if self.index_file else None
+        table, why = self._stored(kind, stamp(), compare_times)
         self.index_reused = table is not None
         if table is None:
+            if _only_look.get():
+                raise _Outdated(self.index_file, why)
+            if why and os.path.exists(self.index_file):
+                _log.info("%s: %s; examining the data set again", self.index_file, why)
             table = scan()
             if self.index_file:
                 self._store(table)
@@ -79,23 +110,21 @@ class RecordStore(Source):
             database=database,
         )
 
-    def _stored(self, kind: str, stamp: str, times: bool) -> _native.RecordTable | None:
+    def _stored(self, kind: str, stamp: str, times: bool) -> tuple[_native.RecordTable | None, str]:
+        """The stored table, or why there is none that holds."""
+        if not self.index_file:
+            return None, "it is kept nowhere"
         try:
             table = _native.load_records(self.index_file)
-        except IoError:
-            return None
-        except CorruptionError as error:
-            _log.info("%s: %s; examining the data set again", self.index_file, error)
-            return None
-        why = self._outdated(table, kind, stamp, times)
-        if why:
-            _log.info("%s: %s; examining the data set again", self.index_file, why)
-            return None
+        except (IoError, CorruptionError) as error:
+            return None, str(error)
+        if why := self._outdated(table, kind, stamp, times):
+            return None, why
         self.index_bytes = Path(self.index_file).stat().st_size
-        return table
+        return table, ""
 
     def _outdated(self, table: _native.RecordTable, kind: str, stamp: str, times: bool) -> str:
-        if (table.kind, table.stamp) != (kind, stamp):
+        if (table.kind, table.stamp.split(FOUND)[0]) != (kind, stamp):
             return "it was made with other options, or of another state of the data set"
         names = [path.rsplit("/", 1)[-1] for path in self.storage.paths]
         if table.paths != names:
@@ -148,7 +177,9 @@ class RecordStore(Source):
         return table.file, table.offset, table.length
 
 
-def shard_paths(paths: PathLike | Sequence[PathLike], suffixes: tuple[str, ...]) -> list[str]:
+def shard_paths(
+    paths: PathLike | Sequence[PathLike], suffixes: tuple[str, ...], store: Any = None
+) -> list[str]:
     """The files meant: a list, one file, a pattern, or a folder's files with those endings; URLs
     likewise.
 
@@ -159,7 +190,7 @@ def shard_paths(paths: PathLike | Sequence[PathLike], suffixes: tuple[str, ...])
         return [os.fspath(p) for p in paths]
     path = os.fspath(paths)
     if is_url(path):
-        found = list_urls(path, suffixes)
+        found = [url for url, _ in list_objects(path, suffixes, store)]
     elif Path(path).is_dir():
         found = sorted(str(p) for p in Path(path).iterdir() if p.name.endswith(suffixes))
     elif any(c in path for c in "*?[") and not Path(path).exists():
@@ -186,6 +217,22 @@ def open_storage(
     if any(remote):
         raise UsageError("a data set lies either in files or on an object store, not in both")
     return _native.open_storage([str(Path(p).absolute()) for p in paths], direct)
+
+
+def only_local(paths: PathLike | Sequence[PathLike], what: str) -> None:
+    """Refuses URLs, for formats whose library reads files.
+
+    Raises:
+        UsageError: a path is a URL.
+    """
+    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
+        if is_url(os.fspath(path)):
+            raise UsageError(f"{what} is read from files, not from {path}: copy or convert it")
+
+
+def absolute(paths: Sequence[str]) -> list[str]:
+    """The paths as another process with another working directory must name them."""
+    return [p if is_url(p) else str(Path(p).absolute()) for p in paths]
 
 
 def records_path(paths: Sequence[str], key: str, index: bool | PathLike) -> str:

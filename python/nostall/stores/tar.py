@@ -3,7 +3,6 @@ sample."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from nostall.stores.records import (
     PathLike,
     Progress,
     RecordStore,
+    absolute,
     open_storage,
     shard_paths,
 )
@@ -62,8 +62,9 @@ class TarShards(RecordStore):
         progress: Progress | None = None,
         store: Any = None,
     ) -> None:
+        paths = absolute(shard_paths(shards, (".tar",), store))
         self._arguments = {
-            "shards": shards,
+            "shards": paths,
             "image": image,
             "label": label,
             "index": index,
@@ -72,12 +73,6 @@ class TarShards(RecordStore):
             "max_read": max_read,
             "store": store,
         }
-        paths = shard_paths(shards, (".tar",))
-        for path in paths:
-            if os.fspath(path).endswith((".gz", ".tgz", ".zst", ".bz2", ".xz")):
-                raise UsageError(
-                    f"{path} is compressed: members of it cannot be read alone; unpack"
-                )
         self._image = (
             tuple(image)
             if image is not None
@@ -102,19 +97,19 @@ class TarShards(RecordStore):
         )
         chosen: list[int] = []
         keys: list[tuple[int, str]] = []
-        texts: dict[tuple[int, str], bytes] = {}
+        texts: dict[tuple[int, str], tuple[int, bytes]] = {}
         for i, name in enumerate(names):
             key, ending = split_name(name)
             if ending in self._image:
                 if keys and keys[-1] == (int(file[i]), key):
                     raise UsageError(
-                        f"{self.storage.paths[int(file[i])]}: sample {key!r} has two images; name "
-                        "the one to read: image="
+                        f"{self.storage.paths[int(file[i])]}: sample {key!r} has two images, the "
+                        f"second at offset {int(offset[i])}; name the one to read: image="
                     )
                 chosen.append(i)
                 keys.append((int(file[i]), key))
             elif keep and ending == self._label:
-                texts[int(file[i]), key] = contents[i]
+                texts[int(file[i]), key] = int(offset[i]), contents[i]
         at = np.array(chosen, np.int64)
         return self._table(
             "tar",
@@ -126,7 +121,7 @@ class TarShards(RecordStore):
         )
 
     def _labels(
-        self, keys: list[tuple[int, str]], texts: dict[tuple[int, str], bytes]
+        self, keys: list[tuple[int, str]], texts: dict[tuple[int, str], tuple[int, bytes]]
     ) -> NDArray[np.int64]:
         if callable(self._label):
             function = self._label
@@ -135,13 +130,15 @@ class TarShards(RecordStore):
         if self._label is None or not texts:
             return labels
         for i, (file, key) in enumerate(keys):
-            text = texts.get((file, key), b"")
+            where = f"{self.storage.paths[file]}: sample {key!r}"
+            if (file, key) not in texts:
+                raise CorruptionError(f"{where} has no label ({key}.{self._label}), others have")
+            at, text = texts[file, key]
             try:
                 labels[i] = int(text)
-            except ValueError:
+            except (ValueError, OverflowError):
                 raise CorruptionError(
-                    f"{self.storage.paths[file]}: sample {key!r} has the label {text[:40]!r}, "
-                    f"which is no number ({key}.{self._label})"
+                    f"{where} has the label {text[:40]!r} at offset {at}, which is no number"
                 ) from None
         return labels
 

@@ -14,6 +14,7 @@ from nostall.stores.records import (
     PathLike,
     Progress,
     RecordStore,
+    absolute,
     open_storage,
     shard_paths,
 )
@@ -60,8 +61,9 @@ class TFRecord(RecordStore):
             raise UsageError(f'values must be "example" or "raw", not {values!r}')
         if check not in ("lengths", "all"):
             raise UsageError(f'check must be "lengths" or "all", not {check!r}')
+        paths = absolute(shard_paths(files, (".tfrecord", ".tfrecords", ".tfrec"), store))
         self._arguments = {
-            "files": files,
+            "files": paths,
             "values": values,
             "image": image,
             "label": label,
@@ -72,7 +74,6 @@ class TFRecord(RecordStore):
             "max_read": max_read,
             "store": store,
         }
-        paths = shard_paths(files, (".tfrecord", ".tfrecords", ".tfrec"))
         self.storage = open_storage(paths, direct=direct, store=store)
         stamp = f"values={values} check={check}"
         if values == "example":

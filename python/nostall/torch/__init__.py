@@ -1,4 +1,6 @@
-"""For those who keep ``torch.utils.data.DataLoader``: a map-style dataset and our order for it.
+"""For PyTorch: gradients that are reduced while backward runs, and our order for its own loader.
+
+    optimizer = nostall.torch.DistributedOptimizer(optimizer, model.named_parameters())
 
     dataset = nostall.torch.Dataset(nostall.ImageFolder(path), transform)
     batches = nostall.torch.BatchSampler(len(dataset), 64, epochs=90, seed=0)
@@ -14,10 +16,19 @@ without the import.
 
 import torch.distributed
 
+from nostall.sync import SyncOptions
 from nostall.torch.dataset import Dataset
+from nostall.torch.optimizer import DistributedOptimizer, GradientSync
 from nostall.torch.sampler import BatchSampler
 
-__all__ = ["BatchSampler", "Dataset", "GroupOptions"]
+__all__ = [
+    "BatchSampler",
+    "Dataset",
+    "DistributedOptimizer",
+    "GradientSync",
+    "GroupOptions",
+    "SyncOptions",
+]
 
 if torch.distributed.is_available():
     from nostall.torch.group import Options as GroupOptions

@@ -51,6 +51,21 @@ TEST(Choice, KeepsManyInFlightOnlyWhereReadsWait) {
   EXPECT_TRUE(choose_reader(1e-3).many_in_flight);
 }
 
+TEST(Printable, KeepsTextAndEscapesOtherBytes) {
+  using namespace std::string_literals;
+  EXPECT_EQ(printable("n01440764/x 1.jpg"), "n01440764/x 1.jpg");
+  EXPECT_EQ(printable("\xc3\xa4\xe6\xbc\xa2\xf0\x9f\x90\x9f"),
+            "\xc3\xa4\xe6\xbc\xa2\xf0\x9f\x90\x9f");
+  EXPECT_EQ(printable("\x05\0\0\0"s), "\\x05\\x00\\x00\\x00");
+  EXPECT_EQ(printable("a\n\x7f\xc2\x85"), "a\\x0a\\x7f\\xc2\\x85");
+  // Cut, too long a form, a surrogate, beyond the last character.
+  for (const char* wrong : {"\xc3", "\xe6\xbc", "\xc0\xaf", "\xe0\x80\xaf", "\xed\xa0\x80",
+                            "\xf5\x80\x80\x80", "\xf4\x90\x80\x80", "\x80", "\xff"}) {
+    EXPECT_EQ(printable(wrong).substr(0, 2), "\\x") << wrong;
+  }
+  EXPECT_EQ(printable(std::string(500, 'k')), std::string(120, 'k') + "...");
+}
+
 class ReaderTest : public testing::TestWithParam<ReaderKind> {
  protected:
   void SetUp() override {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -379,3 +381,18 @@ def test_damage_everywhere_is_an_error_that_names_it(tmp_path: Path) -> None:
             path.write_bytes(b"x" * path.stat().st_size)
         with pytest.raises(CorruptionError, match="safetensors is damaged"):
             ckpt.restore()
+
+
+def test_a_forked_child_ends_without_waiting_for_its_parents_threads(tmp_path: Path) -> None:
+    script = f"""
+import os, sys, numpy, nostall
+ckpt = nostall.Checkpointer(durable={str(tmp_path)!r})
+with ckpt.hold():
+    ckpt.save({{"w": numpy.zeros(3_000_000)}}, 1)
+    child = os.fork()
+    if child == 0:
+        sys.exit(0)  # runs what is registered for the end of a process
+    os.waitpid(child, 0)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    assert steps_in(tmp_path) == [1]

@@ -65,7 +65,9 @@ def test_a_loader_records_waits_reads_and_decodes(
     assert [w["args"]["source"] for w in waits] == stats.batches.source
     assert [w["args"]["ram"] for w in waits] == stats.batches.ram
     reads = [e for e in rows if e["name"] == "read source"]
-    assert sum(e["args"]["samples"] for e in reads) == stats.epochs[0].origins["source"].samples
+    assert sum(e["args"]["samples"] for e in reads) == sum(
+        e.origins["source"].samples for e in stats.epochs
+    )
     assert sum(e["args"]["bytes"] for e in reads) == stats.source_bytes
     decodes = [e for e in rows if e["name"] == "decode"]
     assert len(decodes) == stats.samples
@@ -138,6 +140,26 @@ def test_a_killed_job_leaves_all_but_its_last_second(tmp_path: Path) -> None:
     got = digest.read(Source(tmp_path / "rank0.trace.json.gz"))
     assert len(got.of("data", "early").begin) == 1
     assert any("cut off" in n for n in got.notes)
+
+
+def test_checkpoints_and_collectives_are_recorded(tmp_path: Path) -> None:
+    from nostall.checkpoint import Checkpointer
+    from nostall.collective import Communicator
+
+    trace.start(tmp_path / "run", rank=0)
+    with Checkpointer(durable=tmp_path / "ckpt") as checkpointer:
+        checkpointer.save({"w": np.ones(1000)}, 1)
+        checkpointer.wait()
+    with Communicator(rank=0, size=1, job=f"trace {os.getpid()}") as node:
+        node.allreduce(np.ones(10))
+        node.barrier()
+    trace.stop()
+    rows = [e for e in events(tmp_path / "run" / "rank0.trace.json.gz") if e["ph"] == "X"]
+    found = {(e["cat"], e["name"]): e.get("args") for e in rows}
+    assert ("checkpoint", "save") in found
+    assert ("background", "write checkpoint") in found
+    assert found["peers", "allreduce"] == {"count": 10}
+    assert ("peers", "barrier") in found
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:

@@ -1,0 +1,166 @@
+// The simulator: machines, layouts and the two engines.
+#include "simulate/simulate.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "arrays.h"
+#include "module.h"
+
+namespace nb = nanobind;
+using namespace nostall;
+
+namespace {
+
+using Samples = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Megabytes = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Engine = simulate::Result (*)(const simulate::Model&, const plan::JobSpec&,
+                                    std::span<const double>, const simulate::Layout&);
+
+std::vector<uint32_t> to_vector(const Samples& samples) {
+  return {samples.data(), samples.data() + samples.size()};
+}
+
+template <Engine engine>
+simulate::Result run(const simulate::Model& model, const plan::JobSpec& spec,
+                     const Megabytes& sizes, const simulate::Layout& layout) {
+  return bindings::without_gil([&] {
+    return engine(model, spec, {sizes.data(), sizes.size()}, layout);
+  });
+}
+
+void bind_model(nb::module_& m) {
+  nb::class_<simulate::StorageClass>(m, "StorageClass", "One class of Table 3.1; MB and MB/s.")
+      .def(nb::init<>())
+      .def_rw("capacity", &simulate::StorageClass::capacity)
+      .def_rw("threads", &simulate::StorageClass::threads)
+      .def_rw("read", &simulate::StorageClass::read)
+      .def_rw("write", &simulate::StorageClass::write);
+  nb::class_<simulate::Model>(m, "Model", "The machine (native/simulate/model.h).")
+      .def(nb::init<>())
+      .def_rw("nodes", &simulate::Model::nodes)
+      .def_rw("compute", &simulate::Model::compute)
+      .def_rw("preprocess", &simulate::Model::preprocess)
+      .def_rw("network", &simulate::Model::network)
+      .def_rw("source_link", &simulate::Model::source_link)
+      .def_rw("source", &simulate::Model::source)
+      .def_rw("classes", &simulate::Model::classes)
+      .def_rw("step_seconds", &simulate::Model::step_seconds)
+      .def("source_share", &simulate::Model::source_share, nb::arg("gamma"))
+      .def("thread_read", &simulate::Model::thread_read, nb::arg("storage_class"))
+      .def("stage_seconds", &simulate::Model::stage_seconds);
+  m.def("validate_model", &simulate::validate, nb::arg("model"));
+  m.def("interpolate", &simulate::interpolate, nb::arg("curve"), nb::arg("at"), "Equation 4.1.");
+}
+
+void bind_layout(nb::module_& m) {
+  nb::enum_<simulate::Loading>(m, "Loading")
+      .value("perfect", simulate::Loading::perfect)
+      .value("on_demand", simulate::Loading::on_demand)
+      .value("staged", simulate::Loading::staged);
+  nb::enum_<simulate::Filling>(m, "Filling")
+      .value("none", simulate::Filling::none)
+      .value("prefetch", simulate::Filling::prefetch)
+      .value("reading", simulate::Filling::reading)
+      .value("before", simulate::Filling::before);
+  nb::class_<simulate::Layout>(m, "Layout", "What a policy decides (native/simulate/layout.h).")
+      .def(nb::init<>())
+      .def_rw("loading", &simulate::Layout::loading)
+      .def_rw("filling", &simulate::Layout::filling)
+      .def_rw("in_turn", &simulate::Layout::in_turn)
+      .def_rw("cleanup", &simulate::Layout::cleanup)
+      .def_prop_ro("nodes", [](const simulate::Layout& l) { return l.keep.size(); })
+      .def(
+          "kept",
+          [](const simulate::Layout& l, size_t node, size_t storage_class) {
+            return bindings::array_of(l.keep.at(node).at(storage_class - 1));
+          },
+          nb::arg("node"), nb::arg("storage_class"), "What the node keeps there, in fill order.")
+      .def(
+          "set_kept",
+          [](simulate::Layout& l, const std::vector<std::vector<Samples>>& keep) {
+            l.keep.clear();
+            for (const auto& node : keep) {
+              auto& lists = l.keep.emplace_back();
+              for (const auto& list : node) lists.push_back(to_vector(list));
+            }
+          },
+          nb::arg("keep"), "keep[node][class - 1]: sample ids in fill order.")
+      .def(
+          "set_owner",
+          [](simulate::Layout& l, const Samples& owner) { l.owner = to_vector(owner); },
+          nb::arg("owner"), "The node of every sample, 2**32 - 1 for none.")
+      .def(
+          "set_order",
+          [](simulate::Layout& l, const std::vector<Samples>& order) {
+            l.order.clear();
+            for (const auto& list : order) l.order.push_back(to_vector(list));
+          },
+          nb::arg("order"), "order[epoch * nodes + node]: sample ids.")
+      .def(
+          "order",
+          [](const simulate::Layout& l, size_t index) {
+            return bindings::array_of(l.order.at(index));
+          },
+          nb::arg("index"));
+  m.def(
+      "keep_frequent",
+      [](const plan::JobSpec& spec, const bindings::Ids& bytes,
+         const std::vector<uint64_t>& capacities, bool in_order) {
+        return bindings::without_gil([&] {
+          return simulate::keep_frequent(spec, {bytes.data(), bytes.size()}, capacities, in_order);
+        });
+      },
+      nb::arg("spec"), nb::arg("bytes"), nb::arg("capacities"), nb::arg("in_order") = true);
+  m.def(
+      "keep_owned",
+      [](const plan::JobSpec& spec, const bindings::Ids& bytes,
+         const std::vector<uint64_t>& capacities) {
+        return bindings::without_gil([&] {
+          return simulate::keep_owned(spec, {bytes.data(), bytes.size()}, capacities);
+        });
+      },
+      nb::arg("spec"), nb::arg("bytes"), nb::arg("capacities"));
+  m.def(
+      "first_readers",
+      [](const plan::JobSpec& spec) {
+        return bindings::array_of(
+            bindings::without_gil([&] { return simulate::first_readers(spec); }));
+      },
+      nb::arg("spec"));
+  m.def("read_own_only", &simulate::read_own_only, nb::arg("spec"), nb::arg("layout"),
+        nb::call_guard<nb::gil_scoped_release>());
+  m.def("read_local_first", &simulate::read_local_first, nb::arg("spec"), nb::arg("layout"),
+        nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace
+
+void bind_simulate(nb::module_& m) {
+  bind_model(m);
+  bind_layout(m);
+  nb::class_<simulate::Result>(m, "SimulationResult", "Seconds and MB (simulate/simulate.h).")
+      .def_ro("seconds", &simulate::Result::seconds)
+      .def_ro("initial_seconds", &simulate::Result::initial_seconds)
+      .def_ro("warm_seconds", &simulate::Result::warm_seconds)
+      .def_prop_ro(
+          "batch_seconds",
+          [](const simulate::Result& r) { return bindings::array_of(r.batch_seconds); },
+          nb::rv_policy::automatic)
+      .def_prop_ro(
+          "compute_seconds",
+          [](const simulate::Result& r) { return bindings::array_of(r.compute_seconds); },
+          nb::rv_policy::automatic)
+      .def_ro("node_stall", &simulate::Result::node_stall)
+      .def_ro("epoch_seconds", &simulate::Result::epoch_seconds)
+      .def_ro("staged", &simulate::Result::staged)
+      .def_ro("kept_from_nodes", &simulate::Result::kept_from_nodes)
+      .def_ro("kept_from_source", &simulate::Result::kept_from_source)
+      .def_ro("epoch_source", &simulate::Result::epoch_source);
+  m.def("simulate_published", &run<simulate::published>, nb::arg("model"), nb::arg("spec"),
+        nb::arg("sizes"), nb::arg("layout"));
+  m.def("simulate_consistent", &run<simulate::consistent>, nb::arg("model"), nb::arg("spec"),
+        nb::arg("sizes"), nb::arg("layout"));
+}

@@ -1,0 +1,268 @@
+// The gradient engine, on the transport of a node or on one that Python gives.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <memory>
+
+#include "arrays.h"
+#include "base/error.h"
+#include "module.h"
+#include "sync/engine.h"
+
+namespace nb = nanobind;
+using namespace nostall;
+
+namespace {
+
+using Specs = std::vector<std::tuple<std::string, uint64_t, std::string, std::string>>;
+using Groups = std::vector<std::vector<uint32_t>>;
+
+collective::DataType type_of(const std::string& name) {
+  const auto type = collective::find_data_type(name);
+  if (!type) throw Error(ErrorKind::usage, "unknown element type \"" + name + "\"");
+  return *type;
+}
+
+std::vector<sync::TensorSpec> specs_of(const Specs& specs) {
+  std::vector<sync::TensorSpec> tensors;
+  for (const auto& [name, count, type, wire] : specs) {
+    tensors.push_back({name, count, type_of(type), type_of(wire)});
+  }
+  return tensors;
+}
+
+std::vector<std::byte> bytes_of(const nb::bytes& b) {
+  const auto* begin = reinterpret_cast<const std::byte*>(b.c_str());
+  return {begin, begin + b.size()};
+}
+
+nb::bytes to_bytes(std::span<const std::byte> b) {
+  return nb::bytes(reinterpret_cast<const char*>(b.data()), b.size());
+}
+
+// Ranks that Python connects (several nodes, through torch.distributed): an object with rank,
+// ranks, allreduce(array, type), all_gather(bytes) and broadcast(bytes, root).
+class PythonTransport : public sync::Transport {
+ public:
+  explicit PythonTransport(nb::object object)
+      : object_(std::move(object)),
+        rank_(nb::cast<uint32_t>(object_.attr("rank"))),
+        ranks_(nb::cast<uint32_t>(object_.attr("ranks"))) {}
+  ~PythonTransport() override {
+    const nb::gil_scoped_acquire gil;
+    object_.reset();
+  }
+  uint32_t rank() const override { return rank_; }
+  uint32_t ranks() const override { return ranks_; }
+  void* allocate(uint64_t) override { return nullptr; }
+  void release(void*) noexcept override {}
+
+  void allreduce(void* data, uint64_t count, collective::DataType type) override {
+    call([&] {
+      const size_t bytes = count * collective::size_of(type);
+      nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> view(data, {bytes}, nb::none());
+      object_.attr("allreduce")(nb::cast(view), std::string(collective::name_of(type)));
+    });
+  }
+  void all_and(std::span<uint64_t> words) override {
+    const auto all = all_gather(std::as_bytes(words));
+    for (const auto& other : all) {
+      for (size_t i = 0; i < words.size() && (i + 1) * 8 <= other.size(); ++i) {
+        uint64_t word = 0;
+        std::memcpy(&word, other.data() + i * 8, 8);
+        words[i] &= word;
+      }
+    }
+  }
+  int64_t all_min(int64_t value) override {
+    for (const auto& other : all_gather(std::as_bytes(std::span(&value, 1)))) {
+      int64_t theirs = value;
+      if (other.size() == sizeof theirs) std::memcpy(&theirs, other.data(), sizeof theirs);
+      value = std::min(value, theirs);
+    }
+    return value;
+  }
+  std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> bytes) override {
+    std::vector<std::vector<std::byte>> out;
+    call([&] {
+      for (nb::handle item : nb::cast<nb::list>(object_.attr("all_gather")(to_bytes(bytes)))) {
+        out.push_back(bytes_of(nb::cast<nb::bytes>(item)));
+      }
+    });
+    return out;
+  }
+  std::vector<std::byte> broadcast(std::span<const std::byte> bytes, uint32_t root) override {
+    std::vector<std::byte> out;
+    call([&] {
+      out = bytes_of(nb::cast<nb::bytes>(object_.attr("broadcast")(to_bytes(bytes), root)));
+    });
+    return out;
+  }
+  void start_and(std::span<uint64_t>) override {
+    throw Error(ErrorKind::usage, "nonblocking agreement works between the ranks of one node only");
+  }
+  bool test() override { return true; }
+  int64_t own_cpu_ns() const override { return 0; }
+
+ private:
+  // Python's exceptions become errors of the engine: its thread must not end with one of theirs.
+  template <typename Function>
+  void call(Function&& function) const {
+    const nb::gil_scoped_acquire gil;
+    try {
+      function();
+    } catch (nb::python_error& error) {
+      throw Error(ErrorKind::peer,
+                  "the ranks' connection failed: " + nb::cast<std::string>(nb::str(error.value())));
+    } catch (const nb::cast_error&) {
+      throw Error(ErrorKind::usage, "the ranks' connection gave something that is not bytes");
+    }
+  }
+
+  nb::object object_;
+  uint32_t rank_, ranks_;
+};
+
+sync::EngineConfig config_of(const std::string& mode, bool nonblocking, uint32_t global_sleep_every,
+                             std::vector<int> cores, double cycle, double test_sleep,
+                             uint64_t threshold, double warn, double timeout, bool mean,
+                             bool check_finite) {
+  const auto seconds = [](double s) {
+    return std::chrono::nanoseconds(static_cast<int64_t>(s * 1e9));
+  };
+  sync::EngineConfig config;
+  config.mode = mode == "planned" ? sync::Mode::planned : sync::Mode::negotiated;
+  config.nonblocking = nonblocking;
+  config.global_sleep_every = global_sleep_every;
+  config.cores = std::move(cores);
+  config.cycle = seconds(cycle);
+  config.test_sleep = seconds(test_sleep);
+  config.threshold_bytes = threshold;
+  config.warn = seconds(warn);
+  config.timeout = seconds(timeout);
+  config.mean = mean;
+  config.check_finite = check_finite;
+  return config;
+}
+
+std::map<std::string, int64_t> stats_of(const sync::Engine& engine) {
+  const sync::EngineStats s = engine.stats();
+  return {{"steps", int64_t(s.steps)},
+          {"reductions", int64_t(s.reductions)},
+          {"tensors", int64_t(s.tensors)},
+          {"bytes", int64_t(s.bytes)},
+          {"cycles", int64_t(s.cycles)},
+          {"empty_cycles", int64_t(s.empty_cycles)},
+          {"sleep_ns", s.sleep_ns},
+          {"order_ns", s.order_ns},
+          {"copy_ns", s.copy_ns},
+          {"reduce_ns", s.reduce_ns},
+          {"user_ns", s.user_ns},
+          {"system_ns", s.system_ns},
+          {"voluntary_switches", int64_t(s.voluntary_switches)},
+          {"involuntary_switches", int64_t(s.involuntary_switches)}};
+}
+
+}  // namespace
+
+void bind_sync(nb::module_& m) {
+  const auto release = nb::call_guard<nb::gil_scoped_release>();
+  nb::class_<sync::Engine>(m, "SyncEngine", "Reduces gradients over all ranks (native/sync).")
+      .def(
+          "__init__",
+          [](sync::Engine* self, const Specs& tensors, const std::string& job, uint32_t rank,
+             uint32_t ranks, nb::object transport, bool fixed_order, const std::string& mode,
+             bool nonblocking, uint32_t global_sleep_every, std::vector<int> cores, double cycle,
+             double test_sleep, uint64_t threshold, double warn, double timeout, bool mean,
+             bool check_finite) {
+            const sync::EngineConfig config =
+                config_of(mode, nonblocking, global_sleep_every, std::move(cores), cycle,
+                          test_sleep, threshold, warn, timeout, mean, check_finite);
+            const auto specs = specs_of(tensors);
+            std::unique_ptr<sync::Transport> connection;
+            if (!transport.is_none()) connection = std::make_unique<PythonTransport>(transport);
+            const nb::gil_scoped_release unlocked;
+            if (!connection) {
+              sync::NodeTransportConfig node;
+              node.job = job;
+              node.rank = rank;
+              node.ranks = ranks;
+              node.fixed_order = fixed_order;
+              node.timeout = config.timeout;
+              connection = sync::make_node_transport(node);
+            }
+            new (self) sync::Engine(config, std::move(connection), specs);
+          },
+          nb::arg("tensors"), nb::arg("job"), nb::arg("rank"), nb::arg("ranks"),
+          nb::arg("transport").none(), nb::arg("fixed_order"), nb::arg("mode"),
+          nb::arg("nonblocking"), nb::arg("global_sleep_every"), nb::arg("cores"), nb::arg("cycle"),
+          nb::arg("test_sleep"), nb::arg("threshold"), nb::arg("warn"), nb::arg("timeout"),
+          nb::arg("mean"), nb::arg("check_finite"))
+      .def(
+          "set_plan",
+          [](sync::Engine& self, const Groups& groups) {
+            sync::ReductionPlan plan;
+            plan.groups = groups;
+            self.set_plan(std::move(plan));
+          },
+          nb::arg("groups"), release)
+      .def(
+          "broadcast",
+          [](sync::Engine& self, const nb::bytes& data, uint32_t root) {
+            const auto in = bytes_of(data);
+            const auto out = bindings::without_gil([&] { return self.broadcast(in, root); });
+            return to_bytes(out);
+          },
+          nb::arg("data"), nb::arg("root"))
+      .def(
+          "all_gather",
+          [](sync::Engine& self, const nb::bytes& data) {
+            const auto in = bytes_of(data);
+            const auto all = bindings::without_gil([&] { return self.all_gather(in); });
+            nb::list out;
+            for (const auto& b : all) out.append(to_bytes(b));
+            return out;
+          },
+          nb::arg("data"))
+      .def(
+          "submit",
+          [](sync::Engine& self, uint32_t tensor, uintptr_t address, bool present) {
+            self.submit(tensor, reinterpret_cast<void*>(address), present);
+          },
+          nb::arg("tensor"), nb::arg("address"), nb::arg("present"), release,
+          "The gradient's memory at `address` is read and written until wait() has returned.")
+      .def("wait", &sync::Engine::wait, release)
+      .def("wait_for", &sync::Engine::wait_for, nb::arg("tensor"), release)
+      .def(
+          "contributors",
+          [](const sync::Engine& self) { return bindings::array_of(self.contributors()); },
+          nb::rv_policy::automatic)
+      .def("stats", &stats_of);
+
+  m.def(
+      "plan_reductions",
+      [](const std::vector<std::tuple<std::vector<uint32_t>, int64_t, int64_t>>& graph,
+         const Specs& tensors, uint64_t threshold) {
+        std::vector<sync::GraphNode> nodes;
+        nodes.reserve(graph.size());
+        for (const auto& [parents, tensor, priority] : graph) {
+          nodes.push_back({parents, tensor, priority});
+        }
+        const sync::ReductionPlan plan = sync::plan_reductions(nodes, specs_of(tensors), threshold);
+        return std::tuple{plan.groups, plan.nodes, plan.edges};
+      },
+      nb::arg("graph"), nb::arg("tensors"), nb::arg("threshold"), release,
+      "(groups, nodes, edges) of a graph of (parents, tensor or -1, priority).");
+  m.def(
+      "fuse_reductions",
+      [](const std::vector<uint32_t>& order, const Specs& tensors, uint64_t threshold) {
+        return sync::fuse(order, specs_of(tensors), threshold).groups;
+      },
+      nb::arg("order"), nb::arg("tensors"), nb::arg("threshold"), release);
+}

@@ -1,0 +1,23 @@
+// simulate/accesses.h - every node's access string R (equation 3.1), batch by batch.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "plan/plan.h"
+#include "simulate/layout.h"
+
+namespace nostall::simulate {
+
+struct Accesses {
+  std::vector<std::vector<uint32_t>> samples;  // [node]: all epochs, in order
+  std::vector<std::vector<uint64_t>> ends;     // [node][batch]: where each batch ends
+  uint64_t batches = 0;                        // over all epochs
+  uint64_t batches_per_epoch = 0;
+};
+
+// From the plan, or from layout.order where that is given. 4 bytes an access. Throws Error(usage)
+// if layout.order does not go with the plan.
+Accesses accesses_of(const plan::JobSpec& spec, const Layout& layout);
+
+}  // namespace nostall::simulate

@@ -1,0 +1,39 @@
+#include "simulate/check.h"
+
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "base/error.h"
+
+namespace nostall::simulate {
+
+void check(const Model& model, const plan::JobSpec& spec, std::span<const double> sizes,
+           const Layout& layout) {
+  validate(model);
+  plan::validate(spec);
+  const auto require = [](bool holds, const std::string& what) {
+    if (!holds) throw Error(ErrorKind::usage, what);
+  };
+  require(spec.world == model.nodes,
+          "the training has " + std::to_string(spec.world) +
+              " nodes, the environment N = " + std::to_string(model.nodes));
+  require(spec.samples == sizes.size() && spec.samples < std::numeric_limits<uint32_t>::max(),
+          "there are " + std::to_string(sizes.size()) + " sizes for " +
+              std::to_string(spec.samples) + " samples");
+  for (size_t s = 0; s < sizes.size(); ++s) {
+    require(std::isfinite(sizes[s]) && sizes[s] >= 0,
+            "the size of sample " + std::to_string(s) + " is " + std::to_string(sizes[s]));
+  }
+  require(layout.owner.empty() || layout.owner.size() == sizes.size(),
+          "a policy names the owners of " + std::to_string(layout.owner.size()) +
+              " samples, not of " + std::to_string(sizes.size()));
+  for (const uint32_t owner : layout.owner) {
+    require(owner < model.nodes || owner == plan::kNoOwner,
+            "a policy names node " + std::to_string(owner) + " of " + std::to_string(model.nodes));
+  }
+  require(layout.filling == Filling::none || !layout.keep.empty(),
+          "a policy fills storage classes without naming what they keep");
+}
+
+}  // namespace nostall::simulate

@@ -1,0 +1,16 @@
+// simulate/check.h - whether a model, a training, sizes and a layout go together.
+#pragma once
+
+#include <span>
+
+#include "plan/plan.h"
+#include "simulate/layout.h"
+#include "simulate/model.h"
+
+namespace nostall::simulate {
+
+// Throws Error(usage), naming what does not.
+void check(const Model& model, const plan::JobSpec& spec, std::span<const double> sizes,
+           const Layout& layout);
+
+}  // namespace nostall::simulate

@@ -1,0 +1,48 @@
+// simulate/simulate.h - what a training would cost: the performance model of the seed
+// clairvoyant-prefetching (3.1, 4.1), run on the loader's own plan.
+//
+// Read this first. A Model (model.h) is the machine, a plan::JobSpec the training (one rank a
+// node), sizes are in MB, a Layout (layout.h) is what a policy decides. Two engines run them:
+//   published   the seed's simulation, sample by sample: every read takes what equations 3.5 to 3.7
+//               say when it starts, whoever else reads. Together, reads may take more than there
+//               is.
+//   consistent  a fluid model, local batch by local batch: at every moment the source, each node's
+//               link and each storage class give what they have and no more, shared max-min fair.
+// Thread-safety: pure functions. Cost: published O(log N) an access and O(N) a read from the
+// source; consistent O(N * classes) a local batch.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "plan/plan.h"
+#include "simulate/layout.h"
+#include "simulate/model.h"
+
+namespace nostall::simulate {
+
+struct Result {
+  double seconds = 0;                   // from the start, what comes before the training included
+  double initial_seconds = 0;           // before the first batch could begin (Filling::before)
+  double warm_seconds = 0;              // when the last sample was put where it is kept
+  std::vector<double> batch_seconds;    // [batch]: from the end of the one before to its end
+  std::vector<double> compute_seconds;  // [batch]: of the slowest node alone
+  std::vector<double> node_stall;       // [node]: seconds it waited for its own samples
+  std::vector<double> epoch_seconds;    // [epoch]; the first one without initial_seconds
+  // MB into the staging buffers, over all nodes, by [class - 1], then from other nodes, then from
+  // the source.
+  std::vector<double> staged;
+  // MB into storage classes from other nodes, and from the source, beside those reads.
+  double kept_from_nodes = 0, kept_from_source = 0;
+  std::vector<double> epoch_source;  // [epoch]: MB from the source for its accesses
+};
+
+// `sizes`: MB, one a sample. spec.world is the number of nodes. Throws Error(usage) if the
+// arguments do not go together.
+Result published(const Model& model, const plan::JobSpec& spec, std::span<const double> sizes,
+                 const Layout& layout);
+Result consistent(const Model& model, const plan::JobSpec& spec, std::span<const double> sizes,
+                  const Layout& layout);
+
+}  // namespace nostall::simulate

@@ -1,0 +1,21 @@
+// source/names.h - names of samples inside their files, for messages.
+//
+// They are found by another scan when a message first needs one, and kept from then on: a data set
+// that gives no trouble spends neither time nor memory on them. Where the scan fails, as it will on
+// a storage that does not answer, there are no names for a while, rather than a scan a message.
+// Thread-safety: any thread; a scan makes others wait. Errors: none, a name may be empty.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "source/records.h"
+
+namespace nostall::source {
+
+// Member names of tar archives.
+NameOf tar_names(std::shared_ptr<const Storage> storage);
+// Keys of an LMDB database, while it is the one that the table was made of.
+NameOf lmdb_names(std::shared_ptr<const Storage> storage, std::string database);
+
+}  // namespace nostall::source

@@ -1,0 +1,120 @@
+"""Disks: forgetting what is cached, watching activity each second, and how fast they are at most."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import statistics
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+_SECTOR = 512
+
+
+def device_of(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """The block device that a path lies on; None for one without (FUSE, NFS, memory)."""
+    number = Path(path).stat().st_dev
+    device = os.major(number), os.minor(number)
+    return device if _counters(device) is not None else None
+
+
+def _counters(device: tuple[int, int]) -> tuple[int, int] | None:
+    for line in Path("/proc/diskstats").read_text().splitlines():
+        fields = line.split()
+        if (int(fields[0]), int(fields[1])) == device:
+            return int(fields[5]) * _SECTOR, int(fields[9]) * _SECTOR
+    return None
+
+
+class Activity:
+    """Samples what a disk reads and writes, as dstat does; a context manager.
+
+    `rows` holds (seconds since the start, bytes read a second, bytes written a second). It counts
+    the whole machine: others' work on the disk is in it.
+    """
+
+    def __init__(self, device: tuple[int, int], period: float = 1.0) -> None:
+        self.rows: list[tuple[float, float, float]] = []
+        self._device = device
+        self._period = period
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Activity:
+        self._before = _counters(self._device)
+        self._began = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        began = last = self._began
+        before = self._before
+        while before is not None:
+            done = self._stop.wait(self._period)
+            now, after = time.monotonic(), _counters(self._device)
+            if after is None:
+                return
+            length = max(now - last, 1e-9)
+            read, wrote = ((a - b) / length for a, b in zip(after, before, strict=True))
+            self.rows.append((now - began, read, wrote))
+            last, before = now, after
+            if done:
+                return
+
+
+def forget(files: Iterable[str | os.PathLike[str]], drop_caches: bool = False) -> str:
+    """Makes the next reads of the files come from the device, as far as this process may.
+
+    Returns:
+        How it was done, in words.
+    """
+    for path in files:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())  # dirty pages are kept otherwise
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if not drop_caches:
+        return "posix_fadvise(DONTNEED) on every file"
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("1\n")
+    except OSError as error:
+        return f"posix_fadvise(DONTNEED); drop_caches is not allowed ({error.strerror})"
+    return "posix_fadvise(DONTNEED) and drop_caches"
+
+
+def sequential(directory: str | os.PathLike[str], size: int = 256 << 20, runs: int = 6) -> float:
+    """Bytes a second of one large file read from its beginning to its end, past the page cache.
+
+    The median of `runs` - 1, for the first is warm-up (table I of the seed tensorflow-io). Where the
+    file system has no direct reads, the cache is told to forget the file instead.
+    """
+    path = Path(directory, f".nostall-sequential-{os.getpid()}")
+    block = 1 << 20
+    try:
+        with path.open("wb") as file:
+            noise = os.urandom(block)
+            for _ in range(size // block):
+                file.write(noise)
+            os.fsync(file.fileno())
+        rates = []
+        with mmap.mmap(-1, block) as buffer:
+            for _ in range(runs):
+                forget([path])
+                try:
+                    handle = os.open(path, os.O_RDONLY | os.O_DIRECT)
+                except OSError:
+                    handle = os.open(path, os.O_RDONLY)
+                began = time.perf_counter()
+                got = 0
+                while n := os.readv(handle, [buffer]):
+                    got += n
+                rates.append(got / (time.perf_counter() - began))
+                os.close(handle)
+        return statistics.median(rates[1:] or rates)
+    finally:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,128 @@
+"""A save and how far it has come; what travels between the training and the background threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from typing import TYPE_CHECKING, Literal
+
+from nostall import _native
+from nostall.checkpoint.format import Manifest
+from nostall.checkpoint.retention import Keep
+from nostall.errors import IoError, PeerError
+
+if TYPE_CHECKING:
+    from nostall.checkpoint.engine import Engine
+
+Level = Literal["memory", "fast", "durable"]
+_ORDER: dict[str, int] = {"memory": 0, "fast": 1, "durable": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How the engine writes; rates in bytes a second (0: any), times in seconds."""
+
+    keep: Keep
+    keep_fast: int = 1
+    rate: int = 0
+    timeout: float = 600.0
+    patience: float = 60.0
+    priority: Literal["normal", "low", "idle"] = "low"
+    writes_in_flight: int = 2
+    verify: bool = True
+    gate_patience: float = 1.0
+
+
+class Saved:
+    """One call of `save`: what it cost, and how far its checkpoint has come.
+
+    `seconds` is the call's, `copy_seconds` that of the copy in it, `waited_seconds` that of waiting
+    for an earlier snapshot to be written. `fast_seconds` and `durable_seconds` are from the call to
+    the level, None before. `problems` says what did not go as configured.
+    """
+
+    def __init__(self, step: int, id: str, size: int) -> None:
+        self.step = step
+        self.id = id
+        self.bytes = size
+        self.seconds = 0.0
+        self.copy_seconds = 0.0
+        self.waited_seconds = 0.0
+        self.fast_seconds: float | None = None
+        self.durable_seconds: float | None = None
+        self.writer_cpu_seconds = 0.0
+        self.problems: list[str] = []
+        self._began = time.monotonic()
+        self._level: Level = "memory"
+        self._ended: set[str] = set()  # levels that will not be reached any more
+        self._changed = threading.Condition()
+        self._engine: Engine | None = None
+
+    @property
+    def level(self) -> Level:
+        """The safest level that the checkpoint has reached."""
+        return self._level
+
+    def wait(self, level: Level = "durable", timeout: float | None = None) -> None:
+        """Returns once the checkpoint is safe at `level`; meanwhile it is written at full speed.
+
+        Raises:
+            IoError: it will not get there; with the reasons.
+            PeerError: it has not got there in `timeout` seconds.
+        """
+        if self._engine is not None and not self._is_over(level):
+            self._engine.hurry(self, level)
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_over(level), timeout):
+                raise PeerError(
+                    f"the checkpoint of step {self.step} has reached {self._level} and not {level} "
+                    f"in {timeout:g} s"
+                )
+            if _ORDER[self._level] < _ORDER[level]:
+                raise IoError(
+                    f"the checkpoint of step {self.step} is not safe at level {level}: "
+                    + "; ".join(self.problems)
+                )
+
+    def _is_over(self, level: Level) -> bool:
+        return _ORDER[self._level] >= _ORDER[level] or level in self._ended
+
+    def _reach(self, level: Level) -> None:
+        with self._changed:
+            seconds = time.monotonic() - self._began
+            if level == "durable":
+                self.durable_seconds = seconds
+            else:
+                self.fast_seconds = seconds
+            self._level = level
+            self._changed.notify_all()
+
+    def _miss(self, *levels: Level) -> None:
+        with self._changed:
+            self._ended.update(levels)
+            self._changed.notify_all()
+
+    def __repr__(self) -> str:
+        return f"Saved(step={self.step}, level={self._level!r}, seconds={self.seconds:.3f})"
+
+
+@dataclasses.dataclass
+class Job:
+    """A snapshot on its way: `image` is None where this rank writes nothing, `failed` says why a
+    rank that should has none."""
+
+    saved: Saved
+    manifest: Manifest
+    image: _native.Image | None
+    number: int
+    failed: str = ""
+
+
+@dataclasses.dataclass
+class Drain:
+    """A checkpoint that is complete on the fast tier; `alone`: left over by an earlier job."""
+
+    manifest: Manifest
+    saved: Saved | None = None
+    alone: bool = False

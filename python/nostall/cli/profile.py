@@ -1,0 +1,51 @@
+"""Runs a command with recording on, then writes the report of the run.
+
+    nostall profile -o run -- torchrun --nproc-per-node 4 train.py
+
+Every process of the command that uses nostall's loaders records into the directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from nostall import trace
+from nostall.errors import UsageError
+from nostall.report import run as runs
+from nostall.report import run_page
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``nostall profile``."""
+    parser.add_argument("-o", "--output", default="nostall-run", help="directory of the run")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="-- command")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command; its exit status is ours."""
+    command = arguments.rest[1:] if arguments.rest[:1] == ["--"] else arguments.rest
+    if not command:
+        raise UsageError("there is no command to profile: nostall profile -- python train.py")
+    home = Path(arguments.output).absolute()
+    left = runs.files_of(home) if home.is_dir() else []
+    if left:
+        raise UsageError(
+            f"{home} holds a run already ({left[0].name}): give another directory with -o"
+        )
+    try:
+        status = subprocess.call(command, env={**os.environ, trace.VARIABLE: str(home)})
+    except OSError as error:
+        raise UsageError(f"cannot run {command[0]}: {error.strerror}") from error
+    if not (home.is_dir() and runs.files_of(home)):
+        print(f"nostall: {command[0]} used no loader of nostall: nothing recorded", file=sys.stderr)
+        return status
+    found = runs.read(home)
+    print(run_page.text(found))
+    page = home / "report.html"
+    run_page.save([found], page)
+    print(page)
+    return 128 - status if status < 0 else status

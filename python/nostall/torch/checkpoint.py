@@ -1,0 +1,376 @@
+"""torch.distributed.checkpoint on nostall's files: sharded state, loaded on any world size.
+
+    writer = StorageWriter("/pfs/ckpt", keep=5)
+    dcp.save(state, checkpoint_id=str(step), storage_writer=writer)        # or dcp.async_save
+    step = nostall.torch.checkpoint.load(state, "/pfs/ckpt")
+
+What is saved by whom, and what goes where on loading, is PyTorch's own (FSDP, DTensor, planners).
+What is here: a checkpoint is complete through one rename, every byte has a CRC32C that loading
+compares, and metadata is JSON: no pickle from a file is executed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import os
+import re
+import secrets
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from nostall import _native
+from nostall.checkpoint import format as files
+from nostall.checkpoint.cleaner import Cleaner
+from nostall.checkpoint.format import Manifest, Part
+from nostall.checkpoint.restore import describe
+from nostall.checkpoint.retention import Keep
+from nostall.checkpoint.saved import Settings
+from nostall.checkpoint.store import Entry, Store, part_name
+from nostall.checkpoint.tree import decode, encode
+from nostall.errors import CorruptionError, Error, UsageError
+
+_log = logging.getLogger("nostall")
+_STEP = re.compile(r"(\d{1,12})/?$")
+_FORMATS = {
+    "contiguous": torch.contiguous_format,
+    "channels_last": torch.channels_last,
+    "preserve": torch.preserve_format,
+}
+
+
+class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
+    """Writes checkpoints into a directory that all ranks see.
+
+    Args:
+        root: the directory.
+        keep: how many stay, or a `Keep`.
+        threads: threads that copy.
+
+    The step is the number at the end of ``checkpoint_id``. Keep one writer for all saves: it keeps
+    its memory. One job at a time writes into a directory.
+    """
+
+    def __init__(
+        self, root: str | os.PathLike[str], *, keep: int | Keep = 5, threads: int = 2
+    ) -> None:
+        self._store = Store(root, "durable")
+        self._keep = keep if isinstance(keep, Keep) else Keep(keep)
+        self._image = _native.Image(threads)
+        self._step = -1
+        self._owned = False
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Takes the step from the id of the next checkpoint."""
+        match = _STEP.search(os.fspath(checkpoint_id)) if checkpoint_id is not None else None
+        if match is None:
+            raise UsageError(
+                f'checkpoint_id must end with the step, as "120" or "run/120", not {checkpoint_id!r}'
+            )
+        self._step = int(match[1])
+
+    def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
+        """The coordinator takes the directory at its first save."""
+        if is_coordinator and not self._owned:
+            self._store.own()
+            self._store.clean()
+            self._owned = True
+
+    def close(self) -> None:
+        """Lets other jobs write into the directory."""
+        self._store.disown()
+        self._owned = False
+
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+        """Gives all ranks the id of this save, and each its number."""
+        id = f"{secrets.token_hex(4)}-000000"
+        return [
+            dataclasses.replace(plan, storage_data={"id": id, "part": i, "parts": len(plans)})
+            for i, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
+        """This rank's part, on its device when the future is there."""
+        done: Future[list[WriteResult]] = Future()
+        if not plan.items:
+            done.set_result([])
+            return done
+        where = plan.storage_data
+        state: dict[str, dict[str, Any]] = {"tensors": {}, "objects": {}}
+        for i, item in enumerate(plan.items):
+            data = planner.resolve_data(item)
+            if item.type == WriteItemType.BYTE_IO:
+                # Made by the planner just now; kept as values, so that loading needs no pickle.
+                data.seek(0)
+                state["objects"][str(i)] = torch.load(data, weights_only=False)
+            else:
+                state["tensors"][str(i)] = data
+        tree, leaves = encode(state)
+        leaves = files.layout(leaves)
+        self._image.begin(files.header(tree, leaves), [(x.address, x.nbytes) for x in leaves])
+        self._image.finish()
+        name = part_name(where["part"], where["id"])
+        path = self._store.prepare(self._step) / name
+        priority = _native.Priority.normal
+        written = _native.ImageWrite(self._image, str(path), threads=2, priority=priority).run()
+        part = Part(where["part"], name, written.size, tuple(written.crcs)).to_dict()
+        note = {"id": where["id"], "parts": where["parts"], "part": part}
+        done.set_result(
+            [
+                WriteResult(
+                    index=item.index,
+                    size_in_bytes=_size(item),
+                    storage_data={
+                        "key": str(i),
+                        "part": where["part"],
+                        "note": note if not i else None,
+                    },
+                )
+                for i, item in enumerate(plan.items)
+            ]
+        )
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Makes the checkpoint complete; the coordinator alone does it, after all parts."""
+        written = [r for rank in results for r in rank]
+        notes = [r.storage_data["note"] for r in written if r.storage_data["note"]]
+        if not notes:
+            raise UsageError("there is nothing to save: the state is empty on all ranks")
+        parts = sorted((Part.from_dict(n["part"]) for n in notes), key=lambda p: p.rank)
+        places = {r.index: (r.storage_data["part"], r.storage_data["key"]) for r in written}
+        self._store.publish(
+            Manifest(
+                step=self._step,
+                id=notes[0]["id"],
+                world_size=notes[0]["parts"],
+                parts=tuple(parts),
+                extra={"dcp": _metadata_to_json(metadata, places)},
+            )
+        )
+        Cleaner(None, self._store, Settings(self._keep)).retain(set())
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it names a step."""
+        return _STEP.search(os.fspath(checkpoint_id)) is not None
+
+    def storage_meta(self) -> StorageMeta | None:
+        """None: all is in the manifest."""
+        return None
+
+
+class StorageReader(dcp.StorageReader):  # type: ignore[misc]
+    """Reads the checkpoint of `step`, or the newest complete one, of a directory.
+
+    Raises, while loading:
+        CorruptionError: bytes do not match their checksums; the part and the block are named.
+    """
+
+    def __init__(
+        self, root: str | os.PathLike[str], step: int | None = None, *, threads: int = 4
+    ) -> None:
+        self._store = Store(root, "durable")
+        self._threads = threads
+        self.step = step
+        self._manifest: Manifest | None = None
+        self._places: dict[MetadataIndex, tuple[int, str]] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Takes the step from an id that has one."""
+        match = _STEP.search(os.fspath(checkpoint_id)) if checkpoint_id is not None else None
+        if match is not None:
+            self.step = int(match[1])
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """What the checkpoint holds, from its manifest."""
+        entries = candidates(self._store)
+        chosen = [e for e in entries if self.step in (None, e.step)]
+        if not chosen:
+            raise UsageError(
+                f"there is no checkpoint{'' if self.step is None else f' of step {self.step}'} in "
+                f"{self._store.root}"
+            )
+        self.step, self._manifest = chosen[-1].step, chosen[-1].manifest
+        assert self._manifest is not None
+        return _metadata_from_json(self._manifest.extra["dcp"])
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
+    ) -> None:
+        """Every rank looks at the manifest of the step that the metadata is of."""
+        if self._manifest is None:
+            self.read_metadata()
+        self._places = metadata.storage_data
+
+    def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
+        """As it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
+        """As they are."""
+        return plans
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
+        """Fills this rank's tensors, from parts that were checked."""
+        by_part = defaultdict(list)
+        for item in plan.items:
+            by_part[self._places[item.storage_index][0]].append(item)
+        for rank, items in sorted(by_part.items()):
+            state = self._read(rank)
+            for item in items:
+                key = self._places[item.storage_index][1]
+                if item.type == LoadItemType.BYTE_IO:
+                    # The planner wants torch.save's bytes: these are ours, made of plain values.
+                    buffer = io.BytesIO()
+                    torch.save(state["objects"][key], buffer)
+                    buffer.seek(0)
+                    planner.load_bytes(item, buffer)
+                    continue
+                tensor = state["tensors"][key]
+                for axis, (offset, length) in enumerate(
+                    zip(item.storage_offsets, item.lengths, strict=True)
+                ):
+                    tensor = tensor.narrow(axis, offset, length)
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(tensor)
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, rank: int) -> Any:
+        assert self._manifest is not None
+        part = next(p for p in self._manifest.parts if p.rank == rank)
+        path = self._store.directory(self._manifest.step) / part.name
+        data, damaged, _ = _native.read_checked(
+            str(path), part.size, list(part.crcs), self._threads
+        )
+        if damaged:
+            raise CorruptionError(f"{path} is damaged: {describe(part, damaged)}")
+        tree, arrays = files.parse(np.asarray(data))
+        return decode(tree, arrays)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any."""
+        return True
+
+
+def candidates(store: Store) -> list[Entry]:
+    """Complete checkpoints of torch.distributed.checkpoint, oldest first."""
+    return [
+        e
+        for e in store.entries()
+        if e.manifest is not None
+        and isinstance(e.manifest.extra, dict)
+        and "dcp" in e.manifest.extra
+        and not store.missing(e.manifest)
+    ]
+
+
+def load(state: dict[str, Any], root: str | os.PathLike[str], **options: Any) -> int | None:
+    """Loads the newest undamaged checkpoint into `state` on all ranks; its step, or None.
+
+    Falls back over damaged ones with a warning. `options` go to torch.distributed.checkpoint.load.
+
+    Raises:
+        CorruptionError: there are checkpoints, and all are damaged.
+    """
+    steps = [e.step for e in candidates(Store(root, "durable"))]
+    problem = ""
+    for step in reversed(steps):
+        try:
+            dcp.load(state, storage_reader=StorageReader(root, step), **options)
+            return step
+        except (Error, dcp.api.CheckpointException) as error:
+            failures = getattr(error, "failures", {0: (error, None)})
+            damage = [f[0] for f in failures.values() if isinstance(f[0], Error)]
+            if len(damage) < len(failures):
+                raise
+            problem = "; ".join(dict.fromkeys(map(str, damage)))
+            _log.warning("passing over the checkpoint of step %d: %s", step, problem)
+    if problem:
+        raise CorruptionError(f"no checkpoint in {os.fspath(root)} can be loaded: {problem}")
+    return None
+
+
+# ---------------------------------------------------------------------- metadata
+
+
+def _size(item: Any) -> int:
+    size = item.tensor_storage_size()
+    return int(size) if size is not None else 0
+
+
+def _metadata_to_json(
+    metadata: Metadata, places: dict[MetadataIndex, tuple[int, str]]
+) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    names = {value: key for key, value in _FORMATS.items()}
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            state[name] = None
+            continue
+        properties = entry.properties
+        state[name] = {
+            "dtype": str(properties.dtype).removeprefix("torch."),
+            "requires_grad": properties.requires_grad,
+            "memory_format": names[properties.memory_format],
+            "pin_memory": properties.pin_memory,
+            "size": list(entry.size),
+            "chunks": [[list(c.offsets), list(c.sizes)] for c in entry.chunks],
+        }
+    planner, arrays = encode(metadata.planner_data)
+    if arrays:
+        raise UsageError("this save planner keeps tensors in its metadata, which is not supported")
+    found = [
+        [index.fqn, None if index.offset is None else list(index.offset), part, key]
+        for index, (part, key) in places.items()
+    ]
+    return {"state": state, "places": found, "planner": planner, "version": metadata.version}
+
+
+def _metadata_from_json(values: dict[str, Any]) -> Metadata:
+    state: dict[str, Any] = {}
+    for name, entry in values["state"].items():
+        if entry is None:
+            state[name] = BytesStorageMetadata()
+            continue
+        properties = TensorProperties(
+            dtype=getattr(torch, entry["dtype"]),
+            requires_grad=entry["requires_grad"],
+            memory_format=_FORMATS[entry["memory_format"]],
+            pin_memory=entry["pin_memory"],
+        )
+        chunks = [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for offsets, sizes in entry["chunks"]
+        ]
+        state[name] = TensorStorageMetadata(properties, torch.Size(entry["size"]), chunks)
+    places = {
+        MetadataIndex(name, offset): (part, key) for name, offset, part, key in values["places"]
+    }
+    planner = decode(values["planner"], {})
+    return Metadata(state, planner, places, version=values.get("version"))

@@ -1,0 +1,221 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+#include "base/error.h"
+#include "machine.h"
+#include "simulate/simulate.h"
+
+namespace nostall::simulate {
+namespace {
+
+double sum(const std::vector<double>& values) {
+  return std::accumulate(values.begin(), values.end(), 0.0);
+}
+
+Layout loading(Loading how) {
+  Layout layout;
+  layout.loading = how;
+  return layout;
+}
+
+TEST(LowerBound, IsTheSlowestNodesBytesOverC) {
+  const Model model = small_cluster();
+  const plan::JobSpec spec = training(4000, 3);
+  const std::vector<double> sizes(4000, 0.5);
+  // 3 epochs of 50 batches, each of 20 samples of 0.5 MB a node.
+  const double expected = 3 * 50 * 20 * 0.5 / 100;
+  for (const auto engine : {published, consistent}) {
+    const Result result = engine(model, spec, sizes, loading(Loading::perfect));
+    EXPECT_NEAR(result.seconds, expected, 1e-9);
+    EXPECT_NEAR(sum(result.batch_seconds), expected, 1e-9);
+    EXPECT_EQ(sum(result.staged) - result.staged[0], 0);
+  }
+}
+
+TEST(Published, OneNodeOnDemandIsFetchWriteCompute) {
+  const Model model = small_cluster(1);
+  const plan::JobSpec spec = training(400, 2, 1);
+  const std::vector<double> sizes = sizes_of(400, 0.1);
+  const Result result = published(model, spec, sizes, loading(Loading::on_demand));
+  const double mb = 2 * sum(sizes);
+  EXPECT_NEAR(result.seconds, mb * (1.0 / 66 + 1.0 / 200 + 1.0 / 100), 1e-6);
+  EXPECT_NEAR(result.staged.back(), mb, 1e-6);
+}
+
+TEST(Published, OneNodeStagedIsEquation33) {
+  const Model model = small_cluster(1);
+  const plan::JobSpec spec = training(400, 2, 1);
+  const std::vector<double> sizes = sizes_of(400, 0.1);
+  const Result result = published(model, spec, sizes, loading(Loading::staged));
+  // (1/66 + 1/200) / 2 is more than 1/100: reading decides. At the end of a batch the reader
+  // stands still while the last sample is consumed.
+  const double read = 2 * sum(sizes) * (1.0 / 66 + 1.0 / 200) / 2;
+  EXPECT_GT(result.seconds, read);
+  EXPECT_LT(result.seconds, read * 1.03);
+}
+
+TEST(Consistent, TakesNoMoreThanTheSourceGives) {
+  const Model model = small_cluster();
+  const plan::JobSpec spec = training(4000, 3);
+  const std::vector<double> sizes = sizes_of(4000, 0.5);
+  const Result result = consistent(model, spec, sizes, loading(Loading::staged));
+  const double least = 3 * sum(sizes) / 146;  // four nodes together, not 292 MB/s
+  EXPECT_GE(result.seconds, least);
+  EXPECT_LE(result.seconds, least * 1.01);
+}
+
+TEST(Consistent, OwnersReadOnceAndReachTheBound) {
+  const Model model = small_cluster();
+  const plan::JobSpec spec = training(4000, 4);
+  const std::vector<double> sizes = sizes_of(4000, 0.5);
+  const std::vector<uint64_t> bytes = bytes_of(sizes), room = {uint64_t{51200} << 20, 0};
+  const Result result = consistent(model, spec, sizes, keep_owned(spec, bytes, room));
+  EXPECT_NEAR(result.staged.back(), sum(sizes), 1e-6 * sum(sizes));
+  EXPECT_EQ(result.kept_from_source, 0);
+  const double compute = sum(result.compute_seconds) / 4;
+  const double bound = std::max(compute, sum(sizes) / 146) + 3 * compute;
+  EXPECT_LE(result.seconds, bound * 1.01);
+}
+
+TEST(Consistent, EveryByteHasOneOrigin) {
+  Model model = small_cluster();
+  model.classes[1].capacity = 300;
+  model.classes[2].capacity = 400;
+  const plan::JobSpec spec = training(4000, 4);
+  const std::vector<double> sizes = sizes_of(4000, 0.5);
+  const std::vector<uint64_t> bytes = bytes_of(sizes), room = {300'000'000, 400'000'000};
+  for (const Layout& layout :
+       {keep_owned(spec, bytes, room), keep_frequent(spec, bytes, room, true)}) {
+    for (const auto engine : {published, consistent}) {
+      const Result result = engine(model, spec, sizes, layout);
+      EXPECT_NEAR(sum(result.staged), 4 * sum(sizes), 1e-3);
+      EXPECT_GE(result.seconds, sum(result.compute_seconds));
+    }
+  }
+}
+
+TEST(Consistent, ManyNodesPoolTheirDevices) {
+  const Model model = small_cluster(80);
+  const plan::JobSpec spec = training(16000, 2, 80);
+  const std::vector<double> sizes(16000, 0.5);
+  const std::vector<uint64_t> bytes = bytes_of(sizes), room = {100'000'000'000, 0};
+  const Result result = consistent(model, spec, sizes, keep_owned(spec, bytes, room));
+  EXPECT_NEAR(result.staged.back(), 8000, 1e-3);
+  EXPECT_GE(result.seconds, 8000.0 / 146 + 10 * 20 * 0.5 / 100);
+}
+
+TEST(Engines, FillBeforeTheTraining) {
+  const Model model = small_cluster();
+  const plan::JobSpec spec = training(4000, 2);
+  const std::vector<double> sizes(4000, 0.5);
+  Layout layout;
+  layout.filling = Filling::before;
+  layout.keep.assign(4, {{}});
+  for (uint32_t s = 0; s < 4000; ++s) layout.keep[s % 4][0].push_back(s);
+  const Result all_at_once = published(model, spec, sizes, layout);
+  EXPECT_NEAR(all_at_once.initial_seconds, 500 * (1 / 36.5 + 1.0 / 200) / 2, 1e-6);
+  EXPECT_EQ(all_at_once.staged.back(), 0);
+  const Result fluid = consistent(model, spec, sizes, layout);
+  EXPECT_NEAR(fluid.initial_seconds, 2000.0 / 146, 1e-6);
+  layout.in_turn = true;
+  EXPECT_NEAR(published(model, spec, sizes, layout).initial_seconds,
+              2000 * (1.0 / 66 + 1.0 / 200) / 2, 1e-6);
+}
+
+TEST(Engines, DropWhatIsNotReadAgain) {
+  Model model = small_cluster();
+  model.classes[1].capacity = 100;
+  model.classes[2].capacity = 0.001;
+  const plan::JobSpec spec = training(4000, 4);
+  const std::vector<double> sizes = sizes_of(4000, 0.5);
+  const std::vector<uint64_t> bytes = bytes_of(sizes), room = {100'000'000, 0};
+  Layout layout = keep_frequent(spec, bytes, room, true);
+  layout.cleanup = true;
+  const Result result = published(model, spec, sizes, layout);
+  EXPECT_NEAR(sum(result.staged), 4 * sum(sizes), 1e-3);
+}
+
+TEST(Engines, RefuseWhatDoesNotGoTogether) {
+  const Model model = small_cluster();
+  const plan::JobSpec spec = training(400, 1);
+  const std::vector<double> sizes(400, 0.5), few(399, 0.5);
+  const auto refused = [&](const std::vector<double>& s, const Layout& layout,
+                           const std::string& names) {
+    for (const auto engine : {published, consistent}) {
+      try {
+        engine(model, spec, s, layout);
+        FAIL() << names << " was not refused";
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::usage);
+        EXPECT_THAT(error.what(), testing::HasSubstr(names));
+      }
+    }
+  };
+  refused(few, {}, "399 sizes");
+  std::vector<double> negative = sizes;
+  negative[7] = -1;
+  refused(negative, {}, "sample 7");
+  Layout layout;
+  layout.keep = {{{0}}, {{1}}};
+  refused(sizes, layout, "2 nodes of 4");
+  layout.keep = {{{0, 0}}, {}, {}, {}};
+  refused(sizes, layout, "twice");
+  layout.keep = {{{400}}, {}, {}, {}};
+  refused(sizes, layout, "sample 400");
+  layout.keep = {{{}, {}, {1}}, {}, {}, {}};
+  refused(sizes, layout, "storage class 3");
+  layout = {};
+  layout.order = {{1}};
+  refused(sizes, layout, "one list for each");
+  layout = {};
+  layout.filling = Filling::prefetch;
+  refused(sizes, layout, "without naming");
+  layout = {};
+  layout.owner.assign(400, 4);
+  refused(sizes, layout, "node 4 of 4");
+}
+
+TEST(Layouts, OwnOnlyReadsWhatItKeepsEquallyOften) {
+  const plan::JobSpec spec = training(400, 2);
+  Layout layout;
+  layout.filling = Filling::before;
+  layout.keep.assign(4, {{}});
+  for (uint32_t s = 0; s < 200; ++s) layout.keep[s % 4][0].push_back(s);
+  read_own_only(spec, layout);
+  for (uint32_t node = 0; node < 4; ++node) {
+    std::vector<int> reads(400, 0);
+    for (const uint32_t s : layout.order[node]) {
+      EXPECT_EQ(s % 4, node);
+      EXPECT_LT(s, 200u);
+      ++reads[s];
+    }
+    EXPECT_EQ(*std::max_element(reads.begin(), reads.end()), 2);  // 100 reads of 50 samples
+  }
+}
+
+TEST(Layouts, LocalFirstKeepsGlobalBatches) {
+  const plan::JobSpec spec = training(400, 2);
+  Layout layout;
+  layout.keep.assign(4, {{}});
+  for (uint32_t s = 0; s < 400; ++s) layout.keep[s % 4][0].push_back(s);
+  read_local_first(spec, layout);
+  uint64_t local = 0;
+  for (uint32_t epoch = 0; epoch < 2; ++epoch) {
+    const std::vector<plan::SampleId> order = plan::epoch_order(spec, epoch);
+    for (uint64_t h = 0; h < 5; ++h) {
+      std::vector<uint64_t> planned(order.begin() + h * 80, order.begin() + (h + 1) * 80), dealt;
+      for (uint32_t node = 0; node < 4; ++node) {
+        const auto& mine = layout.order[epoch * 4 + node];
+        dealt.insert(dealt.end(), mine.begin() + h * 20, mine.begin() + (h + 1) * 20);
+        for (uint64_t k = h * 20; k < (h + 1) * 20; ++k) local += mine[k] % 4 == node;
+      }
+      EXPECT_THAT(dealt, testing::UnorderedElementsAreArray(planned));
+    }
+  }
+  EXPECT_GT(local, 600u);  // of 800; 200 by chance
+}
+
+}  // namespace
+}  // namespace nostall::simulate

@@ -1,0 +1,45 @@
+// Real files in a folder that goes away with the test.
+#pragma once
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <random>
+#include <stdexcept>
+#include <string>
+
+namespace nostall::source {
+
+class TemporaryFolder {
+ public:
+  TemporaryFolder() {
+    char pattern[] = "/tmp/nostall-source-XXXXXX";
+    if (!::mkdtemp(pattern)) throw std::runtime_error("cannot make a folder in /tmp");
+    path_ = pattern;
+  }
+  ~TemporaryFolder() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  TemporaryFolder(const TemporaryFolder&) = delete;
+  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
+
+  std::string write(const std::string& name, const std::string& content) const {
+    const std::string path = (path_ / name).string();
+    std::ofstream(path, std::ios::binary) << content;
+    return path;
+  }
+  std::string path(const std::string& name = {}) const { return (path_ / name).string(); }
+
+ private:
+  std::filesystem::path path_;
+};
+
+inline std::string random_bytes(size_t size, unsigned seed) {
+  std::mt19937_64 random(seed);
+  std::string s(size, '\0');
+  for (char& c : s) c = static_cast<char>(random());
+  return s;
+}
+
+}  // namespace nostall::source

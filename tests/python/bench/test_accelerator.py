@@ -1,0 +1,59 @@
+"""``nostall bench accelerator`` on tiny records: utilisation, and bytes that were really read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from nostall.bench import accelerator, slowfs
+from nostall.errors import UsageError
+
+
+def parse(*options: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    accelerator.add_arguments(parser)
+    return parser.parse_args(options)
+
+
+@pytest.mark.multi
+@pytest.mark.skipif(slowfs.missing() is not None, reason=str(slowfs.missing()))
+def test_two_accelerators_read_once_with_tiers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "a.json"
+    options = (
+        "--dir", str(tmp_path), "--profile", "cosmoflow", "--scale", "0.005", "--batches", "20",
+        "--epochs", "2", "--accelerators", "2", "--repeats", "1", "--bandwidth", "20",
+        "--loaders", "hold all", "no tiers", "--json", str(out),
+    )  # fmt: skip
+    assert accelerator.run(parse(*options)) == 0
+    ours, theirs = json.loads(out.read_text())["rows"]
+    assert ours["storage_bytes"] == ours["data_bytes"]
+    assert theirs["storage_bytes"] == 2 * theirs["data_bytes"]
+    for row in (ours, theirs):
+        assert 0 < row["au"] <= 1
+        assert 0 < row["au_first"] <= 1
+        assert row["samples_per_s"] > 0
+    assert "accelerators fed at 70%" in capsys.readouterr().out
+
+
+def test_records_are_made_once(tmp_path: Path) -> None:
+    home = accelerator.make_records(tmp_path / "r", 3_000_000, 2)
+    first = [(p.name, p.stat().st_mtime_ns, p.stat().st_size) for p in sorted(home.iterdir())]
+    assert [size for _, _, size in first] == [3_000_000] * 2
+    accelerator.make_records(home, 3_000_000, 2)
+    again = [(p.name, p.stat().st_mtime_ns, p.stat().st_size) for p in sorted(home.iterdir())]
+    assert again == first
+
+
+def test_an_unknown_loader_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no loader matches"):
+        accelerator.run(parse("--dir", str(tmp_path), "--loaders", "none such"))
+
+
+def test_the_profiles_need_what_mlperf_says() -> None:
+    needs = {name: p.need / 1e6 for name, p in accelerator.PROFILES.items()}
+    assert needs == pytest.approx({"resnet50": 204.75, "unet3d": 3177.1, "cosmoflow": 808.1}, 0.001)

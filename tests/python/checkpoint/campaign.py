@@ -1,0 +1,326 @@
+"""Kills checkpointing processes at random calls of save, drain and clean-up, and looks at what stays.
+
+    python tests/python/checkpoint/campaign.py --points 1000
+
+Each point continues on what the one before has left. With --power-cut only what was fsynced stays
+(faults.c). A point passes if the newest checkpoint that was acknowledged, or a newer one, is restored
+with the right values, and nothing is left over after the next start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+SAVES = 3
+
+
+def build_shim(directory: Path) -> Path:
+    """The preloaded library, compiled."""
+    shim = directory / "faults.so"
+    compiler = os.environ.get("CC", "cc")
+    command = [compiler, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", str(shim)]
+    subprocess.run([*command, str(HERE / "faults.c"), "-ldl", "-lpthread"], check=True)
+    return shim
+
+
+def run(points: int, *, ranks: int, power_cut: bool, seed: int, timeout: float) -> dict[str, Any]:
+    """One campaign in a process of its own; what it counted."""
+    with tempfile.TemporaryDirectory(prefix="nostall-faults-") as name:
+        home = Path(name)
+        (home / "shadow").mkdir()
+        environment = {
+            **os.environ,
+            "LD_PRELOAD": str(build_shim(home)),
+            "NOSTALL_FAULT_ROOT": str(home / "root"),
+        }
+        if power_cut:
+            environment["NOSTALL_FAULT_SHADOW"] = str(home / "shadow")
+        settings = {"points": points, "ranks": ranks, "power_cut": power_cut, "seed": seed}
+        done = subprocess.run(
+            [sys.executable, str(HERE / "campaign.py"), "--inside", json.dumps(settings)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            timeout=timeout,
+            text=True,
+        )
+        lines = done.stdout.splitlines()
+        if done.returncode or not lines:
+            raise RuntimeError(f"the campaign ended with {done.returncode}: {done.stdout[-3000:]}")
+        result: dict[str, Any] = json.loads(lines[-1])
+        return result
+
+
+# ---------------------------------------------------------------------- inside
+
+
+def _child(work: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return pid
+
+
+def _state(step: int, rank: int, size: int) -> dict[str, Any]:
+    import numpy as np
+
+    return {"w": np.full(size, step * 10 + rank, np.int64), "step": step}
+
+
+class Campaign:
+    """The points of one campaign, one after another."""
+
+    def __init__(self, points: int, ranks: int, power_cut: bool, seed: int) -> None:
+        self.points, self.ranks, self.power_cut = points, ranks, power_cut
+        self.random = random.Random(seed)
+        self.root = Path(os.environ["NOSTALL_FAULT_ROOT"])
+        self.shadow = Path(os.environ.get("NOSTALL_FAULT_SHADOW", "/nonexistent"))
+        self.shim = ctypes.CDLL(None)
+        self.counts: Counter[str] = Counter()
+        self.safe = 0  # newest step that somebody was told is safe
+        self.step = 0
+        self.failures: list[str] = []
+
+    def run(self) -> dict[str, Any]:
+        self.root.mkdir(parents=True, exist_ok=True)
+        calls, _ = self._train(0)
+        for _ in range(self.points):
+            at = self.random.randint(1, max(2, int(calls * 1.1)))
+            used, killed = self._train(at)
+            self.counts["killed" if killed else "ended before"] += 1
+            calls = used or calls
+            if self.power_cut:
+                self._rebuild()
+            self._look()
+            if self.failures:
+                break
+        return {"counts": dict(self.counts), "failures": self.failures, "calls": calls}
+
+    def _make(self, rank: int, ends: list[Connection], **options: Any) -> Any:
+        import nostall
+
+        def gather(mine: bytes) -> list[bytes]:
+            if self.ranks == 1:
+                return [mine]
+            ends[rank].send_bytes(mine)
+            other = ends[rank].recv_bytes()
+            return [mine, other] if rank == 0 else [other, mine]
+
+        return nostall.Checkpointer(
+            self.root / "fast",
+            self.root / "durable",
+            keep=nostall.Keep(2, every=7),
+            rank=rank,
+            world_size=self.ranks,
+            gather=gather,
+            job="campaign",
+            timeout=20,
+            priority="normal",
+            **options,
+        )
+
+    def _train(self, at: int) -> tuple[int, bool]:
+        """A training of SAVES saves, killed at call `at` of one rank; (calls it made, was killed)."""
+        victim = self.random.randrange(self.ranks)
+        size = 1_400_000 if self.random.random() < 0.05 else self.random.choice([1, 5000])
+        first = self.step + 1 - self.random.randint(0, 1)  # now and then an old step again
+        levels = self.random.choices(["memory", "fast", "durable"], k=SAVES)
+        report, tell = os.pipe()
+        left, right = Pipe()
+
+        def rank_work(rank: int) -> None:
+            self.shim.fault_arm(ctypes.c_long(at if rank == victim else 0))
+            ckpt = self._make(rank, [left, right])
+            for i in range(SAVES):
+                step = first + i
+                os.write(tell, b"began %d\n" % step)
+                ckpt.save(_state(step, rank, size), step, level=levels[i])
+                if levels[i] != "memory" and rank == 0:
+                    os.write(tell, b"safe %d\n" % step)
+            ckpt.close()
+            if rank == 0:
+                os.write(tell, b"safe %d\n" % (first + SAVES - 1))
+            os.write(tell, b"calls %d\n" % int(self.shim.fault_count()))
+
+        pids = [_child(lambda r=rank: rank_work(r)) for rank in range(self.ranks)]
+        os.close(tell)
+        status = os.waitpid(pids[victim], 0)[1]
+        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        for pid in pids:
+            if pid != pids[victim]:
+                if killed:  # the whole tree goes
+                    os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        if not killed and os.waitstatus_to_exitcode(status):
+            self.failures.append(f"a training failed by itself (call {at})")
+        left.close()
+        right.close()
+        calls = 0
+        with os.fdopen(report) as lines:
+            for line in lines:
+                word, number = line.split()
+                if word == "calls":
+                    calls = max(calls, int(number))
+                elif word == "began":
+                    self.step = max(self.step, int(number))
+                else:
+                    self.safe = max(self.safe, int(number))
+        return calls, killed
+
+    def _rebuild(self) -> None:
+        """The directories as a power cut leaves them: names and bytes of the last fsync."""
+
+        def key(path: Path) -> str:
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                self.shim.fault_key(fd, buffer)
+                return buffer.value.decode()
+            finally:
+                os.close(fd)
+
+        def copy(name: str, target: Path) -> None:
+            target.mkdir(parents=True, exist_ok=True)
+            names = self.shadow / f"{name}.names"
+            for line in names.read_text().splitlines() if names.exists() else ():
+                kind, inner, called = line.split(" ", 2)
+                if kind == "d":
+                    copy(inner, target / called)
+                elif (self.shadow / inner).exists():
+                    shutil.copyfile(self.shadow / inner, target / called)
+                else:
+                    (target / called).touch()
+                    self.counts["files that lost their bytes"] += 1
+
+        buffer = ctypes.create_string_buffer(5000)
+        after = self.root.with_name("after")
+        for tier in ("fast", "durable"):
+            if (self.root / tier).exists():
+                copy(key(self.root / tier), after / tier)
+        shutil.rmtree(self.root)
+        shutil.rmtree(self.shadow)
+        self.shadow.mkdir()
+        if after.exists():
+            shutil.copytree(after, self.root)
+            shutil.rmtree(after)
+        self.root.mkdir(exist_ok=True)
+        # What is there now is on the disk: directories and files count as synced.
+        for path in [*self.root.rglob("*"), self.root]:
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.close(fd)
+
+    def _look(self) -> None:
+        """The next start: restores, checks values and rubbish."""
+        report, tell = os.pipe()
+        left, right = Pipe()
+        safe, step = self.safe, self.step
+
+        def rank_work(rank: int) -> None:
+            self.shim.fault_arm(ctypes.c_long(0))
+            ckpt = self._make(rank, [left, right])
+            found = ckpt.restore()
+            problem = ""
+            if found is None:
+                problem = f"nothing found, step {safe} was safe" if safe else ""
+            else:
+                values = set(found.state["w"].tolist())
+                if not safe <= found.step <= step:
+                    problem = f"found step {found.step}, step {safe} was safe"
+                elif values != {found.step * 10 + rank} or found.state["step"] != found.step:
+                    problem = f"step {found.step} holds {values} on rank {rank}"
+            ckpt.close()
+            if rank == 0 and not problem:
+                problem = rubbish(self.root)
+            note = {"problem": problem, "tier": found.tier if found else "none"}
+            if rank == 0 or problem:
+                os.write(tell, json.dumps(note).encode() + b"\n")
+
+        pids = [_child(lambda r=rank: rank_work(r)) for rank in range(self.ranks)]
+        os.close(tell)
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        left.close()
+        right.close()
+        if any(statuses):
+            self.failures.append(f"restoring ended with {statuses}")
+        with os.fdopen(report) as lines:
+            for line in lines:
+                note = json.loads(line)
+                self.counts[f"restored from {note['tier']}"] += 1
+                if note["problem"]:
+                    self.failures.append(note["problem"])
+
+
+def rubbish(root: Path) -> str:
+    """What lies in a job's directories without a manifest that names it; or nothing."""
+    from nostall.checkpoint.store import Store
+
+    left = []
+    for tier in (d for d in root.iterdir() if d.is_dir()):
+        store = Store(tier, tier.name)
+        named = {tier / ".lock"}
+        for entry in store.entries():
+            if entry.manifest is None:
+                return entry.damage
+            named |= {entry.path, entry.path / "manifest.json"}
+            named |= {entry.path / part.name for part in entry.manifest.parts}
+        left += [
+            str(p) for p in tier.rglob("*") if p not in named and not p.name.startswith(".run-")
+        ]
+    return f"left over: {left}" if left else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--points", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.inside:
+        print(json.dumps(Campaign(**json.loads(arguments.inside)).run()))
+        return 0
+    failed = False
+    for ranks in (1, 2):
+        for power_cut in (False, True):
+            began = time.monotonic()
+            result = run(
+                arguments.points,
+                ranks=ranks,
+                power_cut=power_cut,
+                seed=arguments.seed,
+                timeout=3600,
+            )
+            kind = "power cut" if power_cut else "kill -9"
+            print(
+                f"{ranks} rank(s), {kind}: {result['counts']}, {result['calls']} calls a training, "
+                f"{time.monotonic() - began:.0f} s; failures: {result['failures'] or 'none'}"
+            )
+            failed = failed or bool(result["failures"])
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

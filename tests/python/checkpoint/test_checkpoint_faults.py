@@ -1,0 +1,229 @@
+"""Killed processes, power cuts, full and hanging storage, flipped bits, mixed files."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import campaign
+import numpy as np
+import pytest
+
+import nostall
+from nostall.checkpoint.store import Store
+from nostall.errors import CorruptionError
+
+HERE = Path(__file__).parent
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"w": np.full(20_000, step, np.float64), "step": step}
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("power_cut", [False, True], ids=["kill", "power-cut"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_job_leaves_the_newest_checkpoint_and_no_rubbish(
+    ranks: int, power_cut: bool
+) -> None:
+    seed = random.randrange(1000)
+    result = campaign.run(6 // ranks, ranks=ranks, power_cut=power_cut, seed=seed, timeout=100)
+    assert result["failures"] == [], f"seed {seed}"
+    assert result["counts"].get("killed", 0) > 0
+
+
+def run_storage(scenario: str, home: Path, shim: Path) -> tuple[list[dict[str, Any]], str]:
+    hanging = home / "durable"
+    done = subprocess.run(
+        [sys.executable, str(HERE / "storage.py"), scenario, str(home)],
+        env={
+            **os.environ,
+            "LD_PRELOAD": str(shim),
+            "NOSTALL_FAULT_HANG": str(hanging),
+            "NOSTALL_FAULT_FULL": str(home / ("fast" if scenario == "full-fast" else "durable")),
+            **({"NOSTALL_FAULT_FULL": str(home)} if scenario == "full-everywhere" else {}),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return campaign.build_shim(tmp_path_factory.mktemp("shim"))
+
+
+def test_a_full_fast_tier_falls_to_the_durable_one(tmp_path: Path, shim: Path) -> None:
+    (result,), words = run_storage("full-fast", tmp_path, shim)
+    assert [s["level"] for s in result["saves"]] == ["durable"] * 5
+    assert [bool(s["problems"]) for s in result["saves"]] == [False, True, True, True, False]
+    assert "No space left" in words and f"writing to {tmp_path / 'durable'} directly" in words
+    assert result["restored"] == [5, "fast", True]
+
+
+def test_a_full_durable_tier_keeps_the_fast_ones(tmp_path: Path, shim: Path) -> None:
+    (result,), words = run_storage("full-durable", tmp_path, shim)
+    assert "stays in" in words and "No space left" in words
+    assert result["restored"] == [5, "fast", True]
+    # Once there is room again, what waited is drained.
+    durable = [e.step for e in Store(tmp_path / "durable", "durable").entries()]
+    assert durable == [1, 2, 3, 4, 5]
+
+
+def test_a_save_that_no_storage_takes_is_an_error_and_the_old_one_stays(
+    tmp_path: Path, shim: Path
+) -> None:
+    (result,), _ = run_storage("full-everywhere", tmp_path, shim)
+    assert "step 2" in result["error"] and "fast" in result["error"]
+    assert result["restored"] == [1, "fast", True]
+
+
+def test_hanging_durable_storage_does_not_stop_the_training(tmp_path: Path, shim: Path) -> None:
+    (tmp_path / "durable").mkdir()
+    (result, end), words = run_storage("hang", tmp_path, shim)
+    assert result["training"] < 5 and end["close"] < 15
+    assert [s["level"] for s in result["saves"][1:]] == ["fast"] * 5
+    assert result["restored"] == [5, "fast", True]
+    assert "drained by the next start" in words
+    (tmp_path / "durable.hang").unlink()
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable", keep=2) as ckpt:
+        ckpt.wait(30)
+        found = ckpt.restore()
+    assert found is not None and found.step == 5
+    durable = [e.step for e in Store(tmp_path / "durable", "durable").entries()]
+    assert 5 in durable
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_flipped_bit_anywhere_is_found_and_passed_over(
+    seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = random.Random(seed)
+    with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+        for step in (1, 2):
+            ckpt.save(state_of(step), step)
+    for trial in range(5):
+        path = rng.choice(sorted((tmp_path / "step-000000000002").iterdir()))
+        good = path.read_bytes()
+        bad = bytearray(good)
+        bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
+        path.write_bytes(bad)
+        caplog.clear()
+        with nostall.Checkpointer(durable=tmp_path) as ckpt:
+            found = ckpt.restore()
+        assert found is not None and (found.step, found.state["step"]) == (1, 1), trial
+        assert str(path) in caplog.text and "damaged" in caplog.text
+        path.write_bytes(good)
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        found = ckpt.restore()
+    assert found is not None and found.step == 2
+
+
+def test_a_damaged_fast_copy_falls_to_the_durable_one_and_is_not_drained(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fast, durable = tmp_path / "fast", tmp_path / "durable"
+    with nostall.Checkpointer(fast, durable, level="durable") as ckpt:
+        ckpt.save(state_of(1), 1)
+    with nostall.Checkpointer(fast, level="fast", keep=3) as ckpt:
+        ckpt.save(state_of(2), 2)
+    for path in fast.glob("step-*/*.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    with nostall.Checkpointer(fast, durable) as ckpt:
+        ckpt.wait(20)
+        found = ckpt.restore()
+        assert found is not None and (found.step, found.tier) == (1, "durable")
+    assert [e.step for e in Store(durable, "durable").entries()] == [1]
+    assert "stays in" in caplog.text and "(in them: the header, w)" in caplog.text
+
+
+def test_damaged_checkpoints_do_not_push_good_ones_out(tmp_path: Path) -> None:
+    with nostall.Checkpointer(durable=tmp_path, level="durable", keep=1) as ckpt:
+        ckpt.save(state_of(5), 5)
+    with nostall.Checkpointer(durable=tmp_path, level="durable", keep=2) as ckpt:
+        ckpt.save(state_of(9), 9)
+    for path in tmp_path.glob("step-000000000009/*.safetensors"):
+        path.write_bytes(b"\0" * path.stat().st_size)
+    with nostall.Checkpointer(durable=tmp_path, level="durable", keep=1) as ckpt:
+        found = ckpt.restore()
+        assert found is not None and found.step == 5
+        ckpt.save(state_of(6), 6)
+        found = ckpt.restore()
+        assert found is not None and found.step == 6
+
+
+def test_a_file_from_a_newer_save_is_never_mixed_in(tmp_path: Path) -> None:
+    with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+        for step in (1, 2):
+            ckpt.save(state_of(step), step)
+    (newer,) = tmp_path.glob("step-000000000002/*.safetensors")
+    (older,) = tmp_path.glob("step-000000000001/*.safetensors")
+    older.write_bytes(newer.read_bytes())
+    with nostall.Checkpointer(durable=tmp_path) as ckpt, pytest.raises(CorruptionError):
+        for step in (1,):
+            ckpt.restore(step)
+
+
+def test_a_part_that_is_gone_or_cut_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(state_of(step), step)
+    next(tmp_path.glob("step-000000000003/*.safetensors")).unlink()
+    os.truncate(next(tmp_path.glob("step-000000000002/*.safetensors")), 100)
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        found = ckpt.restore()
+    assert found is not None and found.step == 1
+    assert "No such file" in caplog.text and "has 100 bytes" in caplog.text
+
+
+def test_a_pickle_is_never_executed(tmp_path: Path) -> None:
+    import pickle
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "owned"),)
+
+    with nostall.Checkpointer(durable=tmp_path / "c", level="durable") as ckpt:
+        ckpt.save(state_of(1), 1)
+        for path in (tmp_path / "c").glob("step-*/*"):
+            path.write_bytes(pickle.dumps(Evil()))
+        with pytest.raises(CorruptionError):
+            ckpt.restore()
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.multi
+def test_a_killed_training_ends_with_the_same_weights(image_folder: Path, tmp_path: Path) -> None:
+    def train(home: Path, kill_after: int | None) -> str | None:
+        command = [sys.executable, str(HERE / "training.py"), str(image_folder), str(home), "3"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            last = ""
+            for line in process.stdout:
+                last = line
+                if kill_after is not None and line.split() == ["step", str(kill_after)]:
+                    time.sleep(random.random() * 0.01)
+                    process.send_signal(signal.SIGKILL)
+                    return None
+            assert process.wait() == 0
+            return last
+
+    undisturbed = train(tmp_path / "a", None)
+    assert undisturbed is not None and undisturbed.split()[0::2] == ["weights", "24"]
+    for at in [random.randrange(2, 23)]:
+        train(tmp_path / "b", at)
+    assert train(tmp_path / "b", None) == undisturbed

@@ -1,0 +1,228 @@
+"""What nostall convert writes is the data set, and is read as such by nostall and by others."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+import pytest
+
+import nostall
+from nostall import convert
+from nostall.cli import main
+from nostall.convert.database import datum
+from nostall.errors import CorruptionError, IoError, UsageError
+
+
+@pytest.fixture
+def folder(image_folder: Path) -> nostall.ImageFolder:
+    return nostall.ImageFolder(image_folder, index=False)
+
+
+def same(result: nostall.Source, folder: nostall.ImageFolder) -> bool:
+    return (
+        len(result) == len(folder)
+        and np.array_equal(result.labels, folder.labels)
+        and all(result.read(i) == folder.read(i) for i in range(len(folder)))
+    )
+
+
+@pytest.mark.parametrize("values", ["raw", "pickled", "datum"])
+def test_to_lmdb(folder: nostall.ImageFolder, tmp_path: Path, values: Any) -> None:
+    done = convert.to_lmdb(folder, tmp_path / "db", values=values, commit_size="8KiB")
+    assert (done.samples, done.resumed_at) == (61, 0)
+    assert sorted(p.name for p in (tmp_path / "db").iterdir() if p.name[0] != ".") == [
+        "classes.json",
+        "data.mdb",
+    ]
+    stored = nostall.LMDB(tmp_path / "db", values=values)
+    assert stored.index_reused
+    assert same(stored, folder)
+    # The labels are in the database, not in the index alone.
+    assert same(nostall.LMDB(tmp_path / "db", values=values, index=False), folder)
+
+
+def test_liblmdb_reads_it(folder: nostall.ImageFolder, tmp_path: Path) -> None:
+    convert.to_lmdb(folder, tmp_path / "raw")
+    convert.to_lmdb(folder, tmp_path / "pickled", values="pickled")
+    with (
+        lmdb.open(str(tmp_path / "raw"), readonly=True, lock=False) as raw,
+        lmdb.open(str(tmp_path / "pickled"), readonly=True, lock=False) as pickled,
+        raw.begin() as one,
+        pickled.begin() as two,
+    ):
+        for i in range(len(folder)):
+            assert one.get(b"%08d" % i) == folder.read(i)
+            assert pickle.loads(two.get(b"%08d" % i)) == (folder.read(i), folder.labels[i])
+
+
+def test_datum_is_the_message_that_caffe_defines() -> None:
+    assert datum(b"ab", 300) == b"\x22\x02ab\x28\xac\x02\x38\x01"
+    assert datum(b"", -1) == b"\x22\x00\x28" + b"\xff" * 9 + b"\x01\x38\x01"
+
+
+def test_to_tar(folder: nostall.ImageFolder, tmp_path: Path) -> None:
+    done = convert.to_tar(folder, tmp_path / "shards", shard_size="40KiB")
+    archives = sorted((tmp_path / "shards").glob("*.tar"))
+    assert len(archives) > 3
+    assert done.total_bytes == sum(p.stat().st_size for p in archives)
+    with tarfile.open(archives[0]) as archive:
+        assert archive.getnames()[:3] == ["00000000.jpg", "00000000.cls", "00000001.jpg"]
+    assert same(nostall.TarShards(tmp_path / "shards"), folder)
+
+
+def test_the_command(
+    image_folder: Path,
+    folder: nostall.ImageFolder,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for kind, store in (("lmdb", nostall.LMDB), ("tar", nostall.TarShards)):
+        dest = tmp_path / kind
+        assert main(["convert", str(image_folder), str(dest), "--to", kind]) == 0
+        assert "61 samples" in capsys.readouterr().out
+        assert same(store(dest), folder)
+        assert main(["convert", str(image_folder), str(dest), "--to", kind]) == 2
+        assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "tar"])
+def test_goes_on_after_kill_9(folder: nostall.ImageFolder, tmp_path: Path, kind: str) -> None:
+    dest = tmp_path / "result"
+    options = "commit_size=8192" if kind == "lmdb" else "shard_size=20480"
+    call = f"convert.to_{kind}(nostall.ImageFolder({folder.root!r}, index=False), {str(dest)!r}, "
+    slow = (
+        "import time, nostall\nfrom nostall import convert\n"
+        # A few samples in, each takes long enough to be killed.
+        f"{call}{options}, progress=lambda _, done: time.sleep(0.0 if done < 40 else 60))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", slow], env=os.environ)
+    deadline = time.monotonic() + 30
+    unfinished = dest.with_name("result.partial")
+
+    def written() -> int:
+        if kind == "tar":
+            return len(list(unfinished.glob("*.tar")))
+        try:
+            with lmdb.open(str(unfinished), readonly=True, lock=False) as environment:
+                return int(environment.stat()["entries"])
+        except lmdb.Error:
+            return 0
+
+    while written() < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert process.poll() is None, "it ended before it could be killed"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not dest.exists()
+
+    if kind == "lmdb":
+        done = convert.to_lmdb(folder, dest, commit_size=8192)
+        result: nostall.Source = nostall.LMDB(dest, index=False)
+    else:
+        done = convert.to_tar(folder, dest, shard_size=20480)
+        result = nostall.TarShards(dest, index=False)
+    assert 0 < done.resumed_at < 61
+    assert same(result, folder)
+    assert not unfinished.exists()
+
+
+def test_does_not_go_on_with_another_data_set(folder: nostall.ImageFolder, tmp_path: Path) -> None:
+    def stop(phase: str, done: int) -> None:
+        if done == 30:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert.to_lmdb(folder, tmp_path / "db", commit_size=8192, progress=stop)
+    other = nostall.FileList(root=folder.root)
+    with pytest.raises(UsageError, match="another data set"):
+        convert.to_lmdb(other, tmp_path / "db", commit_size=8192)
+    with pytest.raises(UsageError, match="another data set"):
+        convert.to_lmdb(folder, tmp_path / "db", values="datum")
+    assert 0 < convert.to_lmdb(folder, tmp_path / "db").resumed_at <= 30
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "tar"])
+def test_damage_is_found_before_the_result_has_its_name(
+    folder: nostall.ImageFolder, tmp_path: Path, kind: str
+) -> None:
+    def damage(phase: str, done: int) -> None:
+        if (phase, done) != ("verifying", 1):
+            return
+        file = next((tmp_path / "result.partial").glob("data.mdb" if kind == "lmdb" else "*0.tar"))
+        data = bytearray(file.read_bytes())
+        place = data.find(folder.read(7 if kind == "tar" else 60)[:64])
+        data[place + 40] ^= 1
+        with file.open("r+b") as changed:
+            changed.write(data)
+
+    make = convert.to_lmdb if kind == "lmdb" else convert.to_tar
+    with pytest.raises((CorruptionError, IoError)):
+        make(folder, tmp_path / "result", threads=1, progress=damage)  # type: ignore[operator]
+    assert not (tmp_path / "result").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Any:
+    """A real file system of 256 KiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(place)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("only root may mount a small file system")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.mark.parametrize("kind", ["lmdb", "tar"])
+def test_a_full_disk_is_said_and_can_be_mended(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    root = tmp_path / "large"
+    (root / "a").mkdir(parents=True)
+    random = np.random.default_rng(0)
+    for i in range(40):
+        (root / "a" / f"{i:02d}.jpg").write_bytes(random.bytes(10_000))
+    folder = nostall.ImageFolder(root, index=False)
+
+    def make(**more: Any) -> convert.Converted:
+        if kind == "lmdb":
+            return convert.to_lmdb(folder, small_disk / "out", commit_size=20_000, **more)
+        return convert.to_tar(folder, small_disk / "out", shard_size=50_000, **more)
+
+    with pytest.raises(IoError, match="needs 400000 bytes more"):
+        make()
+    # Room that others take while it runs.
+    monkeypatch.setattr(convert.work.Work, "check_room", lambda *_: None)
+    with pytest.raises(IoError, match="is full") as error:
+        make()
+    assert error.value.errno == errno.ENOSPC
+    assert not (small_disk / "out").exists()
+    subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
+    assert make().resumed_at > 0
+    store = nostall.LMDB if kind == "lmdb" else nostall.TarShards
+    assert same(store(small_disk / "out"), folder)
+
+
+def test_labels_that_do_not_fit_are_refused(folder: nostall.ImageFolder, tmp_path: Path) -> None:
+    convert.to_lmdb(folder, tmp_path / "db")
+    with (
+        lmdb.open(str(tmp_path / "db"), map_size=1 << 24) as environment,
+        environment.begin(write=True) as transaction,
+    ):
+        transaction.put(b"__labels__", b"12345678" * 60)
+    with pytest.raises(CorruptionError, match="a label for each of 61"):
+        nostall.LMDB(tmp_path / "db")
+    assert nostall.LMDB(tmp_path / "db", label=[5] * 61).labels.tolist() == [5] * 61

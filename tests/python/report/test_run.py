@@ -1,0 +1,194 @@
+"""The report of a run: words, advice, page, and how a browser shows it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from browser import look
+
+import nostall
+from nostall import trace
+from nostall.cli import main
+from nostall.errors import UsageError
+from nostall.report import run as runs
+from nostall.report import run_page
+from nostall.report.advice import advise, bandwidth, terms
+from nostall.report.digest import Digest, Spans
+from nostall.report.run import Loader, Rank, Run
+from nostall.stats import BatchRecords, EpochStats, OriginStats, Stats
+
+
+@pytest.fixture(autouse=True)
+def _stopped() -> Iterator[None]:
+    yield
+    trace.stop()
+
+
+def spans(begin: list[float], end: list[float], size: float = 0) -> Spans:
+    n = len(begin)
+    return Spans(np.array(begin), np.array(end), np.ones(n), np.full(n, float(size)))
+
+
+def made(rank: int = 0, name: str = "nfs") -> Rank:
+    """Two epochs of 10 s: 4 s compute; 6 s waiting for a source of 100 MB/s, 8 s of reading."""
+    nothing = OriginStats()
+    epochs = [
+        EpochStats(
+            e, 10.0, 6.0, 10, 100, 800_000_000,
+            {"ram": nothing, "file": nothing, "peer": nothing,
+             "source": OriginStats(100, 800_000_000, 8.0)}, 2.0,
+        )
+        for e in range(2)
+    ]  # fmt: skip
+    columns = {n: [1.0] * 2 for n in BatchRecords.__dataclass_fields__}
+    stats = Stats(rank, 1, epochs, BatchRecords(**columns), 800_000_000, {
+        "ram_tier": 0, "file_tier": 0, "staging": 1, "io_buffers": 1})  # fmt: skip
+    settings = {
+        "threads": 1, "fetchers": 1, "cores": 1, "world_size": 1, "local_world_size": 1,
+        "dataset_bytes": 800_000_000, "tiers": [], "storage": f"/data, {name}",
+        "memory_bytes": 8 << 30, "staging_bytes": 256 << 20,
+    }  # fmt: skip
+    digest = Digest("t", rank, 1, "h", 0.0, {
+        ("data", "wait for batch"): spans([2, 12], [8, 18]),
+        ("data", "read source"): spans([0, 10], [8, 18], 800_000_000),
+        ("compute", "forward"): spans([0, 10], [2, 12]),
+        ("data", "decode"): spans([19], [20]),
+    }, 0)  # fmt: skip
+    return Rank(rank, [Loader(settings, stats)], digest)
+
+
+def test_words_say_where_the_run_waited() -> None:
+    text = runs.words(Run("run", [made()], None, []))
+    assert text.startswith("This run waited 60.0 % of its time, 12.0 of 20.0 s a rank: 60.0 % for")
+    assert "60.0 % for the source (/data, nfs)" in text
+    assert "peers and checkpoints were not recorded" in text
+
+
+def test_the_model_is_the_slowest_of_its_terms() -> None:
+    run = Run("run", [made()], None, [])
+    assert bandwidth(run) == pytest.approx(100e6)
+    assert [(t.compute, t.read, t.decode, t.time) for t in terms(run)] == [(4.0, 8.0, 2.0, 8.0)] * 2
+    tiers, kept = advise(run)
+    assert tiers.change == 'tiers=["ram:1GiB"]'
+    assert tiers.gain == pytest.approx(4.0)  # of the second epoch: 8 s become 4 s
+    assert tiers.share == pytest.approx(0.2)
+    assert "keep" in kept.change
+    assert kept.gain == pytest.approx(4.0)  # of the first one
+
+
+def test_checkpoints_and_peers_are_counted_when_recorded() -> None:
+    rank = made()
+    assert rank.digest is not None
+    rank.digest.spans["checkpoint", "save"] = spans([18], [19])
+    rank.digest.spans["peers", "allreduce"] = spans([0, 0.5], [1, 2])
+    run = Run("run", [rank], None, [])
+    assert run.checkpoints == pytest.approx(0.05)
+    assert run.peers == pytest.approx(0.1)
+    assert "10.0 % for peers, 5.0 % for checkpoints" in runs.words(run)
+    assert "not recorded" not in runs.words(run)
+
+
+def test_without_a_trace_waits_are_shared_out_by_sums() -> None:
+    rank = made()
+    rank.digest = None
+    waits = rank.waits()
+    assert waits["source"] == pytest.approx(12 * 8 / 10)
+    assert waits["decode"] == pytest.approx(12 * 2 / 10)
+
+
+def record(images: Path, home: Path, sleep: float = 0.0) -> None:
+    trace.start(home, rank=0)
+    with nostall.DataLoader(
+        nostall.ImageFolder(images, index=False), 4, epochs=2, tiers=["ram:64MiB"], output="numpy"
+    ) as loader:
+        for epoch in loader.epochs():
+            for _ in epoch:
+                with trace.span("<script>alert(1)</script>"):
+                    time.sleep(sleep)
+    trace.stop()
+
+
+def test_a_page_is_read_in_a_browser(
+    image_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "run"
+    record(image_folder, home, 0.001)
+    page = tmp_path / "report.html"
+    assert main(["report", str(home), "-o", str(page)]) == 0
+    assert "This run waited" in capsys.readouterr().out
+    wide = look(page)
+    assert wide.messages == []
+    assert wide.requests == []
+    assert wide.scripts == 0
+    assert len(wide.figures) == 5
+    assert all(w > 300 and h > 60 for w, h in wide.figures)
+    assert wide.overflow <= 0
+    assert "compute: <script>alert(1)</script>" in wide.text or "alert(1)" in wide.text
+    phone = look(page, 390, 844)
+    assert phone.overflow <= 0  # what is wide scrolls by itself
+    assert all(w >= 390 for w, _ in phone.figures)
+
+
+def test_two_runs_stand_side_by_side(image_folder: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        record(image_folder, tmp_path / name)
+    page = tmp_path / "both.html"
+    assert main(["report", str(tmp_path / "a"), str(tmp_path / "b"), "-o", str(page)]) == 0
+    seen = look(page)
+    assert seen.messages == []
+    assert "Side by side" in seen.text
+    assert "than A" in seen.text
+    assert len(seen.figures) == 10
+    with pytest.raises(UsageError, match="not 3"):
+        run_page.page([Run("", [made()], None, [])] * 3)
+
+
+def test_damaged_records_are_left_out_and_named(image_folder: Path, tmp_path: Path) -> None:
+    home = tmp_path / "run"
+    record(image_folder, home)
+    (home / "rank1.0.run.json").write_text('{"stats": 3}')
+    (home / "rank2.0.run.json").write_text("{")
+    (home / "rank3.trace.json.gz").write_bytes(b'{"backend": "nostall"')
+    (home / "profile.json").write_text('{"traceEvents": []}')
+    found = runs.read(home)
+    assert [r.rank for r in found.ranks] == [0]
+    assert sum("left out" in n for n in found.notes) == 4
+    assert run_page.page([found])
+
+
+def test_a_directory_without_a_run_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(tmp_path)]) == UsageError.exit_code
+    assert "NOSTALL_TRACE" in capsys.readouterr().err
+
+
+def test_profile_runs_a_command_and_reports(
+    image_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = (
+        "import sys, nostall\n"
+        "for _ in nostall.DataLoader(nostall.ImageFolder(sys.argv[1], index=False), 4, "
+        "tiers=[], output='numpy'):\n  pass\nsys.exit(7)\n"
+    )
+    command = ["profile", "-o", str(tmp_path / "run"), "--", sys.executable, "-c", code]
+    assert main([*command, str(image_folder)]) == 7
+    assert "This run waited" in capfd.readouterr().out
+    # A loader that nobody closed leaves its statistics as well.
+    kept = json.loads((tmp_path / "run" / "rank0.0.run.json").read_text())
+    assert kept["stats"]["epochs"][0]["samples"] == kept["samples"]
+    assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
+    assert main([*command, str(image_folder)]) == UsageError.exit_code
+    assert "holds a run already" in capfd.readouterr().err
+    assert main(["profile"]) == UsageError.exit_code
+    nothing = ["profile", "-o", str(tmp_path / "none"), "--", sys.executable, "-c", "pass"]
+    assert main(nothing) == 0
+    assert "nothing recorded" in capfd.readouterr().err
+    assert subprocess.run([sys.executable, "-m", "nostall", "profile", "--help"]).returncode == 0

@@ -1,0 +1,167 @@
+"""Every mistake is named with its file and key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import scenario, tables
+
+from nostall.errors import IoError, UsageError
+from nostall.simulate import Policy, load_scenario, make_policy, simulate
+from nostall.simulate.scenario import read_scenario
+from nostall.simulate.sweep import with_values
+from nostall.simulate.tables import Place
+
+_ONE_POINT = {"1": 66}
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"environment": {"c": 0}}, "environment.c: must be above 0"),
+        ({"environment": {"c": float("nan")}}, "environment.c: must be finite"),
+        ({"environment": {"b_c": -5}}, "environment.b_c: must be above 0"),
+        ({"environment": {"b_fs": "fast"}}, "environment.b_fs: must be a number, not 'fast'"),
+        ({"environment": {"N": 0}}, "environment.N: must be a whole number from 1"),
+        ({"environment": {"N": 2.5}}, "environment.N: must be a whole number"),
+        ({"environment": {"t": {}}}, "environment.t: must be throughputs"),
+        ({"environment": {"t": {"1": 0}}}, "environment.t.1: must be above 0"),
+        ({"environment": {"t": {"one": 5}}}, "'one' is not a number of threads"),
+        ({"environment": {"t": {"1": 5, "1.0": 6}}}, "names one number of threads twice"),
+        ({"environment": {"d": [0, 100, 200]}}, "environment.d.0: the staging buffer"),
+        ({"environment": {"d": [20, -1, 200]}}, "environment.d.1: must be at least 0"),
+        ({"environment": {"d": []}}, "environment.d: is empty"),
+        ({"environment": {"p": [2, 2]}}, "environment.p: has 2 classes, d has 3"),
+        ({"environment": {"p": [2, 0, 2]}}, "environment.p.1: must be a whole number"),
+        ({"environment": {"w": [1]}}, "environment.w: has 1 classes"),
+        ({"environment": {"betta": 5}}, 'environment.betta: unknown key: did you mean "beta"?'),
+        ({"environment": {"machine": "summit-9"}}, 'there is no machine "summit-9"'),
+        ({"environment": {"machine": "a", "calibration": "b"}}, "both a machine and a calibration"),
+        ({"dataset": {"distribution": "nrom"}}, "has no distribution 'nrom'"),
+        ({"dataset": {"samples": 0}}, "dataset.samples: must be a whole number"),
+        ({"dataset": {"scale": -1}}, "dataset.scale: must be at least 0"),
+        ({"dataset": {"min": -1}}, "dataset.min: must be at least 0"),
+        ({"dataset": {"min": 2, "max": 1}}, "dataset.max: must be at least 2"),
+        ({"dataset": {"path": "."}}, "either a distribution"),
+        ({"dataset": {"loc": -9.0}}, "gives samples of size 0 only"),
+        ({"dataset": {"distribution": "gamma"}}, "dataset.parameters: gamma cannot be drawn"),
+        ({"training": {"E": 0}}, "training.E: must be a whole number"),
+        ({"training": {"B": 5000}}, "training: B = 5000 leaves no batch"),
+        ({"training": {"scheme": "fair"}}, "training.scheme: must be one of uniform"),
+        ({"training": {"drop_last": 1}}, "training.drop_last: must be true or false"),
+        ({"training": {"epochs": 3}}, "training.epochs: unknown key"),
+        ({"policies": ["hdmpl"]}, 'there is no policy "hdmpl": did you mean "hdmlp"?'),
+        ({"policies": []}, "policies: must be a list"),
+        ({"policies": [{"name": "hdmlp", "fast": True}]}, 'policy "hdmlp" has no option fast'),
+        ({"policies": ["own.py:Mine"]}, "there is no file own.py"),
+        ({"step": {"checkpoint": 3}}, "checkpoint_every (batches) go together"),
+        ({"step": {"engine": -1}}, "step.engine: must be at least 0"),
+        ({"sweep": {"d.1": 5}}, "sweep: must give lists"),
+        ({"prices": {"d.1": -5}}, "prices.d.1: must be at least 0"),
+        ({"machine": {}}, "machine: unknown key"),
+    ],
+)
+def test_mistakes_name_file_and_key(changes: dict[str, Any], names: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_scenario(tables(**changes), Place("mine.toml"))
+    assert str(caught.value).startswith("mine.toml: ")
+    assert names in str(caught.value)
+
+
+@pytest.mark.parametrize("table", ["environment", "dataset", "training"])
+def test_missing_tables_and_keys(table: str) -> None:
+    whole = tables()
+    without = {k: v for k, v in whole.items() if k != table}
+    with pytest.raises(UsageError, match=rf"mine.toml: is missing \[{table}\]"):
+        read_scenario(without, Place("mine.toml"))
+    key = {"environment": "b_fs", "dataset": "samples", "training": "E"}[table]
+    whole[table].pop(key)
+    with pytest.raises(UsageError, match=rf"mine.toml: {table}: is missing {key}"):
+        read_scenario(whole, Place("mine.toml"))
+
+
+def test_tables_of_one_point_are_constant() -> None:
+    one = scenario(environment={"t": _ONE_POINT, "r": [{"2": 20000}, {"2": 20000}, {"2": 86}]})
+    assert one.environment.throughput(4) == 66
+    assert all(o.seconds > 0 or o.why for o in simulate(one))
+
+
+def test_negative_sizes_are_clipped_and_counted() -> None:
+    one = scenario(dataset={"loc": 0.1, "scale": 0.1})
+    assert one.dataset.sizes.min() == 0
+    assert one.dataset.clipped == (one.dataset.sizes == 0).sum() > 100
+
+
+def test_any_distribution_of_scipy() -> None:
+    gamma = {"distribution": "gamma", "parameters": {"a": 2.0}, "loc": 0.0, "scale": 0.2}
+    one = scenario(dataset=gamma)
+    assert one.dataset.total == pytest.approx(1200 * 0.4, rel=0.1)
+    counted = {"distribution": "poisson", "parameters": {"mu": 3.0}, "loc": 0, "scale": 0.1}
+    assert scenario(dataset=counted).dataset.total == pytest.approx(1200 * 0.3, rel=0.1)
+
+
+def test_sizes_of_real_data(image_folder: Path, tmp_path: Path) -> None:
+    changed = tables(training={"B": 8})
+    changed["dataset"] = {"path": str(image_folder)}
+    one = read_scenario(changed, Place(str(tmp_path / "mine.toml")))
+    files = sorted(p.stat().st_size for p in image_folder.rglob("*.jpg"))
+    assert sorted(np.rint(one.dataset.sizes * 1e6).astype(int)) == files
+    np.save(tmp_path / "sizes.npy", np.array([5_000_000] * 100))
+    changed["dataset"] = {"path": "sizes.npy"}
+    assert read_scenario(changed, Place(str(tmp_path / "mine.toml"))).dataset.total == 500
+    changed["dataset"] = {"path": "nothing"}
+    with pytest.raises(UsageError, match=r"dataset.path: .* is no folder"):
+        read_scenario(changed, Place(str(tmp_path / "mine.toml")))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no scenario scenario-9: environment"):
+        load_scenario("scenario-9")
+    with pytest.raises(IoError, match="No such file"):
+        load_scenario(tmp_path / "none.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[environment\n")
+    with pytest.raises(UsageError, match=r"broken.toml is not TOML"):
+        load_scenario(broken)
+
+
+def test_policies_from_files(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text("class Mine:\n    pass\n")
+    with pytest.raises(UsageError, match="has no policy Mine"):
+        make_policy(f"{path}:Mine")
+
+
+def test_unknown_variables_and_modes() -> None:
+    one = scenario()
+    for values, names in (
+        ({"d.9": 5}, "only 3 storage classes"),
+        ({"x": 5}, "x is not a variable"),
+        ({"N": 0}, "N: must be a whole number"),
+        ({"E": 1.5}, "E must be a whole number"),
+    ):
+        with pytest.raises(UsageError, match=names):
+            with_values(one, values)
+    with pytest.raises(UsageError, match="mode must be one of"):
+        simulate(one, ["published"])  # type: ignore[list-item]
+
+
+def test_a_policy_that_keeps_too_much_is_named() -> None:
+    class Wrong(Policy):
+        name = "wrong"
+
+        def layout(self, job: Any) -> Any:
+            from nostall._native import Filling, Layout
+
+            layout = Layout()
+            layout.filling = Filling.prefetch
+            layout.set_kept([[np.array([job.samples], np.uint32)]] * job.nodes)
+            return layout
+
+    from dataclasses import replace
+
+    with pytest.raises(UsageError, match="keeps sample 1200 of 1200"):
+        simulate(replace(scenario(), policies=(Wrong(),)))

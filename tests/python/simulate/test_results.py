@@ -1,0 +1,208 @@
+"""Sweeps, the command line, files of results, examples, records of runs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import scenario, tables
+
+import nostall
+from nostall.cli import main
+from nostall.errors import CorruptionError, IoError, UsageError
+from nostall.simulate import check, results
+from nostall.simulate.sweep import cheapest, points_of, price_of, scaling, sweep
+
+ROOT = Path(__file__).parents[3]
+OWN = f"{ROOT / 'examples' / 'simulate-own-policy.py'}:Replicated"
+GRID = {"d.1": [0, 60, 120], "d.2": [0, 100]}
+
+
+def write_scenario(path: Path) -> Path:
+    """The small scenario as a file."""
+    data = tables(policies=["lower-bound", "hdmlp", "nostall"])
+
+    def value(v: object) -> str:
+        if isinstance(v, dict):
+            return "{" + ", ".join(f'"{k}" = {value(x)}' for k, x in v.items()) + "}"
+        return json.dumps(v) if not isinstance(v, list) else f"[{', '.join(map(value, v))}]"
+
+    lines = [f"policies = {value(data.pop('policies'))}"]
+    for name, table in data.items():
+        lines += [f"[{name}]", *(f'"{k}" = {value(v)}' for k, v in table.items())]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
+    one = scenario(policies=["hdmlp", "nostall"])
+    state = tmp_path / "points.jsonl"
+    whole = sweep(one, [GRID], ["consistent"], state=state)
+    assert [p.values for p in whole] == points_of([GRID]) and len(whole) == 6
+    lines = state.read_text().splitlines()
+    # Killed while it wrote the fifth point.
+    state.write_text("\n".join(lines[:4]) + "\n" + lines[4][:30])
+    seen: list[tuple[int, int]] = []
+    again = sweep(
+        one, [GRID], ["consistent"], state=state, progress=lambda *at: seen.append(at), processes=2
+    )
+    assert again == whole
+    assert seen[0] == (4, 6) and seen[-1] == (6, 6) and len(seen) == 3
+    # A policy of a file works in other processes too.
+    own = scenario(policies=["nostall", OWN])
+    assert len(sweep(own, [GRID], ["consistent"], processes=2)) == 6
+    # Points of another training are not taken for this one's.
+    other = scenario(policies=["hdmlp", "nostall"], training={"E": 4})
+    assert sweep(other, [GRID], ["consistent"], state=state) != whole
+
+
+def test_the_cheapest_machine() -> None:
+    points = sweep(scenario(policies=["nostall"]), [GRID], ["consistent"])
+    column = "nostall/consistent"
+    prices = {"d.1": 5.0, "d.2": 1.0}
+    bound = min(p.read_once_bound for p in points)
+    found = cheapest(points, prices, 4, column=column, within=0.05, bound=bound)
+    assert found is not None
+    point, price = found
+    assert price == 4 * (5.0 * point.values["d.1"] + 1.0 * point.values["d.2"])
+    for p in points:
+        if p.seconds[column] <= 1.05 * bound:
+            assert price_of(p.values, prices, 4) >= price
+    assert cheapest(points, prices, 4, column=column, within=-0.5) is None
+    with pytest.raises(UsageError, match=r"there is a price for d\.0"):
+        cheapest(points, {"d.0": 1.0}, 4, column=column, within=1.0)
+    with pytest.raises(UsageError, match="there is no hdmlp"):
+        cheapest(points, prices, 4, column="hdmlp", within=1.0)
+
+
+def test_strong_and_weak_scaling() -> None:
+    one = scenario(policies=["lower-bound", "nostall"])
+    strong = scaling(one, [1, 2, 4], ["consistent"])
+    times = [strong[n][1].seconds for n in (1, 2, 4)]
+    assert times[0] > times[1] > times[2]
+    weak = scaling(one, [4, 8], ["consistent"], weak=True)
+    assert weak[8][0].seconds == pytest.approx(weak[4][0].seconds, rel=0.05)
+    with pytest.raises(UsageError, match="at least one node"):
+        scaling(one, [0], ["consistent"])
+
+
+def test_the_command_line_writes_all_forms(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = write_scenario(tmp_path / "mine.toml")
+    files = [f"--{kind}={tmp_path / kind}" for kind in ("json", "csv", "html")]
+    assert main(["simulate", str(path), *files]) == 0
+    shown = capsys.readouterr().out
+    assert "fastest first, consistent: Lower bound, nostall, HDMLP" in shown
+    data = json.loads((tmp_path / "json").read_text())
+    assert len(data["outcomes"]) == 6 and len(data["outcomes"][0]["batch_seconds"]) == 90
+    rows = list(csv.DictReader((tmp_path / "csv").open()))
+    assert [r["policy"] for r in rows[::2]] == ["Lower bound", "HDMLP", "nostall"]
+    page = (tmp_path / "html").read_text()
+    assert page.count("<svg") == 4 and "http" not in page.split("<svg")[0]
+    assert main(["simulate", str(path), "--nodes", "2", "4", "--mode", "consistent"]) == 0
+    assert "speed-up" in capsys.readouterr().out
+    sweeps = ["--sweep", "d.1=0,120", "--sweep", "d.2=0,100", "--price", "d.1=1"]
+    assert main(["simulate", str(path), *sweeps, "--policy", "nostall", files[2]]) == 0
+    assert "nostall/consistent: cheapest within 5 %" in capsys.readouterr().out
+    assert (tmp_path / "html").read_text().count("<svg") == 2
+    assert main(["simulate", "--list"]) == 0
+    assert "environment, scenario-1" in capsys.readouterr().out
+
+
+def test_the_command_line_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, names in (
+        (["simulate"], "which scenario?"),
+        (["simulate", "scenario-5"], "there is no scenario scenario-5"),
+        (["simulate", "scenario-1", "--set", "c"], '"c" is not KEY=VALUE'),
+        (["simulate", "scenario-1", "--policy", "best"], 'there is no policy "best"'),
+        (["simulate", "scenario-1", "--policy", "lbann,preload=true"], "has no option preload"),
+    ):
+        assert main(words) == 2
+        assert names in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(IoError, match="cannot write"):
+        results.write(tmp_path / "none" / "x", "text")
+    with pytest.raises(IoError, match="Is a directory"):
+        sweep(scenario(policies=["nostall"]), [{"d.1": [0]}], ["consistent"], state=tmp_path)
+
+
+@pytest.mark.parametrize("example", ["simulate-own-policy.py", "buy-ssd-or-ram.py"])
+def test_examples(example: str) -> None:
+    package = str(Path(nostall.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / example)],
+        env={**os.environ, "PYTHONPATH": package},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert "nostall" in done.stdout
+
+
+def record(folder: Path, directory: Path, capacity: int) -> None:
+    """A real run of the loader on one node, recorded."""
+    dataset = nostall.ImageFolder(str(folder), index=False)
+    with nostall.DataLoader(
+        dataset, 8, epochs=3, seed=5, tiers=[f"ram:{capacity}"], rank=0, world_size=1,
+        local_rank=0, local_world_size=1, output="numpy",
+    ) as loader:  # fmt: skip
+        for epoch in loader.epochs():
+            for _ in epoch:
+                pass
+        stats = loader.stats()
+    check.record_run(
+        directory / f"tier-{capacity}{check.SUFFIX}",
+        environment=check.machine_of_run(
+            nodes=1, source=[2e8], link=2e8, tiers=[capacity], staging=256 << 20
+        ),
+        sizes=dataset.sizes.tolist(),
+        training={"E": 3, "B": 8, "seed": 5},
+        step_seconds=0.001,
+        epoch_seconds=[e.seconds for e in stats.epochs],
+        origin_bytes={
+            o: sum(e.origins[o].bytes for e in stats.epochs) for o in stats.epochs[0].origins
+        },
+    )
+
+
+def test_predicts_the_bytes_of_real_runs(image_folder: Path, tmp_path: Path) -> None:
+    total = nostall.ImageFolder(str(image_folder), index=False).total_bytes
+    for share in (2.0, 0.5):
+        record(image_folder, tmp_path, int(total * share))
+    found = check.check(tmp_path)
+    assert len(found) == 2
+    for run in found:
+        assert abs(run.bytes_error) < 0.03
+        assert run.predicted_seconds > 0 and len(run.predicted_epochs) == 3
+    assert "predicted" in check.text(found)
+
+
+def test_damaged_records_are_named(tmp_path: Path) -> None:
+    with pytest.raises(IoError, match="cannot read"):
+        check.check(tmp_path / "none")
+    with pytest.raises(UsageError, match="holds no records"):
+        check.check(tmp_path)
+    path = tmp_path / f"a{check.SUFFIX}"
+    for content, names in (
+        ("{", "is not a record of a run"),
+        ("[]", "is not a record of format 1"),
+        ('{"format": 1}', "is damaged"),
+        (
+            '{"format": 1, "measured": {"epoch_seconds": [1], "bytes": {}}, "environment": {}}',
+            "missing N",
+        ),
+    ):
+        path.write_text(content)
+        with pytest.raises((CorruptionError, UsageError), match=names) as caught:
+            check.check(tmp_path)
+        assert str(path) in str(caught.value)

@@ -1,0 +1,213 @@
+"""HDF5 datasets as h5py writes them are read as h5py reads them."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import weakref
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from checks import check_epochs, check_source
+
+import nostall
+from nostall.errors import CorruptionError, IoError, UsageError
+
+RANDOM = np.random.default_rng(0)
+PIXELS = RANDOM.integers(0, 255, (50, 8, 6, 3), dtype=np.uint8)
+LABELS = RANDOM.integers(-5, 1000, 50)
+
+
+def make(path: Path, **options: Any) -> Path:
+    with h5py.File(path, "w") as file:
+        file.create_dataset("images", data=PIXELS, **options)
+        file["labels"] = LABELS
+    return path
+
+
+LAYOUTS: dict[str, tuple[dict[str, Any], bool]] = {
+    "contiguous": ({}, False),
+    "chunks of one sample": ({"chunks": (1, 8, 6, 3)}, False),
+    "chunks of seven": ({"chunks": (7, 8, 6, 3)}, False),
+    "chunks that cut samples": ({"chunks": (4, 3, 6, 3)}, True),
+    "gzip": ({"chunks": (7, 8, 6, 3), "compression": "gzip"}, True),
+    "lzf and shuffled": ({"chunks": (7, 8, 6, 3), "compression": "lzf", "shuffle": True}, True),
+    "checksums": ({"chunks": (7, 8, 6, 3), "fletcher32": True}, True),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(tmp_path: Path, layout: str) -> None:
+    options, through_library = LAYOUTS[layout]
+    source = nostall.HDF5(make(tmp_path / "a.h5", **options), "images", labels="labels")
+    assert source.through_library == through_library
+    assert source.pixel_shape == (8, 6, 3) and source.dtype == np.uint8
+    check_source(source, [p.tobytes() for p in PIXELS], LABELS.tolist())
+    assert "a.h5" in source.describe(3)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": (7, 8, 6, 3)}])
+def test_a_user_block_before_the_file(tmp_path: Path, options: dict[str, Any]) -> None:
+    with h5py.File(tmp_path / "a.h5", "w", userblock_size=1024) as file:
+        file.create_dataset("images", data=PIXELS, **options)
+    source = nostall.HDF5(tmp_path / "a.h5", "images")
+    assert [source.read(i) for i in range(50)] == [p.tobytes() for p in PIXELS]
+
+
+def test_encoded_images_of_different_lengths(tmp_path: Path) -> None:
+    contents = [RANDOM.bytes(int(n)) for n in [0, 1, *RANDOM.integers(0, 5000, 48)]]
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        data = file.create_dataset("group/jpeg", (50,), h5py.vlen_dtype(np.uint8))
+        for i, content in enumerate(contents):
+            data[i] = np.frombuffer(content, np.uint8)
+    source = nostall.HDF5(tmp_path / "a.h5", "group/jpeg", labels=list(range(50)))
+    assert source.through_library
+    check_source(source, contents, range(50))
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "gzip", "chunks": (4,)}])
+def test_strings_of_one_length_keep_their_zeros(tmp_path: Path, options: dict[str, Any]) -> None:
+    contents = [b"ab\0\0", b"\0\0\0\0", b"abcd", b"\0bcd", b"a\0\0d"]
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("x", data=np.array(contents, "S4"), **options)
+    check_source(nostall.HDF5(tmp_path / "a.h5", "x"), contents, [0] * 5)
+
+
+def test_floats_big_endian_numbers_and_compact_datasets(tmp_path: Path) -> None:
+    values = RANDOM.normal(size=(9, 4)).astype(">f4")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["plain"] = values
+        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plist.set_layout(h5py.h5d.COMPACT)
+        space = h5py.h5s.create_simple((9, 4))
+        h5py.h5d.create(file.id, b"compact", h5py.h5t.IEEE_F32BE, space, plist)
+        file["compact"][...] = values
+    for name in ("plain", "compact"):
+        source = nostall.HDF5(tmp_path / "a.h5", name)
+        assert source.dtype == values.dtype
+        check_source(source, [v.tobytes() for v in values], [0] * 9)
+
+
+def test_what_was_never_written_has_the_fill_value(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        data = file.create_dataset("x", (10, 4), np.uint8, chunks=(2, 4), fillvalue=7)
+        data[3] = 1
+    expected = [bytes([1] * 4) if i == 3 else bytes([7] * 4) for i in range(10)]
+    check_source(nostall.HDF5(tmp_path / "a.h5", "x"), expected, [0] * 10)
+
+
+def test_datasets_that_other_files_hold(tmp_path: Path) -> None:
+    make(tmp_path / "a.h5")
+    layout = h5py.VirtualLayout(PIXELS.shape, np.uint8)
+    layout[...] = h5py.VirtualSource(str(tmp_path / "a.h5"), "images", PIXELS.shape)
+    with h5py.File(tmp_path / "v.h5", "w") as file:
+        file.create_virtual_dataset("v", layout)
+    source = nostall.HDF5(tmp_path / "v.h5", "v")
+    assert source.through_library and source.read(9) == PIXELS[9].tobytes()
+
+
+# --------------------------------------------------------------------------------- bad datasets
+
+
+def test_a_dataset_that_is_not_there(tmp_path: Path) -> None:
+    make(tmp_path / "a.h5")
+    with pytest.raises(UsageError, match=r"a\.h5 has no dataset 'image'; it has: images, labels"):
+        nostall.HDF5(tmp_path / "a.h5", "image")
+    with pytest.raises(UsageError, match=r"no dataset 'y'"):
+        nostall.HDF5(tmp_path / "a.h5", "images", labels="y")
+
+
+def test_labels_that_do_not_fit(tmp_path: Path) -> None:
+    make(tmp_path / "a.h5")
+    with h5py.File(tmp_path / "a.h5", "a") as file:
+        file["names"] = np.array(["cat"] * 50, "S3")
+    with pytest.raises(UsageError, match=r"a\.h5: 3 labels for 50 samples"):
+        nostall.HDF5(tmp_path / "a.h5", "images", labels=[1, 2, 3])
+    with pytest.raises(UsageError, match=r"a\.h5: labels of type \|S3 are no integers"):
+        nostall.HDF5(tmp_path / "a.h5", "images", labels="names")
+
+
+def test_a_filter_that_is_not_installed(tmp_path: Path) -> None:
+    blosc = 32001
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plist.set_chunk((2, 4))
+        plist.set_filter(blosc, h5py.h5z.FLAG_OPTIONAL, (0,) * 7)
+        space = h5py.h5s.create_simple((10, 4))
+        h5py.h5d.create(file.id, b"x", h5py.h5t.NATIVE_UINT8, space, plist)
+    with pytest.raises(UsageError, match=r"a\.h5, dataset /?x: .*filter 32001 .*hdf5plugin"):
+        nostall.HDF5(tmp_path / "a.h5", "x")
+
+
+def test_kinds_that_are_not_read(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["scalar"] = 3
+        file["empty"] = np.zeros((0, 4), np.uint8)
+        file.create_dataset("reference", (3,), h5py.ref_dtype)
+    for name, text in (
+        ("scalar", "no samples"),
+        ("empty", "no samples"),
+        ("reference", "not read"),
+    ):
+        with pytest.raises(UsageError, match=rf"a\.h5, dataset {name}: .*{text}"):
+            nostall.HDF5(tmp_path / "a.h5", name)
+
+
+def test_files_that_are_no_hdf5_or_cut(tmp_path: Path) -> None:
+    make(tmp_path / "a.h5")
+    data = (tmp_path / "a.h5").read_bytes()
+    for bad in (data[:-100], data[:300], b"x" * 5000, b""):
+        (tmp_path / "b.h5").write_bytes(bad)
+        with pytest.raises(CorruptionError, match=r"b\.h5 cannot be opened as HDF5"):
+            nostall.HDF5(tmp_path / "b.h5", "images")
+    with pytest.raises(IoError, match=r"none\.h5 does not exist"):
+        nostall.HDF5(tmp_path / "none.h5", "images")
+    with pytest.raises(UsageError, match="s3://bucket"):
+        nostall.HDF5("s3://bucket/a.h5", "images")
+
+
+@pytest.mark.parametrize("filters", [{"compression": "gzip"}, {"fletcher32": True}])
+def test_a_damaged_chunk_is_named(tmp_path: Path, filters: dict[str, Any]) -> None:
+    make(tmp_path / "a.h5", chunks=(10, 8, 6, 3), **filters)
+    with h5py.File(tmp_path / "a.h5") as file:
+        chunk = file["images"].id.get_chunk_info(2)
+    data = bytearray((tmp_path / "a.h5").read_bytes())
+    middle = chunk.byte_offset + chunk.size // 2
+    data[middle] ^= 0xFF
+    (tmp_path / "a.h5").write_bytes(data)
+    source = nostall.HDF5(tmp_path / "a.h5", "images")
+    assert source.read(5) == PIXELS[5].tobytes()
+    with pytest.raises(IoError, match=r"a\.h5, dataset images, index 25.*HDF5 library says"):
+        source.read(25)
+    with pytest.raises(CorruptionError, match=r"a\.h5, dataset images, index 2\d"):
+        check_epochs(source, [p.tobytes() for p in PIXELS])
+
+
+def test_a_file_that_goes_away_or_changes(tmp_path: Path) -> None:
+    make(tmp_path / "a.h5", chunks=(10, 8, 6, 3), compression="gzip")
+    source = nostall.HDF5(tmp_path / "a.h5", "images")
+    (tmp_path / "a.h5").unlink()
+    with pytest.raises(IoError, match=r"a\.h5, dataset images, index 1.*not exist"):
+        source.read(1)
+    make(tmp_path / "b.h5")
+    placed = nostall.HDF5(tmp_path / "b.h5", "images")
+    with h5py.File(tmp_path / "b.h5", "a") as file:
+        file["images"][3] = 0
+        file["more"] = PIXELS
+    with pytest.raises(IoError, match=r"b\.h5.*(changed|written)"):
+        placed.read(3)
+
+
+def test_readers_are_let_go_of(tmp_path: Path) -> None:
+    make(tmp_path / "a.h5", chunks=(10, 8, 6, 3), compression="gzip")
+    source = nostall.HDF5(tmp_path / "a.h5", "images")
+    source.read(3)
+    reader = next(r for r in gc.get_objects() if type(r).__name__ == "_Library")
+    gone = weakref.ref(reader)
+    del reader, source
+    gc.collect()
+    assert gone() is None
+    shutil.rmtree(tmp_path)

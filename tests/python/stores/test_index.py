@@ -1,0 +1,123 @@
+"""``nostall index`` builds, checks and shows what is kept about every kind of dataset."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import lmdb
+import pytest
+from protobuf import example, write_tfrecord
+from test_tar import images, webdataset
+
+import nostall
+from nostall.cli import main
+
+
+def make(kind: str, root: Path) -> Path:
+    root.mkdir(exist_ok=True)
+    contents = images(200)
+    if kind == "lmdb":
+        with lmdb.open(str(root), map_size=1 << 26) as env, env.begin(write=True) as t:
+            for i, content in enumerate(contents):
+                t.put(str(i).encode(), content)
+    elif kind == "tar":
+        webdataset(root / "a.tar", contents[:100])
+        webdataset(root / "b.tar", contents[100:], 100)
+    else:
+        records = [
+            example({"image/encoded": c, "image/class/label": i}) for i, c in enumerate(contents)
+        ]
+        write_tfrecord(root / "a.tfrecord", records)
+    return root
+
+
+OPEN = {"lmdb": nostall.LMDB, "tar": nostall.TarShards, "tfrecord": nostall.TFRecord}
+
+
+@pytest.mark.parametrize("kind", OPEN)
+@pytest.mark.parametrize("where", ["beside", "elsewhere"])
+def test_build_check_show(
+    tmp_path: Path, kind: str, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = make(kind, tmp_path / "data")
+    words = [] if where == "beside" else ["--index", str(tmp_path / "places")]
+    index = True if where == "beside" else tmp_path / "places"
+    files_before = sorted(tmp_path.rglob("*"))
+    assert main(["index", str(root), "--check", *words]) == 1
+    assert sorted(tmp_path.rglob("*")) == files_before  # --check writes nothing
+    capsys.readouterr()
+    assert main(["index", str(root), *words]) == 0
+    out = capsys.readouterr().out
+    shown = re.match(
+        r"(\S+): (\w+), 200 samples of (\d+) bytes in (\d) files, index of (\d+) bytes "
+        r"\(([\d.]+) a sample\), fingerprint ([0-9a-f]{16}), made in",
+        out,
+    )
+    assert shown, out
+    store = OPEN[kind](root, index=index)
+    assert store.index_reused
+    assert shown[1] == store.index_file and shown[2] == kind
+    assert int(shown[3]) == store.total_bytes and int(shown[4]) == len(store.storage.paths)
+    assert int(shown[5]) == Path(store.index_file).stat().st_size
+    assert float(shown[6]) < 12
+    assert shown[7] == f"{store.fingerprint:016x}"
+    assert main(["index", str(root), *words]) == 0
+    assert capsys.readouterr().out.endswith(" held\n")
+    assert main(["index", str(root), "--check", *words]) == 0
+    assert capsys.readouterr().out == f"{store.index_file}: holds\n"
+
+
+@pytest.mark.parametrize("kind", OPEN)
+def test_a_change_is_seen(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    root = make(kind, tmp_path / "data")
+    assert main(["index", str(root)]) == 0
+    index = capsys.readouterr().out.split(":")[0]
+    make(kind, root)  # again: another transaction, other times
+    assert main(["index", str(root), "--check"]) == 1
+    assert capsys.readouterr().out.startswith(f"{index}: ")
+    assert main(["index", str(root)]) == 0
+    assert "made in" in capsys.readouterr().out
+    Path(index).write_bytes(b"damaged")
+    assert main(["index", str(root), "--check"]) == 1
+    assert "damaged" in capsys.readouterr().out
+
+
+def test_options_reach_the_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = make("tar", tmp_path / "data")
+    words = ["index", str(root / "*.tar"), "--image", "seg.png,txt", "--label", ""]
+    assert main(words) == 0
+    capsys.readouterr()
+    assert main(["index", str(root), "--check"]) == 1
+    assert "other options" in capsys.readouterr().out
+    store = nostall.TarShards(str(root / "*.tar"), image=["seg.png", "txt"], label=None)
+    assert store.index_reused and store.read(3) == b"not the sample"
+
+
+def test_named_databases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with lmdb.open(str(tmp_path / "db"), max_dbs=2) as env:
+        database = env.open_db(b"train")
+        with env.begin(write=True) as t:
+            t.put(b"0", b"x", db=database)
+    assert main(["index", str(tmp_path / "db")]) != 0
+    assert "train" in capsys.readouterr().err
+    assert main(["index", str(tmp_path / "db"), "--database", "train"]) == 0
+    assert "lmdb, 1 samples of 1 bytes" in capsys.readouterr().out
+
+
+def test_a_folder_is_still_a_folder(
+    image_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index = str(tmp_path / "listing")
+    assert main(["index", str(image_folder), "--index", index, "--check"]) == 1
+    assert main(["index", str(image_folder), "--index", index]) == 0
+    assert "61 samples of 3 classes" in capsys.readouterr().out
+    assert main(["index", str(image_folder), "--index", index, "--check"]) == 0
+
+
+def test_what_does_not_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make("tar", tmp_path / "data")
+    assert main(["index", str(tmp_path / "data"), "--database", "x"]) != 0
+    assert "--database does not go with a dataset of kind tar" in capsys.readouterr().err
+    assert main(["index", str(tmp_path / "train-0-of-3")]) != 0
+    assert "--kind" in capsys.readouterr().err

@@ -1,0 +1,395 @@
+"""Every store on an S3 server behind a proxy that spoils answers: what helps is tried again, the
+rest is a clear error, and nothing wrong is served."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import lmdb
+import numpy as np
+import pytest
+from checks import check_epochs, check_source
+from object_server import ENVIRONMENT, Answer, Proxy, error, moto_server
+from PIL import Image
+from protobuf import example, write_tfrecord
+from test_tar import images, webdataset
+
+import nostall
+from nostall import transforms
+from nostall.errors import CorruptionError, IoError, UsageError
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Proxy]:
+    with moto_server() as port:
+        proxy = Proxy(port)
+        yield proxy
+        proxy.close()
+
+
+@pytest.fixture(scope="module")
+def resource(server: Proxy) -> Any:
+    keys = ("aws_access_key_id", "aws_secret_access_key")
+    options = {key: ENVIRONMENT[key.upper()] for key in keys}
+    return boto3.resource("s3", "us-east-1", endpoint_url=server.url, **options)
+
+
+@pytest.fixture
+def proxy(server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("NOSTALL_OBJECT_TIMEOUT_S", "1")
+    monkeypatch.setenv("NOSTALL_OBJECT_RETRIES", "2")
+    server.reset()
+    yield server
+    server.reset()
+
+
+@pytest.fixture
+def bucket(proxy: Proxy, resource: Any, request: pytest.FixtureRequest) -> Any:
+    """A bucket of the test's own."""
+    found = resource.Bucket(f"bucket-{abs(hash(request.node.nodeid)):x}")
+    found.create()
+    return found
+
+
+def upload(bucket: Any, files: Path, below: str = "") -> None:
+    for path in sorted(p for p in files.rglob("*") if p.is_file()):
+        bucket.put_object(Key=below + str(path.relative_to(files)), Body=path.read_bytes())
+
+
+@pytest.fixture
+def shards(bucket: Any, tmp_path: Path) -> tuple[str, list[bytes], list[int]]:
+    """(URL, samples, labels) of two tar shards."""
+    contents = images(24)
+    (tmp_path / "s").mkdir()
+    labels = webdataset(tmp_path / "s/a-0.tar", contents[:12])
+    labels += webdataset(tmp_path / "s/a-1.tar", contents[12:], 12)
+    upload(bucket, tmp_path / "s", "train/")
+    return f"s3://{bucket.name}/train", contents, labels
+
+
+# ------------------------------------------------------------------------------------ every store
+
+
+def test_tar_shards(shards: tuple[str, list[bytes], list[int]]) -> None:
+    url, contents, labels = shards
+    source = nostall.TarShards(url)
+    check_source(source, contents, labels, fork=False)
+    assert source.describe(15).startswith(f'{url}/a-1.tar "000015.jpg" at offset ')
+    assert nostall.TarShards(url).index_reused
+    by_pattern = nostall.TarShards(f"{url}/a-*.tar", index=False)
+    one_by_one = nostall.TarShards([f"{url}/a-0.tar", f"{url}/a-1.tar"], index=False)
+    assert source.fingerprint == by_pattern.fingerprint == one_by_one.fingerprint
+
+
+def test_lmdb(bucket: Any, tmp_path: Path) -> None:
+    contents = [*images(30), np.random.default_rng(0).bytes(200_000)]
+    with lmdb.open(str(tmp_path / "db"), map_size=1 << 24) as env, env.begin(write=True) as t:
+        for i, content in enumerate(contents):
+            t.put(str(i).encode(), content)
+    bucket.put_object(Key="db/data.mdb", Body=(tmp_path / "db/data.mdb").read_bytes())
+    source = nostall.LMDB(f"s3://{bucket.name}/db")
+    check_source(source, contents, [0] * 31, fork=False)
+    assert nostall.LMDB(f"s3://{bucket.name}/db/data.mdb").index_reused
+
+
+def test_tfrecords(bucket: Any, tmp_path: Path) -> None:
+    contents = images(30)
+    records = [
+        example({"image/encoded": c, "image/class/label": i}) for i, c in enumerate(contents)
+    ]
+    (tmp_path / "t").mkdir()
+    write_tfrecord(tmp_path / "t/0.tfrecord", records[:15])
+    write_tfrecord(tmp_path / "t/1.tfrecord", records[15:])
+    upload(bucket, tmp_path / "t")
+    source = nostall.TFRecord(f"s3://{bucket.name}/", check="all")
+    check_source(source, contents, range(30), fork=False)
+
+
+def test_a_folder_of_images(bucket: Any, make_folder: Callable[[int], Path]) -> None:
+    image_folder = make_folder(20)
+    upload(bucket, image_folder, "set/")
+    bucket.put_object(Key="set-b/class0/x.jpg", Body=b"of another folder")
+    local = nostall.ImageFolder(image_folder, index=False)
+    source = nostall.ObjectFolder(f"s3://{bucket.name}/set")
+    assert source.classes == local.classes
+    samples = [local.read(i) for i in range(len(local))]
+    check_source(source, samples, local.labels.tolist(), fork=False)
+    options: dict[str, Any] = {"epochs": 2, "seed": 3, "output": "numpy", "tiers": ["ram:1MiB"]}
+    steps = [transforms.RandomResizedCrop(24), transforms.ToTensor()]
+    with (
+        nostall.DataLoader(source, 8, transforms=steps, **options) as far,
+        nostall.DataLoader(local, 8, transforms=steps, **options) as near,
+    ):
+        for _ in range(2):
+            for (a, x), (b, y) in zip(far, near, strict=True):
+                np.testing.assert_array_equal(a, b)
+                np.testing.assert_array_equal(x, y)
+        assert far.stats().source_bytes == source.total_bytes  # read once
+
+
+def test_a_store_of_the_users_own(shards: tuple[str, list[bytes], list[int]]) -> None:
+    from obstore.store import S3Store
+
+    url, contents, labels = shards
+    endpoint = os.environ.pop("AWS_ENDPOINT_URL")  # so that nothing else finds the server
+    name = url.split("/")[2]
+    store = S3Store(name, endpoint=endpoint, client_options={"allow_http": True})
+    source = nostall.TarShards(url, store=store)
+    assert [source.read(i) for i in range(24)] == contents
+    assert source.labels.tolist() == labels
+
+
+def test_a_profile_gives_the_credentials(
+    shards: tuple[str, list[bytes], list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, contents, _ = shards
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws/credentials").write_text(
+        "[lab]\naws_access_key_id = FROMPROFILE\naws_secret_access_key = x\n"
+    )
+    seen = []
+    monkeypatch.setattr(
+        Proxy,
+        "authorized",
+        lambda self, value: seen.append(value),
+    )
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    source = nostall.TarShards(url)
+    assert source.read(7) == contents[7]
+    assert seen and all("FROMPROFILE" in value for value in seen)
+
+
+# ----------------------------------------------------------------------------------- coalescing
+
+
+def test_neighbours_are_read_together(proxy: Proxy, bucket: Any, tmp_path: Path) -> None:
+    contents = images(300)
+    webdataset(tmp_path / "a.tar", contents)
+    bucket.put_object(Key="a.tar", Body=(tmp_path / "a.tar").read_bytes())
+    requests = {}
+    for coalesce in (True, False):
+        source = nostall.TarShards(f"s3://{bucket.name}/a.tar", coalesce=coalesce)
+        proxy.reset()
+        with nostall.DataLoader(
+            source, 16, epochs=1, shuffle=False, tiers=["ram:8MiB"], output="numpy"
+        ) as loader:
+            i = 0
+            for batch, _ in loader:
+                for k in range(len(batch)):
+                    assert batch[k].tobytes() == contents[i]
+                    i += 1
+        assert i == 300
+        requests[coalesce] = len(proxy.ranges)
+    nonempty = sum(len(c) > 0 for c in contents)
+    assert requests[False] == nonempty
+    assert requests[True] <= 75, requests
+
+
+# --------------------------------------------------------------------------------------- faults
+
+
+def cut(answer: Answer, after: int) -> Answer:
+    answer.cut = min(after, len(answer.body))
+    return answer
+
+
+def drop(answer: Answer) -> Answer:
+    answer.drop = True
+    return answer
+
+
+def shortened(answer: Answer) -> Answer:
+    answer.body = answer.body[: len(answer.body) // 2]
+    return answer
+
+
+def late(answer: Answer, seconds: float) -> Answer:
+    time.sleep(seconds)
+    return answer
+
+
+def shifted(answer: Answer) -> Answer:
+    """The answer to another range than the one asked for."""
+    name = next(k for k in answer.headers if k.lower() == "content-range")
+    first, rest = answer.headers[name].removeprefix("bytes ").split("-")
+    last, total = rest.split("/")
+    answer.headers[name] = f"bytes {int(first) + 1}-{int(last) + 1}/{total}"
+    return answer
+
+
+SPOIL = {
+    "error 500": lambda a: error(500, "InternalError"),
+    "slow down": lambda a: error(503, "SlowDown"),
+    "cut in the body": lambda a: cut(a, len(a.body) // 2),
+    "cut before the body": lambda a: cut(a, 0),
+    "no answer": drop,
+    "wrong length": shortened,
+    "wrong range": shifted,
+}
+
+
+@pytest.mark.parametrize("fault", SPOIL)
+def test_faults_that_pass(
+    proxy: Proxy, shards: tuple[str, list[bytes], list[int]], fault: str
+) -> None:
+    url, contents, labels = shards
+    # Every third answer is spoiled, in the scan as in the epochs.
+    proxy.spoil = lambda n, a: SPOIL[fault](a) if n % 3 == 1 else a
+    source = nostall.TarShards(url, index=False)
+    assert source.labels.tolist() == labels
+    check_epochs(source, contents, tiers=["ram:1MiB"])
+    assert len(proxy.ranges) > 3
+
+
+def test_an_answer_that_comes_late_is_asked_for_again(
+    proxy: Proxy, shards: tuple[str, list[bytes], list[int]]
+) -> None:
+    url, contents, _ = shards
+    source = nostall.TarShards(url)
+    proxy.reset()
+    proxy.spoil = lambda n, a: late(a, 1.5) if n == 0 else a
+    assert source.read(5) == contents[5]
+    assert len(proxy.ranges) == 2
+
+
+LASTING = {
+    **{name: (spoil, "") for name, spoil in SPOIL.items() if name != "cut in the body"},
+    "error 500": (SPOIL["error 500"], "500 Internal Server Error"),
+    "wrong length": (shortened, "bytes instead of"),
+    "expired credentials": (lambda a: error(400, "ExpiredToken"), "denied.*ExpiredToken.*expired"),
+    "no permission": (lambda a: error(403, "AccessDenied"), "denied.*check the credentials"),
+    "gone": (lambda a: error(404, "NoSuchKey"), "does not exist"),
+}
+
+
+@pytest.mark.parametrize("fault", LASTING)
+def test_faults_that_stay(
+    proxy: Proxy, shards: tuple[str, list[bytes], list[int]], fault: str
+) -> None:
+    url, contents, _ = shards
+    spoil, text = LASTING[fault]
+    source = nostall.TarShards(url)
+    proxy.reset()
+    proxy.spoil = lambda n, a: spoil(a)
+    offset = int(source.places[1][15])
+    begun = time.monotonic()
+    with pytest.raises(IoError, match=rf"{url}/a-1\.tar.*offset {offset}.*{text}"):
+        source.read(15)
+    with pytest.raises(CorruptionError, match=rf"{url}/a-\d\.tar.*offset \d+.*{text}"):
+        check_epochs(source, contents)
+    assert time.monotonic() - begun < 20
+    with pytest.raises(IoError, match=rf"{url}/a-\d\.tar.*offset 0.*{text}"):
+        nostall.TarShards(url, index=False)
+    proxy.reset()
+    assert source.read(15) == contents[15]
+
+
+def test_a_server_that_never_answers(
+    proxy: Proxy, shards: tuple[str, list[bytes], list[int]]
+) -> None:
+    url = shards[0]
+    source = nostall.TarShards(url)
+    proxy.spoil = lambda n, a: late(a, 3)
+    begun = time.monotonic()
+    with pytest.raises(IoError, match=rf"{url}/a-1\.tar.*offset \d+"):
+        source.read(15)
+    assert time.monotonic() - begun < 8
+
+
+def test_one_bad_range_does_not_spoil_its_neighbours(
+    proxy: Proxy, shards: tuple[str, list[bytes], list[int]]
+) -> None:
+    url, contents, _ = shards
+    source = nostall.TarShards(url)
+    _, offsets, _ = source.places
+    proxy.reset()
+
+    def spoil(number: int, answer: Answer) -> Answer:
+        path, begin, end = proxy.ranges[number]
+        hit = path.endswith("a-0.tar") and begin <= offsets[7] < end
+        return error(500, "InternalError") if hit else answer
+
+    proxy.spoil = spoil
+    options: dict[str, Any] = {"tiers": ["ram:1MiB"], "output": "numpy", "epochs": 1}
+    with nostall.DataLoader(source, 8, on_error="substitute", **options) as loader:
+        for batch, labels in loader:
+            for i, label in enumerate(labels.tolist()):
+                assert batch[i].tobytes() == contents[label // 3]
+        assert loader.stats().epochs[0].substituted == [7]
+
+
+def test_an_object_that_is_replaced(
+    bucket: Any, shards: tuple[str, list[bytes], list[int]], tmp_path: Path
+) -> None:
+    url, contents, _ = shards
+    source = nostall.TarShards(url)
+    other = [bytes(len(c)) for c in contents[:12]]  # of the same length
+    webdataset(tmp_path / "new.tar", other)
+    bucket.put_object(Key="train/a-0.tar", Body=(tmp_path / "new.tar").read_bytes())
+    with pytest.raises(IoError, match=rf"{url}/a-0\.tar.*was replaced"):
+        source.read(3)
+    assert source.read(20) == contents[20]
+    again = nostall.TarShards(url)
+    assert not again.index_reused and again.read(3) == other[3]
+
+
+def test_a_database_that_is_replaced(bucket: Any, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        with lmdb.open(str(tmp_path / name), map_size=1 << 24) as env, env.begin(write=True) as t:
+            t.put(b"0", name.encode() * 5000)
+    key = "db/data.mdb"
+    bucket.put_object(Key=key, Body=(tmp_path / "a/data.mdb").read_bytes())
+    source = nostall.LMDB(f"s3://{bucket.name}/db")
+    assert source.read(0) == b"a" * 5000
+    bucket.put_object(Key=key, Body=(tmp_path / "b/data.mdb").read_bytes())
+    with pytest.raises(IoError, match="was replaced"):
+        source.read(0)
+    again = nostall.LMDB(f"s3://{bucket.name}/db")  # of the same transaction number
+    assert not again.index_reused and again.read(0) == b"b" * 5000
+
+
+def test_what_is_not_there(proxy: Proxy, bucket: Any, tmp_path: Path) -> None:
+    root = f"s3://{bucket.name}"
+    with pytest.raises(UsageError, match=rf"{root}/none names no file"):
+        nostall.TarShards(f"{root}/none")
+    with pytest.raises(IoError, match=rf"{root}/none\.tar does not exist"):
+        nostall.TarShards([f"{root}/none.tar"])
+    with pytest.raises(IoError, match=rf"{root}/data\.mdb does not exist"):
+        nostall.LMDB(root)
+    with pytest.raises(UsageError, match="has no object that ends with"):
+        nostall.ObjectFolder(f"{root}/none")
+    with pytest.raises(IoError, match="s3://no-such-bucket-here"):
+        nostall.ObjectFolder("s3://no-such-bucket-here/x")
+    Image.new("RGB", (4, 4)).save(tmp_path / "x.tar", "png")
+    with pytest.raises(UsageError, match="in files or on an object store"):
+        nostall.TarShards([f"{root}/none.tar", str(tmp_path / "x.tar")])
+
+
+def test_a_forked_process_is_told_to_open_again(
+    shards: tuple[str, list[bytes], list[int]],
+) -> None:
+    url, contents, _ = shards
+    source = nostall.TarShards(url)
+    assert source.read(1) == contents[1]
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            source.read(1)
+        except IoError as told:
+            code = 0 if "fork" in str(told) else 2
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0

@@ -1,0 +1,292 @@
+"""Tar shards as Python's tarfile writes them are read as tarfile reads them."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import logging
+import os
+import subprocess
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checks import check_epochs, check_source
+
+import nostall
+from nostall.errors import CorruptionError, IoError, UsageError
+
+FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
+
+
+def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
+
+
+def shard(path: Path, members: list[tuple[str, bytes]], form: int = tarfile.PAX_FORMAT) -> Path:
+    with tarfile.open(path, "w", format=form) as tar:
+        for name, content in members:
+            add(tar, name, content)
+    return path
+
+
+def images(count: int, seed: int = 0) -> list[bytes]:
+    random = np.random.default_rng(seed)
+    return [random.bytes(int(n)) for n in random.integers(0, 3000, count)]
+
+
+def webdataset(path: Path, contents: list[bytes], first: int = 0, form: int = 2) -> list[int]:
+    """A shard with the members of each sample in turn, among others; the labels."""
+    members = []
+    for i, content in enumerate(contents, first):
+        members += [
+            (f"{i:06d}.cls", str(i * 3).encode()),
+            (f"{i:06d}.jpg", content),
+            (f"{i:06d}.json", b'{"a": 1}'),
+            (f"{i:06d}.seg.png", b"not the sample"),
+        ]
+    shard(path, members, form)
+    return [i * 3 for i in range(first, first + len(contents))]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_of_tarfile(tmp_path: Path, form: int) -> None:
+    contents = images(40, form)
+    labels = webdataset(tmp_path / "a.tar", contents, form=form)
+    check_source(nostall.TarShards(tmp_path / "a.tar"), contents, labels)
+
+
+def test_a_folder_a_pattern_and_a_list_of_shards(tmp_path: Path) -> None:
+    contents = images(60)
+    labels = []
+    for s in range(3):
+        labels += webdataset(tmp_path / f"s-{s}.tar", contents[s * 20 : s * 20 + 20], s * 20)
+    paths = [tmp_path / f"s-{s}.tar" for s in range(3)]
+    for shards in (tmp_path, str(tmp_path / "s-*.tar"), paths):
+        source = nostall.TarShards(shards, index=False)
+        check_source(source, contents, labels)
+    assert "s-1.tar" in source.describe(25) and "000025.jpg" in source.describe(25)
+
+
+@pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_long_names_other_letters_and_no_label(tmp_path: Path, form: int) -> None:
+    names = [
+        "a" * 300 + ".jpg",
+        "folder/" * 30 + "x.png",
+        "été/日本.webp",
+        "b/" + "c" * 99 + ".JPG",
+    ]
+    contents = images(len(names))
+    shard(tmp_path / "a.tar", list(zip(names, contents, strict=True)), form)
+    source = nostall.TarShards(tmp_path / "a.tar")
+    check_source(source, contents, [0] * len(names))
+    assert all(name in source.describe(i) for i, name in enumerate(names))
+
+
+def test_ustar_splits_long_names(tmp_path: Path) -> None:
+    name = "d" * 90 + "/" + "e" * 90 + ".jpg"
+    shard(tmp_path / "a.tar", [(name, b"x")], tarfile.USTAR_FORMAT)
+    assert name in nostall.TarShards(tmp_path / "a.tar").describe(0)
+
+
+def test_what_is_no_regular_file_is_left_out(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for kind in (tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE):
+            member = tarfile.TarInfo("no.jpg")
+            member.type, member.linkname = kind, "yes.jpg"
+            tar.addfile(member)
+        add(tar, "yes.jpg", b"sample")
+    source = nostall.TarShards(tmp_path / "a.tar")
+    assert [source.read(i) for i in range(len(source))] == [b"sample"]
+
+
+def test_what_gnu_tar_writes(tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    contents = images(20)
+    for i, content in enumerate(contents):
+        (folder / f"{i:02d}.png").write_bytes(content)
+    subprocess.run(
+        ["tar", "--sort=name", "-cf", str(tmp_path / "a.tar"), "-C", str(folder), "."], check=True
+    )
+    check_source(nostall.TarShards(tmp_path / "a.tar"), contents, [0] * 20)
+
+
+def test_which_members_are_samples_and_labels(tmp_path: Path) -> None:
+    members = [("a.input.png", b"in"), ("a.target.png", b"out"), ("a.index", b"4")]
+    path = shard(tmp_path / "a.tar", members)
+    source = nostall.TarShards(path, image=["target.png"], label="index")
+    assert (source.read(0), source.labels.tolist()) == (b"out", [4])
+    by_name = nostall.TarShards(path, image=["input.png"], label=lambda name: ord(name))
+    assert by_name.labels.tolist() == [ord("a")]
+    assert by_name.index_file == ""  # a function cannot be compared with the one of last time
+
+
+def test_places_are_kept_until_a_shard_changes(tmp_path: Path) -> None:
+    contents = images(30)
+    labels = webdataset(tmp_path / "a.tar", contents)
+    assert not nostall.TarShards(tmp_path / "a.tar").index_reused
+    again = nostall.TarShards(tmp_path / "a.tar")
+    assert again.index_reused
+    check_source(again, contents, labels)
+    assert not nostall.TarShards(tmp_path / "a.tar", label=None).index_reused
+    changed = [bytes(len(c)) for c in contents]
+    webdataset(tmp_path / "a.tar", changed)
+    source = nostall.TarShards(tmp_path / "a.tar")
+    assert not source.index_reused
+    assert source.read(7) == changed[7]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "other"])
+def test_a_damaged_index_is_made_again(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    contents = images(30)
+    webdataset(tmp_path / "a.tar", contents)
+    index = Path(nostall.TarShards(tmp_path / "a.tar").index_file)
+    good = index.read_bytes()
+    bad = {
+        "cut": good[: len(good) // 2],
+        "flipped": good[:40] + bytes([good[40] ^ 1]) + good[41:],
+        "other": b"x" * 300,
+    }
+    index.write_bytes(bad[damage])
+    with caplog.at_level(logging.INFO, "nostall"):
+        source = nostall.TarShards(tmp_path / "a.tar")
+    assert not source.index_reused and str(index) in caplog.text
+    assert [source.read(i) for i in range(30)] == contents
+    assert index.read_bytes() == good
+
+
+def test_a_folder_that_cannot_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = images(10)
+    webdataset(tmp_path / "a.tar", contents)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert nostall.TarShards(tmp_path / "a.tar").index_file.startswith(str(tmp_path / "cache"))
+    assert nostall.TarShards(tmp_path / "a.tar").index_reused
+
+
+# ---------------------------------------------------------------------------------- bad archives
+
+
+def test_a_damaged_header_is_named_with_its_offset(tmp_path: Path) -> None:
+    webdataset(tmp_path / "a.tar", images(10))
+    data = bytearray((tmp_path / "a.tar").read_bytes())
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        offset = tar.getmembers()[9].offset
+    data[offset + 130] ^= 1  # in the size
+    (tmp_path / "a.tar").write_bytes(data)
+    with pytest.raises(CorruptionError, match=rf"a\.tar.*damaged header at offset {offset}"):
+        nostall.TarShards(tmp_path / "a.tar")
+
+
+def test_no_cut_goes_unnoticed(tmp_path: Path) -> None:
+    webdataset(tmp_path / "a.tar", images(6))
+    data = (tmp_path / "a.tar").read_bytes()
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        end = max(m.offset_data + -(-m.size // 512) * 512 for m in tar.getmembers())
+    cut = tmp_path / "cut.tar"
+    for size in range(512, end + 1, 256):
+        cut.write_bytes(data[:size])
+        with pytest.raises(CorruptionError, match=r"cut\.tar.*(cut off|ends without).*at offset"):
+            nostall.TarShards(cut, index=False)
+
+
+def test_every_flipped_header_byte_is_found_or_harmless(tmp_path: Path) -> None:
+    contents = images(5)
+    labels = webdataset(tmp_path / "a.tar", contents, form=tarfile.PAX_FORMAT)
+    data = (tmp_path / "a.tar").read_bytes()
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        headers = [m.offset for m in tar.getmembers()]
+    random = np.random.default_rng(1)
+    bad = tmp_path / "bad.tar"
+    refused = 0
+    for _ in range(200):
+        at = int(random.choice(headers)) + int(random.integers(512))
+        flipped = bytearray(data)
+        flipped[at] ^= 1 << int(random.integers(8))
+        bad.write_bytes(flipped)
+        try:
+            source = nostall.TarShards(bad, index=False)
+        except CorruptionError as error:
+            assert "bad.tar" in str(error) and "offset" in str(error)
+            refused += 1
+            continue
+        assert [source.read(i) for i in range(len(source))] == contents
+        assert source.labels.tolist() == labels
+    assert refused > 150
+
+
+@pytest.mark.parametrize("name", ["a.tar.gz", "a.tar"])
+def test_a_compressed_archive_is_refused(tmp_path: Path, name: str) -> None:
+    webdataset(tmp_path / "b.tar", images(4))
+    (tmp_path / name).write_bytes(gzip.compress((tmp_path / "b.tar").read_bytes()))
+    with pytest.raises(UsageError, match=rf"{name} is compressed"):
+        nostall.TarShards(tmp_path / name)
+
+
+def test_members_with_holes_are_refused(tmp_path: Path) -> None:
+    with (tmp_path / "holes.jpg").open("wb") as file:
+        file.truncate(1 << 20)
+        file.seek(1 << 19)
+        file.write(b"x")
+    for form in ("gnu", "pax"):
+        archive = tmp_path / f"{form}.tar"
+        subprocess.run(
+            [
+                "tar",
+                f"--format={form}",
+                "-S",
+                "-cf",
+                str(archive),
+                "-C",
+                str(tmp_path),
+                "holes.jpg",
+            ],
+            check=True,
+        )
+        with pytest.raises(UsageError, match=r"holes\.jpg.*holes"):
+            nostall.TarShards(archive)
+
+
+def test_a_label_that_is_no_number(tmp_path: Path) -> None:
+    path = shard(tmp_path / "a.tar", [("k.jpg", b"x"), ("k.cls", b"cat")])
+    with pytest.raises(CorruptionError, match=r"a\.tar.*'k'.*'cat' at offset 1536.*no number"):
+        nostall.TarShards(path)
+    missing = [("k.jpg", b"x"), ("k.cls", b"1"), ("l.jpg", b"y")]
+    with pytest.raises(CorruptionError, match=r"'l'.*no label"):
+        nostall.TarShards(shard(tmp_path / "b.tar", missing))
+
+
+def test_two_images_of_one_sample(tmp_path: Path) -> None:
+    path = shard(tmp_path / "a.tar", [("k.jpg", b"x"), ("k.png", b"y")])
+    with pytest.raises(UsageError, match=r"'k' has two images.*offset 1536"):
+        nostall.TarShards(path)
+
+
+def test_no_image_and_no_archive(tmp_path: Path) -> None:
+    path = shard(tmp_path / "a.tar", [("k.txt", b"x")])
+    with pytest.raises(UsageError, match=r"a\.tar has no samples"):
+        nostall.TarShards(path)
+    with pytest.raises(IoError, match=r"none\.tar"):
+        nostall.TarShards(tmp_path / "none.tar")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=r"empty names no file"):
+        nostall.TarShards(tmp_path / "empty")
+
+
+def test_an_archive_that_changes_while_it_is_read(tmp_path: Path) -> None:
+    contents = images(20)
+    webdataset(tmp_path / "a.tar", contents)
+    source = nostall.TarShards(tmp_path / "a.tar")
+    webdataset(tmp_path / "a.tar", [bytes(len(c)) for c in contents])
+    with pytest.raises((IoError, CorruptionError), match=r"a\.tar"):
+        source.read(3)
+    with pytest.raises((IoError, CorruptionError), match=r"a\.tar"):
+        check_epochs(source, contents)

@@ -1,0 +1,55 @@
+"""Ranks as processes, as torchrun would start them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from typing import Any
+
+
+def run_ranks(ranks: int, code: str, *, timeout: float = 300, check: bool = True) -> list[Any]:
+    """Runs `code` on every rank; what each assigned to `result`, or its last line of errors."""
+    program = (
+        "import json, os, sys\nrank = int(os.environ['RANK'])\nresult = None\n"
+        + code
+        + "\nprint('RESULT ' + json.dumps(result))\n"
+    )
+    job = uuid.uuid4().hex
+    started = []
+    for rank in range(ranks):
+        env = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": job,
+            "OMP_NUM_THREADS": "1",
+        }
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", program],
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    results: list[Any] = []
+    try:
+        for process in started:
+            out, err = process.communicate(timeout=timeout)
+            lines = [x for x in out.splitlines() if x.startswith("RESULT ")]
+            if process.returncode == 0 and lines:
+                results.append(json.loads(lines[-1].removeprefix("RESULT ")))
+                continue
+            assert not check, err
+            results.append((err.strip().splitlines() or [""])[-1])
+    finally:
+        for process in started:
+            process.kill()
+    return results

@@ -1,0 +1,298 @@
+"""DistributedOptimizer against one process that sees all ranks' data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+MODEL = """
+import torch, nostall.torch as nt
+torch.manual_seed(0)
+torch.set_num_threads(1)
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Linear(16, 32)
+        self.left = torch.nn.Linear(32, 8)
+        self.right = torch.nn.Linear(32, 8)
+        self.b = torch.nn.Linear(8, 4)
+    def forward(self, x, way="both"):
+        h = torch.relu(self.a(x))
+        out = 0
+        if way in ("both", "left"):
+            out = out + self.left(h)
+        if way in ("both", "right"):
+            out = out + self.right(h)
+        return self.b(torch.relu(out))
+def data(step, rank):
+    g = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(6, 16, generator=g), torch.randint(0, 4, (6,), generator=g)
+loss_of = torch.nn.functional.cross_entropy
+def weights(model):
+    return [p.detach().double().sum().item() for p in model.parameters()]
+"""
+
+TRAIN = """
+import hashlib
+def digest(model):
+    return hashlib.sha256(
+        b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+def train(make):
+    torch.manual_seed(0)
+    model, optimizer = make(Net())
+    for step in range(8):
+        x, y = data(step, rank)
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+    return digest(model)
+def distributed(**options):
+    def make(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        options.setdefault("fixed_order", True)
+        return model, nt.DistributedOptimizer(
+            optimizer, model.named_parameters(), nt.SyncOptions(**options))
+    return train(make)
+# The same sums in the same order: each gradient times 1/n, added up by rank.
+def reference(n):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(8):
+        parts = []
+        for r in range(n):
+            model.zero_grad()
+            x, y = data(step, r)
+            loss_of(model(x), y).backward()
+            parts.append([p.grad.clone() * torch.tensor(1.0 / n) for p in model.parameters()])
+        for i, p in enumerate(model.parameters()):
+            total = parts[0][i].clone()
+            for r in range(1, n):
+                total += parts[r][i]
+            p.grad = total
+        optimizer.step()
+    return digest(model)
+"""
+
+MODES = """
+quick = {"mode": "negotiated", "cycle": 0.001}
+got = {
+    "planned": distributed(threshold=2000),
+    "negotiated": distributed(**quick),
+    "global sleep": distributed(**quick, global_sleep_every=1),
+    "nonblocking": distributed(**quick, nonblocking=True),
+}
+"""
+
+DDP = """
+import torch.distributed as dist
+dist.init_process_group("gloo", init_method="file://{path}", rank=rank, world_size=2)
+def ddp(model):
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+# Two ranks: a + b has the same bits in any order.
+got["ddp"] = train(ddp)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.multi
+@pytest.mark.timeout(400)
+def test_every_mode_ends_with_the_bits_of_one_process_and_of_ddp(tmp_path: Path) -> None:
+    code = (
+        MODEL + TRAIN + MODES + DDP.format(path=tmp_path / "store") + "result=[reference(2), got]"
+    )
+    for expected, got in run_ranks(2, code):
+        assert len(got) == 5
+        assert got == dict.fromkeys(got, expected)
+
+
+@pytest.mark.multi
+@pytest.mark.timeout(400)
+def test_three_ranks_divide_as_one_process_does() -> None:
+    code = "result = [reference(3), distributed(threshold=2000)]"
+    for expected, got in run_ranks(3, MODEL + TRAIN + code):
+        assert got == expected
+
+
+@pytest.mark.multi
+@pytest.mark.timeout(400)
+def test_graphs_that_change_on_each_rank_alone() -> None:
+    code = """
+import random
+model = Net()
+choose = random.Random(rank)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+optimizer = nt.DistributedOptimizer(optimizer, model.named_parameters(), nt.SyncOptions(threshold=600))
+bad = 0
+for step in range(1500):
+    ways = [random.Random(step * 10 + r).choice(["both", "left", "right"]) for r in range(3)]
+    if step > 1200:
+        ways = ["left"] * 3  # steady again: the plan follows
+    optimizer.zero_grad(set_to_none=True)
+    x, y = data(step % 5, rank)
+    loss_of(model(x, ways[rank]), y).backward()
+    mine = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    optimizer.step()
+    for name, p in model.named_parameters():
+        used = not name.startswith(("left", "right")) or any(
+            w in ("both", name.split(".")[0]) for w in ways)
+        if (p.grad is not None) != used:
+            bad += 1
+    if step % 300 == 0:
+        expected = None
+        for r in range(3):
+            model2 = Net()
+            model2.load_state_dict(model.state_dict())
+            x, y = data(step % 5, r)
+            loss_of(model2(x, ways[r]), y).backward()
+            g = {n: p.grad for n, p in model2.named_parameters()}
+            expected = expected or {n: torch.zeros_like(p) for n, p in model2.named_parameters()}
+            for n in expected:
+                if g[n] is not None:
+                    expected[n] += g[n] / 3
+        for n, p in model.named_parameters():
+            if p.grad is not None and not torch.allclose(p.grad, expected[n], atol=1e-6):
+                bad += 1
+result = [bad, optimizer.gradient_sync.replans, optimizer.gradient_sync.plan[-1]]
+"""
+    results = run_ranks(3, MODEL + code)
+    assert [r[0] for r in results] == [0, 0, 0]
+    assert results[0][1] >= 1
+    assert results[0] == results[1] == results[2]
+
+
+DETAILS = """
+result = {}
+
+# The graph gives the order before the first pass.
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = nt.DistributedOptimizer(optimizer, model.named_parameters(), nt.SyncOptions(threshold=1))
+seen = []
+for n, p in model.named_parameters():
+    p.register_post_accumulate_grad_hook(lambda p, n=n: seen.append(n))
+x, y = data(0, rank)
+loss = loss_of(model(x), y)
+optimizer.plan_from(loss)
+names = [n for n, _ in model.named_parameters()]
+planned = [names[g[0]] for g in optimizer.gradient_sync.plan if g[0] < len(names)]
+loss.backward()
+optimizer.step()
+result["order"] = [planned, seen, optimizer.gradient_sync.analysis[0] > 10]
+
+# Accumulation by passes and by no_sync, and clipping in between.
+def accumulate(passes, by_context):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = nt.DistributedOptimizer(optimizer, model.named_parameters(),
+        nt.SyncOptions(fixed_order=True), backward_passes_per_step=passes)
+    for step in range(3):
+        optimizer.zero_grad()
+        with optimizer.no_sync() if by_context else contextlib.nullcontext():
+            x, y = data(10 * step, rank)
+            loss_of(model(x), y).backward()
+        x, y = data(10 * step + 1, rank)
+        loss_of(model(x), y).backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    return weights(model)
+result["accumulated"] = [accumulate(2, False), accumulate(1, True)]
+
+# Sparse gradients.
+table = torch.nn.Embedding(50, 4, sparse=True)
+optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+optimizer = nt.DistributedOptimizer(optimizer, table.named_parameters())
+before = table.weight.detach().clone()
+table(torch.tensor([rank, 7])).sum().backward()
+optimizer.step()
+moved = (before - table.weight.detach())[:, 0]
+result["sparse"] = [round(moved[i].item(), 4) for i in (0, 1, 7, 9)]
+
+# Updates by group, and 16 bits on the wire.
+def adam(options, **more):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = nt.DistributedOptimizer(optimizer, model.named_parameters(), options, **more)
+    for step in range(4):
+        x, y = data(step, rank)
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        optimizer.step()
+    return weights(model)
+plain = adam(nt.SyncOptions(fixed_order=True, threshold=800))
+by_group = adam(nt.SyncOptions(fixed_order=True, threshold=800), overlap_update=True)
+narrow = adam(nt.SyncOptions(compression="bf16"))
+result["by group"] = plain == by_group
+result["narrow"] = max(abs(a - b) for a, b in zip(plain, narrow))
+
+# Ranks with more data than others.
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = nt.DistributedOptimizer(optimizer, model.named_parameters())
+for step in range(3 + 4 * rank):
+    x, y = data(step, rank)
+    optimizer.zero_grad()
+    loss_of(model(x), y).backward()
+    optimizer.step()
+optimizer.join()
+result["joined"] = True
+
+# Rank 0 is where all start.
+torch.manual_seed(rank + 1)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = nt.DistributedOptimizer(optimizer, model.named_parameters())
+result["start"] = weights(model)
+
+# A second backward pass that was not announced.
+x, y = data(0, rank)
+loss_of(model(x), y).backward()
+try:
+    loss_of(model(x), y).backward()
+except Exception as error:
+    result["misuse"] = str(error)
+"""
+
+
+@pytest.mark.multi
+@pytest.mark.timeout(400)
+def test_what_an_optimizer_offers() -> None:
+    first, second = run_ranks(2, "import contextlib\n" + MODEL + DETAILS)
+    for result in (first, second):
+        planned, seen, analysed = result["order"]
+        assert planned == seen
+        assert analysed
+        assert result["sparse"] == [0.5, 0.5, 1.0, 0.0]
+        assert result["by group"]
+        assert result["narrow"] < 0.1
+        assert result["joined"]
+        assert "backward_passes_per_step" in result["misuse"]
+    (by_passes, by_context), other = first["accumulated"], second["accumulated"]
+    assert by_passes == by_context == other[0] == other[1]
+    assert first["start"] == second["start"]
+
+
+@pytest.mark.multi
+def test_a_rank_that_dies_ends_the_others() -> None:
+    code = """
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = nt.DistributedOptimizer(optimizer, model.named_parameters(), nt.SyncOptions(timeout=20))
+for step in range(100):
+    x, y = data(step, rank)
+    optimizer.zero_grad()
+    loss_of(model(x), y).backward()
+    if step == 5 and rank == 1:
+        os.kill(os.getpid(), 9)
+    optimizer.step()
+"""
+    first, second = run_ranks(2, MODEL + code, check=False)
+    assert "PeerError" in first and "rank 1" in first
+    assert second == ""

@@ -1,0 +1,64 @@
+"""Arrays of other frameworks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ranks import run_ranks
+
+from nostall.errors import UsageError
+from nostall.sync import SyncOptions, find_ranks, reduce_gradients
+from nostall.world import World
+
+
+@pytest.mark.multi
+def test_named_arrays_are_averaged_over_ranks() -> None:
+    code = """
+import numpy as np
+from nostall.sync import reduce_gradients
+out = []
+for step in range(3):
+    got = reduce_gradients({"w": np.full((3, 2), float(rank + step)), "b": np.float32([rank, -rank])})
+    out.append([got["w"].tolist(), got["b"].tolist()])
+result = out
+"""
+    for result in run_ranks(3, code):
+        for step, (w, b) in enumerate(result):
+            assert w == [[1.0 + step] * 2] * 3
+            assert b == [1.0, -1.0]
+
+
+@pytest.mark.multi
+def test_a_process_set_is_a_world_of_its_own() -> None:
+    code = """
+import numpy as np
+from nostall.sync import GradientReducer
+mine = [0, 2] if rank != 1 else [1]
+reducer = GradientReducer({"x": np.zeros(2)}, process_set=mine)
+result = reducer({"x": np.full(2, float(rank))})["x"].tolist()
+"""
+    assert run_ranks(3, code) == [[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
+
+
+@pytest.mark.multi
+def test_ranks_that_differ_are_told_where() -> None:
+    code = """
+import numpy as np
+from nostall.sync import reduce_gradients
+reduce_gradients({"a": np.zeros(3), "b": np.zeros(4 + rank)})
+"""
+    for error in run_ranks(2, code, check=False):
+        assert "PeerError" in error and "b (" in error
+
+
+def test_bad_options_are_refused() -> None:
+    with pytest.raises(UsageError, match="planned, negotiated"):
+        SyncOptions(mode="x")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="negotiated"):
+        SyncOptions(nonblocking=True)
+    with pytest.raises(UsageError, match="int32"):
+        reduce_gradients({"a": np.zeros(3, np.int32)})
+    with pytest.raises(UsageError, match=r"torch\.distributed"):
+        find_ranks(world=World(0, 4, 0, 2, "job"))
+    with pytest.raises(UsageError, match="process_set"):
+        find_ranks([0, 9], World(0, 2, 0, 2, "job"))

@@ -1,0 +1,124 @@
+"""torch.distributed.checkpoint through nostall: sharded state, resharding, damage, no pickle."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+
+from nostall.checkpoint.store import Store
+from nostall.errors import CorruptionError, UsageError
+from nostall.torch.checkpoint import StorageReader, StorageWriter, load
+
+ROWS = 10
+
+
+def whole() -> torch.Tensor:
+    return torch.arange(ROWS * 4.0).reshape(ROWS, 4)
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {
+        "model": {"w": whole() + step, "b": torch.full((3,), step, dtype=torch.bfloat16)},
+        "optimizer": {"lr": 0.1 * step, "groups": [{"params": [0, 1], "betas": (0.9, 0.99)}]},
+        "step": step,
+    }
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Any:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def save(root: Path, steps: list[int], **options: Any) -> None:
+    writer = StorageWriter(root, **options)
+    for step in steps:
+        dcp.save(state_of(step), checkpoint_id=f"run/{step}", storage_writer=writer)
+    writer.close()
+
+
+def blank() -> dict[str, Any]:
+    state = state_of(0)
+    state["model"] = {k: torch.zeros_like(v) for k, v in state["model"].items()}
+    return state
+
+
+def test_state_comes_back_and_old_ones_go(group: None, tmp_path: Path) -> None:
+    save(tmp_path / "c", [1, 2, 3], keep=2)
+    state = blank()
+    assert load(state, tmp_path / "c") == 3
+    for name, tensor in state_of(3)["model"].items():
+        assert torch.equal(state["model"][name], tensor)
+    assert state["optimizer"] == state_of(3)["optimizer"] and state["step"] == 3
+    assert [e.step for e in Store(tmp_path / "c", "durable").entries()] == [2, 3]
+    dcp.load(state, storage_reader=StorageReader(tmp_path / "c", 2))
+    assert state["step"] == 2
+
+
+def test_async_save(group: None, tmp_path: Path) -> None:
+    writer = StorageWriter(tmp_path / "c")
+    dcp.async_save(state_of(4), checkpoint_id="4", storage_writer=writer).result()
+    state = blank()
+    assert load(state, tmp_path / "c") == 4 and state["step"] == 4
+
+
+def test_damage_is_found_and_passed_over(
+    group: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path / "c", [1, 2])
+    (path,) = (tmp_path / "c").glob("step-000000000002/*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+    state = blank()
+    assert load(state, tmp_path / "c") == 1
+    assert torch.equal(state["model"]["w"], whole() + 1)
+    assert str(path) in caplog.text
+    (other,) = (tmp_path / "c").glob("step-000000000001/*.safetensors")
+    other.write_bytes(pickle.dumps(print)[: other.stat().st_size].ljust(other.stat().st_size))
+    with pytest.raises(CorruptionError):
+        load(state, tmp_path / "c")
+
+
+def test_an_id_without_a_step_and_an_empty_directory(group: None, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="end with the step"):
+        dcp.save(state_of(1), checkpoint_id="latest", storage_writer=StorageWriter(tmp_path))
+    assert load(blank(), tmp_path / "none") is None
+
+
+def _rank(rank: int, world: int, home: str, mode: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{home}/{mode}-{world}", rank=rank, world_size=world
+    )
+    mesh = init_device_mesh("cpu", (world,))
+    if mode == "save":
+        sharded = distribute_tensor(whole(), mesh, [Shard(0)])
+        writer = StorageWriter(Path(home) / "c")
+        dcp.save({"w": sharded, "n": 5}, checkpoint_id="7", storage_writer=writer)
+    else:
+        target = distribute_tensor(torch.zeros(ROWS, 4), mesh, [Shard(1)])
+        state = {"w": target, "n": 0}
+        assert load(state, Path(home) / "c") == 7
+        loaded = state["w"]
+        assert isinstance(loaded, DTensor)
+        assert torch.equal(loaded.full_tensor(), whole()) and state["n"] == 5
+    dist.destroy_process_group()
+
+
+@pytest.mark.multi
+def test_sharded_state_loads_on_another_world_size_and_another_way(tmp_path: Path) -> None:
+    mp.spawn(_rank, args=(2, str(tmp_path), "save"), nprocs=2)
+    assert len(list((tmp_path / "c").glob("step-*/*.safetensors"))) == 2
+    mp.spawn(_rank, args=(1, str(tmp_path), "load"), nprocs=1)
