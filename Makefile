@@ -10,7 +10,7 @@ JOBS ?= $(shell nproc)
 FUZZ_SECONDS ?= 15
 CLANG := $(firstword $(foreach v,clang++-14 clang++-19 clang++-18 clang++-17 clang++-16 clang++-15 clang++,$(if $(shell command -v $(v) 2>/dev/null),$(v))))
 CLANG_FORMAT := $(firstword $(foreach v,clang-format-14 clang-format-19 clang-format-18 clang-format,$(if $(shell command -v $(v) 2>/dev/null),$(v))))
-SOURCES := $(shell git ls-files native bindings bench cmake python CMakeLists.txt pyproject.toml 2>/dev/null)
+SOURCES := $(shell git ls-files native bindings mpi bench cmake python CMakeLists.txt pyproject.toml 2>/dev/null)
 
 .PHONY: demo test native-test python-test build lint format sanitize fuzz bench clean help
 

@@ -23,7 +23,15 @@ std::set<CommunicatorState*>& registry() {
   return all;
 }
 
+// Counts communicators that ended: what a thread remembers of one is good for one count only, for
+// handles are used again.
+std::atomic<uint64_t>& endings() {
+  static std::atomic<uint64_t> count{1};
+  return count;
+}
+
 int forget(MPI_Comm, int, void* attribute, void*) {
+  endings().fetch_add(1);
   auto* state = static_cast<CommunicatorState*>(attribute);
   const std::scoped_lock lock(registry_mutex());
   if (registry().erase(state) > 0) delete state;
@@ -144,13 +152,7 @@ void set_up(CommunicatorState& state, MPI_Comm comm) {
   }
 }
 
-}  // namespace
-
-CommunicatorState::~CommunicatorState() {
-  if (heads != MPI_COMM_NULL) PMPI_Comm_free(&heads);
-}
-
-CommunicatorState* state_of(MPI_Comm comm) {
+CommunicatorState* look_up(MPI_Comm comm) {
   void* attribute = nullptr;
   int found = 0;
   if (comm == MPI_COMM_NULL) return nullptr;
@@ -178,7 +180,26 @@ CommunicatorState* state_of(MPI_Comm comm) {
   return state;
 }
 
+}  // namespace
+
+CommunicatorState::~CommunicatorState() {
+  if (heads != MPI_COMM_NULL) PMPI_Comm_free(&heads);
+}
+
+CommunicatorState* state_of(MPI_Comm comm) {
+  thread_local MPI_Comm last = MPI_COMM_NULL;
+  thread_local CommunicatorState* its_state = nullptr;
+  thread_local uint64_t at = 0;
+  const uint64_t now = endings().load(std::memory_order_acquire);
+  if (comm == last && at == now) return its_state;
+  its_state = look_up(comm);
+  last = comm;
+  at = now;
+  return its_state;
+}
+
 void free_states() {
+  endings().fetch_add(1);
   const std::scoped_lock lock(registry_mutex());
   for (CommunicatorState* state : registry()) delete state;
   registry().clear();

@@ -41,6 +41,7 @@ struct CommunicatorState {
   uint32_t id = 0;    // in the order of first use on this rank
   uint64_t name = 0;  // the same on all its ranks, different for any other
   Passed passed = Passed::no;
+  bool recorded = false;                           // the profile knows it
   std::unique_ptr<collective::Communicator> node;  // its ranks on this node
   int node_rank = 0, node_ranks = 1;
   bool one_node = true;
@@ -59,11 +60,13 @@ void free_states();
 // An MPI operation on an MPI type, as collective/ knows it; nothing if the type has gaps.
 class MpiReducer {
  public:
-  static std::optional<MpiReducer> find(MPI_Datatype type, MPI_Op op);
+  // Valid until this thread's next call; null if the MPI has to do it.
+  static const MpiReducer* find(MPI_Datatype type, MPI_Op op);
   const collective::Reducer& get() const noexcept { return *reducer_; }
   size_t element_bytes() const noexcept { return reducer_->element_bytes(); }
 
  private:
+  static std::optional<MpiReducer> make(MPI_Datatype type, MPI_Op op);
   struct Operation {
     MPI_Datatype type;
     MPI_Op op;
@@ -85,7 +88,7 @@ Counters& counters();
 bool profiling() noexcept;
 void profile_begin();  // at MPI_Init; estimates this node's clock against rank 0's
 void profile_end();    // at MPI_Finalize; estimates it again, and writes the file
-void record(Call call, const CommunicatorState* state, uint64_t count, uint64_t bytes,
-            int64_t arrived, bool ours) noexcept;
+void record(Call call, CommunicatorState* state, uint64_t count, uint64_t bytes, int64_t arrived,
+            bool ours) noexcept;
 
 }  // namespace nostall::mpi

@@ -13,6 +13,7 @@
 #include <limits>
 #include <map>
 #include <mutex>
+#include <utility>
 
 #include "base/clock.h"
 #include "mpi_state.h"
@@ -173,8 +174,8 @@ void profile_end() {
   }
 }
 
-void record(Call call, const CommunicatorState* state, uint64_t count, uint64_t bytes,
-            int64_t arrived, bool ours) noexcept {
+void record(Call call, CommunicatorState* state, uint64_t count, uint64_t bytes, int64_t arrived,
+            bool ours) noexcept {
   const int64_t left = now_ns();
   Profile& p = *profile();
   const std::scoped_lock lock(p.mutex);
@@ -189,7 +190,7 @@ void record(Call call, const CommunicatorState* state, uint64_t count, uint64_t 
   (*p.chunks[p.records / kChunk])[p.records % kChunk] = {
       arrived, left, bytes, count, state->id, static_cast<uint8_t>(call), uint8_t{ours}, 0};
   ++p.records;
-  if (p.communicators.find(state->id) == p.communicators.end()) {
+  if (!std::exchange(state->recorded, true)) {
     p.communicators[state->id] = {state->name, static_cast<uint64_t>(state->ranks),
                                   static_cast<uint64_t>(state->node_ranks)};
   }

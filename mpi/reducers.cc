@@ -82,7 +82,19 @@ bool is_contiguous(MPI_Datatype type, uint64_t* element_bytes) {
   return low == 0 && true_low == 0 && extent == size && true_extent == size;
 }
 
-std::optional<MpiReducer> MpiReducer::find(MPI_Datatype type, MPI_Op op) {
+const MpiReducer* MpiReducer::find(MPI_Datatype type, MPI_Op op) {
+  // What is predefined stays what it is; other handles may be freed and used again.
+  thread_local MPI_Datatype last_type = MPI_DATATYPE_NULL;
+  thread_local MPI_Op last_op = MPI_OP_NULL;
+  thread_local std::optional<MpiReducer> found;
+  if (found && !found->operation_ && type == last_type && op == last_op) return &*found;
+  found = make(type, op);
+  last_type = type;
+  last_op = op;
+  return found ? &*found : nullptr;
+}
+
+std::optional<MpiReducer> MpiReducer::make(MPI_Datatype type, MPI_Op op) {
   MpiReducer result;
   const auto ours = type_of(type);
   const auto operation = op_of(op);

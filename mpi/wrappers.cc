@@ -39,12 +39,12 @@ class Traced {
  public:
   Traced(Call call, uint64_t count, uint64_t bytes)
       : call_(call), count_(count), bytes_(bytes), arrived_(profiling() ? now_ns() : 0) {}
-  int passed(const CommunicatorState* state, Passed why, int result) {
+  int passed(CommunicatorState* state, Passed why, int result) {
     counters().passed[static_cast<size_t>(why)].fetch_add(1, std::memory_order_relaxed);
     if (profiling()) record(call_, state, count_, bytes_, arrived_, false);
     return result;
   }
-  int ours(const CommunicatorState* state) {
+  int ours(CommunicatorState* state) {
     counters().ours[static_cast<size_t>(call_)].fetch_add(1, std::memory_order_relaxed);
     if (profiling()) record(call_, state, count_, bytes_, arrived_, true);
     return MPI_SUCCESS;
@@ -98,7 +98,7 @@ int allreduce(const void* send, void* receive, uint64_t count, MPI_Datatype type
   if (state == nullptr || state->passed != Passed::no) {
     return traced.passed(state, state ? state->passed : Passed::no, pass());
   }
-  const auto reducer = MpiReducer::find(type, op);
+  const MpiReducer* reducer = MpiReducer::find(type, op);
   if (!reducer) return traced.passed(state, Passed::type, pass());
   // Of several nodes only orders that do not matter: a node's ranks need not be neighbours.
   if (!state->one_node && !reducer->get().commutative()) {
@@ -130,7 +130,7 @@ int reduce(const void* send, void* receive, uint64_t count, MPI_Datatype type, M
   if (state == nullptr || state->passed != Passed::no) {
     return traced.passed(state, state ? state->passed : Passed::no, pass());
   }
-  const auto reducer = MpiReducer::find(type, op);
+  const MpiReducer* reducer = MpiReducer::find(type, op);
   if (!reducer) return traced.passed(state, Passed::type, pass());
   if (!state->one_node) return traced.passed(state, Passed::multi_node, pass());
   if (root < 0 || root >= state->ranks) return pass();  // an error; the MPI says so
