@@ -1,10 +1,11 @@
 """``nostall bench sync``: gradient synchronisation in all its modes, and DDP, on real networks.
 
 Every run is a training of real processes on CPU, each network in each way, in turns, so that what else
-the machine does falls on all alike. CPU is the progress thread's share of the run, as are agreeing, copying and reducing; involuntary
-switches (invol., vol.) are the process's, per step: what contention looks like (seed lmdbio-and-horovod 6.2.5). With
---input loader the batches are decoded from JPEG files meanwhile. --delay-ms makes rank 0 late in every
-step (figures 6.8 to 6.12).
+the machine does falls on all alike. Columns: CPU is the progress thread's share of the run, as are
+agree (on an order), copy (into and out of buckets) and reduce; involuntary and voluntary context
+switches (invol., vol.) are the process's, per step: what contention looks like (seed
+lmdbio-and-horovod 6.2.5). With --input loader the batches are decoded from JPEG files meanwhile.
+--delay-ms makes rank 0 late in every step (figures 6.8 to 6.12).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks
+from sync_ranks import run_ranks
 
 MODEL = """
 import torch, nostall.torch as nt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ranks import run_ranks
+from sync_ranks import run_ranks
 
 from nostall.errors import UsageError
 from nostall.sync import SyncOptions, find_ranks, reduce_gradients
