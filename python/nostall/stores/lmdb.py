@@ -131,7 +131,6 @@ class LMDB(RecordStore):
             stamp=lambda: _native.lmdb_stamp(self.storage, database) + options,
             scan=lambda: self._scan(options),
             index=False if index is True and by_function else index,
-            compare_times=False,
             max_read=max_read,
             coalesce=coalesce,
             page_size=self._page_size,

@@ -77,19 +77,14 @@ class RecordStore(Source):
         stamp: Callable[[], str],
         scan: Callable[[], _native.RecordTable],
         index: bool | PathLike,
-        compare_times: bool = True,
         max_read: int | str = _MAX_READ,
         coalesce: bool = True,
         page_size: Callable[[], int] = lambda: 0,
         database: str = "",
     ) -> None:
-        """Takes the stored table if it still holds, else scans and stores.
-
-        `compare_times`: whether files must be as long and as old as they were; objects always.
-        """
-        compare_times = compare_times or is_url(self.storage.paths[0])
+        """Takes the stored table if it still holds, else scans and stores."""
         self.index_file = records_path(self.storage.paths, f"{kind} {database}", index)
-        table, why = self._stored(kind, stamp(), compare_times)
+        table, why = self._stored(kind, stamp())
         self.index_reused = table is not None
         if table is None:
             if _only_look.get():
@@ -110,7 +105,7 @@ class RecordStore(Source):
             database=database,
         )
 
-    def _stored(self, kind: str, stamp: str, times: bool) -> tuple[_native.RecordTable | None, str]:
+    def _stored(self, kind: str, stamp: str) -> tuple[_native.RecordTable | None, str]:
         """The stored table, or why there is none that holds."""
         if not self.index_file:
             return None, "it is kept nowhere"
@@ -118,19 +113,17 @@ class RecordStore(Source):
             table = _native.load_records(self.index_file)
         except (IoError, CorruptionError) as error:
             return None, str(error)
-        if why := self._outdated(table, kind, stamp, times):
+        if why := self._outdated(table, kind, stamp):
             return None, why
         self.index_bytes = Path(self.index_file).stat().st_size
         return table, ""
 
-    def _outdated(self, table: _native.RecordTable, kind: str, stamp: str, times: bool) -> str:
+    def _outdated(self, table: _native.RecordTable, kind: str, stamp: str) -> str:
         if (table.kind, table.stamp.split(FOUND)[0]) != (kind, stamp):
             return "it was made with other options, or of another state of the data set"
         names = [path.rsplit("/", 1)[-1] for path in self.storage.paths]
         if table.paths != names:
             return "it is of other files"
-        if not times:
-            return ""
         same = (table.file_sizes == self.storage.sizes) & (table.times == self.storage.times)
         if not same.all():
             return f"{names[int(np.argmin(same))]} has changed since"

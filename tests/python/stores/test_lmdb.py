@@ -101,6 +101,18 @@ def test_stored_places_hold_until_the_next_commit(tmp_path: Path) -> None:
     assert changed.read(2000) == b"new"
 
 
+def test_places_are_not_those_of_another_database_of_the_same_shape(tmp_path: Path) -> None:
+    images = {b"%d" % i: bytes([i]) * 3000 for i in range(40)}
+    write(tmp_path, {k: pickle.dumps((v, 1)) for k, v in images.items()})
+    assert set(nostall.LMDB(tmp_path, values="pickled").labels) == {1}
+    for name in ("data.mdb", "lock.mdb"):
+        (tmp_path / name).unlink()
+    write(tmp_path, {k: pickle.dumps((v, 2)) for k, v in images.items()})
+    again = nostall.LMDB(tmp_path, values="pickled")
+    assert not again.index_reused
+    assert set(again.labels) == {2}
+
+
 def test_named_databases(tmp_path: Path) -> None:
     write(tmp_path, {b"0": b"a", b"1": b"b" * 5000}, b"train")
     write(tmp_path, {b"0": b"c"}, b"val")
