@@ -117,12 +117,19 @@ class Engine {
     } while (now - wait_began_ < spin_ns_);
     // Ranks that share cores hand them to each other for less than a sleep costs; somebody else who
     // gets one may keep it for long.
+    if (without_yield_ > 0) {
+      --without_yield_;
+      return false;
+    }
     const int64_t end = yields ? now + kYieldNs : now;
     while (now < end) {
       ::sched_yield();
       if (ready()) return true;
       const int64_t before = std::exchange(now, now_ns());
-      if (now - before > kLongYield) break;
+      if (now - before > kLongYield) {
+        without_yield_ = kWithoutYield;
+        break;
+      }
     }
     return false;
   }
@@ -167,6 +174,7 @@ class Engine {
   // Between calls of `progress`; twice as long each time, up to kLongestNap.
   static constexpr std::chrono::nanoseconds kShortestNap{50'000};
   static constexpr std::chrono::nanoseconds kLongestNap{2'000'000};
+  static constexpr uint32_t kWithoutYield = 64;  // waits, after such a one
   static constexpr int64_t kYieldNs = 50'000;
   static constexpr uint32_t kSleepsApart = 64;
   static constexpr int64_t kLongYield = 200'000;
@@ -179,7 +187,7 @@ class Engine {
   std::chrono::nanoseconds nap_;
   bool oversubscribed_;
   int64_t spin_limit_ns_, spin_ns_;
-  uint32_t on_one_core_ = 0;
+  uint32_t on_one_core_ = 0, without_yield_ = 0;
   const char* operation_ = "";
   uint64_t signature_ = 0;
   uint64_t calls_ = 0;
