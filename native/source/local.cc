@@ -172,6 +172,7 @@ LocalFiles::LocalFiles(const std::vector<std::string>& paths, Direct direct) : p
     Opened o;
     const int fd = open_many(path, O_RDONLY | O_NONBLOCK);
     if (fd == -EMFILE) {
+      opened_.clear();  // whoever tells of it may need a descriptor
       throw Error(ErrorKind::io,
                   "cannot open " + path + ", file " + std::to_string(files_.size() + 1) + " of " +
                       std::to_string(paths.size()) +
