@@ -267,6 +267,10 @@ TEST_F(HostileTest, ARankWithAnotherPlanIsRefused) {
   Header hello = message(Kind::hello, 78);
   wire_->say(encode(hello));
   EXPECT_TRUE(refused(1));
+  EXPECT_TRUE(eventually([&] {
+    const std::scoped_lock lock(mutex_);
+    return !warnings_.empty();
+  }));
   const std::scoped_lock lock(mutex_);
   EXPECT_THAT(warnings_, Contains(HasSubstr("another plan")));
 }
