@@ -195,7 +195,7 @@ void Engine::submit(uint32_t tensor, void* gradient, bool present) {
                                         " was submitted twice in one step: wait() ends a step");
     }
     p = {gradient, true, present, false, now_ns()};
-    ++submitted_;
+    if (++submitted_ == 1 && transport_->ranks() > 1) reducing_.emplace();
     if (config_.mode == Mode::planned) {
       const uint32_t group = group_of_[tensor];
       wake = --missing_[group] == 0 && group == next_;
@@ -272,6 +272,7 @@ void Engine::run() noexcept {
   } catch (...) {
     const std::scoped_lock lock(mutex_);
     error_ = std::current_exception();
+    reducing_.reset();
   }
   done_.notify_all();
 }
@@ -300,6 +301,7 @@ void Engine::reduce(Bucket& bucket) {
       pending_[list[i]].reduced = true;
     }
     reduced_ += list.size();
+    if (reduced_ == tensors_.size()) reducing_.reset();
     stats_.copy_ns += copied - begin + end - summed;
     stats_.reduce_ns += summed - copied;
     ++stats_.reductions;

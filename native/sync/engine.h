@@ -19,6 +19,9 @@
 //   cores       keeps the progress thread on these, the others of the process off them
 //   (SCP, 6.3.3).
 //
+// From the first gradient of a step to its last sum the engine is an Activity (base/activity.h),
+// with several ranks: what else the process does in the background waits for the forward pass.
+//
 // Errors: a rank that dies, or does not come in time, ends the engine: every call throws
 // Error(peer) then. Tensors that do not come are named in a warning after `warn`, and end the
 // engine after `timeout`. Ranks with other tensors or plans are refused with the first difference.
@@ -32,11 +35,13 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "base/activity.h"
 #include "sync/bucket.h"
 #include "sync/order.h"
 #include "sync/transport.h"
@@ -150,6 +155,7 @@ class Engine {
   int64_t warned_ = 0;
   std::exception_ptr error_;
   EngineStats stats_;
+  std::optional<Activity> reducing_;  // from a step's first gradient to its last sum
 
   // Of the negotiating thread.
   std::vector<uint32_t> cache_;  // tensors whose order is known, in that order

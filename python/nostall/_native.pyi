@@ -543,19 +543,31 @@ class Priority(enum.Enum):
 
     idle = 2
 
+class Copying(enum.Enum):
+    at_once = 0
+
+    in_background = 1
+
+    lazily = 2
+
 class Image:
     """A snapshot in memory (native/checkpoint/image.h)."""
 
     def __init__(self, threads: int) -> None: ...
     def reserve(self, bytes: int) -> None: ...
     def begin(
-        self, header: bytes, pieces: Sequence[tuple[int, int]], background: bool = False
+        self, header: bytes, pieces: Sequence[tuple[int, int]], copying: Copying = Copying.at_once
     ) -> None:
         """
-        Pieces are (address, bytes) of memory that must stay as it is until finish returns.
+        Pieces are (address, bytes) of memory that must stay as it is until it is copied, and be readable until the image is written.
         """
 
+    def copy(self, pieces: Sequence[int]) -> None:
+        """The blocks that these pieces lie in, now."""
+
     def finish(self) -> None: ...
+    @property
+    def copied_bytes(self) -> int: ...
     @property
     def size(self) -> int: ...
     @property
@@ -569,6 +581,17 @@ class Gate:
     def release(self) -> None: ...
     @property
     def held(self) -> bool: ...
+    @property
+    def waited_seconds(self) -> float: ...
+
+class Activity:
+    """The process needs storage or network inside (native/base/activity.h)."""
+
+    def __init__(self) -> None: ...
+    def __enter__(self) -> Activity: ...
+    def __exit__(self, *args: object) -> None: ...
+    @staticmethod
+    def quiet() -> bool: ...
 
 class Written:
     @property
@@ -595,6 +618,7 @@ class ImageWrite:
         direct: bool = True,
         gate: Gate | None = None,
         gate_patience: float = 1.0,
+        considerate: bool = False,
     ) -> None: ...
     def run(self) -> Written: ...
     def hurry(self) -> None: ...
@@ -614,6 +638,7 @@ class FileCopy:
         direct: bool = True,
         gate: Gate | None = None,
         gate_patience: float = 1.0,
+        considerate: bool = False,
     ) -> None: ...
     def run(self) -> Written: ...
     def hurry(self) -> None: ...

@@ -22,7 +22,8 @@ from nostall.checkpoint.restore import Restored, load_into, read_part, view
 from nostall.checkpoint.retention import Keep
 from nostall.checkpoint.saved import Drain, Job, Level, Saved, Settings
 from nostall.checkpoint.store import LARGEST_STEP, Store
-from nostall.checkpoint.tree import Leaf, encode
+from nostall.checkpoint.tree import encode
+from nostall.checkpoint.window import Window, choose_copying, guarded_addresses
 from nostall.errors import CorruptionError, Error, PeerError, UsageError
 from nostall.rendezvous import AllGather, find_rendezvous
 from nostall.sizes import parse_size
@@ -59,6 +60,8 @@ class Checkpointer:
         priority: of background threads: ``"low"`` (nice 19); ``"idle"``, nearer to not being there, but
             a busy machine may hold a snapshot for long; ``"normal"``.
         verify: read a drained copy back before the fast one may go.
+        windows: write to durable storage while no loader of this process reads and no gradients are
+            under way, as far as that does not take half the time between two saves.
         rank, world_size, job: found as the loader finds them.
         gather: the job's allgather of bytes; found as the loader finds it.
 
@@ -86,6 +89,7 @@ class Checkpointer:
         patience: float = 60.0,
         priority: Literal["normal", "low", "idle"] = "low",
         verify: bool = True,
+        windows: bool = True,
         rank: int | None = None,
         world_size: int | None = None,
         job: str | None = None,
@@ -123,6 +127,7 @@ class Checkpointer:
             patience=patience,
             priority=priority,
             verify=verify,
+            windows=windows,
         )
         self._engine = Engine(self.fast, self.durable, self.rank, settings)
         self._images = [_native.Image(self._threads) for _ in range(snapshots)]
@@ -130,7 +135,9 @@ class Checkpointer:
             self._engine.add_image(image)
         self._saves = itertools.count()
         self._history: deque[Saved] = deque(maxlen=1000)
-        self._window: tuple[_native.Image, list[Leaf]] | None = None
+        self._window: Window | None = None
+        self._window_seconds: float | None = None
+        self._optimizers: list[Any] = []
         stores = [s for s in (self.fast, self.durable) if s is not None]
         self._run = begin(stores, self.rank, self.world_size, self._allgather)
         if self.rank == 0 and self.fast is not None and self.durable is not None:
@@ -183,8 +190,9 @@ class Checkpointer:
             metric: for `Keep.best`.
             level: instead of the checkpointer's.
             window: return before the tensors are copied; they are read while the training goes on,
-                until `before_update` (the immutable window of the seed timeline-analytics, III). For
-                level memory, with `attach` or a call of `before_update` before anything changes.
+                until an update (the immutable window of the seed timeline-analytics, III). For level
+                memory. With `attach`, parameters and optimizer state are read later and all else is
+                copied by the call; without, nothing may change before `before_update` is called.
             force: also if the step is not due.
 
         Raises:
@@ -225,7 +233,7 @@ class Checkpointer:
 
     def _snapshot(self, state: Any, job: Job, window: bool) -> None:
         tree, leaves = encode(state)
-        leaves = files.layout(leaves)
+        leaves = files.layout(leaves, guarded_addresses(self._optimizers) if window else None)
         head = files.header(tree, leaves)
         began = time.perf_counter()
         image = self._engine.take_image()
@@ -238,9 +246,14 @@ class Checkpointer:
             return
         began = time.perf_counter()
         try:
-            image.begin(head, [(leaf.address, leaf.nbytes) for leaf in leaves], window)
+            copying, why = _native.Copying.at_once, ""
             if window:
-                self._window = (image, leaves)
+                copying, why = choose_copying(self._window_seconds, self._engine.write_seconds)
+                job.saved.copying = f"{copying.name}: {why}"
+            image.begin(head, [(leaf.address, leaf.nbytes) for leaf in leaves], copying)
+            if window:
+                self._window = Window(image, leaves, self._optimizers, job.saved)
+                job.leaves = leaves
             else:
                 image.finish()
         except BaseException:
@@ -253,12 +266,20 @@ class Checkpointer:
     def before_update(self) -> None:
         """Copies what a save with `window` has not copied yet; at once if there is nothing."""
         if self._window is not None:
-            (image, _), self._window = self._window, None
-            image.finish()
+            window, self._window = self._window, None
+            self._window_seconds = window.close()
 
     def attach(self, optimizer: Any) -> None:
-        """Calls `before_update` before every step of a torch optimizer."""
-        optimizer.register_step_pre_hook(lambda *_: self.before_update())
+        """Copies what a step of this torch optimizer is about to change before it does.
+
+        With `nostall.torch.DistributedOptimizer` and ``overlap_update`` that is a bucket at a time.
+        """
+        self._optimizers.append(optimizer)
+        optimizer.register_step_pre_hook(lambda stepping, *_: self._before_step(stepping))
+
+    def _before_step(self, optimizer: Any) -> None:
+        if self._window is not None and not self._window.reach(optimizer):
+            self.before_update()
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:

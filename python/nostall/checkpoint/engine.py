@@ -25,6 +25,9 @@ _PRIORITY = {
     "idle": _native.Priority.idle,
 }
 
+# Between two saves, as long as there was only one: seconds.
+_INTERVAL = 60.0
+
 _log = logging.getLogger("nostall")
 
 
@@ -51,6 +54,9 @@ class Engine:
         self._copying: tuple[str, _native.FileCopy] | None = None
         self._stopping = False
         self._threads: list[threading.Thread] = []
+        self.write_seconds: float | None = None  # of the last snapshot, from file to fsync
+        self._submitted = 0.0
+        self._interval = _INTERVAL
 
     # ------------------------------------------------------------------ images
 
@@ -87,6 +93,10 @@ class Engine:
                 self._urgent_drains.add(job.saved.id)
             self._jobs.append(job)
             self._busy += 1
+            now = time.monotonic()
+            if self._submitted:
+                self._interval = now - self._submitted
+            self._submitted = now
             self._start()
             self._lock.notify_all()
 
@@ -179,7 +189,8 @@ class Engine:
 
     def _release(self, job: Job) -> None:
         if job.image is not None:
-            image, job.image = job.image, None
+            image, job.image, job.leaves = job.image, None, None
+            job.saved.copied_bytes = image.copied_bytes
             self.add_image(image)
 
     def _persist(self, job: Job) -> None:
@@ -240,7 +251,8 @@ class Engine:
                     priority=_PRIORITY["normal" if urgent else settings.priority],
                     threads=settings.writes_in_flight if not slow else 1,
                     gate=self.gate if not urgent else None,
-                    gate_patience=settings.gate_patience,
+                    gate_patience=self._patience(job.image.size),
+                    considerate=settings.windows and slow,
                 )
                 with self._lock:
                     self._writing = (job.number, write)
@@ -249,6 +261,7 @@ class Engine:
                     write.hurry()
                 written = write.run()
                 job.saved.writer_cpu_seconds += written.cpu_seconds
+                self.write_seconds = written.seconds
                 mine = Part(self.rank, name, written.size, tuple(written.crcs))
         except (Error, OSError) as error:
             mine = str(error)
@@ -268,6 +281,12 @@ class Engine:
         if reason and job.image is not None:
             store.discard(manifest.step, name)
         return reason
+
+    def _patience(self, size: int) -> float:
+        """How long a closed gate may delay a block of a file: all of them together at most half the
+        time between two saves, so that a drain does not fall behind."""
+        blocks = max(1, -(-size // _native.CHECKPOINT_BLOCK))
+        return min(self.settings.gate_patience, self._interval / 2 / blocks)
 
     # ------------------------------------------------------------------ draining
 
@@ -367,7 +386,8 @@ class Engine:
             rate=0 if urgent else self.settings.rate,
             priority=priority,
             gate=self.gate if not urgent else None,
-            gate_patience=self.settings.gate_patience,
+            gate_patience=self._patience(part.size),
+            considerate=self.settings.windows and not urgent,
         )
         with self._lock:
             self._copying = (drain.manifest.id, copy)

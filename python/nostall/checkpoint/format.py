@@ -10,7 +10,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -31,9 +31,14 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 # ---------------------------------------------------------------------- safetensors
 
 
-def layout(leaves: Sequence[Leaf]) -> list[Leaf]:
-    """The order in the file: large elements first, so that every array is aligned."""
-    return sorted(leaves, key=lambda leaf: -leaf.align)
+def layout(leaves: Sequence[Leaf], guarded: Collection[int] | None = None) -> list[Leaf]:
+    """The order in the file: large elements first, so that every array is aligned.
+
+    Of these, arrays at `guarded` addresses come first, so that the others share few blocks.
+    """
+    return sorted(
+        leaves, key=lambda leaf: (-leaf.align, guarded is not None and leaf.address not in guarded)
+    )
 
 
 def header(tree: Any, ordered: Sequence[Leaf]) -> bytes:

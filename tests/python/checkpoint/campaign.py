@@ -106,6 +106,9 @@ class Campaign:
         self.failures: list[str] = []
 
     def run(self) -> dict[str, Any]:
+        # Once, before the forks: a point takes a tenth of the time.
+        import nostall.checkpoint.store  # noqa: F401
+
         self.root.mkdir(parents=True, exist_ok=True)
         calls, _ = self._train(0)
         for _ in range(self.points):
