@@ -51,6 +51,7 @@ Engine::Engine(EngineConfig config, std::unique_ptr<Transport> transport,
     }
   }
   compare_tensors();
+  timeline_ = Timeline::open(config_.timeline, *transport_, tensors_, config_.shapes);
   if (config_.mode == Mode::planned) {
     std::vector<uint32_t> order(tensors_.size());
     for (uint32_t i = 0; i < order.size(); ++i)
@@ -294,6 +295,12 @@ void Engine::reduce(Bucket& bucket) {
   const int64_t summed = now_ns();
   for (size_t i = 0; i < list.size(); ++i) bucket.give(i, pending_[list[i]].gradient);
   const int64_t end = now_ns();
+  if (timeline_) {
+    std::vector<int64_t> ready;
+    for (const uint32_t t : list) ready.push_back(pending_[t].since_ns);
+    timeline_->add(list, ready, {agreed_ns_, begin, copied, summed, end});
+  }
+  bool step = false, told = false;
   {
     const std::scoped_lock lock(mutex_);
     for (size_t i = 0; i < list.size(); ++i) {
@@ -308,9 +315,11 @@ void Engine::reduce(Bucket& bucket) {
     stats_.tensors += list.size();
     stats_.bytes += bucket.bytes();
     account();
-    if (reduced_ < tensors_.size() && watchers_ == 0) return;
+    step = reduced_ == tensors_.size();
+    told = step || watchers_ > 0;
   }
-  done_.notify_all();
+  if (told) done_.notify_all();
+  if (step && timeline_) timeline_->write();
 }
 
 // Under the mutex: what the processor did for this thread so far.

@@ -44,6 +44,7 @@
 #include "base/activity.h"
 #include "sync/bucket.h"
 #include "sync/order.h"
+#include "sync/timeline.h"
 #include "sync/transport.h"
 
 namespace nostall::sync {
@@ -62,6 +63,8 @@ struct EngineConfig {
   std::chrono::nanoseconds timeout = std::chrono::minutes(10);
   bool mean = true;           // else the sum
   bool check_finite = false;  // Error(usage) that names tensor and rank instead of NaNs everywhere
+  std::string timeline;       // rank 0's file of it (sync/timeline.h); empty: none
+  std::vector<std::string> shapes;  // of the tensors, for the timeline
 };
 
 // Of the progress thread, since the engine began. Times are nanoseconds.
@@ -163,6 +166,9 @@ class Engine {
   std::vector<std::vector<bool>> table_;  // rank 0: who has announced each tensor
   std::unique_ptr<Bucket> shared_bucket_;
   std::vector<std::pair<int, std::vector<uint8_t>>> moved_;  // threads and their cores before
+  int64_t agreed_ns_ = 0;                                    // on what is reduced now
+
+  std::unique_ptr<Timeline> timeline_;  // the progress thread's
 
   std::thread thread_;
 };
