@@ -292,6 +292,12 @@ void Communicator::allgather(const void* in, void* out, uint64_t bytes) {
 void* Communicator::allocate(uint64_t bytes) { return impl_->allocate(bytes); }
 bool Communicator::release(void* data) noexcept { return impl_->release(data); }
 
+void Communicator::on_late(std::chrono::nanoseconds after,
+                           std::function<void(std::span<const uint32_t>)> tell) {
+  const std::scoped_lock lock(impl_->mutex);
+  impl_->engine.on_late(after, std::move(tell));
+}
+
 CommunicatorStats Communicator::stats() const {
   const std::scoped_lock lock(impl_->mutex);
   CommunicatorStats stats = impl_->stats;

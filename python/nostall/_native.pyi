@@ -784,6 +784,10 @@ class SyncEngine:
     def wait_for(self, tensor: int) -> None: ...
     def contributors(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
     def stats(self) -> dict[str, int]: ...
+    def oversleeps(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]:
+        """
+        How often the thread woke late: entry i counts [2^i, 2^(i+1)) microseconds.
+        """
 
 def plan_reductions(
     graph: Sequence[tuple[Sequence[int], int, int]],
