@@ -293,9 +293,10 @@ class Engine:
                 job.saved,
                 f"step {manifest.step} has no partner's copy of rank {self.rank}'s part: {problem}",
             )
+        certain = True
         try:
             if nodes is not None:
-                reason = nodes.commit(manifest, mine, lambda: self._stopping)
+                reason, certain = nodes.commit(manifest, mine, lambda: self._stopping)
             else:
                 reason = store.commit(
                     manifest,
@@ -306,7 +307,7 @@ class Engine:
                 )
         except (Error, OSError) as error:
             reason = str(error)
-        if reason and job.image is not None:
+        if reason and certain and job.image is not None:
             store.discard(manifest.step, name)
             if nodes is not None and isinstance(mine, Part):
                 nodes.take_back(manifest.step, mine)

@@ -236,17 +236,26 @@ class Nodes:
 
     def commit(
         self, manifest: Manifest, mine: Part | str | None, stopped: Callable[[], bool]
-    ) -> str:
-        """As `Store.commit`: all ranks' parts become one checkpoint, or none does."""
+    ) -> tuple[str, bool]:
+        """As `Store.commit`: all ranks' parts become one checkpoint, or none does.
+
+        Returns:
+            "" or why not, and whether that is certain: if not, the part must stay.
+        """
         note = {"failed": mine} if isinstance(mine, str) else mine and mine.to_dict()
         if self.rank != 0:
+            told = False
             try:
                 stream = connect(self.addresses[0], self._secret, self._timeout + 40)
                 with contextlib.closing(stream):
+                    told = True
                     stream.send({"ask": "note", "id": manifest.id, "rank": self.rank, "note": note})
-                    return str(stream.receive().get("reason", ""))
+                    return str(stream.receive().get("reason", "")), True
             except (Error, OSError) as error:
-                return f"rank 0 cannot be asked: {error}"
+                entry = self.store.entry(manifest.step)
+                if entry is not None and entry.manifest and entry.manifest.id == manifest.id:
+                    return "", True  # complete: the answer alone was lost
+                return f"rank 0 cannot be asked: {error}", not told
         self._take_note(manifest.id, 0, note)
         reason = self._decide(manifest, stopped)
         with self._changed:
@@ -255,7 +264,7 @@ class Nodes:
             while len(self._decided) > _REMEMBERED:
                 self._decided.popitem(last=False)
             self._changed.notify_all()
-        return reason
+        return reason, True
 
     def _take_note(self, id: str, rank: int, note: Any) -> None:
         with self._changed:

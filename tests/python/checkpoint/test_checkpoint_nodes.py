@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -210,7 +211,7 @@ def test_a_save_that_one_rank_cannot_write_is_none_on_all_nodes(tmp_path: Path) 
     results: dict[int, str] = {}
 
     def commit(nodes: Nodes, mine: Part | str) -> None:
-        results[nodes.rank] = nodes.commit(manifest, mine, lambda: False)
+        results[nodes.rank], _ = nodes.commit(manifest, mine, lambda: False)
 
     mine = part_at(first.store, 5, b"y")
     threads = [
@@ -223,6 +224,25 @@ def test_a_save_that_one_rank_cannot_write_is_none_on_all_nodes(tmp_path: Path) 
         thread.join(30)
     assert results == {0: "rank 1: its disk is gone", 1: "rank 1: its disk is gone"}
     assert first.store.entries() == [] and second.store.entries() == []
+    for nodes in (first, second):
+        nodes.close()
+
+
+def test_an_answer_that_is_lost_leaves_the_part_where_it_is(tmp_path: Path) -> None:
+    first, second = two_nodes(tmp_path)
+    manifest = Manifest(5, "aaaaaaaa-000001", 2, ())
+    mine = part_at(second.store, 5, b"y")
+    asked: list[Any] = []
+    rude = Listener(lambda question, _: asked.append(question["ask"]), b"secret", 10)
+    second.addresses[0] = rude.address
+    reason, certain = second.commit(manifest, mine, lambda: False)
+    assert "rank 0 cannot be asked" in reason and not certain and asked == ["note"]
+    # Where the manifest has come meanwhile, all is well.
+    other = dataclasses.replace(mine, rank=0)
+    second.store.publish(dataclasses.replace(manifest, parts=(other, mine), spread=True))
+    assert second.commit(manifest, mine, lambda: False) == ("", True)
+    rude.close()
+    assert second.commit(Manifest(6, "b", 2, ()), mine, lambda: False)[1]
     for nodes in (first, second):
         nodes.close()
 
