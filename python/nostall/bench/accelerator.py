@@ -59,6 +59,7 @@ LOADERS = {
     "torch, 4 workers": ("torch", 0.0, 4),
     "torch, 0 workers": ("torch", 0.0, 0),
 }
+_FOLDERS = 64
 _MEASURES = ("au", "au_first", "au_later")
 
 
@@ -113,6 +114,7 @@ LOADERS = {
     "torch, 4 workers": ("torch", 0.0, 4),
     "torch, 0 workers": ("torch", 0.0, 0),
 }
+_FOLDERS = 64
 _MEASURES = ("au", "au_first", "au_later")
 
 
@@ -208,12 +210,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _record(i: int) -> str:
+    """Where record i lies. A kernel looks names up one by one in a folder, but not in many."""
+    return f"{i % _FOLDERS:02d}/{i:07d}.bin"
+
+
 def make_records(home: Path, size: int, count: int) -> Path:
-    """At least `count` files of `size` incompressible bytes; those there are kept."""
-    home.mkdir(parents=True, exist_ok=True)
+    """At least `count` files of `size` incompressible bytes, in folders; those there are kept."""
+    for folder in range(_FOLDERS):
+        (home / f"{folder:02d}").mkdir(parents=True, exist_ok=True)
     noise = os.urandom(min(size, 1 << 20))
     for i in range(count):
-        path = home / f"{i:07d}.bin"
+        path = home / _record(i)
         if path.exists() and path.stat().st_size == size:
             continue
         with path.open("wb") as file:
@@ -358,7 +366,7 @@ def _fed(result: dict[str, Any], goal: float) -> str:
 
 def _batches(settings: dict[str, Any]) -> Iterator[Iterator[int]]:
     """Epochs of the rank's batches; each gives its number of records."""
-    paths = [f"{i:07d}.bin" for i in range(settings["files"])]
+    paths = [_record(i) for i in range(settings["files"])]
     if settings["loader"] == "nostall":
         import nostall
 
