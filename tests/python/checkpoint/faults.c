@@ -98,8 +98,7 @@ void fault_key(int fd, char* key) {
 static int shadow_lock(void) {
   char name[4400];
   snprintf(name, sizeof name, "%s/lock", getenv("NOSTALL_FAULT_SHADOW"));
-  const int held =
-      (int)syscall(SYS_openat, AT_FDCWD, name, O_WRONLY | O_CREAT | O_CLOEXEC, 0600);
+  const int held = (int)syscall(SYS_openat, AT_FDCWD, name, O_WRONLY | O_CREAT | O_CLOEXEC, 0600);
   while (flock(held, LOCK_EX) != 0 && errno == EINTR) continue;
   return held;
 }
