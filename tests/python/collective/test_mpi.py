@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from mpis import MPIS, counted, launcher, run
 
 from nostall import mpi
+from nostall.cli import main
 from nostall.errors import UsageError
 from nostall.report import arrivals
 
@@ -117,6 +119,31 @@ def test_switched_off_it_only_watches(tmp_path: Path) -> None:
     # A rank that sleeps is late, and nobody leaves before the last has come.
     assert max(c.worst for c in profile.calls) > 100_000
     assert all(c.left.min() >= c.arrived.max() for c in profile.calls)
+
+
+def test_an_unmodified_program_is_profiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
+        monkeypatch.setenv(name, "1")
+    mpiexec = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+    assert mpiexec
+    home = tmp_path / "run"
+    program = [sys.executable, str(RANK), "random_delays"]
+    words = [mpiexec, "--oversubscribe", "--bind-to", "none", "-n", "2", *program]
+    assert main(["profile", "--mpi", "-o", str(home), "--", *words]) == 0
+    assert "% for peers" in capsys.readouterr().out
+    profile = arrivals.read(arrivals.find([str(home / "mpi")]))
+    for rank in range(2):
+        with gzip.open(home / f"rank{rank}.mpi.trace.json.gz", "rt") as file:
+            trace = json.load(file)
+        assert trace["distributedInfo"]["rank"] == rank
+        calls = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+        assert {e["name"] for e in calls} == {"MPI_Allreduce"}
+        assert [e["args"]["seq"] for e in calls] == list(range(3000))
+        assert {e["args"]["bytes"] for e in calls} == {24}
+        seen = [c.arrived[rank] / 1000 for c in profile.calls]
+        assert [e["ts"] for e in calls] == pytest.approx(seen)
 
 
 def test_the_launcher_passes_the_variables_on() -> None:
