@@ -57,7 +57,7 @@ std::tuple<nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>, std::vector<uint64_t>, 
     Progress* progress) {
   auto memory = std::make_unique<Memory>();
   const ReadReport report = bindings::without_gil([&] {
-    *memory = Memory(size, threads);
+    *memory = Memory(size, 0);
     return read_checked(path, size, crcs, memory.get(), threads,
                         progress != nullptr ? &progress->bytes : nullptr);
   });

@@ -68,6 +68,7 @@ Memory::Memory(uint64_t size, unsigned threads) : size_(blocks_of(size) * kBlock
   ::madvise(data_, size_, MADV_HUGEPAGE);  // advice only
   // A forked child (a loader's worker) has no use for it, and would make the copy fault.
   ::madvise(data_, size_, MADV_DONTFORK);
+  if (threads == 0) return;
   std::atomic<uint64_t> next{0};
   const auto touch = [&] {
     for (uint64_t at; (at = next.fetch_add(kBlock)) < size_;) {

@@ -44,7 +44,8 @@ constexpr uint64_t blocks_of(uint64_t size) { return (size + kBlock - 1) / kBloc
 class Memory {
  public:
   Memory() = default;
-  // `size` is rounded up to whole blocks; touched by `threads` threads. Throws Error(io).
+  // `size` is rounded up to whole blocks; touched by `threads` threads, by nobody for 0 (whoever
+  // fills it from a device has the time). Throws Error(io).
   Memory(uint64_t size, unsigned threads);
   ~Memory();
   Memory(Memory&& other) noexcept;

@@ -204,7 +204,7 @@ class Checkpointer:
             metric: for `Keep.best`.
             level: instead of the checkpointer's.
             window: return before the tensors are copied; they are read while the training goes on,
-                until an update (the immutable window of the seed timeline-analytics, III). For level
+                until an update (the immutable window of the seed timeline-analytics, III); for level
                 memory. With `attach`, parameters and optimizer state are read later and all else is
                 copied by the call; without, nothing may change before `before_update` is called.
             force: also if the step is not due.
@@ -234,18 +234,23 @@ class Checkpointer:
         manifest = files.Manifest(step, id, self.world_size, (), self.replicated, metric)
         saved = Saved(step, id, 0)
         job = Job(saved, manifest, None, number)
+        image = None
         if self.rank == 0 or not self.replicated:
-            self._snapshot(state() if callable(state) else state, job, window)
+            # Whoever waits for storage does not wait for the copy first: it is written as it is made.
+            window = window and wanted == "memory"
+            now = wanted == "memory" and not window
+            image = self._snapshot(state() if callable(state) else state, job, window, now)
         self._engine.submit(job, awaited=wanted)
         self._history.append(saved)
-        if window and wanted != "memory":
-            self.before_update()
         if wanted != "memory":
+            if image is not None:
+                image.finish()
             saved.wait(wanted, self._timeout + 10)
         saved.seconds = time.perf_counter() - began
         return saved
 
-    def _snapshot(self, state: Any, job: Job, window: bool) -> None:
+    def _snapshot(self, state: Any, job: Job, window: bool, now: bool) -> _native.Image | None:
+        """Begins the image of the job; the one it returns is to be finished."""
         tree, leaves = encode(state)
         leaves = files.layout(leaves, guarded_addresses(self._optimizers) if window else None)
         head = files.header(tree, leaves)
@@ -257,10 +262,10 @@ class Checkpointer:
                 f"the snapshot before is not written after {self._engine.settings.patience:g} s, its "
                 "storage hangs; snapshots=2 makes room for one more"
             )
-            return
+            return None
         began = time.perf_counter()
         try:
-            copying, why = _native.Copying.at_once, ""
+            copying = _native.Copying.at_once if now else _native.Copying.in_background
             if window:
                 copying, why = choose_copying(self._window_seconds, self._engine.write_seconds)
                 job.saved.copying = f"{copying.name}: {why}"
@@ -268,7 +273,7 @@ class Checkpointer:
             if window:
                 self._window = Window(image, leaves, self._optimizers, job.saved)
                 job.leaves = leaves
-            else:
+            elif now:
                 image.finish()
         except BaseException:
             self._engine.add_image(image)
@@ -276,6 +281,7 @@ class Checkpointer:
         job.image = image
         job.saved.bytes = image.size
         job.saved.copy_seconds = time.perf_counter() - began
+        return None if now or window else image
 
     def before_update(self) -> None:
         """Copies what a save with `window` has not copied yet; at once if there is nothing."""
