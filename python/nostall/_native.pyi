@@ -14,6 +14,8 @@ class OrderKind(enum.Enum):
 
     sequential = 3
 
+    sub_batch = 4
+
 class Scheme(enum.Enum):
     uniform = 0
 
@@ -62,6 +64,10 @@ class JobSpec:
     @scheme.setter
     def scheme(self, arg: Scheme, /) -> None: ...
     @property
+    def sub_batches(self) -> tuple[int, int, int]: ...
+    @sub_batches.setter
+    def sub_batches(self, arg: tuple[int, int, int], /) -> None: ...
+    @property
     def user_order(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
     @user_order.setter
     def user_order(
@@ -73,6 +79,11 @@ class JobSpec:
     ) -> None: ...
 
 def validate(spec: JobSpec) -> None: ...
+def pass_of(spec: JobSpec, epoch: int, batch: int) -> tuple[int, int, int, int]:
+    """
+    (chunk, pass over it, place in the pass, batches of the chunk) of a global batch.
+    """
+
 def epoch_length(spec: JobSpec) -> int: ...
 def batches_per_epoch(spec: JobSpec) -> int: ...
 def plan_fingerprint(spec: JobSpec) -> int: ...
