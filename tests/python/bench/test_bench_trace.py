@@ -31,8 +31,4 @@ def test_the_engine_with_and_without_recording(
         assert on["samples"] == off["samples"] == 3
         assert on["cpu"] > 0
     assert not list(tmp_path.glob("data-*"))  # the engine needs no images
-<<<<<<< HEAD
-    assert "B a step" in capsys.readouterr().out
-=======
     assert "timeline" in capsys.readouterr().out
->>>>>>> trace
