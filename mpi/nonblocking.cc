@@ -15,7 +15,7 @@ std::mutex& requests_mutex() {
   return mutex;
 }
 struct Place {
-  std::shared_ptr<Queue> queue;
+  std::weak_ptr<Queue> queue;  // its communicator's alone: the queue's thread must not end it
   uint64_t number = 0;
 };
 std::map<MPI_Request, Place>& requests() {
@@ -81,7 +81,7 @@ int Queue::start(std::function<int()> operation, MPI_Request* request) {
     ++started_;
     {
       const std::scoped_lock of_requests(requests_mutex());
-      requests()[*request] = {shared_from_this(), started_};
+      requests()[*request] = {weak_from_this(), started_};
     }
     under_way().fetch_add(1, std::memory_order_relaxed);
     if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
@@ -101,12 +101,9 @@ void Queue::run_until(uint64_t number) {
       waiting_.pop_front();
     }
     next->operation();
-    Place last;  // whose queue this one is, until the end
     {
       const std::scoped_lock of_requests(requests_mutex());
-      const auto found = requests().find(next->request);
-      last = std::move(found->second);
-      requests().erase(found);
+      requests().erase(next->request);
     }
     under_way().fetch_sub(1, std::memory_order_relaxed);
     // From here on the program may free the request, and its handle may be used again.
@@ -152,7 +149,7 @@ void finish(MPI_Request request) {
     const auto found = requests().find(request);
     if (found != requests().end()) ours = found->second;
   }
-  if (ours.queue) ours.queue->run_until(ours.number);
+  if (const auto queue = ours.queue.lock()) queue->run_until(ours.number);
 }
 
 }  // namespace nostall::mpi

@@ -101,48 +101,6 @@ def allowed(
     return Allowed(epochs * busy / sum(seconds), busy / seconds[0], later, now)
 
 
-PROFILES = {
-    "resnet50": Profile(114_660, 400, 0.224, 0.9),
-    "unet3d": Profile(146_600_628, 7, 0.323, 0.9),
-    "cosmoflow": Profile(2_828_486, 1, 0.0035, 0.7),
-}
-# Name in the table -> (loader, share of the data that the tiers hold, worker processes).
-LOADERS = {
-    "nostall, tiers hold all": ("nostall", 1.1, 0),
-    "nostall, tiers hold half": ("nostall", 0.5, 0),
-    "nostall, no tiers": ("nostall", 0.0, 0),
-    "torch, 4 workers": ("torch", 0.0, 4),
-    "torch, 0 workers": ("torch", 0.0, 0),
-}
-_FOLDERS = 64
-_MEASURES = ("au", "au_first", "au_later")
-
-
-def at_most(
-    profile: Profile, batches: int, epochs: int, rate: float, share: float, accelerators: int = 1
-) -> tuple[float, float, float]:
-    """The utilisation that no loader exceeds: over all epochs, in the first, in the later ones.
-
-    Step k of the job cannot begin before the storage, never idle, has given all bytes of steps 0..k
-    that no tier holds: every byte in the first epoch, those beyond the tiers' `share` later. As
-    measured, the first step's wait does not count. Accelerators share `rate` (bytes per second).
-    """
-    step = accelerators * profile.record * profile.batch / rate
-    read = now = 0.0
-    seconds = []
-    for epoch in range(epochs):
-        begin = now
-        for k in range(batches):
-            read += step * (1 if epoch == 0 else max(0.0, 1 - share))
-            if epoch == k == 0:
-                begin = read
-            now = max(now, read) + profile.compute
-        seconds.append(now - begin)
-    busy = batches * profile.compute
-    later = (epochs - 1) * busy / sum(seconds[1:]) if epochs > 1 else busy / seconds[0]
-    return epochs * busy / sum(seconds), busy / seconds[0], later
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nostall bench accelerator``."""
     parser.add_argument("--dir", default="nostall-bench", help="where the records go")

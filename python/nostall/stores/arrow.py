@@ -127,6 +127,8 @@ class _Groups(RowReader):
     def _columns(self, number: int, group: int, name: str) -> Any:
         try:
             return self._open(number).read_row_group(group, columns=[name]).column(name)
+        except IoError:
+            raise
         except Exception as error:  # pyarrow's errors have no common base
             where = f"{self._paths[number]}, row group {group}"
             raise _told(self._opened.get(number, ("",))[0], error, where) from None

@@ -20,7 +20,7 @@ from nostall.torch.group import Options
 
 
 class BucketReducer:
-    """What `reduce_bucket` works with; made on all ranks of the group, in the same order.
+    """What `reduce_bucket` works with; all ranks of the group make it.
 
     Args:
         group: the process group that DistributedDataParallel uses; the default one if None.
@@ -52,6 +52,8 @@ class BucketReducer:
             backend="nostall",
             timeout=timedelta(seconds=timeout),
             pg_options=Options(order),
+            # Ranks outside of the group know nothing of it, and other groups make theirs meanwhile.
+            use_local_synchronization=True,
         )
         self.ranks = dist.get_world_size(self.group)
 

@@ -158,6 +158,31 @@ result = [reference(3), exact, values, start, refused]
 
 @pytest.mark.multi
 @pytest.mark.timeout(400)
+def test_hooks_of_two_groups_do_not_mix(tmp_path: Path) -> None:
+    code = (
+        "import torch, nostall.torch as nt\n"
+        + HOOK.format(path=tmp_path / "store", ranks=4)
+        + """
+halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+class Bucket:
+    def __init__(self):
+        self.gradients = torch.full((1000,), float(rank))
+    def buffer(self):
+        return self.gradients
+reducer = nt.BucketReducer(halves[rank // 2])
+result = set()
+for _ in range(20):
+    bucket = Bucket()
+    result |= set(nt.reduce_bucket(reducer, bucket).wait().tolist())
+result = sorted(result)
+dist.destroy_process_group()
+"""
+    )
+    assert run_ranks(4, code) == [[0.5], [0.5], [2.5], [2.5]]
+
+
+@pytest.mark.multi
+@pytest.mark.timeout(400)
 def test_three_ranks_divide_as_one_process_does() -> None:
     code = "result = [reference(3), distributed(threshold=2000)]"
     for expected, got in run_ranks(3, MODEL + TRAIN + code):
