@@ -184,10 +184,12 @@ void bind_sync(nb::module_& m) {
              uint32_t ranks, nb::object transport, bool fixed_order, const std::string& mode,
              bool nonblocking, uint32_t global_sleep_every, std::vector<int> cores, double cycle,
              double test_sleep, uint64_t threshold, double warn, double timeout, bool mean,
-             bool check_finite) {
-            const sync::EngineConfig config =
+             bool check_finite, const std::string& timeline, std::vector<std::string> shapes) {
+            sync::EngineConfig config =
                 config_of(mode, nonblocking, global_sleep_every, std::move(cores), cycle,
                           test_sleep, threshold, warn, timeout, mean, check_finite);
+            config.timeline = timeline;
+            config.shapes = std::move(shapes);
             const auto specs = specs_of(tensors);
             std::unique_ptr<sync::Transport> connection;
             if (!transport.is_none()) connection = std::make_unique<PythonTransport>(transport);
@@ -207,7 +209,7 @@ void bind_sync(nb::module_& m) {
           nb::arg("transport").none(), nb::arg("fixed_order"), nb::arg("mode"),
           nb::arg("nonblocking"), nb::arg("global_sleep_every"), nb::arg("cores"), nb::arg("cycle"),
           nb::arg("test_sleep"), nb::arg("threshold"), nb::arg("warn"), nb::arg("timeout"),
-          nb::arg("mean"), nb::arg("check_finite"))
+          nb::arg("mean"), nb::arg("check_finite"), nb::arg("timeline"), nb::arg("shapes"))
       .def(
           "set_plan",
           [](sync::Engine& self, const Groups& groups) {

@@ -169,6 +169,7 @@ void Engine::look_around() {
   }
   Header& h = segment_.header();
   if (h.broken.load(std::memory_order_seq_cst) != 0) throw_broken();
+  if (is_scheduled()) return;
   const int64_t now = now_ns();
   if (now - looked_ < kLookNs / 2) return;
   looked_ = now;

@@ -102,6 +102,7 @@ class Engine {
 
   template <typename Ready>
   bool spin(Ready& ready) {
+    if (is_scheduled()) return false;
     wait_began_ = now_ns();
     int64_t now = wait_began_;
     bool yields = oversubscribed_;

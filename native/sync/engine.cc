@@ -52,6 +52,7 @@ Engine::Engine(EngineConfig config, std::unique_ptr<Transport> transport,
     }
   }
   compare_tensors();
+  timeline_ = Timeline::open(config_.timeline, *transport_, tensors_, config_.shapes);
   if (config_.mode == Mode::planned) {
     std::vector<uint32_t> order(tensors_.size());
     for (uint32_t i = 0; i < order.size(); ++i)
@@ -201,7 +202,7 @@ void Engine::submit(uint32_t tensor, void* gradient, bool present) {
                                         " was submitted twice in one step: wait() ends a step");
     }
     p = {gradient, true, present, false, now_ns()};
-    ++submitted_;
+    if (++submitted_ == 1 && transport_->ranks() > 1) reducing_.emplace();
     if (config_.mode == Mode::planned) {
       const uint32_t group = group_of_[tensor];
       wake = --missing_[group] == 0 && group == next_;
@@ -279,6 +280,7 @@ void Engine::run() noexcept {
   } catch (...) {
     const std::scoped_lock lock(mutex_);
     error_ = std::current_exception();
+    reducing_.reset();
   }
   done_.notify_all();
 }
@@ -308,6 +310,12 @@ void Engine::reduce(Bucket& bucket) {
   const int64_t summed = now_ns(), waited_here = transport_->waited_ns() - waited;
   for (size_t i = 0; i < list.size(); ++i) bucket.give(i, pending_[list[i]].gradient);
   const int64_t end = now_ns();
+  if (timeline_) {
+    std::vector<int64_t> ready;
+    for (const uint32_t t : list) ready.push_back(pending_[t].since_ns);
+    timeline_->add(list, ready, {agreed_ns_, begin, copied, summed, end});
+  }
+  bool step = false, told = false;
   {
     const std::scoped_lock lock(mutex_);
     for (size_t i = 0; i < list.size(); ++i) {
@@ -315,6 +323,7 @@ void Engine::reduce(Bucket& bucket) {
       pending_[list[i]].reduced = true;
     }
     reduced_ += list.size();
+    if (reduced_ == tensors_.size()) reducing_.reset();
     stats_.copy_ns += copied - begin + end - summed;
     stats_.reduce_ns += summed - copied;
     stats_.reduce_wait_ns += std::min(waited_here, summed - copied);
@@ -322,9 +331,11 @@ void Engine::reduce(Bucket& bucket) {
     stats_.tensors += list.size();
     stats_.bytes += bucket.bytes();
     account();
-    if (reduced_ < tensors_.size() && watchers_ == 0) return;
+    step = reduced_ == tensors_.size();
+    told = step || watchers_ > 0;
   }
-  done_.notify_all();
+  if (told) done_.notify_all();
+  if (step && timeline_) timeline_->write();
 }
 
 // Under the mutex: what the processor did for this thread so far.

@@ -19,6 +19,9 @@
 //   cores       keeps the progress thread on these, the others of the process off them
 //   (SCP, 6.3.3).
 //
+// From the first gradient of a step to its last sum the engine is an Activity (base/activity.h),
+// with several ranks: what else the process does in the background waits for the forward pass.
+//
 // Errors: a rank that dies, or does not come in time, ends the engine: every call throws
 // Error(peer) then. Tensors that do not come are named in a warning after `warn`, with the ranks
 // that lack them, and end the engine after `timeout`. Planned, the rank that lacks a tensor of a
@@ -35,13 +38,16 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "base/activity.h"
 #include "sync/bucket.h"
 #include "sync/order.h"
+#include "sync/timeline.h"
 #include "sync/transport.h"
 
 namespace nostall::sync {
@@ -60,6 +66,8 @@ struct EngineConfig {
   std::chrono::nanoseconds timeout = std::chrono::minutes(10);
   bool mean = true;           // else the sum
   bool check_finite = false;  // Error(usage) that names tensor and rank instead of NaNs everywhere
+  std::string timeline;       // rank 0's file of it (sync/timeline.h); empty: none
+  std::vector<std::string> shapes;  // of the tensors, for the timeline
 };
 
 // Of the progress thread, since the engine began. Times are nanoseconds.
@@ -177,6 +185,7 @@ class Engine {
   std::span<const uint32_t> in_reduction_;  // the thread's own
   std::exception_ptr error_;
   EngineStats stats_;
+  std::optional<Activity> reducing_;  // from a step's first gradient to its last sum
 
   // Of the negotiating thread.
   std::vector<uint32_t> cache_;  // tensors whose order is known, in that order
@@ -184,6 +193,9 @@ class Engine {
   std::vector<std::vector<bool>> table_;  // rank 0: who has announced each tensor
   std::unique_ptr<Bucket> shared_bucket_;
   std::vector<std::pair<int, std::vector<uint8_t>>> moved_;  // threads and their cores before
+  int64_t agreed_ns_ = 0;                                    // on what is reduced now
+
+  std::unique_ptr<Timeline> timeline_;  // the progress thread's
 
   std::thread thread_;
 };

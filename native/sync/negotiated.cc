@@ -26,7 +26,7 @@ void Engine::negotiated_loop() {
     const int64_t begin = now_ns();
     std::vector<uint32_t> ready;
     const bool go_on = negotiate(ready);
-    const int64_t agreed = now_ns();
+    const int64_t agreed = agreed_ns_ = now_ns();
     {
       const std::scoped_lock lock(mutex_);
       ++stats_.cycles;

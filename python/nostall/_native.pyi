@@ -554,19 +554,31 @@ class Priority(enum.Enum):
 
     idle = 2
 
+class Copying(enum.Enum):
+    at_once = 0
+
+    in_background = 1
+
+    lazily = 2
+
 class Image:
     """A snapshot in memory (native/checkpoint/image.h)."""
 
     def __init__(self, threads: int) -> None: ...
     def reserve(self, bytes: int) -> None: ...
     def begin(
-        self, header: bytes, pieces: Sequence[tuple[int, int]], background: bool = False
+        self, header: bytes, pieces: Sequence[tuple[int, int]], copying: Copying = Copying.at_once
     ) -> None:
         """
-        Pieces are (address, bytes) of memory that must stay as it is until finish returns.
+        Pieces are (address, bytes) of memory that must stay as it is until it is copied, and be readable until the image is written.
         """
 
+    def copy(self, pieces: Sequence[int]) -> None:
+        """The blocks that these pieces lie in, now."""
+
     def finish(self) -> None: ...
+    @property
+    def copied_bytes(self) -> int: ...
     @property
     def size(self) -> int: ...
     @property
@@ -580,6 +592,17 @@ class Gate:
     def release(self) -> None: ...
     @property
     def held(self) -> bool: ...
+    @property
+    def waited_seconds(self) -> float: ...
+
+class Activity:
+    """The process needs storage or network inside (native/base/activity.h)."""
+
+    def __init__(self) -> None: ...
+    def __enter__(self) -> Activity: ...
+    def __exit__(self, *args: object) -> None: ...
+    @staticmethod
+    def quiet() -> bool: ...
 
 class Written:
     @property
@@ -606,6 +629,7 @@ class ImageWrite:
         direct: bool = True,
         gate: Gate | None = None,
         gate_patience: float = 1.0,
+        considerate: bool = False,
     ) -> None: ...
     def run(self) -> Written: ...
     def hurry(self) -> None: ...
@@ -625,6 +649,7 @@ class FileCopy:
         direct: bool = True,
         gate: Gate | None = None,
         gate_patience: float = 1.0,
+        considerate: bool = False,
     ) -> None: ...
     def run(self) -> Written: ...
     def hurry(self) -> None: ...
@@ -755,6 +780,8 @@ class SyncEngine:
         timeout: float,
         mean: bool,
         check_finite: bool,
+        timeline: str,
+        shapes: Sequence[str],
     ) -> None: ...
     def set_plan(self, groups: Sequence[Sequence[int]]) -> None: ...
     def broadcast(self, data: bytes, root: int) -> bytes: ...

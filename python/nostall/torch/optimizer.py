@@ -58,7 +58,10 @@ class GradientSync:
         self._signs = torch.zeros(len(_SIGNS))
         tensors = [(n, p.numel(), str(p.dtype).removeprefix("torch.")) for n, p in named]
         self.engine, self._specs = make_engine(
-            [*tensors, *((sign, 1, "float32") for sign in _SIGNS)], options, ranks
+            [*tensors, *((sign, 1, "float32") for sign in _SIGNS)],
+            options,
+            ranks,
+            [p.shape for _, p in named],
         )
         self._numbers = {id(p): i for i, p in enumerate(self._parameters)}
         self._passes_left = [passes] * len(named)

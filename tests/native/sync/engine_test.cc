@@ -12,6 +12,7 @@
 #include <numeric>
 #include <random>
 
+#include "base/activity.h"
 #include "base/error.h"
 #include "base/log.h"
 #include "sync/convert.h"
@@ -175,6 +176,23 @@ TEST_P(Modes, ManyThreadsMaySubmit) {
     }
   });
   EXPECT_EQ(errors, Errors(2));
+}
+
+// What can wait writes in the forward pass, when no gradient is under way.
+TEST_P(Modes, AStepIsAnActivityFromItsFirstGradientToItsLastSum) {
+  const Errors errors = run(2, GetParam().config, 3, [&](Engine& engine, uint32_t) {
+    std::vector<std::vector<float>> gradients;
+    for (const TensorSpec& spec : engine.tensors()) gradients.emplace_back(spec.count);
+    for (int step = 0; step < 3; ++step) {
+      engine.submit(0, gradients[0].data());
+      EXPECT_FALSE(Activity::quiet(0s));
+      engine.submit(1, gradients[1].data());
+      engine.submit(2, gradients[2].data());
+      engine.wait();
+    }
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+  EXPECT_TRUE(Activity::quiet(0s));
 }
 
 TEST_P(Modes, NarrowTypesTravel) {

@@ -109,6 +109,53 @@ def test_every_mode_ends_with_the_bits_of_one_process_and_of_ddp(tmp_path: Path)
         assert got == dict.fromkeys(got, expected)
 
 
+HOOK = """
+import torch.distributed as dist
+from nostall.errors import UsageError
+dist.init_process_group("gloo", init_method="file://{path}", rank=rank, world_size={ranks})
+def hooked(**options):
+    def make(model):
+        model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
+        model.register_comm_hook(nt.BucketReducer(**options), nt.reduce_bucket)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return make
+"""
+
+
+@pytest.mark.multi
+@pytest.mark.timeout(400)
+def test_the_hook_of_ddp_gives_the_bits_of_one_process(tmp_path: Path) -> None:
+    code = (
+        MODEL
+        + TRAIN
+        + HOOK.format(path=tmp_path / "store", ranks=3)
+        + """
+exact = train(hooked(order="fixed"))
+near = []
+def watched(model):
+    near.append(model)
+    return hooked(compression="bf16")(model)
+train(watched)
+values = weights(near[0])
+torch.manual_seed(0)
+start = weights(Net())
+try:
+    nt.BucketReducer(compression="int4")
+except UsageError as error:
+    refused = str(error)
+dist.destroy_process_group()
+result = [reference(3), exact, values, start, refused]
+"""
+    )
+    exact_results = run_ranks(3, code)
+    for expected, got, near, start, refused in exact_results:
+        assert got == expected
+        # All ranks hold the same; what bf16 rounds is far less than what training changed.
+        assert near == exact_results[0][2]
+        assert near != start
+        assert refused == 'compression must be "fp16", "bf16" or None, not \'int4\''
+
+
 @pytest.mark.multi
 @pytest.mark.timeout(400)
 def test_three_ranks_divide_as_one_process_does() -> None:
