@@ -6,6 +6,7 @@ from __future__ import annotations
 SUBCOMMANDS: dict[str, str] = {
     "loader": "nostall.bench.loader",
     "plan": "nostall.bench.plan",
+    "reuse": "nostall.bench.reuse",
     "observation-2": "nostall.bench.observation2",
     "stall": "nostall.bench.stall",
     "nodes": "nostall.bench.nodes",

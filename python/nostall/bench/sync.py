@@ -26,7 +26,10 @@ from typing import Any
 
 from nostall.errors import UsageError
 
-_NETWORKS = ("resnet18", "resnet50", "googlenet", "alexnet", "vgg11", "transformer", "mlp")
+_NETWORKS = (
+    "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "googlenet", "inception",
+    "alexnet", "vgg11", "vgg16", "transformer", "mlp",
+)  # fmt: skip
 _WAYS = (
     "planned",
     "negotiated",

@@ -22,13 +22,23 @@ from nostall.sync import SyncOptions
 #: network: (its maker, side of its images)
 NETWORKS: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {
     "resnet18": (lambda: torchvision.models.resnet18(num_classes=100), 64),
+    "resnet34": (lambda: torchvision.models.resnet34(num_classes=100), 64),
     "resnet50": (lambda: torchvision.models.resnet50(num_classes=100), 64),
+    "resnet101": (lambda: torchvision.models.resnet101(num_classes=100), 64),
+    "resnet152": (lambda: torchvision.models.resnet152(num_classes=100), 64),
+    "inception": (
+        lambda: torchvision.models.inception_v3(
+            num_classes=100, aux_logits=False, init_weights=False
+        ),
+        96,
+    ),
     "googlenet": (
         lambda: torchvision.models.googlenet(num_classes=100, aux_logits=False, init_weights=False),
         64,
     ),
     "alexnet": (lambda: torchvision.models.alexnet(num_classes=100), 96),
     "vgg11": (lambda: torchvision.models.vgg11(num_classes=100), 64),
+    "vgg16": (lambda: torchvision.models.vgg16(num_classes=100), 64),
     "transformer": (lambda: _Transformer(), 32),
     "mlp": (
         lambda: torch.nn.Sequential(

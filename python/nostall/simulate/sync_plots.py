@@ -17,7 +17,7 @@ _MARKS = ("o", "s", "^", "D", "v", "P")
 def scaling_figure(points: Sequence[Point]) -> Figure:
     """Improvement over negotiated, and the share of its time that the thread is on a core."""
     figure: Figure
-    figure, (left, right) = _pyplot().subplots(1, 2, figsize=(11, 4), constrained_layout=True)
+    figure, (left, right) = _pyplot().subplots(1, 2, figsize=(12, 4), constrained_layout=True)
     ranks = [p.ranks for p in points]
     for i, mode in enumerate(points[0].outcomes):
         colour, mark = _COLOURS[i % len(_COLOURS)], _MARKS[i % len(_MARKS)]
@@ -35,7 +35,7 @@ def scaling_figure(points: Sequence[Point]) -> Figure:
         axis.set_xscale("log", base=2)
         axis.set_xticks(ranks, [f"{r:,}" for r in ranks], rotation=45)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False)
+    right.legend(frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
     return figure
 
 

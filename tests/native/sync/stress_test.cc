@@ -1,6 +1,6 @@
 // Random submissions with random delays, from two threads a rank, while plans change.
 //
-//   NOSTALL_STRESS_SUBMISSIONS=1000000 build/dev/tests/test_sync --gtest_filter='*Stress*'
+//   NOSTALL_STRESS_SUBMISSIONS=1000000 build/dev/tests/native/test_sync --gtest_filter='*Stress*'
 //
 // is the long form, in each mode; CI does a part of it.
 #include <gtest/gtest.h>
