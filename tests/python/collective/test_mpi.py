@@ -126,11 +126,9 @@ def test_an_unmodified_program_is_profiled(
 ) -> None:
     for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
         monkeypatch.setenv(name, "1")
-    mpiexec = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
-    assert mpiexec
     home = tmp_path / "run"
     program = [sys.executable, str(RANK), "random_delays"]
-    words = [mpiexec, "--oversubscribe", "--bind-to", "none", "-n", "2", *program]
+    words = [*launcher("openmpi"), "-n", "2", *program]
     assert main(["profile", "--mpi", "-o", str(home), "--", *words]) == 0
     assert "% for peers" in capsys.readouterr().out
     profile = arrivals.read(arrivals.find([str(home / "mpi")]))
