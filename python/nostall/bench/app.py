@@ -27,7 +27,7 @@ MEMORY = "memory"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nostall bench app``."""
-    from nostall.bench.pipelines import PIPELINES
+    from nostall.bench.pipelines import PIPELINES, installed
 
     parser.add_argument("--dir", default="nostall-bench", help="where the images and results go")
     parser.add_argument("--data", help="class folders of images; synthetic ones if not given")
@@ -39,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dense", type=int, default=4096, help="units of the dense layers")
     parser.add_argument("--labels", choices=("one-hot", "sparse"), default="one-hot")
     parser.add_argument(
-        "--pipelines", nargs="+", choices=list(PIPELINES), default=list(PIPELINES)
+        "--pipelines", nargs="+", choices=list(PIPELINES), default=installed(),
+        help="all that are installed if not given",
     )  # fmt: skip
     parser.add_argument("--runs", type=int, default=6, help="the first is warm-up")
 

@@ -28,22 +28,66 @@ def _counters(device: tuple[int, int]) -> tuple[int, int] | None:
     return None
 
 
+def cgroup_of(process: str = "self") -> Path | None:
+    """The file that counts the bytes of this process's cgroup by device; None where there is none.
+
+    Version 2's ``io.stat`` or version 1's ``blkio.throttle.io_service_bytes``.
+    """
+    version_2 = version_1 = None
+    for line in Path("/proc", process, "cgroup").read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            version_2 = group
+        elif "blkio" in controllers.split(","):
+            version_1 = group
+    for mount in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"):
+        if version_2 is not None:
+            file = Path(mount + version_2.rstrip("/"), "io.stat")
+            if file.is_file():
+                return file
+    if version_1 is not None:
+        home = "/sys/fs/cgroup/blkio" + version_1.rstrip("/")
+        file = Path(home, "blkio.throttle.io_service_bytes")
+        if file.is_file():
+            return file
+    return None
+
+
+def cgroup_counters(file: Path, device: tuple[int, int]) -> tuple[int, int]:
+    """Bytes that the cgroup has read from and written to the device."""
+    name = f"{device[0]}:{device[1]}"
+    read = wrote = 0
+    for line in file.read_text().splitlines():
+        fields = line.split()
+        if len(fields) < 2 or fields[0] != name:
+            continue
+        if fields[1] == "Read":
+            read = int(fields[2])
+        elif fields[1] == "Write":
+            wrote = int(fields[2])
+        values = dict(f.split("=", 1) for f in fields[1:] if "=" in f)
+        read, wrote = int(values.get("rbytes", read)), int(values.get("wbytes", wrote))
+    return read, wrote
+
+
 class Activity:
     """Samples what a disk reads and writes, as dstat does; a context manager.
 
-    `rows` holds (seconds since the start, bytes read a second, bytes written a second). It counts
-    the whole machine: others' work on the disk is in it.
+    `rows` holds (seconds since the start, bytes read a second, bytes written a second, the same two of
+    this process's cgroup or None). The first two count the whole machine: others' work on the disk is
+    in them; the cgroup's count this container's alone, where the kernel counts by cgroup.
     """
 
     def __init__(self, device: tuple[int, int], period: float = 1.0) -> None:
-        self.rows: list[tuple[float, float, float]] = []
+        self.rows: list[tuple[float, float, float, float | None, float | None]] = []
         self._device = device
+        self._cgroup = cgroup_of()
         self._period = period
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Activity:
-        self._before = _counters(self._device)
+        self._before = self._counters()
         self._began = time.monotonic()
         self._thread.start()
         return self
@@ -52,17 +96,27 @@ class Activity:
         self._stop.set()
         self._thread.join()
 
+    def _counters(self) -> tuple[int, ...] | None:
+        disk = _counters(self._device)
+        if disk is None or self._cgroup is None:
+            return disk
+        try:
+            return (*disk, *cgroup_counters(self._cgroup, self._device))
+        except OSError:
+            return disk
+
     def _watch(self) -> None:
         began = last = self._began
         before = self._before
         while before is not None:
             done = self._stop.wait(self._period)
-            now, after = time.monotonic(), _counters(self._device)
+            now, after = time.monotonic(), self._counters()
             if after is None:
                 return
             length = max(now - last, 1e-9)
-            read, wrote = ((a - b) / length for a, b in zip(after, before, strict=True))
-            self.rows.append((now - began, read, wrote))
+            rates = [(a - b) / length for a, b in zip(after, before, strict=False)]
+            own = (rates[2], rates[3]) if len(rates) == 4 else (None, None)
+            self.rows.append((now - began, rates[0], rates[1], *own))
             last, before = now, after
             if done:
                 return

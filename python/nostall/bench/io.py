@@ -29,7 +29,7 @@ WORKS = ("decode", "read")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nostall bench io``."""
-    from nostall.bench.pipelines import PIPELINES
+    from nostall.bench.pipelines import PIPELINES, installed
 
     parser.add_argument(
         "--paths", nargs="+", default=["nostall-bench"],
@@ -41,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--work", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument(
-        "--pipelines", nargs="+", choices=list(PIPELINES), default=list(PIPELINES)
+        "--pipelines", nargs="+", choices=list(PIPELINES), default=installed(),
+        help="all that are installed if not given",
     )  # fmt: skip
     parser.add_argument("--runs", type=int, default=6, help="the first is warm-up")
     parser.add_argument(
@@ -198,6 +199,7 @@ def _quiet(pipeline: str) -> None:
 
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*suggested max number of worker.*")
+    warnings.filterwarnings("ignore", message=".*NumPy array is not writable.*")  # tf.data's
 
 
 def _table(path: str, work: str, found: dict[str, Any]) -> Any:
@@ -257,8 +259,11 @@ def _plot(result: dict[str, Any], path: Path) -> None:
             busiest = rows[-1]["activity"]
             disk.plot([a[0] for a in busiest], [a[1] / 1e6 for a in busiest], styles[key[1]],
                       marker=".", label=f"{key[0]}, {key[1]}")  # fmt: skip
+            own = [(a[0], a[3] / 1e6) for a in busiest if a[3] is not None]
+            if any(rate for _, rate in own):
+                disk.plot(*zip(*own, strict=True), ":", color=disk.lines[-1].get_color())
         rates.set(title=name, xlabel="threads", ylabel="images/s", ylim=(0, None))
-        disk.set(title=f"the device reads, {rows[-1]['threads']} threads, last run",
+        disk.set(title=f"the device reads (dotted: this cgroup), {rows[-1]['threads']} threads",
                  xlabel="seconds", ylabel="MB/s")  # fmt: skip
         rates.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)

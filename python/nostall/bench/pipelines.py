@@ -2,12 +2,14 @@
 
 Each is a function from a `Work` to an iterator of batches. "map" is the pipeline of the seed
 tensorflow-io (III): a shuffled list, mapped by a pool of threads, batched, with nothing or one batch
-prepared ahead; "torch" is torch's DataLoader with worker processes; "nostall" is this loader. Images
-that cannot be read or decoded are left out (map, torch) or replaced (nostall), and counted.
+prepared ahead; "tf.data" is TensorFlow's own, which the seed measured; "grain" is Grain with threads;
+"torch" is torch's DataLoader with worker processes; "nostall" is this loader. Images that cannot
+be read or decoded are left out, or replaced (nostall), and counted.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -149,8 +151,79 @@ def nostall_loader(work: Work) -> Iterator[tuple[Any, list[int]]]:
         work.errors += sum(len(e.substituted) for e in loader.stats().epochs)
 
 
+def tensorflow_data(work: Work) -> Iterator[tuple[Any, list[int]]]:
+    """TensorFlow's pipeline, as the seed's: shuffle, parallel map, ignore errors, batch, prefetch."""
+    import tensorflow as tf
+    import torch
+
+    tf.config.set_visible_devices([], "GPU")
+
+    def one(path: Any, label: Any) -> tuple[Any, Any]:
+        data = tf.io.read_file(path)
+        if not work.decode:
+            return data, label
+        image = tf.io.decode_image(data, channels=3, expand_animations=False)
+        resized = tf.image.resize(image, [SIDE, SIDE], antialias=True) / 255.0
+        return tf.transpose(resized, [2, 0, 1]), label
+
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = work.threads
+    dataset = (
+        tf.data.Dataset.from_tensor_slices((work.paths, work.labels))
+        .shuffle(len(work.paths), seed=work.seed)
+        .map(one, num_parallel_calls=work.threads)
+        .ignore_errors()
+        .batch(work.batch)
+        .with_options(options)
+    )
+    if work.prefetch:
+        dataset = dataset.prefetch(work.prefetch)
+    seen = 0
+    for images, labels in dataset.as_numpy_iterator():
+        seen += len(labels)
+        yield (torch.from_numpy(images) if work.decode else list(images)), labels.tolist()
+    work.errors += len(work.paths) - seen
+
+
+def grain_dataset(work: Work) -> Iterator[tuple[Any, list[int]]]:
+    """Grain: a shuffled map dataset read by threads; without prefetch one sample at a time is ready."""
+    import grain
+
+    def one(i: int) -> tuple[Any, int] | None:
+        sample = load(work.paths[i], work.decode)
+        return None if sample is None else (sample, work.labels[i])  # None is left out
+
+    ahead = max(1, work.prefetch * work.batch)
+    options = grain.ReadOptions(num_threads=work.threads, prefetch_buffer_size=ahead)
+    dataset = (
+        grain.MapDataset.source(range(len(work.paths)))
+        .shuffle(seed=work.seed)
+        .map(one)
+        .to_iter_dataset(options)
+        .batch(work.batch, batch_fn=list)
+    )
+    seen = 0
+    for samples in dataset:
+        batch = _stack(work, samples)
+        if batch is not None:
+            seen += len(batch[1])
+            yield batch
+    work.errors = len(work.paths) - seen
+
+
 PIPELINES: dict[str, Callable[[Work], Iterator[tuple[Any, list[int]]]]] = {
     "nostall": nostall_loader,
     "torch": torch_loader,
     "map": mapped,
+    "tf.data": tensorflow_data,
+    "grain": grain_dataset,
 }
+_NEEDS = {"tf.data": "tensorflow", "grain": "grain"}
+
+
+def installed() -> list[str]:
+    """The pipelines that can run here."""
+    return [
+        name for name in PIPELINES
+        if name not in _NEEDS or importlib.util.find_spec(_NEEDS[name]) is not None
+    ]  # fmt: skip

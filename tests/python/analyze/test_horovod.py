@@ -208,6 +208,45 @@ def test_clocks_that_jump_are_told(tmp_path: Path) -> None:
     assert any("clock goes back" in n for n in got.notes)
 
 
+def test_rounds_without_duration_have_no_bandwidth_that_is_a_number_too_large(
+    tmp_path: Path,
+) -> None:
+    # Everything of a round at one moment: what divides by zero is unbounded, the rest is finite.
+    rounds = [[Op(0, t, (t, t), t, t), Op(1, t, (t, t), t, t)] for t in (100, 1000, 1000, 2000)]
+    got = read(tmp_path, timeline(["a", "b"], rounds))
+    assert [r.seconds for r in got.rounds] == pytest.approx([900 * US, 0, 1000 * US])
+    assert got.negotiation_average == 0
+    assert got.unbounded == 2
+    shown = text(got)
+    assert "nan" not in shown.lower()
+    assert "unbounded" in shown
+    assert "nan" not in page(got).lower()
+    for row in csv.DictReader(io.StringIO(as_csv(got))):
+        assert "nan" not in row.values()
+
+
+def test_events_out_of_order_and_lines_of_two_writers_are_read(
+    tmp_path: Path, answers: Analysis
+) -> None:
+    # Tensors have their own lines of time: the order in which they were written down is no matter.
+    names, rounds = known()
+    lines = timeline(names, rounds).splitlines()
+    head = [x for x in lines if '"ph": "M"' in x or x == "["]
+    swapped = list(head)
+    for ops in rounds:
+        for pid in (2, 1):
+            mine = timeline(names, [[op for op in ops if op.tensor == pid - 1]]).splitlines()
+            swapped += [x for x in mine if x not in head]
+    got = read(tmp_path, "\n".join(swapped))
+    assert got.rounds == answers.rounds
+    assert got.ranks == answers.ranks
+    # A second process wrote into the same file: its torn line costs that event, not the rest.
+    torn = "\n".join([*lines[:-5], '{"ph": "B", "name": "ALLRED', *lines[-5:]])
+    got = read(tmp_path, torn)
+    assert got.feed_forward == answers.feed_forward
+    assert any("damaged" in n for n in got.notes)
+
+
 def test_gzip_is_read_and_a_torn_stream_is_told(tmp_path: Path, answers: Analysis) -> None:
     packed = gzip.compress(timeline(*known()).encode())
     file = tmp_path / "t.json.gz"

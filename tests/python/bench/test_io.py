@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nostall.bench import disk, io
-from nostall.bench.pipelines import PIPELINES, Work
+from nostall.bench.pipelines import PIPELINES, Work, installed
 from nostall.demo.dataset import DatasetSpec, make_dataset
 from nostall.errors import UsageError
 
@@ -25,7 +25,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("decode", [True, False])
-@pytest.mark.parametrize("name", ["map", "nostall"])
+@pytest.mark.parametrize("name", installed())
 def test_every_image_comes_once(images: list[str], name: str, decode: bool, prefetch: int) -> None:
     labels = list(range(len(images)))
     work = Work(images, labels, 8, 2, decode, prefetch)
@@ -37,11 +37,11 @@ def test_every_image_comes_once(images: list[str], name: str, decode: bool, pref
         assert work.errors == 0
         return
     assert work.errors == 1
-    if name == "map":
-        assert seen == [y for y in labels if y != bad]
-    else:
+    if name == "nostall":
         assert bad not in seen
         assert len(seen) == len(labels)
+    else:
+        assert seen == [y for y in labels if y != bad]
     assert all(x.shape[1:] == (3, 224, 224) for x, _ in batches)
 
 
@@ -80,6 +80,27 @@ def test_what_was_forgotten_is_read_from_the_device_and_seen(tmp_path: Path) -> 
     with disk.Activity(device, 0.05) as seen:
         file.read_bytes()
         time.sleep(0.1)
-    spans = zip([(0.0, 0.0, 0.0), *seen.rows], seen.rows, strict=False)
-    read = sum((b[0] - a[0]) * b[1] for a, b in spans)
+    starts = [0.0, *(row[0] for row in seen.rows)]
+    lengths = [row[0] - start for start, row in zip(starts, seen.rows, strict=False)]
+    read = sum(length * row[1] for length, row in zip(lengths, seen.rows, strict=True))
     assert read >= 0.9 * (32 << 20)
+    own = [row[3] for row in seen.rows]
+    if disk.cgroup_of() is None:
+        assert own == [None] * len(own)
+    else:
+        assert all(rate is not None and rate >= 0 for rate in own)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "253:0 rbytes=4096 wbytes=512 rios=1 wios=1 dbytes=0 dios=0\n8:16 rbytes=7 wbytes=8\n",
+        "8:16 Read 7\n8:16 Write 8\n253:0 Read 4096\n253:0 Write 512\n253:0 Total 4608\nTotal 9\n",
+        "253:0\n253:0 rbytes=4096 wbytes=512\n",
+    ],
+)
+def test_counters_of_cgroups_of_both_versions(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "io.stat"
+    file.write_text(text)
+    assert disk.cgroup_counters(file, (253, 0)) == (4096, 512)
+    assert disk.cgroup_counters(file, (9, 9)) == (0, 0)
