@@ -39,9 +39,16 @@ $(STAMPS)/requirements: pyproject.toml $(BIN)/python
 	@command -v chromium >/dev/null || $(BIN)/python -m playwright install --with-deps chromium >/dev/null
 	@mkdir -p $(STAMPS) && touch $@
 
-$(STAMPS)/package: $(STAMPS)/requirements $(SOURCES)
+# MPICH and mpi4py's test suite.
+$(STAMPS)/mpi-suite: scripts/mpi-suite $(STAMPS)/requirements
+	@echo "fetching MPICH and the test suite of mpi4py into build"
+	@scripts/mpi-suite $(CURDIR)/$(BIN)/python
+	@touch $@
+
+$(STAMPS)/package: $(STAMPS)/requirements $(STAMPS)/mpi-suite $(SOURCES)
 	@echo "building and installing nostall into $(VENV)"
-	@$(BIN)/python -m pip install -q --no-build-isolation --no-deps --force-reinstall .
+	@$(BIN)/python -m pip install -q --no-build-isolation --no-deps --force-reinstall \
+	  -C cmake.define.NOSTALL_MPICH_PREFIX=$(CURDIR)/build/mpich .
 	@touch $@
 
 build: $(STAMPS)/package

@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "arrays.h"
+#include "base/activity.h"
 #include "base/crc32c.h"
 #include "base/lock.h"
 #include "checkpoint/transfer.h"
@@ -26,9 +27,14 @@ namespace {
 using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 
 WriteOptions options_of(uint64_t rate, Priority priority, unsigned threads, bool direct,
-                        double gate_patience) {
-  return {rate, priority, threads, direct, gate_patience};
+                        double gate_patience, bool considerate) {
+  return {rate, priority, threads, direct, gate_patience, considerate};
 }
+
+// An Activity for as long as a `with` lasts.
+struct Working {
+  std::optional<Activity> activity;
+};
 
 // Counts bytes that a long read has done, for whoever shows them.
 struct Progress {
@@ -51,7 +57,7 @@ std::tuple<nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>, std::vector<uint64_t>, 
     Progress* progress) {
   auto memory = std::make_unique<Memory>();
   const ReadReport report = bindings::without_gil([&] {
-    *memory = Memory(size, threads);
+    *memory = Memory(size, 0);
     return read_checked(path, size, crcs, memory.get(), threads,
                         progress != nullptr ? &progress->bytes : nullptr);
   });
@@ -71,13 +77,18 @@ void bind_checkpoint(nb::module_& m) {
       .value("low", Priority::low)
       .value("idle", Priority::idle);
 
+  nb::enum_<Copying>(m, "Copying")
+      .value("at_once", Copying::at_once)
+      .value("in_background", Copying::in_background)
+      .value("lazily", Copying::lazily);
+
   nb::class_<Image>(m, "Image", "A snapshot in memory (native/checkpoint/image.h).")
       .def(nb::init<unsigned>(), nb::arg("threads"))
       .def("reserve", &Image::reserve, nb::arg("bytes"), Unlocked())
       .def(
           "begin",
           [](Image& image, const nb::bytes& header,
-             const std::vector<std::pair<uint64_t, uint64_t>>& pieces, bool background) {
+             const std::vector<std::pair<uint64_t, uint64_t>>& pieces, Copying copying) {
             std::vector<Piece> native;
             native.reserve(pieces.size());
             for (const auto& [address, size] : pieces) {
@@ -86,11 +97,21 @@ void bind_checkpoint(nb::module_& m) {
             const std::span<const std::byte> head{static_cast<const std::byte*>(header.data()),
                                                   header.size()};
             const nb::gil_scoped_release release;
-            image.begin(head, std::move(native), background);
+            image.begin(head, std::move(native), copying);
           },
-          nb::arg("header"), nb::arg("pieces"), nb::arg("background") = false,
-          "Pieces are (address, bytes) of memory that must stay as it is until finish returns.")
+          nb::arg("header"), nb::arg("pieces"), nb::arg("copying") = Copying::at_once,
+          "Pieces are (address, bytes) of memory that must stay as it is until it is copied, and "
+          "be "
+          "readable until the image is written.")
+      .def(
+          "copy",
+          [](Image& image, const std::vector<uint32_t>& pieces) {
+            const nb::gil_scoped_release release;
+            image.copy(pieces);
+          },
+          nb::arg("pieces"), "The blocks that these pieces lie in, now.")
       .def("finish", &Image::finish, Unlocked())
+      .def_prop_ro("copied_bytes", &Image::copied_bytes)
       .def_prop_ro("size", &Image::size)
       .def_prop_ro("capacity", &Image::capacity);
 
@@ -98,7 +119,22 @@ void bind_checkpoint(nb::module_& m) {
       .def(nb::init<>())
       .def("hold", &Gate::hold)
       .def("release", &Gate::release)
-      .def_prop_ro("held", &Gate::is_held);
+      .def_prop_ro("held", &Gate::is_held)
+      .def_prop_ro("waited_seconds", [](const Gate& gate) {
+        return std::chrono::duration<double>(gate.waited()).count();
+      });
+  nb::class_<Working>(m, "Activity",
+                      "The process needs storage or network inside (native/base/activity.h).")
+      .def(nb::init<>())
+      .def("__enter__",
+           [](Working& w) {
+             w.activity.emplace();
+             return &w;
+           })
+      .def(
+          "__exit__", [](Working& w, const nb::args&) { w.activity.reset(); },
+          nb::sig("def __exit__(self, *args: object) -> None"))
+      .def_static("quiet", [] { return Activity::quiet(); });
 
   nb::class_<Written>(m, "Written")
       .def_ro("size", &Written::size)
@@ -112,14 +148,16 @@ void bind_checkpoint(nb::module_& m) {
           "__init__",
           [](Write* self, std::shared_ptr<Image> image, const std::string& path, uint64_t rate,
              Priority priority, unsigned threads, bool direct, std::shared_ptr<Gate> gate,
-             double gate_patience) {
+             double gate_patience, bool considerate) {
             new (self)
                 Write(std::move(image), path,
-                      options_of(rate, priority, threads, direct, gate_patience), std::move(gate));
+                      options_of(rate, priority, threads, direct, gate_patience, considerate),
+                      std::move(gate));
           },
           nb::arg("image"), nb::arg("path"), nb::arg("rate") = 0,
           nb::arg("priority") = Priority::low, nb::arg("threads") = 1, nb::arg("direct") = true,
-          nb::arg("gate").none() = nb::none(), nb::arg("gate_patience") = 1.0)
+          nb::arg("gate").none() = nb::none(), nb::arg("gate_patience") = 1.0,
+          nb::arg("considerate") = false)
       .def("run", &Write::run, Unlocked())
       .def("hurry", &Write::hurry, Unlocked())
       .def("stop", &Write::stop);
@@ -129,14 +167,15 @@ void bind_checkpoint(nb::module_& m) {
           "__init__",
           [](FileCopy* self, const std::string& from, const std::string& to, uint64_t size,
              std::vector<uint32_t> crcs, uint64_t rate, Priority priority, bool direct,
-             std::shared_ptr<Gate> gate, double gate_patience) {
-            new (self)
-                FileCopy(from, to, size, std::move(crcs),
-                         options_of(rate, priority, 1, direct, gate_patience), std::move(gate));
+             std::shared_ptr<Gate> gate, double gate_patience, bool considerate) {
+            new (self) FileCopy(from, to, size, std::move(crcs),
+                                options_of(rate, priority, 1, direct, gate_patience, considerate),
+                                std::move(gate));
           },
           nb::arg("source"), nb::arg("target"), nb::arg("size"), nb::arg("crcs"),
           nb::arg("rate") = 0, nb::arg("priority") = Priority::low, nb::arg("direct") = true,
-          nb::arg("gate").none() = nb::none(), nb::arg("gate_patience") = 1.0)
+          nb::arg("gate").none() = nb::none(), nb::arg("gate_patience") = 1.0,
+          nb::arg("considerate") = false)
       .def("run", &FileCopy::run, Unlocked())
       .def("hurry", &FileCopy::hurry)
       .def("stop", &FileCopy::stop);

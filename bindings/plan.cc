@@ -2,6 +2,7 @@
 #include "plan/plan.h"
 
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "arrays.h"
@@ -19,7 +20,8 @@ void bind_plan(nb::module_& m) {
       .value("torch", plan::OrderKind::torch)
       .value("keyed", plan::OrderKind::keyed)
       .value("user", plan::OrderKind::user)
-      .value("sequential", plan::OrderKind::sequential);
+      .value("sequential", plan::OrderKind::sequential)
+      .value("sub_batch", plan::OrderKind::sub_batch);
   nb::enum_<plan::Scheme>(m, "Scheme")
       .value("uniform", plan::Scheme::uniform)
       .value("whole", plan::Scheme::whole)
@@ -37,6 +39,16 @@ void bind_plan(nb::module_& m) {
       .def_rw("order", &plan::JobSpec::order)
       .def_rw("scheme", &plan::JobSpec::scheme)
       .def_prop_rw(
+          "sub_batches",
+          [](const plan::JobSpec& spec) {
+            const plan::SubBatches& s = spec.sub_batches;
+            return std::tuple{s.reuse, s.resident, s.together};
+          },
+          [](plan::JobSpec& spec, const std::tuple<uint32_t, uint64_t, uint32_t>& values) {
+            const auto& [reuse, resident, together] = values;
+            spec.sub_batches = {reuse, resident, together};
+          })
+      .def_prop_rw(
           "user_order",
           [](const plan::JobSpec& spec) { return bindings::array_of(spec.user_order); },
           [](plan::JobSpec& spec, const bindings::Ids& ids) {
@@ -44,6 +56,14 @@ void bind_plan(nb::module_& m) {
           });
 
   m.def("validate", &plan::validate, nb::arg("spec"));
+  m.def(
+      "pass_of",
+      [](const plan::JobSpec& spec, uint32_t epoch, uint64_t batch) {
+        const plan::Pass at = plan::pass_of(spec, epoch, batch);
+        return std::tuple{at.chunk, at.pass, at.place, at.size};
+      },
+      nb::arg("spec"), nb::arg("epoch"), nb::arg("batch"),
+      "(chunk, pass over it, place in the pass, batches of the chunk) of a global batch.");
   m.def("epoch_length", &plan::epoch_length, nb::arg("spec"));
   m.def("batches_per_epoch", &plan::batches_per_epoch, nb::arg("spec"));
   m.def("plan_fingerprint", &plan::fingerprint, nb::arg("spec"));

@@ -164,6 +164,9 @@ std::map<std::string, int64_t> stats_of(const sync::Engine& engine) {
           {"order_ns", s.order_ns},
           {"copy_ns", s.copy_ns},
           {"reduce_ns", s.reduce_ns},
+          {"latency_ns", s.latency_ns},
+          {"order_wait_ns", s.order_wait_ns},
+          {"reduce_wait_ns", s.reduce_wait_ns},
           {"user_ns", s.user_ns},
           {"system_ns", s.system_ns},
           {"voluntary_switches", int64_t(s.voluntary_switches)},
@@ -181,10 +184,12 @@ void bind_sync(nb::module_& m) {
              uint32_t ranks, nb::object transport, bool fixed_order, const std::string& mode,
              bool nonblocking, uint32_t global_sleep_every, std::vector<int> cores, double cycle,
              double test_sleep, uint64_t threshold, double warn, double timeout, bool mean,
-             bool check_finite) {
-            const sync::EngineConfig config =
+             bool check_finite, const std::string& timeline, std::vector<std::string> shapes) {
+            sync::EngineConfig config =
                 config_of(mode, nonblocking, global_sleep_every, std::move(cores), cycle,
                           test_sleep, threshold, warn, timeout, mean, check_finite);
+            config.timeline = timeline;
+            config.shapes = std::move(shapes);
             const auto specs = specs_of(tensors);
             std::unique_ptr<sync::Transport> connection;
             if (!transport.is_none()) connection = std::make_unique<PythonTransport>(transport);
@@ -204,7 +209,7 @@ void bind_sync(nb::module_& m) {
           nb::arg("transport").none(), nb::arg("fixed_order"), nb::arg("mode"),
           nb::arg("nonblocking"), nb::arg("global_sleep_every"), nb::arg("cores"), nb::arg("cycle"),
           nb::arg("test_sleep"), nb::arg("threshold"), nb::arg("warn"), nb::arg("timeout"),
-          nb::arg("mean"), nb::arg("check_finite"))
+          nb::arg("mean"), nb::arg("check_finite"), nb::arg("timeline"), nb::arg("shapes"))
       .def(
           "set_plan",
           [](sync::Engine& self, const Groups& groups) {
@@ -250,7 +255,15 @@ void bind_sync(nb::module_& m) {
           "contributors",
           [](const sync::Engine& self) { return bindings::array_of(self.contributors()); },
           nb::rv_policy::automatic)
-      .def("stats", &stats_of);
+      .def("stats", &stats_of)
+      .def(
+          "oversleeps",
+          [](const sync::Engine& self) {
+            const auto bins = self.stats().oversleeps;
+            return bindings::array_of(std::vector<uint64_t>(bins.begin(), bins.end()));
+          },
+          nb::rv_policy::automatic,
+          "How often the thread woke late: entry i counts [2^i, 2^(i+1)) microseconds.");
 
   m.def(
       "plan_reductions",

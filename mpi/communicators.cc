@@ -23,6 +23,12 @@ std::set<CommunicatorState*>& registry() {
   return all;
 }
 
+// Those of them whose communicator was freed.
+std::vector<CommunicatorState*>& ended() {
+  static std::vector<CommunicatorState*> all;
+  return all;
+}
+
 // Counts communicators that ended: what a thread remembers of one is good for one count only, for
 // handles are used again.
 std::atomic<uint64_t>& endings() {
@@ -30,11 +36,23 @@ std::atomic<uint64_t>& endings() {
   return count;
 }
 
+std::atomic<CommunicatorState*>& world() {
+  static std::atomic<CommunicatorState*> state{nullptr};
+  return state;
+}
+
 int forget(MPI_Comm, int, void* attribute, void*) {
   endings().fetch_add(1);
   auto* state = static_cast<CommunicatorState*>(attribute);
   const std::scoped_lock lock(registry_mutex());
-  if (registry().erase(state) > 0) delete state;
+  if (registry().count(state) > 0) ended().push_back(state);
+  // What was freed with work in flight stays until that is done.
+  std::erase_if(ended(), [](CommunicatorState* freed) {
+    if (freed->queue && !freed->queue->idle()) return false;
+    registry().erase(freed);
+    delete freed;
+    return true;
+  });
   return MPI_SUCCESS;
 }
 
@@ -62,6 +80,12 @@ std::chrono::nanoseconds timeout() {
                    : std::chrono::hours(24);
 }
 
+// Bound on what a rank gets from MPI_Alloc_mem in shared memory; only addresses until then.
+uint64_t shared_bytes() {
+  const char* bytes = std::getenv("NOSTALL_MPI_SHARED");
+  return bytes == nullptr ? uint64_t{1} << 30 : uint64_t{std::strtoull(bytes, nullptr, 10)};
+}
+
 // While a rank waits in shared memory, the messages that it sent before must still go out.
 void progress() {
   int flag = 0;
@@ -80,7 +104,7 @@ MPI_Comm split_by_node(MPI_Comm comm, int rank) {
   return node;
 }
 
-void join_node(CommunicatorState& state, MPI_Comm node) {
+void join_node(CommunicatorState& state, MPI_Comm node, bool is_world) {
   std::array<char, 96> job{};
   if (state.node_rank == 0) {
     static std::atomic<uint32_t> made{0};
@@ -92,7 +116,7 @@ void join_node(CommunicatorState& state, MPI_Comm node) {
   config.job = job.data();
   config.rank = static_cast<uint32_t>(state.node_rank);
   config.ranks = static_cast<uint32_t>(state.node_ranks);
-  config.arena_bytes = 0;
+  config.arena_bytes = is_world ? shared_bytes() : 0;
   config.timeout = timeout();
   config.join_timeout = std::chrono::minutes(1);
   config.progress = progress;
@@ -129,7 +153,7 @@ void set_up(CommunicatorState& state, MPI_Comm comm) {
   MPI_Comm node = split_by_node(comm, state.rank);
   PMPI_Comm_rank(node, &state.node_rank);
   PMPI_Comm_size(node, &state.node_ranks);
-  join_node(state, node);
+  join_node(state, node, comm == MPI_COMM_WORLD);
   PMPI_Comm_free(&node);
   std::array<int, 2> agreed{state.node ? 1 : 0, state.node_ranks == state.ranks ? 1 : 0};
   PMPI_Allreduce(MPI_IN_PLACE, agreed.data(), 2, MPI_INT, MPI_MIN, comm);
@@ -152,12 +176,13 @@ void set_up(CommunicatorState& state, MPI_Comm comm) {
   }
 }
 
-CommunicatorState* look_up(MPI_Comm comm) {
+CommunicatorState* look_up(MPI_Comm comm, bool make) {
   void* attribute = nullptr;
   int found = 0;
   if (comm == MPI_COMM_NULL) return nullptr;
   PMPI_Comm_get_attr(comm, keyval(), &attribute, &found);
   if (found != 0) return static_cast<CommunicatorState*>(attribute);
+  if (!make) return nullptr;
   auto made = std::make_unique<CommunicatorState>();
   int inter = 0;
   PMPI_Comm_test_inter(comm, &inter);
@@ -177,6 +202,7 @@ CommunicatorState* look_up(MPI_Comm comm) {
   CommunicatorState* state = made.release();
   registry().insert(state);
   PMPI_Comm_set_attr(comm, keyval(), state);
+  if (comm == MPI_COMM_WORLD && state->passed == Passed::no) world().store(state);
   return state;
 }
 
@@ -192,15 +218,21 @@ CommunicatorState* state_of(MPI_Comm comm) {
   thread_local uint64_t at = 0;
   const uint64_t now = endings().load(std::memory_order_acquire);
   if (comm == last && at == now) return its_state;
-  its_state = look_up(comm);
+  its_state = look_up(comm, true);
   last = comm;
   at = now;
   return its_state;
 }
 
+CommunicatorState* known_state_of(MPI_Comm comm) { return look_up(comm, false); }
+
+CommunicatorState* world_state() noexcept { return world().load(std::memory_order_acquire); }
+
 void free_states() {
   endings().fetch_add(1);
+  world().store(nullptr, std::memory_order_release);
   const std::scoped_lock lock(registry_mutex());
+  ended().clear();
   for (CommunicatorState* state : registry()) delete state;
   registry().clear();
 }

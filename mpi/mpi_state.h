@@ -2,8 +2,10 @@
 //
 // Loaded with LD_PRELOAD into an unmodified program, it answers MPI_Allreduce, MPI_Reduce,
 // MPI_Bcast and MPI_Barrier from collective/ on communicators within a node, and in two levels on
-// others; all else reaches the MPI untouched. NOSTALL_MPI chooses: "replace" (the default), "off";
-// with NOSTALL_MPI_PROFILE=DIRECTORY every call is recorded (profile.cc).
+// others, and their nonblocking forms within a node (nonblocking.h); MPI_Alloc_mem gives memory in
+// which allreduces of MPI_COMM_WORLD need no copy. All else reaches the MPI untouched. NOSTALL_MPI
+// chooses: "replace" (the default), "off"; with NOSTALL_MPI_PROFILE=DIRECTORY every call is
+// recorded (profile.cc).
 //
 // Whether a call is ours must come out the same on every rank without asking: it depends only on
 // what MPI requires to be the same everywhere (communicator, operation, type signature), never on a
@@ -23,6 +25,7 @@
 #include <vector>
 
 #include "collective/communicator.h"
+#include "nonblocking.h"
 
 namespace nostall::mpi {
 
@@ -43,6 +46,7 @@ struct CommunicatorState {
   Passed passed = Passed::no;
   bool recorded = false;                           // the profile knows it
   std::unique_ptr<collective::Communicator> node;  // its ranks on this node
+  std::shared_ptr<Queue> queue;                    // of nonblocking calls; at the first one
   int node_rank = 0, node_ranks = 1;
   bool one_node = true;
   MPI_Comm heads = MPI_COMM_NULL;  // node rank 0 of every node; null on the others
@@ -54,6 +58,11 @@ struct CommunicatorState {
 // The state of a communicator; made at its first collective call, in which all its ranks take part.
 // Null before MPI_Init or after MPI_Finalize.
 CommunicatorState* state_of(MPI_Comm comm);
+// The same, but null where none was made yet; other ranks need not be in a call. Whether one was
+// made is the same on all ranks, since all make the same calls.
+CommunicatorState* known_state_of(MPI_Comm comm);
+// That of MPI_COMM_WORLD; null where the MPI does all.
+CommunicatorState* world_state() noexcept;
 // Frees what is kept; the program's communicators are about to end.
 void free_states();
 
@@ -64,6 +73,8 @@ class MpiReducer {
   static const MpiReducer* find(MPI_Datatype type, MPI_Op op);
   const collective::Reducer& get() const noexcept { return *reducer_; }
   size_t element_bytes() const noexcept { return reducer_->element_bytes(); }
+  // Computed here; otherwise by the MPI or the program.
+  bool has_kernel() const noexcept { return !operation_; }
 
  private:
   static std::optional<MpiReducer> make(MPI_Datatype type, MPI_Op op);
@@ -80,7 +91,9 @@ bool is_contiguous(MPI_Datatype type, uint64_t* element_bytes);
 struct Counters {
   std::array<std::atomic<uint64_t>, kCalls> ours{};
   std::array<std::atomic<uint64_t>, kPassed> passed{};
-  std::atomic<uint64_t> nonblocking{0};
+  std::atomic<uint64_t> background{0};                  // nonblocking calls that were ours
+  std::atomic<uint64_t> nonblocking{0}, persistent{0};  // left to the MPI
+  std::atomic<uint64_t> allocations{0};                 // of MPI_Alloc_mem that were ours
 };
 Counters& counters();
 

@@ -1,4 +1,6 @@
 // The functions that a program calls instead of its MPI's.
+#include "wrappers.h"
+
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -8,31 +10,11 @@
 #include "base/error.h"
 #include "mpi_state.h"
 
-#define NOSTALL_EXPORT extern "C" __attribute__((visibility("default")))
-
 namespace nostall::mpi {
 namespace {
 
 // Between nodes a message travels in pieces, each as soon as its node has reduced it.
 constexpr uint64_t kPieceBytes = 1 << 20;
-
-// A buffer whose address our kernels accept, and its way back.
-class Aligned {
- public:
-  Aligned(const void* data, uint64_t bytes, size_t alignment, bool fill) : data_(data) {
-    if (reinterpret_cast<uintptr_t>(data) % alignment == 0) return;
-    copy_.resize(bytes);
-    if (fill) std::memcpy(copy_.data(), data, bytes);
-  }
-  void* get() { return copy_.empty() ? const_cast<void*>(data_) : copy_.data(); }
-  void write_back() {
-    if (!copy_.empty()) std::memcpy(const_cast<void*>(data_), copy_.data(), copy_.size());
-  }
-
- private:
-  const void* data_;
-  std::vector<std::byte> copy_;
-};
 
 // Times one call for the profile, and counts it.
 class Traced {
@@ -60,12 +42,6 @@ int fail(MPI_Comm comm, const Error& error) {
   std::fprintf(stderr, "nostall: %s\n", error.what());
   PMPI_Comm_call_errhandler(comm, MPI_ERR_OTHER);
   return MPI_ERR_OTHER;
-}
-
-uint64_t bytes_of(uint64_t count, MPI_Datatype type) {
-  int size = 0;
-  PMPI_Type_size(type, &size);
-  return count * static_cast<uint64_t>(size > 0 ? size : 0);
 }
 
 // In the node to its first rank, among those of all nodes, and back; in pieces that overlap.
@@ -98,6 +74,7 @@ int allreduce(const void* send, void* receive, uint64_t count, MPI_Datatype type
   if (state == nullptr || state->passed != Passed::no) {
     return traced.passed(state, state ? state->passed : Passed::no, pass());
   }
+  if (state->queue) state->queue->drain();
   const MpiReducer* reducer = MpiReducer::find(type, op);
   if (!reducer) return traced.passed(state, Passed::type, pass());
   // Of several nodes only orders that do not matter: a node's ranks need not be neighbours.
@@ -130,6 +107,7 @@ int reduce(const void* send, void* receive, uint64_t count, MPI_Datatype type, M
   if (state == nullptr || state->passed != Passed::no) {
     return traced.passed(state, state ? state->passed : Passed::no, pass());
   }
+  if (state->queue) state->queue->drain();
   const MpiReducer* reducer = MpiReducer::find(type, op);
   if (!reducer) return traced.passed(state, Passed::type, pass());
   if (!state->one_node) return traced.passed(state, Passed::multi_node, pass());
@@ -173,30 +151,21 @@ int bcast(void* buffer, uint64_t count, MPI_Datatype type, int root, MPI_Comm co
   if (state == nullptr || state->passed != Passed::no) {
     return traced.passed(state, state ? state->passed : Passed::no, pass());
   }
+  if (state->queue) state->queue->drain();
   if (root < 0 || root >= state->ranks || bytes > 0x7fffffff) {
     return traced.passed(state, Passed::type, pass());
   }
   try {
-    uint64_t element = 0;
-    const bool whole = bytes == 0 || is_contiguous(type, &element);
-    std::vector<std::byte> packed(whole ? 0 : bytes);
-    int position = 0;
-    if (!whole && state->rank == root) {
-      PMPI_Pack(buffer, static_cast<int>(count), type, packed.data(), static_cast<int>(bytes),
-                &position, comm);
-    }
-    void* data = whole ? buffer : packed.data();
+    const bool is_root = state->rank == root;
+    Packed data(buffer, count, type, comm, is_root);
     if (bytes == 0) {
       state->node->broadcast(nullptr, 0, 0);
     } else if (state->one_node) {
-      state->node->broadcast(data, bytes, static_cast<uint32_t>(root));
+      state->node->broadcast(data.get(), bytes, static_cast<uint32_t>(root));
     } else {
-      two_level_bcast(*state, data, bytes, root);
+      two_level_bcast(*state, data.get(), bytes, root);
     }
-    if (!whole && state->rank != root) {
-      PMPI_Unpack(packed.data(), static_cast<int>(bytes), &position, buffer,
-                  static_cast<int>(count), type, comm);
-    }
+    if (!is_root) data.unpack();
   } catch (const Error& error) {
     return fail(comm, error);
   }
@@ -209,6 +178,7 @@ int barrier(MPI_Comm comm) {
   if (state == nullptr || state->passed != Passed::no) {
     return traced.passed(state, state ? state->passed : Passed::no, PMPI_Barrier(comm));
   }
+  if (state->queue) state->queue->drain();
   try {
     state->node->barrier();
     if (!state->one_node) {
@@ -221,7 +191,9 @@ int barrier(MPI_Comm comm) {
   return traced.ours(state);
 }
 
+// MPI_Init is collective over all ranks of MPI_COMM_WORLD, MPI_Alloc_mem is not.
 void begin() {
+  state_of(MPI_COMM_WORLD);
   if (profiling()) profile_begin();
 }
 
@@ -232,17 +204,22 @@ void report() {
   if (verbose == nullptr || std::atoi(verbose) == 0 || rank != 0) return;
   const Counters& all = counters();
   std::fprintf(stderr, "nostall: rank 0:");
+  const auto number = [](const std::atomic<uint64_t>& n) {
+    return static_cast<unsigned long long>(n.load());
+  };
   for (int i = 0; i < kCalls; ++i) {
     std::fprintf(stderr, " %s %llu", name_of(static_cast<Call>(i)),
-                 static_cast<unsigned long long>(all.ours[static_cast<size_t>(i)].load()));
+                 number(all.ours[static_cast<size_t>(i)]));
   }
+  std::fprintf(stderr, " background %llu allocations %llu", number(all.background),
+               number(all.allocations));
   std::fprintf(stderr, "; left to the MPI:");
   for (int i = 1; i < kPassed; ++i) {
     std::fprintf(stderr, " %s %llu", name_of(static_cast<Passed>(i)),
-                 static_cast<unsigned long long>(all.passed[static_cast<size_t>(i)].load()));
+                 number(all.passed[static_cast<size_t>(i)]));
   }
-  std::fprintf(stderr, " nonblocking %llu\n",
-               static_cast<unsigned long long>(all.nonblocking.load()));
+  std::fprintf(stderr, " nonblocking %llu persistent %llu\n", number(all.nonblocking),
+               number(all.persistent));
 }
 
 }  // namespace
@@ -304,27 +281,6 @@ NOSTALL_EXPORT int MPI_Bcast(void* buffer, int count, MPI_Datatype type, int roo
 
 NOSTALL_EXPORT int MPI_Barrier(MPI_Comm comm) { return own::barrier(comm); }
 
-// Nonblocking calls need a thread to be ours; they are counted and left to the MPI.
-NOSTALL_EXPORT int MPI_Iallreduce(const void* send, void* receive, int count, MPI_Datatype type,
-                                  MPI_Op op, MPI_Comm comm, MPI_Request* request) {
-  own::counters().nonblocking.fetch_add(1, std::memory_order_relaxed);
-  return PMPI_Iallreduce(send, receive, count, type, op, comm, request);
-}
-NOSTALL_EXPORT int MPI_Ireduce(const void* send, void* receive, int count, MPI_Datatype type,
-                               MPI_Op op, int root, MPI_Comm comm, MPI_Request* request) {
-  own::counters().nonblocking.fetch_add(1, std::memory_order_relaxed);
-  return PMPI_Ireduce(send, receive, count, type, op, root, comm, request);
-}
-NOSTALL_EXPORT int MPI_Ibcast(void* buffer, int count, MPI_Datatype type, int root, MPI_Comm comm,
-                              MPI_Request* request) {
-  own::counters().nonblocking.fetch_add(1, std::memory_order_relaxed);
-  return PMPI_Ibcast(buffer, count, type, root, comm, request);
-}
-NOSTALL_EXPORT int MPI_Ibarrier(MPI_Comm comm, MPI_Request* request) {
-  own::counters().nonblocking.fetch_add(1, std::memory_order_relaxed);
-  return PMPI_Ibarrier(comm, request);
-}
-
 #if MPI_VERSION >= 4
 NOSTALL_EXPORT int MPI_Allreduce_c(const void* send, void* receive, MPI_Count count,
                                    MPI_Datatype type, MPI_Op op, MPI_Comm comm) {
@@ -345,22 +301,5 @@ NOSTALL_EXPORT int MPI_Bcast_c(void* buffer, MPI_Count count, MPI_Datatype type,
   const auto pass = [&] { return PMPI_Bcast_c(buffer, count, type, root, comm); };
   return count < 0 ? pass()
                    : own::bcast(buffer, static_cast<uint64_t>(count), type, root, comm, pass);
-}
-NOSTALL_EXPORT int MPI_Iallreduce_c(const void* send, void* receive, MPI_Count count,
-                                    MPI_Datatype type, MPI_Op op, MPI_Comm comm,
-                                    MPI_Request* request) {
-  own::counters().nonblocking.fetch_add(1, std::memory_order_relaxed);
-  return PMPI_Iallreduce_c(send, receive, count, type, op, comm, request);
-}
-NOSTALL_EXPORT int MPI_Ireduce_c(const void* send, void* receive, MPI_Count count,
-                                 MPI_Datatype type, MPI_Op op, int root, MPI_Comm comm,
-                                 MPI_Request* request) {
-  own::counters().nonblocking.fetch_add(1, std::memory_order_relaxed);
-  return PMPI_Ireduce_c(send, receive, count, type, op, root, comm, request);
-}
-NOSTALL_EXPORT int MPI_Ibcast_c(void* buffer, MPI_Count count, MPI_Datatype type, int root,
-                                MPI_Comm comm, MPI_Request* request) {
-  own::counters().nonblocking.fetch_add(1, std::memory_order_relaxed);
-  return PMPI_Ibcast_c(buffer, count, type, root, comm, request);
 }
 #endif

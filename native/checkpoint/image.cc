@@ -68,6 +68,7 @@ Memory::Memory(uint64_t size, unsigned threads) : size_(blocks_of(size) * kBlock
   ::madvise(data_, size_, MADV_HUGEPAGE);  // advice only
   // A forked child (a loader's worker) has no use for it, and would make the copy fault.
   ::madvise(data_, size_, MADV_DONTFORK);
+  if (threads == 0) return;
   std::atomic<uint64_t> next{0};
   const auto touch = [&] {
     for (uint64_t at; (at = next.fetch_add(kBlock)) < size_;) {
@@ -107,7 +108,7 @@ void Image::reserve(uint64_t bytes) {
   memory_ = Memory(bytes, threads_);
 }
 
-void Image::begin(std::span<const std::byte> header, std::vector<Piece> pieces, bool background) {
+void Image::begin(std::span<const std::byte> header, std::vector<Piece> pieces, Copying copying) {
   join();
   std::vector<uint64_t> starts;
   starts.reserve(pieces.size() + 1);
@@ -120,16 +121,27 @@ void Image::begin(std::span<const std::byte> header, std::vector<Piece> pieces, 
   size_ = size;
   pieces_ = std::move(pieces);
   starts_ = std::move(starts);
-  std::copy(header.begin(), header.end(), memory_.data());
+  header_.assign(header.begin(), header.end());
   std::memset(memory_.data() + size_, 0, padded(size_) - size_);
-  ready_.assign(blocks(), false);
-  missing_ = blocks();
+  states_ = std::make_unique<std::atomic<uint8_t>[]>(blocks());
+  copied_bytes_ = 0;
+  copying_ = copying;
   next_ = 0;
-  if (background) start_helpers(1);
+  if (copying == Copying::in_background) start_helpers(1);
 }
 
 void Image::start_helpers(unsigned count) {
   for (unsigned i = 0; i < count; ++i) helpers_.emplace_back([this] { copy_blocks(); });
+}
+
+void Image::copy(std::span<const uint32_t> pieces) {
+  for (const uint32_t piece : pieces) {
+    const uint64_t begin = starts_[piece], end = begin + pieces_[piece].size;
+    for (uint64_t at = begin / kBlock; at * kBlock < end; ++at) {
+      // A helper in the middle of it has its own processor: it is done in a moment.
+      if (!copy_unless_done(at) && states_[at] == kClaimed) await_block(at, 1e9);
+    }
+  }
 }
 
 void Image::finish() {
@@ -137,7 +149,6 @@ void Image::finish() {
   if (next_ < blocks() && running + 1 < threads_) start_helpers(threads_ - 1 - running);
   copy_blocks();
   join();
-  pieces_.clear();
 }
 
 void Image::join() {
@@ -146,31 +157,53 @@ void Image::join() {
 }
 
 void Image::copy_blocks() {
-  for (uint64_t index; (index = next_.fetch_add(1)) < blocks();) {
-    copy_block(index);
-    const std::lock_guard lock(mutex_);
-    ready_[index] = true;
-    --missing_;
-    copied_.notify_all();
-  }
+  for (uint64_t index; (index = next_.fetch_add(1)) < blocks();) copy_unless_done(index);
 }
 
-void Image::copy_block(uint64_t index) {
+bool Image::copy_unless_done(uint64_t index) {
+  uint8_t open = kOpen;
+  if (!states_[index].compare_exchange_strong(open, kClaimed)) return false;
+  gather(index, memory_.data() + index * kBlock, stream_copy);
+  copied_bytes_ += block(index).size();
+  const std::lock_guard lock(mutex_);
+  states_[index] = kReady;
+  copied_.notify_all();
+  return true;
+}
+
+template <typename Copy>
+void Image::gather(uint64_t index, std::byte* to, const Copy& copy) const {
   const uint64_t begin = index * kBlock, end = std::min(size_, begin + kBlock);
+  const uint64_t head = std::min<uint64_t>(header_.size(), end);
+  if (begin < head) std::memcpy(to, header_.data() + begin, head - begin);
   // The last piece that begins at or before the block, or the first one.
   auto at = std::upper_bound(starts_.begin(), starts_.end(), begin);
   if (at != starts_.begin()) --at;
   for (; at != starts_.end() && *at < end; ++at) {
     const Piece& piece = pieces_[static_cast<size_t>(at - starts_.begin())];
-    const uint64_t from = std::max(begin, *at), to = std::min(end, *at + piece.size);
-    if (from < to) stream_copy(memory_.data() + from, piece.data + (from - *at), to - from);
+    const uint64_t from = std::max(begin, *at), until = std::min(end, *at + piece.size);
+    if (from < until) copy(to + (from - begin), piece.data + (from - *at), until - from);
   }
 }
 
 bool Image::await_block(uint64_t block, double seconds) {
   std::unique_lock lock(mutex_);
   return copied_.wait_for(lock, std::chrono::duration<double>(seconds),
-                          [&] { return ready_[block]; });
+                          [&] { return states_[block] == kReady; });
+}
+
+std::span<const std::byte> Image::take(uint64_t block, std::span<std::byte> scratch,
+                                       double seconds) {
+  if (is_lazy() && !scratch.empty() && states_[block] == kOpen) {
+    gather(block, scratch.data(), std::memcpy);
+    const uint64_t size = this->block(block).size();
+    std::memset(scratch.data() + size, 0, padded(size) - size);
+    // Copied meanwhile means updated, perhaps while it was read.
+    uint8_t open = kOpen;
+    if (states_[block].compare_exchange_strong(open, kTaken)) return scratch.first(padded(size));
+  }
+  if (states_[block] == kTaken || !await_block(block, seconds)) return {};
+  return padded_block(block);
 }
 
 std::span<const std::byte> Image::block(uint64_t index) const noexcept {

@@ -6,16 +6,22 @@
 // (header, then tensors back to back), so nothing is serialised afterwards: the file is the memory,
 // block by block. A block is also the unit of checking (CRC32C) and of input and output.
 //
+// Weights do not change between two updates, so in that window nothing need be copied in a hurry,
+// or at all: Copying::lazily lets the writer read blocks where they lie, and what an update is
+// about to reach is copied just before it (copy). A block that is being read at that moment is
+// copied too, and what was read of it is thrown away: the update waits for nobody.
+//
 // The memory is allocated and touched before the first save, as page faults would cost several
-// times the copy. Thread-safety: Memory is a value with one owner. Image: begin, finish and reserve
-// belong to one thread; await_block, block and size may be called by others between begin and the
-// next begin.
+// times the copy. Thread-safety: Memory is a value with one owner. Image: begin, copy, finish and
+// reserve belong to one thread; take, await_block, block and size may be called by others between
+// begin and the next begin.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <span>
 #include <thread>
@@ -38,7 +44,8 @@ constexpr uint64_t blocks_of(uint64_t size) { return (size + kBlock - 1) / kBloc
 class Memory {
  public:
   Memory() = default;
-  // `size` is rounded up to whole blocks; touched by `threads` threads. Throws Error(io).
+  // `size` is rounded up to whole blocks; touched by `threads` threads, by nobody for 0 (whoever
+  // fills it from a device has the time). Throws Error(io).
   Memory(uint64_t size, unsigned threads);
   ~Memory();
   Memory(Memory&& other) noexcept;
@@ -52,10 +59,17 @@ class Memory {
   uint64_t size_ = 0;
 };
 
-// Memory of the caller that is to be copied; it must stay as it is from begin to the end of finish.
+// Memory of the caller that is to be copied; it must stay as it is from begin to the end of finish,
+// or of a copy of it, and remain readable until the image is written.
 struct Piece {
   const std::byte* data = nullptr;
   uint64_t size = 0;
+};
+
+enum class Copying {
+  at_once,        // by finish
+  in_background,  // by a thread from now on, the rest by finish
+  lazily,         // by copy and finish, as far as no writer has read it by then
 };
 
 class Image {
@@ -68,16 +82,27 @@ class Image {
 
   // Makes room for an image of `bytes`, so that begin need not.
   void reserve(uint64_t bytes);
-  // Starts a new image: `header`, then the pieces back to back. Returns at once; with `background`
-  // a thread starts to copy, else all copying is done by finish.
+  // Starts a new image: `header`, then the pieces back to back. Returns at once.
   // Nobody may be reading the image before.
-  void begin(std::span<const std::byte> header, std::vector<Piece> pieces, bool background);
+  void begin(std::span<const std::byte> header, std::vector<Piece> pieces, Copying copying);
+  // Copies the blocks that these pieces lie in, by number, unless that is done.
+  void copy(std::span<const uint32_t> pieces);
   // Copies with the helpers until all is copied. Cost: one memory copy of the state, shared by the
-  // threads; with `background`, of what is left of it.
+  // threads, or of what is left of it.
   void finish();
 
   // Waits until the block is copied; false after `seconds`.
   bool await_block(uint64_t block, double seconds);
+  // The block with zeros to a multiple of kAlignment: where it lies in the image, or in `scratch`
+  // (empty, or kBlock bytes of the caller's) if it was not copied and will not be any more. Empty
+  // after `seconds`, or if another writer read the block and nobody has copied it.
+  std::span<const std::byte> take(uint64_t block, std::span<std::byte> scratch, double seconds);
+  // Whether a writer has read the block where it lies.
+  bool was_taken(uint64_t block) const noexcept { return states_[block] == kTaken; }
+  // Whether blocks may be read where they lie.
+  bool is_lazy() const noexcept { return copying_ == Copying::lazily; }
+  // Bytes that were copied into the image since begin.
+  uint64_t copied_bytes() const noexcept { return copied_bytes_; }
   uint64_t size() const noexcept { return size_; }
   uint64_t capacity() const noexcept { return memory_.size(); }
   uint64_t blocks() const noexcept { return blocks_of(size_); }
@@ -87,22 +112,27 @@ class Image {
   std::span<const std::byte> padded_block(uint64_t index) const noexcept;
 
  private:
+  enum State : uint8_t { kOpen, kClaimed, kReady, kTaken };
   void copy_blocks();
-  void copy_block(uint64_t index);
+  bool copy_unless_done(uint64_t index);
+  template <typename Copy>
+  void gather(uint64_t index, std::byte* to, const Copy& copy) const;
   void start_helpers(unsigned count);
   void join();
 
   unsigned threads_;
   Memory memory_;
   uint64_t size_ = 0;
+  std::vector<std::byte> header_;
   std::vector<Piece> pieces_;
   std::vector<uint64_t> starts_;  // offset of each piece in the image
   std::vector<std::thread> helpers_;
   std::atomic<uint64_t> next_{0};
   std::mutex mutex_;
   std::condition_variable copied_;
-  std::vector<bool> ready_;
-  uint64_t missing_ = 0;
+  Copying copying_ = Copying::at_once;
+  std::unique_ptr<std::atomic<uint8_t>[]> states_;  // of each block
+  std::atomic<uint64_t> copied_bytes_{0};
 };
 
 // Copies past the caches, which belong to the training; any alignment.

@@ -7,9 +7,12 @@
 
 #include <algorithm>
 
+#include "base/activity.h"
+
 namespace nostall::checkpoint {
 
 using Clock = std::chrono::steady_clock;
+constexpr std::chrono::milliseconds kLook{1};
 
 void Gate::hold() {
   const std::lock_guard lock(mutex_);
@@ -21,9 +24,22 @@ void Gate::release() {
   if (holds_ > 0 && --holds_ == 0) opened_.notify_all();
 }
 
-bool Gate::wait_open(std::chrono::nanoseconds patience) {
+bool Gate::wait_open(std::chrono::nanoseconds patience, bool considerate) {
+  const auto open = [&] { return holds_ == 0 && (!considerate || Activity::quiet()); };
   std::unique_lock lock(mutex_);
-  return opened_.wait_for(lock, patience, [&] { return holds_ == 0; });
+  if (open()) return true;
+  const Clock::time_point began = Clock::now(), end = began + patience;
+  // Nobody tells when it gets quiet: that would cost those who are not to be disturbed.
+  while (!open() && Clock::now() < end) {
+    opened_.wait_until(lock, considerate ? std::min(end, Clock::now() + kLook) : end);
+  }
+  waited_ += Clock::now() - began;
+  return open();
+}
+
+std::chrono::nanoseconds Gate::waited() const {
+  const std::lock_guard lock(mutex_);
+  return waited_;
 }
 
 bool Gate::is_held() const {

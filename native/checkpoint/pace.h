@@ -1,8 +1,9 @@
 // checkpoint/pace.h - how background writing stays out of the training's way.
 //
-// Three means: a rate, below what the storage gives; a gate, which the training closes while it
-// needs storage or network itself; and a low priority for processor and disk. Thread-safety: all of
-// it is thread-safe.
+// Three means: a rate, below what the storage gives; a gate, which is closed while the training
+// needs storage or network itself: by hand, or because a loader or a gradient engine of this
+// process is at work (base/activity.h); and a low priority for processor and disk. Thread-safety:
+// all of it is thread-safe.
 #pragma once
 
 #include <atomic>
@@ -19,15 +20,19 @@ class Gate {
  public:
   void hold();
   void release();
-  // Waits until nobody holds the gate, or `patience` is over: a gate that is never opened must not
-  // keep a checkpoint from becoming safe. False if patience ended it.
-  bool wait_open(std::chrono::nanoseconds patience);
+  // Waits until nobody holds the gate and, if `considerate`, no loader reads and no gradient is
+  // under way, or `patience` is over: a gate that is never opened must not keep a checkpoint from
+  // becoming safe. False if patience ended it.
+  bool wait_open(std::chrono::nanoseconds patience, bool considerate = false);
+  // What callers waited so far, together.
+  std::chrono::nanoseconds waited() const;
   bool is_held() const;
 
  private:
   mutable std::mutex mutex_;
   std::condition_variable opened_;
   int holds_ = 0;
+  std::chrono::nanoseconds waited_{0};
 };
 
 // Lets `rate` bytes a second pass, all callers together; 0: any.

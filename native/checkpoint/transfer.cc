@@ -135,7 +135,7 @@ bool FileCopy::copy_next(Input& input, Output& output) {
   const uint64_t size = length_of(i, size_);
   const auto patience = std::chrono::duration_cast<std::chrono::nanoseconds>(
       std::chrono::duration<double>(options_.gate_patience));
-  if (gate_ && !hurried_) gate_->wait_open(patience);
+  if (gate_ && !hurried_) gate_->wait_open(patience, options_.considerate);
   pace_.take(size);
   if (stopped_) throw Error(ErrorKind::stopped, "copying " + from_ + " was stopped");
   input.read(block, i * kBlock, size);

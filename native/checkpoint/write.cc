@@ -33,6 +33,11 @@ Written Write::run() {
     helped_.wait(lock, [&] { return helping_ == 0; });
   }
   if (error_ != 0) throw io_error("cannot write the checkpoint's file", path_, int(-error_));
+  if (lost_) {
+    throw Error(ErrorKind::io, "what " + path_ +
+                                   " needs was read in its window for another file that failed, "
+                                   "and has changed since");
+  }
   if (stopped_) throw Error(ErrorKind::stopped, "writing " + path_ + " was stopped");
   output_->finish();
   Written written;
@@ -60,18 +65,27 @@ void Write::hurry() {
 }
 
 bool Write::write_next() {
-  if (stopped_ || error_ != 0) return false;
+  if (stopped_ || lost_ || error_ != 0) return false;
   const uint64_t index = next_.fetch_add(1);
   if (index >= image_->blocks()) return false;
   const int64_t cpu = thread_cpu_ns();
   const auto patience = std::chrono::duration_cast<std::chrono::nanoseconds>(
       std::chrono::duration<double>(options_.gate_patience));
-  if (gate_ && !hurried_) gate_->wait_open(patience);
+  if (gate_ && !hurried_) gate_->wait_open(patience, options_.considerate);
   pace_.take(image_->block(index).size());
-  while (!image_->await_block(index, 0.1) && !stopped_) continue;
-  if (stopped_) return false;
-  crcs_[index] = crc32c(image_->block(index));
-  const int64_t error = output_->write(image_->padded_block(index), index * kBlock);
+  thread_local Memory scratch;
+  if (image_->is_lazy() && scratch.size() == 0) scratch = Memory(kBlock, 1);
+  std::span<const std::byte> block;
+  while (block.empty()) {
+    block = image_->take(index, {scratch.data(), scratch.size()}, 0.1);
+    if (stopped_) return false;
+    if (block.empty() && image_->was_taken(index)) {
+      lost_ = true;
+      return false;
+    }
+  }
+  crcs_[index] = crc32c(block.first(image_->block(index).size()));
+  const int64_t error = output_->write(block, index * kBlock);
   int64_t none = 0;
   if (error < 0) error_.compare_exchange_strong(none, error);
   cpu_ns_ += thread_cpu_ns() - cpu;

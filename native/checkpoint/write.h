@@ -28,8 +28,10 @@ struct WriteOptions {
   Priority priority = Priority::low;
   unsigned threads = 1;  // writes in flight
   bool direct = true;    // try to write past the page cache
-  // How long a held gate may delay one block.
+  // How long a closed gate may delay one block, and whether the training's loaders and gradient
+  // engines close it.
   double gate_patience = 1.0;
+  bool considerate = false;
 };
 
 // What a finished file is.
@@ -69,6 +71,7 @@ class Write {
   std::atomic<uint64_t> next_{0};
   std::atomic<int64_t> error_{0};  // -errno of the first failure
   std::atomic<bool> stopped_{false};
+  std::atomic<bool> lost_{false};
   std::atomic<bool> hurried_{false};
   std::atomic<int64_t> cpu_ns_{0};
   std::mutex running_;  // what hurry and the end of run agree on

@@ -114,9 +114,9 @@ struct Communicator::Impl {
     const std::scoped_lock lock(arena_mutex);
     return arena.allocate(bytes);
   }
-  void release(const void* data) noexcept {
+  bool release(const void* data) noexcept {
     const std::scoped_lock lock(arena_mutex);
-    arena.release(static_cast<const std::byte*>(data));
+    return arena.release(static_cast<const std::byte*>(data));
   }
 
   std::mutex mutex;        // of calls
@@ -290,7 +290,13 @@ void Communicator::allgather(const void* in, void* out, uint64_t bytes) {
 }
 
 void* Communicator::allocate(uint64_t bytes) { return impl_->allocate(bytes); }
-void Communicator::release(void* data) noexcept { impl_->release(data); }
+bool Communicator::release(void* data) noexcept { return impl_->release(data); }
+
+void Communicator::on_late(std::chrono::nanoseconds after,
+                           std::function<void(std::span<const uint32_t>)> tell) {
+  const std::scoped_lock lock(impl_->mutex);
+  impl_->engine.on_late(after, std::move(tell));
+}
 
 CommunicatorStats Communicator::stats() const {
   const std::scoped_lock lock(impl_->mutex);

@@ -31,6 +31,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 
 #include "collective/reducer.h"
@@ -99,7 +100,13 @@ class Communicator {
   // Memory that all ranks reach, page-aligned, until release() or the communicator's end.
   // nullptr if the arena has no room; throws Error(io) if the node has no memory.
   void* allocate(uint64_t bytes);
-  void release(void* data) noexcept;
+  // False if `data` is not from allocate() of this rank.
+  bool release(void* data) noexcept;
+
+  // `tell` is called once in every wait that lasts longer than `after`, with the ranks that have
+  // not arrived, by the thread that waits. 0: never. Between calls.
+  void on_late(std::chrono::nanoseconds after,
+               std::function<void(std::span<const uint32_t> missing)> tell);
 
   CommunicatorStats stats() const;
 

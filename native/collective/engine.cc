@@ -36,6 +36,12 @@ Engine::Engine(Segment& segment, uint32_t rank, uint32_t ranks, std::chrono::nan
       spin_limit_ns_(oversubscribed_ ? 1'000 : 20'000),
       spin_ns_(spin_limit_ns_) {}
 
+void Engine::on_late(std::chrono::nanoseconds after,
+                     std::function<void(std::span<const uint32_t>)> tell) {
+  late_ = tell ? after : std::chrono::nanoseconds(0);
+  tell_ = std::move(tell);
+}
+
 void Engine::enter(const char* operation, uint64_t signature) {
   operation_ = operation;
   signature_ = signature;
@@ -163,6 +169,7 @@ void Engine::look_around() {
   }
   Header& h = segment_.header();
   if (h.broken.load(std::memory_order_seq_cst) != 0) throw_broken();
+  if (is_scheduled()) return;
   const int64_t now = now_ns();
   if (now - looked_ < kLookNs / 2) return;
   looked_ = now;
@@ -179,13 +186,22 @@ void Engine::look_around() {
                                       ": restart the job, or make a new communicator without it"));
     }
   }
-  if (now - wait_began_ < timeout_.count()) return;
+  const int64_t waited = now - wait_began_;
+  const bool late = late_.count() > 0 && waited >= late_.count() && told_ != wait_began_;
+  if (!late && waited < timeout_.count()) return;
+  std::vector<uint32_t> absent;
   std::string missing;
   for (uint32_t r = 0; r < ranks_; ++r) {
     if (segment_.post(r, step_).flag.load() < step_) {
+      absent.push_back(r);
       missing += (missing.empty() ? "" : ", ") + std::to_string(r);
     }
   }
+  if (late && !absent.empty()) {
+    told_ = wait_began_;
+    tell_(absent);
+  }
+  if (waited < timeout_.count()) return;
   fail(Error(ErrorKind::peer,
              "rank " + std::to_string(rank_) + " waited " +
                  std::to_string(static_cast<double>(timeout_.count()) / 1e9).substr(0, 6) +

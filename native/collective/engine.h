@@ -18,8 +18,10 @@
 #include <cstdint>
 #include <functional>
 #include <initializer_list>
+#include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/clock.h"
 #include "base/error.h"
@@ -52,6 +54,7 @@ class Engine {
   uint32_t ranks() const noexcept { return ranks_; }
   bool oversubscribed() const noexcept { return oversubscribed_; }
   const EngineStats& stats() const noexcept { return stats_; }
+  void on_late(std::chrono::nanoseconds after, std::function<void(std::span<const uint32_t>)> tell);
 
   // What the next steps belong to, for the messages of errors: "allreduce" and the call's number.
   void enter(const char* operation, uint64_t signature);
@@ -99,6 +102,7 @@ class Engine {
 
   template <typename Ready>
   bool spin(Ready& ready) {
+    if (is_scheduled()) return false;
     wait_began_ = now_ns();
     int64_t now = wait_began_;
     bool yields = oversubscribed_;
@@ -195,6 +199,9 @@ class Engine {
   uint64_t safe_ = 0;  // all ranks have finished this step
   int64_t wait_began_ = 0;
   int64_t looked_ = 0;
+  std::chrono::nanoseconds late_{0};
+  std::function<void(std::span<const uint32_t>)> tell_;
+  int64_t told_ = 0;  // the beginning of the wait that was told of
   EngineStats stats_;
 };
 

@@ -24,6 +24,7 @@
 
 #include "base/lock.h"
 #include "base/mapping.h"
+#include "collective/atomic.h"
 
 namespace nostall::collective {
 
@@ -33,7 +34,7 @@ inline constexpr uint64_t kStageBytes = 64 << 10;    // a rank's posted data, pe
 inline constexpr uint64_t kChannelChunk = 32 << 10;  // between a pair of ranks
 inline constexpr uint64_t kMinSlot = 4 << 10;        // of the windows
 
-using Word = std::atomic<uint64_t>;
+using Word = Atomic<uint64_t>;
 
 struct alignas(kLine) PaddedWord {
   Word value;
@@ -41,7 +42,7 @@ struct alignas(kLine) PaddedWord {
 
 // Written by its rank alone, but for `asleep`, which whoever wakes it clears.
 struct alignas(kLine) RankLine {
-  std::atomic<uint32_t> asleep;  // futex word: 1 while its rank sleeps
+  Atomic<uint32_t> asleep;  // futex word: 1 while its rank sleeps
   std::atomic<int32_t> pid;
   std::atomic<uint32_t> left;       // said goodbye
   std::atomic<uint32_t> core;       // where it was last seen, plus 1
@@ -65,8 +66,8 @@ struct Header {
   uint32_t ranks;
   uint64_t window_bytes, arena_bytes;
   std::atomic<uint32_t> joined;
-  alignas(kLine) std::atomic<uint32_t> sleepers;
-  alignas(kLine) std::atomic<uint32_t> broken;  // 0, 1 while the message is written, 2
+  alignas(kLine) Atomic<uint32_t> sleepers;
+  alignas(kLine) Atomic<uint32_t> broken;  // 0, 1 while the message is written, 2
   std::array<char, 500> message;
   std::array<PaddedWord, 2> ticket;     // step << 16 | mode << 15 | ranks that arrived
   std::array<PaddedWord, 2> ready;      // step << 24 | ranks whose shared buffers are known
@@ -115,8 +116,8 @@ class Segment {
   Word& copied(uint32_t rank, uint64_t step) const noexcept {
     return at<PaddedWord>(words_)[ranks_ * (3 + step % 2) + rank].value;
   }
-  std::atomic<uint32_t>* slots(uint64_t step) const noexcept {
-    return at<std::atomic<uint32_t>>(slots_) + (step % 2) * (window_bytes_ / kMinSlot);
+  Atomic<uint32_t>* slots(uint64_t step) const noexcept {
+    return at<Atomic<uint32_t>>(slots_) + (step % 2) * (window_bytes_ / kMinSlot);
   }
   std::byte* window(uint64_t step) const noexcept {
     return base_ + windows_ + (step % 2) * window_bytes_;

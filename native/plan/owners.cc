@@ -53,7 +53,8 @@ Readers<Node> collect(const JobSpec& spec, std::span<const uint32_t> node_of_ran
     epoch_order_into(spec, epoch, order);
     const uint64_t at = uint64_t{epoch} * count;
     Node* row = &readers.rows[at];
-    const bool partial = length < count || spec.order == OrderKind::user;
+    const bool partial =
+        length < count || spec.order == OrderKind::user || spec.order == OrderKind::sub_batch;
     if (partial) readers.missing.resize(count * spec.epochs, true);
     for (uint64_t begin = 0; begin < length; begin += spec.global_batch) {
       const uint64_t size = std::min<uint64_t>(spec.global_batch, length - begin);

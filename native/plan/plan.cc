@@ -86,6 +86,60 @@ uint64_t sampler_length(const JobSpec& spec) {
 
 void fail(const std::string& what) { throw Error(ErrorKind::usage, what); }
 
+void validate_sub_batches(const JobSpec& spec) {
+  const SubBatches& s = spec.sub_batches;
+  const uint64_t world = order_world(spec);
+  if (s.reuse == 0 || s.resident == 0) fail("sub-batches must be resident and used at least once");
+  if (s.resident > std::numeric_limits<uint32_t>::max() / world) {
+    fail(std::to_string(s.resident) + " resident batches are more than a plan counts");
+  }
+  if (s.together == 0 || world % s.together != 0) {
+    fail("groups of " + std::to_string(s.together) + " ranks do not divide a world of " +
+         std::to_string(world));
+  }
+  if (spec.global_batch % world != 0) {
+    fail("a global batch of " + std::to_string(spec.global_batch) +
+         " has no equal sub-batches for " + std::to_string(world) + " ranks");
+  }
+  if (spec.scheme != Scheme::uniform) fail("sub-batches go with the scheme \"uniform\" only");
+}
+
+// How the sub-batches of one group of ranks are dealt in one pass over one chunk.
+KeyedPermutation dealt(const JobSpec& spec, uint32_t round, const Pass& at, uint32_t group) {
+  constexpr uint32_t kStream = 0x73756262;  // keeps these draws apart from all others
+  const auto draw = philox4x32({round, static_cast<uint32_t>(at.chunk), group, kStream},
+                               {uint32_t(spec.seed), uint32_t(spec.seed >> 32)});
+  return {at.size * spec.sub_batches.together, uint64_t{draw[1]} << 32 | draw[0],
+          static_cast<uint32_t>(at.pass)};
+}
+
+// One epoch of a round, from the round's own order.
+template <typename Id>
+void recombine(const JobSpec& spec, uint32_t epoch, std::vector<Id>& order) {
+  const std::vector<Id> fresh = order;
+  const uint64_t batch = spec.global_batch, world = order_world(spec);
+  const uint64_t together = spec.sub_batches.together, whole = order.size() / batch;
+  for (uint64_t h = 0; h < whole; ++h) {
+    const Pass at = pass_of(spec, epoch, h);
+    const uint64_t first = at.chunk * spec.sub_batches.resident;
+    if (at.pass == 0) {
+      std::copy_n(fresh.begin() + static_cast<ptrdiff_t>((first + at.place) * batch), batch,
+                  order.begin() + static_cast<ptrdiff_t>(h * batch));
+      continue;
+    }
+    for (uint32_t group = 0; group < world / together; ++group) {
+      const KeyedPermutation deal = dealt(spec, epoch / spec.sub_batches.reuse, at, group);
+      for (uint64_t k = 0; k < together; ++k) {
+        const uint64_t unit = deal(at.place * together + k);
+        const uint64_t from =
+            (first + unit / together) * batch + group * together + unit % together;
+        const uint64_t to = h * batch + group * together + k;
+        for (uint64_t i = 0; i < batch; i += world) order[to + i] = fresh[from + i];
+      }
+    }
+  }
+}
+
 }  // namespace
 
 void validate(const JobSpec& spec) {
@@ -93,6 +147,7 @@ void validate(const JobSpec& spec) {
   if (spec.world == 0) fail("the world size must be at least 1");
   if (spec.global_batch == 0) fail("the batch size must be at least 1");
   if (spec.epochs == 0) fail("the number of epochs must be at least 1");
+  if (spec.order == OrderKind::sub_batch) validate_sub_batches(spec);
   if (spec.order == OrderKind::user) {
     if (spec.user_order.empty()) fail("the user's order is empty");
     for (const SampleId id : spec.user_order) {
@@ -123,6 +178,9 @@ void fill_order(const JobSpec& spec, uint32_t epoch, std::vector<Id>& order) {
     case OrderKind::torch:
       torch_randperm(spec.seed + epoch, order);
       break;
+    case OrderKind::sub_batch:
+      torch_randperm(spec.seed + epoch / spec.sub_batches.reuse, order);
+      break;
     case OrderKind::keyed: {
       const KeyedPermutation permutation(spec.samples, spec.seed, epoch);
       if constexpr (sizeof(Id) == sizeof(uint32_t)) {
@@ -145,9 +203,24 @@ void fill_order(const JobSpec& spec, uint32_t epoch, std::vector<Id>& order) {
   // Padding wraps around as often as it must; dropping cuts the tail.
   order.resize(length);
   for (uint64_t i = base; i < length; ++i) order[i] = order[i % base];
+  if (spec.order == OrderKind::sub_batch && spec.sub_batches.reuse > 1) {
+    recombine(spec, epoch, order);
+  }
 }
 
 }  // namespace
+
+Pass pass_of(const JobSpec& spec, uint32_t epoch, uint64_t batch) {
+  const SubBatches& s = spec.sub_batches;
+  const uint64_t whole = epoch_length(spec) / spec.global_batch;
+  if (spec.order != OrderKind::sub_batch || batch >= whole) return {};
+  // In the round's batches: all chunks have `resident` of them, the last one what is left.
+  const uint64_t at = (epoch % s.reuse) * whole + batch;
+  const uint64_t chunk = std::min(at / (s.resident * s.reuse), ceil_div(whole, s.resident) - 1);
+  const uint64_t size = std::min(s.resident, whole - chunk * s.resident);
+  const uint64_t within = at - chunk * s.resident * s.reuse;
+  return {chunk, within / size, within % size, size};
+}
 
 std::vector<SampleId> epoch_order(const JobSpec& spec, uint32_t epoch) {
   std::vector<SampleId> order;
@@ -232,6 +305,11 @@ uint64_t fingerprint(const JobSpec& spec) {
   mix(static_cast<uint64_t>(spec.order));
   mix(static_cast<uint64_t>(spec.scheme));
   for (const SampleId id : spec.user_order) mix(id);
+  if (spec.order == OrderKind::sub_batch) {
+    mix(spec.sub_batches.reuse);
+    mix(spec.sub_batches.resident);
+    mix(spec.sub_batches.together);
+  }
   return hash;
 }
 

@@ -22,6 +22,23 @@ enum class OrderKind : uint8_t {
   keyed,  // a keyed pseudo-random permutation (Feistel with cycle walking): O(1) memory a look-up
   user,   // the user's own sequence, the same in every epoch
   sequential,  // 0, 1, 2, ...: DistributedSampler(shuffle=False)
+  // Data reuse by sub-batch shuffling (seed lmdbio-and-horovod, 8.4.1): samples are used several
+  // times while they are in memory, in other batches each time. See SubBatches.
+  sub_batch,
+};
+
+// OrderKind::sub_batch: `reuse` epochs make a round with one order "torch" of its own, that of seed
+// + round. Of it, `resident` global batches at a time form a chunk that is passed over `reuse`
+// times before the next one comes: first as it is, then in batches recombined from its sub-batches,
+// the parts of a batch that one rank takes. A sub-batch stays among the `together` ranks that hold
+// it: 1 moves nothing between processes, the ranks of a node nothing between nodes. A round's
+// batches are cut into epochs of equal length, so that epochs cost what they cost without reuse,
+// and every sample comes as often in a round as in as many epochs of "torch"; samples beyond the
+// last whole batch end every epoch. With reuse 1 it is "torch".
+struct SubBatches {
+  uint32_t reuse = 1;
+  uint64_t resident = 1;
+  uint32_t together = 1;
 };
 
 // How a global batch is divided among the ranks (seed clairvoyant-prefetching, 4.1.3).
@@ -51,6 +68,7 @@ struct JobSpec {
   OrderKind order = OrderKind::torch;
   Scheme scheme = Scheme::uniform;
   std::vector<SampleId> user_order;  // OrderKind::user only; ids below `samples`, any length
+  SubBatches sub_batches;            // OrderKind::sub_batch only
 };
 
 // Throws Error(usage) with the offending value if the spec cannot be planned.
@@ -65,6 +83,14 @@ uint64_t batches_per_epoch(const JobSpec& spec);
 // The order of one epoch: epoch_length(spec) sample ids. Global batch h is
 // [h * global_batch, min((h + 1) * global_batch, length)) of it. O(F) time and memory.
 std::vector<SampleId> epoch_order(const JobSpec& spec, uint32_t epoch);
+
+// Which pass over its chunk a global batch of OrderKind::sub_batch is, and its place in it; pass 0
+// is fresh from the source. `size`: batches of the chunk. Others, and what is beyond the last whole
+// batch, are pass 0 of a chunk of one.
+struct Pass {
+  uint64_t chunk = 0, pass = 0, place = 0, size = 1;
+};
+Pass pass_of(const JobSpec& spec, uint32_t epoch, uint64_t batch);
 
 // The same into memory that is used again, for walks over many epochs; fewer than 2^32 samples.
 void epoch_order_into(const JobSpec& spec, uint32_t epoch, std::vector<uint32_t>& order);

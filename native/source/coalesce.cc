@@ -12,7 +12,7 @@ constexpr double kFirstOperation = 60e-6, kFirstByte = 1 / 1.5e9;
 constexpr double kForget = 0.97;
 // What is outside of these was not measured.
 constexpr double kLeastSeconds = 1e-9, kMostMeasured = 1e15;
-constexpr uint64_t kLeastBytes = 64 << 10, kMostGap = 1 << 20;
+constexpr uint64_t kLeastBytes = 64 << 10, kMostGap = 1 << 20, kPage = 4096;
 // Standard deviation of the operations' share of a call's time, by the first guess: below it the
 // calls are alike.
 constexpr double kLeastSpread = 0.1;
@@ -102,7 +102,7 @@ CoalesceLimits StorageCost::limits(uint64_t max_bytes, uint64_t piece) const {
     return value >= static_cast<double>(most) ? most
                                               : std::max(least, static_cast<uint64_t>(value));
   };
-  return {clipped(even, 0, alike() ? std::min(kMostGap, piece) : kMostGap),
+  return {clipped(even, 0, alike() ? std::clamp(piece, kPage, kMostGap) : kMostGap),
           clipped(kBytesShare * even, std::min(kLeastBytes, max_bytes), max_bytes)};
 }
 

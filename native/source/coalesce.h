@@ -45,7 +45,8 @@ class StorageCost {
   // nine tenths of their time is spent on bytes; the latter within [64 KiB, max_bytes].
   // Reads that were all alike say what a read costs, not how that divides into operation and bytes;
   // until they differed, no gap is longer than `piece`, the mean of what is wanted: whatever the
-  // truth is, that reads at most twice the bytes, or makes at most twice the operations.
+  // truth is, that reads at most twice the bytes, or makes at most twice the operations. Gaps
+  // within a page, such as the headers of a tar, are what a device reads anyway.
   CoalesceLimits limits(uint64_t max_bytes, uint64_t piece = ~uint64_t{0}) const;
 
  private:

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <new>
 
+#include "base/activity.h"
 #include "base/clock.h"
 #include "stage/events.h"
 #include "stage/run.h"
@@ -49,7 +50,10 @@ void Loader::Run::own_loop(std::stop_token stop) {
   std::vector<std::shared_ptr<Buffer>> buffers;
   const auto read = [&] {
     const int64_t begin = now_ns();
-    reader->read(requests);
+    {
+      const Activity reading;
+      reader->read(requests);
+    }
     uint64_t bytes = 0;
     for (const source::ReadRequest& r : requests) {
       if (r.error != 0) {
@@ -147,7 +151,10 @@ void Loader::Run::fetch(std::vector<Fetch>& chunk, source::Reader& reader, std::
     if (!from_peers.empty()) group = ask_peers(from_peers);
     if (!to_read.empty()) read_source(to_read, reader, stop);
     if (group) {
-      config_.peers->finish(*group, stop);
+      {
+        const Activity receiving;
+        config_.peers->finish(*group, stop);
+      }
       for (Fetch* f : take_from_peers(from_peers, *group)) left.push_back(f);
     }
     if (idle) wait_for_others(*left.front(), stop);
@@ -237,7 +244,11 @@ bool Loader::Run::from_tier(Fetch& fetch) {
                                 {},
                                 {true, speeds_[size_t(Origin::source)].seconds_per_byte()}});
   if (choice.origin != Origin::file) return false;
-  if (!cache.file_read(sample, raw_destination(fetch))) return false;
+  const std::span<std::byte> into = raw_destination(fetch);
+  {
+    const Activity reading;
+    if (!cache.file_read(sample, into)) return false;
+  }
   speeds_[size_t(Origin::file)].record(size, now_ns() - begin);
   count(task, Origin::file, size, now_ns() - begin);
   return true;
@@ -375,7 +386,10 @@ void Loader::Run::read_source(std::span<Fetch* const> fetches, source::Reader& r
   }
   for (const Beside& b : beside) ask(b.sample, b.into, true);
   const int64_t begin = now_ns();
-  reader.read(requests);
+  {
+    const Activity reading;
+    reader.read(requests);
+  }
   const int64_t took = now_ns() - begin;
   SpeedEstimate& speed = speeds_[size_t(Origin::source)];
   speed.record(bytes, took);

@@ -44,6 +44,7 @@ Engine::Engine(EngineConfig config, std::unique_ptr<Transport> transport,
       announced_(tensors_.size()),
       table_(tensors_.size()) {
   if (tensors_.empty()) throw Error(ErrorKind::usage, "there is no gradient to reduce");
+  transport_->on_late(config_.warn, [this](auto missing) { tell_late(missing); });
   for (const TensorSpec& t : tensors_) {
     if (!is_floating(t.type) || !is_floating(t.wire)) {
       throw Error(ErrorKind::usage,
@@ -51,6 +52,7 @@ Engine::Engine(EngineConfig config, std::unique_ptr<Transport> transport,
     }
   }
   compare_tensors();
+  timeline_ = Timeline::open(config_.timeline, *transport_, tensors_, config_.shapes);
   if (config_.mode == Mode::planned) {
     std::vector<uint32_t> order(tensors_.size());
     for (uint32_t i = 0; i < order.size(); ++i)
@@ -63,17 +65,22 @@ Engine::Engine(EngineConfig config, std::unique_ptr<Transport> transport,
 }
 
 Engine::~Engine() {
+  if (::getpid() != owner_) {
+    // All of this is the parent's, and in the state of the moment of the fork.
+    thread_.detach();
+    for (auto& bucket : buckets_) static_cast<void>(bucket.release());
+    static_cast<void>(shared_bucket_.release());
+    static_cast<void>(meeting_.release());
+    static_cast<void>(transport_.release());
+    return;
+  }
   {
     const std::scoped_lock lock(mutex_);
     stop_ = true;
   }
   work_.notify_all();
-  if (::getpid() == owner_) {
-    thread_.join();
-    give_cores_back();
-  } else {
-    thread_.detach();  // it is the parent's
-  }
+  thread_.join();
+  give_cores_back();
 }
 
 void Engine::compare_tensors() {
@@ -195,10 +202,11 @@ void Engine::submit(uint32_t tensor, void* gradient, bool present) {
                                         " was submitted twice in one step: wait() ends a step");
     }
     p = {gradient, true, present, false, now_ns()};
-    ++submitted_;
+    if (++submitted_ == 1 && transport_->ranks() > 1) reducing_.emplace();
     if (config_.mode == Mode::planned) {
       const uint32_t group = group_of_[tensor];
       wake = --missing_[group] == 0 && group == next_;
+      if (wake) complete_ns_ = p.since_ns;
     }
   }
   // In a negotiated cycle nobody is woken: it ends by the clock.
@@ -272,6 +280,7 @@ void Engine::run() noexcept {
   } catch (...) {
     const std::scoped_lock lock(mutex_);
     error_ = std::current_exception();
+    reducing_.reset();
   }
   done_.notify_all();
 }
@@ -288,11 +297,25 @@ void Engine::reduce(Bucket& bucket) {
     const Pending& p = pending_[list[i]];
     bucket.take(i, p.present ? p.gradient : nullptr, scale_);
   }
-  const int64_t copied = now_ns();
-  bucket.reduce();
-  const int64_t summed = now_ns();
+  const int64_t copied = now_ns(), waited = transport_->waited_ns();
+  in_reduction_ = list;
+  try {
+    bucket.reduce();
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::peer) throw;
+    throw Error(ErrorKind::peer, std::string(error.what()) + " (in the reduction of " +
+                                     names(std::vector<uint32_t>(list.begin(), list.end())) + ")");
+  }
+  in_reduction_ = {};
+  const int64_t summed = now_ns(), waited_here = transport_->waited_ns() - waited;
   for (size_t i = 0; i < list.size(); ++i) bucket.give(i, pending_[list[i]].gradient);
   const int64_t end = now_ns();
+  if (timeline_) {
+    std::vector<int64_t> ready;
+    for (const uint32_t t : list) ready.push_back(pending_[t].since_ns);
+    timeline_->add(list, ready, {agreed_ns_, begin, copied, summed, end});
+  }
+  bool step = false, told = false;
   {
     const std::scoped_lock lock(mutex_);
     for (size_t i = 0; i < list.size(); ++i) {
@@ -300,15 +323,19 @@ void Engine::reduce(Bucket& bucket) {
       pending_[list[i]].reduced = true;
     }
     reduced_ += list.size();
+    if (reduced_ == tensors_.size()) reducing_.reset();
     stats_.copy_ns += copied - begin + end - summed;
     stats_.reduce_ns += summed - copied;
+    stats_.reduce_wait_ns += std::min(waited_here, summed - copied);
     ++stats_.reductions;
     stats_.tensors += list.size();
     stats_.bytes += bucket.bytes();
     account();
-    if (reduced_ < tensors_.size() && watchers_ == 0) return;
+    step = reduced_ == tensors_.size();
+    told = step || watchers_ > 0;
   }
-  done_.notify_all();
+  if (told) done_.notify_all();
+  if (step && timeline_) timeline_->write();
 }
 
 // Under the mutex: what the processor did for this thread so far.
@@ -329,13 +356,19 @@ void Engine::planned_loop() {
       const int64_t begin = now_ns();
       idle_ = true;
       done_.notify_all();
+      const bool asleep = missing_[next_] > 0;
       while (!stop_ && missing_[next_] > 0) {
         work_.wait_for(lock, std::min(config_.warn, config_.timeout) / 4);
         check_for_stall();
       }
       if (stop_) return;
       idle_ = false;
-      stats_.sleep_ns += now_ns() - begin;
+      const int64_t now = now_ns();
+      stats_.sleep_ns += now - begin;
+      if (asleep) {
+        stats_.latency_ns += now - complete_ns_;
+        ++stats_.oversleeps[bin_of(now - complete_ns_, stats_.oversleeps.size())];
+      }
       bucket = buckets_[next_].get();
       missing_[next_] = static_cast<uint32_t>(bucket->tensors().size());
     }
@@ -343,6 +376,18 @@ void Engine::planned_loop() {
     const std::scoped_lock lock(mutex_);
     next_ = (next_ + 1) % buckets_.size();
   }
+}
+
+// Of a rank that waits for others, in a reduction or while they agree.
+void Engine::tell_late(std::span<const uint32_t> missing) const {
+  std::string ranks;
+  for (const uint32_t r : missing) ranks += (ranks.empty() ? "" : ", ") + std::to_string(r);
+  const std::vector<uint32_t> list(in_reduction_.begin(), in_reduction_.end());
+  log(LogLevel::warning,
+      "rank " + std::to_string(transport_->rank()) + " has waited for " +
+          std::to_string(config_.warn.count() / 1'000'000'000) + " s for rank " + ranks +
+          (list.empty() ? std::string(", which does not take part in an agreement")
+                        : ", which has not submitted all of " + names(list)));
 }
 
 // What this rank lacks of what it is waiting for.

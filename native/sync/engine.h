@@ -19,26 +19,35 @@
 //   cores       keeps the progress thread on these, the others of the process off them
 //   (SCP, 6.3.3).
 //
+// From the first gradient of a step to its last sum the engine is an Activity (base/activity.h),
+// with several ranks: what else the process does in the background waits for the forward pass.
+//
 // Errors: a rank that dies, or does not come in time, ends the engine: every call throws
-// Error(peer) then. Tensors that do not come are named in a warning after `warn`, and end the
-// engine after `timeout`. Ranks with other tensors or plans are refused with the first difference.
+// Error(peer) then. Tensors that do not come are named in a warning after `warn`, with the ranks
+// that lack them, and end the engine after `timeout`. Planned, the rank that lacks a tensor of a
+// group names it, and the others name that rank. Ranks with other tensors or plans are refused with
+// the first difference.
 // Thread-safety: submit() from any thread; wait() and set_plan() from one at a time. After a fork
 // the child's calls throw Error(usage).
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "base/activity.h"
 #include "sync/bucket.h"
 #include "sync/order.h"
+#include "sync/timeline.h"
 #include "sync/transport.h"
 
 namespace nostall::sync {
@@ -57,6 +66,8 @@ struct EngineConfig {
   std::chrono::nanoseconds timeout = std::chrono::minutes(10);
   bool mean = true;           // else the sum
   bool check_finite = false;  // Error(usage) that names tensor and rank instead of NaNs everywhere
+  std::string timeline;       // rank 0's file of it (sync/timeline.h); empty: none
+  std::vector<std::string> shapes;  // of the tensors, for the timeline
 };
 
 // Of the progress thread, since the engine began. Times are nanoseconds.
@@ -67,9 +78,23 @@ struct EngineStats {
   int64_t order_ns = 0;                   // agreeing on what comes next
   int64_t copy_ns = 0;                    // into and out of fusion buffers
   int64_t reduce_ns = 0;
+  // Parts of the above. Cycle latency: asleep while a gradient (planned: a whole group) was there
+  // to be reduced. Stalling: waiting for other ranks meanwhile, in agreements and in reductions.
+  int64_t latency_ns = 0;
+  int64_t order_wait_ns = 0, reduce_wait_ns = 0;
+  // How much later than asked for the thread woke: entry i counts [2^i, 2^(i+1)) microseconds,
+  // the first one less than 2.
+  std::array<uint64_t, 24> oversleeps{};
   int64_t user_ns = 0, system_ns = 0;  // of the processor
   uint64_t voluntary_switches = 0, involuntary_switches = 0;
 };
+
+// The entry of `oversleeps` that counts this time.
+inline size_t bin_of(int64_t ns, size_t bins) noexcept {
+  size_t bin = 0;
+  for (int64_t us = ns / 2000; us > 0 && bin + 1 < bins; us /= 2) ++bin;
+  return bin;
+}
 
 class Engine {
  public:
@@ -118,6 +143,8 @@ class Engine {
   void add_new(std::vector<uint32_t>& ready);
   void reduce(Bucket& bucket);
   void sleep_cycle(int64_t previous_ns);
+  void name_lacking(int64_t oldest, bool warn, bool give_up);
+  void tell_late(std::span<const uint32_t> missing) const;
   void check_for_stall();
   [[noreturn]] void stalled(const std::vector<uint32_t>& missing, int64_t since);
   std::string names(const std::vector<uint32_t>& tensors) const;
@@ -129,13 +156,19 @@ class Engine {
   void give_cores_back() noexcept;
 
   const EngineConfig config_;
-  const std::unique_ptr<Transport> transport_;
+  std::unique_ptr<Transport> transport_;
   const std::vector<TensorSpec> tensors_;
   const double scale_;
   const int owner_;
 
-  mutable std::mutex mutex_;
-  std::condition_variable work_, done_;
+  // Apart, for a forked child cannot destroy what the parent's threads hold or wait for.
+  struct Meeting {
+    std::mutex mutex;
+    std::condition_variable work, done;
+  };
+  std::unique_ptr<Meeting> meeting_ = std::make_unique<Meeting>();
+  std::mutex& mutex_ = meeting_->mutex;
+  std::condition_variable &work_ = meeting_->work, &done_ = meeting_->done;
   std::vector<Pending> pending_;
   std::vector<uint32_t> contributors_;
   uint64_t reduced_ = 0;  // tensors, in this step
@@ -148,8 +181,11 @@ class Engine {
   bool idle_ = true;                              // the thread holds no group
   bool stop_ = false;
   int64_t warned_ = 0;
+  int64_t complete_ns_ = 0;                 // when the group that is next became complete
+  std::span<const uint32_t> in_reduction_;  // the thread's own
   std::exception_ptr error_;
   EngineStats stats_;
+  std::optional<Activity> reducing_;  // from a step's first gradient to its last sum
 
   // Of the negotiating thread.
   std::vector<uint32_t> cache_;  // tensors whose order is known, in that order
@@ -157,6 +193,9 @@ class Engine {
   std::vector<std::vector<bool>> table_;  // rank 0: who has announced each tensor
   std::unique_ptr<Bucket> shared_bucket_;
   std::vector<std::pair<int, std::vector<uint8_t>>> moved_;  // threads and their cores before
+  int64_t agreed_ns_ = 0;                                    // on what is reduced now
+
+  std::unique_ptr<Timeline> timeline_;  // the progress thread's
 
   std::thread thread_;
 };

@@ -15,7 +15,7 @@ namespace {
 
 // The first word of a cycle's all-reduce; inverted, so that an "and" is true where one rank says
 // so.
-constexpr uint64_t kShutdown = 1, kUncached = 2;
+constexpr uint64_t kShutdown = 1, kUncached = 2, kLacking = 4;
 
 }  // namespace
 
@@ -26,7 +26,7 @@ void Engine::negotiated_loop() {
     const int64_t begin = now_ns();
     std::vector<uint32_t> ready;
     const bool go_on = negotiate(ready);
-    const int64_t agreed = now_ns();
+    const int64_t agreed = agreed_ns_ = now_ns();
     {
       const std::scoped_lock lock(mutex_);
       ++stats_.cycles;
@@ -63,9 +63,18 @@ void Engine::sleep_cycle(int64_t previous_ns) {
   if (every > 0 && stats_.cycles % every == 0) sleep = transport_->all_min(sleep);
   const int64_t agreed = now_ns();
   if (sleep > 0) std::this_thread::sleep_for(std::chrono::nanoseconds(sleep));
+  const int64_t now = now_ns();
   const std::scoped_lock lock(mutex_);
   stats_.order_ns += agreed - begin;
-  stats_.sleep_ns += now_ns() - agreed;
+  stats_.sleep_ns += now - agreed;
+  if (sleep == 0) return;
+  const int64_t late = std::max<int64_t>(0, now - agreed - sleep);
+  ++stats_.oversleeps[bin_of(late, stats_.oversleeps.size())];
+  int64_t oldest = now;
+  for (const Pending& p : pending_) {
+    if (p.submitted && !p.reduced) oldest = std::min(oldest, p.since_ns);
+  }
+  stats_.latency_ns += now - std::max(oldest, agreed);
 }
 
 void Engine::control(std::span<uint64_t> words) {
@@ -83,7 +92,6 @@ bool Engine::negotiate(std::vector<uint32_t>& ready) {
   std::vector<uint64_t> words(1 + (cache_.size() + 63) / 64);
   bool uncached = false, stop = false;
   int64_t oldest = 0;
-  uint32_t oldest_tensor = 0;
   {
     const std::scoped_lock lock(mutex_);
     stop = stop_;
@@ -91,37 +99,63 @@ bool Engine::negotiate(std::vector<uint32_t>& ready) {
       const Pending& p = pending_[t];
       if (!p.submitted || p.reduced) continue;
       uncached = uncached || (!cached_[t] && !announced_[t]);
-      if (oldest == 0 || p.since_ns < oldest) {
-        oldest = p.since_ns;
-        oldest_tensor = t;
-      }
+      if (oldest == 0 || p.since_ns < oldest) oldest = p.since_ns;
     }
     for (size_t i = 0; i < cache_.size(); ++i) {
       const Pending& p = pending_[cache_[i]];
       if (p.submitted && !p.reduced) words[1 + i / 64] |= uint64_t{1} << (i % 64);
     }
   }
-  if (oldest != 0 && now_ns() - oldest > config_.timeout.count()) {
-    throw Error(ErrorKind::peer, "gradient " + tensors_[oldest_tensor].name + " of rank " +
-                                     std::to_string(transport_->rank()) + " waited " +
-                                     std::to_string((now_ns() - oldest) / 1'000'000'000) +
-                                     " s for another rank to submit it");
-  }
-  if (oldest != 0 && oldest != warned_ && now_ns() - oldest > config_.warn.count()) {
-    warned_ = oldest;
-    log(LogLevel::warning, "gradient " + tensors_[oldest_tensor].name + " of rank " +
-                               std::to_string(transport_->rank()) +
-                               " waits for a rank that has not submitted it");
-  }
-  words[0] = ~((stop ? kShutdown : 0) | (uncached ? kUncached : 0));
+  const int64_t begin = now_ns(), waited = transport_->waited_ns();
+  const int64_t age = oldest == 0 ? 0 : begin - oldest;
+  const bool give_up = age > config_.timeout.count();
+  const bool warn = age > config_.warn.count() && oldest != warned_;
+  if (warn) warned_ = oldest;
+  words[0] =
+      ~((stop ? kShutdown : 0) | (uncached ? kUncached : 0) | (warn || give_up ? kLacking : 0));
   control(words);
+  if (oldest != 0) {
+    const int64_t stalled = std::min(transport_->waited_ns() - waited, now_ns() - begin);
+    const std::scoped_lock lock(mutex_);
+    stats_.order_wait_ns += stalled;
+  }
   if (~words[0] & kShutdown) return false;
+  if (~words[0] & kLacking) name_lacking(oldest, warn, give_up);
   for (size_t i = 0; i < cache_.size(); ++i) {
     if (words[1 + i / 64] >> (i % 64) & 1) ready.push_back(cache_[i]);
   }
   if (~words[0] & kUncached) add_new(ready);
   span.values = {static_cast<int64_t>(ready.size()), (~words[0] & kUncached) ? 1 : 0};
   return true;
+}
+
+// A rank has waited long for gradients that others lack: everyone says what it has, and those that
+// waited name what is missing where.
+void Engine::name_lacking(int64_t oldest, bool warn, bool give_up) {
+  std::vector<uint8_t> mine(tensors_.size());
+  {
+    const std::scoped_lock lock(mutex_);
+    for (uint32_t t = 0; t < tensors_.size(); ++t) {
+      mine[t] = pending_[t].submitted && !pending_[t].reduced;
+    }
+  }
+  const auto all = transport_->all_gather(std::as_bytes(std::span(mine)));
+  if (!warn && !give_up) return;
+  std::string text;
+  for (uint32_t r = 0; r < all.size(); ++r) {
+    std::vector<uint32_t> lacking;
+    for (uint32_t t = 0; t < tensors_.size() && t < all[r].size(); ++t) {
+      if (mine[t] != 0 && all[r][t] == std::byte{0}) lacking.push_back(t);
+    }
+    if (lacking.empty()) continue;
+    text += (text.empty() ? "" : "; ") + std::string("rank ") + std::to_string(r) +
+            " has not submitted " + names(lacking);
+  }
+  if (text.empty()) return;
+  const std::string waited = "rank " + std::to_string(transport_->rank()) + " has waited for " +
+                             std::to_string((now_ns() - oldest) / 1'000'000'000) + " s: " + text;
+  if (give_up) throw Error(ErrorKind::peer, waited);
+  log(LogLevel::warning, waited);
 }
 
 // Tensors that no cache has yet: everyone tells rank 0, which knows who has told it before, and

@@ -109,6 +109,12 @@ class NodeTransport : public Transport {
     return true;
   }
   int64_t own_cpu_ns() const override { return helper_cpu_.load(std::memory_order_relaxed); }
+  int64_t waited_ns() const override { return data_.stats().wait_ns + control_.stats().wait_ns; }
+  void on_late(std::chrono::nanoseconds after,
+               std::function<void(std::span<const uint32_t>)> tell) override {
+    data_.on_late(after, tell);
+    control_.on_late(after, std::move(tell));
+  }
 
  private:
   void help() {

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -41,6 +42,12 @@ class Transport {
   virtual bool test() = 0;
   // Processor time of threads that the transport has for itself, nanoseconds.
   virtual int64_t own_cpu_ns() const = 0;
+  // Nanoseconds in which calls so far waited for other ranks; 0 where that is not known.
+  virtual int64_t waited_ns() const { return 0; }
+  // Calls `tell` once in every wait that lasts longer than `after`, with the ranks that are
+  // missing, on the thread that waits; never where that is not known.
+  virtual void on_late(std::chrono::nanoseconds /*after*/,
+                       std::function<void(std::span<const uint32_t> missing)> /*tell*/) {}
 };
 
 struct NodeTransportConfig {

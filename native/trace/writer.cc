@@ -28,6 +28,19 @@ void append_us(std::string& out, int64_t ns) {
   out.append(digits, 4);
 }
 
+int64_t realtime_ns() {
+  timespec t{};
+  clock_gettime(CLOCK_REALTIME, &t);
+  return int64_t{t.tv_sec} * 1'000'000'000 + t.tv_nsec;
+}
+
+std::string host_name() {
+  std::array<char, 256> name{};
+  return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "";
+}
+
+}  // namespace
+
 std::string quoted(std::string_view text) {
   std::string out = "\"";
   for (const char b : text) {
@@ -44,19 +57,6 @@ std::string quoted(std::string_view text) {
   }
   return out + '"';
 }
-
-int64_t realtime_ns() {
-  timespec t{};
-  clock_gettime(CLOCK_REALTIME, &t);
-  return int64_t{t.tv_sec} * 1'000'000'000 + t.tv_nsec;
-}
-
-std::string host_name() {
-  std::array<char, 256> name{};
-  return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "";
-}
-
-}  // namespace
 
 KindText kind_text(std::string_view category, std::string_view name,
                    const std::vector<std::string>& arguments, pid_t pid) {

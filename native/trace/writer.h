@@ -24,6 +24,9 @@
 
 namespace nostall::trace {
 
+// The text as a string of JSON, with its quotes.
+std::string quoted(std::string_view text);
+
 // A kind's texts as they stand in the file.
 struct KindText {
   std::string before;                  // up to the thread's number

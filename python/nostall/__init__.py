@@ -9,9 +9,10 @@ Importing this package needs NumPy alone and starts nothing.
 """
 
 from nostall import errors, metrics, trace, transforms
+from nostall.batches import DynamicBatches
 from nostall.checkpoint import Checkpointer, Keep
 from nostall.loader import DataLoader, RawBatch
-from nostall.plan import Plan
+from nostall.plan import Plan, SubBatches
 from nostall.source import FileList, ImageFolder, Pixels, Source
 from nostall.stats import Stats
 from nostall.stores import HDF5, LMDB, ArrowIPC, ObjectFolder, Parquet, TarShards, TFRecord
@@ -24,6 +25,7 @@ __all__ = [
     "ArrowIPC",
     "Checkpointer",
     "DataLoader",
+    "DynamicBatches",
     "FileList",
     "ImageFolder",
     "Keep",
@@ -34,6 +36,7 @@ __all__ = [
     "RawBatch",
     "Source",
     "Stats",
+    "SubBatches",
     "TFRecord",
     "TarShards",
     "errors",

@@ -14,6 +14,8 @@ class OrderKind(enum.Enum):
 
     sequential = 3
 
+    sub_batch = 4
+
 class Scheme(enum.Enum):
     uniform = 0
 
@@ -62,6 +64,10 @@ class JobSpec:
     @scheme.setter
     def scheme(self, arg: Scheme, /) -> None: ...
     @property
+    def sub_batches(self) -> tuple[int, int, int]: ...
+    @sub_batches.setter
+    def sub_batches(self, arg: tuple[int, int, int], /) -> None: ...
+    @property
     def user_order(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
     @user_order.setter
     def user_order(
@@ -73,6 +79,11 @@ class JobSpec:
     ) -> None: ...
 
 def validate(spec: JobSpec) -> None: ...
+def pass_of(spec: JobSpec, epoch: int, batch: int) -> tuple[int, int, int, int]:
+    """
+    (chunk, pass over it, place in the pass, batches of the chunk) of a global batch.
+    """
+
 def epoch_length(spec: JobSpec) -> int: ...
 def batches_per_epoch(spec: JobSpec) -> int: ...
 def plan_fingerprint(spec: JobSpec) -> int: ...
@@ -543,19 +554,31 @@ class Priority(enum.Enum):
 
     idle = 2
 
+class Copying(enum.Enum):
+    at_once = 0
+
+    in_background = 1
+
+    lazily = 2
+
 class Image:
     """A snapshot in memory (native/checkpoint/image.h)."""
 
     def __init__(self, threads: int) -> None: ...
     def reserve(self, bytes: int) -> None: ...
     def begin(
-        self, header: bytes, pieces: Sequence[tuple[int, int]], background: bool = False
+        self, header: bytes, pieces: Sequence[tuple[int, int]], copying: Copying = Copying.at_once
     ) -> None:
         """
-        Pieces are (address, bytes) of memory that must stay as it is until finish returns.
+        Pieces are (address, bytes) of memory that must stay as it is until it is copied, and be readable until the image is written.
         """
 
+    def copy(self, pieces: Sequence[int]) -> None:
+        """The blocks that these pieces lie in, now."""
+
     def finish(self) -> None: ...
+    @property
+    def copied_bytes(self) -> int: ...
     @property
     def size(self) -> int: ...
     @property
@@ -569,6 +592,17 @@ class Gate:
     def release(self) -> None: ...
     @property
     def held(self) -> bool: ...
+    @property
+    def waited_seconds(self) -> float: ...
+
+class Activity:
+    """The process needs storage or network inside (native/base/activity.h)."""
+
+    def __init__(self) -> None: ...
+    def __enter__(self) -> Activity: ...
+    def __exit__(self, *args: object) -> None: ...
+    @staticmethod
+    def quiet() -> bool: ...
 
 class Written:
     @property
@@ -595,6 +629,7 @@ class ImageWrite:
         direct: bool = True,
         gate: Gate | None = None,
         gate_patience: float = 1.0,
+        considerate: bool = False,
     ) -> None: ...
     def run(self) -> Written: ...
     def hurry(self) -> None: ...
@@ -614,6 +649,7 @@ class FileCopy:
         direct: bool = True,
         gate: Gate | None = None,
         gate_patience: float = 1.0,
+        considerate: bool = False,
     ) -> None: ...
     def run(self) -> Written: ...
     def hurry(self) -> None: ...
@@ -744,6 +780,8 @@ class SyncEngine:
         timeout: float,
         mean: bool,
         check_finite: bool,
+        timeline: str,
+        shapes: Sequence[str],
     ) -> None: ...
     def set_plan(self, groups: Sequence[Sequence[int]]) -> None: ...
     def broadcast(self, data: bytes, root: int) -> bytes: ...
@@ -757,6 +795,10 @@ class SyncEngine:
     def wait_for(self, tensor: int) -> None: ...
     def contributors(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
     def stats(self) -> dict[str, int]: ...
+    def oversleeps(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]:
+        """
+        How often the thread woke late: entry i counts [2^i, 2^(i+1)) microseconds.
+        """
 
 def plan_reductions(
     graph: Sequence[tuple[Sequence[int], int, int]],

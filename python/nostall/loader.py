@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from nostall import _native, cluster, metrics, trace
 from nostall.calibration import Calibration
 from nostall.errors import UsageError
-from nostall.plan import Plan, sample_ids
+from nostall.plan import Order, Plan, SubBatches, sample_ids
 from nostall.pystage import PythonStage
 from nostall.record import Recorder
 from nostall.rendezvous import AllGather, find_rendezvous
@@ -49,10 +49,10 @@ _made = itertools.count()
 Transforms = Sequence[Transform] | Callable[[Any], Any] | None
 
 
-def _order_name(order: str | Sequence[int] | NDArray[np.integer[Any]]) -> str:
+def _order_name(order: Order) -> str:
     """What a state calls the order; a user's own is told from others by its ids."""
-    if isinstance(order, str):
-        return order
+    if isinstance(order, (str, SubBatches)):
+        return str(order)
     return f"user {zlib.crc32(sample_ids(order).tobytes()):08x}"
 
 
@@ -123,7 +123,8 @@ class DataLoader:
         output: ``"torch"`` or ``"numpy"`` arrays; torch where it is installed if None.
         dtype, layout: of transformed images, ``"uint8"``, ``"float16"``, ``"float32"`` and
             ``"chw"``, ``"hwc"``; what ToTensor implies if None.
-        order: ``"torch"``, ``"keyed"`` (O(1) memory), or the user's own sequence of sample ids.
+        order: ``"torch"``, ``"keyed"`` (O(1) memory), `SubBatches` (data used several times while
+            it is in memory), or the user's own sequence of sample ids.
         decode: give a callable transform the decoded image, uint8 of shape (height, width, 3).
         workers: where a callable runs: ``"threads"`` or ``"processes"``.
         collate: makes one batch of a callable's results, of none too where a rank's share of the
@@ -170,7 +171,7 @@ class DataLoader:
         output: Literal["torch", "numpy"] | None = None,
         dtype: Literal["uint8", "float16", "float32"] | None = None,
         layout: Literal["chw", "hwc"] | None = None,
-        order: str | Sequence[int] | NDArray[np.integer[Any]] = "torch",
+        order: Order = "torch",
         scheme: Literal["uniform", "whole", "imbalanced"] = "uniform",
         decode: bool = False,
         workers: Literal["threads", "processes"] = "threads",
@@ -501,8 +502,18 @@ class DataLoader:
 
     # ------------------------------------------------------------------ the native side
 
+    @property
+    def plan(self) -> Plan:
+        """What this loader will read, and when."""
+        return self._plan
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Epoch and batch after the last batch handed out."""
+        return self._position
+
     def _make_spec(self) -> _native.JobSpec:
-        return Plan(
+        self._plan = Plan(
             samples=len(self.dataset),
             batch_size=self.batch_size,
             world_size=self.world.world_size,
@@ -512,7 +523,8 @@ class DataLoader:
             order=self._order if self._shuffle else "sequential",
             scheme=self._scheme,
             order_world=self._order_world,
-        ).native
+        )
+        return self._plan.native
 
     def _join(self) -> cluster.Cluster | None:
         """Meets the ranks of other nodes, where there are any and samples may travel."""

@@ -3,15 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nostall import _native
 from nostall.errors import UsageError
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+
+@dataclass(frozen=True)
+class SubBatches:
+    """The order that uses data several times while it is in memory (seed lmdbio-and-horovod, 8.4.1).
+
+    `resident` global batches at a time are passed over `reuse` times: first as they come, then in
+    other batches, recombined from their sub-batches (the parts of a batch that one rank takes). Each
+    epoch is as long as ever but needs one `reuse`-th of the samples anew; `reuse` epochs have every
+    sample `reuse` times. Between two uses lie `resident` batches instead of an epoch's, which costs
+    convergence what `nostall bench reuse` measures.
+
+    Attributes:
+        resident: global batches that are in memory together.
+        reuse: uses of a sample before it leaves; 1 is the order "torch".
+        together: ranks that exchange sub-batches: 1 within processes, the ranks of a node for per
+            node, all of them for the whole machine. It divides the world.
+    """
+
+    resident: int
+    reuse: int = 2
+    together: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("resident", "reuse", "together"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 1 <= value < 2**31:
+                raise UsageError(f"{name} must be an integer from 1 to {2**31 - 1}: {value!r}")
+
+    def __str__(self) -> str:
+        return f"sub_batch resident={self.resident} reuse={self.reuse} together={self.together}"
+
+
+#: an order's name, its description, or the user's own sample ids
+Order = str | SubBatches | Sequence[int] | NDArray[np.integer[Any]]
 
 
 class Plan:
@@ -25,7 +59,7 @@ class Plan:
         seed: fixes the order.
         drop_last: drop the samples that do not fill the world, then the last partial batch.
         order: "torch" (identical to DistributedSampler), "keyed" (a keyed permutation), "sequential",
-            or a sequence of sample ids used in every epoch.
+            `SubBatches`, or a sequence of sample ids used in every epoch.
         scheme: how a global batch is divided (seed clairvoyant-prefetching, 4.1.3).
 
     Raises:
@@ -41,7 +75,7 @@ class Plan:
         epochs: int = 1,
         seed: int = 0,
         drop_last: bool = False,
-        order: str | Sequence[int] | NDArray[np.integer[Any]] = "torch",
+        order: Order = "torch",
         scheme: Literal["uniform", "whole", "imbalanced"] = "uniform",
         order_world: int | None = None,
     ) -> None:
@@ -67,14 +101,18 @@ class Plan:
         if not hasattr(_native.Scheme, scheme):
             raise UsageError(f'scheme must be "uniform", "whole" or "imbalanced", not {scheme!r}')
         spec.scheme = getattr(_native.Scheme, scheme)
-        if not isinstance(order, str):
+        if isinstance(order, SubBatches):
+            spec.order = _native.OrderKind.sub_batch
+            spec.sub_batches = (order.reuse, order.resident, order.together)
+        elif not isinstance(order, str):
             spec.order = _native.OrderKind.user
             spec.user_order = sample_ids(order)
         elif order in ("torch", "keyed", "sequential"):
             spec.order = getattr(_native.OrderKind, order)
         else:
             raise UsageError(
-                f'order must be "torch", "keyed", "sequential" or sample ids, not {order!r}'
+                f'order must be "torch", "keyed", "sequential", SubBatches or sample ids, not '
+                f"{order!r}"
             )
         _native.validate(spec)
         self.native = spec
@@ -87,6 +125,11 @@ class Plan:
     def epoch_length(self) -> int:
         """Samples in one epoch, after padding or dropping."""
         return int(_native.epoch_length(self.native))
+
+    @property
+    def reuses(self) -> bool:
+        """Whether the order is `SubBatches`."""
+        return bool(self.native.order == _native.OrderKind.sub_batch)
 
     @property
     def fingerprint(self) -> int:
@@ -102,6 +145,33 @@ class Plan:
         if not 0 <= rank < self.native.world:
             raise UsageError(f"rank {rank} is not in a world of {self.native.world}")
         return _native.rank_epoch(self.native, epoch, rank)
+
+    def pass_of(self, epoch: int, batch: int) -> tuple[int, int, int, int]:
+        """Of a global batch of `SubBatches`: its chunk, which pass over it (0 is fresh), its place
+        in the pass, and how many batches the chunk has. Of other orders (0, 0, 0, 1)."""
+        return _native.pass_of(self.native, epoch, batch)
+
+    def reuse_distances(self, first_epoch: int = 0, epochs: int | None = None) -> NDArray[np.int64]:
+        """Samples between two uses of a sample, over all ranks, for every use but each first one.
+
+        8.4.1's reuse distance: an epoch's length on average for full shuffles. Memory: O(samples).
+        """
+        last = np.full(self.native.samples, -1, np.int64)
+        found = []
+        end = self.native.epochs if epochs is None else first_epoch + epochs
+        for epoch in range(first_epoch, end):
+            order = self.epoch_order(epoch).astype(np.int64)
+            at = np.arange(len(order), dtype=np.int64) + (epoch - first_epoch) * len(order)
+            # Within the epoch: a sample's uses in order, each after the one before it.
+            by_sample = np.argsort(order, kind="stable")
+            ids, times = order[by_sample], at[by_sample]
+            again = (
+                np.concatenate(([False], ids[1:] == ids[:-1])) if len(ids) else np.zeros(0, bool)
+            )
+            before = np.where(again, np.concatenate(([0], times[:-1])), last[ids])
+            found.append((times - before)[before >= 0] - 1)
+            last[ids] = times  # a sample's last use is written last
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
 
     def node_access(
         self, first_rank: int, ranks: int

@@ -8,8 +8,10 @@ PyTorch users want ``nostall.torch.DistributedOptimizer``, which reduces while t
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -30,6 +32,8 @@ Spec = tuple[str, int, str, str]
 
 # Engines are told apart by their number in the process: ranks make them in the same order.
 _made = itertools.count()
+_timelines = itertools.count()
+TIMELINE = "NOSTALL_TIMELINE"
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,9 @@ class SyncOptions:
         cycle: negotiated: seconds (HOROVOD_CYCLE_TIME). test_sleep: seconds between two tests.
         warn: seconds after which a tensor that does not come is named. timeout: after which it is an
             error.
+        timeline: file that rank 0 writes what is reduced to, in Horovod's timeline format, for
+            ``nostall report``; ``NOSTALL_TIMELINE`` if None. Only rank 0's counts. A process's second
+            engine writes ``<name>.1<suffix>``; a set without rank 0 ``<name>.rank<r><suffix>``.
     """
 
     mode: Mode = "planned"
@@ -68,6 +75,7 @@ class SyncOptions:
     test_sleep: float = 0.0002
     warn: float = 60.0
     timeout: float = 600.0
+    timeline: str | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -116,9 +124,14 @@ def find_ranks(process_set: Sequence[int] | None = None, world: World | None = N
 
 
 def make_engine(
-    tensors: Sequence[tuple[str, int, str]], options: SyncOptions, ranks: Ranks
+    tensors: Sequence[tuple[str, int, str]],
+    options: SyncOptions,
+    ranks: Ranks,
+    shapes: Sequence[Sequence[int]] = (),
 ) -> tuple[_native.SyncEngine, list[Spec]]:
     """The engine for tensors of (name, elements, type), and their full description.
+
+    `shapes` of the first tensors are written into the timeline; of others, the elements.
 
     Raises:
         PeerError: ranks have other tensors, with the first difference, or do not come.
@@ -146,8 +159,20 @@ def make_engine(
         timeout=options.timeout,
         mean=options.mean,
         check_finite=options.check_finite,
+        timeline=_timeline_file(options) if ranks.rank == 0 else "",
+        shapes=[str(list(shape)) for shape in shapes],
     )
     return engine, specs
+
+
+def _timeline_file(options: SyncOptions) -> str:
+    """Where this process's next engine writes its timeline; empty for nowhere."""
+    name = options.timeline if options.timeline is not None else os.environ.get(TIMELINE, "")
+    if not name:
+        return ""
+    path, number, rank = Path(name), next(_timelines), find_world().rank
+    marks = (f".rank{rank}" if rank else "") + (f".{number}" if number else "")
+    return str(path.with_name(path.stem + marks + path.suffix))
 
 
 class GradientReducer:
@@ -172,6 +197,7 @@ class GradientReducer:
             [(name, a.size, _type_name(name, a.dtype)) for name, a in arrays.items()],
             options or SyncOptions(),
             find_ranks(process_set),
+            [a.shape for a in arrays.values()],
         )
 
     def __call__(self, gradients: Mapping[str, Any]) -> dict[str, NDArray[Any]]:

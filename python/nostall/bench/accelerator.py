@@ -3,7 +3,8 @@
 As DLIO and MLPerf Storage measure it: an accelerator takes a batch, "computes" for the profile's time,
 and takes the next one. Its utilisation (AU) is computing time over all time, the first step excluded.
 Records are real files of the profile's size, on slowed storage (`SlowFS`) whose own ceiling is measured
-beside it; bytes really read from it are counted, for a cache in front of it inflates utilisation.
+beside it; bytes really read from it are counted, for a cache in front of it inflates utilisation. What
+the storage allows (`allowed`) follows from the bytes that it must give by each step.
 
 Profiles are those of MLPerf Storage v2.0 for one H100: ResNet-50 (114,660 bytes a record, 400 a
 batch, 0.224 s), 3D U-Net (146.6 MB, 7, 0.323 s), CosmoFlow (2.83 MB, 1, 3.5 ms). --scale makes records
@@ -58,7 +59,88 @@ LOADERS = {
     "torch, 4 workers": ("torch", 0.0, 4),
     "torch, 0 workers": ("torch", 0.0, 0),
 }
-_START_SECONDS = 120.0
+_FOLDERS = 64
+_MEASURES = ("au", "au_first", "au_later")
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What the storage allows a job: utilisation over all epochs, in the first, in the later ones;
+    and the least seconds from its start to its end."""
+
+    au: float
+    au_first: float
+    au_later: float
+    seconds: float
+
+
+def allowed(
+    profile: Profile, batches: int, epochs: int, rate: float, share: float, accelerators: int = 1
+) -> Allowed:
+    """Of a loader that hands out batches as soon as an always busy storage has given their bytes.
+
+    Step k cannot begin before the storage has given all bytes of steps 0..k that no tier holds: every
+    byte in the first epoch, those beyond the tiers' `share` later. Accelerators share `rate` (bytes
+    per second). As MLPerf Storage measures utilisation, the first step's wait does not count in it, so
+    that a loader that hands out its first batch late shows more in a short first epoch; `seconds`
+    count that wait, and no loader beats them.
+    """
+    step = accelerators * profile.record * profile.batch / rate
+    read = now = 0.0
+    seconds = []
+    for epoch in range(epochs):
+        begin = now
+        for k in range(batches):
+            read += step * (1 if epoch == 0 else max(0.0, 1 - share))
+            if epoch == k == 0:
+                begin = read
+            now = max(now, read) + profile.compute
+        seconds.append(now - begin)
+    busy = batches * profile.compute
+    later = (epochs - 1) * busy / sum(seconds[1:]) if epochs > 1 else busy / seconds[0]
+    return Allowed(epochs * busy / sum(seconds), busy / seconds[0], later, now)
+
+
+PROFILES = {
+    "resnet50": Profile(114_660, 400, 0.224, 0.9),
+    "unet3d": Profile(146_600_628, 7, 0.323, 0.9),
+    "cosmoflow": Profile(2_828_486, 1, 0.0035, 0.7),
+}
+# Name in the table -> (loader, share of the data that the tiers hold, worker processes).
+LOADERS = {
+    "nostall, tiers hold all": ("nostall", 1.1, 0),
+    "nostall, tiers hold half": ("nostall", 0.5, 0),
+    "nostall, no tiers": ("nostall", 0.0, 0),
+    "torch, 4 workers": ("torch", 0.0, 4),
+    "torch, 0 workers": ("torch", 0.0, 0),
+}
+_FOLDERS = 64
+_MEASURES = ("au", "au_first", "au_later")
+
+
+def at_most(
+    profile: Profile, batches: int, epochs: int, rate: float, share: float, accelerators: int = 1
+) -> tuple[float, float, float]:
+    """The utilisation that no loader exceeds: over all epochs, in the first, in the later ones.
+
+    Step k of the job cannot begin before the storage, never idle, has given all bytes of steps 0..k
+    that no tier holds: every byte in the first epoch, those beyond the tiers' `share` later. As
+    measured, the first step's wait does not count. Accelerators share `rate` (bytes per second).
+    """
+    step = accelerators * profile.record * profile.batch / rate
+    read = now = 0.0
+    seconds = []
+    for epoch in range(epochs):
+        begin = now
+        for k in range(batches):
+            read += step * (1 if epoch == 0 else max(0.0, 1 - share))
+            if epoch == k == 0:
+                begin = read
+            now = max(now, read) + profile.compute
+        seconds.append(now - begin)
+    busy = batches * profile.compute
+    later = (epochs - 1) * busy / sum(seconds[1:]) if epochs > 1 else busy / seconds[0]
+    return epochs * busy / sum(seconds), busy / seconds[0], later
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,7 +201,7 @@ def run(arguments: argparse.Namespace) -> int:
         for count in arguments.accelerators:
             for _ in range(arguments.repeats):
                 for name in chosen:
-                    measured = _job(name, count, profile, storage, Path(mount), arguments)
+                    measured = _job(name, count, profile, storage, rate, Path(mount), arguments)
                     result["rows"].append({"loader": name, "accelerators": count, **measured})
                     if arguments.json:
                         Path(arguments.json).write_text(json.dumps(result, indent=1))
@@ -128,12 +210,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _record(i: int) -> str:
+    """Where record i lies. A kernel looks names up one by one in a folder, but not in many."""
+    return f"{i % _FOLDERS:02d}/{i:07d}.bin"
+
+
 def make_records(home: Path, size: int, count: int) -> Path:
-    """At least `count` files of `size` incompressible bytes; those there are kept."""
-    home.mkdir(parents=True, exist_ok=True)
+    """At least `count` files of `size` incompressible bytes, in folders; those there are kept."""
+    for folder in range(_FOLDERS):
+        (home / f"{folder:02d}").mkdir(parents=True, exist_ok=True)
     noise = os.urandom(min(size, 1 << 20))
     for i in range(count):
-        path = home / f"{i:07d}.bin"
+        path = home / _record(i)
         if path.exists() and path.stat().st_size == size:
             continue
         with path.open("wb") as file:
@@ -150,6 +238,7 @@ def _job(
     count: int,
     profile: Profile,
     storage: SlowFS,
+    rate: float,
     mount: Path,
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
@@ -214,6 +303,8 @@ def _job(
         "au_later": sum(e["busy"] for e in later) / sum(e["seconds"] for e in later),
         "au": sum(e["busy"] for e in every) / sum(e["seconds"] for e in every),
         "samples_per_s": sum(r["samples"] for r in reports) / seconds,
+        "seconds": max(r["seconds"] for r in reports),
+        "allowed": vars(allowed(profile, arguments.batches, arguments.epochs, rate, share, count)),
         "storage_bytes": storage.served_bytes - before,
         "data_bytes": total * profile.record,
     }
@@ -229,9 +320,9 @@ def _table(result: dict[str, Any], count: int, profile: str) -> Any:
     rate, ceiling = result["storage_bytes_per_second"], result["ceiling"]
     out = Table(
         title=f"{profile}, {count} accelerator{'s' if count > 1 else ''}: utilisation on storage of "
-        f"{rate / 1e6:.0f} MB/s (measured {ceiling / 1e6:.0f})"
+        f"{rate / 1e6:.0f} MB/s (measured {ceiling / 1e6:.0f}); of: what it allows"
     )
-    for heading in ("loader", "AU", "first epoch", "later epochs", "samples/s", "read / data"):
+    for heading in ("loader", "AU", "first epoch", "later epochs", "time / least", "read / data"):
         out.add_column(heading, justify="left" if heading == "loader" else "right")
     for name in LOADERS:
         rows = [
@@ -240,8 +331,11 @@ def _table(result: dict[str, Any], count: int, profile: str) -> Any:
         if rows:
             out.add_row(
                 name,
-                *(_spread([r[k] for r in rows], "{:.1%}") for k in ("au", "au_first", "au_later")),
-                _spread([r["samples_per_s"] for r in rows], "{:.0f}"),
+                *(
+                    f"{_spread([r[k] for r in rows], '{:.1%}')}\nof {rows[0]['allowed'][k]:.1%}"
+                    for k in _MEASURES
+                ),
+                _spread([r["seconds"] / r["allowed"]["seconds"] for r in rows], "{:.2f}"),
                 _spread([r["storage_bytes"] / r["data_bytes"] for r in rows], "{:.2f}"),
             )
     return out
@@ -272,7 +366,7 @@ def _fed(result: dict[str, Any], goal: float) -> str:
 
 def _batches(settings: dict[str, Any]) -> Iterator[Iterator[int]]:
     """Epochs of the rank's batches; each gives its number of records."""
-    paths = [f"{i:07d}.bin" for i in range(settings["files"])]
+    paths = [_record(i) for i in range(settings["files"])]
     if settings["loader"] == "nostall":
         import nostall
 
@@ -343,6 +437,7 @@ def _work(settings: dict[str, Any]) -> None:
         warnings.filterwarnings("ignore", message=".*suggested max number of worker.*")
     print("ready", flush=True)
     sys.stdin.readline()
+    start = time.perf_counter()
     report: dict[str, Any] = {"epochs": [], "samples": 0}
     for number, epoch in enumerate(_batches(settings)):
         began = time.perf_counter()
@@ -355,6 +450,7 @@ def _work(settings: dict[str, Any]) -> None:
             busy += time.perf_counter() - now
             report["samples"] += size
         report["epochs"].append({"busy": busy, "seconds": time.perf_counter() - began})
+        report["seconds"] = time.perf_counter() - start
     print(json.dumps(report), flush=True)
 
 

@@ -46,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--write-limit", default="150MB", help="bytes a second that the slow storage takes; 0: any"
     )
+    parser.add_argument(
+        "--device",
+        nargs="?",
+        const="nostall-bench/device",
+        help="only compare a save and a restore with the device of this directory",
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--methods", nargs="+", help="only those whose names contain one of these")
     parser.add_argument("--json", help="write all numbers to this file")
@@ -56,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures in turns, prints the table."""
     from rich.console import Console
 
+    if arguments.device:
+        return _against_device(arguments)
     chosen = [
         name
         for name in METHODS
@@ -80,6 +88,23 @@ def run(arguments: argparse.Namespace) -> int:
         Path(arguments.json).write_text(json.dumps(result))
     if arguments.plot:
         draw(rows, arguments.plot)
+    return 0
+
+
+def _against_device(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from nostall.bench import checkpoint_device
+
+    directory = Path(arguments.device).absolute() / f"run-{os.getpid()}"
+    directory.mkdir(parents=True)
+    try:
+        rows = checkpoint_device.measure(directory, parse_size(arguments.bytes), arguments.repeats)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    Console(width=140).print(checkpoint_device.table(rows, parse_size(arguments.bytes)))
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(rows))
     return 0
 
 
@@ -194,7 +219,15 @@ def _table(rows: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace,
         title=f"{arguments.iterations} iterations, a checkpoint of {arguments.bytes} every "
         f"{arguments.every}; slow storage at {speed}; medians of {arguments.repeats} (least-most)"
     )
-    for column in ("method", "run time", "call", "stall", "stall / copy", "processor"):
+    for column in (
+        "method",
+        "run time",
+        "call",
+        "call / copy",
+        "stall",
+        "stall / copy",
+        "processor",
+    ):
         table.add_column(column, justify="left" if column == "method" else "right")
     for name, runs in rows.items():
         calls = [statistics.median(r["calls"]) for r in runs if r["calls"]]
@@ -202,6 +235,9 @@ def _table(rows: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace,
             name,
             _spread([r["train_seconds"] for r in runs], "{:.1f}", " s"),
             _spread([1e3 * c for c in calls], "{:.0f}", " ms") if calls else "",
+            f"{statistics.median(statistics.median(r['calls']) / r['memcpy'] for r in runs):.2f}"
+            if calls
+            else "",
             _spread([1e3 * r["stall"] for r in runs], "{:.0f}", " ms") if calls else "",
             f"{statistics.median(r['stall'] / r['memcpy'] for r in runs):.1f}" if calls else "",
             _spread([r["cpu"] for r in runs], "{:.2f}", " s") if calls else "",

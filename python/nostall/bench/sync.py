@@ -5,7 +5,9 @@ the machine does falls on all alike. Columns: CPU is the progress thread's share
 agree (on an order), copy (into and out of buckets) and reduce; involuntary and voluntary context
 switches (invol., vol.) are the process's, per step: what contention looks like (seed
 lmdbio-and-horovod 6.2.5). With --input loader the batches are decoded from JPEG files meanwhile.
---delay-ms makes rank 0 late in every step (figures 6.8 to 6.12).
+--delay-ms makes rank 0 late in every step (figures 6.8 to 6.12). A second table splits the engine's
+time into cycle latency (gradients are there, the thread sleeps), stalling (other ranks are not there),
+ordering, copies and reduction (6.2.3), and context switches by component.
 """
 
 from __future__ import annotations
@@ -82,19 +84,27 @@ def run(arguments: argparse.Namespace) -> int:
                         "store": f"{folder}/store-{uuid.uuid4().hex}",
                     }
                     ranks = measure(settings, arguments.ranks)
-                    rows.append({"network": network, "way": way, "repeat": repeat, "ranks": ranks})
+                    rows.append(
+                        {
+                            "network": network,
+                            "way": way,
+                            "repeat": repeat,
+                            "input": arguments.input,
+                            "ranks": ranks,
+                        }
+                    )
                     progress.advance(task)
     for network in arguments.networks:
-        console.print(
-            _table(network, [r for r in rows if r["network"] == network], arguments.steps)
-        )
+        own = [r for r in rows if r["network"] == network]
+        console.print(_table(network, own, arguments.steps))
+        console.print(_split(network, own, arguments.steps))
     if arguments.json:
         machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
         Path(arguments.json).write_text(json.dumps({**machine, "runs": rows}, indent=1))
     return 0
 
 
-def measure(settings: dict[str, Any], ranks: int) -> list[dict[str, float]]:
+def measure(settings: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
     """One run; what each rank measured.
 
     Raises:
@@ -175,13 +185,13 @@ def _table(network: str, rows: list[dict[str, Any]], steps: int) -> Any:
     for way in ways:
         runs = [k for r in rows if r["way"] == way for k in r["ranks"]]
 
-        def share(*keys: str, runs: list[dict[str, float]] = runs) -> str:
+        def share(*keys: str, runs: list[dict[str, Any]] = runs) -> str:
             if keys[0] not in runs[0]:
                 return "-"
             values = [sum(k[key] for key in keys) / 1e9 / k["seconds"] for k in runs]
             return f"{statistics.median(values):.1%}"
 
-        def each(key: str, runs: list[dict[str, float]] = runs) -> str:
+        def each(key: str, runs: list[dict[str, Any]] = runs) -> str:
             return f"{statistics.median(k[key] for k in runs) / steps:.1f}"
 
         table.add_row(
@@ -198,10 +208,62 @@ def _table(network: str, rows: list[dict[str, Any]], steps: int) -> Any:
         )
         if "analysis" in runs[0]:
             took = statistics.median(k["analysis"] for k in runs) * 1000
-            analysis = f"{runs[0]['nodes']} nodes, {runs[0]['edges']} edges, {took:.1f} ms"
+            first = statistics.median(100 * k["seconds"] / steps for k in runs)
+            analysis = (
+                f"{runs[0]['nodes']} nodes, {runs[0]['edges']} edges, {took:.1f} ms, "
+                f"{took / 10 / first:.2f} % of a hundred steps"
+            )
     if analysis:
         table.caption = f"graph: {analysis}"
     return table
+
+
+def _split(network: str, rows: list[dict[str, Any]], steps: int) -> Any:
+    """Where the progress thread's time went, and who was switched off the cores."""
+    from rich.table import Table
+
+    table = Table(
+        title=f"{network}: ms a step, and context switches a step (voluntary / involuntary)"
+    )
+    columns = ("way", "latency", "stalling", "ordering", "copies", "reduction")
+    for column in (*columns, "training", "engine", "input"):
+        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
+    for way in dict.fromkeys(r["way"] for r in rows):
+        runs = [k for r in rows if r["way"] == way for k in r["ranks"]]
+        table.add_row(way, *(f"{v:.2f}" for v in split(runs, steps)), *_switched(runs, steps))
+    return table
+
+
+def split(runs: list[dict[str, Any]], steps: int) -> list[float]:
+    """Medians, ms a step: cycle latency, stalling, ordering, fusion copies, reduction (6.2.3).
+
+    Latency: gradients are there and the thread sleeps. Stalling: they are there and other ranks are
+    not. None overlap; nothing for ways without our engine.
+    """
+    if "engine_order_ns" not in runs[0]:
+        return []
+    parts = [
+        (
+            k["engine_latency_ns"],
+            k["engine_order_wait_ns"] + k["engine_reduce_wait_ns"],
+            k["engine_order_ns"] - k["engine_order_wait_ns"],
+            k["engine_copy_ns"],
+            k["engine_reduce_ns"] - k["engine_reduce_wait_ns"],
+        )
+        for k in runs
+    ]
+    return [statistics.median(column) / 1e6 / steps for column in zip(*parts, strict=True)]
+
+
+def _switched(runs: list[dict[str, Any]], steps: int) -> list[str]:
+    cells = [] if "engine_order_ns" in runs[0] else ["-"] * 5
+    for component in ("training", "engine", "input"):
+        voluntary, involuntary = (
+            statistics.median(k[f"{component}_{kind}"] for k in runs) / steps
+            for kind in ("voluntary", "involuntary")
+        )
+        cells.append(f"{voluntary:.1f} / {involuntary:.1f}")
+    return cells
 
 
 def _spread(values: list[float]) -> str:

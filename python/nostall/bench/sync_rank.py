@@ -11,6 +11,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def batches(settings: dict[str, Any], side: int) -> Iterator[tuple[torch.Tensor,
             yield from epoch
 
 
-def main(settings: dict[str, Any]) -> dict[str, float]:
+def main(settings: dict[str, Any]) -> dict[str, Any]:
     """Trains `warm` steps unmeasured, then `steps`."""
     import nostall.torch
 
@@ -112,10 +113,11 @@ def main(settings: dict[str, Any]) -> dict[str, float]:
     late = settings["delay"] if os.environ["RANK"] == "0" else 0.0
     source = batches(settings, side)
     begin, use, engine = 0.0, resource.getrusage(resource.RUSAGE_SELF), {}
+    switches, woke_late = _switches(), _oversleeps(optimizer)
     for step in range(settings["warm"] + settings["steps"]):
         if step == settings["warm"]:
             begin, use = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
-            engine = _stats(optimizer)
+            engine, switches, woke_late = _stats(optimizer), _switches(), _oversleeps(optimizer)
         images, labels = next(source)
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(step_model(images), labels)
@@ -127,7 +129,7 @@ def main(settings: dict[str, Any]) -> dict[str, float]:
         optimizer.step()
     seconds = time.perf_counter() - begin
     after, engine_after = resource.getrusage(resource.RUSAGE_SELF), _stats(optimizer)
-    out: dict[str, float] = {
+    out: dict[str, Any] = {
         "samples_per_second": settings["steps"] * settings["batch"] / seconds,
         "seconds": seconds,
         "cpu": after.ru_utime + after.ru_stime - use.ru_utime - use.ru_stime,
@@ -136,6 +138,11 @@ def main(settings: dict[str, Any]) -> dict[str, float]:
     }
     for key, value in engine_after.items():
         out[f"engine_{key}"] = value - engine[key]
+    for component, (voluntary, involuntary) in _switches().items():
+        out[f"{component}_voluntary"] = voluntary - switches[component][0]
+        out[f"{component}_involuntary"] = involuntary - switches[component][1]
+    counts = zip(_oversleeps(optimizer), woke_late, strict=True)
+    out["oversleeps"] = [after - before for after, before in counts]
     sync = getattr(optimizer, "gradient_sync", None)
     if sync is not None and sync.analysis is not None:
         nodes, edges, took = sync.analysis
@@ -149,6 +156,30 @@ def main(settings: dict[str, Any]) -> dict[str, float]:
 def _stats(optimizer: Any) -> dict[str, int]:
     sync = getattr(optimizer, "gradient_sync", None)
     return dict(sync.engine.stats()) if sync is not None else {}
+
+
+def _oversleeps(optimizer: Any) -> list[int]:
+    sync = getattr(optimizer, "gradient_sync", None)
+    return [int(n) for n in sync.engine.oversleeps()] if sync is not None else []
+
+
+def _switches() -> dict[str, tuple[int, int]]:
+    """Voluntary and involuntary context switches of input pipeline, engine and training so far.
+
+    Told apart by the names of threads: ours begin with nostall-; Gloo's are an engine too.
+    """
+    totals = {"training": [0, 0], "engine": [0, 0], "input": [0, 0]}
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            name, status = (task / "comm").read_text(), (task / "status").read_text()
+        except OSError:
+            continue  # ended meanwhile
+        component = "input" if name.startswith("nostall-") else "training"
+        if name.startswith("nostall-sync") or "gloo" in name:
+            component = "engine"
+        for i, key in enumerate(("voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:")):
+            totals[component][i] += int(status.split("\n" + key)[1].split()[0])
+    return {name: (v, i) for name, (v, i) in totals.items()}
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import json
 import logging
 import os
 import time
@@ -18,12 +17,14 @@ from nostall import _native, trace
 from nostall.checkpoint import format as files
 from nostall.checkpoint.begin import begin, undrained
 from nostall.checkpoint.engine import Engine
-from nostall.checkpoint.restore import Restored, load_into, read_part, view
+from nostall.checkpoint.restore import Restored, load_into
 from nostall.checkpoint.retention import Keep
 from nostall.checkpoint.saved import Drain, Job, Level, Saved, Settings
+from nostall.checkpoint.search import Search
 from nostall.checkpoint.store import LARGEST_STEP, Store
-from nostall.checkpoint.tree import Leaf, encode
-from nostall.errors import CorruptionError, Error, PeerError, UsageError
+from nostall.checkpoint.tree import encode
+from nostall.checkpoint.window import Window, choose_copying, guarded_addresses
+from nostall.errors import PeerError, UsageError
 from nostall.rendezvous import AllGather, find_rendezvous
 from nostall.sizes import parse_size
 from nostall.world import find_world
@@ -42,7 +43,7 @@ class Checkpointer:
     their device. What a job that was killed leaves is continued or cleaned up by the next one.
 
     Args:
-        fast: a directory on fast storage (NVMe, /dev/shm), seen by all ranks.
+        fast: a directory on fast storage (NVMe, /dev/shm), seen by all ranks or each node's own.
         durable: a directory on durable storage, seen by all ranks. One of both may be left out.
         keep: how many checkpoints stay, or a `Keep`.
         every: only steps that this divides are saved; others make `save` return None at once.
@@ -59,6 +60,11 @@ class Checkpointer:
         priority: of background threads: ``"low"`` (nice 19); ``"idle"``, nearer to not being there, but
             a busy machine may hold a snapshot for long; ``"normal"``.
         verify: read a drained copy back before the fast one may go.
+        windows: write to durable storage while no loader of this process reads and no gradients are
+            under way, as far as that does not take half the time between two saves.
+        partner: where each node has a fast directory of its own, the next node keeps a copy of what
+            this one writes there, so that losing one node loses nothing. A save is safe at level fast
+            when both copies are.
         rank, world_size, job: found as the loader finds them.
         gather: the job's allgather of bytes; found as the loader finds it.
 
@@ -86,6 +92,8 @@ class Checkpointer:
         patience: float = 60.0,
         priority: Literal["normal", "low", "idle"] = "low",
         verify: bool = True,
+        windows: bool = True,
+        partner: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
         job: str | None = None,
@@ -123,20 +131,33 @@ class Checkpointer:
             patience=patience,
             priority=priority,
             verify=verify,
+            windows=windows,
         )
-        self._engine = Engine(self.fast, self.durable, self.rank, settings)
+        begun = begin(
+            self.fast,
+            self.durable,
+            self.rank,
+            self.world_size,
+            self._allgather,
+            partner=partner,
+            timeout=timeout,
+        )
+        self._run, self._nodes = begun.run, begun.nodes
+        self._engine = Engine(self.fast, self.durable, self.rank, settings, self._nodes)
         self._images = [_native.Image(self._threads) for _ in range(snapshots)]
         for image in self._images:
             self._engine.add_image(image)
         self._saves = itertools.count()
         self._history: deque[Saved] = deque(maxlen=1000)
-        self._window: tuple[_native.Image, list[Leaf]] | None = None
-        stores = [s for s in (self.fast, self.durable) if s is not None]
-        self._run = begin(stores, self.rank, self.world_size, self._allgather)
+        self._window: Window | None = None
+        self._window_seconds: float | None = None
+        self._optimizers: list[Any] = []
         if self.rank == 0 and self.fast is not None and self.durable is not None:
             # What an earlier job left on the fast tier goes on its way.
-            for manifest in undrained(self.fast, self.durable, keep):
-                self._engine.submit_drain(Drain(manifest, alone=True))
+            held = {h.manifest.id: h for h in begun.held}
+            on_nodes = begun.held if self._nodes is not None else None
+            for manifest in undrained(self.fast, self.durable, keep, on_nodes):
+                self._engine.submit_drain(Drain(manifest, alone=True, held=held.get(manifest.id)))
         self._closer = weakref.finalize(
             self, _shut, os.getpid(), self._engine, self.fast, self.durable
         )
@@ -183,8 +204,9 @@ class Checkpointer:
             metric: for `Keep.best`.
             level: instead of the checkpointer's.
             window: return before the tensors are copied; they are read while the training goes on,
-                until `before_update` (the immutable window of the seed timeline-analytics, III). For
-                level memory, with `attach` or a call of `before_update` before anything changes.
+                until an update (the immutable window of the seed timeline-analytics, III); for level
+                memory. With `attach`, parameters and optimizer state are read later and all else is
+                copied by the call; without, nothing may change before `before_update` is called.
             force: also if the step is not due.
 
         Raises:
@@ -212,20 +234,25 @@ class Checkpointer:
         manifest = files.Manifest(step, id, self.world_size, (), self.replicated, metric)
         saved = Saved(step, id, 0)
         job = Job(saved, manifest, None, number)
+        image = None
         if self.rank == 0 or not self.replicated:
-            self._snapshot(state() if callable(state) else state, job, window)
+            # Whoever waits for storage does not wait for the copy first: it is written as it is made.
+            window = window and wanted == "memory"
+            now = wanted == "memory" and not window
+            image = self._snapshot(state() if callable(state) else state, job, window, now)
         self._engine.submit(job, awaited=wanted)
         self._history.append(saved)
-        if window and wanted != "memory":
-            self.before_update()
         if wanted != "memory":
+            if image is not None:
+                image.finish()
             saved.wait(wanted, self._timeout + 10)
         saved.seconds = time.perf_counter() - began
         return saved
 
-    def _snapshot(self, state: Any, job: Job, window: bool) -> None:
+    def _snapshot(self, state: Any, job: Job, window: bool, now: bool) -> _native.Image | None:
+        """Begins the image of the job; the one it returns is to be finished."""
         tree, leaves = encode(state)
-        leaves = files.layout(leaves)
+        leaves = files.layout(leaves, guarded_addresses(self._optimizers) if window else None)
         head = files.header(tree, leaves)
         began = time.perf_counter()
         image = self._engine.take_image()
@@ -235,13 +262,18 @@ class Checkpointer:
                 f"the snapshot before is not written after {self._engine.settings.patience:g} s, its "
                 "storage hangs; snapshots=2 makes room for one more"
             )
-            return
+            return None
         began = time.perf_counter()
         try:
-            image.begin(head, [(leaf.address, leaf.nbytes) for leaf in leaves], window)
+            copying = _native.Copying.at_once if now else _native.Copying.in_background
             if window:
-                self._window = (image, leaves)
-            else:
+                copying, why = choose_copying(self._window_seconds, self._engine.write_seconds)
+                job.saved.copying = f"{copying.name}: {why}"
+            image.begin(head, [(leaf.address, leaf.nbytes) for leaf in leaves], copying)
+            if window:
+                self._window = Window(image, leaves, self._optimizers, job.saved)
+                job.leaves = leaves
+            elif now:
                 image.finish()
         except BaseException:
             self._engine.add_image(image)
@@ -249,16 +281,25 @@ class Checkpointer:
         job.image = image
         job.saved.bytes = image.size
         job.saved.copy_seconds = time.perf_counter() - began
+        return None if now or window else image
 
     def before_update(self) -> None:
         """Copies what a save with `window` has not copied yet; at once if there is nothing."""
         if self._window is not None:
-            (image, _), self._window = self._window, None
-            image.finish()
+            window, self._window = self._window, None
+            self._window_seconds = window.close()
 
     def attach(self, optimizer: Any) -> None:
-        """Calls `before_update` before every step of a torch optimizer."""
-        optimizer.register_step_pre_hook(lambda *_: self.before_update())
+        """Copies what a step of this torch optimizer is about to change before it does.
+
+        With `nostall.torch.DistributedOptimizer` and ``overlap_update`` that is a bucket at a time.
+        """
+        self._optimizers.append(optimizer)
+        optimizer.register_step_pre_hook(lambda stepping, *_: self._before_step(stepping))
+
+    def _before_step(self, optimizer: Any) -> None:
+        if self._window is not None and not self._window.reach(optimizer):
+            self.before_update()
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
@@ -300,61 +341,19 @@ class Checkpointer:
             UsageError: the checkpoint is of another number of ranks.
         """
         stores = [s for s in (self.fast, self.durable) if s is not None]
-        choices, problems = view(stores, step)
-        if self.world_size > 1:
-            views = [json.loads(v) for v in self._allgather(json.dumps(choices).encode())]
-            common = set.intersection(*({tuple(c) for c in v} for v in views))
-            choices = [c for c in choices if tuple(c) in common]
-        for problem in problems:
-            _log.warning("passing over a checkpoint: %s", problem)
-        for found, kind, id, _ in choices:
-            store = next(s for s in stores if s.kind == kind)
-            restored, problem = self._try(store, found, id, progress)
-            if restored is None:
-                self._engine.damaged.add(id)
-                problems.append(problem)
-                _log.warning("passing over a checkpoint: %s", problem)
-                continue
-            if into is not None:
-                load_into(into, restored.state)
-            return restored
-        if problems:
-            raise CorruptionError(
-                "no checkpoint can be restored: " + "; ".join(dict.fromkeys(problems))
-            )
-        if step is not None:
-            raise UsageError(f"there is no checkpoint of step {step} in {stores}")
-        return None
-
-    def _try(
-        self, store: Store, step: int, id: str, progress: Callable[[int, int], None] | None
-    ) -> tuple[Restored | None, str]:
-        restored, problem = None, ""
-        mismatch = ""
-        try:
-            entry = store.entry(step)
-            if entry is None or entry.manifest is None or entry.manifest.id != id:
-                raise CorruptionError(f"step {step} in {store.root} is gone")
-            manifest = entry.manifest
-            if not manifest.replicated and manifest.world_size != self.world_size:
-                mismatch = (
-                    f"the checkpoint of step {step} in {store.root} was saved by "
-                    f"{manifest.world_size} ranks, this job has {self.world_size}: save state that "
-                    "is the same on all ranks with replicated=True, and sharded state with "
-                    "torch.distributed.checkpoint and nostall.torch.checkpoint.StorageWriter"
-                )
-            else:
-                restored = read_part(store, manifest, self.rank, self._threads, progress)
-        except (Error, OSError) as error:
-            problem = str(error)
-        if mismatch:  # the same on all ranks
-            raise UsageError(mismatch)
-        if self.world_size > 1:
-            notes = [n.decode() for n in self._allgather(problem.encode())]
-            failed = [f"rank {rank}: {note}" for rank, note in enumerate(notes) if note]
-            if failed:
-                return None, "; ".join(failed)
-        return restored, problem
+        search = Search(
+            stores,
+            self._nodes,
+            self.rank,
+            self.world_size,
+            self._threads,
+            self._allgather,
+            self._engine.damaged,
+        )
+        restored = search.run(step, progress)
+        if restored is not None and into is not None:
+            load_into(into, restored.state)
+        return restored
 
     def steps(self) -> dict[int, list[str]]:
         """Complete checkpoints: step -> the tiers that have it."""
@@ -427,6 +426,8 @@ def _shut(pid: int, engine: Engine, fast: Store | None, durable: Store | None) -
         return  # a forked child: the threads are its parent's
     engine.wait(drained=False, timeout=engine.settings.timeout)
     engine.stop(timeout=5.0)
+    if engine.nodes is not None:
+        engine.nodes.close()
     for store in (fast, durable):
         if store is not None:
             store.disown()

@@ -16,8 +16,15 @@ _log = logging.getLogger("nostall")
 class Cleaner:
     """What may go, by the rules of retention; `damaged` ids never count as kept."""
 
-    def __init__(self, fast: Store | None, durable: Store | None, settings: Settings) -> None:
+    def __init__(
+        self,
+        fast: Store | None,
+        durable: Store | None,
+        settings: Settings,
+        owns_durable: bool = True,
+    ) -> None:
         self.fast, self.durable, self._settings = fast, durable, settings
+        self._owns_durable = owns_durable
         self.damaged: set[str] = set()
 
     def kept(self, store: Store) -> dict[int, float | None]:
@@ -33,10 +40,11 @@ class Cleaner:
         try:
             last = self.durable or self.fast
             assert last is not None
-            kept = self.kept(last)
-            stay = decide(kept.items(), self._settings.keep)
-            for step in sorted(kept.keys() - stay.keys()):
-                last.remove(step)
+            if last is self.fast or self._owns_durable:
+                kept = self.kept(last)
+                stay = decide(kept.items(), self._settings.keep)
+                for step in sorted(kept.keys() - stay.keys()):
+                    last.remove(step)
             if self.fast is not None and self.durable is not None:
                 self._trim_fast(self.fast, self.durable, waiting)
         except (Error, OSError) as error:
@@ -64,12 +72,18 @@ class Cleaner:
 
     def make_room(self, fast: Store, size: int) -> None:
         """Lets old fast copies go if the new one does not fit: durable ones first, never the last."""
+
+        def fits() -> bool:
+            status = os.statvfs(fast.root)
+            return status.f_bavail * status.f_frsize >= size + (1 << 20)
+
+        if fits():
+            return  # without a look at the durable storage, which may hang
         complete = sorted(self.kept(fast))
         durable = self.durable
         safe = [s for s in complete if durable is not None and self._is_on(durable, fast, s)]
         for step in [*safe, *(s for s in complete[:-1] if s not in safe)]:
-            status = os.statvfs(fast.root)
-            if status.f_bavail * status.f_frsize >= size + (1 << 20):
+            if fits():
                 return
             if step not in safe:
                 _log.warning(

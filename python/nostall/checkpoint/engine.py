@@ -14,6 +14,7 @@ from collections import deque
 from nostall import _native, trace
 from nostall.checkpoint.cleaner import Cleaner
 from nostall.checkpoint.format import Manifest, Part
+from nostall.checkpoint.nodes import Nodes
 from nostall.checkpoint.retention import decide
 from nostall.checkpoint.saved import Drain, Job, Level, Saved, Settings
 from nostall.checkpoint.store import Store, part_name
@@ -25,6 +26,9 @@ _PRIORITY = {
     "idle": _native.Priority.idle,
 }
 
+# Between two saves, as long as there was only one: seconds.
+_INTERVAL = 60.0
+
 _log = logging.getLogger("nostall")
 
 
@@ -32,12 +36,20 @@ class Engine:
     """The two threads and their queues, for one rank."""
 
     def __init__(
-        self, fast: Store | None, durable: Store | None, rank: int, settings: Settings
+        self,
+        fast: Store | None,
+        durable: Store | None,
+        rank: int,
+        settings: Settings,
+        nodes: Nodes | None = None,
     ) -> None:
         self.fast, self.durable, self.rank = fast, durable, rank
-        self.settings = settings
+        self.settings, self.nodes = settings, nodes
+        # Who clears up: rank 0, and on a fast directory of a node's own the node's first rank.
+        self._cleans = nodes.leader if nodes is not None else rank == 0
+        self._retain_due = False
         self.gate = _native.Gate()
-        self._cleaner = Cleaner(fast, durable, settings)
+        self._cleaner = Cleaner(fast, durable, settings, owns_durable=rank == 0)
         self._lock = threading.Condition()
         self._jobs: deque[Job] = deque()
         self._drains: deque[Drain] = deque()
@@ -51,6 +63,9 @@ class Engine:
         self._copying: tuple[str, _native.FileCopy] | None = None
         self._stopping = False
         self._threads: list[threading.Thread] = []
+        self.write_seconds: float | None = None  # of the last snapshot, from file to fsync
+        self._submitted = 0.0
+        self._interval = _INTERVAL
 
     # ------------------------------------------------------------------ images
 
@@ -87,6 +102,10 @@ class Engine:
                 self._urgent_drains.add(job.saved.id)
             self._jobs.append(job)
             self._busy += 1
+            now = time.monotonic()
+            if self._submitted:
+                self._interval = now - self._submitted
+            self._submitted = now
             self._start()
             self._lock.notify_all()
 
@@ -125,7 +144,8 @@ class Engine:
 
         def done() -> bool:
             idle = not self._busy
-            return idle and not (drained and (self._drains or self._draining))
+            busy = self._drains or self._draining or self._retain_due
+            return idle and not (drained and busy)
 
         self._hurry_writer(1 << 62)
         with self._lock:
@@ -179,7 +199,8 @@ class Engine:
 
     def _release(self, job: Job) -> None:
         if job.image is not None:
-            image, job.image = job.image, None
+            image, job.image, job.leaves = job.image, None, None
+            job.saved.copied_bytes = image.copied_bytes
             self.add_image(image)
 
     def _persist(self, job: Job) -> None:
@@ -210,7 +231,12 @@ class Engine:
                     saved._miss("durable")
                 saved._reach("fast")
             self._release(job)
-            self._retain()
+            if self.durable is None:
+                self._retain()
+            else:  # by the thread that may wait for the durable storage
+                with self._lock:
+                    self._retain_due = True
+                    self._lock.notify_all()
             return
         saved._miss("fast", "durable")
 
@@ -228,8 +254,8 @@ class Engine:
         mine: Part | str | None = job.failed or None
         try:
             if job.image is not None:
-                if store is self.fast and self.rank == 0:
-                    self._cleaner.make_room(store, job.image.size * manifest.world_size)
+                if store is self.fast and self._cleans:
+                    self._cleaner.make_room(store, job.image.size * self._parts_here(manifest))
                 path = store.prepare(manifest.step) / name
                 urgent = job.number <= self._urgent
                 slow = store is self.durable and not urgent
@@ -240,7 +266,8 @@ class Engine:
                     priority=_PRIORITY["normal" if urgent else settings.priority],
                     threads=settings.writes_in_flight if not slow else 1,
                     gate=self.gate if not urgent else None,
-                    gate_patience=settings.gate_patience,
+                    gate_patience=self._patience(job.image.size),
+                    considerate=settings.windows and slow,
                 )
                 with self._lock:
                     self._writing = (job.number, write)
@@ -249,35 +276,71 @@ class Engine:
                     write.hurry()
                 written = write.run()
                 job.saved.writer_cpu_seconds += written.cpu_seconds
+                self.write_seconds = written.seconds
                 mine = Part(self.rank, name, written.size, tuple(written.crcs))
         except (Error, OSError) as error:
             mine = str(error)
         finally:
             with self._lock:
                 self._writing = None
-        try:
-            reason = store.commit(
-                manifest,
-                self.rank,
-                mine,
-                timeout=settings.timeout,
-                stopped=lambda: self._stopping,
+        nodes = self.nodes if store is self.fast else None
+        if (
+            nodes is not None
+            and isinstance(mine, Part)
+            and (problem := nodes.give_partner(manifest.step, mine))
+        ):
+            self._say(
+                job.saved,
+                f"step {manifest.step} has no partner's copy of rank {self.rank}'s part: {problem}",
             )
+        certain = True
+        try:
+            if nodes is not None:
+                reason, certain = nodes.commit(manifest, mine, lambda: self._stopping)
+            else:
+                reason = store.commit(
+                    manifest,
+                    self.rank,
+                    mine,
+                    timeout=settings.timeout,
+                    stopped=lambda: self._stopping,
+                )
         except (Error, OSError) as error:
             reason = str(error)
-        if reason and job.image is not None:
+        if reason and certain and job.image is not None:
             store.discard(manifest.step, name)
+            if nodes is not None and isinstance(mine, Part):
+                nodes.take_back(manifest.step, mine)
         return reason
+
+    def _parts_here(self, manifest: Manifest) -> int:
+        """Parts of a checkpoint that come to this fast directory."""
+        if self.nodes is None:
+            return manifest.world_size
+        ranks = len(self.nodes.groups[self.nodes.node])
+        return ranks if self.nodes.partner is None else 2 * ranks
+
+    def _patience(self, size: int) -> float:
+        """How long a closed gate may delay a block of a file: all of them together at most half the
+        time between two saves, so that a drain does not fall behind."""
+        blocks = max(1, -(-size // _native.CHECKPOINT_BLOCK))
+        return min(self.settings.gate_patience, self._interval / 2 / blocks)
 
     # ------------------------------------------------------------------ draining
 
     def _drain_loop(self) -> None:
         while True:
             with self._lock:
-                self._lock.wait_for(lambda: self._drains or self._stopping)
+                self._lock.wait_for(lambda: self._drains or self._retain_due or self._stopping)
                 if self._stopping:
                     return
-                drain = self._draining = self._drains.popleft()
+                drain = self._draining = self._drains.popleft() if self._drains else None
+            if drain is None:
+                self._retain()
+                with self._lock:
+                    self._retain_due = False
+                    self._lock.notify_all()
+                continue
             try:
                 with trace.span("drain checkpoint", "background"):
                     self._drain(drain)
@@ -357,6 +420,11 @@ class Engine:
         assert self.fast is not None and self.durable is not None
         source = self.fast.directory(drain.manifest.step) / part.name
         target = self.durable.directory(drain.manifest.step) / part.name
+        if self.nodes is not None and drain.held is not None:
+            away = drain.held.holders[part.name]
+            if self.nodes.node not in away:
+                self.nodes.fetch(drain.manifest.step, part, away[0], target)
+                return
         urgent = drain.manifest.id in self._urgent_drains
         priority = _PRIORITY["normal" if urgent else self.settings.priority]
         copy = _native.FileCopy(
@@ -367,7 +435,8 @@ class Engine:
             rate=0 if urgent else self.settings.rate,
             priority=priority,
             gate=self.gate if not urgent else None,
-            gate_patience=self.settings.gate_patience,
+            gate_patience=self._patience(part.size),
+            considerate=self.settings.windows and not urgent,
         )
         with self._lock:
             self._copying = (drain.manifest.id, copy)
@@ -406,7 +475,7 @@ class Engine:
         return self._cleaner.damaged
 
     def _retain(self) -> None:
-        if self.rank == 0:
+        if self._cleans:
             with self._lock:
                 waiting = [*self._drains, *self._postponed]
                 if self._draining is not None:

@@ -10,7 +10,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -31,9 +31,14 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 # ---------------------------------------------------------------------- safetensors
 
 
-def layout(leaves: Sequence[Leaf]) -> list[Leaf]:
-    """The order in the file: large elements first, so that every array is aligned."""
-    return sorted(leaves, key=lambda leaf: -leaf.align)
+def layout(leaves: Sequence[Leaf], guarded: Collection[int] | None = None) -> list[Leaf]:
+    """The order in the file: large elements first, so that every array is aligned.
+
+    Of these, arrays at `guarded` addresses come first, so that the others share few blocks.
+    """
+    return sorted(
+        leaves, key=lambda leaf: (-leaf.align, guarded is not None and leaf.address not in guarded)
+    )
 
 
 def header(tree: Any, ordered: Sequence[Leaf]) -> bytes:
@@ -148,6 +153,7 @@ class Manifest:
     metric: float | None = None
     created: float = field(default_factory=time.time)
     software: dict[str, str] = field(default_factory=lambda: software())
+    spread: bool = False  # each node has its own ranks' parts, and perhaps its neighbour's
     extra: Any = None  # of another writer than Checkpointer: {"dcp": ...}
 
     @property
@@ -175,6 +181,8 @@ class Manifest:
             "block": _native.CHECKPOINT_BLOCK,
             "files": [part.to_dict() for part in self.parts],
         }
+        if self.spread:
+            values["spread"] = True
         if self.extra is not None:
             values["extra"] = self.extra
         values["crc32c"] = f"{_native.crc32c(_canonical(values)):08x}"
@@ -203,6 +211,7 @@ class Manifest:
                 metric=None if values["metric"] is None else float(values["metric"]),
                 created=float(values["created"]),
                 software=dict(values["software"]),
+                spread=bool(values.get("spread", False)),
                 extra=values.get("extra"),
             )
             ranks = [0] if manifest.replicated else list(range(manifest.world_size))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nostall import _native
 from nostall.checkpoint.format import Manifest, Part, arrays_in, parse
-from nostall.checkpoint.store import Store
+from nostall.checkpoint.store import Entry, Store
 from nostall.checkpoint.tree import decode
 from nostall.errors import CorruptionError, UsageError
 
@@ -37,16 +37,32 @@ def view(stores: Sequence[Store], step: int | None) -> tuple[list[Choice], list[
         for entry in store.entries():
             if step is not None and entry.step != step:
                 continue
-            damage = entry.damage if entry.manifest is None else store.missing(entry.manifest)
+            entry, damage = _settled(store, entry)
             if damage or entry.manifest is None:
-                if store.entry(entry.step) is not None:  # else it was removed meanwhile
+                if damage:
                     problems.append(damage)
             else:
                 manifest = entry.manifest
                 choices.append((entry.step, store.kind, manifest.id, manifest.created))
+    return in_order(choices), problems
+
+
+def in_order(choices: Iterable[Choice]) -> list[Choice]:
+    """Best first: the newest step, of it the newest save, from the fast tier."""
     order = {"fast": 0, "durable": 1}
-    choices.sort(key=lambda c: (-c[0], -c[3], order[c[1]]))
-    return choices, problems
+    return sorted(choices, key=lambda c: (-c[0], -c[3], order[c[1]]))
+
+
+def _settled(store: Store, entry: Entry) -> tuple[Entry, str]:
+    """The entry and its damage; once more where it was replaced while it was looked at."""
+    while True:
+        damage = entry.damage if entry.manifest is None else store.missing(entry.manifest)
+        now = store.entry(entry.step) if damage else entry
+        if now is None:  # removed meanwhile
+            return Entry(entry.step, entry.path, None), ""
+        if now == entry:
+            return entry, damage
+        entry = now
 
 
 def read_part(

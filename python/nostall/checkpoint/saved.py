@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nostall import _native
 from nostall.checkpoint.format import Manifest
@@ -14,6 +14,7 @@ from nostall.errors import IoError, PeerError
 
 if TYPE_CHECKING:
     from nostall.checkpoint.engine import Engine
+    from nostall.checkpoint.nodes import Held
 
 Level = Literal["memory", "fast", "durable"]
 _ORDER: dict[str, int] = {"memory": 0, "fast": 1, "durable": 2}
@@ -32,14 +33,17 @@ class Settings:
     writes_in_flight: int = 2
     verify: bool = True
     gate_patience: float = 1.0
+    windows: bool = True
 
 
 class Saved:
     """One call of `save`: what it cost, and how far its checkpoint has come.
 
     `seconds` is the call's, `copy_seconds` that of the copy in it, `waited_seconds` that of waiting
-    for an earlier snapshot to be written. `fast_seconds` and `durable_seconds` are from the call to
-    the level, None before. `problems` says what did not go as configured.
+    for an earlier snapshot to be written; `update_seconds` is what updates waited for the rest of a
+    copy (with `window`), `copied_bytes` what had to be copied at all, `copying` how and why.
+    `fast_seconds` and `durable_seconds` are from the call to the level, None before. `problems` says
+    what did not go as configured.
     """
 
     def __init__(self, step: int, id: str, size: int) -> None:
@@ -49,6 +53,9 @@ class Saved:
         self.seconds = 0.0
         self.copy_seconds = 0.0
         self.waited_seconds = 0.0
+        self.update_seconds = 0.0
+        self.copied_bytes = 0
+        self.copying = "in the call"
         self.fast_seconds: float | None = None
         self.durable_seconds: float | None = None
         self.writer_cpu_seconds = 0.0
@@ -117,6 +124,7 @@ class Job:
     image: _native.Image | None
     number: int
     failed: str = ""
+    leaves: Any = None  # keeps what a writer may read where it lies
 
 
 @dataclasses.dataclass
@@ -126,3 +134,4 @@ class Drain:
     manifest: Manifest
     saved: Saved | None = None
     alone: bool = False
+    held: Held | None = None  # where its parts are, if each node has its own

@@ -124,13 +124,31 @@ class Store:
         """Everything that was complete once, by step."""
         return [entry for step in self.steps() if (entry := self.entry(step)) is not None]
 
+    def has(self, step: int, part: Part) -> bool:
+        """Whether a part of that name and size is there."""
+        try:
+            return (self.directory(step) / part.name).stat().st_size == part.size
+        except OSError:
+            return False
+
+    def files(self, step: int) -> dict[str, int]:
+        """Names and sizes of a step's parts, whether a manifest names them or not."""
+        with contextlib.suppress(OSError), os.scandir(self.directory(step)) as found:
+            return {f.name: f.stat().st_size for f in found if f.name.endswith(".safetensors")}
+        return {}
+
     def missing(self, manifest: Manifest) -> str:
-        """What a look without reading tells: a part that is gone or of another size; or nothing."""
+        """What a look without reading tells: a part that is gone or of another size; or nothing.
+
+        Of a checkpoint that is spread over nodes, any part may be elsewhere.
+        """
         for part in manifest.parts:
             path = self.directory(manifest.step) / part.name
             try:
                 size = path.stat().st_size
             except OSError as error:
+                if manifest.spread and isinstance(error, FileNotFoundError):
+                    continue
                 return f"{path}: {error.strerror}"
             if size != part.size:
                 return f"{path} has {size} bytes, its manifest says {part.size}"

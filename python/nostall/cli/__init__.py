@@ -20,7 +20,7 @@ _COMMANDS = {
     "top": ("nostall.cli.top", "what the ranks of a recorded run are doing, live"),
     "checkpoints": ("nostall.cli.checkpoints", "list, verify, remove or drain checkpoints"),
     "calibrate": ("nostall.calibrate", "measure this cluster's tiers, network and storage"),
-    "simulate": ("nostall.cli.simulate", "predict what a training costs, by machine and policy"),
+    "simulate": ("nostall.cli.simulate", "predict what a training costs; sync: what agreeing does"),
     "run": ("nostall.mpi", "run an MPI program with our collectives, or profile its own"),
     "doctor": ("nostall.cli.doctor", "what this machine offers, and the ranks that are found"),
 }
@@ -52,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from nostall.bench import SUBCOMMANDS
 
         module, label = SUBCOMMANDS[chosen.name], f"bench {chosen.name}"
+        rest += words[2:]
+    elif words[:2] == ["simulate", "sync"]:
+        module, label = "nostall.cli.simulate_sync", "simulate sync"
         rest += words[2:]
     else:
         module, label = _COMMANDS[chosen.command][0], chosen.command

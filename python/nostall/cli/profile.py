@@ -2,7 +2,10 @@
 
     nostall profile -o run -- torchrun --nproc-per-node 4 train.py
 
-Every process of the command that uses nostall's loaders records into the directory.
+Every process of the command that uses nostall's loaders records into the directory. With --mpi an
+unmodified MPI program is traced as well: its collectives, by libnostall_mpi.so, which replaces none.
+
+    nostall profile --mpi -o run -- mpirun -n 4 ./program     # and nostall report run/mpi: who is late
 """
 
 from __future__ import annotations
@@ -13,15 +16,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nostall import trace
-from nostall.errors import UsageError
+from nostall import mpi, trace
+from nostall.errors import Error, UsageError
+from nostall.report import arrivals, mpi_trace, run_page
 from nostall.report import run as runs
-from nostall.report import run_page
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nostall profile``."""
     parser.add_argument("-o", "--output", default="nostall-run", help="directory of the run")
+    parser.add_argument(
+        "--mpi", action="store_true", help="trace the collectives of any MPI program"
+    )
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="-- command")
 
 
@@ -36,12 +42,24 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             f"{home} holds a run already ({left[0].name}): give another directory with -o"
         )
+    words, calls = command, home / "mpi"
+    if arguments.mpi:
+        calls.mkdir(parents=True, exist_ok=True)
+        words = mpi.command(
+            command, mpi.environment(mpi.library(), profile=str(calls), replace=False)
+        )
     try:
-        status = subprocess.call(command, env={**os.environ, trace.VARIABLE: str(home)})
+        status = subprocess.call(words, env={**os.environ, trace.VARIABLE: str(home)})
     except OSError as error:
         raise UsageError(f"cannot run {command[0]}: {error.strerror}") from error
+    if arguments.mpi:
+        try:
+            mpi_trace.convert(arrivals.find([str(calls)]), home)
+        except Error as error:
+            print(f"nostall: {error}", file=sys.stderr)
     if not (home.is_dir() and runs.files_of(home)):
-        print(f"nostall: {command[0]} used no loader of nostall: nothing recorded", file=sys.stderr)
+        lacked = "called no collective" if arguments.mpi else "used no loader of nostall"
+        print(f"nostall: {command[0]} {lacked}: nothing recorded", file=sys.stderr)
         return status
     found = runs.read(home)
     print(run_page.text(found))

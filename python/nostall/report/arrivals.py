@@ -114,7 +114,7 @@ def read(files: Sequence[Path]) -> Profile:
     sizes: dict[int, int] = {}
     ranks, dropped, seen = 0, 0, set()
     for file in files:
-        header, records = _read_file(file)
+        header, records = read_file(file)
         ranks = int(header["ranks"])
         dropped += int(header["dropped"])
         seen.add(int(header["rank"]))
@@ -145,7 +145,12 @@ def read(files: Sequence[Path]) -> Profile:
     return Profile(ranks, calls, dropped)
 
 
-def _read_file(file: Path) -> tuple[dict[str, Any], NDArray[Any]]:
+def read_file(file: Path) -> tuple[dict[str, Any], NDArray[Any]]:
+    """One rank's header and records, their times on rank 0's clock.
+
+    Raises:
+        CorruptionError: the file is not a profile or ends too early. IoError: it cannot be read.
+    """
     try:
         line, _, data = file.read_bytes().partition(b"\n")
     except OSError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,12 @@ import numpy as np
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.source import Source
 from nostall.stores.callback import RowReader
+from nostall.stores.object_file import ObjectFile, as_file, failure_of
+from nostall.stores.objects import is_url
 from nostall.stores.records import (
     PathLike,
     RecordStore,
     absolute,
-    only_local,
     open_storage,
     shard_paths,
 )
@@ -42,10 +43,11 @@ class Parquet(Source):
     it tiers. Opening reads the image column once, for the lengths of its values.
 
     Args:
-        files: a list of files, a pattern, or a folder.
+        files: a list of files, a pattern, or a folder; or URLs of objects.
         image: the column: binary, or a struct with a binary field ``bytes`` (Hugging Face).
         label: an integer column; None for 0.
         kept: bytes of unpacked groups to keep.
+        store: for URLs, an ``obstore.store`` that has them; made from the environment if None.
 
     Raises:
         UsageError: there is no such column, it is of another type, or a row has no image.
@@ -60,19 +62,25 @@ class Parquet(Source):
         image: str = "image",
         label: str | None = "label",
         kept: int = _KEPT_BYTES,
+        store: Any = None,
     ) -> None:
         _pyarrow("parquet", files)
-        only_local(files, "Parquet")
-        paths = absolute(shard_paths(files, (".parquet",)))
-        self._arguments = {"files": paths, "image": image, "label": label, "kept": kept}
-        self.native = _Groups(paths, image, kept).open(label)
+        paths = absolute(shard_paths(files, (".parquet",), store))
+        self._arguments = {
+            "files": paths,
+            "image": image,
+            "label": label,
+            "kept": kept,
+            "store": store,
+        }
+        self.native = _Groups(paths, image, kept, store).open(label)
 
 
 class _Groups(RowReader):
     """Row groups of Parquet files, the last ones unpacked; see ``Parquet``."""
 
-    def __init__(self, paths: list[str], image: str, kept: int) -> None:
-        self._paths, self._column, self._kept = paths, image, kept
+    def __init__(self, paths: list[str], image: str, kept: int, store: Any) -> None:
+        self._paths, self._column, self._kept, self._store = paths, image, kept, store
         self._lock = threading.Lock()
         self._groups: OrderedDict[int, tuple[Any, int]] = OrderedDict()
         self._opened: dict[int, Any] = {}
@@ -88,7 +96,7 @@ class _Groups(RowReader):
         group: list[NDArray[np.uint32]] = []
         total = 0
         for number, path in enumerate(self._paths):
-            file = self._opened[number] = _open_parquet(path)
+            file = self._open(number)
             _check_columns(file.schema_arrow, self._column, label, path)
             for i in range(file.num_row_groups):
                 where = f"{path}, row group {i}"
@@ -110,12 +118,18 @@ class _Groups(RowReader):
             identity=("parquet", [Path(p).name for p in self._paths], self._column, label),
         )
 
+    def _open(self, number: int) -> Any:
+        if number not in self._opened:
+            file = as_file(self._paths[number], self._store)
+            self._opened[number] = file, _open_parquet(self._paths[number], file)
+        return self._opened[number][1]
+
     def _columns(self, number: int, group: int, name: str) -> Any:
         try:
-            return self._opened[number].read_row_group(group, columns=[name]).column(name)
+            return self._open(number).read_row_group(group, columns=[name]).column(name)
         except Exception as error:  # pyarrow's errors have no common base
             where = f"{self._paths[number]}, row group {group}"
-            raise CorruptionError(f"{where}: {error}") from None
+            raise _told(self._opened.get(number, ("",))[0], error, where) from None
 
     def _unpacked(self, group: int) -> Any:
         if group in self._groups:
@@ -125,8 +139,6 @@ class _Groups(RowReader):
             # Files that were open while the process forked share their place with the parent's.
             self._opened, self._pid = {}, os.getpid()
         number, inside = self._of_group[group]
-        if number not in self._opened:
-            self._opened[number] = _open_parquet(self._paths[number])
         column = self._columns(number, inside, self._column)
         rows = _binary(column, f"row group {inside}").combine_chunks()
         self._groups[group] = rows, int(rows.nbytes)
@@ -142,6 +154,8 @@ class _Groups(RowReader):
                 try:
                     row = self._unpacked(group)[sample - self._first[group]]
                     answers[sample] = np.frombuffer(row.as_buffer() or b"", np.uint8)
+                except IoError as error:
+                    answers[sample] = error
                 except Exception as error:
                     answers[sample] = CorruptionError(str(error))
         return [answers[s] for s in samples]
@@ -153,24 +167,32 @@ class _Groups(RowReader):
         return f"{self._paths[number]}, row group {inside}, row {row}"
 
 
-def _open_parquet(path: str) -> Any:
+def _open_parquet(path: str, file: Any) -> Any:
     try:
-        return _pyarrow("parquet", path).ParquetFile(path)
+        return _pyarrow("parquet", path).ParquetFile(file)
     except FileNotFoundError:
         raise IoError(f"{path} does not exist") from None
     except Exception as error:
-        raise CorruptionError(f"{path} cannot be opened as Parquet: {error}") from None
+        raise _told(file, error, f"{path} cannot be opened as Parquet") from None
+
+
+def _told(file: Any, error: Exception, what: str) -> Exception:
+    """The object store's own error if it was that, else one that says the bytes are wrong."""
+    return failure_of(file) or CorruptionError(f"{what}: {error}")
 
 
 class ArrowIPC(RecordStore):
     """Rows of uncompressed Arrow IPC files or streams with a column of image bytes.
 
-    The bytes lie in the files as they are, so they are read like any record store's.
+    The bytes lie in the files as they are, so they are read like any record store's. Opening looks
+    at local files only where their metadata is; objects are read once from end to end, and the
+    places kept for the next time.
 
     Args:
-        files: a list of files, a pattern, or a folder (``*.arrow``).
+        files: a list of files, a pattern, or a folder (``*.arrow``); or URLs of objects.
         image: the column: binary, or a struct with a binary field ``bytes`` (Hugging Face).
         label: an integer column; None for 0.
+        store: for URLs, an ``obstore.store`` that has them; made from the environment if None.
 
     Raises:
         UsageError: there is no such column, it is of another type, or the file is compressed.
@@ -184,82 +206,141 @@ class ArrowIPC(RecordStore):
         *,
         image: str = "image",
         label: str | None = "label",
+        store: Any = None,
     ) -> None:
         _pyarrow("ipc", files)
-        only_local(files, "Arrow IPC")
-        paths = absolute(shard_paths(files, (".arrow",)))
-        self._arguments = {"files": paths, "image": image, "label": label}
-        self.storage = open_storage(paths)
-        parts = [_arrow_places(path, image, label) for path in paths]
-        file = np.concatenate([np.full(len(p[0]), i, np.uint32) for i, p in enumerate(parts)])
-        offset, length, labels = (np.concatenate(c) for c in zip(*parts, strict=True))
-        self._open(
-            kind="arrow",
-            stamp=lambda: image,
-            scan=lambda: self._table(
+        paths = absolute(shard_paths(files, (".arrow",), store))
+        self._arguments = {"files": paths, "image": image, "label": label, "store": store}
+        self.storage = open_storage(paths, store=store)
+
+        def scan() -> _native.RecordTable:
+            parts = [_arrow_places(path, image, label, store) for path in paths]
+            file = np.concatenate([np.full(len(p[0]), i, np.uint32) for i, p in enumerate(parts)])
+            offset, length, labels = (np.concatenate(c) for c in zip(*parts, strict=True))
+            return self._table(
                 "arrow",
-                image,
+                stamp,
                 offset=offset,
                 length=length,
                 label=labels,
                 file=file if len(paths) > 1 else None,
-            ),
-            index=False,
-        )
+            )
+
+        stamp = f"{image} {label}"
+        self._open(kind="arrow", stamp=lambda: stamp, scan=scan, index=is_url(paths[0]))
 
 
-def _arrow_places(
-    path: str, image: str, label: str | None
-) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.int64]]:
-    pa = _pyarrow("ipc", path)
+Places = tuple["NDArray[np.uint64]", "NDArray[np.uint64]", "NDArray[np.int64]"]
+# (address, bytes, offset in the file) of memory that holds a part of the file
+Held = list[tuple[int, int, int]]
+
+
+def _arrow_places(path: str, image: str, label: str | None, store: Any) -> Places:
     import pyarrow
 
-    try:
-        mapped = pyarrow.memory_map(path)
-    except FileNotFoundError:
-        raise IoError(f"{path} does not exist") from None
-    with mapped:
-        whole = mapped.read_buffer()
+    if is_url(path):
+        file: Any = _Watched(path, store)
+        pieces = _pieces(path, file)
+    else:
         try:
-            if whole.slice(0, len(_FILE_MAGIC)).to_pybytes() == _FILE_MAGIC:
-                table = pa.open_file(pyarrow.BufferReader(whole)).read_all()
-            else:
-                table = pa.open_stream(pyarrow.BufferReader(whole)).read_all()
-                # Streams of before Arrow 0.15 have no continuation marks.
-                mark = whole.slice(0, 4).to_pybytes() + bytes(4)
-                mark = mark if mark.startswith(_CONTINUATION) else bytes(4)
-                if whole.slice(max(0, whole.size - len(mark))).to_pybytes() != mark:
-                    raise CorruptionError(
-                        f"{path} ends at byte {whole.size} without the mark that ends a stream: it "
-                        "was cut off, or is still being written"
-                    )
+            file = pyarrow.memory_map(path)
+        except FileNotFoundError:
+            raise IoError(f"{path} does not exist") from None
+        whole = file.read_buffer()
+        pieces = (
+            (table, [(whole.address, whole.size, 0)])
+            for table, _ in _pieces(path, pyarrow.BufferReader(whole))
+        )
+    parts: list[Places] = []
+    with file:
+        try:
+            for table, held in pieces:
+                _check_columns(table.schema, image, label, path)
+                parts.append(_table_places(table, held, image, label, path))
         except (pyarrow.ArrowException, OSError) as error:
-            raise CorruptionError(f"{path} cannot be read as Arrow IPC: {error}") from None
-        _check_columns(table.schema, image, label, path)
-        begin, end = whole.address, whole.address + whole.size
-        offsets: list[NDArray[np.uint64]] = []
-        lengths: list[NDArray[np.uint64]] = []
-        for chunk in _binary(table.column(image), path).chunks:
-            ends = _offsets(chunk)
-            data = chunk.buffers()[2]
-            if len(chunk) == 0:
-                continue
-            if data is None or data.size == 0:
-                offsets.append(np.zeros(len(chunk), np.uint64))
-            elif begin <= data.address and data.address + data.size <= end:
-                offsets.append((ends[:-1] + (data.address - begin)).astype(np.uint64))
-            else:
-                raise UsageError(
-                    f"{path} is compressed inside: its rows cannot be read alone; write it again "
-                    "without compression"
-                )
-            lengths.append(np.diff(ends).astype(np.uint64))
-        if not offsets:
-            raise UsageError(f"{path} has no rows")
-        labels = np.zeros(sum(len(x) for x in lengths), np.int64)
-        if label is not None:
-            labels = _integers(table.column(label), path)
-        return np.concatenate(offsets), np.concatenate(lengths), labels
+            raise _told(file, error, f"{path} cannot be read as Arrow IPC") from None
+    if sum(len(p[0]) for p in parts) == 0:
+        raise UsageError(f"{path} has no rows")
+    offset, length, labels = (np.concatenate(c) for c in zip(*parts, strict=True))
+    return offset, length, labels
+
+
+class _Watched(ObjectFile):
+    """Remembers where in the file the memory came from that it gave away."""
+
+    def __init__(self, url: str, store: Any) -> None:
+        super().__init__(url, store)
+        self.held: Held = []
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        offset = self.tell()
+        data = super().read(size)
+        self.held.append((np.frombuffer(data, np.uint8).ctypes.data, len(data), offset))
+        return data
+
+
+def _pieces(path: str, file: Any) -> Iterator[tuple[Any, Held]]:
+    """The record batches as tables, and where their memory is from, if `file` knows it."""
+    import pyarrow
+
+    ipc = _pyarrow("ipc", path)
+    file.seek(0)
+    is_file = bytes(file.read(len(_FILE_MAGIC))) == _FILE_MAGIC
+    if not is_file:
+        # Streams of before Arrow 0.15 have no continuation marks.
+        file.seek(0)
+        mark = bytes(file.read(4)) + bytes(4)
+        mark = mark if mark.startswith(_CONTINUATION) else bytes(4)
+        size = file.seek(0, 2)
+        size = file.tell() if size is None else size
+        file.seek(max(0, size - len(mark)))
+        if bytes(file.read(len(mark))) != mark:
+            raise CorruptionError(
+                f"{path} ends at byte {size} without the mark that ends a stream: it was cut off, "
+                "or is still being written"
+            )
+    file.seek(0)
+    held: Held = getattr(file, "held", [])
+    if is_file:
+        reader = ipc.open_file(file)
+        batches: Iterable[Any] = (reader.get_batch(i) for i in range(reader.num_record_batches))
+    else:
+        batches = reader = ipc.open_stream(file)
+    yield reader.schema.empty_table(), []
+    for batch in batches:
+        yield pyarrow.Table.from_batches([batch]), held
+        held.clear()
+
+
+def _table_places(table: Any, held: Held, image: str, label: str | None, path: str) -> Places:
+    offsets: list[NDArray[np.uint64]] = [np.zeros(0, np.uint64)]
+    lengths: list[NDArray[np.uint64]] = [np.zeros(0, np.uint64)]
+    for chunk in _binary(table.column(image), path).chunks:
+        ends = _offsets(chunk)
+        data = chunk.buffers()[2]
+        if len(chunk) == 0:
+            continue
+        if data is None or data.size == 0:
+            offsets.append(np.zeros(len(chunk), np.uint64))
+        else:
+            offsets.append((ends[:-1] + _place(data, held, path)).astype(np.uint64))
+        lengths.append(np.diff(ends).astype(np.uint64))
+    length = np.concatenate(lengths)
+    labels = np.zeros(len(length), np.int64)
+    if label is not None:
+        labels = _integers(table.column(label), path)
+    return np.concatenate(offsets), length, labels
+
+
+def _place(data: Any, held: Held, path: str) -> int:
+    """Where in the file a buffer lies that was not copied out of it."""
+    for address, size, offset in held:
+        if address <= data.address and data.address + data.size <= address + size:
+            return int(offset + data.address - address)
+    raise UsageError(
+        f"{path} is compressed inside: its rows cannot be read alone; write it again without "
+        "compression"
+    )
 
 
 def _offsets(chunk: Any) -> NDArray[np.int64]:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nostall.errors import CorruptionError, IoError, UsageError
+from nostall.errors import CorruptionError, Error, IoError, UsageError
 from nostall.source import Pixels, Source
 from nostall.stores.callback import RowReader
-from nostall.stores.records import PathLike, RecordStore, only_local, open_storage
+from nostall.stores.object_file import as_file, failure_of
+from nostall.stores.records import PathLike, RecordStore, absolute, open_storage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,9 +33,10 @@ class HDF5(Source):
     is what the library allows: fewer samples a second, of which many wait in tiers.
 
     Args:
-        path: the file.
+        path: the file, or the URL of an object.
         dataset: its name; shape (n, ...) of numbers, or (n,) of variable-length bytes.
         labels: name of the labels' dataset, shape (n,), or a sequence; 0 for all if None.
+        store: for a URL, an ``obstore.store`` that has it; made from the environment if None.
 
     Attributes:
         pixel_shape, dtype: of one sample.
@@ -54,33 +56,33 @@ class HDF5(Source):
         dataset: str,
         *,
         labels: str | Sequence[int] | NDArray[Any] | None = None,
+        store: Any = None,
     ) -> None:
-        only_local(path, "HDF5")
-        path = str(Path(path).absolute())
-        self._arguments = {"path": path, "dataset": dataset, "labels": labels}
-        with _open(path) as file:
+        path = absolute([os.fspath(path)])[0]
+        self._arguments = {"path": path, "dataset": dataset, "labels": labels, "store": store}
+        with _open(path, store) as file:
             data = _dataset(file, path, dataset)
             self.pixel_shape, self.dtype = tuple(data.shape[1:]), data.dtype
             self.through_library = _places(data) is None
         self.pixels = _pixels(self.pixel_shape, self.dtype)
         if self.through_library:
-            self.native = _Library(path, dataset).open(labels)
+            self.native = _Library(path, dataset, store).open(labels)
         else:
-            self.native = _Placed(path, dataset, labels).native
+            self.native = _Placed(path, dataset, labels, store).native
 
 
 class _Placed(RecordStore):
     """Samples whose bytes lie together; see ``HDF5``."""
 
-    def __init__(self, path: str, dataset: str, labels: Any) -> None:
-        with _open(path) as file:
+    def __init__(self, path: str, dataset: str, labels: Any, store: Any) -> None:
+        with _open(path, store) as file:
             data = _dataset(file, path, dataset)
             places = _places(data)
             if places is None:
                 raise IoError(f"{path} changed its layout since it was opened")
             label = _labels(file, path, labels, len(data))
             length = int(np.prod(data.shape[1:], dtype=np.int64)) * data.dtype.itemsize
-        self.storage = open_storage([path])
+        self.storage = open_storage([path], store=store)
         self._open(
             kind="hdf5",
             stamp=lambda: dataset,
@@ -98,14 +100,14 @@ class _Placed(RecordStore):
 class _Library(RowReader):
     """Samples that the HDF5 library unpacks; see ``HDF5``."""
 
-    def __init__(self, path: str, dataset: str) -> None:
-        self._path, self._name = path, dataset
+    def __init__(self, path: str, dataset: str, store: Any) -> None:
+        self._path, self._name, self._store = path, dataset, store
         self._opened: tuple[int, Any] | None = None
         self._lock = threading.Lock()
 
     def open(self, labels: Any) -> _native.Source:
         """The native source, after a look at the dataset."""
-        with _open(self._path) as file:
+        with _open(self._path, self._store) as file:
             data = _dataset(file, self._path, self._name)
             _check_filters(data, self._path)
             n = len(data)
@@ -139,8 +141,8 @@ class _Library(RowReader):
     def _data(self) -> Any:
         # A file that was open while the process forked belongs to the parent.
         if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = os.getpid(), _open(self._path)
-        return self._opened[1][self._name]
+            self._opened = os.getpid(), _open(self._path, self._store)
+        return self._opened[1].file[self._name]
 
     def read(self, samples: list[int]) -> list[Any]:
         answers: list[Any] = []
@@ -153,11 +155,18 @@ class _Library(RowReader):
                         _bytes_of(data[sample] if _is_variable(data) else data[sample : sample + 1])
                     )
                 except (OSError, KeyError, ValueError, CorruptionError, IoError) as error:
-                    answers.append(CorruptionError(f"the HDF5 library says: {error}"))
+                    failed = failure_of(self._opened[1].source) if self._opened else None
+                    answers.append(failed or _said(error))
         return answers
 
     def describe(self, sample: int) -> str:
         return f"{self._path}, dataset {self._name}, index {sample}"
+
+
+def _said(error: Exception) -> Error:
+    return (
+        error if isinstance(error, IoError) else CorruptionError(f"the HDF5 library says: {error}")
+    )
 
 
 def _pixels(shape: tuple[int, ...], dtype: Any) -> Pixels | None:
@@ -181,19 +190,39 @@ def _bytes_of(value: Any) -> NDArray[np.uint8]:
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
 
 
-def _open(path: PathLike) -> Any:
+class _Opened:
+    """An h5py file that says of a failing object store what that said."""
+
+    def __init__(self, file: Any, source: Any) -> None:
+        self.file, self.source = file, source
+
+    def __enter__(self) -> Any:
+        return self.file
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.file.close()
+        failure = failure_of(self.source)
+        if failure is not None and error is not None:
+            raise failure from None
+
+
+def _open(path: PathLike, store: Any) -> _Opened:
     try:
         import h5py
     except ImportError:
         raise UsageError(
             f"reading {path} needs the package h5py: pip install 'nostall[stores]'"
         ) from None
+    source = as_file(os.fspath(path), store)
     try:
-        return h5py.File(path, "r", locking=False)
+        # Locks are of files; an object cannot be written to in place.
+        options = {"locking": False} if isinstance(source, str) else {}
+        return _Opened(h5py.File(source, "r", **options), source)
     except FileNotFoundError:
         raise IoError(f"{path} does not exist") from None
     except OSError as error:
-        raise CorruptionError(f"{path} cannot be opened as HDF5: {error}") from None
+        failed = failure_of(source)
+        raise failed or CorruptionError(f"{path} cannot be opened as HDF5: {error}") from None
 
 
 def _dataset(file: Any, path: PathLike, name: str) -> Any:

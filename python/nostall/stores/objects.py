@@ -138,7 +138,7 @@ def open_objects(
     Raises:
         IoError: an object is not there or cannot be examined, with its URL.
     """
-    objects = _Objects(urls, store, known)
+    objects = Ranges(urls, store, known)
     return _native.python_storage(
         paths=list(urls),
         sizes=np.array(objects.sizes, np.uint64),
@@ -147,10 +147,12 @@ def open_objects(
     )
 
 
-class _Objects:
+class Ranges:
     """Answers the native reader's ranges, many at a time."""
 
-    def __init__(self, urls: Sequence[str], store: Any, known: Sequence[Any] | None) -> None:
+    def __init__(
+        self, urls: Sequence[str], store: Any = None, known: Sequence[Any] | None = None
+    ) -> None:
         obstore = _obstore(urls[0])
         self._urls = list(urls)
         self._stores: dict[str, Any] = {}

@@ -212,17 +212,6 @@ def open_storage(
     return _native.open_storage([str(Path(p).absolute()) for p in paths], direct)
 
 
-def only_local(paths: PathLike | Sequence[PathLike], what: str) -> None:
-    """Refuses URLs, for formats whose library reads files.
-
-    Raises:
-        UsageError: a path is a URL.
-    """
-    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        if is_url(os.fspath(path)):
-            raise UsageError(f"{what} is read from files, not from {path}: copy or convert it")
-
-
 def absolute(paths: Sequence[str]) -> list[str]:
     """The paths as another process with another working directory must name them."""
     return [p if is_url(p) else str(Path(p).absolute()) for p in paths]

@@ -23,15 +23,18 @@ from nostall.torch.sampler import BatchSampler
 
 __all__ = [
     "BatchSampler",
+    "BucketReducer",
     "Dataset",
     "DistributedOptimizer",
     "GradientSync",
     "GroupOptions",
     "SyncOptions",
+    "reduce_bucket",
 ]
 
 if torch.distributed.is_available():
     from nostall.torch.group import Options as GroupOptions
     from nostall.torch.group import register_backend
+    from nostall.torch.hook import BucketReducer, reduce_bucket
 
     register_backend()

@@ -58,7 +58,10 @@ class GradientSync:
         self._signs = torch.zeros(len(_SIGNS))
         tensors = [(n, p.numel(), str(p.dtype).removeprefix("torch.")) for n, p in named]
         self.engine, self._specs = make_engine(
-            [*tensors, *((sign, 1, "float32") for sign in _SIGNS)], options, ranks
+            [*tensors, *((sign, 1, "float32") for sign in _SIGNS)],
+            options,
+            ranks,
+            [p.shape for _, p in named],
         )
         self._numbers = {id(p): i for i, p in enumerate(self._parameters)}
         self._passes_left = [passes] * len(named)
@@ -73,7 +76,6 @@ class GradientSync:
         self.plan: list[list[int]] = []
         self.analysis: tuple[int, int, float] | None = None
         self.replans = 0
-        self._error: BaseException | None = None
         # Hooks must not keep this object alive: the parameters hold them.
         me = weakref.ref(self)
         self._hooks = [
@@ -86,7 +88,7 @@ class GradientSync:
 
     def ready(self, i: int, parameter: torch.Tensor) -> None:
         """Parameter i has its gradient."""
-        if self._paused or self._error is not None:
+        if self._paused:
             return
         self._passes_left[i] -= 1
         if self._passes_left[i] > 0:

@@ -267,6 +267,10 @@ TEST_F(HostileTest, ARankWithAnotherPlanIsRefused) {
   Header hello = message(Kind::hello, 78);
   wire_->say(encode(hello));
   EXPECT_TRUE(refused(1));
+  EXPECT_TRUE(eventually([&] {
+    const std::scoped_lock lock(mutex_);
+    return !warnings_.empty();
+  }));
   const std::scoped_lock lock(mutex_);
   EXPECT_THAT(warnings_, Contains(HasSubstr("another plan")));
 }
@@ -440,7 +444,7 @@ TEST_F(StallTest, TransfersUnderWayEndBeforeWhatTheyTouch) {
 
 // All ranks of a node hang: the others are not tried at the cost of whoever needs a sample.
 TEST_F(StallTest, ANodeThatHangsCostsOneTimeout) {
-  start(200ms, tier::TierKind::ram, 3);
+  start(1s, tier::TierKind::ram, 3);
   answering();
   ASSERT_TRUE(eventually([&] { return exchange_->where(0, 1) == Where::there; }));
   std::vector<std::byte> into;
@@ -448,7 +452,7 @@ TEST_F(StallTest, ANodeThatHangsCostsOneTimeout) {
   EXPECT_EQ(exchange_->where(0, 1), Where::source);
   const auto begin = std::chrono::steady_clock::now();
   EXPECT_EQ(fetch(*exchange_, 0, into), Outcome::failed);
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, 600ms);
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, 2500ms);
 }
 
 TEST_F(StallTest, AStopEndsWhatWaitsForAConnection) {
@@ -468,7 +472,9 @@ TEST_F(StallTest, PushesToANodeThatIsNotThereYetCostNoTime) {
   const auto begin = std::chrono::steady_clock::now();
   EXPECT_TRUE(push(0));
   EXPECT_FALSE(push(2));
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, 500ms);
+  // Half of the time that waiting for the node would cost; making 33 MiB takes a sanitizer's build
+  // a while.
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, 15s);
 }
 
 TEST_F(HostileTest, ARankWithAnotherPlanIsWarnedOfOnce) {

@@ -8,6 +8,7 @@
 #include <set>
 #include <thread>
 
+#include "base/activity.h"
 #include "base/log.h"
 
 namespace nostall::stage {
@@ -136,6 +137,25 @@ TEST(Loader, TimesOutWhenTheSourceIsSlow) {
   source->delay = 300ms;
   Loader loader(config_for(source, 8, 1));
   EXPECT_EQ(loader.next(1ms), nullptr);
+  EXPECT_NE(loader.next(10s), nullptr);
+}
+
+// Somebody else's window: the stage is full until a batch is taken, which then has to be read.
+TEST(Loader, IsQuietWhileItsStageIsFull) {
+  const auto source = std::make_shared<MemorySource>(2000);
+  source->delay = 20ms;
+  Loader loader(config_for(source, 100, 1));
+  EXPECT_EQ(loader.next(1ns), nullptr);
+  const auto deadline = std::chrono::steady_clock::now() + 30s;
+  const auto wait_for = [&](bool quiet, std::chrono::nanoseconds since) {
+    while (Activity::quiet(since) != quiet && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(1ms);
+    }
+    return Activity::quiet(since) == quiet;
+  };
+  EXPECT_TRUE(wait_for(false, 0s));
+  EXPECT_TRUE(wait_for(true, 50ms));
+  EXPECT_LT(source->reads, 2000u);
   EXPECT_NE(loader.next(10s), nullptr);
 }
 

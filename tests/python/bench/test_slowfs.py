@@ -96,7 +96,7 @@ def test_latency_is_paid_by_every_open_and_read(backing: Path, tmp_path: Path) -
         began = time.perf_counter()
         (tmp_path / "mnt" / "small").read_bytes()
         took = time.perf_counter() - began
-    assert 0.1 <= took < 0.5
+    assert 0.1 <= took < 2
 
 
 @needs_fuse

@@ -18,6 +18,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/types.h>
@@ -92,23 +93,42 @@ void fault_key(int fd, char* key) {
   if (shadow_name(fd, "", name)) strcpy(key, strrchr(name, '/') + 1);
 }
 
+// What is kept appears at once, and in the order of the calls, whichever of the processes is killed
+// meanwhile.
+static int shadow_lock(void) {
+  char name[4400];
+  snprintf(name, sizeof name, "%s/lock", getenv("NOSTALL_FAULT_SHADOW"));
+  const int held = (int)syscall(SYS_openat, AT_FDCWD, name, O_WRONLY | O_CREAT | O_CLOEXEC, 0600);
+  while (flock(held, LOCK_EX) != 0 && errno == EINTR) continue;
+  return held;
+}
+static void shadow_name_partial(const char* name, char* partial) {
+  snprintf(partial, 4500, "%s.%d", name, (int)getpid());
+}
+static void shadow_complete(const char* partial, const char* name) {
+  if (syscall(SYS_renameat2, AT_FDCWD, partial, AT_FDCWD, name, 0) != 0) abort();
+}
+
 static void keep_bytes(int fd, const char* path) {
-  char name[4400], buffer[65536];
+  char name[4400], partial[4500], buffer[65536];
   if (!shadow_name(fd, "", name)) return;
+  shadow_name_partial(name, partial);
   const int from = (int)syscall(SYS_openat, AT_FDCWD, path, O_RDONLY | O_CLOEXEC);
   const int to =
-      (int)syscall(SYS_openat, AT_FDCWD, name, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+      (int)syscall(SYS_openat, AT_FDCWD, partial, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
   for (ssize_t n; from >= 0 && to >= 0 && (n = read(from, buffer, sizeof buffer)) > 0;) {
     if (syscall(SYS_write, to, buffer, n) != n) abort();
   }
   syscall(SYS_close, from);
   syscall(SYS_close, to);
+  shadow_complete(partial, name);
 }
 
 static void keep_names(int fd, const char* path) {
-  char name[4400], entry_path[4700], target[4400];
+  char name[4400], partial[4500], entry_path[4700], target[4400];
   if (!shadow_name(fd, ".names", name)) return;
-  FILE* out = fopen(name, "w");
+  shadow_name_partial(name, partial);
+  FILE* out = fopen(partial, "w");
   DIR* directory = opendir(path);
   for (struct dirent* e; out != NULL && directory != NULL && (e = readdir(directory)) != NULL;) {
     if (strcmp(e->d_name, ".") == 0 || strcmp(e->d_name, "..") == 0) continue;
@@ -120,7 +140,9 @@ static void keep_names(int fd, const char* path) {
     syscall(SYS_close, it);
   }
   if (directory != NULL) closedir(directory);
-  if (out != NULL) fclose(out);
+  if (out == NULL) return;
+  fclose(out);
+  shadow_complete(partial, name);
 }
 
 static int sync_fd(int fd, int (*really)(int)) {
@@ -132,11 +154,13 @@ static int sync_fd(int fd, int (*really)(int)) {
   const int counted = begin(path);
   if (getenv("NOSTALL_FAULT_SHADOW") != NULL) {
     struct stat s;
+    const int held = shadow_lock();
     if (fstat(fd, &s) == 0 && S_ISDIR(s.st_mode)) {
       keep_names(fd, path);
     } else {
       keep_bytes(fd, path);
     }
+    syscall(SYS_close, held);
   }
   end(counted);
   return 0;

@@ -29,12 +29,14 @@ def state_of(step: int) -> dict[str, Any]:
 
 @pytest.mark.multi
 @pytest.mark.parametrize("power_cut", [False, True], ids=["kill", "power-cut"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "nodes"), [(1, False), (2, False), (2, True)])
 def test_a_killed_job_leaves_the_newest_checkpoint_and_no_rubbish(
-    ranks: int, power_cut: bool
+    ranks: int, nodes: bool, power_cut: bool
 ) -> None:
     seed = random.randrange(1000)
-    result = campaign.run(6 // ranks, ranks=ranks, power_cut=power_cut, seed=seed, timeout=100)
+    result = campaign.run(
+        6 // ranks, ranks=ranks, power_cut=power_cut, seed=seed, timeout=100, nodes=nodes
+    )
     assert result["failures"] == [], f"seed {seed}"
     assert result["counts"].get("killed", 0) > 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -16,9 +17,10 @@ import numpy as np
 import pytest
 
 import nostall
-from nostall import Keep
+from nostall import Keep, _native
 from nostall.checkpoint.retention import decide
 from nostall.checkpoint.store import Store
+from nostall.checkpoint.window import choose_copying
 from nostall.errors import CorruptionError, UsageError
 
 
@@ -71,6 +73,78 @@ def test_a_window_reads_until_the_update(tmp_path: Path) -> None:
         for step in range(1, 6):
             found = ckpt.restore(step)
             assert found is not None and (found.state["w"] == step).all()
+
+
+def test_what_changes_outside_of_updates_is_copied_by_the_save(tmp_path: Path) -> None:
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    optimizer = torch.optim.Adam(model.parameters())
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        ckpt.attach(optimizer)
+        for step in range(6):
+            before = {k: v.clone() for k, v in model.state_dict().items()}
+            saved = ckpt.save({"model": model, "optimizer": optimizer}, step, window=True)
+            model(torch.randn(16, 8)).sum().backward()  # the running mean changes here
+            optimizer.step()
+            assert saved is not None
+            found = None
+            saved.wait("durable", 20)
+            found = ckpt.restore(step)
+            assert found is not None
+            for name, tensor in before.items():
+                assert torch.equal(found.state["model"][name], tensor), (step, name)
+    assert saved.copying.startswith(("lazily", "in_background"))
+
+
+def test_buckets_are_copied_as_updates_reach_them(tmp_path: Path) -> None:
+    import torch
+
+    first, second = (torch.nn.Parameter(torch.zeros(3_000_000)) for _ in range(2))
+    one, two = torch.optim.SGD([first], lr=1.0), torch.optim.SGD([second], lr=1.0)
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        ckpt.attach(one)
+        ckpt.attach(two)
+        ckpt._window_seconds, ckpt._engine.write_seconds = 100.0, 0.1
+        with ckpt.hold():  # the writer gets nothing done meanwhile
+            ckpt._engine.settings = dataclasses.replace(ckpt._engine.settings, gate_patience=60.0)
+            saved = ckpt.save({"a": first, "b": second}, 1, window=True)
+            assert saved is not None and saved.copying.startswith("lazily")
+            (image,) = [w._image for w in [ckpt._window] if w is not None]
+            for optimizer, parameter in ((one, first), (two, second)):
+                before = image.copied_bytes
+                parameter.grad = torch.full_like(parameter, -1.0)
+                optimizer.step()
+                assert 0 < image.copied_bytes - before <= 16 << 20
+        assert ckpt._window is None
+        saved.wait("durable", 20)
+        found = ckpt.restore()
+        assert found is not None
+        assert not found.state["a"].any() and not found.state["b"].any()
+    assert saved.copied_bytes == saved.bytes
+
+
+def test_a_window_that_is_long_enough_needs_no_copy(tmp_path: Path) -> None:
+    weights = np.arange(3_000_000, dtype=np.float32)
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        ckpt._window_seconds, ckpt._engine.write_seconds = 100.0, 0.1
+        saved = ckpt.save({"w": weights}, 1, window=True)
+        assert saved is not None
+        deadline = time.monotonic() + 20
+        while saved.level != "durable" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        ckpt.before_update()
+        weights[:] = 0
+        assert saved.copied_bytes == 0
+        found = ckpt.restore()
+        assert found is not None and (found.state["w"] == np.arange(3_000_000)).all()
+
+
+def test_copying_is_chosen_by_what_was_measured() -> None:
+    assert choose_copying(None, 1.0)[0] == _native.Copying.in_background
+    assert choose_copying(1.0, 0.5)[0] == _native.Copying.lazily
+    assert choose_copying(0.5, 0.5)[0] == _native.Copying.in_background
 
 
 def test_only_due_steps_are_saved_and_states_are_made_only_then(tmp_path: Path) -> None:
@@ -170,6 +244,36 @@ def test_hold_keeps_the_drain_back(tmp_path: Path) -> None:
             time.sleep(0.3)
             assert saved.level == "memory"
         saved.wait("durable", 20)
+
+
+def test_the_drain_leaves_loaders_and_gradients_alone(tmp_path: Path) -> None:
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
+        engine = ckpt._engine
+        engine.settings = dataclasses.replace(engine.settings, gate_patience=60.0)
+        with _native.Activity():  # as a loader that reads, or an engine that reduces
+            assert not _native.Activity.quiet()
+            saved = ckpt.save(state_of(1), 1, level="fast")
+            assert saved is not None
+            time.sleep(0.3)
+            assert saved.level == "fast"
+        deadline = time.monotonic() + 20
+        while saved.level != "durable" and time.monotonic() < deadline:  # nobody hurries it
+            time.sleep(0.01)
+        assert saved.level == "durable" and engine.gate.waited_seconds > 0
+
+
+def test_waiting_for_windows_takes_at_most_half_the_time_between_saves(tmp_path: Path) -> None:
+    with (
+        nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt,
+        _native.Activity(),  # for ever
+    ):
+        engine = ckpt._engine
+        ckpt.save(state_of(1), 1)
+        assert engine._patience(1000 << 20) == pytest.approx(60 / 2 / 250)
+        ckpt.save(state_of(2), 2)
+        assert engine._patience(1000 << 20) < 60 / 2 / 250
+        ckpt.wait(20)
+    assert steps_in(tmp_path / "durable") == [1, 2]
 
 
 def test_directories_belong_to_one_job(tmp_path: Path) -> None:

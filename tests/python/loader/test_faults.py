@@ -224,7 +224,8 @@ def test_a_forked_child_is_told_and_does_not_hang(image_folder: Path) -> None:
 
 
 RANK_PROGRAM = """
-import os, sys, time, nostall
+import os, signal, sys, time, nostall
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs start without one
 rank = int(sys.argv[1])
 loader = nostall.DataLoader(nostall.ImageFolder(sys.argv[2]), 4, epochs=1000, tiers=["ram:1MiB"],
                             rank=rank, world_size=2, local_rank=rank, local_world_size=2,

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 ENVIRONMENT = {
@@ -66,6 +67,12 @@ class Answer:
 def error(status: int, code: str) -> Answer:
     body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>"
     return Answer(status, {"Content-Type": "application/xml"}, body.encode())
+
+
+def cut(answer: Answer, after: int) -> Answer:
+    """The connection ends inside the body."""
+    answer.cut = min(after, len(answer.body))
+    return answer
 
 
 class Proxy:
@@ -153,3 +160,8 @@ class Proxy:
             handler.close_connection = True  # the client gave up, as it may
         if answer.cut >= 0:
             handler.close_connection = True
+
+
+def upload(bucket: Any, files: Path, below: str = "") -> None:
+    for path in sorted(p for p in files.rglob("*") if p.is_file()):
+        bucket.put_object(Key=below + str(path.relative_to(files)), Body=path.read_bytes())

@@ -165,8 +165,6 @@ def test_files_that_are_no_hdf5_or_cut(tmp_path: Path) -> None:
             nostall.HDF5(tmp_path / "b.h5", "images")
     with pytest.raises(IoError, match=r"none\.h5 does not exist"):
         nostall.HDF5(tmp_path / "none.h5", "images")
-    with pytest.raises(UsageError, match="s3://bucket"):
-        nostall.HDF5("s3://bucket/a.h5", "images")
 
 
 @pytest.mark.parametrize("filters", [{"compression": "gzip"}, {"fletcher32": True}])

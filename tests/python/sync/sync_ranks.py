@@ -11,7 +11,7 @@ from typing import Any
 
 
 def run_ranks(ranks: int, code: str, *, timeout: float = 300, check: bool = True) -> list[Any]:
-    """Runs `code` on every rank; what each assigned to `result`, or its last line of errors."""
+    """Runs `code` on every rank; what each assigned to `result`, or the last error that it printed."""
     program = (
         "import json, os, sys\nrank = int(os.environ['RANK'])\nresult = None\n"
         + code
@@ -48,7 +48,7 @@ def run_ranks(ranks: int, code: str, *, timeout: float = 300, check: bool = True
                 results.append(json.loads(lines[-1].removeprefix("RESULT ")))
                 continue
             assert not check, err
-            results.append((err.strip().splitlines() or [""])[-1])
+            results.append(([x for x in err.splitlines() if "Error" in x] or [""])[-1])
     finally:
         for process in started:
             process.kill()

@@ -1,0 +1,158 @@
+#include "nonblocking.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <utility>
+
+namespace nostall::mpi {
+namespace {
+
+// Requests under way and whose they are; few at a time.
+std::mutex& requests_mutex() {
+  static std::mutex mutex;
+  return mutex;
+}
+struct Place {
+  std::shared_ptr<Queue> queue;
+  uint64_t number = 0;
+};
+std::map<MPI_Request, Place>& requests() {
+  static std::map<MPI_Request, Place> all;
+  return all;
+}
+std::atomic<uint64_t>& under_way() {
+  static std::atomic<uint64_t> count{0};
+  return count;
+}
+
+// The calls of a generalized request; its state is the result of the operation.
+int query(void* state, MPI_Status* status) {
+  PMPI_Status_set_elements(status, MPI_BYTE, 0);
+  PMPI_Status_set_cancelled(status, 0);
+  status->MPI_SOURCE = MPI_UNDEFINED;
+  status->MPI_TAG = MPI_UNDEFINED;
+  return *static_cast<std::atomic<int>*>(state);
+}
+int release(void* state) {
+  delete static_cast<std::atomic<int>*>(state);
+  return MPI_SUCCESS;
+}
+int cancel(void*, int) { return MPI_SUCCESS; }
+
+}  // namespace
+
+uint64_t nonblocking_from() {
+  static const uint64_t from = []() -> uint64_t {
+    int provided = MPI_THREAD_SINGLE;
+    PMPI_Query_thread(&provided);
+    const char* wanted = std::getenv("NOSTALL_MPI_NONBLOCKING");
+    if (provided != MPI_THREAD_MULTIPLE || (wanted != nullptr && std::strcmp(wanted, "off") == 0)) {
+      return ~uint64_t{0};
+    }
+    return wanted == nullptr ? uint64_t{32} << 10 : std::strtoull(wanted, nullptr, 10);
+  }();
+  return from;
+}
+
+Queue::~Queue() {
+  drain();
+  {
+    const std::scoped_lock lock(mutex_);
+    ends_ = true;
+  }
+  more_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+int Queue::start(std::function<int()> operation, MPI_Request* request) {
+  auto result = std::make_unique<std::atomic<int>>(MPI_SUCCESS);
+  std::atomic<int>* state = result.get();
+  const int error = PMPI_Grequest_start(query, release, cancel, state, request);
+  if (error != MPI_SUCCESS) return error;
+  static_cast<void>(result.release());  // the request frees it
+  auto entry = std::make_shared<Entry>();
+  entry->request = *request;
+  entry->operation = [run = std::move(operation), state] { return *state = run(); };
+  {
+    const std::scoped_lock lock(mutex_);
+    waiting_.push_back(entry);
+    ++started_;
+    {
+      const std::scoped_lock of_requests(requests_mutex());
+      requests()[*request] = {shared_from_this(), started_};
+    }
+    under_way().fetch_add(1, std::memory_order_relaxed);
+    if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
+  }
+  more_.notify_one();
+  return MPI_SUCCESS;
+}
+
+void Queue::run_until(uint64_t number) {
+  for (;;) {
+    const std::scoped_lock one_at_a_time(running_);
+    std::shared_ptr<Entry> next;
+    {
+      const std::scoped_lock lock(mutex_);
+      if (finished_ >= number) return;
+      next = waiting_.front();
+      waiting_.pop_front();
+    }
+    next->operation();
+    Place last;  // whose queue this one is, until the end
+    {
+      const std::scoped_lock of_requests(requests_mutex());
+      const auto found = requests().find(next->request);
+      last = std::move(found->second);
+      requests().erase(found);
+    }
+    under_way().fetch_sub(1, std::memory_order_relaxed);
+    // From here on the program may free the request, and its handle may be used again.
+    PMPI_Grequest_complete(next->request);
+    const std::scoped_lock lock(mutex_);
+    ++finished_;
+  }
+}
+
+void Queue::serve() {
+  for (;;) {
+    uint64_t until = 0;
+    {
+      std::unique_lock lock(mutex_);
+      more_.wait(lock, [this] { return ends_ || started_ > finished_; });
+      if (started_ == finished_) return;
+      until = finished_ + 1;
+    }
+    run_until(until);
+  }
+}
+
+void Queue::drain() {
+  uint64_t until = 0;
+  {
+    const std::scoped_lock lock(mutex_);
+    if (started_ == finished_) return;
+    until = started_;
+  }
+  run_until(until);
+}
+
+bool Queue::idle() const {
+  const std::scoped_lock lock(mutex_);
+  return started_ == finished_;
+}
+
+void finish(MPI_Request request) {
+  if (under_way().load(std::memory_order_relaxed) == 0) return;
+  Place ours;
+  {
+    const std::scoped_lock lock(requests_mutex());
+    const auto found = requests().find(request);
+    if (found != requests().end()) ours = found->second;
+  }
+  if (ours.queue) ours.queue->run_until(ours.number);
+}
+
+}  // namespace nostall::mpi

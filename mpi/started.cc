@@ -1,0 +1,226 @@
+// What starts now and ends later: nonblocking and persistent calls, and the waits for requests.
+#include <cstdio>
+#include <utility>
+
+#include "base/error.h"
+#include "wrappers.h"
+
+namespace nostall::mpi {
+namespace {
+
+// The state of a communicator whose nonblocking calls may be ours: decided by what is the same on
+// all its ranks.
+CommunicatorState* background_state(MPI_Comm comm, uint64_t bytes) {
+  if (bytes < nonblocking_from() || bytes > 0x7fffffff) return nullptr;
+  CommunicatorState* state = known_state_of(comm);
+  return state != nullptr && state->passed == Passed::no && state->one_node ? state : nullptr;
+}
+
+int start(CommunicatorState& state, std::function<void()> run, MPI_Request* request) {
+  counters().background.fetch_add(1, std::memory_order_relaxed);
+  if (!state.queue) state.queue = std::make_shared<Queue>();
+  const auto guarded = [run = std::move(run)] {
+    try {
+      run();
+    } catch (const Error& error) {
+      std::fprintf(stderr, "nostall: %s\n", error.what());
+      // Its communicator may have been freed.
+      PMPI_Comm_call_errhandler(MPI_COMM_WORLD, MPI_ERR_OTHER);
+      return MPI_ERR_OTHER;
+    }
+    return MPI_SUCCESS;
+  };
+  return state.queue->start(guarded, request);
+}
+
+template <typename Pass>
+int left_to_mpi(Pass pass) {
+  counters().nonblocking.fetch_add(1, std::memory_order_relaxed);
+  return pass();
+}
+
+template <typename Pass>
+int iallreduce(const void* send, void* receive, uint64_t count, MPI_Datatype type, MPI_Op op,
+               MPI_Comm comm, MPI_Request* request, Pass pass) {
+  CommunicatorState* state = background_state(comm, bytes_of(count, type));
+  // A user's operation may not expect to run beside the program.
+  const MpiReducer* found = state == nullptr ? nullptr : MpiReducer::find(type, op);
+  if (found == nullptr || !found->has_kernel()) return left_to_mpi(pass);
+  const collective::Reducer reducer = found->get();
+  const uint64_t bytes = count * reducer.element_bytes();
+  const bool in_place = send == MPI_IN_PLACE;
+  auto out = std::make_shared<Aligned>(receive, bytes, reducer.alignment(), in_place);
+  auto in = in_place ? out : std::make_shared<Aligned>(send, bytes, reducer.alignment(), true);
+  const auto run = [node = state->node.get(), in, out, count, reducer] {
+    node->allreduce(in->get(), out->get(), count, reducer);
+    out->write_back();
+  };
+  return start(*state, run, request);
+}
+
+template <typename Pass>
+int ireduce(const void* send, void* receive, uint64_t count, MPI_Datatype type, MPI_Op op, int root,
+            MPI_Comm comm, MPI_Request* request, Pass pass) {
+  CommunicatorState* state = background_state(comm, bytes_of(count, type));
+  const MpiReducer* found = state == nullptr ? nullptr : MpiReducer::find(type, op);
+  if (found == nullptr || !found->has_kernel() || root < 0 || root >= state->ranks) {
+    return left_to_mpi(pass);
+  }
+  const collective::Reducer reducer = found->get();
+  const uint64_t bytes = count * reducer.element_bytes();
+  const bool is_root = state->rank == root, in_place = send == MPI_IN_PLACE;
+  auto out = std::make_shared<Aligned>(is_root ? receive : nullptr, is_root ? bytes : 0,
+                                       reducer.alignment(), in_place);
+  auto in = in_place ? out : std::make_shared<Aligned>(send, bytes, reducer.alignment(), true);
+  const auto run = [node = state->node.get(), in, out, count, reducer, root, is_root] {
+    node->reduce(in->get(), out->get(), count, reducer, static_cast<uint32_t>(root));
+    if (is_root) out->write_back();
+  };
+  return start(*state, run, request);
+}
+
+template <typename Pass>
+int ibcast(void* buffer, uint64_t count, MPI_Datatype type, int root, MPI_Comm comm,
+           MPI_Request* request, Pass pass) {
+  const uint64_t bytes = bytes_of(count, type);
+  CommunicatorState* state = background_state(comm, bytes);
+  if (state == nullptr || root < 0 || root >= state->ranks) return left_to_mpi(pass);
+  const bool is_root = state->rank == root;
+  auto data = std::make_shared<Packed>(buffer, count, type, comm, is_root);
+  const auto run = [node = state->node.get(), data, root, is_root] {
+    const uint64_t n = data->bytes();
+    node->broadcast(n == 0 ? nullptr : data->get(), n, n == 0 ? 0 : static_cast<uint32_t>(root));
+    if (!is_root) data->unpack();
+  };
+  return start(*state, run, request);
+}
+
+template <typename Pass>
+int ibarrier(MPI_Comm comm, MPI_Request* request, Pass pass) {
+  CommunicatorState* state = background_state(comm, 0);
+  if (state == nullptr) return left_to_mpi(pass);
+  return start(
+      *state, [node = state->node.get()] { node->barrier(); }, request);
+}
+
+template <typename Pass>
+int persistent(Pass pass) {
+  counters().persistent.fetch_add(1, std::memory_order_relaxed);
+  return pass();
+}
+
+}  // namespace
+}  // namespace nostall::mpi
+
+namespace own = nostall::mpi;
+
+NOSTALL_EXPORT int MPI_Iallreduce(const void* send, void* receive, int count, MPI_Datatype type,
+                                  MPI_Op op, MPI_Comm comm, MPI_Request* request) {
+  const auto pass = [&] { return PMPI_Iallreduce(send, receive, count, type, op, comm, request); };
+  return count < 0 ? pass()
+                   : own::iallreduce(send, receive, static_cast<uint64_t>(count), type, op, comm,
+                                     request, pass);
+}
+NOSTALL_EXPORT int MPI_Ireduce(const void* send, void* receive, int count, MPI_Datatype type,
+                               MPI_Op op, int root, MPI_Comm comm, MPI_Request* request) {
+  const auto pass = [&] {
+    return PMPI_Ireduce(send, receive, count, type, op, root, comm, request);
+  };
+  return count < 0 ? pass()
+                   : own::ireduce(send, receive, static_cast<uint64_t>(count), type, op, root, comm,
+                                  request, pass);
+}
+NOSTALL_EXPORT int MPI_Ibcast(void* buffer, int count, MPI_Datatype type, int root, MPI_Comm comm,
+                              MPI_Request* request) {
+  const auto pass = [&] { return PMPI_Ibcast(buffer, count, type, root, comm, request); };
+  return count < 0
+             ? pass()
+             : own::ibcast(buffer, static_cast<uint64_t>(count), type, root, comm, request, pass);
+}
+NOSTALL_EXPORT int MPI_Ibarrier(MPI_Comm comm, MPI_Request* request) {
+  return own::ibarrier(comm, request, [&] { return PMPI_Ibarrier(comm, request); });
+}
+
+// Whoever waits for one of ours runs it instead of spinning.
+NOSTALL_EXPORT int MPI_Wait(MPI_Request* request, MPI_Status* status) {
+  own::finish(*request);
+  return PMPI_Wait(request, status);
+}
+NOSTALL_EXPORT int MPI_Waitall(int count, MPI_Request* requests, MPI_Status* statuses) {
+  for (int i = 0; i < count; ++i) own::finish(requests[i]);
+  return PMPI_Waitall(count, requests, statuses);
+}
+
+#if MPI_VERSION >= 4
+NOSTALL_EXPORT int MPI_Iallreduce_c(const void* send, void* receive, MPI_Count count,
+                                    MPI_Datatype type, MPI_Op op, MPI_Comm comm,
+                                    MPI_Request* request) {
+  const auto pass = [&] {
+    return PMPI_Iallreduce_c(send, receive, count, type, op, comm, request);
+  };
+  return count < 0 ? pass()
+                   : own::iallreduce(send, receive, static_cast<uint64_t>(count), type, op, comm,
+                                     request, pass);
+}
+NOSTALL_EXPORT int MPI_Ireduce_c(const void* send, void* receive, MPI_Count count,
+                                 MPI_Datatype type, MPI_Op op, int root, MPI_Comm comm,
+                                 MPI_Request* request) {
+  const auto pass = [&] {
+    return PMPI_Ireduce_c(send, receive, count, type, op, root, comm, request);
+  };
+  return count < 0 ? pass()
+                   : own::ireduce(send, receive, static_cast<uint64_t>(count), type, op, root, comm,
+                                  request, pass);
+}
+NOSTALL_EXPORT int MPI_Ibcast_c(void* buffer, MPI_Count count, MPI_Datatype type, int root,
+                                MPI_Comm comm, MPI_Request* request) {
+  const auto pass = [&] { return PMPI_Ibcast_c(buffer, count, type, root, comm, request); };
+  return count < 0
+             ? pass()
+             : own::ibcast(buffer, static_cast<uint64_t>(count), type, root, comm, request, pass);
+}
+#endif
+
+// Open MPI has these before the rest of MPI 4.
+#if MPI_VERSION >= 4 || (defined(OMPI_MAJOR_VERSION) && OMPI_MAJOR_VERSION >= 5)
+NOSTALL_EXPORT int MPI_Allreduce_init(const void* send, void* receive, int count, MPI_Datatype type,
+                                      MPI_Op op, MPI_Comm comm, MPI_Info info,
+                                      MPI_Request* request) {
+  return own::persistent(
+      [&] { return PMPI_Allreduce_init(send, receive, count, type, op, comm, info, request); });
+}
+NOSTALL_EXPORT int MPI_Reduce_init(const void* send, void* receive, int count, MPI_Datatype type,
+                                   MPI_Op op, int root, MPI_Comm comm, MPI_Info info,
+                                   MPI_Request* request) {
+  return own::persistent(
+      [&] { return PMPI_Reduce_init(send, receive, count, type, op, root, comm, info, request); });
+}
+NOSTALL_EXPORT int MPI_Bcast_init(void* buffer, int count, MPI_Datatype type, int root,
+                                  MPI_Comm comm, MPI_Info info, MPI_Request* request) {
+  return own::persistent(
+      [&] { return PMPI_Bcast_init(buffer, count, type, root, comm, info, request); });
+}
+NOSTALL_EXPORT int MPI_Barrier_init(MPI_Comm comm, MPI_Info info, MPI_Request* request) {
+  return own::persistent([&] { return PMPI_Barrier_init(comm, info, request); });
+}
+#endif
+#if MPI_VERSION >= 4
+NOSTALL_EXPORT int MPI_Allreduce_init_c(const void* send, void* receive, MPI_Count count,
+                                        MPI_Datatype type, MPI_Op op, MPI_Comm comm, MPI_Info info,
+                                        MPI_Request* request) {
+  return own::persistent(
+      [&] { return PMPI_Allreduce_init_c(send, receive, count, type, op, comm, info, request); });
+}
+NOSTALL_EXPORT int MPI_Reduce_init_c(const void* send, void* receive, MPI_Count count,
+                                     MPI_Datatype type, MPI_Op op, int root, MPI_Comm comm,
+                                     MPI_Info info, MPI_Request* request) {
+  return own::persistent([&] {
+    return PMPI_Reduce_init_c(send, receive, count, type, op, root, comm, info, request);
+  });
+}
+NOSTALL_EXPORT int MPI_Bcast_init_c(void* buffer, MPI_Count count, MPI_Datatype type, int root,
+                                    MPI_Comm comm, MPI_Info info, MPI_Request* request) {
+  return own::persistent(
+      [&] { return PMPI_Bcast_init_c(buffer, count, type, root, comm, info, request); });
+}
+#endif

@@ -1,0 +1,77 @@
+// mpi/wrappers.h - what the functions that stand for the MPI's have in common.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "mpi_state.h"
+
+#define NOSTALL_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace nostall::mpi {
+
+// A buffer whose address our kernels accept, and its way back.
+class Aligned {
+ public:
+  Aligned(const void* data, uint64_t bytes, size_t alignment, bool fill) : data_(data) {
+    if (reinterpret_cast<uintptr_t>(data) % alignment == 0) return;
+    copy_.resize(bytes);
+    if (fill) std::memcpy(copy_.data(), data, bytes);
+  }
+  void* get() { return copy_.empty() ? const_cast<void*>(data_) : copy_.data(); }
+  void write_back() {
+    if (!copy_.empty()) std::memcpy(const_cast<void*>(data_), copy_.data(), copy_.size());
+  }
+
+ private:
+  const void* data_;
+  std::vector<std::byte> copy_;
+};
+
+inline uint64_t bytes_of(uint64_t count, MPI_Datatype type) {
+  int size = 0;
+  PMPI_Type_size(type, &size);
+  return count * static_cast<uint64_t>(size > 0 ? size : 0);
+}
+
+// The bytes of a message that may have gaps, as all ranks see them; the type may be freed
+// meanwhile.
+class Packed {
+ public:
+  Packed(void* buffer, uint64_t count, MPI_Datatype type, MPI_Comm comm, bool fill)
+      : buffer_(buffer), count_(static_cast<int>(count)), bytes_(bytes_of(count, type)) {
+    uint64_t element = 0;
+    if (bytes_ == 0 || is_contiguous(type, &element)) return;
+    PMPI_Type_dup(type, &type_);
+    packed_.resize(bytes_);
+    int position = 0;
+    if (fill) {
+      PMPI_Pack(buffer_, count_, type_, packed_.data(), static_cast<int>(bytes_), &position, comm);
+    }
+  }
+  ~Packed() {
+    if (type_ != MPI_DATATYPE_NULL) PMPI_Type_free(&type_);
+  }
+  Packed(const Packed&) = delete;
+  Packed& operator=(const Packed&) = delete;
+
+  void* get() { return packed_.empty() ? buffer_ : packed_.data(); }
+  uint64_t bytes() const { return bytes_; }
+  void unpack() {
+    int position = 0;
+    if (packed_.empty()) return;
+    PMPI_Unpack(packed_.data(), static_cast<int>(bytes_), &position, buffer_, count_, type_,
+                MPI_COMM_SELF);
+  }
+
+ private:
+  void* buffer_;
+  const int count_;
+  const uint64_t bytes_;
+  MPI_Datatype type_ = MPI_DATATYPE_NULL;
+  std::vector<std::byte> packed_;
+};
+
+}  // namespace nostall::mpi

@@ -1,0 +1,342 @@
+"""Nodes with a fast directory each: they complete checkpoints together, and help each other out.
+
+Every rank writes its part to its own node. Rank 0 hears from all ranks that their part is on its
+device, then has every node write the manifest; the first of these renames completes the checkpoint,
+for all parts are safe by then, and a node that misses the manifest takes it over from another one
+at the next start. With a partner, a part counts as safe when the next node has a copy of it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nostall import _native
+from nostall.checkpoint.format import Manifest, Part
+from nostall.checkpoint.store import LARGEST_STEP, Store, sync_directory
+from nostall.checkpoint.stream import Listener, Stream, connect
+from nostall.errors import CorruptionError, Error, IoError, PeerError
+
+_log = logging.getLogger("nostall")
+_REMEMBERED = 1000  # saves
+_THREADS = 2
+
+
+@dataclass(frozen=True)
+class Held:
+    """A checkpoint as the nodes have it together: `holders` are the nodes that have each part."""
+
+    manifest: Manifest
+    holders: dict[str, list[int]]
+
+    @property
+    def lost(self) -> list[int]:
+        """Ranks whose part is on no node."""
+        return [p.rank for p in self.manifest.parts if not self.holders.get(p.name)]
+
+
+def holdings(store: Store) -> list[dict[str, Any]]:
+    """What a node has: manifests, and the sizes of files; plain values, for an allgather."""
+    found = []
+    for step in store.steps():
+        entry = store.entry(step)
+        manifest = entry.manifest if entry is not None else None
+        text = manifest.to_bytes().decode() if manifest is not None else None
+        found.append({"step": step, "manifest": text, "files": store.files(step)})
+    return found
+
+
+def together(per_node: Sequence[Sequence[dict[str, Any]]]) -> list[Held]:
+    """The checkpoints of all nodes, newest first; of a step that was saved again the newest save."""
+    newest: dict[int, Manifest] = {}
+    for node, found in enumerate(per_node):
+        for values in found:
+            if values["manifest"] is None:
+                continue
+            manifest = Manifest.from_bytes(values["manifest"].encode(), f"node {node}")
+            known = newest.get(manifest.step)
+            if known is None or manifest.created > known.created:
+                newest[manifest.step] = manifest
+    held = []
+    for step, manifest in sorted(newest.items(), reverse=True):
+        # Names carry the id of their save, so a node's files count whatever manifest it has.
+        files = [
+            {name: size for v in found if v["step"] == step for name, size in v["files"].items()}
+            for found in per_node
+        ]
+        holders = {
+            part.name: [i for i, here in enumerate(files) if here.get(part.name) == part.size]
+            for part in manifest.parts
+        }
+        held.append(Held(manifest, holders))
+    return held
+
+
+class Nodes:
+    """This rank among the nodes of a job.
+
+    Args:
+        store: the node's own fast directory.
+        rank: this process.
+        groups: the ranks of each node, in order.
+        secret: the job's.
+        partner: whether parts are copied to the next node.
+        timeout: seconds of silence that end a conversation.
+
+    `addresses`, of each node's first rank, who listens, are set once they are known.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        groups: Sequence[Sequence[int]],
+        secret: bytes,
+        *,
+        partner: bool,
+        timeout: float,
+    ) -> None:
+        self.store, self.rank, self.groups = store, rank, groups
+        self.node = next(i for i, group in enumerate(groups) if rank in group)
+        self.leader = groups[self.node][0] == rank
+        self.partner = (self.node + 1) % len(groups) if partner else None
+        self.addresses: list[tuple[str, int]] = []
+        self._secret, self._timeout = secret, timeout
+        self._changed = threading.Condition()
+        self._notes: OrderedDict[str, dict[int, Any]] = OrderedDict()
+        self._decided: OrderedDict[str, str] = OrderedDict()
+        self._listener = Listener(self._answer, secret, timeout + 30) if self.leader else None
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Where this rank listens."""
+        return self._listener.address if self._listener is not None else None
+
+    def close(self) -> None:
+        """Answers nobody any more."""
+        if self._listener is not None:
+            self._listener.close()
+
+    # ------------------------------------------------------------------ answering
+
+    def _answer(self, question: dict[str, Any], stream: Stream) -> None:
+        answers: dict[str, Callable[[dict[str, Any], Stream], None]] = {
+            "note": self._hear_note,
+            "publish": self._hear_publish,
+            "put": self._hear_put,
+            "get": self._hear_get,
+            "drop": self._hear_drop,
+        }
+        try:
+            answers[str(question["ask"])](question, stream)
+        except (KeyError, TypeError, ValueError) as error:
+            stream.send({"error": f"a question that makes no sense: {error}"})
+        except (Error, OSError) as error:
+            with contextlib.suppress(OSError):
+                stream.send({"error": str(error)})
+
+    def _hear_note(self, question: dict[str, Any], stream: Stream) -> None:
+        id = str(question["id"])
+        self._take_note(id, int(question["rank"]), question["note"])
+        with self._changed:
+            self._changed.wait_for(lambda: id in self._decided, self._timeout)
+            reason = self._decided.get(id, "rank 0 did not decide in time")
+        stream.send({"reason": reason})
+
+    def _hear_publish(self, question: dict[str, Any], stream: Stream) -> None:
+        manifest = Manifest.from_bytes(str(question["manifest"]).encode(), "rank 0's manifest")
+        self.store.prepare(_checked(manifest.step))
+        self.store.publish(manifest)
+        stream.send({"error": ""})
+
+    def _hear_put(self, question: dict[str, Any], stream: Stream) -> None:
+        step, part = _checked(question["step"]), Part.from_dict(question["part"])
+        path = self.store.prepare(step) / part.name
+        status = os.statvfs(path.parent)
+        if status.f_bavail * status.f_frsize < part.size:
+            raise IoError(f"{self.store.root} has no room for a partner's {part.size} bytes")
+        stream.send({"error": ""})
+        _receive(stream, path, part)
+        stream.send({"error": ""})
+
+    def _hear_get(self, question: dict[str, Any], stream: Stream) -> None:
+        step, part = _checked(question["step"]), Part.from_dict(question["part"])
+        if not self.store.has(step, part):
+            raise IoError(f"{self.store.directory(step) / part.name} is not there")
+        stream.send({"error": ""})
+        stream.send_file(self.store.directory(step) / part.name, part.size)
+
+    def _hear_drop(self, question: dict[str, Any], stream: Stream) -> None:
+        part = Part.from_dict(question["part"])
+        self.store.discard(_checked(question["step"]), part.name)
+        stream.send({"error": ""})
+
+    # ------------------------------------------------------------------ asking
+
+    def _ask(self, node: int, question: dict[str, Any]) -> Stream:
+        """The stream, after an answer without error. The caller closes it."""
+        stream = connect(self.addresses[node], self._secret, self._timeout + 10)
+        try:
+            stream.send(question)
+            if error := stream.receive().get("error", ""):
+                raise IoError(f"node {node}: {error}")
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    def fetch(self, step: int, part: Part, node: int, path: Path) -> None:
+        """A part that another node has, checked, into the file `path`.
+
+        Raises:
+            PeerError, IoError: the node does not have it any more.
+            CorruptionError: its copy is damaged.
+        """
+        question = {"ask": "get", "step": step, "part": part.to_dict()}
+        try:
+            with contextlib.closing(self._ask(node, question)) as stream:
+                _receive(stream, path, part)
+        except OSError as error:
+            if isinstance(error, Error):
+                raise
+            raise IoError(f"cannot fetch {path} from node {node}: {error}") from error
+
+    def give_partner(self, step: int, part: Part) -> str:
+        """Copies this rank's part to the next node; why not, or ""."""
+        if self.partner is None:
+            return ""
+        question = {"ask": "put", "step": step, "part": part.to_dict()}
+        try:
+            with contextlib.closing(self._ask(self.partner, question)) as stream:
+                stream.send_file(self.store.directory(step) / part.name, part.size)
+                error = str(stream.receive().get("error", ""))
+        except (Error, OSError) as failed:
+            error = str(failed)
+        return error
+
+    def take_back(self, step: int, part: Part) -> None:
+        """The partner's copy of a part that no checkpoint will name."""
+        if self.partner is not None:
+            with contextlib.suppress(Error, OSError):
+                self._ask(
+                    self.partner, {"ask": "drop", "step": step, "part": part.to_dict()}
+                ).close()
+
+    # ------------------------------------------------------------------ completing
+
+    def commit(
+        self, manifest: Manifest, mine: Part | str | None, stopped: Callable[[], bool]
+    ) -> tuple[str, bool]:
+        """As `Store.commit`: all ranks' parts become one checkpoint, or none does.
+
+        Returns:
+            "" or why not, and whether that is certain: if not, the part must stay.
+        """
+        note = {"failed": mine} if isinstance(mine, str) else mine and mine.to_dict()
+        if self.rank != 0:
+            told = False
+            try:
+                stream = connect(self.addresses[0], self._secret, self._timeout + 40)
+                with contextlib.closing(stream):
+                    told = True
+                    stream.send({"ask": "note", "id": manifest.id, "rank": self.rank, "note": note})
+                    return str(stream.receive().get("reason", "")), True
+            except (Error, OSError) as error:
+                entry = self.store.entry(manifest.step)
+                if entry is not None and entry.manifest and entry.manifest.id == manifest.id:
+                    return "", True  # complete: the answer alone was lost
+                return f"rank 0 cannot be asked: {error}", not told
+        self._take_note(manifest.id, 0, note)
+        reason = self._decide(manifest, stopped)
+        with self._changed:
+            self._decided[manifest.id] = reason
+            self._notes.pop(manifest.id, None)
+            while len(self._decided) > _REMEMBERED:
+                self._decided.popitem(last=False)
+            self._changed.notify_all()
+        return reason, True
+
+    def _take_note(self, id: str, rank: int, note: Any) -> None:
+        with self._changed:
+            if id not in self._decided:
+                self._notes.setdefault(id, {})[rank] = note
+                while len(self._notes) > _REMEMBERED:
+                    self._notes.popitem(last=False)
+            self._changed.notify_all()
+
+    def _decide(self, manifest: Manifest, stopped: Callable[[], bool]) -> str:
+        """Waits for all ranks, then has the nodes complete the checkpoint; why not, or ""."""
+        writers = [0] if manifest.replicated else list(range(manifest.world_size))
+        deadline = time.monotonic() + self._timeout
+        notes: dict[int, Any] = {}
+        while True:
+            with self._changed:
+                notes = dict(self._notes.get(manifest.id, {}))
+                failed = [(r, n["failed"]) for r, n in notes.items() if n and "failed" in n]
+                late = [r for r in writers if r not in notes]
+                if failed:
+                    return f"rank {failed[0][0]}: {failed[0][1]}"
+                if not late:
+                    break
+                if stopped():
+                    return "stopped"
+                if time.monotonic() > deadline:
+                    return f"ranks {late} did not finish their part in time"
+                self._changed.wait(0.1)
+        try:
+            parts = tuple(Part.from_dict(notes[r]) for r in writers)
+        except (KeyError, TypeError, ValueError) as error:
+            return f"a rank's word cannot be read: {error}"
+        whole = dataclasses.replace(manifest, parts=parts, spread=True)
+        return self._publish_everywhere(whole)
+
+    def _publish_everywhere(self, manifest: Manifest) -> str:
+        problems, done = [], 0
+        for node in range(len(self.groups)):
+            try:
+                if node == self.node:
+                    self.store.prepare(manifest.step)
+                    self.store.publish(manifest)
+                else:
+                    text = manifest.to_bytes().decode()
+                    self._ask(node, {"ask": "publish", "manifest": text}).close()
+                done += 1
+            except (Error, OSError) as error:
+                problems.append(f"node {node}: {error}")
+        if done and problems:
+            _log.warning(
+                "the checkpoint of step %d is complete, but not all nodes know: %s",
+                manifest.step,
+                "; ".join(problems),
+            )
+        return "" if done else "; ".join(problems)
+
+
+def _checked(step: Any) -> int:
+    if type(step) is not int or not 0 <= step <= LARGEST_STEP:
+        raise PeerError(f"{step!r} is not a step")
+    return step
+
+
+def _receive(stream: Stream, path: Path, part: Part) -> None:
+    """A part into the file `path`: all of it, checked and on its device, or not at all."""
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        stream.receive_file(partial, part.size)
+        bad = _native.check_file(str(partial), part.size, list(part.crcs), _THREADS)
+        if bad:
+            raise CorruptionError(f"{path} arrived with {len(bad)} damaged blocks")
+        os.rename(partial, path)
+        sync_directory(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)

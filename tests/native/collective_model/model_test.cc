@@ -1,0 +1,222 @@
+// Every schedule of two ranks with few preemptions, random ones of three, and long runs with delays
+// at every operation on shared atomics: no lost wake-up, no mix-up of one call with the next.
+//
+//   NOSTALL_MODEL_PREEMPTIONS=3 NOSTALL_MODEL_SCHEDULES=10000000 test_collective_model
+//   NOSTALL_STRESS_CALLS=10000000 test_collective_model --gtest_filter='Stress.*'
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
+
+#include "base/futex.h"
+#include "collective/communicator.h"
+#include "ranks.h"
+#include "scheduler.h"
+
+namespace nostall::collective {
+namespace {
+
+using testing::config_of;
+using testing::fresh_job;
+
+uint64_t setting(const char* name, uint64_t otherwise) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
+}
+
+// Communicators of ranks in this process, for threads to use.
+std::vector<std::unique_ptr<Communicator>> join(uint32_t ranks) {
+  std::vector<std::unique_ptr<Communicator>> all(ranks);
+  std::vector<std::thread> threads;
+  const std::string job = fresh_job();
+  for (uint32_t r = 0; r < ranks; ++r) {
+    threads.emplace_back([&all, &job, r, ranks] {
+      all[r] = std::make_unique<Communicator>(config_of(job, r, ranks));
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return all;
+}
+
+const Reducer& sum() {
+  static const Reducer reducer(Op::sum, DataType::int32);
+  return reducer;
+}
+
+// What a rank calls; false if the result is wrong.
+using Calls = std::function<bool(Communicator&)>;
+
+model::Findings explore(uint32_t ranks, const Calls& calls, const model::Limits& limits) {
+  const auto communicators = join(ranks);
+  std::atomic<bool> right{true};
+  std::string error;
+  std::vector<model::Body> bodies;
+  for (const auto& communicator : communicators) {
+    bodies.emplace_back([&calls, &right, c = communicator.get()] {
+      try {
+        if (!calls(*c)) right = false;
+      } catch (const std::exception& thrown) {
+        std::fprintf(stderr, "rank %u: %s\n", c->rank(), thrown.what());
+        right = false;
+      }
+    });
+  }
+  const model::Findings found = model::explore(bodies, limits);
+  EXPECT_EQ(found.deadlocks, 0U) << "nobody could run after " << found.first;
+  EXPECT_TRUE(right) << "a wrong result in one of " << found.schedules << " schedules";
+  std::printf("%llu schedules%s\n", static_cast<unsigned long long>(found.schedules),
+              found.exhausted ? ", all there are" : "");
+  return found;
+}
+
+bool allreduce_is_right(Communicator& c, Algorithm algorithm, uint64_t count, int32_t call) {
+  std::vector<int32_t> data(count, static_cast<int32_t>(c.rank() + 1) * call);
+  c.allreduce(data.data(), data.data(), count, sum(), {.algorithm = algorithm});
+  const auto ranks = static_cast<int32_t>(c.ranks());
+  return data.front() == ranks * (ranks + 1) / 2 * call && data.back() == data.front();
+}
+
+bool reduce_is_right(Communicator& c, Algorithm algorithm, uint64_t count, int32_t call) {
+  std::vector<int32_t> data(count, static_cast<int32_t>(c.rank() + 1) * call);
+  const uint32_t root = static_cast<uint32_t>(call) % c.ranks();
+  c.reduce(data.data(), data.data(), count, sum(), root, {.algorithm = algorithm});
+  const auto ranks = static_cast<int32_t>(c.ranks());
+  return c.rank() != root || data.back() == ranks * (ranks + 1) / 2 * call;
+}
+
+struct Scenario {
+  const char* name;
+  Calls calls;
+};
+void PrintTo(const Scenario& scenario, std::ostream* out) { *out << scenario.name; }
+
+// Back to back, so that a rank is in the next call while another is still in the last.
+const Scenario kScenarios[]{
+    {"exchange",
+     [](Communicator& c) {
+       return allreduce_is_right(c, Algorithm::cooperative, 3, 1) &&
+              allreduce_is_right(c, Algorithm::cooperative, 3, 2) &&
+              allreduce_is_right(c, Algorithm::cooperative, 3, 3);
+     }},
+    {"arrival_leader",
+     [](Communicator& c) {
+       return allreduce_is_right(c, Algorithm::arrival_leader, 3, 1) &&
+              allreduce_is_right(c, Algorithm::arrival_leader, 3, 2);
+     }},
+    {"pipeline",
+     [](Communicator& c) {
+       return allreduce_is_right(c, Algorithm::cooperative, 6000, 1) &&
+              allreduce_is_right(c, Algorithm::cooperative, 2000, 2);
+     }},
+    {"early_leave",
+     [](Communicator& c) {
+       return reduce_is_right(c, Algorithm::cooperative, 3, 1) &&
+              reduce_is_right(c, Algorithm::arrival_chain, 2000, 2) &&
+              reduce_is_right(c, Algorithm::arrival_leader, 3, 3);
+     }},
+    {"mixed",
+     [](Communicator& c) {
+       int32_t word = c.rank() == 1 ? 77 : 0;
+       c.broadcast(&word, sizeof word, 1);
+       const bool first = reduce_is_right(c, Algorithm::cooperative, 2000, 1);
+       c.barrier();
+       return word == 77 && first && allreduce_is_right(c, Algorithm::ring, 5, 2);
+     }},
+    {"in_place",
+     [](Communicator& c) {
+       auto* data = static_cast<int32_t*>(c.allocate(80'000));
+       bool right = true;
+       for (int32_t call = 1; call <= 2; ++call) {
+         std::fill(data, data + 20'000, static_cast<int32_t>(c.rank() + 1) * call);
+         c.allreduce(data, data, 20'000, sum());
+         const auto ranks = static_cast<int32_t>(c.ranks());
+         right = right && data[0] == ranks * (ranks + 1) / 2 * call && data[19'999] == data[0];
+       }
+       c.barrier();
+       c.release(data);
+       return right;
+     }},
+};
+
+class Schedules : public ::testing::TestWithParam<Scenario> {};
+INSTANTIATE_TEST_SUITE_P(Of, Schedules, ::testing::ValuesIn(kScenarios),
+                         [](const auto& each) { return std::string(each.param.name); });
+
+TEST_P(Schedules, OfTwoRanksAllGiveTheResult) {
+  const auto preemptions = static_cast<uint32_t>(setting("NOSTALL_MODEL_PREEMPTIONS", 1));
+  const uint64_t schedules = setting("NOSTALL_MODEL_SCHEDULES", 3000);
+  const auto found =
+      explore(2, GetParam().calls, {.preemptions = preemptions, .schedules = schedules});
+  EXPECT_TRUE(found.exhausted || found.schedules == schedules);
+  EXPECT_GT(found.schedules, 20U);
+}
+
+TEST_P(Schedules, OfThreeRanksAtRandomGiveTheResult) {
+  const uint64_t schedules = setting("NOSTALL_MODEL_SCHEDULES", 60);
+  const auto found = explore(3, GetParam().calls, {.schedules = schedules, .seed = 20261});
+  EXPECT_EQ(found.schedules, schedules);
+}
+
+// That it would find one: who sleeps looks at the flag before he says that he sleeps.
+TEST(Explorer, FindsALostWakeUp) {
+  for (const bool looks_again : {false, true}) {
+    model::Atomic<uint32_t> flag{0}, asleep{0};
+    uint32_t sleeps = 0, wakes = 0;  // runs; flags only grow, as in the collectives
+    const auto sleeper = [&] {
+      const uint32_t run = ++sleeps;
+      if (flag.load() >= run) return;
+      asleep.store(1);
+      if (!looks_again || flag.load() < run) model::futex_wait(asleep, 1, {});
+      asleep.store(0);
+    };
+    const auto waker = [&] {
+      flag.store(++wakes);
+      if (asleep.load() == 0) return;
+      asleep.store(0);
+      model::futex_wake_all(asleep);
+    };
+    const auto found = model::explore({sleeper, waker}, {.preemptions = 1, .schedules = 1000});
+    EXPECT_EQ(found.deadlocks, looks_again ? 0U : 1U);
+  }
+}
+
+// Ranks that run at once, late by chance anywhere; a lost wake-up stops them for ever.
+TEST(Stress, SmallCallsWithDelaysAtEveryAtomic) {
+  const uint64_t calls = setting("NOSTALL_STRESS_CALLS", 1000);
+  const auto ranks = static_cast<uint32_t>(setting("NOSTALL_STRESS_RANKS", 3));
+  const auto communicators = join(ranks);
+  std::atomic<uint64_t> done{0}, wrong{0};
+  std::vector<std::thread> threads;
+  for (uint32_t r = 0; r < ranks; ++r) {
+    threads.emplace_back([&, r] {
+      const model::Delays delays(r + 1);
+      Communicator& c = *communicators[r];
+      for (uint64_t call = 1; call <= calls; ++call) {
+        const auto value = static_cast<int32_t>(call % 1000 + 1);
+        if (!allreduce_is_right(c, Algorithm::cooperative, 2, value)) ++wrong;
+        if (r == 0) done = call;
+      }
+    });
+  }
+  uint64_t seen = 0;
+  int standing = 0;
+  while (done < calls) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    standing = done == seen ? standing + 1 : 0;
+    seen = done;
+    if (standing == 1200) {
+      std::fprintf(stderr, "no call ended for two minutes after %llu: a lost wake-up\n",
+                   static_cast<unsigned long long>(seen));
+      std::abort();
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(wrong, 0U);
+  std::printf("%llu calls of %u ranks, %llu sleeps of rank 0\n",
+              static_cast<unsigned long long>(calls), ranks,
+              static_cast<unsigned long long>(communicators[0]->stats().sleeps));
+}
+
+}  // namespace
+}  // namespace nostall::collective

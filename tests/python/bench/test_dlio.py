@@ -1,0 +1,88 @@
+"""The plug-ins in DLIO itself, on a small unet3d_h100; only where DLIO is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nostall
+
+HERE = importlib.util.find_spec("dlio_benchmark")
+needs_dlio = pytest.mark.skipif(HERE is None, reason="dlio-benchmark is not installed")
+LOADER = (
+    "++workload.reader.data_loader_classname=nostall.dlio.DataLoader",
+    "++workload.reader.data_loader_sampler=index",
+    "++workload.checkpoint.checkpoint_mechanism_classname=nostall.dlio.Checkpointing",
+)
+SMALL = {
+    "workflow.generate_data": True, "dataset.num_files_train": 12, "dataset.record_length": 40_000,
+    "dataset.record_length_stdev": 8_000, "dataset.record_length_resize": 4096,
+    "reader.batch_size": 4, "reader.read_threads": 1, "train.epochs": 3,
+    "train.computation_time": 0.01, "checkpoint.checkpoint_after_epoch": 1,
+    "checkpoint.epochs_between_checkpoints": 1, "checkpoint.model_size": 100_000,
+}  # fmt: skip
+
+
+def dlio(home: Path, *overrides: str, **environment: str) -> dict[str, Any]:
+    """Runs the workload; what DLIO's own summary says."""
+    package = str(Path(nostall.__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-m", "dlio_benchmark.main", "workload=unet3d_h100",
+         *(f"++workload.{k}={v}" for k, v in SMALL.items()),
+         "++workload.output.folder=out", *overrides],
+        cwd=home, capture_output=True, text=True,
+        env={**os.environ, **environment, "PYTHONPATH": package, "NOSTALL_TRACE": str(home / "run")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads((home / "out" / "summary.json").read_text())
+    return found
+
+
+@needs_dlio
+@pytest.mark.multi
+@pytest.mark.timeout(600)  # it imports TensorFlow and torch
+def test_a_workload_runs_on_loader_and_checkpoints(tmp_path: Path) -> None:
+    summary = dlio(tmp_path, *LOADER, NOSTALL_DLIO_TIERS="ram:50MB")
+    assert len(summary["metric"]["train_au_percentage"]) == 3
+    size = sum(p.stat().st_size for p in (tmp_path / "data/unet3d/train").iterdir())
+    ran = json.loads((tmp_path / "run" / "rank0.0.run.json").read_text())
+    epochs = ran["stats"]["epochs"]
+    assert [e["samples"] for e in epochs] == [12] * 3
+    assert [e["origins"]["source"]["bytes"] for e in epochs] == [size, 0, 0]
+    with nostall.Checkpointer(durable=tmp_path / "checkpoints/unet3d/rank0") as saved:
+        restored = saved.restore()
+    assert restored is not None
+    assert restored.step == 3_000_003
+    assert restored.state["model-3-3-0"]["a"].nbytes == 100_000
+
+
+@needs_dlio
+@pytest.mark.multi
+@pytest.mark.timeout(600)  # it imports TensorFlow and torch
+def test_its_own_loader_runs_on_the_reader(tmp_path: Path) -> None:
+    summary = dlio(tmp_path, "++workload.reader.reader_classname=nostall.dlio.Reader")
+    assert len(summary["metric"]["train_au_percentage"]) == 3
+    assert "Discovered custom data reader Reader" in (tmp_path / "out" / "dlio.log").read_text()
+
+
+@needs_dlio
+def test_formats_that_are_not_read_are_refused() -> None:
+    from nostall.dlio import _source
+
+    with pytest.raises(nostall.errors.UsageError, match="hdf5 is not among npz, npy"):
+        _source("hdf5", [], 1)
+    with pytest.raises(nostall.errors.UsageError, match="npz files of 4 samples"):
+        _source("npz", ["a.npz"], 4)
+
+
+@pytest.mark.skipif(HERE is not None, reason="DLIO is installed")
+def test_without_dlio_the_plug_ins_say_what_they_need() -> None:
+    with pytest.raises(ImportError, match="install dlio-benchmark"):
+        import nostall.dlio  # noqa: F401

@@ -1,0 +1,264 @@
+"""Fast directories that are each node's own: real processes, real loss of a node's directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import node_rank
+import pytest
+
+from nostall.checkpoint.format import Manifest, Part
+from nostall.checkpoint.nodes import Nodes, together
+from nostall.checkpoint.store import Store, part_name
+from nostall.checkpoint.stream import Listener, Stream, connect
+from nostall.errors import IoError, PeerError
+
+HERE = Path(__file__).parent
+NODES = [0, 0, 1]  # of each rank
+
+
+class Job:
+    """Three ranks on two nodes, `phase` by `phase`."""
+
+    def __init__(self, home: Path, **settings: Any) -> None:
+        self.home, self.settings, self.runs = home, settings, 0
+
+    def start(self, phase: str) -> list[subprocess.Popen[str]]:
+        self.runs += 1
+        env = {**os.environ, "NOSTALL_RENDEZVOUS": str(self.home / f"rendezvous{self.runs}")}
+        env |= {"NOSTALL_HOST": "127.0.0.1", "OPENBLAS_NUM_THREADS": "1"}
+        return [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    str(HERE / "node_rank.py"),
+                    json.dumps(
+                        {
+                            "home": str(self.home),
+                            "rank": rank,
+                            "node": node,
+                            "world": len(NODES),
+                            "phase": phase,
+                            **self.settings,
+                        }
+                    ),
+                ],
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, node in enumerate(NODES)
+        ]
+
+    def save_and_die(self) -> None:
+        ranks = self.start("save")
+        try:
+            for process in ranks:
+                assert process.stdout is not None and process.stderr is not None
+                assert process.stdout.readline() == "safe\n", process.stderr.read()
+        finally:
+            for process in ranks:
+                process.send_signal(signal.SIGKILL)
+                process.communicate()
+
+    def restore(self) -> tuple[list[Any], str]:
+        ranks = self.start("restore")
+        outputs = [process.communicate(timeout=100) for process in ranks]
+        for process, (_, words) in zip(ranks, outputs, strict=True):
+            assert process.returncode == 0, words
+        return [json.loads(out) for out, _ in outputs], "".join(words for _, words in outputs)
+
+    def expected(self, step: int, tier: str) -> list[Any]:
+        return [
+            [step, tier, node_rank.digest(node_rank.state_of(rank, step)), rank]
+            for rank in range(len(NODES))
+        ]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("lost", [0, 1])
+def test_with_a_partner_a_lost_node_loses_nothing(lost: int, tmp_path: Path) -> None:
+    job = Job(tmp_path, durable=False, partner=True)
+    job.save_and_die()
+    shutil.rmtree(tmp_path / f"node{lost}")
+    found, _ = job.restore()
+    assert found == job.expected(3, "fast")
+    # The new node has its parts again, and the next save protected both.
+    for node in (0, 1):
+        store = Store(tmp_path / f"node{node}", "fast")
+        assert [e.step for e in store.entries()][-1] == 4
+        assert len(store.files(4)) == len(NODES)
+
+
+@pytest.mark.multi
+def test_without_a_partner_the_durable_one_is_left(tmp_path: Path) -> None:
+    job = Job(tmp_path, durable=True, partner=False)
+    job.save_and_die()
+    kept = shutil.ignore_patterns("rendezvous*")
+    shutil.copytree(tmp_path, tmp_path.with_name("intact"), ignore=kept)
+    shutil.rmtree(tmp_path / "node1")
+    found, words = job.restore()
+    assert found == job.expected(1, "durable")
+    assert "parts of ranks [2]" in words and "partner=True" in words
+    # With all nodes there, the fast one is found, and drained by the next start.
+    intact = Job(tmp_path.with_name("intact"), durable=True, partner=False)
+    found, _ = intact.restore()
+    assert found == intact.expected(3, "fast")
+    steps = [e.step for e in Store(intact.home / "durable", "durable").entries()]
+    assert 3 in steps
+
+
+def part_at(store: Store, step: int, data: bytes) -> Part:
+    import nostall._native as native
+
+    name = part_name(1, "aaaaaaaa-000001")
+    path = store.directory(step) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return Part(1, name, len(data), (native.crc32c(data),))
+
+
+def two_nodes(tmp_path: Path) -> tuple[Nodes, Nodes]:
+    os.environ.setdefault("NOSTALL_HOST", "127.0.0.1")
+    made = []
+    for rank in (0, 1):
+        store = Store(tmp_path / f"node{rank}", "fast")
+        store.root.mkdir()
+        made.append(Nodes(store, rank, [[0], [1]], b"secret", partner=True, timeout=10))
+    addresses = [nodes.address for nodes in made]
+    for nodes in made:
+        nodes.addresses = [a for a in addresses if a is not None]
+    return made[0], made[1]
+
+
+def test_parts_travel_whole_or_not_at_all(tmp_path: Path) -> None:
+    first, second = two_nodes(tmp_path)
+    data = os.urandom(5000)
+    part = part_at(first.store, 7, data)
+    assert first.give_partner(7, part) == ""
+    assert (second.store.directory(7) / part.name).read_bytes() == data
+    damaged = Part(1, part.name, part.size, (part.crcs[0] ^ 1,))
+    assert "damaged" in first.give_partner(8, damaged) or "No such file" in first.give_partner(
+        8, damaged
+    )
+    target = tmp_path / "got"
+    with pytest.raises(IoError, match="not there"):
+        first.fetch(9, part, 1, target)
+    first.fetch(7, part, 1, target)
+    assert target.read_bytes() == data
+    first.take_back(7, part)
+    assert not second.store.directory(7).exists()
+    second.close()
+    assert "cannot reach" in first.give_partner(7, part)
+    assert list(tmp_path.rglob("*.partial")) == []
+    first.close()
+
+
+def test_names_from_the_network_stay_in_their_directory(tmp_path: Path) -> None:
+    first, second = two_nodes(tmp_path)
+    part = part_at(first.store, 7, b"x" * 10)
+    for step, name in ((7, "../../evil"), (7, "/etc/evil"), (-1, part.name), ("7", part.name)):
+        values = {**part.to_dict(), "name": name}
+        stream = connect(first.addresses[1], b"secret", 10)
+        stream.send({"ask": "put", "step": step, "part": values})
+        assert stream.receive()["error"]
+        stream.close()
+    stream = connect(first.addresses[1], b"secret", 10)
+    stream.send({"ask": "explode"})
+    assert "no sense" in stream.receive()["error"]
+    stream.close()
+    for nodes in (first, second):
+        nodes.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["node0", "node1"]
+
+
+def test_strangers_are_not_answered() -> None:
+    asked: list[Any] = []
+
+    def answer(question: dict[str, Any], stream: Stream) -> None:
+        asked.append(question)
+        stream.send({"ok": True})
+
+    os.environ.setdefault("NOSTALL_HOST", "127.0.0.1")
+    listener = Listener(answer, b"secret", 10)
+    with pytest.raises((PeerError, OSError)):
+        connect(listener.address, b"another", 10)
+    with socket.create_connection(listener.address) as silent:
+        # One who says nothing keeps nobody else waiting.
+        stream = connect(listener.address, b"secret", 10)
+        stream.send({"hello": 1})
+        assert stream.receive() == {"ok": True}
+        stream.close()
+        silent.sendall(b"GET / HTTP/1.0\r\n\r\n" + b"x" * 100)
+    listener.close()
+    assert asked == [{"hello": 1}]
+
+
+def test_a_save_that_one_rank_cannot_write_is_none_on_all_nodes(tmp_path: Path) -> None:
+    first, second = two_nodes(tmp_path)
+    manifest = Manifest(5, "aaaaaaaa-000001", 2, ())
+    results: dict[int, str] = {}
+
+    def commit(nodes: Nodes, mine: Part | str) -> None:
+        results[nodes.rank], _ = nodes.commit(manifest, mine, lambda: False)
+
+    mine = part_at(first.store, 5, b"y")
+    threads = [
+        threading.Thread(target=commit, args=(first, Part(0, mine.name, mine.size, mine.crcs))),
+        threading.Thread(target=commit, args=(second, "its disk is gone")),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert results == {0: "rank 1: its disk is gone", 1: "rank 1: its disk is gone"}
+    assert first.store.entries() == [] and second.store.entries() == []
+    for nodes in (first, second):
+        nodes.close()
+
+
+def test_an_answer_that_is_lost_leaves_the_part_where_it_is(tmp_path: Path) -> None:
+    first, second = two_nodes(tmp_path)
+    manifest = Manifest(5, "aaaaaaaa-000001", 2, ())
+    mine = part_at(second.store, 5, b"y")
+    asked: list[Any] = []
+    rude = Listener(lambda question, _: asked.append(question["ask"]), b"secret", 10)
+    second.addresses[0] = rude.address
+    reason, certain = second.commit(manifest, mine, lambda: False)
+    assert "rank 0 cannot be asked" in reason and not certain and asked == ["note"]
+    # Where the manifest has come meanwhile, all is well.
+    other = dataclasses.replace(mine, rank=0)
+    second.store.publish(dataclasses.replace(manifest, parts=(other, mine), spread=True))
+    assert second.commit(manifest, mine, lambda: False) == ("", True)
+    rude.close()
+    assert second.commit(Manifest(6, "b", 2, ()), mine, lambda: False)[1]
+    for nodes in (first, second):
+        nodes.close()
+
+
+def test_the_newest_save_of_a_step_counts_and_lost_parts_are_named() -> None:
+    old = Manifest(5, "aaaaaaaa-000001", 1, (Part(0, "a.safetensors", 0, ()),), created=1.0)
+    new = Manifest(5, "bbbbbbbb-000001", 1, (Part(0, "b.safetensors", 0, ()),), created=2.0)
+
+    def node(manifest: Manifest | None, **files: int) -> list[dict[str, Any]]:
+        text = manifest.to_bytes().decode() if manifest else None
+        named = {f"{name}.safetensors": size for name, size in files.items()}
+        return [{"step": 5, "manifest": text, "files": named}]
+
+    (held,) = together([node(old, a=0), node(new, b=0)])
+    assert held.manifest == new and held.holders == {"b.safetensors": [1]} and not held.lost
+    (held,) = together([node(new, a=0), node(None, b=0)])  # a node that missed the manifest
+    assert held.holders == {"b.safetensors": [1]}
+    (held,) = together([node(new), node(None, b=1)])  # of another size
+    assert held.lost == [0]

@@ -1,0 +1,163 @@
+"""Batches that grow, data used again: the order stays exact, also after a break."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nostall
+from nostall.errors import UsageError
+
+EPOCHS = 4
+
+
+def pixels(data: Any) -> np.ndarray:
+    return np.ones((2, 2), np.uint8)
+
+
+def loader(folder: Path, batch: int = 4, rank: int = 0, world: int = 1, **more: Any) -> Any:
+    # Order by number: labels would not tell samples apart.
+    return nostall.DataLoader(
+        nostall.ImageFolder(folder, index=False),
+        batch,
+        rank=rank,
+        world_size=world,
+        epochs=EPOCHS,
+        seed=3,
+        transforms=pixels,
+        output="numpy",
+        tiers=[],
+        **more,
+    )
+
+
+def sizes(batches: nostall.DynamicBatches, reports: list[float]) -> list[list[int]]:
+    found = []
+    for (_, epoch), value in zip(batches.epochs(), reports, strict=True):
+        found.append([len(labels) for _, labels in epoch])
+        batches.report(value)
+    return found
+
+
+def test_the_batch_grows_when_progress_slows(image_folder: Path) -> None:
+    with loader(image_folder) as source:  # 61 samples, 16 batches of 4
+        batches = nostall.DynamicBatches(source, threshold=0.05, limit=8)
+        # The first report has nothing to compare with; 0.3 is progress, 0.01 is not.
+        found = sizes(batches, [0.5, 0.8, 0.81, 0.811])
+        assert found == [[4] * 15 + [1], [4] * 15 + [1], [4] * 15 + [1], [8] * 7 + [5]]
+        assert batches.factor == 4
+        for _ in range(4):
+            batches.report(0.811)
+        assert batches.factor == 8  # the limit
+
+
+def test_losses_and_values_that_are_no_numbers(image_folder: Path) -> None:
+    batches = nostall.DynamicBatches(
+        loader(image_folder), threshold=0.1, smaller_is_better=True, limit=64
+    )
+    assert [batches.report(v) for v in (2.0, 1.0, 0.95, float("nan"), 1.0)] == [1, 1, 2, 4, 8]
+
+
+def labels_of(batches: nostall.DynamicBatches, changes: dict[int, float]) -> list[list[int]]:
+    """All batches from the position on; reports after the batches with these numbers in total."""
+    found: list[list[int]] = []
+    for _, epoch in batches.epochs():
+        for _, labels in epoch:
+            found.append(labels.tolist())
+            if len(found) in changes:
+                batches.report(changes[len(found)])
+    return found
+
+
+@pytest.mark.parametrize("sawtooth", [False, True])
+def test_a_resumed_job_goes_on_with_the_same_batches(image_folder: Path, sawtooth: bool) -> None:
+    order: Any = nostall.SubBatches(4, 2) if sawtooth else "torch"
+    options: dict[str, Any] = {"threshold": 0.1, "limit": 8, "sawtooth": sawtooth}
+    # In the middle of an epoch, too.
+    changes = {5: 0.5, 9: 0.5, 20: 0.5}
+    with loader(image_folder, order=order) as source:
+        whole = labels_of(nostall.DynamicBatches(source, **options), changes)
+    assert len({len(b) for b in whole}) > 2
+    for stop in range(1, len(whole), 5):
+        with loader(image_folder, order=order) as source:
+            batches = nostall.DynamicBatches(source, **options)
+            begun = []
+            for _, epoch in batches.epochs():
+                for _, labels in epoch:
+                    begun.append(labels.tolist())
+                    if len(begun) in changes:
+                        batches.report(changes[len(begun)])
+                    if len(begun) == stop:
+                        break
+                if len(begun) == stop:
+                    break
+            state = batches.state_dict()
+        assert begun == whole[:stop]
+        rest = {n - stop: v for n, v in changes.items()}
+        with loader(image_folder, order=order) as source:
+            batches = nostall.DynamicBatches(source, **options)
+            batches.load_state_dict(state)
+            assert labels_of(batches, rest) == whole[stop:]
+        # On two ranks: each global batch is the union of theirs.
+        parts = []
+        for rank in range(2):
+            with loader(image_folder, 2, rank, 2, order=order) as source:
+                batches = nostall.DynamicBatches(source, agree=lambda v: v, **options)
+                batches.load_state_dict(state)
+                parts.append(labels_of(batches, rest))
+        joined = [sorted(a + b) for a, b in zip(*parts, strict=True)]
+        assert joined == [sorted(b) for b in whole[stop:]]
+
+
+def test_sawtooth_grows_with_each_pass_and_ends_with_the_data(image_folder: Path) -> None:
+    # 15 whole batches of 4: chunks of 4, 4, 4, 3 batches, two passes each, cut into two epochs.
+    with loader(image_folder, order=nostall.SubBatches(4, 2)) as source:
+        batches = nostall.DynamicBatches(source, limit=16, sawtooth=True)
+        found = [[len(labels) // 4 for _, labels in epoch] for _, epoch in batches.epochs()][:2]
+    assert found == [
+        [1, 1, 1, 1, 2, 2, 1, 1, 1, 1, 2, 1, 0],
+        [1, 1, 1, 1, 1, 2, 2, 1, 1, 1, 2, 1, 0],
+    ]
+
+
+def test_data_used_again_are_the_plans(image_folder: Path) -> None:
+    order = nostall.SubBatches(3, 2, together=2)
+    dataset = nostall.ImageFolder(image_folder, index=False)
+    got = []
+    for rank in range(2):
+        with loader(image_folder, 4, rank, 2, order=order) as source:
+            got.append([y.tolist() for epoch in source.epochs() for _, y in epoch])
+            plan = source.plan
+    for rank in range(2):
+        expected = []
+        for epoch in range(EPOCHS):
+            ids, ends = plan.rank_epoch(epoch, rank)
+            for a, b in zip([0, *ends.tolist()], ends.tolist(), strict=False):
+                expected.append(dataset.labels[ids[a:b]].tolist())
+        assert got[rank] == expected
+
+
+def test_wrong_arguments_are_named(image_folder: Path) -> None:
+    source = loader(image_folder)
+    for wrong, match in (
+        ({"grow": 1}, "grow"),
+        ({"limit": 0}, "limit"),
+        ({"sawtooth": True}, "Sub"),
+    ):
+        with pytest.raises(UsageError, match=match):
+            nostall.DynamicBatches(source, **wrong)
+    batches = nostall.DynamicBatches(source)
+    with pytest.raises(UsageError, match="sawtooth"):
+        batches.load_state_dict({**batches.state_dict(), "sawtooth": True})
+    other = nostall.DynamicBatches(loader(image_folder, order=nostall.SubBatches(2)))
+    with pytest.raises(UsageError, match="order="):
+        other.load_state_dict(batches.state_dict())
+    raw = nostall.DataLoader(nostall.ImageFolder(image_folder, index=False), 4, epochs=2, tiers=[])
+    with raw, pytest.raises(UsageError, match="RawBatch"):
+        joined = nostall.DynamicBatches(raw)
+        joined.factor = 2
+        for _, epoch in joined.epochs():
+            next(epoch)

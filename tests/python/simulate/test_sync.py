@@ -1,0 +1,198 @@
+"""The simulated protocols against answers that are known, and against the engine itself."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nostall.cli import main
+from nostall.errors import UsageError
+from nostall.simulate.sync import (
+    MODES,
+    Costs,
+    Training,
+    measured,
+    sampler,
+    simulate_sync,
+    sweep,
+    timeline,
+)
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "sync"))
+from sync_ranks import run_ranks
+
+EXACT = Costs(0.0001, {})  # every thread wakes in time
+STILL = Training(jitter=0.0, hop=0.0)
+LATE = Costs(0.0001, {"negotiated": (0.0,) * 10 + (95.0, 4.0, 1.0)})  # 1 to 8 ms
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 96, 4096])
+def test_without_late_threads_nothing_cascades(ranks: int) -> None:
+    t = STILL
+    for mode in MODES:
+        o = simulate_sync(mode, ranks, t, EXACT)
+        assert o.lost == 0
+        assert o.spin < 1e-12
+    planned = simulate_sync("TOPO", ranks, t, EXACT)
+    # 95 % and 100 % of the compute; the reduction of the first half ends before or after.
+    half = t.reduce / 2
+    expected = max(t.compute, 0.95 * t.compute + half) + half
+    assert planned.iteration == pytest.approx(expected)
+    assert planned.latency == 0
+    negotiated = simulate_sync("negotiated", ranks, t, EXACT)
+    # At most a cycle, and what it takes to agree, later; twice, for there are two groups.
+    assert expected <= negotiated.iteration <= expected + 2 * (t.cycle + EXACT.agree) + half
+
+
+def test_one_iteration_worked_out_by_hand() -> None:
+    # Cycles of 5 ms and 0.1 ms: after agreeing the thread sleeps 4.9 ms, so it wakes at 5, 10, ...
+    t = replace(STILL, compute=0.012, groups=1, reduce=0.002)
+    o = simulate_sync("negotiated", 3, t, EXACT, iterations=1)
+    assert o.cycles == 3
+    assert o.iteration == pytest.approx(0.005 * 3 + 0.0001 + 0.002)
+    assert o.latency == pytest.approx(0.003 / o.iteration)
+    planned = simulate_sync("TOPO", 3, t, EXACT, iterations=1)
+    assert planned.iteration == pytest.approx(0.014)
+
+
+def test_an_oversleep_cascades_and_global_sleep_ends_it() -> None:
+    """Figures 6.8, 6.9, 6.11, 6.12: rank 1 oversleeps 8 ms in the first cycle, nothing after."""
+
+    def spins(mode: str, oversleep: float) -> list[float]:
+        history = timeline(mode, STILL, oversleep)  # type: ignore[arg-type]
+        return [float(done[0] - awake[0]) * 1e3 for _, awake, done in history]
+
+    assert spins("negotiated", 0.0) == pytest.approx([0.2] * 5)
+    # Rank 0 waited 8.2 ms: it does not sleep in the next cycle, rank 1 sleeps 4.8 ms, and so on.
+    waits = spins("negotiated", 0.008)
+    assert waits[:2] == pytest.approx([8.2, 5.0])
+    assert sum(waits) > 2 * 8.2
+    # GS: the imbalance ends with its cycle.
+    assert spins("GS", 0.008)[1:] == pytest.approx([0.2] * 4)
+    # NBCS: the wait is there, on no core.
+    assert spins("NBCS", 0.008)[0] == pytest.approx(8.3, abs=0.11)
+
+
+def test_contention_is_what_makes_it_slower() -> None:
+    t = Training(contention=0.5)
+    slow = simulate_sync("negotiated", 256, t, LATE)
+    fast = simulate_sync("negotiated", 256, replace(t, contention=0.0), LATE)
+    assert slow.lost > 0.01 and fast.lost == 0
+    assert slow.iteration > fast.iteration
+    assert slow.spin > 0.3  # on the core for nothing (figure 6.10)
+    planned = simulate_sync("TOPO", 256, t, LATE)
+    assert planned.spin == planned.lost == 0
+    assert planned.iteration < fast.iteration
+
+
+def test_more_ranks_wait_for_later_threads() -> None:
+    spins = [simulate_sync("negotiated", n, Training(), LATE).spin for n in (2, 32, 1024)]
+    assert spins == sorted(spins)
+
+
+def test_a_histogram_is_drawn_as_it_is() -> None:
+    counts = (10.0, 0.0, 30.0, 60.0)
+    drawn = sampler(counts, np.random.default_rng(0))(40_000) * 1e6
+    assert drawn.min() >= 0 and drawn.max() < 16
+    share = [((drawn >= low) & (drawn < 2 * low)).mean() for low in (4, 8)]
+    assert share == pytest.approx([0.3, 0.6], abs=0.02)
+    assert (drawn < 2).mean() == pytest.approx(0.1, abs=0.01)
+
+
+def test_the_same_seed_gives_the_same_numbers() -> None:
+    once, again = (sweep([8, 64], Training(), LATE, iterations=4, seeds=2) for _ in range(2))
+    assert once == again
+    assert once[0].improvement["negotiated"] == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.multi
+@pytest.mark.timeout(300)
+def test_two_ranks_take_what_they_are_predicted_to_take() -> None:
+    code = """
+import time
+import numpy as np
+from nostall.sync import GradientReducer, SyncOptions
+result = {}
+for mode in ("negotiated", "planned"):
+    reducer = GradientReducer({"w": np.ones(2000)}, SyncOptions(mode=mode, cycle=0.01))
+    reducer({"w": np.ones(2000)})
+    before, late = reducer._engine.stats(), reducer._engine.oversleeps()
+    begin, computed = time.perf_counter(), 0.0
+    for step in range(40):
+        start = time.perf_counter()
+        time.sleep(0.03)
+        computed += time.perf_counter() - start
+        reducer({"w": np.ones(2000)})
+    seconds = time.perf_counter() - begin
+    stats = {k: v - before[k] for k, v in reducer._engine.stats().items()}
+    late = [int(b) - int(a) for a, b in zip(late, reducer._engine.oversleeps())]
+    result[mode] = [seconds / 40, computed / 40, stats, late]
+"""
+    first, second = run_ranks(2, code)
+    took, _, stats, late = first["negotiated"]
+    other_late = second["negotiated"][3]
+    compute = max(first["negotiated"][1], second["negotiated"][1])
+    waiting = stats["order_wait_ns"]
+    costs = Costs(
+        agree=(stats["order_ns"] - waiting) / 1e9 / stats["cycles"],
+        late={"negotiated": tuple(float(a + b) for a, b in zip(late, other_late, strict=True))},
+    )
+    reduce = (stats["copy_ns"] + stats["reduce_ns"] - stats["reduce_wait_ns"]) / 1e9 / 40
+    training = Training(
+        compute=compute, jitter=0.0, groups=1, reduce=reduce, hop=0.0, window=0.0, cycle=0.01
+    )
+    predicted = simulate_sync("negotiated", 2, training, costs, iterations=200)
+    assert predicted.iteration == pytest.approx(took, rel=0.35)
+    # A wait costs half a cycle on average, and no agreement none.
+    planned_took, planned_compute, *_ = first["planned"]
+    planned = simulate_sync("TOPO", 2, replace(training, compute=planned_compute), Costs(0, {}))
+    assert planned.iteration == pytest.approx(planned_took, rel=0.35)
+
+
+def test_costs_come_from_the_benchmark(tmp_path: Path) -> None:
+    rank = {
+        "engine_order_ns": 5_000_000,
+        "engine_order_wait_ns": 3_000_000,
+        "engine_cycles": 100,
+        "oversleeps": [1, 2, 3],
+    }
+    runs = [
+        {"way": "negotiated", "ranks": [rank, rank]},
+        {"way": "planned", "ranks": [{"oversleeps": [0, 7, 0]}]},
+        {"way": "DDP gloo", "ranks": [{"oversleeps": []}]},
+    ]
+    path = tmp_path / "sync.json"
+    path.write_text(json.dumps({"runs": runs}))
+    costs = measured(path)
+    assert costs.agree == pytest.approx(2e-5)
+    assert costs.late == {"negotiated": (2, 4, 6), "TOPO": (0, 7, 0)}
+    assert costs.late_in("GS") == (2, 4, 6)
+    assert math.isfinite(measured().agree)  # what comes with nostall
+    path.write_text('{"runs": []}')
+    with pytest.raises(UsageError, match="negotiated"):
+        measured(path)
+    path.write_text("{")
+    with pytest.raises(UsageError, match="no measurement"):
+        measured(path)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    words = ["simulate", "sync", "--ranks", "4", "64", "--iterations", "3", "--seeds", "1"]
+    plots = ["--plot", str(tmp_path / "a.png"), "--timeline", str(tmp_path / "b.png")]
+    assert main([*words, "--json", str(out), *plots, "--set", "groups=3"]) == 0
+    assert "TOPO" in capsys.readouterr().out
+    found = json.loads(out.read_text())
+    assert [p["ranks"] for p in found["points"]] == [4, 64]
+    assert found["training"]["groups"] == 3
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    assert (tmp_path / "b.png").stat().st_size > 1000
+    for bad in (["--set", "x=1"], ["--set", "cycle=0"], ["--modes", "X"], ["--ranks", "0"]):
+        assert main([*words, *bad]) == 2
+    assert "must be" in capsys.readouterr().err
