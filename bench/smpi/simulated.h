@@ -88,7 +88,7 @@ class Mailroom {
 struct Tuning {
   uint64_t small = 8 << 10;    // bytes up to which one rank of a node does it all
   uint64_t chunk = 256 << 10;  // bytes that a chunk should have at least,
-  uint32_t chunks = 8;         // and how many there are at most
+  uint32_t chunks = 4;         // and how many there are at most
   uint32_t late = 1;           // nodes that own nothing
 };
 // Ours: the node's ranks add up a part each, NodeExchange runs between the nodes for each part, the
