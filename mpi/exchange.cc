@@ -39,7 +39,7 @@ class HeadPeers final : public collective::Peers {
   }
   void fold(std::byte* into, const std::byte* from, uint64_t count, bool first) override {
     if (first) {
-      std::memcpy(into, from, count * reducer_.element_bytes());
+      copy(into, from, count * reducer_.element_bytes());
     } else {
       reducer_.combine(into, into, from, count);
     }
