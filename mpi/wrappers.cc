@@ -8,6 +8,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "exchange.h"
 #include "mpi_state.h"
 
 namespace nostall::mpi {
@@ -88,6 +89,9 @@ int allreduce(const void* send, void* receive, uint64_t count, MPI_Datatype type
     Aligned in(send == MPI_IN_PLACE ? out.get() : send, bytes, alignment, true);
     if (state->one_node) {
       state->node->allreduce(in.get(), out.get(), count, reducer->get());
+    } else if (exchange_between_nodes()) {
+      exchange_allreduce(*state, static_cast<const std::byte*>(in.get()),
+                         static_cast<std::byte*>(out.get()), count, *reducer);
     } else {
       two_level_allreduce(*state, static_cast<const std::byte*>(in.get()),
                           static_cast<std::byte*>(out.get()), count, type, op, *reducer);

@@ -60,14 +60,20 @@ void Mailroom::receive(MPI_Comm comm, uint32_t from, uint32_t tag, void* data, u
             comm, &receives_.back());
 }
 
+// One test sees only a part of what is there.
 void Mailroom::look(const Handler& handler) {
+  while (look_once(handler)) {
+  }
+}
+
+bool Mailroom::look_once(const Handler& handler) {
   int count = 0;
   std::vector<int> which(receives_.size());
   std::vector<MPI_Status> status(receives_.size());
-  if (receives_.empty()) return;
+  if (receives_.empty()) return false;
   MPI_Testsome(static_cast<int>(receives_.size()), receives_.data(), &count, which.data(),
                status.data());
-  if (count == MPI_UNDEFINED) return;
+  if (count == MPI_UNDEFINED || count == 0) return false;
   std::vector<std::pair<uint64_t, uint64_t>> came;
   for (int i = 0; i < count; ++i) {
     int bytes = 0;
@@ -83,6 +89,7 @@ void Mailroom::look(const Handler& handler) {
   receives_.resize(kept);
   cookies_.resize(kept);
   for (const auto& [cookie, bytes] : came) handler(cookie, bytes);
+  return true;
 }
 
 void Mailroom::wait(const Handler& handler) {

@@ -71,6 +71,7 @@ class Mailroom {
   void flush();
 
  private:
+  bool look_once(const Handler& handler);
   struct Letter {
     MPI_Comm comm;
     int to, tag, bytes;
@@ -86,9 +87,9 @@ class Mailroom {
 // collectives.cc: sums of `count` floats.
 struct Tuning {
   uint64_t small = 8 << 10;    // bytes up to which one rank of a node does it all
-  uint64_t chunk = 256 << 10;  // bytes a chunk should have, most and least many
-  uint32_t chunks = 16;
-  uint32_t late = 1;
+  uint64_t chunk = 256 << 10;  // bytes that a chunk should have at least,
+  uint32_t chunks = 4;         // and how many there are at most
+  uint32_t late = 1;           // nodes that own nothing
 };
 // Ours: the node's ranks add up a part each, NodeExchange runs between the nodes for each part, the
 // node's ranks hand each other the results; in chunks that overlap.

@@ -25,6 +25,9 @@ _COMMANDS = {
     "doctor": ("nostall.cli.doctor", "what this machine offers, and the ranks that are found"),
 }
 
+# Subcommands of subcommands, chosen by the next word.
+_NESTED = {("simulate", "collectives"): "nostall.cli.collectives"}
+
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line; knows the names of subcommands, not their options."""
@@ -56,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         module, label = _COMMANDS[chosen.command][0], chosen.command
         rest += words[1:]
+        if (label, *rest[:1]) in _NESTED:
+            module = _NESTED[(label, rest[0])]
+            label = f"{label} {rest.pop(0)}"
     try:
         command = importlib.import_module(module)
         options = argparse.ArgumentParser(prog=f"nostall {label}", description=command.__doc__)

@@ -15,6 +15,24 @@ world = MPI.COMM_WORLD
 rank, size = world.rank, world.size
 
 
+def exchange() -> None:
+    # Every rank is late once for each message, and nobody waits between calls.
+    for count in (0, 1, 7, 5000, 300_000, 800_000):
+        parts = [(np.arange(count) % 7 + r).astype("f4") for r in range(size)]
+        expected = sum(parts)
+        for late in range(size):
+            if rank == late:
+                time.sleep(0.02)
+            out = np.empty_like(parts[rank])
+            world.Allreduce(parts[rank], out, MPI.SUM)
+            np.testing.assert_array_equal(out, expected)
+            out[:] = parts[rank]
+            world.Allreduce(MPI.IN_PLACE, out, MPI.SUM)
+            np.testing.assert_array_equal(out, expected)
+            world.Allreduce(parts[rank], out, MPI.MAX)
+            np.testing.assert_array_equal(out, parts[-1])
+
+
 def collectives() -> None:
     for kind in ("f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "c8", "c16"):
         for count in (0, 1, 3, 5000, 300_000):

@@ -6,6 +6,7 @@ import argparse
 import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,14 @@ def test_two_nodes_reduce_in_two_levels() -> None:
     result = launch(["collectives", "operations", "types", "pending"], 4, nodes=2)
     assert "all right" in result.stdout, result.stderr
     assert counted(result.stderr)["allreduce"] > 400
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_nodes_exchange_shares_by_arrival(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOSTALL_MPI_BETWEEN", "exchange")
+    result = launch(["exchange"], ranks, nodes=3 if ranks == 3 else 2)
+    assert "all right" in result.stdout, result.stderr
+    assert counted(result.stderr)["allreduce"] > 40
 
 
 def test_a_killed_rank_is_an_error_on_the_others() -> None:
