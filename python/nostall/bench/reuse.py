@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -190,9 +191,10 @@ def _train(
     for index, epoch in batches.epochs():
         model.train()
         for x, y in epoch:
-            # Linear scaling, from the first epoch's rate on, which warms it up.
-            larger = len(y) / plan.native.global_batch
-            optimizer.param_groups[0]["lr"] = _RATE * (larger**0.5 if index else 1)
+            # With the root of the batch's size, after an epoch that warms up; a cosine to nothing.
+            larger = (len(y) / plan.native.global_batch) ** 0.5 if index else 1
+            decay = (1 + math.cos(math.pi * index / arguments.epochs)) / 2
+            optimizer.param_groups[0]["lr"] = _RATE * larger * decay
             if torch.rand((), generator=flips) < 0.5:
                 x = x.flip(3)
             optimizer.zero_grad()
