@@ -13,6 +13,7 @@
 #include "arrays.h"
 #include "base/error.h"
 #include "collective/communicator.h"
+#include "collective/selection.h"
 #include "module.h"
 #include "trace/trace.h"
 
@@ -117,6 +118,7 @@ std::shared_ptr<Communicator> open(const std::string& job, uint32_t rank, uint32
   config.arena_bytes = arena_bytes;
   config.timeout = std::chrono::nanoseconds(static_cast<int64_t>(timeout * 1e9));
   config.directory = directory;
+  config.selection = selection_text();
   return std::make_shared<Communicator>(config);
 }
 
@@ -136,7 +138,8 @@ void bind_collective(nb::module_& m) {
       .def_ro("calls", &CommunicatorStats::calls)
       .def_ro("bytes", &CommunicatorStats::bytes)
       .def_ro("sleeps", &CommunicatorStats::sleeps)
-      .def_ro("wait_ns", &CommunicatorStats::wait_ns);
+      .def_ro("wait_ns", &CommunicatorStats::wait_ns)
+      .def_ro("apart", &CommunicatorStats::apart);
   const nb::call_guard<nb::gil_scoped_release> no_gil;
   nb::class_<Communicator>(m, "Communicator",
                            "Ranks of one node, on raw addresses (native/collective).")

@@ -9,6 +9,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "collective/selection.h"
 #include "mpi_state.h"
 
 namespace nostall::mpi {
@@ -86,6 +87,12 @@ uint64_t shared_bytes() {
   return bytes == nullptr ? uint64_t{1} << 30 : uint64_t{std::strtoull(bytes, nullptr, 10)};
 }
 
+// A program makes many communicators.
+const std::string& selection_text_once() {
+  static const std::string text = collective::selection_text();
+  return text;
+}
+
 // While a rank waits in shared memory, the messages that it sent before must still go out.
 void progress() {
   int flag = 0;
@@ -125,6 +132,7 @@ void join_node(CommunicatorState& state, MPI_Comm node, bool is_world) {
   // All ranks try or none: one that failed alone would leave the others waiting.
   if (joined == 1) {
     try {
+      config.selection = selection_text_once();
       state.node = std::make_unique<collective::Communicator>(config);
     } catch (const Error& error) {
       joined = 0;

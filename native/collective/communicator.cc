@@ -5,6 +5,7 @@
 
 #include "collective/algorithms.h"
 #include "collective/arena.h"
+#include "collective/selection.h"
 #include "collective/signature.h"
 
 namespace nostall::collective {
@@ -23,8 +24,13 @@ SegmentConfig checked(const CommunicatorConfig& config) {
                                       std::to_string(config.window_bytes) + " and " +
                                       std::to_string(config.timeout.count()) + " ns");
   }
-  return {config.job,          config.rank,        config.ranks,
-          config.window_bytes, config.arena_bytes, config.directory};
+  return {config.job,
+          config.rank,
+          config.ranks,
+          config.window_bytes,
+          config.arena_bytes,
+          config.directory,
+          Selection(config.selection, config.ranks).hash()};
 }
 
 bool overlap(const void* a, uint64_t a_bytes, const void* b, uint64_t b_bytes) {
@@ -84,7 +90,9 @@ struct Communicator::Impl {
       : segment(checked(config),
                 config.join_timeout.count() > 0 ? config.join_timeout : config.timeout),
         engine(segment, config.rank, config.ranks, config.timeout, config.progress),
-        arena(segment, config.rank) {}
+        arena(segment, config.rank),
+        selection(config.selection, config.ranks),
+        phase(segment, config.rank, config.ranks) {}
 
   std::unique_lock<std::mutex> enter(Call call, uint32_t root, uint16_t code, uint64_t count,
                                      uint64_t bytes) {
@@ -106,6 +114,7 @@ struct Communicator::Impl {
                                       std::to_string(engine.ranks()) + " ranks");
   }
 
+  void allreduce(const Message& message, Algorithm algorithm, Order order);
   void cooperative_allreduce(const Message& message, bool by_rank);
   // Copies what is not shared to shared memory and back.
   void allreduce_in_place(const Message& message, const Arrival& arrival);
@@ -124,6 +133,8 @@ struct Communicator::Impl {
   Segment segment;
   Engine engine;
   Arena arena;
+  const Selection selection;
+  Phase phase;
   CommunicatorStats stats;
 };
 
@@ -158,11 +169,23 @@ void Communicator::allreduce(const void* in, void* out, uint64_t count, const Re
     }
     return;
   }
-  switch (reducer.commutative() ? options.algorithm : in_rank_order(options.algorithm)) {
+  const bool selects = !impl_->selection.empty() && !by_rank && bytes > kExchangeBytes &&
+                       options.algorithm == Algorithm::cooperative;
+  if (!selects) return impl_->allreduce(message, options.algorithm, options.order);
+  const bool apart = impl_->phase.arrive(now_ns());
+  if (apart) ++impl_->stats.apart;
+  impl_->allreduce(message, impl_->selection.choose(bytes, apart), options.order);
+  impl_->phase.leave(now_ns());
+}
+
+void Communicator::Impl::allreduce(const Message& message, Algorithm algorithm, Order order) {
+  const bool commutes = message.reducer->commutative();
+  const bool by_rank = order == Order::fixed || !commutes;
+  switch (commutes ? algorithm : in_rank_order(algorithm)) {
     case Algorithm::cooperative:
-      return impl_->cooperative_allreduce(message, by_rank);
+      return cooperative_allreduce(message, by_rank);
     case Algorithm::arrival_leader:
-      return leader_allreduce(engine, message, options.order == Order::any);
+      return leader_allreduce(engine, message, order == Order::any);
     case Algorithm::arrival_chain:
       return chain(engine, message, {.by_rank = by_rank, .whole = true});
     case Algorithm::leader:
@@ -175,7 +198,7 @@ void Communicator::allreduce(const void* in, void* out, uint64_t count, const Re
       return rsa_allreduce(engine, message);
     case Algorithm::binomial:
       binomial_reduce(engine, message, 0);
-      return binomial_broadcast(engine, {message.out, message.out, bytes, nullptr}, 0);
+      return binomial_broadcast(engine, {message.out, message.out, message.bytes(), nullptr}, 0);
   }
 }
 

@@ -48,6 +48,7 @@ struct CommunicatorConfig {
   std::chrono::nanoseconds timeout = std::chrono::minutes(10);  // of each call, and of joining:
   std::chrono::nanoseconds join_timeout{0};                     // unless this is given
   std::string directory = "/dev/shm";
+  std::string selection;  // the text of a table of algorithms (selection.h), the same on all ranks
   // Called now and then by a rank that waits, between its sleeps; an MPI's progress engine needs
   // it.
   std::function<void()> progress;
@@ -59,6 +60,7 @@ inline constexpr uint64_t kExchangeBytes = 4 << 10;
 enum class Order : uint8_t { any, fixed };
 
 struct CallOptions {
+  // cooperative: what the table says for allreduces whose order is free, if there is one.
   Algorithm algorithm = Algorithm::cooperative;
   Order order = Order::any;
 };
@@ -68,6 +70,7 @@ struct CommunicatorStats {
   uint64_t bytes = 0;   // this rank's input
   uint64_t sleeps = 0;  // waits that outlasted the spin
   int64_t wait_ns = 0;  // in those
+  uint64_t apart = 0;   // allreduces for which the table was asked for ranks that arrive apart
 };
 
 class Communicator {

@@ -20,7 +20,7 @@ namespace nostall::collective {
 namespace {
 
 constexpr uint64_t kMagic = 0x31434c4c4f43534e;  // "NSCOLLC1"
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 // Bytes of the lock protocol, beyond any that could be read or written.
 constexpr uint64_t kSetUp = uint64_t{1} << 61;
 constexpr uint64_t kAlive = kSetUp + 1;
@@ -190,6 +190,7 @@ void Segment::create() {
   header->ranks = ranks_;
   header->window_bytes = window_bytes_;
   header->arena_bytes = arena_bytes_;
+  header->selection = config_.selection;
   header->magic = kMagic;
 }
 
@@ -200,6 +201,11 @@ void Segment::check() const {
     throw Error(ErrorKind::peer, "the ranks of \"" + config_.job +
                                      "\" run different releases of nostall or have different "
                                      "arguments; give all the same");
+  }
+  if (h.selection != config_.selection) {
+    throw Error(ErrorKind::peer, "the ranks of \"" + config_.job +
+                                     "\" have different tables of collectives; set "
+                                     "NOSTALL_COLLECTIVES to the same file, or to off, on all");
   }
 }
 

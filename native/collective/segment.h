@@ -44,10 +44,11 @@ struct alignas(kLine) PaddedWord {
 struct alignas(kLine) RankLine {
   Atomic<uint32_t> asleep;  // futex word: 1 while its rank sleeps
   std::atomic<int32_t> pid;
-  std::atomic<uint32_t> left;       // said goodbye
-  std::atomic<uint32_t> core;       // where it was last seen, plus 1
-  std::array<Word, 2> want_key;     // what it sleeps for: the key of a word ...
-  std::array<Word, 2> want_target;  // ... and the value from which it wants to be woken
+  std::atomic<uint32_t> left;                   // said goodbye
+  std::atomic<uint32_t> core;                   // where it was last seen, plus 1
+  std::array<Word, 2> want_key;                 // what it sleeps for: the key of a word ...
+  std::array<Word, 2> want_target;              // ... and the value from which it wants to be woken
+  std::array<std::atomic<int64_t>, 2> arrived;  // at the last calls of odd and even number
 };
 
 // What a rank shows the others at a step; its data follows, in the same line if it is short.
@@ -65,10 +66,12 @@ struct Header {
   uint32_t layout_bytes;
   uint32_t ranks;
   uint64_t window_bytes, arena_bytes;
+  uint64_t selection;  // hash of the table of algorithms
   std::atomic<uint32_t> joined;
   alignas(kLine) Atomic<uint32_t> sleepers;
   alignas(kLine) Atomic<uint32_t> broken;  // 0, 1 while the message is written, 2
   std::array<char, 500> message;
+  alignas(kLine) Word phase;            // selection.h
   std::array<PaddedWord, 2> ticket;     // step << 16 | mode << 15 | ranks that arrived
   std::array<PaddedWord, 2> ready;      // step << 24 | ranks whose shared buffers are known
   std::array<PaddedWord, 2> claim;      // step << 24 | pieces taken
@@ -84,6 +87,7 @@ struct SegmentConfig {
   uint64_t window_bytes = 0;
   uint64_t arena_bytes = 0;
   std::string directory;
+  uint64_t selection = 0;
 };
 
 class Segment {

@@ -3,7 +3,8 @@
 Run it alone for one node, or under the job's launcher (torchrun, mpirun, srun) for several: then the
 source is read by 1, 2, ... nodes at once, and samples travel between them. Writes a TOML file with
 the variables of Table 3.1 of the seed clairvoyant-prefetching, in bytes and seconds, that
-``nostall.DataLoader(calibration=...)`` starts from.
+``nostall.DataLoader(calibration=...)`` starts from. ``nostall calibrate collectives`` chooses among
+algorithms of allreduce instead (nostall.bench.choose).
 """
 
 from __future__ import annotations
@@ -36,17 +37,24 @@ _FLUSH_EVERY = 32
 _WORTH = 0.1
 
 
+_OUT = "nostall-calibration.toml"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nostall calibrate``."""
-    parser.add_argument("source", help="the dataset's folder, on the storage to be measured")
+    parser.add_argument(
+        "source", help='the dataset\'s folder, on the storage to be measured; or "collectives"'
+    )
     parser.add_argument(
         "--tiers", nargs="*", default=["ram:256MiB"], help='as for DataLoader: "/nvme/cache:1GiB"'
     )
-    parser.add_argument("--out", default="nostall-calibration.toml", help="the file to write")
+    parser.add_argument("--out", help=f"the file to write; {_OUT}, or the table that is looked for")
     parser.add_argument("--seconds", type=float, default=1.0, help="per point measured")
     parser.add_argument("--max-threads", type=int, default=8)
     parser.add_argument("--sample-bytes", default=str(_SAMPLE_BYTES), help="of tiers and network")
     parser.add_argument("--side", type=int, default=224, help="of the images that beta is for")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="of collectives")
+    parser.add_argument("--sizes", nargs="+", help="of collectives, in bytes")
 
 
 @dataclass
@@ -66,6 +74,10 @@ class Curve:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures; rank 0 prints the file's path and content."""
+    if arguments.source == "collectives":
+        from nostall.bench import choose
+
+        return choose.run(arguments.ranks, arguments.sizes, arguments.seconds, arguments.out)
     world = find_world()
     allgather = _allgather(world)
     nodes = _nodes(allgather)
@@ -101,11 +113,12 @@ def run(arguments: argparse.Namespace) -> int:
     allgather(b"")
     if world.rank == 0:
         text = to_toml(result)
+        out = arguments.out or _OUT
         try:
-            Path(arguments.out).write_text(text)
+            Path(out).write_text(text)
         except OSError as error:
-            raise IoError(f"cannot write {arguments.out}: {error.strerror}") from error
-        print(text + f"# written to {arguments.out}")
+            raise IoError(f"cannot write {out}: {error.strerror}") from error
+        print(text + f"# written to {out}")
     return 0
 
 

@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("sizes are multiples of 4 bytes")
     rows: list[Row] = []
     for ranks in arguments.ranks:
-        rows += _measure(arguments, engines, sizes, ranks)
+        rows += measure(arguments, engines, sizes, ranks)
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
@@ -130,7 +130,7 @@ def _mpiexec(engine: str, arguments: argparse.Namespace) -> Path:
     return Path(shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or "mpiexec")
 
 
-def _measure(
+def measure(
     arguments: argparse.Namespace, engines: list[str], sizes: list[int], ranks: int
 ) -> list[Row]:
     parts: dict[tuple[str, int, float], list[Row]] = {}

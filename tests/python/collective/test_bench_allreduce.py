@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from nostall.bench import allreduce, choose
 from nostall.cli import main
+from nostall.collective import Communicator
+from nostall.errors import IoError, UsageError
 
 pytestmark = pytest.mark.multi
 
@@ -43,3 +46,42 @@ def test_waiting_for_a_late_rank_is_counted(tmp_path: Path) -> None:
     assert row["in_call"] > 5000
     assert 0 < row["late_cpu_share"] < 0.5
     assert row["busy"] > 0
+
+
+def _row(engine: str, size: int, mif: float, time: float) -> allreduce.Row:
+    return allreduce.Row(engine, 4, size, mif, time, time, 0, 0, 0, 0)
+
+
+def test_the_table_names_the_fastest_and_the_default_when_in_doubt() -> None:
+    rows = [_row("nostall", size, 0, 10) for size in (8192, 65536, 1 << 20)]
+    rows += [_row("rsa", size, 0, 5) for size in (8192, 65536)] + [_row("rsa", 1 << 20, 0, 9.5)]
+    rows += [_row("nostall", 8192, 20, 10), _row("rsa", 8192, 20, 10)]
+    rows += [_row("arrival_chain", 8192, 20, 8)]
+    assert [str(c) for c in choose.choose(rows)] == [
+        "4 together 65536 rsa",
+        "4 together 1048576 cooperative",
+        "4 apart 8192 arrival_chain",
+    ]
+
+
+def test_calibrated_collectives_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "cache" / "nostall" / "collectives.json"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # What is measured has its test above; 40 programs need their time to start.
+    rows = [_row(engine, 8192, mif, 5) for engine in ("nostall", "rsa") for mif in (0, 20)]
+    monkeypatch.setattr(allreduce, "measure", lambda *_: rows)
+    assert main(["calibrate", "collectives", "--ranks", "4", "--sizes", "8KiB"]) == 0
+    told = json.loads(table.read_text())
+    assert told["version"] == 1
+    assert [row.split()[:3] for row in told["table"]] == [
+        ["4", "together", "8192"],
+        ["4", "apart", "8192"],
+    ]
+    table.write_text('{"version": 1, "table": ["1 together 100 magic"]}')
+    with pytest.raises(UsageError, match="1 together 100 magic"):
+        Communicator("a table of magic", 0, 1)
+    monkeypatch.setenv("NOSTALL_COLLECTIVES", str(tmp_path / "absent"))
+    with pytest.raises(IoError, match="absent"):
+        Communicator("no table", 0, 1)
+    monkeypatch.setenv("NOSTALL_COLLECTIVES", "off")
+    Communicator("off", 0, 1).close()

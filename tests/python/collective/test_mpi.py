@@ -6,7 +6,6 @@ import argparse
 import gzip
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
