@@ -269,10 +269,10 @@ class Checkpointer:
             if window:
                 copying, why = choose_copying(self._window_seconds, self._engine.write_seconds)
                 job.saved.copying = f"{copying.name}: {why}"
+            job.leaves = leaves  # among them copies that nobody else keeps
             image.begin(head, [(leaf.address, leaf.nbytes) for leaf in leaves], copying)
             if window:
                 self._window = Window(image, leaves, self._optimizers, job.saved)
-                job.leaves = leaves
             elif now:
                 image.finish()
         except BaseException:

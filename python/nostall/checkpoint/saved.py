@@ -124,7 +124,7 @@ class Job:
     image: _native.Image | None
     number: int
     failed: str = ""
-    leaves: Any = None  # keeps what a writer may read where it lies
+    leaves: Any = None  # keeps what is read where it lies, until the job is done
 
 
 @dataclasses.dataclass

@@ -209,6 +209,7 @@ def test_a_pickle_is_never_executed(tmp_path: Path) -> None:
 
 
 @pytest.mark.multi
+@pytest.mark.timeout(400)  # three times torch's import, which a busy machine takes minutes for
 def test_a_killed_training_ends_with_the_same_weights(image_folder: Path, tmp_path: Path) -> None:
     def train(home: Path, kill_after: int | None) -> str | None:
         command = [sys.executable, str(HERE / "training.py"), str(image_folder), str(home), "3"]

@@ -118,6 +118,7 @@ def _rank(rank: int, world: int, home: str, mode: str) -> None:
 
 
 @pytest.mark.multi
+@pytest.mark.timeout(400)  # five imports of torch
 def test_sharded_state_loads_on_another_world_size_and_another_way(tmp_path: Path) -> None:
     mp.spawn(_rank, args=(2, str(tmp_path), "save"), nprocs=2)
     assert len(list((tmp_path / "c").glob("step-*/*.safetensors"))) == 2
