@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nostall import _native
 from nostall.checkpoint.format import Manifest, Part
@@ -30,6 +30,18 @@ from nostall.errors import CorruptionError, Error, IoError, PeerError
 _log = logging.getLogger("nostall")
 _REMEMBERED = 1000  # saves
 _THREADS = 2
+# How much longer a rank waits for the answer once rank 0 completes the checkpoint: seconds.
+_PUBLISHING_SECONDS = 20.0
+
+
+class Outcome(NamedTuple):
+    """What became of a save: "" or why it is no checkpoint, and whether that is certain.
+
+    If it is not, the checkpoint may be complete, and its parts must stay.
+    """
+
+    reason: str
+    certain: bool = True
 
 
 @dataclass(frozen=True)
@@ -114,7 +126,8 @@ class Nodes:
         self._secret, self._timeout = secret, timeout
         self._changed = threading.Condition()
         self._notes: OrderedDict[str, dict[int, Any]] = OrderedDict()
-        self._decided: OrderedDict[str, str] = OrderedDict()
+        self._publishing: set[str] = set()  # what rank 0 may have completed already
+        self._decided: OrderedDict[str, Outcome] = OrderedDict()
         self._listener = Listener(self._answer, secret, timeout + 30) if self.leader else None
 
     @property
@@ -146,12 +159,19 @@ class Nodes:
                 stream.send({"error": str(error)})
 
     def _hear_note(self, question: dict[str, Any], stream: Stream) -> None:
-        id = str(question["id"])
-        self._take_note(id, int(question["rank"]), question["note"])
+        id, rank = str(question["id"]), int(question["rank"])
+        self._take_note(id, rank, question["note"])
         with self._changed:
             self._changed.wait_for(lambda: id in self._decided, self._timeout)
-            reason = self._decided.get(id, "rank 0 did not decide in time")
-        stream.send({"reason": reason})
+            if id in self._publishing:
+                self._changed.wait_for(lambda: id in self._decided, _PUBLISHING_SECONDS)
+            outcome = self._decided.get(id)
+            if outcome is None:
+                reason = "rank 0 did not decide in time"
+                outcome = Outcome(reason, id not in self._publishing)
+                if outcome.certain:  # and stays so: the rank's part goes
+                    self._notes.setdefault(id, {})[rank] = {"failed": reason}
+        stream.send(outcome._asdict())
 
     def _hear_publish(self, question: dict[str, Any], stream: Stream) -> None:
         manifest = Manifest.from_bytes(str(question["manifest"]).encode(), "rank 0's manifest")
@@ -236,35 +256,38 @@ class Nodes:
 
     def commit(
         self, manifest: Manifest, mine: Part | str | None, stopped: Callable[[], bool]
-    ) -> tuple[str, bool]:
-        """As `Store.commit`: all ranks' parts become one checkpoint, or none does.
-
-        Returns:
-            "" or why not, and whether that is certain: if not, the part must stay.
-        """
+    ) -> Outcome:
+        """As `Store.commit`: all ranks' parts become one checkpoint, or none does."""
         note = {"failed": mine} if isinstance(mine, str) else mine and mine.to_dict()
         if self.rank != 0:
-            told = False
-            try:
-                stream = connect(self.addresses[0], self._secret, self._timeout + 40)
-                with contextlib.closing(stream):
-                    told = True
-                    stream.send({"ask": "note", "id": manifest.id, "rank": self.rank, "note": note})
-                    return str(stream.receive().get("reason", "")), True
-            except (Error, OSError) as error:
-                entry = self.store.entry(manifest.step)
-                if entry is not None and entry.manifest and entry.manifest.id == manifest.id:
-                    return "", True  # complete: the answer alone was lost
-                return f"rank 0 cannot be asked: {error}", not told
+            return self._ask_for_outcome(manifest, note)
         self._take_note(manifest.id, 0, note)
-        reason = self._decide(manifest, stopped)
+        outcome = self._decide(manifest, stopped)
         with self._changed:
-            self._decided[manifest.id] = reason
+            self._decided[manifest.id] = outcome
+            self._publishing.discard(manifest.id)
             self._notes.pop(manifest.id, None)
             while len(self._decided) > _REMEMBERED:
                 self._decided.popitem(last=False)
             self._changed.notify_all()
-        return reason, True
+        return outcome
+
+    def _ask_for_outcome(self, manifest: Manifest, note: Any) -> Outcome:
+        told = False
+        try:
+            stream = connect(self.addresses[0], self._secret, self._timeout + 40)
+            with contextlib.closing(stream):
+                told = True
+                stream.send({"ask": "note", "id": manifest.id, "rank": self.rank, "note": note})
+                answer = stream.receive()
+            if "reason" not in answer:
+                raise PeerError(f"rank 0 answers {answer}")
+            return Outcome(str(answer["reason"]), bool(answer.get("certain")))
+        except (Error, OSError) as error:
+            entry = self.store.entry(manifest.step)
+            if entry is not None and entry.manifest and entry.manifest.id == manifest.id:
+                return Outcome("")  # complete: the answer alone was lost
+            return Outcome(f"rank 0 cannot be asked: {error}", not told)
 
     def _take_note(self, id: str, rank: int, note: Any) -> None:
         with self._changed:
@@ -274,8 +297,8 @@ class Nodes:
                     self._notes.popitem(last=False)
             self._changed.notify_all()
 
-    def _decide(self, manifest: Manifest, stopped: Callable[[], bool]) -> str:
-        """Waits for all ranks, then has the nodes complete the checkpoint; why not, or ""."""
+    def _decide(self, manifest: Manifest, stopped: Callable[[], bool]) -> Outcome:
+        """Waits for all ranks, then has the nodes complete the checkpoint."""
         writers = [0] if manifest.replicated else list(range(manifest.world_size))
         deadline = time.monotonic() + self._timeout
         notes: dict[int, Any] = {}
@@ -285,22 +308,23 @@ class Nodes:
                 failed = [(r, n["failed"]) for r, n in notes.items() if n and "failed" in n]
                 late = [r for r in writers if r not in notes]
                 if failed:
-                    return f"rank {failed[0][0]}: {failed[0][1]}"
+                    return Outcome(f"rank {failed[0][0]}: {failed[0][1]}")
                 if not late:
+                    self._publishing.add(manifest.id)
                     break
                 if stopped():
-                    return "stopped"
+                    return Outcome("stopped")
                 if time.monotonic() > deadline:
-                    return f"ranks {late} did not finish their part in time"
+                    return Outcome(f"ranks {late} did not finish their part in time")
                 self._changed.wait(0.1)
         try:
             parts = tuple(Part.from_dict(notes[r]) for r in writers)
         except (KeyError, TypeError, ValueError) as error:
-            return f"a rank's word cannot be read: {error}"
+            return Outcome(f"a rank's word cannot be read: {error}")
         whole = dataclasses.replace(manifest, parts=parts, spread=True)
         return self._publish_everywhere(whole)
 
-    def _publish_everywhere(self, manifest: Manifest) -> str:
+    def _publish_everywhere(self, manifest: Manifest) -> Outcome:
         problems, done = [], 0
         for node in range(len(self.groups)):
             try:
@@ -319,7 +343,7 @@ class Nodes:
                 manifest.step,
                 "; ".join(problems),
             )
-        return "" if done else "; ".join(problems)
+        return Outcome("" if done else "; ".join(problems))
 
 
 def _checked(step: Any) -> int:

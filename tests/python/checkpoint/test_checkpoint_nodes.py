@@ -17,6 +17,7 @@ from typing import Any
 import node_rank
 import pytest
 
+import nostall.checkpoint.nodes
 from nostall.checkpoint.format import Manifest, Part
 from nostall.checkpoint.nodes import Nodes, together
 from nostall.checkpoint.store import Store, part_name
@@ -129,17 +130,24 @@ def part_at(store: Store, step: int, data: bytes) -> Part:
     return Part(1, name, len(data), (native.crc32c(data),))
 
 
-def two_nodes(tmp_path: Path) -> tuple[Nodes, Nodes]:
+def some_nodes(tmp_path: Path, count: int, timeout: float = 10) -> list[Nodes]:
+    """Of one rank each."""
     os.environ.setdefault("NOSTALL_HOST", "127.0.0.1")
     made = []
-    for rank in (0, 1):
+    groups = [[rank] for rank in range(count)]
+    for rank in range(count):
         store = Store(tmp_path / f"node{rank}", "fast")
         store.root.mkdir()
-        made.append(Nodes(store, rank, [[0], [1]], b"secret", partner=True, timeout=10))
+        made.append(Nodes(store, rank, groups, b"secret", partner=True, timeout=timeout))
     addresses = [nodes.address for nodes in made]
     for nodes in made:
         nodes.addresses = [a for a in addresses if a is not None]
-    return made[0], made[1]
+    return made
+
+
+def two_nodes(tmp_path: Path) -> tuple[Nodes, Nodes]:
+    first, second = some_nodes(tmp_path, 2)
+    return first, second
 
 
 def test_parts_travel_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -149,9 +157,8 @@ def test_parts_travel_whole_or_not_at_all(tmp_path: Path) -> None:
     assert first.give_partner(7, part) == ""
     assert (second.store.directory(7) / part.name).read_bytes() == data
     damaged = Part(1, part.name, part.size, (part.crcs[0] ^ 1,))
-    assert "damaged" in first.give_partner(8, damaged) or "No such file" in first.give_partner(
-        8, damaged
-    )
+    assert "damaged" in first.give_partner(7, damaged)
+    assert (second.store.directory(7) / part.name).read_bytes() == data
     target = tmp_path / "got"
     with pytest.raises(IoError, match="not there"):
         first.fetch(9, part, 1, target)
@@ -228,6 +235,56 @@ def test_a_save_that_one_rank_cannot_write_is_none_on_all_nodes(tmp_path: Path) 
         nodes.close()
 
 
+def own_part(nodes: Nodes, step: int) -> Part:
+    return dataclasses.replace(part_at(nodes.store, step, b"y"), rank=nodes.rank)
+
+
+def test_who_was_told_that_nobody_decided_is_in_no_checkpoint(tmp_path: Path) -> None:
+    first, second = some_nodes(tmp_path, 2, timeout=0.3)
+    manifest = Manifest(5, "aaaaaaaa-000001", 2, ())
+    told = second.commit(manifest, own_part(second, 5), lambda: False)
+    assert told == ("rank 0 did not decide in time", True)  # so its part goes
+    late = first.commit(manifest, own_part(first, 5), lambda: False)
+    assert late == ("rank 1: rank 0 did not decide in time", True)
+    assert first.store.entries() == [] and second.store.entries() == []
+    for nodes in (first, second):
+        nodes.close()
+
+
+def test_while_the_manifest_is_on_its_way_nothing_is_certain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nostall.checkpoint.nodes, "_PUBLISHING_SECONDS", 0.1)
+    first, second = some_nodes(tmp_path, 2, timeout=5)
+    manifest = Manifest(5, "aaaaaaaa-000001", 2, ())
+    waiting, go_on, told = threading.Event(), threading.Event(), []
+    publish = first._publish_everywhere
+
+    def slowly(whole: Manifest) -> Any:
+        go_on.wait(60)
+        return publish(whole)
+
+    monkeypatch.setattr(first, "_publish_everywhere", slowly)
+    rank0 = threading.Thread(
+        target=lambda: told.append(
+            first.commit(manifest, own_part(first, 5), lambda: bool(waiting.set()))
+        )
+    )
+    rank0.start()
+    assert waiting.wait(60)
+    first._timeout = 0.1  # from now on: the note of rank 1 alone
+    assert second.commit(manifest, own_part(second, 5), lambda: False) == (
+        "rank 0 did not decide in time",
+        False,
+    )
+    go_on.set()
+    rank0.join(60)
+    assert told == [("", True)]
+    assert [e.step for e in second.store.entries()] == [5]
+    for nodes in (first, second):
+        nodes.close()
+
+
 def test_an_answer_that_is_lost_leaves_the_part_where_it_is(tmp_path: Path) -> None:
     first, second = two_nodes(tmp_path)
     manifest = Manifest(5, "aaaaaaaa-000001", 2, ())
@@ -242,7 +299,7 @@ def test_an_answer_that_is_lost_leaves_the_part_where_it_is(tmp_path: Path) -> N
     second.store.publish(dataclasses.replace(manifest, parts=(other, mine), spread=True))
     assert second.commit(manifest, mine, lambda: False) == ("", True)
     rude.close()
-    assert second.commit(Manifest(6, "b", 2, ()), mine, lambda: False)[1]
+    assert second.commit(Manifest(6, "b", 2, ()), mine, lambda: False).certain
     for nodes in (first, second):
         nodes.close()
 
