@@ -234,17 +234,19 @@ class Checkpointer:
         manifest = files.Manifest(step, id, self.world_size, (), self.replicated, metric)
         saved = Saved(step, id, 0)
         job = Job(saved, manifest, None, number)
-        image = None
+        image = leaves = None
         if self.rank == 0 or not self.replicated:
             # Whoever waits for storage does not wait for the copy first: it is written as it is made.
             window = window and wanted == "memory"
             now = wanted == "memory" and not window
             image = self._snapshot(state() if callable(state) else state, job, window, now)
+            leaves = job.leaves  # the job lets go of them once it fails
         self._engine.submit(job, awaited=wanted)
         self._history.append(saved)
         if wanted != "memory":
             if image is not None:
                 image.finish()
+            del leaves
             saved.wait(wanted, self._timeout + 10)
         saved.seconds = time.perf_counter() - began
         return saved
@@ -276,6 +278,8 @@ class Checkpointer:
             elif now:
                 image.finish()
         except BaseException:
+            self._window = None
+            image.finish()  # nobody reads the leaves any more
             self._engine.add_image(image)
             raise
         job.image = image

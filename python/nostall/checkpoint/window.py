@@ -50,7 +50,8 @@ class Window:
 
     Args:
         image: begun, with `leaves` as its pieces.
-        leaves: what the image is made of.
+        leaves: what the image is made of; kept until the window is closed, for the image reads them
+            until then, whatever becomes of the writing.
         optimizers: the ones that alone change what they hold; none: nothing changes before `close`.
         saved: gets the seconds that updates waited.
     """
@@ -59,6 +60,7 @@ class Window:
         self, image: _native.Image, leaves: Sequence[Leaf], optimizers: Sequence[Any], saved: Saved
     ) -> None:
         self._image, self._saved = image, saved
+        self._leaves: Sequence[Leaf] = leaves
         self._began = time.perf_counter()
         self._left: dict[int, list[int]] = {}
         guarded = guarded_addresses(optimizers)
@@ -86,6 +88,7 @@ class Window:
         """Copies all that is left; how long the window was open, in seconds."""
         began = time.perf_counter()
         self._image.finish()
+        self._leaves = ()
         self._saved.update_seconds += time.perf_counter() - began
         return began - self._began
 
