@@ -16,6 +16,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ _NONCE = 32
 _LARGEST = 256 << 20
 _CHUNK = 4 << 20
 _GREETING_SECONDS = 10.0
-_CONNECTIONS = 256
+_GREETINGS = 256  # of those who have not proved yet that they belong to the job
+_BACKLOG = 1024
+_RETRY_SECONDS = 0.1
 
 _log = logging.getLogger("nostall")
 
@@ -37,13 +40,18 @@ class Stream:
     """One side of a connection that has proved itself; every wait ends after `timeout` seconds."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
-        self._socket = connection
+        self._socket, self._timeout = connection, timeout
         connection.settimeout(timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def _read(self, size: int) -> bytes:
+    def _read(self, size: int, deadline: float | None = None) -> bytes:
         parts = []
         while size:
+            if deadline is not None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError("the other side takes too long")
+                self._socket.settimeout(left)
             got = self._socket.recv(min(size, _CHUNK))
             if not got:
                 raise ConnectionError("the other side closed the connection")
@@ -51,35 +59,40 @@ class Stream:
             size -= len(got)
         return b"".join(parts)
 
-    def prove(self, secret: bytes, listening: bool) -> None:
-        """Raises PeerError unless the other side knows the secret."""
+    def prove(self, secret: bytes, listening: bool, within: float) -> None:
+        """Raises PeerError unless the other side knows the secret, OSError after so many seconds."""
+        deadline = time.monotonic() + within
         mine = secrets.token_bytes(_NONCE)
         self._socket.sendall(_MAGIC + mine)
-        greeting = self._read(len(_MAGIC) + _NONCE)
+        greeting = self._read(len(_MAGIC) + _NONCE, deadline)
         if not greeting.startswith(_MAGIC):
             raise PeerError("this is no checkpoint stream of this release")
         theirs = greeting[len(_MAGIC) :]
         both = mine + theirs if listening else theirs + mine
         sides = (b"listens", b"connects") if listening else (b"connects", b"listens")
         self._socket.sendall(hmac.digest(secret, sides[0] + both, "sha256"))
-        answer = self._read(32)
+        answer = self._read(32, deadline)
         if not hmac.compare_digest(answer, hmac.digest(secret, sides[1] + both, "sha256")):
             raise PeerError("the other side of a checkpoint stream has another secret")
+        self._socket.settimeout(self._timeout)
 
     def send(self, message: Any) -> None:
         """A message of plain values."""
         data = json.dumps(message).encode()
         self._socket.sendall(struct.pack("<I", len(data)) + data)
 
-    def receive(self) -> Any:
+    def receive(self) -> dict[str, Any]:
         """The next message."""
         (size,) = struct.unpack("<I", self._read(4))
         if size > _LARGEST:
             raise PeerError(f"a message of {size} bytes on a checkpoint stream")
         try:
-            return json.loads(self._read(size))
+            message = json.loads(self._read(size))
         except ValueError as error:
             raise PeerError(f"a message on a checkpoint stream cannot be read: {error}") from error
+        if not isinstance(message, dict):
+            raise PeerError("a message on a checkpoint stream is no table")
+        return message
 
     def send_file(self, path: Path, size: int) -> None:
         """Its first `size` bytes, without a copy in this process."""
@@ -121,7 +134,7 @@ def connect(address: tuple[str, int], secret: bytes, timeout: float) -> Stream:
     except OSError as error:
         raise PeerError(f"cannot reach {address[0]}:{address[1]}: {error}") from error
     try:
-        stream.prove(secret, listening=False)
+        stream.prove(secret, listening=False, within=timeout)
     except BaseException:
         stream.close()
         raise
@@ -149,6 +162,10 @@ def own_host() -> str:
 class Listener:
     """Answers questions, each in a thread of its own, until closed.
 
+    Conversations are as many as the job has: a rank has a few at a time, and one that waits for a
+    decision keeps no other from being heard. Only greetings, which anybody can begin, are limited in
+    number and time.
+
     Args:
         answer: given a question and its stream.
         secret: what both sides must know.
@@ -159,37 +176,58 @@ class Listener:
         self, answer: Callable[[dict[str, Any], Stream], None], secret: bytes, timeout: float
     ) -> None:
         self._answer, self._secret, self._timeout = answer, secret, timeout
-        self._socket = socket.create_server((own_host(), 0), backlog=_CONNECTIONS)
+        self._socket = socket.create_server((own_host(), 0), backlog=_BACKLOG)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
-        self._room = threading.BoundedSemaphore(_CONNECTIONS)
+        self._greetings = threading.BoundedSemaphore(_GREETINGS)
+        self._closed = threading.Event()
         self._thread = threading.Thread(
             target=self._listen, name="nostall-checkpoint-listener", daemon=True
         )
         self._thread.start()
 
     def _listen(self) -> None:
+        failing = False
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                return  # closed
-            self._room.acquire()
-            threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+                failing = False
+            except OSError as error:
+                if self._closed.is_set():
+                    return
+                # No descriptors are left, a connection broke off: that passes.
+                if not failing:
+                    _log.warning("a connection about checkpoints is not accepted: %s", error)
+                failing = True
+                self._closed.wait(_RETRY_SECONDS)
+                continue
+            self._greetings.acquire()
+            try:
+                threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+            except RuntimeError as error:
+                _log.warning("a connection about checkpoints gets no thread: %s", error)
+                connection.close()
+                self._greetings.release()
 
     def _talk(self, connection: socket.socket) -> None:
         try:
             with connection:
-                # A stranger who says nothing is not waited for.
-                Stream(connection, _GREETING_SECONDS).prove(self._secret, listening=True)
-                stream = Stream(connection, self._timeout)
+                stream = self._greet(connection)
                 self._answer(stream.receive(), stream)
         except (OSError, PeerError) as error:
             _log.debug("a conversation about checkpoints ended: %s", error)
+
+    def _greet(self, connection: socket.socket) -> Stream:
+        try:
+            stream = Stream(connection, self._timeout)
+            # A stranger who says nothing is not waited for.
+            stream.prove(self._secret, listening=True, within=_GREETING_SECONDS)
+            return stream
         finally:
-            self._room.release()
+            self._greetings.release()
 
     def close(self) -> None:
         """No more questions."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -11,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import node_rank
 import pytest
 
 import nostall.checkpoint.nodes
+import nostall.checkpoint.stream
 from nostall.checkpoint.format import Manifest, Part
 from nostall.checkpoint.nodes import Nodes, together
 from nostall.checkpoint.store import Store, part_name
@@ -233,6 +237,77 @@ def test_a_save_that_one_rank_cannot_write_is_none_on_all_nodes(tmp_path: Path) 
     assert first.store.entries() == [] and second.store.entries() == []
     for nodes in (first, second):
         nodes.close()
+
+
+def test_strangers_who_drip_are_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    monkeypatch.setattr(nostall.checkpoint.stream, "_GREETINGS", 2)
+    monkeypatch.setattr(nostall.checkpoint.stream, "_GREETING_SECONDS", 0.5)
+    listener = Listener(lambda _, stream: stream.send({"ok": True}), b"secret", 60)
+    with contextlib.ExitStack() as closing:
+        done = threading.Event()
+
+        def drip(stranger: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                for byte in nostall.checkpoint.stream._MAGIC * 10:
+                    stranger.sendall(bytes([byte]))
+                    if done.wait(0.1):
+                        return
+
+        for _ in range(2):
+            stranger = closing.enter_context(socket.create_connection(listener.address))
+            threading.Thread(target=drip, args=(stranger,), daemon=True).start()
+        with contextlib.closing(connect(listener.address, b"secret", 60)) as stream:
+            stream.send({"hello": 1})
+            assert stream.receive() == {"ok": True}
+        done.set()
+    listener.close()
+
+
+def test_a_listener_survives_what_accept_says(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    errors, accept = [errno.EMFILE, errno.EMFILE, errno.ECONNABORTED], socket.socket.accept
+
+    def flaky(listening: socket.socket) -> Any:
+        if errors:
+            raise OSError(errors[0], os.strerror(errors.pop(0)))
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", flaky)
+    listener = Listener(lambda _, stream: stream.send({"ok": True}), b"secret", 60)
+    with contextlib.closing(connect(listener.address, b"secret", 60)) as stream:
+        stream.send({"hello": 1})
+        assert stream.receive() == {"ok": True}
+    assert errors == [] and caplog.text.count("is not accepted") == 1
+    listener.close()
+    listener._thread.join(60)
+    assert not listener._thread.is_alive()
+
+
+def test_notes_that_wait_keep_nobody_from_being_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nostall.checkpoint.stream, "_GREETINGS", 3)
+    nodes = some_nodes(tmp_path, 7, timeout=60)
+    manifest = Manifest(5, "aaaaaaaa-000001", 7, ())
+    told: list[Any] = []
+
+    def commit(one: Nodes) -> None:
+        told.append(one.commit(manifest, own_part(one, 5), lambda: False))
+
+    threads = [threading.Thread(target=commit, args=(one,), daemon=True) for one in nodes[1:]]
+    for thread in threads:
+        thread.start()
+    while len(nodes[0]._notes.get(manifest.id, {})) < 6:  # all of them wait
+        time.sleep(0.01)
+    commit(nodes[0])
+    for thread in threads:
+        thread.join(60)
+    assert told == [("", True)] * 7
+    for one in nodes:
+        one.close()
 
 
 def own_part(nodes: Nodes, step: int) -> Part:
