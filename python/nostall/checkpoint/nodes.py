@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import os
 import secrets
+import socket
 import threading
 import time
 from collections import OrderedDict
@@ -104,6 +105,7 @@ class Nodes:
         secret: the job's.
         partner: whether parts are copied to the next node.
         timeout: seconds of silence that end a conversation.
+        several: whether the nodes are on several machines.
 
     `addresses`, of each node's first rank, who listens, are set once they are known.
     """
@@ -117,6 +119,7 @@ class Nodes:
         *,
         partner: bool,
         timeout: float,
+        several: bool = False,
     ) -> None:
         self.store, self.rank, self.groups = store, rank, groups
         self.node = next(i for i, group in enumerate(groups) if rank in group)
@@ -128,7 +131,9 @@ class Nodes:
         self._notes: OrderedDict[str, dict[int, Any]] = OrderedDict()
         self._publishing: set[str] = set()  # what rank 0 may have completed already
         self._decided: OrderedDict[str, Outcome] = OrderedDict()
-        self._listener = Listener(self._answer, secret, timeout + 30) if self.leader else None
+        self._listener = (
+            Listener(self._answer, secret, timeout + 30, several) if self.leader else None
+        )
 
     @property
     def address(self) -> tuple[str, int] | None:
@@ -139,6 +144,24 @@ class Nodes:
         """Answers nobody any more."""
         if self._listener is not None:
             self._listener.close()
+
+    def check_ways(self) -> None:
+        """Whoever listens reaches rank 0 and its partner, and rank 0 all nodes.
+
+        Raises:
+            PeerError: one cannot be reached; with the remedy.
+        """
+        if not self.leader:
+            return
+        others = {0, self.partner or 0} if self.rank != 0 else set(range(len(self.groups)))
+        for node in sorted(others - {self.node}):
+            try:
+                connect(self.addresses[node], self._secret, self._timeout).close()
+            except (Error, OSError) as error:
+                raise PeerError(
+                    f"node {node} of the job is not reached from {socket.gethostname()}: {error}; "
+                    "NOSTALL_HOST, set on each node, is the address that it gives the others"
+                ) from error
 
     # ------------------------------------------------------------------ answering
 

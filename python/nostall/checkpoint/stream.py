@@ -8,7 +8,9 @@ as they are and are checked by their CRC32C at the end. docs/formats/checkpoint.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hmac
+import ipaddress
 import json
 import logging
 import os
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from nostall.errors import CorruptionError, PeerError
+from nostall.errors import CorruptionError, PeerError, UsageError
 
 _MAGIC = b"nostall checkpoint stream 1\n"
 _NONCE = 32
@@ -32,6 +34,8 @@ _GREETING_SECONDS = 10.0
 _GREETINGS = 256  # of those who have not proved yet that they belong to the job
 _BACKLOG = 1024
 _RETRY_SECONDS = 0.1
+_ANYWHERE = "192.0.2.1"  # reserved for documentation: the way there is the default route
+_SIOCGIFADDR = 0x8915
 
 _log = logging.getLogger("nostall")
 
@@ -141,22 +145,74 @@ def connect(address: tuple[str, int], secret: bytes, timeout: float) -> Stream:
     return stream
 
 
-def own_host() -> str:
+def machine() -> str:
+    """Tells apart the machines (network namespaces) of a job."""
+    known = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        known.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with contextlib.suppress(OSError):
+        known.append(str(os.stat("/proc/self/ns/net").st_ino))
+    return " ".join(known)
+
+
+def own_host(several: bool = False) -> str:
     """The address of this machine by which other nodes of the job reach it.
 
-    NOSTALL_HOST overrides it; else it is that of the interface towards the job's first node.
+    NOSTALL_HOST overrides it. On one machine that is the loopback address; where there are several,
+    the address of the interface towards the job's first node, or towards anywhere, and never a
+    loopback one, as which a machine often knows its own name.
+
+    Raises:
+        UsageError: there is no such address.
     """
     if host := os.environ.get("NOSTALL_HOST"):
+        if several and _is_loopback(host):
+            raise UsageError(
+                f"NOSTALL_HOST={host} is a loopback address on {socket.gethostname()}, where no other "
+                "machine reaches this one: give that of an interface"
+            )
         return host
+    if not several:
+        return "127.0.0.1"
     first = os.environ.get("MASTER_ADDR") or (
         urlsplit(os.environ.get("NOSTALL_RENDEZVOUS", "")).hostname
     )
-    with contextlib.suppress(OSError):
-        target = first or socket.gethostbyname(socket.gethostname())
+    towards = [_route_to(target) for target in (first, socket.gethostname(), _ANYWHERE) if target]
+    for address in (*towards, *_interfaces()):
+        if address and not _is_loopback(address):
+            return address
+    raise UsageError(
+        f"{socket.gethostname()} has no address but the loopback one for the other nodes of the job: "
+        "set NOSTALL_HOST to the address of an interface"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+    except (OSError, ValueError):
+        return False
+
+
+def _route_to(target: str) -> str:
+    """The own address on the way there; "" if there is none."""
+    try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))  # sends nothing: only the route is asked for
             return str(probe.getsockname()[0])
-    return "127.0.0.1"
+    except OSError:
+        return ""
+
+
+def _interfaces() -> list[str]:
+    """The addresses of this machine's interfaces."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                request = struct.pack("256s", name.encode()[:15])
+                found.append(socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]))
+    return found
 
 
 class Listener:
@@ -170,13 +226,21 @@ class Listener:
         answer: given a question and its stream.
         secret: what both sides must know.
         timeout: seconds of silence that end a conversation.
+        several: whether other machines are to reach it.
+
+    Raises:
+        UsageError, OSError: it has no address.
     """
 
     def __init__(
-        self, answer: Callable[[dict[str, Any], Stream], None], secret: bytes, timeout: float
+        self,
+        answer: Callable[[dict[str, Any], Stream], None],
+        secret: bytes,
+        timeout: float,
+        several: bool = False,
     ) -> None:
         self._answer, self._secret, self._timeout = answer, secret, timeout
-        self._socket = socket.create_server((own_host(), 0), backlog=_BACKLOG)
+        self._socket = socket.create_server((own_host(several), 0), backlog=_BACKLOG)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._greetings = threading.BoundedSemaphore(_GREETINGS)
         self._closed = threading.Event()

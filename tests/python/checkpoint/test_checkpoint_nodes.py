@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -19,14 +20,17 @@ from typing import Any
 
 import node_rank
 import pytest
+from test_checkpointer import World
 
+import nostall
+import nostall.checkpoint.begin
 import nostall.checkpoint.nodes
 import nostall.checkpoint.stream
 from nostall.checkpoint.format import Manifest, Part
 from nostall.checkpoint.nodes import Nodes, together
 from nostall.checkpoint.store import Store, part_name
 from nostall.checkpoint.stream import Listener, Stream, connect
-from nostall.errors import IoError, PeerError
+from nostall.errors import IoError, PeerError, UsageError
 
 HERE = Path(__file__).parent
 NODES = [0, 0, 1]  # of each rank
@@ -308,6 +312,80 @@ def test_notes_that_wait_keep_nobody_from_being_heard(
     assert told == [("", True)] * 7
     for one in nodes:
         one.close()
+
+
+def test_a_node_is_never_known_by_an_address_that_is_everybodys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = nostall.checkpoint.stream
+    monkeypatch.delenv("NOSTALL_HOST", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.1.1")  # rank 0's own name, on many a system
+    assert stream.own_host(False) == "127.0.0.1"
+    routes = {"127.0.1.1": "127.0.0.1", stream._ANYWHERE: "10.1.2.3"}
+    monkeypatch.setattr(stream, "_route_to", lambda target: routes.get(target, "127.0.1.1"))
+    assert stream.own_host(True) == "10.1.2.3"
+    routes[stream._ANYWHERE] = ""
+    monkeypatch.setattr(stream, "_interfaces", lambda: ["127.0.0.1", "10.3.2.1"])
+    assert stream.own_host(True) == "10.3.2.1"
+    monkeypatch.setattr(stream, "_interfaces", lambda: ["127.0.0.1"])
+    with pytest.raises(UsageError, match="set NOSTALL_HOST"):
+        stream.own_host(True)
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    with pytest.raises(UsageError, match="loopback"):
+        stream.own_host(True)
+
+
+def test_the_interfaces_of_this_machine_are_found() -> None:
+    assert "127.0.0.1" in nostall.checkpoint.stream._interfaces()
+
+
+def checkpointer_of(tmp_path: Path, **options: Any) -> Any:
+    """One rank of a job whose ranks are nodes."""
+
+    def make(rank: int, gather: Any) -> nostall.Checkpointer:
+        return nostall.Checkpointer(
+            tmp_path / f"node{rank}", rank=rank, gather=gather, job="nodes", **options
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("failing", ["Nodes", "_settle", "check_ways"])
+def test_what_one_node_cannot_begin_with_keeps_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    make = checkpointer_of(tmp_path, world_size=2)
+    made: list[Nodes] = []
+
+    def nodes(store: Store, rank: int, *args: Any, **options: Any) -> Nodes:
+        if failing == "Nodes" and rank == 1:
+            raise OSError("no address is left")
+        made.append(Nodes(store, rank, *args, **options))
+        if failing == "check_ways" and rank == 1:
+            made[-1]._secret = b"another"  # a stranger listens there
+        return made[-1]
+
+    def settle(settling: Nodes, held: Any) -> None:
+        if failing == "_settle" and settling.rank == 1:
+            raise OSError("the disk is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(nostall.checkpoint.begin, "Nodes", nodes)
+        patched.setattr(nostall.checkpoint.begin, "_settle", settle)
+        words = {
+            "Nodes": "rank 1 cannot begin: no address is left",
+            "_settle": "rank 1 cannot begin: the disk is gone",
+            "check_ways": "is not reached from .*NOSTALL_HOST",
+        }[failing]
+        for error in World(2).run(make):
+            assert isinstance(error, UsageError) and re.search(words, str(error)), error
+    assert all(one._listener is None or one._listener._closed.is_set() for one in made)
+
+    def work(rank: int, gather: Any) -> None:  # nobody has the directories any more
+        make(rank, gather).close()
+
+    assert World(2).run(work) == [None, None]
 
 
 def own_part(nodes: Nodes, step: int) -> Part:
