@@ -78,17 +78,21 @@ def run(arguments: argparse.Namespace) -> int:
                 row = _measure(name, arguments, slow, fast, prefix)
                 rows[name].append(row)
                 print(f"{name}: {row['train_seconds']:.2f} s", file=sys.stderr, flush=True)
+            _save(rows, arguments)  # a long measurement may be cut short
     Console(width=140).print(_table(rows, arguments, limit))
-    result = {
-        "machine": {"cpus": os.cpu_count(), "platform": platform.platform()},
-        "settings": {k: v for k, v in vars(arguments).items() if k not in ("json", "plot")},
-        "rows": rows,
-    }
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result))
     if arguments.plot:
         draw(rows, arguments.plot)
     return 0
+
+
+def _save(rows: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        result = {
+            "machine": {"cpus": os.cpu_count(), "platform": platform.platform()},
+            "settings": {k: v for k, v in vars(arguments).items() if k not in ("json", "plot")},
+            "rows": rows,
+        }
+        Path(arguments.json).write_text(json.dumps(result))
 
 
 def _against_device(arguments: argparse.Namespace) -> int:

@@ -78,9 +78,9 @@ def _list(stores: Sequence[Store], step: int | None, *, check: bool) -> int:
             found = True
             problem = entry.damage if entry.manifest is None else store.missing(entry.manifest)
             if check and not problem and entry.manifest is not None:
-                problem = _check(entry, entry.manifest)
+                problem = _check(store, entry, entry.manifest)
             damaged += bool(problem)
-            print(_row(entry, problem, check))
+            print(_row(store, entry, problem, check))
         incomplete = [s for s in store.steps() if step in (None, s) and store.entry(s) is None]
         for other in incomplete:
             print(f"{other:>12}  {'':<19}  {'':>5}  {'':>15}  {'':>10}  not complete")
@@ -89,7 +89,7 @@ def _list(stores: Sequence[Store], step: int | None, *, check: bool) -> int:
     return CorruptionError.exit_code if damaged else 0
 
 
-def _row(entry: Entry, problem: str, checked: bool) -> str:
+def _row(store: Store, entry: Entry, problem: str, checked: bool) -> str:
     manifest = entry.manifest
     state = f"DAMAGED: {problem}" if problem else ("verified" if checked else "complete")
     if manifest is None:
@@ -98,12 +98,17 @@ def _row(entry: Entry, problem: str, checked: bool) -> str:
     ranks = f"{manifest.world_size}{'r' if manifest.replicated else ''}"
     metric = "" if manifest.metric is None else f"{manifest.metric:.6g}"
     where = f"{state} in {entry.path.parent}"
+    if manifest.spread:
+        here = [str(part.rank) for part in manifest.parts if store.has(entry.step, part)]
+        where += f", of it the parts of ranks {', '.join(here) or 'none'}: nodes keep their own"
     return f"{entry.step:>12}  {written}  {ranks:>5}  {manifest.size:>15}  {metric:>10}  {where}"
 
 
-def _check(entry: Entry, manifest: Manifest) -> str:
+def _check(store: Store, entry: Entry, manifest: Manifest) -> str:
     for part in manifest.parts:
         path = entry.path / part.name
+        if manifest.spread and not store.has(entry.step, part):
+            continue  # on another node
         with _bar(f"step {manifest.step} rank {part.rank}") as tell:
             counter = _native.Progress()
             try:
@@ -140,13 +145,16 @@ def _dry_run(stores: Sequence[Store], step: int | None, rank: int) -> int:
         entry = store.entry(found)
         if entry is None or entry.manifest is None:
             continue
+        part = entry.manifest.part_of(rank)
+        if part is not None and entry.manifest.spread and not store.has(found, part):
+            print(f"passed over: step {found}: the part of rank {rank} is on another node")
+            continue
         try:
             with _bar(f"step {found} from {store.root}") as tell:
                 restored = read_part(store, entry.manifest, rank, _THREADS, tell)
         except CorruptionError as error:
             print(f"passed over: {error}")
             continue
-        part = entry.manifest.part_of(rank)
         assert part is not None
         print(
             f"would restore step {found} from {store.root}: {part.size} bytes in "
@@ -193,6 +201,13 @@ def _drain(arguments: argparse.Namespace) -> int:
                 ).run()
             durable.publish(manifest)
             print(f"step {manifest.step}: {manifest.size} bytes are in {durable.root} now")
+        for entry in fast.entries():
+            if entry.manifest is not None and not all(
+                fast.has(entry.step, part) for part in entry.manifest.parts
+            ):
+                print(
+                    f"step {entry.step}: other nodes have parts of it; the job's next start drains it"
+                )
         print(f"{len(waiting)} checkpoints drained")
     finally:
         durable.disown()

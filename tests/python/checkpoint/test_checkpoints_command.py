@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import nostall
+from nostall.checkpoint.store import Store
 from nostall.cli import main
 
 
@@ -89,3 +91,27 @@ def test_drain_continues_without_a_training(
 def test_a_directory_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", "ls", "/nonexistent/ckpt"]) == 2
     assert "/nonexistent/ckpt" in capsys.readouterr().err
+
+
+def test_checkpoints_that_are_spread_over_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with nostall.Checkpointer(tmp_path / "fast", level="fast") as ckpt:
+        ckpt.save({"a": np.arange(10)}, 3)
+    store = Store(tmp_path / "fast", "fast")
+    (entry,) = store.entries()
+    assert entry.manifest is not None
+    mine = entry.manifest.parts[0]
+    other = dataclasses.replace(mine, rank=1, name=mine.name.replace("00000.", "00001.", 1))
+    store.publish(
+        dataclasses.replace(entry.manifest, world_size=2, parts=(mine, other), spread=True)
+    )
+    assert main(["checkpoints", "verify", str(tmp_path / "fast")]) == 0
+    assert "of it the parts of ranks 0" in capsys.readouterr().out
+    arguments = ["checkpoints", "restore-dry-run", str(tmp_path / "fast"), "--rank"]
+    assert main([*arguments, "0"]) == 0
+    assert main([*arguments, "1"]) == 5
+    assert "rank 1 is on another node" in capsys.readouterr().out
+    assert main(["checkpoints", "drain", str(tmp_path / "fast"), str(tmp_path / "durable")]) == 0
+    out = capsys.readouterr().out
+    assert "other nodes have parts" in out and "0 checkpoints drained" in out
