@@ -226,7 +226,8 @@ class Engine:
             else:
                 # First in the queue, so that whoever sees the level sees the drain as well.
                 if self.durable is not None:
-                    self.submit_drain(Drain(self._complete(store, job.manifest), saved))
+                    whole = job.complete or self._complete(store, job.manifest)
+                    self.submit_drain(Drain(whole, saved))
                 else:
                     saved._miss("durable")
                 saved._reach("fast")
@@ -243,7 +244,7 @@ class Engine:
     @staticmethod
     def _complete(store: Store, manifest: Manifest) -> Manifest:
         entry = store.entry(manifest.step)
-        if entry is None or entry.manifest is None:
+        if entry is None or entry.manifest is None or entry.manifest.id != manifest.id:
             raise IoError(f"the checkpoint in {store.directory(manifest.step)} is gone")
         return entry.manifest
 
@@ -296,7 +297,8 @@ class Engine:
         certain = True
         try:
             if nodes is not None:
-                reason, certain = nodes.commit(manifest, mine, lambda: self._stopping)
+                outcome = nodes.commit(manifest, mine, lambda: self._stopping)
+                reason, certain, job.complete = outcome[:3]
             else:
                 reason = store.commit(
                     manifest,

@@ -38,11 +38,14 @@ _PUBLISHING_SECONDS = 20.0
 class Outcome(NamedTuple):
     """What became of a save: "" or why it is no checkpoint, and whether that is certain.
 
-    If it is not, the checkpoint may be complete, and its parts must stay.
+    If it is not, the checkpoint may be complete, and its parts must stay. `manifest` is there if it
+    is complete, and `missed` are the nodes that may not have it.
     """
 
     reason: str
     certain: bool = True
+    manifest: Manifest | None = None
+    missed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -194,13 +197,16 @@ class Nodes:
                 outcome = Outcome(reason, id not in self._publishing)
                 if outcome.certain:  # and stays so: the rank's part goes
                     self._notes.setdefault(id, {})[rank] = {"failed": reason}
-        stream.send(outcome._asdict())
+        answer: dict[str, Any] = {"reason": outcome.reason, "certain": outcome.certain}
+        if outcome.manifest is not None and any(rank in self.groups[n] for n in outcome.missed):
+            answer["manifest"] = outcome.manifest.to_bytes().decode()
+        stream.send(answer)
 
     def _hear_publish(self, question: dict[str, Any], stream: Stream) -> None:
         manifest = Manifest.from_bytes(str(question["manifest"]).encode(), "rank 0's manifest")
-        self.store.prepare(_checked(manifest.step))
-        self.store.publish(manifest)
-        stream.send({"error": ""})
+        _checked(manifest.step)
+        error, certain = self._publish_here(manifest)
+        stream.send({"error": error, "certain": certain})
 
     def _hear_put(self, question: dict[str, Any], stream: Stream) -> None:
         step, part = _checked(question["step"]), Part.from_dict(question["part"])
@@ -305,12 +311,21 @@ class Nodes:
                 answer = stream.receive()
             if "reason" not in answer:
                 raise PeerError(f"rank 0 answers {answer}")
-            return Outcome(str(answer["reason"]), bool(answer.get("certain")))
+            if "manifest" not in answer:
+                return Outcome(str(answer["reason"]), bool(answer.get("certain")))
+            whole = Manifest.from_bytes(str(answer["manifest"]).encode(), "rank 0's manifest")
+            if whole.id != manifest.id:
+                raise PeerError(f"rank 0 answers of save {whole.id}, not of {manifest.id}")
         except (Error, OSError) as error:
             entry = self.store.entry(manifest.step)
             if entry is not None and entry.manifest and entry.manifest.id == manifest.id:
                 return Outcome("")  # complete: the answer alone was lost
             return Outcome(f"rank 0 cannot be asked: {error}", not told)
+        if self.leader:
+            problem, _ = self._publish_here(whole)  # once more
+            if problem:
+                _log.warning("this node has no manifest of step %d: %s", whole.step, problem)
+        return Outcome("", manifest=whole)
 
     def _take_note(self, id: str, rank: int, note: Any) -> None:
         with self._changed:
@@ -348,25 +363,50 @@ class Nodes:
         return self._publish_everywhere(whole)
 
     def _publish_everywhere(self, manifest: Manifest) -> Outcome:
-        problems, done = [], 0
+        problems, certain, missed = [], True, []
         for node in range(len(self.groups)):
-            try:
-                if node == self.node:
-                    self.store.prepare(manifest.step)
-                    self.store.publish(manifest)
-                else:
-                    text = manifest.to_bytes().decode()
-                    self._ask(node, {"ask": "publish", "manifest": text}).close()
-                done += 1
-            except (Error, OSError) as error:
-                problems.append(f"node {node}: {error}")
-        if done and problems:
+            if node == self.node:
+                problem, surely = self._publish_here(manifest)
+            else:
+                problem, surely = self._publish_there(manifest, node)
+            if problem:
+                problems.append(f"node {node}: {problem}")
+                missed.append(node)
+                certain = certain and surely
+        if len(missed) == len(self.groups):
+            return Outcome("; ".join(problems), certain)
+        if problems:
             _log.warning(
                 "the checkpoint of step %d is complete, but not all nodes know: %s",
                 manifest.step,
                 "; ".join(problems),
             )
-        return Outcome("" if done else "; ".join(problems))
+        return Outcome("", manifest=manifest, missed=tuple(missed))
+
+    def _publish_here(self, manifest: Manifest) -> tuple[str, bool]:
+        """Why this node has no manifest, or "", and whether it certainly has none."""
+        try:
+            self.store.prepare(manifest.step)
+            self.store.publish(manifest)
+        except (Error, OSError) as error:
+            entry = self.store.entry(manifest.step)
+            other = entry is None or (entry.manifest and entry.manifest.id != manifest.id)
+            return str(error), bool(other)
+        return "", True
+
+    def _publish_there(self, manifest: Manifest, node: int) -> tuple[str, bool]:
+        """As `_publish_here`, of another node: a question whose answer is lost may be heard."""
+        told = False
+        try:
+            with contextlib.closing(
+                connect(self.addresses[node], self._secret, self._timeout + 10)
+            ) as stream:
+                told = True
+                stream.send({"ask": "publish", "manifest": manifest.to_bytes().decode()})
+                answer = stream.receive()
+        except (Error, OSError) as error:
+            return str(error), not told
+        return str(answer.get("error", "")), bool(answer.get("certain"))
 
 
 def _checked(step: Any) -> int:

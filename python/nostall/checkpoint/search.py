@@ -122,8 +122,11 @@ class Search:
             entry = store.entry(step)
             if entry is None or entry.manifest is None or entry.manifest.id != id:
                 # A node that is new has its ranks' parts now.
-                store.prepare(step)
-                store.publish(held.manifest)
+                try:
+                    store.prepare(step)
+                    store.publish(held.manifest)
+                except (Error, OSError) as error:  # the state is restored all the same
+                    _log.warning("%s has no manifest of step %d: %s", store.root, step, error)
         return restored, problem
 
     def _check_world(self, manifest: Manifest, store: Store) -> None:

@@ -27,7 +27,7 @@ import nostall.checkpoint.begin
 import nostall.checkpoint.nodes
 import nostall.checkpoint.stream
 from nostall.checkpoint.format import Manifest, Part
-from nostall.checkpoint.nodes import Nodes, together
+from nostall.checkpoint.nodes import Nodes, Outcome, together
 from nostall.checkpoint.store import Store, part_name
 from nostall.checkpoint.stream import Listener, Stream, connect
 from nostall.errors import IoError, PeerError, UsageError
@@ -226,7 +226,7 @@ def test_a_save_that_one_rank_cannot_write_is_none_on_all_nodes(tmp_path: Path) 
     results: dict[int, str] = {}
 
     def commit(nodes: Nodes, mine: Part | str) -> None:
-        results[nodes.rank], _ = nodes.commit(manifest, mine, lambda: False)
+        results[nodes.rank] = nodes.commit(manifest, mine, lambda: False).reason
 
     mine = part_at(first.store, 5, b"y")
     threads = [
@@ -309,7 +309,7 @@ def test_notes_that_wait_keep_nobody_from_being_heard(
     commit(nodes[0])
     for thread in threads:
         thread.join(60)
-    assert told == [("", True)] * 7
+    assert [one.reason for one in told] == [""] * 7
     for one in nodes:
         one.close()
 
@@ -396,9 +396,9 @@ def test_who_was_told_that_nobody_decided_is_in_no_checkpoint(tmp_path: Path) ->
     first, second = some_nodes(tmp_path, 2, timeout=0.3)
     manifest = Manifest(5, "aaaaaaaa-000001", 2, ())
     told = second.commit(manifest, own_part(second, 5), lambda: False)
-    assert told == ("rank 0 did not decide in time", True)  # so its part goes
+    assert told == Outcome("rank 0 did not decide in time", True)  # so its part goes
     late = first.commit(manifest, own_part(first, 5), lambda: False)
-    assert late == ("rank 1: rank 0 did not decide in time", True)
+    assert late == Outcome("rank 1: rank 0 did not decide in time", True)
     assert first.store.entries() == [] and second.store.entries() == []
     for nodes in (first, second):
         nodes.close()
@@ -426,16 +426,82 @@ def test_while_the_manifest_is_on_its_way_nothing_is_certain(
     rank0.start()
     assert waiting.wait(60)
     first._timeout = 0.1  # from now on: the note of rank 1 alone
-    assert second.commit(manifest, own_part(second, 5), lambda: False) == (
-        "rank 0 did not decide in time",
-        False,
-    )
+    told_second = second.commit(manifest, own_part(second, 5), lambda: False)
+    assert told_second == Outcome("rank 0 did not decide in time", False)
     go_on.set()
     rank0.join(60)
-    assert told == [("", True)]
+    assert told[0].reason == "" and told[0].certain
     assert [e.step for e in second.store.entries()] == [5]
     for nodes in (first, second):
         nodes.close()
+
+
+@pytest.mark.parametrize("heals", [True, False])
+def test_a_node_that_misses_the_manifest_drains_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heals: bool
+) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    make = checkpointer_of(tmp_path, durable=tmp_path / "durable", world_size=2)
+    publish, failed = Store.publish, []
+
+    def fail(store: Store, manifest: Manifest) -> None:
+        if store.root.name == "node1" and not (heals and failed):
+            failed.append(manifest.step)
+            raise IoError("the disk is full")
+        publish(store, manifest)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            saved = ckpt.save({"rank": rank}, 1)
+            saved.wait("durable", 60)
+            ckpt.wait(60)
+            found = ckpt.restore()
+            return saved.problems, found.step, found.tier, found.state["rank"]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "publish", fail)
+        results = World(2).run(work)
+    assert failed
+    assert results == [([], 1, "fast", 0), ([], 1, "fast", 1)]
+    durable = Store(tmp_path / "durable", "durable")
+    assert [e.step for e in durable.entries()] == [1]
+
+
+def test_a_manifest_that_may_be_there_is_not_certainly_missing(tmp_path: Path) -> None:
+    first, second = some_nodes(tmp_path, 2)
+    manifest = Manifest(5, "aaaaaaaa-000001", 2, ())
+    whole = dataclasses.replace(
+        manifest, parts=tuple(own_part(one, 5) for one in (first, second)), spread=True
+    )
+    rude = Listener(lambda *_: None, b"secret", 10)  # hears it, and says nothing
+    address, first.addresses[1] = first.addresses[1], rude.address
+    shutil.rmtree(first.store.root)
+    assert first._publish_everywhere(whole).certain is False
+    rude.close()
+    assert first._publish_everywhere(whole).certain is True  # nobody heard it
+    first.addresses[1] = address
+    shutil.rmtree(second.store.root)
+    assert first._publish_everywhere(whole).certain is True  # it says so
+    for nodes in (first, second):
+        nodes.close()
+
+
+def test_a_manifest_that_has_its_name_is_not_certainly_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (only,) = some_nodes(tmp_path, 1)
+    whole = Manifest(5, "aaaaaaaa-000001", 1, (own_part(only, 5),), spread=True)
+    publish = Store.publish
+
+    def late(store: Store, manifest: Manifest) -> None:
+        publish(store, manifest)
+        raise IoError("the directory cannot be synced")
+
+    monkeypatch.setattr(Store, "publish", late)
+    assert only._publish_everywhere(whole) == Outcome(
+        "node 0: the directory cannot be synced", False
+    )
+    only.close()
 
 
 def test_an_answer_that_is_lost_leaves_the_part_where_it_is(tmp_path: Path) -> None:
@@ -445,12 +511,12 @@ def test_an_answer_that_is_lost_leaves_the_part_where_it_is(tmp_path: Path) -> N
     asked: list[Any] = []
     rude = Listener(lambda question, _: asked.append(question["ask"]), b"secret", 10)
     second.addresses[0] = rude.address
-    reason, certain = second.commit(manifest, mine, lambda: False)
+    reason, certain, *_ = second.commit(manifest, mine, lambda: False)
     assert "rank 0 cannot be asked" in reason and not certain and asked == ["note"]
     # Where the manifest has come meanwhile, all is well.
     other = dataclasses.replace(mine, rank=0)
     second.store.publish(dataclasses.replace(manifest, parts=(other, mine), spread=True))
-    assert second.commit(manifest, mine, lambda: False) == ("", True)
+    assert second.commit(manifest, mine, lambda: False) == Outcome("")
     rude.close()
     assert second.commit(Manifest(6, "b", 2, ()), mine, lambda: False).certain
     for nodes in (first, second):
