@@ -47,7 +47,7 @@ class Engine:
         self.settings, self.nodes = settings, nodes
         # Who clears up: rank 0, and on a fast directory of a node's own the node's first rank.
         self._cleans = nodes.leader if nodes is not None else rank == 0
-        self._retain_due = False
+        self._retain_due = self._retaining = False
         self.gate = _native.Gate()
         self._cleaner = Cleaner(fast, durable, settings, owns_durable=rank == 0)
         self._lock = threading.Condition()
@@ -144,7 +144,7 @@ class Engine:
 
         def done() -> bool:
             idle = not self._busy
-            busy = self._drains or self._draining or self._retain_due
+            busy = self._drains or self._draining or self._retain_due or self._retaining
             return idle and not (drained and busy)
 
         self._hurry_writer(1 << 62)
@@ -337,11 +337,16 @@ class Engine:
                 if self._stopping:
                     return
                 drain = self._draining = self._drains.popleft() if self._drains else None
+                if drain is None:
+                    # What comes to be due from now on is done once more.
+                    self._retain_due, self._retaining = False, True
             if drain is None:
-                self._retain()
-                with self._lock:
-                    self._retain_due = False
-                    self._lock.notify_all()
+                try:
+                    self._retain()
+                finally:
+                    with self._lock:
+                        self._retaining = False
+                        self._lock.notify_all()
                 continue
             try:
                 with trace.span("drain checkpoint", "background"):

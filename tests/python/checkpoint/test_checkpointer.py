@@ -263,6 +263,27 @@ def test_retention_on_both_tiers(tmp_path: Path) -> None:
     ]
 
 
+def test_retention_that_gets_due_meanwhile_is_done_once_more(tmp_path: Path) -> None:
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
+        engine, calls = ckpt._engine, []
+
+        def due() -> None:
+            with engine._lock:
+                engine._retain_due = True
+                engine._start()
+                engine._lock.notify_all()
+
+        def retain() -> None:
+            calls.append(engine._retaining)
+            if len(calls) == 1:
+                due()
+
+        engine._retain = retain  # type: ignore[method-assign]
+        due()
+        assert engine.wait(drained=True, timeout=60)
+        assert calls == [True, True]
+
+
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
         ckpt.save(state_of(1), 7)
