@@ -207,9 +207,11 @@ def undrained(
         on_fast = {h.manifest.step: h.manifest for h in held}
         whole = {h.manifest.step for h in held if not h.lost}
     there = {e.step: e.manifest for e in durable.entries() if e.manifest is not None}
-    stay = decide({s: m.metric for s, m in (on_fast | there).items()}.items(), keep)
+    # What has lost parts takes no place among those that are kept.
+    good = {s: m for s, m in on_fast.items() if s in whole} | there
+    stay = decide({s: m.metric for s, m in good.items()}.items(), keep)
     return [
         manifest
         for step, manifest in sorted(on_fast.items())
-        if step in stay and step in whole and (step not in there or there[step].id != manifest.id)
+        if step in whole and step in stay and (step not in there or there[step].id != manifest.id)
     ]

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from nostall import _native, trace
 from nostall.checkpoint.cleaner import Cleaner
@@ -424,14 +425,49 @@ class Engine:
             self._drains.extend(again)
 
     def _copy(self, drain: Drain, part: Part) -> None:
+        """From this node, or from the first of those with a copy that gives an undamaged one."""
+        nodes = self.nodes
+        if nodes is None or drain.held is None:
+            self._copy_here(drain, part)
+            return
+        assert self.durable is not None
+        problems: list[str] = []
+        for node in nodes.nearest_first(drain.held.holders[part.name]):
+            try:
+                if node == nodes.node:
+                    self._copy_here(drain, part)
+                else:
+                    target = self.durable.directory(drain.manifest.step) / part.name
+                    nodes.fetch(drain.manifest.step, part, node, target, self._pace(drain))
+                return
+            except StoppedError:
+                raise
+            except (Error, OSError) as error:
+                problems.append(f"node {node}: {error}")
+                _log.warning("a copy of %s cannot be drained: %s", part.name, problems[-1])
+        raise IoError("; ".join(problems))
+
+    def _pace(self, drain: Drain) -> Callable[[int], None]:
+        """Called with the bytes that have come: waits as the rate wants it."""
+        began = time.monotonic()
+
+        def wait(bytes: int) -> None:
+            def hurried() -> bool:
+                return self._stopping or drain.manifest.id in self._urgent_drains
+
+            with self._lock:
+                if self.settings.rate:
+                    left = began + bytes / self.settings.rate - time.monotonic()
+                    self._lock.wait_for(hurried, max(0.0, left))
+                if self._stopping:
+                    raise StoppedError("the checkpointer is closed")
+
+        return wait
+
+    def _copy_here(self, drain: Drain, part: Part) -> None:
         assert self.fast is not None and self.durable is not None
         source = self.fast.directory(drain.manifest.step) / part.name
         target = self.durable.directory(drain.manifest.step) / part.name
-        if self.nodes is not None and drain.held is not None:
-            away = drain.held.holders[part.name]
-            if self.nodes.node not in away:
-                self.nodes.fetch(drain.manifest.step, part, away[0], target)
-                return
         urgent = drain.manifest.id in self._urgent_drains
         priority = _PRIORITY["normal" if urgent else self.settings.priority]
         copy = _native.FileCopy(

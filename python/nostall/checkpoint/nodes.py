@@ -244,8 +244,21 @@ class Nodes:
             raise
         return stream
 
-    def fetch(self, step: int, part: Part, node: int, path: Path) -> None:
-        """A part that another node has, checked, into the file `path`.
+    def nearest_first(self, holders: Sequence[int]) -> list[int]:
+        """This node, if it is among them; of the others each node asks another one first."""
+        start = self.node % len(holders) if holders else 0
+        turned = [*holders[start:], *holders[:start]]
+        return sorted(turned, key=lambda node: node != self.node)
+
+    def fetch(
+        self,
+        step: int,
+        part: Part,
+        node: int,
+        path: Path,
+        pace: Callable[[int], None] | None = None,
+    ) -> None:
+        """A part that another node has, checked, into the file `path`, as fast as `pace` lets it.
 
         Raises:
             PeerError, IoError: the node does not have it any more.
@@ -254,7 +267,7 @@ class Nodes:
         question = {"ask": "get", "step": step, "part": part.to_dict()}
         try:
             with contextlib.closing(self._ask(node, question)) as stream:
-                _receive(stream, path, part)
+                _receive(stream, path, part, pace)
         except OSError as error:
             if isinstance(error, Error):
                 raise
@@ -415,11 +428,13 @@ def _checked(step: Any) -> int:
     return step
 
 
-def _receive(stream: Stream, path: Path, part: Part) -> None:
+def _receive(
+    stream: Stream, path: Path, part: Part, pace: Callable[[int], None] | None = None
+) -> None:
     """A part into the file `path`: all of it, checked and on its device, or not at all."""
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        stream.receive_file(partial, part.size)
+        stream.receive_file(partial, part.size, pace)
         bad = _native.check_file(str(partial), part.size, list(part.crcs), _THREADS)
         if bad:
             raise CorruptionError(f"{path} arrived with {len(bad)} damaged blocks")

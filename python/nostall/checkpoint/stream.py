@@ -104,8 +104,14 @@ class Stream:
             if self._socket.sendfile(file, 0, size) != size:
                 raise CorruptionError(f"{path} ends before its {size} bytes")
 
-    def receive_file(self, path: Path, size: int) -> None:
-        """`size` bytes into a new file, on its device at the end."""
+    def receive_file(
+        self, path: Path, size: int, pace: Callable[[int], None] | None = None
+    ) -> None:
+        """`size` bytes into a new file, on its device at the end.
+
+        `pace` is called with the bytes so far, and may wait.
+        """
+        whole = size
         buffer = bytearray(min(size, _CHUNK) or 1)
         view = memoryview(buffer)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -118,6 +124,8 @@ class Stream:
                 while part:
                     part = part[os.write(fd, part) :]
                 size -= got
+                if pace is not None:
+                    pace(whole - size)
             os.fsync(fd)
         finally:
             os.close(fd)

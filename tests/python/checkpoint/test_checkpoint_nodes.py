@@ -27,7 +27,7 @@ import nostall.checkpoint.begin
 import nostall.checkpoint.nodes
 import nostall.checkpoint.stream
 from nostall.checkpoint.format import Manifest, Part
-from nostall.checkpoint.nodes import Nodes, Outcome, together
+from nostall.checkpoint.nodes import Nodes, Outcome, holdings, together
 from nostall.checkpoint.store import Store, part_name
 from nostall.checkpoint.stream import Listener, Stream, connect
 from nostall.errors import IoError, PeerError, UsageError
@@ -342,9 +342,9 @@ def test_the_interfaces_of_this_machine_are_found() -> None:
 def checkpointer_of(tmp_path: Path, **options: Any) -> Any:
     """One rank of a job whose ranks are nodes."""
 
-    def make(rank: int, gather: Any) -> nostall.Checkpointer:
+    def make(rank: int, gather: Any, **more: Any) -> nostall.Checkpointer:
         return nostall.Checkpointer(
-            tmp_path / f"node{rank}", rank=rank, gather=gather, job="nodes", **options
+            tmp_path / f"node{rank}", rank=rank, gather=gather, job="nodes", **options, **more
         )
 
     return make
@@ -465,6 +465,115 @@ def test_a_node_that_misses_the_manifest_drains_all_the_same(
     assert results == [([], 1, "fast", 0), ([], 1, "fast", 1)]
     durable = Store(tmp_path / "durable", "durable")
     assert [e.step for e in durable.entries()] == [1]
+
+
+def test_a_copy_that_the_partner_does_not_take_is_a_problem_and_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    make = checkpointer_of(tmp_path, world_size=2, partner=True)
+
+    def full(self: Nodes, *_: Any) -> None:
+        raise IoError(f"node{self.node} has no room")
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            saved = ckpt.save({"rank": rank}, 1, level="fast")
+            return saved.level, saved.problems
+
+    monkeypatch.setattr(Nodes, "_hear_put", full)
+    for rank, (level, problems) in enumerate(World(2).run(work)):
+        assert level == "fast"
+        (problem,) = problems
+        assert f"no partner's copy of rank {rank}'s part" in problem and "no room" in problem
+
+
+def test_what_has_lost_parts_takes_no_place_among_those_that_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    make = checkpointer_of(tmp_path, world_size=2)
+
+    def save(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            return [ckpt.save({"rank": rank}, step, level="fast").id for step in (1, 2, 3)]
+
+    ids = World(2).run(save)[0]
+    for part in (tmp_path / "node1").glob("*[23]/*.safetensors"):
+        part.unlink()
+
+    def restore(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            return ckpt.restore().step, ckpt._engine.damaged
+
+    assert World(2).run(restore) == [(1, {*ids[1:]})] * 2
+    (tmp_path / "durable").mkdir()
+    fast, durable = Store(tmp_path / "node0", "fast"), Store(tmp_path / "durable", "durable")
+    held = together([holdings(fast), holdings(Store(tmp_path / "node1", "fast"))])
+    waiting = nostall.checkpoint.begin.undrained(fast, durable, nostall.Keep(1), held)
+    assert [manifest.step for manifest in waiting] == [1]
+
+
+def test_common_state_comes_to_a_node_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    fetch, fetched = Nodes.fetch, []
+
+    def count(self: Nodes, *args: Any) -> None:
+        fetched.append(self.rank)
+        fetch(self, *args)
+
+    monkeypatch.setattr(Nodes, "fetch", count)
+
+    def work(rank: int, gather: Any) -> Any:
+        with nostall.Checkpointer(
+            tmp_path / f"node{rank // 2}", rank=rank, world_size=4, gather=gather, job="nodes",
+            replicated=True,
+        ) as ckpt:  # fmt: skip
+            ckpt.save({"common": 7}, 1, level="fast")
+            found = ckpt.restore()
+            gather(b"")  # all listen until here
+            return found and found.state["common"]
+
+    assert World(4).run(work) == [7] * 4
+    assert fetched == [2]
+
+
+def test_nodes_do_not_all_ask_the_same_one(tmp_path: Path) -> None:
+    nodes = some_nodes(tmp_path, 4)
+    assert [one.nearest_first([0, 1])[0] for one in nodes] == [0, 1, 0, 1]
+    assert [one.nearest_first([0, 3]) for one in nodes] == [[0, 3], [3, 0], [0, 3], [3, 0]]
+    assert nodes[0].nearest_first([]) == []
+    for one in nodes:
+        one.close()
+
+
+def test_a_leftover_is_drained_from_the_copy_that_is_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    make = checkpointer_of(tmp_path, world_size=3, partner=True, rate="200MB")
+
+    def save(rank: int, gather: Any) -> None:
+        with make(rank, gather) as ckpt:
+            ckpt.save(node_rank.state_of(rank, 1), 1, level="fast")
+
+    assert World(3).run(save) == [None] * 3
+    for own in (tmp_path / "node1").glob("*/rank-00001.*"):
+        own.write_bytes(bytes(own.stat().st_size))
+
+    def drain(rank: int, gather: Any) -> Any:
+        durable = tmp_path / "durable"
+        with make(rank, gather, durable=durable) as ckpt:
+            ckpt.wait(60)
+            gather(b"")  # all listen until here
+        with nostall.Checkpointer(
+            durable=durable, rank=rank, world_size=3, gather=gather, job="nodes"
+        ) as ckpt:
+            found = ckpt.restore()
+            return found and (found.tier, node_rank.digest(found.state))
+
+    expected = [("durable", node_rank.digest(node_rank.state_of(rank, 1))) for rank in range(3)]
+    assert World(3).run(drain) == expected
 
 
 def test_a_manifest_that_may_be_there_is_not_certainly_missing(tmp_path: Path) -> None:
