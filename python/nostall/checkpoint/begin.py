@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from nostall.checkpoint.format import Manifest
 from nostall.checkpoint.nodes import Held, Nodes, holdings, together
 from nostall.checkpoint.retention import Keep, decide
 from nostall.checkpoint.store import Store, io_errors
+from nostall.checkpoint.stream import machine
 from nostall.errors import Error, UsageError
 from nostall.rendezvous import AllGather
 
@@ -45,8 +47,31 @@ def begin(
     """Takes the directories; all ranks of the job call it.
 
     Raises:
-        UsageError: another job has them, or the ranks do not see the same durable one.
+        UsageError: another job has them, the ranks do not see the same durable one, or one of them
+            fails otherwise: then all do.
     """
+    with contextlib.ExitStack() as undo:
+        for store in (fast, durable):
+            if store is not None:
+                undo.callback(store.disown)
+        begun = _begin(
+            fast, durable, rank, world_size, allgather, undo, partner=partner, timeout=timeout
+        )
+        undo.pop_all()
+        return begun
+
+
+def _begin(
+    fast: Store | None,
+    durable: Store | None,
+    rank: int,
+    world_size: int,
+    allgather: AllGather,
+    undo: contextlib.ExitStack,
+    *,
+    partner: bool,
+    timeout: float,
+) -> Begun:
     stores = [store for store in (fast, durable) if store is not None]
     run = secrets.token_hex(4)
     if world_size == 1:
@@ -64,22 +89,24 @@ def begin(
                 raise UsageError(f"rank {other} cannot begin: {theirs['error']}")
         return notes
 
-    note: dict[str, Any] = {"token": run, "error": ""}
+    # What one rank cannot do it says with the next gather, so that no other waits for it.
+    note: dict[str, Any] = {"token": run, "machine": machine()}
     if rank == 0:
         note["secret"] = secrets.token_hex(32)
-    try:
+    with _noting(note):
         for store in stores:
             with io_errors("make the directory", store.root):
                 store.root.mkdir(parents=True, exist_ok=True)
                 (store.root / f".run-{run}").touch()
-    except Error as error:
-        note["error"] = str(error)
     notes = gather(note)
     tokens, run = [n["token"] for n in notes], str(notes[0]["token"])
+    several = len({n["machine"] for n in notes}) > 1
     secret = (os.environ.get("NOSTALL_SECRET", "") or str(notes[0]["secret"])).encode()
-    seen = gather(
-        {s.kind: [r for r, t in enumerate(tokens) if _marker(s, t).exists()] for s in stores}
-    )
+    note = {}
+    with _noting(note):
+        for s in stores:
+            note[s.kind] = [r for r, t in enumerate(tokens) if _marker(s, t).exists()]
+    seen = gather(note)
     everybody = list(range(world_size))
     if durable is not None:
         for other, theirs in enumerate(seen):
@@ -90,13 +117,17 @@ def begin(
                 )
     groups = _groups([theirs["fast"] for theirs in seen]) if fast is not None else [everybody]
     nodes = None
-    if len(groups) > 1 and fast is not None:
-        nodes = Nodes(fast, rank, groups, secret, partner=partner, timeout=timeout)
-    elif partner and rank == 0:
-        _log.warning("partner=True has no effect: all ranks share %s", fast and fast.root)
-    leads_fast = nodes.leader if nodes is not None else rank == 0
-    note = {"error": "", "address": nodes.address if nodes is not None else None, "held": []}
-    try:
+    note = {"address": None, "held": []}
+    with _noting(note):
+        if len(groups) > 1 and fast is not None:
+            nodes = Nodes(
+                fast, rank, groups, secret, partner=partner, timeout=timeout, several=several
+            )
+            undo.callback(nodes.close)
+            note["address"] = nodes.address
+        elif partner and rank == 0:
+            _log.warning("partner=True has no effect: all ranks share %s", fast and fast.root)
+        leads_fast = nodes.leader if nodes is not None else rank == 0
         for store in stores:
             if leads_fast if store is fast else rank == 0:
                 store.own()
@@ -106,24 +137,26 @@ def begin(
                     store.clean()
                 else:
                     note["held"] = holdings(store)
-    except (Error, OSError) as error:
-        note["error"] = str(error)
-    try:
-        notes = gather(note)
-    except UsageError:
-        if nodes is not None:
-            nodes.close()
-        for store in stores:
-            store.disown()
-        raise
+    notes = gather(note)
     if nodes is None:
         return Begun(run, None, [])
     nodes.addresses = [tuple(notes[group[0]]["address"]) for group in groups]
     held = together([notes[group[0]]["held"] for group in groups])
-    if nodes.leader:
-        _settle(nodes, held)
-    gather({})  # nobody looks before all nodes have settled
+    note = {}
+    with _noting(note):
+        nodes.check_ways()
+        if nodes.leader:
+            _settle(nodes, held)
+    gather(note)  # nobody looks before all nodes have settled
     return Begun(run, nodes, held)
+
+
+@contextlib.contextmanager
+def _noting(note: dict[str, Any]) -> Iterator[None]:
+    try:
+        yield
+    except (Error, OSError) as error:
+        note["error"] = str(error)
 
 
 def _marker(store: Store, token: str) -> Any:
@@ -174,9 +207,11 @@ def undrained(
         on_fast = {h.manifest.step: h.manifest for h in held}
         whole = {h.manifest.step for h in held if not h.lost}
     there = {e.step: e.manifest for e in durable.entries() if e.manifest is not None}
-    stay = decide({s: m.metric for s, m in (on_fast | there).items()}.items(), keep)
+    # What has lost parts takes no place among those that are kept.
+    good = {s: m for s, m in on_fast.items() if s in whole} | there
+    stay = decide({s: m.metric for s, m in good.items()}.items(), keep)
     return [
         manifest
         for step, manifest in sorted(on_fast.items())
-        if step in stay and step in whole and (step not in there or there[step].id != manifest.id)
+        if step in whole and step in stay and (step not in there or there[step].id != manifest.id)
     ]

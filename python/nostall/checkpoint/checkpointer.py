@@ -63,8 +63,9 @@ class Checkpointer:
         windows: write to durable storage while no loader of this process reads and no gradients are
             under way, as far as that does not take half the time between two saves.
         partner: where each node has a fast directory of its own, the next node keeps a copy of what
-            this one writes there, so that losing one node loses nothing. A save is safe at level fast
-            when both copies are.
+            this one writes there, so that losing one node loses nothing. Level fast waits for both
+            copies; should the second fail, the save is complete with the first alone, with a warning
+            and a word in `Saved.problems`: what is good is not thrown away.
         rank, world_size, job: found as the loader finds them.
         gather: the job's allgather of bytes; found as the loader finds it.
 
@@ -204,7 +205,8 @@ class Checkpointer:
             metric: for `Keep.best`.
             level: instead of the checkpointer's.
             window: return before the tensors are copied; they are read while the training goes on,
-                until an update (the immutable window of the seed timeline-analytics, III); for level
+                until an update (they are immutable until then: "Understanding Scalability and
+                Fine-Grain Parallelism of Synchronous Data Parallel Training", section III); for level
                 memory. With `attach`, parameters and optimizer state are read later and all else is
                 copied by the call; without, nothing may change before `before_update` is called.
             force: also if the step is not due.
@@ -234,17 +236,19 @@ class Checkpointer:
         manifest = files.Manifest(step, id, self.world_size, (), self.replicated, metric)
         saved = Saved(step, id, 0)
         job = Job(saved, manifest, None, number)
-        image = None
+        image = leaves = None
         if self.rank == 0 or not self.replicated:
             # Whoever waits for storage does not wait for the copy first: it is written as it is made.
             window = window and wanted == "memory"
             now = wanted == "memory" and not window
             image = self._snapshot(state() if callable(state) else state, job, window, now)
+            leaves = job.leaves  # the job lets go of them once it fails
         self._engine.submit(job, awaited=wanted)
         self._history.append(saved)
         if wanted != "memory":
             if image is not None:
                 image.finish()
+            del leaves
             saved.wait(wanted, self._timeout + 10)
         saved.seconds = time.perf_counter() - began
         return saved
@@ -276,6 +280,8 @@ class Checkpointer:
             elif now:
                 image.finish()
         except BaseException:
+            self._window = None
+            image.finish()  # nobody reads the leaves any more
             self._engine.add_image(image)
             raise
         job.image = image

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from nostall import _native, trace
 from nostall.checkpoint.cleaner import Cleaner
@@ -47,7 +48,7 @@ class Engine:
         self.settings, self.nodes = settings, nodes
         # Who clears up: rank 0, and on a fast directory of a node's own the node's first rank.
         self._cleans = nodes.leader if nodes is not None else rank == 0
-        self._retain_due = False
+        self._retain_due = self._retaining = False
         self.gate = _native.Gate()
         self._cleaner = Cleaner(fast, durable, settings, owns_durable=rank == 0)
         self._lock = threading.Condition()
@@ -144,7 +145,7 @@ class Engine:
 
         def done() -> bool:
             idle = not self._busy
-            busy = self._drains or self._draining or self._retain_due
+            busy = self._drains or self._draining or self._retain_due or self._retaining
             return idle and not (drained and busy)
 
         self._hurry_writer(1 << 62)
@@ -226,7 +227,8 @@ class Engine:
             else:
                 # First in the queue, so that whoever sees the level sees the drain as well.
                 if self.durable is not None:
-                    self.submit_drain(Drain(self._complete(store, job.manifest), saved))
+                    whole = job.complete or self._complete(store, job.manifest)
+                    self.submit_drain(Drain(whole, saved))
                 else:
                     saved._miss("durable")
                 saved._reach("fast")
@@ -243,7 +245,7 @@ class Engine:
     @staticmethod
     def _complete(store: Store, manifest: Manifest) -> Manifest:
         entry = store.entry(manifest.step)
-        if entry is None or entry.manifest is None:
+        if entry is None or entry.manifest is None or entry.manifest.id != manifest.id:
             raise IoError(f"the checkpoint in {store.directory(manifest.step)} is gone")
         return entry.manifest
 
@@ -296,7 +298,8 @@ class Engine:
         certain = True
         try:
             if nodes is not None:
-                reason, certain = nodes.commit(manifest, mine, lambda: self._stopping)
+                outcome = nodes.commit(manifest, mine, lambda: self._stopping)
+                reason, certain, job.complete = outcome[:3]
             else:
                 reason = store.commit(
                     manifest,
@@ -335,11 +338,16 @@ class Engine:
                 if self._stopping:
                     return
                 drain = self._draining = self._drains.popleft() if self._drains else None
+                if drain is None:
+                    # What comes to be due from now on is done once more.
+                    self._retain_due, self._retaining = False, True
             if drain is None:
-                self._retain()
-                with self._lock:
-                    self._retain_due = False
-                    self._lock.notify_all()
+                try:
+                    self._retain()
+                finally:
+                    with self._lock:
+                        self._retaining = False
+                        self._lock.notify_all()
                 continue
             try:
                 with trace.span("drain checkpoint", "background"):
@@ -417,14 +425,49 @@ class Engine:
             self._drains.extend(again)
 
     def _copy(self, drain: Drain, part: Part) -> None:
+        """From this node, or from the first of those with a copy that gives an undamaged one."""
+        nodes = self.nodes
+        if nodes is None or drain.held is None:
+            self._copy_here(drain, part)
+            return
+        assert self.durable is not None
+        problems: list[str] = []
+        for node in nodes.nearest_first(drain.held.holders[part.name]):
+            try:
+                if node == nodes.node:
+                    self._copy_here(drain, part)
+                else:
+                    target = self.durable.directory(drain.manifest.step) / part.name
+                    nodes.fetch(drain.manifest.step, part, node, target, self._pace(drain))
+                return
+            except StoppedError:
+                raise
+            except (Error, OSError) as error:
+                problems.append(f"node {node}: {error}")
+                _log.warning("a copy of %s cannot be drained: %s", part.name, problems[-1])
+        raise IoError("; ".join(problems))
+
+    def _pace(self, drain: Drain) -> Callable[[int], None]:
+        """Called with the bytes that have come: waits as the rate wants it."""
+        began = time.monotonic()
+
+        def wait(bytes: int) -> None:
+            def hurried() -> bool:
+                return self._stopping or drain.manifest.id in self._urgent_drains
+
+            with self._lock:
+                if self.settings.rate:
+                    left = began + bytes / self.settings.rate - time.monotonic()
+                    self._lock.wait_for(hurried, max(0.0, left))
+                if self._stopping:
+                    raise StoppedError("the checkpointer is closed")
+
+        return wait
+
+    def _copy_here(self, drain: Drain, part: Part) -> None:
         assert self.fast is not None and self.durable is not None
         source = self.fast.directory(drain.manifest.step) / part.name
         target = self.durable.directory(drain.manifest.step) / part.name
-        if self.nodes is not None and drain.held is not None:
-            away = drain.held.holders[part.name]
-            if self.nodes.node not in away:
-                self.nodes.fetch(drain.manifest.step, part, away[0], target)
-                return
         urgent = drain.manifest.id in self._urgent_drains
         priority = _PRIORITY["normal" if urgent else self.settings.priority]
         copy = _native.FileCopy(

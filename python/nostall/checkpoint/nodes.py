@@ -13,13 +13,14 @@ import dataclasses
 import logging
 import os
 import secrets
+import socket
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nostall import _native
 from nostall.checkpoint.format import Manifest, Part
@@ -30,6 +31,21 @@ from nostall.errors import CorruptionError, Error, IoError, PeerError
 _log = logging.getLogger("nostall")
 _REMEMBERED = 1000  # saves
 _THREADS = 2
+# How much longer a rank waits for the answer once rank 0 completes the checkpoint: seconds.
+_PUBLISHING_SECONDS = 20.0
+
+
+class Outcome(NamedTuple):
+    """What became of a save: "" or why it is no checkpoint, and whether that is certain.
+
+    If it is not, the checkpoint may be complete, and its parts must stay. `manifest` is there if it
+    is complete, and `missed` are the nodes that may not have it.
+    """
+
+    reason: str
+    certain: bool = True
+    manifest: Manifest | None = None
+    missed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,6 +108,7 @@ class Nodes:
         secret: the job's.
         partner: whether parts are copied to the next node.
         timeout: seconds of silence that end a conversation.
+        several: whether the nodes are on several machines.
 
     `addresses`, of each node's first rank, who listens, are set once they are known.
     """
@@ -105,6 +122,7 @@ class Nodes:
         *,
         partner: bool,
         timeout: float,
+        several: bool = False,
     ) -> None:
         self.store, self.rank, self.groups = store, rank, groups
         self.node = next(i for i, group in enumerate(groups) if rank in group)
@@ -114,8 +132,11 @@ class Nodes:
         self._secret, self._timeout = secret, timeout
         self._changed = threading.Condition()
         self._notes: OrderedDict[str, dict[int, Any]] = OrderedDict()
-        self._decided: OrderedDict[str, str] = OrderedDict()
-        self._listener = Listener(self._answer, secret, timeout + 30) if self.leader else None
+        self._publishing: set[str] = set()  # what rank 0 may have completed already
+        self._decided: OrderedDict[str, Outcome] = OrderedDict()
+        self._listener = (
+            Listener(self._answer, secret, timeout + 30, several) if self.leader else None
+        )
 
     @property
     def address(self) -> tuple[str, int] | None:
@@ -126,6 +147,24 @@ class Nodes:
         """Answers nobody any more."""
         if self._listener is not None:
             self._listener.close()
+
+    def check_ways(self) -> None:
+        """Whoever listens reaches rank 0 and its partner, and rank 0 all nodes.
+
+        Raises:
+            PeerError: one cannot be reached; with the remedy.
+        """
+        if not self.leader:
+            return
+        others = {0, self.partner or 0} if self.rank != 0 else set(range(len(self.groups)))
+        for node in sorted(others - {self.node}):
+            try:
+                connect(self.addresses[node], self._secret, self._timeout).close()
+            except (Error, OSError) as error:
+                raise PeerError(
+                    f"node {node} of the job is not reached from {socket.gethostname()}: {error}; "
+                    "NOSTALL_HOST, set on each node, is the address that it gives the others"
+                ) from error
 
     # ------------------------------------------------------------------ answering
 
@@ -146,18 +185,28 @@ class Nodes:
                 stream.send({"error": str(error)})
 
     def _hear_note(self, question: dict[str, Any], stream: Stream) -> None:
-        id = str(question["id"])
-        self._take_note(id, int(question["rank"]), question["note"])
+        id, rank = str(question["id"]), int(question["rank"])
+        self._take_note(id, rank, question["note"])
         with self._changed:
             self._changed.wait_for(lambda: id in self._decided, self._timeout)
-            reason = self._decided.get(id, "rank 0 did not decide in time")
-        stream.send({"reason": reason})
+            if id in self._publishing:
+                self._changed.wait_for(lambda: id in self._decided, _PUBLISHING_SECONDS)
+            outcome = self._decided.get(id)
+            if outcome is None:
+                reason = "rank 0 did not decide in time"
+                outcome = Outcome(reason, id not in self._publishing)
+                if outcome.certain:  # and stays so: the rank's part goes
+                    self._notes.setdefault(id, {})[rank] = {"failed": reason}
+        answer: dict[str, Any] = {"reason": outcome.reason, "certain": outcome.certain}
+        if outcome.manifest is not None and any(rank in self.groups[n] for n in outcome.missed):
+            answer["manifest"] = outcome.manifest.to_bytes().decode()
+        stream.send(answer)
 
     def _hear_publish(self, question: dict[str, Any], stream: Stream) -> None:
         manifest = Manifest.from_bytes(str(question["manifest"]).encode(), "rank 0's manifest")
-        self.store.prepare(_checked(manifest.step))
-        self.store.publish(manifest)
-        stream.send({"error": ""})
+        _checked(manifest.step)
+        error, certain = self._publish_here(manifest)
+        stream.send({"error": error, "certain": certain})
 
     def _hear_put(self, question: dict[str, Any], stream: Stream) -> None:
         step, part = _checked(question["step"]), Part.from_dict(question["part"])
@@ -195,8 +244,21 @@ class Nodes:
             raise
         return stream
 
-    def fetch(self, step: int, part: Part, node: int, path: Path) -> None:
-        """A part that another node has, checked, into the file `path`.
+    def nearest_first(self, holders: Sequence[int]) -> list[int]:
+        """This node, if it is among them; of the others each node asks another one first."""
+        start = self.node % len(holders) if holders else 0
+        turned = [*holders[start:], *holders[:start]]
+        return sorted(turned, key=lambda node: node != self.node)
+
+    def fetch(
+        self,
+        step: int,
+        part: Part,
+        node: int,
+        path: Path,
+        pace: Callable[[int], None] | None = None,
+    ) -> None:
+        """A part that another node has, checked, into the file `path`, as fast as `pace` lets it.
 
         Raises:
             PeerError, IoError: the node does not have it any more.
@@ -205,7 +267,7 @@ class Nodes:
         question = {"ask": "get", "step": step, "part": part.to_dict()}
         try:
             with contextlib.closing(self._ask(node, question)) as stream:
-                _receive(stream, path, part)
+                _receive(stream, path, part, pace)
         except OSError as error:
             if isinstance(error, Error):
                 raise
@@ -236,35 +298,47 @@ class Nodes:
 
     def commit(
         self, manifest: Manifest, mine: Part | str | None, stopped: Callable[[], bool]
-    ) -> tuple[str, bool]:
-        """As `Store.commit`: all ranks' parts become one checkpoint, or none does.
-
-        Returns:
-            "" or why not, and whether that is certain: if not, the part must stay.
-        """
+    ) -> Outcome:
+        """As `Store.commit`: all ranks' parts become one checkpoint, or none does."""
         note = {"failed": mine} if isinstance(mine, str) else mine and mine.to_dict()
         if self.rank != 0:
-            told = False
-            try:
-                stream = connect(self.addresses[0], self._secret, self._timeout + 40)
-                with contextlib.closing(stream):
-                    told = True
-                    stream.send({"ask": "note", "id": manifest.id, "rank": self.rank, "note": note})
-                    return str(stream.receive().get("reason", "")), True
-            except (Error, OSError) as error:
-                entry = self.store.entry(manifest.step)
-                if entry is not None and entry.manifest and entry.manifest.id == manifest.id:
-                    return "", True  # complete: the answer alone was lost
-                return f"rank 0 cannot be asked: {error}", not told
+            return self._ask_for_outcome(manifest, note)
         self._take_note(manifest.id, 0, note)
-        reason = self._decide(manifest, stopped)
+        outcome = self._decide(manifest, stopped)
         with self._changed:
-            self._decided[manifest.id] = reason
+            self._decided[manifest.id] = outcome
+            self._publishing.discard(manifest.id)
             self._notes.pop(manifest.id, None)
             while len(self._decided) > _REMEMBERED:
                 self._decided.popitem(last=False)
             self._changed.notify_all()
-        return reason, True
+        return outcome
+
+    def _ask_for_outcome(self, manifest: Manifest, note: Any) -> Outcome:
+        told = False
+        try:
+            stream = connect(self.addresses[0], self._secret, self._timeout + 40)
+            with contextlib.closing(stream):
+                told = True
+                stream.send({"ask": "note", "id": manifest.id, "rank": self.rank, "note": note})
+                answer = stream.receive()
+            if "reason" not in answer:
+                raise PeerError(f"rank 0 answers {answer}")
+            if "manifest" not in answer:
+                return Outcome(str(answer["reason"]), bool(answer.get("certain")))
+            whole = Manifest.from_bytes(str(answer["manifest"]).encode(), "rank 0's manifest")
+            if whole.id != manifest.id:
+                raise PeerError(f"rank 0 answers of save {whole.id}, not of {manifest.id}")
+        except (Error, OSError) as error:
+            entry = self.store.entry(manifest.step)
+            if entry is not None and entry.manifest and entry.manifest.id == manifest.id:
+                return Outcome("")  # complete: the answer alone was lost
+            return Outcome(f"rank 0 cannot be asked: {error}", not told)
+        if self.leader:
+            problem, _ = self._publish_here(whole)  # once more
+            if problem:
+                _log.warning("this node has no manifest of step %d: %s", whole.step, problem)
+        return Outcome("", manifest=whole)
 
     def _take_note(self, id: str, rank: int, note: Any) -> None:
         with self._changed:
@@ -274,8 +348,8 @@ class Nodes:
                     self._notes.popitem(last=False)
             self._changed.notify_all()
 
-    def _decide(self, manifest: Manifest, stopped: Callable[[], bool]) -> str:
-        """Waits for all ranks, then has the nodes complete the checkpoint; why not, or ""."""
+    def _decide(self, manifest: Manifest, stopped: Callable[[], bool]) -> Outcome:
+        """Waits for all ranks, then has the nodes complete the checkpoint."""
         writers = [0] if manifest.replicated else list(range(manifest.world_size))
         deadline = time.monotonic() + self._timeout
         notes: dict[int, Any] = {}
@@ -285,41 +359,67 @@ class Nodes:
                 failed = [(r, n["failed"]) for r, n in notes.items() if n and "failed" in n]
                 late = [r for r in writers if r not in notes]
                 if failed:
-                    return f"rank {failed[0][0]}: {failed[0][1]}"
+                    return Outcome(f"rank {failed[0][0]}: {failed[0][1]}")
                 if not late:
+                    self._publishing.add(manifest.id)
                     break
                 if stopped():
-                    return "stopped"
+                    return Outcome("stopped")
                 if time.monotonic() > deadline:
-                    return f"ranks {late} did not finish their part in time"
+                    return Outcome(f"ranks {late} did not finish their part in time")
                 self._changed.wait(0.1)
         try:
             parts = tuple(Part.from_dict(notes[r]) for r in writers)
         except (KeyError, TypeError, ValueError) as error:
-            return f"a rank's word cannot be read: {error}"
+            return Outcome(f"a rank's word cannot be read: {error}")
         whole = dataclasses.replace(manifest, parts=parts, spread=True)
         return self._publish_everywhere(whole)
 
-    def _publish_everywhere(self, manifest: Manifest) -> str:
-        problems, done = [], 0
+    def _publish_everywhere(self, manifest: Manifest) -> Outcome:
+        problems, certain, missed = [], True, []
         for node in range(len(self.groups)):
-            try:
-                if node == self.node:
-                    self.store.prepare(manifest.step)
-                    self.store.publish(manifest)
-                else:
-                    text = manifest.to_bytes().decode()
-                    self._ask(node, {"ask": "publish", "manifest": text}).close()
-                done += 1
-            except (Error, OSError) as error:
-                problems.append(f"node {node}: {error}")
-        if done and problems:
+            if node == self.node:
+                problem, surely = self._publish_here(manifest)
+            else:
+                problem, surely = self._publish_there(manifest, node)
+            if problem:
+                problems.append(f"node {node}: {problem}")
+                missed.append(node)
+                certain = certain and surely
+        if len(missed) == len(self.groups):
+            return Outcome("; ".join(problems), certain)
+        if problems:
             _log.warning(
                 "the checkpoint of step %d is complete, but not all nodes know: %s",
                 manifest.step,
                 "; ".join(problems),
             )
-        return "" if done else "; ".join(problems)
+        return Outcome("", manifest=manifest, missed=tuple(missed))
+
+    def _publish_here(self, manifest: Manifest) -> tuple[str, bool]:
+        """Why this node has no manifest, or "", and whether it certainly has none."""
+        try:
+            self.store.prepare(manifest.step)
+            self.store.publish(manifest)
+        except (Error, OSError) as error:
+            entry = self.store.entry(manifest.step)
+            other = entry is None or (entry.manifest and entry.manifest.id != manifest.id)
+            return str(error), bool(other)
+        return "", True
+
+    def _publish_there(self, manifest: Manifest, node: int) -> tuple[str, bool]:
+        """As `_publish_here`, of another node: a question whose answer is lost may be heard."""
+        told = False
+        try:
+            with contextlib.closing(
+                connect(self.addresses[node], self._secret, self._timeout + 10)
+            ) as stream:
+                told = True
+                stream.send({"ask": "publish", "manifest": manifest.to_bytes().decode()})
+                answer = stream.receive()
+        except (Error, OSError) as error:
+            return str(error), not told
+        return str(answer.get("error", "")), bool(answer.get("certain"))
 
 
 def _checked(step: Any) -> int:
@@ -328,11 +428,13 @@ def _checked(step: Any) -> int:
     return step
 
 
-def _receive(stream: Stream, path: Path, part: Part) -> None:
+def _receive(
+    stream: Stream, path: Path, part: Part, pace: Callable[[int], None] | None = None
+) -> None:
     """A part into the file `path`: all of it, checked and on its device, or not at all."""
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        stream.receive_file(partial, part.size)
+        stream.receive_file(partial, part.size, pace)
         bad = _native.check_file(str(partial), part.size, list(part.crcs), _THREADS)
         if bad:
             raise CorruptionError(f"{path} arrived with {len(bad)} damaged blocks")

@@ -125,6 +125,7 @@ class Job:
     number: int
     failed: str = ""
     leaves: Any = None  # keeps what is read where it lies, until the job is done
+    complete: Manifest | None = None  # once it is, where the storage may not have it
 
 
 @dataclasses.dataclass

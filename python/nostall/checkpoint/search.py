@@ -86,7 +86,10 @@ class Search:
             choices.append((h.manifest.step, "fast", h.manifest.id, h.manifest.created))
         choices = in_order(choices)
         newest = choices[0][0] if choices else -1
+        there = {choice[2] for choice in choices}
         for h in held:
+            if step is None and h.lost and h.manifest.id not in there:
+                self._damaged.add(h.manifest.id)  # it takes no place among those that are kept
             # Older ones go by the rule of retention, node by node.
             if h.lost and h.manifest.step > newest and step in (None, h.manifest.step):
                 problems.append(
@@ -106,6 +109,9 @@ class Search:
             manifest, problem = None, str(error)
         if manifest is not None:
             self._check_world(manifest, store)
+            if held is not None and manifest.replicated:
+                self._fetch_once(held)
+                self._allgather(b"")  # nobody reads before it is there
             try:
                 if held is not None:
                     restored = self._read_spread(held, progress)
@@ -122,8 +128,11 @@ class Search:
             entry = store.entry(step)
             if entry is None or entry.manifest is None or entry.manifest.id != id:
                 # A node that is new has its ranks' parts now.
-                store.prepare(step)
-                store.publish(held.manifest)
+                try:
+                    store.prepare(step)
+                    store.publish(held.manifest)
+                except (Error, OSError) as error:  # the state is restored all the same
+                    _log.warning("%s has no manifest of step %d: %s", store.root, step, error)
         return restored, problem
 
     def _check_world(self, manifest: Manifest, store: Store) -> None:
@@ -136,13 +145,32 @@ class Search:
             "torch.distributed.checkpoint and nostall.torch.checkpoint.StorageWriter"
         )
 
+    def _fetch_once(self, held: Held) -> None:
+        """State that all ranks have in common comes to a node once, by its first rank."""
+        nodes, manifest = self._nodes, held.manifest
+        part = manifest.part_of(self._rank)
+        assert nodes is not None and part is not None
+        holders = held.holders[part.name]
+        if not nodes.leader or nodes.node in holders:
+            return
+        for node in nodes.nearest_first(holders):
+            try:
+                path = nodes.store.prepare(manifest.step) / part.name
+                nodes.fetch(manifest.step, part, node, path)
+                return
+            except (Error, OSError) as error:
+                _log.warning("a copy of a part cannot be used: %s", error)
+
     def _read_spread(self, held: Held, progress: Progress) -> Restored:
         """This rank's part, from its own node or the next best that has it."""
         nodes, manifest = self._nodes, held.manifest
         part = manifest.part_of(self._rank)
         assert nodes is not None and part is not None
         problems: list[str] = []
-        for node in sorted(held.holders[part.name], key=lambda n: n != nodes.node):
+        holders = set(held.holders[part.name])
+        if nodes.store.has(manifest.step, part):
+            holders.add(nodes.node)
+        for node in nodes.nearest_first(sorted(holders)):
             try:
                 if node != nodes.node:
                     path = nodes.store.prepare(manifest.step) / part.name

@@ -8,7 +8,9 @@ as they are and are checked by their CRC32C at the end. docs/formats/checkpoint.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hmac
+import ipaddress
 import json
 import logging
 import os
@@ -16,19 +18,24 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from nostall.errors import CorruptionError, PeerError
+from nostall.errors import CorruptionError, PeerError, UsageError
 
 _MAGIC = b"nostall checkpoint stream 1\n"
 _NONCE = 32
 _LARGEST = 256 << 20
 _CHUNK = 4 << 20
 _GREETING_SECONDS = 10.0
-_CONNECTIONS = 256
+_GREETINGS = 256  # of those who have not proved yet that they belong to the job
+_BACKLOG = 1024
+_RETRY_SECONDS = 0.1
+_ANYWHERE = "192.0.2.1"  # reserved for documentation: the way there is the default route
+_SIOCGIFADDR = 0x8915
 
 _log = logging.getLogger("nostall")
 
@@ -37,13 +44,18 @@ class Stream:
     """One side of a connection that has proved itself; every wait ends after `timeout` seconds."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
-        self._socket = connection
+        self._socket, self._timeout = connection, timeout
         connection.settimeout(timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def _read(self, size: int) -> bytes:
+    def _read(self, size: int, deadline: float | None = None) -> bytes:
         parts = []
         while size:
+            if deadline is not None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError("the other side takes too long")
+                self._socket.settimeout(left)
             got = self._socket.recv(min(size, _CHUNK))
             if not got:
                 raise ConnectionError("the other side closed the connection")
@@ -51,35 +63,40 @@ class Stream:
             size -= len(got)
         return b"".join(parts)
 
-    def prove(self, secret: bytes, listening: bool) -> None:
-        """Raises PeerError unless the other side knows the secret."""
+    def prove(self, secret: bytes, listening: bool, within: float) -> None:
+        """Raises PeerError unless the other side knows the secret, OSError after so many seconds."""
+        deadline = time.monotonic() + within
         mine = secrets.token_bytes(_NONCE)
         self._socket.sendall(_MAGIC + mine)
-        greeting = self._read(len(_MAGIC) + _NONCE)
+        greeting = self._read(len(_MAGIC) + _NONCE, deadline)
         if not greeting.startswith(_MAGIC):
             raise PeerError("this is no checkpoint stream of this release")
         theirs = greeting[len(_MAGIC) :]
         both = mine + theirs if listening else theirs + mine
         sides = (b"listens", b"connects") if listening else (b"connects", b"listens")
         self._socket.sendall(hmac.digest(secret, sides[0] + both, "sha256"))
-        answer = self._read(32)
+        answer = self._read(32, deadline)
         if not hmac.compare_digest(answer, hmac.digest(secret, sides[1] + both, "sha256")):
             raise PeerError("the other side of a checkpoint stream has another secret")
+        self._socket.settimeout(self._timeout)
 
     def send(self, message: Any) -> None:
         """A message of plain values."""
         data = json.dumps(message).encode()
         self._socket.sendall(struct.pack("<I", len(data)) + data)
 
-    def receive(self) -> Any:
+    def receive(self) -> dict[str, Any]:
         """The next message."""
         (size,) = struct.unpack("<I", self._read(4))
         if size > _LARGEST:
             raise PeerError(f"a message of {size} bytes on a checkpoint stream")
         try:
-            return json.loads(self._read(size))
+            message = json.loads(self._read(size))
         except ValueError as error:
             raise PeerError(f"a message on a checkpoint stream cannot be read: {error}") from error
+        if not isinstance(message, dict):
+            raise PeerError("a message on a checkpoint stream is no table")
+        return message
 
     def send_file(self, path: Path, size: int) -> None:
         """Its first `size` bytes, without a copy in this process."""
@@ -87,8 +104,14 @@ class Stream:
             if self._socket.sendfile(file, 0, size) != size:
                 raise CorruptionError(f"{path} ends before its {size} bytes")
 
-    def receive_file(self, path: Path, size: int) -> None:
-        """`size` bytes into a new file, on its device at the end."""
+    def receive_file(
+        self, path: Path, size: int, pace: Callable[[int], None] | None = None
+    ) -> None:
+        """`size` bytes into a new file, on its device at the end.
+
+        `pace` is called with the bytes so far, and may wait.
+        """
+        whole = size
         buffer = bytearray(min(size, _CHUNK) or 1)
         view = memoryview(buffer)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -101,6 +124,8 @@ class Stream:
                 while part:
                     part = part[os.write(fd, part) :]
                 size -= got
+                if pace is not None:
+                    pace(whole - size)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -121,75 +146,160 @@ def connect(address: tuple[str, int], secret: bytes, timeout: float) -> Stream:
     except OSError as error:
         raise PeerError(f"cannot reach {address[0]}:{address[1]}: {error}") from error
     try:
-        stream.prove(secret, listening=False)
+        stream.prove(secret, listening=False, within=timeout)
     except BaseException:
         stream.close()
         raise
     return stream
 
 
-def own_host() -> str:
+def machine() -> str:
+    """Tells apart the machines (network namespaces) of a job."""
+    known = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        known.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with contextlib.suppress(OSError):
+        known.append(str(os.stat("/proc/self/ns/net").st_ino))
+    return " ".join(known)
+
+
+def own_host(several: bool = False) -> str:
     """The address of this machine by which other nodes of the job reach it.
 
-    NOSTALL_HOST overrides it; else it is that of the interface towards the job's first node.
+    NOSTALL_HOST overrides it. On one machine that is the loopback address; where there are several,
+    the address of the interface towards the job's first node, or towards anywhere, and never a
+    loopback one, as which a machine often knows its own name.
+
+    Raises:
+        UsageError: there is no such address.
     """
     if host := os.environ.get("NOSTALL_HOST"):
+        if several and _is_loopback(host):
+            raise UsageError(
+                f"NOSTALL_HOST={host} is a loopback address on {socket.gethostname()}, where no other "
+                "machine reaches this one: give that of an interface"
+            )
         return host
+    if not several:
+        return "127.0.0.1"
     first = os.environ.get("MASTER_ADDR") or (
         urlsplit(os.environ.get("NOSTALL_RENDEZVOUS", "")).hostname
     )
-    with contextlib.suppress(OSError):
-        target = first or socket.gethostbyname(socket.gethostname())
+    towards = [_route_to(target) for target in (first, socket.gethostname(), _ANYWHERE) if target]
+    for address in (*towards, *_interfaces()):
+        if address and not _is_loopback(address):
+            return address
+    raise UsageError(
+        f"{socket.gethostname()} has no address but the loopback one for the other nodes of the job: "
+        "set NOSTALL_HOST to the address of an interface"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+    except (OSError, ValueError):
+        return False
+
+
+def _route_to(target: str) -> str:
+    """The own address on the way there; "" if there is none."""
+    try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))  # sends nothing: only the route is asked for
             return str(probe.getsockname()[0])
-    return "127.0.0.1"
+    except OSError:
+        return ""
+
+
+def _interfaces() -> list[str]:
+    """The addresses of this machine's interfaces."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                request = struct.pack("256s", name.encode()[:15])
+                found.append(socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]))
+    return found
 
 
 class Listener:
     """Answers questions, each in a thread of its own, until closed.
 
+    Conversations are as many as the job has: a rank has a few at a time, and one that waits for a
+    decision keeps no other from being heard. Only greetings, which anybody can begin, are limited in
+    number and time.
+
     Args:
         answer: given a question and its stream.
         secret: what both sides must know.
         timeout: seconds of silence that end a conversation.
+        several: whether other machines are to reach it.
+
+    Raises:
+        UsageError, OSError: it has no address.
     """
 
     def __init__(
-        self, answer: Callable[[dict[str, Any], Stream], None], secret: bytes, timeout: float
+        self,
+        answer: Callable[[dict[str, Any], Stream], None],
+        secret: bytes,
+        timeout: float,
+        several: bool = False,
     ) -> None:
         self._answer, self._secret, self._timeout = answer, secret, timeout
-        self._socket = socket.create_server((own_host(), 0), backlog=_CONNECTIONS)
+        self._socket = socket.create_server((own_host(several), 0), backlog=_BACKLOG)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
-        self._room = threading.BoundedSemaphore(_CONNECTIONS)
+        self._greetings = threading.BoundedSemaphore(_GREETINGS)
+        self._closed = threading.Event()
         self._thread = threading.Thread(
             target=self._listen, name="nostall-checkpoint-listener", daemon=True
         )
         self._thread.start()
 
     def _listen(self) -> None:
+        failing = False
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                return  # closed
-            self._room.acquire()
-            threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+                failing = False
+            except OSError as error:
+                if self._closed.is_set():
+                    return
+                # No descriptors are left, a connection broke off: that passes.
+                if not failing:
+                    _log.warning("a connection about checkpoints is not accepted: %s", error)
+                failing = True
+                self._closed.wait(_RETRY_SECONDS)
+                continue
+            self._greetings.acquire()
+            try:
+                threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+            except RuntimeError as error:
+                _log.warning("a connection about checkpoints gets no thread: %s", error)
+                connection.close()
+                self._greetings.release()
 
     def _talk(self, connection: socket.socket) -> None:
         try:
             with connection:
-                # A stranger who says nothing is not waited for.
-                Stream(connection, _GREETING_SECONDS).prove(self._secret, listening=True)
-                stream = Stream(connection, self._timeout)
+                stream = self._greet(connection)
                 self._answer(stream.receive(), stream)
         except (OSError, PeerError) as error:
             _log.debug("a conversation about checkpoints ended: %s", error)
+
+    def _greet(self, connection: socket.socket) -> Stream:
+        try:
+            stream = Stream(connection, self._timeout)
+            # A stranger who says nothing is not waited for.
+            stream.prove(self._secret, listening=True, within=_GREETING_SECONDS)
+            return stream
         finally:
-            self._room.release()
+            self._greetings.release()
 
     def close(self) -> None:
         """No more questions."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

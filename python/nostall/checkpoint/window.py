@@ -1,9 +1,10 @@
 """The immutable window of a save: what of it still lies where the training has it.
 
-Weights and optimizer state change in the optimizer's step alone (the seed timeline-analytics, III:
-immutable bandwidth). Until then they need not be copied; what an update is about to reach is copied
-just before it, and what a writer has read by then is not copied at all. Whatever else a state holds
-(batch norm's statistics, generators) may change at any time, and is copied by the save itself.
+Weights and optimizer state change in the optimizer's step alone ("Understanding Scalability and
+Fine-Grain Parallelism of Synchronous Data Parallel Training", section III: immutable bandwidth).
+Until then they need not be copied; what an update is about to reach is copied just before it, and
+what a writer has read by then is not copied at all. Whatever else a state holds (batch norm's
+statistics, generators) may change at any time, and is copied by the save itself.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Window:
 
     Args:
         image: begun, with `leaves` as its pieces.
-        leaves: what the image is made of.
+        leaves: what the image is made of; kept until the window is closed, for the image reads them
+            until then, whatever becomes of the writing.
         optimizers: the ones that alone change what they hold; none: nothing changes before `close`.
         saved: gets the seconds that updates waited.
     """
@@ -59,6 +61,7 @@ class Window:
         self, image: _native.Image, leaves: Sequence[Leaf], optimizers: Sequence[Any], saved: Saved
     ) -> None:
         self._image, self._saved = image, saved
+        self._leaves: Sequence[Leaf] = leaves
         self._began = time.perf_counter()
         self._left: dict[int, list[int]] = {}
         guarded = guarded_addresses(optimizers)
@@ -86,6 +89,7 @@ class Window:
         """Copies all that is left; how long the window was open, in seconds."""
         began = time.perf_counter()
         self._image.finish()
+        self._leaves = ()
         self._saved.update_seconds += time.perf_counter() - began
         return began - self._began
 

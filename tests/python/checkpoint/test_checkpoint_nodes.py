@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import node_rank
 import pytest
+from test_checkpointer import World
 
+import nostall
+import nostall.checkpoint.begin
+import nostall.checkpoint.nodes
+import nostall.checkpoint.stream
 from nostall.checkpoint.format import Manifest, Part
-from nostall.checkpoint.nodes import Nodes, together
+from nostall.checkpoint.nodes import Nodes, Outcome, holdings, together
 from nostall.checkpoint.store import Store, part_name
 from nostall.checkpoint.stream import Listener, Stream, connect
-from nostall.errors import IoError, PeerError
+from nostall.errors import IoError, PeerError, UsageError
 
 HERE = Path(__file__).parent
 NODES = [0, 0, 1]  # of each rank
@@ -129,17 +138,24 @@ def part_at(store: Store, step: int, data: bytes) -> Part:
     return Part(1, name, len(data), (native.crc32c(data),))
 
 
-def two_nodes(tmp_path: Path) -> tuple[Nodes, Nodes]:
+def some_nodes(tmp_path: Path, count: int, timeout: float = 10) -> list[Nodes]:
+    """Of one rank each."""
     os.environ.setdefault("NOSTALL_HOST", "127.0.0.1")
     made = []
-    for rank in (0, 1):
+    groups = [[rank] for rank in range(count)]
+    for rank in range(count):
         store = Store(tmp_path / f"node{rank}", "fast")
         store.root.mkdir()
-        made.append(Nodes(store, rank, [[0], [1]], b"secret", partner=True, timeout=10))
+        made.append(Nodes(store, rank, groups, b"secret", partner=True, timeout=timeout))
     addresses = [nodes.address for nodes in made]
     for nodes in made:
         nodes.addresses = [a for a in addresses if a is not None]
-    return made[0], made[1]
+    return made
+
+
+def two_nodes(tmp_path: Path) -> tuple[Nodes, Nodes]:
+    first, second = some_nodes(tmp_path, 2)
+    return first, second
 
 
 def test_parts_travel_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -149,9 +165,8 @@ def test_parts_travel_whole_or_not_at_all(tmp_path: Path) -> None:
     assert first.give_partner(7, part) == ""
     assert (second.store.directory(7) / part.name).read_bytes() == data
     damaged = Part(1, part.name, part.size, (part.crcs[0] ^ 1,))
-    assert "damaged" in first.give_partner(8, damaged) or "No such file" in first.give_partner(
-        8, damaged
-    )
+    assert "damaged" in first.give_partner(7, damaged)
+    assert (second.store.directory(7) / part.name).read_bytes() == data
     target = tmp_path / "got"
     with pytest.raises(IoError, match="not there"):
         first.fetch(9, part, 1, target)
@@ -211,7 +226,7 @@ def test_a_save_that_one_rank_cannot_write_is_none_on_all_nodes(tmp_path: Path) 
     results: dict[int, str] = {}
 
     def commit(nodes: Nodes, mine: Part | str) -> None:
-        results[nodes.rank], _ = nodes.commit(manifest, mine, lambda: False)
+        results[nodes.rank] = nodes.commit(manifest, mine, lambda: False).reason
 
     mine = part_at(first.store, 5, b"y")
     threads = [
@@ -228,6 +243,376 @@ def test_a_save_that_one_rank_cannot_write_is_none_on_all_nodes(tmp_path: Path) 
         nodes.close()
 
 
+def test_strangers_who_drip_are_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    monkeypatch.setattr(nostall.checkpoint.stream, "_GREETINGS", 2)
+    monkeypatch.setattr(nostall.checkpoint.stream, "_GREETING_SECONDS", 0.5)
+    listener = Listener(lambda _, stream: stream.send({"ok": True}), b"secret", 60)
+    with contextlib.ExitStack() as closing:
+        done = threading.Event()
+
+        def drip(stranger: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                for byte in nostall.checkpoint.stream._MAGIC * 10:
+                    stranger.sendall(bytes([byte]))
+                    if done.wait(0.1):
+                        return
+
+        for _ in range(2):
+            stranger = closing.enter_context(socket.create_connection(listener.address))
+            threading.Thread(target=drip, args=(stranger,), daemon=True).start()
+        with contextlib.closing(connect(listener.address, b"secret", 60)) as stream:
+            stream.send({"hello": 1})
+            assert stream.receive() == {"ok": True}
+        done.set()
+    listener.close()
+
+
+def test_a_listener_survives_what_accept_says(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    errors, accept = [errno.EMFILE, errno.EMFILE, errno.ECONNABORTED], socket.socket.accept
+
+    def flaky(listening: socket.socket) -> Any:
+        if errors:
+            raise OSError(errors[0], os.strerror(errors.pop(0)))
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", flaky)
+    listener = Listener(lambda _, stream: stream.send({"ok": True}), b"secret", 60)
+    with contextlib.closing(connect(listener.address, b"secret", 60)) as stream:
+        stream.send({"hello": 1})
+        assert stream.receive() == {"ok": True}
+    assert errors == [] and caplog.text.count("is not accepted") == 1
+    listener.close()
+    listener._thread.join(60)
+    assert not listener._thread.is_alive()
+
+
+def test_notes_that_wait_keep_nobody_from_being_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nostall.checkpoint.stream, "_GREETINGS", 3)
+    nodes = some_nodes(tmp_path, 7, timeout=60)
+    manifest = Manifest(5, "aaaaaaaa-000001", 7, ())
+    told: list[Any] = []
+
+    def commit(one: Nodes) -> None:
+        told.append(one.commit(manifest, own_part(one, 5), lambda: False))
+
+    threads = [threading.Thread(target=commit, args=(one,), daemon=True) for one in nodes[1:]]
+    for thread in threads:
+        thread.start()
+    while len(nodes[0]._notes.get(manifest.id, {})) < 6:  # all of them wait
+        time.sleep(0.01)
+    commit(nodes[0])
+    for thread in threads:
+        thread.join(60)
+    assert [one.reason for one in told] == [""] * 7
+    for one in nodes:
+        one.close()
+
+
+def test_a_node_is_never_known_by_an_address_that_is_everybodys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = nostall.checkpoint.stream
+    monkeypatch.delenv("NOSTALL_HOST", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.1.1")  # rank 0's own name, on many a system
+    assert stream.own_host(False) == "127.0.0.1"
+    routes = {"127.0.1.1": "127.0.0.1", stream._ANYWHERE: "10.1.2.3"}
+    monkeypatch.setattr(stream, "_route_to", lambda target: routes.get(target, "127.0.1.1"))
+    assert stream.own_host(True) == "10.1.2.3"
+    routes[stream._ANYWHERE] = ""
+    monkeypatch.setattr(stream, "_interfaces", lambda: ["127.0.0.1", "10.3.2.1"])
+    assert stream.own_host(True) == "10.3.2.1"
+    monkeypatch.setattr(stream, "_interfaces", lambda: ["127.0.0.1"])
+    with pytest.raises(UsageError, match="set NOSTALL_HOST"):
+        stream.own_host(True)
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    with pytest.raises(UsageError, match="loopback"):
+        stream.own_host(True)
+
+
+def test_the_interfaces_of_this_machine_are_found() -> None:
+    assert "127.0.0.1" in nostall.checkpoint.stream._interfaces()
+
+
+def checkpointer_of(tmp_path: Path, **options: Any) -> Any:
+    """One rank of a job whose ranks are nodes."""
+
+    def make(rank: int, gather: Any, **more: Any) -> nostall.Checkpointer:
+        return nostall.Checkpointer(
+            tmp_path / f"node{rank}", rank=rank, gather=gather, job="nodes", **options, **more
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("failing", ["Nodes", "_settle", "check_ways"])
+def test_what_one_node_cannot_begin_with_keeps_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    make = checkpointer_of(tmp_path, world_size=2)
+    made: list[Nodes] = []
+
+    def nodes(store: Store, rank: int, *args: Any, **options: Any) -> Nodes:
+        if failing == "Nodes" and rank == 1:
+            raise OSError("no address is left")
+        made.append(Nodes(store, rank, *args, **options))
+        if failing == "check_ways" and rank == 1:
+            made[-1]._secret = b"another"  # a stranger listens there
+        return made[-1]
+
+    def settle(settling: Nodes, held: Any) -> None:
+        if failing == "_settle" and settling.rank == 1:
+            raise OSError("the disk is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(nostall.checkpoint.begin, "Nodes", nodes)
+        patched.setattr(nostall.checkpoint.begin, "_settle", settle)
+        words = {
+            "Nodes": "rank 1 cannot begin: no address is left",
+            "_settle": "rank 1 cannot begin: the disk is gone",
+            "check_ways": "is not reached from .*NOSTALL_HOST",
+        }[failing]
+        for error in World(2).run(make):
+            assert isinstance(error, UsageError) and re.search(words, str(error)), error
+    assert all(one._listener is None or one._listener._closed.is_set() for one in made)
+
+    def work(rank: int, gather: Any) -> None:  # nobody has the directories any more
+        make(rank, gather).close()
+
+    assert World(2).run(work) == [None, None]
+
+
+def own_part(nodes: Nodes, step: int) -> Part:
+    return dataclasses.replace(part_at(nodes.store, step, b"y"), rank=nodes.rank)
+
+
+def test_who_was_told_that_nobody_decided_is_in_no_checkpoint(tmp_path: Path) -> None:
+    first, second = some_nodes(tmp_path, 2, timeout=0.3)
+    manifest = Manifest(5, "aaaaaaaa-000001", 2, ())
+    told = second.commit(manifest, own_part(second, 5), lambda: False)
+    assert told == Outcome("rank 0 did not decide in time", True)  # so its part goes
+    late = first.commit(manifest, own_part(first, 5), lambda: False)
+    assert late == Outcome("rank 1: rank 0 did not decide in time", True)
+    assert first.store.entries() == [] and second.store.entries() == []
+    for nodes in (first, second):
+        nodes.close()
+
+
+def test_while_the_manifest_is_on_its_way_nothing_is_certain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nostall.checkpoint.nodes, "_PUBLISHING_SECONDS", 0.1)
+    first, second = some_nodes(tmp_path, 2, timeout=5)
+    manifest = Manifest(5, "aaaaaaaa-000001", 2, ())
+    waiting, go_on, told = threading.Event(), threading.Event(), []
+    publish = first._publish_everywhere
+
+    def slowly(whole: Manifest) -> Any:
+        go_on.wait(60)
+        return publish(whole)
+
+    monkeypatch.setattr(first, "_publish_everywhere", slowly)
+    rank0 = threading.Thread(
+        target=lambda: told.append(
+            first.commit(manifest, own_part(first, 5), lambda: bool(waiting.set()))
+        )
+    )
+    rank0.start()
+    assert waiting.wait(60)
+    first._timeout = 0.1  # from now on: the note of rank 1 alone
+    told_second = second.commit(manifest, own_part(second, 5), lambda: False)
+    assert told_second == Outcome("rank 0 did not decide in time", False)
+    go_on.set()
+    rank0.join(60)
+    assert told[0].reason == "" and told[0].certain
+    assert [e.step for e in second.store.entries()] == [5]
+    for nodes in (first, second):
+        nodes.close()
+
+
+@pytest.mark.parametrize("heals", [True, False])
+def test_a_node_that_misses_the_manifest_drains_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heals: bool
+) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    make = checkpointer_of(tmp_path, durable=tmp_path / "durable", world_size=2)
+    publish, failed = Store.publish, []
+
+    def fail(store: Store, manifest: Manifest) -> None:
+        if store.root.name == "node1" and not (heals and failed):
+            failed.append(manifest.step)
+            raise IoError("the disk is full")
+        publish(store, manifest)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            saved = ckpt.save({"rank": rank}, 1)
+            saved.wait("durable", 60)
+            ckpt.wait(60)
+            found = ckpt.restore()
+            return saved.problems, found.step, found.tier, found.state["rank"]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "publish", fail)
+        results = World(2).run(work)
+    assert failed
+    assert results == [([], 1, "fast", 0), ([], 1, "fast", 1)]
+    durable = Store(tmp_path / "durable", "durable")
+    assert [e.step for e in durable.entries()] == [1]
+
+
+def test_a_copy_that_the_partner_does_not_take_is_a_problem_and_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    make = checkpointer_of(tmp_path, world_size=2, partner=True)
+
+    def full(self: Nodes, *_: Any) -> None:
+        raise IoError(f"node{self.node} has no room")
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            saved = ckpt.save({"rank": rank}, 1, level="fast")
+            return saved.level, saved.problems
+
+    monkeypatch.setattr(Nodes, "_hear_put", full)
+    for rank, (level, problems) in enumerate(World(2).run(work)):
+        assert level == "fast"
+        (problem,) = problems
+        assert f"no partner's copy of rank {rank}'s part" in problem and "no room" in problem
+
+
+def test_what_has_lost_parts_takes_no_place_among_those_that_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    make = checkpointer_of(tmp_path, world_size=2)
+
+    def save(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            return [ckpt.save({"rank": rank}, step, level="fast").id for step in (1, 2, 3)]
+
+    ids = World(2).run(save)[0]
+    for part in (tmp_path / "node1").glob("*[23]/*.safetensors"):
+        part.unlink()
+
+    def restore(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            return ckpt.restore().step, ckpt._engine.damaged
+
+    assert World(2).run(restore) == [(1, {*ids[1:]})] * 2
+    (tmp_path / "durable").mkdir()
+    fast, durable = Store(tmp_path / "node0", "fast"), Store(tmp_path / "durable", "durable")
+    held = together([holdings(fast), holdings(Store(tmp_path / "node1", "fast"))])
+    waiting = nostall.checkpoint.begin.undrained(fast, durable, nostall.Keep(1), held)
+    assert [manifest.step for manifest in waiting] == [1]
+
+
+def test_common_state_comes_to_a_node_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    fetch, fetched = Nodes.fetch, []
+
+    def count(self: Nodes, *args: Any) -> None:
+        fetched.append(self.rank)
+        fetch(self, *args)
+
+    monkeypatch.setattr(Nodes, "fetch", count)
+
+    def work(rank: int, gather: Any) -> Any:
+        with nostall.Checkpointer(
+            tmp_path / f"node{rank // 2}", rank=rank, world_size=4, gather=gather, job="nodes",
+            replicated=True,
+        ) as ckpt:  # fmt: skip
+            ckpt.save({"common": 7}, 1, level="fast")
+            found = ckpt.restore()
+            gather(b"")  # all listen until here
+            return found and found.state["common"]
+
+    assert World(4).run(work) == [7] * 4
+    assert fetched == [2]
+
+
+def test_nodes_do_not_all_ask_the_same_one(tmp_path: Path) -> None:
+    nodes = some_nodes(tmp_path, 4)
+    assert [one.nearest_first([0, 1])[0] for one in nodes] == [0, 1, 0, 1]
+    assert [one.nearest_first([0, 3]) for one in nodes] == [[0, 3], [3, 0], [0, 3], [3, 0]]
+    assert nodes[0].nearest_first([]) == []
+    for one in nodes:
+        one.close()
+
+
+def test_a_leftover_is_drained_from_the_copy_that_is_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    make = checkpointer_of(tmp_path, world_size=3, partner=True, rate="200MB")
+
+    def save(rank: int, gather: Any) -> None:
+        with make(rank, gather) as ckpt:
+            ckpt.save(node_rank.state_of(rank, 1), 1, level="fast")
+
+    assert World(3).run(save) == [None] * 3
+    for own in (tmp_path / "node1").glob("*/rank-00001.*"):
+        own.write_bytes(bytes(own.stat().st_size))
+
+    def drain(rank: int, gather: Any) -> Any:
+        durable = tmp_path / "durable"
+        with make(rank, gather, durable=durable) as ckpt:
+            ckpt.wait(60)
+            gather(b"")  # all listen until here
+        with nostall.Checkpointer(
+            durable=durable, rank=rank, world_size=3, gather=gather, job="nodes"
+        ) as ckpt:
+            found = ckpt.restore()
+            return found and (found.tier, node_rank.digest(found.state))
+
+    expected = [("durable", node_rank.digest(node_rank.state_of(rank, 1))) for rank in range(3)]
+    assert World(3).run(drain) == expected
+
+
+def test_a_manifest_that_may_be_there_is_not_certainly_missing(tmp_path: Path) -> None:
+    first, second = some_nodes(tmp_path, 2)
+    manifest = Manifest(5, "aaaaaaaa-000001", 2, ())
+    whole = dataclasses.replace(
+        manifest, parts=tuple(own_part(one, 5) for one in (first, second)), spread=True
+    )
+    rude = Listener(lambda *_: None, b"secret", 10)  # hears it, and says nothing
+    address, first.addresses[1] = first.addresses[1], rude.address
+    shutil.rmtree(first.store.root)
+    assert first._publish_everywhere(whole).certain is False
+    rude.close()
+    assert first._publish_everywhere(whole).certain is True  # nobody heard it
+    first.addresses[1] = address
+    shutil.rmtree(second.store.root)
+    assert first._publish_everywhere(whole).certain is True  # it says so
+    for nodes in (first, second):
+        nodes.close()
+
+
+def test_a_manifest_that_has_its_name_is_not_certainly_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (only,) = some_nodes(tmp_path, 1)
+    whole = Manifest(5, "aaaaaaaa-000001", 1, (own_part(only, 5),), spread=True)
+    publish = Store.publish
+
+    def late(store: Store, manifest: Manifest) -> None:
+        publish(store, manifest)
+        raise IoError("the directory cannot be synced")
+
+    monkeypatch.setattr(Store, "publish", late)
+    assert only._publish_everywhere(whole) == Outcome(
+        "node 0: the directory cannot be synced", False
+    )
+    only.close()
+
+
 def test_an_answer_that_is_lost_leaves_the_part_where_it_is(tmp_path: Path) -> None:
     first, second = two_nodes(tmp_path)
     manifest = Manifest(5, "aaaaaaaa-000001", 2, ())
@@ -235,14 +620,14 @@ def test_an_answer_that_is_lost_leaves_the_part_where_it_is(tmp_path: Path) -> N
     asked: list[Any] = []
     rude = Listener(lambda question, _: asked.append(question["ask"]), b"secret", 10)
     second.addresses[0] = rude.address
-    reason, certain = second.commit(manifest, mine, lambda: False)
+    reason, certain, *_ = second.commit(manifest, mine, lambda: False)
     assert "rank 0 cannot be asked" in reason and not certain and asked == ["note"]
     # Where the manifest has come meanwhile, all is well.
     other = dataclasses.replace(mine, rank=0)
     second.store.publish(dataclasses.replace(manifest, parts=(other, mine), spread=True))
-    assert second.commit(manifest, mine, lambda: False) == ("", True)
+    assert second.commit(manifest, mine, lambda: False) == Outcome("")
     rude.close()
-    assert second.commit(Manifest(6, "b", 2, ()), mine, lambda: False)[1]
+    assert second.commit(Manifest(6, "b", 2, ()), mine, lambda: False).certain
     for nodes in (first, second):
         nodes.close()
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ import numpy as np
 import pytest
 
 import nostall
+import nostall.checkpoint.checkpointer
 from nostall import Keep, _native
 from nostall.checkpoint.retention import decide
 from nostall.checkpoint.store import Store
 from nostall.checkpoint.window import choose_copying
-from nostall.errors import CorruptionError, UsageError
+from nostall.errors import CorruptionError, IoError, UsageError
 
 
 def state_of(value: int, size: int = 1000) -> dict[str, Any]:
@@ -71,6 +73,63 @@ def test_arrays_that_only_the_save_has_are_kept_while_they_are_copied(tmp_path: 
             assert (found.state["a"] == strided).all() and (
                 found.state["b"] == strided + step
             ).all()
+
+
+@pytest.mark.parametrize("copying", ["lazily", "in_background"])
+def test_a_window_may_outlive_a_save_that_fails(tmp_path: Path, copying: str) -> None:
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        engine = ckpt._engine
+        engine._write = lambda store, job: "the disk is full"  # type: ignore[method-assign]
+        if copying == "lazily":
+            ckpt._window_seconds, engine.write_seconds = 100.0, 0.1
+        alive: list[Any] = []
+
+        def state() -> dict[str, Any]:
+            made = np.ones(6_000_000)  # nobody else has it
+            alive.append(weakref.ref(made))
+            return {"w": made}
+
+        saved = ckpt.save(state, 1, window=True)
+        assert saved is not None and saved.copying.startswith(copying)
+        assert engine.wait(drained=False, timeout=60) and "full" in saved.problems[0]
+        assert alive[0]() is not None
+        ckpt.before_update()  # reads all of it
+        assert alive[0]() is None
+
+
+def test_a_save_that_fails_early_is_copied_from_what_is_still_there(tmp_path: Path) -> None:
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        engine = ckpt._engine
+        engine._write = lambda store, job: "the disk is full"  # type: ignore[method-assign]
+        submit, alive = engine.submit, []
+
+        def submit_and_fail(job: Any, awaited: Any) -> None:
+            alive.append(weakref.ref(job.leaves[0].owner))
+            submit(job, awaited)
+            assert engine.wait(drained=False, timeout=60)
+            alive.append(alive[0]() is not None)
+
+        engine.submit = submit_and_fail  # type: ignore[method-assign]
+        with pytest.raises(IoError, match="full"):
+            ckpt.save(lambda: {"w": np.ones(6_000_000)}, 1, level="durable")
+        assert alive[1] is True and alive[0]() is None
+
+
+def test_a_snapshot_that_fails_is_not_read_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no window")
+
+    weights = np.ones(6_000_000)
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        monkeypatch.setattr(nostall.checkpoint.checkpointer, "Window", fail)
+        with pytest.raises(RuntimeError, match="no window"):
+            ckpt.save({"w": weights}, 1, window=True)
+        (image,) = ckpt._engine._images
+        assert image.copied_bytes >= weights.nbytes  # all is copied: nobody is at it any more
+        ckpt.save({"w": weights}, 2, level="durable")
+    assert steps_in(tmp_path) == [2]
 
 
 def test_a_window_reads_until_the_update(tmp_path: Path) -> None:
@@ -202,6 +261,27 @@ def test_retention_on_both_tiers(tmp_path: Path) -> None:
     assert sorted(p.name for p in durable.iterdir() if p.name != ".lock") == [
         f"step-{s:012d}" for s in (1, 4, 5)
     ]
+
+
+def test_retention_that_gets_due_meanwhile_is_done_once_more(tmp_path: Path) -> None:
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
+        engine, calls = ckpt._engine, []
+
+        def due() -> None:
+            with engine._lock:
+                engine._retain_due = True
+                engine._start()
+                engine._lock.notify_all()
+
+        def retain() -> None:
+            calls.append(engine._retaining)
+            if len(calls) == 1:
+                due()
+
+        engine._retain = retain  # type: ignore[method-assign]
+        due()
+        assert engine.wait(drained=True, timeout=60)
+        assert calls == [True, True]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
