@@ -12,7 +12,7 @@ CLANG := $(firstword $(foreach v,clang++-14 clang++-19 clang++-18 clang++-17 cla
 CLANG_FORMAT := $(firstword $(foreach v,clang-format-14 clang-format-19 clang-format-18 clang-format,$(if $(shell command -v $(v) 2>/dev/null),$(v))))
 SOURCES := $(shell git ls-files native bindings mpi bench cmake python CMakeLists.txt pyproject.toml 2>/dev/null)
 
-.PHONY: demo test native-test python-test build lint format sanitize fuzz bench clean help
+.PHONY: demo test dlio-test native-test python-test build lint format sanitize fuzz bench clean help
 
 help:
 	@echo "make demo      train on a slow file system, with and without nostall (under 5 minutes)"
@@ -67,6 +67,13 @@ native-test: $(STAMPS)/requirements
 
 python-test: build
 	@$(BIN)/python -m pytest
+
+# DLIO's own workloads on the plug-ins; DALI, which DLIO wants as well, is left out.
+dlio-test: build
+	@echo "installing DLIO with TensorFlow into build/dlio (1.6 GB)"
+	@[ -d build/dlio ] || $(BIN)/python scripts/requirements dlio | xargs -d '\n' $(BIN)/python -m pip install -q --target build/dlio
+	@[ -d build/dlio/dlio_benchmark ] || $(BIN)/python -m pip install -q --no-deps --target build/dlio "dlio-benchmark==2.*"
+	@PYTHONPATH=$(CURDIR)/build/dlio $(BIN)/python -m pytest tests/dlio
 
 bench: build
 	@$(BIN)/python scripts/requirements bench | xargs -d '\n' $(BIN)/python -m pip install -q
