@@ -310,6 +310,7 @@ class Engine:
                 )
         except (Error, OSError) as error:
             reason = str(error)
+            certain = nodes is None and self.rank == 0 and store.lacks(manifest)
         if reason and certain and job.image is not None:
             store.discard(manifest.step, name)
             if nodes is not None and isinstance(mine, Part):

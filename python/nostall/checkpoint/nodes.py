@@ -402,9 +402,7 @@ class Nodes:
             self.store.prepare(manifest.step)
             self.store.publish(manifest)
         except (Error, OSError) as error:
-            entry = self.store.entry(manifest.step)
-            other = entry is None or (entry.manifest and entry.manifest.id != manifest.id)
-            return str(error), bool(other)
+            return str(error), self.store.lacks(manifest)
         return "", True
 
     def _publish_there(self, manifest: Manifest, node: int) -> tuple[str, bool]:

@@ -22,11 +22,13 @@ from typing import Any
 
 from nostall import _native
 from nostall.checkpoint.format import Manifest, Part
-from nostall.errors import CorruptionError, IoError, UsageError
+from nostall.errors import CorruptionError, Error, IoError, PeerError, UsageError
 
 _STEP = re.compile(r"step-(\d{12})")
 _MANIFEST = "manifest.json"
 LARGEST_STEP = 10**12 - 1
+# What a rank waits longer for rank 0's decision than rank 0 for the ranks: seconds.
+_GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,11 @@ class Store:
         with contextlib.suppress(OSError), os.scandir(self.directory(step)) as found:
             return {f.name: f.stat().st_size for f in found if f.name.endswith(".safetensors")}
         return {}
+
+    def lacks(self, manifest: Manifest) -> bool:
+        """Whether this save certainly is no checkpoint here: no manifest of it has its name."""
+        entry = self.entry(manifest.step)
+        return entry is None or (entry.manifest is not None and entry.manifest.id != manifest.id)
 
     def missing(self, manifest: Manifest) -> str:
         """What a look without reading tells: a part that is gone or of another size; or nothing.
@@ -269,7 +276,11 @@ class Store:
             stopped: asked while waiting.
 
         Returns:
-            "" if the checkpoint is complete, else why it is not, the same for all ranks.
+            "" if the checkpoint is complete, else why it is not, and will not be.
+
+        Raises:
+            PeerError, IoError: it may be complete, now or soon: the part must stay. Of rank 0 only
+                where `lacks` denies it.
         """
         writers = [0] if manifest.replicated else list(range(manifest.world_size))
         if manifest.world_size == 1:
@@ -281,20 +292,36 @@ class Store:
         directory = self.directory(manifest.step)
         if mine is not None:
             note = {"failed": mine} if isinstance(mine, str) else mine.to_dict()
-            with io_errors("leave word in", directory):
-                directory.mkdir(exist_ok=True)
-                _write_durably(self._note(manifest, rank), json.dumps(note).encode())
+            try:
+                with io_errors("leave word in", directory):
+                    directory.mkdir(exist_ok=True)
+                    _write_durably(self._note(manifest, rank), json.dumps(note).encode())
+            except IoError as error:
+                return self._give_up(manifest, rank, str(error))
         deadline = time.monotonic() + timeout
         if rank == 0:
             return self._gather(manifest, writers, deadline, stopped)
-        while time.monotonic() < deadline + 5 and not stopped():
+        while time.monotonic() < deadline + _GRACE_SECONDS and not stopped():
             entry = self.entry(manifest.step)
             if entry is not None and entry.manifest and entry.manifest.id == manifest.id:
                 return ""
             if (reason := self.aborted(manifest)) is not None:
                 return reason
             time.sleep(0.02)
-        return f"rank 0 did not complete step {manifest.step} in {self.root} in {timeout:g} s"
+        reason = f"rank 0 did not complete step {manifest.step} in {self.root} in {timeout:g} s"
+        return self._give_up(manifest, rank, reason)
+
+    def _give_up(self, manifest: Manifest, rank: int, reason: str) -> str:
+        """Takes a rank's word back; what rank 0 has taken by then stands."""
+        if rank == 0:
+            self.abort(manifest, reason)
+            return reason
+        with io_errors("take a word back from", self.directory(manifest.step)):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._note(manifest, rank))
+            if self._taken(manifest, rank).exists():
+                raise PeerError(f"{reason}; it may still, so rank {rank}'s part stays")
+        return reason
 
     def _gather(
         self,
@@ -310,7 +337,9 @@ class Store:
                 if rank in parts or reason:
                     continue
                 try:
-                    note: dict[str, Any] = json.loads(self._note(manifest, rank).read_bytes())
+                    # One of both has the word from here on: rank 0, or the rank that gives up.
+                    os.rename(self._note(manifest, rank), self._taken(manifest, rank))
+                    note: dict[str, Any] = json.loads(self._taken(manifest, rank).read_bytes())
                     if "failed" in note:
                         reason = f"rank {rank}: {note['failed']}"
                     else:
@@ -330,10 +359,15 @@ class Store:
             with contextlib.suppress(OSError):
                 _write_durably(self._abort(manifest), json.dumps(reason).encode())
             return reason
-        self.publish(dataclasses.replace(manifest, parts=tuple(parts[r] for r in writers)))
+        try:
+            self.publish(dataclasses.replace(manifest, parts=tuple(parts[r] for r in writers)))
+        except (Error, OSError) as error:
+            if not self.lacks(manifest):
+                raise
+            return self._give_up(manifest, 0, str(error))
         with contextlib.suppress(OSError):
             for rank in writers:
-                os.unlink(self._note(manifest, rank))
+                os.unlink(self._taken(manifest, rank))
         return ""
 
     def abort(self, manifest: Manifest, reason: str) -> None:
@@ -351,6 +385,9 @@ class Store:
 
     def _note(self, manifest: Manifest, rank: int) -> Path:
         return self.directory(manifest.step) / f"part-{rank:05d}.{manifest.id}.json"
+
+    def _taken(self, manifest: Manifest, rank: int) -> Path:
+        return self.directory(manifest.step) / f"taken-{rank:05d}.{manifest.id}.json"
 
     def _abort(self, manifest: Manifest) -> Path:
         return self.directory(manifest.step) / f"aborted.{manifest.id}.json"

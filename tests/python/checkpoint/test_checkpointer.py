@@ -19,11 +19,13 @@ import pytest
 
 import nostall
 import nostall.checkpoint.checkpointer
+import nostall.checkpoint.store
 from nostall import Keep, _native
+from nostall.checkpoint.format import Manifest, Part
 from nostall.checkpoint.retention import decide
-from nostall.checkpoint.store import Store
+from nostall.checkpoint.store import Store, part_name
 from nostall.checkpoint.window import choose_copying
-from nostall.errors import CorruptionError, IoError, UsageError
+from nostall.errors import CorruptionError, IoError, PeerError, UsageError
 
 
 def state_of(value: int, size: int = 1000) -> dict[str, Any]:
@@ -522,6 +524,72 @@ def test_a_rank_that_never_saves_makes_no_checkpoint(tmp_path: Path) -> None:
     problems = World(2).run(work)[0]
     assert any("ranks [1]" in p for p in problems[1])
     assert steps_in(tmp_path / "fast") == [1]
+
+
+def test_a_word_is_taken_back_or_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nostall.checkpoint.store, "_GRACE_SECONDS", 0.1)
+    store = Store(tmp_path, "durable")
+    names = [part_name(rank, "aaaaaaaa-000001") for rank in range(2)]
+    parts = [Part(rank, name, 0, ()) for rank, name in enumerate(names)]
+
+    def commit(step: int, rank: int, timeout: float, **more: Any) -> str:
+        manifest = Manifest(step, "aaaaaaaa-000001", 2, ())
+        return store.commit(manifest, rank, parts[rank], timeout=timeout, **more)
+
+    store.prepare(1)
+    assert "rank 0 did not complete" in commit(1, 1, 0.0)  # so its part goes
+    assert "ranks [1] did not finish" in commit(1, 0, 0.3)
+    assert store.entry(1) is None
+    # Rank 0 has the word, and takes its time.
+    store.prepare(2)
+    publish, taken, go_on = Store.publish, threading.Event(), threading.Event()
+    told: list[str] = []
+
+    def slowly(self: Store, manifest: Manifest) -> None:
+        taken.set()
+        go_on.wait(60)
+        publish(self, manifest)
+
+    monkeypatch.setattr(Store, "publish", slowly)
+    rank0 = threading.Thread(target=lambda: told.append(commit(2, 0, 60)))
+    rank0.start()
+    with pytest.raises(PeerError, match="part stays"):
+        commit(2, 1, 60, stopped=taken.is_set)
+    go_on.set()
+    rank0.join(60)
+    assert told == [""] and steps_in(tmp_path) == [2]
+    assert [p.name for p in store.directory(2).iterdir()] == ["manifest.json"]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_manifest_that_fails_takes_no_part_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    make = ranked(tmp_path, 2)
+    publish = Store.publish
+
+    def fail(self: Store, manifest: Manifest) -> None:
+        if named:
+            publish(self, manifest)
+        raise IoError("the directory cannot be synced")
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            with pytest.raises(IoError, match="cannot be synced"):
+                saved = ckpt.save(state_of(rank), 1)
+                assert saved is not None
+                saved.wait("durable", 60)
+                assert rank == 1 and named  # who sees the manifest is content
+                raise IoError("cannot be synced")
+            gather(b"")
+            return None
+
+    monkeypatch.setattr(Store, "publish", fail)
+    assert World(2).run(work) == [None, None]
+    for tier in ("fast", "durable"):
+        (directory,) = (tmp_path / tier).glob("step-*") if named else (tmp_path / tier,)
+        parts = sorted(p.name.split(".")[0] for p in directory.rglob("*.safetensors"))
+        assert parts == (["rank-00000", "rank-00001"] if named else [])
 
 
 def test_a_part_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
