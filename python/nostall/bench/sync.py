@@ -55,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input", choices=("synthetic", "loader"), default="synthetic")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="of rank 0, in every step")
     parser.add_argument("--json", help="write every run to this file")
+    parser.add_argument("--plot", help="draw speeds and the thread's time into this file")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -104,6 +105,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
         Path(arguments.json).write_text(json.dumps({**machine, "runs": rows}, indent=1))
+    if arguments.plot:
+        from nostall.bench.sync_plots import draw
+
+        draw(rows, lambda runs: split(runs, arguments.steps), Path(arguments.plot))
+        console.print(f"drawn: {arguments.plot}")
     return 0
 
 

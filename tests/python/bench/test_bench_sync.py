@@ -20,10 +20,14 @@ def test_ways_are_measured_in_turns(tmp_path: Path, capsys: pytest.CaptureFixtur
     options = (
         "--networks", "mlp", "--ways", "planned", "negotiated NBCS", "--repeats", "1", "--steps", "4",
         "--warm", "2", "--delay-ms", "5", "--input", "loader", "--json", str(out),
+        "--plot", str(tmp_path / "runs.svg"),
     )  # fmt: skip
     arguments = parser.parse_args(options)
     assert sync.run(arguments) == 0
     assert "graph:" in capsys.readouterr().out
+    drawn = (tmp_path / "runs.svg").read_text()
+    assert "<svg" in drawn
+    assert "negotiated NBCS" in drawn  # matplotlib writes texts as comments beside their outlines
     planned, negotiated = json.loads(out.read_text())["runs"]
     for run in (planned, negotiated):
         assert len(run["ranks"]) == 2
