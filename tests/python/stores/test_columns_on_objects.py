@@ -16,6 +16,8 @@ from test_arrow import CONTENTS, LABELS, table, write_ipc
 import nostall
 from nostall.errors import CorruptionError, IoError, UsageError
 
+pytest_plugins = ["object_fixtures"]
+
 IMAGES = np.random.default_rng(0).integers(0, 255, (40, 8, 6, 3), np.uint8)
 
 

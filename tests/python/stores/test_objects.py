@@ -22,6 +22,8 @@ import nostall
 from nostall import transforms
 from nostall.errors import CorruptionError, IoError, UsageError
 
+pytest_plugins = ["object_fixtures"]
+
 
 @pytest.fixture
 def shards(bucket: Any, tmp_path: Path) -> tuple[str, list[bytes], list[int]]:
