@@ -293,6 +293,8 @@ TEST_P(Modes, AnEngineMayCloseWithWorkInFlight) {
       for (const TensorSpec& spec : engine.tensors()) gradients.emplace_back(spec.count);
       for (uint32_t t = 0; t < 30; ++t) engine.submit(t, gradients[t].data());
       ++submitted;
+      // To submit to ranks of which one has closed is an error.
+      while (submitted < 3) std::this_thread::sleep_for(1ms);
       if (all || rank == 1) return;
       engine.wait();  // with the sums, if rank 1 got that far, or with an error
     });
