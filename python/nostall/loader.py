@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from nostall.stats import EpochStats, Stats
 
 _STATE_VERSION = 1
+_MOST_THREADS = 1024
 _DEFAULT_STAGING = 256 << 20
 _DEFAULT_IO_BYTES = 64 << 20
 _READS_IN_FLIGHT = 16
@@ -182,12 +183,19 @@ class DataLoader:
         assignment: Literal["plan", "locality"] = "plan",
         calibration: str | os.PathLike[str] | None = None,
     ) -> None:
+        if not isinstance(dataset, Source):
+            raise UsageError(
+                f"the first argument is {type(dataset).__name__}, not a dataset of nostall: open one, "
+                'for example nostall.ImageFolder("/data/train")'
+            )
         if batch_size < 1:
             raise UsageError(f"batch_size must be at least 1, not {batch_size}")
         if epochs < 1:
             raise UsageError(f"epochs must be at least 1, not {epochs}")
         if threads is not None and threads < 1:
             raise UsageError(f"threads must be at least 1, not {threads}")
+        if threads is not None and threads > _MOST_THREADS:
+            raise UsageError(f"threads must be at most {_MOST_THREADS}, not {threads}")
         if output not in (None, "torch", "numpy"):
             raise UsageError(f'output must be "torch", "numpy" or None, not {output!r}')
         if workers not in ("threads", "processes"):

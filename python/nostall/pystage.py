@@ -75,6 +75,11 @@ class PythonStage:
         output: str,
         on_error: str,
     ) -> None:
+        if isinstance(transforms, str):
+            raise UsageError(
+                f"transforms is the text {transforms!r}: give steps of nostall.transforms, or a "
+                "callable"
+            )
         if callable(transforms):
             self._function: Callable[[Any], Any] = transforms
         else:

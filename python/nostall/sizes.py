@@ -93,7 +93,12 @@ def _parse_tier(text: str) -> TierSpec:
             f'"{text}" is not a tier: write "ram:20GiB", "/nvme/cache:400GiB" or '
             '"/nvme/cache:400GiB:keep"'
         )
-    capacity = parse_size(size)
+    try:
+        capacity = parse_size(size)
+    except UsageError as error:
+        raise UsageError(
+            f'tier "{text}": {error}; a directory that outlives the job ends with ":keep"'
+        ) from None
     if where == "ram":
         if keep:
             raise UsageError(f'"{text}": memory cannot outlive the job; only a directory can')

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -579,3 +580,20 @@ def test_a_listener_that_fails_does_not_end_the_process(
         logger.removeHandler(handler)
     assert count == 61
     assert dropped == ["no listener"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"dataset": "/data/train"}, r"argument is str, .*nostall\.ImageFolder"),
+        ({"threads": 10**6}, "threads must be at most 1024, not 1000000"),
+        ({"tiers": ["/cache:1GiB:kep"]}, r'tier "/cache:1GiB:kep": .*kep.*":keep"'),
+        ({"transforms": "resize"}, "transforms is the text 'resize'"),
+    ],
+)
+def test_first_mistakes_are_told_in_a_sentence(
+    image_folder: Path, wrong: dict[str, Any], told: str
+) -> None:
+    arguments: dict[str, Any] = {"dataset": nostall.ImageFolder(image_folder), "batch_size": 4}
+    with pytest.raises(UsageError, match=told):
+        next(iter(nostall.DataLoader(**(arguments | wrong))))
