@@ -51,6 +51,8 @@ def run(
     if which == "mpich":
         variables |= {"MPI4PY_MPIABI": "mpich"}
         variables |= {"MPI4PY_LIBMPI": str(MPICH / "lib" / "libmpi.so.12")}
+        # As installed, the library finds its MPI where the program does.
+        variables |= {"LD_LIBRARY_PATH": str(MPICH / "lib")}
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return subprocess.run(
         mpi.command([*launcher(which), "-n", str(ranks), *program], variables),
