@@ -74,7 +74,7 @@ def test_nonblocking_calls_run_in_the_background(which: str) -> None:
     assert counts["background"] == 3 * 4 + 2 * 20
     assert counts["nonblocking"] == 1
     assert counts["persistent"] == 1
-    result = run(which, 2, [sys.executable, str(RANK), "freed"], NOSTALL_MPI_NONBLOCKING="off")
+    result = run(which, 2, [sys.executable, str(RANK), "background"], NOSTALL_MPI_NONBLOCKING="off")
     assert "all right" in result.stdout, result.stderr
     assert counted(result.stderr)["background"] == 0
 
