@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class RowReader:
+class RowReader(ABC):
     """Reads samples for a native source; its methods are called by the loader's threads.
 
     The native source holds the reader, so a reader must not hold its source: neither would ever
@@ -42,10 +43,10 @@ class RowReader:
             describe=self.describe,
         )
 
+    @abstractmethod
     def read(self, samples: list[int]) -> list[Any]:
         """A buffer or an exception for every sample."""
-        raise NotImplementedError
 
+    @abstractmethod
     def describe(self, sample: int) -> str:
         """What to call the sample in a message."""
-        raise NotImplementedError
