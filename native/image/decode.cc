@@ -37,9 +37,7 @@ Result<Bitmap> decode(std::span<const std::byte> encoded, uint64_t max_pixels, c
     return decode_webp(encoded, max_pixels, plan, buffer);
   }
   return Error(ErrorKind::corruption,
-               std::to_string(encoded.size()) +
-                   " bytes that are not a JPEG, PNG or WebP image: remove the file from the "
-                   "dataset or convert it");
+               std::to_string(encoded.size()) + " bytes that are not a JPEG, PNG or WebP image");
 }
 
 }  // namespace nostall::image

@@ -50,7 +50,14 @@ std::vector<std::string> list_one(const std::string& root, const std::string& di
                                   const std::vector<std::string>& extensions, Tree& tree) {
   const std::string path = join(root, directory);
   const std::unique_ptr<DIR, int (*)(DIR*)> dir(::opendir(path.c_str()), &::closedir);
-  if (!dir) throw io_error("cannot list", path, errno);
+  if (!dir) {
+    const int number = errno;
+    if (number != ENOENT && number != ENOTDIR) throw io_error("cannot list", path, number);
+    throw Error(ErrorKind::io,
+                io_error("cannot list", path, number).what() +
+                    std::string("; give a directory that holds one directory for each class"),
+                number);
+  }
   const int fd = ::dirfd(dir.get());
   struct stat status {};
   if (::fstat(fd, &status) != 0) throw io_error("cannot examine", path, errno);

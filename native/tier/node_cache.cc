@@ -269,21 +269,24 @@ void NodeCacheImpl::map_shared() {
 }
 
 void NodeCacheImpl::check() const {
-  const auto differ = [this](const char* what, uint64_t theirs, uint64_t mine) {
-    if (theirs == mine) return;
-    throw Error(ErrorKind::peer, std::string("local rank ") + std::to_string(config_.local_rank) +
+  const auto differ = [this](const std::string& what) {
+    throw Error(ErrorKind::peer, "local rank " + std::to_string(config_.local_rank) +
                                      " disagrees with the other ranks of this node on the " + what +
-                                     ": " + std::to_string(mine) + " here, " +
-                                     std::to_string(theirs) +
-                                     " there; give all ranks the same data set and arguments");
+                                     "; give all ranks the same data set and arguments");
+  };
+  const auto compare = [&differ](const std::string& what, uint64_t theirs, uint64_t mine) {
+    if (theirs == mine) return;
+    differ(what + ": " + std::to_string(mine) + " here, " + std::to_string(theirs) + " there");
   };
   const CatalogHeader& h = *header_;
-  differ("cache's layout", h.magic ^ h.version ^ (uint64_t{h.layout_bytes} << 32),
-         kCatalogMagic ^ kCatalogVersion ^ (uint64_t{sizeof(CatalogHeader)} << 32));
-  differ("number of local ranks", h.local_world, config_.local_world);
-  differ("data set", h.dataset, config_.dataset);
-  differ("number of samples", h.samples, sizes_.size());
-  differ("plan", h.plan, config_.plan);
+  compare("cache's layout", h.magic ^ h.version ^ (uint64_t{h.layout_bytes} << 32),
+          kCatalogMagic ^ kCatalogVersion ^ (uint64_t{sizeof(CatalogHeader)} << 32));
+  compare("number of local ranks", h.local_world, config_.local_world);
+  compare("number of samples", h.samples, sizes_.size());
+  if (h.dataset != config_.dataset) differ("files of the data set, their sizes or their order");
+  if (h.plan != config_.plan) {
+    differ("plan: the batch size, epochs, seed, world size, order, drop_last or tiers");
+  }
 }
 
 void NodeCacheImpl::enter_member() {

@@ -159,7 +159,22 @@ class PythonStage:
             places[i] = replacement
         if not results and not self._own_collate:
             return batch, self._nothing(source), substituted, places
-        return batch, self._collate(results), substituted, places
+        return batch, self._together(source, samples, results), substituted, places
+
+    def _together(self, source: Source, samples: Any, results: list[Any]) -> Any:
+        try:
+            return self._collate(results)
+        except (ValueError, RuntimeError) as error:
+            shapes = [np.shape(r) for r in results]
+            other = next((i for i, s in enumerate(shapes) if s != shapes[0]), None)
+            if self._own_collate or other is None:
+                raise
+            first, bad = int(samples[0]), int(samples[other])
+            raise UsageError(
+                f"the callable gives shape {shapes[0]} for {source.describe(first)} (sample {first}) "
+                f"but {shapes[other]} for {source.describe(bad)} (sample {bad}): give one shape, or "
+                "pass collate="
+            ) from error
 
     def _nothing(self, source: Source) -> Any:
         # A rank's share of the last batch may be empty after a resume on another number of ranks:

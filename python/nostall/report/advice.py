@@ -142,7 +142,8 @@ def advise(run: Run, most: int = 2) -> list[Advice]:
             f"{threads} of {cores} cores of each rank decode",
             gain([replace(t, decode=t.decode * threads / cores) for t in rows]),
         )
-    unexplained = sum(max(0.0, min(t.actual - t.time, t.actual - t.compute)) for t in rows)
+    # Decoding may run on the cores that compute: then it is their sum that takes the time.
+    unexplained = sum(max(0.0, t.actual - max(t.read, t.compute + t.decode)) for t in rows)
     if rows and unexplained > 0.1 * sum(t.actual for t in rows):
         staging = int(settings.get("staging_bytes", 256 << 20))
         offer(

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -378,7 +378,9 @@ def test_ranks_that_disagree_are_told_so(image_folder: Path) -> None:
 
     with loader(0, 1) as first, loader(1, 2) as second:
         next(iter(first))
-        with pytest.raises(PeerError):
+        with pytest.raises(
+            PeerError, match=r"local rank 1 disagrees .* the batch size, epochs, seed"
+        ):
             next(iter(second))
 
 
@@ -394,6 +396,26 @@ def test_python_callables_see_bytes_or_images(image_folder: Path) -> None:
     ) as loader:
         x, _ = next(iter(loader))
         assert x.shape == (8, 3, 30, 40)
+
+
+@pytest.mark.parametrize("output", ["numpy", "torch"])
+def test_results_of_other_shapes_are_told_with_their_samples(
+    image_folder: Path, output: Literal["numpy", "torch"]
+) -> None:
+    folder = nostall.ImageFolder(image_folder)
+    with nostall.DataLoader(
+        folder,
+        4,
+        shuffle=False,
+        transforms=lambda raw: raw[: 10 if raw.size == folder.sizes[0] else 20],
+        tiers=[],
+        output=output,
+    ) as loader:
+        assert folder.sizes[1] != folder.sizes[0]
+        with pytest.raises(
+            UsageError, match=r"shape \(10,\) for .*\(sample 0\) but \(20,\) for .*\(sample 1\)"
+        ):
+            next(iter(loader))
 
 
 def shape_of(image: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,20 @@ def test_the_model_is_the_slowest_of_its_terms() -> None:
     assert tiers.share == pytest.approx(0.2)
     assert "keep" in kept.change
     assert kept.gain == pytest.approx(4.0)  # of the first one
+
+
+def test_a_larger_buffer_is_not_advised_where_decoding_takes_the_time() -> None:
+    def slow(decode: float) -> list[str]:
+        rank = made()
+        loader = rank.loaders[0]
+        assert loader.stats is not None
+        epochs = [replace(e, decode_seconds=decode, origins={**e.origins, "source": OriginStats()})
+                  for e in loader.stats.epochs]  # fmt: skip
+        rank.loaders[0] = replace(loader, stats=replace(loader.stats, epochs=epochs))
+        return [a.change for a in advise(Run("run", [rank], None, []), most=9)]
+
+    assert any("staging" in change for change in slow(0.0))
+    assert not any("staging" in change for change in slow(6.0))
 
 
 def test_checkpoints_and_peers_are_counted_when_recorded() -> None:

@@ -163,3 +163,11 @@ def test_a_pipe_is_no_sample_and_is_never_waited_for(make_folder: Callable[[int]
     os.mkfifo(folder.describe(0))
     with pytest.raises(IoError, match=re.escape(folder.describe(0))):
         folder.read(0)
+
+
+def test_a_path_that_is_no_directory_is_told_with_what_would_be(tmp_path: Path) -> None:
+    with pytest.raises(IoError, match=r"missing/?: No such file or directory; give a directory"):
+        nostall.ImageFolder(tmp_path / "missing")
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(IoError, match=r"file/?: Not a directory; give a directory"):
+        nostall.ImageFolder(tmp_path / "file")
