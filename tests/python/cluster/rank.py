@@ -81,18 +81,20 @@ def main(s: dict) -> None:
                 while not Path(s["hangs"]).exists():
                     time.sleep(0.01)
             if s.get("stop_at") == batches:
-                print(json.dumps({"state": loader.state_dict()}), flush=True)
+                state = loader.state_dict()
                 loader.close()
+                read = loader.stats().source_bytes
+                print(json.dumps({"state": state, "source_bytes": read}), flush=True)
                 return
             time.sleep(s.get("compute", 0.0))
         if s.get("fork_after") == epoch.index:
             fork_and_forget(loader)
+    loader.close()  # until then the others may fetch from here
     stats = loader.stats().to_dict()
     timeline = stats.pop("batches")
     if s.get("timeline"):
         stats["timeline"] = timeline
     print(json.dumps({**stats, "stream": stream.hexdigest(), "batches": batches}), flush=True)
-    loader.close()
 
 
 main(json.loads(sys.argv[1]))
