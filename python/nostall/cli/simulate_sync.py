@@ -97,23 +97,24 @@ def _training(words: list[str]) -> Training:
 def _table(points: list[Any]) -> Any:
     from rich.table import Table
 
-    table = Table(title="samples/s against negotiated")
-    modes = list(points[0].outcomes)
-    table.add_column("ranks", justify="right")
-    for mode in modes:
-        table.add_column(
-            "negotiated: ms (thread, spin)" if mode == "negotiated" else f"{mode} (thread)",
-            justify="right",
-        )
+    table = Table(
+        title="Ways of synchronising gradients",
+        caption="faster: samples/s over negotiated, median of the seeds, and from least to most\n"
+        "thread: the progress thread's part of the run on its core\n"
+        "spin: the part of the run in which that thread only waits",
+    )
+    for heading in ("ranks", "way", "ms a step", "faster", "thread", "spin"):
+        table.add_column(heading, justify="left" if heading == "way" else "right")
     for p in points:
-        cells = []
-        for mode in modes:
-            o = p.outcomes[mode]
+        for i, (mode, o) in enumerate(p.outcomes.items()):
             low, middle, high = p.improvement[mode]
-            cells.append(
-                f"{1000 * o.iteration:.1f} ({o.busy:.0%}, {o.spin:.0%})"
-                if mode == "negotiated"
-                else f"{middle:+.1f} % [{low:+.1f} {high:+.1f}] ({o.busy:.0%})"
+            table.add_row(
+                "" if i else f"{p.ranks:,}",
+                mode,
+                f"{1000 * o.iteration:.1f}",
+                "" if mode == "negotiated" else f"{middle:+.1f} % [{low:+.1f}, {high:+.1f}]",
+                f"{o.busy:.0%}",
+                f"{o.spin:.0%}",
+                end_section=i + 1 == len(p.outcomes),
             )
-        table.add_row(f"{p.ranks:,}", *cells)
     return table
