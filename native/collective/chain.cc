@@ -8,6 +8,8 @@ namespace {
 
 constexpr uint64_t kSegmentBits = 24;
 constexpr uint64_t kSmallestSegment = 8 << 10, kLargestSegment = 64 << 10;
+// Two ranks have a short pipeline to fill, and move their data between caches faster in long runs.
+constexpr uint64_t kLargestOfTwo = 512 << 10;
 // While all are there, the head runs this far ahead of the tail at most: the window stays in cache.
 constexpr uint64_t kAhead = 2 << 20;
 // From here on results go past the caches: nobody reads them before they would be displaced.
@@ -54,9 +56,12 @@ class Link {
 
   void size_segments() {
     const uint64_t element = message_.element(), window = shared_.window_bytes();
-    uint64_t wanted = std::clamp(message_.bytes() / 8, kSmallestSegment, kLargestSegment);
-    if (shape_.whole) wanted = std::min(message_.bytes(), window / 2);
-    wanted = std::max(wanted, element);
+    // The same on all ranks: of what they can know of each other.
+    const bool two = engine_.ranks() == 2;
+    uint64_t wanted = std::clamp(message_.bytes() / (two ? 4 : 8), kSmallestSegment,
+                                 two ? kLargestOfTwo : kLargestSegment);
+    if (shape_.whole) wanted = message_.bytes();
+    wanted = std::max(std::min(wanted, window / 2), element);
     if (wanted > window / 2) {
       throw Error(ErrorKind::usage, "elements of " + std::to_string(element) +
                                         " bytes do not fit the window of " +

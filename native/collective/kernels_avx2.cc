@@ -3,12 +3,12 @@
 
 namespace nostall::collective {
 
-Kernel find_kernel(Op op, DataType type) noexcept {
+Kernels find_kernels(Op op, DataType type) noexcept {
 #if defined(__AVX2__)
   static const bool wide = __builtin_cpu_supports("avx2");
-  if (wide) return kernel_in_this_set(op, type);
+  if (wide) return kernels_in_this_set(op, type);
 #endif
-  return find_portable_kernel(op, type);
+  return find_portable_kernels(op, type);
 }
 
 }  // namespace nostall::collective

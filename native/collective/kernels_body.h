@@ -110,38 +110,49 @@ void run(void* dst, const void* left, const void* right, size_t count) {
   for (size_t i = 0; i < count; ++i) d[i] = apply<op, T>(l[i], r[i]);
 }
 
+template <Op op, typename T>
+void run_to_two(void* dst, void* also, const void* left, const void* right, size_t count) {
+  T *d = static_cast<T*>(dst), *e = static_cast<T*>(also);
+  const T *l = static_cast<const T*>(left), *r = static_cast<const T*>(right);
+  NOSTALL_SAME_INDEX_ONLY
+  for (size_t i = 0; i < count; ++i) d[i] = e[i] = apply<op, T>(l[i], r[i]);
+}
+
+template <Op op, typename T>
+constexpr Kernels kKernels{run<op, T>, run_to_two<op, T>};
+
 // Booleans are bytes that are 0 or not; what comes out is 0 or 1.
 template <Op op>
-void run_bool(void* dst, const void* left, const void* right, size_t count) {
+constexpr Kernels bool_kernels() {
   constexpr Op logical = op == Op::sum || op == Op::max || op == Op::bor     ? Op::lor
                          : op == Op::prod || op == Op::min || op == Op::band ? Op::land
                          : op == Op::bxor                                    ? Op::lxor
                                                                              : op;
-  run<logical, uint8_t>(dst, left, right, count);
+  return kKernels<logical, uint8_t>;
 }
 
 template <typename T>
-Kernel kernel_of(Op op) {
+Kernels kernels_of(Op op) {
   switch (op) {
     case Op::sum:
-      return run<Op::sum, T>;
+      return kKernels<Op::sum, T>;
     case Op::prod:
-      return run<Op::prod, T>;
+      return kKernels<Op::prod, T>;
     default:
       break;
   }
   if constexpr (!is_complex<T>) {
     switch (op) {
       case Op::min:
-        return run<Op::min, T>;
+        return kKernels<Op::min, T>;
       case Op::max:
-        return run<Op::max, T>;
+        return kKernels<Op::max, T>;
       case Op::land:
-        return run<Op::land, T>;
+        return kKernels<Op::land, T>;
       case Op::lor:
-        return run<Op::lor, T>;
+        return kKernels<Op::lor, T>;
       case Op::lxor:
-        return run<Op::lxor, T>;
+        return kKernels<Op::lxor, T>;
       default:
         break;
     }
@@ -149,78 +160,78 @@ Kernel kernel_of(Op op) {
   if constexpr (std::is_integral_v<T>) {
     switch (op) {
       case Op::band:
-        return run<Op::band, T>;
+        return kKernels<Op::band, T>;
       case Op::bor:
-        return run<Op::bor, T>;
+        return kKernels<Op::bor, T>;
       case Op::bxor:
-        return run<Op::bxor, T>;
+        return kKernels<Op::bxor, T>;
       default:
         break;
     }
   }
-  return nullptr;
+  return {};
 }
 
-inline Kernel kernel_of_bool(Op op) {
+inline Kernels kernels_of_bool(Op op) {
   switch (op) {
     case Op::sum:
-      return run_bool<Op::sum>;
+      return bool_kernels<Op::sum>();
     case Op::prod:
-      return run_bool<Op::prod>;
+      return bool_kernels<Op::prod>();
     case Op::min:
-      return run_bool<Op::min>;
+      return bool_kernels<Op::min>();
     case Op::max:
-      return run_bool<Op::max>;
+      return bool_kernels<Op::max>();
     case Op::land:
-      return run_bool<Op::land>;
+      return bool_kernels<Op::land>();
     case Op::lor:
-      return run_bool<Op::lor>;
+      return bool_kernels<Op::lor>();
     case Op::lxor:
-      return run_bool<Op::lxor>;
+      return bool_kernels<Op::lxor>();
     case Op::band:
-      return run_bool<Op::band>;
+      return bool_kernels<Op::band>();
     case Op::bor:
-      return run_bool<Op::bor>;
+      return bool_kernels<Op::bor>();
     case Op::bxor:
       break;
   }
-  return run_bool<Op::bxor>;
+  return bool_kernels<Op::bxor>();
 }
 
-inline Kernel kernel_in_this_set(Op op, DataType type) {
+inline Kernels kernels_in_this_set(Op op, DataType type) {
   switch (type) {
     case DataType::float16:
-      return kernel_of<Half>(op);
+      return kernels_of<Half>(op);
     case DataType::bfloat16:
-      return kernel_of<Brain>(op);
+      return kernels_of<Brain>(op);
     case DataType::float32:
-      return kernel_of<float>(op);
+      return kernels_of<float>(op);
     case DataType::float64:
-      return kernel_of<double>(op);
+      return kernels_of<double>(op);
     case DataType::int8:
-      return kernel_of<int8_t>(op);
+      return kernels_of<int8_t>(op);
     case DataType::int16:
-      return kernel_of<int16_t>(op);
+      return kernels_of<int16_t>(op);
     case DataType::int32:
-      return kernel_of<int32_t>(op);
+      return kernels_of<int32_t>(op);
     case DataType::int64:
-      return kernel_of<int64_t>(op);
+      return kernels_of<int64_t>(op);
     case DataType::uint8:
-      return kernel_of<uint8_t>(op);
+      return kernels_of<uint8_t>(op);
     case DataType::uint16:
-      return kernel_of<uint16_t>(op);
+      return kernels_of<uint16_t>(op);
     case DataType::uint32:
-      return kernel_of<uint32_t>(op);
+      return kernels_of<uint32_t>(op);
     case DataType::uint64:
-      return kernel_of<uint64_t>(op);
+      return kernels_of<uint64_t>(op);
     case DataType::boolean:
-      return kernel_of_bool(op);
+      return kernels_of_bool(op);
     case DataType::complex64:
-      return kernel_of<std::complex<float>>(op);
+      return kernels_of<std::complex<float>>(op);
     case DataType::complex128:
       break;
   }
-  return kernel_of<std::complex<double>>(op);
+  return kernels_of<std::complex<double>>(op);
 }
 
 }  // namespace

@@ -2,6 +2,8 @@
 
 namespace nostall::collective {
 
-Kernel find_portable_kernel(Op op, DataType type) noexcept { return kernel_in_this_set(op, type); }
+Kernels find_portable_kernels(Op op, DataType type) noexcept {
+  return kernels_in_this_set(op, type);
+}
 
 }  // namespace nostall::collective

@@ -47,18 +47,18 @@ void copy(void* dst, const void* src, uint64_t bytes, bool stream) noexcept {
   }
 #endif
   static_cast<void>(stream);
-  if (bytes > 0) std::memcpy(dst, src, bytes);
+  if (bytes > 0) copy_lines(dst, src, bytes);
 }
 
-bool is_defined(Op op, DataType type) noexcept { return find_kernel(op, type) != nullptr; }
+bool is_defined(Op op, DataType type) noexcept { return find_kernels(op, type).to_one != nullptr; }
 
 Reducer::Reducer(Op op, DataType type)
-    : kernel_(find_kernel(op, type)),
+    : kernels_(find_kernels(op, type)),
       element_bytes_(size_of(type)),
       alignment_(alignment_of(type)),
       commutative_(true),
       code_(static_cast<uint16_t>(static_cast<uint16_t>(type) << 8 | static_cast<uint16_t>(op))) {
-  if (kernel_ == nullptr) {
+  if (kernels_.to_one == nullptr) {
     throw Error(ErrorKind::usage, "the operation " + std::string(name_of(op)) +
                                       " is not defined for " + std::string(name_of(type)));
   }
@@ -81,8 +81,8 @@ uint64_t Reducer::block() const noexcept {
 }
 
 void Reducer::combine(void* dst, const void* left, const void* right, uint64_t count) const {
-  if (kernel_ != nullptr) {
-    kernel_(dst, left, right, count);
+  if (kernels_.to_one != nullptr) {
+    kernels_.to_one(dst, left, right, count);
     return;
   }
   if (dst != left) {
@@ -98,6 +98,10 @@ void Reducer::combine(void* dst, const void* left, const void* right, uint64_t c
 
 void Reducer::combine_and_copy(void* dst, void* also, const void* left, const void* right,
                                uint64_t count, bool stream) const {
+  if (kernels_.to_two != nullptr && !stream) {
+    kernels_.to_two(dst, also, left, right, count);
+    return;
+  }
   const uint64_t step = block();
   for (uint64_t i = 0; i < count; i += step) {
     const uint64_t n = std::min(step, count - i), at = i * element_bytes_;
@@ -116,13 +120,19 @@ void Reducer::fold(std::span<std::byte* const> dsts, std::span<const std::byte* 
   std::byte* sum = larger.empty() ? fixed.data() : larger.data();
   for (uint64_t i = 0; i < count; i += step) {
     const uint64_t n = std::min(step, count - i), at = i * element_bytes_;
-    if (srcs.size() == 1) {
-      std::memcpy(sum, srcs[0] + at, n * element_bytes_);
-    } else {
-      combine(sum, srcs[0] + at, srcs[1] + at, n);
+    const std::byte* result = srcs[0] + at;
+    for (size_t s = 1; s < srcs.size(); ++s) {
+      combine(sum, result, srcs[s] + at, n);
+      result = sum;
     }
-    for (size_t s = 2; s < srcs.size(); ++s) combine(sum, sum, srcs[s] + at, n);
-    for (std::byte* dst : dsts) copy(dst + at, sum, n * element_bytes_, stream);
+    for (std::byte* dst : dsts) {
+      // Read from the first-level cache, written to lines of other cores: memcpy's rate is best.
+      if (stream) {
+        copy(dst + at, result, n * element_bytes_, true);
+      } else if (dst + at != result) {
+        std::memcpy(dst + at, result, n * element_bytes_);
+      }
+    }
   }
 }
 

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <span>
 
+#include "collective/kernels.h"
 #include "collective/types.h"
 
 namespace nostall::collective {
@@ -41,10 +42,9 @@ class Reducer {
             uint64_t count, bool stream) const;
 
  private:
-  using Kernel = void (*)(void* dst, const void* left, const void* right, size_t count);
   uint64_t block() const noexcept;
 
-  Kernel kernel_ = nullptr;
+  Kernels kernels_;
   UserFunction user_ = nullptr;
   void* context_ = nullptr;
   size_t element_bytes_;

@@ -251,6 +251,27 @@ TEST(Communicator, SurvivesManyCallsInARow) {
   }
 }
 
+TEST(Communicator, MessagesFarBeyondASmallWindowPassThroughIt) {
+  for (const uint32_t ranks : {2U, 3U}) {
+    const std::string job = testing::fresh_job();
+    std::vector<std::thread> threads;
+    for (uint32_t r = 0; r < ranks; ++r) {
+      threads.emplace_back([&job, r, ranks] {
+        CommunicatorConfig config = testing::config_of(job, r, ranks);
+        config.window_bytes = 16 << 10;
+        Communicator c(config);
+        constexpr uint64_t kCount = 300'001;
+        for (const Algorithm algorithm : {Algorithm::cooperative, Algorithm::arrival_chain}) {
+          std::vector<int32_t> data = values_of(r, kCount);
+          c.allreduce(data.data(), data.data(), kCount, sum_of_ints(), {.algorithm = algorithm});
+          EXPECT_EQ(data, sum_over(ranks, kCount)) << name_of(algorithm);
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+}
+
 TEST(Communicator, SeveralAtOnceDoNotMix) {
   const std::string job = testing::fresh_job();
   std::vector<std::thread> threads;

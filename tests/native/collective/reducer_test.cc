@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <complex>
@@ -131,19 +132,85 @@ TEST(Kernels, AreTheSameForAllInstructionSets) {
   std::vector<uint64_t> left(300), right(300), wide(300), portable(300);
   for (int type = 0; type < kDataTypes; ++type) {
     for (int op = 0; op < kOps; ++op) {
-      const Kernel a = find_kernel(static_cast<Op>(op), static_cast<DataType>(type));
-      const Kernel b = find_portable_kernel(static_cast<Op>(op), static_cast<DataType>(type));
-      ASSERT_EQ(a == nullptr, b == nullptr);
-      if (a == nullptr) continue;
+      const Kernels a = find_kernels(static_cast<Op>(op), static_cast<DataType>(type));
+      const Kernels b = find_portable_kernels(static_cast<Op>(op), static_cast<DataType>(type));
+      ASSERT_EQ(a.to_one == nullptr, b.to_one == nullptr);
+      ASSERT_EQ(a.to_one == nullptr, a.to_two == nullptr);
+      if (a.to_one == nullptr) continue;
       for (size_t i = 0; i < left.size(); ++i) {
         left[i] = random() & ~exponent_bit(static_cast<DataType>(type));
         right[i] = random() & ~exponent_bit(static_cast<DataType>(type));
       }
       const size_t count = 8 * left.size() / size_of(static_cast<DataType>(type)) - 1;
-      a(wide.data(), left.data(), right.data(), count);
-      b(portable.data(), left.data(), right.data(), count);
-      EXPECT_EQ(std::memcmp(wide.data(), portable.data(), 8 * left.size() - 16), 0)
+      const auto same = [&](const std::vector<uint64_t>& one, const std::vector<uint64_t>& other) {
+        return std::memcmp(one.data(), other.data(), 8 * left.size() - 16) == 0;
+      };
+      a.to_one(wide.data(), left.data(), right.data(), count);
+      b.to_one(portable.data(), left.data(), right.data(), count);
+      EXPECT_TRUE(same(wide, portable))
           << name_of(static_cast<Op>(op)) << " of " << name_of(static_cast<DataType>(type));
+      // In place, as the last rank of a chain does.
+      std::vector<uint64_t> sum(left), mine(right);
+      a.to_two(sum.data(), mine.data(), sum.data(), mine.data(), count);
+      EXPECT_TRUE(same(sum, portable) && same(mine, portable))
+          << name_of(static_cast<Op>(op)) << " of " << name_of(static_cast<DataType>(type));
+    }
+  }
+}
+
+TEST(Copy, MovesEveryByteWhereverItLies) {
+  std::vector<std::byte> from(9000), to(9000);
+  for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<std::byte>(i * 7 + i / 251);
+  for (const bool stream : {false, true}) {
+    for (const size_t bytes : {1, 63, 1023, 1024, 1025, 1300, 4096, 8191}) {
+      for (const size_t source : {0, 1, 16, 63}) {
+        for (const size_t target : {0, 1, 8, 17, 64}) {
+          std::fill(to.begin(), to.end(), std::byte{0xee});
+          copy(to.data() + target, from.data() + source, bytes, stream);
+          EXPECT_EQ(std::memcmp(to.data() + target, from.data() + source, bytes), 0);
+          EXPECT_TRUE(target == 0 || to[target - 1] == std::byte{0xee});
+          EXPECT_EQ(to[target + bytes], std::byte{0xee});
+        }
+      }
+    }
+  }
+}
+
+// One, two and more to add, one, two and more to write to, which may be those.
+TEST(Reducer, FoldsFromTheLeftIntoAllItIsGiven) {
+  constexpr uint64_t kCount = 5000;
+  const Reducer difference(
+      [](const void* in, void* inout, uint64_t count, void*) {
+        for (uint64_t i = 0; i < count; ++i) {
+          static_cast<int32_t*>(inout)[i] =
+              2 * static_cast<const int32_t*>(in)[i] - static_cast<int32_t*>(inout)[i];
+        }
+      },
+      nullptr, sizeof(int32_t), false);
+  const Reducer sum(Op::sum, DataType::int32);
+  for (size_t sources = 1; sources <= 4; ++sources) {
+    for (size_t targets = 1; targets <= 4; ++targets) {
+      for (const Reducer* reducer : {&sum, &difference}) {
+        std::vector<std::vector<int32_t>> data(4, std::vector<int32_t>(kCount));
+        std::vector<int32_t> expected(kCount);
+        for (uint64_t i = 0; i < kCount; ++i) {
+          for (size_t s = 0; s < data.size(); ++s)
+            data[s][i] = static_cast<int32_t>(i % 97 * (s + 1));
+          expected[i] = data[0][i];
+          for (size_t s = 1; s < sources; ++s) {
+            expected[i] = reducer == &sum ? expected[i] + data[s][i] : 2 * expected[i] - data[s][i];
+          }
+        }
+        std::vector<const std::byte*> from;
+        std::vector<std::byte*> to;
+        for (size_t s = 0; s < sources; ++s) {
+          from.push_back(reinterpret_cast<const std::byte*>(data[s].data()));
+        }
+        for (size_t t = 0; t < targets; ++t)
+          to.push_back(reinterpret_cast<std::byte*>(data[t].data()));
+        reducer->fold(to, from, kCount, false);
+        for (size_t t = 0; t < targets; ++t) EXPECT_EQ(data[t], expected) << sources << targets;
+      }
     }
   }
 }
