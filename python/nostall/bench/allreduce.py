@@ -4,9 +4,11 @@ With --operation reduce, of a reduce to rank 0, in which the other ranks may lea
 
 Listings 4.1 and 4.2 of the seed on arrival-aware collectives: a barrier, a computation of up to
 MIF times a message's latency, the allreduce. Times are medians over iterations and repeats: the
-mean over ranks in the call, and from the last arrival to the last completion. Engines take turns
-within one run. MPICH comes from an environment of its own (--mpich, made by
-``python -m venv V && V/bin/pip install mpich mpi4py numpy``), for one environment holds one MPI.
+mean over ranks in the call, and from the last arrival to the last completion; the table of ratios
+has the range over repeats. Engines take turns within one run. The bound is what the bytes that every
+rank must read and write (its message in, the result out) need at the rate at which all ranks
+together copy memory, measured in the same run. MPICH comes from an environment of its own (--mpich,
+made by ``python -m venv V && V/bin/pip install mpich mpi4py numpy``): one environment holds one MPI.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--most", type=int, default=2000, help="iterations")
     parser.add_argument("--late-ms", type=float, default=0, help="one rank after the other is late")
     parser.add_argument("--busy", type=int, default=0, help="computing processes beside")
-    parser.add_argument("--json", help="write the numbers to this file")
+    parser.add_argument("--json", help="write the numbers, and the machine's, to this file")
+    parser.add_argument("--plot", help="draw them into this file (.png, .svg, .pdf)")
 
 
 @dataclass
@@ -84,6 +87,9 @@ class Row:
     switches: float
     busy: float
     late_cpu_share: float
+    # The least and the most of the repeats.
+    in_call_range: tuple[float, float] = (0.0, 0.0)
+    after_last_range: tuple[float, float] = (0.0, 0.0)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -95,7 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
     if any(s < 4 or s % 4 for s in sizes):
         raise UsageError("sizes are multiples of 4 bytes")
     rows: list[Row] = []
+    bandwidth: dict[int, float] = {}
     for ranks in arguments.ranks:
+        bandwidth[ranks] = copy_bandwidth(ranks)
         rows += measure(arguments, engines, sizes, ranks)
     console = Console()
     if not console.is_terminal:
@@ -104,11 +112,58 @@ def run(arguments: argparse.Namespace) -> int:
         for mif in arguments.mif:
             for what in ("in_call", "after_last", "cpu", "switches"):
                 console.print(_table(rows, engines, ranks, mif, what))
+            console.print(_ratios(rows, ranks, mif, bandwidth[ranks]))
     if arguments.late_ms or arguments.busy:
         console.print(_beside(rows, engines))
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps([asdict(r) for r in rows], indent=1))
+        measured = {
+            "machine": {"cores": os.cpu_count(), "processor": _processor()},
+            "copy_bytes_per_s": bandwidth,
+            "rows": [asdict(r) for r in rows],
+        }
+        Path(arguments.json).write_text(json.dumps(measured, indent=1))
+    if arguments.plot:
+        figure(rows, arguments.operation).savefig(arguments.plot, dpi=110)
     return 0
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return "unknown"
+
+
+def copy_bandwidth(processes: int, size: int = 64 << 20) -> float:
+    """Bytes/s that so many processes copy at once from memory to memory, each read and each written
+    byte counted; the median of their rounds."""
+    import multiprocessing
+
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(processes), context.SimpleQueue()
+    workers = [
+        context.Process(target=_copy, args=(barrier, results, size, processes), daemon=True)
+        for _ in range(processes)
+    ]
+    for worker in workers:
+        worker.start()
+    rounds = np.array([results.get() for _ in workers])
+    for worker in workers:
+        worker.join()
+    return float(np.median((2 * size / rounds).sum(axis=0)))
+
+
+def _copy(barrier: Any, results: Any, size: int, processes: int) -> None:
+    import time
+
+    a, b = np.ones(size, np.uint8), np.ones(size, np.uint8)
+    seconds = []
+    for _ in range(max(4, 20 // processes)):
+        barrier.wait()
+        begin = time.perf_counter()
+        np.copyto(b, a)
+        seconds.append(time.perf_counter() - begin)
+    results.put(seconds)
 
 
 def _installed(arguments: argparse.Namespace) -> list[str]:
@@ -150,7 +205,14 @@ def measure(
             name: statistics.median(getattr(row, name) for row in same)
             for name in ("in_call", "after_last", "cpu", "switches", "busy", "late_cpu_share")
         }
-        rows.append(Row(same[0].engine, ranks, same[0].size, same[0].mif, **values))
+        in_call, after_last = ([r.in_call for r in same], [r.after_last for r in same])
+        rows.append(
+            Row(
+                same[0].engine, ranks, same[0].size, same[0].mif, **values,
+                in_call_range=(min(in_call), max(in_call)),
+                after_last_range=(min(after_last), max(after_last)),
+            )
+        )  # fmt: skip
     return rows
 
 
@@ -279,6 +341,78 @@ def _table(rows: list[Row], engines: list[str], ranks: int, mif: float, what: st
         ratio = f"{min(peers) / ours:.2f}" if peers and ours else ""
         table.add_row(str(size), *(f"{cells[e, size]:.2f}" for e in engines), ratio)
     return table
+
+
+def _ratios(rows: list[Row], ranks: int, mif: float, bandwidth: float) -> Any:
+    """How ours and the best peer compare, with their ranges, and how near ours is to the bound."""
+    from rich.table import Table
+
+    what = "after_last" if mif else "in_call"
+    title = "from the last arrival" if mif else "time in the call"
+    table = Table(title=f"{title}, us (range); {ranks} ranks, MIF {mif:g}")
+    heads = ("bytes", "nostall", "shared", "best peer", "is", "/ nostall", "/ shared", "bound")
+    for heading in (*heads, "share of it"):
+        table.add_column(heading, justify="right")
+    cells = {(r.engine, r.size): r for r in rows if (r.ranks, r.mif) == (ranks, mif)}
+
+    def words(row: Row | None) -> str:
+        if row is None:
+            return ""
+        low, high = getattr(row, f"{what}_range")
+        return f"{getattr(row, what):.4g} ({low:.4g}-{high:.4g})"
+
+    for size in sorted({size for _, size in cells}):
+        peers = [cells[e, size] for e in PEERS if (e, size) in cells]
+        best = min(peers, key=lambda r: float(getattr(r, what)), default=None)
+        ours = [cells.get((e, size)) for e in ("nostall", "nostall shared")]
+        bound = 2e6 * size * ranks / bandwidth
+        table.add_row(
+            str(size),
+            *(words(row) for row in (*ours, best)),
+            best.engine if best else "",
+            *(f"{getattr(best, what) / getattr(r, what):.2f}" if r and best else "" for r in ours),
+            f"{bound:.4g}",
+            f"{100 * bound / getattr(ours[0], what):.0f} %" if ours[0] else "",
+        )
+    return table
+
+
+def figure(rows: list[Row], operation: str) -> Any:
+    """A panel for each number of ranks and imbalance: microseconds over bytes, a line an engine;
+    with imbalance from the last arrival to the last completion."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = sorted({(r.ranks, r.mif) for r in rows})
+    # Of a reduce most ranks leave early: what it costs them is the time in the call.
+    whats = {(n, mif): "after_last" if mif and operation == "allreduce" else "in_call"
+             for n, mif in panels}  # fmt: skip
+    drawn, axes = pyplot.subplots(
+        1, len(panels), figsize=(1 + 4.6 * len(panels), 4.4), squeeze=False, constrained_layout=True
+    )
+    for axis, (ranks, mif) in zip(axes[0], panels, strict=True):
+        what = whats[ranks, mif]
+        of_panel = [r for r in rows if (r.ranks, r.mif) == (ranks, mif)]
+        for engine in dict.fromkeys(r.engine for r in of_panel):
+            points = sorted((r.size, r) for r in of_panel if r.engine == engine)
+            times = [getattr(r, what) for _, r in points]
+            ranges = np.array([getattr(r, f"{what}_range") for _, r in points]).T
+            axis.errorbar(
+                [size for size, _ in points], times, abs(ranges - times), label=engine,
+                marker="o", markersize=3, capsize=2,
+                linewidth=2.2 if engine.startswith("nostall") else 1.1,
+            )  # fmt: skip
+        title = "mean time in the call" if what == "in_call" else "from the last arrival"
+        axis.set(xlabel="bytes", title=f"{ranks} ranks, MIF {mif:g}: {title}")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("microseconds: median of repeats, their range")
+    axes[0][-1].legend(fontsize=8)
+    drawn.suptitle(f"{operation}, {os.cpu_count()} cores ({_processor()})")
+    return drawn
 
 
 def _beside(rows: list[Row], engines: list[str]) -> Any:

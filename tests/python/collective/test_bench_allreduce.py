@@ -26,15 +26,23 @@ def test_measures_all_engines_in_one_run(
     if operation == "allreduce":
         engines.append("rsa")
 
-    assert main([*words, "--engines", *engines, "--json", str(out)]) == 0
-    rows = json.loads(out.read_text())
+    plot = tmp_path / "plot.png"
+    words += ["--json", str(out), "--plot", str(plot)]
+    assert main([*words, "--engines", *engines]) == 0
+    measured = json.loads(out.read_text())
+    assert measured["copy_bytes_per_s"]["2"] > 1e8
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    rows = measured["rows"]
     assert {(r["engine"], r["size"], r["mif"]) for r in rows} == {
         (e, size, mif) for e in engines for size in (64, 65536) for mif in (0.0, 5.0)
     }
     for row in rows:
         assert row["in_call"] > 0
         assert row["after_last"] > 0
-    assert "best peer / nostall" in capsys.readouterr().out
+        assert row["in_call_range"][0] <= row["in_call"] <= row["in_call_range"][1]
+    said = capsys.readouterr().out
+    assert "best peer / nostall" in said
+    assert "share of it" in said
 
 
 def test_waiting_for_a_late_rank_is_counted(tmp_path: Path) -> None:
@@ -42,7 +50,7 @@ def test_waiting_for_a_late_rank_is_counted(tmp_path: Path) -> None:
     words = ["bench", "allreduce", "--ranks", "3", "--repeats", "1", "--sizes", "64KiB"]
     words += ["--mif", "0", "--most", "6", "--late-ms", "20", "--busy", "1"]
     assert main([*words, "--engines", "nostall", "--json", str(out)]) == 0
-    (row,) = json.loads(out.read_text())
+    (row,) = json.loads(out.read_text())["rows"]
     assert row["in_call"] > 5000
     assert 0 < row["late_cpu_share"] < 0.5
     assert row["busy"] > 0
