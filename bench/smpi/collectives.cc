@@ -213,6 +213,114 @@ void small_allreduce(const Place& place, float* data, uint64_t count) {
   }
 }
 
+// Each rank of a node adds up a part, the ranks of that part halve and double it between the nodes
+// (Rabenseifner's algorithm), and the node's ranks hand each other the results.
+class Halving {
+ public:
+  Halving(const Place& place, const float* in, float* out, uint64_t count)
+      : place_(place), out_(out), count_(count), mine_(part(place.local())) {
+    const auto others = static_cast<size_t>(place.per_node - 1);
+    const Memory theirs(std::max<uint64_t>(others * mine_.count * sizeof(float), 1));
+    auto* const came = reinterpret_cast<float*>(theirs.get());
+    std::vector<MPI_Request> sent(others), received(others);
+    for (size_t i = 0; i < others; ++i) {
+      const int other = (place.local() + 1 + static_cast<int>(i)) % place.per_node;
+      const Extent its = part(other);
+      MPI_Irecv(came + i * mine_.count, bytes(mine_.count), MPI_BYTE, other, kIn, place.node,
+                &received[i]);
+      MPI_Isend(in + its.begin, bytes(its.count), MPI_BYTE, other, kIn, place.node, &sent[i]);
+    }
+    add_up(sum(0), nullptr, in + mine_.begin, mine_.count);
+    for (size_t i = 0; i < others; ++i) {
+      int which = 0;
+      MPI_Waitany(static_cast<int>(others), received.data(), &which, MPI_STATUS_IGNORE);
+      add_up(sum(0), sum(0), came + static_cast<size_t>(which) * mine_.count, mine_.count);
+    }
+    MPI_Waitall(static_cast<int>(others), sent.data(), MPI_STATUSES_IGNORE);
+  }
+
+  void run() {
+    const int nodes = place_.nodes(), me = place_.node_index();
+    int power = 1;
+    while (2 * power <= nodes) power *= 2;
+    const Memory scratch(std::max<uint64_t>(mine_.count * sizeof(float), 1));
+    auto* const came = reinterpret_cast<float*>(scratch.get());
+    const int partner = me < power ? me + power : me - power;
+    const bool folds = me < power ? partner < nodes : true;
+    if (me >= power) {
+      MPI_Send(sum(0), bytes(mine_.count), MPI_BYTE, partner, kIn, place_.lane);
+      MPI_Recv(sum(0), bytes(mine_.count), MPI_BYTE, partner, kOut, place_.lane, MPI_STATUS_IGNORE);
+    } else {
+      if (folds) {
+        MPI_Recv(came, bytes(mine_.count), MPI_BYTE, partner, kIn, place_.lane, MPI_STATUS_IGNORE);
+        add_up(sum(0), sum(0), came, mine_.count);
+      }
+      halve_and_double(power, me, came);
+      if (folds) MPI_Send(sum(0), bytes(mine_.count), MPI_BYTE, partner, kOut, place_.lane);
+    }
+    hand_out();
+  }
+
+ private:
+  static constexpr int kIn = 30000, kOut = 30001, kHalf = 30002, kDouble = 30003, kResult = 30004;
+  static int bytes(uint64_t count) { return static_cast<int>(count * sizeof(float)); }
+  Extent part(int local) const {
+    return part_of(count_, static_cast<uint32_t>(local), static_cast<uint32_t>(place_.per_node));
+  }
+  float* sum(uint64_t at) const { return out_ + mine_.begin + at; }
+
+  void halve_and_double(int power, int me, float* came) {
+    struct Step {
+      int peer;
+      Extent kept, given;
+    };
+    std::vector<Step> steps;
+    Extent have{0, mine_.count};
+    for (int distance = power / 2; distance > 0; distance /= 2) {
+      const Extent low{have.begin, have.count / 2};
+      const Extent high{have.begin + low.count, have.count - low.count};
+      const bool upper = (me & distance) != 0;
+      const Step step{me ^ distance, upper ? high : low, upper ? low : high};
+      MPI_Sendrecv(sum(step.given.begin), bytes(step.given.count), MPI_BYTE, step.peer, kHalf, came,
+                   bytes(step.kept.count), MPI_BYTE, step.peer, kHalf, place_.lane,
+                   MPI_STATUS_IGNORE);
+      add_up(sum(step.kept.begin), sum(step.kept.begin), came, step.kept.count);
+      have = step.kept;
+      steps.push_back(step);
+    }
+    for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
+      MPI_Sendrecv(sum(step->kept.begin), bytes(step->kept.count), MPI_BYTE, step->peer, kDouble,
+                   sum(step->given.begin), bytes(step->given.count), MPI_BYTE, step->peer, kDouble,
+                   place_.lane, MPI_STATUS_IGNORE);
+    }
+  }
+
+  void hand_out() {
+    std::vector<MPI_Request> all;
+    for (int i = 1; i < place_.per_node; ++i) {
+      const int to = (place_.local() + i) % place_.per_node;
+      const int from = (place_.local() + place_.per_node - i) % place_.per_node;
+      const Extent its = part(from);
+      all.emplace_back();
+      MPI_Irecv(out_ + its.begin, bytes(its.count), MPI_BYTE, from, kResult, place_.node,
+                &all.back());
+      all.emplace_back();
+      MPI_Isend(sum(0), bytes(mine_.count), MPI_BYTE, to, kResult, place_.node, &all.back());
+    }
+    MPI_Waitall(static_cast<int>(all.size()), all.data(), MPI_STATUSES_IGNORE);
+  }
+
+  const Place& place_;
+  float* const out_;
+  const uint64_t count_;
+  const Extent mine_;
+};
+
+bool is_small_for(int nodes, uint64_t bytes, const Tuning& tuning) {
+  constexpr int kFew = 8;
+  return nodes > kFew && bytes < tuning.direct * static_cast<uint64_t>(nodes - kFew);
+}
+
 }  // namespace
 
 void ours_allreduce(const Place& place, const float* in, float* out, uint64_t count,
@@ -220,6 +328,8 @@ void ours_allreduce(const Place& place, const float* in, float* out, uint64_t co
   if (count * sizeof(float) <= tuning.small) {
     add_up(out, nullptr, in, count);
     small_allreduce(place, out, count);
+  } else if (is_small_for(place.nodes(), count * sizeof(float), tuning)) {
+    Halving(place, in, out, count).run();
   } else {
     Ours(place, in, out, count, tuning).run();
   }

@@ -7,7 +7,8 @@
 //   --imbalance X     the longest delay (one node or rank: the delay) over a message's time alpha
 //   --together F      random: share of the delay that a node's ranks have in common
 //   --redraw          new delays in every call, else the same in all
-//   --calls N --seed S --late L --chunk BYTES --chunks N --small BYTES --add RATE --check
+//   --calls N --seed S --late L --chunk BYTES --chunks N --small BYTES --direct BYTES
+//   --add RATE --check
 #include <smpi/mpi.h>
 
 #include <algorithm>
@@ -68,6 +69,8 @@ Options parse(int argc, char** argv) {
       options.tuning.chunks = static_cast<uint32_t>(std::stoul(value));
     else if (key == "--small")
       options.tuning.small = std::stoull(value);
+    else if (key == "--direct")
+      options.tuning.direct = std::stoull(value);
     else if (key == "--add")
       costs().add = costs().copy = std::stod(value);
     else

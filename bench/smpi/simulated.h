@@ -87,12 +87,15 @@ class Mailroom {
 // collectives.cc: sums of `count` floats.
 struct Tuning {
   uint64_t small = 8 << 10;    // bytes up to which one rank of a node does it all
+  uint64_t direct = 12 << 10;  // each node beyond eight costs the direct exchange so many bytes
   uint64_t chunk = 256 << 10;  // bytes that a chunk should have at least,
   uint32_t chunks = 4;         // and how many there are at most
   uint32_t late = 1;           // nodes that own nothing
 };
 // Ours: the node's ranks add up a part each, NodeExchange runs between the nodes for each part, the
-// node's ranks hand each other the results; in chunks that overlap.
+// node's ranks hand each other the results; in chunks that overlap. A message that is small for so
+// many nodes is halved and doubled between them instead (RSA of each part): log2 of the nodes
+// messages a rank, not their number.
 void ours_allreduce(const Place& place, const float* in, float* out, uint64_t count,
                     const Tuning& tuning);
 // Chapter 6: reduce to the node's first rank, allreduce among those, broadcast, each by the MPI.

@@ -31,12 +31,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency", type=float, default=0.5e-6, help="seconds a hop")
     parser.add_argument("--json", help="write all calls to this file")
     parser.add_argument("--csv", help="write all calls to this file")
-    parser.add_argument("--plot", help="write a plot (.png, .svg) of the largest cluster")
+    parser.add_argument("--plot", help="write a plot (.png, .svg), a row of it for each cluster")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulates, prints the table, writes files. 1 if a sum was wrong."""
-    from nostall.simulate.collectives import SimulatedCluster, figure, simulate, table, to_csv
+    from nostall.simulate.collectives import (
+        SimulatedCluster,
+        figure,
+        gains,
+        simulate,
+        table,
+        to_csv,
+    )
 
     sizes = [parse_size(size) for size in arguments.sizes]
     if any(size < 4 or size % 4 for size in sizes):
@@ -55,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
                     )  # fmt: skip
                     if sys.stderr.isatty():
                         print(f"{ranks} ranks, {pattern}, {engine}: done", file=sys.stderr)
-    print(table(rows))
+    print(table(rows) + gains(rows))
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump([asdict(r) for r in rows], file, indent=1)
@@ -63,6 +70,5 @@ def run(arguments: argparse.Namespace) -> int:
         with open(arguments.csv, "w", newline="") as file:
             file.write(to_csv(rows))
     if arguments.plot:
-        largest = max(r.ranks for r in rows)
-        figure([r for r in rows if r.ranks == largest]).savefig(arguments.plot, dpi=110)
+        figure(rows).savefig(arguments.plot, dpi=110)
     return 0 if all(r.right for r in rows) else 1

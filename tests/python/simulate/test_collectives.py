@@ -10,7 +10,14 @@ import pytest
 
 from nostall.cli import main
 from nostall.errors import UsageError
-from nostall.simulate.collectives import PATTERNS, SimulatedCluster, missing, simulate
+from nostall.simulate.collectives import (
+    PATTERNS,
+    SimulatedCall,
+    SimulatedCluster,
+    gains,
+    missing,
+    simulate,
+)
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -24,6 +31,19 @@ def test_sums_are_right_whoever_is_late(pattern: str) -> None:
             cluster, "ours", pattern, [4, 100, 32764, 400_004], calls=2, redraw=True, check=True
         )
         assert all(r.right for r in rows)
+
+
+@pytest.mark.parametrize("nodes", [11, 16])
+def test_small_messages_are_halved_between_many_nodes(nodes: int) -> None:
+    cluster, sizes = SimulatedCluster(nodes, 3), [8196, 20_004, 32_768]
+    rows = simulate(cluster, "ours", "listing 4.2", sizes, check=True)
+    direct = simulate(cluster, "ours", "listing 4.2", sizes, options=("--direct", "0"))
+    assert all(r.right for r in rows)
+    # Sixteen are a power of two: nobody hands on another's part.
+    if nodes == 16:
+        assert all(r.after_last < d.after_last for r, d in zip(rows, direct, strict=True))
+    else:
+        assert all(r.after_last != d.after_last for r, d in zip(rows, direct, strict=True))
 
 
 @pytest.mark.parametrize("engine", ["flat RSA", "ring", "hierarchical", "mvapich2"])
@@ -55,11 +75,29 @@ def test_the_command_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixt
     words += ["--engines", "ours", "ring", "--patterns", "balanced", "one rank", "--check"]
     words += ["--json", str(tmp_path / "a.json"), "--csv", str(tmp_path / "a.csv")]
     assert main([*words, "--plot", str(tmp_path / "a.png")]) == 0
-    assert capsys.readouterr().out.count("ours") == 4
+    said = capsys.readouterr().out
+    assert said.count("ours") == 4
+    assert "gain over" not in said
     rows = json.loads((tmp_path / "a.json").read_text())
     assert len(rows) == 8 and all(r["right"] for r in rows)
     assert len(list(csv.reader((tmp_path / "a.csv").open()))) == 9
     assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_gains_are_those_of_the_times() -> None:
+    def call(engine: str, size: int, seconds: float) -> SimulatedCall:
+        return SimulatedCall(
+            engine, "balanced", 8, 4, size, 0, 1e-6, seconds, seconds, 0, 0, True, 1e-6
+        )
+
+    times = {("flat RSA", 64): 4.0, ("flat RSA", 128): 8.0, ("ring", 64): 3.0, ("ring", 128): 10.0}
+    rows = [call(engine, size, seconds) for (engine, size), seconds in times.items()]
+    (line,) = [line for line in gains(rows).splitlines() if "ring" in line]
+    assert line.split() == [
+        *["8", "4", "balanced", "ring", "0.0", "%"],
+        *["25.0", "%", "at", "64", "-25.0", "%", "at", "128"],
+    ]
+    assert gains(rows, "ours") == ""
 
 
 def test_what_cannot_be_is_said() -> None:
