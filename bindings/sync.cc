@@ -38,6 +38,12 @@ std::vector<sync::TensorSpec> specs_of(const Specs& specs) {
   return tensors;
 }
 
+nb::dlpack::dtype dlpack_type(collective::DataType type) {
+  const auto code = type == collective::DataType::bfloat16 ? nb::dlpack::dtype_code::Bfloat
+                                                           : nb::dlpack::dtype_code::Float;
+  return {static_cast<uint8_t>(code), static_cast<uint8_t>(8 * collective::size_of(type)), 1};
+}
+
 std::vector<std::byte> bytes_of(const nb::bytes& b) {
   const auto* begin = reinterpret_cast<const std::byte*>(b.c_str());
   return {begin, begin + b.size()};
@@ -163,6 +169,7 @@ std::map<std::string, int64_t> stats_of(const sync::Engine& engine) {
           {"sleep_ns", s.sleep_ns},
           {"order_ns", s.order_ns},
           {"copy_ns", s.copy_ns},
+          {"submit_copy_ns", s.submit_copy_ns},
           {"reduce_ns", s.reduce_ns},
           {"latency_ns", s.latency_ns},
           {"order_wait_ns", s.order_wait_ns},
@@ -243,6 +250,21 @@ void bind_sync(nb::module_& m) {
           },
           nb::arg("tensor"), nb::arg("address"), nb::arg("present"), release,
           "The gradient's memory at `address` is read and written until wait() has returned.")
+      .def(
+          "submit_in_place",
+          [](sync::Engine& self, uint32_t tensor, uintptr_t address, bool present) {
+            auto place = bindings::without_gil([&] {
+              return std::make_unique<std::shared_ptr<void>>(
+                  self.submit_in_place(tensor, reinterpret_cast<const void*>(address), present));
+            });
+            const sync::TensorSpec& spec = self.tensors()[tensor];
+            void* const data = place->get();
+            return nb::ndarray<nb::pytorch, nb::ndim<1>>(data, {size_t{spec.count}},
+                                                         bindings::owner_of(std::move(place)), {},
+                                                         dlpack_type(spec.type));
+          },
+          nb::arg("tensor"), nb::arg("address"), nb::arg("present"),
+          "The flat torch tensor in which the result will be after wait().")
       .def(
           "wait",
           [recorded = trace::define("peers", "wait for gradients")](sync::Engine& self) {

@@ -1,7 +1,11 @@
 #include "sync/bucket.h"
 
+#include <unistd.h>
+
 #include <cmath>
 #include <cstring>
+#include <new>
+#include <utility>
 
 #include "base/error.h"
 #include "sync/convert.h"
@@ -13,17 +17,28 @@ constexpr uint64_t kAlign = 64;  // bytes
 
 }  // namespace
 
-Bucket::Bucket(Transport& transport, std::span<const TensorSpec> specs)
-    : transport_(transport), specs_(specs) {}
-
-Bucket::~Bucket() { free(); }
-
-void Bucket::free() noexcept {
-  if (data_ && !own_) transport_.release(data_);
-  own_.reset();
-  data_ = nullptr;
-  capacity_ = 0;
+BucketMemory::BucketMemory(std::shared_ptr<Transport> transport, uint64_t bytes)
+    : transport_(std::move(transport)),
+      data_(static_cast<std::byte*>(transport_->allocate(bytes))),
+      owner_(::getpid()) {
+  if (data_) return;
+  transport_.reset();
+  heap_ = std::make_unique<std::byte[]>(bytes);
+  data_ = heap_.get();
 }
+
+BucketMemory::~BucketMemory() {
+  if (!transport_) return;
+  if (::getpid() == owner_) {
+    transport_->release(data_);
+  } else {
+    // The parent's, in the state of the moment of the fork: not to be taken down here.
+    static_cast<void>(new (std::nothrow) std::shared_ptr<Transport>(transport_));
+  }
+}
+
+Bucket::Bucket(std::shared_ptr<Transport> transport, std::span<const TensorSpec> specs)
+    : transport_(std::move(transport)), specs_(specs) {}
 
 uint64_t Bucket::bytes() const noexcept { return count_ * collective::size_of(wire_); }
 
@@ -49,44 +64,56 @@ void Bucket::shape(std::span<const uint32_t> tensors) {
   count_ = at + tensors_.size();
   const uint64_t wanted = bytes();
   if (wanted > capacity_) {
-    free();
-    data_ = static_cast<std::byte*>(transport_.allocate(wanted));
-    if (!data_) {
-      own_ = std::make_unique<std::byte[]>(wanted);
-      data_ = own_.get();
-    }
+    memory_.reset();
+    memory_ = std::make_shared<BucketMemory>(transport_, wanted);
     capacity_ = wanted;
+    spare_.reset();
   }
-  // Tensors are written as they come; the gaps between them must be zero on all ranks.
+  clear_gaps();
+}
+
+// Tensors are written as they come; the gaps between them must be zero on all ranks.
+void Bucket::clear_gaps() noexcept {
   const uint64_t element = collective::size_of(wire_);
   for (size_t i = 0; i < tensors_.size(); ++i) {
     const uint64_t end = offsets_[i] + specs_[tensors_[i]].count;
     const uint64_t next = i + 1 < tensors_.size() ? offsets_[i + 1] : flags_;
-    std::memset(data_ + end * element, 0, (next - end) * element);
+    std::memset(memory_->data() + end * element, 0, (next - end) * element);
   }
+}
+
+void Bucket::renew() {
+  if (memory_.use_count() == 1) return;
+  if (!spare_ || spare_.use_count() > 1) {
+    spare_ = std::make_shared<BucketMemory>(transport_, capacity_);
+  }
+  std::swap(memory_, spare_);
+  clear_gaps();
+}
+
+std::byte* Bucket::place(size_t i) const noexcept {
+  return memory_->data() + offsets_[i] * collective::size_of(wire_);
 }
 
 void Bucket::take(size_t i, const void* gradient, double scale) {
   const TensorSpec& spec = specs_[tensors_[i]];
-  std::byte* place = data_ + offsets_[i] * collective::size_of(wire_);
   if (gradient) {
-    scale_into(place, wire_, gradient, spec.type, spec.count, scale);
+    scale_into(place(i), wire_, gradient, spec.type, spec.count, scale);
   } else {
-    std::memset(place, 0, spec.count * collective::size_of(wire_));
+    std::memset(place(i), 0, spec.count * collective::size_of(wire_));
   }
-  set_number(data_, wire_, flags_ + i, gradient ? 1.0 : 0.0);
+  set_number(memory_->data(), wire_, flags_ + i, gradient ? 1.0 : 0.0);
 }
 
 void Bucket::give(size_t i, void* gradient) const {
   const TensorSpec& spec = specs_[tensors_[i]];
-  scale_into(gradient, spec.type, data_ + offsets_[i] * collective::size_of(wire_), wire_,
-             spec.count, 1.0);
+  scale_into(gradient, spec.type, place(i), wire_, spec.count, 1.0);
 }
 
 uint32_t Bucket::contributors(size_t i) const {
-  return static_cast<uint32_t>(std::lround(number_at(data_, wire_, flags_ + i)));
+  return static_cast<uint32_t>(std::lround(number_at(memory_->data(), wire_, flags_ + i)));
 }
 
-void Bucket::reduce() { transport_.allreduce(data_, count_, wire_); }
+void Bucket::reduce() { transport_->allreduce(memory_->data(), count_, wire_); }
 
 }  // namespace nostall::sync

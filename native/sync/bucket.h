@@ -3,7 +3,9 @@
 // Layout, in elements of the wire's type: every tensor from a multiple of 64 bytes on, gaps zero,
 // then one number a tensor: how many ranks had a gradient for it. Ranks that have none give zeros
 // and say so; the sum tells all ranks alike.
-// Thread-safety: none.
+// Memory: its own, or held by others too (gradients that were left in it). What others hold is
+// never written again: renew() goes on in other memory.
+// Thread-safety: none, but take() of different tensors.
 #pragma once
 
 #include <cstddef>
@@ -17,18 +19,37 @@
 
 namespace nostall::sync {
 
+// From the transport where it has such memory, which keeps it connected; else from the heap.
+// A forked child, in which it is not mapped, leaves it alone.
+class BucketMemory {
+ public:
+  BucketMemory(std::shared_ptr<Transport> transport, uint64_t bytes);
+  ~BucketMemory();
+  BucketMemory(const BucketMemory&) = delete;
+  BucketMemory& operator=(const BucketMemory&) = delete;
+  std::byte* data() const noexcept { return data_; }
+
+ private:
+  std::shared_ptr<Transport> transport_;  // null: the heap
+  std::unique_ptr<std::byte[]> heap_;
+  std::byte* data_;
+  const int owner_;
+};
+
 class Bucket {
  public:
   // Throws Error(usage) for types that are not floating point, or differ on the wire.
-  Bucket(Transport& transport, std::span<const TensorSpec> specs);
-  ~Bucket();
-  Bucket(const Bucket&) = delete;
-  Bucket& operator=(const Bucket&) = delete;
+  Bucket(std::shared_ptr<Transport> transport, std::span<const TensorSpec> specs);
 
   // What it holds from now on; keeps its memory where it suffices.
   void shape(std::span<const uint32_t> tensors);
   std::span<const uint32_t> tensors() const noexcept { return tensors_; }
   uint64_t bytes() const noexcept;
+
+  // Before the first take() of a step: other memory, if someone else still holds this.
+  void renew();
+  std::shared_ptr<BucketMemory> memory() const noexcept { return memory_; }
+  std::byte* place(size_t i) const noexcept;
 
   // Copies gradient i of the list in, times `scale`, in the wire's type; null: this rank has none.
   void take(size_t i, const void* gradient, double scale);
@@ -39,17 +60,16 @@ class Bucket {
   void reduce();
 
  private:
-  void free() noexcept;
+  void clear_gaps() noexcept;
 
-  Transport& transport_;
+  const std::shared_ptr<Transport> transport_;
   const std::span<const TensorSpec> specs_;
   std::vector<uint32_t> tensors_;
   std::vector<uint64_t> offsets_;  // elements
   uint64_t flags_ = 0, count_ = 0;
   collective::DataType wire_ = collective::DataType::float32;
-  std::byte* data_ = nullptr;
+  std::shared_ptr<BucketMemory> memory_, spare_;  // of the same size
   uint64_t capacity_ = 0;
-  std::unique_ptr<std::byte[]> own_;
 };
 
 }  // namespace nostall::sync

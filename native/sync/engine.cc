@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 
 #include "base/clock.h"
 #include "base/error.h"
@@ -40,6 +41,7 @@ Engine::Engine(EngineConfig config, std::unique_ptr<Transport> transport,
       pending_(tensors_.size()),
       contributors_(tensors_.size()),
       group_of_(tensors_.size()),
+      index_of_(tensors_.size()),
       cached_(tensors_.size()),
       announced_(tensors_.size()),
       table_(tensors_.size()) {
@@ -59,7 +61,7 @@ Engine::Engine(EngineConfig config, std::unique_ptr<Transport> transport,
       order[i] = static_cast<uint32_t>(order.size()) - 1 - i;
     set_plan(fuse(order, tensors_, config_.threshold_bytes));
   } else {
-    shared_bucket_ = std::make_unique<Bucket>(*transport_, tensors_);
+    shared_bucket_ = std::make_unique<Bucket>(transport_, tensors_);
   }
   thread_ = std::thread([this] { run(); });
 }
@@ -71,7 +73,7 @@ Engine::~Engine() {
     for (auto& bucket : buckets_) static_cast<void>(bucket.release());
     static_cast<void>(shared_bucket_.release());
     static_cast<void>(meeting_.release());
-    static_cast<void>(transport_.release());
+    static_cast<void>(new (std::nothrow) std::shared_ptr<Transport>(transport_));
     return;
   }
   {
@@ -139,10 +141,12 @@ void Engine::set_plan(ReductionPlan plan) {
   buckets_.clear();
   missing_.clear();
   for (const auto& tensors : plan.groups) {
-    buckets_.push_back(std::make_unique<Bucket>(*transport_, tensors_));
+    buckets_.push_back(std::make_unique<Bucket>(transport_, tensors_));
     buckets_.back()->shape(tensors);
     missing_.push_back(static_cast<uint32_t>(tensors.size()));
+    for (uint32_t i = 0; i < tensors.size(); ++i) index_of_[tensors[i]] = i;
   }
+  begun_.assign(plan.groups.size(), false);
   plan_ = std::move(plan);
   group_of_ = std::move(group);
   next_ = 0;
@@ -179,6 +183,28 @@ void Engine::check_usable(const char* call) const {
 }
 
 void Engine::submit(uint32_t tensor, void* gradient, bool present) {
+  Bucket* const bucket = enter(tensor, gradient, gradient, present);
+  // In a negotiated cycle nobody is woken: it ends by the clock.
+  if (bucket) fill(tensor, *bucket, present ? gradient : nullptr);
+}
+
+std::shared_ptr<void> Engine::submit_in_place(uint32_t tensor, const void* gradient, bool present) {
+  if (config_.mode != Mode::planned) {
+    throw Error(ErrorKind::usage,
+                "submit_in_place is for engines whose groups are fixed: mode planned");
+  }
+  if (tensor < tensors_.size() && tensors_[tensor].wire != tensors_[tensor].type) {
+    throw Error(ErrorKind::usage, "gradient " + text_of(tensors_[tensor]) +
+                                      " cannot stay in the buffer it travels in");
+  }
+  Bucket* const bucket = enter(tensor, nullptr, gradient, present);
+  std::shared_ptr<void> place(bucket->memory(), bucket->place(index_of_[tensor]));
+  fill(tensor, *bucket, present ? gradient : nullptr);
+  return place;
+}
+
+// The bucket to fill, if there is a plan.
+Bucket* Engine::enter(uint32_t tensor, void* result, const void* gradient, bool present) {
   check_usable("submit");
   if (tensor >= tensors_.size()) {
     throw Error(ErrorKind::usage, "there is no gradient number " + std::to_string(tensor));
@@ -192,25 +218,40 @@ void Engine::submit(uint32_t tensor, void* gradient, bool present) {
                                         " is not finite at element " + std::to_string(bad));
     }
   }
-  bool wake = config_.mode == Mode::negotiated;
+  const std::scoped_lock lock(mutex_);
+  if (error_) std::rethrow_exception(error_);
+  Pending& p = pending_[tensor];
+  if (p.submitted) {
+    throw Error(ErrorKind::usage, "gradient " + tensors_[tensor].name +
+                                      " was submitted twice in one step: wait() ends a step");
+  }
+  Bucket* bucket = nullptr;
+  if (config_.mode == Mode::planned) {
+    const uint32_t group = group_of_[tensor];
+    bucket = buckets_[group].get();
+    if (!begun_[group]) bucket->renew();
+    begun_[group] = true;
+  }
+  p = {result, true, present, false, now_ns()};
+  if (++submitted_ == 1 && transport_->ranks() > 1) reducing_.emplace();
+  return bucket;
+}
+
+// By the thread that submits; `gradient` null: absent.
+void Engine::fill(uint32_t tensor, Bucket& bucket, const void* gradient) {
+  const int64_t begin = now_ns();
+  bucket.take(index_of_[tensor], gradient, scale_);
+  bool wake = false;
   {
     const std::scoped_lock lock(mutex_);
-    if (error_) std::rethrow_exception(error_);
     Pending& p = pending_[tensor];
-    if (p.submitted) {
-      throw Error(ErrorKind::usage, "gradient " + tensors_[tensor].name +
-                                        " was submitted twice in one step: wait() ends a step");
-    }
-    p = {gradient, true, present, false, now_ns()};
-    if (++submitted_ == 1 && transport_->ranks() > 1) reducing_.emplace();
-    if (config_.mode == Mode::planned) {
-      const uint32_t group = group_of_[tensor];
-      wake = --missing_[group] == 0 && group == next_;
-      if (wake) complete_ns_ = p.since_ns;
-    }
+    p.since_ns = now_ns();
+    stats_.submit_copy_ns += p.since_ns - begin;
+    const uint32_t group = group_of_[tensor];
+    wake = --missing_[group] == 0 && group == next_;
+    if (wake) complete_ns_ = p.since_ns;
   }
-  // In a negotiated cycle nobody is woken: it ends by the clock.
-  if (wake && config_.mode == Mode::planned) work_.notify_one();
+  if (wake) work_.notify_one();
 }
 
 void Engine::wait() {
@@ -293,7 +334,7 @@ void Engine::reduce(Bucket& bucket) {
   span.values = {static_cast<int64_t>(list.size()), static_cast<int64_t>(bucket.bytes()),
                  static_cast<int64_t>(list.front())};
   const int64_t begin = now_ns();
-  for (size_t i = 0; i < list.size(); ++i) {
+  for (size_t i = 0; i < list.size() && config_.mode == Mode::negotiated; ++i) {
     const Pending& p = pending_[list[i]];
     bucket.take(i, p.present ? p.gradient : nullptr, scale_);
   }
@@ -308,7 +349,9 @@ void Engine::reduce(Bucket& bucket) {
   }
   in_reduction_ = {};
   const int64_t summed = now_ns(), waited_here = transport_->waited_ns() - waited;
-  for (size_t i = 0; i < list.size(); ++i) bucket.give(i, pending_[list[i]].gradient);
+  for (size_t i = 0; i < list.size(); ++i) {
+    if (void* const result = pending_[list[i]].gradient) bucket.give(i, result);
+  }
   const int64_t end = now_ns();
   if (timeline_) {
     std::vector<int64_t> ready;
@@ -371,6 +414,7 @@ void Engine::planned_loop() {
       }
       bucket = buckets_[next_].get();
       missing_[next_] = static_cast<uint32_t>(bucket->tensors().size());
+      begun_[next_] = false;
     }
     reduce(*bucket);
     const std::scoped_lock lock(mutex_);

@@ -5,6 +5,10 @@
 //   engine.submit(tensor, gradient);   // from any thread, in any order, as each becomes ready
 //   engine.wait();                     // all gradients hold the mean over the ranks
 //
+// Planned, a submit copies the gradient into the buffer of its group, while it is in the caches of
+// the thread that computed it, and the progress thread copies the result out, unless the gradient
+// is to stay in the buffer (submit_in_place). Negotiated, the progress thread does both.
+//
 // A step is one submit of every tensor on every rank, and a wait. A rank that has no gradient for a
 // tensor submits null with a place for the result: it counts as zeros, and contributors() tells all
 // ranks how many had one. One progress thread per engine moves everything.
@@ -77,6 +81,7 @@ struct EngineStats {
   int64_t sleep_ns = 0;                   // between cycles, or until a group was complete
   int64_t order_ns = 0;                   // agreeing on what comes next
   int64_t copy_ns = 0;                    // into and out of fusion buffers
+  int64_t submit_copy_ns = 0;             // into them, on the threads that submit
   int64_t reduce_ns = 0;
   // Parts of the above. Cycle latency: asleep while a gradient (planned: a whole group) was there
   // to be reduced. Stalling: waiting for other ranks meanwhile, in agreements and in reductions.
@@ -117,6 +122,11 @@ class Engine {
   // `gradient` is replaced by the result before wait() returns. Without `present` its content does
   // not count. Throws Error(usage) for the second submit of a tensor in a step.
   void submit(uint32_t tensor, void* gradient, bool present = true);
+  // Mode planned, types that travel as they are: as submit(), but the result stays in the group's
+  // buffer. Who holds what this returns may read and write there, from the end of wait() on, for as
+  // long as it likes: memory that is held is not used for another step. `gradient` is not needed
+  // after the call, and may be null without `present`.
+  std::shared_ptr<void> submit_in_place(uint32_t tensor, const void* gradient, bool present = true);
   // Until every tensor is reduced. Throws Error(usage) that names tensors nobody submitted here.
   void wait();
   // Until that one is, in this step.
@@ -128,11 +138,14 @@ class Engine {
 
  private:
   struct Pending {
-    void* gradient = nullptr;
+    void* gradient = nullptr;  // null: the result stays in the bucket
     bool submitted = false, present = false, reduced = false;
     int64_t since_ns = 0;
   };
   using Lock = std::unique_lock<std::mutex>;
+
+  Bucket* enter(uint32_t tensor, void* result, const void* gradient, bool present);
+  void fill(uint32_t tensor, Bucket& bucket, const void* gradient);
 
   void run() noexcept;
   void planned_loop();
@@ -156,7 +169,7 @@ class Engine {
   void give_cores_back() noexcept;
 
   const EngineConfig config_;
-  std::unique_ptr<Transport> transport_;
+  std::shared_ptr<Transport> transport_;  // buckets' memory holds it too
   const std::vector<TensorSpec> tensors_;
   const double scale_;
   const int owner_;
@@ -177,6 +190,8 @@ class Engine {
   ReductionPlan plan_;
   std::vector<std::unique_ptr<Bucket>> buckets_;  // of the plan's groups
   std::vector<uint32_t> group_of_, missing_;      // missing_: tensors a group waits for
+  std::vector<uint32_t> index_of_;                // of a tensor in its group
+  std::vector<bool> begun_;                       // groups that have tensors of this step
   size_t next_ = 0;                               // group
   bool idle_ = true;                              // the thread holds no group
   bool stop_ = false;

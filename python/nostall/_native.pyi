@@ -4,6 +4,7 @@ from typing import Annotated, overload
 
 import numpy
 from numpy.typing import NDArray
+import torch
 
 class OrderKind(enum.Enum):
     torch = 0
@@ -792,6 +793,11 @@ class SyncEngine:
         """
         The gradient's memory at `address` is read and written until wait() has returned.
         """
+
+    def submit_in_place(
+        self, tensor: int, address: int, present: bool
+    ) -> Annotated[torch.Tensor, dict(shape=(None,))]:
+        """The flat torch tensor in which the result will be after wait()."""
 
     def wait(self) -> None: ...
     def wait_for(self, tensor: int) -> None: ...

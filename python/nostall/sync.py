@@ -53,6 +53,10 @@ class SyncOptions:
         compression: ``"fp16"`` or ``"bf16"`` on the wire.
         mean: divide by the number of ranks; False leaves sums.
         fixed_order: sums in the order of ranks, the same bits in every run.
+        views: planned, without compression: ``.grad`` lies in the buffer that travels, so that the
+            result need not be copied out of it. A gradient of an earlier step that is still referred
+            to keeps its memory and its values. In a forked child, where that memory is not, gradients
+            are None.
         check_finite: an error that names tensor and rank at the first NaN or infinity.
         cycle: negotiated: seconds (HOROVOD_CYCLE_TIME). test_sleep: seconds between two tests.
         warn: seconds after which a tensor that does not come is named. timeout: after which it is an
@@ -70,6 +74,7 @@ class SyncOptions:
     compression: Literal["fp16", "bf16"] | None = None
     mean: bool = True
     fixed_order: bool = False
+    views: bool = True
     check_finite: bool = False
     cycle: float = 0.005
     test_sleep: float = 0.0002

@@ -2,7 +2,7 @@
 
 Every run is a training of real processes on CPU, each network in each way, in turns, so that what else
 the machine does falls on all alike. Columns: CPU is the progress thread's share of the run, as are
-agree (on an order), copy (into and out of buckets) and reduce; involuntary and voluntary context
+agree (on an order), copy (into and out of buckets, planned by the thread that trains) and reduce; involuntary and voluntary context
 switches (invol., vol.) are the process's, per step: what contention looks like (seed
 lmdbio-and-horovod 6.2.5). With --input loader the batches are decoded from JPEG files meanwhile.
 --delay-ms makes rank 0 late in every step (figures 6.8 to 6.12). A second table splits the engine's
@@ -212,7 +212,7 @@ def _table(network: str, rows: list[dict[str, Any]], steps: int) -> Any:
             each("involuntary"),
             each("voluntary"),
             share("engine_order_ns"),
-            share("engine_copy_ns"),
+            share("engine_copy_ns", "engine_submit_copy_ns"),
             share("engine_reduce_ns"),
         )
         if "analysis" in runs[0]:
@@ -256,7 +256,7 @@ def split(runs: list[dict[str, Any]], steps: int) -> list[float]:
             k["engine_latency_ns"],
             k["engine_order_wait_ns"] + k["engine_reduce_wait_ns"],
             k["engine_order_ns"] - k["engine_order_wait_ns"],
-            k["engine_copy_ns"],
+            k["engine_copy_ns"] + k["engine_submit_copy_ns"],
             k["engine_reduce_ns"] - k["engine_reduce_wait_ns"],
         )
         for k in runs

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -27,6 +29,17 @@ from nostall.torch.graph import backward_graph
 _STEADY = 3
 # Beside the gradients travel two numbers, of which only how many ranks gave them counts.
 _SIGNS = ("(rank is active)", "(rank has sparse gradients)")
+
+_all: weakref.WeakSet[GradientSync] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """Shared memory is not mapped in a forked child: its gradients must not be touched there."""
+    for sync in list(_all):
+        sync.drop_views()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class GradientSync:
@@ -66,6 +79,7 @@ class GradientSync:
         self._numbers = {id(p): i for i, p in enumerate(self._parameters)}
         self._passes_left = [passes] * len(named)
         self._submitted: dict[int, torch.Tensor] = {}
+        self._views = options.views and options.mode == "planned" and options.compression is None
         self._ready_order: list[int] = []
         self._synchronized = False
         self._paused = False
@@ -83,6 +97,7 @@ class GradientSync:
             for i, p in enumerate(self._parameters)
             if p.requires_grad
         ]
+        _all.add(self)
 
     # ------------------------------------------------------------------ while backward runs
 
@@ -107,10 +122,27 @@ class GradientSync:
             return  # gathered when the step ends
         self._submit(i, gradient)
 
-    def _submit(self, i: int, gradient: torch.Tensor, present: bool = True) -> None:
+    def _submit(self, i: int, gradient: torch.Tensor) -> None:
+        parameter = self._parameters[i]
+        # A gradient of other strides keeps them, one with a graph keeps that.
+        if self._views and gradient.is_contiguous() and not gradient.requires_grad:
+            place = self.engine.submit_in_place(i, gradient.data_ptr(), True)
+            self._submitted[i] = parameter.grad = place.view(gradient.shape)
+            return
         memory = gradient if gradient.is_contiguous() else gradient.contiguous()
         self._submitted[i] = memory
-        self.engine.submit(i, memory.data_ptr(), present)
+        self.engine.submit(i, memory.data_ptr(), True)
+
+    def _submit_nothing(self, i: int) -> None:
+        parameter = self._parameters[i]
+        if self._views:
+            place = self.engine.submit_in_place(i, 0, False)
+            self._submitted[i] = place.view(parameter.shape)
+        else:
+            self._submitted[i] = torch.zeros_like(
+                parameter, memory_format=torch.contiguous_format, requires_grad=False
+            )
+            self.engine.submit(i, self._submitted[i].data_ptr(), False)
 
     # ------------------------------------------------------------------ the end of a step
 
@@ -128,7 +160,7 @@ class GradientSync:
             ):
                 self._submit(i, gradient)
             else:
-                self._submit(i, torch.zeros_like(parameter), present=False)
+                self._submit_nothing(i)
         self._sign(active=True, sparse=bool(self._sparse()))
 
     def _sign(self, **signs: bool) -> None:
@@ -259,8 +291,8 @@ class GradientSync:
     def join(self) -> None:
         """For a rank that has no more data: gives zeros until no rank has any."""
         while True:
-            for i, parameter in enumerate(self._parameters):
-                self._submit(i, torch.zeros_like(parameter), present=False)
+            for i in range(len(self._parameters)):
+                self._submit_nothing(i)
             self._sign(active=False, sparse=False)
             self.engine.wait()
             if not self._signed(0):
@@ -296,10 +328,28 @@ class GradientSync:
             self._paused = before
 
     def close(self) -> None:
-        """Takes the hooks away."""
+        """Takes the hooks away, and gives the gradients memory of their own."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        if self._views:
+            # While they lie in the ranks' shared memory, this rank has not left the others.
+            for parameter in self._parameters:
+                if parameter.grad is not None and not parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.clone()
+        self._views = False
+
+    def drop_views(self) -> None:
+        """In a forked child: no gradients, instead of memory that is not there."""
+        if self._views:
+            for parameter in self._parameters:
+                parameter.grad = None
+            self._submitted = {}
+            self._views = False
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing() and hasattr(self, "_hooks"):
+            self.close()
 
 
 def _hook(me: weakref.ref[GradientSync], i: int) -> Callable[[torch.Tensor], None]:

@@ -443,6 +443,87 @@ TEST(Engine, PlansChangeBetweenSteps) {
   EXPECT_EQ(errors, Errors(2));
 }
 
+TEST(Engine, WhatStaysInABufferIsItsHoldersUntilItIsLetGo) {
+  EngineConfig config;
+  config.threshold_bytes = 30'000;  // groups of two
+  const auto tensors = [](uint32_t) {
+    return std::vector<TensorSpec>(4, {"t", 3001, DataType::float32, DataType::float32});
+  };
+  const Body body = [&](Engine& engine, uint32_t rank) {
+    std::vector<float> gradient(3001);
+    using Place = std::shared_ptr<void>;
+    const auto step = [&](float value) {
+      std::vector<Place> places;
+      for (uint32_t t = 0; t < 4; ++t) {
+        std::fill(gradient.begin(), gradient.end(), value + static_cast<float>(rank + t));
+        const bool present = t != 2 || rank == 1;
+        // The same memory for all: it is read before the call returns.
+        places.push_back(engine.submit_in_place(t, present ? gradient.data() : nullptr, present));
+      }
+      engine.wait();
+      return places;
+    };
+    const auto holds = [](const Place& place, float value) {
+      const auto* begin = static_cast<const float*>(place.get());
+      return std::all_of(begin, begin + 3001, [&](float v) { return v == value; });
+    };
+    std::vector<Place> first = step(10);
+    ASSERT_TRUE(holds(first[0], 10.5f) && holds(first[1], 11.5f));
+    ASSERT_TRUE(holds(first[2], 6.5f) && holds(first[3], 13.5f));
+    EXPECT_EQ(engine.contributors()[2], 1u);
+    const void* const address = first[0].get();
+    // Held: what it says stays, and goes on in other memory.
+    std::vector<Place> second = step(20);
+    ASSERT_TRUE(holds(first[0], 10.5f) && holds(first[3], 13.5f));
+    ASSERT_TRUE(holds(second[0], 20.5f) && holds(second[2], 11.5f));
+    // One of a group is enough; the other group's memory is free again.
+    const void* const other = first[3].get();
+    first.resize(1);
+    const void* const latest = second[3].get();
+    second.clear();
+    std::vector<Place> third = step(30);
+    ASSERT_TRUE(holds(first[0], 10.5f));
+    EXPECT_NE(third[0].get(), address);
+    EXPECT_TRUE(third[3].get() == other || third[3].get() == latest);
+    // A plan that changes takes nothing away.
+    ReductionPlan plan;
+    plan.groups = {{0, 1, 2, 3}};
+    engine.set_plan(plan);
+    ASSERT_TRUE(holds(third[1], 31.5f) && holds(first[0], 10.5f));
+    first.clear();
+    third.clear();
+    const std::vector<Place> fourth = step(40);
+    const std::vector<Place> fifth = step(50);
+    ASSERT_TRUE(holds(fourth[3], 43.5f) && holds(fifth[3], 53.5f));
+  };
+  EXPECT_EQ(run(2, config, tensors, body), Errors(2));
+}
+
+TEST(Engine, WhatStaysOutlivesTheEngine) {
+  std::vector<std::shared_ptr<void>> kept(2);
+  std::vector<float> ones(5000, 1.0f);
+  const auto tensors = [](uint32_t) {
+    return std::vector<TensorSpec>{{"t", 5000, DataType::float32, DataType::float32}};
+  };
+  EXPECT_EQ(run(2, {}, tensors,
+                [&](Engine& engine, uint32_t rank) {
+                  kept[rank] = engine.submit_in_place(0, ones.data());
+                  engine.wait();
+                }),
+            Errors(2));
+  for (const auto& place : kept) EXPECT_EQ(static_cast<const float*>(place.get())[4999], 1.0f);
+}
+
+TEST(Engine, NothingStaysWhereGroupsOrTypesChange) {
+  EngineConfig negotiated;
+  negotiated.mode = Mode::negotiated;
+  const auto narrow = [](uint32_t) { return model(1, DataType::float16); };
+  std::vector<float> data(500);
+  const Body body = [&](Engine& engine, uint32_t) { engine.submit_in_place(0, data.data()); };
+  EXPECT_NE(run(1, negotiated, 1, body)[0].find("mode planned"), std::string::npos);
+  EXPECT_NE(run(1, {}, narrow, body)[0].find("cannot stay in the buffer"), std::string::npos);
+}
+
 TEST(Engine, WrongCallsAreRefusedAndNamed) {
   EngineConfig config;
   config.check_finite = true;

@@ -1,0 +1,204 @@
+"""Gradients that lie in the buffers they travel in: what a training does to `.grad` must not show."""
+
+from __future__ import annotations
+
+import pytest
+from sync_ranks import run_ranks
+
+SETUP = """
+import contextlib, gc, hashlib, torch, nostall.torch as nt
+from nostall.errors import UsageError
+torch.set_num_threads(1)
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Linear(16, 48)
+        self.left = torch.nn.Linear(48, 48)
+        self.right = torch.nn.Linear(48, 48)
+        self.b = torch.nn.Linear(48, 4)
+    def forward(self, x, way="both"):
+        h = torch.relu(self.a(x))
+        parts = [part(h) for name, part in (("left", self.left), ("right", self.right))
+                 if way in (name, "both")]
+        return self.b(torch.relu(sum(parts)))
+def make(views, **more):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    options = nt.SyncOptions(threshold=5000, fixed_order=True, views=views, timeout=60)
+    return model, nt.DistributedOptimizer(optimizer, model.named_parameters(), options, **more)
+def backward(model, step, way="both"):
+    g = torch.Generator().manual_seed(100 * step + rank)
+    model(torch.randn(5, 16, generator=g), way).square().sum().backward()
+def digest(model):
+    tensors = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
+    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
+def in_buffers(optimizer):
+    # How many gradients lie in memory that the ranks share.
+    ranges = []
+    for line in open("/proc/self/maps"):
+        if "nostall" in line and "/dev/shm" in line:
+            ranges.append([int(x, 16) for x in line.split()[0].split("-")])
+    grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    return sum(any(a <= g.data_ptr() < b for a, b in ranges) for g in grads)
+"""
+
+WAYS = """
+def plain(model, optimizer, step):
+    optimizer.zero_grad(set_to_none=True)
+    backward(model, step)
+    optimizer.step()
+def zeroed(model, optimizer, step):
+    optimizer.zero_grad(set_to_none=False)
+    backward(model, step)
+    optimizer.step()
+def never_zeroed(model, optimizer, step):
+    backward(model, step)
+    optimizer.step()
+def accumulated(model, optimizer, step):
+    optimizer.zero_grad(set_to_none=step % 2 == 0)
+    with optimizer.no_sync():
+        backward(model, 2 * step)
+    backward(model, 2 * step + 1)
+    optimizer.step()
+def clipped(model, optimizer, step):
+    optimizer.zero_grad()
+    backward(model, step)
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+def changing(model, optimizer, step):
+    optimizer.zero_grad(set_to_none=step % 3 > 0)
+    way = ["both", "left", "right"][(step // 4 + rank * (step % 2)) % 3]
+    backward(model, step, way)
+    optimizer.step()
+def replaced(model, optimizer, step):
+    optimizer.zero_grad()
+    backward(model, step)
+    optimizer.synchronize()
+    model.a.weight.grad = model.a.weight.grad * 2
+    model.b.bias.grad = None
+    with optimizer.skip_synchronize():
+        optimizer.step()
+def prepared(model, optimizer, step):
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.5)
+    backward(model, step)
+    optimizer.step()
+kept = []
+def keeping(model, optimizer, step):
+    optimizer.zero_grad()
+    backward(model, step)
+    optimizer.step()
+    kept.append(([p.grad for p in model.parameters()][step % 3 :: 2], step))
+    kept[-1] += ([g.clone() for g in kept[-1][0]],)
+result = {}
+for way in (plain, zeroed, never_zeroed, accumulated, clipped, changing, replaced, prepared, keeping):
+    got = []
+    for views in (True, False):
+        model, optimizer = make(views)
+        digests, shared = [], []
+        for step in range(9):
+            way(model, optimizer, step)
+            digests.append(digest(model))
+            shared.append(in_buffers(optimizer))
+        got.append([digests, shared])
+    result[way.__name__] = got
+# Nothing that was kept has changed since.
+result["kept"] = [all(map(torch.equal, grads, copies)) for grads, _, copies in kept]
+# The last of these optimizers is gone, its gradients are not.
+model, optimizer = make(True)
+plain(model, optimizer, 0)
+values = digest(model)
+del optimizer
+gc.collect()
+result["outlived"] = values == digest(model)
+for passes in (True, False):
+    model, optimizer = make(passes, backward_passes_per_step=2, overlap_update=True)
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(model, 2 * step)
+        backward(model, 2 * step + 1)
+        optimizer.step()
+    result.setdefault("passes", []).append(digest(model))
+"""
+
+
+@pytest.mark.multi
+@pytest.mark.timeout(400)
+def test_what_is_done_to_gradients_gives_the_same_bits() -> None:
+    first, second = run_ranks(2, SETUP + WAYS)
+    for result in (first, second):
+        for way in (
+            "plain zeroed never_zeroed accumulated clipped changing replaced prepared keeping"
+        ).split():
+            (views, shared), (apart, own) = result[way]
+            assert views == apart, way
+            assert len(set(views)) == 9, way
+            # The test can tell them apart: all eight, or those that the graph used.
+            assert min(shared) >= 6, way
+            assert own == [0] * 9, way
+        assert result["kept"] == [True] * 18
+        assert result["outlived"]
+        assert result["passes"][0] == result["passes"][1]
+    assert first["plain"] == second["plain"]
+    assert first["changing"] == second["changing"]
+
+
+OTHERS = """
+import copy, pickle
+model, optimizer = make(True)
+optimizer.zero_grad()
+backward(model, 0)
+optimizer.step()
+result = {"dtype": [], "layout": []}
+
+# Copies are the user's.
+twin, saved = copy.deepcopy(model), pickle.dumps([p.grad for p in model.parameters()])
+result["copied"] = [torch.equal(p.grad, g) for p, g in zip(model.parameters(), pickle.loads(saved))]
+result["twin"] = all(map(torch.equal, twin.parameters(), model.parameters()))
+
+# A forked child has no gradients instead of memory that is not mapped there.
+child = os.fork()
+if child == 0:
+    try:
+        optimizer.zero_grad(set_to_none=False)
+        os._exit(7 if all(p.grad is None for p in model.parameters()) else 8)
+    finally:
+        os._exit(9)
+result["child"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+before = digest(model)
+optimizer.zero_grad()
+backward(model, 0)
+optimizer.step()
+result["goes on"] = digest(model) != before
+
+# 16 and 64 bits, and gradients of other strides.
+for dtype in (torch.bfloat16, torch.float16, torch.float64):
+    weight = torch.nn.Parameter(torch.ones(300, dtype=dtype))
+    one = nt.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)])
+    (weight * (rank + 1)).sum().backward()
+    one.step()
+    right = weight.grad.dtype == dtype and weight.tolist() == [-0.5] * 300
+    result["dtype"].append([right, in_buffers(one)])
+conv = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+two = nt.DistributedOptimizer(torch.optim.SGD(conv.parameters(), lr=1.0), conv.named_parameters())
+conv(torch.ones(1, 3, 8, 8).to(memory_format=torch.channels_last) * (rank + 1)).sum().backward()
+strides = conv.weight.grad.stride()
+two.step()
+result["layout"] = [conv.weight.grad.stride() == strides, (conv.weight.grad == 54.0).all().item()]
+"""
+
+
+@pytest.mark.multi
+@pytest.mark.timeout(400)
+def test_copies_forks_types_and_layouts() -> None:
+    first, second = run_ranks(2, SETUP + OTHERS)
+    assert first == second
+    assert first["copied"] == [True] * 8
+    assert first["twin"]
+    assert first["child"] == 7
+    assert first["goes on"]
+    assert first["dtype"] == [[True, 1]] * 3
+    assert first["layout"] == [True, True]
