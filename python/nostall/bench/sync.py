@@ -2,12 +2,14 @@
 
 Every run is a training of real processes on CPU, each network in each way, in turns, so that what else
 the machine does falls on all alike. Columns: CPU is the progress thread's share of the run, as are
-agree (on an order), copy (into and out of buckets, planned by the thread that trains) and reduce; involuntary and voluntary context
-switches (invol., vol.) are the process's, per step: what contention looks like (seed
-lmdbio-and-horovod 6.2.5). With --input loader the batches are decoded from JPEG files meanwhile.
---delay-ms makes rank 0 late in every step (figures 6.8 to 6.12). A second table splits the engine's
-time into cycle latency (gradients are there, the thread sleeps), stalling (other ranks are not there),
-ordering, copies and reduction (6.2.3), and context switches by component.
+agree (on an order), copy (into and out of buckets; planned it is the thread that trains which copies)
+and reduce; involuntary and voluntary context switches (invol., vol.) are the process's, per step: what
+contention looks like (seed lmdbio-and-horovod 6.2.5). "no reduction" trains each rank for itself: what
+switches there are without any engine. The ranks' processes are the same for all runs of a network. With
+--input loader the batches are decoded from JPEG files meanwhile. --delay-ms makes rank 0 late in every
+step (figures 6.8 to 6.12). A second table splits the engine's time into cycle latency (gradients are
+there, the thread sleeps), stalling (other ranks are not there), ordering, copies and reduction (6.2.3),
+and context switches by component.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +43,15 @@ _WAYS = (
     "negotiated, own core",
     "DDP gloo",
     "DDP nostall",
+    "no reduction",
 )
-_TIMEOUT = 600.0
+_TIMEOUT = 600.0  # between two runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nostall bench sync``."""
     parser.add_argument("--networks", nargs="+", choices=_NETWORKS, default=["resnet18"])
-    parser.add_argument("--ways", nargs="+", choices=_WAYS, default=list(_WAYS))
+    parser.add_argument("--ways", nargs="+", choices=_WAYS, default=list(_WAYS[:-1]))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=8, help="samples a rank and step")
     parser.add_argument("--steps", type=int, default=20)
@@ -75,29 +80,31 @@ def run(arguments: argparse.Namespace) -> int:
         data = _images(Path(folder) / "data") if arguments.input == "loader" else ""
         task = progress.add_task("training", total=total)
         for network in arguments.networks:
-            for repeat in range(arguments.repeats):
-                for way in arguments.ways:
-                    settings = {
-                        "network": network,
-                        "way": way,
-                        "batch": arguments.batch,
-                        "steps": arguments.steps,
-                        "warm": arguments.warm,
-                        "delay": arguments.delay_ms / 1000,
-                        "data": data,
-                        "store": f"{folder}/store-{uuid.uuid4().hex}",
-                    }
-                    ranks = measure(settings, arguments.ranks)
-                    rows.append(
-                        {
-                            "network": network,
-                            "way": way,
-                            "repeat": repeat,
-                            "input": arguments.input,
-                            "ranks": ranks,
-                        }
-                    )
-                    progress.advance(task)
+            turns = [(r, way) for r in range(arguments.repeats) for way in arguments.ways]
+            settings = [
+                {
+                    "network": network,
+                    "way": way,
+                    "batch": arguments.batch,
+                    "steps": arguments.steps,
+                    "warm": arguments.warm,
+                    "delay": arguments.delay_ms / 1000,
+                    "data": data,
+                    "store": f"{folder}/store-{uuid.uuid4().hex}",
+                }
+                for _, way in turns
+            ]
+            results = measure(settings, arguments.ranks, lambda: progress.advance(task))
+            rows += [
+                {
+                    "network": network,
+                    "way": way,
+                    "repeat": repeat,
+                    "input": arguments.input,
+                    "ranks": ranks,
+                }
+                for (repeat, way), ranks in zip(turns, results, strict=True)
+            ]
     for network in arguments.networks:
         own = [r for r in rows if r["network"] == network]
         console.print(_table(network, own, arguments.steps))
@@ -113,45 +120,79 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def measure(settings: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
-    """One run; what each rank measured.
+def measure(
+    runs: list[dict[str, Any]], ranks: int, tell: Callable[[], Any] = lambda: None
+) -> list[list[dict[str, Any]]]:
+    """All runs, one after the other in the same processes; what each rank measured in each.
+
+    Calls `tell` after each run.
 
     Raises:
         UsageError: a rank failed, with its last words.
     """
     job = uuid.uuid4().hex
     started = []
-    for rank in range(ranks):
-        env = {
-            **os.environ,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": job,
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, "-m", "nostall.bench.sync_rank", json.dumps(settings)]
-        started.append(
-            subprocess.Popen(
-                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
-    results = []
-    try:
-        for rank, process in enumerate(started):
-            out, errors = process.communicate(timeout=_TIMEOUT)
-            lines = [x for x in out.splitlines() if x.startswith("RESULT ")]
-            if process.returncode != 0 or not lines:
-                last = (errors.strip().splitlines() or ["no message"])[-1]
-                raise UsageError(f"{settings['way']}, rank {rank} failed: {last}")
-            results.append(json.loads(lines[-1].removeprefix("RESULT ")))
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    return results
+    with tempfile.TemporaryDirectory(prefix="nostall-sync-runs-") as folder:
+        errors = [Path(folder) / f"{rank}.errors" for rank in range(ranks)]
+        results = [Path(folder) / f"{rank}.results" for rank in range(ranks)]
+        plan = Path(folder) / "runs.json"
+        plan.write_text(json.dumps(runs))
+        try:
+            for rank in range(ranks):
+                env = {
+                    **os.environ,
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(ranks),
+                    "LOCAL_RANK": str(rank),
+                    "LOCAL_WORLD_SIZE": str(ranks),
+                    "MASTER_ADDR": "localhost",
+                    "MASTER_PORT": job,
+                    "OMP_NUM_THREADS": "1",
+                }
+                command = [sys.executable, "-m", "nostall.bench.sync_rank", str(plan)]
+                with results[rank].open("w") as out, errors[rank].open("w") as err:
+                    started.append(subprocess.Popen(command, env=env, stdout=out, stderr=err))
+            _follow(started, runs, results, errors, tell)
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+        lines = [_lines(path) for path in results]
+    return [[json.loads(rank[i]) for rank in lines] for i in range(len(runs))]
+
+
+def _follow(
+    started: list[subprocess.Popen[bytes]],
+    runs: list[dict[str, Any]],
+    results: list[Path],
+    errors: list[Path],
+    tell: Callable[[], Any],
+) -> None:
+    """Until all processes have ended; raises for the first that failed or took too long."""
+    told, last = 0, time.monotonic()
+    while True:
+        states = [process.poll() for process in started]
+        done = [len(_lines(path)) for path in results]
+        while told < min(done):
+            told, last = told + 1, time.monotonic()
+            tell()
+        for rank, state in enumerate(states):
+            if state or (state == 0 and len(_lines(results[rank])) < len(runs)):
+                words = (errors[rank].read_text().strip().splitlines() or ["no message"])[-1]
+                way = runs[min(done[rank], len(runs) - 1)]["way"]
+                raise UsageError(f"{way}, rank {rank} failed: {words}")
+        if all(state == 0 for state in states):
+            return
+        if time.monotonic() - last > _TIMEOUT:
+            raise UsageError(f"{runs[told]['way']} took more than {_TIMEOUT:.0f} s")
+        time.sleep(0.05)
+
+
+def _lines(results: Path) -> list[str]:
+    """What a rank has printed of its runs so far; a line that is being written does not count."""
+    text = results.read_text()
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    return [x.removeprefix("RESULT ") for x in lines if x.startswith("RESULT ")]
 
 
 def _images(folder: Path) -> str:

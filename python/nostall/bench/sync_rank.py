@@ -1,10 +1,11 @@
-"""One rank of one run, for ``nostall bench sync``: trains, and prints what it measured as JSON.
+"""One rank, for ``nostall bench sync``: trains run after run, and prints what it measured as JSON.
 
-RANK=0 WORLD_SIZE=2 ... python -m nostall.bench.sync_rank '{"way": "planned", "network": ...}'
+RANK=0 WORLD_SIZE=2 ... python -m nostall.bench.sync_rank RUNS.json, a list of settings
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -57,6 +58,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "negotiated, own core": {"mode": "negotiated", "cores": True},
 }
 PEERS = ("DDP gloo", "DDP nostall")
+ALONE = "no reduction"
 
 
 class _Transformer(torch.nn.Module):  # type: ignore[misc]
@@ -104,6 +106,7 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     make, side = NETWORKS[settings["network"]]
     model, way = make(), settings["way"]
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    step_model: Any = model
     if way in PEERS:
         torch.distributed.init_process_group(
             way.split()[1],
@@ -111,12 +114,11 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
         )
-        step_model: Any = torch.nn.parallel.DistributedDataParallel(model)
-    else:
+        step_model = torch.nn.parallel.DistributedDataParallel(model)
+    elif way != ALONE:
         options = dict(WAYS[way])
         if options.pop("cores", False):
             options["cores"] = (0,)
-        step_model = model
         optimizer = nostall.torch.DistributedOptimizer(
             optimizer, model.named_parameters(), SyncOptions(**options)
         )
@@ -193,4 +195,6 @@ def _switches() -> dict[str, tuple[int, int]]:
 
 
 if __name__ == "__main__":
-    print("RESULT " + json.dumps(main(json.loads(sys.argv[1]))))
+    for run in json.loads(Path(sys.argv[1]).read_text()):
+        print("RESULT " + json.dumps(main(run)), flush=True)
+        gc.collect()  # the next run starts without this one's threads and memory

@@ -125,14 +125,18 @@ for passes in (True, False):
 """
 
 
+WAY_NAMES = (
+    "plain", "zeroed", "never_zeroed", "accumulated", "clipped", "changing", "replaced", "prepared",
+    "keeping",
+)  # fmt: skip
+
+
 @pytest.mark.multi
 @pytest.mark.timeout(400)
 def test_what_is_done_to_gradients_gives_the_same_bits() -> None:
     first, second = run_ranks(2, SETUP + WAYS)
     for result in (first, second):
-        for way in (
-            "plain zeroed never_zeroed accumulated clipped changing replaced prepared keeping"
-        ).split():
+        for way in WAY_NAMES:
             (views, shared), (apart, own) = result[way]
             assert views == apart, way
             assert len(set(views)) == 9, way
