@@ -156,6 +156,65 @@ for mode in ("negotiated", "planned"):
     assert planned_compute <= planned.iteration < planned_took * 1.1
 
 
+GROUPS, STEPS = 3, 25
+FOUR_RANKS = f"""
+import statistics, time
+import numpy as np
+from nostall.sync import GradientReducer, SyncOptions
+result = {{}}
+for mode in ("planned", "negotiated"):
+    options = SyncOptions(mode=mode, cycle=0.01, threshold=1)  # every array is a group
+    reducer = GradientReducer({{str(g): np.ones(3000) for g in range({GROUPS})}}, options)
+    engine = reducer._engine
+    arrays = [np.ones(3000) for _ in range({GROUPS})]
+    steps, computes = [], []
+    for step in range({STEPS} + 1):
+        if step == 1:
+            before, late = engine.stats(), engine.oversleeps()
+        begin = time.perf_counter()
+        for g in reversed(range({GROUPS})):  # the last one first, as a backward pass has them
+            time.sleep(0.01)
+            computed = time.perf_counter() - begin
+            engine.submit(g, arrays[g].ctypes.data, True)
+        engine.wait()
+        steps.append(time.perf_counter() - begin)
+        computes.append(computed)
+    late = [int(b) - int(a) for a, b in zip(late, engine.oversleeps())]
+    stats = {{k: v - before[k] for k, v in engine.stats().items()}}
+    result[mode] = [statistics.median(steps[1:]), statistics.median(computes[1:]), stats, late]
+    del engine, reducer
+"""
+
+
+@pytest.mark.multi
+@pytest.mark.timeout(300)
+def test_four_ranks_in_the_order_of_the_graph_do_what_is_predicted() -> None:
+    """TOPO's counts exactly, and times within a factor of 3, on whatever machine this is."""
+    results = run_ranks(4, FOUR_RANKS)
+    for mode, simulated in (("planned", "TOPO"), ("negotiated", "negotiated")):
+        runs = [r[mode] for r in results]
+        late = tuple(float(sum(counts)) for counts in zip(*(r[3] for r in runs), strict=True))
+        stats = [r[2] for r in runs]
+        own = [s["copy_ns"] + s["reduce_ns"] - s["reduce_wait_ns"] for s in stats]
+        agree = [(s["order_ns"] - s["order_wait_ns"]) / max(1, s["cycles"]) for s in stats]
+        training = Training(
+            compute=max(r[1] for r in runs), jitter=0.0, groups=GROUPS, first=1 / GROUPS,
+            reduce=np.median(own) / 1e9 / STEPS, hop=0.0, window=0.0, cycle=0.01,
+        )  # fmt: skip
+        costs = Costs(float(np.median(agree)) / 1e9, {simulated: late})
+        predicted = simulate_sync(simulated, 4, training, costs, iterations=200)  # type: ignore[arg-type]
+        took = float(np.median([r[0] for r in runs]))
+        assert predicted.iteration / 3 < took < predicted.iteration * 3, mode
+        for s in stats:
+            assert s["steps"] == STEPS
+            if mode == "planned":  # a reduction a group, and no agreement
+                assert s["reductions"] == GROUPS * STEPS
+                assert s["cycles"] == predicted.cycles == 0
+            else:  # groups that become ready in one cycle are reduced in it
+                assert STEPS <= s["reductions"] <= GROUPS * STEPS
+                assert predicted.cycles / 3 < s["cycles"] / STEPS < predicted.cycles * 3
+
+
 def test_costs_come_from_the_benchmark(tmp_path: Path) -> None:
     rank = {
         "engine_order_ns": 5_000_000,
