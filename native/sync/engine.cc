@@ -87,7 +87,11 @@ Engine::~Engine() {
 
 void Engine::compare_tensors() {
   std::string mine;
-  for (const TensorSpec& t : tensors_) mine += text_of(t) + '\n';
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    mine += text_of(tensors_[i]);
+    if (i < config_.shapes.size()) mine += " of shape " + config_.shapes[i];
+    mine += '\n';
+  }
   const auto all = transport_->all_gather(std::as_bytes(std::span(mine)));
   for (uint32_t r = 0; r < all.size(); ++r) {
     const std::string theirs(reinterpret_cast<const char*>(all[r].data()), all[r].size());

@@ -71,7 +71,7 @@ struct EngineConfig {
   bool mean = true;           // else the sum
   bool check_finite = false;  // Error(usage) that names tensor and rank instead of NaNs everywhere
   std::string timeline;       // rank 0's file of it (sync/timeline.h); empty: none
-  std::vector<std::string> shapes;  // of the tensors, for the timeline
+  std::vector<std::string> shapes;  // of the first tensors: compared, and for the timeline
 };
 
 // Of the progress thread, since the engine began. Times are nanoseconds.

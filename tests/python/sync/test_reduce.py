@@ -51,6 +51,18 @@ reduce_gradients({"a": np.zeros(3), "b": np.zeros(4 + rank)})
         assert "PeerError" in error and "b (" in error
 
 
+@pytest.mark.multi
+def test_shapes_of_as_many_elements_differ_all_the_same() -> None:
+    code = """
+import numpy as np
+from nostall.sync import reduce_gradients
+reduce_gradients({"a": np.zeros(3), "b": np.zeros((2, 6) if rank else (3, 4))})
+"""
+    first, second = run_ranks(2, code, check=False)
+    assert "gradient b (12 x float64) of shape [3, 4] where rank 1 has" in first
+    assert "of shape [2, 6]" in second
+
+
 def test_bad_options_are_refused() -> None:
     with pytest.raises(UsageError, match="planned, negotiated"):
         SyncOptions(mode="x")  # type: ignore[arg-type]
