@@ -101,6 +101,8 @@ struct Allocation {
 nb::object allocate(const std::shared_ptr<Communicator>& self, uint64_t bytes) {
   void* data = bindings::without_gil([&] { return self->allocate(bytes); });
   if (data == nullptr) return nb::none();
+  // Torch keeps the arrays under tensors that outlive the interpreter: no leak to warn of.
+  nb::set_leak_warnings(false);
   auto held = std::make_unique<Allocation>(self, data);
   return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, {bytes},
                                                       bindings::owner_of(std::move(held)))
@@ -211,6 +213,13 @@ void bind_collective(nb::module_& m) {
             self.allgather(address(in), writable(out), bytes);
           },
           nb::arg("source"), nb::arg("target"), nb::arg("bytes"), no_gil, "`bytes` of each rank.")
+      .def(
+          "set_timeout",
+          [](Communicator& self, double seconds) {
+            self.set_timeout(std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9)));
+          },
+          nb::arg("seconds"), no_gil)
+      .def("abort", &Communicator::abort, no_gil)
       .def("stats", &Communicator::stats, no_gil);
   m.def("open_communicator", &open, nb::arg("job"), nb::arg("rank"), nb::arg("ranks"),
         nb::arg("timeout"), nb::arg("window_bytes"), nb::arg("arena_bytes"), nb::arg("directory"),

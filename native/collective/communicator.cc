@@ -1,7 +1,9 @@
 #include "collective/communicator.h"
 
+#include <exception>
 #include <mutex>
 #include <string_view>
+#include <utility>
 
 #include "collective/algorithms.h"
 #include "collective/arena.h"
@@ -94,8 +96,31 @@ struct Communicator::Impl {
         selection(config.selection, config.ranks),
         phase(segment, config.rank, config.ranks) {}
 
-  std::unique_lock<std::mutex> enter(Call call, uint32_t root, uint16_t code, uint64_t count,
-                                     uint64_t bytes) {
+  // One call's turn. If it ends by an exception after this rank has arrived, the others cannot
+  // finish it: they are told at once, not by their timeout.
+  class Turn {
+   public:
+    Turn(std::unique_lock<std::mutex> lock, Engine& engine)
+        : lock_(std::move(lock)),
+          engine_(engine),
+          steps_(engine.stats().steps),
+          exceptions_(std::uncaught_exceptions()) {}
+    ~Turn() {
+      if (std::uncaught_exceptions() > exceptions_ && engine_.stats().steps != steps_) {
+        engine_.give_up();
+      }
+    }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+   private:
+    std::unique_lock<std::mutex> lock_;
+    Engine& engine_;
+    const uint64_t steps_;
+    const int exceptions_;
+  };
+
+  Turn enter(Call call, uint32_t root, uint16_t code, uint64_t count, uint64_t bytes) {
     if (segment.is_forked_child()) {
       throw Error(ErrorKind::usage,
                   "this process was forked from rank " + std::to_string(engine.rank()) +
@@ -105,7 +130,7 @@ struct Communicator::Impl {
     ++stats.calls;
     stats.bytes += bytes;
     engine.enter(name_of(call), signature_of(call, root, code, count));
-    return lock;
+    return Turn(std::move(lock), engine);
   }
   void check_root(Call call, uint32_t root) const {
     if (root < engine.ranks()) return;
@@ -124,6 +149,8 @@ struct Communicator::Impl {
     return arena.allocate(bytes);
   }
   bool release(const void* data) noexcept {
+    // A child has none of this memory, and maybe a mutex that its parent's thread held.
+    if (segment.is_forked_child()) return false;
     const std::scoped_lock lock(arena_mutex);
     return arena.release(static_cast<const std::byte*>(data));
   }
@@ -221,10 +248,11 @@ void Communicator::Impl::allreduce_in_place(const Message& message, const Arriva
                           " bytes in its arena, and the first rank to arrive passed a shared "
                           "buffer; raise arena_bytes, or pass shared buffers on all ranks"));
   }
+  const auto end = [this](std::byte* data) { release(data); };
+  const std::unique_ptr<std::byte, decltype(end)> held(scratch, end);
   copy(scratch, message.in, message.bytes(), false);
   shared_allreduce(engine, {scratch, scratch, message.count, message.reducer}, arrival);
   copy(message.out, scratch, message.bytes(), false);
-  release(scratch);
 }
 
 void Communicator::reduce(const void* in, void* out, uint64_t count, const Reducer& reducer,
@@ -314,6 +342,21 @@ void Communicator::allgather(const void* in, void* out, uint64_t bytes) {
 
 void* Communicator::allocate(uint64_t bytes) { return impl_->allocate(bytes); }
 bool Communicator::release(void* data) noexcept { return impl_->release(data); }
+
+void Communicator::set_timeout(std::chrono::nanoseconds timeout) {
+  if (timeout.count() <= 0) {
+    throw Error(ErrorKind::usage, "the timeout of a communicator must be positive, not " +
+                                      std::to_string(timeout.count()) + " ns");
+  }
+  const std::scoped_lock lock(impl_->mutex);
+  impl_->engine.set_timeout(timeout);
+}
+
+void Communicator::abort() noexcept {
+  if (impl_->segment.is_forked_child()) return;
+  impl_->engine.end_for_all(Error(ErrorKind::peer, "rank " + std::to_string(impl_->engine.rank()) +
+                                                       " aborted it; make a new communicator"));
+}
 
 void Communicator::on_late(std::chrono::nanoseconds after,
                            std::function<void(std::span<const uint32_t>)> tell) {

@@ -106,6 +106,11 @@ class Communicator {
   // False if `data` is not from allocate() of this rank.
   bool release(void* data) noexcept;
 
+  // Of this rank's next calls. Throws Error(usage) unless it is positive.
+  void set_timeout(std::chrono::nanoseconds timeout);
+  // Ends the communicator for all ranks; calls under way, in any thread, throw Error(peer).
+  void abort() noexcept;
+
   // `tell` is called once in every wait that lasts longer than `after`, with the ranks that have
   // not arrived, by the thread that waits. 0: never. Between calls.
   void on_late(std::chrono::nanoseconds after,

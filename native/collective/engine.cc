@@ -208,7 +208,7 @@ void Engine::look_around() {
                  " s in " + where() +
                  (missing.empty() ? std::string(" for ranks that arrived and are slow")
                                   : " for ranks that have not arrived: " + missing) +
-                 "; find out what they do, or raise the timeout"));
+                 "; find out what they do, or raise the timeout of this communicator"));
 }
 
 std::string Engine::where() const {
@@ -226,6 +226,11 @@ void Engine::check_signature(uint64_t step, uint32_t rank) {
 }
 
 void Engine::fail(const Error& error) {
+  end_for_all(error);
+  throw error;
+}
+
+void Engine::end_for_all(const Error& error) noexcept {
   Header& h = segment_.header();
   uint32_t none = 0;
   if (h.broken.compare_exchange_strong(none, 1)) {
@@ -242,7 +247,11 @@ void Engine::fail(const Error& error) {
       }
     }
   }
-  throw error;
+}
+
+void Engine::give_up() noexcept {
+  end_for_all(Error(ErrorKind::peer, "rank " + std::to_string(rank_) + " could not go on in " +
+                                         where() + "; its own error says why"));
 }
 
 void Engine::throw_broken() const {

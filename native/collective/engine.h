@@ -92,6 +92,11 @@ class Engine {
 
   // Ends the communicator for all its ranks, and throws.
   [[noreturn]] void fail(const Error& error);
+  // As fail, without throwing; from any thread.
+  void end_for_all(const Error& error) noexcept;
+  // For the others, that this rank left the call by an error of its own.
+  void give_up() noexcept;
+  void set_timeout(std::chrono::nanoseconds timeout) noexcept { timeout_ = timeout; }
 
  private:
   static void pause() noexcept {
@@ -186,7 +191,7 @@ class Engine {
 
   Segment& segment_;
   const uint32_t rank_, ranks_;
-  const std::chrono::nanoseconds timeout_;
+  std::chrono::nanoseconds timeout_;
   const std::function<void()> progress_;
   std::chrono::nanoseconds nap_;
   bool oversubscribed_;

@@ -227,6 +227,15 @@ void Segment::wait_for_all(std::chrono::steady_clock::time_point deadline,
               std::to_string(std::chrono::duration_cast<std::chrono::seconds>(timeout).count()) +
               " s in vain for rank " + missing + " to join; start all ranks, or raise the timeout");
     }
+    for (uint32_t r = 0; r < ranks_; ++r) {
+      if (r == config_.rank || line(r).pid.load() == 0 || !is_dead(r)) continue;
+      if (lock_.is_current(path_)) ::unlink(path_.c_str());
+      throw Error(ErrorKind::peer, "rank " + std::to_string(r) + " (process " +
+                                       std::to_string(line(r).pid.load()) + ") of \"" +
+                                       config_.job + "\" died while rank " +
+                                       std::to_string(config_.rank) +
+                                       " waited for others to join; start the job again");
+    }
     futex_wait(joined, seen, kJoinSlice);
   }
 }

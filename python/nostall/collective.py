@@ -141,6 +141,14 @@ class Communicator:
         """Leaves. Arrays from `empty` stay valid."""
         self._open = None
 
+    def set_timeout(self, seconds: float) -> None:
+        """From the next call on, for this rank."""
+        self._live().set_timeout(seconds)
+
+    def abort(self) -> None:
+        """Ends the communicator for all ranks: calls under way, and later ones, raise PeerError."""
+        self._live().abort()
+
     def barrier(self) -> None:
         """Returns when all ranks have called it."""
         self._live().barrier()

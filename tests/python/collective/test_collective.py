@@ -190,6 +190,74 @@ with join() as c:
     assert [out.strip() for _, out, _ in results[:2]] == ["told twice"] * 2
 
 
+def test_an_error_of_one_rank_alone_is_an_error_on_the_others_at_once(shm: Path) -> None:
+    # Rank 1 has no memory for what the algorithm keeps beside the array.
+    out = check(
+        """
+import resource
+with join(timeout=50) as node:
+    array = np.ones(8 << 20)
+    node.barrier()
+    if rank == 1:
+        time.sleep(0.3)
+        pages = int(open("/proc/self/statm").read().split()[0])
+        limit = pages * resource.getpagesize() + (16 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    begin = time.monotonic()
+    try:
+        node.allreduce(array, algorithm="recursive_doubling")
+    except (errors.Error, MemoryError) as error:
+        assert time.monotonic() - begin < 25
+        print(type(error).__name__, "rank 1 could not go on" in str(error))
+""",
+        2,
+        shm,
+    )
+    assert out == ["PeerError True", "MemoryError False"]
+
+
+def test_a_rank_that_dies_while_others_join_is_named(shm: Path) -> None:
+    results = run(
+        """
+if rank == 1:
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+elif rank == 2:
+    time.sleep(1.5)
+    sys.exit()
+try:
+    join(timeout=50)
+except errors.PeerError as error:
+    print(error)
+""",
+        3,
+        shm,
+    )
+    assert results[1][0] == -9
+    assert "rank 1 (process" in results[0][1], results
+    assert "died" in results[0][1], results
+    assert not list(shm.iterdir())
+
+
+def test_abort_ends_calls_under_way(shm: Path) -> None:
+    out = check(
+        """
+node = join(timeout=50)
+node.set_timeout(40)
+if rank == 0:
+    threading.Timer(0.3, node.abort).start()
+else:
+    time.sleep(0.6)
+try:
+    node.barrier()
+except errors.PeerError as error:
+    print("rank 0 aborted it" in str(error))
+""",
+        2,
+        shm,
+    )
+    assert out == ["True", "True"]
+
+
 def test_a_rank_that_does_not_come_is_named_after_the_timeout(shm: Path) -> None:
     results = run(
         """
