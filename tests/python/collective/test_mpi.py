@@ -74,7 +74,11 @@ def test_nonblocking_calls_run_in_the_background(which: str) -> None:
     assert counts["background"] == 3 * 4 + 2 * 20
     assert counts["nonblocking"] == 1
     assert counts["persistent"] == 1
-    result = run(which, 2, [sys.executable, str(RANK), "background"], NOSTALL_MPI_NONBLOCKING="off")
+    # Not "freed" with Open MPI: without any library of ours, too, a communicator that is freed while
+    # Open MPI 5.0's own MPI_Iallreduce runs on it is gone, and the next round of messages, in
+    # MPI_Wait, ends the process (mca_pml_ob1_isend of a communicator that has no ranks any more).
+    programs = ["background"] if which == "openmpi" else ["background", "freed"]
+    result = run(which, 2, [sys.executable, str(RANK), *programs], NOSTALL_MPI_NONBLOCKING="off")
     assert "all right" in result.stdout, result.stderr
     assert counted(result.stderr)["background"] == 0
 
