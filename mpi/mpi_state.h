@@ -63,6 +63,8 @@ CommunicatorState* state_of(MPI_Comm comm);
 CommunicatorState* known_state_of(MPI_Comm comm);
 // That of MPI_COMM_WORLD; null where the MPI does all.
 CommunicatorState* world_state() noexcept;
+// After MPI_Init, which is collective over all ranks of MPI_COMM_WORLD, as MPI_Alloc_mem is not.
+void begin();
 // Frees what is kept; the program's communicators are about to end.
 void free_states();
 

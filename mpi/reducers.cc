@@ -1,5 +1,5 @@
 // MPI's types and operations in terms of ours. What we have no kernel for (a user's operation,
-// MINLOC, Fortran's types) is computed by the MPI itself, MPI_Reduce_local.
+// MINLOC, Fortran's logicals) is computed by the MPI itself, MPI_Reduce_local.
 #include <cstring>
 #include <utility>
 
@@ -24,6 +24,47 @@ constexpr DataType integer() {
     default:
       return is_signed ? DataType::int64 : DataType::uint64;
   }
+}
+
+// Fortran's compiler decides how large its types are.
+std::optional<DataType> fortran_type_of(MPI_Datatype type) {
+  enum class Kind : uint8_t { integer, real, complex };
+  static const std::vector<std::pair<MPI_Datatype, Kind>> known{
+      {MPI_INTEGER, Kind::integer},
+      {MPI_INTEGER1, Kind::integer},
+      {MPI_INTEGER2, Kind::integer},
+      {MPI_INTEGER4, Kind::integer},
+      {MPI_INTEGER8, Kind::integer},
+      {MPI_REAL, Kind::real},
+      {MPI_REAL4, Kind::real},
+      {MPI_REAL8, Kind::real},
+      {MPI_DOUBLE_PRECISION, Kind::real},
+      {MPI_COMPLEX, Kind::complex},
+      {MPI_COMPLEX8, Kind::complex},
+      {MPI_COMPLEX16, Kind::complex},
+      {MPI_DOUBLE_COMPLEX, Kind::complex}};
+  if (type == MPI_DATATYPE_NULL) return std::nullopt;
+  for (const auto& [theirs, kind] : known) {
+    int bytes = 0;
+    if (theirs != type || PMPI_Type_size(type, &bytes) != MPI_SUCCESS) continue;
+    switch (kind) {
+      case Kind::integer:
+        if (bytes == 1) return DataType::int8;
+        if (bytes == 2) return DataType::int16;
+        if (bytes == 4) return DataType::int32;
+        if (bytes == 8) return DataType::int64;
+        break;
+      case Kind::real:
+        if (bytes == 4) return DataType::float32;
+        if (bytes == 8) return DataType::float64;
+        break;
+      case Kind::complex:
+        if (bytes == 8) return DataType::complex64;
+        if (bytes == 16) return DataType::complex128;
+        break;
+    }
+  }
+  return std::nullopt;
 }
 
 std::optional<DataType> type_of(MPI_Datatype type) {
@@ -54,7 +95,7 @@ std::optional<DataType> type_of(MPI_Datatype type) {
   for (const auto& [theirs, ours] : known) {
     if (theirs == type) return ours;
   }
-  return std::nullopt;
+  return fortran_type_of(type);
 }
 
 std::optional<Op> op_of(MPI_Op op) {

@@ -195,12 +195,6 @@ int barrier(MPI_Comm comm) {
   return traced.ours(state);
 }
 
-// MPI_Init is collective over all ranks of MPI_COMM_WORLD, MPI_Alloc_mem is not.
-void begin() {
-  state_of(MPI_COMM_WORLD);
-  if (profiling()) profile_begin();
-}
-
 void report() {
   const char* verbose = std::getenv("NOSTALL_MPI_VERBOSE");
   int rank = 0;
@@ -227,6 +221,11 @@ void report() {
 }
 
 }  // namespace
+
+void begin() {
+  state_of(MPI_COMM_WORLD);
+  if (profiling()) profile_begin();
+}
 
 const char* name_of(Call call) noexcept {
   static constexpr std::array<const char*, kCalls> names{"allreduce", "reduce", "bcast", "barrier"};

@@ -1,0 +1,226 @@
+// The entry points of Fortran programs whose Fortran libraries go past MPI_Allreduce and the like,
+// to PMPI_Allreduce: what wrappers.cc answers would never see those calls.
+//
+// Open MPI's all do. mpif.h and `use mpi` call mpi_allreduce_ (and its other manglings),
+// `use mpi_f08` calls ompi_allreduce_f with the same arguments; here all go to the functions that C
+// programs call. Of MPICH's only those of `use mpi_f08` that have no buffer do.
+#include <dlfcn.h>
+#include <mpi.h>
+
+#include <array>
+#include <vector>
+
+#include "wrappers.h"
+
+namespace {
+
+using Fint = MPI_Fint;
+
+void answer(Fint* error, int result) {
+  if (error != nullptr) *error = result;
+}
+
+void started(Fint* request, Fint* error, int result, MPI_Request made) {
+  if (result == MPI_SUCCESS) *request = PMPI_Request_c2f(made);
+  answer(error, result);
+}
+
+}  // namespace
+
+#ifdef OPEN_MPI
+
+// One function under all the names that Fortran compilers give it.
+#define NOSTALL_ALIAS(name, of, ...) \
+  NOSTALL_EXPORT void name(__VA_ARGS__) __attribute__((alias(#of)))
+#define NOSTALL_FORTRAN(lower, UPPER, ...)                       \
+  NOSTALL_ALIAS(mpi_##lower, ompi_##lower##_f, __VA_ARGS__);     \
+  NOSTALL_ALIAS(mpi_##lower##_, ompi_##lower##_f, __VA_ARGS__);  \
+  NOSTALL_ALIAS(mpi_##lower##__, ompi_##lower##_f, __VA_ARGS__); \
+  NOSTALL_ALIAS(MPI_##UPPER, ompi_##lower##_f, __VA_ARGS__)
+
+namespace {
+
+// Fortran's MPI_BOTTOM and MPI_IN_PLACE are variables of the program, by whatever name its compiler
+// gives them.
+class Sentinel {
+ public:
+  explicit Sentinel(const std::array<const char*, 4>& names) {
+    for (size_t i = 0; i < names.size(); ++i) addresses_[i] = ::dlsym(RTLD_DEFAULT, names[i]);
+  }
+  bool is(const void* buffer) const {
+    for (const void* address : addresses_) {
+      if (address != nullptr && address == buffer) return true;
+    }
+    return false;
+  }
+
+ private:
+  std::array<const void*, 4> addresses_{};
+};
+
+void* buffer_of(void* buffer) {
+  static const Sentinel bottom(
+      {"mpi_fortran_bottom_", "mpi_fortran_bottom", "mpi_fortran_bottom__", "MPI_FORTRAN_BOTTOM"});
+  static const Sentinel in_place({"mpi_fortran_in_place_", "mpi_fortran_in_place",
+                                  "mpi_fortran_in_place__", "MPI_FORTRAN_IN_PLACE"});
+  if (in_place.is(buffer)) return MPI_IN_PLACE;
+  return bottom.is(buffer) ? MPI_BOTTOM : buffer;
+}
+
+// Whether the program wants to know nothing of what ended.
+bool ignored(const Fint* status) {
+  static const Sentinel one({"mpi_fortran_status_ignore_", "mpi_fortran_status_ignore",
+                             "mpi_fortran_status_ignore__", "MPI_FORTRAN_STATUS_IGNORE"});
+  static const Sentinel all({"mpi_fortran_statuses_ignore_", "mpi_fortran_statuses_ignore",
+                             "mpi_fortran_statuses_ignore__", "MPI_FORTRAN_STATUSES_IGNORE"});
+  return one.is(status) || all.is(status);
+}
+
+}  // namespace
+
+NOSTALL_EXPORT void ompi_init_f(Fint* error) { answer(error, MPI_Init(nullptr, nullptr)); }
+NOSTALL_FORTRAN(init, INIT, Fint*);
+
+NOSTALL_EXPORT void ompi_init_thread_f(Fint* required, Fint* provided, Fint* error) {
+  int level = 0;
+  const int result = MPI_Init_thread(nullptr, nullptr, *required, &level);
+  if (result == MPI_SUCCESS) *provided = level;
+  answer(error, result);
+}
+NOSTALL_FORTRAN(init_thread, INIT_THREAD, Fint*, Fint*, Fint*);
+
+NOSTALL_EXPORT void ompi_finalize_f(Fint* error) { answer(error, MPI_Finalize()); }
+NOSTALL_FORTRAN(finalize, FINALIZE, Fint*);
+
+NOSTALL_EXPORT void ompi_allreduce_f(void* send, void* receive, Fint* count, Fint* type, Fint* op,
+                                     Fint* comm, Fint* error) {
+  answer(error, MPI_Allreduce(buffer_of(send), buffer_of(receive), *count, PMPI_Type_f2c(*type),
+                              PMPI_Op_f2c(*op), PMPI_Comm_f2c(*comm)));
+}
+NOSTALL_FORTRAN(allreduce, ALLREDUCE, void*, void*, Fint*, Fint*, Fint*, Fint*, Fint*);
+
+NOSTALL_EXPORT void ompi_reduce_f(void* send, void* receive, Fint* count, Fint* type, Fint* op,
+                                  Fint* root, Fint* comm, Fint* error) {
+  answer(error, MPI_Reduce(buffer_of(send), buffer_of(receive), *count, PMPI_Type_f2c(*type),
+                           PMPI_Op_f2c(*op), *root, PMPI_Comm_f2c(*comm)));
+}
+NOSTALL_FORTRAN(reduce, REDUCE, void*, void*, Fint*, Fint*, Fint*, Fint*, Fint*, Fint*);
+
+NOSTALL_EXPORT void ompi_bcast_f(void* buffer, Fint* count, Fint* type, Fint* root, Fint* comm,
+                                 Fint* error) {
+  answer(error,
+         MPI_Bcast(buffer_of(buffer), *count, PMPI_Type_f2c(*type), *root, PMPI_Comm_f2c(*comm)));
+}
+NOSTALL_FORTRAN(bcast, BCAST, void*, Fint*, Fint*, Fint*, Fint*, Fint*);
+
+NOSTALL_EXPORT void ompi_barrier_f(Fint* comm, Fint* error) {
+  answer(error, MPI_Barrier(PMPI_Comm_f2c(*comm)));
+}
+NOSTALL_FORTRAN(barrier, BARRIER, Fint*, Fint*);
+
+NOSTALL_EXPORT void ompi_iallreduce_f(void* send, void* receive, Fint* count, Fint* type, Fint* op,
+                                      Fint* comm, Fint* request, Fint* error) {
+  MPI_Request made = MPI_REQUEST_NULL;
+  const int result =
+      MPI_Iallreduce(buffer_of(send), buffer_of(receive), *count, PMPI_Type_f2c(*type),
+                     PMPI_Op_f2c(*op), PMPI_Comm_f2c(*comm), &made);
+  started(request, error, result, made);
+}
+NOSTALL_FORTRAN(iallreduce, IALLREDUCE, void*, void*, Fint*, Fint*, Fint*, Fint*, Fint*, Fint*);
+
+NOSTALL_EXPORT void ompi_ireduce_f(void* send, void* receive, Fint* count, Fint* type, Fint* op,
+                                   Fint* root, Fint* comm, Fint* request, Fint* error) {
+  MPI_Request made = MPI_REQUEST_NULL;
+  const int result = MPI_Ireduce(buffer_of(send), buffer_of(receive), *count, PMPI_Type_f2c(*type),
+                                 PMPI_Op_f2c(*op), *root, PMPI_Comm_f2c(*comm), &made);
+  started(request, error, result, made);
+}
+NOSTALL_FORTRAN(ireduce, IREDUCE, void*, void*, Fint*, Fint*, Fint*, Fint*, Fint*, Fint*, Fint*);
+
+NOSTALL_EXPORT void ompi_ibcast_f(void* buffer, Fint* count, Fint* type, Fint* root, Fint* comm,
+                                  Fint* request, Fint* error) {
+  MPI_Request made = MPI_REQUEST_NULL;
+  const int result = MPI_Ibcast(buffer_of(buffer), *count, PMPI_Type_f2c(*type), *root,
+                                PMPI_Comm_f2c(*comm), &made);
+  started(request, error, result, made);
+}
+NOSTALL_FORTRAN(ibcast, IBCAST, void*, Fint*, Fint*, Fint*, Fint*, Fint*, Fint*);
+
+NOSTALL_EXPORT void ompi_ibarrier_f(Fint* comm, Fint* request, Fint* error) {
+  MPI_Request made = MPI_REQUEST_NULL;
+  const int result = MPI_Ibarrier(PMPI_Comm_f2c(*comm), &made);
+  started(request, error, result, made);
+}
+NOSTALL_FORTRAN(ibarrier, IBARRIER, Fint*, Fint*, Fint*);
+
+NOSTALL_EXPORT void ompi_wait_f(Fint* request, Fint* status, Fint* error) {
+  MPI_Request waited = PMPI_Request_f2c(*request);
+  MPI_Status ended;
+  const int result = MPI_Wait(&waited, &ended);
+  *request = PMPI_Request_c2f(waited);
+  if (!ignored(status)) PMPI_Status_c2f(&ended, status);
+  answer(error, result);
+}
+NOSTALL_FORTRAN(wait, WAIT, Fint*, Fint*, Fint*);
+
+NOSTALL_EXPORT void ompi_waitall_f(Fint* count, Fint* requests, Fint* statuses, Fint* error) {
+  constexpr size_t kStatus = sizeof(MPI_Status) / sizeof(Fint);
+  const auto n = static_cast<size_t>(*count > 0 ? *count : 0);
+  std::vector<MPI_Request> waited(n);
+  std::vector<MPI_Status> ended(n);
+  for (size_t i = 0; i < n; ++i) waited[i] = PMPI_Request_f2c(requests[i]);
+  const int result = MPI_Waitall(*count, waited.data(), ended.data());
+  for (size_t i = 0; i < n; ++i) {
+    requests[i] = PMPI_Request_c2f(waited[i]);
+    if (!ignored(statuses)) PMPI_Status_c2f(&ended[i], statuses + i * kStatus);
+  }
+  answer(error, result);
+}
+NOSTALL_FORTRAN(waitall, WAITALL, Fint*, Fint*, Fint*, Fint*);
+
+// Memory from a C function may be freed here, and the other way round.
+NOSTALL_EXPORT void ompi_alloc_mem_f(MPI_Aint* size, Fint* info, void* base, Fint* error) {
+  answer(error, MPI_Alloc_mem(*size, PMPI_Info_f2c(*info), base));
+}
+NOSTALL_FORTRAN(alloc_mem, ALLOC_MEM, MPI_Aint*, Fint*, void*, Fint*);
+NOSTALL_ALIAS(ompi_alloc_mem_cptr_f, ompi_alloc_mem_f, MPI_Aint*, Fint*, void*, Fint*);
+NOSTALL_ALIAS(mpi_alloc_mem_cptr, ompi_alloc_mem_f, MPI_Aint*, Fint*, void*, Fint*);
+NOSTALL_ALIAS(mpi_alloc_mem_cptr_, ompi_alloc_mem_f, MPI_Aint*, Fint*, void*, Fint*);
+NOSTALL_ALIAS(mpi_alloc_mem_cptr__, ompi_alloc_mem_f, MPI_Aint*, Fint*, void*, Fint*);
+NOSTALL_ALIAS(MPI_ALLOC_MEM_CPTR, ompi_alloc_mem_f, MPI_Aint*, Fint*, void*, Fint*);
+
+NOSTALL_EXPORT void ompi_free_mem_f(void* base, Fint* error) { answer(error, MPI_Free_mem(base)); }
+NOSTALL_FORTRAN(free_mem, FREE_MEM, void*, Fint*);
+
+#elif defined(MPICH)
+
+namespace {
+
+// The MPI's own entry point, which prepares what its others need.
+template <typename... Arguments>
+void hand_on(const char* name, Arguments... arguments) {
+  using Function = void (*)(Arguments...);
+  if (void* next = ::dlsym(RTLD_NEXT, name)) reinterpret_cast<Function>(next)(arguments...);
+}
+
+}  // namespace
+
+NOSTALL_EXPORT void mpi_init_f08_(Fint* error) {
+  hand_on("mpi_init_f08_", error);
+  nostall::mpi::begin();
+}
+NOSTALL_EXPORT void mpi_init_thread_f08_(Fint* required, Fint* provided, Fint* error) {
+  hand_on("mpi_init_thread_f08_", required, provided, error);
+  nostall::mpi::begin();
+}
+NOSTALL_EXPORT void mpi_finalize_f08_(Fint* error) { answer(error, MPI_Finalize()); }
+NOSTALL_EXPORT void mpi_barrier_f08_(Fint* comm, Fint* error) {
+  answer(error, MPI_Barrier(PMPI_Comm_f2c(*comm)));
+}
+NOSTALL_EXPORT void mpi_ibarrier_f08_(Fint* comm, Fint* request, Fint* error) {
+  MPI_Request made = MPI_REQUEST_NULL;
+  const int result = MPI_Ibarrier(PMPI_Comm_f2c(*comm), &made);
+  started(request, error, result, made);
+}
+
+#endif

@@ -1,0 +1,68 @@
+! A Fortran program for Open MPI that calls what libnostall_mpi.so answers, and nothing else of the
+! MPI. Its constants are those of Open MPI's mpif.h, which a wheel of Open MPI does not have; with one,
+! `include 'mpif.h'` stands in their place and the program is the same.
+program mpi_fortran
+  implicit none
+  integer, parameter :: MPI_COMM_WORLD = 0, MPI_SUM = 3, MPI_MAX = 1, MPI_INFO_NULL = 0
+  integer, parameter :: MPI_INTEGER = 7, MPI_DOUBLE_PRECISION = 17, MPI_COMPLEX = 18
+  integer, parameter :: MPI_THREAD_MULTIPLE = 3, MPI_STATUS_SIZE = 6, MPI_SUCCESS = 0
+  integer :: MPI_IN_PLACE, MPI_STATUS_IGNORE(MPI_STATUS_SIZE)
+  double precision :: MPI_STATUSES_IGNORE(MPI_STATUS_SIZE, 1)
+  common /mpi_fortran_in_place/ MPI_IN_PLACE
+  common /mpi_fortran_status_ignore/ MPI_STATUS_IGNORE
+  common /mpi_fortran_statuses_ignore/ MPI_STATUSES_IGNORE
+
+  integer, parameter :: n = 20000
+  integer :: rank, ranks, error, turn, level
+  integer :: whole(7), request(2), status(MPI_STATUS_SIZE), statuses(MPI_STATUS_SIZE, 2)
+  double precision :: sums(n), mine(n)
+  complex :: pairs(5)
+  character(len=16) :: text
+
+  call get_environment_variable('OMPI_COMM_WORLD_RANK', text)
+  read (text, *) rank
+  call get_environment_variable('OMPI_COMM_WORLD_SIZE', text)
+  read (text, *) ranks
+  call mpi_init_thread(MPI_THREAD_MULTIPLE, level, error)
+  if (error /= MPI_SUCCESS .or. level /= MPI_THREAD_MULTIPLE) stop 10
+  call mpi_barrier(MPI_COMM_WORLD, error)
+  do turn = 1, 10
+    mine = rank + turn
+    call mpi_allreduce(mine, sums, n, MPI_DOUBLE_PRECISION, MPI_SUM, MPI_COMM_WORLD, error)
+    if (error /= MPI_SUCCESS) stop 11
+    if (any(sums /= ranks*turn + ranks*(ranks - 1)/2)) stop 1
+    call mpi_allreduce(MPI_IN_PLACE, mine, n, MPI_DOUBLE_PRECISION, MPI_SUM, MPI_COMM_WORLD, error)
+    if (any(mine /= sums)) stop 2
+    whole = rank
+    if (rank == 1) then
+      call mpi_reduce(MPI_IN_PLACE, whole, 7, MPI_INTEGER, MPI_MAX, 1, MPI_COMM_WORLD, error)
+      if (any(whole /= ranks - 1)) stop 3
+    else
+      call mpi_reduce(whole, whole, 7, MPI_INTEGER, MPI_MAX, 1, MPI_COMM_WORLD, error)
+    end if
+    pairs = cmplx(rank, turn)
+    call mpi_bcast(pairs, 5, MPI_COMPLEX, 1, MPI_COMM_WORLD, error)
+    if (any(pairs /= cmplx(1, turn))) stop 4
+    mine = rank + turn
+    call mpi_iallreduce(MPI_IN_PLACE, mine, n, MPI_DOUBLE_PRECISION, MPI_SUM, MPI_COMM_WORLD, &
+                        request(1), error)
+    call mpi_ibarrier(MPI_COMM_WORLD, request(2), error)
+    call mpi_wait(request(1), MPI_STATUS_IGNORE, error)
+    if (any(mine /= sums)) stop 5
+    call mpi_iallreduce(MPI_IN_PLACE, sums, n, MPI_DOUBLE_PRECISION, MPI_SUM, MPI_COMM_WORLD, &
+                        request(1), error)
+    if (mod(turn, 2) == 0) then
+      call mpi_waitall(2, request, MPI_STATUSES_IGNORE, error)
+    else
+      statuses = -77
+      call mpi_waitall(2, request, statuses, error)
+      if (any(statuses(1, :) == -77)) stop 6
+    end if
+    if (any(sums /= ranks*mine)) stop 7
+    ! A request that has ended is a null request.
+    call mpi_wait(request(1), status, error)
+    if (error /= MPI_SUCCESS) stop 8
+  end do
+  if (rank == 0) print *, 'all right'
+  call mpi_finalize(error)
+end program

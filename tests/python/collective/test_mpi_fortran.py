@@ -1,0 +1,38 @@
+"""A program of gfortran with libnostall_mpi.so preloaded, under Open MPI.
+
+The wheel of Open MPI has no Fortran library, so the program calls nothing but what the library
+answers; it checks its results itself.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mpis import counted, library, run
+
+pytestmark = pytest.mark.multi
+
+
+def test_fortran_programs_are_answered(tmp_path: Path) -> None:
+    gfortran = shutil.which("gfortran")
+    if gfortran is None:
+        pytest.skip("gfortran is missing; scripts/setup installs it")
+    program = tmp_path / "program"
+    lib = Path(sys.prefix) / "lib"
+    # Linked to what answers in place of a Fortran library. The MPI must be linked, though nothing of it
+    # is called: Fortran's MPI_IN_PLACE and the like are variables of its.
+    source = Path(__file__).with_name("mpi_fortran.f90")
+    compiler = [gfortran, "-O1", "-w", "-fallow-argument-mismatch", "-o", str(program)]
+    libraries = [str(library("openmpi")), "-Wl,--no-as-needed", f"-L{lib}", "-lmpi"]
+    subprocess.run([*compiler, str(source), *libraries, f"-Wl,-rpath,{lib}"], check=True)
+    result = run("openmpi", 3, [str(program)])
+    assert "all right" in result.stdout, result.stderr
+    counts = counted(result.stderr)
+    assert (counts["allreduce"], counts["reduce"]) == (10 * 2, 10)
+    assert (counts["bcast"], counts["barrier"]) == (10, 1)
+    assert counts["background"] == 10 * 2
+    assert counts["nonblocking"] == 10  # the barriers, which have no bytes
