@@ -101,9 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
     if any(s < 4 or s % 4 for s in sizes):
         raise UsageError("sizes are multiples of 4 bytes")
     rows: list[Row] = []
-    bandwidth: dict[int, float] = {}
+    # More ranks than cores copy no faster than the cores do.
+    bandwidth = copy_bandwidth(min(max(arguments.ranks), os.cpu_count() or 1))
     for ranks in arguments.ranks:
-        bandwidth[ranks] = copy_bandwidth(ranks)
         rows += measure(arguments, engines, sizes, ranks)
     console = Console()
     if not console.is_terminal:
@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         for mif in arguments.mif:
             for what in ("in_call", "after_last", "cpu", "switches"):
                 console.print(_table(rows, engines, ranks, mif, what))
-            console.print(_ratios(rows, ranks, mif, bandwidth[ranks]))
+            console.print(_ratios(rows, ranks, mif, bandwidth))
     if arguments.late_ms or arguments.busy:
         console.print(_beside(rows, engines))
     if arguments.json:

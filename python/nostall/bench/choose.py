@@ -26,7 +26,8 @@ _ALGORITHMS = {"nostall": "cooperative"} | {
 }
 # Messages up to 4 KiB are always exchanged among all.
 SIZES = [8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20]
-# An algorithm has to be so much faster than the default to take its place: noise is not.
+# An algorithm has to be so much faster than the default to take its place, and its slowest repeat
+# faster than the default's fastest: noise is not.
 _WORTH = 0.9
 
 
@@ -53,16 +54,24 @@ def default_path() -> Path:
 def choose(rows: Iterable[allreduce.Row]) -> list[Choice]:
     """The table's rows, from measurements: ranks together by their time in the call, ranks apart by
     the time from the last arrival to the last completion."""
-    cells: dict[tuple[int, bool, int], dict[str, float]] = {}
+    # Median, least and most.
+    cells: dict[tuple[int, bool, int], dict[str, tuple[float, float, float]]] = {}
     for row in rows:
         apart = row.mif > 0
-        seconds = row.after_last if apart else row.in_call
-        cells.setdefault((row.ranks, apart, row.size), {})[_ALGORITHMS[row.engine]] = seconds
+        if apart:
+            times = (row.after_last, *row.after_last_range)
+        else:
+            times = (row.in_call, *row.in_call_range)
+        cells.setdefault((row.ranks, apart, row.size), {})[_ALGORITHMS[row.engine]] = times
     choices: list[Choice] = []
-    for (ranks, apart, size), times in sorted(cells.items()):
-        best = min(times, key=times.__getitem__)
-        if times[best] > _WORTH * times["cooperative"]:
-            best = "cooperative"
+    for (ranks, apart, size), found in sorted(cells.items()):
+        median, least, _ = found["cooperative"]
+        better = {
+            name: times[0]
+            for name, times in found.items()
+            if times[0] <= _WORTH * median and times[2] < least
+        }
+        best = min(better, key=better.__getitem__, default="cooperative")
         last = choices[-1] if choices else None
         if last and (last.ranks, last.apart, last.algorithm) == (ranks, apart, best):
             choices[-1] = Choice(ranks, apart, size, best)
