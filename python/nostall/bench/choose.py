@@ -58,10 +58,9 @@ def choose(rows: Iterable[allreduce.Row]) -> list[Choice]:
     cells: dict[tuple[int, bool, int], dict[str, tuple[float, float, float]]] = {}
     for row in rows:
         apart = row.mif > 0
-        if apart:
-            times = (row.after_last, *row.after_last_range)
-        else:
-            times = (row.in_call, *row.in_call_range)
+        times = (
+            (row.after_last, *row.after_last_range) if apart else (row.in_call, *row.in_call_range)
+        )
         cells.setdefault((row.ranks, apart, row.size), {})[_ALGORITHMS[row.engine]] = times
     choices: list[Choice] = []
     for (ranks, apart, size), found in sorted(cells.items()):

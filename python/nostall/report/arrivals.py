@@ -263,8 +263,13 @@ def text(profile: Profile, alpha: Alpha) -> str:
 
 
 def save(profile: Profile, alpha: Alpha, path: str) -> None:
-    """Writes .html (tables and plots), .csv (a line per call) or .json (the tables)."""
+    """Writes .html (tables and plots), .csv (a line per call), .json (the tables) or .png, .svg and
+    .pdf (both factors of every allreduce, a panel a size class, as figures 3.9 to 3.13 of the seed on
+    arrival-aware collectives)."""
     suffix = Path(path).suffix
+    if suffix in (".png", ".svg", ".pdf"):
+        _draw(profile, alpha, path)
+        return
     if suffix == ".json":
         late = [dict(zip(("rank", "last", "late"), r, strict=True)) for r in late_ranks(profile)]
         content = json.dumps(
@@ -282,7 +287,7 @@ def save(profile: Profile, alpha: Alpha, path: str) -> None:
     elif suffix == ".html":
         content = _page(profile, alpha)
     else:
-        raise UsageError(f"{path}: name a file that ends in .html, .csv or .json")
+        raise UsageError(f"{path}: name a file that ends in .html, .csv, .json, .png, .svg or .pdf")
     try:
         Path(path).write_text(content)
     except OSError as error:
@@ -309,6 +314,40 @@ def _page(profile: Profile, alpha: Alpha) -> str:
         f"<h2>Who is late</h2><table>{rows([['rank', 'last', 'mean lateness, us']], 'th')}"
         f"{rows(late, 'td')}</table><h2>Imbalance over the run</h2>{_plot(profile, alpha)}"
     )
+
+
+def _draw(profile: Profile, alpha: Alpha, path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    calls = [c for c in profile.calls if c.operation == "allreduce"]
+    classes = ["all", *dict.fromkeys(size_class(c.bytes) for c in sorted(calls, key=_bytes_of))]
+    drawn, axes = pyplot.subplots(
+        1, len(classes), figsize=(4 * len(classes), 3.6), squeeze=False, constrained_layout=True
+    )
+    for axis, name in zip(axes[0], classes, strict=True):
+        mine = [c for c in calls if name in ("all", size_class(c.bytes))]
+        for label, values in (
+            ("worst case", [c.worst / alpha(c.bytes) for c in mine]),
+            ("average case", [c.average / alpha(c.bytes) for c in mine]),
+        ):
+            axis.plot(values, ".", markersize=3, label=label)
+        axis.set(xlabel="allreduce, in order", title=name, yscale="symlog")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("imbalance factor")
+    axes[0][0].legend(fontsize=8)
+    try:
+        drawn.savefig(path, dpi=110)
+    except OSError as error:
+        raise IoError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        pyplot.close(drawn)
+
+
+def _bytes_of(call: Call) -> int:
+    return call.bytes
 
 
 def _plot(profile: Profile, alpha: Alpha) -> str:

@@ -76,7 +76,7 @@ def test_the_command_writes_tables_and_pages(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_profiles(tmp_path, [[i, 2 * i, 3 * i, 4 * i] for i in range(1, 20)])
-    outputs = [str(tmp_path / f"out.{suffix}") for suffix in ("html", "csv", "json")]
+    outputs = [str(tmp_path / f"out.{suffix}") for suffix in ("html", "csv", "json", "png")]
     words = [word for output in outputs for word in ("-o", output)]
     assert main(["report", str(tmp_path), *words]) == 0
     shown = capsys.readouterr().out
@@ -85,6 +85,7 @@ def test_the_command_writes_tables_and_pages(
     assert "<svg" in Path(outputs[0]).read_text()
     assert len(Path(outputs[1]).read_text().splitlines()) == 20
     assert json.loads(Path(outputs[2]).read_text())["ranks"][3]["last"] == 1.0
+    assert Path(outputs[3]).read_bytes().startswith(b"\x89PNG")
 
 
 def test_damaged_and_missing_files_are_refused(tmp_path: Path) -> None:
