@@ -115,7 +115,7 @@ void Reducer::combine_and_copy(void* dst, void* also, const void* left, const vo
 void Reducer::fold(std::span<std::byte* const> dsts, std::span<const std::byte* const> srcs,
                    uint64_t count, bool stream) const {
   const uint64_t step = block();
-  std::array<std::byte, kBlockBytes> fixed;
+  alignas(64) std::array<std::byte, kBlockBytes> fixed;
   std::vector<std::byte> larger(step * element_bytes_ > fixed.size() ? step * element_bytes_ : 0);
   std::byte* sum = larger.empty() ? fixed.data() : larger.data();
   for (uint64_t i = 0; i < count; i += step) {
