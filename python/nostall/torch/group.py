@@ -4,8 +4,8 @@
 
 CPU tensors of a group whose ranks share a node are reduced, gathered and broadcast over shared
 memory; a group over several nodes reduces within each node, then among one rank of each by Gloo, in
-pieces so that both overlap. Everything else (point to point, scatter, sparse tensors, GPU tensors
-by NCCL) is delegated to torch's own backends, made when first needed.
+pieces so that both overlap. Everything else is delegated to torch's own backends: point to point,
+scatter and sparse tensors to Gloo, GPU tensors to NCCL.
 
 Operations of a group run in the order of their calls; asynchronous ones on a thread of the group.
 """
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, ReduceOp
@@ -29,7 +30,7 @@ from torch.futures import Future
 from nostall import _native
 from nostall.cluster import node_identity
 from nostall.collective import Communicator
-from nostall.errors import UsageError
+from nostall.errors import PeerError, UsageError
 
 _TYPES = {
     torch.float16: "float16",
@@ -67,9 +68,13 @@ class Options:
 
     "fixed": sums have the same bits for any order of arrival; within a node they are a left fold in
     the order of ranks. "any": large sums of floats may differ from run to run in their last bits.
+
+    `shared_bytes` bounds each rank's tensors in shared memory (`nostall.torch.empty_shared`, DDP's
+    buckets); it is the same on all ranks. Only what is used takes memory.
     """
 
     order: Literal["any", "fixed"] = "any"
+    shared_bytes: int = 1 << 30
 
 
 class _Work(dist.Work):  # type: ignore[misc]
@@ -80,14 +85,36 @@ class _Work(dist.Work):  # type: ignore[misc]
         self._future = future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        """Raises PeerError if a timeout is given and the operation outlasts it, and goes on."""
+        if _is_set(timeout) and not self._future.done():
+            assert timeout is not None
+            over = threading.Event()
+            self._future.add_done_callback(lambda _: over.set())
+            if not over.wait(timeout.total_seconds()):
+                raise PeerError(
+                    f"the operation waited for was not done after {timeout.total_seconds():g} s; "
+                    "it goes on: wait again, or raise the timeout of this wait"
+                )
         self._future.wait()
         return True
+
+    def is_success(self) -> bool:
+        return bool(self._future.done()) and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        try:
+            self._future.wait()
+        except Exception as error:
+            return error
+        return None
 
     def is_completed(self) -> bool:
         return bool(self._future.done())
 
     def get_future(self) -> Future[list[torch.Tensor]]:
-        return self._future
+        # Native code (DDP's reducer) sees the error of this one; a Future of Python's that has an
+        # exception is to it one that has a result.
+        return self._future.then(lambda done: done.value())
 
     def result(self) -> list[torch.Tensor]:
         return list(self._future.value())
@@ -103,7 +130,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self._rank, self._size, self._timeout = rank, size, timeout
         self._store = store
         self._name = ""
-        self._inner: dict[str, Any] = {}
+        self._process = os.getpid()
         self._reducers: dict[tuple[str, str], _native.Reducer] = {}
         store.set(f"nostall node {rank}", node_identity())
         nodes = [bytes(store.get(f"nostall node {r}")) for r in range(size)]
@@ -116,7 +143,15 @@ class Group(ProcessGroup):  # type: ignore[misc]
             len(local),
             order=options.order,
             timeout=timeout.total_seconds(),
+            arena_bytes=options.shared_bytes,
         )
+        self._limit = timeout
+        self._shared_bytes = options.shared_bytes
+        # All ranks are here now. Later they need not be: two of them may exchange a message.
+        among = PrefixStore("nostall cpu", store)
+        self._inner: dict[str, Any] = {}
+        self._keep("cpu", dist.ProcessGroupGloo(among, rank, size, timeout))
+        self._set_default_backend(ProcessGroup.BackendType.CUSTOM)
         self._fixed = options.order == "fixed"
         heads = [nodes.index(name) for name in dict.fromkeys(nodes)]
         self._one_node = len(heads) == 1
@@ -143,12 +178,32 @@ class Group(ProcessGroup):  # type: ignore[misc]
     def rank(self) -> int:
         return self._rank
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Of all later operations."""
+        self._timeout = timeout
+        for inner in self._inner.values():
+            inner.set_timeout(timeout)
+
     def _set_group_name(self, name: str) -> None:
+        super()._set_group_name(name)
         self._name = name
 
     @property
     def group_name(self) -> str:
         return self._name
+
+    def empty(self, shape: torch.Size, kind: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor in shared memory, see nostall.torch.empty_shared."""
+        size = shape.numel() * kind.itemsize
+        try:
+            memory = self._node.empty(size, np.uint8)
+        except UsageError as error:
+            raise UsageError(
+                f"no room for {size} bytes of shared memory; raise the group's "
+                "GroupOptions(shared_bytes=...), now "
+                f"{self._shared_bytes}"
+            ) from error
+        return torch.from_numpy(memory).view(kind).view(shape)
 
     # Ours.
 
@@ -319,8 +374,27 @@ class Group(ProcessGroup):  # type: ignore[misc]
     def scatter(self, outputs: Tensors, inputs: Any, opts: Any) -> Any:
         return self._delegate("scatter", outputs, outputs, inputs, opts)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Any:
-        return self._delegate("alltoall", inputs, outputs, inputs, opts)
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        opts = dist.AllToAllOptions() if opts is None else opts
+        kind = inputs[0].dtype
+        every = [*outputs, *inputs]
+        if not _plain(every) or any(t.dtype != kind for t in every):
+            return self._delegate("alltoall", inputs, outputs, inputs, opts)
+        # Gloo's own alltoall takes lists of tensors of one size only.
+        source = torch.cat([t.detach().reshape(-1) for t in inputs])
+        counts = [t.numel() for t in outputs]
+        target = source.new_empty(sum(counts))
+        work = self._inner["cpu"].alltoall_base(
+            target, source, counts, [t.numel() for t in inputs], opts
+        )
+
+        def distribute(done: Future[Any]) -> list[torch.Tensor]:
+            done.value()
+            for output, part in zip(outputs, target.split(counts), strict=True):
+                output.detach().copy_(part.view(output.shape))
+            return list(outputs)
+
+        return _Work(work.get_future().then(distribute))
 
     def all_to_all_single(self, output: torch.Tensor, source: torch.Tensor, *rest: Any) -> Any:
         return self._delegate("all_to_all_single", [source], output, source, *rest)
@@ -347,14 +421,20 @@ class Group(ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Ends the thread when its work is done, and leaves the node's communicator."""
-        if self._thread is not None:
+        thread, self._thread = self._thread, None
+        if thread is not None and os.getpid() == self._process:
             self._queue.put(None)
-            self._thread.join()
-            self._thread = None
+            thread.join()
         self._node.close()
+        for inner in self._inner.values():
+            inner.shutdown()
 
     def abort(self) -> None:
-        self._node.close()
+        """Ends what is under way with an error, on all ranks, and the group."""
+        self._node.abort()
+        for inner in self._inner.values():
+            inner.abort()
+        self.shutdown()
 
     # How.
 
@@ -415,12 +495,10 @@ class Group(ProcessGroup):  # type: ignore[misc]
         return getattr(self._inner_for(device), name)(*arguments)
 
     def _inner_for(self, device: str) -> Any:
-        """Torch's backend for the device; all ranks come here at the same call."""
+        """Torch's backend for the device; NCCL itself waits for nobody before its first call."""
         if device not in self._inner:
             store = PrefixStore(f"nostall {device}", self._store)
-            if device == "cpu":
-                made = dist.ProcessGroupGloo(store, self._rank, self._size, self._timeout)
-            elif device == "cuda" and dist.is_nccl_available():
+            if device == "cuda" and dist.is_nccl_available():
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = self._timeout
                 made = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
@@ -429,10 +507,28 @@ class Group(ProcessGroup):  # type: ignore[misc]
                     f'the backend "nostall" has nothing for tensors on {device}: move them to the '
                     "CPU, or use a torch that has NCCL"
                 )
-            self._inner[device] = made
+            self._keep(device, made)
         return self._inner[device]
 
-    def _do(self, work: Callable[[], list[torch.Tensor]], opts: Any) -> Any:
+    def _keep(self, device: str, backend: Any) -> None:
+        # Torch asks a group for the backends of its devices, for what these can do.
+        self._inner[device] = backend
+        self._register_backend(torch.device(device), ProcessGroup.BackendType.CUSTOM, backend)
+
+    def _do(self, operation: Callable[[], list[torch.Tensor]], opts: Any) -> Any:
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"this process was forked from rank {self._rank} of a process group; make a group "
+                "of the child's own"
+            )
+        limit = opts.timeout if _is_set(opts.timeout) else self._timeout
+
+        def work() -> list[torch.Tensor]:
+            if limit != self._limit:
+                self._node.set_timeout(limit.total_seconds())
+                self._limit = limit
+            return operation()
+
         with self._lock:
             waits = self._queued > 0 or getattr(opts, "asyncOp", True)
             self._queued += 1
@@ -467,6 +563,12 @@ class Group(ProcessGroup):  # type: ignore[misc]
     def _serve(self) -> None:
         while (run := self._queue.get()) is not None:
             run()
+            del run  # and with it the tensors, before the next wait
+
+
+def _is_set(timeout: timedelta | None) -> bool:
+    """Whether it is a time; torch says -1 ms, or 0, for none."""
+    return timeout is not None and timeout > timedelta(0)
 
 
 def _plain(tensors: Tensors) -> bool:
