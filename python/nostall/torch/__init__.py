@@ -25,10 +25,12 @@ __all__ = [
     "BatchSampler",
     "BucketReducer",
     "Dataset",
+    "DistributedDataParallel",
     "DistributedOptimizer",
     "GradientSync",
     "GroupOptions",
     "SyncOptions",
+    "empty_shared",
     "reduce_bucket",
 ]
 
@@ -36,5 +38,6 @@ if torch.distributed.is_available():
     from nostall.torch.group import Options as GroupOptions
     from nostall.torch.group import register_backend
     from nostall.torch.hook import BucketReducer, reduce_bucket
+    from nostall.torch.shared import DistributedDataParallel, empty_shared
 
     register_backend()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from mpis import launcher
 
 pytestmark = pytest.mark.multi
 RANK = Path(__file__).with_name("torch_rank.py")
@@ -56,6 +58,75 @@ def test_the_death_of_a_rank_is_an_error_on_the_others() -> None:
     result = launch("killed", 3)
     assert result.stdout.count("was told") == 2, result.stderr
     assert "Signal 9" in result.stderr
+
+
+def left_in_shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob(f"nostall-{os.getuid()}-*-collective")}
+
+
+def test_the_death_of_a_rank_in_backward_is_an_error_on_the_others() -> None:
+    before = left_in_shared_memory()
+    result = launch("killed_in_backward", 3)
+    assert result.stdout.count("was told") == 2, result.stderr
+    assert left_in_shared_memory() <= before
+
+
+def test_tensors_in_shared_memory_give_the_same_bits() -> None:
+    result = launch("shared", 2)
+    assert result.returncode == 0, result.stderr
+
+
+def test_messages_need_only_the_ranks_that_exchange_them() -> None:
+    result = launch("pair_of_three", 3)
+    assert result.returncode == 0, result.stderr
+
+
+def test_groups_are_used_by_several_threads() -> None:
+    result = launch("threads", 2)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_forked_child_is_refused() -> None:
+    result = launch("forked", 2)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
+def test_calls_that_differ_are_named_on_all_ranks(debug: str) -> None:
+    result = launch("mismatched", 2, TORCH_DISTRIBUTED_DEBUG=debug)
+    assert result.stdout.count("named") == 2, result.stderr
+
+
+def test_timeouts_of_waits_and_operations() -> None:
+    result = launch("limits", 2)
+    assert "limited" in result.stdout, result.stderr
+
+
+def test_abort_ends_the_group_on_all_ranks() -> None:
+    result = launch("aborted", 2)
+    assert result.stdout.count("ended") == 2, result.stderr
+
+
+@pytest.mark.parametrize("what", ["threads", "forked", "fully_sharded"])
+def test_mpirun_launches_it_too(what: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    result = subprocess.run(
+        [*launcher("openmpi"), "-n", "2", sys.executable, str(RANK), what],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        },
+    )
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_rank_that_does_not_come_is_an_error_after_the_timeout() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 
@@ -15,6 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 import nostall.torch
 
 torch.set_num_threads(1)
+if "OMPI_COMM_WORLD_RANK" in os.environ:
+    os.environ["RANK"] = os.environ["OMPI_COMM_WORLD_RANK"]
+    os.environ["WORLD_SIZE"] = os.environ["OMPI_COMM_WORLD_SIZE"]
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 if "NODES" in os.environ:
     os.environ["NOSTALL_NODE"] = f"node {rank * int(os.environ['NODES']) // size}"
@@ -167,6 +171,197 @@ def fully_sharded() -> None:
         torch.testing.assert_close(p.full_tensor(), value)
 
 
+def in_shared_memory(tensor: torch.Tensor) -> bool:
+    """Whether a communicator's memory is where the tensor is."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            begin, end = (int(word, 16) for word in line.split()[0].split("-"))
+            if begin <= tensor.data_ptr() < end:
+                return "-collective" in line
+    return False
+
+
+def shared() -> None:
+    """Tensors in shared memory give the same bits as ordinary ones; DDP's buckets are some."""
+    for kind in (torch.float32, torch.bfloat16, torch.float64):
+        torch.manual_seed(rank)
+        ordinary = torch.randn(3, 5_001).to(kind)
+        ours = nostall.torch.empty_shared(3, 5_001, dtype=kind)
+        assert in_shared_memory(ours)
+        assert not in_shared_memory(ordinary)
+        ours.copy_(ordinary)
+        mixed = ours if rank == 0 else ordinary.clone()
+        dist.all_reduce(ordinary)
+        if rank == 0:
+            mixed = nostall.torch.empty_shared(3, 5_001, dtype=kind).copy_(ours)
+        dist.all_reduce(ours)
+        assert torch.equal(ours, ordinary)
+        dist.all_reduce(mixed)  # the others' are ordinary
+        assert torch.equal(mixed, ordinary)
+
+    def train(kind: type[DistributedDataParallel]) -> DistributedDataParallel:
+        torch.manual_seed(3)
+        layers = [torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 96)]
+        model = kind(torch.nn.Sequential(*layers), bucket_cap_mb=0.02)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        for step in range(4):
+            torch.manual_seed(10 * step + rank)
+            optimizer.zero_grad()
+            model(torch.randn(4, 64)).square().mean().backward()
+            optimizer.step()
+        return model
+
+    ours, theirs = train(nostall.torch.DistributedDataParallel), train(DistributedDataParallel)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert in_shared_memory(a.grad)
+        assert not in_shared_memory(b.grad)
+    options = nostall.torch.GroupOptions(shared_bytes=1 << 16)
+    small = dist.new_group(backend="nostall", pg_options=options)
+    try:
+        nostall.torch.empty_shared(1 << 20, group=small)
+        raise AssertionError("64 KB held 4 MB")
+    except ValueError as error:
+        assert "shared_bytes" in str(error), error
+
+
+def pair_of_three() -> None:
+    """Two ranks exchange a message that the third knows nothing of."""
+    if rank == 0:
+        dist.send(torch.tensor([42.0]), 1)
+    elif rank == 1:
+        got = torch.empty(1)
+        dist.recv(got, 0)
+        assert got.item() == 42
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == size
+    outputs = [torch.empty(r + 1, 2) for r in range(size)]
+    dist.all_to_all(outputs, [torch.full((rank + 1, 2), float(rank))] * size)
+    assert all((t == r).all() for r, t in enumerate(outputs))
+
+
+def threads() -> None:
+    """Several groups at once, each from a thread of its own."""
+    groups = [dist.new_group() for _ in range(4)]
+    wrong: list[object] = []
+
+    def use(number: int) -> None:
+        try:
+            for i in range(60):
+                tensor = torch.full((1 + 997 * (i % 7),), float(rank * (number + 1)))
+                work = dist.all_reduce(tensor, group=groups[number], async_op=i % 3 == 0)
+                if work is not None:
+                    work.wait()
+                assert (tensor == (number + 1) * size * (size - 1) / 2).all()
+        except Exception as error:
+            wrong.append(error)
+
+    started = [threading.Thread(target=use, args=(n,)) for n in range(len(groups))]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    assert not wrong, wrong
+
+
+def forked() -> None:
+    """A child is refused at once, synchronous or not; its parent goes on."""
+    tensor = torch.ones(2_000)
+    dist.all_reduce(tensor, async_op=True).wait()
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for asynchronous in (False, True):
+            try:
+                dist.all_reduce(tensor, async_op=asynchronous)
+            except ValueError as error:
+                refused += "forked" in str(error)
+        os._exit(0 if refused == 2 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    dist.all_reduce(tensor)
+    assert (tensor == size * size).all()
+
+
+def mismatched() -> None:
+    """Calls that differ are an error on all ranks that names the ranks and what they call."""
+    try:
+        dist.all_reduce(torch.ones(5 if rank == 0 else 7))
+    except ValueError as error:
+        text = str(error)
+        assert "rank 0" in text, text
+        assert "5" in text, text
+        assert "rank 1" in text, text
+        assert "7" in text, text
+        print("named", flush=True)
+        os._exit(0)
+
+
+def limits() -> None:
+    """A wait's own timeout leaves the operation as it is; an operation's own ends the group."""
+    tensor = torch.ones(3)
+    if rank == 1:
+        time.sleep(0.6)
+    work = dist.all_reduce(tensor, async_op=True)
+    if rank == 0:
+        try:
+            work.wait(timedelta(milliseconds=100))
+            raise AssertionError("rank 1 was there")
+        except RuntimeError as error:
+            assert "0.1 s" in str(error), error
+    work.wait()
+    assert (tensor == size).all()
+    options = dist.BarrierOptions()
+    options.timeout = timedelta(milliseconds=300)
+    if rank == 0:
+        try:
+            dist.group.WORLD.barrier(options).wait()
+        except RuntimeError as error:
+            assert "0.3000 s" in str(error), error
+            assert "not arrived: 1" in str(error), error
+            print("limited", flush=True)
+    else:
+        time.sleep(2)
+    os._exit(0)
+
+
+def aborted() -> None:
+    """One rank's abort ends what others wait for."""
+    begin = time.monotonic()
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        time.sleep(0.3)
+        dist.group.WORLD.abort()
+    try:
+        if rank == 0:
+            work.wait()
+        else:
+            time.sleep(0.6)
+            dist.all_reduce(torch.ones(3))
+    except RuntimeError as error:
+        assert "rank 0 aborted" in str(error), error
+        assert time.monotonic() - begin < 30
+        print("ended", flush=True)
+    os._exit(0)
+
+
+def killed_in_backward() -> None:
+    """DDP's native reducer gets the error too, with the rank's name."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    model = nostall.torch.DistributedDataParallel(torch.nn.Linear(300, 300))
+    for _ in range(3):
+        model(torch.ones(2, 300)).sum().backward()
+    loss = model(torch.ones(2, 300)).sum()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        assert "rank 1" in str(error), error
+        print(f"rank {rank} was told", flush=True)
+        os._exit(0)
+
+
 def killed() -> None:
     """A rank dies in the middle; the others get an error at once, not after the timeout."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others at once
@@ -198,7 +393,7 @@ def late() -> None:
 
 
 limit = timedelta(seconds=1 if sys.argv[1] == "late" else 60)
-order = "fixed" if sys.argv[1] == "data_parallel" else "any"
+order = "fixed" if sys.argv[1] in ("data_parallel", "shared") else "any"
 dist.init_process_group("nostall", timeout=limit, pg_options=nostall.torch.GroupOptions(order))
 globals()[sys.argv[1]]()
 dist.destroy_process_group()

@@ -1,0 +1,114 @@
+"""Gradients in the memory that all ranks of a node reach, where they are added without a copy.
+
+    model = nostall.torch.DistributedDataParallel(model)       # over the backend "nostall"
+    tensor = nostall.torch.empty_shared(1 << 20)               # for all_reduce by the program itself
+
+An all_reduce of ordinary tensors moves them through a window of shared memory. If all ranks pass
+tensors that are in shared memory, each sums pieces of all of them where they are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import parallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nostall.errors import IoError, UsageError
+from nostall.torch.group import Group
+
+# Smaller messages are exchanged as they are (kExchangeBytes of native/collective).
+_LEAST_BYTES = 4 << 10
+
+
+def empty_shared(
+    *size: int | Sequence[int], dtype: torch.dtype | None = None, group: Any = None
+) -> torch.Tensor:
+    """An uninitialised tensor in shared memory: all_reduce sums it in place if all ranks pass one.
+
+    Args:
+        size: its shape, as torch.empty takes it.
+        dtype: torch's default if None.
+        group: the process group, of the backend "nostall", that will reduce it; the default one.
+
+    The memory is freed with the last tensor that uses it. A forked child must not touch it.
+
+    Raises:
+        UsageError: the group is not ours, or has no room (`GroupOptions(shared_bytes=...)`).
+        IoError: the node has no memory for it in /dev/shm.
+    """
+    shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+    return _ours(group).empty(shape, dtype or torch.get_default_dtype())
+
+
+class DistributedDataParallel(parallel.DistributedDataParallel):  # type: ignore[misc]
+    """torch's DistributedDataParallel, its buckets of gradients in shared memory.
+
+    Takes what torch's takes; gradient_as_bucket_view is True unless it is given, so that backward
+    writes gradients where they will be added. A bucket for which there is no room is an ordinary
+    tensor, with a warning.
+
+    Raises:
+        UsageError: the process group is not of the backend "nostall".
+    """
+
+    _has_rebuilt_buckets: bool
+
+    def __init__(self, module: torch.nn.Module, *arguments: Any, **named: Any) -> None:
+        named.setdefault("gradient_as_bucket_view", True)
+        shared = _InSharedMemory(_ours(named.get("process_group")))
+        with shared:
+            super().__init__(module, *arguments, **named)
+        self._shared = shared
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        # Once, when it has seen in which order gradients come, torch makes the buckets anew.
+        if torch.is_grad_enabled() and not self._has_rebuilt_buckets:
+            with self._shared:
+                self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
+        return super().forward(*inputs, **named)
+
+
+class _InSharedMemory(TorchDispatchMode):  # type: ignore[misc]
+    """Flat CPU tensors that are made meanwhile, natively too, lie in the group's shared memory."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self._group = group
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        named = named or {}
+        if function is torch.ops.aten.empty.memory_format and len(arguments[0]) == 1:
+            made = self._make(arguments[0][0], named)
+            if made is not None:
+                return made
+        return function(*arguments, **named)
+
+    def _make(self, count: int, named: dict[str, Any]) -> torch.Tensor | None:
+        kind = named.get("dtype") or torch.get_default_dtype()
+        device = named.get("device")
+        if (device is not None and torch.device(device).type != "cpu") or named.get("pin_memory"):
+            return None
+        if count * kind.itemsize <= _LEAST_BYTES:
+            return None
+        try:
+            return self._group.empty(torch.Size([count]), kind)
+        except (UsageError, IoError) as error:
+            warnings.warn(f"a bucket of gradients is an ordinary tensor: {error}", stacklevel=2)
+            return None
+
+
+def _ours(group: Any) -> Group:
+    group = group or dist.group.WORLD
+    if not isinstance(group, Group):
+        raise UsageError(
+            "shared memory belongs to a process group of the backend nostall: call "
+            'torch.distributed.init_process_group("nostall"), or pass a group of that backend'
+        )
+    return group
