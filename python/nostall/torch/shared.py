@@ -48,9 +48,10 @@ def empty_shared(
 class DistributedDataParallel(parallel.DistributedDataParallel):  # type: ignore[misc]
     """torch's DistributedDataParallel, its buckets of gradients in shared memory.
 
-    Takes what torch's takes; gradient_as_bucket_view is True unless it is given, so that backward
-    writes gradients where they will be added. A bucket for which there is no room is an ordinary
-    tensor, with a warning.
+    Takes what torch's takes, by name; gradient_as_bucket_view is True unless it is given, so that
+    backward writes gradients where they will be added. A bucket for which there is no room is an
+    ordinary tensor, with a warning; so are, without one, buckets that torch makes anew within
+    join().
 
     Raises:
         UsageError: the process group is not of the backend "nostall".
@@ -58,16 +59,24 @@ class DistributedDataParallel(parallel.DistributedDataParallel):  # type: ignore
 
     _has_rebuilt_buckets: bool
 
-    def __init__(self, module: torch.nn.Module, *arguments: Any, **named: Any) -> None:
+    def __init__(self, module: torch.nn.Module, **named: Any) -> None:
         named.setdefault("gradient_as_bucket_view", True)
-        shared = _InSharedMemory(_ours(named.get("process_group")))
+        group, mesh = named.get("process_group"), named.get("device_mesh")
+        shared = _InSharedMemory(_ours(group if mesh is None else mesh.get_group(mesh_dim=0)))
         with shared:
-            super().__init__(module, *arguments, **named)
+            super().__init__(module, **named)
         self._shared = shared
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        # Once, when it has seen in which order gradients come, torch makes the buckets anew.
-        if torch.is_grad_enabled() and not self._has_rebuilt_buckets:
+        # Once, when it has seen in which order gradients come, torch makes the buckets anew, in its
+        # forward. We do it just before, if it has any and nothing to tell other ranks first.
+        none = self._use_python_reducer or self._delay_all_reduce_all_params
+        if (
+            torch.is_grad_enabled()
+            and not self._has_rebuilt_buckets
+            and not self._join_config.enable
+            and not none
+        ):
             with self._shared:
                 self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
         return super().forward(*inputs, **named)

@@ -216,6 +216,10 @@ def shared() -> None:
         assert torch.equal(a, b)
         assert in_shared_memory(a.grad)
         assert not in_shared_memory(b.grad)
+    uneven = nostall.torch.DistributedDataParallel(torch.nn.Linear(64, 64))
+    with uneven.join():
+        for _ in range(1 + 3 * rank):
+            uneven(torch.ones(2, 64)).sum().backward()
     options = nostall.torch.GroupOptions(shared_bytes=1 << 16)
     small = dist.new_group(backend="nostall", pg_options=options)
     try:
