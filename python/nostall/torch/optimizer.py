@@ -230,6 +230,7 @@ class GradientSync:
         self._planned_pattern = pattern
 
     def _use(self, groups: list[list[int]]) -> None:
+        self._detach()  # else the buffers of both plans would be there
         self.engine.set_plan(groups)
         self.plan = groups
 
@@ -332,12 +333,15 @@ class GradientSync:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        # While they lie in the ranks' shared memory, this rank has not left the others.
+        self._detach()
+        self._views = False
+
+    def _detach(self) -> None:
         if self._views:
-            # While they lie in the ranks' shared memory, this rank has not left the others.
             for parameter in self._parameters:
                 if parameter.grad is not None and not parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.clone()
-        self._views = False
 
     def drop_views(self) -> None:
         """In a forked child: no gradients, instead of memory that is not there."""

@@ -140,8 +140,8 @@ def test_what_is_done_to_gradients_gives_the_same_bits() -> None:
             (views, shared), (apart, own) = result[way]
             assert views == apart, way
             assert len(set(views)) == 9, way
-            # The test can tell them apart: all eight, or those that the graph used.
-            assert min(shared) >= 6, way
+            # The test can tell them apart. A step that changes the plan gives them memory of their own.
+            assert max(shared) >= 6, way
             assert own == [0] * 9, way
         assert result["kept"] == [True] * 18
         assert result["outlived"]
@@ -182,9 +182,11 @@ result["goes on"] = digest(model) != before
 for dtype in (torch.bfloat16, torch.float16, torch.float64):
     weight = torch.nn.Parameter(torch.ones(300, dtype=dtype))
     one = nt.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("w", weight)])
-    (weight * (rank + 1)).sum().backward()
-    one.step()
-    right = weight.grad.dtype == dtype and weight.tolist() == [-0.5] * 300
+    for _ in range(2):  # the first step makes the plan
+        one.zero_grad()
+        (weight * (rank + 1)).sum().backward()
+        one.step()
+    right = weight.grad.dtype == dtype and weight.tolist() == [-2.0] * 300
     result["dtype"].append([right, in_buffers(one)])
 conv = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
 two = nt.DistributedOptimizer(torch.optim.SGD(conv.parameters(), lr=1.0), conv.named_parameters())
