@@ -144,7 +144,8 @@ void join_node(CommunicatorState& state, MPI_Comm node, bool is_world) {
   }
 }
 
-uint64_t agree_on_name(const CommunicatorState& state, MPI_Comm comm) {
+// Nothing if the communicator is not good for anything: a revoked one.
+std::optional<uint64_t> agree_on_name(const CommunicatorState& state, MPI_Comm comm) {
   static std::atomic<uint64_t> made{0};
   uint64_t name = 0;
   if (state.rank == 0) {
@@ -152,7 +153,7 @@ uint64_t agree_on_name(const CommunicatorState& state, MPI_Comm comm) {
             made.fetch_add(1)) &
            ((uint64_t{1} << 53) - 1);  // JSON's numbers
   }
-  PMPI_Bcast(&name, 1, MPI_UINT64_T, 0, comm);
+  if (PMPI_Bcast(&name, 1, MPI_UINT64_T, 0, comm) != MPI_SUCCESS) return std::nullopt;
   return name;
 }
 
@@ -196,7 +197,11 @@ CommunicatorState* look_up(MPI_Comm comm, bool make) {
   PMPI_Comm_test_inter(comm, &inter);
   PMPI_Comm_rank(comm, &made->rank);
   PMPI_Comm_size(comm, &made->ranks);
-  if (inter == 0) made->name = agree_on_name(*made, comm);
+  if (inter == 0) {
+    const auto name = agree_on_name(*made, comm);
+    if (!name) return nullptr;
+    made->name = *name;
+  }
   if (switched_off()) {
     made->passed = Passed::switched_off;
   } else if (inter != 0) {

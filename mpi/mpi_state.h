@@ -24,6 +24,7 @@
 #include <string>
 #include <vector>
 
+#include "base/error.h"
 #include "collective/communicator.h"
 #include "nonblocking.h"
 
@@ -56,7 +57,7 @@ struct CommunicatorState {
 };
 
 // The state of a communicator; made at its first collective call, in which all its ranks take part.
-// Null before MPI_Init or after MPI_Finalize.
+// Null before MPI_Init or after MPI_Finalize, and if the communicator was revoked before.
 CommunicatorState* state_of(MPI_Comm comm);
 // The same, but null where none was made yet; other ranks need not be in a call. Whether one was
 // made is the same on all ranks, since all make the same calls.
@@ -65,6 +66,8 @@ CommunicatorState* known_state_of(MPI_Comm comm);
 CommunicatorState* world_state() noexcept;
 // After MPI_Init, which is collective over all ranks of MPI_COMM_WORLD, as MPI_Alloc_mem is not.
 void begin();
+// What a call that failed returns; says why on standard error, and calls the error handler.
+int fail(MPI_Comm comm, const Error& error);
 // Frees what is kept; the program's communicators are about to end.
 void free_states();
 

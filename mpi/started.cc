@@ -1,5 +1,4 @@
 // What starts now and ends later: nonblocking and persistent calls, and the waits for requests.
-#include <cstdio>
 #include <utility>
 
 #include "base/error.h"
@@ -23,10 +22,7 @@ int start(CommunicatorState& state, std::function<void()> run, MPI_Request* requ
     try {
       run();
     } catch (const Error& error) {
-      std::fprintf(stderr, "nostall: %s\n", error.what());
-      // Its communicator may have been freed.
-      PMPI_Comm_call_errhandler(MPI_COMM_WORLD, MPI_ERR_OTHER);
-      return MPI_ERR_OTHER;
+      return fail(MPI_COMM_WORLD, error);  // its communicator may have been freed
     }
     return MPI_SUCCESS;
   };
@@ -50,7 +46,9 @@ int iallreduce(const void* send, void* receive, uint64_t count, MPI_Datatype typ
   const uint64_t bytes = count * reducer.element_bytes();
   const bool in_place = send == MPI_IN_PLACE;
   auto out = std::make_shared<Aligned>(receive, bytes, reducer.alignment(), in_place);
-  auto in = in_place ? out : std::make_shared<Aligned>(send, bytes, reducer.alignment(), true);
+  auto in = in_place
+                ? out
+                : std::make_shared<Aligned>(send, bytes, reducer.alignment(), true, out->get());
   const auto run = [node = state->node.get(), in, out, count, reducer] {
     node->allreduce(in->get(), out->get(), count, reducer);
     out->write_back();
@@ -71,7 +69,9 @@ int ireduce(const void* send, void* receive, uint64_t count, MPI_Datatype type, 
   const bool is_root = state->rank == root, in_place = send == MPI_IN_PLACE;
   auto out = std::make_shared<Aligned>(is_root ? receive : nullptr, is_root ? bytes : 0,
                                        reducer.alignment(), in_place);
-  auto in = in_place ? out : std::make_shared<Aligned>(send, bytes, reducer.alignment(), true);
+  auto in = in_place
+                ? out
+                : std::make_shared<Aligned>(send, bytes, reducer.alignment(), true, out->get());
   const auto run = [node = state->node.get(), in, out, count, reducer, root, is_root] {
     node->reduce(in->get(), out->get(), count, reducer, static_cast<uint32_t>(root));
     if (is_root) out->write_back();

@@ -14,6 +14,14 @@
 namespace nostall::mpi {
 namespace {
 
+// MPI's fault tolerance, in the MPIs that have it.
+constexpr const char* kRevoked = "the communicator was revoked";
+#if defined(MPI_ERR_REVOKED)
+#define NOSTALL_ERR_REVOKED MPI_ERR_REVOKED
+#elif defined(MPIX_ERR_REVOKED)
+#define NOSTALL_ERR_REVOKED MPIX_ERR_REVOKED
+#endif
+
 // Between nodes a message travels in pieces, each as soon as its node has reduced it.
 constexpr uint64_t kPieceBytes = 1 << 20;
 
@@ -38,12 +46,6 @@ class Traced {
   const uint64_t count_, bytes_;
   const int64_t arrived_;
 };
-
-int fail(MPI_Comm comm, const Error& error) {
-  std::fprintf(stderr, "nostall: %s\n", error.what());
-  PMPI_Comm_call_errhandler(comm, MPI_ERR_OTHER);
-  return MPI_ERR_OTHER;
-}
 
 // In the node to its first rank, among those of all nodes, and back; in pieces that overlap.
 void two_level_allreduce(CommunicatorState& state, const std::byte* in, std::byte* out,
@@ -86,7 +88,7 @@ int allreduce(const void* send, void* receive, uint64_t count, MPI_Datatype type
     const uint64_t bytes = count * reducer->element_bytes();
     const size_t alignment = reducer->get().alignment();
     Aligned out(receive, bytes, alignment, send == MPI_IN_PLACE);
-    Aligned in(send == MPI_IN_PLACE ? out.get() : send, bytes, alignment, true);
+    Aligned in(send == MPI_IN_PLACE ? out.get() : send, bytes, alignment, true, out.get());
     if (state->one_node) {
       state->node->allreduce(in.get(), out.get(), count, reducer->get());
     } else if (exchange_between_nodes()) {
@@ -121,7 +123,7 @@ int reduce(const void* send, void* receive, uint64_t count, MPI_Datatype type, M
     const size_t alignment = reducer->get().alignment();
     const bool is_root = state->rank == root;
     Aligned out(is_root ? receive : nullptr, is_root ? bytes : 0, alignment, send == MPI_IN_PLACE);
-    Aligned in(send == MPI_IN_PLACE ? out.get() : send, bytes, alignment, true);
+    Aligned in(send == MPI_IN_PLACE ? out.get() : send, bytes, alignment, true, out.get());
     state->node->reduce(in.get(), out.get(), count, reducer->get(), static_cast<uint32_t>(root));
     if (is_root) out.write_back();
   } catch (const Error& error) {
@@ -222,6 +224,17 @@ void report() {
 
 }  // namespace
 
+int fail(MPI_Comm comm, const Error& error) {
+  int code = MPI_ERR_OTHER;
+#ifdef NOSTALL_ERR_REVOKED
+  if (std::strstr(error.what(), kRevoked) != nullptr) code = NOSTALL_ERR_REVOKED;
+#endif
+  // A revoked communicator is the program's own doing.
+  if (code == MPI_ERR_OTHER) std::fprintf(stderr, "nostall: %s\n", error.what());
+  PMPI_Comm_call_errhandler(comm, code);
+  return code;
+}
+
 void begin() {
   state_of(MPI_COMM_WORLD);
   if (profiling()) profile_begin();
@@ -304,5 +317,15 @@ NOSTALL_EXPORT int MPI_Bcast_c(void* buffer, MPI_Count count, MPI_Datatype type,
   const auto pass = [&] { return PMPI_Bcast_c(buffer, count, type, root, comm); };
   return count < 0 ? pass()
                    : own::bcast(buffer, static_cast<uint64_t>(count), type, root, comm, pass);
+}
+#endif
+
+#ifdef NOSTALL_ERR_REVOKED
+extern "C" int PMPIX_Comm_revoke(MPI_Comm comm);
+// Ranks that wait in shared memory cannot see what the MPI tells them.
+NOSTALL_EXPORT int MPIX_Comm_revoke(MPI_Comm comm) {
+  const own::CommunicatorState* state = own::known_state_of(comm);
+  if (state != nullptr && state->node) state->node->end(own::kRevoked);
+  return PMPIX_Comm_revoke(comm);
 }
 #endif

@@ -12,13 +12,19 @@
 
 namespace nostall::mpi {
 
-// A buffer whose address our kernels accept, and its way back.
+// A buffer whose address our kernels accept, and its way back. One that overlaps `other`, of as
+// many bytes, is copied as well: an error in MPI that no MPI reports, and that has an obvious
+// meaning.
 class Aligned {
  public:
-  Aligned(const void* data, uint64_t bytes, size_t alignment, bool fill) : data_(data) {
-    if (reinterpret_cast<uintptr_t>(data) % alignment == 0) return;
+  Aligned(const void* data, uint64_t bytes, size_t alignment, bool fill,
+          const void* other = nullptr)
+      : data_(data) {
+    const auto at = reinterpret_cast<uintptr_t>(data), its = reinterpret_cast<uintptr_t>(other);
+    const bool overlaps = other != nullptr && at != its && at < its + bytes && its < at + bytes;
+    if (at % alignment == 0 && !overlaps) return;
     copy_.resize(bytes);
-    if (fill) std::memcpy(copy_.data(), data, bytes);
+    if (fill && bytes > 0) std::memcpy(copy_.data(), data, bytes);
   }
   void* get() { return copy_.empty() ? const_cast<void*>(data_) : copy_.data(); }
   void write_back() {

@@ -364,6 +364,13 @@ void Communicator::on_late(std::chrono::nanoseconds after,
   impl_->engine.on_late(after, std::move(tell));
 }
 
+void Communicator::end(const std::string& why) noexcept {
+  try {
+    impl_->engine.fail(Error(ErrorKind::peer, why));
+  } catch (const Error&) {
+  }
+}
+
 CommunicatorStats Communicator::stats() const {
   const std::scoped_lock lock(impl_->mutex);
   CommunicatorStats stats = impl_->stats;

@@ -116,6 +116,10 @@ class Communicator {
   void on_late(std::chrono::nanoseconds after,
                std::function<void(std::span<const uint32_t> missing)> tell);
 
+  // Ends the communicator for all: every call, also of a rank that waits, throws Error(peer, why).
+  // From any thread, at any time.
+  void end(const std::string& why) noexcept;
+
   CommunicatorStats stats() const;
 
  private:

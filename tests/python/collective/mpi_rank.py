@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import signal
 import sys
@@ -254,6 +256,164 @@ def killed() -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     world.Allreduce(MPI.IN_PLACE, data)
+
+
+def buffers() -> None:
+    """Buffers that are not aligned, that overlap, or that are one."""
+    double = MPI.DOUBLE
+    for count in (5, 5000, 100_000):
+        parts = [np.arange(count) % 7.0 + r for r in range(size)]
+        expected = sum(parts)
+        room = np.zeros(8 * count + 24, "u1")
+        at = {n: np.frombuffer(room.data[n : n + 8 * count], "f8") for n in (1, 3, 8, 16)}
+        for mine, out in ((at[1], at[1]), (at[8], at[8]), (at[8], at[16]), (at[3], at[8])):
+            mine[:] = parts[rank]
+            world.Allreduce([mine, double], [out, double])
+            np.testing.assert_array_equal(out, expected)
+            mine[:] = parts[rank]
+            world.Reduce([mine, double], [out, double] if rank == 1 else None, root=1)
+            np.testing.assert_array_equal(
+                out if rank == 1 else mine, (parts[rank], expected)[rank == 1]
+            )
+            mine[:] = parts[rank]
+            world.Iallreduce([mine, double], [out, double]).Wait()
+            np.testing.assert_array_equal(out, expected)
+        at[3][:] = parts[rank]
+        world.Allreduce(MPI.IN_PLACE, [at[3], double])
+        np.testing.assert_array_equal(at[3], expected)
+        at[1][:] = parts[rank]
+        world.Bcast([at[1], double], 1)
+        np.testing.assert_array_equal(at[1], parts[1])
+
+
+def gaps() -> None:
+    """A reduction of a type with gaps is the MPI's."""
+
+    def add(a: object, b: object, _: object) -> None:
+        left, right = np.frombuffer(a, "f8"), np.frombuffer(b, "f8")  # type: ignore[call-overload]
+        right[::2] += left[: len(right) : 2]
+
+    every_other = MPI.DOUBLE.Create_resized(0, 16).Commit()
+    op = MPI.Op.Create(add, commute=True)
+    values = np.full(20, float(rank))
+    out = np.full(20, -1.0)
+    world.Allreduce([values, 10, every_other], [out, 10, every_other], op)
+    assert (out[::2] == size * (size - 1) / 2).all()
+    assert (out[1::2] == -1).all()
+
+
+def forked() -> None:
+    """A child that comes and goes between calls changes nothing, whatever it does at its end."""
+    data = np.full(20_000, 1.0)
+    for turn in range(3):
+        world.Allreduce(MPI.IN_PLACE, data)
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        if turn == 1:
+            os.waitpid(child, 0)
+        world.Iallreduce(MPI.IN_PLACE, data).Wait()
+        world.Barrier()
+    assert data[0] == size**6
+
+
+def killed_with_child() -> None:
+    """A rank dies while a child of it lives on."""
+    data = np.ones(1 << 16)
+    world.Allreduce(MPI.IN_PLACE, data)
+    if rank == 1:
+        if os.fork() == 0:
+            os.close(1)
+            os.close(2)
+            time.sleep(15)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.Allreduce(MPI.IN_PLACE, data)
+
+
+def absent() -> None:
+    """A rank that does not come, once."""
+    world.Barrier()
+    if rank == 1:
+        time.sleep(3)
+        os._exit(7)
+    try:
+        world.Allreduce(MPI.IN_PLACE, np.ones(10))
+    except MPI.Exception as error:
+        print("rank", rank, "was told", error.Get_error_class() == MPI.ERR_OTHER, flush=True)
+    world.Abort(5)
+
+
+def mismatched() -> None:
+    """Ranks that call different things are all told; each time on another communicator."""
+    data, out = np.ones(100, "f4"), np.ones(100, "f4")
+    mine = rank == 1
+    cases = [
+        lambda comm: comm.Allreduce(data[: 70 if mine else 100], out[: 70 if mine else 100]),
+        lambda comm: comm.Allreduce(data, out, MPI.MAX if mine else MPI.SUM),
+        lambda comm: comm.Allreduce(MPI.IN_PLACE, out.view("i4") if mine else out),
+        lambda comm: comm.Bcast(data, 0 if mine else 2),
+        lambda comm: comm.Barrier() if mine else comm.Reduce(data, out, root=0),
+    ]
+    for case in cases:
+        comm = world.Dup()
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        try:
+            case(comm)
+            comm.Barrier()  # who had nothing to wait for is told by the next call
+        except MPI.Exception as error:
+            assert error.Get_error_class() == MPI.ERR_OTHER
+        else:
+            print("nobody told rank", rank, flush=True)
+            world.Abort(5)
+        comm.Free()
+    # What was broken was each case's alone.
+    world.Allreduce(MPI.IN_PLACE, data)
+    assert (data == size).all()
+
+
+def revoked() -> None:
+    """Ranks that wait are told that the communicator was revoked, and so are later calls."""
+    comm = world.Dup()
+    comm.Barrier()
+    if rank == 0:
+        time.sleep(0.2)
+        comm.Revoke()
+    for _ in range(2):
+        try:
+            comm.Allreduce(MPI.IN_PLACE, np.ones(10))
+        except MPI.Exception as error:
+            assert error.Get_error_class() == MPI.ERR_REVOKED
+        else:
+            world.Abort(5)
+    comm.Free()
+    world.Barrier()
+
+
+def huge() -> None:
+    """More than 2^31 elements. The same few pages stand for all but the last ones."""
+    pages, times = 1 << 24, 129
+    total = pages * times
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    file = os.memfd_create("pages")
+    os.ftruncate(file, 2 * pages)
+    shared, fixed = mmap.MAP_SHARED, 0x10
+    base = libc.mmap(None, total, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    for i in range(times):
+        at = pages if i == times - 1 else 0
+        got = libc.mmap(base + i * pages, pages, 3, shared | fixed, file, at)
+        assert got == base + i * pages, os.strerror(ctypes.get_errno())
+    buffer = (ctypes.c_uint8 * total).from_address(base)
+    data = np.frombuffer(buffer, "u1")
+    data[:pages] = 5 + rank
+    data[-pages:] = 7 - rank
+    data[-1] = 100 + rank
+    world.Allreduce(MPI.IN_PLACE, data, MPI.MAX)
+    assert (data[:pages] == 5 + size - 1).all()
+    assert (data[-pages:-1] == 7).all()
+    assert data[-1] == 100 + size - 1
 
 
 def random_delays() -> None:

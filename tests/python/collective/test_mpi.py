@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,61 @@ def test_a_killed_rank_is_an_error_on_the_others() -> None:
     assert result.returncode != 0
     assert "rank 1 (process" in result.stderr
     assert "died before it finished allreduce (call 2)" in result.stderr
+
+
+@pytest.mark.parametrize("which", MPIS)
+def test_a_death_or_an_absence_ends_the_job_and_leaves_no_memory(which: str) -> None:
+    files = set(Path("/dev/shm").glob("nostall-*-collective"))
+    result = run(which, 3, [sys.executable, str(RANK), "killed_with_child"])
+    assert result.returncode != 0
+    result = run(which, 2, [sys.executable, str(RANK), "absent"], NOSTALL_MPI_TIMEOUT="0.5")
+    assert result.returncode != 0
+    assert "rank 0 was told True" in result.stdout, result.stderr
+    assert "in allreduce (call 2) for ranks that have not arrived: 1" in result.stderr
+    files = set(Path("/dev/shm").glob("nostall-*-collective")) - files
+    # Another job's exist until all of its ranks have joined.
+    end = time.monotonic() + 60
+    while any(file.exists() for file in files):
+        assert time.monotonic() < end, files
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("which", MPIS)
+def test_ranks_that_call_different_things_are_told_both(which: str) -> None:
+    result = run(which, 3, [sys.executable, str(RANK), "mismatched"])
+    assert "all right" in result.stdout, result.stderr
+    for told in (
+        "allreduce of 70 float32 elements, sum",
+        "allreduce of 100 float32 elements, max",
+        "rank 1 calls allreduce of 100 int32 elements, sum",
+        "rank 1 calls broadcast of 400 bytes, from rank 0",
+        "rank 1 calls barrier",
+    ):
+        assert told in result.stderr
+    assert counted(result.stderr)["allreduce"] == 1
+
+
+@pytest.mark.parametrize("which", MPIS)
+def test_buffers_types_and_children_that_are_not_ordinary(which: str) -> None:
+    # All nonblocking calls are ours: the MPIs refuse one buffer as both.
+    programs = [sys.executable, str(RANK), "buffers", "gaps", "forked"]
+    result = run(which, 2, programs, NOSTALL_MPI_NONBLOCKING="0")
+    assert "all right" in result.stdout, result.stderr
+    counts = counted(result.stderr)
+    assert counts["type"] == 1
+    assert counts["allreduce"] == 3 * 5 + 3
+    assert counts["background"] == 3 * 4 + 3
+
+
+def test_a_revoked_communicator_ends_for_those_who_wait() -> None:
+    result = run("openmpi", 2, [sys.executable, str(RANK), "revoked"])
+    assert "all right" in result.stdout, result.stderr
+
+
+def test_more_than_two_gigabytes_in_one_call() -> None:
+    result = run("mpich", 2, [sys.executable, str(RANK), "huge"])
+    assert "all right" in result.stdout, result.stderr
+    assert counted(result.stderr)["allreduce"] == 1
 
 
 def test_switched_off_it_only_watches(tmp_path: Path) -> None:
