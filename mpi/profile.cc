@@ -185,7 +185,7 @@ void record(Call call, CommunicatorState* state, uint64_t count, uint64_t bytes,
   }
   constexpr uint64_t kChunk = 1 << 14;
   if (p.records == p.chunks.size() * kChunk) {
-    p.chunks.push_back(std::make_unique<std::array<Record, kChunk>>());
+    p.chunks.push_back(std::make_unique_for_overwrite<std::array<Record, kChunk>>());
   }
   (*p.chunks[p.records / kChunk])[p.records % kChunk] = {
       arrived, left, bytes, count, state->id, static_cast<uint8_t>(call), uint8_t{ours}, 0};

@@ -18,6 +18,20 @@ SUITE = BUILD / "mpi4py" / "test"
 # Modules, and tests to leave out: those of collectives that are not replaced.
 OTHERS = [w for name in ("Gather", "Scatter", "Alltoall", "Scan") for w in ("-x", name)]
 STARTED = ["-i", "test_cco_nb_buf.py", "-x", "Self", *OTHERS]
+# What a communicator is, its attributes, its errors, its life; requests and operations.
+AROUND = ("attributes", "comm", "comm_inter", "comm_topo", "dynproc", "errhandler", "exceptions")
+AROUND += (
+    "grequest",
+    "group",
+    "mpiapi",
+    "op",
+    "request",
+    "session",
+    "threads",
+    "ulfm",
+    "util_sync",
+)
+SEEN = [word for name in AROUND for word in ("-i", f"test_{name}.py")]
 SELECTED = ["-i", "test_cco_buf.py", "-i", "test_cco_obj.py", "-i", "test_mpimem.py", *OTHERS]
 
 
@@ -51,6 +65,13 @@ def test_blocking_collectives_pass(which: str) -> None:
 def test_nonblocking_collectives_pass(which: str) -> None:
     counts = counted(suite(which, 2, STARTED, NOSTALL_MPI_NONBLOCKING="0"))
     assert counts["background"] > 1000
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("which", MPIS)
+def test_what_sees_communicators_and_requests_passes(which: str) -> None:
+    counts = counted(suite(which, 2, SEEN))
+    assert counts["allreduce"] + counts["barrier"] > 10
 
 
 if __name__ == "__main__":
