@@ -28,18 +28,18 @@ $(STAMPS)/checkers: scripts/setup
 	@scripts/setup check
 	@mkdir -p $(STAMPS) && touch $@
 
-$(BIN)/python: $(STAMPS)/system
+$(STAMPS)/venv: $(STAMPS)/system
 	@echo "making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
 # The package builds for a user with what demo asks for; for the tests with the second MPI as well.
-$(STAMPS)/demo-requirements: pyproject.toml $(BIN)/python
+$(STAMPS)/demo-requirements: pyproject.toml $(STAMPS)/venv
 	@echo "installing build requirements, torch, torchvision and the command line into $(VENV) (torch of PyPI carries CUDA: 6 GB)"
 	@$(BIN)/python scripts/requirements build demo | xargs -d '\n' $(BIN)/python -m pip install -q
 	@mkdir -p $(STAMPS) && touch $@
 
-$(STAMPS)/requirements: pyproject.toml $(BIN)/python
+$(STAMPS)/requirements: pyproject.toml $(STAMPS)/venv
 	@echo "installing build and test requirements into $(VENV) (6 GB, most of it torch)"
 	@$(BIN)/python scripts/requirements build test | xargs -d '\n' $(BIN)/python -m pip install -q
 	@command -v chromium >/dev/null || $(BIN)/python -m playwright install --with-deps chromium >/dev/null
@@ -52,15 +52,17 @@ $(STAMPS)/mpi-suite: scripts/mpi-suite $(STAMPS)/requirements
 	@touch $@
 
 install = $(BIN)/python -m pip install -q --no-build-isolation --no-deps --force-reinstall
+# CMake remembers where it found libraries.
+gone = (echo "if a library of the system (an MPI, say) has gone since the last build: rm -r build/wheel"; exit 1)
 
 $(STAMPS)/demo-package: $(STAMPS)/demo-requirements $(SOURCES)
 	@echo "building and installing nostall into $(VENV) (3 minutes on 2 cores)"
-	@$(install) .
+	@$(install) . || $(gone)
 	@touch $@
 
 $(STAMPS)/package: $(STAMPS)/requirements $(STAMPS)/mpi-suite $(SOURCES)
 	@echo "building and installing nostall into $(VENV) (3 minutes on 2 cores)"
-	@$(install) -C cmake.define.NOSTALL_MPICH_PREFIX=$(CURDIR)/build/mpich .
+	@$(install) -C cmake.define.NOSTALL_MPICH_PREFIX=$(CURDIR)/build/mpich . || $(gone)
 	@touch $@ $(STAMPS)/demo-package
 
 build: $(STAMPS)/package

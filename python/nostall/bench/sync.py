@@ -72,6 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--ranks, --steps and --repeats must be at least 1")
     rows: list[dict[str, Any]] = []
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
     total = len(arguments.networks) * len(arguments.ways) * arguments.repeats
     with (
         tempfile.TemporaryDirectory(prefix="nostall-sync-") as folder,

@@ -21,7 +21,10 @@ _RANKS = (96, 192, 384, 768, 1536, 3072, 6144, 12288, 24576)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nostall simulate sync``."""
-    parser.add_argument("--ranks", type=int, nargs="+", default=list(_RANKS))
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=list(_RANKS),
+        help="default: 96 to 24,576, which takes minutes",
+    )  # fmt: skip
     parser.add_argument("--modes", nargs="+", metavar="MODE", help="only these")
     parser.add_argument("--measured", metavar="JSON", help="of nostall bench sync, on your machine")
     parser.add_argument(
@@ -40,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Simulates, prints the table, writes files."""
     from rich.console import Console
+    from rich.progress import track
 
     from nostall.simulate.sync import MODES, measured, sweep
 
@@ -52,10 +56,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.seeds < 1 or arguments.iterations < 1 or min(arguments.ranks) < 1:
         raise UsageError("--ranks, --seeds and --iterations must be at least 1")
     training, costs = _training(arguments.set), measured(arguments.measured)
-    points = sweep(
-        arguments.ranks, training, costs,
-        modes=modes, iterations=arguments.iterations, seeds=arguments.seeds,
-    )  # fmt: skip
+    points = []
+    progress = Console(stderr=True)
+    for ranks in track(arguments.ranks, "simulating", console=progress, transient=True):
+        points += sweep(
+            [ranks], training, costs,
+            modes=modes, iterations=arguments.iterations, seeds=arguments.seeds,
+        )  # fmt: skip
     Console().print(_table(points))
     if arguments.json:
         with open(arguments.json, "w") as file:
@@ -99,7 +106,7 @@ def _table(points: list[Any]) -> Any:
 
     table = Table(
         title="Ways of synchronising gradients",
-        caption="faster: samples/s over negotiated, median of the seeds, and from least to most\n"
+        caption="faster: samples/s over negotiated, median of the seeds (and range)\n"
         "thread: the progress thread's part of the run on its core\n"
         "spin: the part of the run in which that thread only waits",
     )
@@ -112,7 +119,7 @@ def _table(points: list[Any]) -> Any:
                 "" if i else f"{p.ranks:,}",
                 mode,
                 f"{1000 * o.iteration:.1f}",
-                "" if mode == "negotiated" else f"{middle:+.1f} % [{low:+.1f}, {high:+.1f}]",
+                "" if mode == "negotiated" else f"{middle:+.1f} % ({low:+.1f} to {high:+.1f})",
                 f"{o.busy:.0%}",
                 f"{o.spin:.0%}",
                 end_section=i + 1 == len(p.outcomes),
