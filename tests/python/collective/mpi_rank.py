@@ -147,6 +147,23 @@ def pending() -> None:
         world.Barrier()
 
 
+def windows() -> None:
+    """A rank that waits in a collective answers those who lock its window."""
+    window = MPI.Win.Allocate(8, comm=world)
+    world.Barrier()
+    if rank == 0:
+        for _ in range(3):
+            window.Lock_all()
+            for other in range(size):
+                window.Accumulate(np.ones(1), other)
+            window.Unlock_all()
+    world.Barrier()
+    window.Lock(rank)
+    assert np.frombuffer(window, "f8")[0] == 3
+    window.Unlock(rank)
+    window.Free()
+
+
 def background() -> None:
     """Nonblocking calls in every order that MPI allows, beside blocking ones and messages."""
     other = world.Dup()

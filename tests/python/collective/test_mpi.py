@@ -67,6 +67,12 @@ def test_operations_types_and_communicators_of_all_kinds() -> None:
 
 
 @pytest.mark.parametrize("which", MPIS)
+def test_a_rank_that_waits_serves_messages_and_windows(which: str) -> None:
+    result = run(which, 2, [sys.executable, str(RANK), "pending", "windows"], timeout=30)
+    assert "all right" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("which", MPIS)
 def test_nonblocking_calls_run_in_the_background(which: str) -> None:
     ranks = 2
     result = run(which, ranks, [sys.executable, str(RANK), "background", "freed"])
