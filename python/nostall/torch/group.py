@@ -17,6 +17,7 @@ import queue
 import threading
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -59,6 +60,9 @@ _OPERATIONS = {
 _BITWISE = ("band", "bor", "bxor")
 # Between nodes a message travels in pieces of this size, each as soon as its node has reduced it.
 _PIECE_BYTES = 4 << 20
+# Who waits for other nodes looks this often whether the group was aborted, once here and there.
+_LOOK = timedelta(milliseconds=200)
+_ABORTED = "nostall aborted"
 Tensors = Sequence[torch.Tensor]
 
 
@@ -155,6 +159,8 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self._fixed = options.order == "fixed"
         heads = [nodes.index(name) for name in dict.fromkeys(nodes)]
         self._one_node = len(heads) == 1
+        self._aborted_by: int | None = None
+        self._watched: Any = None
         self._heads: Any = None
         if not self._one_node and rank in heads:
             among = PrefixStore("nostall heads", store)
@@ -181,8 +187,8 @@ class Group(ProcessGroup):  # type: ignore[misc]
     def set_timeout(self, timeout: timedelta) -> None:
         """Of all later operations."""
         self._timeout = timeout
-        for inner in self._inner.values():
-            inner.set_timeout(timeout)
+        for backend in self._backends():
+            backend.set_timeout(timeout)
 
     def _set_group_name(self, name: str) -> None:
         super()._set_group_name(name)
@@ -426,15 +432,28 @@ class Group(ProcessGroup):  # type: ignore[misc]
             self._queue.put(None)
             thread.join()
         self._node.close()
-        for inner in self._inner.values():
-            inner.shutdown()
+        for backend in self._backends():
+            backend.shutdown()
 
     def abort(self) -> None:
-        """Ends what is under way with an error, on all ranks, and the group."""
+        """Ends what is under way with an error, on all ranks, and the group.
+
+        Ranks of other nodes learn of it through the store, within a second of waiting for ours in
+        an all_reduce. What was delegated to Gloo, which has no abort, ends with its timeout.
+        """
+        self._aborted_by = self._rank
+        if not self._one_node:
+            with suppress(
+                RuntimeError
+            ):  # the store went with its rank: the others have to time out
+                self._watch().set(_ABORTED, str(self._rank))
         self._node.abort()
-        for inner in self._inner.values():
-            inner.abort()
+        for backend in self._backends():
+            backend.abort()
         self.shutdown()
+        # Gloo's destructor waits for what is under way, which ends once the others close theirs.
+        held, self._heads = [self._heads], None
+        threading.Thread(target=held.clear, daemon=True).start()
 
     # How.
 
@@ -462,25 +481,63 @@ class Group(ProcessGroup):  # type: ignore[misc]
         return self._reducers[key]
 
     def _allreduce(self, flat: torch.Tensor, op: str) -> None:
-        node, reducer = self._node._live(), self._reducer(op, flat)
+        node, heads, reducer = self._node._live(), self._heads, self._reducer(op, flat)
         if self._one_node:
             address = flat.data_ptr()
             node.allreduce(address, address, flat.numel(), reducer, "cooperative", self._fixed)
             return
         among = dist.AllreduceOptions()
         among.reduceOp = next(k for k, v in _OPERATIONS.items() if v == op)
+        among.timeout = self._limit
         pieces = flat.view(-1).split(max(1, _PIECE_BYTES // flat.element_size()))
         works = []
         for piece in pieces:
             address = piece.data_ptr()
-            target = address if self._heads is not None else 0
+            target = address if heads is not None else 0
             node.reduce(address, target, piece.numel(), reducer, 0, "cooperative", self._fixed)
-            if self._heads is not None:
-                works.append(self._heads.allreduce([piece], among))
+            if heads is not None:
+                works.append(heads.allreduce([piece], among))
         for i, piece in enumerate(pieces):
-            if self._heads is not None:
-                works[i].wait()
+            if heads is not None:
+                self._wait_for_nodes(works[i])
             node.broadcast(piece.data_ptr(), piece.nbytes, 0)
+
+    def _wait_for_nodes(self, work: Any) -> None:
+        """Until Gloo is done, which cannot be interrupted, or until a rank aborted the group."""
+        while not work.is_completed():
+            with suppress(RuntimeError):  # only the time is over, or the last wait says what it was
+                work.wait(_LOOK)
+                return
+            self._refuse_if_aborted()
+        work.wait()
+
+    def _watch(self) -> Any:
+        """A connection to the store of the caller's own: that of others may be waiting in it.
+
+        Releases of torch without Store.clone share one, and then learn later of an abort.
+        """
+        if self._watched is None:
+            clone = getattr(self._store, "clone", None)
+            self._watched = self._store if clone is None else clone()
+        return self._watched
+
+    def _refuse_if_aborted(self) -> None:
+        """Raises PeerError, and ends the waiting of this node's ranks, if a rank aborted."""
+        if self._one_node:
+            return  # the node's communicator says so itself
+        if self._aborted_by is None:
+            with suppress(RuntimeError):  # without a store nobody can tell
+                if self._watch().check([_ABORTED]):
+                    self._aborted_by = int(self._watch().get(_ABORTED))
+        if self._aborted_by is None:
+            return
+        with suppress(UsageError):  # our own abort has closed it
+            self._node.abort()
+        raise PeerError(f"rank {self._aborted_by} aborted the group; make a new one")
+
+    def _backends(self) -> list[Any]:
+        """Torch's, that this group uses."""
+        return [*self._inner.values(), *([] if self._heads is None else [self._heads])]
 
     def _allgather(self, source: torch.Tensor, output: torch.Tensor) -> None:
         if output.nbytes != source.nbytes * self._size or output.dtype != source.dtype:
@@ -491,6 +548,8 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self._node._live().allgather(source.data_ptr(), output.data_ptr(), source.nbytes)
 
     def _delegate(self, name: str, tensors: Tensors, *arguments: Any) -> Any:
+        if self._aborted_by is not None:
+            raise PeerError(f"rank {self._aborted_by} aborted the group; make a new one")
         device = tensors[0].device.type if len(tensors) > 0 else "cpu"
         return getattr(self._inner_for(device), name)(*arguments)
 
@@ -527,7 +586,11 @@ class Group(ProcessGroup):  # type: ignore[misc]
             if limit != self._limit:
                 self._node.set_timeout(limit.total_seconds())
                 self._limit = limit
-            return operation()
+            try:
+                return operation()
+            except RuntimeError:
+                self._refuse_if_aborted()
+                raise
 
         with self._lock:
             waits = self._queued > 0 or getattr(opts, "asyncOp", True)

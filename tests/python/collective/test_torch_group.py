@@ -102,9 +102,14 @@ def test_timeouts_of_waits_and_operations() -> None:
     assert "limited" in result.stdout, result.stderr
 
 
-def test_abort_ends_the_group_on_all_ranks() -> None:
-    result = launch("aborted", 2)
-    assert result.stdout.count("ended") == 2, result.stderr
+@pytest.mark.parametrize(("ranks", "nodes"), [(2, 1), (2, 2), (4, 2)])
+def test_abort_ends_the_group_on_all_ranks(ranks: int, nodes: int) -> None:
+    result = launch("aborted", ranks, NODES=str(nodes))
+    assert result.stdout.count("ended") == ranks, result.stderr
+
+
+def test_a_changed_timeout_holds_between_nodes() -> None:
+    assert "limited" in (result := launch("limited_between_nodes", 2, NODES="2")).stdout, result
 
 
 @pytest.mark.parametrize("what", ["threads", "forked", "fully_sharded"])

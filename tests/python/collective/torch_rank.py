@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import nostall.torch
+from nostall.errors import PeerError, UsageError
 
 torch.set_num_threads(1)
 if "OMPI_COMM_WORLD_RANK" in os.environ:
@@ -330,22 +331,48 @@ def limits() -> None:
 
 
 def aborted() -> None:
-    """One rank's abort ends what others wait for."""
+    """One rank's abort ends what others wait for, or will wait for, on every node."""
+    store = dist.distributed_c10d._get_default_store()
     begin = time.monotonic()
-    if rank == 0:
-        work = dist.all_reduce(torch.ones(3), async_op=True)
-        time.sleep(0.3)
-        dist.group.WORLD.abort()
+    group = dist.group.WORLD
     try:
         if rank == 0:
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+            time.sleep(0.3)  # so that it is under way, as a rule
+            group.abort()
+            assert time.monotonic() - begin < 30
+            store.set("aborted", "")
             work.wait()
+        elif rank < size // 2:
+            dist.all_reduce(torch.ones(3))
         else:
-            time.sleep(0.6)
+            store.wait(["aborted"])
             dist.all_reduce(torch.ones(3))
     except RuntimeError as error:
         assert "rank 0 aborted" in str(error), error
         assert time.monotonic() - begin < 30
-        print("ended", flush=True)
+        try:
+            group.barrier().wait()
+            raise AssertionError("the group is still there")
+        except (PeerError, UsageError):
+            print("ended", flush=True)
+    os._exit(0)
+
+
+def limited_between_nodes() -> None:
+    """set_timeout holds for the waiting between nodes too."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["over"])
+        os._exit(0)
+    dist.group.WORLD.set_timeout(timedelta(seconds=1))
+    begin = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(3))
+    except RuntimeError:
+        assert time.monotonic() - begin < 30
+        print("limited", flush=True)
+    store.set("over", "")
     os._exit(0)
 
 
