@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, ReduceOp
@@ -201,14 +200,12 @@ class Group(ProcessGroup):  # type: ignore[misc]
     def empty(self, shape: torch.Size, kind: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in shared memory, see nostall.torch.empty_shared."""
         size = shape.numel() * kind.itemsize
-        try:
-            memory = self._node.empty(size, np.uint8)
-        except UsageError as error:
+        memory = _native.allocate_shared(self._node._live(), size)
+        if memory is None:
             raise UsageError(
                 f"no room for {size} bytes of shared memory; raise the group's "
-                "GroupOptions(shared_bytes=...), now "
-                f"{self._shared_bytes}"
-            ) from error
+                f"GroupOptions(shared_bytes=...), now {self._shared_bytes}"
+            )
         return torch.from_numpy(memory).view(kind).view(shape)
 
     # Ours.

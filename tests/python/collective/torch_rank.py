@@ -228,6 +228,12 @@ def shared() -> None:
         raise AssertionError("64 KB held 4 MB")
     except ValueError as error:
         assert "shared_bytes" in str(error), error
+    small.shutdown()
+    try:
+        nostall.torch.empty_shared(1, group=small)
+        raise AssertionError("the group has ended")
+    except UsageError as error:
+        assert "closed" in str(error), error
 
 
 def pair_of_three() -> None:
