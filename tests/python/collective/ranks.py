@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import uuid
 from pathlib import Path
 
 HEADER = """
 import os, signal, sys, threading, time
+from pathlib import Path
 import numpy as np
 from nostall import errors
 from nostall.collective import Communicator, Operation
 job, rank, size, directory = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+signals = Path(sys.argv[5])
+def tell(what, text=""):
+    (signals / f"{what}.new").write_text(text)
+    (signals / f"{what}.new").rename(signals / what)
+def wait_for(what):
+    while not (signals / what).exists():
+        time.sleep(0.005)
+    return (signals / what).read_text()
 def join(**options):
     return Communicator(job, rank, size, directory=directory, **options)
 """
@@ -21,23 +31,25 @@ def join(**options):
 def run(body: str, size: int, directory: Path, timeout: float = 60) -> list[tuple[int, str, str]]:
     """Exit status, output and errors of each rank that ran `body`."""
     job = uuid.uuid4().hex
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", HEADER + body, job, str(rank), str(size), str(directory)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    results = []
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=timeout)
-            results.append((process.returncode, out, err))
-    finally:
-        for process in processes:
-            process.kill()
+    with tempfile.TemporaryDirectory(prefix="nostall-test-") as signals:
+        command = [sys.executable, "-c", HEADER + body, job]
+        processes = [
+            subprocess.Popen(
+                [*command, str(rank), str(size), str(directory), signals],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+        results = []
+        try:
+            for process in processes:
+                out, err = process.communicate(timeout=timeout)
+                results.append((process.returncode, out, err))
+        finally:
+            for process in processes:
+                process.kill()
     return results
 
 
