@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,12 @@ def test_the_death_of_a_rank_in_backward_is_an_error_on_the_others() -> None:
     before = left_in_shared_memory()
     result = launch("killed_in_backward", 3)
     assert result.stdout.count("was told") == 2, result.stderr
-    assert left_in_shared_memory() <= before
+    left = left_in_shared_memory() - before
+    deadline = time.monotonic() + 10
+    while left and time.monotonic() < deadline:  # another program's, whose ranks are joining
+        time.sleep(0.05)
+        left &= left_in_shared_memory()
+    assert not left
 
 
 def test_tensors_in_shared_memory_give_the_same_bits() -> None:
