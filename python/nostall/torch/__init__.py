@@ -23,15 +23,10 @@ from nostall.torch.sampler import BatchSampler
 
 __all__ = [
     "BatchSampler",
-    "BucketReducer",
     "Dataset",
-    "DistributedDataParallel",
     "DistributedOptimizer",
     "GradientSync",
-    "GroupOptions",
     "SyncOptions",
-    "empty_shared",
-    "reduce_bucket",
 ]
 
 if torch.distributed.is_available():
@@ -40,4 +35,11 @@ if torch.distributed.is_available():
     from nostall.torch.hook import BucketReducer, reduce_bucket
     from nostall.torch.shared import DistributedDataParallel, empty_shared
 
+    __all__ += [
+        "BucketReducer",
+        "DistributedDataParallel",
+        "GroupOptions",
+        "empty_shared",
+        "reduce_bucket",
+    ]
     register_backend()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,16 @@ from torch.utils.data.distributed import DistributedSampler
 import nostall
 import nostall.torch
 from nostall.errors import UsageError
+
+
+def test_a_torch_without_distributed_imports_all_there_is() -> None:
+    body = """
+import torch.distributed
+torch.distributed.is_available = lambda: False
+from nostall.torch import *
+assert "GroupOptions" not in globals() and GradientSync
+"""
+    subprocess.run([sys.executable, "-c", body], check=True)
 
 
 def expected(samples: int, batch: int, world: int, rank: int, epoch: int) -> list[list[int]]:
