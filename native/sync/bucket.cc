@@ -1,9 +1,12 @@
 #include "sync/bucket.h"
 
+#include <pthread.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <cmath>
 #include <cstring>
+#include <mutex>
 #include <new>
 #include <utility>
 
@@ -17,11 +20,59 @@ constexpr uint64_t kAlign = 64;  // bytes
 
 }  // namespace
 
+// All memory of transports in this process. Linked through its members and never destroyed: a fork
+// may come at any time, and its child may not allocate.
+struct BucketMemory::Registry {
+  std::mutex mutex;
+  BucketMemory* first = nullptr;
+
+  static Registry& get() {
+    static Registry registry;
+    // Held over the fork, so that the child finds the links whole.
+    static const int watched =
+        ::pthread_atfork([] { get().mutex.lock(); }, [] { get().mutex.unlock(); },
+                         [] {
+                           get().map_zeros();
+                           get().mutex.unlock();
+                         });
+    static_cast<void>(watched);
+    return registry;
+  }
+
+  // In a child. What is mapped already came from a fork before this one, and is kept as it is.
+  void map_zeros() noexcept {
+    for (const BucketMemory* m = first; m; m = m->next_) {
+      void* const got =
+          ::mmap(m->data_, m->bytes_, PROT_READ | PROT_WRITE,
+                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+      // Kernels that do not know the last flag may choose another place.
+      if (got != MAP_FAILED && got != m->data_) ::munmap(got, m->bytes_);
+    }
+  }
+
+  void add(BucketMemory& m) {
+    const std::scoped_lock lock(mutex);
+    m.next_ = first;
+    if (first) first->previous_ = &m;
+    first = &m;
+  }
+
+  void remove(BucketMemory& m) {
+    const std::scoped_lock lock(mutex);
+    (m.previous_ ? m.previous_->next_ : first) = m.next_;
+    if (m.next_) m.next_->previous_ = m.previous_;
+  }
+};
+
 BucketMemory::BucketMemory(std::shared_ptr<Transport> transport, uint64_t bytes)
     : transport_(std::move(transport)),
       data_(static_cast<std::byte*>(transport_->allocate(bytes))),
+      bytes_(bytes),
       owner_(::getpid()) {
-  if (data_) return;
+  if (data_) {
+    Registry::get().add(*this);
+    return;
+  }
   transport_.reset();
   heap_ = std::make_unique<std::byte[]>(bytes);
   data_ = heap_.get();
@@ -29,6 +80,7 @@ BucketMemory::BucketMemory(std::shared_ptr<Transport> transport, uint64_t bytes)
 
 BucketMemory::~BucketMemory() {
   if (!transport_) return;
+  Registry::get().remove(*this);
   if (::getpid() == owner_) {
     transport_->release(data_);
   } else {

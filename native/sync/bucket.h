@@ -20,7 +20,8 @@
 namespace nostall::sync {
 
 // From the transport where it has such memory, which keeps it connected; else from the heap.
-// A forked child, in which it is not mapped, leaves it alone.
+// A forked child does not inherit what the transport has mapped: it finds zeros of its own at these
+// addresses, so that whoever holds them may go on to read and write, and releases nothing.
 class BucketMemory {
  public:
   BucketMemory(std::shared_ptr<Transport> transport, uint64_t bytes);
@@ -33,7 +34,10 @@ class BucketMemory {
   std::shared_ptr<Transport> transport_;  // null: the heap
   std::unique_ptr<std::byte[]> heap_;
   std::byte* data_;
+  const uint64_t bytes_;
   const int owner_;
+  struct Registry;
+  BucketMemory *previous_ = nullptr, *next_ = nullptr;
 };
 
 class Bucket {

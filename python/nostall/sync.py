@@ -55,8 +55,8 @@ class SyncOptions:
         fixed_order: sums in the order of ranks, the same bits in every run.
         views: planned, without compression: ``.grad`` lies in the buffer that travels, so that the
             result need not be copied out of it. A gradient of an earlier step that is still referred
-            to keeps its memory and its values. In a forked child, where that memory is not, gradients
-            are None.
+            to keeps its memory and its values. A forked child does not inherit that memory: ``.grad``
+            is None there, and gradients that were kept are zeros of the child's own.
         check_finite: an error that names tensor and rank at the first NaN or infinity.
         cycle: negotiated: seconds (HOROVOD_CYCLE_TIME). test_sleep: seconds between two tests.
         warn: seconds after which a tensor that does not come is named. timeout: after which it is an

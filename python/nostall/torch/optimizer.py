@@ -34,7 +34,7 @@ _all: weakref.WeakSet[GradientSync] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """Shared memory is not mapped in a forked child: its gradients must not be touched there."""
+    """A forked child has zeros where the ranks' shared memory was: no gradients are better."""
     for sync in list(_all):
         sync.drop_views()
 
@@ -344,7 +344,7 @@ class GradientSync:
                     parameter.grad = parameter.grad.clone()
 
     def drop_views(self) -> None:
-        """In a forked child: no gradients, instead of memory that is not there."""
+        """In a forked child: no gradients, instead of zeros that look like some."""
         if self._views:
             for parameter in self._parameters:
                 parameter.grad = None

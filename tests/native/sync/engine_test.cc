@@ -512,6 +512,22 @@ TEST(Engine, WhatStaysOutlivesTheEngine) {
                 }),
             Errors(2));
   for (const auto& place : kept) EXPECT_EQ(static_cast<const float*>(place.get())[4999], 1.0f);
+  // A forked child has zeros of its own in these places.
+  const pid_t child = ::fork();
+  if (child == 0) {
+    bool zero = true;
+    for (const auto& place : kept) {
+      auto* const values = static_cast<float*>(place.get());
+      for (size_t i = 0; i < ones.size(); ++i) zero = zero && values[i] == 0.0f;
+      values[4999] = 2.0f;
+    }
+    kept.clear();
+    ::_exit(zero ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  for (const auto& place : kept) EXPECT_EQ(static_cast<const float*>(place.get())[4999], 1.0f);
 }
 
 TEST(Engine, NothingStaysWhereGroupsOrTypesChange) {

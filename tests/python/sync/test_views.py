@@ -153,9 +153,10 @@ def test_what_is_done_to_gradients_gives_the_same_bits() -> None:
 OTHERS = """
 import copy, pickle
 model, optimizer = make(True)
-optimizer.zero_grad()
-backward(model, 0)
-optimizer.step()
+for step in range(2):  # the first one makes the plan
+    optimizer.zero_grad()
+    backward(model, step)
+    optimizer.step()
 result = {"dtype": [], "layout": []}
 
 # Copies are the user's.
@@ -163,15 +164,32 @@ twin, saved = copy.deepcopy(model), pickle.dumps([p.grad for p in model.paramete
 result["copied"] = [torch.equal(p.grad, g) for p, g in zip(model.parameters(), pickle.loads(saved))]
 result["twin"] = all(map(torch.equal, twin.parameters(), model.parameters()))
 
-# A forked child has no gradients instead of memory that is not mapped there.
-child = os.fork()
-if child == 0:
-    try:
-        optimizer.zero_grad(set_to_none=False)
-        os._exit(7 if all(p.grad is None for p in model.parameters()) else 8)
-    finally:
-        os._exit(9)
-result["child"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+# A forked child has no gradients, and what was kept is zeros of its own, which its children get too.
+kept = [p.grad for p in model.parameters()]
+values = [g.clone() for g in kept]
+result["kept in buffers"] = in_buffers(optimizer)
+def in_child(does):
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(does())
+        finally:
+            os._exit(9)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def grandchild():
+    return 6 if all(bool((g == 3).all()) for g in kept) else 4
+def child():
+    if any(g.count_nonzero() for g in kept):
+        return 5
+    for g in kept:
+        g.fill_(3)
+    if in_child(grandchild) != 6:
+        return 3
+    optimizer.zero_grad(set_to_none=False)
+    return 7 if all(p.grad is None for p in model.parameters()) else 8
+result["child"] = in_child(child)
+result["kept"] = all(map(torch.equal, kept, values))
+del kept
 before = digest(model)
 optimizer.zero_grad()
 backward(model, 0)
@@ -204,7 +222,9 @@ def test_copies_forks_types_and_layouts() -> None:
     assert first == second
     assert first["copied"] == [True] * 8
     assert first["twin"]
+    assert first["kept in buffers"] == 8
     assert first["child"] == 7
+    assert first["kept"]
     assert first["goes on"]
     assert first["dtype"] == [[True, 1]] * 3
     assert first["layout"] == [True, True]
