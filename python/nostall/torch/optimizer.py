@@ -338,7 +338,11 @@ class GradientSync:
         self._views = False
 
     def _detach(self) -> None:
-        if self._views:
+        if not self._views:
+            return
+        # The collector may come here in any mode. An inference tensor cannot be accumulated into,
+        # and a gradient with a graph keeps it.
+        with torch.inference_mode(False), torch.enable_grad():
             for parameter in self._parameters:
                 if parameter.grad is not None and not parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.clone()
