@@ -142,15 +142,47 @@ void Engine::set_plan(ReductionPlan plan) {
                                        std::to_string(transport_->rank()));
     }
   }
-  buckets_.clear();
-  missing_.clear();
-  for (const auto& tensors : plan.groups) {
-    buckets_.push_back(std::make_unique<Bucket>(transport_, tensors_));
-    buckets_.back()->shape(tensors);
-    missing_.push_back(static_cast<uint32_t>(tensors.size()));
-    for (uint32_t i = 0; i < tensors.size(); ++i) index_of_[tensors[i]] = i;
+  try {
+    adopt(std::move(plan), std::move(group));
+  } catch (...) {
+    error_ = std::current_exception();  // there are no buffers any more
+    done_.notify_all();
+    throw;
   }
-  begun_.assign(plan.groups.size(), false);
+}
+
+// Under the mutex, between steps: on all ranks, or on none.
+void Engine::adopt(ReductionPlan plan, std::vector<uint32_t> group) {
+  buckets_.clear();  // first: there may not be room for the memory of both plans
+  std::vector<std::unique_ptr<Bucket>> buckets;
+  std::vector<uint32_t> missing, index(tensors_.size());
+  std::vector<bool> begun;
+  std::exception_ptr error;
+  std::string failure;
+  try {
+    for (const auto& tensors : plan.groups) {
+      buckets.push_back(std::make_unique<Bucket>(transport_, tensors_));
+      buckets.back()->shape(tensors);
+      missing.push_back(static_cast<uint32_t>(tensors.size()));
+      for (uint32_t i = 0; i < tensors.size(); ++i) index[tensors[i]] = i;
+    }
+    begun.assign(plan.groups.size(), false);
+  } catch (const std::exception& e) {
+    error = std::current_exception();
+    failure = std::string("cannot follow the new plan of reductions: ") + e.what();
+  }
+  const auto failures = transport_->all_gather(std::as_bytes(std::span(failure)));
+  if (error) std::rethrow_exception(error);
+  for (uint32_t r = 0; r < failures.size(); ++r) {
+    if (failures[r].empty()) continue;
+    throw Error(ErrorKind::peer, "rank " + std::to_string(r) + " " +
+                                     std::string(reinterpret_cast<const char*>(failures[r].data()),
+                                                 failures[r].size()));
+  }
+  buckets_ = std::move(buckets);
+  missing_ = std::move(missing);
+  index_of_ = std::move(index);
+  begun_ = std::move(begun);
   plan_ = std::move(plan);
   group_of_ = std::move(group);
   next_ = 0;

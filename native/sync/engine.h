@@ -112,7 +112,8 @@ class Engine {
 
   std::span<const TensorSpec> tensors() const noexcept { return tensors_; }
   // Between steps, the same plan on all ranks, called by all of them; throws Error(usage) if it
-  // does not have every tensor once, Error(peer) if ranks differ.
+  // does not have every tensor once, Error(peer) if ranks differ. A rank that has no memory for it
+  // ends the engine on all of them.
   void set_plan(ReductionPlan plan);
   // Mode planned, between steps, called by all ranks: the root's bytes on all of them (parameters
   // at the start, an order for the next plan), and everyone's.
@@ -146,6 +147,7 @@ class Engine {
 
   Bucket* enter(uint32_t tensor, void* result, const void* gradient, bool present);
   void fill(uint32_t tensor, Bucket& bucket, const void* gradient);
+  void adopt(ReductionPlan plan, std::vector<uint32_t> group);
 
   void run() noexcept;
   void planned_loop();

@@ -38,10 +38,11 @@ std::vector<TensorSpec> model(size_t n, DataType wire = DataType::float32) {
 
 using Body = std::function<void(Engine&, uint32_t rank)>;
 using Errors = std::vector<std::string>;
+using Wrap = std::function<std::unique_ptr<Transport>(std::unique_ptr<Transport>)>;
 
 Errors run(uint32_t ranks, const EngineConfig& config,
            const std::function<std::vector<TensorSpec>(uint32_t)>& tensors, const Body& body,
-           std::chrono::nanoseconds timeout = 30s) {
+           std::chrono::nanoseconds timeout = 30s, const Wrap& wrap = std::identity()) {
   const std::string job = fresh_job();
   Errors errors(ranks);
   std::vector<std::thread> threads;
@@ -54,7 +55,7 @@ Errors run(uint32_t ranks, const EngineConfig& config,
         node.ranks = ranks;
         node.fixed_order = true;
         node.timeout = timeout;
-        Engine engine(config, make_node_transport(node), tensors(r));
+        Engine engine(config, wrap(make_node_transport(node)), tensors(r));
         body(engine, r);
       } catch (const std::exception& error) {
         errors[r] = error.what();
@@ -441,6 +442,82 @@ TEST(Engine, PlansChangeBetweenSteps) {
     }
   });
   EXPECT_EQ(errors, Errors(2));
+}
+
+// A node's transport, whose memory may fail.
+class Failing : public Transport {
+ public:
+  Failing(std::unique_ptr<Transport> real, std::function<void()> before_memory)
+      : real_(std::move(real)), before_memory_(std::move(before_memory)) {}
+  uint32_t rank() const override { return real_->rank(); }
+  uint32_t ranks() const override { return real_->ranks(); }
+  void* allocate(uint64_t bytes) override {
+    before_memory_();
+    return real_->allocate(bytes);
+  }
+  void release(void* data) noexcept override { real_->release(data); }
+  void allreduce(void* data, uint64_t count, DataType type) override {
+    real_->allreduce(data, count, type);
+  }
+  void all_and(std::span<uint64_t> words) override { real_->all_and(words); }
+  int64_t all_min(int64_t value) override { return real_->all_min(value); }
+  std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> bytes) override {
+    return real_->all_gather(bytes);
+  }
+  std::vector<std::byte> broadcast(std::span<const std::byte> bytes, uint32_t root) override {
+    return real_->broadcast(bytes, root);
+  }
+  void start_and(std::span<uint64_t> words) override { real_->start_and(words); }
+  bool test() override { return real_->test(); }
+  int64_t own_cpu_ns() const override { return real_->own_cpu_ns(); }
+
+ private:
+  std::unique_ptr<Transport> real_;
+  std::function<void()> before_memory_;
+};
+
+TEST(Engine, APlanThatOneRankHasNoMemoryForEndsAllRanks) {
+  std::atomic<int> left{1 << 30};  // of rank 1's pieces of memory
+  const auto wrap = [&](std::unique_ptr<Transport> real) -> std::unique_ptr<Transport> {
+    if (real->rank() == 0) return real;
+    return std::make_unique<Failing>(std::move(real), [&] {
+      if (left.fetch_sub(1) <= 0) throw std::bad_alloc();
+    });
+  };
+  const auto body = [&](Engine& engine, uint32_t rank) {
+    std::vector<std::vector<float>> gradients(12, std::vector<float>(500, 1.0f));
+    for (uint32_t t = 0; t < 12; ++t) engine.submit(t, gradients[t].data());
+    engine.wait();
+    engine.all_gather({});
+    left = 3;  // in the middle of the plan
+    std::vector<uint32_t> order(12);
+    std::iota(order.begin(), order.end(), 0);
+    const auto message_of = [&](const std::function<void()>& call) -> std::string {
+      try {
+        call();
+      } catch (const std::exception& error) {
+        return error.what();
+      }
+      return "none";
+    };
+    const std::string first =
+        message_of([&] { engine.set_plan(fuse(order, engine.tensors(), 1)); });
+    EXPECT_EQ(first, rank == 1 ? std::bad_alloc().what()
+                               : "rank 1 cannot follow the new plan of reductions: " +
+                                     std::string(std::bad_alloc().what()));
+    EXPECT_EQ(message_of([&] { engine.submit(3, gradients[3].data()); }), first);
+    EXPECT_EQ(message_of([&] { engine.submit_in_place(11, gradients[11].data()); }), first);
+    EXPECT_EQ(message_of([&] { engine.wait(); }), first);
+    EXPECT_EQ(message_of([&] { engine.wait_for(0); }), first);
+    EXPECT_EQ(message_of([&] { engine.all_gather({}); }), first);
+    EXPECT_EQ(message_of([&] { engine.set_plan(fuse(order, engine.tensors(), 1 << 20)); }), first);
+  };
+  EngineConfig config;
+  config.threshold_bytes = 3000;
+  config.warn = 4ms;  // the progress thread looks about meanwhile
+  EXPECT_EQ(run(
+                2, config, [](uint32_t) { return model(12); }, body, 30s, wrap),
+            Errors(2));
 }
 
 TEST(Engine, WhatStaysInABufferIsItsHoldersUntilItIsLetGo) {
