@@ -4,19 +4,38 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <mutex>
 #include <new>
+#include <string>
 #include <utility>
 
 #include "base/error.h"
+#include "base/log.h"
 #include "sync/convert.h"
 
 namespace nostall::sync {
 namespace {
 
 constexpr uint64_t kAlign = 64;  // bytes
+
+// Null where the transport has none, or no room for more: slower is better than no step.
+std::byte* allocate(Transport& transport, uint64_t bytes) {
+  try {
+    return static_cast<std::byte*>(transport.allocate(bytes));
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::io) throw;
+    static std::atomic_flag told;
+    if (!told.test_and_set()) {
+      log(LogLevel::warning,
+          "rank " + std::to_string(transport.rank()) + ": " + error.what() +
+              ": gradients travel from ordinary memory, which is slower; enlarge /dev/shm");
+    }
+    return nullptr;
+  }
+}
 
 }  // namespace
 
@@ -66,7 +85,7 @@ struct BucketMemory::Registry {
 
 BucketMemory::BucketMemory(std::shared_ptr<Transport> transport, uint64_t bytes)
     : transport_(std::move(transport)),
-      data_(static_cast<std::byte*>(transport_->allocate(bytes))),
+      data_(allocate(*transport_, bytes)),
       bytes_(bytes),
       owner_(::getpid()) {
   if (data_) {

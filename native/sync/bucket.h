@@ -19,7 +19,8 @@
 
 namespace nostall::sync {
 
-// From the transport where it has such memory, which keeps it connected; else from the heap.
+// From the transport where it has such memory, which keeps it connected; else, or where that is
+// full, from the heap.
 // A forked child does not inherit what the transport has mapped: it finds zeros of its own at these
 // addresses, so that whoever holds them may go on to read and write, and releases nothing.
 class BucketMemory {

@@ -24,7 +24,7 @@ class Transport {
   virtual uint32_t rank() const = 0;
   virtual uint32_t ranks() const = 0;
 
-  // Memory in which reductions are cheapest; nullptr: any other will do.
+  // Memory in which reductions are cheapest; nullptr: any other will do. Error(io): it is full.
   virtual void* allocate(uint64_t bytes) = 0;
   virtual void release(void* data) noexcept = 0;
   // data = the sum over all ranks, the same bits on every rank.

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -518,6 +519,38 @@ TEST(Engine, APlanThatOneRankHasNoMemoryForEndsAllRanks) {
   EXPECT_EQ(run(
                 2, config, [](uint32_t) { return model(12); }, body, 30s, wrap),
             Errors(2));
+}
+
+TEST(Engine, GradientsTravelFromTheHeapWhereSharedMemoryIsFull) {
+  std::atomic<int> refused{0};
+  const auto wrap = [&](std::unique_ptr<Transport> real) -> std::unique_ptr<Transport> {
+    return std::make_unique<Failing>(std::move(real), [&] {
+      ++refused;
+      throw io_error("cannot allocate 1 byte of", "/dev/shm/full", ENOSPC);
+    });
+  };
+  const auto body = [&](Engine& engine, uint32_t rank) {
+    std::vector<std::shared_ptr<void>> held;
+    for (int step = 0; step < 3; ++step) {
+      std::vector<std::shared_ptr<void>> places;
+      for (uint32_t t = 0; t < 12; ++t) {
+        const std::vector<float> mine(500, static_cast<float>(rank + t));
+        places.push_back(engine.submit_in_place(t, mine.data()));
+      }
+      engine.wait();
+      for (uint32_t t = 0; t < 12; ++t) {
+        const auto* const mean = static_cast<const float*>(places[t].get());
+        EXPECT_EQ(mean[0], static_cast<float>(t) + 0.5f);
+      }
+      held = std::move(places);  // over the next step, which needs other memory
+    }
+  };
+  EngineConfig config;
+  config.threshold_bytes = 3000;
+  EXPECT_EQ(run(
+                2, config, [](uint32_t) { return model(12); }, body, 30s, wrap),
+            Errors(2));
+  EXPECT_GT(refused.load(), 4);
 }
 
 TEST(Engine, WhatStaysInABufferIsItsHoldersUntilItIsLetGo) {
