@@ -148,8 +148,12 @@ def test_what_is_done_to_gradients_gives_the_same_bits() -> None:
             (views, shared), (apart, own) = result[way]
             assert views == apart, way
             assert len(set(views)) == 9, way
-            # The test can tell them apart. A step that changes the plan gives them memory of their own.
-            assert max(shared) >= 6, way
+            # The test can tell them apart. A step that changes the plan, as the first one does, gives
+            # them memory of their own; "replaced" does so with two of the eight.
+            if way == "changing":
+                assert max(shared) >= 6
+            else:
+                assert shared[1:] == [6 if way == "replaced" else 8] * 8, way
             assert own == [0] * 9, way
         assert result["kept"] == [True] * 18
         assert result["outlived"] == [[8, True, True]] * 3
