@@ -40,14 +40,16 @@ void chain(Engine& engine, const Message& message, const ChainShape& shape);
 
 // shared.cc: buffers that all ranks can reach are reduced where they are, by whoever is there.
 // The first to arrive chooses: if its buffers are shared all do this, else the chain (chain_after).
+// A rank without room for a shared copy of its own calls it all the same, with what it has, and all
+// turn to the chain: it may not fail for the order in which ranks happened to come.
 struct Arrival {
   uint64_t step;
   uint32_t place;  // 0: the first
   bool in_place;   // the first one's buffers are shared
 };
 Arrival arrive(Engine& engine, bool offers_in_place);
-// `in` and `out` lie in an arena.
-void shared_allreduce(Engine& engine, const Message& message, const Arrival& arrival);
+// False, on all ranks and with nothing reduced, if a rank's `in` or `out` lies in no arena.
+bool shared_allreduce(Engine& engine, const Message& message, const Arrival& arrival);
 void chain_after(Engine& engine, const Message& message, const ChainShape& shape,
                  const Arrival& arrival);
 

@@ -141,12 +141,21 @@ struct Communicator::Impl {
 
   void allreduce(const Message& message, Algorithm algorithm, Order order);
   void cooperative_allreduce(const Message& message, bool by_rank);
-  // Copies what is not shared to shared memory and back.
-  void allreduce_in_place(const Message& message, const Arrival& arrival);
+  // Copies what is not shared to shared memory and back. False if some rank has no room for that.
+  bool allreduce_in_place(const Message& message, bool shared, const Arrival& arrival);
 
   std::byte* allocate(uint64_t bytes) {
     const std::scoped_lock lock(arena_mutex);
     return arena.allocate(bytes);
+  }
+  // nullptr also when the node has no memory: whoever asks can do without.
+  std::byte* allocate_if_possible(uint64_t bytes) {
+    try {
+      return allocate(bytes);
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::io) throw;
+      return nullptr;
+    }
   }
   bool release(const void* data) noexcept {
     // A child has none of this memory, and maybe a mutex that its parent's thread held.
@@ -234,25 +243,23 @@ void Communicator::Impl::cooperative_allreduce(const Message& message, bool by_r
   const bool shared = segment.arena_offset(message.in, message.bytes()) &&
                       segment.arena_offset(message.out, message.bytes());
   const Arrival arrival = arrive(engine, shared);
-  if (!arrival.in_place) return chain_after(engine, message, {.by_rank = by_rank}, arrival);
-  if (shared) return shared_allreduce(engine, message, arrival);
-  allreduce_in_place(message, arrival);
+  if (arrival.in_place && allreduce_in_place(message, shared, arrival)) return;
+  chain_after(engine, message, {.by_rank = by_rank}, arrival);
 }
 
-void Communicator::Impl::allreduce_in_place(const Message& message, const Arrival& arrival) {
-  std::byte* scratch = allocate(message.bytes());
-  if (scratch == nullptr) {
-    engine.fail(Error(ErrorKind::usage,
-                      "rank " + std::to_string(engine.rank()) + " has no room for " +
-                          std::to_string(message.bytes()) +
-                          " bytes in its arena, and the first rank to arrive passed a shared "
-                          "buffer; raise arena_bytes, or pass shared buffers on all ranks"));
-  }
+bool Communicator::Impl::allreduce_in_place(const Message& message, bool shared,
+                                            const Arrival& arrival) {
   const auto end = [this](std::byte* data) { release(data); };
-  const std::unique_ptr<std::byte, decltype(end)> held(scratch, end);
-  copy(scratch, message.in, message.bytes(), false);
-  shared_allreduce(engine, {scratch, scratch, message.count, message.reducer}, arrival);
-  copy(message.out, scratch, message.bytes(), false);
+  const std::unique_ptr<std::byte, decltype(end)> scratch(
+      shared ? nullptr : allocate_if_possible(message.bytes()), end);
+  if (scratch == nullptr) return shared_allreduce(engine, message, arrival);
+  copy(scratch.get(), message.in, message.bytes(), false);
+  if (!shared_allreduce(engine, {scratch.get(), scratch.get(), message.count, message.reducer},
+                        arrival)) {
+    return false;
+  }
+  copy(message.out, scratch.get(), message.bytes(), false);
+  return true;
 }
 
 void Communicator::reduce(const void* in, void* out, uint64_t count, const Reducer& reducer,

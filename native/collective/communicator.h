@@ -12,7 +12,8 @@
 // Arrival: nobody waits for a rank whose data is not needed yet. With `cooperative`, ranks that are
 // there combine their data in segments; after the last arrival nothing is left but one pass over
 // its data. If the buffers of the first rank to arrive come from allocate(), everyone's are reduced
-// where they are, all ranks sharing the work; a rank that has others copies them there and back.
+// where they are, all ranks sharing the work; a rank that has others copies them there and back. If
+// its arena has no room for the copy, the call goes as with ordinary buffers on all ranks.
 //
 // Order: `fixed` gives a left fold in the order of ranks, the same bits for any arrival order, and
 // for predefined and user's operations alike. Operations that are not commutative always get it.

@@ -38,10 +38,11 @@ void bump_and_wait(Engine& engine, Word& word, uint64_t step, uint64_t all, bool
 struct Offsets {
   Word in, out;
 };
+constexpr uint64_t kNotShared = ~uint64_t{0};
 
 }  // namespace
 
-void shared_allreduce(Engine& engine, const Message& message, const Arrival& arrival) {
+bool shared_allreduce(Engine& engine, const Message& message, const Arrival& arrival) {
   Segment& shared = engine.shared();
   Header& h = shared.header();
   const uint64_t step = arrival.step;
@@ -50,16 +51,21 @@ void shared_allreduce(Engine& engine, const Message& message, const Arrival& arr
     return reinterpret_cast<Offsets*>(shared.post(r, step).data.data());
   };
   Offsets* mine = offsets(engine.rank());
-  mine->in.store(*shared.arena_offset(message.in, message.bytes()), std::memory_order_relaxed);
-  mine->out.store(*shared.arena_offset(message.out, message.bytes()), std::memory_order_relaxed);
+  mine->in.store(shared.arena_offset(message.in, message.bytes()).value_or(kNotShared),
+                 std::memory_order_relaxed);
+  mine->out.store(shared.arena_offset(message.out, message.bytes()).value_or(kNotShared),
+                  std::memory_order_relaxed);
   engine.check_arrived(step);
   bump_and_wait(engine, h.ready[step % 2].value, step, ranks, true);
 
   std::vector<const std::byte*> ins(ranks), from(ranks);
   std::vector<std::byte*> outs(ranks), to(ranks);
   for (uint32_t r = 0; r < ranks; ++r) {
-    ins[r] = shared.at_offset(offsets(r)->in.load(std::memory_order_relaxed));
-    outs[r] = shared.at_offset(offsets(r)->out.load(std::memory_order_relaxed));
+    const uint64_t in = offsets(r)->in.load(std::memory_order_relaxed);
+    const uint64_t out = offsets(r)->out.load(std::memory_order_relaxed);
+    if (in == kNotShared || out == kNotShared) return false;  // all read the same: all return here
+    ins[r] = shared.at_offset(in);
+    outs[r] = shared.at_offset(out);
   }
   const uint64_t element = message.element();
   const uint64_t most = (uint64_t{1} << kCountBits24) - 1 - ranks;
@@ -87,6 +93,7 @@ void shared_allreduce(Engine& engine, const Message& message, const Arrival& arr
     engine.wake(shared.key(done), step << kCountBits24 | pieces);
   }
   engine.all_arrived(step);
+  return true;
 }
 
 }  // namespace nostall::collective

@@ -215,6 +215,35 @@ TEST(Communicator, ReducesSharedBuffersInPlaceAndOthersWithThem) {
   });
 }
 
+// Whoever comes first: with ordinary buffers all take the chain; with shared ones the rank that has
+// no room for a copy has all take it.
+TEST(Communicator, ReducesWithARankWhoseArenaIsFullInAnyOrderOfArrival) {
+  for (const uint32_t first : {0U, 1U, 2U}) {
+    std::atomic<bool> is_first_there{false};
+    run_threads(3, [&](Communicator& c) {
+      constexpr uint64_t kCount = 131'072;
+      const uint64_t arena = testing::config_of("", 0, 3).arena_bytes;
+      auto* held = static_cast<int32_t*>(c.allocate(c.rank() == 0 ? arena : 4 * kCount));
+      ASSERT_NE(held, nullptr);
+      for (int call = 0; call < 4; ++call) {
+        std::vector<int32_t> own(kCount);
+        const bool shares = c.rank() == 1 || call == 3;
+        int32_t* data = shares ? held : own.data();
+        const auto values = values_of(c.rank(), kCount, call);
+        std::memcpy(data, values.data(), 4 * kCount);
+        if (call == 0 && c.rank() == first) is_first_there = true;
+        while (!is_first_there) std::this_thread::yield();
+        if (call == 0 && c.rank() != first) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        }
+        const Order order = call == 2 ? Order::fixed : Order::any;
+        c.allreduce(data, data, kCount, sum_of_ints(), {.order = order});
+        ASSERT_EQ(std::vector<int32_t>(data, data + kCount), sum_over(3, kCount, call));
+      }
+    });
+  }
+}
+
 // Long runs of small calls of all kinds, with pauses in random places: no lost wake-up, no mix-up
 // of one call's memory with another's.
 TEST(Communicator, SurvivesManyCallsInARow) {

@@ -26,13 +26,17 @@ uint64_t setting(const char* name, uint64_t otherwise) {
 }
 
 // Communicators of ranks in this process, for threads to use.
-std::vector<std::unique_ptr<Communicator>> join(uint32_t ranks) {
+constexpr uint64_t kArena = 64 << 20;
+
+std::vector<std::unique_ptr<Communicator>> join(uint32_t ranks, uint64_t arena_bytes = kArena) {
   std::vector<std::unique_ptr<Communicator>> all(ranks);
   std::vector<std::thread> threads;
   const std::string job = fresh_job();
   for (uint32_t r = 0; r < ranks; ++r) {
-    threads.emplace_back([&all, &job, r, ranks] {
-      all[r] = std::make_unique<Communicator>(config_of(job, r, ranks));
+    threads.emplace_back([&all, &job, r, ranks, arena_bytes] {
+      CommunicatorConfig config = config_of(job, r, ranks);
+      config.arena_bytes = arena_bytes;
+      all[r] = std::make_unique<Communicator>(config);
     });
   }
   for (std::thread& thread : threads) thread.join();
@@ -47,8 +51,16 @@ const Reducer& sum() {
 // What a rank calls; false if the result is wrong.
 using Calls = std::function<bool(Communicator&)>;
 
-model::Findings explore(uint32_t ranks, const Calls& calls, const model::Limits& limits) {
-  const auto communicators = join(ranks);
+struct Scenario {
+  const char* name;
+  Calls calls;
+  uint64_t arena_bytes = kArena;
+};
+void PrintTo(const Scenario& scenario, std::ostream* out) { *out << scenario.name; }
+
+model::Findings explore(uint32_t ranks, const Scenario& scenario, const model::Limits& limits) {
+  const auto communicators = join(ranks, scenario.arena_bytes);
+  const Calls& calls = scenario.calls;
   std::atomic<bool> right{true};
   std::string error;
   std::vector<model::Body> bodies;
@@ -84,12 +96,6 @@ bool reduce_is_right(Communicator& c, Algorithm algorithm, uint64_t count, int32
   const auto ranks = static_cast<int32_t>(c.ranks());
   return c.rank() != root || data.back() == ranks * (ranks + 1) / 2 * call;
 }
-
-struct Scenario {
-  const char* name;
-  Calls calls;
-};
-void PrintTo(const Scenario& scenario, std::ostream* out) { *out << scenario.name; }
 
 // Back to back, so that a rank is in the next call while another is still in the last.
 const Scenario kScenarios[]{
@@ -137,6 +143,25 @@ const Scenario kScenarios[]{
        c.release(data);
        return right;
      }},
+    // Rank 0 has no room to be reduced with the others where they are, the other ranks have shared
+    // buffers: at first all by the chain, then in place.
+    {"declined",
+     [](Communicator& c) {
+       auto* full = static_cast<int32_t*>(c.allocate(8000));
+       const auto ranks = static_cast<int32_t>(c.ranks());
+       bool right = true;
+       for (int32_t call = 1; call <= 3; ++call) {
+         std::vector<int32_t> own(2000);
+         int32_t* data = c.rank() == 0 && call < 3 ? own.data() : full;
+         std::fill(data, data + 2000, static_cast<int32_t>(c.rank() + 1) * call);
+         c.allreduce(data, data, 2000, sum());
+         right = right && data[0] == ranks * (ranks + 1) / 2 * call && data[1999] == data[0];
+       }
+       c.barrier();
+       c.release(full);
+       return right;
+     },
+     12 << 10},
 };
 
 class Schedules : public ::testing::TestWithParam<Scenario> {};
@@ -146,15 +171,14 @@ INSTANTIATE_TEST_SUITE_P(Of, Schedules, ::testing::ValuesIn(kScenarios),
 TEST_P(Schedules, OfTwoRanksAllGiveTheResult) {
   const auto preemptions = static_cast<uint32_t>(setting("NOSTALL_MODEL_PREEMPTIONS", 1));
   const uint64_t schedules = setting("NOSTALL_MODEL_SCHEDULES", 3000);
-  const auto found =
-      explore(2, GetParam().calls, {.preemptions = preemptions, .schedules = schedules});
+  const auto found = explore(2, GetParam(), {.preemptions = preemptions, .schedules = schedules});
   EXPECT_TRUE(found.exhausted || found.schedules == schedules);
   EXPECT_GT(found.schedules, 20U);
 }
 
 TEST_P(Schedules, OfThreeRanksAtRandomGiveTheResult) {
   const uint64_t schedules = setting("NOSTALL_MODEL_SCHEDULES", 60);
-  const auto found = explore(3, GetParam().calls, {.schedules = schedules, .seed = 20261});
+  const auto found = explore(3, GetParam(), {.schedules = schedules, .seed = 20261});
   EXPECT_EQ(found.schedules, schedules);
 }
 
