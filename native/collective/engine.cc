@@ -3,7 +3,6 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <cstring>
 
 #include "base/futex.h"
 #include "collective/signature.h"
@@ -231,20 +230,11 @@ void Engine::fail(const Error& error) {
 }
 
 void Engine::end_for_all(const Error& error) noexcept {
-  Header& h = segment_.header();
-  uint32_t none = 0;
-  if (h.broken.compare_exchange_strong(none, 1)) {
-    const std::string text =
-        std::string(error.kind() == ErrorKind::usage ? "u" : "p") + error.what();
-    const size_t n = std::min(text.size(), h.message.size() - 1);
-    std::memcpy(h.message.data(), text.data(), n);
-    h.message[n] = '\0';
-    h.broken.store(2, std::memory_order_seq_cst);
-    for (uint32_t r = 0; r < ranks_; ++r) {
-      uint32_t asleep = 1;
-      if (segment_.line(r).asleep.compare_exchange_strong(asleep, 0)) {
-        futex_wake_all(segment_.line(r).asleep);
-      }
+  if (!segment_.say_end(error)) return;
+  for (uint32_t r = 0; r < ranks_; ++r) {
+    uint32_t asleep = 1;
+    if (segment_.line(r).asleep.compare_exchange_strong(asleep, 0)) {
+      futex_wake_all(segment_.line(r).asleep);
     }
   }
 }

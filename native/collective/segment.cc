@@ -8,12 +8,12 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstring>
 #include <filesystem>
 #include <map>
 #include <mutex>
 #include <new>
 
-#include "base/error.h"
 #include "base/futex.h"
 
 namespace nostall::collective {
@@ -215,29 +215,53 @@ void Segment::wait_for_all(std::chrono::steady_clock::time_point deadline,
   for (;;) {
     const uint32_t seen = joined.load();
     if (seen == ranks_) return;
+    if (header().broken.load() == 2) {
+      line(config_.rank).left.store(1);
+      throw Error(ErrorKind::peer, header().message.data() + 1);
+    }
     if (std::chrono::steady_clock::now() >= deadline) {
       std::string missing;
       for (uint32_t r = 0; r < ranks_; ++r) {
         if (line(r).pid.load() == 0) missing += (missing.empty() ? "" : ", ") + std::to_string(r);
       }
-      if (lock_.is_current(path_)) ::unlink(path_.c_str());
-      throw Error(
+      stop_joining(Error(
           ErrorKind::peer,
           "rank " + std::to_string(config_.rank) + " of \"" + config_.job + "\" waited " +
               std::to_string(std::chrono::duration_cast<std::chrono::seconds>(timeout).count()) +
-              " s in vain for rank " + missing + " to join; start all ranks, or raise the timeout");
+              " s in vain for rank " + missing +
+              " to join; start all ranks, or raise the timeout"));
     }
     for (uint32_t r = 0; r < ranks_; ++r) {
       if (r == config_.rank || line(r).pid.load() == 0 || !is_dead(r)) continue;
-      if (lock_.is_current(path_)) ::unlink(path_.c_str());
-      throw Error(ErrorKind::peer, "rank " + std::to_string(r) + " (process " +
-                                       std::to_string(line(r).pid.load()) + ") of \"" +
-                                       config_.job + "\" died while rank " +
-                                       std::to_string(config_.rank) +
-                                       " waited for others to join; start the job again");
+      stop_joining(Error(ErrorKind::peer, "rank " + std::to_string(r) + " (process " +
+                                              std::to_string(line(r).pid.load()) + ") of \"" +
+                                              config_.job + "\" died while rank " +
+                                              std::to_string(config_.rank) +
+                                              " waited for others to join; start the job again"));
     }
     futex_wait(joined, seen, kJoinSlice);
   }
+}
+
+// The destructor of what is not constructed does not run: the goodbye is said here, and before the
+// lock goes, so that nobody takes this rank for dead.
+void Segment::stop_joining(const Error& error) {
+  if (lock_.is_current(path_)) ::unlink(path_.c_str());
+  say_end(error);
+  line(config_.rank).left.store(1);
+  throw error;
+}
+
+bool Segment::say_end(const Error& error) noexcept {
+  Header& h = header();
+  uint32_t none = 0;
+  if (!h.broken.compare_exchange_strong(none, 1)) return false;
+  const std::string text = std::string(error.kind() == ErrorKind::usage ? "u" : "p") + error.what();
+  const size_t n = std::min(text.size(), h.message.size() - 1);
+  std::memcpy(h.message.data(), text.data(), n);
+  h.message[n] = '\0';
+  h.broken.store(2, std::memory_order_seq_cst);
+  return true;
 }
 
 void Segment::allocate(uint64_t offset, uint64_t bytes) {
@@ -285,7 +309,8 @@ std::optional<uint64_t> Segment::arena_offset(const void* data, uint64_t bytes) 
 }
 
 bool Segment::is_dead(uint32_t rank) const noexcept {
-  return line(rank).left.load() == 0 && !lock_.is_held_elsewhere(kFirstRank + rank);
+  // In this order: a goodbye comes before the lock goes.
+  return !lock_.is_held_elsewhere(kFirstRank + rank) && line(rank).left.load() == 0;
 }
 
 }  // namespace nostall::collective

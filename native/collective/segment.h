@@ -22,6 +22,7 @@
 #include <optional>
 #include <string>
 
+#include "base/error.h"
 #include "base/lock.h"
 #include "base/mapping.h"
 #include "collective/atomic.h"
@@ -155,6 +156,9 @@ class Segment {
   uint64_t key(const Word& word) const noexcept {
     return static_cast<uint64_t>(reinterpret_cast<const std::byte*>(&word) - base_);
   }
+  // Says why the communicator ends for all its ranks, if none has said it before; true if this one
+  // did.
+  bool say_end(const Error& error) noexcept;
   // Died without a goodbye. A system call.
   bool is_dead(uint32_t rank) const noexcept;
   bool is_forked_child() const noexcept;
@@ -173,6 +177,8 @@ class Segment {
   void check() const;
   void wait_for_all(std::chrono::steady_clock::time_point deadline,
                     std::chrono::nanoseconds timeout);
+  // Tells the ranks that wait with this one why it does not, and throws.
+  [[noreturn]] void stop_joining(const Error& error);
   void allocate(uint64_t offset, uint64_t bytes);
 
   const SegmentConfig config_;

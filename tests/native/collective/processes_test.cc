@@ -130,6 +130,31 @@ TEST(Processes, WaitInVainForARankThatNeverJoins) {
   EXPECT_TRUE(directory.empty());
 }
 
+// Rank 0 gives up waiting for rank 2 and lives on: rank 1 is told that, not that rank 0 died.
+TEST(Processes, AreToldWhyAnotherStoppedWaitingForTheRest) {
+  const Directory directory;
+  CommunicatorConfig config = directory.config();
+  config.ranks = 3;
+  std::string told[2];
+  std::vector<std::thread> ranks;
+  for (uint32_t r = 0; r < 2; ++r) {
+    ranks.emplace_back([&told, config, r]() mutable {
+      config.rank = r;
+      if (r == 0) config.timeout = std::chrono::milliseconds(1500);
+      try {
+        const Communicator communicator(config);
+      } catch (const Error& error) {
+        told[r] = error.what();
+      }
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+  EXPECT_THAT(told[0], HasSubstr("rank 0 of"));
+  EXPECT_THAT(told[0], HasSubstr("in vain for rank 2 to join"));
+  EXPECT_EQ(told[1], told[0]);
+  EXPECT_TRUE(directory.empty());
+}
+
 TEST(Processes, LeaveTheirCommunicatorToTheirParent) {
   Communicator communicator(config_of(fresh_job(), 0, 1));
   const pid_t child = ::fork();
