@@ -173,9 +173,15 @@ class GradientSync:
         return int(self.engine.contributors()[len(self._parameters) + sign]) > 0
 
     def wait(self) -> None:
-        """Waits for all reductions; gradients that no rank had are None again."""
+        """Waits for all reductions; gradients that no rank had are None again.
+
+        If no rank has run backward since the last step they stay as they are, so that another step
+        is what it is without ranks.
+        """
         self.engine.wait()
-        self._store(range(len(self._parameters)))
+        count = len(self._parameters)
+        if np.asarray(self.engine.contributors())[:count].any():
+            self._store(range(count))
         self._end()
 
     def _end(self) -> None:
@@ -483,11 +489,21 @@ def DistributedOptimizer(
         UsageError: a parameter without a name, twice, or not on the CPU.
         PeerError: ranks have other parameters, with the first difference.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise UsageError(
+            f"DistributedOptimizer takes an optimizer of torch, not a {type(optimizer).__name__}"
+        )
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if named_parameters is None:
         named = [(f"parameter {i}", p) for i, p in enumerate(parameters)]
     else:
-        names = {id(p): n for n, p in named_parameters}
+        try:
+            names = {id(p): n for n, p in named_parameters}
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                "named_parameters holds pairs of a name and a parameter: give "
+                "model.named_parameters()"
+            ) from error
         lacking = [i for i, p in enumerate(parameters) if id(p) not in names]
         if lacking:
             raise UsageError(

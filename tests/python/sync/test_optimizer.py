@@ -323,6 +323,27 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 optimizer = nt.DistributedOptimizer(optimizer, model.named_parameters())
 result["start"] = weights(model)
 
+# Another step without another backward is another step.
+plain = Net()
+plain.load_state_dict(model.state_dict())
+ordinary = torch.optim.SGD(plain.parameters(), lr=0.1)
+for net, opt in ((model, optimizer), (plain, ordinary)):
+    loss_of(net(data(0, 0)[0]), data(0, 0)[1]).backward()
+    opt.step()
+    opt.step()
+    opt.zero_grad()
+result["steps"] = max(
+    (a - b).abs().max().item()
+    for a, b in zip(model.state_dict().values(), plain.state_dict().values())
+)
+result["wrong"] = []
+for wrong in (lambda: nt.DistributedOptimizer(ordinary, plain.parameters()),
+              lambda: nt.DistributedOptimizer(plain)):
+    try:
+        wrong()
+    except Exception as error:
+        result["wrong"].append(f"{type(error).__name__}: {error}")
+
 # A second backward pass that was not announced.
 x, y = data(0, rank)
 loss_of(model(x), y).backward()
@@ -346,6 +367,11 @@ def test_what_an_optimizer_offers() -> None:
         assert result["narrow"] < 0.1
         assert result["joined"]
         assert "backward_passes_per_step" in result["misuse"]
+        assert result["steps"] < 1e-6
+        assert (
+            "UsageError" in result["wrong"][0] and "model.named_parameters()" in result["wrong"][0]
+        )
+        assert "UsageError" in result["wrong"][1] and "not a Net" in result["wrong"][1]
     (by_passes, by_context), other = first["accumulated"], second["accumulated"]
     assert by_passes == by_context == other[0] == other[1]
     assert first["start"] == second["start"]
