@@ -206,12 +206,16 @@ void hand_on(const char* name, Arguments... arguments) {
 }  // namespace
 
 NOSTALL_EXPORT void mpi_init_f08_(Fint* error) {
-  hand_on("mpi_init_f08_", error);
-  nostall::mpi::begin();
+  Fint result = MPI_SUCCESS;
+  hand_on("mpi_init_f08_", &result);
+  if (result == MPI_SUCCESS) nostall::mpi::begin();
+  answer(error, result);
 }
 NOSTALL_EXPORT void mpi_init_thread_f08_(Fint* required, Fint* provided, Fint* error) {
-  hand_on("mpi_init_thread_f08_", required, provided, error);
-  nostall::mpi::begin();
+  Fint result = MPI_SUCCESS;
+  hand_on("mpi_init_thread_f08_", required, provided, &result);
+  if (result == MPI_SUCCESS) nostall::mpi::begin();
+  answer(error, result);
 }
 NOSTALL_EXPORT void mpi_finalize_f08_(Fint* error) { answer(error, MPI_Finalize()); }
 NOSTALL_EXPORT void mpi_barrier_f08_(Fint* comm, Fint* error) {
