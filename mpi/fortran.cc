@@ -155,7 +155,7 @@ NOSTALL_FORTRAN(ibarrier, IBARRIER, Fint*, Fint*, Fint*);
 
 NOSTALL_EXPORT void ompi_wait_f(Fint* request, Fint* status, Fint* error) {
   MPI_Request waited = PMPI_Request_f2c(*request);
-  MPI_Status ended;
+  MPI_Status ended{};  // a wait that fails early may leave it
   const int result = MPI_Wait(&waited, &ended);
   *request = PMPI_Request_c2f(waited);
   if (!ignored(status)) PMPI_Status_c2f(&ended, status);
@@ -164,7 +164,7 @@ NOSTALL_EXPORT void ompi_wait_f(Fint* request, Fint* status, Fint* error) {
 NOSTALL_FORTRAN(wait, WAIT, Fint*, Fint*, Fint*);
 
 NOSTALL_EXPORT void ompi_waitall_f(Fint* count, Fint* requests, Fint* statuses, Fint* error) {
-  constexpr size_t kStatus = sizeof(MPI_Status) / sizeof(Fint);
+  constexpr size_t kStatus = sizeof(MPI_Status) / sizeof(int);
   const auto n = static_cast<size_t>(*count > 0 ? *count : 0);
   std::vector<MPI_Request> waited(n);
   std::vector<MPI_Status> ended(n);
