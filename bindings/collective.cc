@@ -15,6 +15,7 @@
 #include "collective/communicator.h"
 #include "collective/selection.h"
 #include "module.h"
+#include "seconds.h"
 #include "trace/trace.h"
 
 namespace nb = nanobind;
@@ -118,7 +119,7 @@ std::shared_ptr<Communicator> open(const std::string& job, uint32_t rank, uint32
   config.ranks = ranks;
   config.window_bytes = window_bytes;
   config.arena_bytes = arena_bytes;
-  config.timeout = std::chrono::nanoseconds(static_cast<int64_t>(timeout * 1e9));
+  config.timeout = bindings::nanoseconds_of("the timeout of a communicator", timeout);
   config.directory = directory;
   config.selection = selection_text();
   return std::make_shared<Communicator>(config);
@@ -216,7 +217,7 @@ void bind_collective(nb::module_& m) {
       .def(
           "set_timeout",
           [](Communicator& self, double seconds) {
-            self.set_timeout(std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9)));
+            self.set_timeout(bindings::nanoseconds_of("the timeout of a communicator", seconds));
           },
           nb::arg("seconds"), no_gil)
       .def("abort", &Communicator::abort, no_gil)

@@ -13,6 +13,7 @@
 #include "arrays.h"
 #include "base/error.h"
 #include "module.h"
+#include "seconds.h"
 #include "sync/engine.h"
 #include "trace/trace.h"
 
@@ -140,19 +141,18 @@ sync::EngineConfig config_of(const std::string& mode, bool nonblocking, uint32_t
                              std::vector<int> cores, double cycle, double test_sleep,
                              uint64_t threshold, double warn, double timeout, bool mean,
                              bool check_finite) {
-  const auto seconds = [](double s) {
-    return std::chrono::nanoseconds(static_cast<int64_t>(s * 1e9));
-  };
+  using bindings::nanoseconds_of;
+  using bindings::Zero;
   sync::EngineConfig config;
   config.mode = mode == "planned" ? sync::Mode::planned : sync::Mode::negotiated;
   config.nonblocking = nonblocking;
   config.global_sleep_every = global_sleep_every;
   config.cores = std::move(cores);
-  config.cycle = seconds(cycle);
-  config.test_sleep = seconds(test_sleep);
+  config.cycle = nanoseconds_of("the cycle of gradients", cycle, Zero::allowed);
+  config.test_sleep = nanoseconds_of("the test_sleep of gradients", test_sleep, Zero::allowed);
   config.threshold_bytes = threshold;
-  config.warn = seconds(warn);
-  config.timeout = seconds(timeout);
+  config.warn = nanoseconds_of("the warn of gradients", warn, Zero::allowed);
+  config.timeout = nanoseconds_of("the timeout of gradients", timeout);
   config.mean = mean;
   config.check_finite = check_finite;
   return config;

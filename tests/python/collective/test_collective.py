@@ -386,3 +386,31 @@ assert first.allreduce(np.ones(1))[0] + second.allreduce(np.ones(1))[0] == 2 * s
         2,
         shm,
     )
+
+
+def test_timeouts_of_any_length_are_kept_and_impossible_ones_refused(shm: Path) -> None:
+    check(
+        """
+import math
+for seconds in (math.inf, 1e10, 1e300, 1e-12):
+    with Communicator("long", 0, 1, directory=directory, timeout=seconds) as node:
+        node.barrier()
+with join() as node:
+    for seconds in (math.inf, 1e10, 60.0):
+        node.set_timeout(seconds)
+        if rank == 1:
+            time.sleep(0.1)
+        assert node.allreduce(np.ones(3))[0] == size
+    for seconds, text in ((math.nan, "nan"), (0.0, "0"), (-2.5, "-2.5"), (-math.inf, "-inf")):
+        for call in (node.set_timeout, lambda t: Communicator("no", 0, 1, timeout=t)):
+            try:
+                call(seconds)
+            except errors.UsageError as error:
+                assert str(error).endswith(f"more than 0 seconds, not {text}"), error
+            else:
+                raise AssertionError(seconds)
+    node.barrier()
+""",
+        2,
+        shm,
+    )
