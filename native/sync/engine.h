@@ -120,7 +120,8 @@ class Engine {
   std::vector<std::byte> broadcast(std::span<const std::byte> bytes, uint32_t root);
   std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> bytes);
 
-  // `gradient` is replaced by the result before wait() returns. Without `present` its content does
+  // `gradient` is replaced by the result before wait() returns; after an error it may be read until
+  // the engine is gone. Without `present` its content does
   // not count. Throws Error(usage) for the second submit of a tensor in a step.
   void submit(uint32_t tensor, void* gradient, bool present = true);
   // Mode planned, types that travel as they are: as submit(), but the result stays in the group's

@@ -325,8 +325,10 @@ TEST_P(Modes, ANotANumberReachesAllRanksAlike) {
 TEST_P(Modes, ANotANumberIsNamedWhereAskedFor) {
   EngineConfig config = GetParam().config;
   config.check_finite = true;
-  const Errors errors = run(2, config, 4, [](Engine& engine, uint32_t rank) {
-    std::vector<std::vector<float>> gradients;
+  // After an error they are read until the engine is gone.
+  std::vector<std::vector<float>> memory[2];
+  const Errors errors = run(2, config, 4, [&memory](Engine& engine, uint32_t rank) {
+    std::vector<std::vector<float>>& gradients = memory[rank];
     for (const TensorSpec& spec : engine.tensors()) gradients.emplace_back(spec.count, 1.0f);
     if (rank == 1) gradients[2].back() = NAN;
     for (uint32_t t = 0; t < 4; ++t) engine.submit(t, gradients[t].data());
