@@ -121,8 +121,8 @@ class Engine {
   std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> bytes);
 
   // `gradient` is replaced by the result before wait() returns; after an error it may be read until
-  // the engine is gone. Without `present` its content does
-  // not count. Throws Error(usage) for the second submit of a tensor in a step.
+  // the engine is gone. Without `present` its content does not count. Throws Error(usage) for the
+  // second submit of a tensor in a step.
   void submit(uint32_t tensor, void* gradient, bool present = true);
   // Mode planned, types that travel as they are: as submit(), but the result stays in the group's
   // buffer. Who holds what this returns may read and write there, from the end of wait() on, for as

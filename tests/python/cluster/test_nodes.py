@@ -55,7 +55,7 @@ def test_the_source_is_read_once_and_every_sample_is_right(
     )
     results = job.run()
     # The bound may keep samples in part; of so few and so small tiers the last one counts.
-    limit = 1.03 if share > 0.5 else 1.05
+    limit = 1.02 if share > 0.5 else 1.05
     assert read_of_bound(results) <= limit
     assert (slow.served_bytes - before) / results[0]["lower_bound_bytes"] <= limit
     peers = [r["peers"] for r in results]
@@ -184,9 +184,8 @@ def test_tiers_that_were_kept_are_used_again_after_a_restart(
     stopped = Job(data, 2, roots=slow.mounts, per_rank=stop).run()
     again = {"state": stopped[0]["state"]}
     resumed = Job(data, 2, roots=slow.mounts, per_rank=per_rank, extra=again).run()
-    # How far the first job had read ahead is its own affair; what was in flight is read again.
     assert sum(r["source_bytes"] for r in stopped) > 0.8 * size_of(data)
-    assert sum(r["source_bytes"] for r in stopped + resumed) < 1.25 * size_of(data)
+    assert sum(r["source_bytes"] for r in resumed) < 0.05 * size_of(data)
     assert {r["batches"] for r in resumed} == {3 * 19 - 25}
 
 
