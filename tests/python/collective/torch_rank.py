@@ -70,15 +70,20 @@ def same_as_gloo() -> None:
     dist.barrier()
 
 
-def delegates() -> None:
-    """What we leave to Gloo works beside what we do."""
-    mine = torch.tensor([float(rank)])
+def message() -> None:
+    """From rank 0 to rank 1."""
     if rank == 0:
         dist.send(torch.tensor([42.0]), 1)
     elif rank == 1:
         got = torch.empty(1)
         dist.recv(got, 0)
         assert got.item() == 42
+
+
+def delegates() -> None:
+    """What we leave to Gloo works beside what we do."""
+    mine = torch.tensor([float(rank)])
+    message()
     gathered = [torch.empty(1) for _ in range(size)] if rank == 0 else None
     dist.gather(mine, gathered)
     assert rank or [t.item() for t in gathered] == list(range(size))
@@ -238,12 +243,7 @@ def shared() -> None:
 
 def pair_of_three() -> None:
     """Two ranks exchange a message that the third knows nothing of."""
-    if rank == 0:
-        dist.send(torch.tensor([42.0]), 1)
-    elif rank == 1:
-        got = torch.empty(1)
-        dist.recv(got, 0)
-        assert got.item() == 42
+    message()
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == size
