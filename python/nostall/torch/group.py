@@ -31,6 +31,7 @@ from nostall import _native
 from nostall.cluster import node_identity
 from nostall.collective import Communicator
 from nostall.errors import PeerError, UsageError
+from nostall.torch.mesh import connect
 
 _TYPES = {
     torch.float16: "float16",
@@ -138,10 +139,15 @@ class Group(ProcessGroup):  # type: ignore[misc]
         store.set(f"nostall node {rank}", node_identity())
         nodes = [bytes(store.get(f"nostall node {r}")) for r in range(size)]
         local = [r for r in range(size) if nodes[r] == nodes[rank]]
-        if rank == local[0]:
-            store.set(f"nostall job {rank}", uuid.uuid4().hex)
+        # Torch gives groups of ranks that do not know of each other one name and hence one store:
+        # who is alone looks at nothing that another may have written.
+        job = uuid.uuid4().hex
+        if len(local) > 1:
+            if rank == local[0]:
+                store.set(f"nostall job {rank}", job)
+            job = bytes(store.get(f"nostall job {local[0]}")).decode()
         self._node = Communicator(
-            bytes(store.get(f"nostall job {local[0]}")).decode(),
+            job,
             local.index(rank),
             len(local),
             order=options.order,
@@ -151,9 +157,8 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self._limit = timeout
         self._shared_bytes = options.shared_bytes
         # All ranks are here now. Later they need not be: two of them may exchange a message.
-        among = PrefixStore("nostall cpu", store)
         self._inner: dict[str, Any] = {}
-        self._keep("cpu", dist.ProcessGroupGloo(among, rank, size, timeout))
+        self._keep("cpu", connect(PrefixStore("nostall cpu", store), rank, size, timeout))
         self._set_default_backend(ProcessGroup.BackendType.CUSTOM)
         self._fixed = options.order == "fixed"
         heads = [nodes.index(name) for name in dict.fromkeys(nodes)]
@@ -163,7 +168,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self._heads: Any = None
         if not self._one_node and rank in heads:
             among = PrefixStore("nostall heads", store)
-            self._heads = dist.ProcessGroupGloo(among, heads.index(rank), len(heads), timeout)
+            self._heads = connect(among, heads.index(rank), len(heads), timeout)
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._queued = 0
         self._lock = threading.Lock()

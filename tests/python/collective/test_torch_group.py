@@ -82,6 +82,12 @@ def test_tensors_in_shared_memory_give_the_same_bits() -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_a_refused_connection_is_tried_again() -> None:
+    result = launch("unconnected", 2)
+    assert result.stdout.count("was told") == 2, result.stderr
+    assert "connecting over Gloo failed (rank 1 of 2 could not" in result.stderr
+
+
 def test_messages_need_only_the_ranks_that_exchange_them() -> None:
     result = launch("pair_of_three", 3)
     assert result.returncode == 0, result.stderr

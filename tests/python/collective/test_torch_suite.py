@@ -124,7 +124,7 @@ def test_the_checks_of_torch_pass() -> None:
 
     results = run(3, "--without", *sorted(LEFT_OUT))
     wrong = [r for r in results if r["what"] in ("failed", "died")]
-    assert not wrong, wrong
+    assert not wrong, json.dumps(wrong, indent=1)
     passed = [r["check"] for r in results if r["what"] == "passed"]
     if torch.__version__.startswith("2.15."):
         assert len(passed) == len(results) == CHECKS, [r for r in results if r["what"] != "passed"]
@@ -135,4 +135,4 @@ def test_the_checks_of_torch_pass() -> None:
 @pytest.mark.timeout(900)
 def test_groups_of_groups_pass() -> None:
     results = run(4, f"test_{NEEDS_FOUR_RANKS}")
-    assert [r["what"] for r in results] == ["passed"], results
+    assert [r["what"] for r in results] == ["passed"], json.dumps(results, indent=1)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import nostall.torch
 from nostall.errors import PeerError, UsageError
+from nostall.torch import mesh
 
 torch.set_num_threads(1)
 if "OMPI_COMM_WORLD_RANK" in os.environ:
@@ -239,6 +240,33 @@ def shared() -> None:
         raise AssertionError("the group has ended")
     except UsageError as error:
         assert "closed" in str(error), error
+
+
+def unconnected() -> None:
+    """Gloo refuses rank 1 for once, then for good."""
+    mesh._LIMIT = timedelta(seconds=2)
+    refusals = 1
+
+    class Refusing(dist.ProcessGroupGloo):  # type: ignore[misc]
+        def __init__(self, *arguments: object) -> None:
+            nonlocal refusals
+            refusals -= 1
+            if rank == 1 and refusals >= 0:
+                raise RuntimeError("connection refused\nwith lines more")
+            super().__init__(*arguments)
+
+    mesh.dist.ProcessGroupGloo = Refusing
+    group = dist.new_group()
+    outputs = [torch.empty(1) for _ in range(size)]
+    dist.gather(torch.tensor([3.0]), outputs if rank == 0 else None, 0, group)
+    assert rank != 0 or outputs == [torch.tensor([3.0])] * size
+    refusals = 100
+    try:
+        dist.new_group()
+    except PeerError as error:
+        assert "rank 1 of 2 could not connect: connection refused, 3 times" in str(error), error
+        print(f"rank {rank} was told", flush=True)
+    os._exit(0)
 
 
 def pair_of_three() -> None:

@@ -1,0 +1,66 @@
+"""Gloo's connections between the ranks of a group, made again where making them fails.
+
+Gloo connects every rank with every other when it is made, and one refused connection of them all
+fails it: on that rank at once, on those it leaves waiting after a timeout.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore
+
+from nostall.errors import PeerError
+
+_log = logging.getLogger("nostall")
+_ATTEMPTS = 3
+# All ranks are at hand when they connect; who waits longer waits for one that failed.
+_LIMIT = timedelta(seconds=30)
+
+
+def connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """torch's ProcessGroupGloo of `size` ranks, all of which call this with the same store.
+
+    `timeout` is that of its operations. Raises PeerError, on all ranks, if three attempts failed.
+    """
+    if size == 1:
+        return dist.ProcessGroupGloo(HashStore(), 0, 1, timeout)
+    for attempt in range(1, _ATTEMPTS + 1):
+        among = PrefixStore(f"attempt {attempt}", store)
+        made, why = _try(among, rank, size, timeout)
+        failure = _agree(among, rank, size, why)
+        if not failure:
+            return made
+        _log.warning("connecting over Gloo failed (%s); attempt %d", failure, attempt)
+    raise PeerError(
+        f"{failure}, {_ATTEMPTS} times; check the host's name and firewall, or name the network "
+        "interface in GLOO_SOCKET_IFNAME"
+    )
+
+
+def _try(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[Any, str]:
+    """The backend, or why there is none."""
+    # Releases of torch whose backends keep their first timeout connect with that.
+    can_change = hasattr(dist.ProcessGroupGloo, "set_timeout")
+    try:
+        limit = min(timeout, _LIMIT) if can_change else timeout
+        made = dist.ProcessGroupGloo(store, rank, size, limit)
+    except RuntimeError as error:
+        return None, str(error).partition("\n")[0]
+    if can_change:
+        made.set_timeout(timeout)
+    return made, ""
+
+
+def _agree(store: Any, rank: int, size: int, why: str) -> str:
+    """What failed first, the same text on all ranks, or ""."""
+    # The others may fail only because they waited for the first.
+    if why and store.add("failures", 1) == 1:
+        store.set("failure", f"rank {rank} of {size} could not connect: {why}")
+    if store.add("done", 1) == size:
+        failed = store.add("failures", 0) > 0
+        store.set("verdict", b"!" + bytes(store.get("failure")) if failed else b"-")
+    return bytes(store.get("verdict")).decode()[1:]
