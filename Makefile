@@ -72,13 +72,15 @@ demo: $(STAMPS)/demo-package
 
 test: native-test python-test
 
+native_tests = $(BIN)/ctest --test-dir build/$(1) --output-on-failure -j $(JOBS) >build/$(1)/test.log || \
+  { cat build/$(1)/test.log; exit 1; }; tail -n 3 build/$(1)/test.log
+
 # In the package's build folder: what is tested is what is installed.
 native-test: build
 	@echo "native tests"
 	@$(BIN)/cmake build/wheel -DNOSTALL_TESTS=ON >/dev/null
 	@$(BIN)/cmake --build build/wheel -j $(JOBS) >build/wheel/build.log || (cat build/wheel/build.log; exit 1)
-	@$(BIN)/ctest --test-dir build/wheel --output-on-failure -j $(JOBS) >build/wheel/test.log || (cat build/wheel/test.log; exit 1)
-	@tail -n 3 build/wheel/test.log
+	@$(call native_tests,wheel)
 
 python-test: build
 	@$(BIN)/python -m pytest
@@ -94,24 +96,28 @@ bench: build
 	@$(BIN)/python scripts/requirements bench | xargs -d '\n' $(BIN)/python -m pip install -q
 	@$(BIN)/nostall bench loader
 
-# The native tests under gcc's sanitizers.
-sanitize: $(STAMPS)/requirements
-	@for kind in address,undefined thread; do \
-	  echo "native tests under -fsanitize=$$kind"; dir=build/$$(echo $$kind | cut -d, -f1); \
-	  $(BIN)/cmake -S . -B $$dir -G Ninja -DNOSTALL_PYTHON=OFF -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DNOSTALL_TOOLS=OFF -DNOSTALL_TESTS=ON \
-	    -DNOSTALL_SANITIZE=$$kind -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja >/dev/null && \
-	  { $(BIN)/cmake --build $$dir -j $(JOBS) >$$dir/build.log || { cat $$dir/build.log; exit 1; }; } && \
-	  $(BIN)/ctest --test-dir $$dir --output-on-failure -j $(JOBS) >$$dir/test.log || { cat $$dir/test.log; exit 1; }; \
-	  tail -n 3 $$dir/test.log; \
-	done
+# The native tests and the fuzz targets under clang's AddressSanitizer and UndefinedBehaviorSanitizer
+# are of one build; ThreadSanitizer is gcc's.
+checked = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DNOSTALL_PYTHON=OFF -DNOSTALL_TOOLS=OFF \
+    -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+    -DNOSTALL_TESTS=ON $(2) >/dev/null && \
+  { $(BIN)/cmake --build build/$(1) -j $(JOBS) >build/$(1)/build.log || { cat build/$(1)/build.log; exit 1; }; }
+checked_address = $(call checked,address,-DNOSTALL_SANITIZE=address$(comma)undefined -DNOSTALL_FUZZ=ON -DCMAKE_CXX_COMPILER=$(CLANG))
+checked_thread = $(call checked,thread,-DNOSTALL_SANITIZE=thread)
+comma := ,
+
+sanitize: $(STAMPS)/checkers $(STAMPS)/requirements
+	@echo "native tests under the address and undefined behaviour sanitizers"
+	@$(checked_address)
+	@$(call native_tests,address)
+	@echo "native tests under the thread sanitizer"
+	@$(checked_thread)
+	@$(call native_tests,thread)
 
 # Every fuzz target for FUZZ_SECONDS, on its corpus; new inputs go to build/, findings fail.
 fuzz: $(STAMPS)/checkers $(STAMPS)/requirements
-	@$(BIN)/cmake -S . -B build/fuzz -G Ninja -DNOSTALL_PYTHON=OFF -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DNOSTALL_TOOLS=OFF -DNOSTALL_FUZZ=ON \
-	  -DNOSTALL_SANITIZE=address,undefined -DCMAKE_CXX_COMPILER=$(CLANG) \
-	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja >/dev/null
-	@$(BIN)/cmake --build build/fuzz -j $(JOBS) >build/fuzz/build.log || (cat build/fuzz/build.log; exit 1)
-	@scripts/run-fuzzers build/fuzz/fuzz $(FUZZ_SECONDS)
+	@$(checked_address)
+	@scripts/run-fuzzers build/address/fuzz $(FUZZ_SECONDS)
 
 lint: $(STAMPS)/checkers build
 	@echo "layers, clang-format, ruff, mypy"

@@ -19,7 +19,7 @@ target_include_directories(nostall_options INTERFACE "${CMAKE_CURRENT_SOURCE_DIR
 target_link_libraries(nostall_options INTERFACE Threads::Threads)
 if(NOSTALL_SANITIZE)
   target_compile_options(nostall_options INTERFACE
-    -fsanitize=${NOSTALL_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g -O1)
+    -fsanitize=${NOSTALL_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)
   target_link_options(nostall_options INTERFACE -fsanitize=${NOSTALL_SANITIZE})
   if(NOSTALL_SANITIZE MATCHES "thread")
     # libstdc++ fences that ThreadSanitizer cannot see are a warning of gcc 12, not a defect here.

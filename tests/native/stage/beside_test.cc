@@ -48,16 +48,16 @@ class Neighbours : public source::Source {
     void read(std::span<source::ReadRequest> requests) override {
       // Slower than any tier, or it would be asked again instead of one.
       std::this_thread::sleep_for(std::chrono::milliseconds(1) * requests.size());
-      std::set<uint64_t> groups;
+      std::set<uint64_t> touched;
       for (auto& r : requests) {
         ++source_.reads;
         source_.once += r.once ? 1 : 0;
-        groups.insert(r.sample / kGroup);
+        touched.insert(r.sample / kGroup);
         r.error = source_.broken.contains(r.sample) ? source::kWrongBytes : 0;
         if (r.error != 0) r.why = "broken on command";
         std::memset(r.into.data(), static_cast<int>(r.sample % 251), r.into.size());
       }
-      source_.groups += groups.size();
+      source_.groups += touched.size();
     }
     std::string_view name() const override { return "groups"; }
 
