@@ -10,11 +10,16 @@ switches there are without any engine. The ranks' processes are the same for all
 step (figures 6.8 to 6.12). A second table splits the engine's time into cycle latency (gradients are
 there, the thread sleeps), stalling (other ranks are not there), ordering, copies and reduction (6.2.3),
 and context switches by component.
+
+Horovod is a peer where it is built for this torch, with its own defaults; "negotiated 1 ms" is our
+engine's negotiation with the same cycle and the same fusion. In every run the ranks must end with the
+same weights, bit for bit, and all ways of a network with nearly the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -24,11 +29,12 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nostall.errors import UsageError
+from nostall.bench import sync_horovod
+from nostall.errors import BugError, UsageError
 
 _NETWORKS = (
     "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "googlenet", "inception",
@@ -43,9 +49,12 @@ _WAYS = (
     "negotiated, own core",
     "DDP gloo",
     "DDP nostall",
+    "negotiated 1 ms",
+    sync_horovod.WAY,
     "no reduction",
 )
 _TIMEOUT = 600.0  # between two runs
+_ALIKE = 1e-3  # relative, of the weights' magnitudes: ways round in different orders
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +83,10 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
-    total = len(arguments.networks) * len(arguments.ways) * arguments.repeats
+    ways, skipped = available(arguments.ways)
+    for way, reason in skipped.items():
+        console.print(f"{way} is skipped: {reason}", markup=False)
+    total = len(arguments.networks) * len(ways) * arguments.repeats
     with (
         tempfile.TemporaryDirectory(prefix="nostall-sync-") as folder,
         Progress(console=console, transient=True) as progress,
@@ -82,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         data = _images(Path(folder) / "data") if arguments.input == "loader" else ""
         task = progress.add_task("training", total=total)
         for network in arguments.networks:
-            turns = [(r, way) for r in range(arguments.repeats) for way in arguments.ways]
+            turns = [(r, way) for r in range(arguments.repeats) for way in ways]
             settings = [
                 {
                     "network": network,
@@ -97,6 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
                 for _, way in turns
             ]
             results = measure(settings, arguments.ranks, lambda: progress.advance(task))
+            check(network, [way for _, way in turns], results)
             rows += [
                 {
                     "network": network,
@@ -113,13 +126,54 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(_split(network, own, arguments.steps))
     if arguments.json:
         machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-        Path(arguments.json).write_text(json.dumps({**machine, "runs": rows}, indent=1))
+        Path(arguments.json).write_text(
+            json.dumps({**machine, "skipped": skipped, "runs": rows}, indent=1)
+        )
     if arguments.plot:
         from nostall.bench.sync_plots import draw
 
         draw(rows, lambda runs: split(runs, arguments.steps), Path(arguments.plot))
         console.print(f"drawn: {arguments.plot}")
     return 0
+
+
+def available(ways: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The ways that this environment can run, and why it cannot run the others.
+
+    Raises:
+        UsageError: none is left.
+    """
+    reason = sync_horovod.lacking() if sync_horovod.WAY in ways else None
+    if reason is None:
+        return list(ways), {}
+    left = [way for way in ways if way != sync_horovod.WAY]
+    if not left:
+        raise UsageError(f"--ways {sync_horovod.WAY}: {reason}")
+    return left, {sync_horovod.WAY: reason}
+
+
+def check(network: str, ways: Sequence[str], results: Sequence[list[dict[str, Any]]]) -> None:
+    """All ranks of a run have the same weights, and all ways nearly the same.
+
+    Raises:
+        BugError: they have not; names network, way and rank.
+    """
+    first: tuple[str, float] | None = None
+    for way, ranks in zip(ways, results, strict=True):
+        if way == "no reduction":
+            continue
+        for rank, measured in enumerate(ranks):
+            if measured["weights"] != ranks[0]["weights"]:
+                raise BugError(
+                    f"{network}, {way}: rank {rank} ended with other weights than rank 0"
+                )
+        size = ranks[0]["weights_size"]
+        first = first or (way, size)
+        if not abs(size - first[1]) <= _ALIKE * first[1]:
+            raise BugError(
+                f"{network}: the weights' mean magnitude is {size:.6g} with {way} and {first[1]:.6g} "
+                f"with {first[0]}, from the same data"
+            )
 
 
 def measure(
@@ -134,15 +188,22 @@ def measure(
     """
     job = uuid.uuid4().hex
     started = []
-    with tempfile.TemporaryDirectory(prefix="nostall-sync-runs-") as folder:
+    meeting: contextlib.AbstractContextManager[list[dict[str, str]]]
+    meeting = contextlib.nullcontext([{}] * ranks)
+    if any(settings["way"] == sync_horovod.WAY for settings in runs):
+        meeting = sync_horovod.rendezvous(ranks)
+    with tempfile.TemporaryDirectory(prefix="nostall-sync-runs-") as folder, meeting as met:
         errors = [Path(folder) / f"{rank}.errors" for rank in range(ranks)]
         results = [Path(folder) / f"{rank}.results" for rank in range(ranks)]
         plan = Path(folder) / "runs.json"
         plan.write_text(json.dumps(runs))
+        # A caller's settings of Horovod would change what is compared.
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_")}
         try:
             for rank in range(ranks):
                 env = {
-                    **os.environ,
+                    **inherited,
+                    **met[rank],
                     "RANK": str(rank),
                     "WORLD_SIZE": str(ranks),
                     "LOCAL_RANK": str(rank),
@@ -180,9 +241,11 @@ def _follow(
             tell()
         for rank, state in enumerate(states):
             if state or (state == 0 and len(_lines(results[rank])) < len(runs)):
-                words = (errors[rank].read_text().strip().splitlines() or ["no message"])[-1]
+                words = (
+                    errors[rank].read_text().strip().splitlines() or [f"it ended with {state}"]
+                )[-1]
                 way = runs[min(done[rank], len(runs) - 1)]["way"]
-                raise UsageError(f"{way}, rank {rank} failed: {words}")
+                raise UsageError(f"{way}, rank {rank} failed: {words.splitlines()[-1]}")
         if all(state == 0 for state in states):
             return
         if time.monotonic() - last > _TIMEOUT:
@@ -214,21 +277,13 @@ def _images(folder: Path) -> str:
 def _table(network: str, rows: list[dict[str, Any]], steps: int) -> Any:
     from rich.table import Table
 
-    table = Table(title=network)
-    for column in (
-        "way",
-        "samples/s",
-        "x nego",
-        "x DDP",
-        "CPU",
-        "invol.",
-        "vol.",
-        "agree",
-        "copy",
-        "reduce",
-    ):
-        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
     ways = list(dict.fromkeys(r["way"] for r in rows))
+    bases = {"x nego": "negotiated", "x DDP": "DDP gloo"}
+    if sync_horovod.WAY in ways:
+        bases["x hvd"] = sync_horovod.WAY
+    table = Table(title=network)
+    for column in ("way", "samples/s", *bases, "CPU", "invol.", "vol.", "agree", "copy", "reduce"):
+        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
     speed = {
         w: [sum(k["samples_per_second"] for k in r["ranks"]) for r in rows if r["way"] == w]
         for w in ways
@@ -249,9 +304,10 @@ def _table(network: str, rows: list[dict[str, Any]], steps: int) -> Any:
         table.add_row(
             way,
             _spread(speed[way]),
-            _ratio(speed[way], speed.get("negotiated")),
-            _ratio(speed[way], speed.get("DDP gloo")),
-            share("engine_user_ns", "engine_system_ns"),
+            *(_ratio(speed[way], speed.get(base)) for base in bases.values()),
+            share("engine_user_ns", "engine_system_ns")
+            if "engine_user_ns" in runs[0]
+            else share("engine_cpu_ns"),
             each("involuntary"),
             each("voluntary"),
             share("engine_order_ns"),

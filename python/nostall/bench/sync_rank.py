@@ -6,18 +6,20 @@ RANK=0 WORLD_SIZE=2 ... python -m nostall.bench.sync_rank RUNS.json, a list of s
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torchvision
 
+from nostall.bench import sync_horovod
 from nostall.sync import SyncOptions
 
 #: network: (its maker, side of its images)
@@ -56,6 +58,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "negotiated GS": {"mode": "negotiated", "global_sleep_every": 1},
     "negotiated NBCS": {"mode": "negotiated", "nonblocking": True},
     "negotiated, own core": {"mode": "negotiated", "cores": True},
+    "negotiated 1 ms": {
+        "mode": "negotiated",
+        "cycle": sync_horovod.CYCLE_MS / 1000,
+        "threshold": sync_horovod.FUSION_BYTES,
+    },
 }
 PEERS = ("DDP gloo", "DDP nostall")
 ALONE = "no reduction"
@@ -107,6 +114,7 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     model, way = make(), settings["way"]
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     step_model: Any = model
+    foreign: list[int] = []
     if way in PEERS:
         torch.distributed.init_process_group(
             way.split()[1],
@@ -115,6 +123,8 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
             world_size=int(os.environ["WORLD_SIZE"]),
         )
         step_model = torch.nn.parallel.DistributedDataParallel(model)
+    elif way == sync_horovod.WAY:
+        optimizer, foreign = sync_horovod.start(model, optimizer)
     elif way != ALONE:
         options = dict(WAYS[way])
         if options.pop("cores", False):
@@ -125,11 +135,15 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     late = settings["delay"] if os.environ["RANK"] == "0" else 0.0
     source = batches(settings, side)
     begin, use, engine = 0.0, resource.getrusage(resource.RUSAGE_SELF), {}
-    switches, woke_late = _switches(), _oversleeps(optimizer)
+    threads, woke_late = _threads(foreign), _oversleeps(optimizer)
     for step in range(settings["warm"] + settings["steps"]):
         if step == settings["warm"]:
             begin, use = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
-            engine, switches, woke_late = _stats(optimizer), _switches(), _oversleeps(optimizer)
+            engine, threads, woke_late = (
+                _stats(optimizer),
+                _threads(foreign),
+                _oversleeps(optimizer),
+            )
         images, labels = next(source)
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(step_model(images), labels)
@@ -150,18 +164,21 @@ def main(settings: dict[str, Any]) -> dict[str, Any]:
     }
     for key, value in engine_after.items():
         out[f"engine_{key}"] = value - engine[key]
-    for component, (voluntary, involuntary) in _switches().items():
-        out[f"{component}_voluntary"] = voluntary - switches[component][0]
-        out[f"{component}_involuntary"] = involuntary - switches[component][1]
-    counts = zip(_oversleeps(optimizer), woke_late, strict=True)
-    out["oversleeps"] = [after - before for after, before in counts]
+    for component, counts in _threads(foreign).items():
+        for kind, value in counts.items():
+            out[f"{component}_{kind}"] = value - threads[component][kind]
+    late_counts = zip(_oversleeps(optimizer), woke_late, strict=True)
+    out["oversleeps"] = [after - before for after, before in late_counts]
     sync = getattr(optimizer, "gradient_sync", None)
     if sync is not None and sync.analysis is not None:
         nodes, edges, took = sync.analysis
         out |= {"nodes": nodes, "edges": edges, "analysis": took}
+    out |= _weights(model)
     source.close()  # type: ignore[attr-defined]
     if way in PEERS:
         torch.distributed.destroy_process_group()
+    elif way == sync_horovod.WAY:
+        sync_horovod.stop()
     return out
 
 
@@ -175,23 +192,44 @@ def _oversleeps(optimizer: Any) -> list[int]:
     return [int(n) for n in sync.engine.oversleeps()] if sync is not None else []
 
 
-def _switches() -> dict[str, tuple[int, int]]:
-    """Voluntary and involuntary context switches of input pipeline, engine and training so far.
+def _weights(model: torch.nn.Module) -> dict[str, Any]:
+    """What ranks and ways must agree on: the parameters' bits, and their mean magnitude."""
+    digest, total, count = hashlib.sha256(), 0.0, 0
+    for parameter in model.parameters():
+        values = parameter.detach()
+        digest.update(values.numpy().tobytes())
+        total, count = total + float(values.abs().double().sum()), count + values.numel()
+    return {"weights": digest.hexdigest(), "weights_size": total / count}
 
-    Told apart by the names of threads: ours begin with nostall-; Gloo's are an engine too.
+
+def _threads(foreign: Collection[int]) -> dict[str, dict[str, int]]:
+    """Context switches and processor time of input pipeline, engine and training so far.
+
+    Told apart by the names of threads: ours begin with nostall-; Gloo's are an engine too, as are the
+    `foreign` ones, which have no names. The first of those counts by itself as well, as "background".
     """
-    totals = {"training": [0, 0], "engine": [0, 0], "input": [0, 0]}
+    kinds = ("voluntary", "involuntary", "cpu_ns")
+    components = ("training", "engine", "input", "background")
+    totals = {name: dict.fromkeys(kinds, 0) for name in components}
     for task in Path("/proc/self/task").iterdir():
         try:
             name, status = (task / "comm").read_text(), (task / "status").read_text()
+            # The clock of another thread's processor time, as pthread_getcpuclockid makes it.
+            nanoseconds = time.clock_gettime_ns((~int(task.name) << 3) | 6)
         except OSError:
             continue  # ended meanwhile
         component = "input" if name.startswith("nostall-") else "training"
-        if name.startswith("nostall-sync") or "gloo" in name:
+        if name.startswith("nostall-sync") or "gloo" in name or int(task.name) in foreign:
             component = "engine"
-        for i, key in enumerate(("voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:")):
-            totals[component][i] += int(status.split("\n" + key)[1].split()[0])
-    return {name: (v, i) for name, (v, i) in totals.items()}
+        voluntary, involuntary = (
+            int(status.split(f"\n{key}:")[1].split()[0])
+            for key in ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
+        )
+        first = [*foreign][:1] == [int(task.name)]
+        for own in (component, "background") if first else (component,):
+            for kind, value in zip(kinds, (voluntary, involuntary, nanoseconds), strict=True):
+                totals[own][kind] += value
+    return totals
 
 
 if __name__ == "__main__":
