@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from pathlib import Path
 
 from nostall.errors import UsageError
 
 _PROBES = 64
+# Pages that a read still holds, or a process is about to unmap, stay for a moment.
+_MOMENT = 2.0
 
 
 def make_cold(path: Path) -> str:
@@ -23,9 +26,14 @@ def make_cold(path: Path) -> str:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        if not _resident(descriptor):
-            return "posix_fadvise(DONTNEED)"
+        last = time.monotonic() + _MOMENT
+        while True:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            if not _resident(descriptor):
+                return "posix_fadvise(DONTNEED)"
+            if time.monotonic() > last:
+                break
+            time.sleep(0.01)
         with contextlib.suppress(OSError):
             Path("/proc/sys/vm/drop_caches").write_text("1")
         if not _resident(descriptor):
