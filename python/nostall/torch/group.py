@@ -63,6 +63,8 @@ _PIECE_BYTES = 4 << 20
 # Who waits for other nodes looks this often whether the group was aborted, once here and there.
 _LOOK = timedelta(milliseconds=200)
 _ABORTED = "nostall aborted"
+# Half of the addresses that a process has: the bytes of all ranks of a node are mapped in each.
+_MOST_SHARED_BYTES = 1 << 46
 Tensors = Sequence[torch.Tensor]
 
 
@@ -75,10 +77,23 @@ class Options:
 
     `shared_bytes` bounds each rank's tensors in shared memory (`nostall.torch.empty_shared`, DDP's
     buckets); it is the same on all ranks. Only what is used takes memory.
+
+    Raises UsageError for another `order`, or `shared_bytes` that are no int from 0 to 2**46.
     """
 
     order: Literal["any", "fixed"] = "any"
     shared_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.order, str) or self.order not in ("any", "fixed"):
+            raise UsageError(f'order={self.order!r} is neither "any" nor "fixed"')
+        size = self.shared_bytes
+        whole = hasattr(size, "__index__") and not isinstance(size, bool)
+        if not whole or not 0 <= size <= _MOST_SHARED_BYTES:
+            raise UsageError(
+                f"shared_bytes={size!r} is not a number of bytes: give an int from 0 to 2**46, "
+                "such as 1 << 30"
+            )
 
 
 class _Work(dist.Work):  # type: ignore[misc]
@@ -152,7 +167,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
             len(local),
             order=options.order,
             timeout=timeout.total_seconds(),
-            arena_bytes=options.shared_bytes,
+            arena_bytes=int(options.shared_bytes),
         )
         self._limit = timeout
         self._shared_bytes = options.shared_bytes

@@ -6,7 +6,9 @@ import itertools
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -24,6 +26,34 @@ from nostall.torch import *
 assert "GroupOptions" not in globals() and GradientSync
 """
     subprocess.run([sys.executable, "-c", body], check=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "allowed"),
+    [
+        ({"order": "fast"}, "order='fast'", '"any" nor "fixed"'),
+        ({"order": None}, "order=None", '"any" nor "fixed"'),
+        ({"order": ["any"]}, "order=['any']", '"any" nor "fixed"'),
+        ({"shared_bytes": -1}, "shared_bytes=-1", "from 0 to 2**46"),
+        ({"shared_bytes": 1 << 63}, f"shared_bytes={1 << 63}", "from 0 to 2**46"),
+        ({"shared_bytes": 1.5}, "shared_bytes=1.5", "from 0 to 2**46"),
+        ({"shared_bytes": "1G"}, "shared_bytes='1G'", "from 0 to 2**46"),
+        ({"shared_bytes": True}, "shared_bytes=True", "from 0 to 2**46"),
+        ({"shared_bytes": None}, "shared_bytes=None", "from 0 to 2**46"),
+    ],
+)
+def test_options_of_a_group_are_refused_where_they_are_made(
+    given: dict[str, Any], named: str, allowed: str
+) -> None:
+    with pytest.raises(UsageError) as error:
+        nostall.torch.GroupOptions(**given)
+    assert named in str(error.value)
+    assert allowed in str(error.value)
+
+
+def test_options_of_a_group_take_any_integer() -> None:
+    assert nostall.torch.GroupOptions("fixed", 0).shared_bytes == 0
+    assert nostall.torch.GroupOptions(shared_bytes=np.int64(4096)).shared_bytes == 4096
 
 
 def expected(samples: int, batch: int, world: int, rank: int, epoch: int) -> list[list[int]]:
