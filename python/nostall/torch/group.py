@@ -25,13 +25,15 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, ReduceOp
+from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.futures import Future
 
 from nostall import _native
 from nostall.cluster import node_identity
 from nostall.collective import Communicator
 from nostall.errors import PeerError, UsageError
-from nostall.torch.mesh import connect
+from nostall.torch.aborts import Aborts
+from nostall.torch.mesh import connect, hang_up
 
 _TYPES = {
     torch.float16: "float16",
@@ -57,12 +59,10 @@ _OPERATIONS = {
     ReduceOp.BOR: "bor",
     ReduceOp.BXOR: "bxor",
 }
+_MESSAGES = ("send", "recv", "recv_anysource")
 _BITWISE = ("band", "bor", "bxor")
 # Between nodes a message travels in pieces of this size, each as soon as its node has reduced it.
 _PIECE_BYTES = 4 << 20
-# Who waits for other nodes looks this often whether the group was aborted, once here and there.
-_LOOK = timedelta(milliseconds=200)
-_ABORTED = "nostall aborted"
 # Half of the addresses that a process has: the bytes of all ranks of a node are mapped in each.
 _MOST_SHARED_BYTES = 1 << 46
 Tensors = Sequence[torch.Tensor]
@@ -97,11 +97,15 @@ class Options:
 
 
 class _Work(dist.Work):  # type: ignore[misc]
-    """An operation under way; wait() raises what it raised."""
+    """An operation under way; wait() raises what it raised.
 
-    def __init__(self, future: Future[list[torch.Tensor]]) -> None:
+    With `aborts` for one whose future is of native code, which makes RuntimeError of all errors.
+    """
+
+    def __init__(self, future: Future[list[torch.Tensor]], aborts: Aborts | None = None) -> None:
         super().__init__()
         self._future = future
+        self._aborts = aborts
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises PeerError if a timeout is given and the operation outlasts it, and goes on."""
@@ -114,7 +118,12 @@ class _Work(dist.Work):  # type: ignore[misc]
                     f"the operation waited for was not done after {timeout.total_seconds():g} s; "
                     "it goes on: wait again, or raise the timeout of this wait"
                 )
-        self._future.wait()
+        try:
+            self._future.wait()
+        except RuntimeError:
+            if self._aborts is not None:
+                self._aborts.learn()
+            raise
         return True
 
     def is_success(self) -> bool:
@@ -122,7 +131,7 @@ class _Work(dist.Work):  # type: ignore[misc]
 
     def exception(self) -> BaseException | None:
         try:
-            self._future.wait()
+            self.wait()
         except Exception as error:
             return error
         return None
@@ -137,6 +146,68 @@ class _Work(dist.Work):  # type: ignore[misc]
 
     def result(self) -> list[torch.Tensor]:
         return list(self._future.value())
+
+
+class _Delegated(dist.Work):  # type: ignore[misc]
+    """One of Gloo's; waiting ends, and says which rank it was, if one aborts the group.
+
+    A message has no future, and is completed once it was waited for.
+    """
+
+    def __init__(self, aborts: Aborts, work: Any, is_message: bool) -> None:
+        super().__init__()
+        self._aborts = aborts
+        self._work = work
+        self._is_watched = is_message
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        with self._aborts.watching():
+            return bool(self._work.wait(timeout) if _is_set(timeout) else self._work.wait())
+
+    def is_completed(self) -> bool:
+        if self._work.is_completed():
+            return True
+        self._watch()  # the caller may be waiting like this
+        return False
+
+    def is_success(self) -> bool:
+        return bool(self._work.is_success())
+
+    def exception(self) -> BaseException | None:
+        error: BaseException | None = self._work.exception()
+        try:
+            if error is not None:
+                self._aborts.learn()
+        except PeerError as abort:
+            return abort
+        return error
+
+    def get_future(self) -> Future[Any]:
+        self._watch()
+        return self._work.get_future().then(self._value)
+
+    def result(self) -> list[torch.Tensor]:
+        return list(self._work.result())
+
+    def synchronize(self) -> None:
+        self._work.synchronize()
+
+    def source_rank(self) -> int:
+        return int(self._work.source_rank())
+
+    _source_rank = source_rank
+
+    def _watch(self) -> None:
+        if not self._is_watched:
+            self._is_watched = True
+            self._aborts.watch(self._work.get_future())
+
+    def _value(self, done: Future[Any]) -> Any:
+        try:
+            return done.value()
+        except RuntimeError:
+            self._aborts.learn()
+            raise
 
 
 class Group(ProcessGroup):  # type: ignore[misc]
@@ -178,8 +249,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self._fixed = options.order == "fixed"
         heads = [nodes.index(name) for name in dict.fromkeys(nodes)]
         self._one_node = len(heads) == 1
-        self._aborted_by: int | None = None
-        self._watched: Any = None
+        self._aborts = Aborts(store, self._end_waiting)
         self._heads: Any = None
         if not self._one_node and rank in heads:
             among = PrefixStore("nostall heads", store)
@@ -294,7 +364,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
     def allgather(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Tensors, opts: Any = None
     ) -> Any:
-        opts = dist.AllgatherOptions() if opts is None else opts
+        opts = AllgatherOptions() if opts is None else opts
         flat_outputs = [t for group in outputs for t in group]
         same = all(t.nbytes == inputs[0].nbytes for t in flat_outputs)
         if not self._one_node or not same or not _plain([*inputs, *flat_outputs]):
@@ -313,7 +383,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
     def all_gather_single(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
     ) -> Any:
-        opts = dist.AllgatherOptions() if opts is None else opts
+        opts = AllgatherOptions() if opts is None else opts
         if not self._one_node or not _plain([output, source]) or not output.is_contiguous():
             return self._delegate("all_gather_single", [source], output, source, opts)
 
@@ -407,8 +477,8 @@ class Group(ProcessGroup):  # type: ignore[misc]
         source = torch.cat([t.detach().reshape(-1) for t in inputs])
         counts = [t.numel() for t in outputs]
         target = source.new_empty(sum(counts))
-        work = self._inner["cpu"].alltoall_base(
-            target, source, counts, [t.numel() for t in inputs], opts
+        work = self._delegate(
+            "alltoall_base", [source], target, source, counts, [t.numel() for t in inputs], opts
         )
 
         def distribute(done: Future[Any]) -> list[torch.Tensor]:
@@ -417,7 +487,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 output.detach().copy_(part.view(output.shape))
             return list(outputs)
 
-        return _Work(work.get_future().then(distribute))
+        return _Work(work.get_future().then(distribute), self._aborts)
 
     def all_to_all_single(self, output: torch.Tensor, source: torch.Tensor, *rest: Any) -> Any:
         return self._delegate("all_to_all_single", [source], output, source, *rest)
@@ -438,7 +508,9 @@ class Group(ProcessGroup):  # type: ignore[misc]
         return self._delegate("recv_anysource", tensors, tensors, tag)
 
     def monitored_barrier(self, *arguments: Any, **named: Any) -> Any:
-        return self._inner_for("cpu").monitored_barrier(*arguments, **named)
+        self._refuse()
+        with self._aborts.watching():
+            return self._inner_for("cpu").monitored_barrier(*arguments, **named)
 
     # Its end.
 
@@ -453,24 +525,17 @@ class Group(ProcessGroup):  # type: ignore[misc]
             backend.shutdown()
 
     def abort(self) -> None:
-        """Ends what is under way with an error, on all ranks, and the group.
+        """Ends what is under way with PeerError, on all ranks, and the group.
 
-        Ranks of other nodes learn of it through the store, within a second of waiting for ours in
-        an all_reduce. What was delegated to Gloo, which has no abort, ends with its timeout.
+        Ranks that wait, within the node or over Gloo, learn of it within a second, through the
+        store or because ours hangs up; others when they next wait. Who receives from any source
+        learns of it at the timeout: Gloo has no way to end that.
         """
-        self._aborted_by = self._rank
-        if not self._one_node:
-            with suppress(
-                RuntimeError
-            ):  # the store went with its rank: the others have to time out
-                self._watch().set(_ABORTED, str(self._rank))
-        self._node.abort()
+        self._aborts.tell(self._rank)
         for backend in self._backends():
             backend.abort()
         self.shutdown()
-        # Gloo's destructor waits for what is under way, which ends once the others close theirs.
-        held, self._heads = [self._heads], None
-        threading.Thread(target=held.clear, daemon=True).start()
+        self._heads = None
 
     # How.
 
@@ -516,41 +581,20 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 works.append(heads.allreduce([piece], among))
         for i, piece in enumerate(pieces):
             if heads is not None:
-                self._wait_for_nodes(works[i])
+                works[i].wait()
             node.broadcast(piece.data_ptr(), piece.nbytes, 0)
 
-    def _wait_for_nodes(self, work: Any) -> None:
-        """Until Gloo is done, which cannot be interrupted, or until a rank aborted the group."""
-        while not work.is_completed():
-            with suppress(RuntimeError):  # only the time is over, or the last wait says what it was
-                work.wait(_LOOK)
-                return
-            self._refuse_if_aborted()
-        work.wait()
+    def _end_waiting(self) -> None:
+        """Of this rank, and of those that wait for it."""
+        # On one node who aborts ends all; were others first, it would be theirs by name.
+        if not self._one_node or self._aborts.by == self._rank:
+            with suppress(UsageError):  # it was closed
+                self._node.abort()
+        for gloo in self._gloos():
+            hang_up(gloo)
 
-    def _watch(self) -> Any:
-        """A connection to the store of the caller's own: that of others may be waiting in it.
-
-        Releases of torch without Store.clone share one, and then learn later of an abort.
-        """
-        if self._watched is None:
-            clone = getattr(self._store, "clone", None)
-            self._watched = self._store if clone is None else clone()
-        return self._watched
-
-    def _refuse_if_aborted(self) -> None:
-        """Raises PeerError, and ends the waiting of this node's ranks, if a rank aborted."""
-        if self._one_node:
-            return  # the node's communicator says so itself
-        if self._aborted_by is None:
-            with suppress(RuntimeError):  # without a store nobody can tell
-                if self._watch().check([_ABORTED]):
-                    self._aborted_by = int(self._watch().get(_ABORTED))
-        if self._aborted_by is None:
-            return
-        with suppress(UsageError):  # our own abort has closed it
-            self._node.abort()
-        raise PeerError(f"rank {self._aborted_by} aborted the group; make a new one")
+    def _gloos(self) -> list[Any]:
+        return [self._inner["cpu"], *([] if self._heads is None else [self._heads])]
 
     def _backends(self) -> list[Any]:
         """Torch's, that this group uses."""
@@ -565,10 +609,25 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self._node._live().allgather(source.data_ptr(), output.data_ptr(), source.nbytes)
 
     def _delegate(self, name: str, tensors: Tensors, *arguments: Any) -> Any:
-        if self._aborted_by is not None:
-            raise PeerError(f"rank {self._aborted_by} aborted the group; make a new one")
+        self._refuse()
         device = tensors[0].device.type if len(tensors) > 0 else "cpu"
-        return getattr(self._inner_for(device), name)(*arguments)
+        try:
+            work = getattr(self._inner_for(device), name)(*arguments)
+        except RuntimeError:
+            self._aborts.learn()
+            raise
+        if device != "cpu":
+            return work
+        return _Delegated(self._aborts, work, name in _MESSAGES)
+
+    def _refuse(self) -> None:
+        """Raises what keeps this process from using the group, as far as it knows."""
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"this process was forked from rank {self._rank} of a process group; make a group "
+                "of the child's own"
+            )
+        self._aborts.refuse()
 
     def _inner_for(self, device: str) -> Any:
         """Torch's backend for the device; NCCL itself waits for nobody before its first call."""
@@ -592,22 +651,17 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self._register_backend(torch.device(device), ProcessGroup.BackendType.CUSTOM, backend)
 
     def _do(self, operation: Callable[[], list[torch.Tensor]], opts: Any) -> Any:
-        if os.getpid() != self._process:
-            raise UsageError(
-                f"this process was forked from rank {self._rank} of a process group; make a group "
-                "of the child's own"
-            )
+        self._refuse()
         limit = opts.timeout if _is_set(opts.timeout) else self._timeout
 
         def work() -> list[torch.Tensor]:
             if limit != self._limit:
                 self._node.set_timeout(limit.total_seconds())
                 self._limit = limit
-            try:
+            if self._one_node:
+                return operation()  # an abort ends it, and is named, within the node
+            with self._aborts.watching():
                 return operation()
-            except RuntimeError:
-                self._refuse_if_aborted()
-                raise
 
         with self._lock:
             waits = self._queued > 0 or getattr(opts, "asyncOp", True)

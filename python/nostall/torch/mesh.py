@@ -7,9 +7,12 @@ fails it: on that rank at once, on those it leaves waiting after a timeout.
 from __future__ import annotations
 
 import logging
+import os
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore
 
@@ -19,6 +22,8 @@ _log = logging.getLogger("nostall")
 _ATTEMPTS = 3
 # All ranks are at hand when they connect; who waits longer waits for one that failed.
 _LIMIT = timedelta(seconds=30)
+# No message has one of the last tags that there are.
+_HANG_UP_TAG = 2**31
 
 
 def connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
@@ -39,6 +44,21 @@ def connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         f"{failure}, {_ATTEMPTS} times; check the host's name and firewall, or name the network "
         "interface in GLOO_SOCKET_IFNAME"
     )
+
+
+def hang_up(gloo: Any) -> None:
+    """Ends what is under way on this rank, and what others wait for it with, with Gloo's errors.
+
+    A message that is given up closes the connections of its context to all ranks, at once.
+    """
+    if gloo.size() == 1:
+        return
+    # Gloo has a context for each interface that is named, and deals tags out to them in turn.
+    contexts = os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1
+    for tag in range(_HANG_UP_TAG - contexts, _HANG_UP_TAG):
+        with suppress(RuntimeError):
+            work = gloo.recv([torch.empty(1)], (gloo.rank() + 1) % gloo.size(), tag)
+            work.wait(timedelta(milliseconds=1))
 
 
 def _try(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[Any, str]:

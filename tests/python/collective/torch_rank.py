@@ -1,4 +1,8 @@
-"""One rank under torchrun; the first argument names what it does."""
+"""One rank under torchrun; the first argument names what it does.
+
+With a number of ranks as the second it forks that many itself, once it has read torch, and fails
+if one of them does.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import signal
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -18,6 +24,21 @@ from nostall.errors import PeerError, UsageError
 from nostall.torch import mesh
 
 torch.set_num_threads(1)
+
+
+def fork(ranks: int) -> dist.Store:
+    """Returns in each rank, with the store of them all, which lives in the process that forked."""
+    served = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    children = []
+    for r in range(ranks):
+        children.append(os.fork())
+        if children[-1] == 0:
+            os.environ.update(RANK=str(r), WORLD_SIZE=str(ranks))
+            return dist.TCPStore("127.0.0.1", served.port, None, False)
+    os._exit(max(os.waitpid(child, 0)[1] != 0 for child in children))
+
+
+store = fork(int(sys.argv[2])) if len(sys.argv) > 2 else None
 if "OMPI_COMM_WORLD_RANK" in os.environ:
     os.environ["RANK"] = os.environ["OMPI_COMM_WORLD_RANK"]
     os.environ["WORLD_SIZE"] = os.environ["OMPI_COMM_WORLD_SIZE"]
@@ -396,6 +417,91 @@ def aborted() -> None:
     os._exit(0)
 
 
+def aborted_delegated() -> None:
+    """An abort ends what waits over Gloo, whoever it waits for, and whatever looks on."""
+    store = dist.distributed_c10d._get_default_store()
+    group = dist.group.WORLD
+    one = torch.ones(3)
+    last = size - 1
+
+    def poll(work: dist.Work) -> None:
+        while not work.is_completed():
+            time.sleep(0.01)
+        assert not work.is_success()
+        raise work.exception()
+
+    # The last rank never comes; the others begin all of these, in one order, and wait in threads.
+    waits: list[Callable[[], object]] = []
+    if rank != last:
+        works = [
+            dist.irecv(one.clone(), last),
+            dist.irecv(one.clone(), 1 - rank, tag=9),
+            dist.all_reduce(torch.ones(1).to_sparse(), async_op=True),
+            dist.all_to_all([torch.empty(3) for _ in range(size)], [one] * size, async_op=True),
+        ]
+        polled = dist.all_to_all_single(torch.empty(size), torch.ones(size), async_op=True)
+        future = dist.all_to_all_single(torch.empty(size), torch.ones(size), async_op=True)
+        if rank == 0:  # the root: others only send
+            works += [dist.gather(one, [one.clone() for _ in range(size)], async_op=True)]
+        if os.environ.get("NODES", "1") != "1":
+            works += [
+                dist.broadcast(one.clone(), last, async_op=True),
+                dist.all_gather([one.clone() for _ in range(size)], one, async_op=True),
+                dist.barrier(async_op=True),
+            ]
+        waits = [
+            *(work.wait for work in works),
+            lambda: poll(polled),
+            lambda: future.get_future().wait(),
+            lambda: group.monitored_barrier(limit, True),
+            lambda: works[-1].wait(timedelta(seconds=50)),
+        ]
+    told: list[str] = []
+
+    def tell(wait: Callable[[], object]) -> None:
+        try:
+            wait()
+            told.append("it ended well")
+        except RuntimeError as error:
+            told.append(f"{type(error).__name__}: {error}")
+
+    if rank == last:
+        store.wait(["under way"])
+        time.sleep(0.5)
+        group.abort()
+        begin = time.monotonic()
+        group.abort()  # again is harmless
+    else:
+        threads = [threading.Thread(target=tell, args=(wait,)) for wait in waits]
+        before = threading.active_count()
+        for thread in threads:
+            thread.start()
+        time.sleep(1.0)
+        assert threading.active_count() <= before + len(threads) + 2, threading.enumerate()
+        if store.add("waiting", 1) == last:
+            store.set("under way", "")
+        begin = time.monotonic()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+        for text in told:
+            assert "PeerError" in text, told
+            assert f"rank {last} aborted the group" in text, told
+        assert len(told) == len(waits)
+    assert time.monotonic() - begin < 30  # Gloo's timeout is 60 s
+    try:
+        dist.recv(one, (rank + 1) % size)
+        raise AssertionError("the group is still there")
+    except PeerError as error:
+        assert f"rank {last} aborted the group" in str(error), error
+    print("ended", flush=True)
+    # All leave together: who sees another go is told of that.
+    if store.add("told", 1) == size:
+        store.set("all told", "")
+    store.wait(["all told"], timedelta(seconds=30))
+    os._exit(0)
+
+
 def late() -> None:
     """Who does not come is an error after the timeout, within nodes and between them."""
     store = dist.distributed_c10d._get_default_store()
@@ -449,8 +555,20 @@ def killed() -> None:
         os._exit(0)
 
 
+where = {} if store is None else {"store": store, "rank": rank, "world_size": size}
 limit = timedelta(seconds=60)
 order = "fixed" if sys.argv[1] in ("data_parallel", "shared") else "any"
-dist.init_process_group("nostall", timeout=limit, pg_options=nostall.torch.GroupOptions(order))
-globals()[sys.argv[1]]()
-dist.destroy_process_group()
+options = nostall.torch.GroupOptions(order)
+status = 0
+try:
+    dist.init_process_group("nostall", timeout=limit, pg_options=options, **where)
+    globals()[sys.argv[1]]()
+    dist.destroy_process_group()
+except Exception:
+    traceback.print_exc()
+    status = 1
+if len(sys.argv) > 2:  # a forked child has nothing of its parent's to end
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+sys.exit(status)

@@ -1,0 +1,121 @@
+"""Which rank aborted a process group, told through its store while others wait over Gloo."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from torch.futures import Future
+
+from nostall.errors import PeerError
+
+_KEY = "nostall aborted"
+# Who has waited for this many seconds looks this often; the thread that does it ends when there was
+# nobody for so many.
+_LOOK = 0.2
+_IDLE = 2.0
+
+
+class Aborts:
+    """Of one group, on one rank. `end` ends what waits here; it is called once, on any thread.
+
+    Waits that take long are watched by one thread, whatever their number: it asks the store, and
+    calls `end` if a rank has aborted the group. Shorter ones cost no request.
+    """
+
+    def __init__(self, store: Any, end: Callable[[], None]) -> None:
+        self._store = store
+        self._end = end
+        self._mine: Any = None
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._since: dict[int, float] = {}  # of each wait under way, by its number
+        self._numbers = itertools.count()
+        self._thread: threading.Thread | None = None
+        self.by: int | None = None  # as far as this rank knows
+
+    def tell(self, rank: int) -> None:
+        """This rank aborts. The others learn of it if the store is still there."""
+        with self._lock:
+            ended, self.by = self.by is not None, rank if self.by is None else self.by
+        if not ended:
+            with suppress(RuntimeError):  # who waits gets Gloo's error
+                self._connection().set(_KEY, str(rank))
+            self._end()
+
+    def refuse(self) -> None:
+        """Raises PeerError if a rank is known to have aborted; asks nobody."""
+        if self.by is not None:
+            raise PeerError(f"rank {self.by} aborted the group; make a new one")
+
+    def learn(self) -> None:
+        """Asks the store. Raises PeerError, having ended what waits here, if a rank aborted."""
+        if self.by is None:
+            with suppress(RuntimeError):  # without a store nobody can tell
+                if self._connection().check([_KEY]):
+                    by = int(self._connection().get(_KEY))
+                    with self._lock:
+                        first, self.by = self.by is None, by if self.by is None else self.by
+                    if first:
+                        self._end()
+        self.refuse()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around a wait that `end` ends. What it raises then becomes PeerError with the rank."""
+        number = self._begin()
+        try:
+            yield
+        except RuntimeError:
+            self.learn()
+            raise
+        finally:
+            self._finish(number)
+
+    def watch(self, future: Future[Any]) -> None:
+        """Until it is done."""
+        number = self._begin()
+        future.add_done_callback(lambda _: self._finish(number))
+
+    def _begin(self) -> int:
+        with self._lock:
+            number = next(self._numbers)
+            self._since[number] = time.monotonic()
+            if self._thread is None and self.by is None:
+                self._thread = threading.Thread(target=self._serve, daemon=True)
+                self._thread.start()
+            elif len(self._since) == 1:
+                self._changed.notify()
+        return number
+
+    def _finish(self, number: int) -> None:
+        with self._lock:
+            del self._since[number]
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                if not self._changed.wait_for(lambda: self._since, _IDLE) or self.by is not None:
+                    self._thread = None
+                    return
+            time.sleep(_LOOK)
+            with self._lock:
+                longest = time.monotonic() - min(self._since.values(), default=time.monotonic())
+            if longest >= _LOOK:
+                with suppress(PeerError):  # those who wait raise it
+                    self.learn()
+
+    def _connection(self) -> Any:
+        """To the store, for this alone: that of others may be waiting in it.
+
+        Releases of torch without Store.clone share one, and then learn later of an abort.
+        """
+        with self._lock:
+            if self._mine is None:
+                clone = getattr(self._store, "clone", None)
+                self._mine = self._store if clone is None else clone()
+            return self._mine
