@@ -151,18 +151,21 @@ class _Work(dist.Work):  # type: ignore[misc]
 class _Delegated(dist.Work):  # type: ignore[misc]
     """One of Gloo's; waiting ends, and says which rank it was, if one aborts the group.
 
-    A message has no future, and is completed once it was waited for.
+    A message has no future, and is completed once it was waited for, `limit` at most: Gloo's own
+    limit of messages is that of making the connections. Other operations have their own.
     """
 
-    def __init__(self, aborts: Aborts, work: Any, is_message: bool) -> None:
+    def __init__(self, aborts: Aborts, work: Any, limit: timedelta | None) -> None:
         super().__init__()
         self._aborts = aborts
         self._work = work
-        self._is_watched = is_message
+        self._limit = limit
+        self._is_watched = limit is not None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        limit = timeout if _is_set(timeout) else self._limit
         with self._aborts.watching():
-            return bool(self._work.wait(timeout) if _is_set(timeout) else self._work.wait())
+            return bool(self._work.wait() if limit is None else self._work.wait(limit))
 
     def is_completed(self) -> bool:
         if self._work.is_completed():
@@ -618,7 +621,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
             raise
         if device != "cpu":
             return work
-        return _Delegated(self._aborts, work, name in _MESSAGES)
+        return _Delegated(self._aborts, work, self._timeout if name in _MESSAGES else None)
 
     def _refuse(self) -> None:
         """Raises what keeps this process from using the group, as far as it knows."""

@@ -99,6 +99,11 @@ def test_a_refused_connection_is_tried_again() -> None:
     assert "connecting over Gloo failed (rank 1 of 2 could not" in result.stderr
 
 
+def test_messages_have_the_timeout_of_their_group() -> None:
+    result = fork("message_later", 2)
+    assert result.returncode == 0, result.stderr
+
+
 def test_messages_need_only_the_ranks_that_exchange_them() -> None:
     result = launch("pair_of_three", 3)
     assert result.returncode == 0, result.stderr

@@ -290,6 +290,31 @@ def unconnected() -> None:
     os._exit(0)
 
 
+def message_later() -> None:
+    """A message is waited for as long as the group says, not as long as its making may take."""
+    mesh._LIMIT = timedelta(seconds=1)
+    store = dist.distributed_c10d._get_default_store()
+    group = dist.new_group()
+    if rank == 0:
+        store.wait(["waiting"])
+        time.sleep(2)
+        dist.send(torch.tensor([42.0]), 1, group)
+        store.wait(["timed out"])
+        return
+    got = torch.empty(1)
+    work = dist.irecv(got, 0, group)
+    store.set("waiting", "")
+    work.wait()
+    assert got.item() == 42
+    group.set_timeout(timedelta(milliseconds=300))
+    try:
+        dist.recv(got, 0, group)
+        raise AssertionError("nothing was sent")
+    except RuntimeError as error:
+        assert "300ms" in str(error), error
+    store.set("timed out", "")
+
+
 def pair_of_three() -> None:
     """Two ranks exchange a message that the third knows nothing of."""
     message()
