@@ -33,6 +33,7 @@ from nostall.cluster import node_identity
 from nostall.collective import Communicator
 from nostall.errors import PeerError, UsageError
 from nostall.torch.aborts import Aborts
+from nostall.torch.meeting import nodes_of_ranks
 from nostall.torch.mesh import connect, hang_up
 
 _TYPES = {
@@ -225,8 +226,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self._name = ""
         self._process = os.getpid()
         self._reducers: dict[tuple[str, str], _native.Reducer] = {}
-        store.set(f"nostall node {rank}", node_identity())
-        nodes = [bytes(store.get(f"nostall node {r}")) for r in range(size)]
+        nodes = nodes_of_ranks(store, rank, size, node_identity())
         local = [r for r in range(size) if nodes[r] == nodes[rank]]
         # Torch gives groups of ranks that do not know of each other one name and hence one store:
         # who is alone looks at nothing that another may have written.
