@@ -249,14 +249,26 @@ def _cells(row: Row) -> list[str]:
     return [row.operation, row.size, str(row.calls), *numbers]
 
 
+def _legend(alpha: Alpha) -> list[str]:
+    return [
+        "time: what the calls took from a rank's arrival until it left, mean over ranks, summed",
+        "worst: from the first rank's arrival to the last one's; average: mean distance of arrivals",
+        "from their mean; both over alpha, the time of one message of the call's size, and averaged",
+        f"over calls: alpha = {alpha.latency / 1e3:g} us + bytes / {alpha.bandwidth:g} GB/s",
+        "node: the same among the ranks of each node, averaged over nodes",
+        "size: KB = 1024 bytes, MB = 1024 KB; lateness: after the first rank's arrival",
+    ]
+
+
 def text(profile: Profile, alpha: Alpha) -> str:
-    """The tables, for a terminal."""
+    """The tables and what their columns are, for a terminal."""
     lines = [list(_HEADINGS), *(_cells(row) for row in table(profile, alpha))]
     widths = [max(len(line[i]) for line in lines) for i in range(len(_HEADINGS))]
     out = ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
     out += ["", "rank  last to arrive  mean lateness"]
     for rank, share, late in late_ranks(profile):
         out.append(f"{rank:4d}  {100 * share:12.1f} %  {1e6 * late:10.1f} us")
+    out += ["", *_legend(alpha)]
     if profile.dropped:
         out.append(f"{profile.dropped} calls were not recorded: raise NOSTALL_MPI_PROFILE_RECORDS")
     return "\n".join(out)

@@ -142,6 +142,17 @@ def _visible(text: str) -> str:
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
+_LEGEND = (
+    "round: from the end of one exchange of all gradients to that of the next",
+    "feed-forward: from a round's start to its first negotiation",
+    "negotiation delay: of a round's rest, what a rank spends in no negotiation and no reduction",
+    "(back-propagation) window: from the end of a tensor's reduction to that of its round",
+    "reaction bandwidth: size / window; immutable: size / the time from the round's start to the end",
+    "of the reduction (worst), that and the window (best), the mean of both times (average)",
+    "p50, p90, p99: percentiles over tensors; kB, MB, GB: powers of 1000 bytes",
+)
+
+
 def text(found: Analysis) -> str:
     """The table for the terminal."""
     lines = [
@@ -178,6 +189,7 @@ def text(found: Analysis) -> str:
             f"... and {len(rows_of_tensors) - _SHOWN} tensors of lower reaction bandwidth "
             "(-o FILE.csv has all)"
         )
+    lines += ["", *_LEGEND]
     lines += [f"note: {_visible(n)}" for n in found.notes]
     return "\n".join(lines)
 

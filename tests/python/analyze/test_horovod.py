@@ -266,6 +266,15 @@ def test_the_command_prints_and_writes_every_format(
     assert ["feed-forward", "350.000", "µs", "400.000", "µs"] in [
         r.split() for r in shown.splitlines()
     ]
+    for explained in (
+        "round:",
+        "feed-forward:",
+        "negotiation delay:",
+        "window:",
+        "immutable:",
+        "p50,",
+    ):
+        assert f"{explained} " in shown
     data = json.loads(outputs[0].read_text())
     assert data["feed_forward"] == pytest.approx(350 * US)
     assert data["reaction"]["max"] == "unbounded"

@@ -82,6 +82,8 @@ def test_the_command_writes_tables_and_pages(
     shown = capsys.readouterr().out
     assert "allreduce  0-1 KB     19" in shown
     assert "3         100.0 %" in shown
+    for explained in ("time:", "worst:", "average:", "alpha =", "node:", "size:", "lateness:"):
+        assert explained in shown
     assert "<svg" in Path(outputs[0]).read_text()
     assert len(Path(outputs[1]).read_text().splitlines()) == 20
     assert json.loads(Path(outputs[2]).read_text())["ranks"][3]["last"] == 1.0
