@@ -9,6 +9,8 @@ tensors that are in shared memory, each sums pieces of all of them where they ar
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -54,7 +56,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):  # type: ignore
     join().
 
     Raises:
-        UsageError: the process group is not of the backend "nostall".
+        UsageError: the process group is not of the backend "nostall"; or, on all ranks, their models
+            differ (unless ``init_sync=False``, with which torch does not look either).
     """
 
     _has_rebuilt_buckets: bool
@@ -63,6 +66,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):  # type: ignore
         named.setdefault("gradient_as_bucket_view", True)
         group, mesh = named.get("process_group"), named.get("device_mesh")
         shared = _InSharedMemory(_ours(group if mesh is None else mesh.get_group(mesh_dim=0)))
+        if named.get("init_sync", True):
+            _refuse_models_that_differ(module, shared.group)
         with shared:
             super().__init__(module, **named)
         self._shared = shared
@@ -87,7 +92,7 @@ class _InSharedMemory(TorchDispatchMode):  # type: ignore[misc]
 
     def __init__(self, group: Group) -> None:
         super().__init__()
-        self._group = group
+        self.group = group
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), named: dict[str, Any] | None = None
@@ -107,10 +112,45 @@ class _InSharedMemory(TorchDispatchMode):  # type: ignore[misc]
         if count * kind.itemsize <= _LEAST_BYTES:
             return None
         try:
-            return self._group.empty(torch.Size([count]), kind)
+            return self.group.empty(torch.Size([count]), kind)
         except (UsageError, IoError) as error:
             warnings.warn(f"a bucket of gradients is an ordinary tensor: {error}", stacklevel=2)
             return None
+
+
+def _refuse_models_that_differ(module: torch.nn.Module, group: Group) -> None:
+    """Raises UsageError on all ranks. torch itself tells rank 0's difference to the others alone."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    mine = [
+        (name, f"{parameter.dtype} {tuple(parameter.shape)}".removeprefix("torch."))
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    ]
+    digests: list[Any] = [None] * group.size()
+    dist.all_gather_object(digests, hashlib.sha256(repr(mine).encode()).hexdigest(), group=group)
+    if len(set(digests)) == 1:
+        return
+    models: list[Any] = [None] * group.size()
+    dist.all_gather_object(models, mine, group=group)
+    number = next(
+        i
+        for i, row in enumerate(itertools.zip_longest(*models))
+        if any(entry != row[0] for entry in row)
+    )
+    ranks = dist.get_process_group_ranks(group)
+    having: dict[str, list[int]] = {}
+    for rank, model in zip(ranks, models, strict=True):
+        has = f"{model[number][0]}: {model[number][1]}" if number < len(model) else "none"
+        having.setdefault(has, []).append(rank)
+    told = "; ".join(f"rank {_some(who)} has {what}" for what, who in having.items())
+    raise UsageError(
+        f"the models of DistributedDataParallel differ from parameter {number} on: {told}; "
+        "make the same model on all ranks"
+    )
+
+
+def _some(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 def _ours(group: Any) -> Group:

@@ -125,6 +125,11 @@ def test_calls_that_differ_are_named_on_all_ranks(debug: str) -> None:
     assert result.stdout.count("named") == 2, result.stderr
 
 
+def test_models_that_differ_are_named_on_all_ranks() -> None:
+    result = fork("models_that_differ", 3)
+    assert result.returncode == 0, result.stderr
+
+
 def test_timeouts_of_waits_and_operations() -> None:
     result = launch("limits", 2)
     assert "limited" in result.stdout, result.stderr

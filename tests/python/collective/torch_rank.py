@@ -382,6 +382,32 @@ def mismatched() -> None:
         os._exit(0)
 
 
+def models_that_differ() -> None:
+    """All ranks are told which parameter differs, and what who has."""
+
+    def told(module: torch.nn.Module) -> str:
+        try:
+            nostall.torch.DistributedDataParallel(module)
+        except UsageError as error:
+            return str(error)
+        raise AssertionError("models differ")
+
+    last = size - 1
+    others = "rank 0, 1 has"
+    shape = told(torch.nn.Linear(3, 4 if rank == last else 2))
+    assert f"parameter 0 on: {others} weight: float32 (2, 3); rank {last} has" in shape, shape
+    assert "weight: float32 (4, 3)" in shape, shape
+    fewer = told(torch.nn.Linear(3, 2, bias=rank != last))
+    assert f"parameter 1 on: {others} bias: float32 (2,); rank {last} has none" in fewer, fewer
+    kind = told(torch.nn.Linear(3, 2).to(torch.float64 if rank == last else torch.float32))
+    assert "float64 (2, 3)" in kind, kind
+    # The group is as before, and what is not trained may differ.
+    model = torch.nn.Linear(3, 2)
+    model.register_parameter("own", torch.nn.Parameter(torch.ones(1 + rank), requires_grad=False))
+    model._ddp_params_and_buffers_to_ignore = ["own"]
+    nostall.torch.DistributedDataParallel(model)(torch.ones(1, 3)).sum().backward()
+
+
 def limits() -> None:
     """A wait's own timeout leaves the operation as it is; an operation's own ends the group."""
     store = dist.distributed_c10d._get_default_store()
