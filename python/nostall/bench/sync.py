@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from nostall.bench import sync_horovod
+from nostall.bench.launch import environment
 from nostall.errors import BugError, UsageError
 
 _NETWORKS = (
@@ -197,21 +198,11 @@ def measure(
         results = [Path(folder) / f"{rank}.results" for rank in range(ranks)]
         plan = Path(folder) / "runs.json"
         plan.write_text(json.dumps(runs))
-        # A caller's settings of Horovod would change what is compared.
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_")}
         try:
             for rank in range(ranks):
-                env = {
-                    **inherited,
-                    **met[rank],
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(ranks),
-                    "LOCAL_RANK": str(rank),
-                    "LOCAL_WORLD_SIZE": str(ranks),
-                    "MASTER_ADDR": "localhost",
-                    "MASTER_PORT": job,
-                    "OMP_NUM_THREADS": "1",
-                }
+                # A caller's settings of Horovod would change what is compared.
+                mine = environment(rank, ranks, job)
+                env = {k: v for k, v in mine.items() if not k.startswith("HOROVOD_")} | met[rank]
                 command = [sys.executable, "-m", "nostall.bench.sync_rank", str(plan)]
                 with results[rank].open("w") as out, errors[rank].open("w") as err:
                     started.append(subprocess.Popen(command, env=env, stdout=out, stderr=err))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from nostall import sync, trace
+from nostall.bench.launch import environment
 from nostall.errors import UsageError
 
 ENGINE = ("engine", "timeline")
@@ -128,11 +129,7 @@ def _measure(mode: str, data: Path, arguments: argparse.Namespace, on: bool) -> 
 def _reduce(mode: str, steps: int, on: bool) -> dict[str, float]:
     """The gradient engine alone, between processes of this node."""
     with tempfile.TemporaryDirectory(prefix="nostall-trace-") as scratch:
-        common = {
-            **os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
-            "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(_RANKS), "LOCAL_WORLD_SIZE": str(_RANKS),
-            "MASTER_ADDR": "localhost", "MASTER_PORT": scratch,
-        }  # fmt: skip
+        common = {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
         if on and mode == "engine":
             common[trace.VARIABLE] = scratch
         if on and mode == "timeline":
@@ -140,7 +137,7 @@ def _reduce(mode: str, steps: int, on: bool) -> dict[str, float]:
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-m", "nostall.bench.trace", str(steps)],
-                env={**common, "RANK": str(r), "LOCAL_RANK": str(r)},
+                env={**environment(r, _RANKS, scratch), **common},
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )
             for r in range(_RANKS)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import uuid
 from typing import Any
+
+from nostall.bench.launch import environment
 
 
 def run_ranks(ranks: int, code: str, *, timeout: float = 300, check: bool = True) -> list[Any]:
@@ -20,20 +21,10 @@ def run_ranks(ranks: int, code: str, *, timeout: float = 300, check: bool = True
     job = uuid.uuid4().hex
     started = []
     for rank in range(ranks):
-        env = {
-            **os.environ,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": job,
-            "OMP_NUM_THREADS": "1",
-        }
         started.append(
             subprocess.Popen(
                 [sys.executable, "-c", program],
-                env=env,
+                env=environment(rank, ranks, job),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
