@@ -29,14 +29,16 @@ _HANG_UP_TAG = 2**31
 def connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """torch's ProcessGroupGloo of `size` ranks, all of which call this with the same store.
 
-    `timeout` is that of its operations. Raises PeerError, on all ranks, if three attempts failed.
+    `timeout` is that of its operations. Raises PeerError, on all ranks, if three attempts failed,
+    or if one died meanwhile.
     """
     if size == 1:
         return dist.ProcessGroupGloo(HashStore(), 0, 1, timeout)
     for attempt in range(1, _ATTEMPTS + 1):
         among = PrefixStore(f"attempt {attempt}", store)
         made, why = _try(among, rank, size, timeout)
-        failure = _agree(among, rank, size, why)
+        # Who began last is done one limit later; who began first has waited for one already.
+        failure = _agree(among, rank, size, why, 2 * _limit(timeout))
         if not failure:
             return made
         _log.warning("connecting over Gloo failed (%s); attempt %d", failure, attempt)
@@ -63,24 +65,47 @@ def hang_up(gloo: Any) -> None:
 
 def _try(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[Any, str]:
     """The backend, or why there is none."""
-    # Releases of torch whose backends keep their first timeout connect with that.
-    can_change = hasattr(dist.ProcessGroupGloo, "set_timeout")
+    limit = _limit(timeout)
     try:
-        limit = min(timeout, _LIMIT) if can_change else timeout
         made = dist.ProcessGroupGloo(store, rank, size, limit)
     except RuntimeError as error:
         return None, str(error).partition("\n")[0]
-    if can_change:
+    if limit != timeout:
         made.set_timeout(timeout)
     return made, ""
 
 
-def _agree(store: Any, rank: int, size: int, why: str) -> str:
-    """What failed first, the same text on all ranks, or ""."""
+def _limit(timeout: timedelta) -> timedelta:
+    """Of connecting. Releases of torch whose backends keep their first timeout connect with that."""
+    can_change = hasattr(dist.ProcessGroupGloo, "set_timeout")
+    return min(timeout, _LIMIT) if can_change else timeout
+
+
+def _agree(store: Any, rank: int, size: int, why: str, limit: timedelta) -> str:
+    """What failed first, the same text on all ranks, or "".
+
+    Raises PeerError if ranks do not say for `limit` how they fared.
+    """
     # The others may fail only because they waited for the first.
     if why and store.add("failures", 1) == 1:
         store.set("failure", f"rank {rank} of {size} could not connect: {why}")
+    store.set(f"rank {rank}", "")
     if store.add("done", 1) == size:
         failed = store.add("failures", 0) > 0
         store.set("verdict", b"!" + bytes(store.get("failure")) if failed else b"-")
+    try:
+        store.wait(["verdict"], limit)
+    except RuntimeError as error:
+        silent: list[int] = []
+        with suppress(RuntimeError):  # the store itself may be gone
+            silent = [r for r in range(size) if not store.check([f"rank {r}"])]
+        named = ", ".join(map(str, silent[:8])) + (", ..." if len(silent) > 8 else "")
+        raise PeerError(
+            f"rank {rank} of {size} waited {limit.total_seconds():g} s for others to connect over "
+            + (
+                f"Gloo and never heard of rank {named}: see the errors of these"
+                if silent
+                else "Gloo: " + str(error).partition("\n")[0]
+            )
+        ) from error
     return bytes(store.get("verdict")).decode()[1:]
