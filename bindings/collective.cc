@@ -220,7 +220,13 @@ void bind_collective(nb::module_& m) {
             self.set_timeout(bindings::nanoseconds_of("the timeout of a communicator", seconds));
           },
           nb::arg("seconds"), no_gil)
-      .def("abort", &Communicator::abort, no_gil)
+      .def(
+          "abort",
+          [](Communicator& self) {
+            self.end(Error(ErrorKind::peer, "rank " + std::to_string(self.rank()) +
+                                                " aborted it; make a new communicator"));
+          },
+          no_gil)
       .def("stats", &Communicator::stats, no_gil);
   m.def("open_communicator", &open, nb::arg("job"), nb::arg("rank"), nb::arg("ranks"),
         nb::arg("timeout"), nb::arg("window_bytes"), nb::arg("arena_bytes"), nb::arg("directory"),

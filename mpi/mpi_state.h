@@ -28,6 +28,13 @@
 #include "collective/communicator.h"
 #include "nonblocking.h"
 
+// MPI's fault tolerance, in the MPIs that have it.
+#if defined(MPI_ERR_REVOKED)
+#define NOSTALL_ERR_REVOKED MPI_ERR_REVOKED
+#elif defined(MPIX_ERR_REVOKED)
+#define NOSTALL_ERR_REVOKED MPIX_ERR_REVOKED
+#endif
+
 namespace nostall::mpi {
 
 enum class Call : uint8_t { allreduce, reduce, bcast, barrier };
@@ -66,7 +73,9 @@ CommunicatorState* known_state_of(MPI_Comm comm);
 CommunicatorState* world_state() noexcept;
 // After MPI_Init, which is collective over all ranks of MPI_COMM_WORLD, as MPI_Alloc_mem is not.
 void begin();
-// What a call that failed returns; says why on standard error, and calls the error handler.
+// What a call that failed returns, after the error handler: the class that a peer's or the
+// program's own error carries as its number, else MPI_ERR_OTHER. Says why on standard error unless
+// the program stopped it.
 int fail(MPI_Comm comm, const Error& error);
 // Frees what is kept; the program's communicators are about to end.
 void free_states();

@@ -14,14 +14,6 @@
 namespace nostall::mpi {
 namespace {
 
-// MPI's fault tolerance, in the MPIs that have it.
-constexpr const char* kRevoked = "the communicator was revoked";
-#if defined(MPI_ERR_REVOKED)
-#define NOSTALL_ERR_REVOKED MPI_ERR_REVOKED
-#elif defined(MPIX_ERR_REVOKED)
-#define NOSTALL_ERR_REVOKED MPIX_ERR_REVOKED
-#endif
-
 // Between nodes a message travels in pieces, each as soon as its node has reduced it.
 constexpr uint64_t kPieceBytes = 1 << 20;
 
@@ -225,12 +217,10 @@ void report() {
 }  // namespace
 
 int fail(MPI_Comm comm, const Error& error) {
-  int code = MPI_ERR_OTHER;
-#ifdef NOSTALL_ERR_REVOKED
-  if (std::strstr(error.what(), kRevoked) != nullptr) code = NOSTALL_ERR_REVOKED;
-#endif
-  // A revoked communicator is the program's own doing.
-  if (code == MPI_ERR_OTHER) std::fprintf(stderr, "nostall: %s\n", error.what());
+  const bool numbered = error.kind() == ErrorKind::peer || error.kind() == ErrorKind::stopped;
+  const int code = numbered && error.error_number() != 0 ? error.error_number() : MPI_ERR_OTHER;
+  // What was stopped is the program's own doing.
+  if (error.kind() != ErrorKind::stopped) std::fprintf(stderr, "nostall: %s\n", error.what());
   PMPI_Comm_call_errhandler(comm, code);
   return code;
 }
@@ -325,7 +315,10 @@ extern "C" int PMPIX_Comm_revoke(MPI_Comm comm);
 // Ranks that wait in shared memory cannot see what the MPI tells them.
 NOSTALL_EXPORT int MPIX_Comm_revoke(MPI_Comm comm) {
   const own::CommunicatorState* state = own::known_state_of(comm);
-  if (state != nullptr && state->node) state->node->end(own::kRevoked);
+  if (state != nullptr && state->node) {
+    state->node->end(nostall::Error(nostall::ErrorKind::stopped, "the communicator was revoked",
+                                    NOSTALL_ERR_REVOKED));
+  }
   return PMPIX_Comm_revoke(comm);
 }
 #endif

@@ -359,24 +359,22 @@ void Communicator::set_timeout(std::chrono::nanoseconds timeout) {
   impl_->engine.set_timeout(timeout);
 }
 
-void Communicator::abort() noexcept {
-  if (impl_->segment.is_forked_child()) return;
-  impl_->engine.end_for_all(Error(ErrorKind::peer, "rank " + std::to_string(impl_->engine.rank()) +
-                                                       " aborted it; make a new communicator"));
-}
-
 void Communicator::on_late(std::chrono::nanoseconds after,
                            std::function<void(std::span<const uint32_t>)> tell) {
   const std::scoped_lock lock(impl_->mutex);
   impl_->engine.on_late(after, std::move(tell));
 }
 
-void Communicator::end(const std::string& why) noexcept {
-  try {
-    impl_->engine.fail(Error(ErrorKind::peer, why));
-  } catch (const Error&) {
-  }
+// A forked child has none of the memory in which to say or see it.
+bool Communicator::end(const Error& why) noexcept {
+  return !impl_->segment.is_forked_child() && impl_->engine.end_for_all(why);
 }
+
+void Communicator::check() const {
+  if (!impl_->segment.is_forked_child()) impl_->engine.check();
+}
+
+bool Communicator::ended_here() const noexcept { return impl_->engine.ended_here(); }
 
 CommunicatorStats Communicator::stats() const {
   const std::scoped_lock lock(impl_->mutex);

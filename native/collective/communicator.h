@@ -35,6 +35,7 @@
 #include <span>
 #include <string>
 
+#include "base/error.h"
 #include "collective/reducer.h"
 #include "collective/types.h"
 
@@ -109,17 +110,20 @@ class Communicator {
 
   // Of this rank's next calls. Throws Error(usage) unless it is positive.
   void set_timeout(std::chrono::nanoseconds timeout);
-  // Ends the communicator for all ranks; calls under way, in any thread, throw Error(peer).
-  void abort() noexcept;
 
   // `tell` is called once in every wait that lasts longer than `after`, with the ranks that have
   // not arrived, by the thread that waits. 0: never. Between calls.
   void on_late(std::chrono::nanoseconds after,
                std::function<void(std::span<const uint32_t> missing)> tell);
 
-  // Ends the communicator for all: every call, also of a rank that waits, throws Error(peer, why).
-  // From any thread, at any time.
-  void end(const std::string& why) noexcept;
+  // Ends the communicator for all its ranks: every call, also of a rank that waits, throws `why`:
+  // its text, its number and, if it is usage, peer or stopped, its kind. From any thread, at any
+  // time; false if the communicator had ended before.
+  bool end(const Error& why) noexcept;
+  // Throws what calls would if the communicator has ended. From any thread.
+  void check() const;
+  // Whether it was this rank that ended it, by end() or by an error in a call of its own.
+  bool ended_here() const noexcept;
 
   CommunicatorStats stats() const;
 

@@ -45,7 +45,7 @@ void Engine::enter(const char* operation, uint64_t signature) {
   operation_ = operation;
   signature_ = signature;
   ++calls_;
-  if (segment_.header().broken.load(std::memory_order_relaxed) != 0) throw_broken();
+  check();
 }
 
 uint64_t Engine::begin_step() {
@@ -229,14 +229,16 @@ void Engine::fail(const Error& error) {
   throw error;
 }
 
-void Engine::end_for_all(const Error& error) noexcept {
-  if (!segment_.say_end(error)) return;
+bool Engine::end_for_all(const Error& error) noexcept {
+  if (!segment_.say_end(error)) return false;
+  ended_here_.store(true, std::memory_order_release);
   for (uint32_t r = 0; r < ranks_; ++r) {
     uint32_t asleep = 1;
     if (segment_.line(r).asleep.compare_exchange_strong(asleep, 0)) {
       futex_wake_all(segment_.line(r).asleep);
     }
   }
+  return true;
 }
 
 void Engine::give_up() noexcept {
@@ -252,9 +254,7 @@ void Engine::throw_broken() const {
   if (h.broken.load(std::memory_order_acquire) != 2) {
     throw Error(ErrorKind::peer, "this communicator is broken: a rank died while it said why");
   }
-  const std::string text = h.message.data();
-  throw Error(text.starts_with("u") ? ErrorKind::usage : ErrorKind::peer,
-              "this communicator is broken: " + text.substr(1));
+  throw segment_.end("this communicator is broken: ");
 }
 
 }  // namespace nostall::collective

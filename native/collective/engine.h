@@ -14,6 +14,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -58,6 +59,10 @@ class Engine {
 
   // What the next steps belong to, for the messages of errors: "allreduce" and the call's number.
   void enter(const char* operation, uint64_t signature);
+  // Throws if the communicator has ended.
+  void check() const {
+    if (segment_.header().broken.load(std::memory_order_relaxed) != 0) throw_broken();
+  }
   // The next step, when its memory is free.
   uint64_t begin_step();
   // Shows that this rank has arrived at `step`; what it wrote to its stage before is visible then.
@@ -92,8 +97,9 @@ class Engine {
 
   // Ends the communicator for all its ranks, and throws.
   [[noreturn]] void fail(const Error& error);
-  // As fail, without throwing; from any thread.
-  void end_for_all(const Error& error) noexcept;
+  // As fail, without throwing; from any thread. False if it had ended before.
+  bool end_for_all(const Error& error) noexcept;
+  bool ended_here() const noexcept { return ended_here_.load(std::memory_order_acquire); }
   // For the others, that this rank left the call by an error of its own.
   void give_up() noexcept;
   void set_timeout(std::chrono::nanoseconds timeout) noexcept { timeout_ = timeout; }
@@ -208,6 +214,7 @@ class Engine {
   std::function<void(std::span<const uint32_t>)> tell_;
   int64_t told_ = 0;  // the beginning of the wait that was told of
   EngineStats stats_;
+  std::atomic<bool> ended_here_{false};  // this rank said why the communicator ends
 };
 
 }  // namespace nostall::collective

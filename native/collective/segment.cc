@@ -13,6 +13,7 @@
 #include <map>
 #include <mutex>
 #include <new>
+#include <string_view>
 
 #include "base/futex.h"
 
@@ -20,7 +21,7 @@ namespace nostall::collective {
 namespace {
 
 constexpr uint64_t kMagic = 0x31434c4c4f43534e;  // "NSCOLLC1"
-constexpr uint32_t kVersion = 2;
+constexpr uint32_t kVersion = 3;
 // Bytes of the lock protocol, beyond any that could be read or written.
 constexpr uint64_t kSetUp = uint64_t{1} << 61;
 constexpr uint64_t kAlive = kSetUp + 1;
@@ -217,7 +218,7 @@ void Segment::wait_for_all(std::chrono::steady_clock::time_point deadline,
     if (seen == ranks_) return;
     if (header().broken.load() == 2) {
       line(config_.rank).left.store(1);
-      throw Error(ErrorKind::peer, header().message.data() + 1);
+      throw end("");
     }
     if (std::chrono::steady_clock::now() >= deadline) {
       std::string missing;
@@ -256,12 +257,22 @@ bool Segment::say_end(const Error& error) noexcept {
   Header& h = header();
   uint32_t none = 0;
   if (!h.broken.compare_exchange_strong(none, 1)) return false;
-  const std::string text = std::string(error.kind() == ErrorKind::usage ? "u" : "p") + error.what();
+  // To the others, what went wrong on this rank is a peer's failure, and its errno nothing of
+  // theirs.
+  const bool same = error.kind() == ErrorKind::usage || error.kind() == ErrorKind::stopped;
+  h.end_kind = same ? error.kind() : ErrorKind::peer;
+  h.end_number = error.kind() == ErrorKind::io ? 0 : error.error_number();
+  const std::string_view text = error.what();
   const size_t n = std::min(text.size(), h.message.size() - 1);
   std::memcpy(h.message.data(), text.data(), n);
   h.message[n] = '\0';
   h.broken.store(2, std::memory_order_seq_cst);
   return true;
+}
+
+Error Segment::end(const std::string& before) const {
+  const Header& h = header();
+  return {h.end_kind, before + h.message.data(), h.end_number};
 }
 
 void Segment::allocate(uint64_t offset, uint64_t bytes) {

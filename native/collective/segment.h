@@ -71,6 +71,9 @@ struct Header {
   std::atomic<uint32_t> joined;
   alignas(kLine) Atomic<uint32_t> sleepers;
   alignas(kLine) Atomic<uint32_t> broken;  // 0, 1 while the message is written, 2
+  // Why: written before broken is 2.
+  ErrorKind end_kind;
+  int32_t end_number;
   std::array<char, 500> message;
   alignas(kLine) Word phase;            // selection.h
   std::array<PaddedWord, 2> ticket;     // step << 16 | mode << 15 | ranks that arrived
@@ -159,6 +162,8 @@ class Segment {
   // Says why the communicator ends for all its ranks, if none has said it before; true if this one
   // did.
   bool say_end(const Error& error) noexcept;
+  // What say_end was told, with words before it; once header().broken is 2.
+  Error end(const std::string& before) const;
   // Died without a goodbye. A system call.
   bool is_dead(uint32_t rank) const noexcept;
   bool is_forked_child() const noexcept;

@@ -362,6 +362,38 @@ TEST(Communicator, NamesTheCallsThatDoNotMatch) {
   }
 }
 
+TEST(Communicator, EndsForAllRanksWithTheKindAndNumberThatItWasGiven) {
+  struct Case {
+    ErrorKind given, told;
+    int number, told_number;
+  };
+  // An errno is of no use to others.
+  for (const Case& c : {Case{ErrorKind::stopped, ErrorKind::stopped, 77, 77},
+                        Case{ErrorKind::peer, ErrorKind::peer, 15, 15},
+                        Case{ErrorKind::usage, ErrorKind::usage, 0, 0},
+                        Case{ErrorKind::io, ErrorKind::peer, ENOSPC, 0}}) {
+    run_threads(3, [&](Communicator& communicator) {
+      EXPECT_NO_THROW(communicator.check());
+      if (communicator.rank() == 1) {
+        EXPECT_TRUE(communicator.end(Error(c.given, "the u in usage and the p in peer", c.number)));
+        EXPECT_FALSE(communicator.end(Error(ErrorKind::bug, "too late")));
+      }
+      for (int call = 0; call < 3; ++call) {
+        try {
+          if (call < 2) communicator.barrier();
+          if (call == 2) communicator.check();
+          ADD_FAILURE() << "rank " << communicator.rank() << " was not told";
+        } catch (const Error& error) {
+          EXPECT_THAT(error.what(), ::testing::EndsWith(": the u in usage and the p in peer"));
+          EXPECT_EQ(error.kind(), c.told);
+          EXPECT_EQ(error.error_number(), c.told_number);
+        }
+      }
+      EXPECT_EQ(communicator.ended_here(), communicator.rank() == 1);
+    });
+  }
+}
+
 TEST(Communicator, RefusesArgumentsThatCannotBe) {
   run_threads(2, [](Communicator& c) {
     std::vector<int32_t> data(100);
