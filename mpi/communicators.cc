@@ -9,6 +9,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "between.h"
 #include "collective/selection.h"
 #include "mpi_state.h"
 
@@ -100,7 +101,8 @@ const std::string& selection_text_once() {
 
 // While a rank waits in shared memory, the messages that it sent before must still go out, and
 // others' one-sided operations on its windows be answered.
-void progress() {
+void progress(CommunicatorState& state) {
+  listen(state);
 #ifdef MPIX_STREAM_NULL
   // A probe of MPICH's looks at what there is to match, and moves nothing.
   if (PMPIX_Stream_progress != nullptr) {
@@ -139,7 +141,7 @@ void join_node(CommunicatorState& state, MPI_Comm node, bool is_world) {
   config.arena_bytes = is_world ? shared_bytes() : 0;
   config.timeout = timeout();
   config.join_timeout = std::chrono::minutes(1);
-  config.progress = progress;
+  config.progress = [&state] { progress(state); };
   int joined = config.ranks < 1024 ? 1 : 0;
   std::string why = "more than 1023 ranks share a node";
   // All ranks try or none: one that failed alone would leave the others waiting.
@@ -187,6 +189,11 @@ void set_up(CommunicatorState& state, MPI_Comm comm) {
   state.one_node = agreed[1] == 1;
   if (state.one_node) return;
   PMPI_Comm_split(comm, state.node_rank == 0 ? 0 : MPI_UNDEFINED, state.rank, &state.heads);
+  MPI_Comm notices = MPI_COMM_NULL;  // not a duplicate, which would copy attributes
+  PMPI_Comm_split(comm, 0, state.rank, &notices);
+  // Errors go to the program's handler, on its communicator, for all ranks of a node alike.
+  if (state.heads != MPI_COMM_NULL) PMPI_Comm_set_errhandler(state.heads, MPI_ERRORS_RETURN);
+  PMPI_Comm_set_errhandler(notices, MPI_ERRORS_RETURN);
   std::array<int, 2> mine{0, state.node_rank};
   if (state.heads != MPI_COMM_NULL) PMPI_Comm_rank(state.heads, mine.data());
   state.node->broadcast(mine.data(), sizeof(int), 0);
@@ -196,6 +203,8 @@ void set_up(CommunicatorState& state, MPI_Comm comm) {
     state.node_of.push_back(all[r]);
     state.node_rank_of.push_back(all[r + 1]);
   }
+  state.comm = comm;
+  state.notices = notices;
 }
 
 CommunicatorState* look_up(MPI_Comm comm, bool make) {
@@ -235,7 +244,10 @@ CommunicatorState* look_up(MPI_Comm comm, bool make) {
 }  // namespace
 
 CommunicatorState::~CommunicatorState() {
-  if (heads != MPI_COMM_NULL) PMPI_Comm_free(&heads);
+  // A notice may still be on its way, and find a new communicator of the same number.
+  if (notices != MPI_COMM_NULL && !has_ended(*this)) PMPI_Comm_free(&notices);
+  // Open MPI 5.0 ends the process when a nonblocking collective goes on whose communicator went.
+  if (heads != MPI_COMM_NULL && !keeps_heads) PMPI_Comm_free(&heads);
 }
 
 CommunicatorState* state_of(MPI_Comm comm) {

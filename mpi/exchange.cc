@@ -5,10 +5,14 @@
 #include <cstring>
 #include <deque>
 #include <memory>
+#include <mutex>
 #include <string_view>
+#include <utility>
 #include <vector>
 
+#include "between.h"
 #include "collective/node_exchange.h"
+#include "receives.h"
 
 namespace nostall::mpi {
 namespace {
@@ -24,18 +28,31 @@ Buffer buffer_of(uint64_t bytes) { return std::make_unique_for_overwrite<std::by
 
 class HeadPeers final : public collective::Peers {
  public:
-  HeadPeers(MPI_Comm heads, const collective::Reducer& reducer)
-      : heads_(heads), reducer_(reducer) {}
+  HeadPeers(CommunicatorState& state, const collective::Reducer& reducer)
+      : state_(state), reducer_(reducer), lookout_(state) {}
+  ~HeadPeers() override {
+    for (MPI_Request& request : receives_.requests()) {
+      if (request != MPI_REQUEST_NULL) PMPI_Cancel(&request);
+    }
+    give_up(state_, receives_.requests());
+    give_up(state_, leaving_);
+    if (receives_.requests().empty() && leaving_.empty()) return;
+    // The MPI may use it as long as it lasts.
+    static std::mutex mutex;
+    static std::deque<std::deque<Buffer>> kept;
+    const std::scoped_lock lock(mutex);
+    kept.push_back(std::move(memory_));
+  }
+  HeadPeers(const HeadPeers&) = delete;
+  HeadPeers& operator=(const HeadPeers&) = delete;
 
   void send(uint32_t to, uint32_t tag, const void* data, uint64_t bytes) override {
     queue_.push_back({static_cast<int>(to), static_cast<int>(tag), static_cast<int>(bytes), data});
     start();
   }
   void receive(uint32_t from, uint32_t tag, void* data, uint64_t bytes, uint64_t cookie) override {
-    receives_.emplace_back();
-    cookies_.push_back(cookie);
-    PMPI_Irecv(data, static_cast<int>(bytes), MPI_BYTE, static_cast<int>(from),
-               static_cast<int>(tag), heads_, &receives_.back());
+    check(PMPI_Irecv(data, static_cast<int>(bytes), MPI_BYTE, static_cast<int>(from),
+                     static_cast<int>(tag), state_.heads, receives_.add(cookie)));
   }
   void fold(std::byte* into, const std::byte* from, uint64_t count, bool first) override {
     if (first) {
@@ -54,32 +71,20 @@ class HeadPeers final : public collective::Peers {
   // Hands on what has come; false if nothing has.
   bool look(collective::NodeExchange& exchange) {
     start();
-    std::vector<int> which(receives_.size());
-    std::vector<MPI_Status> status(receives_.size());
-    int count = 0;
-    PMPI_Testsome(static_cast<int>(receives_.size()), receives_.data(), &count, which.data(),
-                  status.data());
-    if (count == MPI_UNDEFINED || count == 0) return false;
-    std::vector<std::pair<uint64_t, uint64_t>> came;
-    for (int i = 0; i < count; ++i) {
-      int bytes = 0;
-      PMPI_Get_count(&status[static_cast<size_t>(i)], MPI_BYTE, &bytes);
-      came.emplace_back(cookies_[static_cast<size_t>(which[static_cast<size_t>(i)])], bytes);
+    std::vector<Came> came;
+    check(receives_.collect(came));
+    if (came.empty()) {
+      lookout_.look();
+      return false;
     }
-    size_t kept = 0;
-    for (size_t i = 0; i < receives_.size(); ++i) {
-      if (receives_[i] == MPI_REQUEST_NULL) continue;
-      receives_[kept] = receives_[i];
-      cookies_[kept++] = cookies_[i];
-    }
-    receives_.resize(kept);
-    cookies_.resize(kept);
-    for (const auto& [cookie, bytes] : came) exchange.received(cookie, bytes);
+    for (const Came& message : came) exchange.received(message.cookie, message.bytes);
     return true;
   }
   void flush() {
-    while (!queue_.empty()) start();
-    PMPI_Waitall(static_cast<int>(leaving_.size()), leaving_.data(), MPI_STATUSES_IGNORE);
+    while (!queue_.empty() || !leaving_.empty()) {
+      start();
+      lookout_.look();
+    }
   }
 
  private:
@@ -88,24 +93,29 @@ class HeadPeers final : public collective::Peers {
     const void* data;
   };
   void start() {
-    std::erase_if(leaving_, [](MPI_Request& request) {
+    int result = MPI_SUCCESS;
+    std::erase_if(leaving_, [&result](MPI_Request& request) {
       int gone = 0;
-      PMPI_Test(&request, &gone, MPI_STATUS_IGNORE);
-      return gone != 0;
+      const int error = PMPI_Test(&request, &gone, MPI_STATUS_IGNORE);
+      if (error != MPI_SUCCESS) result = error;
+      return error != MPI_SUCCESS || gone != 0;
     });
+    check(result);
     while (leaving_.size() < kAtOnce && !queue_.empty()) {
       const Letter& letter = queue_.front();
-      leaving_.emplace_back();
-      PMPI_Isend(letter.data, letter.bytes, MPI_BYTE, letter.to, letter.tag, heads_,
-                 &leaving_.back());
+      check(PMPI_Isend(letter.data, letter.bytes, MPI_BYTE, letter.to, letter.tag, state_.heads,
+                       &leaving_.emplace_back(MPI_REQUEST_NULL)));
       queue_.pop_front();
     }
   }
 
-  MPI_Comm heads_;
+  void check(int result) { check_between(state_, "allreduce", result); }
+
+  CommunicatorState& state_;
   const collective::Reducer& reducer_;
-  std::vector<MPI_Request> receives_, leaving_;
-  std::vector<uint64_t> cookies_;
+  Lookout lookout_;
+  Receives receives_;
+  std::vector<MPI_Request> leaving_;
   std::deque<Letter> queue_;
   std::deque<Buffer> memory_;
 };
@@ -147,11 +157,11 @@ void exchange_allreduce(CommunicatorState& state, const std::byte* in, std::byte
   shape.ranks = static_cast<uint32_t>(ranks);
   // What others send goes to the result while later chunks of the input are still needed.
   const uint64_t bytes = count * shape.element;
-  const Buffer sum = buffer_of(bytes), aside = in == out ? buffer_of(bytes) : nullptr;
-  std::byte* const result = aside ? aside.get() : out;
   std::vector<bool> finished(shape.chunks, false);
-  HeadPeers peers(state.heads, reducer.get());
-  collective::NodeExchange exchange(shape, peers, sum.get(), result,
+  HeadPeers peers(state, reducer.get());
+  std::byte* const sum = peers.scratch(bytes);
+  std::byte* const result = in == out ? peers.scratch(bytes) : out;
+  collective::NodeExchange exchange(shape, peers, sum, result,
                                     [&](uint32_t c) { finished[c] = true; });
   exchange.listen();
   while (peers.look(exchange)) {
@@ -160,7 +170,7 @@ void exchange_allreduce(CommunicatorState& state, const std::byte* in, std::byte
   for (uint32_t c = 0; c < shape.chunks; ++c) {
     const Extent part = extent(c);
     const uint64_t at = part.begin * shape.element;
-    state.node->reduce(in + at, sum.get() + at, part.count, reducer.get(), 0);
+    state.node->reduce(in + at, sum + at, part.count, reducer.get(), 0);
     exchange.ready(c);
     peers.look(exchange);
   }
@@ -168,7 +178,7 @@ void exchange_allreduce(CommunicatorState& state, const std::byte* in, std::byte
     while (!finished[c]) peers.look(exchange);
     const Extent part = extent(c);
     const uint64_t at = part.begin * shape.element;
-    if (aside) peers.copy(out + at, result + at, part.count * shape.element);
+    if (result != out) peers.copy(out + at, result + at, part.count * shape.element);
     state.node->broadcast(out + at, part.count * shape.element, 0);
   }
   while (!exchange.done()) peers.look(exchange);

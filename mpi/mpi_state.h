@@ -57,8 +57,13 @@ struct CommunicatorState {
   std::shared_ptr<Queue> queue;                    // of nonblocking calls; at the first one
   int node_rank = 0, node_ranks = 1;
   bool one_node = true;
+  MPI_Comm comm = MPI_COMM_NULL;   // the program's, while it exists
   MPI_Comm heads = MPI_COMM_NULL;  // node rank 0 of every node; null on the others
-  std::vector<int> node_of;        // of every rank, where there are several
+  // Of all ranks where there are several nodes: that it has ended (between.h).
+  MPI_Comm notices = MPI_COMM_NULL;
+  std::atomic<bool> told{false};  // this rank has told the other nodes, or been told by one
+  bool keeps_heads = false;       // the MPI still works there, for a call that failed
+  std::vector<int> node_of;       // of every rank, where there are several
   std::vector<int> node_rank_of;
   ~CommunicatorState();
 };
@@ -73,9 +78,11 @@ CommunicatorState* known_state_of(MPI_Comm comm);
 CommunicatorState* world_state() noexcept;
 // After MPI_Init, which is collective over all ranks of MPI_COMM_WORLD, as MPI_Alloc_mem is not.
 void begin();
-// What a call that failed returns, after the error handler: the class that a peer's or the
-// program's own error carries as its number, else MPI_ERR_OTHER. Says why on standard error unless
-// the program stopped it.
+// The class of error that a peer's or the program's own error carries as its number, else
+// MPI_ERR_OTHER.
+int class_of(const Error& error) noexcept;
+// What a call that failed returns, after the error handler. Says why on standard error unless the
+// program stopped it.
 int fail(MPI_Comm comm, const Error& error);
 // Frees what is kept; the program's communicators are about to end.
 void free_states();

@@ -8,6 +8,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "between.h"
 #include "exchange.h"
 #include "mpi_state.h"
 
@@ -39,24 +40,31 @@ class Traced {
   const int64_t arrived_;
 };
 
+// What a call returns whose node, or another one, has failed.
+int failed(CommunicatorState& state, MPI_Comm comm, const Error& error) {
+  tell_other_nodes(state, error);
+  return fail(comm, error);
+}
+
 // In the node to its first rank, among those of all nodes, and back; in pieces that overlap.
 void two_level_allreduce(CommunicatorState& state, const std::byte* in, std::byte* out,
                          uint64_t count, MPI_Datatype type, MPI_Op op, const MpiReducer& reducer) {
   const uint64_t element = reducer.element_bytes();
   const uint64_t piece = kPieceBytes / element > 0 ? kPieceBytes / element : 1;
   const bool head = state.heads != MPI_COMM_NULL;
-  std::vector<MPI_Request> requests;
+  HeadRequests requests(state, "allreduce");
   for (uint64_t at = 0; at < count; at += piece) {
     const uint64_t n = std::min(piece, count - at);
     state.node->reduce(in + at * element, out + at * element, n, reducer.get(), 0);
     if (head) {
-      requests.emplace_back();
-      PMPI_Iallreduce(MPI_IN_PLACE, out + at * element, static_cast<int>(n), type, op, state.heads,
-                      &requests.back());
+      requests.start([&](MPI_Request* request) {
+        return PMPI_Iallreduce(MPI_IN_PLACE, out + at * element, static_cast<int>(n), type, op,
+                               state.heads, request);
+      });
     }
   }
   for (uint64_t at = 0, i = 0; at < count; at += piece, ++i) {
-    if (head) PMPI_Wait(&requests[i], MPI_STATUS_IGNORE);
+    if (head) requests.wait(i);
     state.node->broadcast(out + at * element, std::min(piece, count - at) * element, 0);
   }
 }
@@ -70,6 +78,7 @@ int allreduce(const void* send, void* receive, uint64_t count, MPI_Datatype type
     return traced.passed(state, state ? state->passed : Passed::no, pass());
   }
   if (state->queue) state->queue->drain();
+  listen(*state);
   const MpiReducer* reducer = MpiReducer::find(type, op);
   if (!reducer) return traced.passed(state, Passed::type, pass());
   // Of several nodes only orders that do not matter: a node's ranks need not be neighbours.
@@ -92,7 +101,7 @@ int allreduce(const void* send, void* receive, uint64_t count, MPI_Datatype type
     }
     out.write_back();
   } catch (const Error& error) {
-    return fail(comm, error);
+    return failed(*state, comm, error);
   }
   return traced.ours(state);
 }
@@ -119,7 +128,7 @@ int reduce(const void* send, void* receive, uint64_t count, MPI_Datatype type, M
     state->node->reduce(in.get(), out.get(), count, reducer->get(), static_cast<uint32_t>(root));
     if (is_root) out.write_back();
   } catch (const Error& error) {
-    return fail(comm, error);
+    return failed(*state, comm, error);
   }
   return traced.ours(state);
 }
@@ -131,9 +140,15 @@ void two_level_bcast(CommunicatorState& state, void* data, uint64_t bytes, int r
   if (here) state.node->broadcast(data, bytes, static_cast<uint32_t>(state.node_rank_of[at]));
   if (state.heads != MPI_COMM_NULL) {
     constexpr uint64_t kMost = 1 << 30;
+    HeadRequests requests(state, "bcast");
+    size_t part = 0;
     for (uint64_t done = 0; done < bytes; done += kMost) {
-      PMPI_Bcast(static_cast<std::byte*>(data) + done,
-                 static_cast<int>(std::min(kMost, bytes - done)), MPI_BYTE, node, state.heads);
+      requests.start([&](MPI_Request* request) {
+        return PMPI_Ibcast(static_cast<std::byte*>(data) + done,
+                           static_cast<int>(std::min(kMost, bytes - done)), MPI_BYTE, node,
+                           state.heads, request);
+      });
+      requests.wait(part++);
     }
   }
   if (!here) state.node->broadcast(data, bytes, 0);
@@ -150,6 +165,7 @@ int bcast(void* buffer, uint64_t count, MPI_Datatype type, int root, MPI_Comm co
     return traced.passed(state, state ? state->passed : Passed::no, pass());
   }
   if (state->queue) state->queue->drain();
+  listen(*state);
   if (root < 0 || root >= state->ranks || bytes > 0x7fffffff) {
     return traced.passed(state, Passed::type, pass());
   }
@@ -165,7 +181,7 @@ int bcast(void* buffer, uint64_t count, MPI_Datatype type, int root, MPI_Comm co
     }
     if (!is_root) data.unpack();
   } catch (const Error& error) {
-    return fail(comm, error);
+    return failed(*state, comm, error);
   }
   return traced.ours(state);
 }
@@ -177,14 +193,19 @@ int barrier(MPI_Comm comm) {
     return traced.passed(state, state ? state->passed : Passed::no, PMPI_Barrier(comm));
   }
   if (state->queue) state->queue->drain();
+  listen(*state);
   try {
     state->node->barrier();
     if (!state->one_node) {
-      if (state->heads != MPI_COMM_NULL) PMPI_Barrier(state->heads);
+      if (state->heads != MPI_COMM_NULL) {
+        HeadRequests requests(*state, "barrier");
+        requests.start([&](MPI_Request* request) { return PMPI_Ibarrier(state->heads, request); });
+        requests.wait(0);
+      }
       state->node->barrier();
     }
   } catch (const Error& error) {
-    return fail(comm, error);
+    return failed(*state, comm, error);
   }
   return traced.ours(state);
 }
@@ -216,9 +237,13 @@ void report() {
 
 }  // namespace
 
-int fail(MPI_Comm comm, const Error& error) {
+int class_of(const Error& error) noexcept {
   const bool numbered = error.kind() == ErrorKind::peer || error.kind() == ErrorKind::stopped;
-  const int code = numbered && error.error_number() != 0 ? error.error_number() : MPI_ERR_OTHER;
+  return numbered && error.error_number() != 0 ? error.error_number() : MPI_ERR_OTHER;
+}
+
+int fail(MPI_Comm comm, const Error& error) {
+  const int code = class_of(error);
   // What was stopped is the program's own doing.
   if (error.kind() != ErrorKind::stopped) std::fprintf(stderr, "nostall: %s\n", error.what());
   PMPI_Comm_call_errhandler(comm, code);
@@ -314,10 +339,11 @@ NOSTALL_EXPORT int MPI_Bcast_c(void* buffer, MPI_Count count, MPI_Datatype type,
 extern "C" int PMPIX_Comm_revoke(MPI_Comm comm);
 // Ranks that wait in shared memory cannot see what the MPI tells them.
 NOSTALL_EXPORT int MPIX_Comm_revoke(MPI_Comm comm) {
-  const own::CommunicatorState* state = own::known_state_of(comm);
+  own::CommunicatorState* state = own::known_state_of(comm);
   if (state != nullptr && state->node) {
-    state->node->end(nostall::Error(nostall::ErrorKind::stopped, "the communicator was revoked",
-                                    NOSTALL_ERR_REVOKED));
+    const nostall::Error why(nostall::ErrorKind::stopped, "the communicator was revoked",
+                             NOSTALL_ERR_REVOKED);
+    state->node->end(why);
   }
   return PMPIX_Comm_revoke(comm);
 }

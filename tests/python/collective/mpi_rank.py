@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import mmap
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
-from mpi4py import MPI
+
+# Which node a rank stands for is read when MPI starts, at the import below.
+nodes = int(os.environ.get("TEST_NODES", "1"))
+names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK"), ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+ours, all_ranks = (next(int(os.environ[n]) for n in either if n in os.environ) for either in names)
+if nodes > 1:
+    os.environ["NOSTALL_NODE"] = str(ours * nodes // all_ranks)
+
+from mpi4py import MPI  # noqa: E402
 
 world = MPI.COMM_WORLD
 rank, size = world.rank, world.size
+node = rank * nodes // size
 
 
 def exchange() -> None:
@@ -405,6 +417,67 @@ def revoked() -> None:
             world.Abort(5)
     comm.Free()
     world.Barrier()
+
+
+def raises(error_classes: int | tuple[int, ...], call: Callable[[], object]) -> None:
+    expected = error_classes if isinstance(error_classes, tuple) else (error_classes,)
+    try:
+        call()
+    except MPI.Exception as error:
+        told = error.Get_error_class()
+        if told in expected:
+            return
+        print("rank", rank, "was told", told, "not", expected, flush=True)
+    else:
+        print("nobody told rank", rank, flush=True)
+    world.Abort(5)
+
+
+# MPICH's nonblocking collectives do not say more than that something is wrong.
+too_much = (MPI.ERR_TRUNCATE, MPI.ERR_OTHER)
+
+
+def disagreeing_nodes() -> None:
+    """An MPI's error between nodes is one on all ranks of the node, then on those of all nodes."""
+    dup = world.Dup()
+    data, sent = np.zeros(1000), np.zeros(100 if node == 0 else 10)
+    for comm in (dup, world):
+        comm.Allreduce(MPI.IN_PLACE, data)
+        if node == 0:
+            comm.Bcast(sent, 0)
+        else:
+            raises(too_much, functools.partial(comm.Bcast, sent, 0))
+        # Nobody hangs, whatever they call.
+        raises(too_much, comm.Barrier)
+        raises(too_much, functools.partial(comm.Allreduce, MPI.IN_PLACE, data))
+    dup.Free()
+
+
+def disagreeing_exchange() -> None:
+    """The same with the exchange by arrival: one call fails, if only the next one on some ranks."""
+    comm = world.Dup()
+    comm.Barrier()
+    data = np.zeros(100 if node == 0 else 10)
+    with contextlib.suppress(MPI.Exception):
+        comm.Allreduce(MPI.IN_PLACE, data)
+    raises(too_much, comm.Barrier)
+    comm.Free()
+
+
+def absent_elsewhere() -> None:
+    """A rank that does not come ends the waiting on the other node as well."""
+    if node == 0:
+        os.environ["NOSTALL_MPI_TIMEOUT"] = "0.5"  # the other node's is a day
+    comm = world.Dup()
+    comm.Barrier()
+    others = [r for r in range(size) if r != 1]
+    if rank == 1:
+        for other in others:
+            world.recv(source=other)
+    raises(MPI.ERR_OTHER, lambda: comm.Allreduce(MPI.IN_PLACE, np.ones(10)))
+    if rank != 1:
+        world.send("told", 1)
+    comm.Free()
 
 
 def huge() -> None:

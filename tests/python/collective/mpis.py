@@ -44,9 +44,13 @@ def run(
     program: list[str],
     directory: Path | None = None,
     timeout: float = 100,
+    launched: tuple[str, ...] = (),
     **settings: str,
 ) -> subprocess.CompletedProcess[str]:
-    """The program on `ranks` ranks with our library; `settings` are variables of its ranks."""
+    """The program on `ranks` ranks with our library.
+
+    `settings` are variables of its ranks, `launched` words of the launcher.
+    """
     variables = {**mpi.environment(library(which), verbose=True), **settings}
     if which == "mpich":
         variables |= {"MPI4PY_MPIABI": "mpich"}
@@ -55,7 +59,7 @@ def run(
         variables |= {"LD_LIBRARY_PATH": str(MPICH / "lib")}
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return subprocess.run(
-        mpi.command([*launcher(which), "-n", str(ranks), *program], variables),
+        mpi.command([*launcher(which), *launched, "-n", str(ranks), *program], variables),
         capture_output=True,
         text=True,
         timeout=timeout,

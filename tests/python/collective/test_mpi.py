@@ -173,6 +173,31 @@ def test_a_revoked_communicator_ends_for_those_who_wait() -> None:
     assert "all right" in result.stdout, result.stderr
 
 
+@pytest.mark.parametrize("which", MPIS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_error_between_nodes_is_returned_on_all_ranks(which: str, ranks: int) -> None:
+    program = [sys.executable, str(RANK), "disagreeing_nodes"]
+    result = run(which, ranks, program, timeout=30, TEST_NODES="2")
+    assert "all right" in result.stdout, result.stdout + result.stderr
+    assert "the MPI's part of bcast between nodes failed: " in result.stderr
+
+
+@pytest.mark.parametrize("which", MPIS)
+def test_an_error_in_the_exchange_by_arrival_is_returned_on_all_ranks(which: str) -> None:
+    settings = {"TEST_NODES": "2", "NOSTALL_MPI_BETWEEN": "exchange"}
+    program = [sys.executable, str(RANK), "disagreeing_exchange"]
+    result = run(which, 4, program, timeout=30, **settings)
+    assert "all right" in result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("which", MPIS)
+def test_an_absence_on_one_node_ends_the_waiting_on_the_other(which: str) -> None:
+    program = [sys.executable, str(RANK), "absent_elsewhere"]
+    result = run(which, 4, program, timeout=30, TEST_NODES="2")
+    assert "all right" in result.stdout, result.stdout + result.stderr
+    assert "on the node of rank" in result.stderr
+
+
 def test_more_than_two_gigabytes_in_one_call() -> None:
     result = run("mpich", 2, [sys.executable, str(RANK), "huge"])
     assert "all right" in result.stdout, result.stderr

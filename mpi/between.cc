@@ -1,0 +1,145 @@
+#include "between.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <string>
+
+#include "base/clock.h"
+
+#ifdef NOSTALL_ERR_REVOKED
+// Not in every MPI that has the error.
+extern "C" __attribute__((weak)) int PMPIX_Comm_failure_ack(MPI_Comm comm);
+#endif
+
+namespace nostall::mpi {
+namespace {
+
+constexpr int64_t kLookNs = 1'000'000;
+// What is on its way when a call fails comes within this time or, most likely, not at all.
+constexpr int64_t kGraceNs = 100'000'000;
+constexpr int kNotice = 1;
+
+struct Notice {
+  int32_t error_class = MPI_ERR_OTHER;
+  std::array<char, 508> why{};
+};
+
+Error error_of(int error_class, const std::string& why) {
+#ifdef NOSTALL_ERR_REVOKED
+  if (error_class == NOSTALL_ERR_REVOKED) return {ErrorKind::stopped, why, error_class};
+#endif
+  return {ErrorKind::peer, why, error_class};
+}
+
+// Waits for a bounded time until the requests have ended, or failed.
+void drain(std::vector<MPI_Request>& requests) {
+  const int64_t end = now_ns() + kGraceNs;
+  do {
+    std::erase_if(requests, [](MPI_Request& request) {
+      int gone = 0;
+      return PMPI_Test(&request, &gone, MPI_STATUS_IGNORE) != MPI_SUCCESS || gone != 0;
+    });
+  } while (!requests.empty() && now_ns() < end);
+}
+
+}  // namespace
+
+void listen(CommunicatorState& state) noexcept {
+  if (state.notices == MPI_COMM_NULL || state.told.load(std::memory_order_relaxed)) return;
+  int there = 0;
+  MPI_Status status;
+  if (PMPI_Iprobe(MPI_ANY_SOURCE, kNotice, state.notices, &there, &status) != MPI_SUCCESS) {
+#ifdef NOSTALL_ERR_REVOKED
+    // A rank of another node has failed: notices of the others still count.
+    if (PMPIX_Comm_failure_ack != nullptr) PMPIX_Comm_failure_ack(state.notices);
+#endif
+    return;
+  }
+  Notice notice;
+  if (there == 0 || PMPI_Recv(&notice, sizeof notice, MPI_BYTE, status.MPI_SOURCE, kNotice,
+                              state.notices, MPI_STATUS_IGNORE) != MPI_SUCCESS) {
+    return;
+  }
+  state.told.store(true);  // who told this rank tells all
+  state.node->end(error_of(notice.error_class, notice.why.data()));
+}
+
+bool has_ended(CommunicatorState& state) noexcept {
+  listen(state);
+  try {
+    state.node->check();
+  } catch (const Error&) {
+    return true;
+  }
+  return false;
+}
+
+void tell_other_nodes(CommunicatorState& state, const Error& why) noexcept {
+  if (state.notices == MPI_COMM_NULL || !state.node->ended_here() || state.told.exchange(true)) {
+    return;
+  }
+  // The MPI may read them at any time later.
+  static std::mutex mutex;
+  static std::deque<Notice> notices;
+  Notice* notice = nullptr;
+  {
+    const std::scoped_lock lock(mutex);
+    notice = &notices.emplace_back();
+  }
+  notice->error_class = class_of(why);
+  std::snprintf(notice->why.data(), notice->why.size(), "on the node of rank %d: %s", state.rank,
+                why.what());
+  std::vector<MPI_Request> requests;
+  const int mine = state.node_of[static_cast<size_t>(state.rank)];
+  for (int r = 0; r < state.ranks; ++r) {
+    if (state.node_of[static_cast<size_t>(r)] == mine) continue;
+    MPI_Request request = MPI_REQUEST_NULL;
+    if (PMPI_Isend(notice, sizeof *notice, MPI_BYTE, r, kNotice, state.notices, &request) ==
+        MPI_SUCCESS) {
+      requests.push_back(request);
+    }
+  }
+  drain(requests);
+}
+
+void check_between(CommunicatorState& state, const char* operation, int result) {
+  if (result == MPI_SUCCESS) return;
+  int error_class = MPI_ERR_OTHER, length = 0;
+  std::array<char, MPI_MAX_ERROR_STRING> text{};
+  PMPI_Error_class(result, &error_class);
+  PMPI_Error_string(result, text.data(), &length);
+  const Error error = error_of(error_class, std::string("the MPI's part of ") + operation +
+                                                " between nodes failed: " + text.data());
+  state.node->end(error);
+  throw error;
+}
+
+Lookout::Lookout(CommunicatorState& state) : state_(state), next_(now_ns() + kLookNs) {}
+
+void Lookout::look() {
+  const int64_t now = now_ns();
+  if (now < next_) return;
+  next_ = now + kLookNs;
+  listen(state_);
+  state_.node->check();
+}
+
+void give_up(CommunicatorState& state, std::vector<MPI_Request>& requests) noexcept {
+  std::erase(requests, MPI_REQUEST_NULL);
+  if (!requests.empty()) drain(requests);
+  if (!requests.empty()) state.keeps_heads = true;
+}
+
+void HeadRequests::wait(size_t index) {
+  Lookout lookout(state_);
+  for (int done = 0; done == 0; lookout.look()) {
+    const int result = PMPI_Test(&requests_[index], &done, MPI_STATUS_IGNORE);
+    if (result != MPI_SUCCESS) requests_[index] = MPI_REQUEST_NULL;
+    check_between(state_, operation_, result);
+  }
+}
+
+}  // namespace nostall::mpi

@@ -1,0 +1,69 @@
+// mpi/between.h - what the first ranks of nodes do among each other, and how all learn that it
+// failed.
+//
+// They run the MPI's nonblocking operations on CommunicatorState::heads and look around while these
+// last. An error there ends the node's communicator, so that its ranks, which wait in shared
+// memory, return the same class of error.
+//
+// A communicator that has ended on one node, by such an error, by one of its ranks or by the
+// program (MPIX_Comm_revoke), ends on all: the rank that ended it tells those of the other nodes by
+// a message on CommunicatorState::notices, for which a rank looks at the beginning of each call
+// and, every few milliseconds, while it waits. No fault tolerance of the MPI is needed for that;
+// where the MPI itself knows that the communicator was revoked, it is asked too.
+// Thread-safety: as calls of the MPI on one communicator, but for tell_other_nodes.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "mpi_state.h"
+
+namespace nostall::mpi {
+
+// Ends the node's communicator if another node has ended its own. For one that waits or begins.
+void listen(CommunicatorState& state) noexcept;
+// Whether any node is known to have ended it.
+bool has_ended(CommunicatorState& state) noexcept;
+// Tells the other nodes, if it was this rank that ended its node's communicator. From any thread.
+void tell_other_nodes(CommunicatorState& state, const Error& why) noexcept;
+// Ends the node's communicator and throws if `result`, of the MPI between nodes, is an error.
+void check_between(CommunicatorState& state, const char* operation, int result);
+
+// Listens, and throws if the node's communicator has ended; a look at the clock in most calls.
+class Lookout {
+ public:
+  explicit Lookout(CommunicatorState& state);
+  void look();
+
+ private:
+  CommunicatorState& state_;
+  int64_t next_;
+};
+
+// Requests that end, or are given up where the call fails: the MPI may still write their buffers.
+void give_up(CommunicatorState& state, std::vector<MPI_Request>& requests) noexcept;
+
+// Nonblocking operations among the first ranks.
+class HeadRequests {
+ public:
+  HeadRequests(CommunicatorState& state, const char* operation)
+      : state_(state), operation_(operation) {}
+  ~HeadRequests() { give_up(state_, requests_); }
+  HeadRequests(const HeadRequests&) = delete;
+  HeadRequests& operator=(const HeadRequests&) = delete;
+
+  // `start(request)` calls the MPI.
+  template <typename Start>
+  void start(Start start) {
+    check_between(state_, operation_, start(&requests_.emplace_back(MPI_REQUEST_NULL)));
+  }
+  // The index-th that was started.
+  void wait(size_t index);
+
+ private:
+  CommunicatorState& state_;
+  const char* const operation_;
+  std::vector<MPI_Request> requests_;
+};
+
+}  // namespace nostall::mpi
