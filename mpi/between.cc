@@ -11,6 +11,7 @@
 
 #ifdef NOSTALL_ERR_REVOKED
 // Not in every MPI that has the error.
+extern "C" __attribute__((weak)) int PMPIX_Comm_is_revoked(MPI_Comm comm, int* revoked);
 extern "C" __attribute__((weak)) int PMPIX_Comm_failure_ack(MPI_Comm comm);
 #endif
 
@@ -34,6 +35,14 @@ Error error_of(int error_class, const std::string& why) {
   return {ErrorKind::peer, why, error_class};
 }
 
+bool is_revoked([[maybe_unused]] MPI_Comm comm) {
+  int revoked = 0;
+#ifdef NOSTALL_ERR_REVOKED
+  if (PMPIX_Comm_is_revoked != nullptr) PMPIX_Comm_is_revoked(comm, &revoked);
+#endif
+  return revoked != 0;
+}
+
 // Waits for a bounded time until the requests have ended, or failed.
 void drain(std::vector<MPI_Request>& requests) {
   const int64_t end = now_ns() + kGraceNs;
@@ -49,6 +58,13 @@ void drain(std::vector<MPI_Request>& requests) {
 
 void listen(CommunicatorState& state) noexcept {
   if (state.notices == MPI_COMM_NULL || state.told.load(std::memory_order_relaxed)) return;
+#ifdef NOSTALL_ERR_REVOKED
+  if (is_revoked(state.comm)) {
+    state.told.store(true);
+    state.node->end(error_of(NOSTALL_ERR_REVOKED, "the communicator was revoked"));
+    return;
+  }
+#endif
   int there = 0;
   MPI_Status status;
   if (PMPI_Iprobe(MPI_ANY_SOURCE, kNotice, state.notices, &there, &status) != MPI_SUCCESS) {

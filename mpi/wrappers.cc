@@ -344,6 +344,7 @@ NOSTALL_EXPORT int MPIX_Comm_revoke(MPI_Comm comm) {
     const nostall::Error why(nostall::ErrorKind::stopped, "the communicator was revoked",
                              NOSTALL_ERR_REVOKED);
     state->node->end(why);
+    own::tell_other_nodes(*state, why);
   }
   return PMPIX_Comm_revoke(comm);
 }

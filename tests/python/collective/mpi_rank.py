@@ -480,6 +480,37 @@ def absent_elsewhere() -> None:
     comm.Free()
 
 
+def revoked_elsewhere() -> None:
+    """Ranks that wait on another node are told without the help of their own node's first rank."""
+    comm = world.Dup()
+    comm.Barrier()
+    wait = lambda: comm.Allreduce(MPI.IN_PLACE, np.ones(10))  # noqa: E731
+    if rank == 1:
+        time.sleep(0.2)
+        comm.Revoke()
+    if rank == size - size // nodes:  # the first of the last node waits for those of its node
+        for other in range(rank + 1, size):
+            world.recv(source=other)
+    for _ in range(2):
+        raises(MPI.ERR_REVOKED, wait)
+    if rank > size - size // nodes:
+        world.send("told", size - size // nodes)
+    raises(MPI.ERR_REVOKED, lambda: comm.Bcast(np.ones(100_000), 0))
+    comm.Free()
+
+
+def revoked_by_mpi() -> None:
+    """A revocation that the library did not see, of an MPI that is fault tolerant."""
+    comm = world.Dup()
+    comm.Barrier()
+    if rank == 1:
+        time.sleep(0.2)
+        handle = ctypes.c_void_p.from_address(MPI._addressof(comm))
+        assert ctypes.CDLL(None).PMPIX_Comm_revoke(handle) == 0
+    raises(MPI.ERR_REVOKED, lambda: comm.Allreduce(MPI.IN_PLACE, np.ones(10)))
+    comm.Free()
+
+
 def huge() -> None:
     """More than 2^31 elements. The same few pages stand for all but the last ones."""
     pages, times = 1 << 24, 129

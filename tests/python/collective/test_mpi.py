@@ -198,6 +198,17 @@ def test_an_absence_on_one_node_ends_the_waiting_on_the_other(which: str) -> Non
     assert "on the node of rank" in result.stderr
 
 
+def test_a_revocation_reaches_those_who_wait_on_other_nodes() -> None:
+    for ranks in (4, 6):
+        program = [sys.executable, str(RANK), "revoked_elsewhere"]
+        result = run("openmpi", ranks, program, timeout=30, TEST_NODES="2")
+        assert "all right" in result.stdout, result.stdout + result.stderr
+    program = [sys.executable, str(RANK), "revoked_by_mpi"]
+    ulfm = ("--with-ft", "ulfm")
+    result = run("openmpi", 4, program, timeout=30, launched=ulfm, TEST_NODES="2")
+    assert "all right" in result.stdout, result.stdout + result.stderr
+
+
 def test_more_than_two_gigabytes_in_one_call() -> None:
     result = run("mpich", 2, [sys.executable, str(RANK), "huge"])
     assert "all right" in result.stdout, result.stderr
