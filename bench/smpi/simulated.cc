@@ -54,10 +54,8 @@ void Mailroom::send(MPI_Comm comm, uint32_t to, uint32_t tag, const void* data, 
 
 void Mailroom::receive(MPI_Comm comm, uint32_t from, uint32_t tag, void* data, uint64_t bytes,
                        uint64_t cookie) {
-  receives_.emplace_back();
-  cookies_.push_back(cookie);
   MPI_Irecv(data, static_cast<int>(bytes), MPI_BYTE, static_cast<int>(from), static_cast<int>(tag),
-            comm, &receives_.back());
+            comm, receives_.add(cookie));
 }
 
 // One test sees only a part of what is there.
@@ -67,38 +65,20 @@ void Mailroom::look(const Handler& handler) {
 }
 
 bool Mailroom::look_once(const Handler& handler) {
-  int count = 0;
-  std::vector<int> which(receives_.size());
-  std::vector<MPI_Status> status(receives_.size());
-  if (receives_.empty()) return false;
-  MPI_Testsome(static_cast<int>(receives_.size()), receives_.data(), &count, which.data(),
-               status.data());
-  if (count == MPI_UNDEFINED || count == 0) return false;
-  std::vector<std::pair<uint64_t, uint64_t>> came;
-  for (int i = 0; i < count; ++i) {
-    int bytes = 0;
-    MPI_Get_count(&status[static_cast<size_t>(i)], MPI_BYTE, &bytes);
-    came.emplace_back(cookies_[static_cast<size_t>(which[static_cast<size_t>(i)])], bytes);
-  }
-  size_t kept = 0;
-  for (size_t i = 0; i < receives_.size(); ++i) {
-    if (receives_[i] == MPI_REQUEST_NULL) continue;
-    receives_[kept] = receives_[i];
-    cookies_[kept++] = cookies_[i];
-  }
-  receives_.resize(kept);
-  cookies_.resize(kept);
-  for (const auto& [cookie, bytes] : came) handler(cookie, bytes);
-  return true;
+  std::vector<mpi::Came> came;
+  if (receives_.requests().empty()) return false;
+  receives_.collect(came);
+  for (const mpi::Came& message : came) handler(message.cookie, message.bytes);
+  return !came.empty();
 }
 
 void Mailroom::wait(const Handler& handler) {
   std::vector<MPI_Request> all(leaving_);
-  all.insert(all.end(), receives_.begin(), receives_.end());
+  all.insert(all.end(), receives_.requests().begin(), receives_.requests().end());
   int which = 0, bytes = 0;
   MPI_Status status;
   MPI_Waitany(static_cast<int>(all.size()), all.data(), &which, &status);
-  auto i = static_cast<size_t>(which);
+  const auto i = static_cast<size_t>(which);
   if (i < leaving_.size()) {
     leaving_.erase(leaving_.begin() + which);
     if (queue_.empty()) return;
@@ -107,12 +87,8 @@ void Mailroom::wait(const Handler& handler) {
     return;
   }
   MPI_Get_count(&status, MPI_BYTE, &bytes);
-  i -= leaving_.size();
-  const uint64_t cookie = cookies_[i];
   // What was asked for first is looked for first.
-  receives_.erase(receives_.begin() + static_cast<std::ptrdiff_t>(i));
-  cookies_.erase(cookies_.begin() + static_cast<std::ptrdiff_t>(i));
-  handler(cookie, static_cast<uint64_t>(bytes));
+  handler(receives_.take(i - leaving_.size()), static_cast<uint64_t>(bytes));
 }
 
 void Mailroom::flush() {

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "collective/node_exchange.h"
+#include "receives.h"
 
 namespace nostall::simulated {
 
@@ -79,8 +80,8 @@ class Mailroom {
   };
   static constexpr size_t kAtOnce = 8;
   static void start(const Letter& letter, std::vector<MPI_Request>& requests);
-  std::vector<MPI_Request> receives_, sends_, leaving_;
-  std::vector<uint64_t> cookies_;
+  mpi::Receives receives_;
+  std::vector<MPI_Request> sends_, leaving_;
   std::deque<Letter> queue_;
 };
 
