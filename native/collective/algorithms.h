@@ -37,6 +37,14 @@ struct ChainShape {
   bool whole = false;      // no segments: each rank hands on all of it (Algorithm 5.1)
 };
 void chain(Engine& engine, const Message& message, const ChainShape& shape);
+// How a message is cut for it. Segments grow where they would be more than a word counts beside its
+// step; throws Error(usage) if the window holds no such segment, two at a time.
+struct Segments {
+  uint64_t elements;  // in each but the last
+  uint64_t count;
+};
+inline constexpr uint64_t kMostSegments = (uint64_t{1} << 24) - 1;
+Segments segments_of(uint64_t count, uint64_t element, uint32_t ranks, bool whole, uint64_t window);
 
 // shared.cc: buffers that all ranks can reach are reduced where they are, by whoever is there.
 // The first to arrive chooses: if its buffers are shared all do this, else the chain (chain_after).

@@ -7,6 +7,7 @@ namespace nostall::collective {
 namespace {
 
 constexpr uint64_t kSegmentBits = 24;
+static_assert(kMostSegments < uint64_t{1} << kSegmentBits);
 constexpr uint64_t kSmallestSegment = 8 << 10, kLargestSegment = 64 << 10;
 // Two ranks have a short pipeline to fill, and move their data between caches faster in long runs.
 constexpr uint64_t kLargestOfTwo = 512 << 10;
@@ -56,20 +57,11 @@ class Link {
 
   void size_segments() {
     const uint64_t element = message_.element(), window = shared_.window_bytes();
-    // The same on all ranks: of what they can know of each other.
-    const bool two = engine_.ranks() == 2;
-    uint64_t wanted = std::clamp(message_.bytes() / (two ? 4 : 8), kSmallestSegment,
-                                 two ? kLargestOfTwo : kLargestSegment);
-    if (shape_.whole) wanted = message_.bytes();
-    wanted = std::max(std::min(wanted, window / 2), element);
-    if (wanted > window / 2) {
-      throw Error(ErrorKind::usage, "elements of " + std::to_string(element) +
-                                        " bytes do not fit the window of " +
-                                        std::to_string(window) + " bytes; make it larger");
-    }
-    per_segment_ = wanted / element;
+    const Segments cut =
+        segments_of(message_.count, element, engine_.ranks(), shape_.whole, window);
+    per_segment_ = cut.elements;
+    segments_ = cut.count;
     slot_bytes_ = (per_segment_ * element + kMinSlot - 1) / kMinSlot * kMinSlot;
-    segments_ = (message_.count + per_segment_ - 1) / per_segment_;
     slots_ = window / slot_bytes_;
     ahead_ = std::min(slots_, std::max<uint64_t>(2, kAhead / slot_bytes_));
     // Woken in batches; so small that chained sleepers can never all wait for more than the head
@@ -240,6 +232,30 @@ class Link {
 };
 
 }  // namespace
+
+// The same on all ranks: of what they can know of each other.
+Segments segments_of(uint64_t count, uint64_t element, uint32_t ranks, bool whole,
+                     uint64_t window) {
+  const bool two = ranks == 2;
+  const uint64_t bytes = count * element, fewest = (count + kMostSegments - 1) / kMostSegments;
+  uint64_t wanted =
+      std::clamp(bytes / (two ? 4 : 8), kSmallestSegment, two ? kLargestOfTwo : kLargestSegment);
+  if (whole) wanted = bytes;
+  wanted = std::max(std::min(std::max(wanted, fewest * element), window / 2), element);
+  if (wanted > window / 2) {
+    throw Error(ErrorKind::usage, "elements of " + std::to_string(element) +
+                                      " bytes do not fit the window of " + std::to_string(window) +
+                                      " bytes; make it larger");
+  }
+  const uint64_t elements = wanted / element;
+  if (elements < fewest) {
+    throw Error(ErrorKind::usage, "a message of " + std::to_string(bytes) + " bytes is more than " +
+                                      std::to_string(kMostSegments) +
+                                      " segments of half the window of " + std::to_string(window) +
+                                      " bytes; make the window larger, or the message smaller");
+  }
+  return {elements, (count + elements - 1) / elements};
+}
 
 Arrival arrive(Engine& engine, bool offers_in_place) {
   const uint64_t step = engine.begin_step();
