@@ -102,8 +102,6 @@ struct Allocation {
 nb::object allocate(const std::shared_ptr<Communicator>& self, uint64_t bytes) {
   void* data = bindings::without_gil([&] { return self->allocate(bytes); });
   if (data == nullptr) return nb::none();
-  // Torch keeps the arrays under tensors that outlive the interpreter: no leak to warn of.
-  nb::set_leak_warnings(false);
   auto held = std::make_unique<Allocation>(self, data);
   return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, {bytes},
                                                       bindings::owner_of(std::move(held)))

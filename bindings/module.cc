@@ -47,6 +47,10 @@ void translate(const std::exception_ptr& error, void*) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  // At the end of a program, torch still holds a process group that nobody destroyed and tensors on
+  // our memory, and with them objects of this module: kept, not lost, so there is nothing to mend
+  // where nanobind would ask for it.
+  nb::set_leak_warnings(false);
   nb::register_exception_translator(translate);
   nostall::set_log_sink([](nostall::LogLevel level, const std::string& message) {
     if (!nb::is_alive()) return;

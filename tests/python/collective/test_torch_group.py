@@ -178,3 +178,20 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_timeout() -> None:
 def test_the_timeout_holds_between_nodes() -> None:
     result = launch("late", 2, NODES="2")
     assert "limited: " in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("memory", ["torch.ones(1000)", "nostall.torch.empty_shared(1000)"])
+def test_a_group_that_nobody_destroyed_ends_without_warnings_of_leaks(
+    memory: str, tmp_path: Path
+) -> None:
+    program = (
+        "import torch, torch.distributed as dist, nostall.torch\n"
+        f"dist.init_process_group('nostall', rank=0, world_size=1, init_method='file://{tmp_path}/s')\n"
+        f"tensor = {memory}\n"
+        "dist.all_reduce(tensor)\n"
+        "print('done')\n"
+    )
+    words = [sys.executable, "-c", program]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert result.stdout == "done\n", result.stderr
+    assert "leaked" not in result.stderr
