@@ -4,15 +4,20 @@
 // Times are CLOCK_MONOTONIC of the rank's node. Each node's clock is compared with that of rank 0
 // by message round trips at the beginning and at the end; the reader interpolates between the two,
 // so that a drift does not matter.
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <map>
+#include <memory>
 #include <mutex>
+#include <span>
+#include <string_view>
 #include <utility>
 
 #include "base/clock.h"
@@ -22,13 +27,85 @@ namespace nostall::mpi {
 namespace {
 
 struct Record {
-  int64_t arrived, left;
+  int64_t arrived, left;  // in ticks() until the file is written
   uint64_t bytes, count;
   uint32_t communicator;
   uint8_t call, ours;
   uint16_t reserved;
 };
 static_assert(sizeof(Record) == 40);
+
+// Memory for records, in one large page where the system has one to give; none is touched for the
+// first time while a call is recorded.
+class Chunk {
+ public:
+  explicit Chunk(uint64_t most)
+      : memory_(static_cast<Record*>(std::aligned_alloc(kBytes, kBytes))),
+        next_(memory_.get()),
+        end_(memory_ ? next_ + std::min<uint64_t>(most, kBytes / sizeof(Record)) : nullptr) {
+    if (!memory_) return;
+    ::madvise(memory_.get(), kBytes, MADV_HUGEPAGE);
+    auto* bytes = reinterpret_cast<volatile char*>(memory_.get());
+    for (size_t page = 0; page < kBytes; page += 4096) bytes[page] = 0;
+  }
+  bool full() const noexcept { return next_ == end_; }
+  void add(const Record& record) noexcept { *next_++ = record; }
+  std::span<const Record> records() const noexcept { return {memory_.get(), next_}; }
+  uint64_t room() const noexcept { return static_cast<uint64_t>(end_ - memory_.get()); }
+
+ private:
+  static constexpr size_t kBytes = 2 << 20;
+  struct Free {
+    void operator()(Record* records) const noexcept { std::free(records); }
+  };
+  std::unique_ptr<Record[], Free> memory_;
+  Record *next_, *end_;
+};
+constexpr size_t kFirstChunks = 3;  // made ready at the beginning: 157,284 calls
+
+// The chunk that this thread fills. The library is loaded with the program, so that this needs no
+// call.
+thread_local Chunk* filling __attribute__((tls_model("initial-exec"))) = nullptr;
+
+// The two clocks at one time.
+struct Reading {
+  uint64_t ticks = 0;
+  int64_t ns = 0;
+};
+
+Reading read_clocks() noexcept {
+  Reading best;
+  uint64_t shortest = ~uint64_t{0};
+  for (int i = 0; i < 5; ++i) {
+    const uint64_t before = ticks();
+    const int64_t ns = now_ns();
+    const uint64_t took = ticks() - before;
+    if (took >= shortest) continue;
+    shortest = took;
+    best = {before + took / 2, ns};
+  }
+  return best;
+}
+
+// Nanoseconds of what was read in ticks, between the readings before and after; the kernel's clock
+// may be slowed down or sped up as it goes.
+class Clock {
+ public:
+  // At least two, in their order.
+  explicit Clock(std::span<const Reading> readings) : readings_(readings) {}
+  int64_t ns(uint64_t ticks) const {
+    auto after = std::upper_bound(readings_.begin() + 1, readings_.end() - 1, ticks,
+                                  [](uint64_t t, const Reading& r) { return t < r.ticks; });
+    const Reading &a = *(after - 1), &b = *after;
+    const double span = static_cast<double>(b.ticks - a.ticks);
+    const double rate = span > 0 ? static_cast<double>(b.ns - a.ns) / span : 0;
+    return a.ns +
+           static_cast<int64_t>(static_cast<double>(static_cast<int64_t>(ticks - a.ticks)) * rate);
+  }
+
+ private:
+  std::span<const Reading> readings_;
+};
 
 struct Comparison {
   int64_t at = 0, offset = 0;  // this node's clock + offset = rank 0's
@@ -39,10 +116,23 @@ struct Profile {
   std::string directory;
   uint64_t most = 1 << 20;
   uint64_t dropped = 0;
-  std::vector<std::unique_ptr<std::array<Record, 1 << 14>>> chunks;
-  uint64_t records = 0;
+  std::vector<std::unique_ptr<Chunk>> chunks;
+  std::vector<Chunk*> idle;  // that no thread fills
+  uint64_t granted = 0;      // records for which the chunks have room
+  std::vector<Reading> readings;
   std::map<uint32_t, std::array<uint64_t, 3>> communicators;  // id: name, ranks, node's ranks
   Comparison begin, end;
+
+  uint64_t records() const {
+    uint64_t sum = 0;
+    for (const auto& chunk : chunks) sum += chunk->records().size();
+    return sum;
+  }
+  void grant() {
+    chunks.push_back(std::make_unique<Chunk>(most - granted));
+    granted += chunks.back()->room();
+    idle.push_back(chunks.back().get());
+  }
 };
 
 Profile* profile() {
@@ -124,7 +214,7 @@ std::string header(const Profile& p, int rank, int ranks) {
                 ", \"clock\": [[%lld, %lld], [%lld, %lld]], \"records\": %llu, \"dropped\": %llu",
                 static_cast<long long>(p.begin.at), static_cast<long long>(p.begin.offset),
                 static_cast<long long>(p.end.at), static_cast<long long>(p.end.offset),
-                static_cast<unsigned long long>(p.records),
+                static_cast<unsigned long long>(p.records()),
                 static_cast<unsigned long long>(p.dropped));
   text += line.data();
   text += ", \"communicators\": {";
@@ -143,12 +233,24 @@ std::string header(const Profile& p, int rank, int ranks) {
 
 }  // namespace
 
-bool profiling() noexcept {
-  static const bool on = profile() != nullptr;
-  return on;
-}
+const bool asked_to_profile = profile() != nullptr;
+const bool reads_tsc = [] {
+  if (!asked_to_profile) return false;
+  std::array<char, 32> name{};
+  const auto close = [](std::FILE* file) { std::fclose(file); };
+  const std::unique_ptr<std::FILE, decltype(close)> file(
+      std::fopen("/sys/devices/system/clocksource/clocksource0/current_clocksource", "r"), close);
+  return file && std::fgets(name.data(), name.size(), file.get()) != nullptr &&
+         std::string_view(name.data()) == "tsc\n";
+}();
 
-void profile_begin() { profile()->begin = compare_clocks(); }
+void profile_begin() {
+  Profile& p = *profile();
+  p.begin = compare_clocks();
+  const std::scoped_lock lock(p.mutex);
+  while (p.chunks.size() < kFirstChunks && p.granted < p.most) p.grant();
+  p.readings.push_back(read_clocks());
+}
 
 void profile_end() {
   Profile& p = *profile();
@@ -163,37 +265,79 @@ void profile_end() {
   const std::unique_ptr<std::FILE, decltype(close)> file(std::fopen(path.c_str(), "wb"), close);
   const std::string text = header(p, rank, ranks);
   bool written = file && std::fwrite(text.data(), 1, text.size(), file.get()) == text.size();
-  uint64_t left = p.records;
+  p.readings.push_back(read_clocks());
+  const Clock clock(p.readings);
+  std::vector<Record> all;
+  all.reserve(p.records());
   for (const auto& chunk : p.chunks) {
-    const size_t n = std::min<uint64_t>(left, chunk->size());
-    written = written && std::fwrite(chunk->data(), sizeof(Record), n, file.get()) == n;
-    left -= n;
+    for (Record record : chunk->records()) {
+      record.arrived = clock.ns(static_cast<uint64_t>(record.arrived));
+      record.left = clock.ns(static_cast<uint64_t>(record.left));
+      all.push_back(record);
+    }
   }
+  // Threads fill chunks of their own; calls on one communicator follow each other.
+  const auto earlier = [](const Record& a, const Record& b) { return a.arrived < b.arrived; };
+  if (!std::is_sorted(all.begin(), all.end(), earlier)) {
+    std::stable_sort(all.begin(), all.end(), earlier);
+  }
+  written =
+      written && std::fwrite(all.data(), sizeof(Record), all.size(), file.get()) == all.size();
   if (!written || std::fflush(file.get()) != 0) {
     std::fprintf(stderr, "nostall: cannot write %s: %s\n", path.c_str(), std::strerror(errno));
   }
 }
 
-void record(Call call, CommunicatorState* state, uint64_t count, uint64_t bytes, int64_t arrived,
-            bool ours) noexcept {
-  const int64_t left = now_ns();
+namespace {
+
+// Another thread goes on with the chunk of one that ends.
+struct GivesBack {
+  GivesBack() = default;
+  ~GivesBack() {
+    Profile& p = *profile();
+    const std::scoped_lock lock(p.mutex);
+    if (!filling->full()) p.idle.push_back(filling);
+  }
+  GivesBack(const GivesBack&) = delete;
+  GivesBack& operator=(const GivesBack&) = delete;
+};
+
+// A place for a record where the thread's chunk is full, or its communicator not known yet.
+bool make_room(CommunicatorState* state) noexcept {
   Profile& p = *profile();
   const std::scoped_lock lock(p.mutex);
-  if (state == nullptr || p.records == p.most) {
+  if (state == nullptr) {
     ++p.dropped;
-    return;
+    return false;
   }
-  constexpr uint64_t kChunk = 1 << 14;
-  if (p.records == p.chunks.size() * kChunk) {
-    p.chunks.push_back(std::make_unique_for_overwrite<std::array<Record, kChunk>>());
-  }
-  (*p.chunks[p.records / kChunk])[p.records % kChunk] = {
-      arrived, left, bytes, count, state->id, static_cast<uint8_t>(call), uint8_t{ours}, 0};
-  ++p.records;
   if (!std::exchange(state->recorded, true)) {
     p.communicators[state->id] = {state->name, static_cast<uint64_t>(state->ranks),
                                   static_cast<uint64_t>(state->node_ranks)};
   }
+  if (filling != nullptr && !filling->full()) return true;
+  if (p.idle.empty() && p.granted < p.most) p.grant();
+  if (p.idle.empty() || p.idle.back()->full()) {
+    ++p.dropped;
+    return false;
+  }
+  p.readings.push_back(read_clocks());
+  filling = p.idle.back();
+  p.idle.pop_back();
+  thread_local GivesBack gives_back;
+  static_cast<void>(gives_back);
+  return true;
+}
+
+}  // namespace
+
+void record(Call call, CommunicatorState* state, uint64_t count, uint64_t bytes, uint64_t arrived,
+            bool ours) noexcept {
+  const uint64_t left = ticks();
+  const bool has_room =
+      state != nullptr && state->recorded && filling != nullptr && !filling->full();
+  if (!has_room && !make_room(state)) return;
+  filling->add({static_cast<int64_t>(arrived), static_cast<int64_t>(left), bytes, count, state->id,
+                static_cast<uint8_t>(call), uint8_t{ours}, 0});
 }
 
 }  // namespace nostall::mpi

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "base/clock.h"
@@ -21,23 +22,23 @@ constexpr uint64_t kPieceBytes = 1 << 20;
 // Times one call for the profile, and counts it.
 class Traced {
  public:
-  Traced(Call call, uint64_t count, uint64_t bytes)
-      : call_(call), count_(count), bytes_(bytes), arrived_(profiling() ? now_ns() : 0) {}
-  int passed(CommunicatorState* state, Passed why, int result) {
+  Traced(Call call, uint64_t count)
+      : call_(call), count_(count), arrived_(profiling() ? ticks() : 0) {}
+  int passed(CommunicatorState* state, Passed why, MPI_Datatype type, int result) {
     counters().passed[static_cast<size_t>(why)].fetch_add(1, std::memory_order_relaxed);
-    if (profiling()) record(call_, state, count_, bytes_, arrived_, false);
+    if (profiling()) record(call_, state, count_, bytes_of(count_, type), arrived_, false);
     return result;
   }
-  int ours(CommunicatorState* state) {
+  int ours(CommunicatorState* state, uint64_t bytes) {
     counters().ours[static_cast<size_t>(call_)].fetch_add(1, std::memory_order_relaxed);
-    if (profiling()) record(call_, state, count_, bytes_, arrived_, true);
+    if (profiling()) record(call_, state, count_, bytes, arrived_, true);
     return MPI_SUCCESS;
   }
 
  private:
   const Call call_;
-  const uint64_t count_, bytes_;
-  const int64_t arrived_;
+  const uint64_t count_;
+  const uint64_t arrived_;
 };
 
 // What a call returns whose node, or another one, has failed.
@@ -72,18 +73,18 @@ void two_level_allreduce(CommunicatorState& state, const std::byte* in, std::byt
 template <typename Pass>
 int allreduce(const void* send, void* receive, uint64_t count, MPI_Datatype type, MPI_Op op,
               MPI_Comm comm, Pass pass) {
-  Traced traced(Call::allreduce, count, profiling() ? bytes_of(count, type) : 0);
+  Traced traced(Call::allreduce, count);
   CommunicatorState* state = state_of(comm);
   if (state == nullptr || state->passed != Passed::no) {
-    return traced.passed(state, state ? state->passed : Passed::no, pass());
+    return traced.passed(state, state ? state->passed : Passed::no, type, pass());
   }
   if (state->queue) state->queue->drain();
   listen(*state);
   const MpiReducer* reducer = MpiReducer::find(type, op);
-  if (!reducer) return traced.passed(state, Passed::type, pass());
+  if (!reducer) return traced.passed(state, Passed::type, type, pass());
   // Of several nodes only orders that do not matter: a node's ranks need not be neighbours.
   if (!state->one_node && !reducer->get().commutative()) {
-    return traced.passed(state, Passed::multi_node, pass());
+    return traced.passed(state, Passed::multi_node, type, pass());
   }
   try {
     const uint64_t bytes = count * reducer->element_bytes();
@@ -103,21 +104,21 @@ int allreduce(const void* send, void* receive, uint64_t count, MPI_Datatype type
   } catch (const Error& error) {
     return failed(*state, comm, error);
   }
-  return traced.ours(state);
+  return traced.ours(state, count * reducer->element_bytes());
 }
 
 template <typename Pass>
 int reduce(const void* send, void* receive, uint64_t count, MPI_Datatype type, MPI_Op op, int root,
            MPI_Comm comm, Pass pass) {
-  Traced traced(Call::reduce, count, profiling() ? bytes_of(count, type) : 0);
+  Traced traced(Call::reduce, count);
   CommunicatorState* state = state_of(comm);
   if (state == nullptr || state->passed != Passed::no) {
-    return traced.passed(state, state ? state->passed : Passed::no, pass());
+    return traced.passed(state, state ? state->passed : Passed::no, type, pass());
   }
   if (state->queue) state->queue->drain();
   const MpiReducer* reducer = MpiReducer::find(type, op);
-  if (!reducer) return traced.passed(state, Passed::type, pass());
-  if (!state->one_node) return traced.passed(state, Passed::multi_node, pass());
+  if (!reducer) return traced.passed(state, Passed::type, type, pass());
+  if (!state->one_node) return traced.passed(state, Passed::multi_node, type, pass());
   if (root < 0 || root >= state->ranks) return pass();  // an error; the MPI says so
   try {
     const uint64_t bytes = count * reducer->element_bytes();
@@ -130,7 +131,7 @@ int reduce(const void* send, void* receive, uint64_t count, MPI_Datatype type, M
   } catch (const Error& error) {
     return failed(*state, comm, error);
   }
-  return traced.ours(state);
+  return traced.ours(state, count * reducer->element_bytes());
 }
 
 void two_level_bcast(CommunicatorState& state, void* data, uint64_t bytes, int root) {
@@ -159,15 +160,15 @@ void two_level_bcast(CommunicatorState& state, void* data, uint64_t bytes, int r
 template <typename Pass>
 int bcast(void* buffer, uint64_t count, MPI_Datatype type, int root, MPI_Comm comm, Pass pass) {
   const uint64_t bytes = bytes_of(count, type);
-  Traced traced(Call::bcast, count, bytes);
+  Traced traced(Call::bcast, count);
   CommunicatorState* state = state_of(comm);
   if (state == nullptr || state->passed != Passed::no) {
-    return traced.passed(state, state ? state->passed : Passed::no, pass());
+    return traced.passed(state, state ? state->passed : Passed::no, type, pass());
   }
   if (state->queue) state->queue->drain();
   listen(*state);
   if (root < 0 || root >= state->ranks || bytes > 0x7fffffff) {
-    return traced.passed(state, Passed::type, pass());
+    return traced.passed(state, Passed::type, type, pass());
   }
   try {
     const bool is_root = state->rank == root;
@@ -183,14 +184,14 @@ int bcast(void* buffer, uint64_t count, MPI_Datatype type, int root, MPI_Comm co
   } catch (const Error& error) {
     return failed(*state, comm, error);
   }
-  return traced.ours(state);
+  return traced.ours(state, bytes);
 }
 
 int barrier(MPI_Comm comm) {
-  Traced traced(Call::barrier, 0, 0);
+  Traced traced(Call::barrier, 0);
   CommunicatorState* state = state_of(comm);
   if (state == nullptr || state->passed != Passed::no) {
-    return traced.passed(state, state ? state->passed : Passed::no, PMPI_Barrier(comm));
+    return traced.passed(state, state ? state->passed : Passed::no, MPI_BYTE, PMPI_Barrier(comm));
   }
   if (state->queue) state->queue->drain();
   listen(*state);
@@ -207,7 +208,7 @@ int barrier(MPI_Comm comm) {
   } catch (const Error& error) {
     return failed(*state, comm, error);
   }
-  return traced.ours(state);
+  return traced.ours(state, 0);
 }
 
 void report() {
@@ -216,23 +217,22 @@ void report() {
   PMPI_Comm_rank(MPI_COMM_WORLD, &rank);
   if (verbose == nullptr || std::atoi(verbose) == 0 || rank != 0) return;
   const Counters& all = counters();
-  std::fprintf(stderr, "nostall: rank 0:");
-  const auto number = [](const std::atomic<uint64_t>& n) {
-    return static_cast<unsigned long long>(n.load());
+  std::string line = "nostall: rank 0:";
+  const auto add = [&line](const std::string& name, const std::atomic<uint64_t>& n) {
+    line += " " + name + " " + std::to_string(n.load());
   };
-  for (int i = 0; i < kCalls; ++i) {
-    std::fprintf(stderr, " %s %llu", name_of(static_cast<Call>(i)),
-                 number(all.ours[static_cast<size_t>(i)]));
-  }
-  std::fprintf(stderr, " background %llu allocations %llu", number(all.background),
-               number(all.allocations));
-  std::fprintf(stderr, "; left to the MPI:");
+  for (int i = 0; i < kCalls; ++i)
+    add(name_of(static_cast<Call>(i)), all.ours[static_cast<size_t>(i)]);
+  add("background", all.background);
+  add("allocations", all.allocations);
+  line += "; left to the MPI:";
   for (int i = 1; i < kPassed; ++i) {
-    std::fprintf(stderr, " %s %llu", name_of(static_cast<Passed>(i)),
-                 number(all.passed[static_cast<size_t>(i)]));
+    add(name_of(static_cast<Passed>(i)), all.passed[static_cast<size_t>(i)]);
   }
-  std::fprintf(stderr, " nonblocking %llu persistent %llu\n", number(all.nonblocking),
-               number(all.persistent));
+  add("nonblocking", all.nonblocking);
+  add("persistent", all.persistent);
+  // In one piece: others, MPICH for one, write there as well.
+  std::fprintf(stderr, "%s\n", line.c_str());
 }
 
 }  // namespace

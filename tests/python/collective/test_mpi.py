@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from mpis import MPIS, counted, launcher, run
 
@@ -229,6 +230,26 @@ def test_switched_off_it_only_watches(tmp_path: Path) -> None:
     # A rank that sleeps is late, and nobody leaves before the last has come.
     assert max(c.worst for c in profile.calls) > 100_000
     assert all(c.left.min() >= c.arrived.max() for c in profile.calls)
+
+
+@pytest.mark.parametrize(("most", "kept"), [(1 << 20, 600), (150, 150)])
+def test_records_of_several_threads_are_in_order_and_on_the_kernels_clock(
+    most: int, kept: int, tmp_path: Path
+) -> None:
+    program = [sys.executable, str(RANK), "threads"]
+    settings = {"NOSTALL_MPI_PROFILE": str(tmp_path), "NOSTALL_MPI_PROFILE_RECORDS": str(most)}
+    began = time.monotonic_ns()
+    result = run("openmpi", 2, program, **settings)
+    ended = time.monotonic_ns()
+    assert "all right" in result.stdout, result.stderr
+    for rank in range(2):
+        header, _, records = (tmp_path / f"mpi-{rank}.profile").read_bytes().partition(b"\n")
+        told = json.loads(header)
+        assert (told["records"], told["dropped"]) == (kept, 600 - kept)
+        times = np.frombuffer(records, "<i8").reshape(kept, 5)[:, :2]
+        assert (np.diff(times[:, 0]) >= 0).all()
+        assert (times[:, 1] > times[:, 0]).all()
+        assert began < times.min() and times.max() < ended
 
 
 def test_an_unmodified_program_is_profiled(
