@@ -444,7 +444,8 @@ def disagreeing_nodes() -> None:
     for comm in (dup, world):
         comm.Allreduce(MPI.IN_PLACE, data)
         if node == 0:
-            comm.Bcast(sent, 0)
+            with contextlib.suppress(MPI.Exception):  # told by the other node while it comes
+                comm.Bcast(sent, 0)
         else:
             raises(too_much, functools.partial(comm.Bcast, sent, 0))
         # Nobody hangs, whatever they call.
