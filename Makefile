@@ -72,7 +72,7 @@ demo: $(STAMPS)/demo-package
 
 test: native-test python-test
 
-native_tests = $(BIN)/ctest --test-dir build/$(1) --output-on-failure -j $(JOBS) >build/$(1)/test.log || \
+native_tests = $(BIN)/ctest --test-dir build/$(1) --no-tests=error --output-on-failure -j $(JOBS) >build/$(1)/test.log || \
   { cat build/$(1)/test.log; exit 1; }; tail -n 3 build/$(1)/test.log
 
 # In the package's build folder: what is tested is what is installed.
@@ -102,14 +102,14 @@ checked = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DNOSTALL_PYTHON=OFF -DNOSTAL
     -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
     -DNOSTALL_TESTS=ON $(2) >/dev/null && \
   { $(BIN)/cmake --build build/$(1) -j $(JOBS) >build/$(1)/build.log || { cat build/$(1)/build.log; exit 1; }; }
-checked_address = $(call checked,address,-DNOSTALL_SANITIZE=address$(comma)undefined -DNOSTALL_FUZZ=ON -DCMAKE_CXX_COMPILER=$(CLANG))
+checked_address = $(call checked,clang-address,-DNOSTALL_SANITIZE=address$(comma)undefined -DNOSTALL_FUZZ=ON -DCMAKE_CXX_COMPILER=$(CLANG))
 checked_thread = $(call checked,thread,-DNOSTALL_SANITIZE=thread)
 comma := ,
 
 sanitize: $(STAMPS)/checkers $(STAMPS)/requirements
 	@echo "native tests under the address and undefined behaviour sanitizers"
 	@$(checked_address)
-	@$(call native_tests,address)
+	@$(call native_tests,clang-address)
 	@echo "native tests under the thread sanitizer"
 	@$(checked_thread)
 	@$(call native_tests,thread)
@@ -117,7 +117,7 @@ sanitize: $(STAMPS)/checkers $(STAMPS)/requirements
 # Every fuzz target for FUZZ_SECONDS, on its corpus; new inputs go to build/, findings fail.
 fuzz: $(STAMPS)/checkers $(STAMPS)/requirements
 	@$(checked_address)
-	@scripts/run-fuzzers build/address/fuzz $(FUZZ_SECONDS)
+	@scripts/run-fuzzers build/clang-address/fuzz $(FUZZ_SECONDS)
 
 lint: $(STAMPS)/checkers build
 	@echo "layers, clang-format, ruff, mypy"
