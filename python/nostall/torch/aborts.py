@@ -28,9 +28,11 @@ class Aborts:
     """
 
     def __init__(self, store: Any, end: Callable[[], None]) -> None:
-        self._store = store
+        # A connection for this alone: that of others may be waiting in it. Made while the store is
+        # there: connecting to one that is gone takes longer than its timeout. Releases of torch
+        # without Store.clone share one, and then learn later of an abort.
+        self._store = store.clone() if hasattr(store, "clone") else store
         self._end = end
-        self._mine: Any = None
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._since: dict[int, float] = {}  # of each wait under way, by its number
@@ -44,7 +46,7 @@ class Aborts:
             ended, self.by = self.by is not None, rank if self.by is None else self.by
         if not ended:
             with suppress(RuntimeError):  # who waits gets Gloo's error
-                self._connection().set(_KEY, str(rank))
+                self._store.set(_KEY, str(rank))
             self._end()
 
     def refuse(self) -> None:
@@ -56,8 +58,8 @@ class Aborts:
         """Asks the store. Raises PeerError, having ended what waits here, if a rank aborted."""
         if self.by is None:
             with suppress(RuntimeError):  # without a store nobody can tell
-                if self._connection().check([_KEY]):
-                    by = int(self._connection().get(_KEY))
+                if self._store.check([_KEY]):
+                    by = int(self._store.get(_KEY))
                     with self._lock:
                         first, self.by = self.by is None, by if self.by is None else self.by
                     if first:
@@ -108,14 +110,3 @@ class Aborts:
             if longest >= _LOOK:
                 with suppress(PeerError):  # those who wait raise it
                     self.learn()
-
-    def _connection(self) -> Any:
-        """To the store, for this alone: that of others may be waiting in it.
-
-        Releases of torch without Store.clone share one, and then learn later of an abort.
-        """
-        with self._lock:
-            if self._mine is None:
-                clone = getattr(self._store, "clone", None)
-                self._mine = self._store if clone is None else clone()
-            return self._mine

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup, ReduceOp
+from torch.distributed import HashStore, PrefixStore, ProcessGroup, ReduceOp
 from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.futures import Future
 
@@ -222,19 +222,22 @@ class Group(ProcessGroup):  # type: ignore[misc]
     ) -> None:
         super().__init__(rank, size)
         self._rank, self._size, self._timeout = rank, size, timeout
+        if size == 1:
+            # Torch gives groups whose ranks do not know of each other one name, and hence one store.
+            store = HashStore()
+        else:
+            # So that a group does not read what an earlier one of its name left there.
+            life = (store.add("nostall life", 1) - 1) // size
+            store = PrefixStore(f"nostall {life}", store)
         self._store = store
         self._name = ""
         self._process = os.getpid()
         self._reducers: dict[tuple[str, str], _native.Reducer] = {}
         nodes = nodes_of_ranks(store, rank, size, node_identity())
         local = [r for r in range(size) if nodes[r] == nodes[rank]]
-        # Torch gives groups of ranks that do not know of each other one name and hence one store:
-        # who is alone looks at nothing that another may have written.
-        job = uuid.uuid4().hex
-        if len(local) > 1:
-            if rank == local[0]:
-                store.set(f"nostall job {rank}", job)
-            job = bytes(store.get(f"nostall job {local[0]}")).decode()
+        if rank == local[0]:
+            store.set(f"nostall job {rank}", uuid.uuid4().hex)
+        job = bytes(store.get(f"nostall job {local[0]}")).decode()
         self._node = Communicator(
             job,
             local.index(rank),
@@ -280,7 +283,8 @@ class Group(ProcessGroup):  # type: ignore[misc]
         """Of all later operations."""
         self._timeout = timeout
         for backend in self._backends():
-            backend.set_timeout(timeout)
+            if hasattr(backend, "set_timeout"):  # not in every release
+                backend.set_timeout(timeout)
 
     def _set_group_name(self, name: str) -> None:
         super()._set_group_name(name)
@@ -534,6 +538,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         store or because ours hangs up; others when they next wait. Who receives from any source
         learns of it at the timeout: Gloo has no way to end that.
         """
+        self._refuse_child()
         self._aborts.tell(self._rank)
         for backend in self._backends():
             backend.abort()
@@ -625,12 +630,15 @@ class Group(ProcessGroup):  # type: ignore[misc]
 
     def _refuse(self) -> None:
         """Raises what keeps this process from using the group, as far as it knows."""
+        self._refuse_child()
+        self._aborts.refuse()
+
+    def _refuse_child(self) -> None:
         if os.getpid() != self._process:
             raise UsageError(
                 f"this process was forked from rank {self._rank} of a process group; make a group "
                 "of the child's own"
             )
-        self._aborts.refuse()
 
     def _inner_for(self, device: str) -> Any:
         """Torch's backend for the device; NCCL itself waits for nobody before its first call."""

@@ -135,6 +135,11 @@ def test_timeouts_of_waits_and_operations() -> None:
     assert "limited" in result.stdout, result.stderr
 
 
+def test_a_group_is_made_again_on_the_store_of_an_aborted_one() -> None:
+    result = launch("made_again", 2)
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize(("ranks", "nodes"), [(2, 1), (2, 2), (4, 2)])
 def test_abort_ends_the_group_on_all_ranks(ranks: int, nodes: int) -> None:
     result = launch("aborted", ranks, NODES=str(nodes))

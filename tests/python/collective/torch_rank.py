@@ -362,7 +362,11 @@ def forked() -> None:
                 dist.all_reduce(tensor, async_op=asynchronous)
             except ValueError as error:
                 refused += "forked" in str(error)
-        os._exit(0 if refused == 2 else 1)
+        try:
+            dist.group.WORLD.abort()
+        except ValueError as error:
+            refused += "forked" in str(error)
+        os._exit(0 if refused == 3 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     dist.all_reduce(tensor)
     assert (tensor == size * size).all()
@@ -466,6 +470,31 @@ def aborted() -> None:
         except (PeerError, UsageError):
             print("ended", flush=True)
     os._exit(0)
+
+
+def made_again() -> None:
+    """A group on the store of one that was aborted knows nothing of it."""
+    if rank == 0:
+        dist.group.WORLD.abort()
+    else:
+        try:
+            dist.all_reduce(torch.ones(3))
+            raise AssertionError("nobody aborted")
+        except PeerError as error:
+            assert "rank 0 aborted" in str(error), error
+    dist.destroy_process_group()
+    if rank == 0:
+        time.sleep(0.5)  # the others find what was left there, if anything
+    dist.init_process_group("nostall", timeout=limit)
+    sum_of = torch.ones(3)
+    dist.all_reduce(sum_of)
+    assert sum_of.tolist() == [size] * 3
+    alone, *_ = (dist.new_group([r]) for r in range(size) if r == rank)
+    if rank == 0:
+        alone.abort()
+    else:
+        dist.all_reduce(sum_of, group=alone)
+    dist.barrier()
 
 
 def aborted_delegated() -> None:
