@@ -6,6 +6,7 @@
 #include <deque>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "base/clock.h"
 
@@ -141,6 +142,13 @@ void Lookout::look() {
   next_ = now + kLookNs;
   listen(state_);
   state_.node->check();
+}
+
+void keep(std::shared_ptr<void> memory) {
+  static std::mutex mutex;
+  static std::deque<std::shared_ptr<void>> kept;
+  const std::scoped_lock lock(mutex);
+  kept.push_back(std::move(memory));
 }
 
 void give_up(CommunicatorState& state, std::vector<MPI_Request>& requests) noexcept {

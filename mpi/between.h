@@ -13,7 +13,10 @@
 // Thread-safety: as calls of the MPI on one communicator, but for tell_other_nodes.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "mpi_state.h"
@@ -40,8 +43,30 @@ class Lookout {
   int64_t next_;
 };
 
-// Requests that end, or are given up where the call fails: the MPI may still write their buffers.
+// Memory that the MPI may still write, for as long as the process lasts.
+void keep(std::shared_ptr<void> memory);
+
+// Requests that end, or are given up where the call fails: the MPI may still write their buffers,
+// and CommunicatorState::keeps_heads says so.
 void give_up(CommunicatorState& state, std::vector<MPI_Request>& requests) noexcept;
+
+// Made after a call's own buffer and before its operations: keeps the buffer if these are given up.
+class Outlast {
+ public:
+  Outlast(const CommunicatorState& state, std::vector<std::byte>& memory)
+      : state_(state), before_(state.keeps_heads), memory_(memory) {}
+  ~Outlast() {
+    if (state_.keeps_heads == before_ || memory_.empty()) return;
+    keep(std::make_shared<std::vector<std::byte>>(std::move(memory_)));
+  }
+  Outlast(const Outlast&) = delete;
+  Outlast& operator=(const Outlast&) = delete;
+
+ private:
+  const CommunicatorState& state_;
+  const bool before_;
+  std::vector<std::byte>& memory_;
+};
 
 // Nonblocking operations among the first ranks.
 class HeadRequests {
@@ -52,9 +77,10 @@ class HeadRequests {
   HeadRequests(const HeadRequests&) = delete;
   HeadRequests& operator=(const HeadRequests&) = delete;
 
-  // `start(request)` calls the MPI.
+  // `start(request)` calls the MPI; not on a communicator that has ended.
   template <typename Start>
   void start(Start start) {
+    state_.node->check();
     check_between(state_, operation_, start(&requests_.emplace_back(MPI_REQUEST_NULL)));
   }
   // The index-th that was started.

@@ -5,7 +5,6 @@
 #include <cstring>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -38,10 +37,7 @@ class HeadPeers final : public collective::Peers {
     give_up(state_, leaving_);
     if (receives_.requests().empty() && leaving_.empty()) return;
     // The MPI may use it as long as it lasts.
-    static std::mutex mutex;
-    static std::deque<std::deque<Buffer>> kept;
-    const std::scoped_lock lock(mutex);
-    kept.push_back(std::move(memory_));
+    keep(std::make_shared<std::deque<Buffer>>(std::move(memory_)));
   }
   HeadPeers(const HeadPeers&) = delete;
   HeadPeers& operator=(const HeadPeers&) = delete;
@@ -163,6 +159,7 @@ void exchange_allreduce(CommunicatorState& state, const std::byte* in, std::byte
   std::byte* const result = in == out ? peers.scratch(bytes) : out;
   collective::NodeExchange exchange(shape, peers, sum, result,
                                     [&](uint32_t c) { finished[c] = true; });
+  state.node->check();  // on one that has ended nothing is started
   exchange.listen();
   while (peers.look(exchange)) {
   }

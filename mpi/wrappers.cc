@@ -91,6 +91,7 @@ int allreduce(const void* send, void* receive, uint64_t count, MPI_Datatype type
     const size_t alignment = reducer->get().alignment();
     Aligned out(receive, bytes, alignment, send == MPI_IN_PLACE);
     Aligned in(send == MPI_IN_PLACE ? out.get() : send, bytes, alignment, true, out.get());
+    const Outlast outlast(*state, out.memory());
     if (state->one_node) {
       state->node->allreduce(in.get(), out.get(), count, reducer->get());
     } else if (exchange_between_nodes()) {
@@ -173,6 +174,7 @@ int bcast(void* buffer, uint64_t count, MPI_Datatype type, int root, MPI_Comm co
   try {
     const bool is_root = state->rank == root;
     Packed data(buffer, count, type, comm, is_root);
+    const Outlast outlast(*state, data.memory());
     if (bytes == 0) {
       state->node->broadcast(nullptr, 0, 0);
     } else if (state->one_node) {

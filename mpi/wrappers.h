@@ -30,6 +30,7 @@ class Aligned {
   void write_back() {
     if (!copy_.empty()) std::memcpy(const_cast<void*>(data_), copy_.data(), copy_.size());
   }
+  std::vector<std::byte>& memory() { return copy_; }  // empty if none was needed
 
  private:
   const void* data_;
@@ -65,6 +66,7 @@ class Packed {
 
   void* get() { return packed_.empty() ? buffer_ : packed_.data(); }
   uint64_t bytes() const { return bytes_; }
+  std::vector<std::byte>& memory() { return packed_; }  // empty if none was needed
   void unpack() {
     int position = 0;
     if (packed_.empty()) return;
