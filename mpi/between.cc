@@ -134,7 +134,10 @@ void check_between(CommunicatorState& state, const char* operation, int result) 
   throw error;
 }
 
-Lookout::Lookout(CommunicatorState& state) : state_(state), next_(now_ns() + kLookNs) {}
+Lookout::Lookout(CommunicatorState& state, const char* operation)
+    : state_(state), operation_(operation), began_(now_ns()), next_(began_ + kLookNs) {}
+
+void Lookout::restart() { began_ = now_ns(); }
 
 void Lookout::look() {
   const int64_t now = now_ns();
@@ -142,6 +145,15 @@ void Lookout::look() {
   next_ = now + kLookNs;
   listen(state_);
   state_.node->check();
+  const int64_t most = state_.timeout_ns / 10 * 9;
+  if (now - began_ < most) return;
+  const Error error(ErrorKind::peer,
+                    "rank " + std::to_string(state_.rank) + " waited " +
+                        std::to_string(static_cast<double>(most) / 1e9).substr(0, 6) +
+                        " s for other nodes in " + operation_ +
+                        "; find out what their ranks do, or raise NOSTALL_MPI_TIMEOUT");
+  state_.node->end(error);
+  throw error;
 }
 
 void keep(std::shared_ptr<void> memory) {
@@ -158,7 +170,7 @@ void give_up(CommunicatorState& state, std::vector<MPI_Request>& requests) noexc
 }
 
 void HeadRequests::wait(size_t index) {
-  Lookout lookout(state_);
+  Lookout lookout(state_, operation_);
   for (int done = 0; done == 0; lookout.look()) {
     const int result = PMPI_Test(&requests_[index], &done, MPI_STATUS_IGNORE);
     if (result != MPI_SUCCESS) requests_[index] = MPI_REQUEST_NULL;

@@ -32,15 +32,20 @@ void tell_other_nodes(CommunicatorState& state, const Error& why) noexcept;
 // Ends the node's communicator and throws if `result`, of the MPI between nodes, is an error.
 void check_between(CommunicatorState& state, const char* operation, int result);
 
-// Listens, and throws if the node's communicator has ended; a look at the clock in most calls.
+// For a first rank that waits for other nodes: listens, and throws if the node's communicator has
+// ended, or ends it after nine tenths of its timeout: before the others of the node, who wait for
+// this rank meanwhile, take it for the one that does not come. A look at the clock in most calls.
 class Lookout {
  public:
-  explicit Lookout(CommunicatorState& state);
+  Lookout(CommunicatorState& state, const char* operation);
   void look();
+  // The wait begins anew: something has come, or this rank did something else.
+  void restart();
 
  private:
   CommunicatorState& state_;
-  int64_t next_;
+  const char* const operation_;
+  int64_t began_, next_;
 };
 
 // Memory that the MPI may still write, for as long as the process lasts.

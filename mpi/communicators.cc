@@ -140,6 +140,7 @@ void join_node(CommunicatorState& state, MPI_Comm node, bool is_world) {
   config.ranks = static_cast<uint32_t>(state.node_ranks);
   config.arena_bytes = is_world ? shared_bytes() : 0;
   config.timeout = timeout();
+  state.timeout_ns = config.timeout.count();
   config.join_timeout = std::chrono::minutes(1);
   config.progress = [&state] { progress(state); };
   int joined = config.ranks < 1024 ? 1 : 0;

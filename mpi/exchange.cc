@@ -18,6 +18,7 @@ namespace {
 
 using collective::Extent;
 
+constexpr const char* kOperation = "allreduce";
 constexpr uint64_t kChunkBytes = 1 << 20;
 constexpr uint64_t kMostChunks = 64;
 constexpr size_t kAtOnce = 16;  // messages that leave at a time
@@ -28,7 +29,7 @@ Buffer buffer_of(uint64_t bytes) { return std::make_unique_for_overwrite<std::by
 class HeadPeers final : public collective::Peers {
  public:
   HeadPeers(CommunicatorState& state, const collective::Reducer& reducer)
-      : state_(state), reducer_(reducer), lookout_(state) {}
+      : state_(state), reducer_(reducer), lookout_(state, kOperation) {}
   ~HeadPeers() override {
     for (MPI_Request& request : receives_.requests()) {
       if (request != MPI_REQUEST_NULL) PMPI_Cancel(&request);
@@ -74,14 +75,21 @@ class HeadPeers final : public collective::Peers {
       return false;
     }
     for (const Came& message : came) exchange.received(message.cookie, message.bytes);
+    lookout_.restart();
     return true;
   }
   void flush() {
-    while (!queue_.empty() || !leaving_.empty()) {
+    restart();
+    for (size_t left = queue_.size() + leaving_.size(); left > 0;) {
       start();
+      const size_t now = queue_.size() + leaving_.size();
+      if (now < left) restart();
+      left = now;
       lookout_.look();
     }
   }
+  // After this rank has waited for its own node.
+  void restart() { lookout_.restart(); }
 
  private:
   struct Letter {
@@ -105,7 +113,7 @@ class HeadPeers final : public collective::Peers {
     }
   }
 
-  void check(int result) { check_between(state_, "allreduce", result); }
+  void check(int result) { check_between(state_, kOperation, result); }
 
   CommunicatorState& state_;
   const collective::Reducer& reducer_;
@@ -168,6 +176,7 @@ void exchange_allreduce(CommunicatorState& state, const std::byte* in, std::byte
     const Extent part = extent(c);
     const uint64_t at = part.begin * shape.element;
     state.node->reduce(in + at, sum + at, part.count, reducer.get(), 0);
+    peers.restart();
     exchange.ready(c);
     peers.look(exchange);
   }
@@ -177,6 +186,7 @@ void exchange_allreduce(CommunicatorState& state, const std::byte* in, std::byte
     const uint64_t at = part.begin * shape.element;
     if (result != out) peers.copy(out + at, result + at, part.count * shape.element);
     state.node->broadcast(out + at, part.count * shape.element, 0);
+    peers.restart();
   }
   while (!exchange.done()) peers.look(exchange);
   peers.flush();

@@ -56,6 +56,7 @@ struct CommunicatorState {
   bool recorded = false;                           // the profile knows it
   std::unique_ptr<collective::Communicator> node;  // its ranks on this node
   std::shared_ptr<Queue> queue;                    // of nonblocking calls; at the first one
+  int64_t timeout_ns = 0;                          // its timeout
   int node_rank = 0, node_ranks = 1;
   bool one_node = true;
   MPI_Comm comm = MPI_COMM_NULL;   // the program's, while it exists

@@ -481,6 +481,20 @@ def absent_elsewhere() -> None:
     comm.Free()
 
 
+def absent_node() -> None:
+    """A node that does not come is named as such, before the first rank that waits for it."""
+    comm = world.Dup()
+    comm.Barrier()
+    if node == nodes - 1:
+        for other in range(size - size // nodes):
+            world.recv(source=other)
+    raises(MPI.ERR_OTHER, lambda: comm.Allreduce(MPI.IN_PLACE, np.ones(10)))
+    if node != nodes - 1:
+        for other in range(size - size // nodes, size):
+            world.send("told", other)
+    comm.Free()
+
+
 def revoked_elsewhere() -> None:
     """Ranks that wait on another node are told without the help of their own node's first rank."""
     comm = world.Dup()

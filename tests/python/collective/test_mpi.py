@@ -199,6 +199,15 @@ def test_an_absence_on_one_node_ends_the_waiting_on_the_other(which: str) -> Non
     assert "on the node of rank" in result.stderr
 
 
+@pytest.mark.parametrize("between", ["mpi", "exchange"])
+@pytest.mark.parametrize(("which", "ranks"), [("openmpi", 2), ("mpich", 4)])
+def test_a_node_that_does_not_come_is_an_error(which: str, ranks: int, between: str) -> None:
+    settings = {"TEST_NODES": "2", "NOSTALL_MPI_BETWEEN": between, "NOSTALL_MPI_TIMEOUT": "3"}
+    result = run(which, ranks, [sys.executable, str(RANK), "absent_node"], timeout=30, **settings)
+    assert "all right" in result.stdout, result.stdout + result.stderr
+    assert "rank 0 waited 2.7000 s for other nodes in allreduce" in result.stderr
+
+
 def test_a_revocation_reaches_those_who_wait_on_other_nodes() -> None:
     for ranks in (4, 6):
         program = [sys.executable, str(RANK), "revoked_elsewhere"]
