@@ -114,26 +114,31 @@ void progress(CommunicatorState& state) {
   PMPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, MPI_COMM_SELF, &flag, MPI_STATUS_IGNORE);
 }
 
-// The ranks of `comm` that share memory; NOSTALL_NODE lets one machine stand for several.
+// The ranks of `comm` that share memory, or null if the MPI cannot tell; NOSTALL_NODE lets one
+// machine stand for several.
 MPI_Comm split_by_node(MPI_Comm comm, int rank) {
   MPI_Comm node = MPI_COMM_NULL;
+  int result = MPI_SUCCESS;
   if (const char* name = std::getenv("NOSTALL_NODE")) {
     const auto color = static_cast<int>(std::hash<std::string>{}(name)&0x3fffffff);
-    PMPI_Comm_split(comm, color, rank, &node);
+    result = PMPI_Comm_split(comm, color, rank, &node);
   } else {
-    PMPI_Comm_split_type(comm, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &node);
+    result = PMPI_Comm_split_type(comm, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &node);
   }
-  return node;
+  return result == MPI_SUCCESS ? node : MPI_COMM_NULL;
 }
 
-void join_node(CommunicatorState& state, MPI_Comm node, bool is_world) {
+// False if the MPI failed; no node if the ranks cannot share memory.
+bool join_node(CommunicatorState& state, MPI_Comm node, bool is_world) {
   std::array<char, 96> job{};
   if (state.node_rank == 0) {
     static std::atomic<uint32_t> made{0};
     std::snprintf(job.data(), job.size(), "mpi %ld %lld %u", static_cast<long>(::getpid()),
                   static_cast<long long>(now_ns()), made.fetch_add(1));
   }
-  PMPI_Bcast(job.data(), static_cast<int>(job.size()), MPI_CHAR, 0, node);
+  if (PMPI_Bcast(job.data(), static_cast<int>(job.size()), MPI_CHAR, 0, node) != MPI_SUCCESS) {
+    return false;
+  }
   collective::CommunicatorConfig config;
   config.job = job.data();
   config.rank = static_cast<uint32_t>(state.node_rank);
@@ -158,6 +163,7 @@ void join_node(CommunicatorState& state, MPI_Comm node, bool is_world) {
   if (joined == 0 && state.node_rank == 0) {
     std::fprintf(stderr, "nostall: the MPI's own collectives are used: %s\n", why.c_str());
   }
+  return true;
 }
 
 // Nothing if the communicator is not good for anything: a revoked one.
@@ -173,39 +179,67 @@ std::optional<uint64_t> agree_on_name(const CommunicatorState& state, MPI_Comm c
   return name;
 }
 
-// All ranks of `comm` are here.
-void set_up(CommunicatorState& state, MPI_Comm comm) {
-  MPI_Comm node = split_by_node(comm, state.rank);
-  PMPI_Comm_rank(node, &state.node_rank);
-  PMPI_Comm_size(node, &state.node_ranks);
-  join_node(state, node, comm == MPI_COMM_WORLD);
-  PMPI_Comm_free(&node);
-  std::array<int, 2> agreed{state.node ? 1 : 0, state.node_ranks == state.ranks ? 1 : 0};
-  PMPI_Allreduce(MPI_IN_PLACE, agreed.data(), 2, MPI_INT, MPI_MIN, comm);
-  if (agreed[0] == 0) {
-    state.passed = Passed::not_shared;
-    state.node.reset();
-    return;
+// Of a communicator over several nodes: who is on which, and what they talk on. False if the MPI
+// failed.
+bool set_up_nodes(CommunicatorState& state, MPI_Comm comm) {
+  const int color = state.node_rank == 0 ? 0 : MPI_UNDEFINED;
+  if (PMPI_Comm_split(comm, color, state.rank, &state.heads) != MPI_SUCCESS) {
+    state.heads = MPI_COMM_NULL;
+    return false;
   }
-  state.one_node = agreed[1] == 1;
-  if (state.one_node) return;
-  PMPI_Comm_split(comm, state.node_rank == 0 ? 0 : MPI_UNDEFINED, state.rank, &state.heads);
   MPI_Comm notices = MPI_COMM_NULL;  // not a duplicate, which would copy attributes
-  PMPI_Comm_split(comm, 0, state.rank, &notices);
-  // Errors go to the program's handler, on its communicator, for all ranks of a node alike.
-  if (state.heads != MPI_COMM_NULL) PMPI_Comm_set_errhandler(state.heads, MPI_ERRORS_RETURN);
-  PMPI_Comm_set_errhandler(notices, MPI_ERRORS_RETURN);
+  if (PMPI_Comm_split(comm, 0, state.rank, &notices) != MPI_SUCCESS) return false;
   std::array<int, 2> mine{0, state.node_rank};
-  if (state.heads != MPI_COMM_NULL) PMPI_Comm_rank(state.heads, mine.data());
-  state.node->broadcast(mine.data(), sizeof(int), 0);
+  // Errors go to the program's handler, on its communicator, for all ranks of a node alike.
+  if (PMPI_Comm_set_errhandler(notices, MPI_ERRORS_RETURN) != MPI_SUCCESS) return false;
+  if (state.node_rank == 0 &&
+      (state.heads == MPI_COMM_NULL ||
+       PMPI_Comm_set_errhandler(state.heads, MPI_ERRORS_RETURN) != MPI_SUCCESS ||
+       PMPI_Comm_rank(state.heads, mine.data()) != MPI_SUCCESS)) {
+    return false;
+  }
+  try {
+    state.node->broadcast(mine.data(), sizeof(int), 0);
+  } catch (const Error& error) {
+    std::fprintf(stderr, "nostall: a communicator of several nodes was not made: %s\n",
+                 error.what());
+    return false;
+  }
   std::vector<int> all(2 * static_cast<size_t>(state.ranks));
-  PMPI_Allgather(mine.data(), 2, MPI_INT, all.data(), 2, MPI_INT, comm);
+  if (PMPI_Allgather(mine.data(), 2, MPI_INT, all.data(), 2, MPI_INT, comm) != MPI_SUCCESS) {
+    return false;
+  }
   for (size_t r = 0; r < all.size(); r += 2) {
     state.node_of.push_back(all[r]);
     state.node_rank_of.push_back(all[r + 1]);
   }
   state.comm = comm;
   state.notices = notices;
+  return true;
+}
+
+// All ranks of `comm` are here. False if the MPI failed: the program's call is left to it, and says
+// why.
+bool set_up(CommunicatorState& state, MPI_Comm comm) {
+  MPI_Comm node = split_by_node(comm, state.rank);
+  if (node == MPI_COMM_NULL || PMPI_Comm_rank(node, &state.node_rank) != MPI_SUCCESS ||
+      PMPI_Comm_size(node, &state.node_ranks) != MPI_SUCCESS) {
+    return false;
+  }
+  const bool asked = join_node(state, node, comm == MPI_COMM_WORLD);
+  PMPI_Comm_free(&node);
+  std::array<int, 2> agreed{state.node ? 1 : 0, state.node_ranks == state.ranks ? 1 : 0};
+  if (!asked ||
+      PMPI_Allreduce(MPI_IN_PLACE, agreed.data(), 2, MPI_INT, MPI_MIN, comm) != MPI_SUCCESS) {
+    return false;
+  }
+  if (agreed[0] == 0) {
+    state.passed = Passed::not_shared;
+    state.node.reset();
+    return true;
+  }
+  state.one_node = agreed[1] == 1;
+  return state.one_node || set_up_nodes(state, comm);
 }
 
 CommunicatorState* look_up(MPI_Comm comm, bool make) {
@@ -229,8 +263,8 @@ CommunicatorState* look_up(MPI_Comm comm, bool make) {
     made->passed = Passed::switched_off;
   } else if (inter != 0) {
     made->passed = Passed::inter_communicator;
-  } else {
-    set_up(*made, comm);
+  } else if (!set_up(*made, comm)) {
+    return nullptr;
   }
   const std::scoped_lock lock(registry_mutex());
   static uint32_t next = 0;

@@ -142,7 +142,7 @@ void exchange_allreduce(CommunicatorState& state, const std::byte* in, std::byte
   shape.chunks = static_cast<uint32_t>(
       std::clamp<uint64_t>(count * shape.element / kChunkBytes, 1, kMostChunks));
   const auto extent = [&](uint32_t c) { return collective::part_of(count, c, shape.chunks); };
-  if (state.heads == MPI_COMM_NULL) {
+  if (state.node_rank != 0) {
     for (uint32_t c = 0; c < shape.chunks; ++c) {
       const Extent part = extent(c);
       std::byte* const at = out + part.begin * shape.element;

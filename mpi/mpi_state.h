@@ -71,7 +71,7 @@ struct CommunicatorState {
 };
 
 // The state of a communicator; made at its first collective call, in which all its ranks take part.
-// Null before MPI_Init or after MPI_Finalize, and if the communicator was revoked before.
+// Null before MPI_Init or after MPI_Finalize, and where the MPI failed meanwhile: a revoked one.
 CommunicatorState* state_of(MPI_Comm comm);
 // The same, but null where none was made yet; other ranks need not be in a call. Whether one was
 // made is the same on all ranks, since all make the same calls.

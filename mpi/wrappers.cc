@@ -52,7 +52,7 @@ void two_level_allreduce(CommunicatorState& state, const std::byte* in, std::byt
                          uint64_t count, MPI_Datatype type, MPI_Op op, const MpiReducer& reducer) {
   const uint64_t element = reducer.element_bytes();
   const uint64_t piece = kPieceBytes / element > 0 ? kPieceBytes / element : 1;
-  const bool head = state.heads != MPI_COMM_NULL;
+  const bool head = state.node_rank == 0;
   HeadRequests requests(state, "allreduce");
   for (uint64_t at = 0; at < count; at += piece) {
     const uint64_t n = std::min(piece, count - at);
@@ -140,7 +140,7 @@ void two_level_bcast(CommunicatorState& state, void* data, uint64_t bytes, int r
   const int node = state.node_of[at];
   const bool here = state.node_of[static_cast<size_t>(state.rank)] == node;
   if (here) state.node->broadcast(data, bytes, static_cast<uint32_t>(state.node_rank_of[at]));
-  if (state.heads != MPI_COMM_NULL) {
+  if (state.node_rank == 0) {
     constexpr uint64_t kMost = 1 << 30;
     HeadRequests requests(state, "bcast");
     size_t part = 0;
@@ -200,7 +200,7 @@ int barrier(MPI_Comm comm) {
   try {
     state->node->barrier();
     if (!state->one_node) {
-      if (state->heads != MPI_COMM_NULL) {
+      if (state->node_rank == 0) {
         HeadRequests requests(*state, "barrier");
         requests.start([&](MPI_Request* request) { return PMPI_Ibarrier(state->heads, request); });
         requests.wait(0);
