@@ -66,6 +66,8 @@ constexpr size_t kFirstChunks = 3;  // made ready at the beginning: 157,284 call
 // The chunk that this thread fills. The library is loaded with the program, so that this needs no
 // call.
 thread_local Chunk* filling __attribute__((tls_model("initial-exec"))) = nullptr;
+// The thread has given its chunk back; what destructors record after that is dropped.
+thread_local bool ended __attribute__((tls_model("initial-exec"))) = false;
 
 // The two clocks at one time.
 struct Reading {
@@ -297,6 +299,8 @@ struct GivesBack {
     Profile& p = *profile();
     const std::scoped_lock lock(p.mutex);
     if (!filling->full()) p.idle.push_back(filling);
+    filling = nullptr;
+    ended = true;
   }
   GivesBack(const GivesBack&) = delete;
   GivesBack& operator=(const GivesBack&) = delete;
@@ -306,7 +310,7 @@ struct GivesBack {
 bool make_room(CommunicatorState* state) noexcept {
   Profile& p = *profile();
   const std::scoped_lock lock(p.mutex);
-  if (state == nullptr) {
+  if (state == nullptr || ended) {
     ++p.dropped;
     return false;
   }
