@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <span>
 #include <string_view>
 #include <utility>
@@ -39,11 +40,12 @@ static_assert(sizeof(Record) == 40);
 // first time while a call is recorded.
 class Chunk {
  public:
+  // Throws std::bad_alloc.
   explicit Chunk(uint64_t most)
       : memory_(static_cast<Record*>(std::aligned_alloc(kBytes, kBytes))),
         next_(memory_.get()),
-        end_(memory_ ? next_ + std::min<uint64_t>(most, kBytes / sizeof(Record)) : nullptr) {
-    if (!memory_) return;
+        end_(next_ + (memory_ ? std::min<uint64_t>(most, kBytes / sizeof(Record)) : 0)) {
+    if (!memory_) throw std::bad_alloc();
     ::madvise(memory_.get(), kBytes, MADV_HUGEPAGE);
     auto* bytes = reinterpret_cast<volatile char*>(memory_.get());
     for (size_t page = 0; page < kBytes; page += 4096) bytes[page] = 0;
@@ -121,6 +123,7 @@ struct Profile {
   std::vector<std::unique_ptr<Chunk>> chunks;
   std::vector<Chunk*> idle;  // that no thread fills
   uint64_t granted = 0;      // records for which the chunks have room
+  bool no_memory = false;    // the system had none; what needs more is dropped from then on
   std::vector<Reading> readings;
   std::map<uint32_t, std::array<uint64_t, 3>> communicators;  // id: name, ranks, node's ranks
   Comparison begin, end;
@@ -130,8 +133,11 @@ struct Profile {
     for (const auto& chunk : chunks) sum += chunk->records().size();
     return sum;
   }
+  // Throws std::bad_alloc, and has changed nothing then.
   void grant() {
-    chunks.push_back(std::make_unique<Chunk>(most - granted));
+    auto chunk = std::make_unique<Chunk>(most - granted);
+    idle.reserve(chunks.size() + 1);  // giving a chunk back needs no memory
+    chunks.push_back(std::move(chunk));
     granted += chunks.back()->room();
     idle.push_back(chunks.back().get());
   }
@@ -250,8 +256,12 @@ void profile_begin() {
   Profile& p = *profile();
   p.begin = compare_clocks();
   const std::scoped_lock lock(p.mutex);
-  while (p.chunks.size() < kFirstChunks && p.granted < p.most) p.grant();
-  p.readings.push_back(read_clocks());
+  try {
+    p.readings.push_back(read_clocks());
+    while (p.chunks.size() < kFirstChunks && p.granted < p.most) p.grant();
+  } catch (const std::bad_alloc&) {
+    p.no_memory = true;
+  }
 }
 
 void profile_end() {
@@ -270,7 +280,13 @@ void profile_end() {
   p.readings.push_back(read_clocks());
   const Clock clock(p.readings);
   std::vector<Record> all;
-  all.reserve(p.records());
+  try {
+    all.reserve(p.records());
+  } catch (const std::bad_alloc&) {
+    std::fprintf(stderr, "nostall: no memory to write %s; lower NOSTALL_MPI_PROFILE_RECORDS\n",
+                 path.c_str());
+    return;
+  }
   for (const auto& chunk : p.chunks) {
     for (Record record : chunk->records()) {
       record.arrived = clock.ns(static_cast<uint64_t>(record.arrived));
@@ -306,30 +322,37 @@ struct GivesBack {
   GivesBack& operator=(const GivesBack&) = delete;
 };
 
-// A place for a record where the thread's chunk is full, or its communicator not known yet.
-bool make_room(CommunicatorState* state) noexcept {
-  Profile& p = *profile();
-  const std::scoped_lock lock(p.mutex);
-  if (state == nullptr || ended) {
-    ++p.dropped;
-    return false;
-  }
-  if (!std::exchange(state->recorded, true)) {
-    p.communicators[state->id] = {state->name, static_cast<uint64_t>(state->ranks),
-                                  static_cast<uint64_t>(state->node_ranks)};
-  }
+// A chunk with room for this thread; throws std::bad_alloc.
+bool take_chunk(Profile& p) {
   if (filling != nullptr && !filling->full()) return true;
   if (p.idle.empty() && p.granted < p.most) p.grant();
-  if (p.idle.empty() || p.idle.back()->full()) {
-    ++p.dropped;
-    return false;
-  }
+  if (p.idle.empty()) return false;
   p.readings.push_back(read_clocks());
   filling = p.idle.back();
   p.idle.pop_back();
   thread_local GivesBack gives_back;
   static_cast<void>(gives_back);
   return true;
+}
+
+// A place for a record where the thread's chunk is full, or its communicator not known yet.
+bool make_room(CommunicatorState* state) noexcept {
+  Profile& p = *profile();
+  const std::scoped_lock lock(p.mutex);
+  try {
+    if (state != nullptr && !ended && !p.no_memory) {
+      if (!state->recorded) {
+        p.communicators[state->id] = {state->name, static_cast<uint64_t>(state->ranks),
+                                      static_cast<uint64_t>(state->node_ranks)};
+        state->recorded = true;
+      }
+      if (take_chunk(p)) return true;
+    }
+  } catch (const std::bad_alloc&) {
+    p.no_memory = true;
+  }
+  ++p.dropped;
+  return false;
 }
 
 }  // namespace

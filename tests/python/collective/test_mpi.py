@@ -261,6 +261,28 @@ def test_records_of_several_threads_are_in_order_and_on_the_kernels_clock(
         assert began < times.min() and times.max() < ended
 
 
+_NO_MEMORY = """
+import pathlib, resource
+from mpi4py import MPI
+limits = resource.getrlimit(resource.RLIMIT_AS)
+used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), limits[1]))
+for _ in range(170_000):
+    MPI.COMM_SELF.Barrier()
+resource.setrlimit(resource.RLIMIT_AS, limits)
+print("all right")
+"""
+
+
+def test_a_program_without_memory_for_records_goes_on(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", _NO_MEMORY]
+    result = run("openmpi", 1, program, NOSTALL_MPI_PROFILE=str(tmp_path))
+    assert "all right" in result.stdout, result.stderr
+    profile = arrivals.read(arrivals.find([str(tmp_path)]))
+    assert len(profile.calls) >= 3 * 50_000  # what was ready at the beginning
+    assert profile.dropped == 170_000 - len(profile.calls) > 0
+
+
 def test_an_unmodified_program_is_profiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
