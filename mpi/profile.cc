@@ -17,6 +17,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <ranges>
 #include <span>
 #include <string_view>
 #include <utility>
@@ -36,24 +37,41 @@ struct Record {
 };
 static_assert(sizeof(Record) == 40);
 
-// Memory for records, in one large page where the system has one to give; none is touched for the
-// first time while a call is recorded.
+// A part of a block, filled by one thread at a time.
 class Chunk {
  public:
+  static constexpr size_t kRecords = 4369;  // 12 a block
+  explicit Chunk(std::span<Record> room) noexcept
+      : begin_(room.data()), next_(begin_), end_(begin_ + room.size()) {}
+  bool full() const noexcept { return next_ == end_; }
+  void add(const Record& record) noexcept { *next_++ = record; }
+  std::span<const Record> records() const noexcept { return {begin_, next_}; }
+
+ private:
+  Record *begin_, *next_, *end_;
+};
+
+// Memory for records, in one large page where the system has one to give; none is touched for the
+// first time while a call is recorded.
+class Block {
+ public:
   // Throws std::bad_alloc.
-  explicit Chunk(uint64_t most)
+  explicit Block(uint64_t most)
       : memory_(static_cast<Record*>(std::aligned_alloc(kBytes, kBytes))),
-        next_(memory_.get()),
-        end_(next_ + (memory_ ? std::min<uint64_t>(most, kBytes / sizeof(Record)) : 0)) {
+        records_(std::min<uint64_t>(most, kBytes / sizeof(Record))) {
     if (!memory_) throw std::bad_alloc();
     ::madvise(memory_.get(), kBytes, MADV_HUGEPAGE);
     auto* bytes = reinterpret_cast<volatile char*>(memory_.get());
     for (size_t page = 0; page < kBytes; page += 4096) bytes[page] = 0;
+    chunks_.reserve(records_ / Chunk::kRecords + 1);
+    const std::span<Record> all(memory_.get(), records_);
+    for (size_t at = 0; at < records_; at += Chunk::kRecords) {
+      chunks_.emplace_back(all.subspan(at, std::min(Chunk::kRecords, records_ - at)));
+    }
   }
-  bool full() const noexcept { return next_ == end_; }
-  void add(const Record& record) noexcept { *next_++ = record; }
-  std::span<const Record> records() const noexcept { return {memory_.get(), next_}; }
-  uint64_t room() const noexcept { return static_cast<uint64_t>(end_ - memory_.get()); }
+  std::span<Chunk> chunks() noexcept { return chunks_; }
+  std::span<const Chunk> chunks() const noexcept { return chunks_; }
+  uint64_t room() const noexcept { return records_; }
 
  private:
   static constexpr size_t kBytes = 2 << 20;
@@ -61,9 +79,10 @@ class Chunk {
     void operator()(Record* records) const noexcept { std::free(records); }
   };
   std::unique_ptr<Record[], Free> memory_;
-  Record *next_, *end_;
+  size_t records_;
+  std::vector<Chunk> chunks_;  // at fixed addresses
 };
-constexpr size_t kFirstChunks = 3;  // made ready at the beginning: 157,284 calls
+constexpr size_t kFirstBlocks = 3;  // made ready at the beginning: 157,284 calls
 
 // The chunk that this thread fills. The library is loaded with the program, so that this needs no
 // call.
@@ -115,31 +134,42 @@ struct Comparison {
   int64_t at = 0, offset = 0;  // this node's clock + offset = rank 0's
 };
 
+struct Known {
+  uint64_t name, ranks, node_ranks;
+  // A call was left out, and all later ones are: what is missing is the end and the others have
+  // the same numbers on all ranks. Its state is not `recorded` then.
+  bool lost = false;
+};
+
 struct Profile {
   std::mutex mutex;
   std::string directory;
   uint64_t most = 1 << 20;
   uint64_t dropped = 0;
-  std::vector<std::unique_ptr<Chunk>> chunks;
+  std::vector<std::unique_ptr<Block>> blocks;
+  size_t chunks = 0;         // of all blocks
   std::vector<Chunk*> idle;  // that no thread fills
-  uint64_t granted = 0;      // records for which the chunks have room
+  uint64_t granted = 0;      // records for which the blocks have room
   bool no_memory = false;    // the system had none; what needs more is dropped from then on
   std::vector<Reading> readings;
-  std::map<uint32_t, std::array<uint64_t, 3>> communicators;  // id: name, ranks, node's ranks
+  std::map<uint32_t, Known> communicators;  // by their id
   Comparison begin, end;
 
   uint64_t records() const {
     uint64_t sum = 0;
-    for (const auto& chunk : chunks) sum += chunk->records().size();
+    for (const auto& block : blocks) {
+      for (const Chunk& chunk : block->chunks()) sum += chunk.records().size();
+    }
     return sum;
   }
-  // Throws std::bad_alloc, and has changed nothing then.
+  // Throws std::bad_alloc, and has granted nothing then.
   void grant() {
-    auto chunk = std::make_unique<Chunk>(most - granted);
-    idle.reserve(chunks.size() + 1);  // giving a chunk back needs no memory
-    chunks.push_back(std::move(chunk));
-    granted += chunks.back()->room();
-    idle.push_back(chunks.back().get());
+    auto block = std::make_unique<Block>(most - granted);
+    chunks += block->chunks().size();
+    idle.reserve(chunks);  // giving a chunk back needs no memory
+    blocks.push_back(std::move(block));
+    granted += blocks.back()->room();
+    for (Chunk& chunk : std::views::reverse(blocks.back()->chunks())) idle.push_back(&chunk);
   }
 };
 
@@ -228,8 +258,8 @@ std::string header(const Profile& p, int rank, int ranks) {
   text += ", \"communicators\": {";
   for (auto it = p.communicators.begin(); it != p.communicators.end(); ++it) {
     text += (it == p.communicators.begin() ? "\"" : ", \"") + std::to_string(it->first) + "\": [" +
-            std::to_string(it->second[0]) + ", " + std::to_string(it->second[1]) + ", " +
-            std::to_string(it->second[2]) + "]";
+            std::to_string(it->second.name) + ", " + std::to_string(it->second.ranks) + ", " +
+            std::to_string(it->second.node_ranks) + "]";
   }
   text += "}, \"passed\": {";
   for (int i = 1; i < kPassed; ++i) {
@@ -258,7 +288,7 @@ void profile_begin() {
   const std::scoped_lock lock(p.mutex);
   try {
     p.readings.push_back(read_clocks());
-    while (p.chunks.size() < kFirstChunks && p.granted < p.most) p.grant();
+    while (p.blocks.size() < kFirstBlocks && p.granted < p.most) p.grant();
   } catch (const std::bad_alloc&) {
     p.no_memory = true;
   }
@@ -287,11 +317,13 @@ void profile_end() {
                  path.c_str());
     return;
   }
-  for (const auto& chunk : p.chunks) {
-    for (Record record : chunk->records()) {
-      record.arrived = clock.ns(static_cast<uint64_t>(record.arrived));
-      record.left = clock.ns(static_cast<uint64_t>(record.left));
-      all.push_back(record);
+  for (const auto& block : p.blocks) {
+    for (const Chunk& chunk : block->chunks()) {
+      for (Record record : chunk.records()) {
+        record.arrived = clock.ns(static_cast<uint64_t>(record.arrived));
+        record.left = clock.ns(static_cast<uint64_t>(record.left));
+        all.push_back(record);
+      }
     }
   }
   // Threads fill chunks of their own; calls on one communicator follow each other.
@@ -335,24 +367,30 @@ bool take_chunk(Profile& p) {
   return true;
 }
 
-// A place for a record where the thread's chunk is full, or its communicator not known yet.
+// Whether the communicator's next call has a place; throws std::bad_alloc.
+bool take_place(Profile& p, CommunicatorState& state) {
+  Known& known = p.communicators
+                     .try_emplace(state.id, Known{state.name, static_cast<uint64_t>(state.ranks),
+                                                  static_cast<uint64_t>(state.node_ranks)})
+                     .first->second;
+  known.lost = known.lost || ended || !take_chunk(p);
+  return !known.lost;
+}
+
+// A place for a record where the thread's chunk is full, or its communicator not known yet. After a
+// call that got none the communicator is not `recorded`, so that its later ones come here too.
 bool make_room(CommunicatorState* state) noexcept {
   Profile& p = *profile();
   const std::scoped_lock lock(p.mutex);
+  bool place = false;
   try {
-    if (state != nullptr && !ended && !p.no_memory) {
-      if (!state->recorded) {
-        p.communicators[state->id] = {state->name, static_cast<uint64_t>(state->ranks),
-                                      static_cast<uint64_t>(state->node_ranks)};
-        state->recorded = true;
-      }
-      if (take_chunk(p)) return true;
-    }
+    place = state != nullptr && !p.no_memory && take_place(p, *state);
   } catch (const std::bad_alloc&) {
     p.no_memory = true;
   }
-  ++p.dropped;
-  return false;
+  if (!place) ++p.dropped;
+  if (state != nullptr) state->recorded = place;
+  return place;
 }
 
 }  // namespace

@@ -88,11 +88,16 @@ class Alpha:
 
 @dataclass(frozen=True)
 class Profile:
-    """The calls of a job that all their ranks recorded, in the order of the first arrival."""
+    """The calls of a job that all their ranks recorded, in the order of the first arrival.
+
+    `dropped` counts calls of single ranks that had no memory for them, `differing` those of whole
+    communicators that are not in `calls` because the ranks' records contradict each other.
+    """
 
     ranks: int
     calls: list[Call]
     dropped: int
+    differing: int = 0
 
 
 def find(paths: Sequence[str]) -> list[Path]:
@@ -127,9 +132,15 @@ def read(files: Sequence[Path]) -> Profile:
     if missing:
         raise UsageError(f"the profiles of ranks {missing} are missing; pass the whole directory")
     calls = []
-    for (name, _), parts in sides.items():
+    differing = 0
+    apart: set[int] = set()  # communicators of whose calls some did not fit together
+    for (name, _), parts in sorted(sides.items(), key=lambda item: item[0]):
         if len(parts) != sizes[name]:
             continue  # some rank's memory for records was full
+        if name in apart or not _fit(parts):
+            apart.add(name)
+            differing += 1
+            continue
         parts.sort(key=lambda part: part[0])
         first = parts[0][2]
         calls.append(
@@ -142,7 +153,14 @@ def read(files: Sequence[Path]) -> Profile:
             )
         )
     calls.sort(key=lambda call: int(call.arrived.min()))
-    return Profile(ranks, calls, dropped)
+    return Profile(ranks, calls, dropped, differing)
+
+
+def _fit(parts: list[tuple[int, str, Any]]) -> bool:
+    """Whether the records of all ranks can be of one call: one operation and one size. The counts of
+    a bcast may differ with its types; ranks that take no part in one between two groups give 0."""
+    operations = {int(part[2]["call"]) for part in parts}
+    return len(operations) == 1 and len({int(part[2]["bytes"]) for part in parts} - {0}) <= 1
 
 
 def read_file(file: Path) -> tuple[dict[str, Any], NDArray[Any]]:
@@ -260,6 +278,20 @@ def _legend(alpha: Alpha) -> list[str]:
     ]
 
 
+def _notes(profile: Profile) -> list[str]:
+    notes = []
+    if profile.dropped:
+        notes.append(
+            f"{profile.dropped} calls were not recorded: raise NOSTALL_MPI_PROFILE_RECORDS"
+        )
+    if profile.differing:
+        notes.append(
+            f"{profile.differing} calls are left out: from there on the ranks of their communicators "
+            "recorded different operations or sizes"
+        )
+    return notes
+
+
 def text(profile: Profile, alpha: Alpha) -> str:
     """The tables and what their columns are, for a terminal."""
     lines = [list(_HEADINGS), *(_cells(row) for row in table(profile, alpha))]
@@ -268,9 +300,7 @@ def text(profile: Profile, alpha: Alpha) -> str:
     out += ["", "rank  last to arrive  mean lateness"]
     for rank, share, late in late_ranks(profile):
         out.append(f"{rank:4d}  {100 * share:12.1f} %  {1e6 * late:10.1f} us")
-    out += ["", *_legend(alpha)]
-    if profile.dropped:
-        out.append(f"{profile.dropped} calls were not recorded: raise NOSTALL_MPI_PROFILE_RECORDS")
+    out += ["", *_legend(alpha), *_notes(profile)]
     return "\n".join(out)
 
 
@@ -321,6 +351,7 @@ def _page(profile: Profile, alpha: Alpha) -> str:
         "border-bottom:1px solid #dde3ea}svg{max-width:100%;height:auto}</style>"
         f"<h1>Arrivals at the collectives of {profile.ranks} ranks</h1>"
         f"<p>alpha = {alpha.latency / 1e3:g} us + bytes / {alpha.bandwidth:g} GB/s</p>"
+        f"{''.join(f'<p>{note}</p>' for note in _notes(profile))}"
         f"<table>{rows([_HEADINGS], 'th')}"
         f"{rows([_cells(r) for r in table(profile, alpha)], 'td')}</table>"
         f"<h2>Who is late</h2><table>{rows([['rank', 'last', 'mean lateness, us']], 'th')}"

@@ -102,6 +102,30 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path) -> None:
             arrivals.read(files)
 
 
+@pytest.mark.parametrize(("field", "value"), [("call", 2), ("bytes", 2000)])
+def test_calls_that_cannot_be_one_are_not_paired(field: str, value: int, tmp_path: Path) -> None:
+    write_profiles(tmp_path, [[i, 2 * i, 3 * i, 4 * i] for i in range(1, 11)])
+    file = tmp_path / "mpi-2.profile"
+    head, _, data = file.read_bytes().partition(b"\n")
+    records = np.frombuffer(data, arrivals._RECORD).copy()
+    records[field][6] = value
+    file.write_bytes(head + b"\n" + records.tobytes())
+    profile = arrivals.read(arrivals.find([str(tmp_path)]))
+    assert (len(profile.calls), profile.differing) == (6, 4)
+    assert "4 calls are left out" in arrivals.text(profile, ALPHA)
+
+
+def test_ranks_without_data_fit_any_size(tmp_path: Path) -> None:
+    write_profiles(tmp_path, [[1, 2, 3, 4]])
+    file = tmp_path / "mpi-2.profile"
+    head, _, data = file.read_bytes().partition(b"\n")
+    records = np.frombuffer(data, arrivals._RECORD).copy()
+    records["bytes"] = 0
+    file.write_bytes(head + b"\n" + records.tobytes())
+    (call,) = arrivals.read(arrivals.find([str(tmp_path)])).calls
+    assert call.bytes == 1000
+
+
 def test_traces_have_the_calls_on_rank_0s_clock(tmp_path: Path) -> None:
     write_profiles(
         tmp_path, [[1000, 4000, 9000, 2000], [5_000_000, 5_000_100, 5_000_000, 5_000_100]]

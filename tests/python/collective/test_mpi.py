@@ -283,6 +283,65 @@ def test_a_program_without_memory_for_records_goes_on(tmp_path: Path) -> None:
     assert profile.dropped == 170_000 - len(profile.calls) > 0
 
 
+_GIVES_BACK = """
+import threading
+from mpi4py import MPI
+first, second, third = (MPI.COMM_SELF.Dup() for _ in range(3))
+called, may_end = threading.Event(), threading.Event()
+def work():
+    for _ in range(100):
+        first.Barrier()
+    called.set()
+    may_end.wait()
+worker = threading.Thread(target=work)
+worker.start()
+called.wait()
+for _ in range(2000):
+    second.Barrier()
+may_end.set()
+worker.join()
+for _ in range(50):
+    second.Barrier()
+for _ in range(10):
+    third.Barrier()
+"""
+
+
+def test_what_a_communicator_lacks_is_its_end(tmp_path: Path) -> None:
+    settings = {"NOSTALL_MPI_PROFILE": str(tmp_path), "NOSTALL_MPI_PROFILE_RECORDS": "6000"}
+    result = run("openmpi", 1, [sys.executable, "-c", _GIVES_BACK], **settings)
+    assert result.returncode == 0, result.stderr
+    _, records = arrivals.read_file(tmp_path / "mpi-0.profile")
+    _, calls = np.unique(records["communicator"], return_counts=True)
+    # The second thread's part of the memory is full; that of the first comes too late for it.
+    assert calls.tolist() == [100, 6000 - 4369, 10]
+
+
+_MANY_THREADS = """
+import threading
+from mpi4py import MPI
+comms = [MPI.COMM_SELF.Dup() for _ in range(12)]
+together = threading.Barrier(12)
+def work(comm):
+    for _ in range(100):
+        comm.Barrier()
+    together.wait()
+workers = [threading.Thread(target=work, args=(comm,)) for comm in comms]
+for worker in workers:
+    worker.start()
+for worker in workers:
+    worker.join()
+"""
+
+
+def test_many_threads_share_the_memory_for_records(tmp_path: Path) -> None:
+    settings = {"NOSTALL_MPI_PROFILE": str(tmp_path), "NOSTALL_MPI_PROFILE_RECORDS": "52428"}
+    result = run("openmpi", 1, [sys.executable, "-c", _MANY_THREADS], **settings)
+    assert result.returncode == 0, result.stderr
+    profile = arrivals.read(arrivals.find([str(tmp_path)]))
+    assert (len(profile.calls), profile.dropped) == (1200, 0)
+
+
 def test_an_unmodified_program_is_profiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
