@@ -96,6 +96,10 @@ struct Reading {
   int64_t ns = 0;
 };
 
+// Those that are kept lie this many ns apart at least, so that their own errors, some tens of ns,
+// do not weigh in the rate between them.
+constexpr int64_t kApart = 10'000'000;
+
 Reading read_clocks() noexcept {
   Reading best;
   uint64_t shortest = ~uint64_t{0};
@@ -216,12 +220,19 @@ void answer(MPI_Comm comm, int rank) {
   }
 }
 
-// The first rank of each node compares clocks with rank 0, one after the other.
-Comparison compare_clocks() {
-  MPI_Comm node = MPI_COMM_NULL, heads = MPI_COMM_NULL;
-  int rank = 0, node_rank = 0;
+MPI_Comm ranks_of_node() {
+  MPI_Comm node = MPI_COMM_NULL;
+  int rank = 0;
   PMPI_Comm_rank(MPI_COMM_WORLD, &rank);
   PMPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &node);
+  return node;
+}
+
+// The first rank of each node compares clocks with rank 0, one after the other.
+Comparison compare_clocks(MPI_Comm node) {
+  MPI_Comm heads = MPI_COMM_NULL;
+  int rank = 0, node_rank = 0;
+  PMPI_Comm_rank(MPI_COMM_WORLD, &rank);
   PMPI_Comm_rank(node, &node_rank);
   PMPI_Comm_split(MPI_COMM_WORLD, node_rank == 0 ? 0 : MPI_UNDEFINED, rank, &heads);
   Comparison mine{now_ns(), 0};
@@ -234,8 +245,20 @@ Comparison compare_clocks() {
     PMPI_Comm_free(&heads);
   }
   PMPI_Bcast(&mine, 2, MPI_INT64_T, 0, node);
-  PMPI_Comm_free(&node);
   return mine;
+}
+
+// All ranks of a node take the readings of its first one where all read the same counter: with
+// readings of their own they would disagree about calls while the kernel changed its clock's rate.
+void share_readings(MPI_Comm node, std::vector<Reading>& readings) {
+  int mine = reads_tsc ? 1 : 0, all = 0;
+  PMPI_Allreduce(&mine, &all, 1, MPI_INT, MPI_MIN, node);
+  if (all == 0) return;
+  uint64_t many = readings.size();
+  PMPI_Bcast(&many, 1, MPI_UINT64_T, 0, node);
+  readings.resize(many);
+  static_assert(sizeof(Reading) == 2 * sizeof(uint64_t));
+  PMPI_Bcast(readings.data(), static_cast<int>(2 * many), MPI_UINT64_T, 0, node);
 }
 
 std::string header(const Profile& p, int rank, int ranks) {
@@ -284,10 +307,15 @@ const bool reads_tsc = [] {
 
 void profile_begin() {
   Profile& p = *profile();
-  p.begin = compare_clocks();
+  {
+    const std::scoped_lock lock(p.mutex);
+    p.readings.push_back(read_clocks());  // before any rank of the node leaves the comparison
+  }
+  MPI_Comm node = ranks_of_node();
+  p.begin = compare_clocks(node);
+  PMPI_Comm_free(&node);
   const std::scoped_lock lock(p.mutex);
   try {
-    p.readings.push_back(read_clocks());
     while (p.blocks.size() < kFirstBlocks && p.granted < p.most) p.grant();
   } catch (const std::bad_alloc&) {
     p.no_memory = true;
@@ -296,7 +324,18 @@ void profile_begin() {
 
 void profile_end() {
   Profile& p = *profile();
-  p.end = compare_clocks();
+  MPI_Comm node = ranks_of_node();
+  p.end = compare_clocks(node);
+  std::vector<Reading> readings;
+  {
+    const std::scoped_lock lock(p.mutex);
+    readings = p.readings;
+  }
+  const Reading last = read_clocks();  // after the last calls of all ranks of the node
+  if (readings.size() > 1 && last.ns - readings.back().ns < kApart) readings.pop_back();
+  readings.push_back(last);
+  share_readings(node, readings);
+  PMPI_Comm_free(&node);
   int rank = 0, ranks = 0;
   PMPI_Comm_rank(MPI_COMM_WORLD, &rank);
   PMPI_Comm_size(MPI_COMM_WORLD, &ranks);
@@ -307,8 +346,7 @@ void profile_end() {
   const std::unique_ptr<std::FILE, decltype(close)> file(std::fopen(path.c_str(), "wb"), close);
   const std::string text = header(p, rank, ranks);
   bool written = file && std::fwrite(text.data(), 1, text.size(), file.get()) == text.size();
-  p.readings.push_back(read_clocks());
-  const Clock clock(p.readings);
+  const Clock clock(readings);
   std::vector<Record> all;
   try {
     all.reserve(p.records());
@@ -359,7 +397,8 @@ bool take_chunk(Profile& p) {
   if (filling != nullptr && !filling->full()) return true;
   if (p.idle.empty() && p.granted < p.most) p.grant();
   if (p.idle.empty()) return false;
-  p.readings.push_back(read_clocks());
+  const Reading now = read_clocks();
+  if (p.readings.empty() || now.ns - p.readings.back().ns >= kApart) p.readings.push_back(now);
   filling = p.idle.back();
   p.idle.pop_back();
   thread_local GivesBack gives_back;
