@@ -17,7 +17,6 @@
 #include <memory>
 #include <mutex>
 #include <new>
-#include <ranges>
 #include <span>
 #include <string_view>
 #include <utility>
@@ -173,7 +172,8 @@ struct Profile {
     idle.reserve(chunks);  // giving a chunk back needs no memory
     blocks.push_back(std::move(block));
     granted += blocks.back()->room();
-    for (Chunk& chunk : std::views::reverse(blocks.back()->chunks())) idle.push_back(&chunk);
+    const std::span<Chunk> made = blocks.back()->chunks();
+    for (auto chunk = made.rbegin(); chunk != made.rend(); ++chunk) idle.push_back(&*chunk);
   }
 };
 
