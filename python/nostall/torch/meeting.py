@@ -24,7 +24,7 @@ def nodes_of_ranks(store: Any, rank: int, size: int, mine: str) -> list[str]:
 
     Raises PeerError, which names the ranks that are missing, after the timeout of the store.
     """
-    if size == 1:  # and shares its store with others that are alone
+    if size == 1:  # nobody to ask
         return [mine]
     if rank > 0:
         store.set(_key(rank), mine)
