@@ -12,12 +12,13 @@ CLANG := $(firstword $(foreach v,clang++-14 clang++-19 clang++-18 clang++-17 cla
 CLANG_FORMAT := $(firstword $(foreach v,clang-format-14 clang-format-19 clang-format-18 clang-format,$(if $(shell command -v $(v) 2>/dev/null),$(v))))
 SOURCES := $(shell git ls-files native bindings mpi bench cmake python CMakeLists.txt pyproject.toml 2>/dev/null)
 
-.PHONY: demo test dlio-test native-test python-test build lint format sanitize fuzz bench clean help
+.PHONY: demo test dlio-test native-test python-test build lint format sanitize fuzz campaign bench clean help
 
 help:
 	@echo "make demo      train on a slow file system, with and without nostall (under 5 minutes)"
 	@echo "make test      native and Python tests"
 	@echo "make bench     nostall bench loader, with every peer that installs"
+	@echo "make campaign  campaigns of faults at a small size (SCALE=1 ONLY=name for the published size)"
 	@echo "make lint | sanitize | fuzz | format | clean"
 
 $(STAMPS)/system: scripts/setup
@@ -118,6 +119,10 @@ sanitize: $(STAMPS)/checkers $(STAMPS)/requirements
 fuzz: $(STAMPS)/checkers $(STAMPS)/requirements
 	@$(checked_address)
 	@scripts/run-fuzzers build/clang-address/fuzz $(FUZZ_SECONDS)
+
+# Every campaign of tests/campaigns at its small size, or those named by ONLY at SCALE.
+campaign: build
+	@PYTHONPATH=tests $(BIN)/python -m campaigns $(ONLY) $(if $(SCALE),--scale $(SCALE))
 
 lint: $(STAMPS)/checkers build
 	@echo "layers, clang-format, ruff, mypy"
