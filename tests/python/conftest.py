@@ -1,13 +1,43 @@
-"""What the Python tests share: small real data sets of JPEG files."""
+"""What the Python tests share: the budget of skips, and small real data sets of JPEG files."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--skips",
+        type=int,
+        default=0 if os.environ.get("CI") else None,
+        help="the most tests that may skip; more end the run with status 1 (in CI: 0, else no limit)",
+    )
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    skipped, budget = terminalreporter.stats.get("skipped", []), config.getoption("--skips")
+    limit = "no limit" if budget is None else f"{budget} allowed"
+    terminalreporter.write_line(f"{len(skipped)} tests skipped ({limit})")
+    for report in skipped:
+        terminalreporter.write_line(f"  {report.nodeid}: {report.longrepr[2]}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    budget = session.config.getoption("--skips")
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if budget is None or reporter is None or session.exitstatus != pytest.ExitCode.OK:
+        return
+    if len(reporter.stats.get("skipped", [])) > budget:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def write_jpeg(path: Path, value: int, size: tuple[int, int] = (40, 30)) -> None:
