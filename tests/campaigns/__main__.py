@@ -64,7 +64,9 @@ def run(name: str, task: Task, seconds: float) -> Outcome:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="campaigns", description=__doc__.splitlines()[0])
     parser.add_argument("name", nargs="*", help="campaigns to run (default: all)")
-    parser.add_argument("--scale", type=float, help="1 for the published size (default: each campaign's small one)")
+    parser.add_argument(
+        "--scale", type=float, help="1 for the published size (default: each campaign's small one)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the figures and the machine to this file")
     arguments = parser.parse_args()
@@ -84,13 +86,29 @@ def main() -> int:
         seconds = time.monotonic() - begin
         failed += bool(outcome.failures) or bool(outcome.missing)
         numbers = "".join(f", {k} {v}" for k, v in outcome.figures.items())
-        word = f"not run: {outcome.missing} is missing" if outcome.missing else f"{len(outcome.failures)} failed"
-        print(f"{name}: {outcome.cases} cases, {word}{numbers} ({seconds:.0f} s, scale {scale:g})", flush=True)
+        word = (
+            f"not run: {outcome.missing} is missing"
+            if outcome.missing
+            else f"{len(outcome.failures)} failed"
+        )
+        print(
+            f"{name}: {outcome.cases} cases, {word}{numbers} ({seconds:.0f} s, scale {scale:g})",
+            flush=True,
+        )
         for failure in outcome.failures[:20]:
             print(f"  {failure}", flush=True)
-        outcomes[name] = {**dataclasses.asdict(outcome), "seconds": seconds, "scale": scale, "full": module.FULL}
+        outcomes[name] = {
+            **dataclasses.asdict(outcome),
+            "seconds": seconds,
+            "scale": scale,
+            "full": module.FULL,
+        }
     if arguments.json:
-        machine = {"kernel": platform.release(), "cores": os.cpu_count(), "python": platform.python_version()}
+        machine = {
+            "kernel": platform.release(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+        }
         arguments.json.write_text(json.dumps({"machine": machine, "campaigns": outcomes}, indent=1))
     return 1 if failed else 0
 
