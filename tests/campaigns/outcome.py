@@ -10,7 +10,7 @@ class Task:
     """One run of a campaign: its seed and how much of it is run."""
 
     seed: int = 0
-    # 1.0 is the size whose figures docs/guide/reliability.md shows; continuous integration runs 0.01 or so.
+    # 1.0 is the size whose figures docs/guide/reliability.md shows.
     scale: float = 1.0
 
     def count(self, full: int, least: int = 1) -> int:
