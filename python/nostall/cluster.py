@@ -6,15 +6,14 @@ import base64
 import json
 import logging
 import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nostall import _native
+from nostall import _native, secret
 from nostall.errors import Error, UsageError
-from nostall.rendezvous import AllGather
+from nostall.rendezvous import AllGather, exposed
 from nostall.sizes import TierSpec
 from nostall.world import World
 
@@ -90,9 +89,8 @@ def join(world: World, tiers: Sequence[TierSpec], allgather: AllGather) -> Clust
         "address": base64.b64encode(transport.address if transport else b"").decode(),
         "problem": problem,
     }
-    given = os.environ.get("NOSTALL_SECRET", "")
-    if world.rank == 0 and not given:
-        mine["secret"] = secrets.token_hex(32)
+    readers = exposed(allgather)
+    mine["secret"] = secret.offer(world.rank, readers)
     parts = [json.loads(part) for part in allgather(json.dumps(mine).encode())]
     if len(parts) != world.world_size or [p["rank"] for p in parts] != list(range(len(parts))):
         raise UsageError(
@@ -112,6 +110,6 @@ def join(world: World, tiers: Sequence[TierSpec], allgather: AllGather) -> Clust
         node_of_rank=node_of_rank,
         capacities=capacities,
         addresses=[base64.b64decode(p["address"]) for p in parts],
-        secret=(given or parts[0].get("secret", "")).encode(),
+        secret=secret.settle(world.rank, [p["secret"] for p in parts], readers),
         transport=transport if len(names) > 1 and not problems else None,
     )

@@ -47,7 +47,7 @@ _LAUNCHERS: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         "PMI_SIZE",
         "MPI_LOCALRANKID",
         "MPI_LOCALNRANKS",
-        ("PMI_PORT", "PMI_FD", "HYDI_CONTROL_FD"),
+        (),  # what Hydra sets are numbers of descriptors: they differ between the ranks of a job
     ),
     "Slurm": (
         "SLURM_PROCID",
@@ -137,10 +137,10 @@ def _from_environment(env: Mapping[str, str]) -> World:
             else _tasks_here(env, local_size)
             if launcher == "Slurm"
             else _number(env, local_size, launcher),
-            # Ranks of a node have the same parent where the launcher names no job.
-            job=f"{launcher} " + (" ".join(names) or f"parent={os.getppid()}"),
+            # Ranks of a node descend from one process where the launcher names no job.
+            job=f"{launcher} " + (" ".join(names) or _launching_process(rank)),
         )
-    return World(0, 1, 0, 1, f"single {os.getpid()} {_start_time()}")
+    return World(0, 1, 0, 1, f"single {os.getpid()} {_stat('self')[19]}")
 
 
 def _under_srun(env: Mapping[str, str]) -> bool:
@@ -179,6 +179,26 @@ def _tasks_here(env: Mapping[str, str], name: str) -> int:
     )
 
 
-def _start_time() -> str:
-    """When this process began, in clock ticks: with the pid it is unique on the node."""
-    return Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+def _launching_process(variable: str) -> str:
+    """The nearest ancestor that is no rank itself, by its pid and start: unique on the node.
+
+    Shells and tracers between the launcher and a rank have the rank's `variable` in their environment.
+    """
+    pid = os.getppid()
+    if pid == 0:
+        return f"launched from outside of {os.readlink('/proc/self/ns/pid')}"
+    while True:
+        fields = _stat(pid)
+        parent = int(fields[1])
+        try:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:  # of another user
+            variables = []
+        if parent == 0 or not any(v.startswith(f"{variable}=".encode()) for v in variables):
+            return f"launched by {pid} {fields[19]}"
+        pid = parent
+
+
+def _stat(pid: int | str) -> list[str]:
+    """Of /proc/PID/stat all from the state on: 1 is the parent, 19 when it began, in clock ticks."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nostall import secret
 from nostall.checkpoint.format import Manifest
 from nostall.checkpoint.nodes import Held, Nodes, holdings, together
 from nostall.checkpoint.retention import Keep, decide
 from nostall.checkpoint.store import Store, io_errors
 from nostall.checkpoint.stream import machine
 from nostall.errors import Error, UsageError
-from nostall.rendezvous import AllGather
+from nostall.rendezvous import AllGather, exposed
 
 _log = logging.getLogger("nostall")
 
@@ -91,8 +91,8 @@ def _begin(
 
     # What one rank cannot do it says with the next gather, so that no other waits for it.
     note: dict[str, Any] = {"token": run, "machine": machine()}
-    if rank == 0:
-        note["secret"] = secrets.token_hex(32)
+    readers = exposed(allgather)
+    note["secret"] = secret.offer(rank, readers)
     with _noting(note):
         for store in stores:
             with io_errors("make the directory", store.root):
@@ -101,7 +101,7 @@ def _begin(
     notes = gather(note)
     tokens, run = [n["token"] for n in notes], str(notes[0]["token"])
     several = len({n["machine"] for n in notes}) > 1
-    secret = (os.environ.get("NOSTALL_SECRET", "") or str(notes[0]["secret"])).encode()
+    key = secret.settle(rank, [n["secret"] for n in notes], readers)
     note = {}
     with _noting(note):
         for s in stores:
@@ -121,7 +121,7 @@ def _begin(
     with _noting(note):
         if len(groups) > 1 and fast is not None:
             nodes = Nodes(
-                fast, rank, groups, secret, partner=partner, timeout=timeout, several=several
+                fast, rank, groups, key, partner=partner, timeout=timeout, several=several
             )
             undo.callback(nodes.close)
             note["address"] = nodes.address

@@ -25,7 +25,7 @@ from nostall.checkpoint.store import LARGEST_STEP, Store
 from nostall.checkpoint.tree import encode
 from nostall.checkpoint.window import Window, choose_copying, guarded_addresses
 from nostall.errors import PeerError, UsageError
-from nostall.rendezvous import AllGather, find_rendezvous
+from nostall.rendezvous import AllGather, Rendezvous, exposed, find_rendezvous
 from nostall.sizes import parse_size
 from nostall.world import find_world
 
@@ -139,7 +139,7 @@ class Checkpointer:
             self.durable,
             self.rank,
             self.world_size,
-            self._allgather,
+            Rendezvous(self._allgather, self._exposed()),
             partner=partner,
             timeout=timeout,
         )
@@ -370,17 +370,23 @@ class Checkpointer:
                     found.setdefault(entry.step, []).append(entry.path.parent.as_posix())
         return dict(sorted(found.items()))
 
+    def _exposed(self) -> str:
+        if self.world_size == 1:
+            return ""
+        return exposed(self._gather or self._find("exposed"))
+
     def _allgather(self, mine: bytes) -> list[bytes]:
-        if self._gather is not None:
-            return self._gather(mine)
-        name = f"{self._name} {next(self._gathered)}"
+        gather = self._gather or self._find(f"{self._name} {next(self._gathered)}")
+        return gather(mine)
+
+    def _find(self, name: str) -> AllGather:
         gather = find_rendezvous(self.rank, self.world_size, name, timeout=self._timeout)
         if gather is None:
             raise UsageError(
                 f"the {self.world_size} ranks of this job cannot find each other: start them with "
                 "torchrun or mpirun, set NOSTALL_RENDEZVOUS, or pass gather="
             )
-        return gather(mine)
+        return gather
 
     # ------------------------------------------------------------------ ending
 

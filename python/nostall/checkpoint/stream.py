@@ -1,20 +1,18 @@
 """Short authenticated conversations between the processes of a job: a question, an answer, a file.
 
-A connection carries one question. Both ends prove the job's secret (HMAC of both sides' random
-numbers, so nothing can be played back) before anything else is read; messages are JSON, files travel
-as they are and are checked by their CRC32C at the end. docs/formats/checkpoint.md has the bytes.
+A connection carries one question. Both ends prove the job's secret (`nostall.greeting`) before
+anything else is read; messages are JSON, files travel as they are and are checked by their CRC32C at
+the end. docs/formats/checkpoint.md has the bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hmac
 import ipaddress
 import json
 import logging
 import os
-import secrets
 import socket
 import struct
 import threading
@@ -24,16 +22,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from nostall import greeting
 from nostall.errors import CorruptionError, PeerError, UsageError
 
-_MAGIC = b"nostall checkpoint stream 1\n"
-_NONCE = 32
+_PURPOSE = "checkpoint"
 _LARGEST = 256 << 20
 _CHUNK = 4 << 20
-_GREETING_SECONDS = 10.0
-_GREETINGS = 256  # of those who have not proved yet that they belong to the job
-_BACKLOG = 1024
 _RETRY_SECONDS = 0.1
+_LOOK_SECONDS = 3600.0
 _ANYWHERE = "192.0.2.1"  # reserved for documentation: the way there is the default route
 _SIOCGIFADDR = 0x8915
 
@@ -48,37 +44,15 @@ class Stream:
         connection.settimeout(timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def _read(self, size: int, deadline: float | None = None) -> bytes:
+    def _read(self, size: int) -> bytes:
         parts = []
         while size:
-            if deadline is not None:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError("the other side takes too long")
-                self._socket.settimeout(left)
             got = self._socket.recv(min(size, _CHUNK))
             if not got:
                 raise ConnectionError("the other side closed the connection")
             parts.append(got)
             size -= len(got)
         return b"".join(parts)
-
-    def prove(self, secret: bytes, listening: bool, within: float) -> None:
-        """Raises PeerError unless the other side knows the secret, OSError after so many seconds."""
-        deadline = time.monotonic() + within
-        mine = secrets.token_bytes(_NONCE)
-        self._socket.sendall(_MAGIC + mine)
-        greeting = self._read(len(_MAGIC) + _NONCE, deadline)
-        if not greeting.startswith(_MAGIC):
-            raise PeerError("this is no checkpoint stream of this release")
-        theirs = greeting[len(_MAGIC) :]
-        both = mine + theirs if listening else theirs + mine
-        sides = (b"listens", b"connects") if listening else (b"connects", b"listens")
-        self._socket.sendall(hmac.digest(secret, sides[0] + both, "sha256"))
-        answer = self._read(32, deadline)
-        if not hmac.compare_digest(answer, hmac.digest(secret, sides[1] + both, "sha256")):
-            raise PeerError("the other side of a checkpoint stream has another secret")
-        self._socket.settimeout(self._timeout)
 
     def send(self, message: Any) -> None:
         """A message of plain values."""
@@ -141,16 +115,16 @@ def connect(address: tuple[str, int], secret: bytes, timeout: float) -> Stream:
     Raises:
         PeerError: it is not there, or of another job.
     """
-    try:
-        stream = Stream(socket.create_connection(address, min(timeout, 30.0)), timeout)
-    except OSError as error:
-        raise PeerError(f"cannot reach {address[0]}:{address[1]}: {error}") from error
-    try:
-        stream.prove(secret, listening=False, within=timeout)
-    except BaseException:
-        stream.close()
-        raise
-    return stream
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return Stream(greeting.connect(address, secret, _PURPOSE, deadline), timeout)
+        except OSError as error:
+            # A listener that strangers flood has ended the greeting: it goes better next time.
+            ended = isinstance(error, ConnectionResetError | greeting.Closed)
+            if not ended or time.monotonic() + _RETRY_SECONDS > deadline:
+                raise PeerError(f"cannot reach {address[0]}:{address[1]}: {error}") from error
+            time.sleep(_RETRY_SECONDS)
 
 
 def machine() -> str:
@@ -227,8 +201,8 @@ class Listener:
     """Answers questions, each in a thread of its own, until closed.
 
     Conversations are as many as the job has: a rank has a few at a time, and one that waits for a
-    decision keeps no other from being heard. Only greetings, which anybody can begin, are limited in
-    number and time.
+    decision keeps no other from being heard. Greetings, which anybody can begin, are limited in number
+    and time by `nostall.greeting.Door`.
 
     Args:
         answer: given a question and its stream.
@@ -247,10 +221,9 @@ class Listener:
         timeout: float,
         several: bool = False,
     ) -> None:
-        self._answer, self._secret, self._timeout = answer, secret, timeout
-        self._socket = socket.create_server((own_host(several), 0), backlog=_BACKLOG)
-        self.address: tuple[str, int] = self._socket.getsockname()[:2]
-        self._greetings = threading.BoundedSemaphore(_GREETINGS)
+        self._answer, self._timeout = answer, timeout
+        self._door = greeting.Door.at(own_host(several), 0, secret, _PURPOSE)
+        self.address = self._door.address
         self._closed = threading.Event()
         self._thread = threading.Thread(
             target=self._listen, name="nostall-checkpoint-listener", daemon=True
@@ -258,48 +231,24 @@ class Listener:
         self._thread.start()
 
     def _listen(self) -> None:
-        failing = False
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-                failing = False
-            except OSError as error:
-                if self._closed.is_set():
-                    return
-                # No descriptors are left, a connection broke off: that passes.
-                if not failing:
-                    _log.warning("a connection about checkpoints is not accepted: %s", error)
-                failing = True
-                self._closed.wait(_RETRY_SECONDS)
-                continue
-            self._greetings.acquire()
-            try:
-                threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
-            except RuntimeError as error:
-                _log.warning("a connection about checkpoints gets no thread: %s", error)
-                connection.close()
-                self._greetings.release()
+        while not self._closed.is_set():
+            for connection in self._door.admit(time.monotonic() + _LOOK_SECONDS):
+                try:
+                    threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+                except RuntimeError as error:
+                    _log.warning("a connection about checkpoints gets no thread: %s", error)
+                    connection.close()
+        self._door.release()
 
     def _talk(self, connection: socket.socket) -> None:
         try:
             with connection:
-                stream = self._greet(connection)
+                stream = Stream(connection, self._timeout)
                 self._answer(stream.receive(), stream)
         except (OSError, PeerError) as error:
             _log.debug("a conversation about checkpoints ended: %s", error)
 
-    def _greet(self, connection: socket.socket) -> Stream:
-        try:
-            stream = Stream(connection, self._timeout)
-            # A stranger who says nothing is not waited for.
-            stream.prove(self._secret, listening=True, within=_GREETING_SECONDS)
-            return stream
-        finally:
-            self._greetings.release()
-
     def close(self) -> None:
         """No more questions."""
         self._closed.set()
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        self._door.close()

@@ -26,6 +26,7 @@ import nostall
 import nostall.checkpoint.begin
 import nostall.checkpoint.nodes
 import nostall.checkpoint.stream
+import nostall.greeting
 from nostall.checkpoint.format import Manifest, Part
 from nostall.checkpoint.nodes import Nodes, Outcome, holdings, together
 from nostall.checkpoint.store import Store, part_name
@@ -243,31 +244,6 @@ def test_a_save_that_one_rank_cannot_write_is_none_on_all_nodes(tmp_path: Path) 
         nodes.close()
 
 
-def test_strangers_who_drip_are_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
-    monkeypatch.setattr(nostall.checkpoint.stream, "_GREETINGS", 2)
-    monkeypatch.setattr(nostall.checkpoint.stream, "_GREETING_SECONDS", 0.5)
-    listener = Listener(lambda _, stream: stream.send({"ok": True}), b"secret", 60)
-    with contextlib.ExitStack() as closing:
-        done = threading.Event()
-
-        def drip(stranger: socket.socket) -> None:
-            with contextlib.suppress(OSError):
-                for byte in nostall.checkpoint.stream._MAGIC * 10:
-                    stranger.sendall(bytes([byte]))
-                    if done.wait(0.1):
-                        return
-
-        for _ in range(2):
-            stranger = closing.enter_context(socket.create_connection(listener.address))
-            threading.Thread(target=drip, args=(stranger,), daemon=True).start()
-        with contextlib.closing(connect(listener.address, b"secret", 60)) as stream:
-            stream.send({"hello": 1})
-            assert stream.receive() == {"ok": True}
-        done.set()
-    listener.close()
-
-
 def test_a_listener_survives_what_accept_says(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -293,7 +269,7 @@ def test_a_listener_survives_what_accept_says(
 def test_notes_that_wait_keep_nobody_from_being_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nostall.checkpoint.stream, "_GREETINGS", 3)
+    monkeypatch.setattr(nostall.greeting, "_GREETINGS", 3)
     nodes = some_nodes(tmp_path, 7, timeout=60)
     manifest = Manifest(5, "aaaaaaaa-000001", 7, ())
     told: list[Any] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import threading
 from collections.abc import Mapping
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 from nodes import free_port
 
-from nostall import cluster
+from nostall import cluster, owned
 from nostall.errors import PeerError, UsageError
 from nostall.rendezvous import find_rendezvous
 from nostall.sizes import parse_tiers
@@ -60,6 +62,39 @@ def test_by_socket_ignores_strangers() -> None:
         knocking.join()
 
 
+def test_by_socket_does_not_wait_for_one_who_says_nothing() -> None:
+    port = free_port()
+    env = {"NOSTALL_RENDEZVOUS": f"tcp://127.0.0.1:{port}", "NOSTALL_SECRET": "s" * 16}
+    first = find_rendezvous(0, WORLD, "test", environment=env)
+    assert first is not None
+    with ThreadPoolExecutor(1 + WORLD) as pool, contextlib.ExitStack() as closing:
+        waiting = pool.submit(first, b"I am 0")
+        while True:
+            try:
+                silent = socket.create_connection(("127.0.0.1", port))
+                break
+            except OSError:
+                assert not waiting.done()
+        closing.enter_context(silent)
+        others = [
+            pool.submit(gather, f"I am {rank}".encode())
+            for rank in (1, 2)
+            if (gather := find_rendezvous(rank, WORLD, "test", environment=env))
+        ]
+        # The stranger is connected until the end of the test.
+        assert [f.result(60) for f in (waiting, *others)] == EXPECTED
+
+
+def test_by_socket_leaves_a_listener_that_says_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        env = {"NOSTALL_RENDEZVOUS": where, "NOSTALL_SECRET": "s" * 16}
+        gather = find_rendezvous(1, 2, "test", environment=env, timeout=0.5)
+        assert gather is not None
+        with pytest.raises(PeerError, match="cannot reach rank 0"):
+            gather(b"1")
+
+
 def test_by_socket_needs_a_secret() -> None:
     with pytest.raises(UsageError, match="NOSTALL_SECRET"):
         find_rendezvous(0, 2, "test", environment={"NOSTALL_RENDEZVOUS": "tcp://127.0.0.1:9"})
@@ -85,15 +120,94 @@ def test_by_socket_with_another_secret() -> None:
 def test_by_files(tmp_path: Path) -> None:
     assert gather_all({"NOSTALL_RENDEZVOUS": str(tmp_path / "meet")}) == EXPECTED
     assert (tmp_path / "meet").stat().st_mode & 0o777 == 0o700
+    assert list((tmp_path / "meet").iterdir()) == []
+
+
+def test_by_files_takes_nothing_of_an_earlier_job(tmp_path: Path) -> None:
+    """The files of a job that was killed at its meeting, under the same names."""
+    meet = tmp_path / "meet"
+    env = {"NOSTALL_RENDEZVOUS": str(meet), "SLURM_JOB_ID": "7"}
+    stale = {}
+
+    def keep(name: str, data: bytes, directory: int) -> None:
+        real(name, data, directory)
+        stale[name] = data
+
+    real = owned.write
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owned, "write", keep)
+        gather_all(env)
+    assert len(stale) == 1 + (WORLD - 1) + 1
+    for attempt in range(3):
+        for name, data in stale.items():
+            path = meet / name
+            path.write_bytes(data.replace(b"I am".hex().encode(), b"I was".hex().encode()))
+            path.chmod(0o600)
+        # Rank 0 last, so that the others meet its old files.
+        with ThreadPoolExecutor(WORLD) as pool:
+            gathers = [find_rendezvous(r, WORLD, "test", environment=env) for r in range(WORLD)]
+            others = [
+                pool.submit(g, f"I am {r}".encode()) for r, g in enumerate(gathers) if r and g
+            ]
+            if attempt:
+                number = stale["nostall-test_7__-call"].decode()
+                while not {f"nostall-test_7__-{number}-{r}" for r in (1, 2)} <= {
+                    p.name for p in meet.iterdir() if b"I was" not in p.read_bytes()
+                }:
+                    assert not any(f.done() for f in others)
+            assert gathers[0] is not None
+            first = pool.submit(gathers[0], b"I am 0")
+            assert [f.result(60) for f in (first, *others)] == EXPECTED
+        assert list(meet.iterdir()) == []
+
+
+def test_by_files_starts_of_a_job_do_not_meet(tmp_path: Path) -> None:
+    """Two steps of one job at once, and the same job again after a requeue."""
+    base = {"NOSTALL_RENDEZVOUS": str(tmp_path / "meet"), "SLURM_JOB_ID": "7"}
+    starts = [base | {"SLURM_STEP_ID": "0"}, base | {"SLURM_STEP_ID": "1"}]
+    starts.append(base | {"SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "1"})
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(gather_all, starts)) == [EXPECTED] * 3
+
+
+def test_by_files_refuses_a_directory_that_others_can_change(tmp_path: Path) -> None:
+    def gather(directory: Path) -> None:
+        env = {"NOSTALL_RENDEZVOUS": str(directory)}
+        found = find_rendezvous(1, 2, "test", environment=env, timeout=0.1)
+        assert found is not None
+        found(b"1")
+
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o770)
+    with pytest.raises(UsageError, match=r"open is not used: its mode 770 .* make it 700"):
+        gather(tmp_path / "open")
+    (tmp_path / "own").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("own")
+    with pytest.raises(UsageError, match=r"link is not used.*no symlink"):
+        gather(tmp_path / "link")
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="file is not used"):
+        gather(tmp_path / "file")
+    if os.geteuid() != 0:
+        pytest.skip("another user's directory: only root can make one")
+    os.chown(tmp_path / "own", 12345, 12345)
+    with pytest.raises(UsageError, match="belongs to user 12345"):
+        gather(tmp_path / "own")
 
 
 def test_by_files_names_who_is_missing(tmp_path: Path) -> None:
-    gather = find_rendezvous(
-        1, 3, "test", environment={"NOSTALL_RENDEZVOUS": str(tmp_path)}, timeout=0.1
-    )
-    assert gather is not None
-    with pytest.raises(PeerError, match=r"\[0, 2\]"):
-        gather(b"1")
+    env = {"NOSTALL_RENDEZVOUS": str(tmp_path)}
+    first, second = (find_rendezvous(r, 3, "test", environment=env, timeout=1) for r in range(2))
+    assert first is not None and second is not None
+    with pytest.raises(PeerError, match="rank 1 waited in vain for rank 0"):
+        second(b"1")
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(second, b"1")
+        with pytest.raises(PeerError, match=r"rank 0 waited in vain for ranks \[(1, )?2\]"):
+            first(b"0")
+        with pytest.raises(PeerError, match="rank 1 waited in vain"):
+            other.result()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_address_that_is_none_is_refused() -> None:

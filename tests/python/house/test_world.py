@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -90,6 +91,27 @@ def test_torchrun_itself() -> None:
     assert done.returncode == 0, done.stderr
     places = sorted(line for line in done.stdout.splitlines() if line.startswith("place"))
     assert places == ["place 0 0", "place 1 1"]
+
+
+def test_mpich_itself() -> None:
+    """Ranks behind a shell of their own are of one job on the node, and two jobs are two."""
+    mpiexec = Path(__file__).parents[3] / "build" / "mpich" / "bin" / "mpiexec"
+    if not mpiexec.exists():
+        pytest.skip(f"MPICH: {mpiexec} is missing; scripts/mpi-suite makes it")
+    code = (
+        "import os; from nostall.world import find_world; w = find_world(); "
+        "os.write(1, f'{w.rank} {w.local_world_size} {w.job}\\n'.encode())"
+    )
+    rank = ["sh", "-c", 'set -e; "$0" -c "$1"; :', sys.executable, code]
+    jobs = [
+        subprocess.Popen([mpiexec, "-n", "2", *rank], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [sorted(job.communicate(timeout=100)[0].splitlines()) for job in jobs]
+    for lines in said:
+        assert [line.split()[:2] for line in lines] == [["0", "2"], ["1", "2"]]
+        assert lines[0].split(" ", 2)[2] == lines[1].split(" ", 2)[2]
+    assert said[0][0] != said[1][0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""Files and directories that nobody but this user can have put there or can change."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from nostall.errors import UsageError
+
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+@contextlib.contextmanager
+def open_directory(path: Path) -> Iterator[int]:
+    """A descriptor of the directory, which is made if it is not there.
+
+    Raises:
+        UsageError: it is a symlink, belongs to another user, or others may write to it.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise UsageError(
+            f"{path} is not used: it must be a directory, and no symlink ({error.strerror})"
+        ) from error
+    try:
+        found = os.fstat(fd)
+        if found.st_uid != os.geteuid():
+            raise UsageError(
+                f"{path} is not used: it belongs to user {found.st_uid}, not to {os.geteuid()}"
+            )
+        if found.st_mode & _OTHERS_MAY_WRITE:
+            raise UsageError(
+                f"{path} is not used: its mode {stat.S_IMODE(found.st_mode):o} lets others write "
+                "to it; make it 700"
+            )
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def read(name: str | Path, directory: int | None = None) -> bytes:
+    """The bytes of a regular file of this user that only this user can read.
+
+    Raises:
+        OSError: it is not there.
+        UsageError: it is something else.
+    """
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+    with open(fd, "rb") as file:
+        found = os.fstat(fd)
+        if (
+            not stat.S_ISREG(found.st_mode)
+            or found.st_uid != os.geteuid()
+            or stat.S_IMODE(found.st_mode) & 0o077
+        ):
+            raise UsageError(
+                f"{name} is not used: it must be a plain file of user {os.geteuid()} with mode 600; "
+                f"it is of user {found.st_uid} and has mode {found.st_mode:o}"
+            )
+        return file.read()
+
+
+def write(name: str, data: bytes, directory: int) -> None:
+    """Puts a whole file of mode 0600 in the place of whatever had the name."""
+    partial = f".{name}.{secrets.token_hex(4)}"
+    fd = os.open(
+        partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=directory
+    )
+    try:
+        with open(fd, "wb") as file:
+            file.write(data)
+        os.rename(partial, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial, dir_fd=directory)
+        raise
