@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <system_error>
 #include <utility>
 
 namespace nostall::mpi {
@@ -75,6 +76,7 @@ int Queue::start(std::function<int()> operation, MPI_Request* request) {
   auto entry = std::make_shared<Entry>();
   entry->request = *request;
   entry->operation = [run = std::move(operation), state] { return *state = run(); };
+  uint64_t until = 0;
   {
     const std::scoped_lock lock(mutex_);
     waiting_.push_back(entry);
@@ -84,8 +86,13 @@ int Queue::start(std::function<int()> operation, MPI_Request* request) {
       requests()[*request] = {weak_from_this(), started_};
     }
     under_way().fetch_add(1, std::memory_order_relaxed);
-    if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
+    try {
+      if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
+    } catch (const std::system_error&) {
+      until = started_;  // the system gives no thread
+    }
   }
+  if (until > 0) run_until(until);
   more_.notify_one();
   return MPI_SUCCESS;
 }

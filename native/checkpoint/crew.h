@@ -10,22 +10,21 @@
 #include <cstdint>
 #include <exception>
 #include <mutex>
-#include <thread>
-#include <vector>
 
+#include "base/crew.h"
 #include "checkpoint/pace.h"
 
 namespace nostall::checkpoint {
 
 inline constexpr std::chrono::milliseconds kStarved{100};
 
-// Calls `step` in `threads` lowered threads, and now and then in this one, until it returns false
-// or throws; the first exception is thrown again at the end.
+// Calls `step` in up to `threads` lowered threads, and now and then in this one, until it returns
+// false or throws; the first exception is thrown again at the end.
 template <typename Step>
 void work_lowered(Lowered& lowered, Priority priority, unsigned threads, const Step& step) {
   std::mutex mutex;
   std::condition_variable ended;
-  unsigned active = threads;
+  unsigned ended_threads = 0;
   uint64_t done = 0;
   std::exception_ptr error;
   const auto guarded = [&]() noexcept {
@@ -40,27 +39,26 @@ void work_lowered(Lowered& lowered, Priority priority, unsigned threads, const S
     ++done;
     return more && !error;
   };
-  std::vector<std::thread> crew;
-  for (unsigned i = 0; i < threads; ++i) {
-    crew.emplace_back([&] {
-      const Lowered::Scope scope(lowered, priority);
-      while (guarded()) continue;
-      const std::lock_guard lock(mutex);
-      --active;
-      ended.notify_all();
-    });
-  }
+  Crew crew;
+  const unsigned started = crew.start(threads, [&] {
+    const Lowered::Scope scope(lowered, priority);
+    while (guarded()) continue;
+    const std::lock_guard lock(mutex);
+    ++ended_threads;
+    ended.notify_all();
+  });
   bool more = true;
+  while (started == 0 && more) more = guarded();
   for (uint64_t before = 0;;) {
     std::unique_lock lock(mutex);
-    if (ended.wait_for(lock, kStarved, [&] { return active == 0; })) break;
+    if (ended.wait_for(lock, kStarved, [&] { return ended_threads == started; })) break;
     const bool starved = done == before;
     before = done;
     lock.unlock();
     if (starved && more) more = guarded();
     if (!more) lowered.raise();  // all that is left for them is to end
   }
-  for (std::thread& thread : crew) thread.join();
+  crew.join();
   if (error) std::rethrow_exception(error);
 }
 

@@ -70,15 +70,14 @@ Memory::Memory(uint64_t size, unsigned threads) : size_(blocks_of(size) * kBlock
   ::madvise(data_, size_, MADV_DONTFORK);
   if (threads == 0) return;
   std::atomic<uint64_t> next{0};
-  const auto touch = [&] {
+  const auto touch = [&]() noexcept {
     for (uint64_t at; (at = next.fetch_add(kBlock)) < size_;) {
       for (uint64_t page = 0; page < kBlock; page += kAlignment) data_[at + page] = std::byte{0};
     }
   };
-  std::vector<std::thread> helpers;
-  for (unsigned i = 1; i < threads; ++i) helpers.emplace_back(touch);
+  Crew helpers;
+  helpers.start(threads - 1, touch);
   touch();
-  for (std::thread& helper : helpers) helper.join();
 }
 
 Memory::~Memory() {
@@ -99,17 +98,15 @@ Memory& Memory::operator=(Memory&& other) noexcept {
 
 Image::Image(unsigned threads) : threads_(std::max(1u, threads)) {}
 
-Image::~Image() { join(); }
-
 void Image::reserve(uint64_t bytes) {
   if (bytes <= memory_.size()) return;
-  join();
+  helpers_.join();
   memory_ = Memory();  // given back first: both may not fit
   memory_ = Memory(bytes, threads_);
 }
 
 void Image::begin(std::span<const std::byte> header, std::vector<Piece> pieces, Copying copying) {
-  join();
+  helpers_.join();
   std::vector<uint64_t> starts;
   starts.reserve(pieces.size() + 1);
   uint64_t size = header.size();
@@ -131,7 +128,7 @@ void Image::begin(std::span<const std::byte> header, std::vector<Piece> pieces, 
 }
 
 void Image::start_helpers(unsigned count) {
-  for (unsigned i = 0; i < count; ++i) helpers_.emplace_back([this] { copy_blocks(); });
+  helpers_.start(count, [this] { copy_blocks(); });
 }
 
 void Image::copy(std::span<const uint32_t> pieces) {
@@ -145,18 +142,13 @@ void Image::copy(std::span<const uint32_t> pieces) {
 }
 
 void Image::finish() {
-  const auto running = static_cast<unsigned>(helpers_.size());
+  const unsigned running = helpers_.size();
   if (next_ < blocks() && running + 1 < threads_) start_helpers(threads_ - 1 - running);
   copy_blocks();
-  join();
+  helpers_.join();
 }
 
-void Image::join() {
-  for (std::thread& helper : helpers_) helper.join();
-  helpers_.clear();
-}
-
-void Image::copy_blocks() {
+void Image::copy_blocks() noexcept {
   for (uint64_t index; (index = next_.fetch_add(1)) < blocks();) copy_unless_done(index);
 }
 

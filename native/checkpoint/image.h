@@ -24,9 +24,9 @@
 #include <memory>
 #include <mutex>
 #include <span>
-#include <thread>
 #include <vector>
 
+#include "base/crew.h"
 #include "base/error.h"
 
 namespace nostall::checkpoint {
@@ -68,7 +68,7 @@ struct Piece {
 
 enum class Copying {
   at_once,        // by finish
-  in_background,  // by a thread from now on, the rest by finish
+  in_background,  // by a thread from now on (if the system gives one), the rest by finish
   lazily,         // by copy and finish, as far as no writer has read it by then
 };
 
@@ -76,7 +76,6 @@ class Image {
  public:
   // `threads` copy at once, the caller of finish among them; at least 1.
   explicit Image(unsigned threads);
-  ~Image();
   Image(const Image&) = delete;
   Image& operator=(const Image&) = delete;
 
@@ -113,12 +112,11 @@ class Image {
 
  private:
   enum State : uint8_t { kOpen, kClaimed, kReady, kTaken };
-  void copy_blocks();
+  void copy_blocks() noexcept;
   bool copy_unless_done(uint64_t index);
   template <typename Copy>
   void gather(uint64_t index, std::byte* to, const Copy& copy) const;
   void start_helpers(unsigned count);
-  void join();
 
   unsigned threads_;
   Memory memory_;
@@ -126,13 +124,13 @@ class Image {
   std::vector<std::byte> header_;
   std::vector<Piece> pieces_;
   std::vector<uint64_t> starts_;  // offset of each piece in the image
-  std::vector<std::thread> helpers_;
   std::atomic<uint64_t> next_{0};
   std::mutex mutex_;
   std::condition_variable copied_;
   Copying copying_ = Copying::at_once;
   std::unique_ptr<std::atomic<uint8_t>[]> states_;  // of each block
   std::atomic<uint64_t> copied_bytes_{0};
+  Crew helpers_;  // last: they end before what they use
 };
 
 // Copies past the caches, which belong to the training; any alignment.

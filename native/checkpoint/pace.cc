@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <new>
 
 #include "base/activity.h"
 
@@ -78,14 +79,19 @@ void set_priority(Priority priority) noexcept {
   ::syscall(SYS_ioprio_set, kThread, thread, io);
 }
 
-void Lowered::enter(Priority priority) {
+void Lowered::enter(Priority priority) noexcept {
   const std::lock_guard lock(mutex_);
   if (raised_ || priority == Priority::normal) return;
+  // The record first: what cannot be raised again is not lowered.
+  try {
+    threads_.push_back(static_cast<int>(::syscall(SYS_gettid)));
+  } catch (const std::bad_alloc&) {
+    return;
+  }
   set_priority(priority);
-  threads_.push_back(static_cast<int>(::syscall(SYS_gettid)));
 }
 
-void Lowered::leave() {
+void Lowered::leave() noexcept {
   const std::lock_guard lock(mutex_);
   std::erase(threads_, static_cast<int>(::syscall(SYS_gettid)));
 }

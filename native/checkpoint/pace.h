@@ -65,9 +65,9 @@ void set_priority(Priority priority) noexcept;
 class Lowered {
  public:
   // Lowers the calling thread, unless raise was called.
-  void enter(Priority priority);
+  void enter(Priority priority) noexcept;
   // Before the thread ends.
-  void leave();
+  void leave() noexcept;
   // Gives them the caller's priority.
   void raise();
 

@@ -6,12 +6,11 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <exception>
 #include <mutex>
-#include <thread>
 
 #include "base/clock.h"
 #include "base/crc32c.h"
+#include "base/crew.h"
 #include "base/error.h"
 #include "checkpoint/crew.h"
 #include "checkpoint/output.h"
@@ -68,25 +67,6 @@ void check_count(const std::string& path, uint64_t size, uint64_t crcs) {
                                       std::to_string(blocks_of(size)) + " blocks, not " +
                                       std::to_string(crcs));
   }
-}
-
-// Runs `work` in `threads` threads and throws the first of their errors.
-template <typename Work>
-void in_threads(unsigned threads, const Work& work) {
-  std::mutex mutex;
-  std::exception_ptr error;
-  const auto guarded = [&] {
-    try {
-      work();
-    } catch (...) {
-      const std::lock_guard lock(mutex);
-      if (!error) error = std::current_exception();
-    }
-  };
-  std::vector<std::thread> running;
-  for (unsigned i = 0; i < std::max(1u, threads); ++i) running.emplace_back(guarded);
-  for (std::thread& thread : running) thread.join();
-  if (error) std::rethrow_exception(error);
 }
 
 }  // namespace
@@ -164,8 +144,8 @@ ReadReport read_checked(const std::string& path, uint64_t size, std::span<const 
   std::atomic<uint64_t> next{0};
   std::mutex mutex;
   ReadReport report;
-  in_threads(static_cast<unsigned>(std::min<uint64_t>(threads, crcs.size())), [&] {
-    set_priority(priority);
+  share(static_cast<unsigned>(std::min<uint64_t>(threads, crcs.size())), [&](bool own_thread) {
+    if (own_thread) set_priority(priority);
     Memory own(into != nullptr ? 0 : kBlock, 1);
     for (uint64_t i; (i = next.fetch_add(1)) < crcs.size();) {
       std::byte* at = into != nullptr ? into->data() + i * kBlock : own.data();

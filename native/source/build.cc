@@ -6,7 +6,8 @@
 #include <exception>
 #include <mutex>
 #include <optional>
-#include <thread>
+
+#include "base/crew.h"
 
 namespace nostall::source {
 namespace {
@@ -25,7 +26,7 @@ void each_in_parallel(const Storage& storage, uint64_t count, unsigned threads,
   std::mutex mutex;
   std::condition_variable finished;
   std::exception_ptr error;
-  unsigned running = static_cast<unsigned>(std::min<uint64_t>(std::max(1u, threads), count));
+  unsigned ended = 0;
   const auto loop = [&] {
     try {
       const auto reader = storage.make_reader(ReaderKind::pread, 1);
@@ -39,15 +40,19 @@ void each_in_parallel(const Storage& storage, uint64_t count, unsigned threads,
       if (!error) error = std::current_exception();
     }
     const std::scoped_lock lock(mutex);
-    --running;
+    ++ended;
     finished.notify_all();
   };
-  std::vector<std::jthread> workers;
-  const unsigned wanted = running;
-  for (unsigned i = 0; i < wanted; ++i) workers.emplace_back(loop);
+  Crew workers;
+  unsigned running =
+      workers.start(static_cast<unsigned>(std::min<uint64_t>(std::max(1u, threads), count)), loop);
+  if (running == 0 && count > 0) {
+    loop();
+    running = 1;
+  }
   {
     std::unique_lock lock(mutex);
-    while (!finished.wait_for(lock, kReportEvery, [&] { return running == 0; })) {
+    while (!finished.wait_for(lock, kReportEvery, [&] { return ended == running; })) {
       if (!progress) continue;
       lock.unlock();
       try {
@@ -56,13 +61,13 @@ void each_in_parallel(const Storage& storage, uint64_t count, unsigned threads,
         next = count;  // the user stopped it
         lock.lock();
         if (!error) error = std::current_exception();
-        finished.wait(lock, [&] { return running == 0; });
+        finished.wait(lock, [&] { return ended == running; });
         break;
       }
       lock.lock();
     }
   }
-  workers.clear();
+  workers.join();
   if (error) std::rethrow_exception(error);
   if (progress) progress(count);
 }

@@ -8,11 +8,10 @@
 #include <atomic>
 #include <functional>
 #include <memory>
-#include <mutex>
-#include <optional>
 #include <set>
-#include <thread>
 #include <utility>
+
+#include "base/crew.h"
 
 namespace nostall::source {
 namespace {
@@ -125,25 +124,14 @@ Tree list_tree(const std::string& root, const std::string& directory,
 // Calls work(i) for i below count from several threads; throws the first error.
 void in_parallel(size_t count, unsigned threads, const std::function<void(size_t)>& work) {
   std::atomic<size_t> next{0};
-  std::mutex mutex;
-  std::optional<Error> error;
-  {
-    std::vector<std::jthread> pool;
-    for (unsigned t = 0; t < std::min<size_t>(std::max(1u, threads), count); ++t) {
-      pool.emplace_back([&] {
-        for (size_t i = next++; i < count; i = next++) {
-          try {
-            work(i);
-          } catch (const Error& e) {
-            const std::scoped_lock lock(mutex);
-            if (!error) error.emplace(e);
-            next = count;
-          }
-        }
-      });
+  share(static_cast<unsigned>(std::min<size_t>(threads, count)), [&](bool) {
+    try {
+      for (size_t i = next++; i < count; i = next++) work(i);
+    } catch (...) {
+      next = count;
+      throw;
     }
-  }
-  if (error) throw *error;
+  });
 }
 
 // Of the root only the directories count: no name contains a slash.

@@ -11,6 +11,7 @@
 #include <random>
 #include <thread>
 
+#include "../refuse.h"
 #include "base/activity.h"
 #include "base/crc32c.h"
 #include "checkpoint/image.h"
@@ -116,6 +117,22 @@ TEST_F(CheckpointTest, WritesWhatTheStateWas) {
       EXPECT_EQ(written.crcs[i], crc32c(snapshot->block(i)));
     }
   }
+}
+
+TEST_F(CheckpointTest, SavesAndReadsBackWhereNoThreadIsToBeHad) {
+  with_refused(kThreadCalls, EAGAIN, [&] {
+    for (const Copying copying : {Copying::at_once, Copying::in_background}) {
+      const auto snapshot = image(3 * kBlock + 5000, 4, copying);
+      snapshot->finish();
+      const Written written = Write(snapshot, path("a"), {.threads = 3}).run();
+      EXPECT_EQ(content(path("a")), expected_);
+      FileCopy(path("a"), path("b"), written.size, written.crcs, {}).run();
+      Memory memory(written.size, 3);
+      EXPECT_THAT(read_checked(path("b"), written.size, written.crcs, &memory, 3).damaged,
+                  testing::IsEmpty());
+      EXPECT_EQ(std::memcmp(memory.data(), expected_.data(), expected_.size()), 0);
+    }
+  });
 }
 
 TEST_F(CheckpointTest, WritesWhileCopying) {

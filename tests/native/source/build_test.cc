@@ -9,6 +9,7 @@
 #include <random>
 #include <thread>
 
+#include "../refuse.h"
 #include "memory_storage.h"
 #include "source/window.h"
 #include "temporary.h"
@@ -17,6 +18,15 @@ namespace nostall::source {
 namespace {
 
 using testing::HasSubstr;
+
+TEST(EachInParallel, GoesOnInTheCallerWhereNoThreadIsToBeHad) {
+  const MemoryStorage storage({"content"});
+  uint64_t sum = 0;
+  with_refused(kThreadCalls, EAGAIN, [&] {
+    each_in_parallel(storage, 100, 4, [&](RangeReader&, uint64_t i) { sum += i; });
+  });
+  EXPECT_EQ(sum, 4950u);
+}
 
 TEST(Window, GivesTheBytesOfAnyPlace) {
   const std::string content = random_bytes(300'000, 1);
