@@ -69,6 +69,9 @@ Exchange::Engine::Engine(std::unique_ptr<Transport> transport, ExchangeConfig co
   std::sort(owned_.begin(), owned_.end(), [&](plan::SampleId a, plan::SampleId b) {
     return std::pair(ownership_.first_access[a], a) < std::pair(ownership_.first_access[b], b);
   });
+  for (uint32_t r = 0; r < config_.node_of_rank.size(); ++r) {
+    if (config_.node_of_rank[r] != node_) peers_[r];
+  }
   files_thread_ = std::jthread([this] {
     pthread_setname_np(pthread_self(), "nostall-pfile");
     run_files(stop_.get_token());
@@ -141,7 +144,13 @@ bool Exchange::Engine::push_wanted(uint64_t sample) const noexcept {
 
 void Exchange::Engine::begin(const std::shared_ptr<FetchGroup>& group) {
   submit([this, group] {
-    for (size_t i = 0; i < group->requests.size(); ++i) ask(group, i);
+    for (size_t i = 0; i < group->requests.size(); ++i) {
+      try {
+        ask(group, i);
+      } catch (const std::exception&) {
+        conclude(*group, i, Outcome::failed);
+      }
+    }
   });
 }
 
@@ -210,9 +219,17 @@ bool Exchange::Engine::push(uint64_t sample, std::span<const std::byte> bytes,
       header.sample = sample;
       header.length = bytes.size();
       header.crc = crc32c(bytes);
-      send(rank, *peers_.at(rank).out, header, bytes, watched(rank, done));
+      try {
+        send(rank, *peers_.at(rank).out, header, bytes, watched(rank, done));
+      } catch (const std::exception&) {
+        done(false);
+      }
     };
-    when_ready(owner, nullptr, send_it);
+    try {
+      when_ready(owner, nullptr, send_it);
+    } catch (const std::exception&) {
+      send_it(0, false);
+    }
   });
   return true;
 }
@@ -270,13 +287,32 @@ void Exchange::Engine::submit(std::function<void()> command) {
   if (first) transport_->wake();
 }
 
+// One message or command fails, above all for lack of memory; what waits for its answer has a
+// deadline, and all others go on.
+void Exchange::Engine::guarded(const std::function<void()>& work) noexcept {
+  try {
+    work();
+  } catch (const std::exception& e) {
+    warn_once(e.what());
+  }
+}
+
+void Exchange::Engine::warn_once(const char* what) noexcept try {
+  if (failed_.exchange(true)) return;
+  log(LogLevel::warning, "rank " + std::to_string(config_.rank) +
+                             " failed to send or receive a sample: " + what +
+                             "; such samples are read from the source");
+} catch (const std::exception&) {
+  // No memory for the sentence either.
+}
+
 bool Exchange::Engine::run_commands() {
   std::vector<std::function<void()>> commands;
   {
     const std::scoped_lock lock(commands_mutex_);
     commands.swap(commands_);
   }
-  for (const auto& command : commands) command();
+  for (const auto& command : commands) guarded(command);
   return !commands.empty();
 }
 
@@ -297,23 +333,23 @@ void Exchange::Engine::run_files(std::stop_token stop) {
       work = std::move(files_.front());
       files_.pop_front();
     }
-    work();
+    guarded(work);
     count_.file_cpu_ns = static_cast<uint64_t>(thread_cpu_ns());
   }
 }
 
 void Exchange::Engine::run(std::stop_token stop) {
-  for (uint32_t r = 0; r < config_.node_of_rank.size(); ++r) {
-    if (config_.node_of_rank[r] != node_) peers_[r];
-  }
   for (uint32_t node = 0; node < nodes_.size(); ++node) {
     if (node != node_ && nodes_[node]->alive) say_hello(target_of(node));
   }
   int idle = 0;
   while (!stop.stop_requested()) {
-    bool any = run_commands();
-    any = transport_->progress(*this) || any;
-    if (Clock::now() >= next_tick_) tick();
+    bool any = false;
+    guarded([&] {
+      any = run_commands();
+      any = transport_->progress(*this) || any;
+    });
+    if (Clock::now() >= next_tick_) guarded([this] { tick(); });
     if (any) {
       idle = 0;
     } else if (++idle > kSpins) {
@@ -322,6 +358,7 @@ void Exchange::Engine::run(std::stop_token stop) {
       if (left.count() > 0) transport_->wait(left);
     }
   }
+  guarded([this] { say_goodbye(); });
   leave();
 }
 
@@ -338,7 +375,7 @@ void Exchange::Engine::say_to_all(Kind kind) {
 }
 
 // Ranks end at about the same time: one that is first goes on serving those that still ask.
-void Exchange::Engine::leave() {
+void Exchange::Engine::say_goodbye() {
   leaving_ = true;
   say_to_all(Kind::done);
   const auto asked = [&] {
@@ -356,22 +393,26 @@ void Exchange::Engine::leave() {
   while (Clock::now() < flushed) {
     if (!transport_->progress(*this)) transport_->wait(std::chrono::milliseconds(1));
   }
-  // What is still open ends with its link: every payload that was being received is concluded.
+}
+
+// What is still open ends with its link: every payload that was being received is concluded.
+void Exchange::Engine::leave() noexcept {
+  leaving_ = true;
   for (auto& [rank, peer] : peers_) {
     transport_->drop(rank);
     peer.link = Link::lost;
   }
-  end_waiting([](const Waiting&) { return true; });
   for (auto& node : nodes_) node->alive = false;
-  run_commands();
+  guarded([this] { end_waiting([](const Waiting&) { return true; }); });
+  guarded([this] { run_commands(); });
   const auto last = Clock::now() + std::chrono::seconds(2);
   const auto receiving = [&] {
     return std::any_of(pending_.begin(), pending_.end(),
                        [](const auto& p) { return p.second.receiving; });
   };
-  while (receiving() && Clock::now() < last) transport_->progress(*this);
+  while (receiving() && Clock::now() < last) guarded([this] { transport_->progress(*this); });
   for (auto& [id, p] : std::exchange(pending_, {})) {
-    if (p.receiving) abandoned_.push_back(p.group);
+    if (p.receiving) guarded([&] { abandoned_.push_back(p.group); });
     conclude(*p.group, p.index, Outcome::failed);
   }
   count_.message_cpu_ns = static_cast<uint64_t>(thread_cpu_ns());
@@ -380,17 +421,19 @@ void Exchange::Engine::leave() {
 // Deadlines, hellos that were lost, and notices of progress.
 void Exchange::Engine::tick() {
   const Clock::time_point now = Clock::now();
+  next_tick_ = now + kTick;
   std::vector<uint32_t> late;
   std::vector<uint64_t> endless;
   for (const auto& [id, p] : pending_) {
     if (now >= p.deadline) late.push_back(p.rank);
-    if (p.receiving && now >= p.deadline + config_.timeout) endless.push_back(id);
+    const bool lost = peers_.at(p.rank).link == Link::lost;
+    if ((p.receiving || lost) && now >= p.deadline + config_.timeout) endless.push_back(id);
   }
   for (const uint64_t id : endless) {
     // Its link was dropped one timeout ago, and the transfer has not even ended as failed.
     const Pending p = pending_.at(id);
-    pending_.erase(id);
     abandoned_.push_back(p.group);
+    pending_.erase(id);
     conclude(*p.group, p.index, Outcome::failed);
   }
   const uint64_t progress = own_progress();
@@ -444,14 +487,15 @@ void Exchange::Engine::end_waiting(Chosen&& chosen) {
 }
 
 std::function<void(bool)> Exchange::Engine::watched(uint32_t rank, std::function<void(bool)> done) {
-  Peer& peer = peers_.at(rank);
-  if (peer.moving++ == 0) peer.moved = Clock::now();
-  return [this, rank, done = std::move(done)](bool ended_well) {
+  std::function<void(bool)> ended = [this, rank, done = std::move(done)](bool ended_well) {
     Peer& moved = peers_.at(rank);
     --moved.moving;
     moved.moved = Clock::now();
-    if (done) done(ended_well);
+    if (done) guarded([&] { done(ended_well); });
   };
+  Peer& peer = peers_.at(rank);
+  if (peer.moving++ == 0) peer.moved = Clock::now();
+  return ended;
 }
 
 void Exchange::Engine::when_ready(uint32_t node, const FetchGroup* group,
@@ -523,13 +567,18 @@ void Exchange::Engine::ask(const std::shared_ptr<FetchGroup>& group, size_t inde
     }
     const uint64_t id = next_request_++;
     const Clock::time_point now = Clock::now();
-    pending_[id] = {group, index, rank, now, now + config_.timeout, false};
     Header header;
     header.kind = Kind::fetch;
     header.to = rank;
     header.request = id;
     header.sample = sample;
-    send(rank, *peers_.at(rank).out, header, {}, nullptr);
+    try {
+      pending_[id] = {group, index, rank, now, now + config_.timeout, false};
+      send(rank, *peers_.at(rank).out, header, {}, nullptr);
+    } catch (const std::exception&) {
+      pending_.erase(id);
+      conclude(*group, index, Outcome::failed);
+    }
     next_tick_ = std::min(next_tick_, now + kTick);
   });
 }

@@ -81,15 +81,17 @@ class Exchange::Engine final : public Receiver {
   void tick();
   Delivery on_message(std::span<const std::byte> header, uint64_t payload) override;
   void on_gone(uint32_t rank, const std::string& why) override;
+  Delivery handle(std::span<const std::byte> header, uint64_t payload);
   void on_hello(const Header& header);
   void on_challenge(const Header& header);
   void on_proof(const Header& header);
   void on_fetch(const Header& header);
   Delivery on_reply(const Header& header);
   Delivery on_push(const Header& header);
+  Delivery into_tier(const Header& header);
   void heard_progress(uint32_t rank, uint64_t progress);
   bool reach(uint32_t rank);
-  void say_hello(uint32_t rank);
+  void say_hello(uint32_t rank) noexcept;
   void send(uint32_t rank, Session& session, Header header, std::span<const std::byte> payload,
             std::function<void(bool)> done);
   void answer(const Header& request, Status status, std::span<const std::byte> bytes,
@@ -108,7 +110,11 @@ class Exchange::Engine final : public Receiver {
   void violate(uint32_t rank, const std::string& why);
   uint64_t own_progress();
   void say_to_all(Kind kind);
-  void leave();
+  void say_goodbye();
+  void leave() noexcept;
+  // Calls `work`, and warns of the first exception that comes out of one.
+  void guarded(const std::function<void()>& work) noexcept;
+  void warn_once(const char* what) noexcept;
 
   void submit(std::function<void()> command);
   void run_files(std::stop_token stop);
@@ -136,7 +142,8 @@ class Exchange::Engine final : public Receiver {
   std::vector<std::shared_ptr<FetchGroup>> abandoned_;  // transfers that never ended
   uint64_t next_request_ = 1;
   bool leaving_ = false;
-  size_t reached_ = 0;  // in owned_
+  std::atomic<bool> failed_{false};  // of any thread: one message or more could not be handled
+  size_t reached_ = 0;               // in owned_
   Clock::time_point reached_at_{};
   Clock::time_point next_tick_{};
 

@@ -17,6 +17,12 @@ constexpr size_t kLookAhead = 4096;
 }  // namespace
 
 Delivery Exchange::Engine::on_message(std::span<const std::byte> bytes, uint64_t payload) {
+  Delivery delivery;
+  guarded([&] { delivery = handle(bytes, payload); });
+  return delivery;
+}
+
+Delivery Exchange::Engine::handle(std::span<const std::byte> bytes, uint64_t payload) {
   const Result<Header> parsed = decode(bytes);
   const auto refuse = [&] {
     ++count_.refused;
@@ -93,7 +99,7 @@ bool Exchange::Engine::reach(uint32_t rank) {
   }
 }
 
-void Exchange::Engine::say_hello(uint32_t rank) {
+void Exchange::Engine::say_hello(uint32_t rank) noexcept try {
   Peer& peer = peers_.at(rank);
   if (peer.hello_at == Clock::time_point{}) peer.since = Clock::now();
   peer.hello_at = Clock::now();
@@ -105,6 +111,8 @@ void Exchange::Engine::say_hello(uint32_t rank) {
   header.sample = config_.plan;
   header.nonce = peer.nonce;
   if (reach(rank)) transport_->send(rank, encode(header), {}, nullptr);
+} catch (const std::exception& e) {
+  warn_once(e.what());  // it is said again by the clock
 }
 
 void Exchange::Engine::on_hello(const Header& header) {
@@ -214,8 +222,9 @@ void Exchange::Engine::on_fetch(const Header& request) {
     return;
   }
   submit_file([this, request, sample] {
-    auto bytes = std::make_shared<std::vector<std::byte>>(sizes_[sample]);
-    const bool good = cache_->file_read(sample, *bytes);
+    std::shared_ptr<std::vector<std::byte>> bytes;
+    guarded([&] { bytes = std::make_shared<std::vector<std::byte>>(sizes_[sample]); });
+    const bool good = bytes && cache_->file_read(sample, *bytes);
     submit([this, request, bytes, good] {
       if (good) {
         answer(request, Status::here, *bytes, bytes);
@@ -237,6 +246,17 @@ Delivery Exchange::Engine::on_push(const Header& header) {
     ++count_.redundant;
     return {};
   }
+  try {
+    return into_tier(header);
+  } catch (const std::exception&) {
+    cache_->abandon(sample);
+    throw;
+  }
+}
+
+// Of a sample that was claimed.
+Delivery Exchange::Engine::into_tier(const Header& header) {
+  const uint64_t sample = header.sample;
   const auto taken = [this, size = header.length] {
     ++count_.received;
     count_.received_bytes += size;
@@ -270,10 +290,15 @@ Delivery Exchange::Engine::on_push(const Header& header) {
             } else if (crc32c(*bytes) != crc) {
               bad();
             } else {
-              submit_file([this, bytes, sample, taken] {
-                cache_->file_write(sample, *bytes);
-                taken();
-              });
+              try {
+                submit_file([this, bytes, sample, taken] {
+                  cache_->file_write(sample, *bytes);
+                  taken();
+                });
+              } catch (const std::exception&) {
+                cache_->abandon(sample);
+                throw;
+              }
             }
           })};
 }

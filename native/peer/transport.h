@@ -45,7 +45,8 @@ class Transport {
                     std::function<void(bool)> done) = 0;
   // Forgets the rank; what is under way to it or from it ends. on_gone is not called.
   virtual void drop(uint32_t rank) = 0;
-  // Does what there is to do; true if there was anything.
+  // Does what there is to do; true if there was anything. Throws what a callback threw, or
+  // std::bad_alloc: a message was lost then, and all else goes on.
   virtual bool progress(Receiver& receiver) = 0;
   // Sleeps until there is something to do, wake() or the timeout.
   virtual void wait(std::chrono::milliseconds timeout) = 0;

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <exception>
 #include <map>
 #include <utility>
 #include <vector>
@@ -79,18 +80,23 @@ class UcxTransport final : public Transport {
 
   void connect(uint32_t rank, const std::string& address) override {
     if (peers_.contains(rank)) return;
-    auto link = std::make_unique<Link>(Link{this, rank, nullptr});
+    // All memory first: what is connected can then be kept, and be closed without any.
+    links_.push_back(std::make_unique<Link>(Link{this, rank, nullptr}));
+    Link* const link = links_.back().get();
+    doomed_.reserve(links_.size());
+    closing_.reserve(links_.size());
+    const auto place = peers_.try_emplace(rank, link).first;
     ucp_ep_params_t params{};
     params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
                         UCP_EP_PARAM_FIELD_ERR_HANDLER;
     params.address = reinterpret_cast<const ucp_address_t*>(address.data());
     params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
     params.err_handler.cb = &UcxTransport::failed;
-    params.err_handler.arg = link.get();
-    check(ucp_ep_create(worker_, &params, &link->endpoint),
-          ("cannot reach rank " + std::to_string(rank)).c_str());
-    peers_[rank] = link.get();
-    links_.push_back(std::move(link));
+    params.err_handler.arg = link;
+    const ucs_status_t status = ucp_ep_create(worker_, &params, &link->endpoint);
+    if (status == UCS_OK) return;
+    peers_.erase(place);
+    check(status, ("cannot reach rank " + std::to_string(rank)).c_str());
   }
 
   void send(uint32_t rank, const HeaderBytes& header, std::span<const std::byte> payload,
@@ -100,7 +106,7 @@ class UcxTransport final : public Transport {
       if (done) done(false);
       return;
     }
-    auto sending = std::make_unique<Sending>(Sending{header, std::move(done)});
+    auto sending = std::make_unique<Sending>(Sending{this, header, std::move(done)});
     ucp_request_param_t params{};
     params.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
     params.cb.send = &UcxTransport::sent;
@@ -142,8 +148,11 @@ class UcxTransport final : public Transport {
       drop(rank);
       receiver.on_gone(rank, why);
     }
-    for (const ucp_ep_h endpoint : std::exchange(doomed_, {})) close(endpoint);
+    // Closing one may doom another.
+    for (size_t i = 0; i < doomed_.size(); ++i) close(doomed_[i]);
+    doomed_.clear();
     reap();
+    if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
     return any;
   }
 
@@ -169,7 +178,12 @@ class UcxTransport final : public Transport {
     ucp_ep_h endpoint;
   };
   struct Sending {
+    UcxTransport* owner;
     HeaderBytes header;
+    std::function<void(bool)> done;
+  };
+  struct Receiving {
+    UcxTransport* owner;
     std::function<void(bool)> done;
   };
   // A payload that its sender still holds.
@@ -236,36 +250,61 @@ class UcxTransport final : public Transport {
 
   // Fetches an offered payload to where the receiver wants it.
   void take(const Offer& offer) {
-    Delivery delivery = receiver_->on_message(offer.header, offer.length);
-    if (delivery.into.size() != offer.length) {
+    Delivery delivery;
+    std::unique_ptr<Receiving> receiving;
+    guarded([&] {
+      receiving = std::make_unique<Receiving>(Receiving{this, {}});
+      delivery = receiver_->on_message(offer.header, offer.length);
+    });
+    if (!receiving || delivery.into.size() != offer.length) {
       ucp_am_data_release(worker_, offer.descriptor);
       if (delivery.done) delivery.done(false);
       return;
     }
-    auto done = std::make_unique<std::function<void(bool)>>(std::move(delivery.done));
+    receiving->done = std::move(delivery.done);
     ucp_request_param_t params{};
     params.op_attr_mask =
         UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
     params.cb.recv_am = &UcxTransport::received;
-    params.user_data = done.get();
+    params.user_data = receiving.get();
     const ucs_status_ptr_t request = ucp_am_recv_data_nbx(
         worker_, offer.descriptor, delivery.into.data(), offer.length, &params);
     if (UCS_PTR_IS_PTR(request)) {
-      [[maybe_unused]] auto* kept = done.release();
+      [[maybe_unused]] Receiving* kept = receiving.release();
       return;
     }
-    if (*done) (*done)(UCS_PTR_STATUS(request) == UCS_OK);
+    if (receiving->done) receiving->done(UCS_PTR_STATUS(request) == UCS_OK);
+  }
+
+  // UCX calls these from C, through which no exception may go. One that is out of memory is kept
+  // and thrown by progress; the message it came from is as good as lost.
+  template <typename Work>
+  void guarded(const Work& work) noexcept {
+    try {
+      work();
+    } catch (...) {
+      if (!error_) error_ = std::current_exception();
+    }
   }
 
   static ucs_status_t arrived(void* self, const void* header, size_t header_length, void* data,
                               size_t length, const ucp_am_recv_param_t* param) {
     auto* transport = static_cast<UcxTransport*>(self);
-    const auto* bytes = static_cast<const std::byte*>(header);
-    if ((param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0) {
-      transport->offered_.push_back({data, length, {bytes, bytes + header_length}});
+    ucs_status_t status = UCS_OK;
+    transport->guarded([&] {
+      status = transport->receive({static_cast<const std::byte*>(header), header_length}, data,
+                                  length, *param);
+    });
+    return status;
+  }
+
+  ucs_status_t receive(std::span<const std::byte> header, void* data, size_t length,
+                       const ucp_am_recv_param_t& param) {
+    if ((param.recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0) {
+      offered_.push_back({data, length, {header.begin(), header.end()}});
       return UCS_INPROGRESS;
     }
-    Delivery delivery = transport->receiver_->on_message({bytes, header_length}, length);
+    Delivery delivery = receiver_->on_message(header, length);
     const bool wanted = delivery.into.size() == length;
     if (wanted && length > 0) {
       std::copy_n(static_cast<const std::byte*>(data), length, delivery.into.data());
@@ -277,19 +316,19 @@ class UcxTransport final : public Transport {
   static void sent(void* request, ucs_status_t status, void* user_data) {
     const std::unique_ptr<Sending> sending(static_cast<Sending*>(user_data));
     ucp_request_free(request);
-    if (sending->done) sending->done(status == UCS_OK);
+    if (sending->done) sending->owner->guarded([&] { sending->done(status == UCS_OK); });
   }
 
   static void received(void* request, ucs_status_t status, size_t, void* user_data) {
-    const std::unique_ptr<std::function<void(bool)>> done(
-        static_cast<std::function<void(bool)>*>(user_data));
+    const std::unique_ptr<Receiving> receiving(static_cast<Receiving*>(user_data));
     ucp_request_free(request);
-    if (*done) (*done)(status == UCS_OK);
+    if (receiving->done) receiving->owner->guarded([&] { receiving->done(status == UCS_OK); });
   }
 
   static void failed(void* arg, ucp_ep_h, ucs_status_t status) {
     const auto* link = static_cast<const Link*>(arg);
-    link->owner->gone_.emplace_back(link->rank, ucs_status_string(status));
+    link->owner->guarded(
+        [&] { link->owner->gone_.emplace_back(link->rank, ucs_status_string(status)); });
   }
 
   ucp_context_h context_ = nullptr;
@@ -303,6 +342,7 @@ class UcxTransport final : public Transport {
   std::deque<std::pair<uint32_t, std::string>> gone_;
   std::vector<ucp_ep_h> doomed_;  // to be closed
   std::vector<void*> closing_;
+  std::exception_ptr error_;  // of a callback
 };
 
 }  // namespace

@@ -35,6 +35,7 @@ class Wire final : public Transport {
   void connect(uint32_t, const std::string&) override {}
   void send(uint32_t, const HeaderBytes& header, std::span<const std::byte> payload,
             std::function<void(bool)> done) override {
+    if (out_of_memory) throw std::bad_alloc();
     {
       const std::scoped_lock lock(mutex_);
       heard_.push_back({{header.begin(), header.end()}, {payload.begin(), payload.end()}});
@@ -47,6 +48,7 @@ class Wire final : public Transport {
   }
   void drop(uint32_t) override {}
   bool progress(Receiver& receiver) override {
+    if (out_of_memory) throw std::bad_alloc();
     Message message;
     {
       const std::scoped_lock lock(mutex_);
@@ -107,6 +109,7 @@ class Wire final : public Transport {
   }
   const std::vector<std::byte>& payload() const { return payload_; }
 
+  std::atomic<bool> out_of_memory{false};
   std::atomic<bool> stalled{false};  // payloads are on their way for ever, in both directions
 
  private:
@@ -303,6 +306,36 @@ TEST_F(HostileTest, APushOfAnotherLengthIsDropped) {
   Header push = message(Kind::push, 1, 3);
   wire_->say(session.seal(push), std::vector<std::byte>(3));
   EXPECT_TRUE(eventually([&] { return exchange_->stats().dropped_ranks == 1; }));
+}
+
+TEST_F(HostileTest, WithoutMemoryASampleFailsAndTheProcessGoesOn) {
+  start();
+  Session session = answering();
+  EXPECT_TRUE(eventually([&] { return exchange_->where(0, 1) == Where::there; }));
+  wire_->out_of_memory = true;
+  std::vector<std::byte> into(sizes_[0]);
+  const auto failing = exchange_->begin({{0, into, nullptr, Outcome::waiting}});
+  exchange_->finish(*failing, {});
+  EXPECT_EQ(failing->requests[0].outcome, Outcome::failed);
+  EXPECT_TRUE(eventually([&] {
+    const std::scoped_lock lock(mutex_);
+    return !warnings_.empty();
+  }));
+  wire_->out_of_memory = false;
+
+  const auto group = exchange_->begin({{0, into, nullptr, Outcome::waiting}});
+  const Header fetch = wire_->hear(Kind::fetch);
+  EXPECT_TRUE(session.open(fetch));
+  Header reply = message(Kind::reply, 0, sizes_[0]);
+  reply.request = fetch.request;
+  reply.crc = crc32c(bytes_of(0));
+  wire_->say(session.seal(reply), bytes_of(0));
+  exchange_->finish(*group, {});
+  EXPECT_EQ(group->requests[0].outcome, Outcome::here);
+  EXPECT_EQ(into, bytes_of(0));
+  const std::scoped_lock lock(mutex_);
+  EXPECT_EQ(warnings_.size(), 1u);
+  EXPECT_THAT(warnings_, Contains(HasSubstr("failed to send or receive a sample")));
 }
 
 class AnswerTest : public HostileTest {
