@@ -1,6 +1,7 @@
 // source/folder.h - samples that are files.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 
@@ -27,6 +28,8 @@ class FolderSource : public Source {
   const std::string& root() const noexcept { return root_; }
   int root_fd() const noexcept { return root_fd_.get(); }
   FileSystem& files() const noexcept { return files_; }
+  // Whether a ring of one of the readers had to be given up.
+  std::atomic<bool>& ring_refused() const noexcept { return ring_refused_; }
 
  private:
   std::string root_;
@@ -34,6 +37,7 @@ class FolderSource : public Source {
   FileSystem& files_;
   Descriptor root_fd_;
   uint64_t fingerprint_;
+  mutable std::atomic<bool> ring_refused_{false};
 };
 
 // Readers over files; the source outlives them.

@@ -1,6 +1,7 @@
 // source/local.h - private to the room: files of this machine as a Storage.
 #pragma once
 
+#include <atomic>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,8 @@ class LocalFiles : public Storage {
   // Offsets, lengths and addresses of direct reads are multiples of this.
   uint32_t alignment(uint32_t file) const noexcept { return opened_[file].alignment; }
   Direct policy() const noexcept { return policy_; }
+  // Whether a ring of one of the readers had to be given up.
+  std::atomic<bool>& ring_refused() const noexcept { return ring_refused_; }
 
  private:
   struct Opened {
@@ -31,6 +34,7 @@ class LocalFiles : public Storage {
   std::vector<StorageFile> files_;
   std::vector<Opened> opened_;
   Direct policy_;
+  mutable std::atomic<bool> ring_refused_{false};
 };
 
 // A buffer whose address suits direct I/O; grows, never shrinks.

@@ -6,10 +6,11 @@
 #include "source/local.h"
 
 #if defined(NOSTALL_HAVE_URING)
-#include <liburing.h>
 #include <sys/uio.h>
 
 #include <system_error>
+
+#include "source/ring.h"
 #endif
 
 namespace nostall::source {
@@ -27,22 +28,17 @@ constexpr unsigned kMostInFlight = 4096;  // a ring has 32768 entries at most
 
 class UringRanges : public RangeReader {
  public:
-  UringRanges(const LocalFiles& files, unsigned depth) : files_(files), slots_(depth) {}
-  ~UringRanges() override {
-    if (ready_) io_uring_queue_exit(&ring_);
+  UringRanges(const LocalFiles& files, unsigned depth)
+      : files_(files), slots_(depth), ring_(files.ring_refused()) {
+    free_.reserve(depth);
   }
-  UringRanges(const UringRanges&) = delete;
-  UringRanges& operator=(const UringRanges&) = delete;
 
   // 0 or -errno.
   int start() {
     const auto depth = static_cast<unsigned>(slots_.size());
     // Completions are looked for when this thread waits anyway: no interrupt of its work.
-    int error = io_uring_queue_init(2 * depth, &ring_, IORING_SETUP_COOP_TASKRUN);
-    if (error < 0) error = io_uring_queue_init(2 * depth, &ring_, 0);
-    if (error < 0) return error;
-    ready_ = true;
-    return 0;
+    const int error = ring_.start(2 * depth, IORING_SETUP_COOP_TASKRUN);
+    return error < 0 ? ring_.start(2 * depth, 0) : error;
   }
 
   void read(std::span<RangeRead> ranges) override {
@@ -54,6 +50,11 @@ class UringRanges : public RangeReader {
           RangeRead& range = ranges[next++];
           range.error = 0;
           if (range.size() == 0) continue;
+          if (!ring_.usable()) {
+            bytes_ += range.size();
+            range.error = read_now(files_, range, false, fallback_);
+            continue;
+          }
           submit(range, free_.back());
           free_.pop_back();
         }
@@ -61,12 +62,11 @@ class UringRanges : public RangeReader {
         if (flying() > 0) collect(static_cast<unsigned>(std::max<size_t>(1, flying() / 4)));
       }
     } catch (...) {
-      // The kernel still writes to memory of the caller.
-      while (flying() > 0) collect(1);
+      ring_.drain();
       throw;
     }
   }
-  std::string_view name() const override { return "io_uring"; }
+  std::string_view name() const override { return ring_.usable() ? "io_uring" : "pread"; }
   uint64_t bytes_read() const override { return bytes_; }
 
  private:
@@ -82,20 +82,11 @@ class UringRanges : public RangeReader {
 
   size_t flying() const noexcept { return slots_.size() - free_.size(); }
 
-  void collect(unsigned wait) {
-    const int submitted = io_uring_submit_and_wait(&ring_, wait);
-    if (submitted < 0 && submitted != -EINTR && submitted != -EAGAIN && submitted != -EBUSY) {
-      throw io_error("io_uring failed while reading", files_.files()[0].path, -submitted);
-    }
-    unsigned head = 0, seen = 0;
-    io_uring_cqe* cqe = nullptr;
-    io_uring_for_each_cqe(&ring_, head, cqe) {
-      ++seen;
-      const auto slot = static_cast<unsigned>(cqe->user_data);
-      finish(slots_[slot], cqe->res);
-      free_.push_back(slot);
-    }
-    io_uring_cq_advance(&ring_, seen);
+  void collect(unsigned wait) noexcept {
+    ring_.collect(wait, [this](uint64_t slot, int result) {
+      finish(slots_[slot], result);
+      free_.push_back(static_cast<unsigned>(slot));
+    });
   }
 
   // Pins bounce buffers for the first slots, at the first direct read; -errno where that is
@@ -105,7 +96,8 @@ class UringRanges : public RangeReader {
     for (Slot& s : std::span(slots_).first(std::min(slots_.size(), kMostPinned))) {
       buffers.push_back({s.bounce.take(kRegistered).data(), kRegistered});
     }
-    return io_uring_register_buffers(&ring_, buffers.data(), static_cast<unsigned>(buffers.size()));
+    return io_uring_register_buffers(ring_.get(), buffers.data(),
+                                     static_cast<unsigned>(buffers.size()));
   }
 
   void submit(RangeRead& range, unsigned index) {
@@ -127,7 +119,7 @@ class UringRanges : public RangeReader {
           reinterpret_cast<uintptr_t>(range.into.data()) % files_.alignment(range.file) == 0;
       const bool registered = pinned_ && index < kMostPinned && length <= kRegistered;
       if (!s.in_place) s.landed = (registered ? s.bounce : s.large).take(length);
-      io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
+      io_uring_sqe* sqe = ring_.next();
       if (s.in_place) {
         io_uring_prep_read(sqe, fd, range.into.data(), length, range.offset);
       } else if (registered) {
@@ -136,20 +128,20 @@ class UringRanges : public RangeReader {
       } else {
         io_uring_prep_read(sqe, fd, s.landed.data(), length, s.aligned.offset);
       }
-      sqe->user_data = index;
+      ring_.add(sqe, index);
     } else {
       bytes_ += range.size();
       s.parts[0] = {range.head.data(), range.head.size()};
       s.parts[1] = {range.into.data(), range.into.size()};
       const bool whole = range.head.empty();
-      io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
+      io_uring_sqe* sqe = ring_.next();
       io_uring_prep_readv(sqe, files_.buffered(range.file), whole ? s.parts + 1 : s.parts,
                           whole ? 1 : 2, range.offset);
-      sqe->user_data = index;
+      ring_.add(sqe, index);
     }
   }
 
-  void finish(Slot& s, int result) {
+  void finish(Slot& s, int result) noexcept {
     RangeRead& range = *s.range;
     const uint64_t needed = s.direct ? s.aligned.skip + range.size() : range.size();
     if (result >= 0 && static_cast<uint64_t>(result) >= needed) {
@@ -162,8 +154,8 @@ class UringRanges : public RangeReader {
       }
       range.error = 0;
     } else if (result > 0 || result == -EINTR || result == -EAGAIN || result == -EINVAL ||
-               result == -EOPNOTSUPP || result == -ENOMEM) {
-      // Rare: cut short, or not to the file system's taste. A plain call finishes it.
+               result == -EOPNOTSUPP || result == -ENOMEM || result == -ECANCELED) {
+      // Rare: cut short, given up, or not to the file system's taste. A plain call finishes it.
       range.error = read_now(files_, range, false, fallback_);
     } else {
       range.error = result == 0 ? kSizeChanged : -result;
@@ -174,9 +166,9 @@ class UringRanges : public RangeReader {
   std::vector<Slot> slots_;
   std::vector<unsigned> free_;  // slots with nothing in flight
   AlignedBuffer fallback_;
-  io_uring ring_{};
-  bool ready_ = false, tried_to_pin_ = false, pinned_ = false;
+  bool tried_to_pin_ = false, pinned_ = false;
   uint64_t bytes_ = 0;
+  Ring ring_;
 };
 
 }  // namespace

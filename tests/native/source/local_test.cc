@@ -11,6 +11,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "../refuse.h"
 #include "temporary.h"
 
 namespace nostall::source {
@@ -113,6 +114,15 @@ TEST_P(LocalRanges, BringTheBytesOfAnyPlace) {
   for (uint32_t file = 0; file < std::size(kSizes); ++file) expect(file, kSizes[file], 0, 0);
   read_expected();
   EXPECT_GT(reader_->bytes_read(), 700000u);
+}
+
+TEST_P(LocalRanges, ComeWhereTheKernelTakesNoMoreRequests) {
+  with_refused({SYS_io_uring_enter}, EBUSY, [&] {
+    for (uint32_t file = 0; file < std::size(kSizes); ++file) expect(file, 0, 0, kSizes[file]);
+    read_expected();
+  });
+  for (uint32_t file = 0; file < std::size(kSizes); ++file) expect(file, 0, 0, kSizes[file]);
+  read_expected();
 }
 
 TEST_P(LocalRanges, TellOfAFileThatEndsBefore) {

@@ -1,10 +1,13 @@
 // The stored index, and both readers over real files.
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 
+#include "../refuse.h"
+#include "base/log.h"
 #include "source/choice.h"
 #include "source/folder.h"
 #include "source/scan.h"
@@ -87,12 +90,13 @@ class ReaderTest : public testing::TestWithParam<ReaderKind> {
     std::snprintf(name, sizeof name, "%03d", i);
     std::ofstream(root_ / name, std::ios::binary) << std::string(size, static_cast<char>(i));
   }
-  std::vector<ReadRequest> read_all() {
+  std::vector<ReadRequest> read_all() { return read_all(*source_->make_reader(GetParam(), 7)); }
+  std::vector<ReadRequest> read_all(Reader& reader) {
     memory_.clear();
     for (const uint64_t size : source_->sizes()) memory_.emplace_back(size);
     std::vector<ReadRequest> requests;
     for (uint64_t s = 0; s < source_->size(); ++s) requests.push_back({s, memory_[s], -1});
-    source_->make_reader(GetParam(), 7)->read(requests);
+    reader.read(requests);
     return requests;
   }
 
@@ -119,6 +123,35 @@ TEST_P(ReaderTest, TellsWhatIsWrongWithEachFile) {
                                                                            : 0;
     EXPECT_EQ(r.error, expected) << r.sample;
   }
+}
+
+TEST_P(ReaderTest, WaitsForNoPipe) {
+  fs::remove(root_ / "008");
+  ASSERT_EQ(::mkfifo((root_ / "008").c_str(), 0600), 0);
+  for (const ReadRequest& r : read_all()) EXPECT_EQ(r.error != 0, r.sample == 8) << r.sample;
+}
+
+TEST_P(ReaderTest, ReadsOnWhereTheKernelTakesNoMoreRequests) {
+  std::vector<std::string> said;
+  set_log_sink([&](LogLevel, const std::string& message) { said.push_back(message); });
+  const auto reader = source_->make_reader(GetParam(), 7);
+  with_refused({SYS_io_uring_enter}, EAGAIN, [&] {
+    for (const ReadRequest& r : read_all(*reader)) {
+      ASSERT_EQ(r.error, 0);
+      for (const std::byte b : r.into) ASSERT_EQ(b, static_cast<std::byte>(r.sample));
+    }
+  });
+  // Once for the source, whatever reads it.
+  for (const ReadRequest& r : read_all()) ASSERT_EQ(r.error, 0);
+  EXPECT_EQ(said.size(), GetParam() == ReaderKind::uring ? 1u : 0u);
+  set_log_sink({});
+}
+
+TEST_P(ReaderTest, IsListedWhereNoThreadIsToBeHad) {
+  const auto index = scan_folder(root_.string(), options());
+  with_refused(kThreadCalls, EAGAIN, [&] {
+    EXPECT_EQ(scan_folder(root_.string(), options()).fingerprint(), index.fingerprint());
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(All, ReaderTest,
