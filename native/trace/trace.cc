@@ -195,15 +195,22 @@ Kind define(std::string_view category, std::string_view name,
     throw Error(ErrorKind::usage, "an event has at most " + std::to_string(kArguments) + " values");
   }
   Registry& all = registry();
-  const std::scoped_lock lock(all.mutex);
+  std::unique_lock lock(all.mutex);
   for (size_t i = 0; i < all.kinds.size(); ++i) {
     if (all.kinds[i].category == category && all.kinds[i].name == name) {
       return {static_cast<uint16_t>(i)};
     }
   }
+  if (all.kinds.size() > kMaxKinds) return {kMaxKinds};
   if (all.kinds.size() == kMaxKinds) {
-    throw Error(ErrorKind::usage, "a trace has at most " + std::to_string(kMaxKinds) +
-                                      " kinds of events: put numbers into values, not into names");
+    all.kinds.push_back({"other", "other", {}});
+    lock.unlock();  // a sink may wait for a thread that is about to define a kind
+    log(LogLevel::warning,
+        "a trace has at most " + std::to_string(kMaxKinds) + " kinds of events, and " +
+            std::string(name) +
+            " is one more: from here on new kinds are recorded as \"other\"; put "
+            "numbers into values, not into names");
+    return {kMaxKinds};
   }
   all.kinds.push_back({std::string(category), std::string(name),
                        std::vector<std::string>(arguments.begin(), arguments.end())});

@@ -8,7 +8,8 @@
 // goes into the thread's own ring buffer; one background thread empties all rings into a file
 // (trace/writer.h). Off, which is the default, an event costs one relaxed load; on, two reads of
 // the clock and a store of 80 bytes, without a lock or a system call. A ring that is full drops
-// events and counts them: recording never waits. Memory: kRingEvents * 80 bytes a thread.
+// events and counts them: recording never waits. Kinds past kMaxKinds are recorded as one, "other".
+// Memory: kRingEvents * 80 bytes a thread.
 //
 // Thread-safety: all functions from any thread; start and stop one at a time. A forked child does
 // not record: the file is its parent's.
@@ -28,7 +29,7 @@ namespace nostall::trace {
 
 inline constexpr size_t kArguments = 7;
 inline constexpr size_t kRingEvents = 4096;
-inline constexpr size_t kMaxKinds = 4096;
+inline constexpr size_t kMaxKinds = 4096;  // and one more, "other"
 
 using Values = std::array<int64_t, kArguments>;
 
@@ -37,8 +38,9 @@ struct Kind {
   uint16_t index = 0;
 };
 
-// The same kind for the same category and name. Throws Error(usage) for more than kMaxKinds kinds
-// or kArguments arguments. Takes a lock: call it once a kind.
+// The same kind for the same category and name. Past kMaxKinds kinds that is the kind "other", with
+// one warning. Throws Error(usage) for more than kArguments arguments. Takes a lock: call it once a
+// kind.
 Kind define(std::string_view category, std::string_view name,
             std::initializer_list<std::string_view> arguments = {});
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/log.h"
 
 namespace nostall::trace {
 namespace {
@@ -137,6 +138,23 @@ TEST_F(Trace, AFullDiskEndsTheRecordingNotTheJob) {
   }
   EXPECT_FALSE(on());
   EXPECT_EQ(stop().bytes, 0u);
+}
+
+// The last one: this process has no room for kinds afterwards.
+TEST_F(Trace, MoreKindsThanFitAreOneKindAndSaidOnce) {
+  std::vector<std::string> said;
+  set_log_sink([&](LogLevel, const std::string& message) { said.push_back(message); });
+  Kind last = define("test", "first");
+  for (size_t i = 0; i < kMaxKinds + 100; ++i) last = define("many", std::to_string(i));
+  EXPECT_EQ(define("many", "one more").index, last.index);
+  EXPECT_EQ(define("test", "first").index, define("test", "first").index);
+  EXPECT_NE(define("test", "first").index, last.index);
+  EXPECT_EQ(said.size(), 1u);
+  start({path_, 0, 1});
+  record(last, 1, 2);
+  EXPECT_EQ(stop().events, 1u);
+  EXPECT_NE(content().find(R"("cat": "other", "name": "other", "pid": )"), std::string::npos);
+  set_log_sink({});
 }
 
 }  // namespace
