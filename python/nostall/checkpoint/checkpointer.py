@@ -151,6 +151,7 @@ class Checkpointer:
         self._saves = itertools.count()
         self._history: deque[Saved] = deque(maxlen=1000)
         self._window: Window | None = None
+        self._unsteady: set[str] = set()  # arrays that were seen to change within windows
         self._window_seconds: float | None = None
         self._optimizers: list[Any] = []
         if self.rank == 0 and self.fast is not None and self.durable is not None:
@@ -208,7 +209,8 @@ class Checkpointer:
                 until an update (they are immutable until then: "Understanding Scalability and
                 Fine-Grain Parallelism of Synchronous Data Parallel Training", section III); for level
                 memory. With `attach`, parameters and optimizer state are read later and all else is
-                copied by the call; without, nothing may change before `before_update` is called.
+                copied by the call; without, nothing may change before `before_update` is called. A
+                torch tensor that does change is found, and the checkpoint is not kept.
             force: also if the step is not due.
 
         Raises:
@@ -256,7 +258,8 @@ class Checkpointer:
     def _snapshot(self, state: Any, job: Job, window: bool, now: bool) -> _native.Image | None:
         """Begins the image of the job; the one it returns is to be finished."""
         tree, leaves = encode(state)
-        leaves = files.layout(leaves, guarded_addresses(self._optimizers) if window else None)
+        guarded = guarded_addresses(leaves, self._optimizers, self._unsteady) if window else None
+        leaves = files.layout(leaves, guarded)
         head = files.header(tree, leaves)
         began = time.perf_counter()
         image = self._engine.take_image()
@@ -276,7 +279,8 @@ class Checkpointer:
             job.leaves = leaves  # among them copies that nobody else keeps
             image.begin(head, [(leaf.address, leaf.nbytes) for leaf in leaves], copying)
             if window:
-                self._window = Window(image, leaves, self._optimizers, job.saved)
+                job.window = Window(image, leaves, guarded, job.saved, self._unsteady)
+                self._window = job.window
             elif now:
                 image.finish()
         except BaseException:

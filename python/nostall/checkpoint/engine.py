@@ -200,7 +200,7 @@ class Engine:
 
     def _release(self, job: Job) -> None:
         if job.image is not None:
-            image, job.image, job.leaves = job.image, None, None
+            image, job.image, job.leaves, job.window = job.image, None, None, None
             job.saved.copied_bytes = image.copied_bytes
             self.add_image(image)
 
@@ -255,7 +255,7 @@ class Engine:
         name = part_name(self.rank, manifest.id)
         mine: Part | str | None = job.failed or None
         try:
-            if job.image is not None:
+            if job.image is not None and not job.failed:
                 if store is self.fast and self._cleans:
                     self._cleaner.make_room(store, job.image.size * self._parts_here(manifest))
                 path = store.prepare(manifest.step) / name
@@ -279,7 +279,11 @@ class Engine:
                 written = write.run()
                 job.saved.writer_cpu_seconds += written.cpu_seconds
                 self.write_seconds = written.seconds
-                mine = Part(self.rank, name, written.size, tuple(written.crcs))
+                job.failed = job.window.torn() if job.window is not None else ""
+                if not job.failed:
+                    mine = Part(self.rank, name, written.size, tuple(written.crcs))
+                else:
+                    mine = job.failed
         except (Error, OSError) as error:
             mine = str(error)
         finally:

@@ -15,6 +15,7 @@ from nostall.errors import IoError, PeerError
 if TYPE_CHECKING:
     from nostall.checkpoint.engine import Engine
     from nostall.checkpoint.nodes import Held
+    from nostall.checkpoint.window import Window
 
 Level = Literal["memory", "fast", "durable"]
 _ORDER: dict[str, int] = {"memory": 0, "fast": 1, "durable": 2}
@@ -124,6 +125,7 @@ class Job:
     image: _native.Image | None
     number: int
     failed: str = ""
+    window: Window | None = None  # of the image, which is read while the training goes on
     leaves: Any = None  # keeps what is read where it lies, until the job is done
     complete: Manifest | None = None  # once it is, where the storage may not have it
 

@@ -175,6 +175,63 @@ def test_what_changes_outside_of_updates_is_copied_by_the_save(tmp_path: Path) -
     assert saved.copying.startswith(("lazily", "in_background"))
 
 
+@pytest.mark.parametrize("copying", ["lazily", "in_background"])
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_weight_that_changes_before_the_update_gives_no_torn_checkpoint(
+    tmp_path: Path, copying: str, attached: bool
+) -> None:
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(1000, 3000, max_norm=1.0)  # cut in forward
+            self.linear = torch.nn.Linear(3000, 1)
+
+        def forward(self, which: Any) -> Any:
+            return self.linear(self.table(which))
+
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    average = {k: v.clone() for k, v in model.state_dict().items()}
+    state = {"model": model, "optimizer": optimizer, "average": average}
+    with nostall.Checkpointer(durable=tmp_path, fast=tmp_path / "fast") as ckpt:
+        if attached:
+            ckpt.attach(optimizer)
+        torn = []
+        for step in range(4):
+            ckpt._window_seconds = 100.0 if copying == "lazily" else 0.001
+            ckpt._engine.write_seconds = 0.1
+            before = [
+                {name: tensor.clone() for name, tensor in part.items()}
+                for part in (model.state_dict(), average)
+            ]
+            saved = ckpt.save(state, step, window=True)
+            for name, value in model.state_dict().items():
+                average[name].lerp_(value, 0.5)
+            with torch.no_grad():
+                model.linear.bias.clamp_(-2.0, 2.0)
+            model(torch.arange(1000)).sum().backward()
+            if not attached:
+                ckpt.before_update()
+            optimizer.step()
+            assert saved is not None
+            ckpt.wait()
+            if saved.level == "memory":
+                torn.append(step)
+                assert "changed before the update" in saved.problems[0]
+                assert step not in ckpt.steps()
+                continue
+            found = ckpt.restore(step)
+            assert found is not None
+            for part, was in zip(("model", "average"), before, strict=True):
+                for name, tensor in was.items():
+                    assert torch.equal(found.state[part][name], tensor), (step, part, name)
+    # The first one, and from then on the save copies what it has seen to change.
+    assert torn == [0]
+
+
 def test_buckets_are_copied_as_updates_reach_them(tmp_path: Path) -> None:
     import torch
 
