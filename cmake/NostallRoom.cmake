@@ -14,6 +14,9 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_L
   # Wrong about std::string at -O3 (GCC's bug 105651).
   target_compile_options(nostall_options INTERFACE -Wno-restrict)
 endif()
+if(CMAKE_CXX_COMPILER_ID MATCHES "Clang")
+  target_compile_options(nostall_options INTERFACE -Wthread-safety)
+endif()
 target_compile_definitions(nostall_options INTERFACE _GLIBCXX_ASSERTIONS _FILE_OFFSET_BITS=64)
 target_include_directories(nostall_options INTERFACE "${CMAKE_CURRENT_SOURCE_DIR}/native")
 target_link_libraries(nostall_options INTERFACE Threads::Threads)

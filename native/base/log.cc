@@ -1,15 +1,16 @@
 #include "base/log.h"
 
 #include <cstdio>
-#include <mutex>
 #include <utility>
+
+#include "base/mutex.h"
 
 namespace nostall {
 namespace {
 
 struct Registry {
-  std::mutex mutex;
-  LogSink sink;
+  Mutex mutex;
+  LogSink sink NOSTALL_GUARDED_BY(mutex);
 };
 
 Registry& registry() {
@@ -20,16 +21,18 @@ Registry& registry() {
 }  // namespace
 
 void set_log_sink(LogSink sink) {
-  const std::scoped_lock lock(registry().mutex);
-  registry().sink = std::move(sink);
+  Registry& all = registry();
+  const MutexLock lock(all.mutex);
+  all.sink = std::move(sink);
 }
 
 void log(LogLevel level, const std::string& message) noexcept {
   try {
     LogSink sink;
     {
-      const std::scoped_lock lock(registry().mutex);
-      sink = registry().sink;
+      Registry& all = registry();
+      const MutexLock lock(all.mutex);
+      sink = all.sink;
     }
     if (sink) {
       sink(level, message);

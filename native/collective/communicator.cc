@@ -1,10 +1,10 @@
 #include "collective/communicator.h"
 
 #include <exception>
-#include <mutex>
 #include <string_view>
 #include <utility>
 
+#include "base/mutex.h"
 #include "collective/algorithms.h"
 #include "collective/arena.h"
 #include "collective/selection.h"
@@ -98,14 +98,17 @@ struct Communicator::Impl {
 
   // One call's turn. If it ends by an exception after this rank has arrived, the others cannot
   // finish it: they are told at once, not by their timeout.
-  class Turn {
+  class NOSTALL_THREAD_ATTRIBUTE(scoped_lockable) Turn {
    public:
-    Turn(std::unique_lock<std::mutex> lock, Engine& engine)
-        : lock_(std::move(lock)),
-          engine_(engine),
-          steps_(engine.stats().steps),
-          exceptions_(std::uncaught_exceptions()) {}
-    ~Turn() {
+    Turn(Impl& impl, Call call, uint32_t root, uint16_t code, uint64_t count, uint64_t bytes)
+        NOSTALL_ACQUIRE(impl.mutex)
+        : lock_(impl.checked_mutex()),
+          engine_(impl.engine),
+          exceptions_(std::uncaught_exceptions()) {
+      impl.enter(call, root, code, count, bytes);
+      steps_ = engine_.stats().steps;
+    }
+    ~Turn() NOSTALL_RELEASE() {
       if (std::uncaught_exceptions() > exceptions_ && engine_.stats().steps != steps_) {
         engine_.give_up();
       }
@@ -114,23 +117,25 @@ struct Communicator::Impl {
     Turn& operator=(const Turn&) = delete;
 
    private:
-    std::unique_lock<std::mutex> lock_;
+    MutexLock lock_;
     Engine& engine_;
-    const uint64_t steps_;
+    uint64_t steps_ = 0;
     const int exceptions_;
   };
 
-  Turn enter(Call call, uint32_t root, uint16_t code, uint64_t count, uint64_t bytes) {
+  Mutex& checked_mutex() NOSTALL_RETURNS_MUTEX(mutex) {
     if (segment.is_forked_child()) {
       throw Error(ErrorKind::usage,
                   "this process was forked from rank " + std::to_string(engine.rank()) +
                       ", which owns the communicator; make a new one in the child");
     }
-    std::unique_lock<std::mutex> lock(mutex);
+    return mutex;
+  }
+  void enter(Call call, uint32_t root, uint16_t code, uint64_t count, uint64_t bytes)
+      NOSTALL_REQUIRES(mutex) {
     ++stats.calls;
     stats.bytes += bytes;
     engine.enter(name_of(call), signature_of(call, root, code, count));
-    return Turn(std::move(lock), engine);
   }
   void check_root(Call call, uint32_t root) const {
     if (root < engine.ranks()) return;
@@ -145,7 +150,7 @@ struct Communicator::Impl {
   bool allreduce_in_place(const Message& message, bool shared, const Arrival& arrival);
 
   std::byte* allocate(uint64_t bytes) {
-    const std::scoped_lock lock(arena_mutex);
+    const MutexLock lock(arena_mutex);
     return arena.allocate(bytes);
   }
   // nullptr also when the node has no memory: whoever asks can do without.
@@ -160,18 +165,18 @@ struct Communicator::Impl {
   bool release(const void* data) noexcept {
     // A child has none of this memory, and maybe a mutex that its parent's thread held.
     if (segment.is_forked_child()) return false;
-    const std::scoped_lock lock(arena_mutex);
+    const MutexLock lock(arena_mutex);
     return arena.release(static_cast<const std::byte*>(data));
   }
 
-  std::mutex mutex;        // of calls
-  std::mutex arena_mutex;  // whoever frees memory need not wait for a call
+  Mutex mutex;        // of calls
+  Mutex arena_mutex;  // memory can be freed during a call
   Segment segment;
-  Engine engine;
-  Arena arena;
+  Engine engine;  // in calls, and from any thread: end_for_all(), check(), ended_here()
+  Arena arena NOSTALL_GUARDED_BY(arena_mutex);
   const Selection selection;
-  Phase phase;
-  CommunicatorStats stats;
+  Phase phase NOSTALL_GUARDED_BY(mutex);
+  CommunicatorStats stats NOSTALL_GUARDED_BY(mutex);
 };
 
 Communicator::Communicator(const CommunicatorConfig& config)
@@ -182,7 +187,7 @@ uint32_t Communicator::rank() const noexcept { return impl_->engine.rank(); }
 uint32_t Communicator::ranks() const noexcept { return impl_->engine.ranks(); }
 
 void Communicator::barrier() {
-  const auto lock = impl_->enter(Call::barrier, 0, 0, 0, 0);
+  const Impl::Turn turn(*impl_, Call::barrier, 0, 0, 0, 0);
   exchange_barrier(impl_->engine);
 }
 
@@ -192,7 +197,7 @@ void Communicator::allreduce(const void* in, void* out, uint64_t count, const Re
   check_buffer("allreduce", in, bytes, reducer.alignment());
   check_buffer("allreduce", out, bytes, reducer.alignment());
   refuse_overlap("allreduce", in, bytes, out, bytes, out);
-  const auto lock = impl_->enter(Call::allreduce, 0, reducer.code(), count, bytes);
+  const Impl::Turn turn(*impl_, Call::allreduce, 0, reducer.code(), count, bytes);
   Engine& engine = impl_->engine;
   const Message message{static_cast<const std::byte*>(in), static_cast<std::byte*>(out), count,
                         &reducer};
@@ -272,7 +277,7 @@ void Communicator::reduce(const void* in, void* out, uint64_t count, const Reduc
     check_buffer("reduce", out, bytes, reducer.alignment());
     refuse_overlap("reduce", in, bytes, out, bytes, out);
   }
-  const auto lock = impl_->enter(Call::reduce, root, reducer.code(), count, bytes);
+  const Impl::Turn turn(*impl_, Call::reduce, root, reducer.code(), count, bytes);
   Engine& engine = impl_->engine;
   const Message message{static_cast<const std::byte*>(in), static_cast<std::byte*>(out), count,
                         &reducer};
@@ -309,7 +314,7 @@ void Communicator::broadcast(void* data, uint64_t bytes, uint32_t root,
                              const CallOptions& options) {
   impl_->check_root(Call::broadcast, root);
   check_buffer("broadcast", data, bytes, 1);
-  const auto lock = impl_->enter(Call::broadcast, root, 0, bytes, bytes);
+  const Impl::Turn turn(*impl_, Call::broadcast, root, 0, bytes, bytes);
   Engine& engine = impl_->engine;
   auto* all = static_cast<std::byte*>(data);
   const Message message{all, all, bytes, nullptr};
@@ -331,7 +336,7 @@ void Communicator::reduce_scatter(const void* in, void* out, uint64_t count,
   check_buffer("reduce_scatter", in, all, reducer.alignment());
   check_buffer("reduce_scatter", out, all / ranks(), reducer.alignment());
   refuse_overlap("reduce_scatter", in, all, out, all / ranks(), nullptr);
-  const auto lock = impl_->enter(Call::reduce_scatter, 0, reducer.code(), count, all);
+  const Impl::Turn turn(*impl_, Call::reduce_scatter, 0, reducer.code(), count, all);
   exchange_reduce_scatter(impl_->engine, {static_cast<const std::byte*>(in),
                                           static_cast<std::byte*>(out), count, &reducer});
 }
@@ -342,7 +347,7 @@ void Communicator::allgather(const void* in, void* out, uint64_t bytes) {
   check_buffer("allgather", out, all, 1);
   refuse_overlap("allgather", in, bytes, out, all,
                  static_cast<const std::byte*>(out) + bytes * rank());
-  const auto lock = impl_->enter(Call::allgather, 0, 0, bytes, bytes);
+  const Impl::Turn turn(*impl_, Call::allgather, 0, 0, bytes, bytes);
   exchange_allgather(impl_->engine, {static_cast<const std::byte*>(in),
                                      static_cast<std::byte*>(out), bytes, nullptr});
 }
@@ -355,13 +360,13 @@ void Communicator::set_timeout(std::chrono::nanoseconds timeout) {
     throw Error(ErrorKind::usage, "the timeout of a communicator must be positive, not " +
                                       std::to_string(timeout.count()) + " ns");
   }
-  const std::scoped_lock lock(impl_->mutex);
+  const MutexLock lock(impl_->mutex);
   impl_->engine.set_timeout(timeout);
 }
 
 void Communicator::on_late(std::chrono::nanoseconds after,
                            std::function<void(std::span<const uint32_t>)> tell) {
-  const std::scoped_lock lock(impl_->mutex);
+  const MutexLock lock(impl_->mutex);
   impl_->engine.on_late(after, std::move(tell));
 }
 
@@ -377,7 +382,7 @@ void Communicator::check() const {
 bool Communicator::ended_here() const noexcept { return impl_->engine.ended_here(); }
 
 CommunicatorStats Communicator::stats() const {
-  const std::scoped_lock lock(impl_->mutex);
+  const MutexLock lock(impl_->mutex);
   CommunicatorStats stats = impl_->stats;
   stats.sleeps = impl_->engine.stats().sleeps;
   stats.wait_ns = impl_->engine.stats().wait_ns;

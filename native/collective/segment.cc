@@ -11,11 +11,11 @@
 #include <cstring>
 #include <filesystem>
 #include <map>
-#include <mutex>
 #include <new>
 #include <string_view>
 
 #include "base/futex.h"
+#include "base/mutex.h"
 
 namespace nostall::collective {
 namespace {
@@ -55,11 +55,11 @@ void reclaim(const std::string& directory) {
 
 // One mapping per segment and process.
 std::shared_ptr<Mapping> map_once(int fd, const std::string& path, uint64_t bytes) {
-  static std::mutex mutex;
+  static Mutex mutex;
   static std::map<std::pair<dev_t, ino_t>, std::weak_ptr<Mapping>> mapped;
   struct stat status {};
   if (::fstat(fd, &status) != 0) throw io_error("cannot examine", path, errno);
-  const std::scoped_lock lock(mutex);
+  const MutexLock lock(mutex);
   std::erase_if(mapped, [](const auto& entry) { return entry.second.expired(); });
   auto& entry = mapped[{status.st_dev, status.st_ino}];
   std::shared_ptr<Mapping> mapping = entry.lock();

@@ -50,24 +50,24 @@ void StorageCost::record(double operations, double bytes, double seconds) {
   // from memory would outweigh a slow device for hundreds of calls.
   const double weight = 1.0 / (operations * kFirstOperation + bytes * kFirstByte);
   const double o = operations * weight, b = bytes * weight, t = seconds * weight;
-  const std::scoped_lock lock(mutex_);
-  oo_ = kForget * oo_ + o * o;
-  ob_ = kForget * ob_ + o * b;
-  bb_ = kForget * bb_ + b * b;
-  ot_ = kForget * ot_ + o * t;
-  bt_ = kForget * bt_ + b * t;
+  const MutexLock lock(mutex_);
+  sums_.oo = kForget * sums_.oo + o * o;
+  sums_.ob = kForget * sums_.ob + o * b;
+  sums_.bb = kForget * sums_.bb + b * b;
+  sums_.ot = kForget * sums_.ot + o * t;
+  sums_.bt = kForget * sums_.bt + b * t;
 }
 
 StorageCost::Fit StorageCost::fit() const {
-  const std::scoped_lock lock(mutex_);
-  if (bb_ == 0.0) return {kFirstOperation, kFirstByte};
+  const MutexLock lock(mutex_);
+  if (sums_.bb == 0.0) return {kFirstOperation, kFirstByte};
   // Where all calls were alike the two cannot be told apart: a little of the first guess decides.
-  const double ro = 0.01 * oo_, rb = 0.01 * bb_;
-  const double scale = (ot_ + bt_) / (oo_ * kFirstOperation + ob_ * kFirstByte +
-                                      ob_ * kFirstOperation + bb_ * kFirstByte);
+  const double ro = 0.01 * sums_.oo, rb = 0.01 * sums_.bb;
+  const double scale = (sums_.ot + sums_.bt) / (sums_.oo * kFirstOperation + sums_.ob * kFirstByte +
+                                                sums_.ob * kFirstOperation + sums_.bb * kFirstByte);
   const double go = kFirstOperation * scale, gb = kFirstByte * scale;
-  const double a = oo_ + ro, c = bb_ + rb, d = ob_;
-  const double x = ot_ + ro * go, y = bt_ + rb * gb;
+  const double a = sums_.oo + ro, c = sums_.bb + rb, d = sums_.ob;
+  const double x = sums_.ot + ro * go, y = sums_.bt + rb * gb;
   const double determinant = a * c - d * d;
   double operation = (x * c - y * d) / determinant;
   double byte = (a * y - d * x) / determinant;
@@ -85,11 +85,11 @@ double StorageCost::seconds_per_operation() const { return fit().operation; }
 double StorageCost::seconds_per_byte() const { return fit().byte; }
 
 bool StorageCost::alike() const {
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   // A call's weight makes its shares of operations (u) and of bytes add up to one.
-  const double uu = oo_ * kFirstOperation * kFirstOperation;
-  const double uv = ob_ * kFirstOperation * kFirstByte;
-  const double all = uu + 2.0 * uv + bb_ * kFirstByte * kFirstByte;
+  const double uu = sums_.oo * kFirstOperation * kFirstOperation;
+  const double uv = sums_.ob * kFirstOperation * kFirstByte;
+  const double all = uu + 2.0 * uv + sums_.bb * kFirstByte * kFirstByte;
   if (all <= 0.0) return true;
   const double mean = (uu + uv) / all;
   return uu / all - mean * mean < kLeastSpread * kLeastSpread;

@@ -6,8 +6,9 @@
 #pragma once
 
 #include <cstdint>
-#include <mutex>
 #include <vector>
+
+#include "base/mutex.h"
 
 namespace nostall::source {
 
@@ -56,9 +57,12 @@ class StorageCost {
   Fit fit() const;
   bool alike() const;  // whether the calls were, in bytes an operation
 
-  mutable std::mutex mutex_;
+  mutable Mutex mutex_;
   // Sums of products, of the normal equations.
-  double oo_ = 0.0, ob_ = 0.0, bb_ = 0.0, ot_ = 0.0, bt_ = 0.0;
+  struct Sums {
+    double oo = 0.0, ob = 0.0, bb = 0.0, ot = 0.0, bt = 0.0;
+  };
+  Sums sums_ NOSTALL_GUARDED_BY(mutex_);
 };
 
 }  // namespace nostall::source

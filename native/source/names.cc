@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <map>
-#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "base/clock.h"
+#include "base/mutex.h"
 #include "source/lmdb.h"
 #include "source/tar.h"
 #include "source/window.h"
@@ -28,7 +28,7 @@ class Names {
   explicit Names(Scan scan) : scan_(std::move(scan)) {}
 
   std::string of(const RecordTable& table, uint64_t sample) {
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     const uint32_t number = table.file_of(sample);
     File& file = files_[number];
     if (!file.known && now_ns() >= file.again) {
@@ -55,9 +55,9 @@ class Names {
     int64_t again = 0;  // not before
     std::vector<Named> names;
   };
-  Scan scan_;
-  std::mutex mutex_;
-  std::map<uint32_t, File> files_;
+  const Scan scan_;
+  Mutex mutex_;
+  std::map<uint32_t, File> files_ NOSTALL_GUARDED_BY(mutex_);
 };
 
 NameOf names_by(Scan scan) {

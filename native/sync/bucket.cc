@@ -7,13 +7,13 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
-#include <mutex>
 #include <new>
 #include <string>
 #include <utility>
 
 #include "base/error.h"
 #include "base/log.h"
+#include "base/mutex.h"
 #include "sync/convert.h"
 
 namespace nostall::sync {
@@ -42,24 +42,26 @@ std::byte* allocate(Transport& transport, uint64_t bytes) {
 // All memory of transports in this process. Linked through its members and never destroyed: a fork
 // may come at any time, and its child may not allocate.
 struct BucketMemory::Registry {
-  std::mutex mutex;
-  BucketMemory* first = nullptr;
+  Mutex mutex;
+  BucketMemory* first NOSTALL_GUARDED_BY(mutex) = nullptr;
 
   static Registry& get() {
     static Registry registry;
-    // Held over the fork, so that the child finds the links whole.
-    static const int watched =
-        ::pthread_atfork([] { get().mutex.lock(); }, [] { get().mutex.unlock(); },
-                         [] {
-                           get().map_zeros();
-                           get().mutex.unlock();
-                         });
+    static const int watched = ::pthread_atfork(before_fork, after_fork, in_child);
     static_cast<void>(watched);
     return registry;
   }
 
+  // Held over the fork, so that the child finds the links whole.
+  static void before_fork() NOSTALL_UNCHECKED { get().mutex.lock(); }
+  static void after_fork() NOSTALL_UNCHECKED { get().mutex.unlock(); }
+  static void in_child() NOSTALL_UNCHECKED {
+    get().map_zeros();
+    get().mutex.unlock();
+  }
+
   // In a child. What is mapped already came from a fork before this one, and is kept as it is.
-  void map_zeros() noexcept {
+  void map_zeros() noexcept NOSTALL_REQUIRES(mutex) {
     for (const BucketMemory* m = first; m; m = m->next_) {
       void* const got =
           ::mmap(m->data_, m->bytes_, PROT_READ | PROT_WRITE,
@@ -70,14 +72,14 @@ struct BucketMemory::Registry {
   }
 
   void add(BucketMemory& m) {
-    const std::scoped_lock lock(mutex);
+    const MutexLock lock(mutex);
     m.next_ = first;
     if (first) first->previous_ = &m;
     first = &m;
   }
 
   void remove(BucketMemory& m) {
-    const std::scoped_lock lock(mutex);
+    const MutexLock lock(mutex);
     (m.previous_ ? m.previous_->next_ : first) = m.next_;
     if (m.next_) m.next_->previous_ = m.previous_;
   }

@@ -77,7 +77,7 @@ Engine::~Engine() {
     return;
   }
   {
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     stop_ = true;
   }
   work_.notify_all();
@@ -125,11 +125,11 @@ void Engine::set_plan(ReductionPlan plan) {
   if (std::find(group.begin(), group.end(), ~uint32_t{0}) != group.end()) {
     throw Error(ErrorKind::usage, "a plan must have every gradient once");
   }
-  Lock lock(mutex_);
+  MutexLock lock(mutex_);
   if (submitted_ > 0) {
     throw Error(ErrorKind::usage, "the plan changes between steps only: wait() first");
   }
-  done_.wait(lock, [&] { return idle_ || error_; });
+  while (!idle_ && !error_) done_.wait(lock);
   if (error_) std::rethrow_exception(error_);
   const uint64_t fingerprint = plan.fingerprint();
   const auto all = transport_->all_gather(std::as_bytes(std::span(&fingerprint, 1)));
@@ -189,25 +189,26 @@ void Engine::adopt(ReductionPlan plan, std::vector<uint32_t> group) {
 }
 
 std::vector<std::byte> Engine::broadcast(std::span<const std::byte> bytes, uint32_t root) {
-  const Lock lock = quiet("broadcast");
+  check_usable("broadcast");
+  const MutexLock lock(mutex_);
+  check_quiet("broadcast");
   return transport_->broadcast(bytes, root);
 }
 
 std::vector<std::vector<std::byte>> Engine::all_gather(std::span<const std::byte> bytes) {
-  const Lock lock = quiet("all_gather");
+  check_usable("all_gather");
+  const MutexLock lock(mutex_);
+  check_quiet("all_gather");
   return transport_->all_gather(bytes);
 }
 
 // The control plane is the progress thread's while it negotiates.
-Engine::Lock Engine::quiet(const char* call) {
-  check_usable(call);
+void Engine::check_quiet(const char* call) const {
   if (config_.mode != Mode::planned && thread_.joinable()) {
     throw Error(ErrorKind::usage,
                 std::string(call) + " is for engines that do not negotiate: mode planned");
   }
-  Lock lock(mutex_);
   if (error_) std::rethrow_exception(error_);
-  return lock;
 }
 
 void Engine::check_usable(const char* call) const {
@@ -254,7 +255,7 @@ Bucket* Engine::enter(uint32_t tensor, void* result, const void* gradient, bool 
                                         " is not finite at element " + std::to_string(bad));
     }
   }
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   if (error_) std::rethrow_exception(error_);
   Pending& p = pending_[tensor];
   if (p.submitted) {
@@ -279,7 +280,7 @@ void Engine::fill(uint32_t tensor, Bucket& bucket, const void* gradient) {
   bucket.take(index_of_[tensor], gradient, scale_);
   bool wake = false;
   {
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     Pending& p = pending_[tensor];
     p.since_ns = now_ns();
     stats_.submit_copy_ns += p.since_ns - begin;
@@ -292,7 +293,7 @@ void Engine::fill(uint32_t tensor, Bucket& bucket, const void* gradient) {
 
 void Engine::wait() {
   check_usable("wait");
-  Lock lock(mutex_);
+  MutexLock lock(mutex_);
   if (!error_ && submitted_ < tensors_.size()) {
     std::vector<uint32_t> absent;
     for (uint32_t t = 0; t < tensors_.size(); ++t) {
@@ -302,7 +303,7 @@ void Engine::wait() {
                 "rank " + std::to_string(transport_->rank()) +
                     " waits for gradients that it did not submit: " + names(absent));
   }
-  done_.wait(lock, [&] { return reduced_ == tensors_.size() || error_; });
+  while (reduced_ < tensors_.size() && !error_) done_.wait(lock);
   // A step that is complete is good, even if a rank has closed its engine since.
   if (reduced_ < tensors_.size()) std::rethrow_exception(error_);
   for (Pending& p : pending_) p = {};
@@ -315,20 +316,20 @@ void Engine::wait_for(uint32_t tensor) {
   if (tensor >= tensors_.size()) {
     throw Error(ErrorKind::usage, "there is no gradient number " + std::to_string(tensor));
   }
-  Lock lock(mutex_);
+  MutexLock lock(mutex_);
   ++watchers_;
-  done_.wait(lock, [&] { return pending_[tensor].reduced || error_; });
+  while (!pending_[tensor].reduced && !error_) done_.wait(lock);
   --watchers_;
   if (!pending_[tensor].reduced) std::rethrow_exception(error_);
 }
 
 std::vector<uint32_t> Engine::contributors() const {
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   return contributors_;
 }
 
 EngineStats Engine::stats() const {
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   return stats_;
 }
 
@@ -355,7 +356,7 @@ void Engine::run() noexcept {
       negotiated_loop();
     }
   } catch (...) {
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     error_ = std::current_exception();
     reducing_.reset();
   }
@@ -369,10 +370,14 @@ void Engine::reduce(Bucket& bucket) {
   trace::Span span(kReduce);
   span.values = {static_cast<int64_t>(list.size()), static_cast<int64_t>(bucket.bytes()),
                  static_cast<int64_t>(list.front())};
+  taken_.clear();
+  {
+    const MutexLock lock(mutex_);
+    for (const uint32_t t : list) taken_.push_back(pending_[t]);
+  }
   const int64_t begin = now_ns();
   for (size_t i = 0; i < list.size() && config_.mode == Mode::negotiated; ++i) {
-    const Pending& p = pending_[list[i]];
-    bucket.take(i, p.present ? p.gradient : nullptr, scale_);
+    bucket.take(i, taken_[i].present ? taken_[i].gradient : nullptr, scale_);
   }
   const int64_t copied = now_ns(), waited = transport_->waited_ns();
   in_reduction_ = list;
@@ -386,17 +391,17 @@ void Engine::reduce(Bucket& bucket) {
   in_reduction_ = {};
   const int64_t summed = now_ns(), waited_here = transport_->waited_ns() - waited;
   for (size_t i = 0; i < list.size(); ++i) {
-    if (void* const result = pending_[list[i]].gradient) bucket.give(i, result);
+    if (void* const result = taken_[i].gradient) bucket.give(i, result);
   }
   const int64_t end = now_ns();
   if (timeline_) {
     std::vector<int64_t> ready;
-    for (const uint32_t t : list) ready.push_back(pending_[t].since_ns);
+    for (const Pending& p : taken_) ready.push_back(p.since_ns);
     timeline_->add(list, ready, {agreed_ns_, begin, copied, summed, end});
   }
   bool step = false, told = false;
   {
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     for (size_t i = 0; i < list.size(); ++i) {
       contributors_[list[i]] = bucket.contributors(i);
       pending_[list[i]].reduced = true;
@@ -431,7 +436,7 @@ void Engine::planned_loop() {
   for (;;) {
     Bucket* bucket = nullptr;
     {
-      Lock lock(mutex_);
+      MutexLock lock(mutex_);
       const int64_t begin = now_ns();
       idle_ = true;
       done_.notify_all();
@@ -453,7 +458,7 @@ void Engine::planned_loop() {
       begun_[next_] = false;
     }
     reduce(*bucket);
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     next_ = (next_ + 1) % buckets_.size();
   }
 }

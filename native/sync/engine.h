@@ -37,11 +37,9 @@
 
 #include <array>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -49,6 +47,7 @@
 #include <vector>
 
 #include "base/activity.h"
+#include "base/mutex.h"
 #include "sync/bucket.h"
 #include "sync/order.h"
 #include "sync/timeline.h"
@@ -144,11 +143,10 @@ class Engine {
     bool submitted = false, present = false, reduced = false;
     int64_t since_ns = 0;
   };
-  using Lock = std::unique_lock<std::mutex>;
 
   Bucket* enter(uint32_t tensor, void* result, const void* gradient, bool present);
   void fill(uint32_t tensor, Bucket& bucket, const void* gradient);
-  void adopt(ReductionPlan plan, std::vector<uint32_t> group);
+  void adopt(ReductionPlan plan, std::vector<uint32_t> group) NOSTALL_REQUIRES(mutex_);
 
   void run() noexcept;
   void planned_loop();
@@ -158,16 +156,16 @@ class Engine {
   void control(std::span<uint64_t> words);
   void add_new(std::vector<uint32_t>& ready);
   void reduce(Bucket& bucket);
-  void sleep_cycle(int64_t previous_ns);
+  void sleep_cycle(uint64_t cycle, int64_t previous_ns);
   void name_lacking(int64_t oldest, bool warn, bool give_up);
   void tell_late(std::span<const uint32_t> missing) const;
-  void check_for_stall();
+  void check_for_stall() NOSTALL_REQUIRES(mutex_);
   [[noreturn]] void stalled(const std::vector<uint32_t>& missing, int64_t since);
   std::string names(const std::vector<uint32_t>& tensors) const;
   void check_usable(const char* call) const;
-  Lock quiet(const char* call);
+  void check_quiet(const char* call) const NOSTALL_REQUIRES(mutex_);
   void compare_tensors();
-  void account();
+  void account() NOSTALL_REQUIRES(mutex_);
   void partition_cores();
   void give_cores_back() noexcept;
 
@@ -179,33 +177,39 @@ class Engine {
 
   // Apart, for a forked child cannot destroy what the parent's threads hold or wait for.
   struct Meeting {
-    std::mutex mutex;
-    std::condition_variable work, done;
+    Mutex mutex;
+    Condition work, done;
   };
   std::unique_ptr<Meeting> meeting_ = std::make_unique<Meeting>();
-  std::mutex& mutex_ = meeting_->mutex;
-  std::condition_variable &work_ = meeting_->work, &done_ = meeting_->done;
-  std::vector<Pending> pending_;
-  std::vector<uint32_t> contributors_;
-  uint64_t reduced_ = 0;  // tensors, in this step
-  uint64_t submitted_ = 0;
-  unsigned watchers_ = 0;  // threads in wait_for()
-  ReductionPlan plan_;
-  std::vector<std::unique_ptr<Bucket>> buckets_;  // of the plan's groups
-  std::vector<uint32_t> group_of_, missing_;      // missing_: tensors a group waits for
-  std::vector<uint32_t> index_of_;                // of a tensor in its group
-  std::vector<bool> begun_;                       // groups that have tensors of this step
-  size_t next_ = 0;                               // group
-  bool idle_ = true;                              // the thread holds no group
-  bool stop_ = false;
-  int64_t warned_ = 0;
-  int64_t complete_ns_ = 0;                 // when the group that is next became complete
-  std::span<const uint32_t> in_reduction_;  // the thread's own
-  std::exception_ptr error_;
-  EngineStats stats_;
-  std::optional<Activity> reducing_;  // from a step's first gradient to its last sum
+  Mutex& mutex_ = meeting_->mutex;
+  Condition &work_ = meeting_->work, &done_ = meeting_->done;
+  std::vector<Pending> pending_ NOSTALL_GUARDED_BY(mutex_);
+  std::vector<uint32_t> contributors_ NOSTALL_GUARDED_BY(mutex_);
+  uint64_t reduced_ NOSTALL_GUARDED_BY(mutex_) = 0;  // tensors, in this step
+  uint64_t submitted_ NOSTALL_GUARDED_BY(mutex_) = 0;
+  unsigned watchers_ NOSTALL_GUARDED_BY(mutex_) = 0;  // threads in wait_for()
+  ReductionPlan plan_ NOSTALL_GUARDED_BY(mutex_);
+  // Of the plan's groups; missing_: tensors a group waits for; begun_: has tensors of this step.
+  std::vector<std::unique_ptr<Bucket>> buckets_ NOSTALL_GUARDED_BY(mutex_);
+  std::vector<uint32_t> group_of_ NOSTALL_GUARDED_BY(mutex_), missing_ NOSTALL_GUARDED_BY(mutex_);
+  std::vector<bool> begun_ NOSTALL_GUARDED_BY(mutex_);
+  size_t next_ NOSTALL_GUARDED_BY(mutex_) = 0;   // group
+  bool idle_ NOSTALL_GUARDED_BY(mutex_) = true;  // the thread holds no group
+  bool stop_ NOSTALL_GUARDED_BY(mutex_) = false;
+  int64_t complete_ns_ NOSTALL_GUARDED_BY(mutex_) =
+      0;  // when the group that is next became complete
+  std::exception_ptr error_ NOSTALL_GUARDED_BY(mutex_);
+  EngineStats stats_ NOSTALL_GUARDED_BY(mutex_);
+  // From a step's first gradient to its last sum.
+  std::optional<Activity> reducing_ NOSTALL_GUARDED_BY(mutex_);
 
-  // Of the negotiating thread.
+  // Of a tensor in its group. Changes with the plan, between steps, and is read within a step.
+  std::vector<uint32_t> index_of_;
+
+  // Of the progress thread.
+  std::vector<Pending> taken_;  // what was submitted of the group in reduction
+  std::span<const uint32_t> in_reduction_;
+  int64_t warned_ = 0;
   std::vector<uint32_t> cache_;  // tensors whose order is known, in that order
   std::vector<bool> cached_, announced_;
   std::vector<std::vector<bool>> table_;  // rank 0: who has announced each tensor

@@ -21,21 +21,21 @@ constexpr uint64_t kShutdown = 1, kUncached = 2, kLacking = 4;
 
 void Engine::negotiated_loop() {
   int64_t previous = 0;
-  for (;;) {
-    sleep_cycle(previous);
+  for (uint64_t cycle = 0;; ++cycle) {
+    sleep_cycle(cycle, previous);
     const int64_t begin = now_ns();
     std::vector<uint32_t> ready;
     const bool go_on = negotiate(ready);
     const int64_t agreed = agreed_ns_ = now_ns();
     {
-      const std::scoped_lock lock(mutex_);
+      const MutexLock lock(mutex_);
       ++stats_.cycles;
       stats_.empty_cycles += ready.empty() ? 1 : 0;
       stats_.order_ns += agreed - begin;
       account();
     }
     if (!go_on) {
-      const std::scoped_lock lock(mutex_);
+      const MutexLock lock(mutex_);
       if (!stop_) {
         error_ = std::make_exception_ptr(Error(
             ErrorKind::peer, "another rank has closed its gradient engine: no more is reduced"));
@@ -56,15 +56,15 @@ void Engine::negotiated_loop() {
 }
 
 // HOROVOD_CYCLE_TIME - T_previous; with GS the least of all ranks, every N cycles.
-void Engine::sleep_cycle(int64_t previous_ns) {
+void Engine::sleep_cycle(uint64_t cycle, int64_t previous_ns) {
   int64_t sleep = std::max<int64_t>(0, config_.cycle.count() - previous_ns);
   const uint32_t every = config_.global_sleep_every;
   const int64_t begin = now_ns();
-  if (every > 0 && stats_.cycles % every == 0) sleep = transport_->all_min(sleep);
+  if (every > 0 && cycle % every == 0) sleep = transport_->all_min(sleep);
   const int64_t agreed = now_ns();
   if (sleep > 0) std::this_thread::sleep_for(std::chrono::nanoseconds(sleep));
   const int64_t now = now_ns();
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   stats_.order_ns += agreed - begin;
   stats_.sleep_ns += now - agreed;
   if (sleep == 0) return;
@@ -93,7 +93,7 @@ bool Engine::negotiate(std::vector<uint32_t>& ready) {
   bool uncached = false, stop = false;
   int64_t oldest = 0;
   {
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     stop = stop_;
     for (uint32_t t = 0; t < tensors_.size(); ++t) {
       const Pending& p = pending_[t];
@@ -116,7 +116,7 @@ bool Engine::negotiate(std::vector<uint32_t>& ready) {
   control(words);
   if (oldest != 0) {
     const int64_t stalled = std::min(transport_->waited_ns() - waited, now_ns() - begin);
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     stats_.order_wait_ns += stalled;
   }
   if (~words[0] & kShutdown) return false;
@@ -134,7 +134,7 @@ bool Engine::negotiate(std::vector<uint32_t>& ready) {
 void Engine::name_lacking(int64_t oldest, bool warn, bool give_up) {
   std::vector<uint8_t> mine(tensors_.size());
   {
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     for (uint32_t t = 0; t < tensors_.size(); ++t) {
       mine[t] = pending_[t].submitted && !pending_[t].reduced;
     }
@@ -163,7 +163,7 @@ void Engine::name_lacking(int64_t oldest, bool warn, bool give_up) {
 void Engine::add_new(std::vector<uint32_t>& ready) {
   std::vector<uint32_t> mine;
   {
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     for (uint32_t t = 0; t < tensors_.size(); ++t) {
       const Pending& p = pending_[t];
       if (p.submitted && !p.reduced && !cached_[t] && !announced_[t]) mine.push_back(t);

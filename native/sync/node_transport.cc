@@ -1,13 +1,12 @@
 // The transport of one node: a communicator for each plane.
 #include <atomic>
-#include <condition_variable>
 #include <cstring>
 #include <exception>
-#include <mutex>
 #include <optional>
 #include <thread>
 
 #include "base/clock.h"
+#include "base/mutex.h"
 #include "collective/communicator.h"
 #include "sync/transport.h"
 
@@ -43,7 +42,7 @@ class NodeTransport : public Transport {
 
   ~NodeTransport() override {
     {
-      const std::scoped_lock lock(mutex_);
+      const MutexLock lock(mutex_);
       stop_ = true;
     }
     changed_.notify_all();
@@ -96,7 +95,7 @@ class NodeTransport : public Transport {
 
   // A communicator blocks, so a thread of its own waits in it; the engine's thread only looks.
   void start_and(std::span<uint64_t> words) override {
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     if (!helper_.joinable()) helper_ = std::thread([this] { help(); });
     words_ = words;
     done_.store(false, std::memory_order_relaxed);
@@ -104,7 +103,7 @@ class NodeTransport : public Transport {
   }
   bool test() override {
     if (!done_.load(std::memory_order_acquire)) return false;
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     if (error_) std::rethrow_exception(error_);
     return true;
   }
@@ -118,9 +117,9 @@ class NodeTransport : public Transport {
 
  private:
   void help() {
-    std::unique_lock lock(mutex_);
+    MutexLock lock(mutex_);
     for (;;) {
-      changed_.wait(lock, [&] { return stop_ || words_; });
+      while (!stop_ && !words_) changed_.wait(lock);
       if (!words_) return;
       const std::span<uint64_t> words = *words_;
       lock.unlock();
@@ -142,11 +141,11 @@ class NodeTransport : public Transport {
   Communicator data_, control_;
   const Reducer and_, min_;
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::optional<std::span<uint64_t>> words_;
-  std::exception_ptr error_;
-  bool stop_ = false;
+  Mutex mutex_;
+  Condition changed_;
+  std::optional<std::span<uint64_t>> words_ NOSTALL_GUARDED_BY(mutex_);
+  std::exception_ptr error_ NOSTALL_GUARDED_BY(mutex_);
+  bool stop_ NOSTALL_GUARDED_BY(mutex_) = false;
   std::atomic<bool> done_{false};
   std::atomic<int64_t> helper_cpu_{0};
   std::thread helper_;
