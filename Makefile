@@ -127,6 +127,7 @@ campaign: build
 lint: $(STAMPS)/checkers build
 	@echo "layers, clang-format, ruff, mypy"
 	@$(BIN)/python scripts/check-layers
+	@scripts/check-locks $(CLANG) $(BIN)/python
 	@git ls-files '*.cc' '*.h' '*.c' | xargs $(CLANG_FORMAT) --dry-run -Werror
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .

@@ -4,11 +4,11 @@
 #include <cstdio>
 #include <cstring>
 #include <deque>
-#include <mutex>
 #include <string>
 #include <utility>
 
 #include "base/clock.h"
+#include "base/mutex.h"
 
 #ifdef NOSTALL_ERR_REVOKED
 // Not in every MPI that has the error.
@@ -27,6 +27,20 @@ constexpr int kNotice = 1;
 struct Notice {
   int32_t error_class = MPI_ERR_OTHER;
   std::array<char, 508> why{};
+};
+
+// What the MPI may still read or write at any later time. Places stay where they are.
+template <typename T>
+class Kept {
+ public:
+  T& add(T value) {
+    const MutexLock lock(mutex_);
+    return all_.emplace_back(std::move(value));
+  }
+
+ private:
+  Mutex mutex_;
+  std::deque<T> all_ NOSTALL_GUARDED_BY(mutex_);
 };
 
 Error error_of(int error_class, const std::string& why) {
@@ -99,13 +113,8 @@ void tell_other_nodes(CommunicatorState& state, const Error& why) noexcept {
     return;
   }
   // The MPI may read them at any time later.
-  static std::mutex mutex;
-  static std::deque<Notice> notices;
-  Notice* notice = nullptr;
-  {
-    const std::scoped_lock lock(mutex);
-    notice = &notices.emplace_back();
-  }
+  static Kept<Notice> notices;
+  Notice* const notice = &notices.add({});
   notice->error_class = class_of(why);
   std::snprintf(notice->why.data(), notice->why.size(), "on the node of rank %d: %s", state.rank,
                 why.what());
@@ -157,10 +166,8 @@ void Lookout::look() {
 }
 
 void keep(std::shared_ptr<void> memory) {
-  static std::mutex mutex;
-  static std::deque<std::shared_ptr<void>> kept;
-  const std::scoped_lock lock(mutex);
-  kept.push_back(std::move(memory));
+  static Kept<std::shared_ptr<void>> kept;
+  kept.add(std::move(memory));
 }
 
 void give_up(CommunicatorState& state, std::vector<MPI_Request>& requests) noexcept {

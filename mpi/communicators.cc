@@ -4,11 +4,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
-#include <mutex>
 #include <set>
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/mutex.h"
 #include "between.h"
 #include "collective/selection.h"
 #include "mpi_state.h"
@@ -21,19 +21,16 @@ extern "C" __attribute__((weak)) int PMPIX_Stream_progress(MPIX_Stream stream);
 namespace nostall::mpi {
 namespace {
 
-std::mutex& registry_mutex() {
-  static std::mutex mutex;
-  return mutex;
-}
-std::set<CommunicatorState*>& registry() {
-  static std::set<CommunicatorState*> all;
-  return all;
-}
-
-// Those of them whose communicator was freed.
-std::vector<CommunicatorState*>& ended() {
-  static std::vector<CommunicatorState*> all;
-  return all;
+struct Registry {
+  Mutex mutex;
+  std::set<CommunicatorState*> all NOSTALL_GUARDED_BY(mutex);
+  // Those of them whose communicator was freed.
+  std::vector<CommunicatorState*> ended NOSTALL_GUARDED_BY(mutex);
+  uint32_t next_id NOSTALL_GUARDED_BY(mutex) = 0;
+};
+Registry& registry() {
+  static Registry one;
+  return one;
 }
 
 // Counts communicators that ended: what a thread remembers of one is good for one count only, for
@@ -51,12 +48,13 @@ std::atomic<CommunicatorState*>& world() {
 int forget(MPI_Comm, int, void* attribute, void*) {
   endings().fetch_add(1);
   auto* state = static_cast<CommunicatorState*>(attribute);
-  const std::scoped_lock lock(registry_mutex());
-  if (registry().count(state) > 0) ended().push_back(state);
+  Registry& known = registry();
+  const MutexLock lock(known.mutex);
+  if (known.all.count(state) > 0) known.ended.push_back(state);
   // What was freed with work in flight stays until that is done.
-  std::erase_if(ended(), [](CommunicatorState* freed) {
+  std::erase_if(known.ended, [&known](CommunicatorState* freed) NOSTALL_REQUIRES(known.mutex) {
     if (freed->queue && !freed->queue->idle()) return false;
-    registry().erase(freed);
+    known.all.erase(freed);
     delete freed;
     return true;
   });
@@ -266,11 +264,11 @@ CommunicatorState* look_up(MPI_Comm comm, bool make) {
   } else if (!set_up(*made, comm)) {
     return nullptr;
   }
-  const std::scoped_lock lock(registry_mutex());
-  static uint32_t next = 0;
-  made->id = next++;
+  Registry& known = registry();
+  const MutexLock lock(known.mutex);
+  made->id = known.next_id++;
   CommunicatorState* state = made.release();
-  registry().insert(state);
+  known.all.insert(state);
   PMPI_Comm_set_attr(comm, keyval(), state);
   if (comm == MPI_COMM_WORLD && state->passed == Passed::no) world().store(state);
   return state;
@@ -304,10 +302,11 @@ CommunicatorState* world_state() noexcept { return world().load(std::memory_orde
 void free_states() {
   endings().fetch_add(1);
   world().store(nullptr, std::memory_order_release);
-  const std::scoped_lock lock(registry_mutex());
-  ended().clear();
-  for (CommunicatorState* state : registry()) delete state;
-  registry().clear();
+  Registry& known = registry();
+  const MutexLock lock(known.mutex);
+  known.ended.clear();
+  for (CommunicatorState* state : known.all) delete state;
+  known.all.clear();
 }
 
 Counters& counters() {

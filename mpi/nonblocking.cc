@@ -10,17 +10,17 @@
 namespace nostall::mpi {
 namespace {
 
-// Requests under way and whose they are; few at a time.
-std::mutex& requests_mutex() {
-  static std::mutex mutex;
-  return mutex;
-}
 struct Place {
   std::weak_ptr<Queue> queue;  // its communicator's alone: the queue's thread must not end it
   uint64_t number = 0;
 };
-std::map<MPI_Request, Place>& requests() {
-  static std::map<MPI_Request, Place> all;
+// Requests under way and their queues; few at a time.
+struct Requests {
+  Mutex mutex;
+  std::map<MPI_Request, Place> places NOSTALL_GUARDED_BY(mutex);
+};
+Requests& requests() {
+  static Requests all;
   return all;
 }
 std::atomic<uint64_t>& under_way() {
@@ -60,7 +60,7 @@ uint64_t nonblocking_from() {
 Queue::~Queue() {
   drain();
   {
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     ends_ = true;
   }
   more_.notify_all();
@@ -78,12 +78,13 @@ int Queue::start(std::function<int()> operation, MPI_Request* request) {
   entry->operation = [run = std::move(operation), state] { return *state = run(); };
   uint64_t until = 0;
   {
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     waiting_.push_back(entry);
     ++started_;
     {
-      const std::scoped_lock of_requests(requests_mutex());
-      requests()[*request] = {weak_from_this(), started_};
+      Requests& all = requests();
+      const MutexLock of_requests(all.mutex);
+      all.places[*request] = {weak_from_this(), started_};
     }
     under_way().fetch_add(1, std::memory_order_relaxed);
     try {
@@ -99,23 +100,24 @@ int Queue::start(std::function<int()> operation, MPI_Request* request) {
 
 void Queue::run_until(uint64_t number) {
   for (;;) {
-    const std::scoped_lock one_at_a_time(running_);
+    const MutexLock one_at_a_time(running_);
     std::shared_ptr<Entry> next;
     {
-      const std::scoped_lock lock(mutex_);
+      const MutexLock lock(mutex_);
       if (finished_ >= number) return;
       next = waiting_.front();
       waiting_.pop_front();
     }
     next->operation();
     {
-      const std::scoped_lock of_requests(requests_mutex());
-      requests().erase(next->request);
+      Requests& all = requests();
+      const MutexLock of_requests(all.mutex);
+      all.places.erase(next->request);
     }
     under_way().fetch_sub(1, std::memory_order_relaxed);
     // From here on the program may free the request, and its handle may be used again.
     PMPI_Grequest_complete(next->request);
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     ++finished_;
   }
 }
@@ -124,8 +126,8 @@ void Queue::serve() {
   for (;;) {
     uint64_t until = 0;
     {
-      std::unique_lock lock(mutex_);
-      more_.wait(lock, [this] { return ends_ || started_ > finished_; });
+      MutexLock lock(mutex_);
+      while (!ends_ && started_ == finished_) more_.wait(lock);
       if (started_ == finished_) return;
       until = finished_ + 1;
     }
@@ -136,7 +138,7 @@ void Queue::serve() {
 void Queue::drain() {
   uint64_t until = 0;
   {
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     if (started_ == finished_) return;
     until = started_;
   }
@@ -144,7 +146,7 @@ void Queue::drain() {
 }
 
 bool Queue::idle() const {
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   return started_ == finished_;
 }
 
@@ -152,9 +154,10 @@ void finish(MPI_Request request) {
   if (under_way().load(std::memory_order_relaxed) == 0) return;
   Place ours;
   {
-    const std::scoped_lock lock(requests_mutex());
-    const auto found = requests().find(request);
-    if (found != requests().end()) ours = found->second;
+    Requests& all = requests();
+    const MutexLock lock(all.mutex);
+    const auto found = all.places.find(request);
+    if (found != all.places.end()) ours = found->second;
   }
   if (const auto queue = ours.queue.lock()) queue->run_until(ours.number);
 }

@@ -14,13 +14,13 @@
 
 #include <mpi.h>
 
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <thread>
+
+#include "base/mutex.h"
 
 namespace nostall::mpi {
 
@@ -52,13 +52,14 @@ class Queue : public std::enable_shared_from_this<Queue> {
   };
   void serve();
 
-  mutable std::mutex mutex_;  // of what follows
-  std::condition_variable more_;
-  std::deque<std::shared_ptr<Entry>> waiting_;
-  uint64_t started_ = 0, finished_ = 0;
-  bool ends_ = false;
-  std::thread thread_;
-  std::mutex running_;  // held by who runs an entry
+  mutable Mutex mutex_;
+  Condition more_;
+  std::deque<std::shared_ptr<Entry>> waiting_ NOSTALL_GUARDED_BY(mutex_);
+  uint64_t started_ NOSTALL_GUARDED_BY(mutex_) = 0;
+  uint64_t finished_ NOSTALL_GUARDED_BY(mutex_) = 0;
+  bool ends_ NOSTALL_GUARDED_BY(mutex_) = false;
+  std::thread thread_ NOSTALL_GUARDED_BY(mutex_);
+  Mutex running_;  // held by the thread that runs an entry
 };
 
 // Returns when the request has run, if it is one of ours; helps.

@@ -15,13 +15,13 @@
 #include <limits>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <new>
 #include <span>
 #include <string_view>
 #include <utility>
 
 #include "base/clock.h"
+#include "base/mutex.h"
 #include "mpi_state.h"
 
 namespace nostall::mpi {
@@ -145,20 +145,22 @@ struct Known {
 };
 
 struct Profile {
-  std::mutex mutex;
+  Mutex mutex;
   std::string directory;
   uint64_t most = 1 << 20;
-  uint64_t dropped = 0;
-  std::vector<std::unique_ptr<Block>> blocks;
-  size_t chunks = 0;         // of all blocks
-  std::vector<Chunk*> idle;  // that no thread fills
-  uint64_t granted = 0;      // records for which the blocks have room
-  bool no_memory = false;    // the system had none; what needs more is dropped from then on
-  std::vector<Reading> readings;
-  std::map<uint32_t, Known> communicators;  // by their id
+  uint64_t dropped NOSTALL_GUARDED_BY(mutex) = 0;
+  std::vector<std::unique_ptr<Block>> blocks NOSTALL_GUARDED_BY(mutex);
+  size_t chunks NOSTALL_GUARDED_BY(mutex) = 0;         // of all blocks
+  std::vector<Chunk*> idle NOSTALL_GUARDED_BY(mutex);  // that no thread fills
+  // Records for which the blocks have room.
+  uint64_t granted NOSTALL_GUARDED_BY(mutex) = 0;
+  // The system had none; what needs more is dropped from then on.
+  bool no_memory NOSTALL_GUARDED_BY(mutex) = false;
+  std::vector<Reading> readings NOSTALL_GUARDED_BY(mutex);
+  std::map<uint32_t, Known> communicators NOSTALL_GUARDED_BY(mutex);  // by their id
   Comparison begin, end;
 
-  uint64_t records() const {
+  uint64_t records() const NOSTALL_REQUIRES(mutex) {
     uint64_t sum = 0;
     for (const auto& block : blocks) {
       for (const Chunk& chunk : block->chunks()) sum += chunk.records().size();
@@ -166,7 +168,7 @@ struct Profile {
     return sum;
   }
   // Throws std::bad_alloc, and has granted nothing then.
-  void grant() {
+  void grant() NOSTALL_REQUIRES(mutex) {
     auto block = std::make_unique<Block>(most - granted);
     chunks += block->chunks().size();
     idle.reserve(chunks);  // giving a chunk back needs no memory
@@ -261,7 +263,7 @@ void share_readings(MPI_Comm node, std::vector<Reading>& readings) {
   PMPI_Bcast(readings.data(), static_cast<int>(2 * many), MPI_UINT64_T, 0, node);
 }
 
-std::string header(const Profile& p, int rank, int ranks) {
+std::string header(const Profile& p, int rank, int ranks) NOSTALL_REQUIRES(p.mutex) {
   std::array<char, 512> line{};
   std::string text =
       "{\"nostall\": \"mpi profile\", \"version\": 1, \"rank\": " + std::to_string(rank) +
@@ -308,13 +310,13 @@ const bool reads_tsc = [] {
 void profile_begin() {
   Profile& p = *profile();
   {
-    const std::scoped_lock lock(p.mutex);
+    const MutexLock lock(p.mutex);
     p.readings.push_back(read_clocks());  // before any rank of the node leaves the comparison
   }
   MPI_Comm node = ranks_of_node();
   p.begin = compare_clocks(node);
   PMPI_Comm_free(&node);
-  const std::scoped_lock lock(p.mutex);
+  const MutexLock lock(p.mutex);
   try {
     while (p.blocks.size() < kFirstBlocks && p.granted < p.most) p.grant();
   } catch (const std::bad_alloc&) {
@@ -328,7 +330,7 @@ void profile_end() {
   p.end = compare_clocks(node);
   std::vector<Reading> readings;
   {
-    const std::scoped_lock lock(p.mutex);
+    const MutexLock lock(p.mutex);
     readings = p.readings;
   }
   const Reading last = read_clocks();  // after the last calls of all ranks of the node
@@ -341,7 +343,7 @@ void profile_end() {
   PMPI_Comm_size(MPI_COMM_WORLD, &ranks);
   ::mkdir(p.directory.c_str(), 0777);
   const std::string path = p.directory + "/mpi-" + std::to_string(rank) + ".profile";
-  const std::scoped_lock lock(p.mutex);
+  const MutexLock lock(p.mutex);
   const auto close = [](std::FILE* file) { std::fclose(file); };
   const std::unique_ptr<std::FILE, decltype(close)> file(std::fopen(path.c_str(), "wb"), close);
   const std::string text = header(p, rank, ranks);
@@ -383,7 +385,7 @@ struct GivesBack {
   GivesBack() = default;
   ~GivesBack() {
     Profile& p = *profile();
-    const std::scoped_lock lock(p.mutex);
+    const MutexLock lock(p.mutex);
     if (!filling->full()) p.idle.push_back(filling);
     filling = nullptr;
     ended = true;
@@ -393,7 +395,7 @@ struct GivesBack {
 };
 
 // A chunk with room for this thread; throws std::bad_alloc.
-bool take_chunk(Profile& p) {
+bool take_chunk(Profile& p) NOSTALL_REQUIRES(p.mutex) {
   if (filling != nullptr && !filling->full()) return true;
   if (p.idle.empty() && p.granted < p.most) p.grant();
   if (p.idle.empty()) return false;
@@ -407,7 +409,7 @@ bool take_chunk(Profile& p) {
 }
 
 // Whether the communicator's next call has a place; throws std::bad_alloc.
-bool take_place(Profile& p, CommunicatorState& state) {
+bool take_place(Profile& p, CommunicatorState& state) NOSTALL_REQUIRES(p.mutex) {
   Known& known = p.communicators
                      .try_emplace(state.id, Known{state.name, static_cast<uint64_t>(state.ranks),
                                                   static_cast<uint64_t>(state.node_ranks)})
@@ -420,7 +422,7 @@ bool take_place(Profile& p, CommunicatorState& state) {
 // call that got none the communicator is not `recorded`, so that its later ones come here too.
 bool make_room(CommunicatorState* state) noexcept {
   Profile& p = *profile();
-  const std::scoped_lock lock(p.mutex);
+  const MutexLock lock(p.mutex);
   bool place = false;
   try {
     place = state != nullptr && !p.no_memory && take_place(p, *state);
