@@ -96,6 +96,9 @@ nb::dlpack::dtype numpy_type(image::Type type) {
   return {static_cast<uint8_t>(nb::dlpack::dtype_code::Float), bits, 1};
 }
 
+// Bytes that a thread keeps from image to image.
+constexpr size_t kKeptScratch = size_t{16} << 20;
+
 nb::object apply(const image::Pipeline& pipeline, nb::handle encoded, uint64_t seed, uint32_t epoch,
                  uint64_t sample) {
   Bytes keep;
@@ -105,7 +108,10 @@ nb::object apply(const image::Pipeline& pipeline, nb::handle encoded, uint64_t s
   {
     const nb::gil_scoped_release release;
     thread_local image::Scratch scratch;
-    pipeline.apply(bytes, {seed, epoch, sample}, scratch, {data.get(), output.bytes()}).take();
+    auto result =
+        pipeline.apply(bytes, {seed, epoch, sample}, scratch, {data.get(), output.bytes()});
+    scratch.trim(kKeptScratch);
+    std::move(result).take();
   }
   const size_t h = output.height, w = output.width;
   const nb::dlpack::dtype type = numpy_type(output.type);

@@ -315,7 +315,7 @@ void bind_stage(nb::module_& m) {
           const stage::Memory memory = loader.memory();
           const auto& cache = loader.config().cache;
           return std::make_tuple(cache ? cache->ram_bytes() : 0, cache ? cache->file_bytes() : 0,
-                                 memory.staging, memory.io_buffers);
+                                 memory.staging, memory.io_buffers, memory.decoding);
         });
       });
 }

@@ -1,6 +1,7 @@
 #include "image/pipeline.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -34,6 +35,7 @@ uint16_t to_half(float value) {
 }
 
 struct StageBuffers {
+  explicit StageBuffers(HeldBytes* counted) : narrow(counted), row(counted), padded(counted) {}
   Filter x, y;
   Buffer narrow, row, padded;
   std::vector<const uint8_t*> rows;
@@ -230,13 +232,27 @@ size_t size_of(Type type) { return type == Type::float32 ? 4 : type == Type::flo
 size_t Output::bytes() const noexcept { return size_t{height} * width * 3 * size_of(type); }
 
 struct Scratch::Impl {
+  explicit Impl(HeldBytes* counted)
+      : decoded(counted), middle{Buffer(counted), Buffer(counted)}, line(counted), stage(counted) {}
   Buffer decoded, middle[2], line;
   StageBuffers stage;
+  std::array<Buffer*, 7> buffers() noexcept {
+    return {&decoded, &middle[0], &middle[1], &line, &stage.narrow, &stage.row, &stage.padded};
+  }
 };
-Scratch::Scratch() : impl_(std::make_unique<Impl>()) {}
+Scratch::Scratch(HeldBytes* counted) : impl_(std::make_unique<Impl>(counted)) {}
 Scratch::~Scratch() = default;
 Scratch::Scratch(Scratch&&) noexcept = default;
 Scratch& Scratch::operator=(Scratch&&) noexcept = default;
+size_t Scratch::bytes() const noexcept {
+  size_t bytes = 0;
+  for (const Buffer* buffer : impl_->buffers()) bytes += buffer->size();
+  return bytes;
+}
+void Scratch::trim(size_t most) noexcept {
+  if (bytes() <= most) return;
+  for (Buffer* buffer : impl_->buffers()) buffer->release();
+}
 
 struct Pipeline::Impl {
   std::vector<Step> steps;

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "image/bitmap.h"
 #include "image/pixels.h"
 
 namespace nostall::image {
@@ -70,10 +71,15 @@ struct Options {
 // Buffers that one thread reuses from image to image.
 class Scratch {
  public:
-  Scratch();
+  explicit Scratch(HeldBytes* counted = nullptr);  // which outlives it
   ~Scratch();
   Scratch(Scratch&&) noexcept;
   Scratch& operator=(Scratch&&) noexcept;
+  // Bytes that are held for the next image.
+  size_t bytes() const noexcept;
+  // Gives all of them back if they are more than `most`: one large image must not cost its memory
+  // for the rest of the job.
+  void trim(size_t most) noexcept;
   struct Impl;
   Impl& impl() noexcept { return *impl_; }
 

@@ -5,6 +5,7 @@
 #include "stage/run.h"
 
 namespace nostall::stage {
+
 Loader::Loader(LoaderConfig config)
     : config_(std::move(config)),
       batch_pool_(std::make_shared<BufferPool>(config_.staging_bytes)),
@@ -43,7 +44,7 @@ std::unique_ptr<Batch> Loader::next(std::chrono::nanoseconds timeout) {
   if (closed_) throw Error(ErrorKind::stopped, "the loader is closed");
   if (batches_per_epoch() == 0) throw Error(ErrorKind::usage, "an epoch has no batches");
   if (!run_) {
-    run_ = std::make_unique<Run>(config_, batch_pool_, raw_pool_, speeds_, position_);
+    run_ = std::make_unique<Run>(config_, batch_pool_, raw_pool_, speeds_, decoding_, position_);
   }
   std::unique_ptr<Batch> batch = run_->next(timeout);
   if (batch) {
@@ -74,7 +75,9 @@ void Loader::close() {
   closed_ = true;
 }
 
-Memory Loader::memory() const { return {batch_pool_->bytes(), raw_pool_->bytes()}; }
+Memory Loader::memory() const {
+  return {batch_pool_->bytes(), raw_pool_->bytes(), decoding_.most()};
+}
 
 uint64_t Loader::batches_per_epoch() const noexcept { return plan::batches_per_epoch(config_.job); }
 

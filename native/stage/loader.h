@@ -13,12 +13,13 @@
 // they were finished in.
 //
 // Bounds: at most `staging_bytes` of batches are in flight (never fewer than two batches), at most
-// `io_bytes` of transient raw bytes; batches handed out belong to the consumer. Nothing spins;
-// every wait ends on stop. A stage that is full costs no CPU time. Order: batch h of epoch e is
-// what the plan says, whatever fails. A sample that cannot be read or decoded ends the iteration
-// (OnError::raise) or is replaced by another one that follows from (seed, sample) alone, on every
-// rank alike (OnError::substitute). Thread-safety: next(), seek() and the destructor from one
-// thread at a time.
+// `io_bytes` of transient raw bytes; transform threads keep at most as much again for the next
+// images, and give back what a larger one took as soon as it is done; batches handed out belong to
+// the consumer. Nothing spins; every wait ends on stop. A stage that is full costs no CPU time.
+// Order: batch h of epoch e is what the plan says, whatever fails. A sample that cannot be read or
+// decoded ends the iteration (OnError::raise) or is replaced by another one that follows from
+// (seed, sample) alone, on every rank alike (OnError::substitute). Thread-safety: next(), seek()
+// and the destructor from one thread at a time.
 #pragma once
 
 #include <array>
@@ -106,6 +107,7 @@ struct Batch {
 struct Memory {
   uint64_t staging = 0;     // bytes of batch buffers, those of the consumer included
   uint64_t io_buffers = 0;  // bytes of transient raw buffers
+  uint64_t decoding = 0;    // most bytes that the transform threads held at once
 };
 
 class Loader {
@@ -136,6 +138,7 @@ class Loader {
   LoaderConfig config_;
   std::shared_ptr<BufferPool> batch_pool_, raw_pool_;
   std::array<SpeedEstimate, kOrigins> speeds_;
+  image::HeldBytes decoding_;
   Position position_;
   int owner_pid_;
   bool closed_ = false;

@@ -23,11 +23,12 @@ constexpr size_t kMaxChunk = 4096;  // samples that one fetch thread holds at on
 
 Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_pool,
                  std::shared_ptr<BufferPool> raw_pool, std::array<SpeedEstimate, kOrigins>& speeds,
-                 Position start)
+                 image::HeldBytes& decoding, Position start)
     : config_(config),
       batch_pool_(std::move(batch_pool)),
       raw_pool_(std::move(raw_pool)),
       speeds_(speeds),
+      decoding_(decoding),
       sizes_(config.source->sizes()),
       batches_per_epoch_(plan::batches_per_epoch(config.job)),
       cursor_(start) {

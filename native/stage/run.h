@@ -41,7 +41,7 @@ class Loader::Run {
  public:
   Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_pool,
       std::shared_ptr<BufferPool> raw_pool, std::array<SpeedEstimate, kOrigins>& speeds,
-      Position start);
+      image::HeldBytes& decoding, Position start);
   ~Run();
 
   std::unique_ptr<Batch> next(std::chrono::nanoseconds timeout);
@@ -130,6 +130,7 @@ class Loader::Run {
   const LoaderConfig& config_;
   const std::shared_ptr<BufferPool> batch_pool_, raw_pool_;
   std::array<SpeedEstimate, kOrigins>& speeds_;
+  image::HeldBytes& decoding_;
   std::atomic<double> best_source_{0.0};  // seconds a byte, the best there was
   std::atomic<uint64_t> own_bytes_{0};    // read for the tiers alone, not yet in any batch's count
   const std::span<const uint64_t> sizes_;

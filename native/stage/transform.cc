@@ -1,4 +1,5 @@
 // The transform threads, and what stands in for a sample that cannot be used.
+#include <algorithm>
 #include <cstring>
 
 #include "base/clock.h"
@@ -27,7 +28,8 @@ std::span<std::byte> Loader::Run::place_of(Work work) const {
 }
 
 void Loader::Run::transform_loop(std::stop_token stop) {
-  image::Scratch scratch;
+  image::Scratch scratch(&decoding_);
+  const uint64_t keep = config_.io_bytes / std::max(1u, config_.workers);
   const std::unique_ptr<source::Reader> reader =
       config_.source->make_reader(source::ReaderKind::pread, 1);
   for (;;) {
@@ -44,6 +46,7 @@ void Loader::Run::transform_loop(std::stop_token stop) {
       if (!batch.buffer) batch.buffer = batch_pool_->take(batch.bytes);
     }
     transform(work, scratch, *reader);
+    scratch.trim(keep);
     bool done = false;
     {
       const std::scoped_lock lock(mutex_);

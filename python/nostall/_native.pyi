@@ -506,7 +506,7 @@ class Loader:
         """
 
     @property
-    def memory(self) -> tuple[int, int, int, int]: ...
+    def memory(self) -> tuple[int, int, int, int, int]: ...
 
 class HorovodTimeline:
     """Operations of a Horovod timeline (native/timeline/horovod.h)."""

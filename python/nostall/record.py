@@ -1,8 +1,10 @@
-"""Keeps what happened to each batch, one small entry a batch, until somebody asks for the stats."""
+"""Keeps what happened to the last batches and epochs, and sums of what came before them."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -11,7 +13,11 @@ from nostall.stats import ORIGINS, BatchRecords, EpochStats, OriginStats, Stats,
 if TYPE_CHECKING:
     from nostall import _native
 
-_POOLS = ("ram_tier", "file_tier", "staging", "io_buffers")
+_POOLS = ("ram_tier", "file_tier", "staging", "io_buffers", "decoding")
+
+# What is kept whole: at most twice as many batches, 72 bytes each, and as many epochs.
+_BATCHES = 1 << 15
+_EPOCHS = 500
 
 
 class Recorder:
@@ -24,10 +30,10 @@ class Recorder:
         self._epochs: list[EpochStats] = []
         self._epoch_start = 0.0
         self._current: _Running | None = None
-        self._columns: dict[str, list[float]] = {
-            name: [] for name in ("epoch", "batch", "time", "wait", *ORIGINS, "queue")
+        self._columns = {
+            name: array("d") for name in ("epoch", "batch", "time", "wait", *ORIGINS, "queue")
         }
-        self._memory = (0, 0, 0, 0)
+        self._memory = [0] * len(_POOLS)
         self.live: Callable[[Recorder, int, int, int], None] | None = None
 
     def totals(self) -> tuple[EpochStats, dict[str, int]]:
@@ -50,7 +56,7 @@ class Recorder:
         self,
         batch: _native.Batch,
         wait: float,
-        memory: tuple[int, int, int, int],
+        memory: tuple[int, ...],
         substituted: list[tuple[int, int, str]],
     ) -> None:
         running = self._current
@@ -65,12 +71,7 @@ class Recorder:
                 running.origins[i][j] += value
         running.decode += batch.transform_seconds
         running.substituted += [bad for bad, _, _ in (*batch.substitutions, *substituted)]
-        self._memory = (
-            max(self._memory[0], memory[0]),
-            max(self._memory[1], memory[1]),
-            max(self._memory[2], memory[2]),
-            max(self._memory[3], memory[3]),
-        )
+        self._memory = [max(pair) for pair in zip(self._memory, memory, strict=True)]
         row = (
             batch.epoch,
             batch.index,
@@ -81,6 +82,8 @@ class Recorder:
         )
         for column, value in zip(self._columns.values(), row, strict=True):
             column.append(value)
+            if len(column) > 2 * _BATCHES:
+                del column[:-_BATCHES]
         if self.live is not None:
             self.live(self, batch.epoch, batch.index, batch.queue)
 
@@ -89,6 +92,8 @@ class Recorder:
         if self._current is running:
             self._epochs.append(running.freeze())
             self._current = None
+            if len(self._epochs) > 2 * _EPOCHS:
+                self._epochs = [_summed(self._epochs[:-_EPOCHS]), *self._epochs[-_EPOCHS:]]
 
     def is_current(self, running: _Running) -> bool:
         """Whether no other iteration has begun."""
@@ -107,6 +112,12 @@ class Recorder:
             memory=dict(zip(_POOLS, self._memory, strict=True)),
             peers=peers or {},
         )
+
+
+def _summed(epochs: list[EpochStats]) -> EpochStats:
+    """Epochs as one, which does not grow with their number."""
+    total = add_up(epochs)
+    return dataclasses.replace(total, substituted=sorted(set(total.substituted)))
 
 
 class _Running:

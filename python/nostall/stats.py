@@ -32,7 +32,10 @@ class OriginStats:
 
 @dataclass(frozen=True)
 class EpochStats:
-    """One epoch of one rank, or of several ranks together (then seconds are the slowest's)."""
+    """One epoch of one rank, or of several ranks together (then seconds are the slowest's).
+
+    Of a job of very many epochs the oldest are one entry, whose `epoch` is -1.
+    """
 
     epoch: int
     seconds: float
@@ -52,7 +55,8 @@ class EpochStats:
 
 @dataclass(frozen=True)
 class BatchRecords:
-    """Columns with one entry per batch: when it was handed out, the wait for it, its origins.
+    """Columns with one entry for each of the last batches: when it was handed out, the wait for it,
+    its origins.
 
     `time` is in seconds since the loader was made, `wait` in seconds; `ram`, `file`, `peer` and
     `source` count samples; `queue` counts finished batches behind it.
@@ -174,7 +178,7 @@ class Stats:
 
     def rows(self) -> list[tuple[str, ...]]:
         """The table's cells, a row per epoch and one for the total."""
-        rows = [_row(str(e.epoch), e) for e in self.epochs]
+        rows = [_row(str(e.epoch) if e.epoch >= 0 else "earlier", e) for e in self.epochs]
         if len(self.epochs) > 1:
             rows.append(_row("all", add_up(self.epochs)))
         return rows
@@ -306,7 +310,11 @@ def merge(ranks: Sequence[Stats]) -> Stats:
         for name in BatchRecords.__dataclass_fields__
     }
     shared = {name: max(s.memory[name] for s in ranks) for name in ("ram_tier", "file_tier")}
-    own = {name: sum(s.memory[name] for s in ranks) for name in ("staging", "io_buffers")}
+    # Statistics of earlier releases do not have all pools.
+    own = {
+        name: sum(s.memory.get(name, 0) for s in ranks)
+        for name in ("staging", "io_buffers", "decoding")
+    }
     return Stats(
         rank=-1,
         world_size=ranks[0].world_size,

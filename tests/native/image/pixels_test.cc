@@ -95,5 +95,29 @@ TEST(Pixels, AreCroppedLikeADecodedImage) {
   }
 }
 
+TEST(Pixels, ScratchMemoryIsCountedAndGivenBackAfterALargeImage) {
+  Options options;
+  options.pixels = Pixels{600, 500, 1, false, false};
+  const Pipeline pipeline = Pipeline::compile(std::vector<Step>{Resize{8, 8}}, options);
+  std::vector<std::byte> out(pipeline.output().bytes());
+  HeldBytes held;
+  {
+    Scratch scratch(&held);
+    ASSERT_TRUE(pipeline.apply(sample_of(*options.pixels), {}, scratch, out));
+    EXPECT_GE(scratch.bytes(), 600u * 500 * 4);
+    EXPECT_EQ(held.now(), scratch.bytes());
+    scratch.trim(scratch.bytes());
+    EXPECT_GE(scratch.bytes(), 600u * 500 * 4);
+    scratch.trim(scratch.bytes() - 1);
+    EXPECT_EQ(scratch.bytes(), 0u);
+    EXPECT_EQ(held.now(), 0u);
+    const std::vector<std::byte> before = out;
+    ASSERT_TRUE(pipeline.apply(sample_of(*options.pixels), {}, scratch, out));
+    EXPECT_EQ(out, before);
+  }
+  EXPECT_EQ(held.now(), 0u);
+  EXPECT_GE(held.most(), 600u * 500 * 4);
+}
+
 }  // namespace
 }  // namespace nostall::image

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+import nostall
 from nostall import _native, errors
 from nostall import transforms as t
 
@@ -235,3 +237,23 @@ def test_random_boxes_have_torchvisions_distribution() -> None:
 def test_wrong_parameters_are_usage_errors(make: Any) -> None:
     with pytest.raises(errors.UsageError):
         make()
+
+
+def test_memory_for_large_images_is_counted_and_given_back(tmp_path: Path) -> None:
+    side, folder = 5000, tmp_path / "class0"
+    folder.mkdir()
+    for i in range(2):
+        Image.new("RGB", (side, side), (i, 0, 0)).save(folder / f"{i}.png", compress_level=1)
+
+    def resident() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("RssAnon:")[1].split()[0]) * 1024
+
+    with nostall.DataLoader(
+        nostall.ImageFolder(tmp_path, index=False), 1, transforms=[t.Resize((8, 8))],
+        output="numpy", threads=2, tiers=[],
+    ) as loader:  # fmt: skip
+        before = resident()
+        assert len(list(loader)) == 2
+        assert loader.stats().memory["decoding"] >= 4 * side**2
+        assert resident() - before < side**2, "a quarter of what one image takes"

@@ -31,7 +31,7 @@ epochs = st.builds(
     substituted=st.lists(counts, max_size=3),
 )
 memory = st.fixed_dictionaries(
-    dict.fromkeys(("ram_tier", "file_tier", "staging", "io_buffers"), counts)
+    dict.fromkeys(("ram_tier", "file_tier", "staging", "io_buffers", "decoding"), counts)
 )
 
 
@@ -59,7 +59,13 @@ def stats(rank: int = 0, *, stall: float = 1.0, source: int = 10) -> Stats:
         ],
         batches=BatchRecords(*([float(rank), 1.0] for _ in range(9))),
         lower_bound_bytes=16,
-        memory={"ram_tier": 100 + rank, "file_tier": 5, "staging": 7, "io_buffers": 1},
+        memory={
+            "ram_tier": 100 + rank,
+            "file_tier": 5,
+            "staging": 7,
+            "io_buffers": 1,
+            "decoding": 9,
+        },
         peers={"fetched": 3 + rank},
     )
 
@@ -86,7 +92,13 @@ def test_ranks_add_up_and_the_slowest_counts() -> None:
     assert both.epochs[0].substituted == [0, 1]
     assert both.batches.wait == [0.0, 1.0, 1.0, 1.0]
     # Tiers are shared by the ranks, buffers are each rank's own.
-    assert both.memory == {"ram_tier": 101, "file_tier": 5, "staging": 14, "io_buffers": 2}
+    assert both.memory == {
+        "ram_tier": 101,
+        "file_tier": 5,
+        "staging": 14,
+        "io_buffers": 2,
+        "decoding": 18,
+    }
 
 
 def test_only_ranks_of_one_job_are_merged() -> None:
