@@ -15,31 +15,22 @@ import dataclasses
 import importlib
 import json
 import multiprocessing
-import multiprocessing.connection
 import os
 import platform
 import sys
 import time
-import traceback
 from pathlib import Path
 
 from campaigns.outcome import Outcome, Task
+from campaigns.serving import serve
 
 HERE = Path(__file__).parent
-NO_CAMPAIGN = {"__init__", "__main__", "outcome"}
+NO_CAMPAIGN = {"__init__", "__main__", "outcome", "serving"}
 
 
 def names() -> list[str]:
     found = [p.stem for p in HERE.glob("*.py") if p.stem not in NO_CAMPAIGN]
     return sorted(n for n in found if "\nFULL = " in (HERE / f"{n}.py").read_text())
-
-
-def serve(name: str, task: Task, answer: multiprocessing.connection.Connection) -> None:
-    os.setsid()
-    try:
-        answer.send(importlib.import_module(f"campaigns.{name}").run(task))
-    except BaseException:
-        answer.send(Outcome(cases=0, failures=[traceback.format_exc()]))
 
 
 def run(name: str, task: Task, seconds: float) -> Outcome:
