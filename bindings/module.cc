@@ -62,6 +62,7 @@ NB_MODULE(_native, m) {
       error.discard_as_unraisable("nostall's log");
     }
   });
+  bind_base(m);
   bind_plan(m);
   bind_source(m);
   bind_records(m);

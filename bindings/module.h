@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+void bind_base(nanobind::module_& m);
 void bind_plan(nanobind::module_& m);
 void bind_source(nanobind::module_& m);
 void bind_records(nanobind::module_& m);

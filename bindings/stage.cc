@@ -165,16 +165,16 @@ stage::Sharing sharing_of(const std::string& name) {
 }
 
 using TierTuple =
-    std::tuple<std::string, uint64_t, std::string, bool>;  // kind, capacity, path, keep
+    std::tuple<std::string, uint64_t, std::string, bool, bool>;  // TierSpec of nostall/sizes.py
 
 std::vector<tier::TierSpec> tiers_of(const std::vector<TierTuple>& tuples) {
   std::vector<tier::TierSpec> tiers;
-  for (const auto& [kind, capacity, path, keep] : tuples) {
+  for (const auto& [kind, capacity, path, keep, modest] : tuples) {
     if (kind != "ram" && kind != "file") {
       throw Error(ErrorKind::usage, "a tier is 'ram' or 'file', not '" + kind + "'");
     }
     tiers.push_back(
-        {kind == "ram" ? tier::TierKind::ram : tier::TierKind::file, capacity, path, keep});
+        {kind == "ram" ? tier::TierKind::ram : tier::TierKind::file, capacity, path, keep, modest});
   }
   return tiers;
 }

@@ -5,6 +5,7 @@
 // with magic, version and layout size, so that builds that do not agree refuse each other.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -45,9 +46,15 @@ struct CatalogHeader {
 };
 
 inline constexpr uint64_t kCatalogMagic = 0x315441434c54534e;  // "NSTLCAT1"
-inline constexpr uint32_t kCatalogVersion = 2;
-// Memory is taken from the system in pieces of this size, just before it is first touched.
-inline constexpr uint64_t kChunk = uint64_t{32} << 20;
+inline constexpr uint32_t kCatalogVersion = 3;
+
+// Memory is taken from the system in pieces of this size, just before it is first touched: a 64th
+// of the arena, in whole MiB up to 32, so that ranks which look at a limit at the same time pass it
+// by little.
+constexpr uint64_t chunk_bytes(uint64_t arena_bytes) {
+  constexpr uint64_t mib = uint64_t{1} << 20;
+  return std::clamp(arena_bytes / 64 / mib, uint64_t{1}, uint64_t{32}) * mib;
+}
 
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 static_assert(std::atomic<uint64_t>::is_always_lock_free);

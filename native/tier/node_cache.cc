@@ -10,6 +10,7 @@
 #include <new>
 
 #include "base/futex.h"
+#include "base/limits.h"
 #include "base/lock.h"
 #include "base/log.h"
 #include "base/mapping.h"
@@ -38,6 +39,7 @@ class NodeCacheImpl final : public NodeCache {
                 const plan::Placement& placement)
       : config_(config),
         files_(config.files ? *config.files : FileSystem::real()),
+        limits_(config.shm_directory, config.proc_directory),
         names_(shm_names(config.shm_directory, config.job)),
         sizes_(sizes.begin(), sizes.end()),
         tier_(placement.tier),
@@ -50,6 +52,7 @@ class NodeCacheImpl final : public NodeCache {
       if (config_.tiers[t].kind == TierKind::ram) base += placement.used[t];
     }
     arena_bytes_ = base;
+    chunk_bytes_ = chunk_bytes(base);
     tier_files_.resize(config_.tiers.size());
     tier_paths_.resize(config_.tiers.size());
     disabled_ = std::vector<std::atomic<bool>>(config_.tiers.size());
@@ -83,7 +86,7 @@ class NodeCacheImpl final : public NodeCache {
   std::span<std::byte> ram_slot(uint64_t sample) override {
     const uint64_t begin = arena_base_[tier_[sample]] + offset_[sample];
     const uint64_t end = begin + sizes_[sample];
-    for (uint64_t c = begin / kChunk; c * kChunk < end; ++c) {
+    for (uint64_t c = begin / chunk_bytes_; c * chunk_bytes_ < end; ++c) {
       if (!have_chunk(c, tier_[sample])) {
         set(sample, State::failed);
         return {};
@@ -139,7 +142,7 @@ class NodeCacheImpl final : public NodeCache {
   uint64_t catalog_bytes() const {
     return sizeof(CatalogHeader) + (chunks() + sizes_.size()) * sizeof(uint32_t);
   }
-  uint64_t chunks() const { return (arena_bytes_ + kChunk - 1) / kChunk; }
+  uint64_t chunks() const { return (arena_bytes_ + chunk_bytes_ - 1) / chunk_bytes_; }
   Bucket& bucket_of(uint64_t sample) const { return header_->buckets[sample % kBuckets]; }
 
   void set(uint64_t sample, State state) noexcept {
@@ -156,6 +159,7 @@ class NodeCacheImpl final : public NodeCache {
   }
 
   bool have_chunk(uint64_t chunk, size_t tier);
+  std::optional<std::string> allocate_chunk(uint64_t chunk, bool modest);
   void map_shared();
   void create();
   void check() const;
@@ -168,12 +172,13 @@ class NodeCacheImpl final : public NodeCache {
 
   const NodeCacheConfig config_;
   FileSystem& files_;
+  const MemoryLimits limits_;
   const Names names_;
   const std::vector<uint64_t> sizes_;
   const std::vector<uint8_t> tier_;
   const std::vector<uint64_t> offset_;
   std::vector<uint64_t> arena_base_;
-  uint64_t arena_bytes_ = 0;
+  uint64_t arena_bytes_ = 0, chunk_bytes_ = 0;
 
   LockFile lock_;
   Mapping catalog_, arena_;
@@ -393,21 +398,44 @@ bool NodeCacheImpl::have_chunk(uint64_t chunk, size_t tier) {
   auto seen = static_cast<Chunk>(word.load(std::memory_order_acquire));
   if (seen == Chunk::untouched) {
     // Two ranks may both ask for the same memory: the second call changes nothing.
-    const uint64_t begin = chunk * kChunk, size = std::min(kChunk, arena_bytes_ - begin);
-    const int error = files_.allocate(arena_.fd(), begin, size);
-    seen = error == 0 ? Chunk::there : Chunk::refused;
-    uint32_t untouched = static_cast<uint32_t>(Chunk::untouched);
-    word.compare_exchange_strong(untouched, static_cast<uint32_t>(seen));
-    if (error != 0) {
-      warn(tier,
-           io_error("no memory for " + std::to_string(size) + " more bytes of the RAM tier in",
-                    names_.arena, -error)
-                   .what() +
-               std::string("; the rest is read from the source: free memory or give the RAM "
-                           "tier a smaller size"));
+    const auto refused = allocate_chunk(chunk, config_.tiers[tier].modest);
+    auto untouched = static_cast<uint32_t>(Chunk::untouched);
+    seen = refused ? Chunk::refused : Chunk::there;
+    if (!word.compare_exchange_strong(untouched, static_cast<uint32_t>(seen))) {
+      seen = static_cast<Chunk>(untouched);
+    }
+    if (refused) {
+      warn(tier, "the RAM tier takes no more memory: " + *refused +
+                     "; the rest is read from the source: free memory or give the RAM tier a "
+                     "smaller size");
     }
   }
   return seen == Chunk::there;
+}
+
+// Why there is no memory for the chunk; nothing if there is. What a limit's reserve holds is left
+// to others: beyond it they, and this program, are killed, and not only refused.
+std::optional<std::string> NodeCacheImpl::allocate_chunk(uint64_t chunk, bool modest) {
+  const uint64_t begin = chunk * chunk_bytes_, size = std::min(chunk_bytes_, arena_bytes_ - begin);
+  uint64_t taken = 0;
+  for (uint64_t c = 0; modest && c < chunks(); ++c) {
+    if (chunk_words_[c].load(std::memory_order_relaxed) == static_cast<uint32_t>(Chunk::there)) {
+      taken += chunk_bytes_;
+    }
+  }
+  std::vector<MemoryLimit> limits = limits_.read();
+  // The arena's addresses are taken already.
+  std::erase_if(limits, [](const MemoryLimit& l) { return l.kind == LimitKind::address_space; });
+  const MemoryLimit* limit = least(limits);
+  if (limit != nullptr && limit->left() < size + taken) {
+    return std::to_string(limit->used) + " of " + std::to_string(limit->limit) + " bytes of " +
+           limit->what + " are in use, " + std::to_string(limit->reserve()) + " are kept free" +
+           (modest ? ", and as much is left to others as the tier has" : "");
+  }
+  const int error = files_.allocate(arena_.fd(), begin, size);
+  if (error == 0) return std::nullopt;
+  return io_error("no room for " + std::to_string(size) + " more bytes in", names_.arena, -error)
+      .what();
 }
 
 State NodeCacheImpl::wait(uint64_t sample, std::chrono::nanoseconds timeout, std::stop_token stop) {

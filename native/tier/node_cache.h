@@ -13,6 +13,8 @@
 // A claim by a rank that died is taken back by whoever waits for it. Liveness is a lock that the
 // kernel drops when a process ends, however it ends; segments and files that no live process holds
 // are reclaimed by the next attach on the node, whatever job they came from.
+// Memory is taken chunk by chunk, as long as every limit keeps its reserve (base/limits.h); what is
+// there stays until the last rank leaves, for readers hold plain views of it.
 // Failures degrade: no room in /dev/shm or on the disk, a record whose CRC32C is wrong: the sample
 // reads as `failed` from then on, with one warning per tier, and the caller goes to the source.
 // Thread-safety: all methods but attach/close are thread-safe and lock-free unless said otherwise.
@@ -40,6 +42,7 @@ struct TierSpec {
   uint64_t capacity = 0;  // bytes, respected to the byte, record headers included
   std::string path;       // file tiers: a directory
   bool keep = false;      // file tiers: survive the job, and be reused when the dataset matches
+  bool modest = false;    // RAM tiers: take no more memory than is left to others
 };
 
 // Bytes a record of this tier needs beside the sample's own: the plan's TierShape::overhead.
@@ -53,7 +56,8 @@ struct NodeCacheConfig {
   uint64_t plan = 0;            // fingerprint of plan and placement: all ranks must have the same
   std::vector<TierSpec> tiers;  // fastest first, at most 8
   std::string shm_directory = "/dev/shm";
-  FileSystem* files = nullptr;  // FileSystem::real() when null
+  std::string proc_directory = "/proc";  // where the limits of memory are read (base/limits.h)
+  FileSystem* files = nullptr;           // FileSystem::real() when null
 };
 
 // Samples that a kept file tier of an earlier job already holds, with their offsets; empty if there

@@ -6,6 +6,27 @@ import numpy
 from numpy.typing import NDArray
 import torch
 
+class MemoryLimit:
+    """A limit of memory (native/base/limits.h), in bytes."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def what(self) -> str: ...
+    @property
+    def limit(self) -> int: ...
+    @property
+    def used(self) -> int: ...
+    @property
+    def reserve(self) -> int: ...
+    @property
+    def left(self) -> int: ...
+    @property
+    def most(self) -> int: ...
+
+def memory_limits(shm: str = "/dev/shm", proc: str = "/proc") -> list[MemoryLimit]:
+    """The limits of memory that bind this process, as they stand."""
+
 class OrderKind(enum.Enum):
     torch = 0
 
@@ -469,7 +490,7 @@ class Loader:
         rank: int,
         source: Source,
         pipeline: Pipeline | None,
-        tiers: Sequence[tuple[str, int, str, bool]],
+        tiers: Sequence[tuple[str, int, str, bool, bool]],
         job_name: str,
         local_rank: int,
         local_world: int,

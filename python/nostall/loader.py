@@ -24,7 +24,7 @@ from nostall.plan import Order, Plan, SubBatches, sample_ids
 from nostall.pystage import PythonStage
 from nostall.record import Recorder
 from nostall.rendezvous import AllGather, find_rendezvous
-from nostall.sizes import TierSpec, parse_size, parse_tiers
+from nostall.sizes import TierSpec, defaults, parse_size, parse_tiers, within
 from nostall.source import Source
 from nostall.stats import ORIGINS
 from nostall.transforms import Transform, is_native
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 _STATE_VERSION = 1
 _MOST_THREADS = 1024
-_DEFAULT_STAGING = 256 << 20
-_DEFAULT_IO_BYTES = 64 << 20
 _READS_IN_FLIGHT = 16
 _PEER_TIMEOUT_MS = 10_000
 
@@ -115,7 +113,8 @@ class DataLoader:
         drop_last: drop samples that do not fill the world, then the last partial batch.
         tiers: storage classes of this node, fastest first, shared by all its ranks, for example
             ``["ram:20GiB", "/nvme/cache:400GiB"]``; ``"auto"`` or ``[]``.
-        staging: bytes of finished batches kept ahead of the consumer, per rank.
+        staging: bytes of finished batches kept ahead of the consumer, per rank; ``"auto"`` is 256
+            MiB, less where a limit of memory leaves little.
         on_error: what a sample that cannot be read or decoded does: ``"raise"``, or
             ``"substitute"`` (another sample takes its place, the same on every rank; see `stats`).
         rank, world_size, local_rank, local_world_size, job: found from torch.distributed,
@@ -161,7 +160,7 @@ class DataLoader:
         shuffle: bool = True,
         drop_last: bool = False,
         tiers: str | Sequence[str | TierSpec] = "auto",
-        staging: int | str = _DEFAULT_STAGING,
+        staging: int | str = "auto",
         on_error: Literal["raise", "substitute"] = "raise",
         rank: int | None = None,
         world_size: int | None = None,
@@ -226,10 +225,14 @@ class DataLoader:
         self._cluster: cluster.Cluster | None = None
         self._joins = 0  # a resumed loader meets the others again
         self._peer_counts: dict[str, int] = {}
-        self._tiers = parse_tiers(
-            tiers,
-            dataset_bytes=dataset.total_bytes,
-            local_world_size=self.world.local_world_size,
+        limits = _native.memory_limits()
+        self._tiers = within(
+            parse_tiers(
+                tiers,
+                dataset_bytes=dataset.total_bytes,
+                local_world_size=self.world.local_world_size,
+            ),
+            limits,
         )
         self._order = order
         self._shuffle = shuffle
@@ -238,7 +241,13 @@ class DataLoader:
         self._order_world = self.world.world_size
         self._on_error = on_error
         self._reader = reader
-        self._staging = parse_size(staging)
+        usual = defaults(
+            limits,
+            dataset_bytes=dataset.total_bytes,
+            local_world_size=self.world.local_world_size,
+        )
+        self._staging = usual.staging if staging == "auto" else parse_size(staging)
+        self._reading = usual.reading
         cores = len(os.sched_getaffinity(0))
         self._threads = threads or max(1, cores // self.world.local_world_size)
         self._calibration = Calibration.load(calibration) if calibration is not None else None
@@ -573,7 +582,7 @@ class DataLoader:
                 rank=self.world.rank,
                 source=self.dataset.native,
                 pipeline=self._pipeline,
-                tiers=[(t.kind, t.capacity, t.path, t.keep) for t in self._tiers],
+                tiers=[(t.kind, t.capacity, t.path, t.keep, t.modest) for t in self._tiers],
                 job_name=job_name,
                 local_rank=self.world.local_rank,
                 local_world=self.world.local_world_size,
@@ -583,7 +592,7 @@ class DataLoader:
                 depth=_READS_IN_FLIGHT,
                 reader=self._reader,
                 staging_bytes=self._staging,
-                io_bytes=_DEFAULT_IO_BYTES,
+                io_bytes=self._reading,
                 first_epoch=self._first_epoch,
                 expected=self._expected(),
                 sharing=self._sharing,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
-from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
+from nostall import _native
 from nostall.errors import UsageError
 
 _UNITS = {
@@ -29,7 +29,6 @@ _UNITS = {
     "t": 2**40,
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
-_SHM = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,86 @@ class TierSpec:
     capacity: int
     path: str = ""
     keep: bool = False
+    # Takes no more memory than it leaves: what "auto" means once others need memory too.
+    modest: bool = False
+
+
+class Limit(Protocol):
+    """A limit of memory as `nostall._native.memory_limits` reads it, in bytes."""
+
+    @property
+    def kind(self) -> str:
+        """ "machine", "cgroup", "address_space" or "shared_memory"."""
+
+    @property
+    def what(self) -> str:
+        """The limit in words."""
+
+    @property
+    def left(self) -> int:
+        """What may be taken now, without the reserve."""
+
+    @property
+    def most(self) -> int:
+        """What may be taken where nothing is in use."""
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a loader takes where the user says nothing, in bytes, and why not more.
+
+    `ram` is the node's, `staging` and `reading` are a rank's.
+    """
+
+    ram: int
+    staging: int
+    reading: int
+    reason: str
+
+
+_MOST_STAGING = 256 << 20
+_MOST_READING = 64 << 20
+
+
+def defaults(limits: Sequence[Limit], *, dataset_bytes: int, local_world_size: int) -> Defaults:
+    """The memory that is taken by default: half of what the tightest limit leaves for the data set.
+
+    An eighth and a sixteenth, divided by the ranks of the node, are for finished batches and for
+    bytes on their way; the rest is the training's. Ranks of a node must plan the same tier though
+    they start at different moments: several count what a limit leaves where nothing is in use, and
+    the tier finds out while it fills what is there (`TierSpec.modest`).
+    """
+
+    def room(limit: Limit) -> int:
+        return limit.left if local_world_size == 1 else limit.most
+
+    tight = min(limits, key=room, default=None)
+    half = dataset_bytes if tight is None else room(tight) // 2
+    # Buffers do not lie in the shared-memory file system.
+    own = min(
+        (x.left // local_world_size for x in limits if x.kind != "shared_memory"), default=None
+    )
+    return Defaults(
+        ram=min(dataset_bytes, half),
+        staging=_MOST_STAGING if own is None else min(_MOST_STAGING, own // 8),
+        reading=_MOST_READING if own is None else min(_MOST_READING, own // 16),
+        reason=(
+            f"half of what {tight.what} leaves"
+            if tight is not None and half < dataset_bytes
+            else "the size of the data set"
+        ),
+    )
+
+
+def within(tiers: Sequence[TierSpec], limits: Sequence[Limit]) -> list[TierSpec]:
+    """The tiers; one in memory is modest if it was given more than can be had."""
+    own = min((x.left for x in limits if x.kind != "shared_memory"), default=None)
+    return [
+        replace(tier, modest=True)
+        if tier.kind == "ram" and own is not None and tier.capacity > own
+        else tier
+        for tier in tiers
+    ]
 
 
 def parse_size(text: int | str) -> int:
@@ -67,9 +146,8 @@ def parse_tiers(
     """The tiers of a node, fastest first.
 
     Args:
-        spec: "auto" (memory for the data set, at most half of what is free, none where there is
-            no shared memory), one tier, or a list of tiers: "ram:SIZE", "DIRECTORY:SIZE",
-            "DIRECTORY:SIZE:keep".
+        spec: "auto" (memory for the data set, as `defaults` says), one tier, or a list of tiers:
+            "ram:SIZE", "DIRECTORY:SIZE", "DIRECTORY:SIZE:keep".
         dataset_bytes: size of the data set.
         local_world_size: ranks of the node; sizes are the node's, shared by them.
 
@@ -77,8 +155,12 @@ def parse_tiers(
         UsageError: a tier is not written as above; too many tiers.
     """
     if spec == "auto":
-        capacity = min(dataset_bytes, _free_memory() // 2)
-        return [TierSpec("ram", capacity)] if capacity > 0 else []
+        capacity = defaults(
+            _native.memory_limits(),
+            dataset_bytes=dataset_bytes,
+            local_world_size=local_world_size,
+        ).ram
+        return [TierSpec("ram", capacity, modest=True)] if capacity > 0 else []
     items = [spec] if isinstance(spec, str) else list(spec)
     if len(items) > 8:
         raise UsageError(f"at most 8 tiers can be used, not {len(items)}")
@@ -109,15 +191,3 @@ def _parse_tier(text: str) -> TierSpec:
             f'"./{where}:{size}"'
         )
     return TierSpec("file", capacity, os.path.abspath(where), keep)
-
-
-def _free_memory() -> int:
-    """Bytes that can be had now, in memory and in the shared-memory file system."""
-    if not _SHM.is_dir():
-        return 0
-    status = os.statvfs(_SHM)
-    shared = status.f_bavail * status.f_frsize
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return min(shared, int(line.split()[1]) * 1024)
-    return shared

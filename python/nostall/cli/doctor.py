@@ -12,6 +12,7 @@ from pathlib import Path
 
 from nostall import __version__, _native, cluster
 from nostall.errors import Error, UsageError
+from nostall.sizes import defaults
 from nostall.world import find_world
 
 
@@ -26,12 +27,15 @@ def findings() -> Iterator[tuple[str, str]]:
     disabled = Path("/proc/sys/kernel/io_uring_disabled")
     refused = disabled.exists() and disabled.read_text().strip() != "0"
     yield "io_uring", "disabled by the kernel: reads use threads" if refused else "allowed"
-    shm = Path("/dev/shm")
-    if shm.is_dir():
-        usage = shutil.disk_usage(shm)
-        yield "shared memory", f"{usage.free >> 20} MiB of {usage.total >> 20} MiB free in {shm}"
-    else:
-        yield "shared memory", f"there is no {shm}: no RAM tier"
+    limits = _native.memory_limits()
+    for limit in limits:
+        yield (
+            "memory",
+            f"{limit.left >> 20} MiB may be taken of {limit.what}: {limit.used >> 20} of "
+            f"{limit.limit >> 20} MiB are in use, {limit.reserve >> 20} stay free",
+        )
+    usual = defaults(limits, dataset_bytes=2**63 - 1, local_world_size=1)
+    yield "tiers=auto", f"up to {usual.ram >> 20} MiB of a data set in memory: {usual.reason}"
     fuse = Path("/dev/fuse").exists() and shutil.which("fusermount3")
     yield "FUSE", "there" if fuse else "missing: the demo's slow storage needs fuse3 and /dev/fuse"
     try:

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <mutex>
 #include <thread>
 
@@ -93,6 +94,50 @@ TEST_F(NodeCacheTest, WhatOneRankPutsTheOthersSee) {
   EXPECT_TRUE(std::equal(bytes.begin(), bytes.end(), b->ram_view(3).begin()));
   EXPECT_EQ(b->ram_bytes(), kSize);
   EXPECT_FALSE(b->claim(3));
+}
+
+TEST_F(NodeCacheTest, FillingStopsWhereAnyLimitKeepsItsReserve) {
+  const fs::path proc = root_ / "proc";
+  fs::create_directories(proc / "self");
+  const auto available = [&](int kilobytes) {
+    std::ofstream(proc / "meminfo") << "MemTotal: 80 kB\nMemAvailable: " << kilobytes << " kB\n";
+  };
+  NodeCacheConfig c = config(0, 2), other = config(1, 2);
+  c.proc_directory = other.proc_directory = proc.string();
+  available(10);  // the reserve
+  const auto a = attach(c), b = attach(other);
+  ASSERT_TRUE(a->claim(0));
+  EXPECT_TRUE(a->ram_slot(0).empty());
+  EXPECT_EQ(a->state(0), State::failed);
+  ASSERT_EQ(warnings_.size(), 1u);
+  EXPECT_NE(warnings_[0].find("MemAvailable"), std::string::npos) << warnings_[0];
+  // All ranks take the answer of the first: nothing is tried again sample by sample.
+  available(80);
+  ASSERT_TRUE(b->claim(1));
+  EXPECT_TRUE(b->ram_slot(1).empty());
+  EXPECT_EQ(warnings_.size(), 1u);
+}
+
+TEST_F(NodeCacheTest, AModestTierTakesNoMoreThanItLeaves) {
+  constexpr uint64_t kMiB = uint64_t{1} << 20;
+  NodeCacheConfig c = config(0, 1);
+  c.tiers[0].capacity = 4 * kMiB;
+  c.tiers[0].modest = true;
+  c.proc_directory = (root_ / "proc").string();
+  const std::vector<uint64_t> sizes(4, kMiB);
+  const plan::Placement placement{
+      {0, 0, 0, 0}, {0, kMiB, 2 * kMiB, 3 * kMiB}, {4 * kMiB}, {{0, 1, 2, 3}}};
+  const auto cache = NodeCache::attach(c, sizes, placement, 2s);
+  fs::create_directories(root_ / "proc" / "self");
+  const auto gets_memory = [&](uint64_t sample, int used) {
+    std::ofstream(root_ / "proc" / "meminfo")
+        << "MemTotal: " << 16 * 1024 << " kB\nMemAvailable: " << (16 - used) * 1024 << " kB\n";
+    return cache->claim(sample) && !cache->ram_slot(sample).empty();
+  };
+  // Of 16 MiB two are the reserve.
+  EXPECT_TRUE(gets_memory(0, 13));
+  EXPECT_FALSE(gets_memory(1, 13));
+  EXPECT_TRUE(gets_memory(2, 12));
 }
 
 TEST_F(NodeCacheTest, TheLastOneOutRemovesEverything) {

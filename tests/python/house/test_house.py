@@ -51,7 +51,7 @@ def test_tiers(tmp_path: Path) -> None:
         TierSpec("file", 2 << 30, str(tmp_path), True),
     ]
     (auto,) = parse_tiers("auto", dataset_bytes=1000, local_world_size=1)
-    assert auto == TierSpec("ram", 1000)
+    assert auto == TierSpec("ram", 1000, modest=True)
     for text, message in (
         ("20GiB", "is not a tier"),
         ("ram:1GiB:keep", "cannot outlive"),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from nostall.errors import UsageError
-from nostall.sizes import TierSpec, parse_size, parse_tiers
+from nostall.sizes import TierSpec, defaults, parse_size, parse_tiers, within
 
 
 def tiers(spec: str | list[str], dataset: int = 1000) -> list[TierSpec]:
@@ -57,10 +58,50 @@ def test_what_is_no_tier_is_named(text: str) -> None:
         tiers([text])
 
 
-def test_auto_takes_no_more_than_the_data_set_and_half_of_what_is_free() -> None:
-    status = os.statvfs("/dev/shm")
-    free = status.f_bavail * status.f_frsize
+@dataclass(frozen=True)
+class Left:
+    kind: str
+    left: int
+    what: str = "a limit"
+    most: int = 2**50
+
+
+@pytest.mark.parametrize(
+    ("left", "ram", "staging", "reason"),
+    [
+        ([], 1000, 256 << 20, "the size of the data set"),
+        ([Left("machine", 2**40)], 1000, 256 << 20, "the size of the data set"),
+        ([Left("machine", 2**40), Left("cgroup", 1600, "c")], 800, 200, "half of what c leaves"),
+        ([Left("machine", 1600), Left("shared_memory", 0, "s")], 0, 200, "half of what s leaves"),
+        ([Left("address_space", 80, "v"), Left("machine", 90)], 40, 10, "half of what v leaves"),
+    ],
+)
+def test_defaults_follow_the_limit_that_leaves_least(
+    left: list[Left], ram: int, staging: int, reason: str
+) -> None:
+    chosen = defaults(left, dataset_bytes=1000, local_world_size=1)
+    assert (chosen.ram, chosen.staging, chosen.reason) == (ram, staging, reason)
+    assert chosen.reading <= chosen.staging
+
+
+def test_ranks_of_a_node_plan_the_same_tier_whatever_is_in_use_when_they_start() -> None:
+    for left in (0, 700, 1600):
+        limits = [Left("machine", left, most=1800), Left("shared_memory", 9, most=2000)]
+        chosen = defaults(limits, dataset_bytes=1000, local_world_size=4)
+        assert chosen.ram == 900
+        assert chosen.staging == left // 4 // 8
+
+
+def test_a_stated_size_that_cannot_be_had_is_filled_with_modesty() -> None:
+    limits = [Left("cgroup", 500), Left("shared_memory", 100)]
+    given = [TierSpec("ram", 500), TierSpec("ram", 501), TierSpec("file", 1000, "/nvme")]
+    assert [t.modest for t in within(given, limits)] == [False, True, False]
+    assert within(given, []) == given
+
+
+def test_auto_takes_no_more_than_the_data_set_and_half_of_what_is_left() -> None:
     (small,) = tiers("auto", dataset=1000)
-    assert small == TierSpec("ram", 1000)
+    assert small == TierSpec("ram", 1000, modest=True)
     (large,) = tiers("auto", dataset=2**60)
-    assert 0 < large.capacity <= free // 2 + 2**24
+    status = os.statvfs("/dev/shm")
+    assert 0 < large.capacity <= status.f_blocks * status.f_frsize // 2

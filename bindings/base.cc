@@ -1,0 +1,41 @@
+// nostall._native.memory_limits.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "base/limits.h"
+#include "module.h"
+
+namespace nb = nanobind;
+using namespace nostall;
+
+void bind_base(nb::module_& m) {
+  nb::class_<MemoryLimit>(m, "MemoryLimit", "A limit of memory (native/base/limits.h), in bytes.")
+      .def_prop_ro("kind",
+                   [](const MemoryLimit& l) {
+                     switch (l.kind) {
+                       case LimitKind::machine:
+                         return "machine";
+                       case LimitKind::cgroup:
+                         return "cgroup";
+                       case LimitKind::address_space:
+                         return "address_space";
+                       case LimitKind::shared_memory:
+                         break;
+                     }
+                     return "shared_memory";
+                   })
+      .def_ro("what", &MemoryLimit::what)
+      .def_ro("limit", &MemoryLimit::limit)
+      .def_ro("used", &MemoryLimit::used)
+      .def_prop_ro("reserve", &MemoryLimit::reserve)
+      .def_prop_ro("left", &MemoryLimit::left)
+      .def_prop_ro("most", &MemoryLimit::most);
+  m.def(
+      "memory_limits",
+      [](const std::string& shm, const std::string& proc) {
+        return MemoryLimits(shm, proc).read();
+      },
+      nb::arg("shm") = "/dev/shm", nb::arg("proc") = "/proc",
+      nb::call_guard<nb::gil_scoped_release>(),
+      "The limits of memory that bind this process, as they stand.");
+}
