@@ -141,6 +141,7 @@ std::map<std::string, uint64_t> peer_counts(stage::Loader& loader) {
   out["redundant"] = s.redundant;
   out["refused"] = s.refused;
   out["dropped_ranks"] = s.dropped_ranks;
+  out["returned_ranks"] = s.returned_ranks;
   out["thread_nanoseconds"] = s.thread_nanoseconds;
   return out;
 }

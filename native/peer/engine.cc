@@ -25,6 +25,12 @@ constexpr std::chrono::seconds kLinger{1};
 constexpr std::chrono::milliseconds kFlush{5};
 // A rank that plans for longer than others is late for the first hello, but not lost.
 constexpr int kConnectTimeouts = 6;
+// Hellos to a rank that is not reached: at first this often, then after a quarter of the time since
+// it was lost, at last this seldom.
+constexpr std::chrono::seconds kHelloOften{1}, kHelloSeldom{5};
+// An attempt that led to nothing is begun anew, on a new connection: the system's own attempts for
+// an old one become so rare that they would outlast what they wait for.
+constexpr std::chrono::seconds kAttempt{5};
 // Progress rounds without anything to do, before sleeping.
 constexpr int kSpins = 50;
 
@@ -36,6 +42,7 @@ Exchange::Engine::Engine(std::unique_ptr<Transport> transport, ExchangeConfig co
     : transport_(std::move(transport)),
       config_(std::move(config)),
       secret_(key_of(config_.secret)),
+      own_key_(random_key()),
       ownership_(std::move(ownership)),
       sizes_(sizes),
       cache_(std::move(cache)),
@@ -265,6 +272,7 @@ ExchangeStats Exchange::Engine::stats() const {
   s.redundant = count_.redundant;
   s.refused = count_.refused;
   s.dropped_ranks = count_.dropped;
+  s.returned_ranks = count_.returned;
   s.fetch_nanoseconds = count_.fetch_ns;
   s.thread_nanoseconds = count_.message_cpu_ns + count_.file_cpu_ns;
   return s;
@@ -340,7 +348,7 @@ void Exchange::Engine::run_files(std::stop_token stop) {
 
 void Exchange::Engine::run(std::stop_token stop) {
   for (uint32_t node = 0; node < nodes_.size(); ++node) {
-    if (node != node_ && nodes_[node]->alive) say_hello(target_of(node));
+    if (node != node_ && nodes_[node]->alive) say_hello(*target_of(node));
   }
   int idle = 0;
   while (!stop.stop_requested()) {
@@ -365,7 +373,7 @@ void Exchange::Engine::run(std::stop_token stop) {
 void Exchange::Engine::say_to_all(Kind kind) {
   for (auto& [rank, peer] : peers_) {
     for (Session* session : {peer.out.get(), peer.in.get()}) {
-      if (!session || peer.link == Link::lost) continue;
+      if (!session) continue;
       Header header;
       header.kind = kind;
       header.to = rank;
@@ -379,11 +387,10 @@ void Exchange::Engine::say_goodbye() {
   leaving_ = true;
   say_to_all(Kind::done);
   const auto asked = [&] {
-    return std::any_of(peers_.begin(), peers_.end(), [](const auto& p) {
-      return p.second.in && !p.second.done && p.second.link != Link::lost;
-    });
+    return std::any_of(peers_.begin(), peers_.end(),
+                       [](const auto& p) { return p.second.in && !p.second.done; });
   };
-  const auto limit = Clock::now() + kLinger;
+  const auto limit = Clock::now() + std::min<Clock::duration>(kLinger, config_.timeout);
   while (asked() && Clock::now() < limit) {
     run_commands();
     if (!transport_->progress(*this)) transport_->wait(kTick);
@@ -439,15 +446,17 @@ void Exchange::Engine::tick() {
   const uint64_t progress = own_progress();
   bool telling = false;
   for (auto& [rank, peer] : peers_) {
-    if (peer.link == Link::lost) continue;
-    if (peer.link == Link::connecting && peer.hello_at != Clock::time_point{}) {
-      if (now - peer.since > kConnectTimeouts * config_.timeout) {
-        late.push_back(rank);
-      } else if (now - peer.hello_at > std::chrono::seconds(1)) {
-        say_hello(rank);
-      }
+    const bool connecting = peer.link == Link::connecting && peer.hello_at != Clock::time_point{};
+    if (connecting && now - peer.since > kConnectTimeouts * config_.timeout) {
+      late.push_back(rank);
+    } else if (connecting || (peer.link == Link::lost && !peer.for_good && wanted(rank))) {
+      const Clock::duration pause =
+          std::clamp<Clock::duration>((now - peer.since) / 4, kHelloOften, kHelloSeldom);
+      if (now - peer.hello_at >= pause) knock(rank);
     }
-    if (peer.moving > 0 && now - peer.moved > config_.timeout) late.push_back(rank);
+    if (peer.link != Link::lost && peer.moving > 0 && now - peer.moved > config_.timeout) {
+      late.push_back(rank);
+    }
     if (peer.in && peer.told != progress) {
       telling = true;
       peer.told = progress;
@@ -470,8 +479,38 @@ void Exchange::Engine::tick() {
 
 // ------------------------------------------------------------------------------------------ links
 
-uint32_t Exchange::Engine::target_of(uint32_t node) const {
-  return ranks_of_node_[node][nodes_[node]->tried];
+std::optional<uint32_t> Exchange::Engine::target_of(uint32_t node) const {
+  for (const uint32_t rank : ranks_of_node_[node]) {
+    if (peers_.at(rank).link != Link::lost) return rank;
+  }
+  return std::nullopt;
+}
+
+bool Exchange::Engine::wanted(uint32_t rank) const {
+  for (const uint32_t other : ranks_of_node_[config_.node_of_rank[rank]]) {
+    if (other == rank) return true;
+    if (peers_.at(other).link != Link::lost) return false;
+  }
+  return false;
+}
+
+void Exchange::Engine::knock(uint32_t rank) {
+  Peer& peer = peers_.at(rank);
+  const Clock::time_point now = Clock::now();
+  if (now - peer.opened > kAttempt) {
+    if (now - peer.heard > kAttempt) transport_->drop(rank);
+    peer.opened = now;
+    peer.nonce = random_nonce();
+    peer.out.reset();
+  }
+  say_hello(rank);
+}
+
+void Exchange::Engine::settle(uint32_t node) {
+  const std::optional<uint32_t> target = target_of(node);
+  nodes_[node]->linked.store(target && peers_.at(*target).link == Link::ready,
+                             std::memory_order_release);
+  nodes_[node]->alive.store(target.has_value(), std::memory_order_release);
 }
 
 template <typename Chosen>
@@ -504,7 +543,7 @@ void Exchange::Engine::when_ready(uint32_t node, const FetchGroup* group,
     action(0, false);
     return;
   }
-  const uint32_t rank = target_of(node);
+  const uint32_t rank = *target_of(node);
   Peer& peer = peers_.at(rank);
   if (peer.link == Link::ready) {
     action(rank, true);
@@ -515,30 +554,33 @@ void Exchange::Engine::when_ready(uint32_t node, const FetchGroup* group,
   if (peer.hello_at == Clock::time_point{}) say_hello(rank);
 }
 
-void Exchange::Engine::lose(uint32_t rank, const std::string& why, bool warn) {
+void Exchange::Engine::lose(uint32_t rank, const std::string& why, bool warn, bool for_good) {
   Peer& peer = peers_.at(rank);
-  if (peer.link == Link::lost) return;
-  peer.link = Link::lost;
+  peer.for_good = peer.for_good || for_good || peer.done;
   transport_->drop(rank);
+  peer.out.reset();
+  peer.in.reset();
+  if (peer.link == Link::lost) return;
   const uint32_t owner = config_.node_of_rank[rank];
-  Node& node = *nodes_[owner];
-  bool was_target = false;
-  while (node.tried < ranks_of_node_[owner].size() &&
-         peers_.at(target_of(owner)).link == Link::lost) {
-    ++node.tried;
-    was_target = true;
-  }
-  if (was_target) node.linked.store(false, std::memory_order_release);
-  const bool last = node.tried == ranks_of_node_[owner].size();
-  if (last) node.alive.store(false, std::memory_order_release);
-  if (warn && !leaving_ && !node.ending) {
+  const std::optional<uint32_t> before = target_of(owner);
+  peer.link = Link::lost;
+  peer.hello_at = peer.since = peer.opened = Clock::now();
+  peer.nonce = random_nonce();
+  settle(owner);
+  const std::optional<uint32_t> target = target_of(owner);
+  if (warn && !leaving_ && !nodes_[owner]->ending) {
     ++count_.dropped;
     log(LogLevel::warning,
         "rank " + std::to_string(config_.rank) + " lost rank " + std::to_string(rank) + ": " + why +
-            (last ? "; what node " + std::to_string(owner) + " keeps comes from the source"
-                  : "; its node is asked through another rank"));
+            (target ? "; its node is asked through another rank"
+                    : "; what node " + std::to_string(owner) + " keeps comes from the source" +
+                          (peer.for_good ? "" : " until it is reached again") +
+                          (nodes_alive() == 1 ? "; no other node is reached now" : "")));
   }
-  if (!last && was_target && !leaving_) say_hello(target_of(owner));
+  if (target && target != before && peers_.at(*target).hello_at == Clock::time_point{} &&
+      !leaving_) {
+    say_hello(*target);
+  }
   for (const Waiting& w : std::exchange(peer.waiting, {})) w.action(false);
   std::vector<uint64_t> open;
   for (const auto& [id, p] : pending_) {

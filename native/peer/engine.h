@@ -4,6 +4,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <optional>
 #include <thread>
 #include <unordered_map>
 #include <unordered_set>
@@ -38,13 +39,12 @@ class Exchange::Engine final : public Receiver {
   using Clock = std::chrono::steady_clock;
   enum class Link : uint8_t { connecting, ready, lost };
 
-  // A node is asked through `target`, the first of its ranks that was not lost.
+  // A node is asked through its target, the first of its ranks that is not lost.
   struct Node {
     std::atomic<bool> alive{true};
     std::atomic<uint64_t> progress{0};
     std::atomic<bool> heard{false};   // has told its progress
     std::atomic<bool> linked{false};  // its target can be asked now
-    size_t tried = 0;                 // ranks of it that were lost
     bool ending = false;  // one of its ranks asks nothing more: they may go without a warning
   };
   // An action that needs the session to be ready, and for whom.
@@ -56,16 +56,20 @@ class Exchange::Engine final : public Receiver {
   struct Peer {
     Link link = Link::connecting;  // of the session that this rank began
     Nonce nonce{};
-    Clock::time_point hello_at{}, since{};
-    std::unique_ptr<Session> out;      // this rank asks
-    std::unique_ptr<Session> in;       // this rank answers
-    std::unique_ptr<Session> pending;  // answers, once its proof has come
-    bool done = false;                 // it asks nothing more
-    bool warned = false;               // of its other plan
-    uint64_t told = 0;                 // progress that it heard from this rank last
-    std::vector<Waiting> waiting;      // for the session to be ready
-    uint32_t moving = 0;               // payloads on their way to it or from it
-    Clock::time_point moved{};         // when one of them ended last, or the first began
+    Clock::time_point hello_at{};  // the last one; none yet if zero
+    Clock::time_point since{};     // of the first hello, or since it is lost
+    Clock::time_point opened{};    // the handshake that is under way
+    Clock::time_point heard{};     // the last message that was authentic
+    std::unique_ptr<Session> out;  // this rank asks
+    std::unique_ptr<Session> in;   // this rank answers
+    uint64_t accepted = 0;         // sessions that it began
+    bool done = false;             // it asks nothing more
+    bool for_good = false;         // once lost it is not tried again: it left or broke the rules
+    bool warned = false;           // of its other plan
+    uint64_t told = 0;             // progress that it heard from this rank last
+    std::vector<Waiting> waiting;  // for the session to be ready
+    uint32_t moving = 0;           // payloads on their way to it or from it
+    Clock::time_point moved{};     // when one of them ended last, or the first began
   };
   struct Pending {
     std::shared_ptr<FetchGroup> group;
@@ -92,6 +96,11 @@ class Exchange::Engine final : public Receiver {
   void heard_progress(uint32_t rank, uint64_t progress);
   bool reach(uint32_t rank);
   void say_hello(uint32_t rank) noexcept;
+  // Says hello again to a rank that is not reached; anew if the last attempt has led to nothing.
+  void knock(uint32_t rank);
+  // The session that a hello with this nonce leads to, and its challenge. Nothing is kept until the
+  // proof comes, so hellos, which anybody can send, cannot displace one another.
+  std::unique_ptr<Session> challenge(uint32_t from, const Nonce& nonce, HeaderBytes& sealed) const;
   void send(uint32_t rank, Session& session, Header header, std::span<const std::byte> payload,
             std::function<void(bool)> done);
   void answer(const Header& request, Status status, std::span<const std::byte> bytes,
@@ -105,8 +114,12 @@ class Exchange::Engine final : public Receiver {
   std::function<void(bool)> watched(uint32_t rank, std::function<void(bool)> done);
   void ask(const std::shared_ptr<FetchGroup>& group, size_t index);
   void conclude(FetchGroup& group, size_t index, Outcome outcome);
-  void lose(uint32_t rank, const std::string& why, bool warn);
-  uint32_t target_of(uint32_t node) const;
+  void lose(uint32_t rank, const std::string& why, bool warn, bool for_good = false);
+  std::optional<uint32_t> target_of(uint32_t node) const;
+  // No rank of its node that is asked rather than this one is reached.
+  bool wanted(uint32_t rank) const;
+  // Tells other threads whether the node can be asked.
+  void settle(uint32_t node);
   void violate(uint32_t rank, const std::string& why);
   uint64_t own_progress();
   void say_to_all(Kind kind);
@@ -126,6 +139,7 @@ class Exchange::Engine final : public Receiver {
   std::unique_ptr<Transport> transport_;
   const ExchangeConfig config_;
   const Key secret_;
+  const Key own_key_;  // of this rank alone: its nonces follow from it
   const plan::Ownership ownership_;
   const std::span<const uint64_t> sizes_;
   const std::shared_ptr<tier::NodeCache> cache_;
@@ -169,7 +183,8 @@ class Exchange::Engine final : public Receiver {
   struct Counters {
     std::atomic<uint64_t> fetched{0}, fetched_bytes{0}, too_early{0}, in_vain{0}, pushed{0},
         pushed_bytes{0}, given_up{0}, served{0}, served_bytes{0}, received{0}, received_bytes{0},
-        redundant{0}, refused{0}, dropped{0}, fetch_ns{0}, message_cpu_ns{0}, file_cpu_ns{0};
+        redundant{0}, refused{0}, dropped{0}, returned{0}, fetch_ns{0}, message_cpu_ns{0},
+        file_cpu_ns{0};
   };
   Counters count_;
   std::stop_source stop_;

@@ -10,10 +10,10 @@
 // One thread per rank moves all messages and sleeps when there are none; a second one touches the
 // file tier for peers. The RAM tier is sent from where it lies and received to where it will lie.
 // Messages are authenticated (session.h); ones that are not are counted and ignored. A rank that
-// does not answer, lets bytes stand still on their way, answers something else, or sends bytes that
-// do not match their CRC32C is dropped with one warning; while another rank of its node is being
-// reached, what the node keeps comes from the source. Thread-safety: all methods may be called from
-// any thread.
+// does not answer, lets bytes stand still on their way, or sends bytes that do not match their
+// CRC32C is dropped with a warning, and tried again every second to every five; one that breaks the
+// rules is dropped for good. While no rank of a node is reached, what it keeps comes from the
+// source. Thread-safety: all methods may be called from any thread.
 #pragma once
 
 #include <atomic>
@@ -40,7 +40,7 @@ struct ExchangeConfig {
   std::string secret;                         // the same on all ranks, at least 16 bytes
   uint64_t plan = 0;                          // fingerprint: ranks with another one are refused
   uint64_t epoch_length = 1;                  // samples in an epoch, as in first_access
-  std::chrono::milliseconds timeout{10'000};  // of one request; then its rank is dropped
+  std::chrono::milliseconds timeout{10'000};  // of one request; then its rank is lost for now
   uint64_t push_bytes = uint64_t{32} << 20;   // on their way at once; above, push() waits
 };
 
@@ -85,6 +85,7 @@ struct ExchangeStats {
   uint64_t redundant = 0;                     // pushes of what was there already
   uint64_t refused = 0;                       // messages malformed or not authentic
   uint64_t dropped_ranks = 0;
+  uint64_t returned_ranks = 0;      // that were dropped and are reached again
   uint64_t fetch_nanoseconds = 0;   // summed over fetches, from request to bytes
   uint64_t thread_nanoseconds = 0;  // CPU time of the two threads
 };

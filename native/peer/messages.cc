@@ -34,8 +34,8 @@ Delivery Exchange::Engine::handle(std::span<const std::byte> bytes, uint64_t pay
   if (header.to != config_.rank || header.length != payload || found == peers_.end()) {
     return refuse();
   }
-  if (found->second.link == Link::lost) return {};
   Peer& peer = found->second;
+  if (peer.link == Link::lost && peer.for_good) return {};
   switch (header.kind) {
     case Kind::hello:
       on_hello(header);
@@ -56,10 +56,18 @@ Delivery Exchange::Engine::handle(std::span<const std::byte> bytes, uint64_t pay
   const bool of_out = !asks && peer.out && peer.out->open(header);
   const bool of_in = !of_out && !answers && peer.in && peer.in->open(header);
   if (!of_out && !of_in) return refuse();
+  peer.heard = Clock::now();
   switch (header.kind) {
     case Kind::welcome:
+      if (peer.link == Link::lost) {
+        ++count_.returned;
+        log(LogLevel::info, "rank " + std::to_string(config_.rank) + " reached rank " +
+                                std::to_string(header.from) + " again");
+      }
       peer.link = Link::ready;
-      nodes_[config_.node_of_rank[header.from]]->linked.store(true, std::memory_order_release);
+      peer.moved = Clock::now();
+      settle(config_.node_of_rank[header.from]);
+      tell();
       heard_progress(header.from, header.progress);
       for (const Waiting& w : std::exchange(peer.waiting, {})) w.action(true);
       return {};
@@ -78,14 +86,16 @@ Delivery Exchange::Engine::handle(std::span<const std::byte> bytes, uint64_t pay
       nodes_[config_.node_of_rank[header.from]]->ending = true;
       return {};
     default:
-      lose(header.from, "it has left", false);
+      lose(header.from, "it has left", false, true);
       return {};
   }
 }
 
 void Exchange::Engine::on_gone(uint32_t rank, const std::string& why) { lose(rank, why, true); }
 
-void Exchange::Engine::violate(uint32_t rank, const std::string& why) { lose(rank, why, true); }
+void Exchange::Engine::violate(uint32_t rank, const std::string& why) {
+  lose(rank, why, true, true);
+}
 
 // ---------------------------------------------------------------------------------- the handshake
 
@@ -101,9 +111,12 @@ bool Exchange::Engine::reach(uint32_t rank) {
 
 void Exchange::Engine::say_hello(uint32_t rank) noexcept try {
   Peer& peer = peers_.at(rank);
-  if (peer.hello_at == Clock::time_point{}) peer.since = Clock::now();
-  peer.hello_at = Clock::now();
-  peer.nonce = random_nonce();
+  const Clock::time_point now = Clock::now();
+  if (peer.hello_at == Clock::time_point{}) {
+    peer.since = peer.opened = now;
+    peer.nonce = random_nonce();
+  }
+  peer.hello_at = now;
   Header header;
   header.kind = Kind::hello;
   header.from = config_.rank;
@@ -126,44 +139,62 @@ void Exchange::Engine::on_hello(const Header& header) {
                                ": give all ranks the same dataset, arguments and tiers");
     return;
   }
-  if (!reach(header.from)) return;
-  Header reply;
-  reply.kind = Kind::challenge;
-  reply.to = header.from;
-  reply.nonce = random_nonce();
-  peer.pending =
-      std::make_unique<Session>(secret_, header.from, config_.rank, header.nonce, reply.nonce);
-  send(header.from, *peer.pending, reply, {}, nullptr);
+  HeaderBytes sealed;
+  challenge(header.from, header.nonce, sealed);
+  if (reach(header.from)) transport_->send(header.from, sealed, {}, nullptr);
+}
+
+std::unique_ptr<Session> Exchange::Engine::challenge(uint32_t from, const Nonce& nonce,
+                                                     HeaderBytes& sealed) const {
+  Header header;
+  header.kind = Kind::challenge;
+  header.from = config_.rank;
+  header.to = from;
+  // Another one after each session that was accepted: no proof is taken twice.
+  header.nonce = derived_nonce(own_key_, from, peers_.at(from).accepted, nonce);
+  auto session = std::make_unique<Session>(secret_, from, config_.rank, nonce, header.nonce);
+  sealed = session->seal(header);
+  return session;
 }
 
 void Exchange::Engine::on_challenge(const Header& header) {
   Peer& peer = peers_.at(header.from);
-  if (peer.link != Link::connecting || peer.hello_at == Clock::time_point{}) return;
+  // A hello that was repeated is answered twice.
+  if (peer.link == Link::ready || peer.out || peer.hello_at == Clock::time_point{}) return;
   auto session =
       std::make_unique<Session>(secret_, config_.rank, header.from, peer.nonce, header.nonce);
   if (!session->open(header)) {
     ++count_.refused;
     return;
   }
+  peer.heard = Clock::now();
   peer.out = std::move(session);
   Header reply;
   reply.kind = Kind::proof;
   reply.to = header.from;
+  reply.nonce = peer.nonce;
   send(header.from, *peer.out, reply, {}, nullptr);
 }
 
 void Exchange::Engine::on_proof(const Header& header) {
   Peer& peer = peers_.at(header.from);
-  if (!peer.pending || !peer.pending->open(header)) {
+  HeaderBytes sealed;
+  auto session = challenge(header.from, header.nonce, sealed);
+  if (!session->open(header)) {
     ++count_.refused;
     return;
   }
-  peer.in = std::move(peer.pending);
+  ++peer.accepted;
+  peer.heard = Clock::now();
+  peer.in = std::move(session);
   Header reply;
   reply.kind = Kind::welcome;
   reply.to = header.from;
   reply.progress = peer.told = own_progress();
+  if (!reach(header.from)) return;
   send(header.from, *peer.in, reply, {}, nullptr);
+  // It is there again: the way back is not left to the clock.
+  if (peer.link == Link::lost && wanted(header.from)) say_hello(header.from);
 }
 
 void Exchange::Engine::send(uint32_t rank, Session& session, Header header,
@@ -177,7 +208,7 @@ void Exchange::Engine::send(uint32_t rank, Session& session, Header header,
 void Exchange::Engine::answer(const Header& request, Status status,
                               std::span<const std::byte> bytes, std::shared_ptr<void> keep) {
   const auto found = peers_.find(request.from);
-  if (found == peers_.end() || found->second.link == Link::lost || !found->second.in) return;
+  if (found == peers_.end() || !found->second.in) return;
   Header reply;
   reply.kind = Kind::reply;
   reply.status = status;
@@ -264,8 +295,9 @@ Delivery Exchange::Engine::into_tier(const Header& header) {
   };
   const auto bad = [this, sample, from = header.from] {
     cache_->abandon(sample);
-    violate(from, "the bytes it pushed as sample " + std::to_string(sample) +
-                      " do not match their CRC32C");
+    lose(from,
+         "the bytes it pushed as sample " + std::to_string(sample) + " do not match their CRC32C",
+         true);
   };
   if (cache_->kind(sample) == tier::TierKind::ram) {
     const std::span<std::byte> slot = cache_->ram_slot(sample);
@@ -378,7 +410,7 @@ Delivery Exchange::Engine::on_reply(const Header& header) {
             }
             conclude(*p.group, p.index, good ? Outcome::here : Outcome::failed);
             if (arrived && !good) {
-              violate(p.rank, "the bytes it sent do not match their CRC32C");
+              lose(p.rank, "the bytes it sent do not match their CRC32C", true);
             }
           }};
 }

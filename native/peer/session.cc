@@ -2,6 +2,7 @@
 
 #include <sodium.h>
 
+#include <algorithm>
 #include <span>
 
 namespace nostall::peer {
@@ -42,6 +43,24 @@ Nonce random_nonce() {
   start_sodium();
   Nonce nonce;
   randombytes_buf(nonce.data(), nonce.size());
+  return nonce;
+}
+
+Key random_key() {
+  start_sodium();
+  Key key;
+  randombytes_buf(key.data(), key.size());
+  return key;
+}
+
+Nonce derived_nonce(const Key& key, uint32_t rank, uint64_t count, const Nonce& theirs) {
+  std::array<std::byte, 12 + kNonceBytes> context;
+  for (size_t i = 0; i < 4; ++i) context[i] = static_cast<std::byte>((rank >> (8 * i)) & 0xff);
+  for (size_t i = 0; i < 8; ++i) context[4 + i] = static_cast<std::byte>((count >> (8 * i)) & 0xff);
+  std::copy(theirs.begin(), theirs.end(), context.begin() + 12);
+  const Key all = derive(key, "nostall nonce", context);
+  Nonce nonce;
+  std::copy_n(all.begin(), nonce.size(), nonce.begin());
   return nonce;
 }
 

@@ -24,6 +24,9 @@ using Nonce = std::array<std::byte, kNonceBytes>;
 using Tag = std::array<std::byte, kTagBytes>;
 
 Nonce random_nonce();
+Key random_key();
+// Looks random to whoever does not have the key; the same for the same arguments.
+Nonce derived_nonce(const Key& key, uint32_t rank, uint64_t count, const Nonce& theirs);
 // A key from whatever the job calls its secret; at least 16 bytes, else Error(usage).
 Key key_of(std::string_view secret);
 

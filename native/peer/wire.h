@@ -14,7 +14,7 @@
 namespace nostall::peer {
 
 inline constexpr uint32_t kMagic = 0x5250534e;  // "NSPR"
-inline constexpr uint16_t kWireVersion = 1;
+inline constexpr uint16_t kWireVersion = 2;
 inline constexpr size_t kHeaderBytes = 96;
 inline constexpr size_t kTagBytes = 16;
 inline constexpr size_t kNonceBytes = 16;
@@ -24,7 +24,7 @@ inline constexpr uint64_t kMaxPayload = uint64_t{1} << 32;
 enum class Kind : uint8_t {
   hello = 1,      // initiator: nonce; `sample` is the fingerprint of its plan
   challenge = 2,  // responder: its nonce, and proof that it knows the secret
-  proof = 3,      // initiator: proof that it knows it too; the session begins
+  proof = 3,      // initiator: its nonce again, and proof that it knows it too; the session begins
   welcome = 4,    // responder: it does
   fetch = 5,      // initiator asks for `sample`
   reply = 6,      // responder: `status`, and the bytes if there are any

@@ -6,14 +6,14 @@ import base64
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nostall import _native, secret
 from nostall.errors import Error, UsageError
-from nostall.rendezvous import AllGather, exposed
+from nostall.rendezvous import AllGather, exposed, initialised_store
 from nostall.sizes import TierSpec
 from nostall.world import World
 
@@ -26,7 +26,7 @@ class Cluster:
     """All nodes, as every rank of the job sees them.
 
     `node_of_rank` and `addresses` have one entry per rank, `capacities` (bytes) one per node.
-    `transport` is None where samples do not travel.
+    `transport` is None where samples do not travel; `problem` says why if that was not asked for.
     """
 
     node: int
@@ -35,6 +35,7 @@ class Cluster:
     addresses: list[bytes]
     secret: bytes
     transport: _native.PeerTransport | None
+    problem: str = ""
 
     def settle(self, world: World) -> World:
         """`world` with this rank's place on its node as found here."""
@@ -61,10 +62,46 @@ def spans_nodes(world: World) -> bool:
     return world.local_world_size < world.world_size or "NOSTALL_NODE" in os.environ
 
 
-def join(world: World, tiers: Sequence[TierSpec], allgather: AllGather) -> Cluster:
+def check_alike(world: World, name: str, settings: Mapping[str, Any]) -> None:
+    """Compares `settings` with those of the rank that came first, and waits for none.
+
+    Only torch.distributed has a place where they can be left; without it nothing is compared.
+
+    Raises:
+        UsageError: they differ, with the first that does and both values.
+    """
+    store = initialised_store() if world.world_size > 1 else None
+    if store is None:
+        return
+    mine = json.dumps({"rank": world.rank, "settings": settings}, sort_keys=True)
+    first = json.loads(store.compare_set(f"nostall/{name}/settings", "", mine))
+    _compare(first["rank"], first["settings"], world.rank, settings)
+
+
+def _compare(first: int, theirs: Mapping[str, Any], rank: int, settings: Mapping[str, Any]) -> None:
+    for key, value in settings.items():
+        if theirs.get(key) != value:
+            raise UsageError(
+                f"the ranks of the job disagree: {key} is {theirs.get(key)!r} on rank {first} and "
+                f"{value!r} on rank {rank}; give all ranks the same dataset and arguments"
+            )
+
+
+def join(
+    world: World,
+    tiers: Sequence[TierSpec],
+    allgather: AllGather,
+    settings: Mapping[str, Any] | None = None,
+) -> Cluster:
     """Meets the other ranks; every rank of the job must call it.
 
     Where one of them cannot exchange samples (no UCX), none does, and rank 0 says why.
+
+    Args:
+        world: this rank's place.
+        tiers: of this node.
+        allgather: of the job.
+        settings: what all ranks must have alike, plain values.
 
     Raises:
         PeerError: ranks are missing.
@@ -88,6 +125,7 @@ def join(world: World, tiers: Sequence[TierSpec], allgather: AllGather) -> Clust
         "capacity": sum(t.capacity for t in tiers),
         "address": base64.b64encode(transport.address if transport else b"").decode(),
         "problem": problem,
+        "settings": settings or {},
     }
     readers = exposed(allgather)
     mine["secret"] = secret.offer(world.rank, readers)
@@ -97,14 +135,17 @@ def join(world: World, tiers: Sequence[TierSpec], allgather: AllGather) -> Clust
             f"the rendezvous brought {len(parts)} ranks together, not the {world.world_size} of "
             "this job: its allgather must return one entry per rank, in rank order"
         )
+    for part in parts[1:]:
+        _compare(0, parts[0]["settings"], part["rank"], part["settings"])
     names = list(dict.fromkeys(p["node"] for p in parts))
     node_of_rank = [names.index(p["node"]) for p in parts]
     capacities = [0] * len(names)
     for node, part in zip(node_of_rank, parts, strict=True):
         capacities[node] = part["capacity"]
     problems = [(p["rank"], p["problem"]) for p in parts if p["problem"]]
-    if problems and len(names) > 1 and world.rank == 0:
-        _log.warning("samples do not travel between nodes: rank %d: %s", *problems[0])
+    reason = "rank {}: {}".format(*problems[0]) if problems and len(names) > 1 else ""
+    if reason and world.rank == 0:
+        _log.warning("samples do not travel between nodes: %s", reason)
     return Cluster(
         node=node_of_rank[world.rank],
         node_of_rank=node_of_rank,
@@ -112,4 +153,5 @@ def join(world: World, tiers: Sequence[TierSpec], allgather: AllGather) -> Clust
         addresses=[base64.b64decode(p["address"]) for p in parts],
         secret=secret.settle(world.rank, [p["secret"] for p in parts], readers),
         transport=transport if len(names) > 1 and not problems else None,
+        problem=reason,
     )

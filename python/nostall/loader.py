@@ -222,6 +222,7 @@ class DataLoader:
             raise UsageError(f'assignment must be "plan" or "locality", not {assignment!r}')
         self._sharing = sharing
         self._assignment = assignment
+        self._compared = False
         self._cluster: cluster.Cluster | None = None
         self._joins = 0  # a resumed loader meets the others again
         self._peer_counts: dict[str, int] = {}
@@ -565,13 +566,31 @@ class DataLoader:
             if world.rank == 0:
                 _log.warning("samples do not travel between nodes: %s", reason)
             return None
-        joined = cluster.join(world, self._tiers, allgather)
+        joined = cluster.join(world, self._tiers, allgather, self._alike())
         self._joins += 1
+        if joined.problem and self._peers == "on":
+            raise UsageError(f"samples cannot travel between nodes: {joined.problem}")
         self.world = joined.settle(world)
         return joined
 
+    def _alike(self) -> dict[str, Any]:
+        """What all ranks must have alike, by the names of arguments where it is one."""
+        state = self.state_dict()
+        for key in ("version", "epoch", "batch", "global_batch"):
+            del state[key]
+        return {
+            "batch_size": self.batch_size,
+            "epochs": self.epochs_total,
+            **state,
+            "sharing": self._sharing,
+            "assignment": self._assignment,
+        }
+
     def _stage(self) -> _native.Loader:
         if self._loader is None:
+            if not self._compared:
+                cluster.check_alike(self.world, self._name, self._alike())
+                self._compared = True
             met = self._cluster = self._join()
             job_name = self._job
             if met is not None:

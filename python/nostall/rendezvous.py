@@ -65,9 +65,7 @@ def find_rendezvous(
     env = os.environ if environment is None else environment
     if where := env.get("NOSTALL_RENDEZVOUS"):
         return _by_hand(where, rank, world_size, name, env, timeout)
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        store = distributed.distributed_c10d._get_default_store()
+    if (store := initialised_store()) is not None:
         return _by_store(store, rank, world_size, name, timeout)
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "MASTER_PORT" in env:
         if importlib.util.find_spec("torch") is None:
@@ -88,6 +86,14 @@ def find_rendezvous(
         gather: AllGather = mpi.COMM_WORLD.allgather
         return gather
     return None
+
+
+def initialised_store() -> Any | None:
+    """The store of torch.distributed, if that runs."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.distributed_c10d._get_default_store()
 
 
 def _by_store(store: Any, rank: int, world_size: int, name: str, timeout: float) -> AllGather:

@@ -126,7 +126,7 @@ class UcxTransport final : public Transport {
     const auto found = peers_.find(rank);
     if (found == peers_.end()) return;
     // This may be inside a callback of the endpoint itself.
-    doomed_.push_back(found->second->endpoint);
+    doomed_.push_back(found->second);
     peers_.erase(found);
   }
 
@@ -142,9 +142,12 @@ class UcxTransport final : public Transport {
     }
     while (!gone_.empty()) {
       any = true;
-      const auto [rank, why] = gone_.front();
+      const auto [link, why] = gone_.front();
       gone_.pop_front();
-      if (!peers_.contains(rank)) continue;
+      // It may have been dropped since, and the rank be connected anew.
+      const auto found = peers_.find(link->rank);
+      if (found == peers_.end() || found->second != link) continue;
+      const uint32_t rank = link->rank;
       drop(rank);
       receiver.on_gone(rank, why);
     }
@@ -215,8 +218,8 @@ class UcxTransport final : public Transport {
     if (worker_) {
       for (const Offer& offer : offered_) ucp_am_data_release(worker_, offer.descriptor);
       offered_.clear();
-      for (const auto& [rank, link] : peers_) close(link->endpoint);
-      for (const ucp_ep_h endpoint : doomed_) close(endpoint);
+      for (const auto& [rank, link] : peers_) close(link);
+      for (Link* const link : doomed_) close(link);
       peers_.clear();
       const auto limit = std::chrono::steady_clock::now() + kCloseLimit;
       while (!closing_.empty() && std::chrono::steady_clock::now() < limit) {
@@ -232,18 +235,30 @@ class UcxTransport final : public Transport {
     wake_ = -1;
   }
 
-  void close(ucp_ep_h endpoint) {
+  void close(Link* link) {
     ucp_request_param_t params{};
     params.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
     params.flags = UCP_EP_CLOSE_FLAG_FORCE;
-    const ucs_status_ptr_t request = ucp_ep_close_nbx(endpoint, &params);
-    if (UCS_PTR_IS_PTR(request)) closing_.push_back(request);
+    const ucs_status_ptr_t request = ucp_ep_close_nbx(link->endpoint, &params);
+    if (UCS_PTR_IS_PTR(request)) {
+      closing_.emplace_back(request, link);
+    } else if (UCS_PTR_STATUS(request) == UCS_OK) {
+      forget(link);
+    }
+  }
+
+  // Of a closed endpoint, whose error handler is not called any more.
+  void forget(const Link* link) {
+    std::erase_if(gone_, [&](const auto& gone) { return gone.first == link; });
+    std::erase_if(links_, [&](const auto& kept) { return kept.get() == link; });
   }
 
   void reap() {
-    std::erase_if(closing_, [](void* request) {
+    std::erase_if(closing_, [&](const auto& closing) {
+      const auto [request, link] = closing;
       if (ucp_request_check_status(request) == UCS_INPROGRESS) return false;
       ucp_request_free(request);
+      forget(link);
       return true;
     });
   }
@@ -327,8 +342,7 @@ class UcxTransport final : public Transport {
 
   static void failed(void* arg, ucp_ep_h, ucs_status_t status) {
     const auto* link = static_cast<const Link*>(arg);
-    link->owner->guarded(
-        [&] { link->owner->gone_.emplace_back(link->rank, ucs_status_string(status)); });
+    link->owner->guarded([&] { link->owner->gone_.emplace_back(link, ucs_status_string(status)); });
   }
 
   ucp_context_h context_ = nullptr;
@@ -336,12 +350,12 @@ class UcxTransport final : public Transport {
   int events_ = -1;  // belongs to the worker
   int wake_ = -1;
   Receiver* receiver_ = nullptr;              // inside progress()
-  std::vector<std::unique_ptr<Link>> links_;  // all there ever were: error handlers point to them
+  std::vector<std::unique_ptr<Link>> links_;  // not closed: error handlers point to them
   std::map<uint32_t, Link*> peers_;
   std::deque<Offer> offered_;
-  std::deque<std::pair<uint32_t, std::string>> gone_;
-  std::vector<ucp_ep_h> doomed_;  // to be closed
-  std::vector<void*> closing_;
+  std::deque<std::pair<const Link*, std::string>> gone_;
+  std::vector<Link*> doomed_;  // to be closed
+  std::vector<std::pair<void*, Link*>> closing_;
   std::exception_ptr error_;  // of a callback
 };
 

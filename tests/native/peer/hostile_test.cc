@@ -160,15 +160,19 @@ class HostileTest : public Nodes {
     wire_->say(encode(hello));
     const Header challenge = wire_->hear(Kind::challenge);
     Session session(key_of(secret), 0, 1, hello.nonce, challenge.nonce);
+    EXPECT_EQ(session.open(challenge), secret == kSecret);
     Header proof;
     proof.kind = Kind::proof;
     proof.to = 1;
+    proof.nonce = hello.nonce;
     wire_->say(session.seal(proof));
     return session;
   }
   // A session in which the test answers.
   Session answering(uint64_t progress = plan::kNever) {
-    const Header hello = wire_->hear(Kind::hello);
+    return answering_to(wire_->hear(Kind::hello), progress);
+  }
+  Session answering_to(const Header& hello, uint64_t progress = plan::kNever) {
     Header challenge;
     challenge.kind = Kind::challenge;
     challenge.to = 1;
@@ -508,6 +512,159 @@ TEST_F(StallTest, PushesToANodeThatIsNotThereYetCostNoTime) {
   // Half of the time that waiting for the node would cost; making 33 MiB takes a sanitizer's build
   // a while.
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 15s);
+}
+
+// ------------------------------------------------------------------------------- lost and back
+// again
+
+class ReturnTest : public StallTest {
+ protected:
+  // The rank of the test is lost, for it answers a fetch with nothing.
+  void lose() {
+    std::vector<std::byte> into;
+    ASSERT_TRUE(eventually([&] { return exchange_->where(0, 1) == Where::there; }));
+    ASSERT_EQ(fetch(*exchange_, 0, into), Outcome::failed);
+    ASSERT_TRUE(eventually([&] { return exchange_->nodes_alive() == 1; }));
+    ASSERT_EQ(exchange_->where(0, 1), Where::source);
+  }
+  void expect_fetched(Session& session) {
+    std::vector<std::byte> into(sizes_[0]);
+    const auto group = exchange_->begin({{0, into, nullptr, Outcome::waiting}});
+    const Header asked = wire_->hear(Kind::fetch);
+    EXPECT_TRUE(session.open(asked));
+    Header reply = message(Kind::reply, 0, sizes_[0]);
+    reply.request = asked.request;
+    reply.crc = crc32c(bytes_of(0));
+    wire_->say(session.seal(reply), bytes_of(0));
+    exchange_->finish(*group, {});
+    EXPECT_EQ(group->requests[0].outcome, Outcome::here);
+    EXPECT_EQ(into, bytes_of(0));
+  }
+  std::vector<std::string> warnings() {
+    const std::scoped_lock lock(mutex_);
+    return warnings_;
+  }
+};
+
+TEST_F(ReturnTest, ARankThatWasSilentIsAskedAgain) {
+  start(200ms);
+  answering();
+  for (uint64_t times = 1; times <= 2; ++times) {
+    lose();
+    Session session = answering();
+    ASSERT_TRUE(eventually([&] { return exchange_->where(0, 1) == Where::there; }));
+    EXPECT_EQ(exchange_->nodes_alive(), 2u);
+    EXPECT_EQ(exchange_->stats().returned_ranks, times);
+    if (times == 2) expect_fetched(session);
+  }
+  EXPECT_THAT(warnings(),
+              Contains(HasSubstr("until it is reached again; no other node is reached")));
+}
+
+TEST_F(ReturnTest, ARankThatKnocksIsAskedAgainAtOnceAndServed) {
+  start(200ms);
+  answering();
+  put(*cache_, 1);
+  lose();
+  Session asks = asking();
+  wire_->hear(Kind::welcome);
+  Header wanted = message(Kind::fetch, 1);
+  wire_->say(asks.seal(wanted));
+  EXPECT_EQ(wire_->hear(Kind::reply).status, Status::here);
+  Session session = answering();
+  ASSERT_TRUE(eventually([&] { return exchange_->where(0, 1) == Where::there; }));
+  expect_fetched(session);
+}
+
+TEST_F(ReturnTest, WhatWasSaidBeforeItWasLostIsNotTakenAfterwards) {
+  start(200ms);
+  Session old = answering();
+  lose();
+  Header welcome = message(Kind::welcome, 0);
+  wire_->say(old.seal(welcome));
+  EXPECT_TRUE(refused(1));
+  EXPECT_EQ(exchange_->nodes_alive(), 1u);
+}
+
+TEST_F(ReturnTest, ARankThatBrokeTheRulesOrLeftIsNotTriedAgain) {
+  for (const Kind kind : {Kind::fetch, Kind::leave}) {
+    start(200ms);
+    answering();
+    ASSERT_TRUE(eventually([&] { return exchange_->where(0, 1) == Where::there; }));
+    Session session = asking();
+    wire_->hear(Kind::welcome);
+    Header last = message(kind, kSamples);
+    wire_->say(session.seal(last));
+    ASSERT_TRUE(eventually([&] { return exchange_->nodes_alive() == 1; }));
+    // What it says is not even looked at any more: this would be refused.
+    wire_->say(session.seal(last));
+    Header hello = message(Kind::hello, 77);
+    hello.nonce = random_nonce();
+    wire_->say(encode(hello));
+    wire_->say(std::vector<std::byte>{});
+    EXPECT_TRUE(refused(1));
+    EXPECT_EQ(exchange_->nodes_alive(), 1u);
+    TearDown();
+    sizes_.clear();
+    SetUp();
+  }
+}
+
+TEST_F(ReturnTest, AnotherRankOfTheNodeServesUntilThePreferredOneIsBack) {
+  start(200ms, tier::TierKind::ram, 1);
+  answering();
+  std::vector<std::byte> into;
+  ASSERT_TRUE(eventually([&] { return exchange_->where(0, 1) == Where::there; }));
+  ASSERT_EQ(fetch(*exchange_, 0, into), Outcome::failed);
+  Header hello;
+  do hello = wire_->hear(Kind::hello);
+  while (hello.to != 2);
+  EXPECT_EQ(exchange_->nodes_alive(), 2u);
+  do hello = wire_->hear(Kind::hello);
+  while (hello.to != 0);
+  Session session = answering_to(hello);
+  ASSERT_TRUE(eventually([&] { return exchange_->where(0, 1) == Where::there; }));
+  expect_fetched(session);
+}
+
+// Hellos can be sent by anybody, in the name of any rank.
+TEST_F(ReturnTest, ForgedHellosKeepNobodyOut) {
+  start();
+  put(*cache_, 1);
+  Header hello = message(Kind::hello, 77);
+  hello.nonce = random_nonce();
+  wire_->say(encode(hello));
+  const Header challenge = wire_->hear(Kind::challenge);
+  Session session(key_of(kSecret), 0, 1, hello.nonce, challenge.nonce);
+  for (int i = 0; i < 1000; ++i) {
+    Header forged = message(Kind::hello, 77);
+    forged.nonce = random_nonce();
+    wire_->say(encode(forged));
+  }
+  Header proof = message(Kind::proof, 0);
+  proof.nonce = hello.nonce;
+  wire_->say(session.seal(proof));
+  wire_->hear(Kind::welcome);
+  EXPECT_EQ(exchange_->stats().refused, 0u);
+}
+
+TEST_F(ReturnTest, AProofIsTakenOnce) {
+  start();
+  put(*cache_, 1);
+  Header hello = message(Kind::hello, 77);
+  hello.nonce = random_nonce();
+  wire_->say(encode(hello));
+  const Header challenge = wire_->hear(Kind::challenge);
+  Session session(key_of(kSecret), 0, 1, hello.nonce, challenge.nonce);
+  Header proof = message(Kind::proof, 0), fetch = message(Kind::fetch, 1);
+  proof.nonce = hello.nonce;
+  const HeaderBytes proved = session.seal(proof), fetched = session.seal(fetch);
+  wire_->say(proved);
+  wire_->say(fetched);
+  wire_->hear(Kind::reply);
+  for (const HeaderBytes& again : {encode(hello), proved, fetched}) wire_->say(again);
+  EXPECT_TRUE(refused(2));
+  EXPECT_EQ(exchange_->stats().served, 1u);
 }
 
 TEST_F(HostileTest, ARankWithAnotherPlanIsWarnedOfOnce) {

@@ -87,7 +87,7 @@ TEST(Wire, GoldenHeader) {
   header.tag[15] = std::byte{0xbb};
   const HeaderBytes bytes = encode(header);
   const std::array<uint8_t, kHeaderBytes> golden = {
-      'N',  'S',  'P',  'R',  1,    0,    6,    2,    1,    0,    0,    0,    4,   3,   2,   1,
+      'N',  'S',  'P',  'R',  2,    0,    6,    2,    1,    0,    0,    0,    4,   3,   2,   1,
       5,    0,    0,    0,    0,    0,    0,    0,    6,    0,    0,    0,    0,   0,   0,   0,
       0x88, 0x77, 0x66, 0x55, 0x44, 0x33, 0x22, 0x11, 255,  255,  255,  255,  255, 255, 255, 255,
       9,    0,    0,    0,    0,    0,    0,    0,    0xef, 0xbe, 0xad, 0xde, 0,   0,   0,   0,

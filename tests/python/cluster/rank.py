@@ -63,6 +63,7 @@ def main(s: dict) -> None:
     check = not state and s.get("assignment", "plan") == "plan"
     stream = hashlib.sha256()
     batches = 0
+    back: int | None = None  # fetched until then
     for epoch in loader.epochs():
         ids = iter(plan.rank_epoch(epoch.index, s["rank"])[0])
         for images, _ in epoch:
@@ -86,7 +87,17 @@ def main(s: dict) -> None:
                 read = loader.stats().source_bytes
                 print(json.dumps({"state": state, "source_bytes": read}), flush=True)
                 return
+            if until := s.get("until"):
+                counts = loader.stats().peers
+                if counts["returned_ranks"] and back is None:
+                    back = counts["fetched"]
+                if s["rank"] == 0 and back is not None and counts["fetched"] > back:
+                    Path(until).touch()
+                if Path(until).exists():
+                    break
             time.sleep(s.get("compute", 0.0))
+        if s.get("until") and Path(s["until"]).exists():
+            break
         if s.get("fork_after") == epoch.index:
             fork_and_forget(loader)
     loader.close()  # until then the others may fetch from here

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from nostall import secret
+from nostall import cluster, secret
 from nostall.errors import UsageError
 from nostall.rendezvous import Rendezvous, find_rendezvous
+from nostall.world import World
 
 
 @pytest.fixture(autouse=True)
@@ -111,3 +112,17 @@ def test_a_store_forgets_what_was_said() -> None:
     assert store.check(["nostall/job/0", "nostall/job/1"])
     assert ranks[1](b"one") == [b"zero", b"one"]
     assert not store.check(["nostall/job/0"]) and not store.check(["nostall/job/1"])
+
+
+def test_ranks_on_one_node_are_compared_without_a_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, as by loaders that live shorter than the ranks are apart."""
+    torch = pytest.importorskip("torch.distributed", reason="torch is not installed")
+    store = torch.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(cluster, "initialised_store", lambda: store)
+    worlds = [World(rank, 3, rank, 3, "job") for rank in range(3)]
+    settings = {"batch_size": 8, "seed": 0}
+    cluster.check_alike(worlds[0], "loader 0", settings)
+    cluster.check_alike(worlds[1], "loader 0", settings)
+    with pytest.raises(UsageError, match="batch_size is 8 on rank 0 and 16 on rank 2"):
+        cluster.check_alike(worlds[2], "loader 0", settings | {"batch_size": 16})
+    cluster.check_alike(worlds[2], "loader 1", settings | {"batch_size": 16})
