@@ -66,8 +66,6 @@ Memory::Memory(uint64_t size, unsigned threads) : size_(blocks_of(size) * kBlock
   if (lead < kHugePage) ::munmap(begin + lead + size_, kHugePage - lead);
   data_ = begin + lead;
   ::madvise(data_, size_, MADV_HUGEPAGE);  // advice only
-  // A forked child (a loader's worker) has no use for it, and would make the copy fault.
-  ::madvise(data_, size_, MADV_DONTFORK);
   if (threads == 0) return;
   std::atomic<uint64_t> next{0};
   const auto touch = [&]() noexcept {
@@ -103,6 +101,8 @@ void Image::reserve(uint64_t bytes) {
   helpers_.join();
   memory_ = Memory();  // given back first: both may not fit
   memory_ = Memory(bytes, threads_);
+  // A forked child (a loader's worker) has no use for a snapshot, and would make the copy fault.
+  ::madvise(memory_.data(), memory_.size(), MADV_DONTFORK);
 }
 
 void Image::begin(std::span<const std::byte> header, std::vector<Piece> pieces, Copying copying) {
@@ -114,13 +114,14 @@ void Image::begin(std::span<const std::byte> header, std::vector<Piece> pieces, 
     starts.push_back(size);
     size += piece.size;
   }
+  size_ = 0;  // until there is memory for all of it
   reserve(padded(size));
-  size_ = size;
+  states_ = std::make_unique<std::atomic<uint8_t>[]>(blocks_of(size));
+  header_.assign(header.begin(), header.end());
   pieces_ = std::move(pieces);
   starts_ = std::move(starts);
-  header_.assign(header.begin(), header.end());
+  size_ = size;
   std::memset(memory_.data() + size_, 0, padded(size_) - size_);
-  states_ = std::make_unique<std::atomic<uint8_t>[]>(blocks());
   copied_bytes_ = 0;
   copying_ = copying;
   next_ = 0;

@@ -49,13 +49,17 @@ std::shared_ptr<Buffer> BufferPool::take(size_t bytes) {
 
 void BufferPool::put_back(std::unique_ptr<Buffer> buffer) noexcept {
   const std::scoped_lock lock(mutex_);
-  if (free_bytes_ + buffer->capacity() <= keep_bytes_) {
-    free_bytes_ += buffer->capacity();
-    const size_t capacity = buffer->capacity();
-    free_.emplace(capacity, std::move(buffer));
-  } else {
-    bytes_ -= buffer->capacity();
+  const size_t capacity = buffer->capacity();
+  if (free_bytes_ + capacity <= keep_bytes_) {
+    try {
+      free_.emplace(capacity, std::move(buffer));
+      free_bytes_ += capacity;
+      return;
+    } catch (const std::bad_alloc&) {
+      // No memory to remember it by: it is given back.
+    }
   }
+  bytes_ -= capacity;
 }
 
 uint64_t BufferPool::bytes() const {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -230,6 +231,29 @@ def test_a_weight_that_changes_before_the_update_gives_no_torn_checkpoint(
                     assert torch.equal(found.state[part][name], tensor), (step, part, name)
     # The first one, and from then on the save copies what it has seen to change.
     assert torn == [0]
+
+
+def test_a_forked_child_has_what_was_restored_and_saves_itself(tmp_path: Path) -> None:
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
+        ckpt.save({"w": np.arange(1000)}, 1, level="durable")
+        found = ckpt.restore()
+        assert found is not None
+
+    def save_again(root: Path) -> int:
+        with nostall.Checkpointer(root / "fast", root / "durable") as ckpt:
+            # Who waits helps to write, in memory of its thread.
+            for step in range(2, 20):
+                ckpt.save({"w": found.state["w"]}, step, level="durable")
+        return int(found.state["w"].sum())
+
+    save_again(tmp_path / "parent")
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            status = 0 if save_again(tmp_path / "child") == 499500 else 2
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_buckets_are_copied_as_updates_reach_them(tmp_path: Path) -> None:
