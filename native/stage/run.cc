@@ -84,10 +84,13 @@ void Loader::Run::guarded(const std::function<void()>& work) noexcept {
   } catch (const Error& e) {
     error.emplace(e);
   } catch (const std::bad_alloc&) {
-    error.emplace(ErrorKind::io,
-                  "there is no memory for a batch: make batches, staging or tiers smaller", ENOMEM);
+    error.emplace(no_memory_);
   } catch (const std::exception& e) {
-    error.emplace(ErrorKind::bug, std::string("a thread of the loader failed: ") + e.what());
+    try {
+      error.emplace(ErrorKind::bug, std::string("a thread of the loader failed: ") + e.what());
+    } catch (const std::bad_alloc&) {
+      error.emplace(no_memory_);
+    }
   }
   {
     const std::scoped_lock lock(mutex_);

@@ -150,6 +150,10 @@ class Loader::Run {
   size_t fetch_index_ = 0;
   uint64_t transient_ = 0;  // bytes of raw buffers taken
   bool exhausted_ = false;
+  // Made beforehand: a copy needs no memory.
+  const Error no_memory_{ErrorKind::io,
+                         "there is no memory for a batch: make batches, staging or tiers smaller",
+                         ENOMEM};
   std::optional<Error> broken_;  // why a thread ended early
   int64_t last_peer_check_ = 0;
 

@@ -55,6 +55,7 @@ class Recorder {
  private:
   void loop(std::stop_token stop);
   void drain();
+  static void end_with(const char* why) noexcept;
   const KindText* text_of(uint16_t kind);  // null: no such kind
 
   const std::chrono::milliseconds period_;
@@ -174,8 +175,14 @@ void Recorder::loop(std::stop_token stop) {
   } catch (const std::exception& error) {
     failed_ = true;
     detail::recording.store(false, std::memory_order_relaxed);
-    log(LogLevel::warning, std::string(error.what()) + "; recording ends here");
+    end_with(error.what());
   }
+}
+
+void Recorder::end_with(const char* why) noexcept try {
+  log(LogLevel::warning, std::string(why) + "; recording ends here");
+} catch (const std::exception&) {
+  // No memory for the sentence.
 }
 
 Summary Recorder::finish() {
