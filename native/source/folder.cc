@@ -6,6 +6,7 @@
 #include <system_error>
 
 #include "base/clock.h"
+#include "base/heap.h"
 #include "source/choice.h"
 
 namespace nostall::source {
@@ -78,6 +79,7 @@ FolderSource::FolderSource(std::string root, SampleIndex index, FileSystem& file
   if (fd < 0) throw io_error("cannot open folder", root_, -fd);
   root_fd_ = Descriptor(fd);
   fingerprint_ = index_.fingerprint();
+  give_back_free_memory(index_.size());
 }
 
 std::string FolderSource::describe(uint64_t sample) const {

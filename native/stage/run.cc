@@ -7,6 +7,7 @@
 #include <new>
 
 #include "base/clock.h"
+#include "base/heap.h"
 #include "plan/locality.h"
 #include "stage/events.h"
 
@@ -163,13 +164,14 @@ void Loader::Run::plan_ahead(uint32_t epoch) {
   for (uint32_t e = epoch; e < std::min(epoch + 2, config_.job.epochs); ++e) {
     if (epochs_.contains(e)) continue;
     epochs_.emplace(e, std::async(std::launch::async, [this, e] {
-                         if (config_.peers && config_.locality && e > config_.first_epoch) {
-                           return std::make_shared<const plan::RankEpoch>(plan::local_rank_epoch(
-                               config_.job, plan::epoch_order(config_.job, e), config_.rank,
-                               config_.peers->ownership(), config_.peers->node_of_rank()));
-                         }
-                         return std::make_shared<const plan::RankEpoch>(
-                             plan::rank_epoch(config_.job, e, config_.rank));
+                         auto planned = std::make_shared<const plan::RankEpoch>(
+                             config_.peers && config_.locality && e > config_.first_epoch
+                                 ? plan::local_rank_epoch(
+                                       config_.job, plan::epoch_order(config_.job, e), config_.rank,
+                                       config_.peers->ownership(), config_.peers->node_of_rank())
+                                 : plan::rank_epoch(config_.job, e, config_.rank));
+                         give_back_free_memory(config_.job.samples);
+                         return planned;
                        }).share());
   }
   epochs_.erase(epochs_.begin(), epochs_.lower_bound(epoch));

@@ -21,7 +21,7 @@ from campaigns.outcome import Outcome, Task
 
 FULL = "2 ranks, 2 h, 1,000,000 batches, 100,000 collectives and 1,000 checkpoints of each"
 SMALL = 0.02
-SECONDS = 90
+SECONDS = 200
 
 RANKS = 2
 SAMPLES = 64

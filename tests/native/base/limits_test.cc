@@ -2,9 +2,14 @@
 #include "base/limits.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
+#include <memory>
+#include <vector>
+
+#include "base/heap.h"
 
 namespace nostall {
 namespace {
@@ -123,6 +128,24 @@ TEST_F(Limits, ThoseOfThisProcessCanBeRead) {
   const auto limits = MemoryLimits().read();
   EXPECT_NE(least(limits), nullptr);
   EXPECT_EQ(least({}), nullptr);
+}
+
+TEST(Heap, GivesBackWhatManySmallPiecesLeftBehind) {
+  const auto resident = [] {
+    std::ifstream file("/proc/self/statm");
+    uint64_t size = 0, pages = 0;
+    file >> size >> pages;
+    return pages * static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+  };
+  const uint64_t before = resident();
+  constexpr size_t kPieces = 400'000;
+  std::vector<std::unique_ptr<std::string>> pieces;
+  for (size_t i = 0; i < kPieces; ++i) pieces.push_back(std::make_unique<std::string>(100, 'x'));
+  // The last one keeps the allocator from giving back the rest by itself.
+  const std::unique_ptr<std::string> last = std::move(pieces.back());
+  pieces.clear();
+  give_back_free_memory(kPieces);
+  EXPECT_LT(resident(), before + kPieces * 50);
 }
 
 }  // namespace
