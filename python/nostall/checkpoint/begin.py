@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nostall import secret
+from nostall.checkpoint.cleaner import begin_of_branch
 from nostall.checkpoint.format import Manifest
+from nostall.checkpoint.lineage import Lineage, newest
 from nostall.checkpoint.nodes import Held, Nodes, holdings, together
 from nostall.checkpoint.retention import Keep, decide
 from nostall.checkpoint.store import Store, io_errors
@@ -27,11 +29,15 @@ class Begun:
     """A job that has its directories; `run` is its name, which is in the ids of its saves.
 
     `nodes` is there if fast directories are the nodes' own, and `held` what they have together.
+    `lineage` numbers the saves, on all ranks alike; `owned` are the directories that this rank
+    clears up.
     """
 
     run: str
     nodes: Nodes | None
     held: list[Held]
+    lineage: Lineage
+    owned: list[Store]
 
 
 def begin(
@@ -80,7 +86,7 @@ def _begin(
             store.clean()
         if partner:
             _log.warning("partner=True has no effect: this job has one rank, so one node")
-        return Begun(run, None, [])
+        return Begun(run, None, [], lineage_of(stores, stores), stores)
 
     def gather(note: dict[str, Any]) -> list[dict[str, Any]]:
         notes = [json.loads(text) for text in allgather(json.dumps(note).encode())]
@@ -96,7 +102,7 @@ def _begin(
     with _noting(note):
         for store in stores:
             with io_errors("make the directory", store.root):
-                store.root.mkdir(parents=True, exist_ok=True)
+                store.make()
                 (store.root / f".run-{run}").touch()
     notes = gather(note)
     tokens, run = [n["token"] for n in notes], str(notes[0]["token"])
@@ -117,7 +123,8 @@ def _begin(
                 )
     groups = _groups([theirs["fast"] for theirs in seen]) if fast is not None else [everybody]
     nodes = None
-    note = {"address": None, "held": []}
+    note = {"address": None, "held": [], "seen": 0}
+    owned: list[Store] = []
     with _noting(note):
         if len(groups) > 1 and fast is not None:
             nodes = Nodes(
@@ -131,15 +138,18 @@ def _begin(
         for store in stores:
             if leads_fast if store is fast else rank == 0:
                 store.own()
+                owned.append(store)
                 for old in store.root.glob(".run-*"):
                     old.unlink(missing_ok=True)
                 if store is not fast or nodes is None:
                     store.clean()
                 else:
                     note["held"] = holdings(store)
+        note["seen"] = max((store.seen() for store in owned), default=0)
     notes = gather(note)
+    seen_by_all = max(int(theirs["seen"]) for theirs in notes)
     if nodes is None:
-        return Begun(run, None, [])
+        return Begun(run, None, [], lineage_of(stores, owned, (), seen_by_all), owned)
     nodes.addresses = [tuple(notes[group[0]]["address"]) for group in groups]
     held = together([notes[group[0]]["held"] for group in groups])
     note = {}
@@ -148,7 +158,30 @@ def _begin(
         if nodes.leader:
             _settle(nodes, held)
     gather(note)  # nobody looks before all nodes have settled
-    return Begun(run, nodes, held)
+    lineage = lineage_of(stores, owned, held, seen_by_all)
+    return Begun(run, nodes, held, lineage, owned)
+
+
+def lineage_of(
+    stores: Sequence[Store],
+    owned: Sequence[Store],
+    held: Sequence[Held] = (),
+    seen: int = 0,
+) -> Lineage:
+    """What the next save in these directories continues; `seen` is the highest number elsewhere."""
+    found = {m.id: m for store in stores for m in store.manifests()}
+    found |= {h.manifest.id: h.manifest for h in held}
+    seen = max([seen, *(store.seen() for store in stores)])
+    lineage = Lineage(list(found.values()), begin_of_branch(*stores), seen)
+    for store in owned:
+        try:
+            store.note_sequence(lineage.first)
+        except (
+            Error,
+            OSError,
+        ) as error:  # a full disk: it matters only if this job's saves get lost
+            _log.warning("%s", error)
+    return lineage
 
 
 @contextlib.contextmanager
@@ -177,17 +210,14 @@ def _groups(seen: Sequence[Sequence[int]]) -> list[list[int]]:
 def _settle(nodes: Nodes, held: Sequence[Held]) -> None:
     """This node takes over manifests that it missed, and clears up what no manifest names."""
     store = nodes.store
-    newest = max((h.manifest.step for h in held if not h.lost), default=-1)
+    whole = newest(h.manifest for h in held if not h.lost)
     for h in held:
         step = h.manifest.step
-        entry = store.entry(step)
-        has_it = entry is not None and entry.manifest is not None
+        here = store.find(step, h.manifest.id)
         if h.lost:
-            if step < newest and has_it:
-                store.remove(step)  # parts of it went with another node
-        elif any(nodes.node in at for at in h.holders.values()) and not (
-            has_it and entry is not None and entry.manifest == h.manifest
-        ):
+            if whole is not None and h.manifest.sequence < whole.sequence and here is not None:
+                store.remove(step, h.manifest.id)  # parts of it went with another node
+        elif any(nodes.node in at for at in h.holders.values()) and here != h.manifest:
             store.prepare(step)
             store.publish(h.manifest)
     store.clean()
@@ -201,17 +231,14 @@ def undrained(
     `held` is what the nodes have, where each has a fast directory of its own.
     """
     if held is None:
-        on_fast = {e.step: e.manifest for e in fast.entries() if e.manifest is not None}
-        whole = {s for s, m in on_fast.items() if all(fast.has(s, part) for part in m.parts)}
+        on_fast = fast.manifests()
+        whole = {m.id for m in on_fast if all(fast.has(m.step, part) for part in m.parts)}
     else:
-        on_fast = {h.manifest.step: h.manifest for h in held}
-        whole = {h.manifest.step for h in held if not h.lost}
-    there = {e.step: e.manifest for e in durable.entries() if e.manifest is not None}
+        on_fast = [h.manifest for h in held]
+        whole = {h.manifest.id for h in held if not h.lost}
+    there = {m.id: m for m in durable.manifests()}
     # What has lost parts takes no place among those that are kept.
-    good = {s: m for s, m in on_fast.items() if s in whole} | there
-    stay = decide({s: m.metric for s, m in good.items()}.items(), keep)
-    return [
-        manifest
-        for step, manifest in sorted(on_fast.items())
-        if step in whole and step in stay and (step not in there or there[step].id != manifest.id)
-    ]
+    good = {m.id: m for m in on_fast if m.id in whole} | there
+    stay = decide(good.values(), keep, begin_of_branch(fast, durable))
+    waiting = [m for m in on_fast if m.id in whole and m.id in stay and m.id not in there]
+    return sorted(waiting, key=lambda m: m.order)

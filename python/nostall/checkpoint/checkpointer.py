@@ -19,12 +19,12 @@ from nostall.checkpoint.begin import begin, undrained
 from nostall.checkpoint.engine import Engine
 from nostall.checkpoint.restore import Restored, load_into
 from nostall.checkpoint.retention import Keep
-from nostall.checkpoint.saved import Drain, Job, Level, Saved, Settings
+from nostall.checkpoint.saved import Drain, Failures, Job, Level, Saved, Settings
 from nostall.checkpoint.search import Search
 from nostall.checkpoint.store import LARGEST_STEP, Store
 from nostall.checkpoint.tree import encode
 from nostall.checkpoint.window import Window, choose_copying, guarded_addresses
-from nostall.errors import PeerError, UsageError
+from nostall.errors import Error, IoError, PeerError, UsageError
 from nostall.rendezvous import AllGather, Rendezvous, exposed, find_rendezvous
 from nostall.sizes import parse_size
 from nostall.world import find_world
@@ -62,6 +62,10 @@ class Checkpointer:
         verify: read a drained copy back before the fast one may go.
         windows: write to durable storage while no loader of this process reads and no gradients are
             under way, as far as that does not take half the time between two saves.
+        max_failures: after so many saves in a row that are safe nowhere, `save` raises IoError.
+        max_unsafe_seconds: and also once a save that is safe nowhere is so old, and no later one is
+            safe either.
+        on_failure: called with the words of that error instead of raising it, by `save` and `close`.
         partner: where each node has a fast directory of its own, the next node keeps a copy of what
             this one writes there, so that losing one node loses nothing. Level fast waits for both
             copies; should the second fail, the save is complete with the first alone, with a warning
@@ -72,6 +76,11 @@ class Checkpointer:
     Raises:
         UsageError: arguments that do not go together; a directory that another job uses.
         IoError: a directory that cannot be made.
+
+    A restore of an older step, or a save of a step below the newest one, begins a branch: what came
+    after it is superseded. That stays, as the rules of `keep` want it for a branch by itself, until
+    `restore(step)` or ``nostall checkpoints branch`` goes back to it; `restore()` gives the newest of
+    the current branch, whatever clocks say.
 
     Thread-safety: one thread, the training's, calls it.
     """
@@ -94,6 +103,9 @@ class Checkpointer:
         priority: Literal["normal", "low", "idle"] = "low",
         verify: bool = True,
         windows: bool = True,
+        max_failures: int = 3,
+        max_unsafe_seconds: float = 3600.0,
+        on_failure: Callable[[str], None] | None = None,
         partner: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
@@ -105,10 +117,23 @@ class Checkpointer:
         roots = [os.path.realpath(root) for root in (fast, durable) if root is not None]
         if len(roots) > len(set(roots)):
             raise UsageError(f"fast and durable are the same directory, {roots[0]}")
-        if every is not None and every < 1:
-            raise UsageError(f"every must be at least 1, not {every}")
-        if snapshots < 1 or keep_fast < 1:
-            raise UsageError("snapshots and keep_fast must be at least 1")
+        counts = {"every": every, "snapshots": snapshots, "keep_fast": keep_fast}
+        counts |= {"threads": threads, "max_failures": max_failures}
+        for name, count in counts.items():
+            if count is None and name in ("every", "threads"):
+                continue
+            if type(count) is not int or count < 1:
+                raise UsageError(f"{name} must be a whole number of at least 1, not {count!r}")
+        times = {"timeout": timeout, "patience": patience, "max_unsafe_seconds": max_unsafe_seconds}
+        for name, seconds in times.items():
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+                raise UsageError(f"{name} must be a number of seconds above 0, not {seconds!r}")
+        flags = {"replicated": replicated, "verify": verify, "windows": windows}
+        for name, flag in {**flags, "partner": partner}.items():
+            if not isinstance(flag, bool):
+                raise UsageError(f"{name} must be True or False, not {flag!r}")
+        if on_failure is not None and not callable(on_failure):
+            raise UsageError(f"on_failure must be a function, not {on_failure!r}")
         if priority not in ("normal", "low", "idle"):
             raise UsageError(f'priority must be "normal", "low" or "idle", not {priority!r}')
         self._check_level(level, fast is not None, durable is not None)
@@ -144,6 +169,8 @@ class Checkpointer:
             timeout=timeout,
         )
         self._run, self._nodes = begun.run, begun.nodes
+        self._lineage, self._owned = begun.lineage, begun.owned
+        self._failures = Failures(max_failures, max_unsafe_seconds, on_failure)
         self._engine = Engine(self.fast, self.durable, self.rank, settings, self._nodes)
         self._images = [_native.Image(self._threads) for _ in range(snapshots)]
         for image in self._images:
@@ -215,12 +242,14 @@ class Checkpointer:
 
         Raises:
             UsageError: the state holds what a checkpoint cannot, named by its place.
-            IoError: level fast or durable was not reached, with the reasons.
+            IoError: level fast or durable was not reached, with the reasons; or the saves before it
+                are safe nowhere (`max_failures`, `max_unsafe_seconds`). This one is on its way all the
+                same.
         """
+        if type(step) is not int or not 0 <= step <= LARGEST_STEP:
+            raise UsageError(f"step must be a number from 0 to {LARGEST_STEP}, not {step!r}")
         if not (force or self.due(step)):
             return None
-        if not isinstance(step, int) or not 0 <= step <= LARGEST_STEP:
-            raise UsageError(f"step must be a number from 0 to {LARGEST_STEP}, not {step!r}")
         if not self._closer.alive:
             raise UsageError("this checkpointer is closed")
         wanted = level or self.level
@@ -235,7 +264,17 @@ class Checkpointer:
         self.before_update()
         number = next(self._saves)
         id = f"{self._run}-{number:06d}"
-        manifest = files.Manifest(step, id, self.world_size, (), self.replicated, metric)
+        sequence, abandoned = self._lineage.save(step)
+        manifest = files.Manifest(
+            step,
+            id,
+            self.world_size,
+            (),
+            self.replicated,
+            metric,
+            sequence=sequence,
+            abandoned=abandoned,
+        )
         saved = Saved(step, id, 0)
         job = Job(saved, manifest, None, number)
         image = leaves = None
@@ -253,7 +292,13 @@ class Checkpointer:
             del leaves
             saved.wait(wanted, self._timeout + 10)
         saved.seconds = time.perf_counter() - began
+        self._failures.tell(self._history, self._is_complete)
         return saved
+
+    def _is_complete(self, saved: Saved) -> bool:
+        """Whether a save of which this rank heard no good is a checkpoint all the same."""
+        stores = [s for s in (self.fast, self.durable) if s is not None]
+        return any(s.find(saved.step, saved.id) is not None for s in stores)
 
     def _snapshot(self, state: Any, job: Job, window: bool, now: bool) -> _native.Image | None:
         """Begins the image of the job; the one it returns is to be finished."""
@@ -338,9 +383,11 @@ class Checkpointer:
         damaged. Nothing is unpickled.
 
         Args:
-            step: this one instead of the newest.
-            into: a state as given to `save`; objects with a load_state_dict get theirs, other values
-                are replaced.
+            step: this one instead of the newest; if it is not the newest, a branch begins there, and
+                what came after it is superseded, with a warning.
+            into: a state as given to `save`. Objects with a load_state_dict get theirs, arrays and
+                tensors are filled where they are, all else is replaced: None takes whatever was
+                saved in its place. Nothing changes if anything does not fit.
             progress: called now and then with (bytes read, bytes in all).
 
         Returns:
@@ -348,7 +395,7 @@ class Checkpointer:
 
         Raises:
             CorruptionError: there are checkpoints, and all are damaged.
-            UsageError: the checkpoint is of another number of ranks.
+            UsageError: the checkpoint is of another number of ranks, or does not fit `into`.
         """
         stores = [s for s in (self.fast, self.durable) if s is not None]
         search = Search(
@@ -361,9 +408,48 @@ class Checkpointer:
             self._engine.damaged,
         )
         restored = search.run(step, progress)
-        if restored is not None and into is not None:
+        if restored is None:
+            return None
+        if into is not None:
             load_into(into, restored.state)
+        behind = self._lineage.restored(restored.manifest)
+        if step is not None:
+            self._begin_branch(restored.manifest, behind)
         return restored
+
+    def _begin_branch(self, manifest: files.Manifest, behind: bool) -> None:
+        """Notes durably that the training went back, so that a next start does so too."""
+        note = b""
+        if self.rank == 0 and behind:
+            number, abandoned = self._lineage.begin()
+            note = files.Branch(number, abandoned, manifest.step, manifest.id).to_bytes()
+        if self.world_size > 1:
+            note = self._allgather(note)[0]
+        if not note:
+            return
+        branch = files.Branch.from_bytes(note, "rank 0's note")
+        problem = ""
+        try:
+            for store in self._owned:
+                store.note_branch(branch)
+        except (Error, OSError) as error:
+            problem = str(error)
+        if self.world_size > 1:
+            notes = [note.decode() for note in self._allgather(problem.encode())]
+            problem = "; ".join(dict.fromkeys(note for note in notes if note))
+        if problem:
+            _log.warning(
+                "the next save will tell that the training went back to step %d; until then a restart "
+                "does not know: %s",
+                manifest.step,
+                problem,
+            )
+        elif self.rank == 0:
+            _log.warning(
+                "the training goes on from step %d: what was saved after it is superseded, and stays "
+                "until restore(step) or `nostall checkpoints branch` goes back to it",
+                manifest.step,
+            )
 
     def steps(self) -> dict[int, list[str]]:
         """Complete checkpoints: step -> the tiers that have it."""
@@ -418,6 +504,9 @@ class Checkpointer:
 
         What is not drained by then stays on the fast tier, with a warning, and is drained by the next
         checkpointer of the same directories, or by ``nostall checkpoints drain``.
+
+        Raises:
+            IoError: the newest save is safe nowhere.
         """
         if not self._closer.alive:
             return
@@ -428,12 +517,18 @@ class Checkpointer:
         finally:
             atexit.unregister(self._closer)
             self._closer()
+        self._failures.tell_of_newest(self._history, self._is_complete)
 
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except IoError as error:
+            if kind is None:
+                raise
+            _log.error("%s", error)
 
 
 def _shut(pid: int, engine: Engine, fast: Store | None, durable: Store | None) -> None:

@@ -5,12 +5,19 @@ from __future__ import annotations
 import logging
 import os
 
+from nostall.checkpoint.format import Manifest
+from nostall.checkpoint.lineage import Record, newest
 from nostall.checkpoint.retention import decide
 from nostall.checkpoint.saved import Settings
 from nostall.checkpoint.store import Store
 from nostall.errors import Error
 
 _log = logging.getLogger("nostall")
+
+
+def begin_of_branch(*stores: Store | None) -> Record | None:
+    """The newest note of a branch's begin in these directories."""
+    return newest(store.branch() for store in stores if store is not None)
 
 
 class Cleaner:
@@ -27,51 +34,60 @@ class Cleaner:
         self._owns_durable = owns_durable
         self.damaged: set[str] = set()
 
-    def kept(self, store: Store) -> dict[int, float | None]:
-        """Step and metric of what is complete there."""
-        return {
-            e.step: e.manifest.metric
-            for e in store.entries()
-            if e.manifest is not None and e.manifest.id not in self.damaged
-        }
+    @staticmethod
+    def complete(store: Store) -> dict[str, Manifest]:
+        """What is complete there, by id."""
+        return {m.id: m for m in store.manifests()}
 
-    def retain(self, waiting: set[int]) -> None:
-        """Removes what the rules no longer keep, but for steps that wait to be drained."""
+    def staying(self, manifests: dict[str, Manifest]) -> dict[str, str]:
+        """The ids of those that the rules keep, each with the reason."""
+        begin = begin_of_branch(self.fast, self.durable)
+        return decide(manifests.values(), self._settings.keep, begin, self.damaged)
+
+    def retain(self, waiting: set[str]) -> None:
+        """Removes what the rules no longer keep, but for ids that wait to be drained."""
         try:
             last = self.durable or self.fast
             assert last is not None
             if last is self.fast or self._owns_durable:
-                kept = self.kept(last)
-                stay = decide(kept.items(), self._settings.keep)
-                for step in sorted(kept.keys() - stay.keys()):
-                    last.remove(step)
+                there = self.complete(last)
+                stay = self.staying(there).keys() | self.damaged
+                self._remove(last, [m for m in there.values() if m.id not in stay])
             if self.fast is not None and self.durable is not None:
                 self._trim_fast(self.fast, self.durable, waiting)
         except (Error, OSError) as error:
             _log.warning("old checkpoints stay: %s", error)
 
-    def _trim_fast(self, fast: Store, durable: Store, waiting: set[int]) -> None:
+    def _trim_fast(self, fast: Store, durable: Store, waiting: set[str]) -> None:
         """Of the fast tier stay the newest, and what is not durable yet and still wanted."""
-        kept = self.kept(fast)
-        newest = sorted(kept)[-self._settings.keep_fast :]
-        wanted = decide((kept | self.kept(durable)).items(), self._settings.keep)
-        for step in sorted(kept.keys() - set(newest)):
-            if self._is_on(durable, fast, step) or (step not in wanted and step not in waiting):
-                fast.remove(step)
-
-    @staticmethod
-    def _is_on(durable: Store, fast: Store, step: int) -> bool:
-        ours, theirs = fast.entry(step), durable.entry(step)
-        return (
-            ours is not None
-            and theirs is not None
-            and ours.manifest is not None
-            and theirs.manifest is not None
-            and ours.manifest.id == theirs.manifest.id
+        there, safe = self.complete(fast), self.complete(durable)
+        wanted = self.staying(there | safe)
+        good = self._in_order(there)
+        self._remove(
+            fast,
+            [
+                m
+                for m in good[: -self._settings.keep_fast]
+                if m.id in safe or (m.id not in wanted and m.id not in waiting)
+            ],
         )
 
-    def make_room(self, fast: Store, size: int) -> None:
-        """Lets old fast copies go if the new one does not fit: durable ones first, never the last."""
+    def _in_order(self, manifests: dict[str, Manifest]) -> list[Manifest]:
+        """Those that are not damaged, oldest first."""
+        good = [m for m in manifests.values() if m.id not in self.damaged]
+        return sorted(good, key=lambda m: m.order)
+
+    @staticmethod
+    def _remove(store: Store, manifests: list[Manifest]) -> None:
+        for manifest in sorted(manifests, key=lambda m: m.order):
+            try:
+                store.remove(manifest.step, manifest.id)
+            except (Error, OSError) as error:  # others may go all the same
+                _log.warning("an old checkpoint stays: %s", error)
+
+    def make_room(self, fast: Store, size: int, coming: Manifest) -> None:
+        """Lets old fast copies go if the new one does not fit: durable ones, and what the rules
+        retire once the new one is complete; never the newest."""
 
         def fits() -> bool:
             status = os.statvfs(fast.root)
@@ -79,17 +95,19 @@ class Cleaner:
 
         if fits():
             return  # without a look at the durable storage, which may hang
-        complete = sorted(self.kept(fast))
-        durable = self.durable
-        safe = [s for s in complete if durable is not None and self._is_on(durable, fast, s)]
-        for step in [*safe, *(s for s in complete[:-1] if s not in safe)]:
+        there = self.complete(fast)
+        safe = self.complete(self.durable) if self.durable is not None else {}
+        stay = self.staying(there | safe | {coming.id: coming})
+        good = self._in_order(there)
+        first = [m for m in good if m.id in safe]
+        for manifest in [*first, *(m for m in good[:-1] if m.id not in safe and m.id not in stay)]:
             if fits():
                 return
-            if step not in safe:
+            if manifest.id not in safe:
                 _log.warning(
-                    "%s is full: the checkpoint of step %d goes, though it is not durable yet, to "
-                    "make room for a newer one",
+                    "%s is full: the checkpoint of step %d goes before the one that replaces it is "
+                    "complete",
                     fast.root,
-                    step,
+                    manifest.step,
                 )
-            fast.remove(step)
+            fast.remove(manifest.step, manifest.id)

@@ -6,17 +6,18 @@ All that a next start must know is in the directories (`store.py`), nothing in t
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Literal
 
 from nostall import _native, trace
 from nostall.checkpoint.cleaner import Cleaner
 from nostall.checkpoint.format import Manifest, Part
 from nostall.checkpoint.nodes import Nodes
-from nostall.checkpoint.retention import decide
 from nostall.checkpoint.saved import Drain, Job, Level, Saved, Settings
 from nostall.checkpoint.store import Store, part_name
 from nostall.errors import CorruptionError, Error, IoError, StoppedError
@@ -63,7 +64,7 @@ class Engine:
         self._writing: tuple[int, _native.ImageWrite] | None = None
         self._copying: tuple[str, _native.FileCopy] | None = None
         self._stopping = False
-        self._threads: list[threading.Thread] = []
+        self._threads: dict[str, threading.Thread] = {}
         self.write_seconds: float | None = None  # of the last snapshot, from file to fsync
         self._submitted = 0.0
         self._interval = _INTERVAL
@@ -94,28 +95,36 @@ class Engine:
 
     def submit(self, job: Job, awaited: Level) -> None:
         """Writes the snapshot as soon as the ones before it are written; at once and at full speed
-        if somebody waits."""
+        if somebody waits. Where no thread can be started the save fails."""
         job.saved._engine = self
         with self._lock:
             if awaited != "memory":
                 self._urgent = max(self._urgent, job.number)
             if awaited == "durable":
                 self._urgent_drains.add(job.saved.id)
-            self._jobs.append(job)
-            self._busy += 1
             now = time.monotonic()
             if self._submitted:
                 self._interval = now - self._submitted
             self._submitted = now
-            self._start()
-            self._lock.notify_all()
+            problem = self._start("writer")
+            if not problem:
+                self._jobs.append(job)
+                self._busy += 1
+                self._lock.notify_all()
+        if problem:
+            self._say(job.saved, f"step {job.saved.step} is not saved: {problem}")
+            job.saved._miss("fast", "durable")
+            self._release(job)
 
     def submit_drain(self, drain: Drain) -> None:
         """Copies a complete fast checkpoint to the durable storage."""
         with self._lock:
-            self._drains.append(drain)
-            self._start()
-            self._lock.notify_all()
+            problem = self._start("drain")
+            if not problem:
+                self._drains.append(drain)
+                self._lock.notify_all()
+        if problem:
+            self._postpone(drain, IoError(problem))
 
     def hurry(self, saved: Saved, level: Level) -> None:
         """Somebody waits: no rate, no gate, no low priority for what leads to that level."""
@@ -165,19 +174,23 @@ class Engine:
                     running[1].stop()
             self._lock.notify_all()
         deadline = time.monotonic() + timeout
-        for thread in self._threads:
+        for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
 
     # ------------------------------------------------------------------ writing
 
-    def _start(self) -> None:
-        if not self._threads and not self._stopping:
-            for name, loop in (("writer", self._write_loop), ("drain", self._drain_loop)):
-                thread = threading.Thread(
-                    target=loop, name=f"nostall-checkpoint-{name}", daemon=True
-                )
-                self._threads.append(thread)
-                thread.start()
+    def _start(self, name: Literal["writer", "drain"]) -> str:
+        """Has a thread run; why it cannot be started, or ""."""
+        if name in self._threads or self._stopping:
+            return ""
+        loop = self._write_loop if name == "writer" else self._drain_loop
+        thread = threading.Thread(target=loop, name=f"nostall-checkpoint-{name}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # a limit of processes
+            return f"no thread can be started: {error}"
+        self._threads[name] = thread
+        return ""
 
     def _write_loop(self) -> None:
         while True:
@@ -190,7 +203,7 @@ class Engine:
                 with trace.span("write checkpoint", "background"):
                     self._persist(job)
             except Exception as error:
-                self._say(job.saved, f"step {job.saved.step} is not saved: {error}")
+                self._say(job.saved, f"step {job.saved.step} is not saved: {_words(error)}")
                 job.saved._miss("fast", "durable")
             finally:
                 self._release(job)
@@ -233,21 +246,18 @@ class Engine:
                     saved._miss("durable")
                 saved._reach("fast")
             self._release(job)
-            if self.durable is None:
-                self._retain()
-            else:  # by the thread that may wait for the durable storage
-                with self._lock:
-                    self._retain_due = True
-                    self._lock.notify_all()
+            with self._lock:  # by the thread that may wait for the durable storage
+                self._retain_due = not self._start("drain")
+                self._lock.notify_all()
             return
         saved._miss("fast", "durable")
 
     @staticmethod
     def _complete(store: Store, manifest: Manifest) -> Manifest:
-        entry = store.entry(manifest.step)
-        if entry is None or entry.manifest is None or entry.manifest.id != manifest.id:
+        whole = store.find(manifest.step, manifest.id)
+        if whole is None:
             raise IoError(f"the checkpoint in {store.directory(manifest.step)} is gone")
-        return entry.manifest
+        return whole
 
     def _write(self, store: Store, job: Job) -> str:
         """The rank's part and the commit on one storage; why not, or ""."""
@@ -257,7 +267,8 @@ class Engine:
         try:
             if job.image is not None and not job.failed:
                 if store is self.fast and self._cleans:
-                    self._cleaner.make_room(store, job.image.size * self._parts_here(manifest))
+                    size = job.image.size * self._parts_here(manifest)
+                    self._cleaner.make_room(store, size, manifest)
                 path = store.prepare(manifest.step) / name
                 urgent = job.number <= self._urgent
                 slow = store is self.durable and not urgent
@@ -284,8 +295,8 @@ class Engine:
                     mine = Part(self.rank, name, written.size, tuple(written.crcs))
                 else:
                     mine = job.failed
-        except (Error, OSError) as error:
-            mine = str(error)
+        except Exception as error:  # the other ranks hear of it at once
+            mine = _words(error)
         finally:
             with self._lock:
                 self._writing = None
@@ -358,28 +369,52 @@ class Engine:
                 with trace.span("drain checkpoint", "background"):
                     self._drain(drain)
             except StoppedError:
+                self._leave(drain)
                 return
-            except (Error, OSError) as error:
-                assert self.fast is not None and self.durable is not None
-                self._say(
-                    drain.saved,
-                    f"the checkpoint of step {drain.manifest.step} stays in {self.fast.root}: it "
-                    f"cannot be copied to {self.durable.root}: {error}",
-                )
-                if drain.saved is not None:
-                    drain.saved._miss("durable")
-                if not isinstance(error, CorruptionError) and drain.manifest.world_size == 1:
-                    self._postponed.append(drain)
+            except Exception as error:
+                self._postpone(drain, error)
             finally:
                 with self._lock:
                     self._draining = None
                     self._lock.notify_all()
 
+    def _leave(self, drain: Drain) -> None:
+        """The job ends before this is drained."""
+        assert self.fast is not None and self.durable is not None
+        words = (
+            f"the checkpoint of step {drain.manifest.step} stays in {self.fast.root}: the next start "
+            f"copies it to {self.durable.root}"
+        )
+        _log.info("%s", words)
+        if drain.saved is not None:
+            drain.saved.problems.append(words)
+            drain.saved._miss("durable")
+
+    def _postpone(self, drain: Drain, error: Exception) -> None:
+        """Tries a drain once more, when the storage has taken another one."""
+        assert self.fast is not None and self.durable is not None
+        self._say(
+            drain.saved,
+            f"the checkpoint of step {drain.manifest.step} stays in {self.fast.root}: it cannot be "
+            f"copied to {self.durable.root}: {_words(error)}",
+        )
+        if drain.saved is not None:
+            drain.saved._miss("durable")
+        if self.rank != 0 or isinstance(error, CorruptionError):
+            return
+        # Rank 0 alone copies all parts then: the others have given this drain up.
+        held = drain.held
+        if held is None and self.nodes is not None:
+            held = self.nodes.held(drain.manifest)
+        with self._lock:
+            self._postponed.append(
+                dataclasses.replace(drain, alone=True, held=held, attempt=drain.attempt + 1)
+            )
+
     def _drain(self, drain: Drain) -> None:
         fast, durable, manifest = self.fast, self.durable, drain.manifest
         assert fast is not None and durable is not None
-        if (newer := self._superseded(manifest)) is not None:
-            reason = f"step {newer} is complete already and step {manifest.step} need not be kept"
+        if reason := self._superseded(manifest):
             if self.rank == 0 and manifest.world_size > 1 and not drain.alone:
                 durable.abort(manifest, reason)
             if drain.saved is not None:
@@ -387,40 +422,11 @@ class Engine:
                 drain.saved._miss("durable")
             self._retain()
             return
-        held = durable.entry(manifest.step)
-        if held is None or held.manifest is None or held.manifest.id != manifest.id:
-            parts = manifest.parts
-            if not drain.alone:
-                parts = tuple(p for p in parts if p.rank == self.rank)
-            failed = ""
-            try:
-                if parts:
-                    durable.prepare(manifest.step)
-                for part in parts:
-                    self._copy(drain, part)
-            except StoppedError:
-                raise
-            except (Error, OSError) as error:
-                if drain.alone or manifest.world_size == 1:
-                    for part in parts:
-                        durable.discard(manifest.step, part.name)
-                    raise
-                failed = str(error)
-            if drain.alone:
-                durable.publish(manifest)
+        if durable.find(manifest.step, manifest.id) is None:
+            if drain.alone or manifest.world_size == 1:
+                self._drain_alone(drain)
             else:
-                mine = failed or (parts[0] if parts else None)
-                reason = durable.commit(
-                    manifest,
-                    self.rank,
-                    mine,
-                    timeout=self.settings.timeout,
-                    stopped=lambda: self._stopping,
-                )
-                if reason:
-                    for part in parts:
-                        durable.discard(manifest.step, part.name)
-                    raise IoError(reason)
+                self._drain_together(drain)
         if drain.saved is not None:
             drain.saved._reach("durable")
         self._retain()
@@ -429,20 +435,80 @@ class Engine:
             again, self._postponed = self._postponed, []
             self._drains.extend(again)
 
-    def _copy(self, drain: Drain, part: Part) -> None:
-        """From this node, or from the first of those with a copy that gives an undamaged one."""
+    def _drain_alone(self, drain: Drain) -> None:
+        """All parts by this rank.
+
+        A further attempt has names of its own: other ranks may still be giving up the first one.
+        """
+        durable, manifest = self.durable, drain.manifest
+        assert durable is not None
+        names = {part.name: part.name for part in manifest.parts}
+        if drain.attempt and manifest.world_size > 1:
+            names = {p.name: part_name(p.rank, manifest.id, drain.attempt) for p in manifest.parts}
+        copies = tuple(dataclasses.replace(p, name=names[p.name]) for p in manifest.parts)
+        try:
+            durable.prepare(manifest.step)
+            for part in manifest.parts:
+                self._copy(drain, part, names[part.name])
+            durable.publish(dataclasses.replace(manifest, parts=copies))
+        except StoppedError:
+            raise
+        except Exception:
+            if durable.lacks(manifest):
+                for part in copies:
+                    durable.discard(manifest.step, part.name)
+            raise
+
+    def _drain_together(self, drain: Drain) -> None:
+        """This rank's part; rank 0 completes the checkpoint."""
+        durable, manifest = self.durable, drain.manifest
+        assert durable is not None
+        parts = tuple(p for p in manifest.parts if p.rank == self.rank)
+        failed = ""
+        try:
+            if parts:
+                durable.prepare(manifest.step)
+            for part in parts:
+                self._copy(drain, part, part.name)
+        except StoppedError:
+            raise
+        except Exception as error:
+            failed = _words(error)
+        mine = failed or (parts[0] if parts else None)
+        try:
+            reason = durable.commit(
+                manifest,
+                self.rank,
+                mine,
+                timeout=self.settings.timeout,
+                stopped=lambda: self._stopping,
+            )
+        except (Error, OSError) as error:
+            if self._stopping:
+                raise StoppedError(str(error)) from error
+            raise
+        if reason:
+            for part in parts:
+                durable.discard(manifest.step, part.name)
+            if self._stopping:
+                raise StoppedError(reason)
+            raise IoError(reason)
+
+    def _copy(self, drain: Drain, part: Part, name: str) -> None:
+        """From this node, or from the first of those with a copy that gives an undamaged one; into
+        the file `name`."""
         nodes = self.nodes
         if nodes is None or drain.held is None:
-            self._copy_here(drain, part)
+            self._copy_here(drain, part, name)
             return
         assert self.durable is not None
         problems: list[str] = []
         for node in nodes.nearest_first(drain.held.holders[part.name]):
             try:
                 if node == nodes.node:
-                    self._copy_here(drain, part)
+                    self._copy_here(drain, part, name)
                 else:
-                    target = self.durable.directory(drain.manifest.step) / part.name
+                    target = self.durable.directory(drain.manifest.step) / name
                     nodes.fetch(drain.manifest.step, part, node, target, self._pace(drain))
                 return
             except StoppedError:
@@ -469,10 +535,10 @@ class Engine:
 
         return wait
 
-    def _copy_here(self, drain: Drain, part: Part) -> None:
+    def _copy_here(self, drain: Drain, part: Part, name: str) -> None:
         assert self.fast is not None and self.durable is not None
         source = self.fast.directory(drain.manifest.step) / part.name
-        target = self.durable.directory(drain.manifest.step) / part.name
+        target = self.durable.directory(drain.manifest.step) / name
         urgent = drain.manifest.id in self._urgent_drains
         priority = _PRIORITY["normal" if urgent else self.settings.priority]
         copy = _native.FileCopy(
@@ -504,18 +570,21 @@ class Engine:
             if bad:
                 raise IoError(f"{target} reads back with {len(bad)} damaged blocks")
 
-    def _superseded(self, manifest: Manifest) -> int | None:
-        """A newer step that makes draining this one a waste, by the rule of retention."""
+    def _superseded(self, manifest: Manifest) -> str:
+        """Why draining this one is a waste, by the rule of retention; or ""."""
         assert self.fast is not None and self.durable is not None
         if self.rank != 0:
-            return manifest.step if self.durable.aborted(manifest) is not None else None
+            return self.durable.aborted(manifest) or ""
         with self._lock:
-            waiting = {d.manifest.step: d.manifest.metric for d in self._drains}
-        newer = [step for step in waiting if step > manifest.step]
+            waiting = {d.manifest.id: d.manifest for d in self._drains}
+        newer = [m for m in waiting.values() if m.order > manifest.order]
         if not newer:
-            return None
-        known = self._cleaner.kept(self.durable) | waiting | {manifest.step: manifest.metric}
-        return None if manifest.step in decide(known.items(), self.settings.keep) else max(newer)
+            return ""
+        known = self._cleaner.complete(self.durable) | waiting | {manifest.id: manifest}
+        if manifest.id in self._cleaner.staying(known):
+            return ""
+        newest = max(newer, key=lambda m: m.order).step
+        return f"step {newest} is complete already and step {manifest.step} need not be kept"
 
     @property
     def damaged(self) -> set[str]:
@@ -523,14 +592,23 @@ class Engine:
         return self._cleaner.damaged
 
     def _retain(self) -> None:
-        if self._cleans:
-            with self._lock:
-                waiting = [*self._drains, *self._postponed]
-                if self._draining is not None:
-                    waiting.append(self._draining)
-            self._cleaner.retain({drain.manifest.step for drain in waiting})
+        if not self._cleans:
+            return
+        with self._lock:
+            waiting = [*self._drains, *self._postponed]
+            if self._draining is not None:
+                waiting.append(self._draining)
+        try:
+            self._cleaner.retain({drain.manifest.id for drain in waiting})
+        except Exception as error:
+            _log.warning("old checkpoints stay: %s", _words(error))
 
     def _say(self, saved: Saved | None, problem: str) -> None:
         _log.warning("%s", problem)
         if saved is not None:
             saved.problems.append(problem)
+
+
+def _words(error: Exception) -> str:
+    """What an error says; of one that nobody foresaw also its kind."""
+    return str(error) if isinstance(error, Error | OSError) else f"{type(error).__name__}: {error}"

@@ -19,11 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nostall import _native
+from nostall.checkpoint.lineage import LEGACY, Ranges, checked
 from nostall.checkpoint.tree import ITEM_BYTES, Leaf, Stored
 from nostall.errors import CorruptionError
 
 FORMAT = "nostall checkpoint"
-VERSION = 1
+VERSION = 2
+BRANCH_FORMAT = "nostall branch"
+BRANCH_VERSION = 1
 _LARGEST_HEADER = 256 << 20
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 
@@ -155,6 +158,13 @@ class Manifest:
     software: dict[str, str] = field(default_factory=lambda: software())
     spread: bool = False  # each node has its own ranks' parts, and perhaps its neighbour's
     extra: Any = None  # of another writer than Checkpointer: {"dcp": ...}
+    sequence: int = 0  # the place in the order of all saves
+    abandoned: Ranges = ()  # lower numbers that this save does not continue
+
+    @property
+    def order(self) -> tuple[int, float, str]:
+        """Later saves are greater. Only version 1, without a number, takes a clock for it."""
+        return self.sequence, self.created if self.sequence < 0 else 0.0, self.id
 
     @property
     def size(self) -> int:
@@ -173,6 +183,8 @@ class Manifest:
             "version": VERSION,
             "step": self.step,
             "id": self.id,
+            "sequence": self.sequence,
+            "abandoned": [list(r) for r in self.abandoned],
             "created": self.created,
             "world_size": self.world_size,
             "replicated": self.replicated,
@@ -185,25 +197,18 @@ class Manifest:
             values["spread"] = True
         if self.extra is not None:
             values["extra"] = self.extra
-        values["crc32c"] = f"{_native.crc32c(_canonical(values)):08x}"
-        return json.dumps(values, indent=1).encode() + b"\n"
+        return _sealed(values)
 
     @staticmethod
     def from_bytes(data: bytes, where: str) -> Manifest:
         """Raises CorruptionError, with `where`, for anything that to_bytes did not write."""
         try:
-            values = json.loads(data)
-            crc = values.pop("crc32c")
-            if values.get("format") != FORMAT or values.get("version") != VERSION:
-                raise ValueError(
-                    f"format {values.get('format')!r} version {values.get('version')!r}, this "
-                    f"release reads {FORMAT!r} version {VERSION}"
-                )
-            if crc != f"{_native.crc32c(_canonical(values)):08x}":
-                raise ValueError("its checksum does not match")
+            values = _opened(data, FORMAT, VERSION)
+            step = int(values["step"])
+            first = values["version"] == 1
             parts = tuple(Part.from_dict(p) for p in values["files"])
             manifest = Manifest(
-                step=int(values["step"]),
+                step=step,
                 id=str(values["id"]),
                 world_size=int(values["world_size"]),
                 parts=parts,
@@ -213,6 +218,8 @@ class Manifest:
                 software=dict(values["software"]),
                 spread=bool(values.get("spread", False)),
                 extra=values.get("extra"),
+                sequence=LEGACY + step if first else int(values["sequence"]),
+                abandoned=() if first else checked(values["abandoned"]),
             )
             ranks = [0] if manifest.replicated else list(range(manifest.world_size))
             if [part.rank for part in parts] != ranks and manifest.extra is None:
@@ -220,6 +227,66 @@ class Manifest:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptionError(f"{where} is damaged: {error}") from error
         return manifest
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The note that a training went back to the checkpoint `id` of `step`, before its next save.
+
+    It holds a number in the order of saves, and what of the lower ones is given up.
+    """
+
+    sequence: int
+    abandoned: Ranges
+    step: int
+    id: str
+
+    def to_bytes(self) -> bytes:
+        """JSON with a checksum of its own."""
+        return _sealed(
+            {
+                "format": BRANCH_FORMAT,
+                "version": BRANCH_VERSION,
+                "sequence": self.sequence,
+                "abandoned": [list(r) for r in self.abandoned],
+                "step": self.step,
+                "id": self.id,
+            }
+        )
+
+    @staticmethod
+    def from_bytes(data: bytes, where: str) -> Branch:
+        """Raises CorruptionError, with `where`, for anything that to_bytes did not write."""
+        try:
+            values = _opened(data, BRANCH_FORMAT, BRANCH_VERSION)
+            return Branch(
+                int(values["sequence"]),
+                checked(values["abandoned"]),
+                int(values["step"]),
+                str(values["id"]),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CorruptionError(f"{where} is damaged: {error}") from error
+
+
+def _sealed(values: dict[str, Any]) -> bytes:
+    sealed = {**values, "crc32c": f"{_native.crc32c(_canonical(values)):08x}"}
+    return json.dumps(sealed, indent=1).encode() + b"\n"
+
+
+def _opened(data: bytes, format: str, newest: int) -> dict[str, Any]:
+    """The inverse of `_sealed`; ValueError and others for anything else."""
+    values: dict[str, Any] = json.loads(data)
+    crc = values.pop("crc32c")
+    version = values.get("version")
+    if values.get("format") != format or type(version) is not int or not 1 <= version <= newest:
+        raise ValueError(
+            f"format {values.get('format')!r} version {version!r}, this release reads {format!r} "
+            f"versions 1 to {newest}"
+        )
+    if crc != f"{_native.crc32c(_canonical(values)):08x}":
+        raise ValueError("its checksum does not match")
+    return values
 
 
 def _canonical(values: dict[str, Any]) -> bytes:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from nostall import _native
 from nostall.checkpoint.format import Manifest, Part
-from nostall.checkpoint.store import LARGEST_STEP, Store, sync_directory
+from nostall.checkpoint.store import LARGEST_STEP, Store, rename, sync_directory
 from nostall.checkpoint.stream import Listener, Stream, connect
 from nostall.errors import CorruptionError, Error, IoError, PeerError
 
@@ -65,29 +65,30 @@ def holdings(store: Store) -> list[dict[str, Any]]:
     """What a node has: manifests, and the sizes of files; plain values, for an allgather."""
     found = []
     for step in store.steps():
-        entry = store.entry(step)
-        manifest = entry.manifest if entry is not None else None
-        text = manifest.to_bytes().decode() if manifest is not None else None
-        found.append({"step": step, "manifest": text, "files": store.files(step)})
+        files = store.files(step)
+        texts = [e.manifest.to_bytes().decode() for e in store.saves(step) if e.manifest]
+        found.append({"step": step, "manifests": texts, "files": files})
     return found
 
 
 def together(per_node: Sequence[Sequence[dict[str, Any]]]) -> list[Held]:
-    """The checkpoints of all nodes, newest first; of a step that was saved again the newest save."""
-    newest: dict[int, Manifest] = {}
+    """The checkpoints of all nodes, newest first."""
+    known: dict[str, Manifest] = {}
     for node, found in enumerate(per_node):
         for values in found:
-            if values["manifest"] is None:
-                continue
-            manifest = Manifest.from_bytes(values["manifest"].encode(), f"node {node}")
-            known = newest.get(manifest.step)
-            if known is None or manifest.created > known.created:
-                newest[manifest.step] = manifest
+            for text in values["manifests"]:
+                manifest = Manifest.from_bytes(text.encode(), f"node {node}")
+                known[manifest.id] = manifest
     held = []
-    for step, manifest in sorted(newest.items(), reverse=True):
+    for manifest in sorted(known.values(), key=lambda m: m.order, reverse=True):
         # Names carry the id of their save, so a node's files count whatever manifest it has.
         files = [
-            {name: size for v in found if v["step"] == step for name, size in v["files"].items()}
+            {
+                name: size
+                for v in found
+                if v["step"] == manifest.step
+                for name, size in v["files"].items()
+            }
             for found in per_node
         ]
         holders = {
@@ -250,6 +251,15 @@ class Nodes:
         turned = [*holders[start:], *holders[:start]]
         return sorted(turned, key=lambda node: node != self.node)
 
+    def held(self, manifest: Manifest) -> Held:
+        """Where the parts of a checkpoint lie that this job has just completed."""
+        holders = {}
+        for part in manifest.parts:
+            node = next(i for i, group in enumerate(self.groups) if part.rank in group)
+            copy = [(node + 1) % len(self.groups)] if self.partner is not None else []
+            holders[part.name] = [node, *copy]
+        return Held(manifest, holders)
+
     def fetch(
         self,
         step: int,
@@ -330,8 +340,7 @@ class Nodes:
             if whole.id != manifest.id:
                 raise PeerError(f"rank 0 answers of save {whole.id}, not of {manifest.id}")
         except (Error, OSError) as error:
-            entry = self.store.entry(manifest.step)
-            if entry is not None and entry.manifest and entry.manifest.id == manifest.id:
+            if self.store.find(manifest.step, manifest.id) is not None:
                 return Outcome("")  # complete: the answer alone was lost
             return Outcome(f"rank 0 cannot be asked: {error}", not told)
         if self.leader:
@@ -436,7 +445,7 @@ def _receive(
         bad = _native.check_file(str(partial), part.size, list(part.crcs), _THREADS)
         if bad:
             raise CorruptionError(f"{path} arrived with {len(bad)} damaged blocks")
-        os.rename(partial, path)
+        rename(partial, path)
         sync_directory(path.parent)
     finally:
         partial.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from nostall import _native
@@ -93,6 +94,11 @@ class Saved:
                     + "; ".join(self.problems)
                 )
 
+    @property
+    def failed(self) -> bool:
+        """Whether the checkpoint will be safe nowhere."""
+        return self._level == "memory" and {"fast", "durable"} <= self._ended
+
     def _is_over(self, level: Level) -> bool:
         return _ORDER[self._level] >= _ORDER[level] or level in self._ended
 
@@ -115,6 +121,69 @@ class Saved:
         return f"Saved(step={self.step}, level={self._level!r}, seconds={self.seconds:.3f})"
 
 
+class Failures:
+    """Tells the training when its checkpoints are safe nowhere.
+
+    Args:
+        most: saves in a row that may fail.
+        seconds: age of a save that is safe nowhere, while no later one is safe.
+        tell: called with the words; None: an IoError.
+    """
+
+    def __init__(self, most: int, seconds: float, tell: Callable[[str], None] | None) -> None:
+        self._most, self._seconds, self._tell = most, seconds, tell
+
+    def tell(self, history: Sequence[Saved], is_complete: Callable[[Saved], bool]) -> None:
+        """Looks at all saves, oldest first.
+
+        Raises:
+            IoError: too many or too old ones are safe nowhere.
+        """
+        unsafe: list[Saved] = []
+        for saved in reversed(history):
+            if saved.level != "memory":
+                break
+            unsafe.append(saved)
+        failed = [saved for saved in unsafe if saved.failed]
+        age = time.monotonic() - unsafe[-1]._began if unsafe else 0.0
+        if len(failed) < self._most and age < self._seconds:
+            return
+        if any(is_complete(saved) for saved in unsafe):
+            return
+        safe = [saved.step for saved in history if saved.level != "memory"]
+        newest = f"the newest that is safe is of step {safe[-1]}" if safe else "no other is safe"
+        steps = ", ".join(str(saved.step) for saved in reversed(unsafe[:5]))
+        more = "the newest of them " if len(unsafe) > 5 else ""
+        self._say(
+            f"{len(unsafe)} checkpoints in a row, in {age:.0f} s, are safe nowhere ({more}steps "
+            f"{steps}; {newest}): {_problems(unsafe)}"
+        )
+
+    def tell_of_newest(
+        self, history: Sequence[Saved], is_complete: Callable[[Saved], bool]
+    ) -> None:
+        """At the end of a training.
+
+        Raises:
+            IoError: the newest save is safe nowhere.
+        """
+        if history and history[-1].level == "memory" and not is_complete(history[-1]):
+            self._say(
+                f"the newest checkpoint, of step {history[-1].step}, is safe nowhere: "
+                f"{_problems([history[-1]])}"
+            )
+
+    def _say(self, words: str) -> None:
+        if self._tell is None:
+            raise IoError(words)
+        self._tell(words)
+
+
+def _problems(saves: Sequence[Saved]) -> str:
+    """Of the newest that says any, newest first."""
+    return next(("; ".join(s.problems) for s in saves if s.problems), "it is not written yet")
+
+
 @dataclasses.dataclass
 class Job:
     """A snapshot on its way: `image` is None where this rank writes nothing, `failed` says why a
@@ -132,9 +201,11 @@ class Job:
 
 @dataclasses.dataclass
 class Drain:
-    """A checkpoint that is complete on the fast tier; `alone`: left over by an earlier job."""
+    """A checkpoint that is complete on the fast tier; `alone`: by rank 0 for all ranks, as it was left
+    over by an earlier job or by an earlier attempt of all of them."""
 
     manifest: Manifest
     saved: Saved | None = None
     alone: bool = False
+    attempt: int = 0
     held: Held | None = None  # where its parts are, if each node has its own

@@ -7,8 +7,9 @@ import logging
 from collections.abc import Callable, Sequence
 
 from nostall.checkpoint.format import Manifest
+from nostall.checkpoint.lineage import Ranges, checked
 from nostall.checkpoint.nodes import Held, Nodes, holdings, together
-from nostall.checkpoint.restore import Choice, Restored, in_order, read_part, view
+from nostall.checkpoint.restore import Choice, Restored, in_order, on_branch, read_part, view
 from nostall.checkpoint.store import Store
 from nostall.errors import CorruptionError, Error, UsageError
 from nostall.rendezvous import AllGather
@@ -40,6 +41,7 @@ class Search:
         self._rank, self._world_size, self._threads = rank, world_size, threads
         self._allgather, self._damaged = allgather, damaged
         self._held: dict[str, Held] = {}
+        self._top: tuple[int, Ranges] | None = None
 
     def run(self, step: int | None, progress: Progress) -> Restored | None:
         """The best one, or None if there never was any.
@@ -51,14 +53,22 @@ class Search:
         choices, problems = self._choices(step)
         for problem in problems:
             _log.warning("passing over a checkpoint: %s", problem)
-        for found, kind, id, _ in choices:
-            store = next(s for s in self._stores if s.kind == kind)
-            restored, problem = self._try(store, found, id, progress)
+        superseded = [c for c in choices if not on_branch(c, self._top)]
+        for choice in choices:
+            if step is None and choice in superseded:
+                break
+            store = next(s for s in self._stores if s.kind == choice.kind)
+            restored, problem = self._try(store, choice.step, choice.id, progress)
             if restored is not None:
                 return restored
-            self._damaged.add(id)
+            self._damaged.add(choice.id)
             problems.append(problem)
             _log.warning("passing over a checkpoint: %s", problem)
+        if step is None and superseded:
+            steps = sorted({c.step for c in superseded})
+            problems.append(
+                f"steps {steps} are of branches that were given up: restore(step=...) goes back to one"
+            )
         if problems:
             raise CorruptionError(
                 "no checkpoint can be restored: " + "; ".join(dict.fromkeys(problems))
@@ -69,29 +79,38 @@ class Search:
 
     def _choices(self, step: int | None) -> tuple[list[Choice], list[str]]:
         own = self._nodes.store if self._nodes is not None else None
-        choices, problems = view([s for s in self._stores if s is not own], step)
+        found = view([s for s in self._stores if s is not own], step)
+        self._top = found.top
         if self._world_size == 1:
-            return choices, problems
+            return found.choices, found.problems
         leads = self._nodes is not None and self._nodes.leader
-        mine = {"choices": choices, "held": holdings(own) if own is not None and leads else []}
+        mine = {
+            "choices": found.choices,
+            "tops": [found.top, view([own], step).top if own is not None and leads else None],
+            "held": holdings(own) if own is not None and leads else [],
+        }
         views = [json.loads(v) for v in self._allgather(json.dumps(mine).encode())]
-        common = set.intersection(*({tuple(c) for c in v["choices"]} for v in views))
-        choices = [c for c in choices if tuple(c) in common]
+        tops = [(int(t[0]), checked(t[1])) for v in views for t in v["tops"] if t is not None]
+        self._top = max(tops, default=None)
+        common = set.intersection(*({tuple(c[:3]) for c in v["choices"]} for v in views))
+        choices = [c for c in found.choices if c[:3] in common]
         if self._nodes is None:
-            return choices, problems
+            return in_order(choices, self._top), found.problems
         held = together([views[group[0]]["held"] for group in self._nodes.groups])
         whole = [h for h in held if not h.lost and step in (None, h.manifest.step)]
         for h in whole:
             self._held[h.manifest.id] = h
-            choices.append((h.manifest.step, "fast", h.manifest.id, h.manifest.created))
-        choices = in_order(choices)
-        newest = choices[0][0] if choices else -1
-        there = {choice[2] for choice in choices}
+            choices.append(Choice(h.manifest.step, "fast", h.manifest.id, h.manifest.order))
+        choices = in_order(choices, self._top)
+        last = max((c.sequence for c in choices), default=None)
+        there = {choice.id for choice in choices}
+        problems = found.problems
         for h in held:
             if step is None and h.lost and h.manifest.id not in there:
                 self._damaged.add(h.manifest.id)  # it takes no place among those that are kept
             # Older ones go by the rule of retention, node by node.
-            if h.lost and h.manifest.step > newest and step in (None, h.manifest.step):
+            newer = last is None or h.manifest.sequence > last
+            if h.lost and newer and step in (None, h.manifest.step):
                 problems.append(
                     f"step {h.manifest.step}: no node has the parts of ranks {h.lost} in its fast "
                     "directory any more; partner=True keeps a second copy"
@@ -124,15 +143,14 @@ class Search:
             failed = [f"rank {rank}: {note}" for rank, note in enumerate(notes) if note]
             if failed:
                 return None, "; ".join(failed)
-        if held is not None and self._nodes is not None and self._nodes.leader:
-            entry = store.entry(step)
-            if entry is None or entry.manifest is None or entry.manifest.id != id:
-                # A node that is new has its ranks' parts now.
-                try:
-                    store.prepare(step)
-                    store.publish(held.manifest)
-                except (Error, OSError) as error:  # the state is restored all the same
-                    _log.warning("%s has no manifest of step %d: %s", store.root, step, error)
+        leads = held is not None and self._nodes is not None and self._nodes.leader
+        if held is not None and leads and store.find(step, id) is None:
+            # A node that is new has its ranks' parts now.
+            try:
+                store.prepare(step)
+                store.publish(held.manifest)
+            except (Error, OSError) as error:  # the state is restored all the same
+                _log.warning("%s has no manifest of step %d: %s", store.root, step, error)
         return restored, problem
 
     def _check_world(self, manifest: Manifest, store: Store) -> None:
@@ -183,7 +201,7 @@ class Search:
 
 
 def _manifest(store: Store, step: int, id: str) -> Manifest:
-    entry = store.entry(step)
-    if entry is None or entry.manifest is None or entry.manifest.id != id:
+    manifest = store.find(step, id)
+    if manifest is None:
         raise CorruptionError(f"step {step} in {store.root} is gone")
-    return entry.manifest
+    return manifest

@@ -12,33 +12,48 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nostall import _native
-from nostall.checkpoint.format import Manifest, Part
+from nostall.checkpoint.format import Branch, Manifest, Part
+from nostall.checkpoint.lineage import is_past
 from nostall.errors import CorruptionError, Error, IoError, PeerError, UsageError
 
 _STEP = re.compile(r"step-(\d{12})")
 _MANIFEST = "manifest.json"
+_BRANCH = "branch.json"
+_SEQUENCE = ".sequence"
+# What only a checkpointer calls a file; all else in a step's directory is the user's.
+_OURS = re.compile(
+    r"manifest\.json\.partial|(?:(?:rank|part|taken)-\d{5}\.|aborted\.|manifest-)"
+    r"(?P<id>[0-9a-f]{8}-\d{6,})(?:\.\d+)?\.(?:safetensors|json)(?:\.[0-9a-f]{8})?(?:\.partial)?"
+)
 LARGEST_STEP = 10**12 - 1
 # What a rank waits longer for rank 0's decision than rank 0 for the ranks: seconds.
 _GRACE_SECONDS = 5.0
 
+_log = logging.getLogger("nostall")
+
 
 @dataclass(frozen=True)
 class Entry:
-    """A checkpoint that was complete once: its manifest, or what is wrong with it."""
+    """A checkpoint that was complete once: its manifest, or what is wrong with it.
+
+    `name` is that of the manifest in the directory `path`.
+    """
 
     step: int
     path: Path
     manifest: Manifest | None
     damage: str = ""
+    name: str = _MANIFEST
 
 
 @contextlib.contextmanager
@@ -63,6 +78,34 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
+def make_directory(path: Path) -> None:
+    """A directory whose name, and those of the parents that it needs, are durable."""
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for directory in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir()
+        try:
+            sync_directory(directory.parent)
+        except PermissionError:  # a parent that others may enter and not list
+            os.sync()
+
+
+def rename(old: Path, new: Path) -> None:
+    """A rename; over NFS one that worked may be repeated, and is then told to have failed."""
+    before = os.stat(old)
+    try:
+        os.rename(old, new)
+    except FileNotFoundError:
+        with contextlib.suppress(FileNotFoundError):
+            after = os.stat(new)
+            if (after.st_dev, after.st_ino) == (before.st_dev, before.st_ino):
+                return
+        raise
+
+
 def _write_durably(path: Path, data: bytes) -> None:
     """The file is there with all its bytes, or as it was before."""
     partial = path.with_name(path.name + ".partial")
@@ -74,8 +117,26 @@ def _write_durably(path: Path, data: bytes) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-    os.rename(partial, path)
+    rename(partial, path)
     sync_directory(path.parent)
+
+
+def _unlink(paths: Iterable[Path]) -> None:
+    """Removes files, all that can be.
+
+    Raises:
+        OSError: the first that one of them gave.
+    """
+    failed: OSError | None = None
+    for path in paths:
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 class Store:
@@ -106,25 +167,86 @@ class Store:
         return sorted(int(match[1]) for match in found if match)
 
     def entry(self, step: int) -> Entry | None:
-        """The checkpoint of a step; None if it never was complete, or is being removed."""
+        """The newest checkpoint of a step; None if none is complete, or it is being removed."""
+        return self.read(step, _MANIFEST)
+
+    def read(self, step: int, name: str) -> Entry | None:
+        """What the manifest of that name says."""
         path = self.directory(step)
         try:
-            data = (path / _MANIFEST).read_bytes()
+            data = (path / name).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            return Entry(step, path, None, f"{path / _MANIFEST} cannot be read: {error.strerror}")
+            problem = f"{path / name} cannot be read: {error.strerror}"
+            return Entry(step, path, None, problem, name)
         try:
-            manifest = Manifest.from_bytes(data, str(path / _MANIFEST))
+            manifest = Manifest.from_bytes(data, str(path / name))
             if manifest.step != step:
-                raise CorruptionError(f"{path / _MANIFEST} is of step {manifest.step}")
+                raise CorruptionError(f"{path / name} is of step {manifest.step}")
         except CorruptionError as error:
-            return Entry(step, path, None, str(error))
-        return Entry(step, path, manifest)
+            return Entry(step, path, None, str(error), name)
+        return Entry(step, path, manifest, "", name)
+
+    def saves(self, step: int) -> list[Entry]:
+        """All checkpoints of a step, the newest first: others are of branches that were given up."""
+        names = [name for name in self._names(step) if name.startswith("manifest-")]
+        aside = [name for name in names if _OURS.fullmatch(name) and name.endswith(".json")]
+        found: dict[str, Entry] = {}
+        for name in (_MANIFEST, *sorted(aside)):
+            entry = self.read(step, name)
+            if entry is not None:
+                found.setdefault(entry.manifest.id if entry.manifest else name, entry)
+        return list(found.values())
+
+    def _names(self, step: int) -> list[str]:
+        try:
+            return sorted(os.listdir(self.directory(step)))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError:  # the manifest's own reading says why
+            return []
+
+    def find(self, step: int, id: str) -> Manifest | None:
+        """The manifest of one save, if it is complete."""
+        for name in (_MANIFEST, _aside(id)):
+            entry = self.read(step, name)
+            if entry is not None and entry.manifest is not None and entry.manifest.id == id:
+                return entry.manifest
+        return None
 
     def entries(self) -> list[Entry]:
         """Everything that was complete once, by step."""
-        return [entry for step in self.steps() if (entry := self.entry(step)) is not None]
+        return [entry for step in self.steps() for entry in self.saves(step)]
+
+    def manifests(self) -> list[Manifest]:
+        """Of the complete checkpoints, by step."""
+        return [entry.manifest for entry in self.entries() if entry.manifest is not None]
+
+    def branch(self) -> Branch | None:
+        """Where a training went back to, if it has saved nothing since.
+
+        Raises:
+            CorruptionError: the note is damaged; what it says is not known.
+            IoError: it cannot be read.
+        """
+        path = self.root / _BRANCH
+        with io_errors("read", path):
+            try:
+                data = path.read_bytes()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return Branch.from_bytes(data, str(path))
+
+    def seen(self) -> int:
+        """The highest number of a save, of a branch's begin, or noted by a job; 0 if there is none."""
+        numbers = [0, *(m.sequence for m in self.manifests())]
+        with contextlib.suppress(OSError, ValueError):
+            numbers.append(int((self.root / _SEQUENCE).read_bytes()))
+        with contextlib.suppress(CorruptionError):
+            branch = self.branch()
+            numbers.append(branch.sequence if branch is not None else 0)
+        return max(numbers)
 
     def has(self, step: int, part: Part) -> bool:
         """Whether a part of that name and size is there."""
@@ -141,8 +263,8 @@ class Store:
 
     def lacks(self, manifest: Manifest) -> bool:
         """Whether this save certainly is no checkpoint here: no manifest of it has its name."""
-        entry = self.entry(manifest.step)
-        return entry is None or (entry.manifest is not None and entry.manifest.id != manifest.id)
+        entries = [self.read(manifest.step, name) for name in (_MANIFEST, _aside(manifest.id))]
+        return all(e is None or (e.manifest and e.manifest.id != manifest.id) for e in entries)
 
     def missing(self, manifest: Manifest) -> str:
         """What a look without reading tells: a part that is gone or of another size; or nothing.
@@ -163,14 +285,19 @@ class Store:
 
     # ------------------------------------------------------------------ owning
 
+    def make(self) -> None:
+        """Makes the directory, durably."""
+        with io_errors("make the directory", self.root):
+            make_directory(self.root)
+
     def own(self) -> None:
         """Makes the directory, and takes it for this job.
 
         Raises:
             UsageError: another living process has it.
         """
-        with io_errors("make the directory", self.root):
-            self.root.mkdir(parents=True, exist_ok=True)
+        self.make()
+        with io_errors("lock", self.root / ".lock"):
             lock = _native.DirectoryLock(str(self.root / ".lock"))
         if not lock.acquire():
             raise UsageError(
@@ -178,6 +305,13 @@ class Store:
                 "directory of its own"
             )
         self._lock = lock
+        try:
+            self.branch()
+        except CorruptionError as error:
+            _log.warning("%s; what was saved last counts as the newest", error)
+            damaged = self.root / f"{_BRANCH}.damaged"
+            with io_errors("put aside", damaged):
+                rename(self.root / _BRANCH, damaged)
 
     def disown(self) -> None:
         """Lets other jobs have it."""
@@ -185,26 +319,31 @@ class Store:
             self._lock.release()
             self._lock = None
 
-    def clean(self, in_flight: Collection[str] = ()) -> list[str]:
-        """Removes what no manifest names, except what carries an id of `in_flight`; its paths."""
+    def clean(self) -> list[str]:
+        """Removes files of ours that no manifest names; their paths.
+
+        What else lies in a step's directory is the user's and stays.
+        """
         removed = []
         for step in self.steps():
-            directory = self.directory(step)
-            entry = self.entry(step)
-            if entry is not None and entry.manifest is None:
+            entries = self.saves(step)
+            if any(entry.manifest is None for entry in entries):
                 continue  # damaged: for the user to look at
-            keep = {_MANIFEST}
-            if entry is not None and entry.manifest is not None:
+            keep = {entry.name for entry in entries}
+            for entry in entries:
+                assert entry.manifest is not None
                 keep |= {part.name for part in entry.manifest.parts}
-            for name in sorted(os.listdir(directory)):
-                if name in keep or any(i in name for i in in_flight):
-                    continue
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(directory / name)
-                    removed.append(str(directory / name))
-            if entry is None:
-                with contextlib.suppress(OSError):  # not empty: in flight
-                    os.rmdir(directory)
+            rubbish = [n for n in self._names(step) if n not in keep and _OURS.fullmatch(n)]
+            try:
+                _unlink(self.directory(step) / name for name in rubbish)
+            except OSError as error:
+                _log.warning(
+                    "what an earlier job left in %s stays: %s", self.directory(step), error
+                )
+            removed += [str(self.directory(step) / name) for name in rubbish]
+            if not entries:
+                with contextlib.suppress(OSError):  # the user's files are in it
+                    os.rmdir(self.directory(step))
         return removed
 
     # ------------------------------------------------------------------ changing
@@ -221,31 +360,69 @@ class Store:
     def publish(self, manifest: Manifest) -> None:
         """Makes the checkpoint complete; its parts are on their device already.
 
-        What another save of the same step left is removed afterwards.
+        An earlier save of the step goes, unless it is of a branch that was given up: that one stays
+        under a name of its own, so that the training can go back to it.
         """
         directory = self.directory(manifest.step)
-        before = self.entry(manifest.step)
         with io_errors("complete the checkpoint in", directory):
+            before = self.entry(manifest.step)
             sync_directory(directory)
+            there = before.manifest if before is not None else None
+            if there is None or there.id == manifest.id:
+                _write_durably(directory / _MANIFEST, manifest.to_bytes())
+                return
+            if manifest.order < there.order:  # a drain that comes late
+                _write_durably(directory / _aside(manifest.id), manifest.to_bytes())
+                return
+            stays = not is_past(there.sequence, manifest.sequence, manifest.abandoned)
+            if stays:
+                _write_durably(directory / _aside(there.id), there.to_bytes())
             _write_durably(directory / _MANIFEST, manifest.to_bytes())
-            if before is not None and before.manifest is not None:
-                for part in before.manifest.parts:
-                    if part.name not in {p.name for p in manifest.parts}:
-                        with contextlib.suppress(FileNotFoundError):
-                            os.unlink(directory / part.name)
+            if not stays:
+                named = {part.name for part in manifest.parts}
+                _unlink(directory / p.name for p in there.parts if p.name not in named)
 
-    def remove(self, step: int) -> None:
-        """The manifest first, so that a checkpoint is never half there."""
+    def note_branch(self, branch: Branch) -> None:
+        """Makes the begin of a branch durable."""
+        with io_errors("note the branch in", self.root):
+            _write_durably(self.root / _BRANCH, branch.to_bytes())
+
+    def note_sequence(self, number: int) -> None:
+        """Notes durably that a job numbers its saves from there."""
+        with io_errors("note the numbers of this job's saves in", self.root):
+            _write_durably(self.root / _SEQUENCE, b"%d" % number)
+
+    def remove(self, step: int, id: str) -> None:
+        """One save: the manifest first, so that a checkpoint is never half there."""
         directory = self.directory(step)
         with io_errors("remove the checkpoint in", directory):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(directory / _MANIFEST)
+            entries = [e for e in self.saves(step) if e.manifest and e.manifest.id == id]
+            parts = {p.name for e in entries if e.manifest for p in e.manifest.parts}
+            _unlink(directory / entry.name for entry in entries)
+            if entries:
+                _unlink([directory / _aside(id)])
                 sync_directory(directory)
-            with contextlib.suppress(FileNotFoundError):
-                for name in sorted(os.listdir(directory)):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(directory / name)
-                os.rmdir(directory)
+            for name in self._names(step):
+                match = _OURS.fullmatch(name)
+                if match and match["id"] == id:
+                    parts.add(name)
+            _unlink(directory / name for name in sorted(parts))
+        with contextlib.suppress(OSError):  # others' files are in it
+            os.rmdir(directory)
+
+    def remove_step(self, step: int) -> None:
+        """All saves of a step, damaged ones too; a user's files stay."""
+        directory = self.directory(step)
+        with io_errors("remove the checkpoint in", directory):
+            entries = self.saves(step)
+            parts = {p.name for e in entries if e.manifest for p in e.manifest.parts}
+            _unlink(directory / entry.name for entry in entries)
+            if entries:
+                sync_directory(directory)
+            parts |= {name for name in self._names(step) if _OURS.fullmatch(name)}
+            _unlink(directory / name for name in sorted(parts))
+        with contextlib.suppress(OSError):
+            os.rmdir(directory)
 
     def discard(self, step: int, name: str) -> None:
         """Removes a part that no checkpoint will name, and the directory if nothing else is there."""
@@ -290,37 +467,48 @@ class Store:
             self.publish(dataclasses.replace(manifest, parts=(mine,)))
             return ""
         directory = self.directory(manifest.step)
+        left = False
         if mine is not None:
             note = {"failed": mine} if isinstance(mine, str) else mine.to_dict()
             try:
                 with io_errors("leave word in", directory):
                     directory.mkdir(exist_ok=True)
                     _write_durably(self._note(manifest, rank), json.dumps(note).encode())
+                left = True
             except IoError as error:
-                return self._give_up(manifest, rank, str(error))
+                return self._give_up(manifest, rank, str(error), left)
         deadline = time.monotonic() + timeout
         if rank == 0:
             return self._gather(manifest, writers, deadline, stopped)
-        while time.monotonic() < deadline + _GRACE_SECONDS and not stopped():
-            entry = self.entry(manifest.step)
-            if entry is not None and entry.manifest and entry.manifest.id == manifest.id:
+        within = f"in {timeout:g} s"
+        while time.monotonic() < deadline + _GRACE_SECONDS:
+            if self.find(manifest.step, manifest.id) is not None:
                 return ""
             if (reason := self.aborted(manifest)) is not None:
                 return reason
+            if stopped():
+                within = "before this job's end"
+                break
             time.sleep(0.02)
-        reason = f"rank 0 did not complete step {manifest.step} in {self.root} in {timeout:g} s"
-        return self._give_up(manifest, rank, reason)
+        reason = f"rank 0 did not complete step {manifest.step} in {self.root} {within}"
+        return self._give_up(manifest, rank, reason, left)
 
-    def _give_up(self, manifest: Manifest, rank: int, reason: str) -> str:
+    def _give_up(self, manifest: Manifest, rank: int, reason: str, left: bool) -> str:
         """Takes a rank's word back; what rank 0 has taken by then stands."""
         if rank == 0:
             self.abort(manifest, reason)
             return reason
-        with io_errors("take a word back from", self.directory(manifest.step)):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._note(manifest, rank))
-            if self._taken(manifest, rank).exists():
-                raise PeerError(f"{reason}; it may still, so rank {rank}'s part stays")
+        note, taken = self._note(manifest, rank), self._taken(manifest, rank)
+        with io_errors("take a word back from", note.parent):
+            try:
+                os.unlink(note)
+            except FileNotFoundError:
+                # Rank 0 has it, or over NFS the answer was lost: a word that was left is not there
+                # by itself. A listing is newer than what a client remembers of a single name.
+                if left or taken.name in self._names(manifest.step):
+                    raise PeerError(
+                        f"{reason}; it may still, so rank {rank}'s part stays"
+                    ) from None
         return reason
 
     def _gather(
@@ -337,8 +525,10 @@ class Store:
                 if rank in parts or reason:
                     continue
                 try:
-                    # One of both has the word from here on: rank 0, or the rank that gives up.
-                    os.rename(self._note(manifest, rank), self._taken(manifest, rank))
+                    # One of both has the word from here on: rank 0, or the rank that gives up. What is
+                    # taken already was so by a rename whose answer was lost.
+                    with contextlib.suppress(FileNotFoundError):
+                        os.rename(self._note(manifest, rank), self._taken(manifest, rank))
                     note: dict[str, Any] = json.loads(self._taken(manifest, rank).read_bytes())
                     if "failed" in note:
                         reason = f"rank {rank}: {note['failed']}"
@@ -364,7 +554,7 @@ class Store:
         except (Error, OSError) as error:
             if not self.lacks(manifest):
                 raise
-            return self._give_up(manifest, 0, str(error))
+            return self._give_up(manifest, 0, str(error), False)
         with contextlib.suppress(OSError):
             for rank in writers:
                 os.unlink(self._taken(manifest, rank))
@@ -393,6 +583,12 @@ class Store:
         return self.directory(manifest.step) / f"aborted.{manifest.id}.json"
 
 
-def part_name(rank: int, id: str) -> str:
-    """Of a rank's file in one save."""
-    return f"rank-{rank:05d}.{id}.safetensors"
+def _aside(id: str) -> str:
+    """The manifest of a save whose step was saved again on another branch."""
+    return f"manifest-{id}.json"
+
+
+def part_name(rank: int, id: str, attempt: int = 0) -> str:
+    """Of a rank's file in one save, or in a further attempt to copy it."""
+    more = f".{attempt}" if attempt else ""
+    return f"rank-{rank:05d}.{id}{more}.safetensors"

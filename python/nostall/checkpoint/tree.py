@@ -253,7 +253,14 @@ def decode(tree: Any, arrays: Mapping[str, Stored]) -> Any:
 
     try:
         return build(tree)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
         raise CorruptionError(f"the checkpoint's tree of values cannot be read: {error}") from error
 
 

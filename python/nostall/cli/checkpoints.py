@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from nostall import _native
-from nostall.checkpoint.begin import undrained
-from nostall.checkpoint.format import Manifest
-from nostall.checkpoint.restore import describe, read_part, view
+from nostall.checkpoint.begin import lineage_of, undrained
+from nostall.checkpoint.format import Branch, Manifest
+from nostall.checkpoint.lineage import Ranges, is_past
+from nostall.checkpoint.restore import describe, on_branch, read_part, view
 from nostall.checkpoint.retention import Keep
 from nostall.checkpoint.store import Entry, Store
 from nostall.errors import CorruptionError, Error, UsageError
 from nostall.sizes import parse_size
 
 _THREADS = 4
+# All columns of a row between the step and the state.
+_BLANK = " " * 86
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,17 +33,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     ls = action("ls", "what is there, oldest first")
     verify = action("verify", "read everything and compare checksums; exit status 5 for damage")
-    rm = action("rm", "remove steps, manifest first")
+    rm = action("rm", "remove steps, or what branches that were given up have left; manifest first")
+    branch = action("branch", "go back to a checkpoint: what came after it is superseded")
     dry = action(
         "restore-dry-run", "read what a restore would, in its order, and say what it finds"
     )
-    for parser_ in (ls, verify, rm, dry):
+    for parser_ in (ls, verify, rm, dry, branch):
         parser_.add_argument(
             "directories", nargs="+", help="a fast one first, then the durable one"
         )
     for parser_ in (ls, verify, dry):
         parser_.add_argument("--step", type=int, help="only this one")
-    rm.add_argument("--step", type=int, required=True, action="append", help="may be repeated")
+    which = rm.add_mutually_exclusive_group(required=True)
+    which.add_argument("--step", type=int, action="append", help="may be repeated")
+    which.add_argument("--superseded", action="store_true", help="all that are superseded")
+    which = branch.add_mutually_exclusive_group(required=True)
+    which.add_argument("--step", type=int, help="the current branch's if several have it")
+    which.add_argument("--id", help="of the save, as ls shows it")
     dry.add_argument("--rank", type=int, default=0)
     drain = action("drain", "copy what is complete on the fast directory to the durable one")
     drain.add_argument("fast")
@@ -61,7 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
         for i, directory in enumerate(arguments.directories)
     ]
     if arguments.action == "rm":
-        return _remove(stores, arguments.step)
+        return (
+            _remove_superseded(stores) if arguments.superseded else _remove(stores, arguments.step)
+        )
+    if arguments.action == "branch":
+        return _branch(stores, arguments.step, arguments.id)
     if arguments.action == "restore-dry-run":
         return _dry_run(stores, arguments.step, arguments.rank)
     return _list(stores, arguments.step, check=arguments.action == "verify")
@@ -69,7 +83,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _list(stores: Sequence[Store], step: int | None, *, check: bool) -> int:
     damaged = 0
-    print(f"{'STEP':>12}  {'WRITTEN':<19}  {'RANKS':>5}  {'BYTES':>15}  {'METRIC':>10}  STATE")
+    top = view(stores, None).top
+    print(
+        f"{'STEP':>12}  {'WRITTEN':<19}  {'RANKS':>5}  {'BYTES':>15}  {'METRIC':>10}  {'SAVE':<15}  "
+        f"{'BRANCH':<10}  STATE"
+    )
     for store in stores:
         found = False
         for entry in store.entries():
@@ -80,20 +98,22 @@ def _list(stores: Sequence[Store], step: int | None, *, check: bool) -> int:
             if check and not problem and entry.manifest is not None:
                 problem = _check(store, entry, entry.manifest)
             damaged += bool(problem)
-            print(_row(store, entry, problem, check))
-        incomplete = [s for s in store.steps() if step in (None, s) and store.entry(s) is None]
+            print(_row(store, entry, problem, check, top))
+        incomplete = [s for s in store.steps() if step in (None, s) and not store.saves(s)]
         for other in incomplete:
-            print(f"{other:>12}  {'':<19}  {'':>5}  {'':>15}  {'':>10}  not complete")
+            print(f"{other:>12}  {_BLANK}not complete")
         if not found and not incomplete:
             print(f"no checkpoints in {store.root}")
     return CorruptionError.exit_code if damaged else 0
 
 
-def _row(store: Store, entry: Entry, problem: str, checked: bool) -> str:
+def _row(
+    store: Store, entry: Entry, problem: str, checked: bool, top: tuple[int, Ranges] | None
+) -> str:
     manifest = entry.manifest
     state = f"DAMAGED: {problem}" if problem else ("verified" if checked else "complete")
     if manifest is None:
-        return f"{entry.step:>12}  {'':<19}  {'':>5}  {'':>15}  {'':>10}  {state}"
+        return f"{entry.step:>12}  {_BLANK}{state}"
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created))
     ranks = f"{manifest.world_size}{'r' if manifest.replicated else ''}"
     metric = "" if manifest.metric is None else f"{manifest.metric:.6g}"
@@ -101,7 +121,12 @@ def _row(store: Store, entry: Entry, problem: str, checked: bool) -> str:
     if manifest.spread:
         here = [str(part.rank) for part in manifest.parts if store.has(entry.step, part)]
         where += f", of it the parts of ranks {', '.join(here) or 'none'}: nodes keep their own"
-    return f"{entry.step:>12}  {written}  {ranks:>5}  {manifest.size:>15}  {metric:>10}  {where}"
+    current = top is not None and is_past(manifest.sequence, *top)
+    branch = "current" if current else "superseded"
+    return (
+        f"{entry.step:>12}  {written}  {ranks:>5}  {manifest.size:>15}  {metric:>10}  "
+        f"{manifest.id:<15}  {branch:<10}  {where}"
+    )
 
 
 def _check(store: Store, entry: Entry, manifest: Manifest) -> str:
@@ -127,7 +152,7 @@ def _remove(stores: Sequence[Store], steps: Sequence[int]) -> int:
         try:
             for step in steps:
                 if step in store.steps():
-                    store.remove(step)
+                    store.remove_step(step)
                     print(f"removed step {step} from {store.root}")
                 else:
                     print(f"no step {step} in {store.root}")
@@ -136,22 +161,60 @@ def _remove(stores: Sequence[Store], steps: Sequence[int]) -> int:
     return 0
 
 
+def _remove_superseded(stores: Sequence[Store]) -> int:
+    with contextlib.ExitStack() as owning:
+        for store in stores:
+            store.own()
+            owning.callback(store.disown)
+        top = view(stores, None).top
+        for store in stores:
+            for manifest in store.manifests():
+                if top is not None and not is_past(manifest.sequence, *top):
+                    store.remove(manifest.step, manifest.id)
+                    print(f"removed save {manifest.id} of step {manifest.step} from {store.root}")
+    return 0
+
+
+def _branch(stores: Sequence[Store], step: int | None, id: str | None) -> int:
+    with contextlib.ExitStack() as owning:
+        for store in stores:
+            store.own()
+            owning.callback(store.disown)
+        found = view(stores, step)
+        chosen = next((c for c in found.choices if id in (None, c.id)), None)
+        if chosen is None:
+            of = f"of step {step}" if id is None else f"with the id {id}"
+            raise UsageError(f"there is no undamaged checkpoint {of} in {list(stores)}")
+        manifest = next(m for s in stores if (m := s.find(chosen.step, chosen.id)) is not None)
+        lineage = lineage_of(stores, stores)
+        lineage.restored(manifest)
+        number, abandoned = lineage.begin()
+        for store in stores:
+            store.note_branch(Branch(number, abandoned, manifest.step, manifest.id))
+    print(f"the next restore gives step {manifest.step}, of save {manifest.id}")
+    return 0
+
+
 def _dry_run(stores: Sequence[Store], step: int | None, rank: int) -> int:
-    choices, problems = view(stores, step)
-    for problem in problems:
+    looked = view(stores, step)
+    for problem in looked.problems:
         print(f"passed over: {problem}")
-    for found, kind, _, _ in choices:
-        store = next(s for s in stores if s.kind == kind)
-        entry = store.entry(found)
-        if entry is None or entry.manifest is None:
+    for choice in looked.choices:
+        found = choice.step
+        if step is None and not on_branch(choice, looked.top):
+            print(f"superseded: step {found}, save {choice.id}")
             continue
-        part = entry.manifest.part_of(rank)
-        if part is not None and entry.manifest.spread and not store.has(found, part):
+        store = next(s for s in stores if s.kind == choice.kind)
+        manifest = store.find(found, choice.id)
+        if manifest is None:
+            continue
+        part = manifest.part_of(rank)
+        if part is not None and manifest.spread and not store.has(found, part):
             print(f"passed over: step {found}: the part of rank {rank} is on another node")
             continue
         try:
             with _bar(f"step {found} from {store.root}") as tell:
-                restored = read_part(store, entry.manifest, rank, _THREADS, tell)
+                restored = read_part(store, manifest, rank, _THREADS, tell)
         except CorruptionError as error:
             print(f"passed over: {error}")
             continue

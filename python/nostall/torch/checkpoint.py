@@ -38,12 +38,14 @@ from torch.futures import Future
 
 from nostall import _native
 from nostall.checkpoint import format as files
+from nostall.checkpoint.begin import lineage_of
 from nostall.checkpoint.cleaner import Cleaner
 from nostall.checkpoint.format import Manifest, Part
-from nostall.checkpoint.restore import describe
+from nostall.checkpoint.lineage import Lineage
+from nostall.checkpoint.restore import describe, on_branch, view
 from nostall.checkpoint.retention import Keep
 from nostall.checkpoint.saved import Settings
-from nostall.checkpoint.store import Entry, Store, part_name
+from nostall.checkpoint.store import Store, part_name
 from nostall.checkpoint.tree import decode, encode
 from nostall.errors import CorruptionError, Error, UsageError
 
@@ -64,7 +66,9 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         keep: how many stay, or a `Keep`.
         threads: threads that copy.
 
-    The step is the number at the end of ``checkpoint_id``. Keep one writer for all saves: it keeps
+    The step is the number at the end of ``checkpoint_id``. A step below the newest one begins a
+    branch: what came after it is superseded, and stays as the rules of `keep` want it for that branch.
+    Keep one writer for all saves: it keeps
     its memory. One job at a time writes into a directory.
     """
 
@@ -76,6 +80,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         self._image = _native.Image(threads)
         self._step = -1
         self._owned = False
+        self._lineage: Lineage | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Takes the step from the id of the next checkpoint."""
@@ -91,6 +96,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         if is_coordinator and not self._owned:
             self._store.own()
             self._store.clean()
+            self._lineage = lineage_of([self._store], [self._store])
             self._owned = True
 
     def close(self) -> None:
@@ -160,6 +166,8 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
             raise UsageError("there is nothing to save: the state is empty on all ranks")
         parts = sorted((Part.from_dict(n["part"]) for n in notes), key=lambda p: p.rank)
         places = {r.index: (r.storage_data["part"], r.storage_data["key"]) for r in written}
+        assert self._lineage is not None
+        sequence, abandoned = self._lineage.save(self._step)
         self._store.publish(
             Manifest(
                 step=self._step,
@@ -167,6 +175,8 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
                 world_size=notes[0]["parts"],
                 parts=tuple(parts),
                 extra={"dcp": _metadata_to_json(metadata, places)},
+                sequence=sequence,
+                abandoned=abandoned,
             )
         )
         Cleaner(None, self._store, Settings(self._keep)).retain(set())
@@ -205,14 +215,13 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """What the checkpoint holds, from its manifest."""
-        entries = candidates(self._store)
-        chosen = [e for e in entries if self.step in (None, e.step)]
+        chosen = candidates(self._store, self.step)
         if not chosen:
             raise UsageError(
                 f"there is no checkpoint{'' if self.step is None else f' of step {self.step}'} in "
                 f"{self._store.root}"
             )
-        self.step, self._manifest = chosen[-1].step, chosen[-1].manifest
+        self.step, self._manifest = chosen[0].step, chosen[0]
         assert self._manifest is not None
         return _metadata_from_json(self._manifest.extra["dcp"])
 
@@ -278,29 +287,32 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         return True
 
 
-def candidates(store: Store) -> list[Entry]:
-    """Complete checkpoints of torch.distributed.checkpoint, oldest first."""
-    return [
-        e
-        for e in store.entries()
-        if e.manifest is not None
-        and isinstance(e.manifest.extra, dict)
-        and "dcp" in e.manifest.extra
-        and not store.missing(e.manifest)
+def candidates(store: Store, step: int | None = None) -> list[Manifest]:
+    """Complete checkpoints of torch.distributed.checkpoint, best first: of the current branch, or of
+    all if a step is asked for."""
+    found = view([store], step)
+    manifests = [
+        store.find(choice.step, choice.id)
+        for choice in found.choices
+        if step is not None or on_branch(choice, found.top)
     ]
+    return [m for m in manifests if m and isinstance(m.extra, dict) and "dcp" in m.extra]
 
 
 def load(state: dict[str, Any], root: str | os.PathLike[str], **options: Any) -> int | None:
-    """Loads the newest undamaged checkpoint into `state` on all ranks; its step, or None.
+    """Loads the newest undamaged checkpoint of the current branch into `state` on all ranks; its
+    step, or None.
 
     Falls back over damaged ones with a warning. `options` go to torch.distributed.checkpoint.load.
 
     Raises:
-        CorruptionError: there are checkpoints, and all are damaged.
+        CorruptionError: there are checkpoints, and all are damaged, or of branches that were given
+            up: `StorageReader` loads such a one by its step.
     """
-    steps = [e.step for e in candidates(Store(root, "durable"))]
+    store = Store(root, "durable")
+    steps = list(dict.fromkeys(m.step for m in candidates(store)))
     problem = ""
-    for step in reversed(steps):
+    for step in steps:
         try:
             dcp.load(state, storage_reader=StorageReader(root, step), **options)
             return step
@@ -311,6 +323,8 @@ def load(state: dict[str, Any], root: str | os.PathLike[str], **options: Any) ->
                 raise
             problem = "; ".join(dict.fromkeys(map(str, damage)))
             _log.warning("passing over the checkpoint of step %d: %s", step, problem)
+    if not problem and any(candidates(store, step) for step in store.steps()):
+        problem = "those that are there are of branches that were given up"
     if problem:
         raise CorruptionError(f"no checkpoint in {os.fspath(root)} can be loaded: {problem}")
     return None

@@ -306,7 +306,7 @@ def rubbish(root: Path) -> str:
     left = []
     for tier in (d for d in root.iterdir() if d.is_dir()):
         store = Store(tier, tier.name)
-        named = {tier / ".lock"}
+        named = {tier / ".lock", tier / ".sequence"}
         for entry in store.entries():
             if entry.manifest is None:
                 return entry.damage

@@ -86,7 +86,9 @@ def test_a_save_that_no_storage_takes_is_an_error_and_the_old_one_stays(
     tmp_path: Path, shim: Path
 ) -> None:
     (result,), _ = run_storage("full-everywhere", tmp_path, shim)
-    assert "step 2" in result["error"] and "fast" in result["error"]
+    first, at_the_end = result["errors"]
+    assert "step 2" in first and "fast" in first
+    assert "of step 2, is safe nowhere" in at_the_end
     assert result["restored"] == [1, "fast", True]
 
 

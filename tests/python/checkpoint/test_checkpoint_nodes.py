@@ -609,16 +609,22 @@ def test_an_answer_that_is_lost_leaves_the_part_where_it_is(tmp_path: Path) -> N
 
 
 def test_the_newest_save_of_a_step_counts_and_lost_parts_are_named() -> None:
-    old = Manifest(5, "aaaaaaaa-000001", 1, (Part(0, "a.safetensors", 0, ()),), created=1.0)
-    new = Manifest(5, "bbbbbbbb-000001", 1, (Part(0, "b.safetensors", 0, ()),), created=2.0)
+    # The earlier save has the later clock.
+    old = Manifest(
+        5, "aaaaaaaa-000001", 1, (Part(0, "a.safetensors", 0, ()),), created=9.0, sequence=1
+    )
+    new = Manifest(
+        5, "bbbbbbbb-000001", 1, (Part(0, "b.safetensors", 0, ()),), created=2.0, sequence=2
+    )
 
     def node(manifest: Manifest | None, **files: int) -> list[dict[str, Any]]:
-        text = manifest.to_bytes().decode() if manifest else None
+        texts = [manifest.to_bytes().decode()] if manifest else []
         named = {f"{name}.safetensors": size for name, size in files.items()}
-        return [{"step": 5, "manifest": text, "files": named}]
+        return [{"step": 5, "manifests": texts, "files": named}]
 
-    (held,) = together([node(old, a=0), node(new, b=0)])
+    held, before = together([node(old, a=0), node(new, b=0)])
     assert held.manifest == new and held.holders == {"b.safetensors": [1]} and not held.lost
+    assert before.manifest == old and before.holders == {"a.safetensors": [0]}
     (held,) = together([node(new, a=0), node(None, b=0)])  # a node that missed the manifest
     assert held.holders == {"b.safetensors": [1]}
     (held,) = together([node(new), node(None, b=1)])  # of another size

@@ -80,7 +80,10 @@ def test_arrays_that_only_the_save_has_are_kept_while_they_are_copied(tmp_path: 
 
 @pytest.mark.parametrize("copying", ["lazily", "in_background"])
 def test_a_window_may_outlive_a_save_that_fails(tmp_path: Path, copying: str) -> None:
-    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+    with (
+        pytest.raises(IoError, match="safe nowhere"),
+        nostall.Checkpointer(durable=tmp_path) as ckpt,
+    ):
         engine = ckpt._engine
         engine._write = lambda store, job: "the disk is full"  # type: ignore[method-assign]
         if copying == "lazily":
@@ -101,7 +104,10 @@ def test_a_window_may_outlive_a_save_that_fails(tmp_path: Path, copying: str) ->
 
 
 def test_a_save_that_fails_early_is_copied_from_what_is_still_there(tmp_path: Path) -> None:
-    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+    with (
+        pytest.raises(IoError, match="safe nowhere"),
+        nostall.Checkpointer(durable=tmp_path) as ckpt,
+    ):
         engine = ckpt._engine
         engine._write = lambda store, job: "the disk is full"  # type: ignore[method-assign]
         submit, alive = engine.submit, []
@@ -320,15 +326,37 @@ def test_only_due_steps_are_saved_and_states_are_made_only_then(tmp_path: Path) 
     assert steps_in(tmp_path) == [0, 4, 8, 9]
 
 
+def saves_of(found: list[tuple[int, float | None]]) -> list[Manifest]:
+    """Saves of (step, metric), one after another."""
+    return [
+        Manifest(step, f"aaaaaaaa-{i:06d}", 1, (), metric=metric, sequence=i)
+        for i, (step, metric) in enumerate(found)
+    ]
+
+
+def kept_steps(found: list[tuple[int, float | None]], keep: Keep) -> dict[int, str]:
+    saves = saves_of(found)
+    stay = decide(saves, keep)
+    return {m.step: stay[m.id] for m in saves if m.id in stay}
+
+
 def test_retention_keeps_the_last_every_nth_and_the_best() -> None:
-    found = [(step, float(abs(step - 30))) for step in range(0, 100, 10)]
-    assert sorted(decide(found, Keep(2))) == [80, 90]
-    assert sorted(decide(found, Keep(1, every=40))) == [0, 40, 80, 90]
-    assert decide(found, Keep(1, best=2)) == {90: "last", 30: "best", 40: "best"}
-    assert decide(found, Keep(1, best=1, mode="max")) == {90: "last"}
+    found: list[tuple[int, float | None]] = [(s, float(abs(s - 30))) for s in range(0, 100, 10)]
+    assert sorted(kept_steps(found, Keep(2))) == [80, 90]
+    assert sorted(kept_steps(found, Keep(1, every=40))) == [0, 40, 80, 90]
+    assert kept_steps(found, Keep(1, best=2)) == {90: "last", 30: "best", 40: "best"}
+    assert kept_steps(found, Keep(1, best=1, mode="max")) == {90: "last"}
     unrated = [(1, None), (2, float("nan")), (3, 0.5)]
-    assert decide(unrated, Keep(1, best=3)) == {3: "last"}
-    for bad in ({"last": 0}, {"every": 0}, {"best": -1}, {"mode": "most"}):
+    assert kept_steps(unrated, Keep(1, best=3)) == {3: "last"}
+    for bad in (
+        {"last": 0},
+        {"last": "5"},
+        {"every": 0},
+        {"every": 2.5},
+        {"best": -1},
+        {"mode": "most"},
+        {"superseded": -1},
+    ):
         with pytest.raises(UsageError):
             Keep(**bad)  # type: ignore[arg-type]
 
@@ -341,9 +369,7 @@ def test_retention_on_both_tiers(tmp_path: Path) -> None:
             ckpt.save(state_of(step), step, metric=abs(step - 1))
     assert steps_in(durable) == [1, 4, 5]
     assert steps_in(fast) == [5]
-    assert sorted(p.name for p in durable.iterdir() if p.name != ".lock") == [
-        f"step-{s:012d}" for s in (1, 4, 5)
-    ]
+    assert sorted(p.name for p in durable.glob("step-*")) == [f"step-{s:012d}" for s in (1, 4, 5)]
 
 
 def test_retention_that_gets_due_meanwhile_is_done_once_more(tmp_path: Path) -> None:
@@ -353,7 +379,7 @@ def test_retention_that_gets_due_meanwhile_is_done_once_more(tmp_path: Path) -> 
         def due() -> None:
             with engine._lock:
                 engine._retain_due = True
-                engine._start()
+                engine._start("drain")
                 engine._lock.notify_all()
 
         def retain() -> None:
@@ -481,6 +507,13 @@ def test_directories_belong_to_one_job(tmp_path: Path) -> None:
         ({"fast": "/tmp/x", "keep": 0}, "last"),
         ({"fast": "/tmp/x", "priority": "high"}, "priority"),
         ({"fast": "/tmp/x", "snapshots": 0}, "snapshots"),
+        ({"fast": "/tmp/x", "every": "1"}, "every must be a whole number"),
+        ({"fast": "/tmp/x", "keep": "5"}, "last of Keep"),
+        ({"fast": "/tmp/x", "timeout": "600"}, "timeout must be a number of seconds"),
+        ({"fast": "/tmp/x", "patience": -1}, "patience"),
+        ({"fast": "/tmp/x", "replicated": "yes"}, "replicated must be True or False"),
+        ({"fast": "/tmp/x", "max_failures": 0}, "max_failures"),
+        ({"fast": "/tmp/x", "on_failure": "print"}, "on_failure must be a function"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], words: str) -> None:
@@ -596,14 +629,18 @@ def test_a_rank_that_never_saves_makes_no_checkpoint(tmp_path: Path) -> None:
     make = ranked(tmp_path, 2, timeout=0.5)
 
     def work(rank: int, gather: Any) -> Any:
-        with make(rank, gather) as ckpt:
-            ckpt.save(state_of(rank), 1)
-            if rank == 0:
-                ckpt.save(state_of(rank), 2)
-                ckpt.wait(20)
-                return [s.problems for s in ckpt.history]
-            time.sleep(2)
-            return None
+        ckpt = make(rank, gather)
+        saved = ckpt.save(state_of(rank), 1)
+        assert saved is not None
+        saved.wait("durable", 60)
+        gather(b"")
+        if rank == 0:
+            ckpt.save(state_of(rank), 2)
+            with pytest.raises(IoError, match="of step 2, is safe nowhere"):
+                ckpt.close(60)
+        gather(b"")
+        ckpt.close()
+        return [s.problems for s in ckpt.history]
 
     problems = World(2).run(work)[0]
     assert any("ranks [1]" in p for p in problems[1])
@@ -658,15 +695,17 @@ def test_a_manifest_that_fails_takes_no_part_that_it_names(
         raise IoError("the directory cannot be synced")
 
     def work(rank: int, gather: Any) -> Any:
-        with make(rank, gather) as ckpt:
-            with pytest.raises(IoError, match="cannot be synced"):
-                saved = ckpt.save(state_of(rank), 1)
-                assert saved is not None
-                saved.wait("durable", 60)
-                assert rank == 1 and named  # who sees the manifest is content
-                raise IoError("cannot be synced")
-            gather(b"")
-            return None
+        ckpt = make(rank, gather)
+        with pytest.raises(IoError, match="cannot be synced"):
+            saved = ckpt.save(state_of(rank), 1)
+            assert saved is not None
+            saved.wait("durable", 60)
+            assert rank == 1 and named  # who sees the manifest is content
+            raise IoError("cannot be synced")
+        gather(b"")
+        with contextlib.nullcontext() if named else pytest.raises(IoError, match="safe nowhere"):
+            ckpt.close()
+        return None
 
     monkeypatch.setattr(Store, "publish", fail)
     assert World(2).run(work) == [None, None]

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
+from nostall.checkpoint.format import Branch
 from nostall.checkpoint.store import Store
 from nostall.errors import CorruptionError, UsageError
 from nostall.torch.checkpoint import StorageReader, StorageWriter, load
@@ -64,6 +65,25 @@ def test_state_comes_back_and_old_ones_go(group: None, tmp_path: Path) -> None:
     assert [e.step for e in Store(tmp_path / "c", "durable").entries()] == [2, 3]
     dcp.load(state, storage_reader=StorageReader(tmp_path / "c", 2))
     assert state["step"] == 2
+
+
+def test_what_a_save_returned_for_stays_until_a_rule_of_its_branch_retires_it(
+    group: None, tmp_path: Path
+) -> None:
+    root = tmp_path / "c"
+    save(root, [90, 95, 100], keep=2)
+    for step in (80, 85):  # below the newest: a branch
+        save(root, [step], keep=2)
+        state = blank()
+        assert load(state, root) == step and state["step"] == step
+    assert [e.step for e in Store(root, "durable").entries()] == [80, 85, 95, 100]
+    dcp.load(state, storage_reader=StorageReader(root, 100))
+    assert state["step"] == 100
+    for step in (80, 85):
+        Store(root, "durable").remove_step(step)
+    Store(root, "durable").note_branch(Branch(1 << 30, ((0, 1 << 29),), 85, "x"))
+    with pytest.raises(CorruptionError, match="branches that were given up"):
+        load(blank(), root)
 
 
 def test_async_save(group: None, tmp_path: Path) -> None:

@@ -1,0 +1,169 @@
+"""Which checkpoints continue which: the order of saves, and branches. Pure functions but `Lineage`.
+
+A sequence number orders all saves of a directory: a clock may jump, and a step may be saved again by
+a training that went back. A manifest lists the sequence numbers that were given up on the way to it
+(`abandoned`); all else of a lower number is its own past. So a branch is known from the newest of its
+manifests alone, whichever others retention has removed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
+
+# Closed ranges of sequence numbers, in order, apart from each other.
+Ranges = tuple[tuple[int, int], ...]
+
+# A job's first save takes the next multiple of it, which is noted when the job begins: so the saves of
+# an earlier job that this one does not see (on a node that is gone) come before its own.
+STRIDE = 1 << 20
+# Manifests of version 1 have no number: theirs are negative, by their step.
+LEGACY = -(10**12)
+# So many ranges are told apart; older ones are joined.
+_MOST_RANGES = 100
+# So many saves of a process are remembered.
+_MOST_KNOWN = 10_000
+
+
+class Record(Protocol):
+    """What has a place in the order: a manifest, or the note of a branch's begin."""
+
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def abandoned(self) -> Ranges: ...
+
+
+class Saved(Record, Protocol):
+    """A checkpoint, as far as its branch matters."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def order(self) -> tuple[int, float, str]: ...
+
+
+S = TypeVar("S", bound=Saved)
+
+
+def add(ranges: Ranges, first: int, last: int) -> Ranges:
+    """The ranges with the numbers from `first` to `last`."""
+    if last < first:
+        return ranges
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted([*ranges, (first, last)]):
+        if joined and begin <= joined[-1][1] + 1:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    extra = len(joined) - _MOST_RANGES
+    if extra > 0:
+        joined[: extra + 1] = [(joined[0][0], joined[extra][1])]
+    return tuple(joined)
+
+
+def checked(values: object) -> Ranges:
+    """Ranges from JSON; ValueError or TypeError for anything else."""
+    ranges: list[tuple[int, int]] = []
+    for first, last in values:  # type: ignore[attr-defined]
+        if type(first) is not int or type(last) is not int or first > last:
+            raise ValueError(f"{first!r} to {last!r} is no range of sequence numbers")
+        if ranges and first <= ranges[-1][1]:
+            raise ValueError("ranges of sequence numbers overlap")
+        ranges.append((first, last))
+    return tuple(ranges)
+
+
+def is_past(sequence: int, last: int, abandoned: Ranges) -> bool:
+    """Whether a save is the one of number `last`, which gave up `abandoned`, or one before it."""
+    return sequence <= last and not any(a <= sequence <= b for a, b in abandoned)
+
+
+def branches(found: Iterable[S], begin: Record | None = None) -> list[list[S]]:
+    """The saves of each branch, newest first; the current branch first. Branches share their past.
+
+    `begin` is a branch without saves of its own yet; it counts where it is newer than all saves.
+    """
+    saves = sorted(found, key=lambda s: s.order, reverse=True)
+    tips: list[Record] = []
+    if begin is not None and (not saves or saves[0].sequence < begin.sequence):
+        tips.append(begin)
+    for save in saves:
+        if not any(is_past(save.sequence, tip.sequence, tip.abandoned) for tip in tips):
+            tips.append(save)
+    return [[s for s in saves if is_past(s.sequence, t.sequence, t.abandoned)] for t in tips]
+
+
+def newest(records: Iterable[Record | None]) -> Record | None:
+    """The one with the highest number."""
+    return max((r for r in records if r is not None), key=lambda r: r.sequence, default=None)
+
+
+class Lineage:
+    """The numbers of this process's saves, from `first`, and what they continue.
+
+    Args:
+        found: the checkpoints that are there.
+        begin: the newest begin of a branch that is there.
+        seen: the highest number that any rank of the job sees.
+    """
+
+    def __init__(self, found: Sequence[S], begin: Record | None, seen: int) -> None:
+        top = newest([*found, begin])
+        self._abandoned: Ranges = top.abandoned if top is not None else ()
+        # All saves that are known, as (sequence, step), and those that the next save continues.
+        self._known = deque(((s.sequence, s.step) for s in found), maxlen=_MOST_KNOWN)
+        self._line = self._past(top.sequence) if top is not None else []
+        self._highest = seen
+        self.first = self._next = (max(seen, 0) // STRIDE + 1) * STRIDE
+
+    def _past(self, last: int) -> list[tuple[int, int]]:
+        """What a save of number `last` or its branch's begin continues: steps rise."""
+        line: list[tuple[int, int]] = []
+        for number, step in sorted(self._known):
+            if is_past(number, last, self._abandoned):
+                while line and line[-1][1] >= step:
+                    line.pop()
+                line.append((number, step))
+        return line
+
+    def _drop(self, step: int) -> list[tuple[int, int]]:
+        """Takes the saves from `step` on off the line."""
+        keep = len(self._line)
+        while keep and self._line[keep - 1][1] >= step:
+            keep -= 1
+        dropped, self._line = self._line[keep:], self._line[:keep]
+        return dropped
+
+    def _take(self) -> int:
+        number, self._next = self._next, self._next + 1
+        self._highest = number
+        return number
+
+    def save(self, step: int) -> tuple[int, Ranges]:
+        """The number of a save, and what it does not continue.
+
+        A step below the newest one begins a branch; the newest step again replaces it.
+        """
+        dropped = self._drop(step)
+        if dropped and dropped[-1][1] > step:
+            self._abandoned = add(self._abandoned, dropped[0][0], self._highest)
+        number = self._take()
+        self._line.append((number, step))
+        self._known.append((number, step))
+        return number, self._abandoned
+
+    def restored(self, saved: Saved) -> bool:
+        """The next save continues this one; whether that gives up any that the last one continued."""
+        behind = not self._line or self._line[-1][0] != saved.sequence
+        self._abandoned = add(saved.abandoned, saved.sequence + 1, self._highest)
+        self._line = self._past(saved.sequence)
+        return behind
+
+    def begin(self) -> tuple[int, Ranges]:
+        """The number of the begin of a branch after `restored`, and what it gives up."""
+        abandoned = self._abandoned
+        return self._take(), abandoned
