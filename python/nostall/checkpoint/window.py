@@ -113,8 +113,8 @@ class Window:
                 for piece in pieces
                 if _changes_of(self._leaves[piece].owner) != self._changes[piece]
             ]
+            self._unsteady.update(names)  # those too that change after the writer has looked
             if names and not self._torn:
-                self._unsteady.update(names)
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 self._torn = (
                     f"{', '.join(names[:3])}{more} changed before the update, and not by an attached "
