@@ -12,13 +12,14 @@ CLANG := $(firstword $(foreach v,clang++-14 clang++-19 clang++-18 clang++-17 cla
 CLANG_FORMAT := $(firstword $(foreach v,clang-format-14 clang-format-19 clang-format-18 clang-format,$(if $(shell command -v $(v) 2>/dev/null),$(v))))
 SOURCES := $(shell git ls-files native bindings mpi bench cmake python CMakeLists.txt pyproject.toml 2>/dev/null)
 
-.PHONY: demo test dlio-test native-test python-test build lint format sanitize fuzz campaign bench clean help
+.PHONY: demo test dlio-test native-test python-test build lint format sanitize sanitize-all fuzz campaign bench clean help
 
 help:
 	@echo "make demo      train on a slow file system, with and without nostall (under 5 minutes)"
 	@echo "make test      native and Python tests"
 	@echo "make bench     nostall bench loader, with every peer that installs"
 	@echo "make campaign  campaigns of faults at a small size (SCALE=1 ONLY=name for the published size)"
+	@echo "make sanitize-all  the package and the MPI library under sanitizers as well (an hour)"
 	@echo "make lint | sanitize | fuzz | format | clean"
 
 $(STAMPS)/system: scripts/setup
@@ -114,6 +115,14 @@ sanitize: $(STAMPS)/checkers $(STAMPS)/requirements
 	@echo "native tests under the thread sanitizer"
 	@$(checked_thread)
 	@$(call native_tests,thread)
+
+# Much longer (an hour on 2 cores), so not in continuous integration: the package, with bindings and the
+# torch backend, under AddressSanitizer; the MPI library under ThreadSanitizer.
+sanitize-all: sanitize $(STAMPS)/mpi-suite
+	@echo "the package under the address and undefined behaviour sanitizers"
+	@scripts/test-sanitized address,undefined build/python-address $(BIN)/python $(or $(TESTS),tests/python)
+	@echo "the MPI library under the thread sanitizer"
+	@scripts/test-sanitized thread build/python-thread $(BIN)/python tests/python/collective/test_mpi.py
 
 # Every fuzz target for FUZZ_SECONDS, on its corpus; new inputs go to build/, findings fail.
 fuzz: $(STAMPS)/checkers $(STAMPS)/requirements

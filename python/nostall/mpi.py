@@ -37,8 +37,12 @@ def library() -> Path:
 def environment(
     library: Path, profile: str | None = None, replace: bool = True, verbose: bool = False
 ) -> dict[str, str]:
-    """The variables that load the library into a program and tell it what to do."""
-    variables = {"LD_PRELOAD": str(library), "NOSTALL_MPI": "replace" if replace else "off"}
+    """The variables that load the library into a program and tell it what to do.
+
+    What LD_PRELOAD names already stays, before the library: allocators and sanitizers want to be first.
+    """
+    preload = " ".join(filter(None, [os.environ.get("LD_PRELOAD"), str(library)]))
+    variables = {"LD_PRELOAD": preload, "NOSTALL_MPI": "replace" if replace else "off"}
     if profile is not None:
         variables["NOSTALL_MPI_PROFILE"] = str(Path(profile).absolute())
     if verbose:

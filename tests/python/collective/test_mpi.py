@@ -46,6 +46,14 @@ def launch(
     )
 
 
+def test_what_is_preloaded_already_stays_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "/lib/liballocator.so")
+    preload = mpi.environment(Path("/x/libnostall_mpi.so"))["LD_PRELOAD"]
+    assert preload == "/lib/liballocator.so /x/libnostall_mpi.so"
+    monkeypatch.delenv("LD_PRELOAD")
+    assert mpi.environment(Path("/x/libnostall_mpi.so"))["LD_PRELOAD"] == "/x/libnostall_mpi.so"
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_collectives_of_all_types_agree_with_numpy(ranks: int) -> None:
     result = launch(["collectives"], ranks)
