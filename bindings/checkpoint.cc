@@ -45,7 +45,7 @@ struct Progress {
 class DirectoryLock {
  public:
   explicit DirectoryLock(const std::string& path) : lock_(LockFile::open(path, true).take()) {}
-  bool acquire() { return lock_.try_lock(0, LockMode::exclusive); }
+  bool acquire() { return lock_.try_lock(0, LockMode::exclusive) == Locked::yes; }
   void release() { lock_.unlock(0); }
 
  private:

@@ -88,7 +88,7 @@ struct Side {
       placement.offset.push_back(s * bytes);
     }
     placement.used = {kSamples * bytes};
-    cache = tier::NodeCache::attach(config, sizes, placement);
+    cache = tier::NodeCache::attach(config, sizes, tier::fixed(placement));
     transport = peer::load_ucx(argv[2], {argv[3], argv[4]});
   }
 

@@ -1,48 +1,16 @@
 #include "base/lock.h"
 
 #include <fcntl.h>
-#include <pthread.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
-#include <atomic>
+#include <cerrno>
 #include <thread>
 #include <utility>
 
 namespace nostall {
 namespace {
-
-// Descriptors to close in a forked child. A fixed table of atomics, since only async-signal-safe
-// operations are allowed between fork and exec. Beyond it a child merely keeps locks until it ends.
-constexpr size_t kMaxOpen = 256;
-std::array<std::atomic<int>, kMaxOpen>& registry() {
-  static std::array<std::atomic<int>, kMaxOpen> fds = [] {
-    pthread_atfork(nullptr, nullptr, [] {
-      for (std::atomic<int>& fd : registry()) {
-        const int value = fd.exchange(0);
-        if (value > 0) ::close(value);
-      }
-    });
-    return std::array<std::atomic<int>, kMaxOpen>{};
-  }();
-  return fds;
-}
-
-void remember(int fd) {
-  for (std::atomic<int>& slot : registry()) {
-    int none = 0;
-    if (slot.compare_exchange_strong(none, fd)) return;
-  }
-}
-
-void forget(int fd) {
-  for (std::atomic<int>& slot : registry()) {
-    int expected = fd;
-    if (slot.compare_exchange_strong(expected, 0)) return;
-  }
-}
 
 struct flock request(uint64_t byte, short type) {
   struct flock lock {};
@@ -56,12 +24,22 @@ struct flock request(uint64_t byte, short type) {
 }  // namespace
 
 Result<LockFile> LockFile::open(const std::string& path, bool create) {
-  const int fd = FileSystem::real().open(path, O_RDWR | (create ? O_CREAT : 0), 0600);
+  const int flags = O_RDWR | O_NOFOLLOW | O_NONBLOCK | (create ? O_CREAT : 0);
+  const int fd = FileSystem::real().open(path, flags, 0600);
   if (fd < 0) return io_error("cannot open", path, -fd);
-  LockFile file(fd);
-  file.pid_ = ::getpid();
-  remember(fd);
-  return file;
+  const Descriptor file(fd);
+  struct stat status {};
+  if (::fstat(fd, &status) != 0) return io_error("cannot examine", path, errno);
+  if (!S_ISREG(status.st_mode)) {
+    return Error(ErrorKind::io, "cannot lock " + path + ": it is not a regular file; remove it");
+  }
+  return LockFile(file);
+}
+
+LockFile::LockFile(const Descriptor& file)
+    : fd_(::fcntl(file.get(), F_DUPFD_CLOEXEC, 0)), pid_(::getpid()) {
+  if (fd_ < 0) throw io_error("cannot open", "a lock file once more", errno);
+  close_in_children(fd_);
 }
 
 LockFile::LockFile(LockFile&& other) noexcept
@@ -82,26 +60,30 @@ void LockFile::close() noexcept {
   if (fd_ < 0) return;
   // In a forked child the number was closed already and may name another file by now.
   if (pid_ == ::getpid()) {
-    forget(fd_);
+    forget_in_children(fd_);
     ::close(fd_);
   }
   fd_ = -1;
 }
 
-bool LockFile::try_lock(uint64_t byte, LockMode mode) noexcept {
+Locked LockFile::try_lock(uint64_t byte, LockMode mode) noexcept {
   struct flock lock = request(byte, mode == LockMode::shared ? F_RDLCK : F_WRLCK);
-  return ::fcntl(fd_, F_OFD_SETLK, &lock) == 0;
+  while (::fcntl(fd_, F_OFD_SETLK, &lock) != 0) {
+    if (errno == EAGAIN || errno == EACCES) return Locked::elsewhere;
+    if (errno != EINTR) return Locked::unsupported;
+  }
+  return Locked::yes;
 }
 
-bool LockFile::lock(uint64_t byte, LockMode mode, std::chrono::nanoseconds timeout) noexcept {
+Locked LockFile::lock(uint64_t byte, LockMode mode, std::chrono::nanoseconds timeout) noexcept {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   std::chrono::microseconds pause{50};
-  while (!try_lock(byte, mode)) {
-    if (std::chrono::steady_clock::now() >= deadline) return false;
+  for (;;) {
+    const Locked locked = try_lock(byte, mode);
+    if (locked != Locked::elsewhere || std::chrono::steady_clock::now() >= deadline) return locked;
     std::this_thread::sleep_for(pause);
     pause = std::min(pause * 2, std::chrono::microseconds(5000));
   }
-  return true;
 }
 
 void LockFile::unlock(uint64_t byte) noexcept {
@@ -114,10 +96,12 @@ bool LockFile::is_held_elsewhere(uint64_t byte) const noexcept {
   return ::fcntl(fd_, F_OFD_GETLK, &lock) == 0 && lock.l_type == F_WRLCK;
 }
 
-bool LockFile::is_current(const std::string& path) const noexcept {
+bool LockFile::is_current(const std::string& path, int directory) const noexcept {
+  const char* name = path.c_str();
+  if (directory != kByPath) name += path.find_last_of('/') + 1;
   struct stat mine {
   }, there{};
-  return ::fstat(fd_, &mine) == 0 && ::stat(path.c_str(), &there) == 0 &&
+  return ::fstat(fd_, &mine) == 0 && ::fstatat(directory, name, &there, AT_SYMLINK_NOFOLLOW) == 0 &&
          mine.st_ino == there.st_ino && mine.st_dev == there.st_dev;
 }
 

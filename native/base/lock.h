@@ -13,36 +13,41 @@
 #include <string>
 
 #include "base/error.h"
-#include "base/file.h"
+#include "base/own.h"
 
 namespace nostall {
 
 enum class LockMode { shared, exclusive };
+// `unsupported`: the file system has no such locks (Lustre mounted without flock, some network and
+// user-space file systems); nobody else holds it, and nobody can.
+enum class Locked { yes, elsewhere, unsupported };
 
 class LockFile {
  public:
   LockFile() = default;
-  // Opens, and with `create` makes, the file.
+  // Opens, and with `create` makes, the file; symbolic links are not followed.
   static Result<LockFile> open(const std::string& path, bool create);
+  // Of a file that is open: its locks are those of whoever else has what was opened.
+  explicit LockFile(const Descriptor& file);
   ~LockFile();
   LockFile(LockFile&& other) noexcept;
   LockFile& operator=(LockFile&& other) noexcept;
 
-  // At once: true if the lock was had (or changed from the other mode).
-  bool try_lock(uint64_t byte, LockMode mode) noexcept;
-  // Waits in short sleeps; false after `timeout`.
-  bool lock(uint64_t byte, LockMode mode, std::chrono::nanoseconds timeout) noexcept;
+  // At once: whether the lock was had (or changed from the other mode).
+  Locked try_lock(uint64_t byte, LockMode mode) noexcept;
+  // Waits in short sleeps while it is held elsewhere, at most `timeout`.
+  Locked lock(uint64_t byte, LockMode mode, std::chrono::nanoseconds timeout) noexcept;
   void unlock(uint64_t byte) noexcept;
   // Whether somebody else holds the byte exclusively.
   bool is_held_elsewhere(uint64_t byte) const noexcept;
-  // Whether the path still names this file, and not a new one or none.
-  bool is_current(const std::string& path) const noexcept;
+  // Whether the path still names this file, and not a new one or none. Relative to `directory` as
+  // in open_own.
+  bool is_current(const std::string& path, int directory = kByPath) const noexcept;
 
   int get() const noexcept { return fd_; }
   explicit operator bool() const noexcept { return fd_ >= 0; }
 
  private:
-  explicit LockFile(int fd) noexcept : fd_(fd) {}
   void close() noexcept;
   int fd_ = -1;
   int pid_ = 0;

@@ -1,19 +1,17 @@
 #include "base/mapping.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
 
+#include <cerrno>
 #include <utility>
 
 namespace nostall {
 
-Result<Mapping> Mapping::map(const std::string& path, uint64_t size) {
+Result<Mapping> Mapping::map(Descriptor file, const std::string& name, uint64_t size) {
   Mapping result;
-  const int fd = FileSystem::real().open(path, O_RDWR);
-  if (fd < 0) return io_error("cannot open", path, -fd);
-  result.file_ = Descriptor(fd);
-  void* memory = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (memory == MAP_FAILED) return io_error("cannot map", path, errno);
+  void* memory = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
+  if (memory == MAP_FAILED) return io_error("cannot map", name, errno);
+  result.file_ = std::move(file);
   result.data_ = static_cast<std::byte*>(memory);
   result.size_ = size;
   return result;

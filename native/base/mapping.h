@@ -13,8 +13,9 @@ namespace nostall {
 class Mapping {
  public:
   Mapping() = default;
-  // Maps the first `size` bytes, for reading and writing. The file must be that long.
-  static Result<Mapping> map(const std::string& path, uint64_t size);
+  // Maps the first `size` bytes, for reading and writing. The file must be that long; `name` is
+  // what messages call it.
+  static Result<Mapping> map(Descriptor file, const std::string& name, uint64_t size);
   ~Mapping();
   Mapping(Mapping&& other) noexcept;
   Mapping& operator=(Mapping&& other) noexcept;

@@ -140,7 +140,13 @@ class Link {
   }
   uint64_t table() const { return shared_.window_bytes() / kMinSlot; }
   std::byte* memory_of(uint64_t segment) const {
-    return shared_.window(step_) + slot_of(segment) * slot_bytes_;
+    const uint32_t slot = slot_of(segment);
+    if (slot >= slots_) {
+      engine_.fail(Error(ErrorKind::corruption,
+                         "the collectives' shared memory names slot " + std::to_string(slot) +
+                             " of " + std::to_string(slots_) + "; start the job again"));
+    }
+    return shared_.window(step_) + slot * slot_bytes_;
   }
 
   void forward(uint64_t segment) {

@@ -7,12 +7,12 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
-#include <filesystem>
 #include <map>
 #include <new>
 #include <string_view>
+#include <thread>
+#include <vector>
 
 #include "base/futex.h"
 #include "base/mutex.h"
@@ -22,49 +22,23 @@ namespace {
 
 constexpr uint64_t kMagic = 0x31434c4c4f43534e;  // "NSCOLLC1"
 constexpr uint32_t kVersion = 3;
-// Bytes of the lock protocol, beyond any that could be read or written.
-constexpr uint64_t kSetUp = uint64_t{1} << 61;
-constexpr uint64_t kAlive = kSetUp + 1;
-constexpr uint64_t kFirstRank = kSetUp + 16;
+// Of the lock protocol, beyond any byte that could be read or written.
+constexpr uint64_t kFirstRank = (uint64_t{1} << 61) + 16;
 constexpr uint64_t kPage = 4096;
 constexpr std::chrono::milliseconds kJoinSlice{20};
 
-uint64_t hash_of(const std::string& text) {
-  uint64_t hash = 0xcbf29ce484222325u;
-  for (const char c : text) hash = (hash ^ static_cast<uint8_t>(c)) * 0x100000001b3u;
-  return hash;
-}
-
-std::string prefix() { return "nostall-" + std::to_string(::getuid()) + "-"; }
-constexpr const char* kSuffix = "-collective";
-
-// Communicators whose processes died before all had joined.
-void reclaim(const std::string& directory) {
-  std::error_code error;
-  for (std::filesystem::directory_iterator it(directory, error), end; !error && it != end;
-       it.increment(error)) {
-    const std::string name = it->path().filename().string(), path = it->path().string();
-    if (!name.starts_with(prefix()) || !name.ends_with(kSuffix)) continue;
-    auto file = LockFile::open(path, false);
-    if (file && file.value().try_lock(kSetUp, LockMode::exclusive) &&
-        file.value().try_lock(kAlive, LockMode::exclusive) && file.value().is_current(path)) {
-      ::unlink(path.c_str());
-    }
-  }
-}
-
 // One mapping per segment and process.
-std::shared_ptr<Mapping> map_once(int fd, const std::string& path, uint64_t bytes) {
+std::shared_ptr<Mapping> map_once(Descriptor file, const std::string& name, uint64_t bytes) {
   static Mutex mutex;
   static std::map<std::pair<dev_t, ino_t>, std::weak_ptr<Mapping>> mapped;
   struct stat status {};
-  if (::fstat(fd, &status) != 0) throw io_error("cannot examine", path, errno);
+  if (::fstat(file.get(), &status) != 0) throw io_error("cannot examine", name, errno);
   const MutexLock lock(mutex);
   std::erase_if(mapped, [](const auto& entry) { return entry.second.expired(); });
   auto& entry = mapped[{status.st_dev, status.st_ino}];
   std::shared_ptr<Mapping> mapping = entry.lock();
   if (!mapping) {
-    mapping = std::make_shared<Mapping>(Mapping::map(path, bytes).take());
+    mapping = std::make_shared<Mapping>(Mapping::map(std::move(file), name, bytes).take());
     ::madvise(mapping->data(), bytes, MADV_DONTFORK);
     ::madvise(mapping->data(), bytes, MADV_DONTDUMP);
     entry = mapping;
@@ -88,15 +62,13 @@ Segment::Segment(const SegmentConfig& config, std::chrono::nanoseconds timeout)
       ranks_(config.ranks),
       window_bytes_((config.window_bytes + kPage - 1) / kPage * kPage),
       arena_bytes_((config.arena_bytes + kPage - 1) / kPage * kPage),
-      forks_(forks()) {
+      forks_(forks()),
+      handover_("collective " + config.directory + " " + config.job, config.rank, config.ranks) {
   lay_out();
-  char name[17];
-  std::snprintf(name, sizeof name, "%016llx", static_cast<unsigned long long>(hash_of(config.job)));
-  path_ = config_.directory + "/" + prefix() + name + kSuffix;
   const auto deadline = std::chrono::steady_clock::now() + timeout;
-  reclaim(config_.directory);
   open(deadline);
   wait_for_all(deadline, timeout);
+  handover_.stop();
 }
 
 Segment::~Segment() {
@@ -126,65 +98,52 @@ void Segment::lay_out() {
 }
 
 void Segment::open(std::chrono::steady_clock::time_point deadline) {
-  bool first = false;
   for (;;) {
-    lock_ = LockFile::open(path_, true).take();
-    if (!lock_.lock(kSetUp, LockMode::exclusive, deadline - std::chrono::steady_clock::now())) {
-      throw Error(ErrorKind::peer, "another rank of \"" + config_.job +
-                                       "\" holds the set-up lock of " + path_ +
-                                       " for too long; end that process");
-    }
-    // Its name may have been removed while we waited for the lock.
-    if (!lock_.is_current(path_)) continue;
-    first = lock_.try_lock(kAlive, LockMode::exclusive);
+    const Handover::Turn turn = handover_.turn(deadline);
+    std::vector<Descriptor> files = handover_.ask(deadline);
+    Descriptor file = files.empty() ? create() : std::move(files.front());
     struct stat status {};
-    if (!first || (::fstat(lock_.get(), &status) == 0 && status.st_size == 0)) break;
-    ::unlink(path_.c_str());
+    if (::fstat(file.get(), &status) != 0 || static_cast<uint64_t>(status.st_size) != total_) {
+      throw Error(ErrorKind::peer, "rank " + std::to_string(config_.rank) + " of \"" + config_.job +
+                                       "\" asks for another number of ranks or other sizes than "
+                                       "the ranks before it; give all ranks the same arguments");
+    }
+    lock_ = LockFile(reopen(file.get()).take());
+    mapping_ = map_once(std::move(file), config_.directory, total_);
+    base_ = mapping_->data();
+    check();
+    // Given up by ranks that waited in vain, and are about to leave it.
+    if (header().broken.load() != 0 && std::chrono::steady_clock::now() < deadline) {
+      base_ = nullptr;
+      std::this_thread::sleep_for(kJoinSlice / 4);
+      continue;
+    }
+    if (lock_.try_lock(kFirstRank + config_.rank, LockMode::exclusive) != Locked::yes) {
+      throw Error(ErrorKind::usage, "rank " + std::to_string(config_.rank) + " of \"" +
+                                        config_.job + "\" runs already, as process " +
+                                        std::to_string(line(config_.rank).pid.load()) +
+                                        ": give each rank its own number");
+    }
+    line(config_.rank).pid.store(::getpid());
+    if (ranks_ > 1) handover_.give({mapping_->fd()});
+    if (header().joined.fetch_add(1) + 1 == ranks_) futex_wake_all(header().joined);
+    return;
   }
-  try {
-    if (first) create();
-  } catch (...) {
-    ::unlink(path_.c_str());
-    throw;
-  }
-  if (!lock_.try_lock(kAlive, LockMode::shared)) {
-    throw Error(ErrorKind::bug, "cannot share the liveness lock of " + path_);
-  }
-  struct stat status {};
-  if (::fstat(lock_.get(), &status) != 0 || static_cast<uint64_t>(status.st_size) != total_) {
-    throw Error(ErrorKind::peer, "rank " + std::to_string(config_.rank) + " of \"" + config_.job +
-                                     "\" asks for another number of ranks or other sizes than the "
-                                     "ranks before it; give all ranks the same arguments");
-  }
-  mapping_ = map_once(lock_.get(), path_, total_);
-  base_ = mapping_->data();
-  check();
-  if (!lock_.try_lock(kFirstRank + config_.rank, LockMode::exclusive)) {
-    throw Error(ErrorKind::usage, "rank " + std::to_string(config_.rank) + " of \"" + config_.job +
-                                      "\" runs already, as process " +
-                                      std::to_string(line(config_.rank).pid.load()) +
-                                      ": give each rank its own number");
-  }
-  line(config_.rank).pid.store(::getpid());
-  if (header().joined.fetch_add(1) + 1 == ranks_) {
-    ::unlink(path_.c_str());
-    futex_wake_all(header().joined);
-  }
-  lock_.unlock(kSetUp);
 }
 
-void Segment::create() {
-  const Descriptor file(FileSystem::real().open(path_, O_RDWR));
-  if (!file || ::ftruncate(file.get(), static_cast<off_t>(total_)) != 0) {
-    throw io_error("cannot size", path_, errno);
+Descriptor Segment::create() {
+  Descriptor file = unnamed_file(config_.directory).take();
+  if (::ftruncate(file.get(), static_cast<off_t>(total_)) != 0) {
+    throw io_error("cannot size a file in", config_.directory, errno);
   }
   // What every call touches must exist; windows, channels and arenas get memory when they are used.
   const int error = FileSystem::real().allocate(file.get(), 0, windows_);
   if (error != 0) {
-    throw io_error("no room for " + std::to_string(windows_) + " bytes of shared memory in", path_,
-                   -error);
+    throw io_error("no room for " + std::to_string(windows_) + " bytes of shared memory in",
+                   config_.directory, -error);
   }
-  const Mapping mapped = Mapping::map(path_, sizeof(Header)).take();
+  const Mapping mapped =
+      Mapping::map(reopen(file.get()).take(), config_.directory, sizeof(Header)).take();
   auto* header = new (mapped.data()) Header{};
   header->version = kVersion;
   header->layout_bytes = sizeof(Header);
@@ -193,6 +152,7 @@ void Segment::create() {
   header->arena_bytes = arena_bytes_;
   header->selection = config_.selection;
   header->magic = kMagic;
+  return file;
 }
 
 void Segment::check() const {
@@ -247,7 +207,6 @@ void Segment::wait_for_all(std::chrono::steady_clock::time_point deadline,
 // The destructor of what is not constructed does not run: the goodbye is said here, and before the
 // lock goes, so that nobody takes this rank for dead.
 void Segment::stop_joining(const Error& error) {
-  if (lock_.is_current(path_)) ::unlink(path_.c_str());
   say_end(error);
   line(config_.rank).left.store(1);
   throw error;

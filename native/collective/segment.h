@@ -6,12 +6,12 @@
 // call is one step or several): nothing is reset, so no rank can miss a reset. Memory that two
 // steps might use at once exists twice, chosen by the step's parity.
 //
-// Life: the first rank creates a file in /dev/shm, the last one to join removes its name: from then
-// on the kernel frees the memory when the last process ends, however it ends. Each rank holds a
-// kernel lock on its own byte; a rank whose lock is gone, and that did not say goodbye, is dead.
-// What a job left that died while joining is removed by the next one. Ranks that are threads of one
-// process share one mapping. A forked child does not inherit it.
-// Thread-safety: the accessors are; create and the destructor belong to one thread.
+// Life: the first rank makes a file in /dev/shm that has no name, and hands it to the others until
+// all have joined (base/handover.h): the kernel frees the memory when the last process ends,
+// however it ends. Each rank holds a kernel lock on its own byte; a rank whose lock is gone, and
+// that did not say goodbye, is dead. Ranks that are threads of one process share one mapping. A
+// forked child does not inherit it. Thread-safety: the accessors are; create and the destructor
+// belong to one thread.
 #pragma once
 
 #include <array>
@@ -23,6 +23,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "base/handover.h"
 #include "base/lock.h"
 #include "base/mapping.h"
 #include "collective/atomic.h"
@@ -154,6 +155,11 @@ class Segment {
   // The offset in the segment if all of [data, data + bytes) lies in an arena.
   std::optional<uint64_t> arena_offset(const void* data, uint64_t bytes) const noexcept;
   std::byte* at_offset(uint64_t offset) const noexcept { return base_ + offset; }
+  // Whether an offset that another rank gave lies in an arena, with so many bytes from there.
+  bool in_arenas(uint64_t offset, uint64_t bytes) const noexcept {
+    const uint64_t all = ranks_ * arena_bytes_;
+    return offset >= arenas_ && offset - arenas_ <= all && bytes <= all - (offset - arenas_);
+  }
 
   // Names a word for those who sleep on it.
   uint64_t key(const Word& word) const noexcept {
@@ -178,7 +184,7 @@ class Segment {
   }
   void lay_out();
   void open(std::chrono::steady_clock::time_point deadline);
-  void create();
+  Descriptor create();
   void check() const;
   void wait_for_all(std::chrono::steady_clock::time_point deadline,
                     std::chrono::nanoseconds timeout);
@@ -192,7 +198,7 @@ class Segment {
   const uint32_t forks_;
   uint64_t lines_ = 0, posts_ = 0, results_ = 0, words_ = 0, slots_ = 0, windows_ = 0;
   uint64_t channels_ = 0, arenas_ = 0, total_ = 0;
-  std::string path_;
+  Handover handover_;
   LockFile lock_;
   std::shared_ptr<Mapping> mapping_;
   std::byte* base_ = nullptr;

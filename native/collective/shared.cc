@@ -64,6 +64,11 @@ bool shared_allreduce(Engine& engine, const Message& message, const Arrival& arr
     const uint64_t in = offsets(r)->in.load(std::memory_order_relaxed);
     const uint64_t out = offsets(r)->out.load(std::memory_order_relaxed);
     if (in == kNotShared || out == kNotShared) return false;  // all read the same: all return here
+    if (!shared.in_arenas(in, message.bytes()) || !shared.in_arenas(out, message.bytes())) {
+      engine.fail(Error(ErrorKind::corruption, "rank " + std::to_string(r) +
+                                                   " names data outside of the shared arenas; "
+                                                   "start the job again"));
+    }
     ins[r] = shared.at_offset(in);
     outs[r] = shared.at_offset(out);
   }

@@ -7,7 +7,7 @@
 namespace nostall::stage {
 namespace {
 
-// FNV-1a over the placement: two ranks with different ones must not share an arena.
+// FNV-1a.
 uint64_t mix(uint64_t hash, uint64_t value) {
   for (int i = 0; i < 8; ++i) hash = (hash ^ ((value >> (8 * i)) & 0xff)) * 0x100000001b3u;
   return hash;
@@ -56,26 +56,17 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
     }
     attached.plan = mix(attached.plan, source.fingerprint());
   }
-  std::vector<std::vector<plan::Resident>> resident;
-  for (const tier::TierSpec& spec : node.tiers) {
-    resident.push_back(tier::resident_samples(spec, source.fingerprint()));
-  }
-  const plan::Placement placement = plan::place(source.sizes(), access, shapes, resident);
-
-  uint64_t hash = mix(plan::fingerprint(job), first_epoch);
-  for (const uint64_t used : placement.used) hash = mix(hash, used);
-  for (const auto& fill : placement.fill) {
-    for (const plan::SampleId sample : fill)
-      hash = mix(mix(hash, sample), placement.offset[sample]);
-  }
   tier::NodeCacheConfig config;
   config.job = node.job;
   config.local_rank = node.local_rank;
   config.local_world = node.local_world;
   config.dataset = source.fingerprint();
-  config.plan = hash;
+  config.plan = mix(plan::fingerprint(job), first_epoch);
   config.tiers = node.tiers;
-  attached.cache = tier::NodeCache::attach(config, source.sizes(), placement);
+  attached.cache = tier::NodeCache::attach(
+      config, source.sizes(), [&](std::span<const std::vector<plan::Resident>> kept) {
+        return plan::place(source.sizes(), access, shapes, kept);
+      });
   return attached;
 }
 

@@ -13,6 +13,7 @@
 namespace nostall::tier {
 
 inline constexpr uint32_t kMaxMembers = 1024;
+inline constexpr uint32_t kMaxTiers = 8;
 inline constexpr uint32_t kBuckets = 64;  // of waiters: samples share the words they wait on
 
 enum class Membership : uint32_t { absent = 0, joined = 1, left = 2 };
@@ -38,9 +39,10 @@ struct CatalogHeader {
   uint64_t arena_bytes;
   uint32_t local_world;
   std::atomic<uint32_t> kept_open;  // bit t: tier t uses the kept file
-  std::atomic<uint32_t> given_up;   // bit t: tier t took no more bytes; nobody tries again
+  std::atomic<uint32_t> given_up;   // bit t: tier t takes no more bytes; what it has is read
   std::atomic<uint64_t> ram_bytes;
   std::atomic<uint64_t> file_bytes;
+  std::array<std::atomic<uint32_t>, kMaxTiers> failed_writes;
   std::array<Member, kMaxMembers> members;
   std::array<Bucket, kBuckets> buckets;
 };

@@ -1,32 +1,28 @@
-// tier/names.h - what the files of a node's cache are called, and the clearing of abandoned ones.
+// tier/names.h - what the files of kept tiers are called, and the clearing of abandoned ones.
+//
+// All else of a node's cache has no name (base/handover.h).
 #pragma once
 
 #include <cstdint>
 #include <string>
 
+#include "base/own.h"
+
 namespace nostall::tier {
 
-struct Names {
-  std::string catalog, arena;
-};
-
-// In `directory` (shared memory): nostall-<uid>-<hash of job>-catalog and -arena.
-Names shm_names(const std::string& directory, const std::string& job);
-// In a tier's directory: nostall-<uid>-<hash of job>-<tier>.tier, or, kept, by data set.
-std::string tier_file_name(const std::string& directory, const std::string& job, size_t tier);
-std::string kept_file_name(const std::string& directory, uint64_t dataset);
+// Kept tiers lie in `<directory of the tier>/nostall-<uid>`, which only its user may enter, as
+// <data set>.tier with a manifest beside each.
+std::string kept_directory(const std::string& tier_directory);
+std::string kept_file_name(const std::string& tier_directory, uint64_t dataset);
 std::string manifest_name(const std::string& tier_file);
 
-// Byte ranges of the lock protocol. In the catalogue: one process at a time sets up, joins or
-// leaves; a member holds kAlive shared; and each rank its own byte exclusively. Tier files: kAlive
-// shared.
-inline constexpr uint64_t kSetUp = uint64_t{1} << 61;
-inline constexpr uint64_t kAlive = kSetUp + 1;
-inline constexpr uint64_t kFirstMember = kSetUp + 16;
+// Byte ranges of the lock protocol. In the catalogue: a member holds kAlive shared, and each rank
+// its own byte exclusively. Kept tier files: kAlive exclusively, by the job that uses it.
+inline constexpr uint64_t kAlive = (uint64_t{1} << 61) + 1;
+inline constexpr uint64_t kFirstMember = (uint64_t{1} << 61) + 16;
 
-// Removes catalogues and arenas that no live process holds.
-void reclaim_shm(const std::string& directory);
-// Removes tier files that no live process holds and no manifest keeps.
-void reclaim_tier_files(const std::string& directory);
+// Removes the kept tier files without a manifest that no live process holds. `directory` is open as
+// `at`.
+void reclaim_kept_files(const std::string& directory, const Descriptor& at);
 
 }  // namespace nostall::tier

@@ -10,10 +10,12 @@
 #include <new>
 
 #include "base/futex.h"
+#include "base/handover.h"
 #include "base/limits.h"
 #include "base/lock.h"
 #include "base/log.h"
 #include "base/mapping.h"
+#include "base/own.h"
 #include "tier/catalog.h"
 #include "tier/names.h"
 #include "tier/record.h"
@@ -25,6 +27,8 @@ namespace {
 constexpr std::chrono::milliseconds kWaitSlice{20};
 constexpr std::chrono::seconds kLeavePatience{5};
 constexpr int kOpenAttempts = 20;
+// A tier whose writes failed so often takes no more bytes.
+constexpr uint32_t kMaxFailedWrites = 16;
 
 uint32_t word_of(State state, uint32_t local_rank = 0) {
   return (local_rank << 2) | static_cast<uint32_t>(state);
@@ -33,52 +37,88 @@ State state_of(uint32_t word) { return static_cast<State>(word & 3u); }
 
 enum class Chunk : uint32_t { untouched = 0, there = 1, refused = 2 };
 
+// What ranks hand over to those that come: then one file a tier, then the directory of each kept
+// one.
+enum Handed : size_t { kCatalogFile, kArenaFile, kKeptSamples, kFirstTier };
+
+// FNV-1a.
+uint64_t mix(uint64_t hash, uint64_t value) {
+  for (int i = 0; i < 8; ++i) hash = (hash ^ ((value >> (8 * i)) & 0xff)) * 0x100000001b3u;
+  return hash;
+}
+
+using Kept = std::vector<std::vector<plan::Resident>>;
+
+const char* last_of(const std::string& path) { return path.c_str() + path.find_last_of('/') + 1; }
+
+// What kept tiers held when the first rank looked, for the ranks that come later: for each tier a
+// number and as many residents.
+Descriptor shared_list(const Kept& kept) {
+  std::vector<uint64_t> words;
+  for (const auto& residents : kept) {
+    words.push_back(residents.size());
+    for (const plan::Resident& r : residents) words.insert(words.end(), {r.sample, r.offset});
+  }
+  Descriptor file = memory_file("nostall-kept").take();
+  const int64_t n = FileSystem::real().pwrite(file.get(), std::as_bytes(std::span(words)), 0);
+  if (n < 0) throw io_error("no memory for", "the list of kept samples", static_cast<int>(-n));
+  return file;
+}
+
+Kept read_shared_list(const Descriptor& file, size_t tiers) {
+  struct stat status {};
+  if (::fstat(file.get(), &status) != 0) throw io_error("cannot examine", "a shared list", errno);
+  std::vector<uint64_t> words(static_cast<size_t>(status.st_size) / sizeof(uint64_t));
+  FileSystem::real().pread(file.get(), std::as_writable_bytes(std::span(words)), 0);
+  Kept kept(tiers);
+  size_t at = 0;
+  for (auto& residents : kept) {
+    const uint64_t count = at < words.size() ? words[at++] : 0;
+    for (uint64_t i = 0; i < count && at + 2 <= words.size(); ++i, at += 2) {
+      residents.push_back({words[at], words[at + 1]});
+    }
+  }
+  return kept;
+}
+
 class NodeCacheImpl final : public NodeCache {
  public:
-  NodeCacheImpl(const NodeCacheConfig& config, std::span<const uint64_t> sizes,
-                const plan::Placement& placement)
+  NodeCacheImpl(const NodeCacheConfig& config, std::span<const uint64_t> sizes)
       : config_(config),
         files_(config.files ? *config.files : FileSystem::real()),
         limits_(config.shm_directory, config.proc_directory),
-        names_(shm_names(config.shm_directory, config.job)),
+        handover_("tiers " + config.shm_directory + " " + config.job, config.local_rank,
+                  config.local_world),
         sizes_(sizes.begin(), sizes.end()),
-        tier_(placement.tier),
-        offset_(placement.offset),
+        tier_files_(config.tiers.size()),
+        kept_files_(config.tiers.size()),
+        kept_directories_(config.tiers.size()),
+        tier_paths_(config.tiers.size()),
+        disabled_(config.tiers.size()),
         warned_(config.tiers.size()),
-        owner_pid_(::getpid()) {
-    uint64_t base = 0;
-    for (size_t t = 0; t < config_.tiers.size(); ++t) {
-      arena_base_.push_back(base);
-      if (config_.tiers[t].kind == TierKind::ram) base += placement.used[t];
-    }
-    arena_bytes_ = base;
-    chunk_bytes_ = chunk_bytes(base);
-    tier_files_.resize(config_.tiers.size());
-    tier_paths_.resize(config_.tiers.size());
-    disabled_ = std::vector<std::atomic<bool>>(config_.tiers.size());
-  }
+        owner_pid_(::getpid()) {}
 
   ~NodeCacheImpl() override {
     if (joined_ && owner_pid_ == ::getpid()) leave();
   }
 
-  void join(std::chrono::nanoseconds timeout);
+  void join(const Placer& place, std::chrono::nanoseconds timeout);
 
   State state(uint64_t sample) const noexcept override {
-    return state_of(words_[sample].load(std::memory_order_acquire));
+    const State seen = state_of(words_[sample].load(std::memory_order_acquire));
+    return seen == State::empty && !fills(sample) ? State::failed : seen;
   }
   TierKind kind(uint64_t sample) const noexcept override {
     return config_.tiers[tier_[sample]].kind;
   }
   bool placed(uint64_t sample) const noexcept override {
     return tier_[sample] != plan::kNoTier &&
-           !disabled_[tier_[sample]].load(std::memory_order_relaxed) &&
-           (header_->given_up.load(std::memory_order_relaxed) & (1u << tier_[sample])) == 0;
+           !disabled_[tier_[sample]].load(std::memory_order_relaxed);
   }
 
   bool claim(uint64_t sample) noexcept override {
     uint32_t expected = word_of(State::empty);
-    return placed(sample) &&
+    return placed(sample) && fills(sample) &&
            words_[sample].compare_exchange_strong(
                expected, word_of(State::filling, config_.local_rank), std::memory_order_acq_rel);
   }
@@ -102,11 +142,17 @@ class NodeCacheImpl final : public NodeCache {
       publish(sample);
       return;
     }
-    // A full disk stays full: nothing more is tried, by no rank.
-    header_->given_up.fetch_or(1u << t, std::memory_order_relaxed);
-    warn(t, io_error("cannot write to the file tier", tier_paths_[t], -error).what() +
-                std::string("; the tier is not used any further, samples are read from the source: "
-                            "free space or give the tier a smaller size"));
+    const std::string told =
+        io_error("cannot write to the file tier", tier_paths_[t], -error).what();
+    const bool full = error == -ENOSPC || error == -EDQUOT || error == -EROFS;
+    if (full || header_->failed_writes[t].fetch_add(1) + 1 >= kMaxFailedWrites) {
+      header_->given_up.fetch_or(1u << t, std::memory_order_relaxed);
+      warn(t, told +
+                  "; the tier takes no more samples, those that it lacks are read from the source: "
+                  "free space or give the tier a smaller size");
+    } else {
+      warn(t, told + "; the sample is read from the source");
+    }
     set(sample, State::failed);
   }
 
@@ -154,38 +200,56 @@ class NodeCacheImpl final : public NodeCache {
     bucket.sequence.fetch_add(1, std::memory_order_seq_cst);
     if (bucket.waiters.load(std::memory_order_seq_cst) > 0) futex_wake_all(bucket.sequence);
   }
+  // Whether the sample's tier takes bytes.
+  bool fills(uint64_t sample) const noexcept {
+    return tier_[sample] == plan::kNoTier ||
+           (header_->given_up.load(std::memory_order_relaxed) & (1u << tier_[sample])) == 0;
+  }
   void warn(size_t tier, const std::string& message) {
     if (!warned_[tier].exchange(true)) log(LogLevel::warning, message);
   }
 
   bool have_chunk(uint64_t chunk, size_t tier);
   std::optional<std::string> allocate_chunk(uint64_t chunk, bool modest);
-  void map_shared();
-  void create();
+  void meet(const Placer& place, std::chrono::steady_clock::time_point deadline);
+  void go_without(const std::string& why, const Placer& place);
+  void set_placement(plan::Placement placement);
+  Descriptor create_catalog();
+  Descriptor create_arena();
+  void map_shared(Descriptor catalog, Descriptor arena);
+  [[noreturn]] void differ(const std::string& what) const;
   void check() const;
   void enter_member();
-  void open_tier_files(bool first);
-  void open_tier_file(size_t tier, bool first);
-  void load_residents(size_t tier);
+  void open_tier_files();
+  bool open_kept(size_t tier);
+  void shorten_kept(size_t tier);
+  void take_tier_files(std::vector<Descriptor>& files);
+  std::vector<int> handed_over() const;
+  void load_residents(size_t tier, std::span<const plan::Resident> residents);
   void leave() noexcept;
   void write_manifest(size_t tier, bool last);
 
   const NodeCacheConfig config_;
   FileSystem& files_;
   const MemoryLimits limits_;
-  const Names names_;
+  Handover handover_;
   const std::vector<uint64_t> sizes_;
-  const std::vector<uint8_t> tier_;
-  const std::vector<uint64_t> offset_;
+  bool placed_ = false;
+  std::vector<uint8_t> tier_;
+  std::vector<uint64_t> offset_;
   std::vector<uint64_t> arena_base_;
   uint64_t arena_bytes_ = 0, chunk_bytes_ = 0;
+  uint64_t plan_ = 0;  // of plan and placement
 
   LockFile lock_;
   Mapping catalog_, arena_;
+  Descriptor kept_samples_;
   CatalogHeader* header_ = nullptr;
   std::atomic<uint32_t>* chunk_words_ = nullptr;
   std::atomic<uint32_t>* words_ = nullptr;
-  std::vector<LockFile> tier_files_;
+  std::vector<Descriptor> tier_files_;
+  std::vector<LockFile> kept_files_;  // of kept tiers, what locks them as long as a rank lives
+  std::vector<Descriptor> kept_directories_;
   std::vector<std::string> tier_paths_;
   std::vector<std::atomic<bool>> disabled_;
   std::vector<std::atomic<bool>> warned_;
@@ -195,91 +259,187 @@ class NodeCacheImpl final : public NodeCache {
 
 // ------------------------------------------------------------------------------- joining
 
-void NodeCacheImpl::join(std::chrono::nanoseconds timeout) {
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
-  reclaim_shm(config_.shm_directory);
-  for (const TierSpec& spec : config_.tiers) {
-    if (spec.kind == TierKind::file) reclaim_tier_files(spec.path);
+void NodeCacheImpl::join(const Placer& place, std::chrono::nanoseconds timeout) {
+  std::string why;
+  try {
+    meet(place, std::chrono::steady_clock::now() + timeout);
+    return;
+  } catch (const Error& e) {
+    if (e.kind() != ErrorKind::io) throw;
+    why = e.what();
   }
-  bool first = false;
-  for (;;) {
-    auto opened = LockFile::open(names_.catalog, true);
-    if (!opened) throw opened.error();
-    lock_ = std::move(opened).take();
-    const auto left = deadline - std::chrono::steady_clock::now();
-    if (!lock_.lock(kSetUp, LockMode::exclusive, left)) {
-      throw Error(ErrorKind::peer, "another rank of this job holds the set-up lock of " +
-                                       names_.catalog + " for too long; end that process");
-    }
-    // The last rank of an earlier job may have removed the file while we waited for its lock.
-    if (!lock_.is_current(names_.catalog)) continue;
-    first = lock_.try_lock(kAlive, LockMode::exclusive);
-    struct stat status {};
-    if (!first || (::fstat(lock_.get(), &status) == 0 && status.st_size == 0)) break;
-    // What a dead job left is not cut short in place: whoever still maps it would be killed.
-    ::unlink(names_.catalog.c_str());
-  }
-  if (first) create();
-  if (!lock_.try_lock(kAlive, LockMode::shared)) {
-    throw Error(ErrorKind::bug, "cannot share the liveness lock of " + names_.catalog);
-  }
-  map_shared();
-  check();
-  enter_member();
-  open_tier_files(first);
-  lock_.unlock(kSetUp);
+  go_without(why, place);
 }
 
-void NodeCacheImpl::create() {
-  ::unlink(names_.arena.c_str());
-  // The catalogue is touched everywhere: it must be there, or there is no cache.
-  {
-    const Descriptor file(FileSystem::real().open(names_.catalog, O_RDWR));
-    if (::ftruncate(file.get(), static_cast<off_t>(catalog_bytes())) != 0) {
-      throw io_error("cannot size", names_.catalog, errno);
+void NodeCacheImpl::meet(const Placer& place, std::chrono::steady_clock::time_point deadline) {
+  const bool keeps = std::any_of(config_.tiers.begin(), config_.tiers.end(),
+                                 [](const TierSpec& spec) { return spec.keep; });
+  Kept kept(config_.tiers.size());
+  // Ranks compute at the same time what does not depend on what earlier jobs left.
+  if (!keeps) set_placement(place(kept));
+  std::optional<Handover::Turn> turn = handover_.turn(deadline);
+  std::vector<Descriptor> files = handover_.ask(deadline);
+  const bool first = files.empty();
+  if (first) {
+    open_tier_files();
+    if (keeps) {
+      for (size_t t = 0; t < kept.size(); ++t) {
+        if (kept_files_[t]) kept[t] = resident_samples(config_.tiers[t], config_.dataset);
+      }
+      kept_samples_ = shared_list(kept);
     }
-    const int error = FileSystem::real().allocate(file.get(), 0, catalog_bytes());
-    if (error != 0) throw io_error("no room for the catalogue", names_.catalog, -error);
+  } else {
+    turn.reset();
+    if (files.size() != kFirstTier + 2 * config_.tiers.size()) differ("number of tiers");
+    kept_samples_ = std::move(files[kKeptSamples]);
+    if (kept_samples_) kept = read_shared_list(kept_samples_, config_.tiers.size());
   }
-  // The arena is only given its length here; its memory comes chunk by chunk.
-  const Descriptor arena(FileSystem::real().open(names_.arena, O_RDWR | O_CREAT | O_TRUNC));
-  if (!arena || ::ftruncate(arena.get(), static_cast<off_t>(arena_bytes_)) != 0) {
-    throw io_error("cannot create", names_.arena, errno);
+  if (!placed_) set_placement(place(kept));
+  if (first) {
+    map_shared(create_catalog(), create_arena());
+    for (size_t t = 0; t < kept.size(); ++t) {
+      if (kept_files_[t]) load_residents(t, kept[t]);
+    }
+  } else {
+    map_shared(std::move(files[kCatalogFile]), std::move(files[kArenaFile]));
+    check();
+    take_tier_files(files);
   }
-  const Mapping mapped = Mapping::map(names_.catalog, catalog_bytes()).take();
+  enter_member();
+  try {
+    handover_.give(handed_over());
+  } catch (const Error&) {
+    // Alone it need not be found, and others are found in place of a later one.
+    if (first && config_.local_world > 1) throw;
+  }
+}
+
+// A cache that holds nothing, where the ranks cannot share one.
+void NodeCacheImpl::go_without(const std::string& why, const Placer& place) {
+  joined_ = false;
+  lock_ = LockFile();
+  if (!placed_) set_placement(place(Kept(config_.tiers.size())));
+  for (size_t t = 0; t < config_.tiers.size(); ++t) {
+    tier_files_[t].reset();
+    kept_files_[t] = LockFile();
+    disabled_[t] = true;
+  }
+  map_shared(create_catalog(), Descriptor());
+  log(LogLevel::warning, why + "; local rank " + std::to_string(config_.local_rank) +
+                             " has no tiers, samples are read from the source");
+}
+
+void NodeCacheImpl::set_placement(plan::Placement placement) {
+  const auto unfit = [](const std::string& what) { throw Error(ErrorKind::usage, what); };
+  if (placement.tier.size() != sizes_.size() || placement.offset.size() != sizes_.size() ||
+      placement.used.size() != config_.tiers.size()) {
+    unfit("the placement does not go with the tiers or the sizes");
+  }
+  plan_ = config_.plan;
+  for (size_t s = 0; s < sizes_.size(); ++s) {
+    const size_t t = placement.tier[s];
+    if (t == plan::kNoTier) continue;
+    plan_ = mix(mix(plan_, s), placement.offset[s]);
+    const uint64_t capacity = t < config_.tiers.size() ? config_.tiers[t].capacity : 0;
+    const uint64_t overhead = t < config_.tiers.size() ? record_overhead(config_.tiers[t].kind) : 0;
+    const uint64_t offset = placement.offset[s];
+    if (offset > capacity || overhead > capacity - offset ||
+        sizes_[s] > capacity - offset - overhead) {
+      unfit("the placement puts sample " + std::to_string(s) + " beyond the capacity of tier " +
+            std::to_string(t));
+    }
+  }
+  for (size_t t = 0; t < config_.tiers.size(); ++t) {
+    plan_ = mix(plan_, placement.used[t]);
+    arena_base_.push_back(arena_bytes_);
+    if (config_.tiers[t].kind == TierKind::ram) arena_bytes_ += placement.used[t];
+  }
+  chunk_bytes_ = chunk_bytes(arena_bytes_);
+  tier_ = std::move(placement.tier);
+  offset_ = std::move(placement.offset);
+  placed_ = true;
+}
+
+Descriptor NodeCacheImpl::create_catalog() {
+  Descriptor file = memory_file("nostall-catalog").take();
+  // The catalogue is touched everywhere: it must be there, or there is no cache.
+  int error = ::ftruncate(file.get(), static_cast<off_t>(catalog_bytes())) == 0 ? 0 : -errno;
+  if (error == 0) error = FileSystem::real().allocate(file.get(), 0, catalog_bytes());
+  if (error != 0) throw io_error("no memory for", "the catalogue of the node's cache", -error);
+  const Mapping mapped =
+      Mapping::map(reopen(file.get()).take(), "nostall-catalog", catalog_bytes()).take();
   auto* header = new (mapped.data()) CatalogHeader{};
   header->version = kCatalogVersion;
   header->layout_bytes = sizeof(CatalogHeader);
   header->dataset = config_.dataset;
-  header->plan = config_.plan;
+  header->plan = plan_;
   header->samples = sizes_.size();
   header->arena_bytes = arena_bytes_;
   header->local_world = config_.local_world;
+  for (size_t t = 0; t < kept_files_.size(); ++t) {
+    if (kept_files_[t]) header->kept_open.fetch_or(1u << t);
+  }
   header->magic = kCatalogMagic;
+  return file;
 }
 
-void NodeCacheImpl::map_shared() {
-  struct stat status {};
-  if (::fstat(lock_.get(), &status) != 0) throw io_error("cannot examine", names_.catalog, errno);
-  if (static_cast<uint64_t>(status.st_size) != catalog_bytes()) {
-    throw Error(ErrorKind::peer, "the ranks of this node disagree: " + names_.catalog + " has " +
-                                     std::to_string(status.st_size) + " bytes, this rank expects " +
-                                     std::to_string(catalog_bytes()) +
-                                     "; give all ranks the same data set and arguments");
+// Only given its length here; its memory comes chunk by chunk. Empty if there is none to be had.
+Descriptor NodeCacheImpl::create_arena() {
+  if (arena_bytes_ == 0) return {};
+  auto file = unnamed_file(config_.shm_directory);
+  std::string why;
+  if (!file) {
+    why = file.error().what();
+  } else if (::ftruncate(file.value().get(), static_cast<off_t>(arena_bytes_)) != 0) {
+    why = io_error("cannot size a file in", config_.shm_directory, errno).what();
+  } else {
+    return std::move(file).take();
   }
-  catalog_ = Mapping::map(names_.catalog, catalog_bytes()).take();
+  for (size_t t = 0; t < config_.tiers.size(); ++t) {
+    if (config_.tiers[t].kind == TierKind::ram) warn(t, why + "; there is no RAM tier");
+  }
+  return {};
+}
+
+void NodeCacheImpl::map_shared(Descriptor catalog, Descriptor arena) {
+  struct stat status {};
+  if (::fstat(catalog.get(), &status) != 0)
+    throw io_error("cannot examine", "the catalogue", errno);
+  if (static_cast<uint64_t>(status.st_size) != catalog_bytes()) {
+    throw Error(ErrorKind::peer,
+                "local rank " + std::to_string(config_.local_rank) +
+                    " disagrees with the other ranks of this node: their catalogue has " +
+                    std::to_string(status.st_size) + " bytes, this rank expects " +
+                    std::to_string(catalog_bytes()) +
+                    "; give all ranks the same data set and arguments");
+  }
+  // Not what is mapped: a forked child would keep its locks.
+  lock_ = LockFile(reopen(catalog.get()).take());
+  catalog_ = Mapping::map(std::move(catalog), "the catalogue", catalog_bytes()).take();
   header_ = reinterpret_cast<CatalogHeader*>(catalog_.data());
   chunk_words_ = reinterpret_cast<std::atomic<uint32_t>*>(catalog_.data() + sizeof(CatalogHeader));
   words_ = chunk_words_ + chunks();
+  if (arena) {
+    auto mapped = Mapping::map(std::move(arena), "the RAM tier", arena_bytes_);
+    if (mapped) {
+      arena_ = std::move(mapped).take();
+      return;
+    }
+    log(LogLevel::warning, std::string(mapped.error().what()) + "; there is no RAM tier");
+  }
+  for (size_t t = 0; t < config_.tiers.size(); ++t) {
+    if (config_.tiers[t].kind == TierKind::ram && arena_bytes_ > 0) disabled_[t] = true;
+  }
+}
+
+void NodeCacheImpl::differ(const std::string& what) const {
+  throw Error(ErrorKind::peer, "local rank " + std::to_string(config_.local_rank) +
+                                   " disagrees with the other ranks of this node on the " + what +
+                                   "; give all ranks the same data set and arguments");
 }
 
 void NodeCacheImpl::check() const {
-  const auto differ = [this](const std::string& what) {
-    throw Error(ErrorKind::peer, "local rank " + std::to_string(config_.local_rank) +
-                                     " disagrees with the other ranks of this node on the " + what +
-                                     "; give all ranks the same data set and arguments");
-  };
-  const auto compare = [&differ](const std::string& what, uint64_t theirs, uint64_t mine) {
+  const auto compare = [this](const std::string& what, uint64_t theirs, uint64_t mine) {
     if (theirs == mine) return;
     differ(what + ": " + std::to_string(mine) + " here, " + std::to_string(theirs) + " there");
   };
@@ -289,13 +449,13 @@ void NodeCacheImpl::check() const {
   compare("number of local ranks", h.local_world, config_.local_world);
   compare("number of samples", h.samples, sizes_.size());
   if (h.dataset != config_.dataset) differ("files of the data set, their sizes or their order");
-  if (h.plan != config_.plan) {
+  if (h.plan != plan_) {
     differ("plan: the batch size, epochs, seed, world size, order, drop_last or tiers");
   }
 }
 
 void NodeCacheImpl::enter_member() {
-  if (!lock_.try_lock(kFirstMember + config_.local_rank, LockMode::exclusive)) {
+  if (lock_.try_lock(kFirstMember + config_.local_rank, LockMode::exclusive) != Locked::yes) {
     const int pid = header_->members[config_.local_rank].pid.load();
     throw Error(ErrorKind::usage, "local rank " + std::to_string(config_.local_rank) +
                                       " of job \"" + config_.job + "\" runs already, as process " +
@@ -311,79 +471,113 @@ void NodeCacheImpl::enter_member() {
     uint32_t mine = word_of(State::filling, config_.local_rank);
     words_[s].compare_exchange_strong(mine, word_of(State::empty));
   }
-  if (arena_bytes_ > 0) {
-    auto mapped = Mapping::map(names_.arena, arena_bytes_);
-    if (mapped) {
-      arena_ = std::move(mapped).take();
-      return;
-    }
-    for (size_t t = 0; t < config_.tiers.size(); ++t) {
-      if (config_.tiers[t].kind != TierKind::ram) continue;
-      disabled_[t] = true;
-      warn(t, std::string(mapped.error().what()) + "; there is no RAM tier");
-    }
-  }
 }
 
-void NodeCacheImpl::open_tier_files(bool first) {
+void NodeCacheImpl::open_tier_files() {
   for (size_t t = 0; t < config_.tiers.size(); ++t) {
-    if (config_.tiers[t].kind == TierKind::file && config_.tiers[t].capacity > 0) {
-      open_tier_file(t, first);
+    const TierSpec& spec = config_.tiers[t];
+    if (spec.kind != TierKind::file || spec.capacity == 0) continue;
+    std::error_code ignored;
+    std::filesystem::create_directories(spec.path, ignored);
+    tier_paths_[t] = spec.path;
+    if (spec.keep && open_kept(t)) {
+      shorten_kept(t);
+      continue;
     }
-  }
-}
-
-void NodeCacheImpl::open_tier_file(size_t t, bool first) {
-  const TierSpec& spec = config_.tiers[t];
-  std::error_code ignored;
-  std::filesystem::create_directories(spec.path, ignored);
-  const uint32_t bit = 1u << t;
-  if (spec.keep && (first || (header_->kept_open.load() & bit) != 0)) {
-    tier_paths_[t] = kept_file_name(spec.path, config_.dataset);
-    auto kept = LockFile::open(tier_paths_[t], true);
-    // A kept file serves one job at a time; a second one makes a file of its own.
-    if (kept && (!first || kept.value().try_lock(kAlive, LockMode::exclusive)) &&
-        kept.value().try_lock(kAlive, LockMode::shared)) {
-      tier_files_[t] = std::move(kept).take();
-      if (first) {
-        // An earlier job may have had more room than the user gives this one.
-        struct stat status {};
-        if (::fstat(tier_files_[t].get(), &status) == 0 &&
-            static_cast<uint64_t>(status.st_size) > spec.capacity &&
-            ::ftruncate(tier_files_[t].get(), static_cast<off_t>(spec.capacity)) != 0) {
-          warn(t, io_error("cannot shorten", tier_paths_[t], errno).what());
-        }
-        header_->kept_open.fetch_or(bit);
-        load_residents(t);
-      }
-      return;
-    }
-  }
-  tier_paths_[t] = tier_file_name(spec.path, config_.job, t);
-  // Another job that clears abandoned files may hold or remove ours before it is locked: again
-  // then.
-  for (int attempt = 0; attempt < kOpenAttempts; ++attempt) {
-    auto opened = LockFile::open(tier_paths_[t], true);
-    if (!opened) {
+    auto file = unnamed_file(spec.path);
+    if (file) {
+      tier_files_[t] = std::move(file).take();
+    } else {
       disabled_[t] = true;
-      warn(t, std::string(opened.error().what()) +
+      warn(t, std::string(file.error().what()) +
                   "; this file tier is not used, samples are read from the source");
-      return;
     }
-    tier_files_[t] = std::move(opened).take();
-    if (tier_files_[t].lock(kAlive, LockMode::shared, std::chrono::milliseconds(100)) &&
-        tier_files_[t].is_current(tier_paths_[t])) {
-      break;
-    }
-  }
-  if (first && ::ftruncate(tier_files_[t].get(), 0) != 0) {
-    disabled_[t] = true;
-    warn(t, io_error("cannot empty", tier_paths_[t], errno).what());
   }
 }
 
-void NodeCacheImpl::load_residents(size_t t) {
-  for (const plan::Resident& r : resident_samples(config_.tiers[t], config_.dataset)) {
+// A kept file serves one job at a time; another job, or one that cannot have it, uses a file that
+// is not kept.
+bool NodeCacheImpl::open_kept(size_t t) {
+  const TierSpec& spec = config_.tiers[t];
+  const std::string directory = kept_directory(spec.path);
+  const std::string path = kept_file_name(spec.path, config_.dataset);
+  const auto refuse = [this, t](const std::string& why) {
+    warn(t, why + "; this tier is not kept");
+    return false;
+  };
+  auto own = own_directory(directory);
+  if (!own) return refuse(own.error().what());
+  reclaim_kept_files(directory, own.value());
+  for (int attempt = 0; attempt < kOpenAttempts; ++attempt) {
+    auto file = open_own(path, O_RDWR | O_CREAT, own.value().get());
+    if (!file) return refuse(file.error().what());
+    LockFile lock(file.value());
+    switch (lock.try_lock(kAlive, LockMode::exclusive)) {
+      case Locked::elsewhere:
+        return false;
+      case Locked::unsupported:
+        return refuse("the file system of " + spec.path +
+                      " has no locks on bytes of a file (fcntl), so that two jobs could write one "
+                      "kept tier");
+      case Locked::yes:
+        break;
+    }
+    // Another job that clears abandoned files may have removed it before it was locked.
+    if (!lock.is_current(path, own.value().get())) continue;
+    // Read and written by another descriptor: a forked child keeps that one, not the lock.
+    auto again = reopen(lock.get());
+    if (!again) return refuse(again.error().what());
+    tier_files_[t] = std::move(again).take();
+    kept_files_[t] = std::move(lock);
+    kept_directories_[t] = std::move(own).take();
+    tier_paths_[t] = path;
+    return true;
+  }
+  return refuse("other jobs remove " + path + " again and again");
+}
+
+// An earlier job may have had more room than the user gives this one.
+void NodeCacheImpl::shorten_kept(size_t t) {
+  struct stat status {};
+  const uint64_t capacity = config_.tiers[t].capacity;
+  if (::fstat(tier_files_[t].get(), &status) == 0 &&
+      static_cast<uint64_t>(status.st_size) > capacity &&
+      ::ftruncate(tier_files_[t].get(), static_cast<off_t>(capacity)) != 0) {
+    warn(t, io_error("cannot shorten", tier_paths_[t], errno).what());
+  }
+}
+
+std::vector<int> NodeCacheImpl::handed_over() const {
+  const size_t tiers = config_.tiers.size();
+  std::vector<int> files(kFirstTier + 2 * tiers, -1);
+  files[kCatalogFile] = catalog_.fd();
+  files[kArenaFile] = arena_.fd();
+  files[kKeptSamples] = kept_samples_.get();
+  for (size_t t = 0; t < tiers; ++t) {
+    files[kFirstTier + t] = kept_files_[t] ? kept_files_[t].get() : tier_files_[t].get();
+    files[kFirstTier + tiers + t] = kept_directories_[t].get();
+  }
+  return files;
+}
+
+void NodeCacheImpl::take_tier_files(std::vector<Descriptor>& files) {
+  const size_t tiers = config_.tiers.size();
+  for (size_t t = 0; t < tiers; ++t) {
+    const TierSpec& spec = config_.tiers[t];
+    if (spec.kind != TierKind::file || spec.capacity == 0) continue;
+    tier_files_[t] = std::move(files[kFirstTier + t]);
+    tier_paths_[t] = spec.path;
+    if (!tier_files_[t]) disabled_[t] = true;
+    if ((header_->kept_open.load() & (1u << t)) == 0) continue;
+    kept_files_[t] = LockFile(tier_files_[t]);
+    tier_files_[t] = reopen(kept_files_[t].get()).take();
+    kept_directories_[t] = std::move(files[kFirstTier + tiers + t]);
+    tier_paths_[t] = kept_file_name(spec.path, config_.dataset);
+  }
+}
+
+void NodeCacheImpl::load_residents(size_t t, std::span<const plan::Resident> residents) {
+  for (const plan::Resident& r : residents) {
     if (r.sample < sizes_.size() && tier_[r.sample] == t && offset_[r.sample] == r.offset) {
       words_[r.sample].store(word_of(State::ready));
       header_->file_bytes.fetch_add(sizes_[r.sample] + kRecordHeader);
@@ -434,7 +628,8 @@ std::optional<std::string> NodeCacheImpl::allocate_chunk(uint64_t chunk, bool mo
   }
   const int error = files_.allocate(arena_.fd(), begin, size);
   if (error == 0) return std::nullopt;
-  return io_error("no room for " + std::to_string(size) + " more bytes in", names_.arena, -error)
+  return io_error("no room for " + std::to_string(size) + " more bytes in", config_.shm_directory,
+                  -error)
       .what();
 }
 
@@ -478,26 +673,26 @@ std::optional<PeerFailure> NodeCacheImpl::dead_peer() const {
 
 void NodeCacheImpl::leave() noexcept {
   try {
-    const bool alone = lock_.lock(kSetUp, LockMode::exclusive, kLeavePatience);
+    std::optional<Handover::Turn> turn;
+    try {
+      turn.emplace(handover_.turn(std::chrono::steady_clock::now() + kLeavePatience));
+    } catch (const Error&) {
+      // What a tier keeps is written by those that leave after this one.
+    }
     for (uint64_t s = 0; s < sizes_.size(); ++s) {
       uint32_t mine = word_of(State::filling, config_.local_rank);
       if (words_[s].compare_exchange_strong(mine, word_of(State::empty))) wake(s);
     }
     header_->members[config_.local_rank].membership.store(Membership::left);
     lock_.unlock(kFirstMember + config_.local_rank);
-    if (!alone) return;
-    const bool last = lock_.try_lock(kAlive, LockMode::exclusive);
-    for (size_t t = 0; t < config_.tiers.size(); ++t) {
-      if (!tier_files_[t]) continue;
-      if ((header_->kept_open.load() & (1u << t)) != 0) {
-        write_manifest(t, last);
-      } else if (last) {
-        ::unlink(tier_paths_[t].c_str());
-      }
+    handover_.stop();
+    const bool last = lock_.try_lock(kAlive, LockMode::exclusive) == Locked::yes;
+    for (size_t t = 0; turn && t < config_.tiers.size(); ++t) {
+      if (kept_files_[t]) write_manifest(t, last);
     }
-    if (!last) return;
-    ::unlink(names_.arena.c_str());
-    ::unlink(names_.catalog.c_str());
+    // Before the turn ends: who comes next may use what was kept.
+    for (LockFile& kept : kept_files_) kept = LockFile();
+    for (Descriptor& file : tier_files_) file.reset();
   } catch (const std::exception& e) {
     log(LogLevel::warning, std::string("leaving the node's cache: ") + e.what());
   }
@@ -513,17 +708,20 @@ void NodeCacheImpl::write_manifest(size_t t, bool last) {
   }
   const std::vector<std::byte> bytes = serialize_manifest(config_.dataset, residents);
   const std::string path = manifest_name(tier_paths_[t]), temporary = path + ".tmp";
+  const int directory = kept_directories_[t].get();
   int error = last ? files_.fsync(tier_files_[t].get()) : 0;
   if (error == 0) {
-    const int fd = files_.open(temporary, O_WRONLY | O_CREAT | O_TRUNC);
-    const Descriptor file(fd);
-    const int64_t n = fd < 0 ? fd : files_.pwrite(fd, bytes, 0);
+    const auto file = open_own(temporary, O_WRONLY | O_CREAT | O_TRUNC, directory);
+    const int fd = file ? file.value().get() : -1;
+    const int64_t n = file ? files_.pwrite(fd, bytes, 0) : -file.error().error_number();
     error = n < 0 ? static_cast<int>(n) : files_.fsync(fd);
   }
-  if (error == 0 && std::rename(temporary.c_str(), path.c_str()) != 0) error = -errno;
+  if (error == 0 && ::renameat(directory, last_of(temporary), directory, last_of(path)) != 0) {
+    error = -errno;
+  }
   if (error != 0) {
     warn(t, io_error("cannot keep the file tier: cannot write", path, -error).what());
-    ::unlink(temporary.c_str());
+    ::unlinkat(directory, last_of(temporary), 0);
   }
 }
 
@@ -534,9 +732,16 @@ uint32_t record_overhead(TierKind kind) { return kind == TierKind::file ? kRecor
 std::vector<plan::Resident> resident_samples(const TierSpec& spec, uint64_t dataset) {
   if (spec.kind != TierKind::file || !spec.keep) return {};
   const std::string path = manifest_name(kept_file_name(spec.path, dataset));
-  const Descriptor file(FileSystem::real().open(path, O_RDONLY));
+  const auto own = own_directory(kept_directory(spec.path));
+  if (!own) return {};
+  const auto opened = open_own(path, O_RDONLY, own.value().get());
+  if (!opened) {
+    if (opened.error().error_number() != ENOENT) log(LogLevel::warning, opened.error().what());
+    return {};
+  }
+  const Descriptor& file = opened.value();
   struct stat status {};
-  if (!file || ::fstat(file.get(), &status) != 0) return {};
+  if (::fstat(file.get(), &status) != 0) return {};
   std::vector<std::byte> bytes(static_cast<size_t>(status.st_size));
   if (FileSystem::real().pread(file.get(), bytes, 0) != status.st_size) return {};
   auto residents = parse_manifest(bytes, dataset);
@@ -548,8 +753,7 @@ std::vector<plan::Resident> resident_samples(const TierSpec& spec, uint64_t data
 }
 
 std::unique_ptr<NodeCache> NodeCache::attach(const NodeCacheConfig& config,
-                                             std::span<const uint64_t> sizes,
-                                             const plan::Placement& placement,
+                                             std::span<const uint64_t> sizes, const Placer& place,
                                              std::chrono::nanoseconds timeout) {
   if (config.local_world == 0 || config.local_world > kMaxMembers ||
       config.local_rank >= config.local_world) {
@@ -557,24 +761,12 @@ std::unique_ptr<NodeCache> NodeCache::attach(const NodeCacheConfig& config,
                                       std::to_string(config.local_world) + ": a node has 1 to " +
                                       std::to_string(kMaxMembers) + " ranks");
   }
-  for (size_t s = 0; s < std::min(sizes.size(), placement.tier.size()); ++s) {
-    const size_t t = placement.tier[s];
-    if (t == plan::kNoTier) continue;
-    const uint64_t capacity = t < config.tiers.size() ? config.tiers[t].capacity : 0;
-    const uint64_t overhead = t < config.tiers.size() ? record_overhead(config.tiers[t].kind) : 0;
-    const uint64_t offset = s < placement.offset.size() ? placement.offset[s] : capacity;
-    if (offset > capacity || overhead > capacity - offset ||
-        sizes[s] > capacity - offset - overhead) {
-      throw Error(ErrorKind::usage, "the placement puts sample " + std::to_string(s) +
-                                        " beyond the capacity of tier " + std::to_string(t));
-    }
+  if (config.tiers.size() > kMaxTiers) {
+    throw Error(ErrorKind::usage, std::to_string(config.tiers.size()) +
+                                      " tiers: a node has at most " + std::to_string(kMaxTiers));
   }
-  if (config.tiers.size() > 8 || placement.tier.size() != sizes.size() ||
-      placement.used.size() != config.tiers.size()) {
-    throw Error(ErrorKind::usage, "the placement does not go with the tiers or the sizes");
-  }
-  auto cache = std::make_unique<NodeCacheImpl>(config, sizes, placement);
-  cache->join(timeout);
+  auto cache = std::make_unique<NodeCacheImpl>(config, sizes);
+  cache->join(place, timeout);
   return cache;
 }
 

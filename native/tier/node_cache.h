@@ -1,9 +1,9 @@
 // tier/node_cache.h - the storage classes of one node, shared by all its ranks. Read this first.
 //
-// All ranks of a job on one node attach to one catalogue and one RAM arena in shared memory (files
-// in /dev/shm) and to the same tier files; there is one copy of a sample on the node and no daemon.
-// Where a sample lives (tier, offset) is fixed by the plan's Placement, which every rank computes
-// for itself and whose fingerprint is compared at attach; the catalogue holds one state per sample:
+// All ranks of a job on one node attach to one catalogue and one RAM arena in shared memory and to
+// the same tier files; there is one copy of a sample on the node and no daemon. Where a sample
+// lives (tier, offset) is fixed by the plan's Placement, which every rank computes for itself and
+// whose fingerprint is compared at attach; the catalogue holds one state per sample:
 //
 //   empty --claim--> filling --publish--> ready
 //                       \----abandon----> empty      (the claimer could not read it)
@@ -11,23 +11,30 @@
 //                        record)
 //
 // A claim by a rank that died is taken back by whoever waits for it. Liveness is a lock that the
-// kernel drops when a process ends, however it ends; segments and files that no live process holds
-// are reclaimed by the next attach on the node, whatever job they came from.
+// kernel drops when a process ends, however it ends. Nothing but a kept tier has a name: a rank
+// that attaches gets the files from one that has (base/handover.h), and memory and disk are free
+// again with the last process that had them, however it ended.
+//
 // Memory is taken chunk by chunk, as long as every limit keeps its reserve (base/limits.h); what is
 // there stays until the last rank leaves, for readers hold plain views of it.
+//
 // Failures degrade: no room in /dev/shm or on the disk, a record whose CRC32C is wrong: the sample
-// reads as `failed` from then on, with one warning per tier, and the caller goes to the source.
+// reads as `failed` from then on, with one warning per tier, and the caller goes to the source. A
+// rank that cannot share files with the others has no tiers.
+//
 // Thread-safety: all methods but attach/close are thread-safe and lock-free unless said otherwise.
 #pragma once
 
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
 #include <stop_token>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/file.h"
@@ -53,7 +60,7 @@ struct NodeCacheConfig {
   uint32_t local_rank = 0;
   uint32_t local_world = 1;     // ranks of this job on this node
   uint64_t dataset = 0;         // Source::fingerprint()
-  uint64_t plan = 0;            // fingerprint of plan and placement: all ranks must have the same
+  uint64_t plan = 0;            // fingerprint of the plan: all ranks must have the same
   std::vector<TierSpec> tiers;  // fastest first, at most 8
   std::string shm_directory = "/dev/shm";
   std::string proc_directory = "/proc";  // where the limits of memory are read (base/limits.h)
@@ -61,9 +68,16 @@ struct NodeCacheConfig {
 };
 
 // Samples that a kept file tier of an earlier job already holds, with their offsets; empty if there
-// is none that matches `dataset`. Given to the plan before place(), so that they stay where they
-// are.
+// is none that matches `dataset`.
 std::vector<plan::Resident> resident_samples(const TierSpec& spec, uint64_t dataset);
+
+// What lies where, given what each kept tier holds already, which stays where it is. Every rank
+// asks for itself and must get the same; which samples are kept is read by the first rank alone.
+using Placer = std::function<plan::Placement(std::span<const std::vector<plan::Resident>> kept)>;
+// Where no tier is kept.
+inline Placer fixed(plan::Placement placement) {
+  return [placement = std::move(placement)](auto) { return placement; };
+}
 
 enum class State : uint8_t { empty = 0, filling = 1, ready = 2, failed = 3 };
 
@@ -74,15 +88,14 @@ struct PeerFailure {
 
 class NodeCache {
  public:
-  virtual ~NodeCache() = default;  // leaves; the last one out removes segments and files not kept
+  virtual ~NodeCache() = default;  // leaves
 
   // Attaches to the node's cache, creating it if this process is first. Bounded: throws Error(peer)
-  // after `timeout` if another rank holds the set-up lock that long, Error(peer) if this rank's
-  // dataset or plan differs from the other ranks', Error(io) if a directory cannot be used at all.
-  // `sizes` and `placement` have one entry per sample and are copied.
+  // after `timeout` if another rank takes that long to set up, Error(peer) if this rank's dataset,
+  // plan or placement differs from the other ranks'. `sizes` has one entry per sample and is
+  // copied.
   static std::unique_ptr<NodeCache> attach(
-      const NodeCacheConfig& config, std::span<const uint64_t> sizes,
-      const plan::Placement& placement,
+      const NodeCacheConfig& config, std::span<const uint64_t> sizes, const Placer& place,
       std::chrono::nanoseconds timeout = std::chrono::seconds(30));
 
   virtual State state(uint64_t sample) const noexcept = 0;
@@ -94,7 +107,8 @@ class NodeCache {
   // The sample's place in the RAM arena, to be filled between claim and publish. Empty span (and
   // state failed, one warning) if the memory cannot be had: the caller uses memory of its own.
   virtual std::span<std::byte> ram_slot(uint64_t sample) = 0;
-  // Writes header and bytes to the file tier and publishes; on failure the sample is failed.
+  // Writes header and bytes to the file tier and publishes; on failure the sample is failed. A tier
+  // that is full, or fails again and again, takes no more bytes; those it has are read.
   virtual void file_write(uint64_t sample, std::span<const std::byte> bytes) = 0;
   virtual void publish(uint64_t sample) noexcept = 0;  // filling -> ready, wakes waiters
   virtual void abandon(uint64_t sample) noexcept = 0;  // filling -> empty, wakes waiters

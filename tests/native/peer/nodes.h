@@ -71,7 +71,7 @@ class Nodes : public testing::Test {
       at += sizes_[s] + tier::record_overhead(kind);
     }
     placement.used = {at};
-    return tier::NodeCache::attach(c, sizes_, placement);
+    return tier::NodeCache::attach(c, sizes_, tier::fixed(placement));
   }
 
   void put(tier::NodeCache& cache, uint64_t sample) const {

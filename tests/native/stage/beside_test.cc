@@ -94,7 +94,7 @@ class Beside : public testing::TestWithParam<tier::TierKind> {
     config.job.seed = 3;
     config.source = source;
     config.staging_bytes = 16 * kBytes * 3;
-    config.cache = tier::NodeCache::attach(node, source->sizes(), placement);
+    config.cache = tier::NodeCache::attach(node, source->sizes(), tier::fixed(placement));
     return config;
   }
 

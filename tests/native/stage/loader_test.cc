@@ -270,7 +270,7 @@ TEST(Loader, ATierWithoutMemoryDoesNotOverdrawTheReadBuffers) {
   placement.fill.resize(1);
   {
     LoaderConfig config = config_for(source, 5000, 1);
-    config.cache = tier::NodeCache::attach(node, source->sizes(), placement);
+    config.cache = tier::NodeCache::attach(node, source->sizes(), tier::fixed(placement));
     config.pipeline = small_images();
     config.job.global_batch = 10;
     config.staging_bytes = 1;
@@ -305,9 +305,9 @@ TEST(Loader, ASampleTwiceInAChunkIsNotWaitedForByTheThreadThatReadsIt) {
     LoaderConfig config = config_for(source, 3, 1);
     config.job.order = plan::OrderKind::user;
     config.job.user_order = {0, 0, 0};
-    config.cache = tier::NodeCache::attach(node, source->sizes(), placement);
+    config.cache = tier::NodeCache::attach(node, source->sizes(), tier::fixed(placement));
     node.local_rank = 1;
-    const auto other = tier::NodeCache::attach(node, source->sizes(), placement);
+    const auto other = tier::NodeCache::attach(node, source->sizes(), tier::fixed(placement));
     ASSERT_TRUE(other->claim(0));
     Loader loader(config);
     EXPECT_EQ(loader.next(100ms), nullptr);

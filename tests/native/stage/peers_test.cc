@@ -144,7 +144,8 @@ TEST(LoaderWithPeers, WhatANeighbourReadsAfterAPeerFailedIsGood) {
   const plan::NodeAccess access = plan::node_access(config.job, 0, 1);
   const plan::TierShape shape{kSamples * kPng.size(), 0};
   config.cache = std::make_shared<QuickNeighbour>(tier::NodeCache::attach(
-      tiers, config.source->sizes(), plan::place(config.source->sizes(), access, {&shape, 1})));
+      tiers, config.source->sizes(),
+      tier::fixed(plan::place(config.source->sizes(), access, {&shape, 1}))));
 
   peer::ExchangeConfig peers;
   peers.node_of_rank = {0, 1};

@@ -58,7 +58,7 @@ class NodeCacheTest : public testing::Test {
     for (uint64_t s = 0; s < kSamples; ++s) placement.offset.push_back(s * record);
     placement.used = {kSamples * record};
     placement.fill.resize(1);
-    return NodeCache::attach(c, sizes, placement, 2s);
+    return NodeCache::attach(c, sizes, fixed(placement), 2s);
   }
   static std::vector<std::byte> bytes_of(uint64_t sample) {
     return std::vector<std::byte>(kSize, static_cast<std::byte>(sample + 1));
@@ -127,7 +127,7 @@ TEST_F(NodeCacheTest, AModestTierTakesNoMoreThanItLeaves) {
   const std::vector<uint64_t> sizes(4, kMiB);
   const plan::Placement placement{
       {0, 0, 0, 0}, {0, kMiB, 2 * kMiB, 3 * kMiB}, {4 * kMiB}, {{0, 1, 2, 3}}};
-  const auto cache = NodeCache::attach(c, sizes, placement, 2s);
+  const auto cache = NodeCache::attach(c, sizes, fixed(placement), 2s);
   fs::create_directories(root_ / "proc" / "self");
   const auto gets_memory = [&](uint64_t sample, int used) {
     std::ofstream(root_ / "proc" / "meminfo")
@@ -140,17 +140,32 @@ TEST_F(NodeCacheTest, AModestTierTakesNoMoreThanItLeaves) {
   EXPECT_TRUE(gets_memory(2, 12));
 }
 
-TEST_F(NodeCacheTest, TheLastOneOutRemovesEverything) {
-  {
-    const auto a = attach(config(0, 2, TierKind::file));
-    {
-      const auto b = attach(config(1, 2, TierKind::file));
-      put(*b, 0);
-    }
+TEST_F(NodeCacheTest, NothingHasAName) {
+  for (const TierKind kind : {TierKind::ram, TierKind::file}) {
+    const auto a = attach(config(0, 2, kind)), b = attach(config(1, 2, kind));
+    put(*b, 0);
     EXPECT_EQ(a->state(0), State::ready);
-    EXPECT_GT(files(), 0u);
+    EXPECT_EQ(files(), 0u);
   }
-  EXPECT_EQ(files(), 0u);
+}
+
+TEST_F(NodeCacheTest, ARankThatComesBackFindsWhatTheOthersKeep) {
+  auto a = attach(config(0, 3, TierKind::file));
+  put(*a, 0);
+  const auto b = attach(config(1, 3, TierKind::file));
+  put(*b, 1);
+  // Also when the rank that made it has left.
+  a.reset();
+  const auto c = attach(config(2, 3, TierKind::file));
+  a = attach(config(0, 3, TierKind::file));
+  for (NodeCache* cache : {a.get(), b.get(), c.get()}) {
+    std::vector<std::byte> into(kSize);
+    for (const uint64_t s : {0, 1}) {
+      ASSERT_EQ(cache->state(s), State::ready);
+      EXPECT_TRUE(cache->file_read(s, into));
+      EXPECT_EQ(into, bytes_of(s));
+    }
+  }
 }
 
 TEST_F(NodeCacheTest, AClaimIsExclusive) {
@@ -234,19 +249,26 @@ TEST_F(NodeCacheTest, ARankThatRunsAlreadyIsRefused) {
   EXPECT_EQ(a->state(1), State::ready);
 }
 
+// Writes other bytes than it is given, for one sample.
+class FlippingDisk : public FileSystem {
+ public:
+  int64_t pwrite(int fd, std::span<const std::byte> from, uint64_t offset) override {
+    std::vector<std::byte> bytes(from.begin(), from.end());
+    if (offset == 5 * (100 + 24) + 24) bytes[50] ^= std::byte{1};
+    return FileSystem::pwrite(fd, bytes, offset);
+  }
+};
+
 TEST_F(NodeCacheTest, AFileTierChecksWhatItReads) {
-  const auto cache = attach(config(0, 1, TierKind::file));
+  FlippingDisk flipping;
+  auto c = config(0, 1, TierKind::file);
+  c.files = &flipping;
+  const auto cache = attach(c);
   put(*cache, 4);
   put(*cache, 5);
   std::vector<std::byte> into(kSize);
   EXPECT_TRUE(cache->file_read(4, into));
   EXPECT_EQ(into, bytes_of(4));
-  for (const auto& e : fs::directory_iterator(root_ / "disk")) {
-    const Descriptor file(::open(e.path().c_str(), O_RDWR));
-    const std::byte wrong{0xee};
-    FileSystem::real().pwrite(file.get(), {&wrong, 1}, 5 * (kSize + 24) + 24 + 50);
-    EXPECT_LE(e.file_size(), 4096u);
-  }
   EXPECT_FALSE(cache->file_read(5, into));
   EXPECT_EQ(cache->state(5), State::failed);
   EXPECT_TRUE(cache->file_read(4, into));
@@ -270,7 +292,7 @@ TEST_F(NodeCacheTest, AFullDiskIsOneWarningAndNoError) {
     if (cache->claim(s)) cache->file_write(s, bytes_of(s));
   }
   EXPECT_EQ(cache->state(0), State::failed);
-  EXPECT_FALSE(cache->placed(1));
+  EXPECT_EQ(cache->state(1), State::failed);
   ASSERT_EQ(warnings_.size(), 1u);
   EXPECT_NE(warnings_[0].find("No space left"), std::string::npos);
 }
@@ -332,35 +354,85 @@ TEST_F(NodeCacheTest, AnUnusableTierDirectoryIsAWarning) {
   EXPECT_EQ(warnings_.size(), 1u);
 }
 
-TEST_F(NodeCacheTest, ATierThatIsGivenUpIsGivenUpByAllRanks) {
-  FullDisk full;
+// Fails the writes of one sample, then has no room from another one on.
+class FailingDisk : public FileSystem {
+ public:
+  int64_t pwrite(int fd, std::span<const std::byte> from, uint64_t offset) override {
+    const uint64_t record = 100 + 24;
+    if (offset / record == 1) return -EIO;
+    if (offset / record == 3) return -ENOSPC;
+    return FileSystem::pwrite(fd, from, offset);
+  }
+};
+
+TEST_F(NodeCacheTest, AFullTierTakesNoMoreOnAnyRankAndIsRead) {
+  FailingDisk failing;
   auto c = config(0, 2, TierKind::file);
-  c.files = &full;
+  c.files = &failing;
   const auto a = attach(c), b = attach(config(1, 2, TierKind::file));
-  EXPECT_TRUE(b->placed(1));
-  ASSERT_TRUE(a->claim(0));
-  a->file_write(0, bytes_of(0));
-  EXPECT_FALSE(b->placed(1));
-  EXPECT_FALSE(b->claim(1));
+  put(*a, 0);
+  ASSERT_TRUE(a->claim(1));
+  a->file_write(1, bytes_of(1));
+  EXPECT_EQ(b->state(1), State::failed);
+  // One error costs one sample.
+  EXPECT_EQ(b->state(2), State::empty);
+  put(*a, 2);
+  ASSERT_TRUE(a->claim(3));
+  a->file_write(3, bytes_of(3));
+  for (const uint64_t s : {3, 4}) {
+    EXPECT_EQ(b->state(s), State::failed);
+    EXPECT_FALSE(b->claim(s));
+  }
+  for (const uint64_t s : {0, 2}) {
+    EXPECT_TRUE(b->placed(s));
+    ASSERT_EQ(b->state(s), State::ready);
+    std::vector<std::byte> into(kSize);
+    EXPECT_TRUE(b->file_read(s, into));
+  }
 }
 
-TEST_F(NodeCacheTest, AnAbandonedCatalogueIsReplacedAndNotCutShort) {
-  const fs::path path = [&] {
-    const auto cache = attach(config(0, 1));
-    for (const auto& e : fs::directory_iterator(root_ / "shm")) {
-      if (e.path().string().ends_with("-catalog")) return e.path();
-    }
-    return fs::path();
-  }();
-  const std::string old(50000, 'x');
-  const Descriptor held(FileSystem::real().open(path.string(), O_RDWR | O_CREAT));
-  ASSERT_TRUE(held);
-  FileSystem::real().pwrite(held.get(), std::as_bytes(std::span(old)), 0);
-  const auto cache = attach(config(0, 1));
-  put(*cache, 0);
-  std::vector<std::byte> still(old.size());
-  EXPECT_EQ(FileSystem::real().pread(held.get(), still, 0), static_cast<int64_t>(old.size()));
-  EXPECT_EQ(still.back(), std::byte{'x'});
+class BrokenDisk : public FileSystem {
+ public:
+  int64_t pwrite(int, std::span<const std::byte>, uint64_t) override {
+    ++writes;
+    return -EIO;
+  }
+  int writes = 0;
+};
+
+TEST_F(NodeCacheTest, ADiskThatFailsAgainAndAgainIsLeftAlone) {
+  BrokenDisk broken;
+  constexpr uint64_t kMany = 100;
+  auto c = config(0, 1, TierKind::file);
+  c.files = &broken;
+  c.tiers[0].capacity = kMany * (kSize + 24);
+  plan::Placement placement;
+  placement.tier.assign(kMany, 0);
+  for (uint64_t s = 0; s < kMany; ++s) placement.offset.push_back(s * (kSize + 24));
+  placement.used = {kMany * (kSize + 24)};
+  placement.fill.resize(1);
+  const auto cache =
+      NodeCache::attach(c, std::vector<uint64_t>(kMany, kSize), fixed(placement), 2s);
+  for (uint64_t s = 0; s < kMany; ++s) {
+    if (cache->claim(s)) cache->file_write(s, bytes_of(s));
+  }
+  EXPECT_EQ(broken.writes, 16);
+  EXPECT_EQ(cache->state(kMany - 1), State::failed);
+  EXPECT_EQ(warnings_.size(), 1u);
+}
+
+TEST_F(NodeCacheTest, WithoutSharedMemoryThereIsNoRamTier) {
+  auto c = config(0, 2);
+  c.shm_directory = "/proc/no/such/place";
+  const auto a = attach(c);
+  c.local_rank = 1;
+  const auto b = attach(c);
+  for (NodeCache* cache : {a.get(), b.get()}) {
+    EXPECT_FALSE(cache->placed(0));
+    EXPECT_FALSE(cache->claim(0));
+  }
+  ASSERT_EQ(warnings_.size(), 1u);
+  EXPECT_NE(warnings_[0].find("there is no RAM tier"), std::string::npos) << warnings_[0];
 }
 
 TEST_F(NodeCacheTest, APlacementBeyondTheCapacityIsRefused) {
@@ -374,11 +446,64 @@ TEST_F(NodeCacheTest, APlacementBeyondTheCapacityIsRefused) {
   EXPECT_EQ(files(), 0u);
 }
 
+TEST_F(NodeCacheTest, AJobThatStartsWhileAnotherOneLeavesAgreesOnWhatIsKept) {
+  const auto kept = [&](const std::string& job, uint32_t rank) {
+    auto c = config(rank, 2, TierKind::file);
+    c.tiers[0].keep = true;
+    c.job = job;
+    return c;
+  };
+  // The ranks of the first job leave one after the other, and each writes what is there by then.
+  auto a0 = attach(kept("a", 0)), a1 = attach(kept("a", 1));
+  put(*a0, 0);
+  const auto lists = std::make_shared<std::vector<size_t>>();
+  const auto start = [&](uint32_t rank) {
+    const Placer place = [lists](std::span<const std::vector<plan::Resident>> residents) {
+      lists->push_back(residents[0].size());
+      plan::Placement placement;
+      placement.tier.assign(kSamples, 0);
+      for (uint64_t s = 0; s < kSamples; ++s) placement.offset.push_back(s * (kSize + 24));
+      placement.used = {kSamples * (kSize + 24)};
+      placement.fill.resize(1);
+      return placement;
+    };
+    return NodeCache::attach(kept("b", rank), std::vector<uint64_t>(kSamples, kSize), place, 2s);
+  };
+  a0.reset();
+  put(*a1, 1);
+  const auto b0 = start(0);
+  a1.reset();
+  const auto b1 = start(1);
+  EXPECT_EQ(*lists, (std::vector<size_t>{0, 0}));
+  put(*b0, 5);
+  EXPECT_EQ(b1->state(5), State::ready);
+  EXPECT_EQ(resident_samples(kept("b", 0).tiers[0], 11).size(), 2u);
+}
+
+TEST_F(NodeCacheTest, ATierIsKeptOnlyInADirectoryThatIsOurs) {
+  auto c = config(0, 1, TierKind::file);
+  c.tiers[0].keep = true;
+  const fs::path own = root_ / "disk" / ("nostall-" + std::to_string(::geteuid()));
+  fs::create_directories(own);
+  fs::permissions(own, fs::perms::all);
+  {
+    const auto cache = attach(c);
+    put(*cache, 0);
+    ASSERT_EQ(warnings_.size(), 1u);
+    EXPECT_NE(warnings_[0].find(own.string()), std::string::npos) << warnings_[0];
+    EXPECT_NE(warnings_[0].find("this tier is not kept"), std::string::npos) << warnings_[0];
+  }
+  EXPECT_EQ(files(), 0u);
+  fs::permissions(own, fs::perms::owner_all);
+  attach(c).reset();
+  EXPECT_EQ(files(), 2u);
+}
+
 TEST_F(NodeCacheTest, AKeptFileIsCutToTheCapacityOfTheNextJob) {
   auto c = config(0, 1, TierKind::file);
   c.tiers[0].keep = true;
   const auto size = [&] {
-    for (const auto& e : fs::directory_iterator(root_ / "disk")) {
+    for (const auto& e : fs::recursive_directory_iterator(root_ / "disk")) {
       if (e.path().extension() == ".tier") return e.file_size();
     }
     return uintmax_t{0};
@@ -396,7 +521,7 @@ TEST_F(NodeCacheTest, AKeptFileIsCutToTheCapacityOfTheNextJob) {
   placement.tier[0] = 0;
   placement.used = {kSize + 24};
   placement.fill.resize(1);
-  const auto cache = NodeCache::attach(c, sizes, placement, 2s);
+  const auto cache = NodeCache::attach(c, sizes, fixed(placement), 2s);
   EXPECT_EQ(cache->state(0), State::ready);
   EXPECT_LE(size(), 300u);
 }

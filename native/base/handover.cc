@@ -1,0 +1,339 @@
+#include "base/handover.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <optional>
+#include <system_error>
+#include <thread>
+
+#include "base/error.h"
+
+namespace nostall {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr uint32_t kAttempts = 4;  // names, where other users have taken some
+constexpr int kBacklog = 4096;
+constexpr size_t kMaxFiles = 64;
+constexpr uint64_t kMagic = 0x31564f444e48534e;  // "NSHNDOV1"
+// A name that is bound but not listened at for this long is not one of ours, between the two.
+constexpr milliseconds kBetween{1000};
+// A member that does not answer for this long is asked together with the next one.
+constexpr milliseconds kPatience{100};
+
+struct Greeting {
+  uint64_t magic = kMagic;
+  uint64_t places = 0;
+  uint64_t present = 0;  // bit i: the file of place i follows
+};
+
+struct Address {
+  explicit Address(const std::string& name) {
+    at.sun_family = AF_UNIX;
+    const size_t n = std::min(name.size(), sizeof at.sun_path - 1);
+    std::memcpy(at.sun_path + 1, name.data(), n);
+    size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + n);
+  }
+  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&at); }
+  sockaddr_un at{};
+  socklen_t size = 0;
+};
+
+Descriptor make_socket(int flags = 0) {
+  Descriptor socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | flags, 0));
+  if (!socket) throw io_error("cannot make", "a local socket", errno);
+  return socket;
+}
+
+// Takes the name; an empty descriptor if it is taken.
+Descriptor take(const std::string& name) {
+  Descriptor socket = make_socket();
+  const Address address(name);
+  if (::bind(socket.get(), address.get(), address.size) != 0) {
+    if (errno == EADDRINUSE) return {};
+    throw io_error("cannot take the socket name", "@" + name, errno);
+  }
+  if (::listen(socket.get(), kBacklog) != 0) {
+    throw io_error("cannot listen at", "@" + name, errno);
+  }
+  return socket;
+}
+
+std::optional<ucred> peer_of(int socket) {
+  ucred peer{};
+  socklen_t size = sizeof peer;
+  if (::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return std::nullopt;
+  return peer;
+}
+
+bool is_ours(const std::optional<ucred>& peer) { return peer && peer->uid == ::geteuid(); }
+
+int milliseconds_until(Clock::time_point deadline) {
+  const auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now()).count();
+  return static_cast<int>(std::clamp<int64_t>(left, 0, 1'000'000));
+}
+
+void send_files(int socket, const std::vector<int>& files) noexcept {
+  Greeting greeting;
+  greeting.places = files.size();
+  std::array<int, kMaxFiles> sent{};
+  size_t n = 0;
+  for (size_t i = 0; i < files.size(); ++i) {
+    if (files[i] < 0) continue;
+    greeting.present |= uint64_t{1} << i;
+    sent[n++] = files[i];
+  }
+  iovec bytes{&greeting, sizeof greeting};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof sent)> control{};
+  msghdr message{};
+  message.msg_iov = &bytes;
+  message.msg_iovlen = 1;
+  if (n > 0) {
+    message.msg_control = control.data();
+    message.msg_controllen = CMSG_SPACE(n * sizeof(int));
+    cmsghdr* header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(n * sizeof(int));
+    std::memcpy(CMSG_DATA(header), sent.data(), n * sizeof(int));
+  }
+  ::sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+// Nothing if the other side went away, or is no nostall of this kind.
+std::optional<std::vector<Descriptor>> receive_files(int socket) {
+  Greeting greeting;
+  iovec bytes{&greeting, sizeof greeting};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(kMaxFiles * sizeof(int))> control{};
+  msghdr message{};
+  message.msg_iov = &bytes;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  ssize_t n = 0;
+  do {
+    n = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+  } while (n < 0 && errno == EINTR);
+  std::vector<Descriptor> received;
+  for (cmsghdr* h = n < 0 ? nullptr : CMSG_FIRSTHDR(&message); h; h = CMSG_NXTHDR(&message, h)) {
+    if (h->cmsg_level != SOL_SOCKET || h->cmsg_type != SCM_RIGHTS) continue;
+    for (size_t at = 0; at + sizeof(int) <= h->cmsg_len - CMSG_LEN(0); at += sizeof(int)) {
+      int fd = -1;
+      std::memcpy(&fd, CMSG_DATA(h) + at, sizeof fd);
+      received.emplace_back(fd);
+    }
+  }
+  if (n != sizeof greeting || greeting.magic != kMagic || greeting.places > kMaxFiles) {
+    return std::nullopt;
+  }
+  const auto expected = static_cast<size_t>(__builtin_popcountll(greeting.present));
+  if ((message.msg_flags & MSG_CTRUNC) != 0 || received.size() != expected) {
+    throw Error(ErrorKind::io,
+                "too many files are open in this process to share those of the other ranks of its "
+                "node; raise ulimit -n",
+                EMFILE);
+  }
+  std::vector<Descriptor> files;
+  for (size_t i = 0, next = 0; i < greeting.places; ++i) {
+    const bool there = (greeting.present >> i & 1) != 0 && next < received.size();
+    files.push_back(there ? std::move(received[next++]) : Descriptor());
+  }
+  return files;
+}
+
+std::string base_of(const std::string& job) {
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (const char c : job) hash = (hash ^ static_cast<uint8_t>(c)) * 0x100000001b3u;
+  char text[17];
+  std::snprintf(text, sizeof text, "%016llx", static_cast<unsigned long long>(hash));
+  return "nostall-" + std::to_string(::geteuid()) + "-" + text + "-";
+}
+
+}  // namespace
+
+// A thread that waits in accept, and answers.
+struct Handover::Giving {
+  Giving(Descriptor at, std::vector<int> what) : socket(std::move(at)), files(std::move(what)) {
+    close_in_children(socket.get());
+  }
+  ~Giving() { forget_in_children(socket.get()); }
+
+  void start() {
+    thread = std::thread([this] {
+      pthread_setname_np(pthread_self(), "nostall-give");
+      answer();
+    });
+  }
+  void answer() noexcept {
+    while (!stopping.load()) {
+      const Descriptor caller(::accept4(socket.get(), nullptr, nullptr, SOCK_CLOEXEC));
+      if (caller) {
+        if (is_ours(peer_of(caller.get()))) send_files(caller.get(), files);
+      } else if (!stopping.load() && errno != EINTR && errno != ECONNABORTED) {
+        std::this_thread::sleep_for(kPatience / 2);  // no descriptor is free
+      }
+    }
+  }
+
+  Descriptor socket;
+  const std::vector<int> files;
+  const pid_t owner = ::getpid();
+  std::atomic<bool> stopping{false};
+  std::thread thread;
+};
+
+Handover::Turn::Turn(Descriptor socket) noexcept : socket_(std::move(socket)) {
+  close_in_children(socket_.get());
+}
+
+Handover::Turn::~Turn() {
+  if (socket_) forget_in_children(socket_.get());
+}
+
+Handover::Handover(const std::string& job, uint32_t member, uint32_t members)
+    : base_(base_of(job)), member_(member), members_(members) {}
+
+Handover::~Handover() { stop(); }
+
+std::string Handover::name(uint32_t attempt, const std::string& last) const {
+  return base_ + std::to_string(attempt) + "-" + last;
+}
+
+Handover::Turn Handover::turn(Deadline deadline) const {
+  std::string others;
+  for (uint32_t attempt = 0; attempt < kAttempts; ++attempt) {
+    const std::string wanted = name(attempt, "turn");
+    Clock::time_point unheard_since = Clock::time_point::max();
+    for (;;) {
+      Descriptor mine = take(wanted);
+      if (mine) return Turn(std::move(mine));
+      // Whoever has it listens, and accepts nothing: the connection ends with the turn.
+      const Descriptor waiting = make_socket(SOCK_NONBLOCK);
+      const Address address(wanted);
+      if (::connect(waiting.get(), address.get(), address.size) == 0) {
+        const auto holder = peer_of(waiting.get());
+        if (holder && !is_ours(holder)) {
+          others = "user " + std::to_string(holder->uid) + " has @" + wanted;
+          break;
+        }
+        pollfd end{waiting.get(), POLLIN, 0};
+        const int ended = ::poll(&end, 1, milliseconds_until(deadline));
+        if (ended == 0) {
+          throw Error(ErrorKind::peer, "process " + std::to_string(holder ? holder->pid : 0) +
+                                           " of this job holds the set-up of the node's shared "
+                                           "memory for too long; end that process");
+        }
+        unheard_since = Clock::time_point::max();
+        continue;
+      }
+      const int error = errno;
+      const auto now = Clock::now();
+      if (error == ECONNREFUSED) {
+        unheard_since = std::min(unheard_since, now);
+        if (now - unheard_since > kBetween) {
+          others = "another program has @" + wanted;
+          break;
+        }
+      }
+      if (now >= deadline) {
+        throw Error(ErrorKind::peer, "@" + wanted + " was not free in time");
+      }
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+  }
+  throw Error(ErrorKind::io,
+              "the ranks of this node cannot find each other: " + others +
+                  " and the names beside it; give the job another name",
+              EADDRINUSE);
+}
+
+std::vector<Descriptor> Handover::ask(Deadline deadline) const {
+  std::vector<pollfd> waiting;
+  std::vector<Descriptor> sockets;
+  std::string unanswered;
+  for (uint32_t next = 0; next < kAttempts * members_ || !sockets.empty();) {
+    if (next < kAttempts * members_) {
+      const Address address(name(next / members_, std::to_string(next % members_)));
+      ++next;
+      Descriptor socket = make_socket(SOCK_NONBLOCK);
+      if (::connect(socket.get(), address.get(), address.size) == 0) {
+        const auto member = peer_of(socket.get());
+        if (is_ours(member)) {
+          unanswered = std::to_string(member->pid);
+          waiting.push_back({socket.get(), POLLIN, 0});
+          sockets.push_back(std::move(socket));
+        }
+      }
+      if (sockets.empty()) continue;
+    }
+    const bool more = next < kAttempts * members_;
+    const int left = milliseconds_until(deadline);
+    const int patience = more ? std::min<int>(left, kPatience.count()) : left;
+    const int answered = ::poll(waiting.data(), waiting.size(), patience);
+    if (answered == 0 && left == 0) {
+      throw Error(ErrorKind::peer, "process " + unanswered +
+                                       " of this job does not hand over the node's shared memory; "
+                                       "end that process");
+    }
+    for (size_t i = 0; answered > 0 && i < waiting.size();) {
+      if (waiting[i].revents == 0) {
+        ++i;
+        continue;
+      }
+      auto files = receive_files(sockets[i].get());
+      if (files) return std::move(*files);
+      waiting.erase(waiting.begin() + static_cast<ptrdiff_t>(i));
+      sockets.erase(sockets.begin() + static_cast<ptrdiff_t>(i));
+    }
+  }
+  return {};
+}
+
+void Handover::give(std::vector<int> files) {
+  stop();
+  for (uint32_t attempt = 0; attempt < kAttempts; ++attempt) {
+    Descriptor socket = take(name(attempt, std::to_string(member_)));
+    if (!socket) continue;
+    try {
+      auto giving = std::make_unique<Giving>(std::move(socket), std::move(files));
+      giving->start();
+      giving_ = std::move(giving);
+    } catch (const std::system_error& e) {
+      throw io_error("cannot share the node's memory with its other ranks:", "a thread",
+                     e.code().value());
+    }
+    return;
+  }
+  throw Error(ErrorKind::io,
+              "the other ranks of this node cannot find this one: @" +
+                  name(0, std::to_string(member_)) +
+                  " and the names beside it are taken by other programs; give the job another name",
+              EADDRINUSE);
+}
+
+void Handover::stop() noexcept {
+  if (!giving_) return;
+  if (giving_->owner != ::getpid()) {
+    // In a forked child the thread does not exist, and the socket was closed.
+    [[maybe_unused]] Giving* lost = giving_.release();
+    return;
+  }
+  giving_->stopping.store(true);
+  ::shutdown(giving_->socket.get(), SHUT_RDWR);
+  giving_->thread.join();
+  giving_.reset();
+}
+
+}  // namespace nostall

@@ -1,0 +1,67 @@
+// base/handover.h - how processes of one user on a node share open files that have no name.
+//
+// Each process that has the files offers them at a name of its own, to processes of its user; who
+// comes finds one that is alive and gets its descriptors. The names are abstract sockets, which the
+// kernel removes with the process, however it ends: nothing is ever left in a file system, and
+// nobody can plant a file. Who else takes such a name first is told from us by the kernel; the next
+// of a few names is used then. Processes of one node must share a network namespace.
+// Thread-safety: a Handover belongs to one thread. A forked child may only destroy its copy.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/own.h"
+
+namespace nostall {
+
+class Handover {
+ public:
+  using Deadline = std::chrono::steady_clock::time_point;
+
+  // `job` is the same for all that share, and for nobody else; `member` is below `members`.
+  Handover(const std::string& job, uint32_t member, uint32_t members);
+  ~Handover();
+  Handover(const Handover&) = delete;
+  Handover& operator=(const Handover&) = delete;
+
+  // Held by one process at a time: by whoever looks for the files and makes them where there are
+  // none, and by whoever leaves. Ends with the object or the process.
+  class Turn {
+   public:
+    explicit Turn(Descriptor socket) noexcept;
+    Turn(Turn&&) noexcept = default;
+    Turn& operator=(Turn&&) = delete;
+    ~Turn();
+
+   private:
+    Descriptor socket_;
+  };
+  // Waits for it. Throws Error(peer) at the deadline, with the process that holds it, and Error(io)
+  // if all names are another user's.
+  Turn turn(Deadline deadline) const;
+
+  // The files of a member that is alive, as it gave them, or nothing if there is none. Throws
+  // Error(peer) if there is one, but it does not answer before the deadline.
+  std::vector<Descriptor> ask(Deadline deadline) const;
+
+  // From now on others get these descriptors; an empty place is -1, and there are at most 64. They
+  // must stay open until stop(). Throws Error(io) if that cannot be.
+  void give(std::vector<int> files);
+  void stop() noexcept;
+
+  // What the names of its sockets begin with.
+  const std::string& base() const noexcept { return base_; }
+
+ private:
+  struct Giving;
+  std::string name(uint32_t attempt, const std::string& last) const;
+  const std::string base_;
+  const uint32_t member_, members_;
+  std::unique_ptr<Giving> giving_;
+};
+
+}  // namespace nostall

@@ -1,0 +1,164 @@
+#include "base/own.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+
+#include "base/log.h"
+
+namespace nostall {
+namespace {
+
+static_assert(kByPath == AT_FDCWD);
+constexpr int kReplaceAttempts = 20;
+
+// What keeps a file or directory from being this user's alone; empty if nothing does.
+std::string foreign(const struct stat& status, mode_t kind) {
+  if (S_ISLNK(status.st_mode)) return "it is a symbolic link";
+  if ((status.st_mode & S_IFMT) != kind) {
+    return kind == S_IFDIR ? "it is not a directory" : "it is not a regular file";
+  }
+  if (status.st_uid != ::geteuid()) return "it belongs to user " + std::to_string(status.st_uid);
+  if ((status.st_mode & 077) != 0) {
+    char mode[8];
+    std::snprintf(mode, sizeof mode, "%04o", status.st_mode & 07777u);
+    return std::string("other users may open it (its mode is ") + mode + ")";
+  }
+  if (kind == S_IFREG && status.st_nlink > 1) {
+    return "it has " + std::to_string(status.st_nlink) + " names (hard links)";
+  }
+  return {};
+}
+
+Error refusal(const std::string& path, const std::string& why, int error_number = EPERM) {
+  return Error(ErrorKind::io, "refusing to use " + path + ": " + why + "; remove it", error_number);
+}
+
+Result<Descriptor> opened(int fd, const char* what, const std::string& path) {
+  if (fd < 0) return io_error(what, path, errno);
+  return Descriptor(fd);
+}
+
+// Descriptors to close in a forked child. A fixed table of atomics, since only async-signal-safe
+// operations are allowed between fork and exec.
+std::array<std::atomic<int>, 256>& closed_in_children() {
+  static std::array<std::atomic<int>, 256> fds = [] {
+    pthread_atfork(nullptr, nullptr, [] {
+      for (std::atomic<int>& fd : closed_in_children()) {
+        const int value = fd.exchange(0);
+        if (value > 0) ::close(value);
+      }
+    });
+    return std::array<std::atomic<int>, 256>{};
+  }();
+  return fds;
+}
+
+}  // namespace
+
+Result<Descriptor> open_own(const std::string& path, int flags, int directory) {
+  const std::string name = directory == kByPath ? path : path.substr(path.find_last_of('/') + 1);
+  // Without O_NONBLOCK a FIFO in the file's place would block for ever.
+  const int safely = O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK;
+  const int existing = flags & ~(O_CREAT | O_EXCL | O_TRUNC);
+  for (int attempt = 0; attempt < kReplaceAttempts; ++attempt) {
+    struct stat status {};
+    std::string why;
+    Descriptor file(::openat(directory, name.c_str(), existing | safely));
+    const int error = errno;
+    if (file) {
+      if (::fstat(file.get(), &status) != 0) return io_error("cannot examine", path, errno);
+      why = foreign(status, S_IFREG);
+      if (why.empty()) {
+        if ((flags & O_TRUNC) != 0 && ::ftruncate(file.get(), 0) != 0) {
+          return io_error("cannot empty", path, errno);
+        }
+        return file;
+      }
+    } else if (error == ENOENT) {
+      if ((flags & O_CREAT) == 0) return io_error("cannot open", path, error);
+      Descriptor made(
+          ::openat(directory, name.c_str(), existing | safely | O_CREAT | O_EXCL, 0600));
+      if (made) return made;
+      if (errno != EEXIST && errno != EINTR) return io_error("cannot create", path, errno);
+      continue;
+    } else if (error == EINTR) {
+      continue;
+    } else {
+      if (::fstatat(directory, name.c_str(), &status, AT_SYMLINK_NOFOLLOW) == 0) {
+        why = foreign(status, S_IFREG);
+      }
+      if (why.empty()) return io_error("cannot open", path, error);
+    }
+    if ((flags & O_CREAT) == 0 || ::unlinkat(directory, name.c_str(), 0) != 0) {
+      return refusal(path, why);
+    }
+    log(LogLevel::warning, "removed " + path + ", which this job did not make: " + why);
+  }
+  return refusal(path, "another process makes it again and again");
+}
+
+Result<Descriptor> own_directory(const std::string& path) {
+  if (::mkdir(path.c_str(), 0700) != 0 && errno != EEXIST) {
+    return io_error("cannot create", path, errno);
+  }
+  Descriptor directory(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+  const int error = errno;
+  struct stat status {};
+  if (directory ? ::fstat(directory.get(), &status) != 0 : ::lstat(path.c_str(), &status) != 0) {
+    return io_error("cannot examine", path, errno);
+  }
+  const std::string why = foreign(status, S_IFDIR);
+  if (!why.empty()) return refusal(path, why);
+  if (!directory) return io_error("cannot open", path, error);
+  return directory;
+}
+
+Result<Descriptor> unnamed_file(const std::string& directory) {
+  Descriptor file(::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
+  if (file) return file;
+  if (errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL) {
+    return io_error("cannot create a file in", directory, errno);
+  }
+  std::string name = directory + "/.nostall-XXXXXX";
+  file = Descriptor(::mkostemp(name.data(), O_CLOEXEC));
+  if (!file) return io_error("cannot create a file in", directory, errno);
+  if (::unlink(name.c_str()) != 0) return io_error("cannot remove the name of", name, errno);
+  return file;
+}
+
+Result<Descriptor> memory_file(const std::string& name) {
+  constexpr unsigned kNeverExecuted = 8;  // MFD_NOEXEC_SEAL: some sites demand it, Linux 6.3 on
+  int fd = ::memfd_create(name.c_str(), MFD_CLOEXEC | kNeverExecuted);
+  if (fd < 0 && errno == EINVAL) fd = ::memfd_create(name.c_str(), MFD_CLOEXEC);
+  return opened(fd, "cannot make a file in memory for", name);
+}
+
+Result<Descriptor> reopen(int fd) {
+  const std::string path = "/proc/self/fd/" + std::to_string(fd);
+  return opened(::open(path.c_str(), O_RDWR | O_CLOEXEC), "cannot open once more", path);
+}
+
+void close_in_children(int fd) {
+  for (std::atomic<int>& slot : closed_in_children()) {
+    int none = 0;
+    if (slot.compare_exchange_strong(none, fd)) return;
+  }
+}
+
+void forget_in_children(int fd) {
+  for (std::atomic<int>& slot : closed_in_children()) {
+    int expected = fd;
+    if (slot.compare_exchange_strong(expected, 0)) return;
+  }
+}
+
+}  // namespace nostall

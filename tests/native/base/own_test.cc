@@ -1,0 +1,152 @@
+// Files in directories where other users may make files too.
+#include "base/own.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <vector>
+
+#include "base/lock.h"
+#include "base/log.h"
+
+namespace nostall {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::HasSubstr;
+
+class OwnFile : public testing::Test {
+ protected:
+  void SetUp() override {
+    char pattern[] = "/tmp/nostall-own-XXXXXX";
+    root_ = ::mkdtemp(pattern);
+    path_ = root_ / "predictable";
+    std::ofstream(root_ / "precious") << "precious";
+    set_log_sink([this](LogLevel, const std::string& message) { warnings_.push_back(message); });
+  }
+  void TearDown() override {
+    set_log_sink({});
+    fs::remove_all(root_);
+  }
+  std::string precious() const {
+    std::string text;
+    std::ifstream(root_ / "precious") >> text;
+    return text;
+  }
+  struct Plant {
+    std::string what;  // what is wrong with it, as the message says
+    std::function<void()> make;
+    bool removable = true;
+  };
+  std::vector<Plant> plants() {
+    std::vector<Plant> found = {
+        {"symbolic link", [this] { fs::create_symlink(root_ / "precious", path_); }},
+        {"symbolic link", [this] { fs::create_symlink(root_ / "nowhere", path_); }},
+        {"names (hard links)", [this] { fs::create_hard_link(root_ / "precious", path_); }},
+        {"not a regular file", [this] { ::mkfifo(path_.c_str(), 0600); }},
+        {"not a regular file", [this] { fs::create_directory(path_); }, false},
+        {"mode is 0644",
+         [this] {
+           Descriptor(::open(path_.c_str(), O_CREAT, 0600));
+           ::chmod(path_.c_str(), 0644);
+         }},
+    };
+    if (::geteuid() == 0) {
+      found.push_back({"belongs to user 12345", [this] {
+                         Descriptor(::open(path_.c_str(), O_CREAT, 0600));
+                         ASSERT_EQ(::chown(path_.c_str(), 12345, 12345), 0);
+                       }});
+    }
+    return found;
+  }
+
+  fs::path root_, path_;
+  std::vector<std::string> warnings_;
+};
+
+TEST_F(OwnFile, IsMadeAndOpenedAgain) {
+  const Descriptor made = open_own(path_, O_RDWR | O_CREAT).take();
+  EXPECT_EQ(fs::status(path_).permissions(), fs::perms::owner_read | fs::perms::owner_write);
+  EXPECT_EQ(::write(made.get(), "abc", 3), 3);
+  EXPECT_TRUE(open_own(path_, O_RDONLY));
+  EXPECT_EQ(fs::file_size(path_), 3u);
+  EXPECT_TRUE(open_own(path_, O_RDWR | O_CREAT | O_TRUNC));
+  EXPECT_EQ(fs::file_size(path_), 0u);
+  EXPECT_EQ(open_own(root_ / "none", O_RDWR).error().error_number(), ENOENT);
+  EXPECT_TRUE(warnings_.empty());
+}
+
+TEST_F(OwnFile, ReplacesWhatOthersPlantedAndTouchesNothingBehindIt) {
+  for (const Plant& plant : plants()) {
+    fs::permissions(root_ / "precious", fs::perms::owner_read | fs::perms::owner_write);
+    plant.make();
+    warnings_.clear();
+    const auto file = open_own(path_, O_RDWR | O_CREAT | O_TRUNC);
+    EXPECT_EQ(static_cast<bool>(file), plant.removable) << plant.what;
+    const std::string told = file ? warnings_.at(0) : file.error().what();
+    EXPECT_THAT(told, HasSubstr(path_.string()));
+    EXPECT_THAT(told, HasSubstr(plant.what));
+    EXPECT_EQ(file ? fs::file_size(path_) : 0, 0u);
+    EXPECT_EQ(precious(), "precious");
+    fs::remove_all(path_);
+  }
+}
+
+TEST_F(OwnFile, IsRefusedRatherThanRemovedWhereItIsOnlyRead) {
+  for (const Plant& plant : plants()) {
+    fs::permissions(root_ / "precious", fs::perms::owner_read | fs::perms::owner_write);
+    plant.make();
+    const auto file = open_own(path_, O_RDONLY);
+    ASSERT_FALSE(file) << plant.what;
+    EXPECT_THAT(file.error().what(), HasSubstr(path_.string()));
+    EXPECT_THAT(file.error().what(), HasSubstr(plant.what));
+    EXPECT_TRUE(fs::exists(fs::symlink_status(path_)));
+    fs::remove_all(path_);
+  }
+}
+
+TEST_F(OwnFile, LiesInADirectoryThatNobodyElseMayEnter) {
+  const fs::path directory = root_ / "ours";
+  const Descriptor made = own_directory(directory).take();
+  EXPECT_TRUE(own_directory(directory));
+  EXPECT_TRUE(open_own(directory / "file", O_RDWR | O_CREAT, made.get()));
+  EXPECT_TRUE(fs::exists(directory / "file"));
+  fs::permissions(directory, fs::perms::group_write, fs::perm_options::add);
+  EXPECT_THAT(own_directory(directory).error().what(), HasSubstr("its mode is 0720"));
+  fs::create_directory_symlink(root_, root_ / "link");
+  EXPECT_THAT(own_directory(root_ / "link").error().what(), HasSubstr("symbolic link"));
+  EXPECT_THAT(own_directory(root_ / "precious").error().what(), HasSubstr("not a directory"));
+}
+
+TEST_F(OwnFile, WithoutANameIsGoneWithItsLastDescriptor) {
+  const Descriptor file = unnamed_file(root_).take();
+  const Descriptor again = reopen(file.get()).take();
+  EXPECT_EQ(::write(file.get(), "abc", 3), 3);
+  std::array<std::byte, 3> seen{};
+  EXPECT_EQ(FileSystem::real().pread(again.get(), seen, 0), 3);
+  // Locks belong to what was opened, not to the file.
+  LockFile first(reopen(file.get()).take()), second(reopen(file.get()).take());
+  EXPECT_EQ(first.try_lock(0, LockMode::exclusive), Locked::yes);
+  EXPECT_EQ(second.try_lock(0, LockMode::exclusive), Locked::elsewhere);
+  EXPECT_TRUE(second.is_held_elsewhere(0));
+  EXPECT_EQ(std::distance(fs::directory_iterator(root_), fs::directory_iterator()), 1);
+  EXPECT_THAT(unnamed_file(root_ / "none").error().what(), HasSubstr("none"));
+}
+
+TEST_F(OwnFile, LockTellsHeldFromImpossible) {
+  // The kernel locks no byte of what was not opened for writing: as a file system without locks.
+  LockFile unwritable{Descriptor(::open((root_ / "precious").c_str(), O_RDONLY | O_CLOEXEC))};
+  EXPECT_EQ(unwritable.lock(0, LockMode::exclusive, std::chrono::minutes(1)), Locked::unsupported);
+  ::mkfifo(path_.c_str(), 0600);
+  EXPECT_THAT(LockFile::open(path_, true).error().what(), HasSubstr("not a regular file"));
+}
+
+}  // namespace
+}  // namespace nostall
