@@ -46,7 +46,8 @@ SIZE = 64 << 20
 SAVES = 24
 CUTS = 10_000
 RECORDINGS = 20
-SECTOR = 512
+# What a disk writes whole or not at all; ext4 and btrfs rely on it for their superblocks.
+SECTOR = 4096
 # Options that let the file systems be as small as the disk; the variables are xfs's own tests'.
 MKFS: dict[str, list[str]] = {
     "ext4": ["mkfs.ext4", "-q", "-F", "-E", "lazy_itable_init=0,lazy_journal_init=0"],
