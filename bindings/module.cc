@@ -4,6 +4,8 @@
 #include <nanobind/stl/string.h>
 
 #include <cstring>
+#include <string>
+#include <system_error>
 
 #include "base/error.h"
 #include "base/log.h"
@@ -31,16 +33,27 @@ const char* python_class(nostall::ErrorKind kind) {
   return "BugError";
 }
 
+void raise(nostall::ErrorKind kind, const char* what) {
+  nb::object type = nb::module_::import_("nostall.errors").attr(python_class(kind));
+  // A path may be of bytes that are no text.
+  const auto size = static_cast<Py_ssize_t>(std::strlen(what));
+  const nb::object text = nb::steal(PyUnicode_DecodeUTF8(what, size, "backslashreplace"));
+  PyErr_SetObject(type.ptr(), text.ptr());
+}
+
 void translate(const std::exception_ptr& error, void*) {
   try {
     std::rethrow_exception(error);
   } catch (const nostall::Error& e) {
-    nb::object type = nb::module_::import_("nostall.errors").attr(python_class(e.kind()));
-    // A path may be of bytes that are no text.
-    const char* what = e.what();
-    const auto size = static_cast<Py_ssize_t>(std::strlen(what));
-    const nb::object text = nb::steal(PyUnicode_DecodeUTF8(what, size, "backslashreplace"));
-    PyErr_SetObject(type.ptr(), text.ptr());
+    raise(e.kind(), e.what());
+  } catch (const std::system_error& e) {
+    std::string text = e.what();
+    if (e.code() == std::errc::resource_unavailable_try_again) {
+      text =
+          "the system gives no more threads: raise the limit (ulimit -u, the pids cgroup), or ask "
+          "for fewer threads";
+    }
+    raise(nostall::ErrorKind::io, text.c_str());
   }
 }
 

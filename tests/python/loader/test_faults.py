@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
 import logging
 import os
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
@@ -21,7 +25,7 @@ from conftest import write_jpeg
 import nostall
 from nostall import transforms as t
 from nostall.bench.slowfs import SlowFS, missing
-from nostall.errors import CorruptionError, PeerError, StoppedError, UsageError
+from nostall.errors import CorruptionError, IoError, PeerError, StoppedError, UsageError
 
 STEPS = [t.Resize(16), t.CenterCrop(16), t.ToTensor()]
 
@@ -625,3 +629,37 @@ def test_first_mistakes_are_told_in_a_sentence(
     arguments: dict[str, Any] = {"dataset": nostall.ImageFolder(image_folder), "batch_size": 4}
     with pytest.raises(UsageError, match=told):
         next(iter(nostall.DataLoader(**(arguments | wrong))))
+
+
+def refuse_threads() -> None:
+    """The kernel starts no thread for this one any more, as at a limit of processes (seccomp)."""
+    clone, clone3 = {"x86_64": (56, 435), "aarch64": (220, 435)}[os.uname().machine]
+    refuse, allow = 0x00050000 | errno.EAGAIN, 0x7FFF0000
+    rules = [(0x20, 0, 0, 0)]  # load the number of the call
+    for number in (clone, clone3):
+        rules += [(0x15, 0, 1, number), (0x06, 0, 0, refuse)]
+    rules.append((0x06, 0, 0, allow))
+    code = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *rule) for rule in rules))
+    program = ctypes.create_string_buffer(
+        struct.pack("<HxxxxxxQ", len(rules), ctypes.addressof(code))
+    )
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+    assert libc.prctl(22, 2, program, 0, 0) == 0  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+
+
+def test_no_more_threads_is_an_error_that_says_so(image_folder: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            refuse_threads()
+            try:
+                loader = nostall.DataLoader(
+                    nostall.ImageFolder(image_folder), 4, transforms=STEPS, tiers=[]
+                )
+                next(iter(next(iter(loader.epochs()))))
+            except IoError as error:
+                status = 0 if "the system gives no more threads" in str(error) else 2
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
