@@ -418,7 +418,8 @@ void Exchange::Engine::leave() noexcept {
                        [](const auto& p) { return p.second.receiving; });
   };
   while (receiving() && Clock::now() < last) guarded([this] { transport_->progress(*this); });
-  for (auto& [id, p] : std::exchange(pending_, {})) {
+  for (const auto& entry : std::exchange(pending_, {})) {
+    const Pending& p = entry.second;
     if (p.receiving) guarded([&] { abandoned_.push_back(p.group); });
     conclude(*p.group, p.index, Outcome::failed);
   }
