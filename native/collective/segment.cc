@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/futex.h"
+#include "base/log.h"
 #include "base/mutex.h"
 
 namespace nostall::collective {
@@ -132,16 +133,27 @@ void Segment::open(std::chrono::steady_clock::time_point deadline) {
 }
 
 Descriptor Segment::create() {
-  Descriptor file = unnamed_file(config_.directory).take();
-  if (::ftruncate(file.get(), static_cast<off_t>(total_)) != 0) {
-    throw io_error("cannot size a file in", config_.directory, errno);
-  }
   // What every call touches must exist; windows, channels and arenas get memory when they are used.
-  const int error = FileSystem::real().allocate(file.get(), 0, windows_);
-  if (error != 0) {
-    throw io_error("no room for " + std::to_string(windows_) + " bytes of shared memory in",
-                   config_.directory, -error);
+  const auto with_room = [this](Result<Descriptor> file) -> Result<Descriptor> {
+    if (!file) return file;
+    if (::ftruncate(file.value().get(), static_cast<off_t>(total_)) != 0) {
+      return io_error("cannot size a file in", config_.directory, errno);
+    }
+    const int error = FileSystem::real().allocate(file.value().get(), 0, windows_);
+    if (error != 0) {
+      return io_error("no room for " + std::to_string(windows_) + " bytes of shared memory in",
+                      config_.directory, -error);
+    }
+    return file;
+  };
+  auto made = with_room(unnamed_file(config_.directory));
+  if (!made) {
+    // Memory that lies in no directory has no limit but the machine's.
+    log(LogLevel::warning, std::string(made.error().what()) + "; the ranks of \"" + config_.job +
+                               "\" share memory that is in no directory instead");
+    made = with_room(memory_file("nostall-collective"));
   }
+  Descriptor file = std::move(made).take();
   const Mapping mapped =
       Mapping::map(reopen(file.get()).take(), config_.directory, sizeof(Header)).take();
   auto* header = new (mapped.data()) Header{};

@@ -21,6 +21,21 @@ def shm() -> Iterator[Path]:
         assert list(Path(directory).iterdir()) == [], "shared memory was left behind"
 
 
+def test_ranks_share_memory_where_its_directory_is_not_there(shm: Path) -> None:
+    results = run(
+        """
+with join() as c:
+    ours = c.empty(100_000, np.float32)
+    ours[:] = rank + 1
+    assert (c.allreduce(ours) == 3).all() and (c.allreduce(np.ones(5)) == 2).all()
+""",
+        2,
+        shm / "none",
+    )
+    assert [status for status, _, _ in results] == [0, 0], results
+    assert sum("none" in err and "in no directory" in err for _, _, err in results) == 1
+
+
 ALL_TYPES = """
 with join() as c:
     kinds = ["float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16",
