@@ -527,10 +527,13 @@ void Exchange::Engine::end_waiting(Chosen&& chosen) {
 }
 
 std::function<void(bool)> Exchange::Engine::watched(uint32_t rank, std::function<void(bool)> done) {
-  std::function<void(bool)> ended = [this, rank, done = std::move(done)](bool ended_well) {
+  std::function<void(bool)> ended = [this, rank, losses = peers_.at(rank).losses,
+                                     done = std::move(done)](bool ended_well) {
     Peer& moved = peers_.at(rank);
-    --moved.moving;
-    moved.moved = Clock::now();
+    if (moved.losses == losses) {
+      --moved.moving;
+      moved.moved = Clock::now();
+    }
     if (done) guarded([&] { done(ended_well); });
   };
   Peer& peer = peers_.at(rank);
@@ -561,6 +564,9 @@ void Exchange::Engine::lose(uint32_t rank, const std::string& why, bool warn, bo
   transport_->drop(rank);
   peer.out.reset();
   peer.in.reset();
+  // A transfer need not end when its connection does.
+  peer.moving = 0;
+  ++peer.losses;
   if (peer.link == Link::lost) return;
   const uint32_t owner = config_.node_of_rank[rank];
   const std::optional<uint32_t> before = target_of(owner);

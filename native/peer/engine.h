@@ -68,7 +68,8 @@ class Exchange::Engine final : public Receiver {
     bool warned = false;           // of its other plan
     uint64_t told = 0;             // progress that it heard from this rank last
     std::vector<Waiting> waiting;  // for the session to be ready
-    uint32_t moving = 0;           // payloads on their way to it or from it
+    uint64_t losses = 0;           // how often its connection was given up
+    uint32_t moving = 0;           // payloads on their way to it or from it since then
     Clock::time_point moved{};     // when one of them ended last, or the first began
   };
   struct Pending {

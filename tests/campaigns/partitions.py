@@ -308,7 +308,8 @@ def one(job: Job, kind: str, node: int, seconds: float) -> tuple[str, float, flo
         time.sleep(0.1)
     else:
         nodes = [rank.said[-1][3] for rank in job.ranks]
-        return f"shares of the source {shares}, before {before}; nodes reached {nodes}", 0, most
+        last = [rank.errors[-4:] for rank in job.ranks]
+        return f"shares {shares}, before {before}; nodes reached {nodes}; {last}", 0, most
     for number, rank in enumerate(job.ranks):
         if kind == "stopped" and number == node:
             continue

@@ -561,6 +561,20 @@ TEST_F(ReturnTest, ARankThatWasSilentIsAskedAgain) {
               Contains(HasSubstr("until it is reached again; no other node is reached")));
 }
 
+// A transfer that did not end with its connection is of no importance for the next one.
+TEST_F(ReturnTest, WhatStoodStillBeforeDoesNotCountAfterwards) {
+  start(200ms);
+  answering(0);
+  ASSERT_TRUE(eventually([&] { return exchange_->push_wanted(0); }));
+  wire_->stalled = true;
+  EXPECT_TRUE(push(0));
+  ASSERT_TRUE(eventually([&] { return exchange_->nodes_alive() == 1; }));
+  wire_->stalled = false;
+  answering(0);
+  ASSERT_TRUE(eventually([&] { return exchange_->nodes_alive() == 2; }));
+  EXPECT_FALSE(eventually([&] { return exchange_->nodes_alive() == 1; }, 1s));
+}
+
 TEST_F(ReturnTest, ARankThatKnocksIsAskedAgainAtOnceAndServed) {
   start(200ms);
   answering();
