@@ -663,3 +663,23 @@ def test_no_more_threads_is_an_error_that_says_so(image_folder: Path) -> None:
                 status = 0 if "the system gives no more threads" in str(error) else 2
         os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_pipe_in_the_place_of_a_sample_is_an_error_on_slow_storage_too(tmp_path: Path) -> None:
+    if reason := missing():
+        pytest.skip(f"slow storage: {reason}")
+    (tmp_path / "data" / "a").mkdir(parents=True)
+    for i in range(40):
+        (tmp_path / "data" / "a" / f"{i:02}.bin").write_bytes(bytes([i]) * (5000 + i))
+    with SlowFS(tmp_path / "data", tmp_path / "mounts", 1e9, 1e9, 0.0) as slow:
+        folder = nostall.ImageFolder(slow.mounts[0], extensions=(".bin",))
+
+        def read() -> int:
+            loader = nostall.DataLoader(folder, 4, shuffle=False, reader="io_uring", tiers=[])
+            return sum(len(set(s.tobytes())) for e in loader.epochs() for b, _ in e for s in b)
+
+        assert read() == 40
+        (tmp_path / "data" / "a" / "30.bin").unlink()
+        os.mkfifo(tmp_path / "data" / "a" / "30.bin")
+        with pytest.raises(CorruptionError, match=r"30\.bin"):
+            read()
