@@ -10,6 +10,7 @@
 #include <memory>
 #include <string>
 
+#include "base/random.h"
 #include "image/pipeline.h"
 #include "module.h"
 
@@ -100,7 +101,7 @@ nb::dlpack::dtype numpy_type(image::Type type) {
 constexpr size_t kKeptScratch = size_t{16} << 20;
 
 nb::object apply(const image::Pipeline& pipeline, nb::handle encoded, uint64_t seed, uint32_t epoch,
-                 uint64_t sample) {
+                 uint64_t sample, uint32_t occurrence) {
   Bytes keep;
   const std::span<const std::byte> bytes = view(encoded, keep);
   const image::Output& output = pipeline.output();
@@ -108,8 +109,8 @@ nb::object apply(const image::Pipeline& pipeline, nb::handle encoded, uint64_t s
   {
     const nb::gil_scoped_release release;
     thread_local image::Scratch scratch;
-    auto result =
-        pipeline.apply(bytes, {seed, epoch, sample}, scratch, {data.get(), output.bytes()});
+    const image::SampleKey key{nostall::seed_of_occurrence(seed, occurrence), epoch, sample};
+    auto result = pipeline.apply(bytes, key, scratch, {data.get(), output.bytes()});
     scratch.trim(kKeptScratch);
     std::move(result).take();
   }
@@ -170,8 +171,10 @@ void bind_image(nb::module_& m) {
           "layout",
           [](const image::Pipeline& p) { return kLayouts[static_cast<size_t>(p.output().layout)]; })
       .def("apply", &apply, nb::arg("encoded"), nb::kw_only(), nb::arg("seed") = 0,
-           nb::arg("epoch") = 0, nb::arg("sample") = 0,
-           "Decodes and transforms one image; random draws depend on the three numbers alone.");
+           nb::arg("epoch") = 0, nb::arg("sample") = 0, nb::arg("occurrence") = 0,
+           "Decodes and transforms one image; random draws depend on the four numbers alone, of "
+           "which "
+           "`occurrence` counts how often the epoch had the sample before.");
   m.def("compile_pipeline", &compile, nb::arg("steps"), nb::arg("dtype") = nb::none(),
         nb::arg("layout") = nb::none(), nb::arg("max_pixels") = max_pixels,
         nb::arg("pixels") = nb::none(),

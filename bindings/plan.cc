@@ -6,11 +6,13 @@
 #include <nanobind/stl/vector.h>
 
 #include "arrays.h"
+#include "base/error.h"
 #include "module.h"
 #include "plan/bound.h"
 #include "plan/owners.h"
 #include "plan/permutation.h"
 #include "plan/placement.h"
+#include "plan/stand_in.h"
 
 namespace nb = nanobind;
 using namespace nostall;
@@ -66,6 +68,17 @@ void bind_plan(nb::module_& m) {
       "(chunk, pass over it, place in the pass, batches of the chunk) of a global batch.");
   m.def("epoch_length", &plan::epoch_length, nb::arg("spec"));
   m.def("batches_per_epoch", &plan::batches_per_epoch, nb::arg("spec"));
+  m.def(
+      "stand_ins",
+      [](uint64_t seed, uint64_t bad, uint64_t samples) {
+        if (samples == 0) throw Error(ErrorKind::usage, "no sample can stand in for another");
+        plan::StandIns candidates(seed, bad, samples);
+        std::vector<uint64_t> out(plan::StandIns::kMost);
+        for (uint64_t& candidate : out) candidate = candidates.next();
+        return bindings::array_of(std::move(out));
+      },
+      nb::arg("seed"), nb::arg("bad"), nb::arg("samples"),
+      "The samples that may stand in for `bad`, in the order in which they are tried.");
   m.def("plan_fingerprint", &plan::fingerprint, nb::arg("spec"));
   m.def(
       "epoch_order",

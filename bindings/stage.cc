@@ -156,6 +156,7 @@ source::ReaderKind reader_kind(const std::string& name) {
 stage::OnError on_error_of(const std::string& name) {
   if (name == "raise") return stage::OnError::raise;
   if (name == "substitute") return stage::OnError::substitute;
+  if (name == "report") return stage::OnError::report;
   throw Error(ErrorKind::usage, "on_error must be 'raise' or 'substitute', not '" + name + "'");
 }
 
@@ -222,6 +223,14 @@ void bind_stage(nb::module_& m) {
                      }
                      return out;
                    })
+      .def_prop_ro(
+          "failures",
+          [](const PyBatch& b) {
+            std::vector<std::tuple<uint64_t, std::string>> out;
+            for (const auto& f : b.batch->failures) out.emplace_back(f.place, f.reason);
+            return out;
+          },
+          "(place, reason) of samples that on_error=\"report\" left empty.")
       .def_prop_ro("queue", [](const PyBatch& b) { return b.batch->queue; });
 
   nb::class_<PyLoader>(m, "Loader", "The staging buffer of one rank (native/stage/loader.h).")

@@ -37,4 +37,13 @@ std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> counter,
   return counter;
 }
 
+uint64_t seed_of_occurrence(uint64_t seed, uint32_t occurrence) noexcept {
+  if (occurrence == 0) return seed;
+  // No sample has a number this large: these draws are nobody else's.
+  constexpr uint32_t kStream = 0x6f636375;
+  const auto words = philox4x32({occurrence, 0, 0, kStream},
+                                {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});
+  return uint64_t{words[1]} << 32 | words[0];
+}
+
 }  // namespace nostall

@@ -36,6 +36,10 @@ class Mt19937 {
 std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> counter,
                                    std::array<uint32_t, 2> key) noexcept;
 
+// The seed of the draws of a sample that comes for the `occurrence`-th time, from 0, in one epoch:
+// the first time has the job's own.
+uint64_t seed_of_occurrence(uint64_t seed, uint32_t occurrence) noexcept;
+
 // The stream of draws that belong to one (seed, epoch, sample).
 class SampleRandom {
  public:

@@ -14,6 +14,7 @@ RankEpoch local_rank_epoch(const JobSpec& spec, std::span<const SampleId> order,
   std::vector<uint64_t> room(spec.world);
   std::vector<size_t> turn(nodes);
   std::vector<uint32_t> dealt;
+  const std::vector<uint32_t> before = occurrences(spec, order);
   for (uint64_t begin = 0; begin < order.size(); begin += spec.global_batch) {
     const std::span<const SampleId> batch =
         order.subspan(begin, std::min<uint64_t>(spec.global_batch, order.size() - begin));
@@ -41,7 +42,9 @@ RankEpoch local_rank_epoch(const JobSpec& spec, std::span<const SampleId> order,
         --room[next];
         dealt[p] = next;
       }
-      if (dealt[p] == rank) mine.samples.push_back(batch[p]);
+      if (dealt[p] != rank) continue;
+      mine.samples.push_back(batch[p]);
+      if (!before.empty()) mine.occurrences.push_back(before[begin + p]);
     }
     mine.batch_ends.push_back(mine.samples.size());
   }

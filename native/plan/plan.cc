@@ -269,16 +269,19 @@ RankEpoch rank_epoch(const JobSpec& spec, const std::vector<SampleId>& order, ui
   result.batch_ends.reserve(batches);
   result.samples.reserve(spec.scheme == Scheme::whole ? order.size()
                                                       : order.size() / spec.world + batches);
+  const std::vector<uint32_t> before = occurrences(spec, order);
+  const auto take = [&](uint64_t position) {
+    result.samples.push_back(order[position]);
+    if (!before.empty()) result.occurrences.push_back(before[position]);
+  };
   const std::vector<uint64_t> full = batch_positions(spec, rank, spec.global_batch);
   for (uint64_t h = 0; h < batches; ++h) {
     const uint64_t begin = h * spec.global_batch;
     const uint64_t size = std::min<uint64_t>(spec.global_batch, order.size() - begin);
     if (size == spec.global_batch) {
-      for (const uint64_t p : full) result.samples.push_back(order[begin + p]);
+      for (const uint64_t p : full) take(begin + p);
     } else {
-      for (const uint64_t p : batch_positions(spec, rank, size)) {
-        result.samples.push_back(order[begin + p]);
-      }
+      for (const uint64_t p : batch_positions(spec, rank, size)) take(begin + p);
     }
     result.batch_ends.push_back(result.samples.size());
   }
@@ -287,6 +290,17 @@ RankEpoch rank_epoch(const JobSpec& spec, const std::vector<SampleId>& order, ui
 
 RankEpoch rank_epoch(const JobSpec& spec, uint32_t epoch, uint32_t rank) {
   return rank_epoch(spec, epoch_order(spec, epoch), rank);
+}
+
+std::vector<uint32_t> occurrences(const JobSpec& spec, std::span<const SampleId> order) {
+  if (spec.order != OrderKind::user) return {};
+  std::vector<uint32_t> seen(spec.samples), before(order.size());
+  bool again = false;
+  for (size_t i = 0; i < order.size(); ++i) {
+    before[i] = seen[order[i]]++;
+    again = again || before[i] > 0;
+  }
+  return again ? before : std::vector<uint32_t>{};
 }
 
 uint64_t fingerprint(const JobSpec& spec) {

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -100,13 +101,20 @@ std::vector<uint64_t> batch_positions(const JobSpec& spec, uint32_t rank, uint64
 
 // One rank's share of an epoch: its samples in order, and where each of its batches ends.
 // `batch_ends` has batches_per_epoch entries; a rank's batch may be empty (end equals start).
+// `occurrences` counts, for each of its samples, how often the epoch had it before, on any rank;
+// empty where no sample of a user's order comes again.
 struct RankEpoch {
   std::vector<SampleId> samples;
   std::vector<uint64_t> batch_ends;
+  std::vector<uint32_t> occurrences;
 };
 RankEpoch rank_epoch(const JobSpec& spec, uint32_t epoch, uint32_t rank);
 // The same, of an order that was computed already.
 RankEpoch rank_epoch(const JobSpec& spec, const std::vector<SampleId>& order, uint32_t rank);
+
+// Of each position of an epoch's order, how often its sample came before. Empty for orders that are
+// not the user's (what pads an epoch there draws as it did the first time), and where none repeats.
+std::vector<uint32_t> occurrences(const JobSpec& spec, std::span<const SampleId> order);
 
 // 64-bit hash of everything that decides the order; ranks compare it before the first batch.
 uint64_t fingerprint(const JobSpec& spec);

@@ -24,6 +24,9 @@ Loader::Loader(LoaderConfig config)
                                       std::to_string(config_.job.world));
   }
   for (size_t o = 0; o < kOrigins; ++o) speeds_[o].expect(config_.expected[o]);
+  if (config_.on_error == OnError::report && config_.pipeline) {
+    throw Error(ErrorKind::usage, "only batches of raw bytes can report bad samples");
+  }
   if (config_.depth == 0) throw Error(ErrorKind::usage, "depth must be at least 1");
 }
 

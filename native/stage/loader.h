@@ -40,7 +40,9 @@
 
 namespace nostall::stage {
 
-enum class OnError : uint8_t { raise, substitute };
+// `report`: raw batches only, for a caller that finds the stand-in itself: the sample's place is
+// left empty and its number goes to Batch::failures.
+enum class OnError : uint8_t { raise, substitute, report };
 
 // Who reads from the source what a node is to keep.
 enum class Sharing : uint8_t {
@@ -89,6 +91,11 @@ struct Substitution {
   std::string reason;
 };
 
+struct Failure {
+  uint64_t place = 0;  // in the batch
+  std::string reason;
+};
+
 // One local batch. Transformed: sample i lies at i * sample_bytes. Raw: at offsets[i], lengths[i]
 // long.
 struct Batch {
@@ -101,6 +108,7 @@ struct Batch {
   std::array<OriginCount, kOrigins> origins{};
   int64_t transform_ns = 0;  // CPU time of the transform threads
   std::vector<Substitution> substitutions;
+  std::vector<Failure> failures;  // OnError::report
   uint32_t queue = 0;  // finished batches that waited behind this one when it was handed out
 };
 

@@ -203,6 +203,7 @@ Task* Loader::Run::open_task() {
   for (size_t i = 0; i < batch.samples.size(); ++i) {
     const plan::SampleId sample = batch.samples[i];
     task->items[i].sample = sample;
+    if (!epoch->occurrences.empty()) task->items[i].occurrence = epoch->occurrences[begin + i];
     batch.labels.push_back(labels[sample]);
     if (!transformed()) {
       batch.offsets.push_back(batch.bytes);

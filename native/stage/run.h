@@ -23,6 +23,7 @@ namespace nostall::stage {
 struct Task {
   struct Item {
     plan::SampleId sample = 0;
+    uint32_t occurrence = 0;      // of the sample in its epoch
     std::shared_ptr<Buffer> raw;  // transient bytes; null when they lie in the RAM tier
     uint64_t charged = 0;         // bytes of the transient budget that it holds
     int read_error = 0;
@@ -122,6 +123,8 @@ class Loader::Run {
   bool read_whole(plan::SampleId sample, std::span<std::byte> into, source::Reader& reader,
                   std::string& reason);
   std::span<std::byte> place_of(Work work) const;
+  // What the draws for `sample`, in that place, depend on.
+  image::SampleKey key_of(Work work, plan::SampleId sample) const;
   void count(Task& task, Origin origin, uint64_t bytes, int64_t nanoseconds);
 
   bool transformed() const { return config_.pipeline != nullptr; }

@@ -4,19 +4,11 @@
 
 #include "base/clock.h"
 #include "base/random.h"
+#include "plan/stand_in.h"
 #include "stage/events.h"
 #include "stage/run.h"
 
 namespace nostall::stage {
-namespace {
-
-// Candidates tried in place of a bad sample before giving up on a data set that is mostly damaged.
-constexpr uint32_t kMaxCandidates = 1024;
-constexpr uint64_t kSubstituteStream =
-    0x5375627374697475;  // keeps these draws apart from all others
-
-}  // namespace
-
 std::span<std::byte> Loader::Run::place_of(Work work) const {
   const Batch& batch = *work.task->batch;
   if (!transformed()) {
@@ -25,6 +17,11 @@ std::span<std::byte> Loader::Run::place_of(Work work) const {
   }
   const size_t bytes = config_.pipeline->output().bytes();
   return {batch.buffer->data() + work.index * bytes, bytes};
+}
+
+image::SampleKey Loader::Run::key_of(Work work, plan::SampleId sample) const {
+  return {seed_of_occurrence(config_.job.seed, work.task->items[work.index].occurrence),
+          work.task->batch->position.epoch, sample};
 }
 
 void Loader::Run::transform_loop(std::stop_token stop) {
@@ -70,9 +67,8 @@ void Loader::Run::transform(Work work, image::Scratch& scratch, source::Reader& 
     const std::span<const std::byte> bytes =
         item.raw ? std::span<const std::byte>(item.raw->data(), sizes_[item.sample])
                  : config_.cache->ram_view(item.sample);
-    const auto result = config_.pipeline->apply(
-        bytes, {config_.job.seed, work.task->batch->position.epoch, item.sample}, scratch,
-        place_of(work));
+    const auto result =
+        config_.pipeline->apply(bytes, key_of(work, item.sample), scratch, place_of(work));
     if (!result) handle_bad(work, result.error().what(), &scratch, reader);
   }
   item.raw.reset();
@@ -151,10 +147,15 @@ void Loader::Run::handle_bad(Work work, const std::string& reason, image::Scratc
     give_up("; remove or repair the file, or pass on_error=\"substitute\"");
     return;
   }
-  SampleRandom random(config_.job.seed ^ kSubstituteStream, 0, bad);
-  for (uint32_t i = 0; i < kMaxCandidates; ++i) {
-    const uint64_t draw = (uint64_t{random.next()} << 32) | random.next();
-    const plan::SampleId candidate = draw % config_.job.samples;
+  if (config_.on_error == OnError::report) {
+    const std::scoped_lock lock(task.counters);
+    task.batch->lengths[work.index] = 0;
+    task.batch->failures.push_back({work.index, reason});
+    return;
+  }
+  plan::StandIns candidates(config_.job.seed, bad, config_.job.samples);
+  for (uint32_t i = 0; i < plan::StandIns::kMost; ++i) {
+    const plan::SampleId candidate = candidates.next();
     // A raw batch has room for what the plan put there.
     if (candidate == bad || (!transformed() && sizes_[candidate] > sizes_[bad])) continue;
     std::string why;
@@ -167,10 +168,8 @@ void Loader::Run::handle_bad(Work work, const std::string& reason, image::Scratc
         continue;
       }
       const std::span<std::byte> bytes(raw->data(), sizes_[candidate]);
-      good =
-          read_whole(candidate, bytes, reader, why) &&
-          config_.pipeline->apply(bytes, {config_.job.seed, task.batch->position.epoch, candidate},
-                                  *scratch, place_of(work));
+      good = read_whole(candidate, bytes, reader, why) &&
+             config_.pipeline->apply(bytes, key_of(work, candidate), *scratch, place_of(work));
     } else {
       good = read_whole(candidate, place_of(work).first(sizes_[candidate]), reader, why);
     }
@@ -182,7 +181,7 @@ void Loader::Run::handle_bad(Work work, const std::string& reason, image::Scratc
     task.batch->substitutions.push_back({bad, candidate, what});
     return;
   }
-  give_up("; and of " + std::to_string(kMaxCandidates) +
+  give_up("; and of " + std::to_string(plan::StandIns::kMost) +
           " candidates none could stand in its place: check the data set");
 }
 

@@ -108,6 +108,13 @@ def pass_of(spec: JobSpec, epoch: int, batch: int) -> tuple[int, int, int, int]:
 
 def epoch_length(spec: JobSpec) -> int: ...
 def batches_per_epoch(spec: JobSpec) -> int: ...
+def stand_ins(
+    seed: int, bad: int, samples: int
+) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]:
+    """
+    The samples that may stand in for `bad`, in the order in which they are tried.
+    """
+
 def plan_fingerprint(spec: JobSpec) -> int: ...
 def epoch_order(
     spec: JobSpec, epoch: int
@@ -419,9 +426,17 @@ class Pipeline:
     def dtype(self) -> str: ...
     @property
     def layout(self) -> str: ...
-    def apply(self, encoded: object, *, seed: int = 0, epoch: int = 0, sample: int = 0) -> object:
+    def apply(
+        self,
+        encoded: object,
+        *,
+        seed: int = 0,
+        epoch: int = 0,
+        sample: int = 0,
+        occurrence: int = 0,
+    ) -> object:
         """
-        Decodes and transforms one image; random draws depend on the three numbers alone.
+        Decodes and transforms one image; random draws depend on the four numbers alone, of which `occurrence` counts how often the epoch had the sample before.
         """
 
 def compile_pipeline(
@@ -477,6 +492,10 @@ class Batch:
     def transform_seconds(self) -> float: ...
     @property
     def substitutions(self) -> list[tuple[int, int, str]]: ...
+    @property
+    def failures(self) -> list[tuple[int, str]]:
+        """(place, reason) of samples that on_error="report" left empty."""
+
     @property
     def queue(self) -> int: ...
 

@@ -58,6 +58,14 @@ TEST(SampleRandom, DependsOnSeedEpochAndSampleAlone) {
   }
 }
 
+// docs/formats/order.md
+TEST(SampleRandom, OccurrencesHaveSeedsOfTheirOwn) {
+  EXPECT_EQ(seed_of_occurrence(7, 0), 7u);
+  EXPECT_EQ(seed_of_occurrence(7, 1), 0x4f840bad9f538ebfu);
+  EXPECT_EQ(seed_of_occurrence(7, 2), 0xd50cf02a5ee8c140u);
+  EXPECT_EQ(seed_of_occurrence(0, 1), 0x849a33143029907au);
+}
+
 TEST(Error, NamesPathAndReason) {
   const Error e = io_error("cannot open", "/data/x", ENOENT);
   EXPECT_STREQ(e.what(), "cannot open /data/x: No such file or directory");
