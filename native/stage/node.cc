@@ -13,6 +13,77 @@ uint64_t mix(uint64_t hash, uint64_t value) {
   return hash;
 }
 
+// Placement looks at all epochs of a job, but of one whose end is far or unknown at the next few:
+// that costs what a short job costs, and samples differ little in how often they come later.
+constexpr uint32_t kMostEpochs = 1024, kEpochsAhead = 16;
+
+plan::JobSpec placed_job(const plan::JobSpec& job, uint32_t first_epoch) {
+  plan::JobSpec near = job;
+  if (job.epochs > kMostEpochs) {
+    near.epochs =
+        static_cast<uint32_t>(std::min<uint64_t>(job.epochs, uint64_t{first_epoch} + kEpochsAhead));
+  }
+  return near;
+}
+
+const char* name_of(plan::OrderKind order) {
+  switch (order) {
+    case plan::OrderKind::torch:
+      return "torch";
+    case plan::OrderKind::keyed:
+      return "keyed";
+    case plan::OrderKind::user:
+      return "user";
+    case plan::OrderKind::sequential:
+      return "sequential";
+    case plan::OrderKind::sub_batch:
+      return "sub-batch";
+  }
+  return "unknown";
+}
+
+// What a rank was given, under the names of DataLoader's arguments where there are such.
+std::string arguments_of(const plan::JobSpec& job, const source::Source& source,
+                         const NodeSpec& node, uint32_t first_epoch) {
+  std::string text;
+  const auto line = [&text](const char* name, const std::string& value) {
+    // Paths may hold anything.
+    std::string shown = value.substr(0, 200);
+    std::replace(shown.begin(), shown.end(), '\n', '?');
+    text += std::string(name) + "=" + shown + "\n";
+  };
+  line("samples", std::to_string(source.size()));
+  line("bytes of the data set", std::to_string(source.total_bytes()));
+  line("first sample", source.describe(0));
+  line("batch_size", std::to_string(job.global_batch / std::max(1u, job.world)));
+  line("epochs", std::to_string(job.epochs));
+  line("seed", std::to_string(job.seed));
+  line("world_size", std::to_string(job.world));
+  line("world of the order", std::to_string(job.order_world));
+  line("drop_last", job.drop_last ? "True" : "False");
+  std::string order = name_of(job.order);
+  if (job.order == plan::OrderKind::user) {
+    uint64_t hash = mix(0xcbf29ce484222325u, job.user_order.size());
+    for (const plan::SampleId id : job.user_order) hash = mix(hash, id);
+    order += " ids, hash " + std::to_string(hash);
+  } else if (job.order == plan::OrderKind::sub_batch) {
+    order += " " + std::to_string(job.sub_batches.reuse) + "x" +
+             std::to_string(job.sub_batches.resident) + "x" +
+             std::to_string(job.sub_batches.together);
+  }
+  line("order", order);
+  line("scheme", std::to_string(static_cast<int>(job.scheme)));
+  line("first epoch", std::to_string(first_epoch));
+  std::string tiers;
+  for (const tier::TierSpec& spec : node.tiers) {
+    tiers += (tiers.empty() ? "" : ", ") +
+             (spec.kind == tier::TierKind::ram ? std::string("ram") : spec.path) + ":" +
+             std::to_string(spec.capacity) + (spec.keep ? ":keep" : "");
+  }
+  line("tiers", tiers);
+  return text;
+}
+
 }  // namespace
 
 NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const source::Source& source,
@@ -33,7 +104,8 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
 
   const uint32_t first_rank = rank - node.local_rank;
   const uint32_t ranks = std::min(node.local_world, job.world - first_rank);
-  plan::NodeAccess access = plan::node_access(job, first_rank, ranks, first_epoch);
+  const plan::JobSpec near = placed_job(job, first_epoch);
+  plan::NodeAccess access = plan::node_access(near, first_rank, ranks, first_epoch);
   NodeTiers attached;
   if (!node.nodes.capacity.empty()) {
     for (uint32_t r = 0; r < node.nodes.of_rank.size(); ++r) {
@@ -47,8 +119,8 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
     // What a record takes differs a little between kinds of tier; the owner must have room in any.
     std::vector<uint64_t> records(source.sizes().begin(), source.sizes().end());
     for (uint64_t& bytes : records) bytes += tier::record_overhead(tier::TierKind::file);
-    attached.ownership = plan::owners(job, records, node.nodes, first_epoch);
-    access = plan::cluster_access(job, attached.ownership, node.node, std::move(access));
+    attached.ownership = plan::owners(near, records, node.nodes, first_epoch);
+    access = plan::cluster_access(near, attached.ownership, node.node, std::move(access));
     attached.plan = mix(plan::fingerprint(job), first_epoch);
     for (const uint32_t of : node.nodes.of_rank) attached.plan = mix(attached.plan, of);
     for (const uint64_t capacity : node.nodes.capacity) {
@@ -62,6 +134,7 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
   config.local_world = node.local_world;
   config.dataset = source.fingerprint();
   config.plan = mix(plan::fingerprint(job), first_epoch);
+  config.arguments = arguments_of(job, source, node, first_epoch);
   config.tiers = node.tiers;
   attached.cache = tier::NodeCache::attach(
       config, source.sizes(), [&](std::span<const std::vector<plan::Resident>> kept) {

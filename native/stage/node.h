@@ -30,8 +30,8 @@ struct NodeTiers {
 };
 
 // Plans what this node keeps where (plan/placement.h, plan/cluster.h), for epochs from
-// `first_epoch` on, and attaches. Throws what NodeCache::attach throws. Cost: O(F) memory, O(F *
-// epochs) time.
+// `first_epoch` on (of a job of more than 1,024 for the next 16), and attaches. Throws what
+// NodeCache::attach throws. Cost: O(F) memory, O(F * epochs) time.
 NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const source::Source& source,
                             const NodeSpec& node, uint32_t first_epoch = 0);
 

@@ -8,12 +8,14 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 
 namespace nostall::tier {
 
 inline constexpr uint32_t kMaxMembers = 1024;
 inline constexpr uint32_t kMaxTiers = 8;
+inline constexpr size_t kArgumentBytes = 2048;
 inline constexpr uint32_t kBuckets = 64;  // of waiters: samples share the words they wait on
 
 enum class Membership : uint32_t { absent = 0, joined = 1, left = 2 };
@@ -45,10 +47,13 @@ struct CatalogHeader {
   std::array<std::atomic<uint32_t>, kMaxTiers> failed_writes;
   std::array<Member, kMaxMembers> members;
   std::array<Bucket, kBuckets> buckets;
+  // "name=value" lines of what the job was given, for the message to a rank that disagrees; zeros
+  // behind. What is longer is cut.
+  std::array<char, kArgumentBytes> arguments;
 };
 
 inline constexpr uint64_t kCatalogMagic = 0x315441434c54534e;  // "NSTLCAT1"
-inline constexpr uint32_t kCatalogVersion = 3;
+inline constexpr uint32_t kCatalogVersion = 4;
 
 // Memory is taken from the system in pieces of this size, just before it is first touched: a 64th
 // of the arena, in whole MiB up to 32, so that ranks which look at a limit at the same time pass it

@@ -6,8 +6,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <filesystem>
 #include <new>
+#include <string_view>
+#include <utility>
 
 #include "base/futex.h"
 #include "base/handover.h"
@@ -34,6 +37,18 @@ uint32_t word_of(State state, uint32_t local_rank = 0) {
   return (local_rank << 2) | static_cast<uint32_t>(state);
 }
 State state_of(uint32_t word) { return static_cast<State>(word & 3u); }
+
+// The names and values in "name=value" lines; a cut last line counts as it is.
+std::vector<std::pair<std::string, std::string>> lines_of(std::string_view text) {
+  std::vector<std::pair<std::string, std::string>> lines;
+  while (!text.empty()) {
+    const std::string_view line = text.substr(0, text.find('\n'));
+    text.remove_prefix(std::min(text.size(), line.size() + 1));
+    const size_t equals = std::min(line.find('='), line.size());
+    lines.emplace_back(line.substr(0, equals), line.substr(std::min(equals + 1, line.size())));
+  }
+  return lines;
+}
 
 enum class Chunk : uint32_t { untouched = 0, there = 1, refused = 2 };
 
@@ -218,7 +233,7 @@ class NodeCacheImpl final : public NodeCache {
   Descriptor create_arena();
   void map_shared(Descriptor catalog, Descriptor arena);
   [[noreturn]] void differ(const std::string& what) const;
-  void check() const;
+  void check(const CatalogHeader& h) const;
   void enter_member();
   void open_tier_files();
   bool open_kept(size_t tier);
@@ -302,7 +317,6 @@ void NodeCacheImpl::meet(const Placer& place, std::chrono::steady_clock::time_po
     }
   } else {
     map_shared(std::move(files[kCatalogFile]), std::move(files[kArenaFile]));
-    check();
     take_tier_files(files);
   }
   enter_member();
@@ -376,6 +390,7 @@ Descriptor NodeCacheImpl::create_catalog() {
   header->samples = sizes_.size();
   header->arena_bytes = arena_bytes_;
   header->local_world = config_.local_world;
+  config_.arguments.copy(header->arguments.data(), header->arguments.size());
   for (size_t t = 0; t < kept_files_.size(); ++t) {
     if (kept_files_[t]) header->kept_open.fetch_or(1u << t);
   }
@@ -405,6 +420,12 @@ void NodeCacheImpl::map_shared(Descriptor catalog, Descriptor arena) {
   struct stat status {};
   if (::fstat(catalog.get(), &status) != 0)
     throw io_error("cannot examine", "the catalogue", errno);
+  // The header says in what the ranks disagree, which the size alone does not.
+  if (static_cast<uint64_t>(status.st_size) >= sizeof(CatalogHeader)) {
+    const Mapping head =
+        Mapping::map(reopen(catalog.get()).take(), "the catalogue", sizeof(CatalogHeader)).take();
+    check(*reinterpret_cast<const CatalogHeader*>(head.data()));
+  }
   if (static_cast<uint64_t>(status.st_size) != catalog_bytes()) {
     throw Error(ErrorKind::peer,
                 "local rank " + std::to_string(config_.local_rank) +
@@ -438,20 +459,27 @@ void NodeCacheImpl::differ(const std::string& what) const {
                                    "; give all ranks the same data set and arguments");
 }
 
-void NodeCacheImpl::check() const {
+void NodeCacheImpl::check(const CatalogHeader& h) const {
   const auto compare = [this](const std::string& what, uint64_t theirs, uint64_t mine) {
     if (theirs == mine) return;
     differ(what + ": " + std::to_string(mine) + " here, " + std::to_string(theirs) + " there");
   };
-  const CatalogHeader& h = *header_;
   compare("cache's layout", h.magic ^ h.version ^ (uint64_t{h.layout_bytes} << 32),
           kCatalogMagic ^ kCatalogVersion ^ (uint64_t{sizeof(CatalogHeader)} << 32));
   compare("number of local ranks", h.local_world, config_.local_world);
-  compare("number of samples", h.samples, sizes_.size());
-  if (h.dataset != config_.dataset) differ("files of the data set, their sizes or their order");
-  if (h.plan != plan_) {
-    differ("plan: the batch size, epochs, seed, world size, order, drop_last or tiers");
+  if (h.dataset == config_.dataset && h.plan == plan_ && h.samples == sizes_.size()) return;
+  // Lines of the same name are at the same place: both sides wrote all of them.
+  const auto mine = lines_of(config_.arguments);
+  const auto others = lines_of({h.arguments.data(), ::strnlen(h.arguments.data(), kArgumentBytes)});
+  std::string found;
+  for (size_t i = 0; i < std::min(mine.size(), others.size()); ++i) {
+    if (mine[i] == others[i]) continue;
+    found += (found.empty() ? "" : ", ") + mine[i].first + " (" + mine[i].second + " here, " +
+             others[i].second + " there)";
   }
+  if (!found.empty()) differ(found);
+  if (h.dataset != config_.dataset) differ("files of the data set, their sizes or their order");
+  differ("places of samples in the tiers, though all arguments are the same");
 }
 
 void NodeCacheImpl::enter_member() {

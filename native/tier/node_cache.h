@@ -58,9 +58,10 @@ uint32_t record_overhead(TierKind kind);
 struct NodeCacheConfig {
   std::string job;  // the same for all ranks of this job on this node, and for no other
   uint32_t local_rank = 0;
-  uint32_t local_world = 1;     // ranks of this job on this node
-  uint64_t dataset = 0;         // Source::fingerprint()
-  uint64_t plan = 0;            // fingerprint of the plan: all ranks must have the same
+  uint32_t local_world = 1;  // ranks of this job on this node
+  uint64_t dataset = 0;      // Source::fingerprint()
+  uint64_t plan = 0;         // fingerprint of the plan: all ranks must have the same
+  std::string arguments;  // what these follow from, "name=value" lines: says where ranks disagree
   std::vector<TierSpec> tiers;  // fastest first, at most 8
   std::string shm_directory = "/dev/shm";
   std::string proc_directory = "/proc";  // where the limits of memory are read (base/limits.h)

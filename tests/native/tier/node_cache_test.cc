@@ -236,6 +236,25 @@ TEST_F(NodeCacheTest, RanksThatDisagreeAreRefused) {
   EXPECT_TRUE(a->claim(0));
 }
 
+TEST_F(NodeCacheTest, WhatRanksDisagreeOnIsNamedWithBothValues) {
+  auto first = config(0, 2);
+  first.arguments = "batch_size=16\nseed=0\nfirst sample=/data/train/a.jpg\n";
+  const auto a = attach(first);
+  auto other = config(1, 2);
+  other.plan += 1;
+  other.arguments = "batch_size=8\nseed=0\nfirst sample=/data/val/a.jpg\n";
+  try {
+    attach(other);
+    FAIL() << "not refused";
+  } catch (const Error& e) {
+    EXPECT_NE(std::string(e.what()).find("batch_size (8 here, 16 there), first sample "
+                                         "(/data/val/a.jpg here, /data/train/a.jpg there)"),
+              std::string::npos)
+        << e.what();
+    EXPECT_EQ(std::string(e.what()).find("seed"), std::string::npos) << e.what();
+  }
+}
+
 TEST_F(NodeCacheTest, ARankThatRunsAlreadyIsRefused) {
   const auto a = attach(config(0, 2));
   put(*a, 1);
