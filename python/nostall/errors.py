@@ -33,6 +33,12 @@ class CorruptionError(Error, ValueError):
     exit_code = 5
 
 
+class TransformError(Error, RuntimeError):
+    """The user's own callable failed for a sample; its exception is the cause."""
+
+    exit_code = 6
+
+
 class StoppedError(Error, RuntimeError):
     """The work was stopped by the user."""
 

@@ -12,16 +12,16 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nostall import _native, cluster, metrics, trace
+from nostall import _native, cluster, metrics, options, trace
 from nostall.calibration import Calibration
 from nostall.errors import UsageError
 from nostall.plan import Order, Plan, SubBatches, sample_ids
-from nostall.pystage import PythonStage
+from nostall.pystage import PythonStage, takes_images
 from nostall.record import Recorder
 from nostall.rendezvous import AllGather, find_rendezvous
 from nostall.sizes import TierSpec, defaults, parse_size, parse_tiers, within
@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from nostall.stats import EpochStats, Stats
 
 _STATE_VERSION = 1
-_MOST_THREADS = 1024
 _READS_IN_FLIGHT = 16
 _PEER_TIMEOUT_MS = 10_000
+_ENDLESS = 2**31 - 1  # epochs of a plan without an end
+_BOUNDED = 1024  # the lower bound is that of the whole job up to so many epochs
 
 _log = logging.getLogger("nostall")
 
@@ -53,6 +54,33 @@ def _order_name(order: Order) -> str:
     if isinstance(order, (str, SubBatches)):
         return str(order)
     return f"user {zlib.crc32(sample_ids(order).tobytes()):08x}"
+
+
+def _chosen_order(order: Order, shuffle: bool | None) -> Order:
+    named = isinstance(order, (str, SubBatches))
+    if named and order == "torch" and shuffle is False:
+        return "sequential"
+    shuffles = isinstance(order, SubBatches) or (named and order != "sequential")
+    if shuffle is not None and shuffle != shuffles:
+        name = f'"{order}"' if named else "a sequence of sample ids"
+        raise UsageError(
+            f"shuffle={shuffle} does not go with order= {name}, which says all: leave shuffle= out"
+        )
+    return order
+
+
+def _lower_bound(
+    planned: dict[str, Any],
+    sizes: NDArray[np.uint64],
+    capacity: int,
+    first_epoch: int,
+    recorder: Recorder,
+) -> int:
+    epochs = planned["epochs"]
+    if epochs > _BOUNDED:
+        epochs = min(epochs, max(recorder.epochs_begun, first_epoch + 1))
+    spec = Plan(**{**planned, "epochs": epochs}).native
+    return int(_native.source_bytes_lower_bound(spec, sizes, capacity, first_epoch))
 
 
 class RawBatch:
@@ -99,17 +127,20 @@ class DataLoader:
     The order is that of ``torch.utils.data.DataLoader(dataset, batch_size, sampler=
     DistributedSampler(dataset, shuffle=shuffle, seed=seed, drop_last=drop_last),
     drop_last=drop_last)`` with ``set_epoch`` called, bit for bit, whatever the caches, threads or
-    failures. Augmentation draws from (seed, epoch, sample), so it repeats exactly too.
+    failures. Native transforms draw from (seed, epoch, sample, occurrence), so they repeat exactly
+    too; what a Python callable draws is its own.
 
     Args:
         dataset: where samples come from, for example ``nostall.ImageFolder(path)``.
         batch_size: samples per rank and batch.
-        epochs: how many epochs the job has; the plan covers all of them.
+        epochs: how many epochs the job has; None if it has no end: iterating goes on for as long as
+            it is asked for, and `epochs()` does not end by itself. Many cost no more than few.
         seed: fixes order and augmentation.
         transforms: a list from ``nostall.transforms`` (run natively), any callable (given the raw
             bytes of a sample as a uint8 array of shape (bytes,), or the decoded image if `decode`),
             or None for batches of raw bytes (`RawBatch`).
-        shuffle: False gives samples in the order of the source.
+        shuffle: False gives samples in the order of the source; True if None, but a user's `order`
+            is kept as it is.
         drop_last: drop samples that do not fill the world, then the last partial batch.
         tiers: storage classes of this node, fastest first, shared by all its ranks, for example
             ``["ram:20GiB", "/nvme/cache:400GiB"]``; ``"auto"`` or ``[]``.
@@ -117,6 +148,7 @@ class DataLoader:
             MiB, less where a limit of memory leaves little.
         on_error: what a sample that cannot be read or decoded does: ``"raise"``, or
             ``"substitute"`` (another sample takes its place, the same on every rank; see `stats`).
+            It is about damage: what a callable of the user's raises ends the iteration.
         rank, world_size, local_rank, local_world_size, job: found from torch.distributed,
             torchrun, mpirun or Slurm where not given.
         threads: threads of this rank that transform; the node's cores divided by its ranks if None.
@@ -124,11 +156,14 @@ class DataLoader:
         dtype, layout: of transformed images, ``"uint8"``, ``"float16"``, ``"float32"`` and
             ``"chw"``, ``"hwc"``; what ToTensor implies if None.
         order: ``"torch"``, ``"keyed"`` (O(1) memory), `SubBatches` (data used several times while
-            it is in memory), or the user's own sequence of sample ids.
-        decode: give a callable transform the decoded image, uint8 of shape (height, width, 3).
+            it is in memory), or the user's own sequence of sample ids, in which a sample may come
+            again: every occurrence has random draws of its own.
+        decode: give a callable transform the decoded image, uint8 of shape (height, width, 3); if
+            None, where its first step is a transform of torchvision or albumentations.
         workers: where a callable runs: ``"threads"`` or ``"processes"``.
-        collate: makes one batch of a callable's results, of none too where a rank's share of the
-            last batch is empty; stacks them if None.
+        collate: makes one batch of the list of its samples (a callable's results, images of the
+            native transforms, or raw bytes), of none too where a rank's share of the last batch is
+            empty; they are stacked if None. Labels follow beside.
         reader: ``"auto"``, ``"io_uring"`` or ``"pread"``.
         peers: whether nodes share what their tiers hold: ``"auto"`` where the ranks can find each
             other, ``"on"``, ``"off"``, or the job's own allgather, a function that takes this
@@ -147,6 +182,7 @@ class DataLoader:
         UsageError: arguments that do not go together, named with their value.
         PeerError: another rank of the node has a different plan, or died.
         CorruptionError: while iterating, a sample is unusable and on_error is ``"raise"``.
+        TransformError: while iterating, a callable failed for a sample that is not damaged.
     """
 
     def __init__(
@@ -154,10 +190,10 @@ class DataLoader:
         dataset: Source,
         batch_size: int,
         *,
-        epochs: int = 1,
+        epochs: int | None = None,
         seed: int = 0,
         transforms: Transforms = None,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         drop_last: bool = False,
         tiers: str | Sequence[str | TierSpec] = "auto",
         staging: int | str = "auto",
@@ -173,7 +209,7 @@ class DataLoader:
         layout: Literal["chw", "hwc"] | None = None,
         order: Order = "torch",
         scheme: Literal["uniform", "whole", "imbalanced"] = "uniform",
-        decode: bool = False,
+        decode: bool | None = None,
         workers: Literal["threads", "processes"] = "threads",
         collate: Callable[[list[Any]], Any] | None = None,
         reader: Literal["auto", "io_uring", "pread"] = "auto",
@@ -181,31 +217,22 @@ class DataLoader:
         sharing: Literal["push", "owners-read"] = "push",
         assignment: Literal["plan", "locality"] = "plan",
         calibration: str | os.PathLike[str] | None = None,
+        **unknown: NoReturn,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name != "self"}
         if not isinstance(dataset, Source):
             raise UsageError(
                 f"the first argument is {type(dataset).__name__}, not a dataset of nostall: open one, "
                 'for example nostall.ImageFolder("/data/train")'
             )
-        if batch_size < 1:
-            raise UsageError(f"batch_size must be at least 1, not {batch_size}")
-        if epochs < 1:
-            raise UsageError(f"epochs must be at least 1, not {epochs}")
-        if threads is not None and threads < 1:
-            raise UsageError(f"threads must be at least 1, not {threads}")
-        if threads is not None and threads > _MOST_THREADS:
-            raise UsageError(f"threads must be at most {_MOST_THREADS}, not {threads}")
-        if output not in (None, "torch", "numpy"):
-            raise UsageError(f'output must be "torch", "numpy" or None, not {output!r}')
-        if workers not in ("threads", "processes"):
-            raise UsageError(f'workers must be "threads" or "processes", not {workers!r}')
-        if not callable(peers) and peers not in ("auto", "on", "off"):
-            raise UsageError(f'peers must be "auto", "on", "off" or a function, not {peers!r}')
+        options.refuse_unknown(unknown, given)
+        options.check(given)
         self.dataset = dataset
-        self.batch_size = batch_size
+        self._batch_size = int(batch_size)
         self.epochs_total = epochs
-        self.seed = seed
-        self.drop_last = drop_last
+        self._last_epoch = _ENDLESS if epochs is None else int(epochs)
+        self.seed = int(seed)
+        self.drop_last = bool(drop_last)
         self.world = find_world(
             rank=rank,
             world_size=world_size,
@@ -215,11 +242,7 @@ class DataLoader:
         )
         self._name = f"loader {next(_made)}"
         self._job = job or f"{self.world.job} {self._name}"
-        if sharing not in ("push", "owners-read"):
-            raise UsageError(f'sharing must be "push" or "owners-read", not {sharing!r}')
         self._peers = peers
-        if assignment not in ("plan", "locality"):
-            raise UsageError(f'assignment must be "plan" or "locality", not {assignment!r}')
         self._sharing = sharing
         self._assignment = assignment
         self._compared = False
@@ -235,9 +258,15 @@ class DataLoader:
             ),
             limits,
         )
-        self._order = order
-        self._shuffle = shuffle
-        self._order_name = _order_name(order) if shuffle else "sequential"
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        asked = sum(t.capacity for t in self._tiers if t.kind == "ram")
+        if asked > memory:
+            raise UsageError(
+                f"tiers ask for {asked / 2**30:.1f} GiB of memory, which is more than the memory of "
+                f"this machine, {memory / 2**30:.1f} GiB"
+            )
+        self._order = _chosen_order(order, shuffle)
+        self._order_name = _order_name(self._order)
         self._scheme = scheme
         self._order_world = self.world.world_size
         self._on_error = on_error
@@ -265,15 +294,18 @@ class DataLoader:
                 transforms, dtype=dtype, layout=layout, pixels=dataset.pixels
             )
         elif transforms is not None:
+            decoded = takes_images(transforms) if decode is None else decode
             self._python = PythonStage(
                 transforms,
-                decode=dataset.pixels if decode and dataset.pixels else decode,
+                decode=dataset.pixels if decoded and dataset.pixels else decoded,
                 workers=workers,
                 count=self._threads,
                 collate=collate,
                 output=self._output,
                 on_error=on_error,
+                seed=self.seed,
             )
+        self._collate = None if self._python else collate
         self._spec = self._make_spec()
         self._batches = int(_native.batches_per_epoch(self._spec))
         self._position = (0, 0)
@@ -292,8 +324,8 @@ class DataLoader:
         return self._batches
 
     def epochs(self) -> Iterator[Epoch]:
-        """The epochs from the current position to the end of the job."""
-        while self._next_epoch() < self.epochs_total:
+        """The epochs from the current position to the end of the job, without end if it has none."""
+        while self._next_epoch() < self._last_epoch:
             epoch, before = self._next_epoch(), self._position
             yield Epoch(self, epoch)
             if self._position == before:
@@ -311,7 +343,7 @@ class DataLoader:
         After `load_state_dict`, setting the epoch that was interrupted keeps its position: that of
         a state taken after the last batch has no batches left.
         """
-        if not 0 <= epoch < self.epochs_total:
+        if not 0 <= epoch < self._last_epoch:
             raise UsageError(
                 f"epoch {epoch} is not among the job's {self.epochs_total} epochs: pass epochs="
                 f"{epoch + 1} or more to DataLoader, the plan needs to know them"
@@ -330,10 +362,10 @@ class DataLoader:
     def _iterate(self, epoch: int) -> Iterator[tuple[Any, Any]]:
         if self._closed:
             raise UsageError("this loader is closed")
-        if epoch >= self.epochs_total:
+        if epoch >= self._last_epoch:
             raise UsageError(
                 f"all {self.epochs_total} epochs of this job were iterated; pass a larger epochs= "
-                "to DataLoader, or go back with set_epoch"
+                "to DataLoader, or none, or go back with set_epoch"
             )
         start = self._position[1] if self._resumed and epoch == self._position[0] else 0
         self._resumed = False
@@ -368,8 +400,8 @@ class DataLoader:
                 self._position = (epoch, index + 1)
                 labels = batch.labels
                 for place, replacement in places.items():
-                    labels[place] = self.dataset.labels[replacement]
-                yield data, self._array(labels)
+                    labels[place] = self.dataset.native.labels[replacement]
+                yield data, self._array(self.dataset.as_labels(labels))
         finally:
             # What is pending may belong to a later iteration by now: an abandoned one may end late.
             if pending is not None and self._recorder.is_current(running):
@@ -379,9 +411,12 @@ class DataLoader:
             self._position = (epoch + 1, 0)
 
     def _shaped(self, batch: _native.Batch) -> Any:
+        data: Any
         if self._pipeline is None:
-            return RawBatch(batch.data, batch.offsets, batch.lengths)
-        return self._array(batch.data)
+            data = RawBatch(batch.data, batch.offsets, batch.lengths)
+        else:
+            data = self._array(batch.data)
+        return data if self._collate is None else self._collate([data[i] for i in range(len(data))])
 
     def _array(self, array: NDArray[Any]) -> Any:
         if self._output == "numpy":
@@ -401,7 +436,7 @@ class DataLoader:
             "epoch": epoch,
             "batch": batch,
             "seed": self.seed,
-            "global_batch": self.batch_size * self.world.world_size,
+            "global_batch": self._batch_size * self.world.world_size,
             "order_world": self._order_world,
             "samples": len(self.dataset),
             "dataset": self.dataset.fingerprint,
@@ -436,7 +471,7 @@ class DataLoader:
                     f"{key}={mine[key]}{hint}"
                 )
         epoch, batch = int(state["epoch"]), int(state["batch"])
-        if not (0 <= epoch <= self.epochs_total and 0 <= batch <= self._batches):
+        if not (0 <= epoch <= self._last_epoch and 0 <= batch <= self._batches):
             raise UsageError(
                 f"the loader's state is at epoch {epoch}, batch {batch}, outside this job of "
                 f"{self.epochs_total} epochs of {self._batches} batches"
@@ -450,7 +485,7 @@ class DataLoader:
             self._ended = epoch
             epoch, batch = epoch + 1, 0
         self._position = (epoch, batch)
-        self._first_epoch = min(epoch, self.epochs_total - 1)
+        self._first_epoch = min(epoch, self._last_epoch - 1)
         self._resumed = True
 
     # ------------------------------------------------------------------ what happened
@@ -459,18 +494,25 @@ class DataLoader:
         """What this rank's consumer waited for, and where its samples came from."""
         if self._loader is not None:
             self._peer_counts = self._loader.peers
-        return self._recorder.stats(self._bound(), self._peer_counts)
+        return self._recorder.stats(self._name, self._bound(), self._peer_counts)
 
-    def _bound(self) -> int:
+    def _bound(self) -> Callable[[], int]:
+        """A function for the fewest bytes of the job, or of its epochs so far where it has no end.
+
+        It does not hold the loader.
+        """
         capacity = sum(tier.capacity for tier in self._tiers)
         if self._cluster is not None:
             capacity = sum(self._cluster.capacities)
         else:
             capacity *= -(-self.world.world_size // self.world.local_world_size)
-        return int(
-            _native.source_bytes_lower_bound(
-                self._spec, self.dataset.sizes, capacity, self._first_epoch
-            )
+        return functools.partial(
+            _lower_bound,
+            self._planned,
+            self.dataset.sizes,
+            capacity,
+            self._first_epoch,
+            self._recorder,
         )
 
     @property
@@ -495,8 +537,9 @@ class DataLoader:
             "dataset": type(self.dataset).__name__,
             "samples": len(self.dataset),
             "dataset_bytes": self.dataset.total_bytes,
-            "batch_size": self.batch_size,
+            "batch_size": self._batch_size,
             "epochs": self.epochs_total,
+            "name": self._name,
             "threads": self._threads,
             "fetchers": self._fetchers(),
             "transforms": "native" if self._pipeline else "python" if self._python else "none",
@@ -522,8 +565,30 @@ class DataLoader:
 
     @property
     def plan(self) -> Plan:
-        """What this loader will read, and when."""
+        """What this loader will read, and when; of 2**31 - 1 epochs where there is no end."""
         return self._plan
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per rank and batch; fixed, for the plan follows from it."""
+        return self._batch_size
+
+    @batch_size.setter
+    def batch_size(self, value: int) -> None:
+        raise UsageError(
+            f"batch_size is fixed at {self._batch_size} when the loader is made: make another loader, "
+            "or join batches by nostall.DynamicBatches"
+        )
+
+    def __repr__(self) -> str:
+        end = "" if self.epochs_total is None else f", epochs={self.epochs_total}"
+        tiers = ", ".join(
+            f"{tier.path or tier.kind}:{tier.capacity / 2**20:.0f}MiB" for tier in self._tiers
+        )
+        return (
+            f"<DataLoader of {self.dataset!r}: batch_size={self._batch_size}, {self._batches} batches "
+            f"an epoch{end}, rank {self.world.rank} of {self.world.world_size}, tiers [{tiers}]>"
+        )
 
     @property
     def position(self) -> tuple[int, int]:
@@ -531,17 +596,18 @@ class DataLoader:
         return self._position
 
     def _make_spec(self) -> _native.JobSpec:
-        self._plan = Plan(
-            samples=len(self.dataset),
-            batch_size=self.batch_size,
-            world_size=self.world.world_size,
-            epochs=self.epochs_total,
-            seed=self.seed,
-            drop_last=self.drop_last,
-            order=self._order if self._shuffle else "sequential",
-            scheme=self._scheme,
-            order_world=self._order_world,
-        )
+        self._planned: dict[str, Any] = {
+            "samples": len(self.dataset),
+            "batch_size": self._batch_size,
+            "world_size": self.world.world_size,
+            "epochs": self._last_epoch,
+            "seed": self.seed,
+            "drop_last": self.drop_last,
+            "order": self._order,
+            "scheme": self._scheme,
+            "order_world": self._order_world,
+        }
+        self._plan = Plan(**self._planned)
         return self._plan.native
 
     def _join(self) -> cluster.Cluster | None:
@@ -605,7 +671,10 @@ class DataLoader:
                 job_name=job_name,
                 local_rank=self.world.local_rank,
                 local_world=self.world.local_world_size,
-                on_error=self._on_error,
+                # The stage of callables finds stand-ins itself: they must suit the callable.
+                on_error="report"
+                if self._python and self._on_error == "substitute"
+                else self._on_error,
                 fetchers=self._fetchers(),
                 workers=self._threads,
                 depth=_READS_IN_FLIGHT,
@@ -622,7 +691,9 @@ class DataLoader:
             self._finalizer = weakref.finalize(self, self._loader.close)
             metrics.add(self)
             if trace.wanted():
-                trace.begin(self, functools.partial(self._recorder.stats, self._bound()))
+                trace.begin(
+                    self, functools.partial(self._recorder.stats, self._name, self._bound())
+                )
         return self._loader
 
     def _fetchers(self) -> int:

@@ -76,6 +76,8 @@ class Source:
 
     native: _native.Source
     pixels: Pixels | None = None
+    # Floating-point labels lie in the native source as the bits of float64.
+    _label_type: np.dtype[Any] = np.dtype(np.int64)
     # What it was opened with, to open it again in another process.
     _arguments: dict[str, Any]
 
@@ -91,10 +93,29 @@ class Source:
         """Bytes of every sample, shape (n,)."""
         return self.native.sizes
 
+    def __repr__(self) -> str:
+        where = next(iter(self._arguments.values()), None)
+        if isinstance(where, (list, tuple)):
+            where = f"{where[0]!r} and {len(where) - 1} more" if len(where) > 1 else repr(where[0])
+        else:
+            where = repr(where)
+        classes = getattr(self, "classes", None)
+        return (
+            f"<{type(self).__name__} {where}: {len(self)} samples"
+            + (f" of {len(classes)} classes" if classes else "")
+            + f", {self.total_bytes / 1e6:.1f} MB>"
+        )
+
     @property
-    def labels(self) -> NDArray[np.int64]:
-        """Label of every sample, shape (n,)."""
-        return self.native.labels
+    def labels(self) -> NDArray[Any]:
+        """Label of every sample, shape (n,): int64, or the floating-point type that was given."""
+        return self.as_labels(self.native.labels)
+
+    def as_labels(self, native: NDArray[np.int64]) -> NDArray[Any]:
+        """Labels as the native source has them, in their own type."""
+        if self._label_type.kind != "f":
+            return native
+        return native.view(np.float64).astype(self._label_type)
 
     @property
     def total_bytes(self) -> int:
@@ -179,18 +200,19 @@ class FileList(Source):
 
     Args:
         paths: the files, relative to `root` or absolute; None takes every file below `root`.
-        labels: one integer per file; 0 for all if None.
+        labels: one number per file, integers or floating-point (regression targets, which keep their
+            type: float64 if they are Python's, as torch collates them); 0 for all if None.
         root: where relative paths start; the working directory if None.
 
     Raises:
         IoError: a file cannot be examined, with its path.
-        UsageError: the list is empty, or labels and paths differ in number.
+        UsageError: the list is empty, labels and paths differ in number, or labels are no numbers.
     """
 
     def __init__(
         self,
         paths: Sequence[str | os.PathLike[str]] | None = None,
-        labels: Sequence[int] | NDArray[np.integer[Any]] | None = None,
+        labels: Sequence[float] | NDArray[Any] | None = None,
         *,
         root: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -212,12 +234,41 @@ class FileList(Source):
                 threads=_LISTING_THREADS,
             )
         else:
+            numbers = _numbers(labels)
+            self._label_type = numbers.dtype
+            if numbers.dtype.kind == "f":
+                numbers = numbers.astype(np.float64).view(np.int64)
             self.native = _native.open_files(
                 root=self.root,
                 paths=[os.fspath(p) for p in paths],
-                labels=[] if labels is None else [int(x) for x in labels],
+                labels=numbers.tolist(),
                 threads=_LISTING_THREADS,
             )
+
+
+def _numbers(labels: Any) -> NDArray[Any]:
+    """Labels as int64, float16, float32 or float64, shape (n,); of none if there are none."""
+    if labels is None or len(labels) == 0:
+        return np.zeros(0, np.int64)
+    try:
+        found = np.asarray(labels)
+    except ValueError as error:
+        raise UsageError(f"labels must be one number a file: {error}") from None
+    if found.ndim != 1:
+        raise UsageError(
+            f"labels must be one number a file, not an array of shape {found.shape}: look up what has "
+            "more in the training's loop, by labels=range(n)"
+        )
+    if found.dtype.kind == "f" and found.dtype.itemsize <= 8:
+        return found
+    fits = found.dtype.kind in "biu" and not (found.size and int(found.max()) >= 2**63)
+    if not fits:
+        kind = "text" if found.dtype.kind in "US" else found.dtype.name
+        raise UsageError(
+            f"labels must be integers or floating-point numbers, not {kind} ({labels[0]!r}): number "
+            "the classes"
+        )
+    return found.astype(np.int64)
 
 
 def _reopen(

@@ -55,13 +55,17 @@ class Work:
 
     Raises:
         UsageError: `dest` exists, another process works on it, or an earlier conversion of something
-            else was left there.
+            else was left there, or labels are floating-point numbers.
         IoError: the disk has too little room for the samples.
     """
 
     def __init__(
         self, source: Source, dest: str | os.PathLike[str], options: dict[str, Any]
     ) -> None:
+        if source.labels.dtype.kind == "f":
+            raise UsageError(
+                f"{source!r} has floating-point labels, which what is converted to does not hold"
+            )
         self.source = source
         self.dest = Path(dest).absolute()
         self.folder = self.dest.with_name(self.dest.name + ".partial")

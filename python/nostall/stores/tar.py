@@ -44,8 +44,8 @@ class TarShards(RecordStore):
 
     Raises:
         CorruptionError: a damaged or cut archive, or a label that is no number, with the offset.
-        UsageError: there is no sample, a member is sparse, an archive is compressed, or a sample has
-            two images.
+        UsageError: there is no sample, no sample has a label, a member is sparse, an archive is
+            compressed, or a sample has two images.
         IoError: a shard cannot be read.
     """
 
@@ -81,7 +81,7 @@ class TarShards(RecordStore):
         self._label = label
         self.storage = open_storage(paths, direct=direct, store=store)
         named = label if isinstance(label, str) else "(function)" if label else ""
-        stamp = f"image={','.join(self._image)} label={named}"
+        stamp = f"image={','.join(self._image)} labels={named}"
         self._open(
             kind="tar",
             stamp=lambda: stamp,
@@ -128,8 +128,14 @@ class TarShards(RecordStore):
             function = self._label
             return np.array([function(key) for _, key in keys], np.int64)
         labels = np.zeros(len(keys), np.int64)
-        if self._label is None or not texts:
+        if self._label is None:
             return labels
+        if keys and not texts:
+            file, key = keys[0]
+            raise UsageError(
+                f"{self.storage.paths[file]}: no sample has a label ({key}.{self._label} and so on are "
+                "not there): pass label=None for samples without labels, or the ending of theirs"
+            )
         for i, (file, key) in enumerate(keys):
             where = f"{self.storage.paths[file]}: sample {key!r}"
             if (file, key) not in texts:

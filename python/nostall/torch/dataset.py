@@ -22,7 +22,8 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
+    def __getitem__(self, index: int) -> tuple[Any, float]:
         """Raises IoError with the file's path if it cannot be read."""
         data = self.source.read(index)
-        return (self.transform(data) if self.transform else data), int(self.source.labels[index])
+        label = self.source.as_labels(self.source.native.labels[[index]])[0].item()
+        return (self.transform(data) if self.transform else data), label

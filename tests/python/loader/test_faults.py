@@ -371,14 +371,13 @@ def test_two_jobs_on_one_node_do_not_disturb_each_other(image_folder: Path) -> N
 
 def test_ranks_that_disagree_are_told_so(image_folder: Path) -> None:
     folder = nostall.ImageFolder(image_folder)
+    paths = [folder.describe(i) for i in range(len(folder))]
 
-    def loader(rank: int, seed: int) -> nostall.DataLoader:
+    def loader(rank: int, dataset: Any = folder, **other: Any) -> nostall.DataLoader:
         return nostall.DataLoader(
-            folder,
-            4,
-            epochs=2,
-            seed=seed,
-            tiers=["ram:1MiB"],
+            dataset,
+            other.pop("batch_size", 4),
+            **{"epochs": 2, "seed": 1, "tiers": ["ram:1MiB"], "output": "numpy", **other},
             rank=rank,
             world_size=2,
             local_rank=rank,
@@ -386,12 +385,21 @@ def test_ranks_that_disagree_are_told_so(image_folder: Path) -> None:
             job="disagree",
         )
 
-    with loader(0, 1) as first, loader(1, 2) as second:
+    with loader(0) as first:
         next(iter(first))
-        with pytest.raises(
-            PeerError, match=r"local rank 1 disagrees .* the batch size, epochs, seed"
+        for other, told in (
+            ({"seed": 2}, r"seed \(2 here, 1 there\);"),
+            (
+                {"batch_size": 8, "epochs": 3},
+                r"batch_size \(8 here, 4 .*epochs \(3 here, 2 there\);",
+            ),
+            ({"drop_last": True}, r"drop_last \(True here, False there\);"),
+            ({"shuffle": False}, r"order \(sequential here, torch there\);"),
+            ({"tiers": ["ram:20KiB"]}, r"tiers \(ram:20480 here, ram:1048576 there\);"),
+            ({"dataset": nostall.FileList(paths[:60])}, r"samples \(60 here, 61 there\), bytes of"),
         ):
-            next(iter(second))
+            with loader(1, **other) as second, pytest.raises(PeerError, match=told):
+                next(iter(second))
 
 
 def test_python_callables_see_bytes_or_images(image_folder: Path) -> None:

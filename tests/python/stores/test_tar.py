@@ -88,7 +88,9 @@ def test_long_names_other_letters_and_no_label(tmp_path: Path, form: int) -> Non
     ]
     contents = images(len(names))
     shard(tmp_path / "a.tar", list(zip(names, contents, strict=True)), form)
-    source = nostall.TarShards(tmp_path / "a.tar")
+    with pytest.raises(UsageError, match=r"no sample has a label .*\.cls.* label=None"):
+        nostall.TarShards(tmp_path / "a.tar")
+    source = nostall.TarShards(tmp_path / "a.tar", label=None)
     check_source(source, contents, [0] * len(names))
     assert names_of(source) == names
     assert f'a.tar "{"a" * 40}' in source.describe(0)
@@ -97,7 +99,7 @@ def test_long_names_other_letters_and_no_label(tmp_path: Path, form: int) -> Non
 def test_ustar_splits_long_names(tmp_path: Path) -> None:
     name = "d" * 90 + "/" + "e" * 90 + ".jpg"
     shard(tmp_path / "a.tar", [(name, b"x")], tarfile.USTAR_FORMAT)
-    assert names_of(nostall.TarShards(tmp_path / "a.tar")) == [name]
+    assert names_of(nostall.TarShards(tmp_path / "a.tar", label=None)) == [name]
 
 
 def test_what_is_no_regular_file_is_left_out(tmp_path: Path) -> None:
@@ -107,7 +109,7 @@ def test_what_is_no_regular_file_is_left_out(tmp_path: Path) -> None:
             member.type, member.linkname = kind, "yes.jpg"
             tar.addfile(member)
         add(tar, "yes.jpg", b"sample")
-    source = nostall.TarShards(tmp_path / "a.tar")
+    source = nostall.TarShards(tmp_path / "a.tar", label=None)
     assert [source.read(i) for i in range(len(source))] == [b"sample"]
 
 
@@ -120,7 +122,7 @@ def test_what_gnu_tar_writes(tmp_path: Path) -> None:
     subprocess.run(
         ["tar", "--sort=name", "-cf", str(tmp_path / "a.tar"), "-C", str(folder), "."], check=True
     )
-    check_source(nostall.TarShards(tmp_path / "a.tar"), contents, [0] * 20)
+    check_source(nostall.TarShards(tmp_path / "a.tar", label=None), contents, [0] * 20)
 
 
 def test_which_members_are_samples_and_labels(tmp_path: Path) -> None:

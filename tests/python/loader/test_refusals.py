@@ -1,0 +1,303 @@
+"""What cannot be meant is refused in a sentence; what fails is told by its right name."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import nostall
+from nostall import _native
+from nostall import transforms as t
+from nostall.errors import CorruptionError, TransformError, UsageError
+
+CROP = [t.RandomResizedCrop(16, scale=(0.1, 0.4)), t.RandomHorizontalFlip(), t.ToTensor()]
+
+
+def make(folder: Path, **options: Any) -> nostall.DataLoader:
+    arguments: dict[str, Any] = {"batch_size": 4, "tiers": [], "output": "numpy"}
+    return nostall.DataLoader(nostall.ImageFolder(folder, index=False), **(arguments | options))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"shuffle": "yes"}, "shuffle must be True or False, or None, not 'yes'"),
+        ({"drop_last": 1}, "drop_last must be True or False, not 1"),
+        ({"epochs": "3"}, "epochs must be an integer from 1 to .*, or None, not '3'"),
+        ({"batch_size": "16"}, "batch_size must be an integer .*, not '16'"),
+        ({"batch_size": True}, "batch_size must be an integer .*, not True"),
+        ({"threads": "all"}, "threads must be an integer from 1 to 1024, or None, not 'all'"),
+        ({"dtype": np.float32}, 'dtype must be "uint8", "float16" or "float32", or None, not'),
+        ({"layout": "nchw"}, "layout must be"),
+        ({"on_error": "skip"}, 'on_error must be "raise" or "substitute"'),
+        ({"reader": "fast"}, "reader must be"),
+        ({"scheme": "mine"}, "scheme must be"),
+        ({"tiers": 5}, 'tiers must be "auto", a tier as text, or a list of tiers, not 5'),
+        ({"tiers": [5]}, "tiers must be"),
+        ({"tiers": "ram:99999GiB"}, "more than the memory of this machine"),
+        ({"collate": 3}, "collate must be a function, or None"),
+        ({"num_workers": 4}, "no option num_workers: pass threads="),
+        ({"collate_fn": list}, "no option collate_fn: pass collate="),
+        ({"batchsize": 4}, r"no option batchsize: did you mean batch_size=\?"),
+        ({"order": [1, 2], "shuffle": True}, "shuffle=True does not go with order= a sequence"),
+        ({"order": "keyed", "shuffle": False}, 'shuffle=False does not go with order= "keyed"'),
+        ({"transforms": dict}, "transforms is the class dict: give an object of it"),
+    ],
+)
+def test_nonsense_is_refused_in_a_sentence(
+    image_folder: Path, wrong: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(UsageError, match=told) as caught:
+        make(image_folder, **wrong)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_fixed_cannot_be_set(image_folder: Path) -> None:
+    loader = make(image_folder)
+    with pytest.raises(UsageError, match="batch_size is fixed at 4"):
+        loader.batch_size = 8
+    assert loader.batch_size == 4
+    assert "ImageFolder" in repr(loader) and "61 samples of 3 classes" in repr(loader)
+    assert "16 batches an epoch" in repr(loader)
+
+
+# ------------------------------------------------------------------------------- labels
+
+
+def test_floating_point_labels_keep_their_type_and_values(image_folder: Path) -> None:
+    paths = sorted(image_folder.glob("*/*.jpg"))[:10]
+    for labels in (
+        [0.5 * i for i in range(10)],
+        np.linspace(-3, 3, 10, dtype=np.float32),
+        np.arange(10, dtype=np.float16),
+    ):
+        source = nostall.FileList(paths, labels)
+        expected = np.asarray(labels)
+        assert source.labels.dtype == expected.dtype
+        assert source.labels.tolist() == expected.tolist()
+        with nostall.DataLoader(source, 4, shuffle=False, tiers=[], output="numpy") as loader:
+            got = [y for _, y in loader]
+        assert all(y.dtype == expected.dtype for y in got)
+        assert np.concatenate(got).tolist() == expected.tolist()
+    other = nostall.FileList(paths, [0.25 * i for i in range(10)])
+    assert other.fingerprint != nostall.FileList(paths, [0.5 * i for i in range(10)]).fingerprint
+    assert nostall.FileList(paths, np.arange(10, dtype=np.uint8)).labels.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("labels", "told"),
+    [
+        ([[1, 2], [3, 4]], r"one number a file, not an array of shape \(2, 2\)"),
+        ([[1, 2], [3]], "one number a file"),
+        (["cat", "dog"], r"not text \('cat'\): number the classes"),
+        ([1j, 2j], "not complex128"),
+        (np.array([2**63, 1], np.uint64), "not uint64"),
+        ([None, 1], "not object"),
+    ],
+)
+def test_labels_that_are_no_numbers_are_refused(image_folder: Path, labels: Any, told: str) -> None:
+    paths = sorted(image_folder.glob("*/*.jpg"))[:2]
+    with pytest.raises(UsageError, match=told):
+        nostall.FileList(paths, labels)
+
+
+# ------------------------------------------------------------------------------- draws
+
+
+def test_a_sample_that_an_order_repeats_is_cut_anew(image_folder: Path) -> None:
+    with make(image_folder, batch_size=8, order=[5] * 15 + [6], transforms=CROP) as loader:
+        images = [image.tobytes() for x, _ in loader for image in x]
+    assert len(set(images)) == 16
+    encoded = nostall.ImageFolder(image_folder, index=False).read(5)
+    pipeline = t.compile(CROP)
+    assert images[:15] == [
+        pipeline.apply(encoded, sample=5, occurrence=k).tobytes() for k in range(15)
+    ]
+    # The first one is what it is where nothing repeats.
+    with make(image_folder, order=[5], transforms=CROP) as loader:
+        assert next(iter(loader))[0].tobytes() == images[0]
+    # On any number of ranks.
+    parts = []
+    for rank in range(2):
+        options: dict[str, Any] = {"rank": rank, "world_size": 2, "batch_size": 4}
+        with make(image_folder, order=[5] * 15 + [6], transforms=CROP, **options) as loader:
+            parts.append([image.tobytes() for x, _ in loader for image in x])
+    assert [x for pair in zip(*parts, strict=True) for x in pair] == images
+
+
+# ------------------------------------------------------------------------------- batches
+
+
+def as_dict(images: list[Any]) -> dict[str, Any]:
+    return {"images": list(images)}
+
+
+def test_collate_makes_the_batches_of_every_kind_of_transform(image_folder: Path) -> None:
+    for transforms in (CROP, None, lambda raw: raw[:10]):
+        with make(image_folder, transforms=transforms, collate=as_dict) as loader:
+            plain = make(image_folder, transforms=transforms)
+            with plain:
+                for (made, labels), (x, y) in zip(loader, plain, strict=True):
+                    assert labels.tolist() == y.tolist()
+                    assert [a.tolist() for a in made["images"]] == [
+                        x[i].tolist() for i in range(len(x))
+                    ]
+
+
+@pytest.mark.parametrize("result", [{"a": 1}, (1, 2), "text", None])
+def test_results_that_make_no_array_name_collate(image_folder: Path, result: Any) -> None:
+    told = rf"callable gives {type(result).__name__} for .*jpg.*: pass collate="
+    with (
+        make(image_folder, transforms=lambda raw: result) as loader,
+        pytest.raises(UsageError, match=told),
+    ):
+        next(iter(loader))
+    with make(image_folder, transforms=lambda raw: result, collate=list) as loader:
+        assert next(iter(loader))[0] == [result] * 4
+
+
+# ------------------------------------------------------------------------------- callables
+
+
+def decode_by_pillow(raw: np.ndarray) -> np.ndarray:
+    return np.array(Image.open(io.BytesIO(raw.tobytes())).convert("RGB").resize((8, 8)))
+
+
+def wrong_in_code(raw: np.ndarray) -> np.ndarray:
+    return {"right": raw}["wrong"]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "substitute"])
+@pytest.mark.parametrize("decode", [False, True])
+def test_an_error_of_the_callable_is_its_own(
+    image_folder: Path, on_error: Any, decode: bool
+) -> None:
+    with (
+        make(image_folder, transforms=wrong_in_code, decode=decode, on_error=on_error) as loader,
+        pytest.raises(TransformError, match=r"failed for .*jpg.*KeyError: 'wrong'") as caught,
+    ):
+        next(iter(loader))
+    assert "damaged file" not in str(caught.value) and "repair" not in str(caught.value)
+    cause = caught.value.__cause__
+    assert isinstance(cause, KeyError)
+    assert cause.__traceback__ is not None
+    assert cause.__traceback__.tb_next is not None  # into the user's own function
+    assert not isinstance(caught.value, CorruptionError)
+
+
+@pytest.mark.multi
+def test_an_error_in_another_process_comes_with_its_lines(image_folder: Path) -> None:
+    with (
+        make(image_folder, transforms=wrong_in_code, workers="processes", threads=1) as loader,
+        pytest.raises(TransformError, match=r"KeyError: 'wrong'") as caught,
+    ):
+        next(iter(loader))
+    assert 'return {"right": raw}["wrong"]' in str(caught.value)
+
+
+def test_damage_is_replaced_whoever_decodes_and_in_the_same_way(
+    make_folder: Callable[[int], Path],
+) -> None:
+    root = make_folder(40)
+    folder = nostall.ImageFolder(root, index=False)
+    victims = [3, 11, 12, 30, 31]
+    for sample in victims[:3]:
+        path = Path(folder.describe(sample))
+        path.write_bytes(path.read_bytes()[:100] + bytes(path.stat().st_size - 100))
+    for sample in victims[3:]:
+        Path(folder.describe(sample)).unlink()
+
+    def stand_ins(transforms: Any, **options: Any) -> dict[int, int]:
+        found = {}
+        with nostall.DataLoader(
+            folder, 40, shuffle=False, transforms=transforms, on_error="substitute",
+            tiers=[], output="numpy", seed=9, **options,
+        ) as loader:  # fmt: skip
+            ((x, labels),) = loader
+            assert sorted(loader.stats().epochs[0].substituted) == victims
+            # By its label, which comes with it; the images tell which.
+            assert len(x) == 40
+            plain = x.reshape(40, -1)
+        for victim in victims:
+            (same,) = [
+                i for i in range(40)
+                if i not in victims and (plain[i] == plain[victim]).all()
+            ]  # fmt: skip
+            assert labels[victim] == folder.labels[same]
+            found[victim] = same
+        return found
+
+    small = [t.Resize((8, 8)), t.ToTensor()]
+    native = stand_ins(small)
+    assert native == stand_ins(decode_by_pillow)
+    assert native == stand_ins(lambda image: image[:8, :8].copy(), decode=True)
+    good = [i for i in range(40) if i not in victims]
+    assert native == {
+        v: next(int(c) for c in _native.stand_ins(9, v, 40) if c in good) for v in victims
+    }
+
+
+def test_stand_ins_are_those_of_the_page_on_formats() -> None:
+    # docs/formats/order.md
+    assert _native.stand_ins(0, 0, 1000)[:4].tolist() == [79, 401, 360, 869]
+    assert _native.stand_ins(7, 123, 1000)[:4].tolist() == [994, 773, 782, 435]
+    assert len(_native.stand_ins(0, 0, 1)) == 1024
+
+
+def test_steps_of_image_libraries_get_the_decoded_image(image_folder: Path) -> None:
+    v2 = pytest.importorskip("torchvision.transforms.v2")
+    torch = pytest.importorskip("torch")
+    steps = [v2.ToImage(), v2.CenterCrop(16), v2.ToDtype(torch.float32, scale=True)]
+    expected = None
+    for transforms in (v2.Compose(steps), steps, torch.nn.Sequential(*steps)):
+        with make(image_folder, transforms=transforms, shuffle=False, output="torch") as loader:
+            x, _ = next(iter(loader))
+        assert x.shape == (4, 3, 16, 16)
+        assert expected is None or torch.equal(x, expected)
+        expected = x
+    encoded = nostall.ImageFolder(image_folder, index=False).read(0)
+    image = torch.from_numpy(np.asarray(_native.decode_rgb(encoded)))
+    assert expected is not None
+    middle = image.permute(2, 0, 1)[:, 7:23, 12:28].float() / 255
+    assert torch.allclose(expected[0], middle, atol=1e-6)
+    # A function of the user's comes first: it takes what it takes.
+    own = v2.Compose([v2.Lambda(decode_by_pillow), v2.ToImage()])
+    with make(image_folder, transforms=own, output="torch") as loader:
+        assert next(iter(loader))[0].shape == (4, 3, 8, 8)
+    with pytest.raises(UsageError, match="native step inside"):
+        make(image_folder, transforms=v2.Compose([t.Resize(8)]))
+
+
+# ------------------------------------------------------------------------------- epochs
+
+
+def test_a_loader_without_epochs_goes_on_for_ever(image_folder: Path, tmp_path: Path) -> None:
+    folder = nostall.ImageFolder(image_folder, index=False)
+    with make(image_folder, tiers=["ram:8MiB"]) as loader:
+        for epoch in range(4):
+            order = np.concatenate([y for _, y in loader])
+            assert order.tolist() == folder.labels[loader.plan.epoch_order(epoch)].tolist()
+            stats = loader.stats()
+            assert [e.epoch for e in stats.epochs] == list(range(epoch + 1))
+            # What was read for the next epoch already counts there.
+            assert stats.source_bytes <= stats.lower_bound_bytes == folder.total_bytes
+        loader.set_epoch(1000)
+        assert len([1 for _ in loader]) == len(loader)
+        state = loader.state_dict()
+        assert state["epoch"] == 1001
+    with make(image_folder) as loader:
+        loader.load_state_dict(state)
+        epochs = loader.epochs()
+        assert [next(epochs).index for _ in range(3)] == [1001, 1002, 1003]
+    with make(image_folder, epochs=2) as loader:
+        for epoch in loader.epochs():
+            for _ in epoch:
+                pass
+        with pytest.raises(UsageError, match="all 2 epochs"):
+            next(iter(loader))
