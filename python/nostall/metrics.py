@@ -18,7 +18,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nostall.errors import IoError, UsageError
+from nostall.errors import Error, IoError, UsageError
 from nostall.stats import ORIGINS, EpochStats, Stats
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ LIVE_SECONDS = 1.0
 
 _loaders: weakref.WeakSet[DataLoader] = weakref.WeakSet()
 _server: ThreadingHTTPServer | None = None
+_refused = False  # the port of the environment: said once
 
 _HELP = {
     "nostall_batches_total": "Batches handed out.",
@@ -46,13 +47,22 @@ _HELP = {
 
 def add(loader: DataLoader) -> None:
     """For loaders that start: their numbers are served from now on."""
+    global _refused
     _loaders.add(loader)
     port = os.environ.get(VARIABLE)
-    if port and _server is None:
+    if not port or _server is not None or _refused:
+        return
+    try:
         if not port.isdigit() or int(port) > 65535:
             raise UsageError(f"{VARIABLE} must be a port, not {port!r}")
         # Each rank of the node listens on a port of its own.
         serve(int(port) + loader.world.local_rank)
+    except (Error, OverflowError) as error:
+        # Watching never ends what it watches.
+        _refused = True
+        logging.getLogger("nostall").warning(
+            "%s; training goes on without metrics: set %s to a free port", error, VARIABLE
+        )
 
 
 def serve(port: int = 9464) -> int:
@@ -81,7 +91,8 @@ def serve(port: int = 9464) -> int:
 
 def close() -> None:
     """Ends `serve`."""
-    global _server
+    global _server, _refused
+    _refused = False
     if _server is not None:
         _server.shutdown()
         _server.server_close()
@@ -187,6 +198,6 @@ class Live:
         try:
             beside.write_text(json.dumps(data))
             beside.replace(self._path)
-        except OSError as error:
+        except Exception as error:  # watching never ends what it watches
             self._next = float("inf")
-            logging.getLogger("nostall").warning("cannot write %s: %s", self._path, error.strerror)
+            logging.getLogger("nostall").warning("cannot write %s: %s", self._path, error)

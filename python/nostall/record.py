@@ -28,7 +28,7 @@ class Recorder:
         self._world_size = world_size
         self._start = time.perf_counter()
         self._epochs: list[EpochStats] = []
-        self._epoch_start = 0.0
+        self.epochs_begun = 0  # one more than the last number
         self._current: _Running | None = None
         self._columns = {
             name: array("d") for name in ("epoch", "batch", "time", "wait", *ORIGINS, "queue")
@@ -50,6 +50,7 @@ class Recorder:
         if self._current is not None:
             self.end_epoch(self._current)
         self._current = _Running(epoch)
+        self.epochs_begun = max(self.epochs_begun, epoch + 1)
         return self._current
 
     def batch(
@@ -99,7 +100,9 @@ class Recorder:
         """Whether no other iteration has begun."""
         return self._current is running
 
-    def stats(self, lower_bound: int, peers: dict[str, int] | None = None) -> Stats:
+    def stats(
+        self, loader: str, lower_bound: Callable[[], int], peers: dict[str, int] | None = None
+    ) -> Stats:
         epochs = list(self._epochs)
         if self._current is not None:
             epochs.append(self._current.freeze())
@@ -108,9 +111,10 @@ class Recorder:
             world_size=self._world_size,
             epochs=epochs,
             batches=BatchRecords(**{name: list(c) for name, c in self._columns.items()}),
-            lower_bound_bytes=lower_bound,
+            lower_bound_bytes=lower_bound(),
             memory=dict(zip(_POOLS, self._memory, strict=True)),
             peers=peers or {},
+            loader=loader,
         )
 
 

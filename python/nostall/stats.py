@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nostall.errors import CorruptionError, IoError, UsageError
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-FORMAT = 2
+FORMAT = 3
+
+T = TypeVar("T")
 
 # Where a sample can come from, nearest first, as the native loader counts them.
 ORIGINS = ("ram", "file", "peer", "source")
@@ -78,7 +80,8 @@ class Stats:
     """All epochs of one rank; `merge` adds ranks up.
 
     `lower_bound_bytes` is the least that all ranks together must read from the source, with the
-    tiers as given, for the whole job. `memory` holds the most bytes seen by pool, `peers` what was
+    tiers as given, for the whole job (for the epochs so far, where it has no end). `loader` tells the
+    loaders of a process apart. `memory` holds the most bytes seen by pool, `peers` what was
     exchanged with other nodes (nothing on one node).
     """
 
@@ -89,6 +92,7 @@ class Stats:
     lower_bound_bytes: int
     memory: dict[str, int]
     peers: dict[str, int] = field(default_factory=dict)
+    loader: str = ""
 
     @property
     def seconds(self) -> float:
@@ -131,7 +135,9 @@ class Stats:
             CorruptionError: the data is not of this format.
         """
         if data.get("format") != FORMAT:
-            raise CorruptionError(f"statistics of format {data.get('format')!r}, not {FORMAT}")
+            raise CorruptionError(
+                f"these are statistics of format {data.get('format')!r}, this release reads {FORMAT}"
+            )
         try:
             epochs = [
                 EpochStats(
@@ -150,6 +156,7 @@ class Stats:
                 lower_bound_bytes=data["lower_bound_bytes"],
                 memory=data["memory"],
                 peers=data["peers"],
+                loader=data["loader"],
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise CorruptionError(f"damaged statistics: {error}") from error
@@ -165,6 +172,7 @@ class Stats:
         Raises:
             IoError: the file cannot be read.
             CorruptionError: the file is not such JSON.
+            UsageError: it is another file of nostall's.
         """
         try:
             data = json.loads(Path(path).read_text())
@@ -174,7 +182,14 @@ class Stats:
             raise CorruptionError(f"{path} is not statistics of nostall: {error}") from error
         if not isinstance(data, dict):
             raise CorruptionError(f"{path} is not statistics of nostall")
-        return cls.from_dict(data)
+        if data.get("kind") == "run":
+            raise UsageError(
+                f"{path} is what one loader of a recorded run left: give the run's directory"
+            )
+        try:
+            return cls.from_dict(data)
+        except CorruptionError as error:
+            raise CorruptionError(f"{path}: {error}") from error
 
     def rows(self) -> list[tuple[str, ...]]:
         """The table's cells, a row per epoch and one for the total."""
@@ -196,10 +211,12 @@ class Stats:
         return table
 
     def _bound_line(self) -> str:
-        line = (
-            f"read from the source {_bytes(self.source_bytes)}, lower bound of the job "
-            f"{_bytes(self.lower_bound_bytes)}"
-        )
+        line = f"read from the source {_bytes(self.source_bytes)}"
+        if self.rank >= 0 and self.world_size > 1:
+            # The bound is that of all ranks together.
+            line += f" by this rank of {self.world_size}"
+        else:
+            line += f", lower bound of the job {_bytes(self.lower_bound_bytes)}"
         bad = sorted({s for e in self.epochs for s in e.substituted})
         if bad:
             some = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
@@ -277,16 +294,43 @@ def _sum_origins(epochs: Sequence[EpochStats]) -> dict[str, OriginStats]:
     }
 
 
+def by_loader(found: Iterable[T], stats: Callable[[T], Stats]) -> list[list[T]]:
+    """What belongs to one loader of a job, one of each rank: loaders are told apart by name.
+
+    A rank that comes twice for a name, as after a restart, begins another group.
+    """
+    groups: list[list[T]] = []
+    for item in sorted(found, key=lambda x: _number_last(stats(x).loader)):
+        mine = stats(item)
+        for group in groups:
+            of = [stats(x) for x in group]
+            if (of[0].loader, of[0].world_size) == (mine.loader, mine.world_size) and all(
+                s.rank != mine.rank for s in of
+            ):
+                group.append(item)
+                break
+        else:
+            groups.append([item])
+    return groups
+
+
+def _number_last(name: str) -> tuple[str, int]:
+    word, _, number = name.rpartition(" ")
+    return (word, int(number)) if number.isdigit() else (name, 0)
+
+
 def merge(ranks: Sequence[Stats]) -> Stats:
-    """The ranks of one job together: samples and bytes add up, the slowest rank's seconds count.
+    """The ranks of one loader together: samples and bytes add up, the slowest rank's seconds count.
 
     Raises:
-        UsageError: no statistics, or of different jobs.
+        UsageError: no statistics, or of different jobs, or of several loaders of a rank.
     """
     if not ranks:
         raise UsageError("there are no statistics to merge")
-    if len({(s.world_size, s.lower_bound_bytes) for s in ranks}) != 1:
-        raise UsageError("these statistics are of different jobs")
+    if len({s.world_size for s in ranks}) != 1 or len({s.rank for s in ranks}) != len(ranks):
+        raise UsageError(
+            "these statistics are of different jobs or loaders: merge takes one of each rank"
+        )
     numbers = sorted({e.epoch for s in ranks for e in s.epochs})
     epochs = []
     for number in numbers:
@@ -320,10 +364,12 @@ def merge(ranks: Sequence[Stats]) -> Stats:
         world_size=ranks[0].world_size,
         epochs=epochs,
         batches=BatchRecords(**columns),
-        lower_bound_bytes=ranks[0].lower_bound_bytes,
+        # Ranks of a job without an end may have been asked at different epochs.
+        lower_bound_bytes=max(s.lower_bound_bytes for s in ranks),
         memory={**shared, **own},
         peers={
             name: sum(s.peers.get(name, 0) for s in ranks)
             for name in dict.fromkeys(name for s in ranks for name in s.peers)
         },
+        loader=ranks[0].loader,
     )

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from nostall import _native, metrics
-from nostall.errors import IoError, UsageError
+from nostall.errors import Error, IoError, UsageError
 from nostall.world import find_world
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class _Run:
 
 
 _run: _Run | None = None
+_refused = False  # the directory of the environment: said once
 
 
 def start(directory: str | os.PathLike[str], rank: int | None = None, world: int = 1) -> None:
@@ -107,7 +108,8 @@ def _claim(home: Path, rank: int) -> str:
 
 def stop() -> tuple[int, int, int] | None:
     """Ends the recording; (events, events dropped, bytes of the file), None if there was none."""
-    global _run
+    global _run, _refused
+    _refused = False
     if _run is None or _run.pid != os.getpid():
         return None
     for entry in list(_run.entries):
@@ -160,11 +162,17 @@ def wanted() -> bool:
 def begin(loader: DataLoader, stats: Callable[[], Stats]) -> None:
     """For loaders: starts recording if ``NOSTALL_TRACE`` asks for it, and notes the loader.
 
-    `stats` gives its statistics and does not hold the loader.
+    `stats` gives its statistics and does not hold the loader. What fails here costs the record, not
+    the training.
     """
+    global _refused
     directory = os.environ.get(VARIABLE)
-    if directory and (_run is None or _run.pid != os.getpid()):
-        start(directory, loader.world.rank, loader.world.world_size)
+    if directory and not _refused and (_run is None or _run.pid != os.getpid()):
+        try:
+            start(directory, loader.world.rank, loader.world.world_size)
+        except Error as error:
+            _refused = True
+            logging.getLogger("nostall").warning("%s; training goes on without a record", error)
     if _run is not None and _run.pid == os.getpid():
         entry = _Entry(weakref.ref(loader), describe(loader), stats)
         _run.entries.append(entry)
@@ -188,13 +196,13 @@ def _write(run: _Run, entry: _Entry) -> None:
     path = run.directory / f"{run.stem}.{run.kept}.run.json"
     run.kept += 1
     loader = entry.loader()
-    stats = entry.stats() if loader is None else loader.stats()
-    data = {"format": FORMAT, "kind": "run", **entry.settings, "stats": stats.to_dict()}
     try:
+        stats = entry.stats() if loader is None else loader.stats()
+        data = {"format": FORMAT, "kind": "run", **entry.settings, "stats": stats.to_dict()}
         path.write_text(json.dumps(data))
-    except OSError as error:
+    except Exception as error:
         # The training is over by now, or goes on: it does not fail for its record.
-        logging.getLogger("nostall").warning("cannot write %s: %s", path, error.strerror)
+        logging.getLogger("nostall").warning("cannot write %s: %s", path, error)
 
 
 def describe(loader: DataLoader) -> dict[str, Any]:

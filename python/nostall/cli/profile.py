@@ -61,9 +61,13 @@ def run(arguments: argparse.Namespace) -> int:
         lacked = "called no collective" if arguments.mpi else "used no loader of nostall"
         print(f"nostall: {command[0]} {lacked}: nothing recorded", file=sys.stderr)
         return status
-    found = runs.read(home)
-    print(run_page.text(found))
-    page = home / "report.html"
-    run_page.save([found], page)
-    print(page)
+    try:
+        found = runs.read(home)
+        print(run_page.text(found))
+        page = home / "report.html"
+        run_page.save([found], page)
+        print(page)
+    except Error as error:
+        # The command's own result stands.
+        print(f"nostall: {error}", file=sys.stderr)
     return 128 - status if status < 0 else status

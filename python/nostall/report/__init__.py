@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nostall.errors import UsageError
-from nostall.stats import HEADINGS, Stats, merge
+from nostall.stats import HEADINGS, Stats, by_loader, merge
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -98,8 +98,10 @@ def _draw_origins(axis: Any, stats: Sequence[Stats]) -> None:
             sums[origin][slot] += count
     moments = [begin + (i + 0.5) * width for i in range(slots)]
     base = [0.0] * slots
+    totals = [sum(s[i] for s in sums) for i in range(slots)]
     for origin, name in enumerate(_COLOURS):
-        totals = [sum(s[i] for s in sums) for i in range(slots)]
+        if not any(sums[origin]):
+            continue  # no room in the legend for what never was
         shares = [sums[origin][i] / t if t else 0.0 for i, t in enumerate(totals)]
         axis.bar(moments, shares, width, bottom=base, color=_COLOURS[name], label=_NAMES[name])
         base = [b + s for b, s in zip(base, shares, strict=True)]
@@ -114,6 +116,17 @@ def page(stats: Sequence[Stats]) -> str:
     """
     if not stats:
         raise UsageError("there are no statistics to report")
+    groups = by_loader(stats, lambda s: s)
+    sections = "".join(_section(g, named=len(groups) > 1) for g in groups)
+    return f"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>nostall report</title><style>{_STYLE}</style>
+<h1>nostall: where training waited</h1>
+{sections}</html>
+"""
+
+
+def _section(stats: Sequence[Stats], named: bool) -> str:
+    """One loader's."""
     whole = merge(stats)
     svg = io.StringIO()
     drawn = figure(stats)
@@ -124,20 +137,24 @@ def page(stats: Sequence[Stats]) -> str:
     picture = svg.getvalue()
     picture = picture[picture.index("<svg") :]
     share = whole.stall_seconds / whole.seconds if whole.seconds else 0.0
-    return f"""<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>nostall report</title><style>{_STYLE}</style>
-<h1>nostall: where training waited</h1>
+    return f"""{f"<h1>{html.escape(whole.loader)}</h1>" if named else ""}
 <p class="key">Stalled {whole.stall_seconds:.2f} s of {whole.seconds:.2f} s ({share:.1%});
-read {whole.source_bytes / 1e6:.1f} MB from the source, lower bound
-{whole.lower_bound_bytes / 1e6:.1f} MB; {len(stats)} of {whole.world_size} ranks.</p>
+{read_line(whole, len(stats))}</p>
 {picture}
 <h2>By epoch, all ranks</h2>
 {_table(whole)}
 <h2>Memory, most seen</h2>
 {_memory(whole)}
 {_substituted(whole)}
-</html>
 """
+
+
+def read_line(whole: Stats, ranks: int) -> str:
+    """What was read from the source, against the bound if all ranks are there."""
+    line = f"read {whole.source_bytes / 1e6:.1f} MB from the source"
+    if ranks == whole.world_size:
+        line += f", lower bound {whole.lower_bound_bytes / 1e6:.1f} MB"
+    return f"{line}; {ranks} of {whole.world_size} ranks."
 
 
 def _table(stats: Stats) -> str:

@@ -12,9 +12,10 @@ two times, so what the model does not explain counts neither before nor after.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nostall.report.run import Run
+from nostall.report.run import Loader, Run
 
 
 @dataclass(frozen=True)
@@ -60,21 +61,20 @@ def bandwidth(run: Run) -> float:
     return total
 
 
-def terms(run: Run) -> list[Term]:
-    """The model's terms of each epoch."""
+def terms(run: Run, ranks: Sequence[Loader]) -> list[Term]:
+    """The model's terms of each epoch of one loader, of which `ranks` has what each rank left."""
     rate = bandwidth(run)
     by_epoch: dict[int, list[tuple[float, float, float, float]]] = {}
-    for rank in run.ranks:
-        for loader in rank.loaders:
-            for e in loader.stats.epochs:
-                by_epoch.setdefault(e.epoch, []).append(
-                    (
-                        e.seconds,
-                        e.seconds - e.stall_seconds,
-                        e.origins["source"].bytes,
-                        e.decode_seconds / int(loader.settings.get("threads", 1)),
-                    )
+    for loader in ranks:
+        for e in loader.stats.epochs:
+            by_epoch.setdefault(e.epoch, []).append(
+                (
+                    e.seconds,
+                    e.seconds - e.stall_seconds,
+                    e.origins["source"].bytes,
+                    e.decode_seconds / int(loader.settings.get("threads", 1)),
                 )
+            )
     out = []
     for epoch, rows in sorted(by_epoch.items()):
         n = len(rows)
@@ -96,14 +96,49 @@ def _size(count: float) -> str:
 
 def advise(run: Run, most: int = 2) -> list[Advice]:
     """The changes worth most, the best first; none that would gain less than a hundredth."""
-    rows = terms(run)
-    settings = next((x.settings for r in run.ranks for x in r.loaders if x.settings), {})
     total = run.seconds
+    groups = run.loaders()
+    found = [a for g in groups for a in _of_loader(run, g, named=len(groups) > 1)]
+    if run.timeline is not None and run.timeline.ranks and run.peers:
+        late = min(run.timeline.ranks, key=lambda r: r.average)
+        found.append(
+            _advice(
+                f"look at rank {late.rank}",
+                f"the others wait for it: it waits {late.average * 1e3:.1f} ms a round, the average "
+                f"rank {(run.timeline.negotiation_average or 0) * 1e3:.1f} ms",
+                run.peers * total,
+                total,
+            )
+        )
+    if run.checkpoints:
+        copied = any(
+            r.digest is not None and ("background", "write checkpoint") in r.digest.spans
+            for r in run.ranks
+        )
+        change, why = (
+            ("save(..., window=True), or a larger every=",
+             "training stood still while its state was copied; it is written in the background")
+            if copied
+            else ("write checkpoints in the background, by nostall.Checkpointer",
+                  "training stood still while they were written")
+        )  # fmt: skip
+        found.append(_advice(change, why, run.checkpoints * total, total))
+    worth = [a for a in found if a.share >= 0.01]
+    return sorted(worth, key=lambda a: -a.gain)[:most]
+
+
+def _advice(change: str, why: str, gain: float, total: float) -> Advice:
+    return Advice(change, why, gain, gain / total if total > 0 else 0.0)
+
+
+def _of_loader(run: Run, ranks: Sequence[Loader], named: bool) -> list[Advice]:
+    rows = terms(run, ranks)
+    settings = next((x.settings for x in ranks if x.settings), {})
+    name = f"{ranks[0].stats.loader}: " if named else ""
     found: list[Advice] = []
 
     def offer(change: str, why: str, gain: float) -> None:
-        if total > 0 and gain / total >= 0.01:
-            found.append(Advice(change, why, gain, gain / total))
+        found.append(_advice(name + change, why, gain, run.seconds))
 
     def gain(changed: list[Term]) -> float:
         return sum(max(0.0, a.time - b.time) for a, b in zip(rows, changed, strict=True))
@@ -152,18 +187,4 @@ def advise(run: Run, most: int = 2) -> list[Advice]:
             "staging buffer smooths bursts",
             unexplained,
         )
-    if run.timeline is not None and run.timeline.ranks and run.peers:
-        late = min(run.timeline.ranks, key=lambda r: r.average)
-        offer(
-            f"look at rank {late.rank}",
-            f"the others wait for it: it waits {late.average * 1e3:.1f} ms a round, the average "
-            f"rank {(run.timeline.negotiation_average or 0) * 1e3:.1f} ms",
-            run.peers * total,
-        )
-    if run.checkpoints:
-        offer(
-            "write checkpoints in the background",
-            "training stood still while they were written",
-            run.checkpoints * total,
-        )
-    return sorted(found, key=lambda a: -a.gain)[:most]
+    return found

@@ -14,13 +14,13 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em;
        color: #1d2733 }
 h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em }
-table { border-collapse: collapse } td, th { padding: .25em .9em; text-align: right;
+table { border-collapse: collapse } td, th { padding: .25em .6em; text-align: right;
        border-bottom: 1px solid #dde3ea } th:first-child, td:first-child { text-align: left }
 .pair { display: flex; flex-wrap: wrap; gap: 2em } .pair section { flex: 1 1 26em; min-width: 0 }
 summary { cursor: pointer; color: #52606d } li { margin: .3em 0 }
 .wide { overflow-x: auto } .key { font-size: 1.2em }
 svg { max-width: 100%; height: auto; min-width: 34em }
-td, th { white-space: nowrap }
+td { white-space: nowrap } th { vertical-align: bottom }
 """
 
 

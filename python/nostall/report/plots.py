@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours; hatches tell the bars apart without colour.
 COLOURS = {
     "source": "#D55E00", "peer": "#0072B2", "tier": "#56B4E9", "others": "#CC79A7",
-    "decode": "#E69F00", "other": "#999999",
+    "decode": "#E69F00", "other": "#999999", "peers": "#F0E442", "checkpoint": "#009E73",
 }  # fmt: skip
 HATCHES = {
     "source": "", "peer": "//", "tier": "\\\\", "others": "xx", "decode": "..", "other": "",
+    "peers": "++", "checkpoint": "oo",
 }  # fmt: skip
+# All that a rank waits for: its data, by cause, the other ranks, and its checkpoints.
+WAITS = {**{c: CAUSE_NAMES[c] for c in CAUSES}, "peers": "other ranks", "checkpoint": "checkpoints"}
 _SLOTS = 60
 _TABLE = 24
 
@@ -60,30 +63,35 @@ def plots(run: Run) -> list[Plot]:
 
 
 def causes(run: Run) -> Plot:
-    """Waits for data by cause, a bar a rank."""
-    shares = [
-        {c: w / r.seconds if r.seconds else 0.0 for c, w in r.waits().items()} for r in run.ranks
-    ]
+    """Waits by cause, a bar a rank."""
+    shares = []
+    for r in run.ranks:
+        waits = {
+            **r.waits(), "peers": run.peer_seconds(r), "checkpoint": r.phase("checkpoint") or 0.0
+        }  # fmt: skip
+        shares.append({c: w / r.seconds if r.seconds else 0.0 for c, w in waits.items()})
     figure, axis = _axes(1.9 + 0.3 * min(len(run.ranks), 64))
     base = np.zeros(len(shares))
     place = np.arange(len(shares))
-    for cause in CAUSES:
+    for cause, name in WAITS.items():
         width = np.array([100 * s[cause] for s in shares])
-        if width.max(initial=0) >= 0.05:
+        if width.max(initial=0) > 0:
             axis.barh(
                 place, width, 0.7, left=base, color=COLOURS[cause], hatch=HATCHES[cause],
-                edgecolor="white", label=CAUSE_NAMES[cause],
+                edgecolor="white", linewidth=0, label=name,
             )  # fmt: skip
         base += width
-    axis.set(xlabel="% of the run", yticks=place, ylim=(len(shares) - 0.4, -0.6))
+    # A run that hardly waited must look like one.
+    most = max(10.0, 1.05 * float(base.max(initial=0)))
+    axis.set(xlabel="% of the run", yticks=place, ylim=(len(shares) - 0.4, -0.6), xlim=(0.0, most))
     axis.set_yticklabels([f"rank {r.rank}" for r in run.ranks])
     if axis.get_legend_handles_labels()[0]:
         figure.legend(loc="outside lower center", ncols=3, frameon=False)
     rows = [
-        (str(r.rank), *(percent(s[c]) for c in CAUSES), percent(sum(s.values())))
+        (str(r.rank), *(percent(s[c]) for c in WAITS), percent(sum(s.values())))
         for r, s in zip(run.ranks, shares, strict=True)
     ]
-    headings = ("rank", *(CAUSE_NAMES[c] for c in CAUSES), "together")
+    headings = ("rank", *WAITS.values(), "together")
     return Plot("What each rank waited for", figure, headings, rows)
 
 

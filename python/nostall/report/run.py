@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from nostall.analyze.stream import Source
 from nostall.errors import CorruptionError, Error, UsageError
 from nostall.report import digest
 from nostall.report.digest import CAUSES, Digest
-from nostall.stats import Stats
+from nostall.stats import Stats, by_loader
 
 CAUSE_NAMES = {
     "source": "the source",
@@ -103,6 +102,10 @@ class Run:
         """Of all loaders."""
         return [x.stats for r in self.ranks for x in r.loaders]
 
+    def loaders(self) -> list[list[Loader]]:
+        """Of each loader of the job what its ranks left: training's and validation's, for example."""
+        return by_loader((x for r in self.ranks for x in r.loaders), lambda x: x.stats)
+
     @property
     def seconds(self) -> float:
         """Of the ranks, on average."""
@@ -135,6 +138,13 @@ class Run:
         lengths = [r.seconds for r in self.timeline.rounds]
         mean = sum(lengths) / len(lengths)
         return self.timeline.negotiation_average / mean if mean else None
+
+    def peer_seconds(self, rank: Rank) -> float:
+        """Seconds that one rank waited for the others, as far as is known."""
+        spans = rank.phase("peers")
+        if spans is not None or self.timeline is None:
+            return spans or 0.0
+        return sum(r.average * r.rounds for r in self.timeline.ranks if r.rank == rank.rank)
 
     @property
     def checkpoints(self) -> float | None:
@@ -203,11 +213,6 @@ def read(directory: str | os.PathLike[str]) -> Run:
             f"ranks {', '.join(without)[:80]} left no trace: their waits are shared out by sums"
         )
     return Run(str(home), [ranks[r] for r in sorted(ranks)], timeline, notes)
-
-
-def of_stats(stats: Sequence[Stats]) -> Run:
-    """A run of which only statistics are known."""
-    return Run("", [Rank(s.rank, [Loader({}, s)]) for s in stats], None, [])
 
 
 def _loader(path: Path) -> Loader:

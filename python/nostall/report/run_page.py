@@ -12,7 +12,7 @@ from nostall.report.advice import Advice, advise
 from nostall.report.digest import CAUSES
 from nostall.report.parts import document, svg, table
 from nostall.report.plots import plots
-from nostall.report.run import CAUSE_NAMES, Run, percent, words
+from nostall.report.run import CAUSE_NAMES, Loader, Run, percent, words
 from nostall.stats import HEADINGS, merge
 
 
@@ -85,7 +85,7 @@ def _compared(a: Run, b: Run) -> str:
         row("for checkpoints", a.checkpoints, b.checkpoints),
     ]  # fmt: skip
     if a.stats and b.stats:
-        x, y = merge(a.stats).source_bytes, merge(b.stats).source_bytes
+        x, y = (sum(s.source_bytes for s in run.stats) for run in (a, b))
         rows.append(
             ("read from the source", f"{x / 1e6:.1f} MB", f"{y / 1e6:.1f} MB",
              f"{100 * (y / x - 1):+.1f} %" if x else "")
@@ -103,20 +103,30 @@ def _column(run: Run, named: bool) -> str:
         body.append(f"<h2>{html.escape(plot.title)}</h2>")
         body.append(svg(plot.figure, plot.title))
         body.append(_folded(table(plot.headings, plot.rows)))
-    if run.stats:
-        from nostall.report import figure
-
-        whole = merge(run.stats)
-        body.append("<h2>Stalls and origins over time</h2>")
-        body.append(svg(figure(run.stats), "The wait for each batch, and the origins of samples"))
-        body.append(_folded(table(HEADINGS, whole.rows())))
-        body.append(
-            f"<p>Read {whole.source_bytes / 1e6:.1f} MB from the source; lower bound "
-            f"{whole.lower_bound_bytes / 1e6:.1f} MB.</p>"
-        )
-    notes = "".join(f"<li>{html.escape(n)}</li>" for n in run.notes)
-    body.append(f"<h2>Notes</h2><ul>{notes or '<li>nothing was left out</li>'}</ul>")
+    groups = run.loaders()
+    for group in groups:
+        body += _of_loader(group, named=len(groups) > 1)
+    if run.notes:
+        notes = "".join(f"<li>{html.escape(n)}</li>" for n in run.notes)
+        body.append(f"<h2>Notes</h2><ul>{notes}</ul>")
     return "\n".join(body)
+
+
+def _of_loader(group: Sequence[Loader], named: bool) -> list[str]:
+    from nostall.report import figure, read_line
+
+    stats = [x.stats for x in group]
+    whole = merge(stats)
+    title = "Stalls and origins over time"
+    if named:
+        data = group[0].settings.get("storage") or group[0].settings.get("dataset") or ""
+        title += f": {whole.loader}" + (f", {data}" if data else "")
+    return [
+        f"<h2>{html.escape(title)}</h2>",
+        svg(figure(stats), "The wait for each batch, and the origins of samples"),
+        _folded(table(HEADINGS, whole.rows())),
+        f"<p>{read_line(whole, len(stats)).capitalize()}</p>",
+    ]
 
 
 def _folded(content: str) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,7 +97,7 @@ def test_statistics_survive_the_disk_and_add_up(image_folder: Path, tmp_path: Pa
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(CorruptionError, match=r"bad\.json"):
         Stats.load(tmp_path / "bad.json")
-    for damage in ({"format": 9}, {"format": 2}, {"format": 2, "epochs": [3]}):
+    for damage in ({"format": 9}, {"format": 3}, {"format": 3, "epochs": [3]}):
         with pytest.raises(CorruptionError):
             Stats.from_dict(damage)
 
@@ -105,7 +106,8 @@ def test_report_is_one_file_that_asks_nobody(
     image_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for rank in range(2):
-        run_job(image_folder, rank, 2).save(tmp_path / f"{rank}.json")
+        # In a process of its own each rank's loader would be the first.
+        replace(run_job(image_folder, rank, 2), loader="loader 0").save(tmp_path / f"{rank}.json")
     out = tmp_path / "report.html"
     assert main(["report", str(tmp_path / "0.json"), str(tmp_path / "1.json"), "-o", str(out)]) == 0
     assert str(out) in capsys.readouterr().out
@@ -156,5 +158,5 @@ def test_saved_statistics_are_plain_json(image_folder: Path, tmp_path: Path) -> 
     stats = run_job(image_folder, 0, 1)
     stats.save(tmp_path / "s.json")
     data = json.loads((tmp_path / "s.json").read_text())
-    assert data["format"] == 2
+    assert data["format"] == 3
     assert data["source_bytes"] == stats.source_bytes == stats.lower_bound_bytes

@@ -59,7 +59,9 @@ def test_prometheus_sees_a_loader_while_it_runs(image_folder: Path) -> None:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/")
 
 
-def test_nothing_listens_unless_asked(image_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_listens_unless_asked(
+    image_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def one() -> None:
         with nostall.DataLoader(
             nostall.ImageFolder(image_folder, index=False), 4, tiers=[], output="numpy"
@@ -69,8 +71,12 @@ def test_nothing_listens_unless_asked(image_folder: Path, monkeypatch: pytest.Mo
     one()
     assert metrics._server is None
     monkeypatch.setenv("NOSTALL_METRICS_PORT", "no port")
-    with pytest.raises(UsageError, match="must be a port"):
+    for _ in range(2):
         one()
+    assert metrics._server is None
+    (said,) = [r.message for r in caplog.records if "must be a port" in r.message]
+    assert "training goes on without metrics" in said
+    metrics.close()
     monkeypatch.setenv("NOSTALL_METRICS_PORT", "0")
     one()
     assert metrics._server is not None
@@ -80,6 +86,12 @@ def test_nothing_listens_unless_asked(image_folder: Path, monkeypatch: pytest.Mo
     try:
         with pytest.raises(IoError, match=f"port {taken}"):
             metrics.serve(taken)
+        # Another job of the node has the port: this one trains.
+        caplog.clear()
+        monkeypatch.setenv("NOSTALL_METRICS_PORT", str(taken))
+        for _ in range(2):
+            one()
+        assert [f"port {taken}" in r.message for r in caplog.records] == [True]
     finally:
         metrics._server = server
 

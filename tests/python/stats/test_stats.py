@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nostall.errors import CorruptionError, UsageError
-from nostall.stats import ORIGINS, BatchRecords, EpochStats, OriginStats, Stats, merge
+from nostall.stats import ORIGINS, BatchRecords, EpochStats, OriginStats, Stats, by_loader, merge
 
 seconds = st.floats(0, 1e6)
 counts = st.integers(0, 2**40)
@@ -102,10 +102,26 @@ def test_ranks_add_up_and_the_slowest_counts() -> None:
 
 
 def test_only_ranks_of_one_job_are_merged() -> None:
-    with pytest.raises(UsageError, match="different jobs"):
-        merge([stats(0), replace(stats(1), lower_bound_bytes=17)])
+    for other in (replace(stats(1), world_size=3), stats(0)):
+        with pytest.raises(UsageError, match="different jobs or loaders"):
+            merge([stats(0), other])
+    # Asked at different epochs of a job without an end.
+    assert merge([stats(0), replace(stats(1), lower_bound_bytes=17)]).lower_bound_bytes == 17
     with pytest.raises(UsageError, match="no statistics"):
         merge([])
+
+
+def test_loaders_of_a_process_are_told_apart() -> None:
+    def made(rank: int, number: int) -> Stats:
+        return replace(stats(rank), loader=f"loader {number}")
+
+    some = [made(1, 10), made(0, 2), made(0, 10), made(1, 2), made(1, 2)]
+    groups = [[(s.rank, s.loader) for s in g] for g in by_loader(some, lambda s: s)]
+    assert groups == [
+        [(0, "loader 2"), (1, "loader 2")],
+        [(1, "loader 2")],  # of a process that came after it
+        [(1, "loader 10"), (0, "loader 10")],
+    ]
 
 
 def test_plain_text_needs_no_rich(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +129,10 @@ def test_plain_text_needs_no_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = str(stats()).splitlines()
     assert len({len(line) for line in lines[:2]}) == 1, "columns are aligned"
     assert lines[1].split()[:4] == ["0", "4.00", "1.00", "25.0"]
-    assert "10 B" in lines[2] and "16 B" in lines[2]
+    # The bound is that of all ranks: one rank's bytes say nothing against it.
+    assert lines[2] == "read from the source 10 B by this rank of 2"
+    both = str(merge([stats(0), stats(1)])).splitlines()[-2]
+    assert both == "read from the source 20 B, lower bound of the job 16 B"
 
 
 def test_the_rich_table_has_the_same_cells() -> None:
