@@ -62,10 +62,10 @@ def table(now: dict[str, dict[str, Any]], before: dict[str, dict[str, Any]]) -> 
     from rich.table import Table
     from rich.text import Text
 
-    out = Table(title=f"{len(now)} loaders")
+    # No wider than 80 columns.
+    out = Table(title=f"{len(now)} loaders", box=None, padding=(0, 1, 0, 0))
     for heading in (
-        "rank", "loader", "epoch", "batch", "samples/s", "waiting", *ORIGINS, "ready", "memory",
-        "heard",
+        "rank", "loader", "epoch", "batch", "samples/s", "waits", *ORIGINS, "ready", "MB", "ago",
     ):  # fmt: skip
         out.add_column(heading, justify="right")
     for name, data in sorted(now.items(), key=lambda item: (item[1]["rank"], item[0])):
@@ -78,14 +78,14 @@ def table(now: dict[str, dict[str, Any]], before: dict[str, dict[str, Any]]) -> 
         origins = {o: data["origins"][o] - old.get("origins", {}).get(o, 0) for o in ORIGINS}
         out.add_row(
             str(data["rank"]),
-            Text(str(data["loader"])),
+            Text(str(data["loader"]).removeprefix("loader ")),
             str(data["epoch"]),
             str(data["batch"]),
             f"{samples / seconds:.0f}" if seconds > 0 else "",
             f"{stall / seconds:.0%}" if seconds > 0 else "",
             *(f"{origins[o] / samples:.0%}" if samples > 0 else "" for o in ORIGINS),
             str(data["queue"]),
-            f"{data['memory'] / 1e6:.0f} MB",
-            f"{max(0.0, time.time() - data['time']):.0f} s ago",
+            f"{data['memory'] / 1e6:.0f}",
+            f"{max(0.0, time.time() - data['time']):.0f} s",
         )
     return out

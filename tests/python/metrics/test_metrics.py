@@ -128,12 +128,23 @@ def test_top_shows_what_a_recorded_run_does(
         name = loader.name
     (tmp_path / "rank1.0.live.json").write_text("{")
     assert main(["top", str(tmp_path), "--once"]) == 0
-    assert "1 loaders" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "1 loaders" in shown
+    # Not cut where a terminal has 80 columns.
+    assert {"samples/s", "source", "ready", "ago"} <= set(shown.split())
+    assert max(map(len, shown.splitlines())) <= 80
     now = top.read(tmp_path)
     # Two looks: the rate is that between them.
     old = {k: {**v, "time": v["time"] - 1, "samples": 0, "seconds": v["seconds"] - 2,
                "stall_seconds": v["stall_seconds"] - 1, "origins": dict.fromkeys(v["origins"], 0)}
            for k, v in now.items()}  # fmt: skip
     cells = [list(c.cells) for c in top.table(now, old).columns]
-    assert [str(c[0]) for c in cells][:6] == ["0", name, "0", "0", "2", "50%"]
+    assert [str(c[0]) for c in cells][:6] == [
+        "0",
+        name.removeprefix("loader "),
+        "0",
+        "0",
+        "2",
+        "50%",
+    ]
     assert main(["top", str(tmp_path / "none"), "--once"]) == UsageError.exit_code

@@ -44,7 +44,7 @@ def test_the_last_batches_and_epochs_are_whole_and_sums_are_of_all(
     monkeypatch.setattr(record, "_EPOCHS", 5)
     recorder = Recorder(0, 1)
     play(recorder, range(100), 3, bad=7)
-    stats = recorder.stats(lower_bound=10)
+    stats = recorder.stats("loader 0", lambda: 10)
     assert stats.samples == 600 and stats.source_bytes == 1500 and stats.stall_seconds == 150
     assert recorder.totals()[0].batches == 300
     earlier, *whole = stats.epochs
