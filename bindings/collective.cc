@@ -220,11 +220,12 @@ void bind_collective(nb::module_& m) {
           nb::arg("seconds"), no_gil)
       .def(
           "abort",
-          [](Communicator& self) {
-            self.end(Error(ErrorKind::peer, "rank " + std::to_string(self.rank()) +
-                                                " aborted it; make a new communicator"));
+          [](Communicator& self, const std::string& what) {
+            self.end(Error(ErrorKind::peer, "rank " + std::to_string(self.rank()) + " " + what +
+                                                "; make a new communicator"));
           },
-          no_gil)
+          nb::arg("what") = "aborted it", no_gil, "`what` that rank did, for the others.")
+      .def("leave", &Communicator::leave, no_gil)
       .def("stats", &Communicator::stats, no_gil);
   m.def("open_communicator", &open, nb::arg("job"), nb::arg("rank"), nb::arg("ranks"),
         nb::arg("timeout"), nb::arg("window_bytes"), nb::arg("arena_bytes"), nb::arg("directory"),

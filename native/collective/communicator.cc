@@ -375,6 +375,8 @@ bool Communicator::end(const Error& why) noexcept {
   return !impl_->segment.is_forked_child() && impl_->engine.end_for_all(why);
 }
 
+void Communicator::leave() noexcept { impl_->segment.leave(); }
+
 void Communicator::check() const {
   if (!impl_->segment.is_forked_child()) impl_->engine.check();
 }

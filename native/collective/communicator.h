@@ -120,6 +120,9 @@ class Communicator {
   // its text, its number and, if it is usage, peer or stopped, its kind. From any thread, at any
   // time; false if the communicator had ended before.
   bool end(const Error& why) noexcept;
+  // Says goodbye as the destructor does, while memory of allocate() may keep this alive: others
+  // that still wait for this rank are told that it left. No call of this rank may follow.
+  void leave() noexcept;
   // Throws what calls would if the communicator has ended. From any thread.
   void check() const;
   // Whether it was this rank that ended it, by end() or by an error in a call of its own.

@@ -73,7 +73,11 @@ Segment::Segment(const SegmentConfig& config, std::chrono::nanoseconds timeout)
 }
 
 Segment::~Segment() {
-  if (base_ != nullptr && !is_forked_child()) line(config_.rank).left.store(1);
+  if (base_ != nullptr) leave();
+}
+
+void Segment::leave() noexcept {
+  if (!is_forked_child()) line(config_.rank).left.store(1);
 }
 
 bool Segment::is_forked_child() const noexcept { return forks_ != forks(); }

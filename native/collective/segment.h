@@ -168,6 +168,8 @@ class Segment {
   // Says why the communicator ends for all its ranks, if none has said it before; true if this one
   // did.
   bool say_end(const Error& error) noexcept;
+  // Of this rank: it takes no further part.
+  void leave() noexcept;
   // What say_end was told, with words before it; once header().broken is 2.
   Error end(const std::string& before) const;
   // Died without a goodbye. A system call.

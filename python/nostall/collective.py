@@ -139,15 +139,20 @@ class Communicator:
 
     def close(self) -> None:
         """Leaves. Arrays from `empty` stay valid."""
+        if self._open is not None:
+            self._open.leave()
         self._open = None
 
     def set_timeout(self, seconds: float) -> None:
         """From the next call on, for this rank."""
         self._live().set_timeout(seconds)
 
-    def abort(self) -> None:
-        """Ends the communicator for all ranks: calls under way, and later ones, raise PeerError."""
-        self._live().abort()
+    def abort(self, what: str = "aborted it") -> None:
+        """Ends the communicator for all ranks: calls under way, and later ones, raise PeerError.
+
+        `what` says in that error what this rank did.
+        """
+        self._live().abort(what)
 
     def barrier(self) -> None:
         """Returns when all ranks have called it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import os
 import re
 import sys
@@ -71,12 +73,14 @@ def find_world(
     """This process's place in its job.
 
     Arguments win over an initialised torch.distributed, that over torchrun's variables, then Open
-    MPI's, MPICH's and Slurm's (under srun); without any of them the process is alone.
+    MPI's, MPICH's and Slurm's (under srun); without any of them the process is alone. RANK and
+    WORLD_SIZE without LOCAL_RANK and LOCAL_WORLD_SIZE, as scripts set them for torch.distributed,
+    are completed from the variables of the launcher beside them.
 
     Raises:
         UsageError: values that are missing or do not go together, with the variable's name.
     """
-    env = os.environ if environment is None else environment
+    env = _given(environment)
     found = _from_environment(env)
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -119,6 +123,40 @@ def find_world(
     return world
 
 
+def find_address(
+    world: World, environment: Mapping[str, str] | None = None
+) -> tuple[str, int] | None:
+    """Where rank 0 can wait for the others, the same on all ranks; None if nothing says its host.
+
+    MASTER_ADDR and MASTER_PORT win. Otherwise the host is this one if all ranks are here, or the
+    first of the Slurm step, and the port follows from the job's name.
+    """
+    env = _given(environment)
+    host = env.get("MASTER_ADDR")
+    if host is None and world.local_world_size == world.world_size:
+        host = "127.0.0.1"
+    if host is None and _under_srun(env):
+        host = _first_host(env.get("SLURM_STEP_NODELIST", ""))
+    if host is None:
+        return None
+    if "MASTER_PORT" in env:
+        return host, _number(env, "MASTER_PORT", "whoever set MASTER_ADDR")
+    # Below the ports that the system gives to whoever asks for any.
+    return host, 15_000 + int(hashlib.sha256(world.job.encode()).hexdigest(), 16) % 17_000
+
+
+def _given(environment: Mapping[str, str] | None) -> dict[str, str]:
+    """A variable that is empty is one that is not set."""
+    env = os.environ if environment is None else environment
+    return {name: value for name, value in env.items() if value}
+
+
+def _first_host(nodes: str) -> str | None:
+    """Slurm writes "gpu[07-09,12],login1"; hosts of several numbers are "rack[1-2]n[1-4]"."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return None if first is None else re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
+
+
 def _from_environment(env: Mapping[str, str]) -> World:
     for launcher, (rank, size, local_rank, local_size, job) in _LAUNCHERS.items():
         if launcher == "Slurm" and not _under_srun(env):
@@ -127,6 +165,17 @@ def _from_environment(env: Mapping[str, str]) -> World:
             continue
         world_size = _number(env, size, launcher)
         alone = world_size == 1
+        missing = [name for name in (local_rank, local_size) if name not in env]
+        if launcher == "torchrun" and missing and not alone:
+            # Set by hand, for torch.distributed, beside the variables of another launcher.
+            beside = _from_environment({k: v for k, v in env.items() if k != rank})
+            if beside.world_size != world_size:
+                raise UsageError(
+                    f"{rank} and {size} are set without {' and '.join(missing)}, and no other "
+                    f"launcher's variables are there for {world_size} ranks: set them too, or pass "
+                    "rank, world_size, local_rank and local_world_size to the loader"
+                )
+            return dataclasses.replace(beside, rank=_number(env, rank, launcher))
         names = [f"{name}={env[name]}" for name in job if name in env]
         return World(
             rank=_number(env, rank, launcher),

@@ -33,6 +33,7 @@ if torch.distributed.is_available():
     from nostall.torch.group import Options as GroupOptions
     from nostall.torch.group import register_backend
     from nostall.torch.hook import BucketReducer, reduce_bucket
+    from nostall.torch.launch import init
     from nostall.torch.shared import DistributedDataParallel, empty_shared
 
     __all__ += [
@@ -40,6 +41,7 @@ if torch.distributed.is_available():
         "DistributedDataParallel",
         "GroupOptions",
         "empty_shared",
+        "init",
         "reduce_bucket",
     ]
     register_backend()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -18,6 +19,7 @@ _KEY = "nostall aborted"
 # nobody for so many.
 _LOOK = 0.2
 _IDLE = 2.0
+_ANSWER = 5.0
 
 
 class Aborts:
@@ -25,6 +27,8 @@ class Aborts:
 
     Waits that take long are watched by one thread, whatever their number: it asks the store, and
     calls `end` if a rank has aborted the group. Shorter ones cost no request.
+
+    `end` is a method of the group, held weakly: the thread keeps no group alive.
     """
 
     def __init__(self, store: Any, end: Callable[[], None]) -> None:
@@ -32,12 +36,14 @@ class Aborts:
         # there: connecting to one that is gone takes longer than its timeout. Releases of torch
         # without Store.clone share one, and then learn later of an abort.
         self._store = store.clone() if hasattr(store, "clone") else store
-        self._end = end
+        self._end = weakref.WeakMethod(end)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._since: dict[int, float] = {}  # of each wait under way, by its number
         self._numbers = itertools.count()
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # the last one
+        self._is_serving = False
+        self._is_closed = False
         self.by: int | None = None  # as far as this rank knows
 
     def tell(self, rank: int) -> None:
@@ -47,7 +53,22 @@ class Aborts:
         if not ended:
             with suppress(RuntimeError):  # who waits gets Gloo's error
                 self._store.set(_KEY, str(rank))
-            self._end()
+            self._end_waiting()
+
+    def close(self) -> None:
+        """Ends the thread; later calls ask nobody."""
+        with self._lock:
+            self._is_closed = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_ANSWER)  # it may have asked a store that does not answer
+        self._store = None
+
+    def is_waiting(self) -> bool:
+        """Whether a wait is under way."""
+        with self._lock:
+            return bool(self._since)
 
     def refuse(self) -> None:
         """Raises PeerError if a rank is known to have aborted; asks nobody."""
@@ -56,14 +77,15 @@ class Aborts:
 
     def learn(self) -> None:
         """Asks the store. Raises PeerError, having ended what waits here, if a rank aborted."""
-        if self.by is None:
+        store = self._store
+        if self.by is None and store is not None:
             with suppress(RuntimeError):  # without a store nobody can tell
-                if self._store.check([_KEY]):
-                    by = int(self._store.get(_KEY))
+                if store.check([_KEY]):
+                    by = int(store.get(_KEY))
                     with self._lock:
                         first, self.by = self.by is None, by if self.by is None else self.by
                     if first:
-                        self._end()
+                        self._end_waiting()
         self.refuse()
 
     @contextmanager
@@ -87,7 +109,8 @@ class Aborts:
         with self._lock:
             number = next(self._numbers)
             self._since[number] = time.monotonic()
-            if self._thread is None and self.by is None:
+            if not self._is_serving and not self._is_over():
+                self._is_serving = True
                 self._thread = threading.Thread(target=self._serve, daemon=True)
                 self._thread.start()
             elif len(self._since) == 1:
@@ -98,14 +121,21 @@ class Aborts:
         with self._lock:
             del self._since[number]
 
+    def _end_waiting(self) -> None:
+        end = self._end()
+        if end is not None:
+            end()
+
+    def _is_over(self) -> bool:
+        return self._is_closed or self.by is not None
+
     def _serve(self) -> None:
         while True:
             with self._lock:
-                if not self._changed.wait_for(lambda: self._since, _IDLE) or self.by is not None:
-                    self._thread = None
+                wanted = self._changed.wait_for(lambda: self._since or self._is_closed, _IDLE)
+                if not wanted or self._changed.wait_for(self._is_over, _LOOK):
+                    self._is_serving = False
                     return
-            time.sleep(_LOOK)
-            with self._lock:
                 longest = time.monotonic() - min(self._since.values(), default=time.monotonic())
             if longest >= _LOOK:
                 with suppress(PeerError):  # those who wait raise it

@@ -12,10 +12,14 @@ Operations of a group run in the order of their calls; asynchronous ones on a th
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import os
 import queue
 import threading
+import types
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,8 +37,9 @@ from nostall.cluster import node_identity
 from nostall.collective import Communicator
 from nostall.errors import PeerError, UsageError
 from nostall.torch.aborts import Aborts
+from nostall.torch.launch import fill_environment
 from nostall.torch.meeting import nodes_of_ranks
-from nostall.torch.mesh import connect, hang_up
+from nostall.torch.mesh import Registered, connect, hang_up
 
 _TYPES = {
     torch.float16: "float16",
@@ -66,6 +71,8 @@ _BITWISE = ("band", "bor", "bxor")
 _PIECE_BYTES = 4 << 20
 # Half of the addresses that a process has: the bytes of all ranks of a node are mapped in each.
 _MOST_SHARED_BYTES = 1 << 46
+# At the end of the program a thread that does not end is left behind after so many seconds.
+_LAST_WAIT = 5.0
 Tensors = Sequence[torch.Tensor]
 
 
@@ -149,24 +156,61 @@ class _Work(dist.Work):  # type: ignore[misc]
         return list(self._future.value())
 
 
+class _Unfinished:
+    """Collectives over Gloo that may be under way. One is dropped when it was waited for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._works: set[Any] = set()
+
+    def add(self, work: Any) -> None:
+        """Also drops those that are done and were not waited for."""
+        with self._lock:
+            self._works = {w for w in self._works if not w.is_completed()} | {work}
+
+    def discard(self, work: Any) -> None:
+        with self._lock:
+            self._works.discard(work)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._works = set()
+
+    def some(self) -> bool:
+        with self._lock:
+            return any(not work.is_completed() for work in self._works)
+
+
 class _Delegated(dist.Work):  # type: ignore[misc]
     """One of Gloo's; waiting ends, and says which rank it was, if one aborts the group.
 
     A message has no future, and is completed once it was waited for, `limit` at most: Gloo's own
-    limit of messages is that of making the connections. Other operations have their own.
+    limit of messages is that of making the connections. Other operations have their own, and are
+    in `unfinished`.
     """
 
-    def __init__(self, aborts: Aborts, work: Any, limit: timedelta | None) -> None:
+    def __init__(
+        self,
+        aborts: Aborts,
+        work: Any,
+        unfinished: _Unfinished | None = None,
+        *,
+        limit: timedelta | None = None,
+    ) -> None:
         super().__init__()
         self._aborts = aborts
         self._work = work
+        self._unfinished = unfinished
         self._limit = limit
         self._is_watched = limit is not None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         limit = timeout if _is_set(timeout) else self._limit
         with self._aborts.watching():
-            return bool(self._work.wait() if limit is None else self._work.wait(limit))
+            done = bool(self._work.wait() if limit is None else self._work.wait(limit))
+        if self._unfinished is not None:
+            self._unfinished.discard(self._work)
+        return done
 
     def is_completed(self) -> bool:
         if self._work.is_completed():
@@ -214,6 +258,25 @@ class _Delegated(dist.Work):  # type: ignore[misc]
             raise
 
 
+# Those that were not dropped. Python calls this before it ends threads wherever they are.
+_groups: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_with_program() -> None:
+    for group in list(_groups):
+        group.end_with_program()
+
+
+def _keep_for_ever() -> None:
+    """In a forked child: Gloo would wait for threads that only the parent has, and be ended for it."""
+    for group in list(_groups):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+os.register_at_fork(after_in_child=_keep_for_ever)
+
+
 class Group(ProcessGroup):  # type: ignore[misc]
     """One process group. Made by torch, see register_backend."""
 
@@ -250,6 +313,8 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self._shared_bytes = options.shared_bytes
         # All ranks are here now. Later they need not be: two of them may exchange a message.
         self._inner: dict[str, Any] = {}
+        self._registered: list[Registered] = []
+        self._delegated = _Unfinished()
         self._keep("cpu", connect(PrefixStore("nostall cpu", store), rank, size, timeout))
         self._set_default_backend(ProcessGroup.BackendType.CUSTOM)
         self._fixed = options.order == "fixed"
@@ -264,6 +329,9 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self._queued = 0
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        # Of a group that is dropped without shutdown().
+        weakref.finalize(self, self._queue.put, None).atexit = False
+        _groups.add(self)
 
     # What torch asks a group.
 
@@ -319,7 +387,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 flat = _contiguous(tensor)
                 self._allreduce(flat, op)
                 if average:
-                    flat.div_(self._size)
+                    _divide(flat, self._size)
                 _copy_back(tensor, flat)
             return list(tensors)
 
@@ -332,7 +400,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         opts = dist.ReduceOptions() if opts is None else opts
         op = self._operation(opts.reduceOp, tensors)
         if op is None or not self._one_node:
-            return self._delegate("reduce", tensors, tensors, opts)
+            return self._delegate_reduction("reduce", tensors, tensors[:1], opts, tensors)
         average = opts.reduceOp.op == ReduceOp.AVG
 
         def work() -> list[torch.Tensor]:
@@ -349,7 +417,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
             )
             if is_root:
                 if average:
-                    flat.div_(self._size)
+                    _divide(flat, self._size)
                 _copy_back(tensors[0], flat)
             return list(tensors)
 
@@ -410,7 +478,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         parts = list(inputs[0])
         same = all(t.numel() == outputs[0].numel() for t in parts)
         if not same or self._scatter_operation(opts, [*outputs, *parts]) is None:
-            return self._delegate("reduce_scatter", parts, outputs, inputs, opts)
+            return self._delegate_reduction("reduce_scatter", parts, outputs, opts, outputs, inputs)
         joined = torch.cat([t.reshape(-1) for t in parts])
         return self.reduce_scatter_single(outputs[0], joined, opts)
 
@@ -420,7 +488,9 @@ class Group(ProcessGroup):  # type: ignore[misc]
         opts = dist.ReduceScatterOptions() if opts is None else opts
         op = self._scatter_operation(opts, [output, source])
         if op is None:
-            return self._delegate("reduce_scatter_single", [source], output, source, opts)
+            return self._delegate_reduction(
+                "reduce_scatter_single", [source], [output], opts, output, source
+            )
         average = opts.reduceOp.op == ReduceOp.AVG
 
         def work() -> list[torch.Tensor]:
@@ -429,7 +499,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 flat.data_ptr(), target.data_ptr(), target.numel(), self._reducer(op, flat)
             )
             if average:
-                target.div_(self._size)
+                _divide(target, self._size)
             _copy_back(output, target)
             return [output]
 
@@ -522,14 +592,23 @@ class Group(ProcessGroup):  # type: ignore[misc]
     # Its end.
 
     def shutdown(self) -> None:
-        """Ends the thread when its work is done, and leaves the node's communicator."""
+        """Ends the group's threads, and Gloo's, when their work is done; leaves the others.
+
+        Gloo goes with it although others may hold the group: what its threads still held would
+        need the GIL while Python ends, and end the process by SIGABRT.
+        """
+        if os.getpid() != self._process:
+            return  # it is the parent's
         thread, self._thread = self._thread, None
-        if thread is not None and os.getpid() == self._process:
+        if thread is not None:
             self._queue.put(None)
-            thread.join()
+            if thread is not threading.current_thread():
+                thread.join()
         self._node.close()
+        self._aborts.close()
         for backend in self._backends():
             backend.shutdown()
+        self._drop()
 
     def abort(self) -> None:
         """Ends what is under way with PeerError, on all ranks, and the group.
@@ -543,7 +622,35 @@ class Group(ProcessGroup):  # type: ignore[misc]
         for backend in self._backends():
             backend.abort()
         self.shutdown()
+
+    def end_with_program(self) -> None:
+        """As shutdown(), but what is under way ends now, with PeerError on all ranks of the node."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            is_busy = self._queued > 0
+        if is_busy:
+            with suppress(UsageError):  # it was closed
+                self._node.abort("ended its program while an operation was under way")
+        if is_busy or self._aborts.is_waiting() or self._delegated.some():
+            for gloo in self._gloos():
+                hang_up(gloo)
+        self._node.close()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            thread.join(_LAST_WAIT)
+        self._aborts.close()
+        if "cuda" not in self._inner:  # NCCL's end is torch's
+            self._drop()
+
+    def _drop(self) -> None:
+        """Gloo's last reference goes, which joins its threads."""
+        self._delegated.clear()
+        self._inner.clear()
         self._heads = None
+        for registered in self._registered:
+            registered.drop()
 
     # How.
 
@@ -557,8 +664,8 @@ class Group(ProcessGroup):  # type: ignore[misc]
             return None
         if kind.is_floating_point and name in _BITWISE:
             return None
-        if op.op == ReduceOp.AVG and not (kind.is_floating_point or kind.is_complex):
-            return None
+        if op.op == ReduceOp.AVG and kind == torch.bool:
+            name = "min"  # the mean of zeros and ones, rounded towards zero
         return name if kind in _TYPES else None
 
     def _scatter_operation(self, opts: Any, tensors: Tensors) -> str | None:
@@ -602,7 +709,8 @@ class Group(ProcessGroup):  # type: ignore[misc]
             hang_up(gloo)
 
     def _gloos(self) -> list[Any]:
-        return [self._inner["cpu"], *([] if self._heads is None else [self._heads])]
+        inner = [gloo for device, gloo in self._inner.items() if device == "cpu"]
+        return [*inner, *([] if self._heads is None else [self._heads])]
 
     def _backends(self) -> list[Any]:
         """Torch's, that this group uses."""
@@ -626,7 +734,28 @@ class Group(ProcessGroup):  # type: ignore[misc]
             raise
         if device != "cpu":
             return work
-        return _Delegated(self._aborts, work, self._timeout if name in _MESSAGES else None)
+        if name in _MESSAGES:
+            return _Delegated(self._aborts, work, limit=self._timeout)
+        self._delegated.add(work)
+        return _Delegated(self._aborts, work, self._delegated)
+
+    def _delegate_reduction(
+        self, name: str, tensors: Tensors, results: Tensors, opts: Any, *arguments: Any
+    ) -> Any:
+        """Gloo has no AVG of integers."""
+        kind = results[0].dtype
+        exact = not (kind.is_floating_point or kind.is_complex)
+        if opts.reduceOp.op != ReduceOp.AVG or not exact or not _plain(results):
+            return self._delegate(name, tensors, *arguments, opts)
+        opts.reduceOp = ReduceOp.MIN if kind == torch.bool else ReduceOp.SUM
+        # Not all of Gloo's reductions have a future: what is asynchronous is waited for here too.
+        self._delegate(name, tensors, *arguments, opts).wait()
+        if name != "reduce" or opts.rootRank == self._rank:
+            for result in results:
+                _divide(result.detach(), self._size)
+        future: Future[list[torch.Tensor]] = Future()
+        future.set_result(list(results))
+        return _Work(future)
 
     def _refuse(self) -> None:
         """Raises what keeps this process from using the group, as far as it knows."""
@@ -643,6 +772,8 @@ class Group(ProcessGroup):  # type: ignore[misc]
     def _inner_for(self, device: str) -> Any:
         """Torch's backend for the device; NCCL itself waits for nobody before its first call."""
         if device not in self._inner:
+            if not self._inner:
+                raise UsageError("the process group was destroyed; make a new one")
             store = PrefixStore(f"nostall {device}", self._store)
             if device == "cuda" and dist.is_nccl_available():
                 options = dist.ProcessGroupNCCL.Options()
@@ -659,7 +790,10 @@ class Group(ProcessGroup):  # type: ignore[misc]
     def _keep(self, device: str, backend: Any) -> None:
         # Torch asks a group for the backends of its devices, for what these can do.
         self._inner[device] = backend
-        self._register_backend(torch.device(device), ProcessGroup.BackendType.CUSTOM, backend)
+        self._registered.append(Registered(backend))
+        self._register_backend(
+            torch.device(device), ProcessGroup.BackendType.CUSTOM, self._registered[-1]
+        )
 
     def _do(self, operation: Callable[[], list[torch.Tensor]], opts: Any) -> Any:
         self._refuse()
@@ -678,7 +812,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
             waits = self._queued > 0 or getattr(opts, "asyncOp", True)
             self._queued += 1
             if waits and self._thread is None:
-                self._thread = threading.Thread(target=self._serve, daemon=True)
+                self._thread = threading.Thread(target=_serve, args=(self._queue,), daemon=True)
                 self._thread.start()
         future: Future[list[torch.Tensor]] = Future()
         if not waits:
@@ -705,10 +839,11 @@ class Group(ProcessGroup):  # type: ignore[misc]
         with self._lock:
             self._queued -= 1
 
-    def _serve(self) -> None:
-        while (run := self._queue.get()) is not None:
-            run()
-            del run  # and with it the tensors, before the next wait
+
+def _serve(waiting: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (run := waiting.get()) is not None:
+        run()
+        del run  # and with it the tensors and the group, before the next wait
 
 
 def _is_set(timeout: timedelta | None) -> bool:
@@ -720,6 +855,14 @@ def _plain(tensors: Tensors) -> bool:
     return all(t.device.type == "cpu" and t.layout == torch.strided for t in tensors)
 
 
+def _divide(total: torch.Tensor, ranks: int) -> None:
+    """What AVG is of a sum; integers as NCCL rounds them, towards zero."""
+    if total.dtype.is_floating_point or total.dtype.is_complex:
+        total.div_(ranks)
+    elif total.dtype != torch.bool:  # its sum is a minimum
+        total.div_(ranks, rounding_mode="trunc")
+
+
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous()
 
@@ -727,6 +870,27 @@ def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
 def _copy_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
     if tensor.data_ptr() != flat.data_ptr():
         tensor.detach().copy_(flat)
+
+
+def _hide_from_compiler() -> None:
+    """Compiled programs call a group, and compile nothing of it: what it does is not in tensors alone.
+
+    torch._dynamo.disable says this too, but reads all of Dynamo at the first call.
+    """
+    methods = {n: m for n, m in vars(Group).items() if isinstance(m, types.FunctionType)}
+    frames = torch._C._dynamo.eval_frame
+    for name, method in methods.items():
+        if name == "__init__":
+            continue
+        if hasattr(frames, "set_code_exec_strategy"):
+            skip = frames._FrameAction.SKIP
+            frames.set_code_exec_strategy(method.__code__, frames._FrameExecStrategy(skip, skip))
+            setattr(method, "_torchdynamo_disable", True)  # noqa: B010
+        else:
+            setattr(Group, name, torch._dynamo.disable(method))
+
+
+_hide_from_compiler()
 
 
 def _create(options: Any, backend_options: object | None) -> Group:
@@ -746,7 +910,11 @@ def _create(options: Any, backend_options: object | None) -> Group:
 
 
 def register_backend() -> None:
-    """Makes ``torch.distributed.init_process_group("nostall")`` known; again is harmless."""
+    """Makes ``torch.distributed.init_process_group("nostall")`` known; again is harmless.
+
+    Under srun and mpirun it also sets the variables that this call reads.
+    """
+    fill_environment()
     if "NOSTALL" not in dist.Backend._plugins:
         dist.Backend.register_backend(
             "nostall", _create, extended_api=True, devices=["cpu", "cuda"]

@@ -6,6 +6,7 @@ fails it: on that rank at once, on those it leaves waiting after a timeout.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from contextlib import suppress
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore
 
-from nostall.errors import PeerError
+from nostall.errors import PeerError, UsageError
 
 _log = logging.getLogger("nostall")
 _ATTEMPTS = 3
@@ -46,6 +47,54 @@ def connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         f"{failure}, {_ATTEMPTS} times; check the host's name and firewall, or name the network "
         "interface in GLOO_SOCKET_IFNAME"
     )
+
+
+def _forwarded(name: str) -> Any:
+    if isinstance(getattr(dist.ProcessGroupGloo, name), property):
+        return property(lambda self: getattr(self.backend, name))
+
+    def call(self: Registered, *arguments: Any, **named: Any) -> Any:
+        return getattr(self.backend, name)(*arguments, **named)
+
+    return call
+
+
+class Registered(torch._C._distributed_c10d.Backend):  # type: ignore[misc]
+    """What torch finds in a group for a device: another backend, until that is dropped.
+
+    Torch drops what a group has registered only with the group, and whoever holds that, as
+    DistributedDataParallel does, would keep Gloo's threads.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__(backend.rank(), backend.size())
+        self._backend = backend
+
+    @property
+    def backend(self) -> Any:
+        if self._backend is None:
+            raise UsageError("the process group was destroyed; make a new one")
+        return self._backend
+
+    def drop(self) -> None:
+        self._backend = None
+
+    def getBackendName(self) -> str:
+        return str(self.backend.name())
+
+
+_OWN = {"bound_device_id", "rank", "size"}
+_BENEATH = {
+    "_allgather_base",
+    "_get_sequence_number_for_group",
+    "_reduce_scatter_base",
+    "_set_sequence_number_for_group",
+}
+for _name, _member in inspect.getmembers(dist.ProcessGroupGloo):
+    _is_public = not _name.startswith("_") and _name not in _OWN
+    _is_of_instances = not inspect.isclass(_member) and not inspect.isbuiltin(_member)
+    if (_is_public or _name in _BENEATH) and _is_of_instances:
+        setattr(Registered, _name, _forwarded(_name))
 
 
 def hang_up(gloo: Any) -> None:

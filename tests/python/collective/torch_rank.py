@@ -1,19 +1,24 @@
-"""One rank under torchrun; the first argument names what it does.
+"""One rank; each function is what one may do.
 
-With a number of ranks as the second it forks that many itself, once it has read torch, and fails
-if one of them does.
+Started by torch_server.py, or as a program under a launcher, with the function's name as its argument.
 """
 
 from __future__ import annotations
 
+import gc
 import os
+import random
 import signal
 import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,29 +27,11 @@ from torch.nn.parallel import DistributedDataParallel
 import nostall.torch
 from nostall.errors import PeerError, UsageError
 from nostall.torch import mesh
+from nostall.world import find_world
 
 torch.set_num_threads(1)
-
-
-def fork(ranks: int) -> dist.Store:
-    """Returns in each rank, with the store of them all, which lives in the process that forked."""
-    served = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    children = []
-    for r in range(ranks):
-        children.append(os.fork())
-        if children[-1] == 0:
-            os.environ.update(RANK=str(r), WORLD_SIZE=str(ranks))
-            return dist.TCPStore("127.0.0.1", served.port, None, False)
-    os._exit(max(os.waitpid(child, 0)[1] != 0 for child in children))
-
-
-store = fork(int(sys.argv[2])) if len(sys.argv) > 2 else None
-if "OMPI_COMM_WORLD_RANK" in os.environ:
-    os.environ["RANK"] = os.environ["OMPI_COMM_WORLD_RANK"]
-    os.environ["WORLD_SIZE"] = os.environ["OMPI_COMM_WORLD_SIZE"]
-rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-if "NODES" in os.environ:
-    os.environ["NOSTALL_NODE"] = f"node {rank * int(os.environ['NODES']) // size}"
+rank = size = 0
+limit = timedelta(seconds=60)
 
 
 def same_as_gloo() -> None:
@@ -474,6 +461,7 @@ def aborted() -> None:
 
 def made_again() -> None:
     """A group on the store of one that was aborted knows nothing of it."""
+    store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         dist.group.WORLD.abort()
     else:
@@ -485,7 +473,7 @@ def made_again() -> None:
     dist.destroy_process_group()
     if rank == 0:
         time.sleep(0.5)  # the others find what was left there, if anything
-    dist.init_process_group("nostall", timeout=limit)
+    dist.init_process_group("nostall", timeout=limit, store=store, rank=rank, world_size=size)
     sum_of = torch.ones(3)
     dist.all_reduce(sum_of)
     assert sum_of.tolist() == [size] * 3
@@ -635,20 +623,274 @@ def killed() -> None:
         os._exit(0)
 
 
-where = {} if store is None else {"store": store, "rank": rank, "world_size": size}
-limit = timedelta(seconds=60)
-order = "fixed" if sys.argv[1] in ("data_parallel", "shared") else "any"
-options = nostall.torch.GroupOptions(order)
-status = 0
-try:
-    dist.init_process_group("nostall", timeout=limit, pg_options=options, **where)
-    globals()[sys.argv[1]]()
+def take_part(what: str, **where: Any) -> int:
+    """The status of this rank's program."""
+    global rank, size
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if "NODES" in os.environ:
+        os.environ["NOSTALL_NODE"] = f"node {rank * int(os.environ['NODES']) // size}"
+    order = "fixed" if what in ("data_parallel", "shared") else "any"
+    options = nostall.torch.GroupOptions(order)
+    try:
+        dist.init_process_group("nostall", timeout=limit, pg_options=options, **where)
+        globals()[what]()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def threads_and_files() -> Counter[str]:
+    """How many there are, the threads by name."""
+    seen: Counter[str] = Counter(files=len(list(Path("/proc/self/fd").iterdir())))
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it just ended
+            seen[(task / "comm").read_text().strip()] += 1
+    return seen
+
+
+def expect_no_more_than(before: Counter[str]) -> None:
+    """A thread that was joined is in /proc for a moment more."""
+    deadline = time.monotonic() + 20
+    while not (seen := threads_and_files()) <= before:
+        assert time.monotonic() < deadline, f"{seen}, before {before}"
+        time.sleep(0.01)
+
+
+def delegate(group: dist.ProcessGroup | None = None) -> None:
+    """Every operation that Gloo's threads run, and an asynchronous one of ours."""
+    mine = torch.tensor([float(rank)])
+    dist.all_reduce(mine.clone(), group=group, async_op=True).wait()
+    dist.gather(mine, [torch.empty(1) for _ in range(size)] if rank == 0 else None, group=group)
+    parts = [torch.ones(1) for _ in range(size)] if rank == 0 else None
+    dist.scatter(torch.empty(1), parts, group=group)
+    dist.all_to_all_single(torch.empty(size), torch.ones(size), group=group)
+    dist.all_gather_object([None] * size, {"rank": rank}, group=group)
+
+
+def averages() -> None:
+    """AVG of integers is the sum's quotient, rounded towards zero; of booleans, whether all are set."""
+    mean = dist.ReduceOp.AVG
+    for kind in (torch.int64, torch.int32, torch.int8, torch.uint8):
+        for sign in (1, -1) if kind.is_signed else (1,):
+            mine = torch.full((size * 3,), sign * (1 + 3 * rank)).to(kind)
+            total = sum(1 + 3 * r for r in range(size))
+            wanted = torch.full_like(mine, sign * (total // size))
+            for work in (dist.all_reduce, lambda t, op: dist.reduce(t, 1, op)):
+                tensor = mine.clone()
+                work(tensor, op=mean)
+                assert torch.equal(tensor, wanted) or (rank != 1 and work is not dist.all_reduce)
+            share = torch.empty(3, dtype=kind)
+            dist.reduce_scatter_tensor(share, mine, op=mean)
+            assert torch.equal(share, wanted[:3]), share
+            dist.reduce_scatter(share.zero_(), list(mine.chunk(size)), op=mean)
+            assert torch.equal(share, wanted[:3]), share
+    some, every = torch.tensor([rank == 0]), torch.tensor([True])
+    dist.all_reduce(some, op=mean)
+    dist.all_reduce(every, op=mean)
+    assert not some.item()
+    assert every.item()
+
+
+def compiled() -> None:
+    """What is compiled calls the group, and gives what it gives uncompiled."""
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.first(x)).relu()
+
+    def train(kind: type[DistributedDataParallel], use: Callable[[Any], Any]) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model = use(kind(Net()))
+        for step in range(2):
+            torch.manual_seed(10 * step + rank)
+            model(torch.randn(4, 8)).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    def compile_it(function: Any) -> Any:
+        torch._dynamo.reset()
+        return torch.compile(function, backend="eager")
+
+    ours, wanted = (
+        train(DistributedDataParallel, compile_it),
+        train(DistributedDataParallel, lambda m: m),
+    )
+    for one, other in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+    def reduce_async(x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x, async_op=True).wait()
+        return x
+
+    def spread(x: torch.Tensor) -> torch.Tensor:
+        dist.broadcast(x, 1)
+        return x
+
+    for function in (reduce_async, spread):
+
+        @compile_it
+        def around(x: torch.Tensor, call: Any = function) -> torch.Tensor:
+            return call(x * 2) + 1
+
+        mine = torch.arange(4.0) + rank
+        assert torch.equal(around(mine), function(mine * 2) + 1), function
+
+
+def launched() -> None:
+    """Under srun `init` finds rank, world and address, and scripts that set RANK find the rest."""
     dist.destroy_process_group()
-except Exception:
-    traceback.print_exc()
-    status = 1
-if len(sys.argv) > 2:  # a forked child has nothing of its parent's to end
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-sys.exit(status)
+    os.environ.update(
+        SLURM_PROCID=str(rank),
+        SLURM_STEP_NUM_TASKS=str(size),
+        SLURM_LOCALID=str(rank),
+        SLURM_STEP_TASKS_PER_NODE=str(size),
+        SLURM_STEP_ID="0",
+        SLURM_JOB_ID=str(os.getppid()),
+    )
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    nostall.torch.init(timeout=limit)
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
+    dist.barrier()
+    dist.destroy_process_group()
+    nostall.torch.launch.fill_environment()
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    dist.init_process_group("nostall", timeout=limit)
+    world = find_world()
+    assert (world.rank, world.local_rank, world.local_world_size) == (rank, rank, size)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == size
+
+
+def destroyed() -> None:
+    """Nothing of a destroyed group is left, although the model still holds it; nor of many groups."""
+    gc.disable()  # reference counts alone have to do
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    before = threads_and_files()
+    where = {"store": dist.PrefixStore("again", store), "rank": rank, "world_size": size}
+    dist.init_process_group("nostall", timeout=limit, **where)
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    group = dist.group.WORLD
+    delegate()
+    dist.monitored_barrier()
+    if rank == 0:
+        time.sleep(0.3)  # the others watch the store meanwhile
+    dist.monitored_barrier()
+    with_one = threads_and_files()
+    for _ in range(10):
+        another = dist.new_group()
+        delegate(another)
+        dist.destroy_process_group(another)
+        del another
+        expect_no_more_than(with_one)
+    if rank == 0:
+        for _ in range(200):
+            alone = dist.new_group([0], use_local_synchronization=True)
+            dist.all_reduce(torch.ones(1), group=alone, async_op=True).wait()
+            dist.destroy_process_group(alone)
+            del alone
+        expect_no_more_than(with_one)
+    dist.barrier()
+    dist.destroy_process_group()
+    expect_no_more_than(before)
+    for gone in (group, group._get_backend(torch.device("cpu"))):
+        try:
+            gone.gather([[torch.empty(1)] * size], [torch.ones(1)], dist.GatherOptions())
+            raise AssertionError("the group is still there")
+        except UsageError as error:
+            assert "destroyed" in str(error), error
+    del model
+
+
+class Failed(Exception):
+    """What a program that ends by an exception raises."""
+
+
+def end(where: dict[str, Any]) -> int:
+    """A plain program that ends as ENDING says. tests/campaigns/endings.py knows the statuses."""
+    global rank, size
+    rank, size = where["rank"], where["world_size"]
+    ending, draw = os.environ["ENDING"], random.Random(int(os.environ["SEED"]))
+    if "NODES" in os.environ:
+        os.environ["NOSTALL_NODE"] = f"node {rank * int(os.environ['NODES']) // size}"
+    if "handled" in ending:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+    dist.init_process_group("nostall", timeout=limit, **where)
+    model = DistributedDataParallel(torch.nn.Linear(4, 4)) if draw.random() < 0.5 else None
+    for _ in range(draw.randrange(3)):
+        delegate()
+    tensors = [torch.ones(draw.choice([1, 1000, 100_000])) for _ in range(4)]
+    pending: list[Any] = []
+    if draw.random() < 0.5 or "pending" in ending:
+        pending = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        swap = torch.empty(size), torch.ones(size)
+        pending.append(dist.all_to_all_single(*swap, async_op=True))
+        if "pending" not in ending:
+            for work in pending:
+                work.wait()
+    if ending in ("term", "_exit") or ending.startswith("peer killed"):
+        where["store"].add("here", 1)  # who dies so may take the others' last operation with it
+        while where["store"].add("here", 0) < size:
+            time.sleep(0.001)
+    if ending == "destroy":
+        dist.destroy_process_group()
+    elif ending.startswith("exception"):
+        raise Failed
+    elif ending.startswith("exit"):
+        sys.exit(3)
+    elif ending.startswith("term"):
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif ending == "_exit":
+        os._exit(4)
+    elif ending.startswith("fork"):
+        child = os.fork()
+        if child == 0:
+            if "destroy" in ending:
+                dist.destroy_process_group()
+            sys.exit(5)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        dist.all_reduce(tensors[0])
+        return status
+    elif ending.startswith("peer killed"):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            last = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+            last.append(dist.all_to_all_single(torch.empty(size), torch.ones(size), async_op=True))
+            if "waits" in ending:
+                for work in last:
+                    work.wait()
+                return 7
+        except RuntimeError:
+            return 6
+        return 6
+    elif ending == "thread":  # it waits for what never comes when the program ends
+        if rank == 0:
+            got = torch.empty(1)
+            threading.Thread(target=dist.recv, args=(got, 1), daemon=True).start()
+            threading.Thread(target=dist.barrier, daemon=True).start()
+        else:
+            with suppress(RuntimeError):
+                dist.barrier()
+    del model
+    return 8
+
+
+def run(what: str, rank: int, size: int, port: int) -> int:
+    """For torch_server.py."""
+    dist.set_debug_level_from_env()
+    store = dist.TCPStore("127.0.0.1", port, None, False)
+    where = {"store": store, "rank": rank, "world_size": size}
+    return end(where) if what == "end" else take_part(what, **where)
+
+
+if __name__ == "__main__":
+    sys.exit(take_part(sys.argv[1]))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nostall.errors import UsageError
-from nostall.world import find_world
+from nostall.world import find_address, find_world
 
 TORCHRUN = {
     "RANK": "5",
@@ -47,6 +47,13 @@ SLURM = {
         ({}, (0, 1, 0, 1)),
         ({"SLURM_PROCID": "0", "SLURM_JOB_ID": "77", "SLURM_NTASKS": "8"}, (0, 1, 0, 1)),
         ({**SLURM, **TORCHRUN}, (5, 8, 1, 4)),
+        # As scripts for sbatch set them for torch.distributed.
+        ({**SLURM, "RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2"}, (6, 8, 2, 4)),
+        ({**SLURM, "RANK": "6", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": ""}, (6, 8, 2, 4)),
+        ({**OPEN_MPI, "RANK": "2", "WORLD_SIZE": "4"}, (2, 4, 0, 2)),
+        ({**MPICH, "RANK": "3", "WORLD_SIZE": "4"}, (3, 4, 1, 2)),
+        ({"RANK": "", "WORLD_SIZE": "", **OPEN_MPI}, (2, 4, 0, 2)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1, 0, 1)),
     ],
 )
 def test_places(environment: dict[str, str], place: tuple[int, int, int, int]) -> None:
@@ -61,10 +68,43 @@ def test_jobs_are_told_apart() -> None:
     assert a.job != find_world(environment={**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}).job
 
 
+def test_jobs_of_slurm_that_set_the_same_port_are_told_apart() -> None:
+    by_hand = {"RANK": "6", "WORLD_SIZE": "8", "MASTER_PORT": "29500", **SLURM}
+    other = find_world(environment={**by_hand, "SLURM_JOB_ID": "78"})
+    assert find_world(environment=by_hand).job != other.job
+
+
+@pytest.mark.parametrize(
+    ("environment", "address"),
+    [
+        ({**SLURM, "SLURM_STEP_NODELIST": "gpu[07-09,12],login1"}, "gpu07"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "rack[1-2]n[3,5],a"}, "rack1n3"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "one,two"}, "one"),
+        ({**SLURM, "MASTER_ADDR": "here"}, "here"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "127.0.0.1"),
+    ],
+)
+def test_addresses_are_found(environment: dict[str, str], address: str) -> None:
+    world = find_world(environment=environment)
+    found = find_address(world, environment)
+    assert found is not None
+    assert found[0] == address
+    assert 15_000 <= found[1] < 32_000
+    assert find_address(world, {**environment, "MASTER_PORT": "77"}) == (address, 77)
+
+
+def test_without_a_host_there_is_no_address() -> None:
+    assert find_address(find_world(environment=OPEN_MPI), OPEN_MPI) is None
+
+
 def test_what_is_missing_or_wrong_is_named() -> None:
     partial = {k: v for k, v in TORCHRUN.items() if k != "LOCAL_RANK"}
-    with pytest.raises(UsageError, match="LOCAL_RANK"):
+    with pytest.raises(UsageError, match="RANK and WORLD_SIZE are set without LOCAL_RANK,"):
         find_world(environment=partial)
+    with pytest.raises(UsageError, match="Open MPI did not set OMPI_COMM_WORLD_LOCAL_SIZE"):
+        find_world(
+            environment={k: v for k, v in OPEN_MPI.items() if k != "OMPI_COMM_WORLD_LOCAL_SIZE"}
+        )
     with pytest.raises(UsageError, match="WORLD_SIZE=many"):
         find_world(environment={**TORCHRUN, "WORLD_SIZE": "many"})
     with pytest.raises(UsageError, match="rank 9"):
@@ -78,7 +118,7 @@ def test_what_is_missing_or_wrong_is_named() -> None:
 @pytest.mark.multi
 def test_torchrun_itself() -> None:
     code = (
-        "import os; from nostall.world import find_world; w = find_world(); "
+        "import os; from nostall.world import find_address, find_world; w = find_world(); "
         "os.write(1, f'place {w.rank} {w.local_rank}\\n'.encode())"
     )
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -99,7 +139,7 @@ def test_mpich_itself() -> None:
     if not mpiexec.exists():
         pytest.skip(f"MPICH: {mpiexec} is missing; scripts/mpi-suite makes it")
     code = (
-        "import os; from nostall.world import find_world; w = find_world(); "
+        "import os; from nostall.world import find_address, find_world; w = find_world(); "
         "os.write(1, f'{w.rank} {w.local_world_size} {w.job}\\n'.encode())"
     )
     rank = ["sh", "-c", 'set -e; "$0" -c "$1"; :', sys.executable, code]
