@@ -8,6 +8,9 @@
 Importing this package needs NumPy alone and starts nothing.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from nostall import errors, metrics, trace, transforms
 from nostall.batches import DynamicBatches
 from nostall.checkpoint import Checkpointer, Keep
@@ -16,6 +19,9 @@ from nostall.plan import Plan, SubBatches
 from nostall.source import FileList, ImageFolder, Pixels, Source
 from nostall.stats import Stats
 from nostall.stores import HDF5, LMDB, ArrowIPC, ObjectFolder, Parquet, TarShards, TFRecord
+
+if TYPE_CHECKING:
+    from nostall import torch as torch
 
 __version__ = "0.1.0"
 
@@ -44,3 +50,10 @@ __all__ = [
     "trace",
     "transforms",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`nostall.torch` is read when it is first asked for: it needs torch."""
+    if name == "torch":
+        return importlib.import_module("nostall.torch")
+    raise AttributeError(f"module 'nostall' has no attribute {name!r}")

@@ -28,6 +28,19 @@ assert "GroupOptions" not in globals() and GradientSync
     subprocess.run([sys.executable, "-c", body], check=True)
 
 
+def test_importing_nostall_is_enough_and_reads_no_torch() -> None:
+    body = """
+import sys, nostall
+assert "torch" not in sys.modules
+assert nostall.torch.Dataset
+try:
+    nostall.tensorflow
+except AttributeError as error:
+    assert "'tensorflow'" in str(error)
+"""
+    subprocess.run([sys.executable, "-c", body], check=True)
+
+
 @pytest.mark.parametrize(
     ("given", "named", "allowed"),
     [
