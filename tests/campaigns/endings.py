@@ -1,0 +1,71 @@
+"""Programs of two ranks over the torch.distributed backend, ended in every way that programs end.
+
+A program does gather, scatter, all_to_all_single, all_gather_object and asynchronous work, some of it
+pending, and ends with or without destroying its group: by returning, an exception, sys.exit, SIGTERM
+(handled or not), os._exit, after a fork, or because its peer was killed.
+A case fails if a rank's exit status is not the one that its program meant, if a rank does not end, or
+if something is left in /dev/shm.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import sys
+from pathlib import Path
+
+from campaigns.outcome import Outcome, Task
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "python" / "collective"))
+
+from torch_server import server
+
+FULL = "200 programs of two ranks, 16 endings in turn"
+SMALL = 0.09
+SECONDS = 240
+
+# The exit statuses of rank 0 and rank 1; None where it depends on who is first.
+ENDINGS: dict[str, tuple[int | None, int | None]] = {
+    "destroy": (8, 8),
+    "return": (8, 8),
+    "return, pending": (8, 8),
+    "exception": (1, 1),
+    "exception, pending": (1, 1),
+    "exit": (3, 3),
+    "exit, pending": (3, 3),
+    "term": (-15, -15),
+    "term handled": (9, 9),
+    "term handled, pending": (9, 9),
+    "_exit": (4, 4),
+    "fork": (5, 5),
+    "fork, destroy": (5, 5),
+    "fork, pending": (5, 5),
+    "peer killed, waits": (6, -9),
+    "peer killed": (6, -9),
+}
+
+
+def left() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob(f"nostall-{os.getuid()}-*-collective")}
+
+
+def run(task: Task) -> Outcome:
+    outcome = Outcome()
+    draw = random.Random(task.seed)
+    statuses: dict[str, int] = {}
+    for ending in itertools.islice(itertools.cycle(ENDINGS), task.count(200, len(ENDINGS))):
+        seed, nodes = draw.randrange(1 << 30), draw.choice([1, 1, 2])
+        before = left()
+        ended = server().run("end", 2, 60, ENDING=ending, SEED=str(seed), NODES=str(nodes))
+        outcome.cases += 1
+        case = f"{ending!r}, seed {seed}, {nodes} nodes"
+        if tuple(ended.statuses) != ENDINGS[ending]:
+            wanted, told = ENDINGS[ending], ended.stderr[-2000:]
+            outcome.failures.append(f"{case}: {ended.statuses}, not {list(wanted)}: {told}")
+        if left() - before:
+            outcome.failures.append(f"{case}: {left() - before} in /dev/shm")
+        for status in ended.statuses:
+            statuses[str(status)] = statuses.get(str(status), 0) + 1
+    outcome.figures["aborted (-6)"] = statuses.get("-6", 0)
+    return outcome
