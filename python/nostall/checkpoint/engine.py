@@ -155,7 +155,7 @@ class Engine:
         def done() -> bool:
             idle = not self._busy
             busy = self._drains or self._draining or self._retain_due or self._retaining
-            return idle and not (drained and busy)
+            return self._stopping or (idle and not (drained and busy))
 
         self._hurry_writer(1 << 62)
         with self._lock:

@@ -1,0 +1,431 @@
+"""What failed is told, what is the user's stays, and what may be done again is done again."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_checkpointer import World, ranked, steps_in
+
+import nostall
+import nostall.checkpoint.store
+from nostall import _native
+from nostall.checkpoint.cleaner import Cleaner
+from nostall.checkpoint.format import Manifest, Part
+from nostall.checkpoint.store import Store, rename
+from nostall.checkpoint.tree import Stored, decode
+from nostall.errors import CorruptionError, IoError, PeerError, StoppedError, UsageError
+
+
+def state_of(value: int) -> dict[str, Any]:
+    return {"w": np.full(10, value), "step": value}
+
+
+class Broken:
+    """Storage that takes nothing while `broken` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str = "", **errors: Any) -> None:
+        self.broken, prepare = True, Store.prepare
+        self.error: BaseException = errors.get("error", IoError("the disk is gone"))
+
+        def prepare_or_fail(store: Store, step: int) -> Path:
+            if self.broken and kind in ("", store.kind):
+                raise self.error
+            return prepare(store, step)
+
+        monkeypatch.setattr(Store, "prepare", prepare_or_fail)
+
+
+# ---------------------------------------------------------------------- told
+
+
+def test_failures_in_a_row_are_told_and_the_training_may_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = Broken(monkeypatch)
+    ckpt = nostall.Checkpointer(durable=tmp_path, max_failures=2)
+    broken.broken = False
+    ckpt.save(state_of(0), 0, level="durable")
+    broken.broken = True
+    for step in (1, 2):
+        ckpt.save(state_of(step), step)
+        ckpt.wait(60)
+    with pytest.raises(IoError, match=r"steps 1, 2, 3; the newest that is safe is of step 0.*gone"):
+        ckpt.save(state_of(3), 3)
+    ckpt.wait(60)
+    broken.broken = False
+    with contextlib.suppress(IoError):  # the one that raises is on its way all the same
+        ckpt.save(state_of(4), 4)
+    ckpt.wait(60)
+    ckpt.save(state_of(5), 5)
+    ckpt.close()
+    assert steps_in(tmp_path) == [0, 4, 5]
+
+
+def test_a_time_without_a_safe_checkpoint_is_told_to_a_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Broken(monkeypatch)
+    told: list[str] = []
+    ckpt = nostall.Checkpointer(durable=tmp_path, max_unsafe_seconds=600, on_failure=told.append)
+    saved = ckpt.save(state_of(1), 1)
+    assert saved is not None
+    ckpt.wait(60)
+    ckpt.save(state_of(2), 2)
+    ckpt.wait(60)
+    assert told == []
+    saved._began -= 600  # ten minutes later
+    ckpt.save(state_of(3), 3)
+    assert len(told) == 1 and "no other is safe" in told[0]
+    ckpt.close()
+    assert len(told) == 2 and "the newest checkpoint, of step 3, is safe nowhere" in told[1]
+
+
+def test_the_end_of_a_with_does_not_hide_another_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Broken(monkeypatch)
+    with pytest.raises(KeyError), nostall.Checkpointer(durable=tmp_path) as ckpt:
+        ckpt.save(state_of(1), 1)
+        raise KeyError
+    assert "of step 1, is safe nowhere" in caplog.text
+
+
+def test_a_thread_that_cannot_be_started_fails_the_save_and_not_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, failing = threading.Thread.start, ["writer", "drain"]
+
+    def start_or_fail(thread: threading.Thread) -> None:
+        name = thread.name.removeprefix("nostall-checkpoint-")
+        if name in failing:
+            failing.remove(name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
+        with pytest.raises(IoError, match="no thread can be started"):
+            ckpt.save(state_of(1), 1, level="fast")
+        saved = ckpt.save(state_of(2), 2, level="fast")  # its drain has no thread
+        assert saved is not None
+        with pytest.raises(IoError, match="no thread can be started"):
+            saved.wait("durable", 60)
+        ckpt.save(state_of(3), 3, level="durable")
+        ckpt.wait(60)
+    assert steps_in(tmp_path / "durable") == [2, 3]
+
+
+# ---------------------------------------------------------------------- drains
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no thread"), MemoryError(), IoError("full")])
+def test_a_drain_survives_any_exception_and_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    broken = Broken(monkeypatch, "durable", error=error)
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
+        saved = ckpt.save(state_of(1), 1)
+        assert saved is not None
+        with pytest.raises(IoError, match="stays in"):
+            saved.wait("durable", 60)
+        broken.broken = False
+        ckpt.save(state_of(2), 2, level="durable")
+        ckpt.wait(60)
+    assert steps_in(tmp_path / "durable") == [1, 2]
+
+
+def test_retention_that_fails_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Cleaner, "retain", fail)
+        with nostall.Checkpointer(durable=tmp_path, keep=1) as ckpt:
+            for step in (1, 2):
+                ckpt.save(state_of(step), step, level="durable")
+                ckpt.wait(60)
+    assert "old checkpoints stay: MemoryError" in caplog.text
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_a_failed_drain_of_several_ranks_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = ranked(tmp_path, 2)
+    commit, failing = Store.commit, [True]
+
+    def commit_or_fail(store: Store, manifest: Manifest, rank: int, mine: Any, **more: Any) -> str:
+        if store.kind == "durable" and rank == 1 and failing[0]:
+            mine = "rank 1's disk is full"
+        return commit(store, manifest, rank, mine, **more)
+
+    monkeypatch.setattr(Store, "commit", commit_or_fail)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            saved = ckpt.save(state_of(rank), 1)
+            assert saved is not None
+            with pytest.raises(IoError, match="disk is full"):
+                saved.wait("durable", 60)
+            gather(b"")
+            failing[0] = False
+            ckpt.save(state_of(10 + rank), 2, level="durable")
+            ckpt.wait(60)
+            gather(b"")
+            found = ckpt.restore(1)
+            return found and (found.tier, found.state["step"])
+
+    assert World(2).run(work) == [("durable", 0), ("durable", 1)]
+    names = {p.name.count(".") for p in (tmp_path / "durable").glob("*1/rank-*")}
+    assert names == {3}  # of a second attempt
+
+
+def test_a_drain_that_the_end_stops_is_left_to_the_next_start(tmp_path: Path) -> None:
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
+        engine = ckpt._engine
+
+        def stop(drain: Any) -> None:
+            engine._stopping = True
+            raise StoppedError("the job ends")
+
+        engine._drain = stop  # type: ignore[method-assign]
+        saved = ckpt.save(state_of(1), 1)
+        assert saved is not None
+        with pytest.raises(IoError, match="the next start copies it"):
+            saved.wait("durable", 60)
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
+        ckpt.wait(60)
+    assert steps_in(tmp_path / "durable") == [1]
+
+
+def test_a_rank_that_is_stopped_does_not_speak_of_a_timeout(tmp_path: Path) -> None:
+    store = Store(tmp_path, "durable")
+    store.prepare(1)
+    part = Part(1, "rank-00001.aaaaaaaa-000001.safetensors", 0, ())
+    words = store.commit(
+        Manifest(1, "aaaaaaaa-000001", 2, ()), 1, part, timeout=600, stopped=lambda: True
+    )
+    assert words.endswith("before this job's end")
+
+
+# ---------------------------------------------------------------------- whose files
+
+
+def test_files_of_users_stay_and_stop_nothing(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        with nostall.Checkpointer(durable=tmp_path, keep=2, level="durable") as ckpt:
+            ckpt.save(state_of(step), step)
+            ckpt.wait(60)
+            directory = tmp_path / f"step-{step:012d}"
+            (directory / "notes.txt").write_text("mine")
+            (directory / "rank-00000.mine.safetensors").write_text("mine")
+            (directory / "exports").mkdir()
+            (directory / "exports" / "model.onnx").write_text("mine")
+            rubbish = directory / "rank-00007.aaaaaaaa-000001.safetensors"
+            rubbish.write_text("ours")
+    (tmp_path / "step-000000000077").write_text("mine")  # a file in the place of a directory
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        found = ckpt.restore()
+        assert found is not None and found.step == 5
+    assert steps_in(tmp_path) == [4, 5] and not rubbish.exists()
+    for step in range(1, 6):
+        names = sorted(p.name for p in (tmp_path / f"step-{step:012d}").iterdir())
+        assert names[0] == "exports" and "notes.txt" in names
+        assert len(names) == (5 if step > 3 else 3), step
+    Store(tmp_path, "durable").remove_step(5)
+    assert (tmp_path / "step-000000000005" / "exports" / "model.onnx").exists()
+
+
+def test_what_cannot_be_removed_keeps_no_other_from_going(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    unlink = os.unlink
+
+    def busy(path: Any, **options: Any) -> None:
+        if "step-000000000001" in str(path) and str(path).endswith(".safetensors"):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        unlink(path, **options)
+
+    with nostall.Checkpointer(durable=tmp_path, keep=9, level="durable") as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(state_of(step), step)
+    monkeypatch.setattr(os, "unlink", busy)
+    with nostall.Checkpointer(durable=tmp_path, keep=1, level="durable") as ckpt:
+        ckpt.save(state_of(4), 4)
+    assert steps_in(tmp_path) == [4] and "an old checkpoint stays" in caplog.text
+    caplog.clear()
+    nostall.Checkpointer(durable=tmp_path).close()  # rubbish by now, that stays too
+    assert "an earlier job left" in caplog.text
+
+
+# ---------------------------------------------------------------------- what file systems say
+
+
+def test_a_rename_whose_answer_was_lost_is_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, lost = os.rename, []
+
+    def rename_and_say_no(old: Any, new: Any) -> None:
+        real(old, new)
+        lost.append(str(new))
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    monkeypatch.setattr(os, "rename", rename_and_say_no)
+    make = ranked(tmp_path, 2, level="durable")
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            saved = ckpt.save(state_of(rank), 1)
+            assert saved is not None
+            gather(b"")
+            return saved.problems
+
+    assert World(2).run(work) == [[], []]
+    assert any("taken-" in name for name in lost) and any("manifest" in name for name in lost)
+    (tmp_path / "a").write_text("")
+    monkeypatch.setattr(os, "rename", lambda old, new: real(old, tmp_path / "c") or real("", ""))
+    with pytest.raises(FileNotFoundError):
+        rename(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_word_whose_removal_is_not_answered_may_be_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.unlink
+
+    def unlink_and_say_no(path: Any, **options: Any) -> None:
+        real(path, **options)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    store = Store(tmp_path, "durable")
+    store.prepare(1)
+    part = Part(1, "rank-00001.aaaaaaaa-000001.safetensors", 0, ())
+    manifest = Manifest(1, "aaaaaaaa-000001", 2, ())
+    monkeypatch.setattr(os, "unlink", unlink_and_say_no)
+    with pytest.raises(PeerError, match="part stays"):
+        store.commit(manifest, 1, part, timeout=600, stopped=lambda: True)
+
+
+def test_a_file_system_without_locks_is_named_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class NoLock:
+        def __init__(self, path: str) -> None:
+            Path(path).touch()
+
+        def acquire(self) -> bool:
+            return False
+
+        def release(self) -> None:
+            pass
+
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(_native, "DirectoryLock", NoLock)
+    with pytest.raises(UsageError, match="another running job"):
+        nostall.Checkpointer(durable=tmp_path)
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        ckpt.save(state_of(1), 1, level="durable")
+    assert "has no locks (No locks available)" in caplog.text
+    assert steps_in(tmp_path) == [1]
+
+
+def test_parents_of_a_new_root_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    sync = nostall.checkpoint.store.sync_directory
+
+    def note(path: Path) -> None:
+        synced.append(path)
+        if path == tmp_path / "a":
+            raise PermissionError  # it may be entered, and not listed
+        sync(path)
+
+    everything: list[float] = []
+    monkeypatch.setattr(nostall.checkpoint.store, "sync_directory", note)
+    monkeypatch.setattr(os, "sync", lambda: everything.append(time.time()))
+    Store(tmp_path / "a" / "b" / "c", "durable").make()
+    assert synced == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"] and len(everything) == 1
+    Store(tmp_path / "a" / "b" / "c", "durable").make()
+    assert len(synced) == 3
+
+
+# ---------------------------------------------------------------------- restoring in place
+
+
+def test_arrays_and_tensors_are_filled_where_they_are(tmp_path: Path) -> None:
+    import torch
+
+    w, a, t = torch.ones(3), np.ones((2, 2)), (torch.ones(2), np.ones(1))
+    module = torch.nn.Linear(2, 1)
+    frozen = np.ones(2)
+    frozen.flags.writeable = False
+    state = {
+        "w": w, "a": a, "list": [torch.ones(1), 5], "tuple": t, "mixed": ("x", np.ones(2)),
+        "module": module, "inner": {"b": torch.ones(4)}, "any": np.ones(9), "step": 1,
+        "frozen": frozen, "numpy": np.ones(2), "torch": torch.ones(2, dtype=torch.float64),
+    }  # fmt: skip
+    with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+        ckpt.save({**state, "numpy": torch.ones(2, dtype=torch.float64), "torch": np.ones(2)}, 1)
+        first, inner = state["list"][0], state["inner"]["b"]  # type: ignore[index]
+        for array in (w, a, *t, first, inner, state["numpy"], state["torch"]):
+            array[...] = 7  # type: ignore[index]
+        state["any"], state["step"], state["list"][1] = None, 2, 6  # type: ignore[index]
+        found = ckpt.restore(into=state)
+        assert len(repr(found)) < 120
+        for array in (w, a, *t, first, inner, state["numpy"], state["torch"]):
+            assert (np.asarray(array) == 1).all()
+        assert state["w"] is w and state["list"][0] is first  # type: ignore[index]
+        assert state["list"][1] == 5 and state["step"] == 1  # type: ignore[index]
+        assert isinstance(state["any"], np.ndarray) and state["mixed"][0] == "x"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (np.zeros(7), r"state\['x'\]\['w'\] is of shape \(7,\).*has shape \(3,\)"),
+        (np.zeros(3, np.float32), "type float32, the checkpoint has shape .* type float64"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_changes(
+    tmp_path: Path, other: Any, words: str
+) -> None:
+    first = np.zeros(2)
+    with nostall.Checkpointer(durable=tmp_path, level="durable") as ckpt:
+        ckpt.save({"first": np.ones(2), "x": {"w": np.ones(3), "s": 1}, "l": [np.ones(1)]}, 1)
+        whole = {"first": first, "x": {"w": other, "s": 1}, "l": [np.zeros(1)]}
+        with pytest.raises(UsageError, match=words):
+            ckpt.restore(into=whole)
+        for name, wrong, why in (
+            ("l", [np.zeros(1), np.zeros(1)], "2 entries, the checkpoint 1"),
+            ("x", {"w": np.zeros(3)}, r"in state\['x'\]"),
+            ("x", {"w": np.zeros(3), "s": np.zeros(1)}, "the checkpoint has a int there"),
+        ):
+            with pytest.raises(UsageError, match=why):
+                ckpt.restore(into={**whole, "x": {"w": np.zeros(3), "s": 1}, name: wrong})
+        assert not first.any()
+        with pytest.raises(UsageError, match="step must be a number"):
+            ckpt.save({}, "1")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [[3, 5], [10**30], ["x"]])
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_a_crafted_tree_is_damage_and_nothing_else(kind: str, shape: Any) -> None:
+    import torch  # noqa: F401
+
+    stored = Stored(np.zeros(8, np.uint8), "F32", (2,))
+    with pytest.raises(CorruptionError):
+        decode({"$tensor": "x", "kind": kind, "dtype": "float32", "shape": shape}, {"x": stored})
