@@ -4,9 +4,10 @@
 
 In six modes: one rank; two ranks; two ranks on nodes with fast directories of their own, that keep
 copies of each other's parts; each of them killed, and cut off from power, where only what was fsynced
-stays (faults.c). Each point continues on what the one before has left. A point passes if the newest
-checkpoint that was acknowledged, or a newer one, is restored with the right values, and nothing is
-left over after the next start.
+stays (faults.c). Each point kills one rank, at its n-th counted call or, if it makes fewer, at its
+end, and continues on what the one before has left. A point passes if the newest checkpoint that was
+acknowledged, or a newer one, is restored with the right values, and nothing is left over after the
+next start.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -43,7 +44,7 @@ def build_shim(directory: Path) -> Path:
 
 
 def run(
-    points: int,
+    points: int | Sequence[tuple[int, float]],
     *,
     ranks: int,
     power_cut: bool,
@@ -51,7 +52,10 @@ def run(
     timeout: float,
     nodes: bool = False,
 ) -> dict[str, Any]:
-    """One campaign in a process of its own; what it counted."""
+    """One campaign in a process of its own; what it counted.
+
+    `points` are drawn, so many, or given: the rank to be killed, and where in its calls (0 to 1).
+    """
     with tempfile.TemporaryDirectory(prefix="nostall-faults-") as name:
         home = Path(name)
         (home / "shadow").mkdir()
@@ -112,10 +116,22 @@ def _state(step: int, rank: int, size: int) -> dict[str, Any]:
 class Campaign:
     """The points of one campaign, one after another."""
 
-    def __init__(self, points: int, ranks: int, power_cut: bool, seed: int, nodes: bool) -> None:
-        self.points, self.ranks, self.power_cut = points, ranks, power_cut
+    def __init__(
+        self,
+        points: int | Sequence[Sequence[float]],
+        ranks: int,
+        power_cut: bool,
+        seed: int,
+        nodes: bool,
+    ) -> None:
+        self.ranks, self.power_cut = ranks, power_cut
         self.nodes = nodes
         self.random = random.Random(seed)
+        self.points = (
+            [(self.random.randrange(ranks), 1.1 * self.random.random()) for _ in range(points)]
+            if isinstance(points, int)
+            else [(int(victim), share) for victim, share in points]
+        )
         self.root = Path(os.environ["NOSTALL_FAULT_ROOT"])
         self.shadow = Path(os.environ.get("NOSTALL_FAULT_SHADOW", "/nonexistent"))
         self.shim = ctypes.CDLL(None)
@@ -129,20 +145,23 @@ class Campaign:
         import nostall.checkpoint.store  # noqa: F401
 
         self.root.mkdir(parents=True, exist_ok=True)
-        calls, _ = self._train(0)
-        for point in range(self.points):
-            if point and point % 50 == 0:
-                print(f"{point} points: {dict(self.counts)}", file=sys.stderr, flush=True)
-            at = self.random.randint(1, max(2, int(calls * 1.1)))
-            used, killed = self._train(at)
-            self.counts["killed" if killed else "ended before"] += 1
-            calls = used or calls
+        # What a rank certainly makes: levels and what lies there move the count.
+        calls: dict[int, int] = {}
+        for _ in range(2):
+            for rank, made in self._train(None, 0).items():
+                calls[rank] = min(made, calls.get(rank, made))
+        for i, (victim, share) in enumerate(self.points):
+            if i and i % 50 == 0:
+                print(f"{i} points: {dict(self.counts)}", file=sys.stderr, flush=True)
+            self._train(victim, 1 + int(calls[victim] * share))
             if self.power_cut:
                 self._rebuild()
             self._look()
             if self.failures:
                 break
-        return {"counts": dict(self.counts), "failures": self.failures, "calls": calls}
+        return {
+            "counts": dict(self.counts), "failures": self.failures, "calls": list(calls.values())
+        }  # fmt: skip
 
     def _make(self, rank: int, ends: list[Connection], **options: Any) -> Any:
         import nostall
@@ -168,12 +187,14 @@ class Campaign:
             **options,
         )
 
-    def _train(self, at: int) -> tuple[int, bool]:
-        """A training of SAVES saves, killed at call `at` of one rank; (calls it made, was killed)."""
-        victim = self.random.randrange(self.ranks)
+    def _train(self, victim: int | None, at: int) -> dict[int, int]:
+        """A training of SAVES saves; `victim` is killed at its call `at`, or at its end. The calls
+        that each rank made, if none is to be killed."""
         size = 1_400_000 if self.random.random() < 0.05 else self.random.choice([1, 5000])
         first = self.step + 1 - self.random.randint(0, 1)  # now and then an old step again
-        levels = self.random.choices(["memory", "fast", "durable"], k=SAVES)
+        levels = ["memory", "fast", "durable"]
+        if victim is not None:
+            levels = self.random.choices(levels, k=SAVES)
         report, tell = os.pipe()
         left, right = Pipe()
 
@@ -187,34 +208,41 @@ class Campaign:
                 if levels[i] != "memory" and rank == 0:
                     os.write(tell, b"safe %d\n" % step)
             ckpt.close()
+            if rank == victim:
+                os.write(tell, b"ended %d\n" % rank)
+                os.kill(os.getpid(), signal.SIGKILL)
             if rank == 0:
                 os.write(tell, b"safe %d\n" % (first + SAVES - 1))
-            os.write(tell, b"calls %d\n" % int(self.shim.fault_count()))
+            os.write(tell, b"calls %d %d\n" % (rank, int(self.shim.fault_count())))
 
         pids = [_child(lambda r=rank: rank_work(r)) for rank in range(self.ranks)]
         os.close(tell)
-        status = os.waitpid(pids[victim], 0)[1]
-        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        for pid in pids:
-            if pid != pids[victim]:
-                if killed:  # the whole tree goes
+        if victim is not None:
+            status = os.waitstatus_to_exitcode(os.waitpid(pids[victim], 0)[1])
+            if status != -signal.SIGKILL:
+                self.failures.append(f"rank {victim} ended with {status} by itself (call {at})")
+            self.counts["killed"] += status == -signal.SIGKILL
+            for pid in pids:
+                if pid != pids[victim]:  # the whole tree goes
                     os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-        if not killed and os.waitstatus_to_exitcode(status):
-            self.failures.append(f"a training failed by itself (call {at})")
+                    os.waitpid(pid, 0)
+        elif any(statuses := [os.waitstatus_to_exitcode(os.waitpid(p, 0)[1]) for p in pids]):
+            self.failures.append(f"a training that nobody disturbed ended with {statuses}")
         left.close()
         right.close()
-        calls = 0
+        calls: dict[int, int] = {}
         with os.fdopen(report) as lines:
             for line in lines:
-                word, number = line.split()
+                word, *numbers = line.split()
                 if word == "calls":
-                    calls = max(calls, int(number))
+                    calls[int(numbers[0])] = int(numbers[1])
+                elif word == "ended":
+                    self.counts["of them at the end"] += 1
                 elif word == "began":
-                    self.step = max(self.step, int(number))
+                    self.step = max(self.step, int(numbers[0]))
                 else:
-                    self.safe = max(self.safe, int(number))
-        return calls, killed
+                    self.safe = max(self.safe, int(numbers[0]))
+        return calls
 
     def _rebuild(self) -> None:
         """The directories as a power cut leaves them: names and bytes of the last fsync."""
@@ -343,8 +371,8 @@ def main() -> int:
         kind = "power cut" if power_cut else "kill -9"
         where = " on two nodes" if nodes else ""
         print(
-            f"{ranks} rank(s){where}, {kind}: {result['counts']}, {result['calls']} calls a "
-            f"training, {time.monotonic() - began:.0f} s; failures: {result['failures'] or 'none'}",
+            f"{ranks} rank(s){where}, {kind}: {result['counts']}, {result['calls']} calls of "
+            f"each rank, {time.monotonic() - began:.0f} s; failures: {result['failures'] or 'none'}",
             flush=True,
         )
         return not result["failures"]

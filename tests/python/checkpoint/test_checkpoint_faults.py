@@ -34,11 +34,12 @@ def test_a_killed_job_leaves_the_newest_checkpoint_and_no_rubbish(
     ranks: int, nodes: bool, power_cut: bool
 ) -> None:
     seed = random.randrange(1000)
+    points = [(i % ranks, share) for i, share in enumerate((0.5, 0.0, 0.75, 0.25))]
     result = campaign.run(
-        6 // ranks, ranks=ranks, power_cut=power_cut, seed=seed, timeout=100, nodes=nodes
+        points, ranks=ranks, power_cut=power_cut, seed=seed, timeout=100, nodes=nodes
     )
     assert result["failures"] == [], f"seed {seed}"
-    assert result["counts"].get("killed", 0) > 0
+    assert result["counts"]["killed"] == len(points)
 
 
 def run_storage(scenario: str, home: Path, shim: Path) -> tuple[list[dict[str, Any]], str]:
