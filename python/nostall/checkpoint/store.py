@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -148,6 +149,9 @@ class Store:
         self.root = Path(os.path.abspath(root))
         self.kind = kind
         self._lock: _native.DirectoryLock | None = None
+        # Manifests change one at a time: one thread publishes, another one removes.
+        self._changing = threading.RLock()
+        self._in_use: set[int] = set()  # steps whose directory is about to get parts
 
     def __repr__(self) -> str:
         return f"Store({str(self.root)!r}, {self.kind!r})"
@@ -362,8 +366,10 @@ class Store:
         """The directory for a step's parts, durably there."""
         directory = self.directory(step)
         with io_errors("make the directory", directory):
-            with contextlib.suppress(FileExistsError):
-                directory.mkdir()
+            with self._changing:
+                self._in_use.add(step)
+                with contextlib.suppress(FileExistsError):
+                    directory.mkdir()
             sync_directory(self.root)
         return directory
 
@@ -374,7 +380,8 @@ class Store:
         under a name of its own, so that the training can go back to it.
         """
         directory = self.directory(manifest.step)
-        with io_errors("complete the checkpoint in", directory):
+        with self._changing, io_errors("complete the checkpoint in", directory):
+            self._in_use.discard(manifest.step)
             before = self.entry(manifest.step)
             sync_directory(directory)
             there = before.manifest if before is not None else None
@@ -405,7 +412,7 @@ class Store:
     def remove(self, step: int, id: str) -> None:
         """One save: the manifest first, so that a checkpoint is never half there."""
         directory = self.directory(step)
-        with io_errors("remove the checkpoint in", directory):
+        with self._changing, io_errors("remove the checkpoint in", directory):
             entries = [e for e in self.saves(step) if e.manifest and e.manifest.id == id]
             parts = {p.name for e in entries if e.manifest for p in e.manifest.parts}
             _unlink(directory / entry.name for entry in entries)
@@ -417,8 +424,13 @@ class Store:
                 if match and match["id"] == id:
                     parts.add(name)
             _unlink(directory / name for name in sorted(parts))
-        with contextlib.suppress(OSError):  # others' files are in it
-            os.rmdir(directory)
+            self._leave(step)
+
+    def _leave(self, step: int) -> None:
+        """Removes a step's directory if nothing is in it, and nothing is about to be."""
+        with self._changing, contextlib.suppress(OSError):
+            if step not in self._in_use:
+                os.rmdir(self.directory(step))
 
     def remove_step(self, step: int) -> None:
         """All saves of a step, damaged ones too; a user's files stay."""
@@ -431,16 +443,16 @@ class Store:
                 sync_directory(directory)
             parts |= {name for name in self._names(step) if _OURS.fullmatch(name)}
             _unlink(directory / name for name in sorted(parts))
-        with contextlib.suppress(OSError):
-            os.rmdir(directory)
+            self._leave(step)
 
     def discard(self, step: int, name: str) -> None:
         """Removes a part that no checkpoint will name, and the directory if nothing else is there."""
         directory = self.directory(step)
         with contextlib.suppress(OSError):
             os.unlink(directory / name)
-        with contextlib.suppress(OSError):
-            os.rmdir(directory)
+        with self._changing:
+            self._in_use.discard(step)
+            self._leave(step)
 
     # ------------------------------------------------------------------ agreeing
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -397,3 +398,28 @@ def test_a_late_drain_of_an_old_branch_does_not_replace_the_new_save(tmp_path: P
     for manifest in store.manifests():
         store.remove(6, manifest.id)
     assert not store.directory(6).exists()
+
+
+def test_retention_takes_no_manifest_that_comes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path, "durable")
+    part = Part(0, "rank-00000.aaaaaaaa-000009.safetensors", 0, ())
+    old, new = (dataclasses.replace(m, parts=(part,)) for m in (save(6, 6), save(9, 6, (6, 8))))
+    store.prepare(6)
+    store.publish(old)
+    store.prepare(6)  # for the new one
+    saves = Store.saves
+    publisher = threading.Thread(target=store.publish, args=(new,))
+
+    def look_and_publish(looking: Store, step: int) -> Any:
+        found = saves(looking, step)
+        if not publisher.ident:
+            publisher.start()
+            publisher.join(0.5)  # it waits for the end of the removal
+        return found
+
+    monkeypatch.setattr(Store, "saves", look_and_publish)
+    store.remove(6, old.id)
+    publisher.join(60)
+    assert store.find(6, new.id) == new
