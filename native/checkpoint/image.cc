@@ -158,7 +158,7 @@ bool Image::copy_unless_done(uint64_t index) {
   if (!states_[index].compare_exchange_strong(open, kClaimed)) return false;
   gather(index, memory_.data() + index * kBlock, stream_copy);
   copied_bytes_ += block(index).size();
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   states_[index] = kReady;
   copied_.notify_all();
   return true;
@@ -180,9 +180,10 @@ void Image::gather(uint64_t index, std::byte* to, const Copy& copy) const {
 }
 
 bool Image::await_block(uint64_t block, double seconds) {
-  std::unique_lock lock(mutex_);
-  return copied_.wait_for(lock, std::chrono::duration<double>(seconds),
-                          [&] { return states_[block] == kReady; });
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  MutexLock lock(mutex_);
+  while (states_[block] != kReady && copied_.wait_until(lock, end)) continue;
+  return states_[block] == kReady;
 }
 
 std::span<const std::byte> Image::take(uint64_t block, std::span<std::byte> scratch,

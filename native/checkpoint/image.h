@@ -18,16 +18,15 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <vector>
 
 #include "base/crew.h"
 #include "base/error.h"
+#include "base/mutex.h"
 
 namespace nostall::checkpoint {
 
@@ -125,8 +124,8 @@ class Image {
   std::vector<Piece> pieces_;
   std::vector<uint64_t> starts_;  // offset of each piece in the image
   std::atomic<uint64_t> next_{0};
-  std::mutex mutex_;
-  std::condition_variable copied_;
+  Mutex mutex_;  // a block becomes kReady under it, and is awaited
+  Condition copied_;
   Copying copying_ = Copying::at_once;
   std::unique_ptr<std::atomic<uint8_t>[]> states_;  // of each block
   std::atomic<uint64_t> copied_bytes_{0};

@@ -16,50 +16,53 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kLook{1};
 
 void Gate::hold() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   ++holds_;
 }
 
 void Gate::release() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (holds_ > 0 && --holds_ == 0) opened_.notify_all();
 }
 
 bool Gate::wait_open(std::chrono::nanoseconds patience, bool considerate) {
-  const auto open = [&] { return holds_ == 0 && (!considerate || Activity::quiet()); };
-  std::unique_lock lock(mutex_);
-  if (open()) return true;
+  MutexLock lock(mutex_);
+  if (is_open(considerate)) return true;
   const Clock::time_point began = Clock::now(), end = began + patience;
   // Nobody tells when it gets quiet: that would cost those who are not to be disturbed.
-  while (!open() && Clock::now() < end) {
+  while (!is_open(considerate) && Clock::now() < end) {
     opened_.wait_until(lock, considerate ? std::min(end, Clock::now() + kLook) : end);
   }
   waited_ += Clock::now() - began;
-  return open();
+  return is_open(considerate);
+}
+
+bool Gate::is_open(bool considerate) const {
+  return holds_ == 0 && (!considerate || Activity::quiet());
 }
 
 std::chrono::nanoseconds Gate::waited() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return waited_;
 }
 
 bool Gate::is_held() const {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   return holds_ > 0;
 }
 
 void Pace::take(uint64_t bytes) {
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   if (rate_ == 0) return;
   const auto cost = std::chrono::duration_cast<Clock::duration>(
       std::chrono::duration<double>(static_cast<double>(bytes) / static_cast<double>(rate_)));
   const Clock::time_point mine = std::max(free_, Clock::now());
   free_ = mine + cost;
-  lifted_.wait_until(lock, mine, [&] { return rate_ == 0; });
+  while (rate_ != 0 && lifted_.wait_until(lock, mine)) continue;
 }
 
 void Pace::lift() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   rate_ = 0;
   lifted_.notify_all();
 }
@@ -80,7 +83,7 @@ void set_priority(Priority priority) noexcept {
 }
 
 void Lowered::enter(Priority priority) noexcept {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   if (raised_ || priority == Priority::normal) return;
   // The record first: what cannot be raised again is not lowered.
   try {
@@ -92,12 +95,12 @@ void Lowered::enter(Priority priority) noexcept {
 }
 
 void Lowered::leave() noexcept {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   std::erase(threads_, static_cast<int>(::syscall(SYS_gettid)));
 }
 
 void Lowered::raise() {
-  const std::lock_guard lock(mutex_);
+  const MutexLock lock(mutex_);
   raised_ = true;
   const int nice = ::getpriority(PRIO_PROCESS, 0);
   constexpr int kThread = 1;

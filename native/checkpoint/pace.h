@@ -8,10 +8,10 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
-#include <mutex>
 #include <vector>
+
+#include "base/mutex.h"
 
 namespace nostall::checkpoint {
 
@@ -29,10 +29,12 @@ class Gate {
   bool is_held() const;
 
  private:
-  mutable std::mutex mutex_;
-  std::condition_variable opened_;
-  int holds_ = 0;
-  std::chrono::nanoseconds waited_{0};
+  bool is_open(bool considerate) const NOSTALL_REQUIRES(mutex_);
+
+  mutable Mutex mutex_;
+  Condition opened_;
+  int holds_ NOSTALL_GUARDED_BY(mutex_) = 0;
+  std::chrono::nanoseconds waited_ NOSTALL_GUARDED_BY(mutex_){0};
 };
 
 // Lets `rate` bytes a second pass, all callers together; 0: any.
@@ -45,10 +47,10 @@ class Pace {
   void lift();
 
  private:
-  std::mutex mutex_;
-  std::condition_variable lifted_;
-  uint64_t rate_;
-  std::chrono::steady_clock::time_point free_{};
+  Mutex mutex_;
+  Condition lifted_;
+  uint64_t rate_ NOSTALL_GUARDED_BY(mutex_);
+  std::chrono::steady_clock::time_point free_ NOSTALL_GUARDED_BY(mutex_){};
 };
 
 enum class Priority {
@@ -84,9 +86,9 @@ class Lowered {
   };
 
  private:
-  std::mutex mutex_;
-  std::vector<int> threads_;
-  bool raised_ = false;
+  Mutex mutex_;
+  std::vector<int> threads_ NOSTALL_GUARDED_BY(mutex_);
+  bool raised_ NOSTALL_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace nostall::checkpoint

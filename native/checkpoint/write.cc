@@ -22,15 +22,15 @@ Written Write::run() {
   const int64_t began = now_ns();
   output_.emplace(path_, image_->size(), options_.direct, files_);
   {
-    const std::lock_guard lock(running_);
+    const MutexLock lock(running_);
     open_ = true;
   }
   work_lowered(lowered_, options_.priority, std::max(1u, options_.threads),
                [this] { return write_next(); });
   {
-    std::unique_lock lock(running_);
+    MutexLock lock(running_);
     open_ = false;
-    helped_.wait(lock, [&] { return helping_ == 0; });
+    while (helping_ > 0) helped_.wait(lock);
   }
   if (error_ != 0) throw io_error("cannot write the checkpoint's file", path_, int(-error_));
   if (lost_) {
@@ -54,12 +54,12 @@ void Write::hurry() {
   pace_.lift();
   lowered_.raise();
   {
-    const std::lock_guard lock(running_);
+    const MutexLock lock(running_);
     if (!open_) return;
     ++helping_;
   }
   while (write_next()) continue;
-  const std::lock_guard lock(running_);
+  const MutexLock lock(running_);
   --helping_;
   helped_.notify_all();
 }

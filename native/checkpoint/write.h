@@ -8,15 +8,14 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "base/file.h"
+#include "base/mutex.h"
 #include "checkpoint/image.h"
 #include "checkpoint/output.h"
 #include "checkpoint/pace.h"
@@ -74,11 +73,11 @@ class Write {
   std::atomic<bool> lost_{false};
   std::atomic<bool> hurried_{false};
   std::atomic<int64_t> cpu_ns_{0};
-  std::mutex running_;  // what hurry and the end of run agree on
-  unsigned helping_ = 0;
+  Mutex running_;  // what hurry and the end of run agree on
+  unsigned helping_ NOSTALL_GUARDED_BY(running_) = 0;
   Lowered lowered_;
-  bool open_ = false;
-  std::condition_variable helped_;
+  bool open_ NOSTALL_GUARDED_BY(running_) = false;
+  Condition helped_;
 };
 
 }  // namespace nostall::checkpoint

@@ -28,7 +28,7 @@ void Buffer::Free::operator()(std::byte* p) const noexcept {
 std::shared_ptr<Buffer> BufferPool::take(size_t bytes) {
   std::unique_ptr<Buffer> buffer;
   {
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     // The smallest that fits, so that ragged batches do not pin the largest buffers.
     const auto best = free_.lower_bound(bytes);
     if (best != free_.end()) {
@@ -39,7 +39,7 @@ std::shared_ptr<Buffer> BufferPool::take(size_t bytes) {
   }
   if (!buffer) {
     buffer = std::make_unique<Buffer>(bytes);
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     bytes_ += buffer->capacity();
   }
   return std::shared_ptr<Buffer>(buffer.release(), [pool = shared_from_this()](Buffer* b) {
@@ -48,7 +48,7 @@ std::shared_ptr<Buffer> BufferPool::take(size_t bytes) {
 }
 
 void BufferPool::put_back(std::unique_ptr<Buffer> buffer) noexcept {
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   const size_t capacity = buffer->capacity();
   if (free_bytes_ + capacity <= keep_bytes_) {
     try {
@@ -63,7 +63,7 @@ void BufferPool::put_back(std::unique_ptr<Buffer> buffer) noexcept {
 }
 
 uint64_t BufferPool::bytes() const {
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   return bytes_;
 }
 

@@ -10,7 +10,8 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
+
+#include "base/mutex.h"
 
 namespace nostall::stage {
 
@@ -42,9 +43,10 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   void put_back(std::unique_ptr<Buffer> buffer) noexcept;
 
   const uint64_t keep_bytes_;
-  mutable std::mutex mutex_;
-  std::multimap<size_t, std::unique_ptr<Buffer>> free_;  // by capacity: there may be thousands
-  uint64_t bytes_ = 0, free_bytes_ = 0;
+  mutable Mutex mutex_;
+  // By capacity: there may be thousands.
+  std::multimap<size_t, std::unique_ptr<Buffer>> free_ NOSTALL_GUARDED_BY(mutex_);
+  uint64_t bytes_ NOSTALL_GUARDED_BY(mutex_) = 0, free_bytes_ NOSTALL_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace nostall::stage

@@ -4,15 +4,14 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <memory>
-#include <mutex>
 #include <stop_token>
 #include <thread>
 #include <vector>
 
 #include "base/error.h"
 #include "base/log.h"
+#include "base/mutex.h"
 #include "trace/writer.h"
 
 namespace nostall::trace {
@@ -63,19 +62,19 @@ class Recorder {
   std::vector<KindText> texts_;
   Summary summary_;
   bool failed_ = false;
-  std::mutex mutex_;
-  std::condition_variable_any wake_;
+  Mutex mutex_;
+  StopCondition wake_;
   std::stop_source stop_;
   std::jthread thread_;
 };
 
 struct Registry {
-  std::mutex mutex;
-  std::vector<std::shared_ptr<Ring>> rings;
-  std::vector<KindName> kinds;
-  std::mutex lifecycle;  // of start and stop
-  std::unique_ptr<Recorder> recorder;
-  bool fork_handled = false;
+  Mutex mutex;
+  std::vector<std::shared_ptr<Ring>> rings NOSTALL_GUARDED_BY(mutex);
+  std::vector<KindName> kinds NOSTALL_GUARDED_BY(mutex);
+  Mutex lifecycle;  // of start and stop
+  std::unique_ptr<Recorder> recorder NOSTALL_GUARDED_BY(lifecycle);
+  bool fork_handled NOSTALL_GUARDED_BY(lifecycle) = false;
 };
 
 // Never destroyed: threads may outlive the statics.
@@ -100,7 +99,7 @@ Ring* ring_of_this_thread() noexcept {
       pthread_getname_np(pthread_self(), name, sizeof name);
       made->name = ::getpid() == made->tid ? "main" : name;
       Registry& all = registry();
-      const std::scoped_lock lock(all.mutex);
+      const MutexLock lock(all.mutex);
       all.rings.push_back(made);
       handle.ring = std::move(made);
     } catch (...) {
@@ -119,7 +118,7 @@ Recorder::Recorder(const Config& config)
 const KindText* Recorder::text_of(uint16_t kind) {
   if (kind >= texts_.size()) {
     Registry& all = registry();
-    const std::scoped_lock lock(all.mutex);
+    const MutexLock lock(all.mutex);
     for (size_t i = texts_.size(); i < all.kinds.size(); ++i) {
       const KindName& k = all.kinds[i];
       texts_.push_back(kind_text(k.category, k.name, k.arguments, ::getpid()));
@@ -132,7 +131,7 @@ void Recorder::drain() {
   std::vector<std::shared_ptr<Ring>> rings;
   {
     Registry& all = registry();
-    const std::scoped_lock lock(all.mutex);
+    const MutexLock lock(all.mutex);
     rings = all.rings;
     std::erase_if(all.rings, [](const auto& r) {
       return r->ended.load(std::memory_order_acquire) &&
@@ -163,7 +162,7 @@ void Recorder::loop(std::stop_token stop) {
   try {
     while (!stop.stop_requested()) {
       {
-        std::unique_lock lock(mutex_);
+        MutexLock lock(mutex_);
         wake_.wait_for(lock, stop, period_, [] { return false; });
       }
       drain();
@@ -202,7 +201,7 @@ Kind define(std::string_view category, std::string_view name,
     throw Error(ErrorKind::usage, "an event has at most " + std::to_string(kArguments) + " values");
   }
   Registry& all = registry();
-  std::unique_lock lock(all.mutex);
+  MutexLock lock(all.mutex);
   for (size_t i = 0; i < all.kinds.size(); ++i) {
     if (all.kinds[i].category == category && all.kinds[i].name == name) {
       return {static_cast<uint16_t>(i)};
@@ -239,18 +238,19 @@ void record(Kind kind, int64_t begin, int64_t end, const Values& values) noexcep
 
 void start(const Config& config) {
   Registry& all = registry();
-  const std::scoped_lock life(all.lifecycle);
+  const MutexLock life(all.lifecycle);
   if (all.recorder) throw Error(ErrorKind::usage, "this process records a trace already");
   if (!all.fork_handled) {
     // The child has the file and no thread that writes it: it leaves both alone.
-    pthread_atfork(nullptr, nullptr, [] {
+    // No other thread of the parent is in the child: nothing is locked there.
+    pthread_atfork(nullptr, nullptr, []() NOSTALL_UNCHECKED {
       detail::recording.store(false, std::memory_order_relaxed);
       static_cast<void>(registry().recorder.release());
     });
     all.fork_handled = true;
   }
   {
-    const std::scoped_lock lock(all.mutex);
+    const MutexLock lock(all.mutex);
     for (const auto& ring : all.rings) {  // what an earlier recording left
       ring->tail.store(ring->head.load());
       ring->announced = false;
@@ -268,7 +268,7 @@ void start(const Config& config) {
 
 Summary stop() {
   Registry& all = registry();
-  const std::scoped_lock life(all.lifecycle);
+  const MutexLock life(all.lifecycle);
   detail::recording.store(false, std::memory_order_relaxed);
   if (!all.recorder) return {};
   const std::unique_ptr<Recorder> ending = std::move(all.recorder);
