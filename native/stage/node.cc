@@ -54,7 +54,8 @@ std::string arguments_of(const plan::JobSpec& job, const source::Source& source,
   };
   line("samples", std::to_string(source.size()));
   line("bytes of the data set", std::to_string(source.total_bytes()));
-  line("first sample", source.describe(0));
+  // Not its name: to describe a sample may take reads.
+  line("fingerprint of the data set", std::to_string(source.fingerprint()));
   line("batch_size", std::to_string(job.global_batch / std::max(1u, job.world)));
   line("epochs", std::to_string(job.epochs));
   line("seed", std::to_string(job.seed));
