@@ -387,8 +387,9 @@ void Exchange::Engine::say_goodbye() {
   leaving_ = true;
   say_to_all(Kind::done);
   const auto asked = [&] {
-    return std::any_of(peers_.begin(), peers_.end(),
-                       [](const auto& p) { return p.second.in && !p.second.done; });
+    return std::any_of(peers_.begin(), peers_.end(), [](const auto& p) {
+      return p.second.in && !p.second.done && p.second.link != Link::lost;
+    });
   };
   const auto limit = Clock::now() + std::min<Clock::duration>(kLinger, config_.timeout);
   while (asked() && Clock::now() < limit) {
@@ -458,7 +459,7 @@ void Exchange::Engine::tick() {
     if (peer.link != Link::lost && peer.moving > 0 && now - peer.moved > config_.timeout) {
       late.push_back(rank);
     }
-    if (peer.in && peer.told != progress) {
+    if (peer.in && peer.link != Link::lost && peer.told != progress) {
       telling = true;
       peer.told = progress;
       Header header;
@@ -563,7 +564,9 @@ void Exchange::Engine::lose(uint32_t rank, const std::string& why, bool warn, bo
   peer.for_good = peer.for_good || for_good || peer.done;
   transport_->drop(rank);
   peer.out.reset();
-  peer.in.reset();
+  // It may not know that it was lost: what it asks is answered still. Were its session ended here,
+  // it would lose this rank in turn, and end the one that this rank has begun by then.
+  if (peer.for_good) peer.in.reset();
   // A transfer need not end when its connection does.
   peer.moving = 0;
   ++peer.losses;

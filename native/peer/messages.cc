@@ -208,7 +208,7 @@ void Exchange::Engine::send(uint32_t rank, Session& session, Header header,
 void Exchange::Engine::answer(const Header& request, Status status,
                               std::span<const std::byte> bytes, std::shared_ptr<void> keep) {
   const auto found = peers_.find(request.from);
-  if (found == peers_.end() || !found->second.in) return;
+  if (found == peers_.end() || !found->second.in || !reach(request.from)) return;
   Header reply;
   reply.kind = Kind::reply;
   reply.status = status;

@@ -561,6 +561,23 @@ TEST_F(ReturnTest, ARankThatWasSilentIsAskedAgain) {
               Contains(HasSubstr("until it is reached again; no other node is reached")));
 }
 
+// Only one side has lost the other: what that one asks goes on, else both would end each other's
+// sessions for ever.
+TEST_F(ReturnTest, ARankThatIsLostIsAnsweredStill) {
+  start(200ms);
+  put(*cache_, 1);
+  answering();
+  Session asks = asking();
+  wire_->hear(Kind::welcome);
+  lose();
+  Header wanted = message(Kind::fetch, 1);
+  wire_->say(asks.seal(wanted));
+  const Header reply = wire_->hear(Kind::reply);
+  EXPECT_TRUE(asks.open(reply));
+  EXPECT_EQ(reply.status, Status::here);
+  EXPECT_EQ(exchange_->stats().refused, 0u);
+}
+
 // A transfer that did not end with its connection is of no importance for the next one.
 TEST_F(ReturnTest, WhatStoodStillBeforeDoesNotCountAfterwards) {
   start(200ms);
