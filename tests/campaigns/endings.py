@@ -23,7 +23,7 @@ from torch_server import server
 
 FULL = "200 programs of two ranks, 16 endings in turn"
 SMALL = 0.09
-SECONDS = 240
+SECONDS = 600
 
 # The exit statuses of rank 0 and rank 1; None where it depends on who is first.
 ENDINGS: dict[str, tuple[int | None, int | None]] = {
@@ -47,7 +47,7 @@ ENDINGS: dict[str, tuple[int | None, int | None]] = {
 
 
 def left() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob(f"nostall-{os.getuid()}-*-collective")}
+    return {path.name for path in Path("/dev/shm").glob(f"nostall-{os.getuid()}-*")}
 
 
 def run(task: Task) -> Outcome:
@@ -57,7 +57,7 @@ def run(task: Task) -> Outcome:
     for ending in itertools.islice(itertools.cycle(ENDINGS), task.count(200, len(ENDINGS))):
         seed, nodes = draw.randrange(1 << 30), draw.choice([1, 1, 2])
         before = left()
-        ended = server().run("end", 2, 60, ENDING=ending, SEED=str(seed), NODES=str(nodes))
+        ended = server().run("end", 2, 100, ENDING=ending, SEED=str(seed), NODES=str(nodes))
         outcome.cases += 1
         case = f"{ending!r}, seed {seed}, {nodes} nodes"
         if tuple(ended.statuses) != ENDINGS[ending]:

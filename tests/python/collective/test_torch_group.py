@@ -18,7 +18,7 @@ RANK = Path(__file__).with_name("torch_rank.py")
 
 
 def left_in_shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob(f"nostall-{os.getuid()}-*-collective")}
+    return {path.name for path in Path("/dev/shm").glob(f"nostall-{os.getuid()}-*")}
 
 
 def check(what: str, ranks: int, **environment: str) -> Ended:

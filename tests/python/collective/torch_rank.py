@@ -192,7 +192,7 @@ def in_shared_memory(tensor: torch.Tensor) -> bool:
         for line in maps:
             begin, end = (int(word, 16) for word in line.split()[0].split("-"))
             if begin <= tensor.data_ptr() < end:
-                return "-collective" in line
+                return " rw-s " in line
     return False
 
 
