@@ -109,7 +109,8 @@ class Saved:
                 self.durable_seconds = seconds
             else:
                 self.fast_seconds = seconds
-            self._level = level
+            if _ORDER[level] > _ORDER[self._level]:  # the drain may have come first
+                self._level = level
             self._changed.notify_all()
 
     def _miss(self, *levels: Level) -> None:
