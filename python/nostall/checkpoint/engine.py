@@ -57,6 +57,7 @@ class Engine:
         self._drains: deque[Drain] = deque()
         self._postponed: list[Drain] = []
         self._draining: Drain | None = None
+        self._job: Job | None = None  # that is being written
         self._busy = 0  # jobs taken and not persisted
         self._images: list[_native.Image] = []
         self._urgent = -1  # jobs up to this number are waited for
@@ -119,11 +120,14 @@ class Engine:
     def submit_drain(self, drain: Drain) -> None:
         """Copies a complete fast checkpoint to the durable storage."""
         with self._lock:
+            stopping = self._stopping
             problem = self._start("drain")
-            if not problem:
+            if not problem and not stopping:
                 self._drains.append(drain)
                 self._lock.notify_all()
-        if problem:
+        if stopping:
+            self._leave(drain)
+        elif problem:
             self._postpone(drain, IoError(problem))
 
     def hurry(self, saved: Saved, level: Level) -> None:
@@ -166,9 +170,16 @@ class Engine:
             return self._lock.wait_for(done, timeout)
 
     def stop(self, timeout: float) -> None:
-        """Ends both threads, after the blocks in flight; what they leave is for the next start."""
+        """Ends both threads, after the blocks in flight; what they leave is for the next start.
+
+        No level of a save that is left is reached any more: `Saved.wait` ends.
+        """
         with self._lock:
             self._stopping = True
+            jobs, drains = [*self._jobs], [*self._drains]
+            self._jobs.clear()
+            self._drains.clear()
+            self._busy -= len(jobs)
             for running in (self._writing, self._copying):
                 if running is not None:
                     running[1].stop()
@@ -176,6 +187,16 @@ class Engine:
         deadline = time.monotonic() + timeout
         for thread in self._threads.values():
             thread.join(max(0.0, deadline - time.monotonic()))
+        with self._lock:  # a thread that hanging storage keeps
+            if self._job is not None:
+                jobs.append(self._job)
+            if self._draining is not None:
+                drains.append(self._draining)
+        for job in jobs:
+            self._say(job.saved, f"step {job.saved.step} is not saved: the checkpointer is closed")
+            job.saved._miss("fast", "durable")
+        for drain in drains:
+            self._leave(drain)
 
     # ------------------------------------------------------------------ writing
 
@@ -198,7 +219,7 @@ class Engine:
                 self._lock.wait_for(lambda: self._jobs or self._stopping)
                 if self._stopping:
                     return
-                job = self._jobs.popleft()
+                job = self._job = self._jobs.popleft()
             try:
                 with trace.span("write checkpoint", "background"):
                     self._persist(job)
@@ -208,6 +229,7 @@ class Engine:
             finally:
                 self._release(job)
                 with self._lock:
+                    self._job = None
                     self._busy -= 1
                     self._lock.notify_all()
 

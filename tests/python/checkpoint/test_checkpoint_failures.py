@@ -20,6 +20,7 @@ import nostall.checkpoint.store
 from nostall import _native
 from nostall.checkpoint.cleaner import Cleaner
 from nostall.checkpoint.format import Manifest, Part
+from nostall.checkpoint.saved import Saved
 from nostall.checkpoint.store import Store, rename
 from nostall.checkpoint.tree import Stored, decode
 from nostall.errors import CorruptionError, IoError, PeerError, StoppedError, UsageError
@@ -122,6 +123,43 @@ def test_a_thread_that_cannot_be_started_fails_the_save_and_not_the_next(
         ckpt.save(state_of(3), 3, level="durable")
         ckpt.wait(60)
     assert steps_in(tmp_path / "durable") == [2, 3]
+
+
+def test_a_level_is_never_lowered() -> None:
+    saved = Saved(1, "a", 0)
+    saved._reach("durable")
+    saved._reach("fast")
+    assert saved.level == "durable" and saved.fast_seconds is not None
+    saved.wait("durable", 0)
+
+
+def test_after_the_end_nothing_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Snapshots in the queue and in the hands of a thread that storage keeps, and drains."""
+    prepare, reached, go = Store.prepare, threading.Event(), threading.Event()
+
+    def hang(store: Store, step: int) -> Path:
+        if store.kind == "durable" or step > 1:
+            reached.set()
+            go.wait()
+        return prepare(store, step)
+
+    monkeypatch.setattr(Store, "prepare", hang)
+    ckpt = nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable", snapshots=3)
+    saves = [ckpt.save(state_of(step), step) for step in (1, 2, 3)]
+    assert reached.wait(60)
+    saves[0].wait("fast", 60)  # type: ignore[union-attr]
+    ckpt._engine.stop(0.0)
+    try:
+        for saved in saves:
+            assert saved is not None
+            with pytest.raises(IoError, match=f"step {saved.step}"):
+                saved.wait("durable", 60)
+    finally:
+        go.set()
+        ckpt._engine.stop(60)
+        ckpt._closer()
 
 
 # ---------------------------------------------------------------------- drains
