@@ -257,14 +257,9 @@ class DataLoader:
                 local_world_size=self.world.local_world_size,
             ),
             limits,
+            dataset_bytes=dataset.total_bytes,
+            memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         )
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        asked = sum(t.capacity for t in self._tiers if t.kind == "ram")
-        if asked > memory:
-            raise UsageError(
-                f"tiers ask for {asked / 2**30:.1f} GiB of memory, which is more than the memory of "
-                f"this machine, {memory / 2**30:.1f} GiB"
-            )
         self._order = _chosen_order(order, shuffle)
         self._order_name = _order_name(self._order)
         self._scheme = scheme

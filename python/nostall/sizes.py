@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -78,6 +80,9 @@ class Defaults:
 
 _MOST_STAGING = 256 << 20
 _MOST_READING = 64 << 20
+_MOST_RAM = 1 << 50
+
+_log = logging.getLogger("nostall")
 
 
 def defaults(limits: Sequence[Limit], *, dataset_bytes: int, local_world_size: int) -> Defaults:
@@ -110,8 +115,15 @@ def defaults(limits: Sequence[Limit], *, dataset_bytes: int, local_world_size: i
     )
 
 
-def within(tiers: Sequence[TierSpec], limits: Sequence[Limit]) -> list[TierSpec]:
-    """The tiers; one in memory is modest if it was given more than can be had."""
+def within(
+    tiers: Sequence[TierSpec], limits: Sequence[Limit], *, dataset_bytes: int, memory: int
+) -> list[TierSpec]:
+    """The tiers; one in memory is modest if it was given more than can be had.
+
+    One larger than `memory`, that of the machine, is cut to the data set, and to `memory` with a
+    warning. Both are the same for all ranks of a node, which must plan the same tier.
+    """
+    tiers = [_cut(t, dataset_bytes, memory) if t.kind == "ram" else t for t in tiers]
     own = min((x.left for x in limits if x.kind != "shared_memory"), default=None)
     return [
         replace(tier, modest=True)
@@ -119,6 +131,30 @@ def within(tiers: Sequence[TierSpec], limits: Sequence[Limit]) -> list[TierSpec]
         else tier
         for tier in tiers
     ]
+
+
+def _cut(tier: TierSpec, dataset_bytes: int, memory: int) -> TierSpec:
+    if tier.capacity > _MOST_RAM:
+        raise UsageError(
+            f"a tier asks for {tier.capacity / 2**30:.0f} GiB of memory, which no machine has: write "
+            'for example "ram:20GiB", or tiers="auto"'
+        )
+    if tier.capacity <= memory:
+        return tier
+    if dataset_bytes > memory:
+        _warn_of(tier.capacity, memory)
+    return replace(tier, capacity=min(dataset_bytes, memory))
+
+
+@functools.cache
+def _warn_of(asked: int, memory: int) -> None:
+    """Once in a process for the same sizes."""
+    _log.warning(
+        "a tier asks for %.1f GiB of memory and this machine has %.1f GiB: it takes what can be had; "
+        "give a smaller ram: tier, or a directory beside it",
+        asked / 2**30,
+        memory / 2**30,
+    )
 
 
 def parse_size(text: int | str) -> int:

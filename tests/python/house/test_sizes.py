@@ -95,8 +95,25 @@ def test_ranks_of_a_node_plan_the_same_tier_whatever_is_in_use_when_they_start()
 def test_a_stated_size_that_cannot_be_had_is_filled_with_modesty() -> None:
     limits = [Left("cgroup", 500), Left("shared_memory", 100)]
     given = [TierSpec("ram", 500), TierSpec("ram", 501), TierSpec("file", 1000, "/nvme")]
-    assert [t.modest for t in within(given, limits)] == [False, True, False]
-    assert within(given, []) == given
+    sizes = {"dataset_bytes": 2000, "memory": 1000}
+    assert [t.modest for t in within(given, limits, **sizes)] == [False, True, False]
+    assert within(given, [], **sizes) == given
+
+
+def test_a_tier_larger_than_the_machine_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    given = [TierSpec("ram", 20 << 30), TierSpec("file", 400 << 30, "/nvme")]
+    memory = 16 << 30
+    (small, file) = within(given, [], dataset_bytes=1000, memory=memory)
+    assert small == TierSpec("ram", 1000) and file == given[1]
+    assert not caplog.records
+    limits = [Left("machine", 9 << 30)]
+    for _ in range(2):
+        (large, _) = within(given, limits, dataset_bytes=1 << 40, memory=memory)
+        assert large == TierSpec("ram", memory, modest=True)
+    (told,) = caplog.records
+    assert "asks for 20.0 GiB of memory and this machine has 16.0 GiB" in told.getMessage()
+    with pytest.raises(UsageError, match="which no machine has"):
+        within([TierSpec("ram", 2**50 + 1)], [], dataset_bytes=1000, memory=memory)
 
 
 def test_auto_takes_no_more_than_the_data_set_and_half_of_what_is_left() -> None:

@@ -40,7 +40,7 @@ def make(folder: Path, **options: Any) -> nostall.DataLoader:
         ({"scheme": "mine"}, "scheme must be"),
         ({"tiers": 5}, 'tiers must be "auto", a tier as text, or a list of tiers, not 5'),
         ({"tiers": [5]}, "tiers must be"),
-        ({"tiers": "ram:99999GiB"}, "more than the memory of this machine"),
+        ({"tiers": "ram:2000000TiB"}, "GiB of memory, which no machine has"),
         ({"collate": 3}, "collate must be a function, or None"),
         ({"num_workers": 4}, "no option num_workers: pass threads="),
         ({"collate_fn": list}, "no option collate_fn: pass collate="),
@@ -56,6 +56,12 @@ def test_nonsense_is_refused_in_a_sentence(
     with pytest.raises(UsageError, match=told) as caught:
         make(image_folder, **wrong)
     assert "\n" not in str(caught.value)
+
+
+def test_a_tier_larger_than_the_machine_keeps_a_small_data_set(image_folder: Path) -> None:
+    with make(image_folder, tiers="ram:99999GiB", epochs=2) as loader:
+        assert sum(len(y) for epoch in loader.epochs() for _, y in epoch) == 2 * 61
+        assert loader.settings()["tiers"] == [["ram", loader.dataset.total_bytes, ""]]
 
 
 def test_what_is_fixed_cannot_be_set(image_folder: Path) -> None:
