@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import itertools
 import logging
+import operator
 import os
 import time
 import weakref
@@ -226,13 +227,17 @@ class DataLoader:
                 'for example nostall.ImageFolder("/data/train")'
             )
         options.refuse_unknown(unknown, given)
-        options.check(given)
+        plain = options.check(given)
+        batch_size, epochs, threads = plain["batch_size"], plain["epochs"], plain["threads"]
+        rank, world_size = plain["rank"], plain["world_size"]
+        local_rank, local_world_size = plain["local_rank"], plain["local_world_size"]
+        shuffle, decode = plain["shuffle"], plain["decode"]
         self.dataset = dataset
-        self._batch_size = int(batch_size)
+        self._batch_size = batch_size
         self.epochs_total = epochs
-        self._last_epoch = _ENDLESS if epochs is None else int(epochs)
-        self.seed = int(seed)
-        self.drop_last = bool(drop_last)
+        self._last_epoch = _ENDLESS if epochs is None else epochs
+        self.seed = plain["seed"]
+        self.drop_last = plain["drop_last"]
         self.world = find_world(
             rank=rank,
             world_size=world_size,
@@ -338,6 +343,7 @@ class DataLoader:
         After `load_state_dict`, setting the epoch that was interrupted keeps its position: that of
         a state taken after the last batch has no batches left.
         """
+        epoch = operator.index(epoch)  # not one of NumPy: it goes into the state
         if not 0 <= epoch < self._last_epoch:
             raise UsageError(
                 f"epoch {epoch} is not among the job's {self.epochs_total} epochs: pass epochs="

@@ -106,15 +106,23 @@ _OF_TORCH = {
 }
 
 
-def check(given: Mapping[str, Any]) -> None:
-    """Checks all that the table names.
+def check(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Checks all that the table names, and gives it as plain values of Python.
+
+    Numbers and flags of NumPy are taken, but neither JSON nor ``is False`` knows them.
 
     Raises:
         UsageError: a value that cannot be meant, with its option.
     """
+    plain: dict[str, Any] = {}
     for name, test in CHECKS.items():
-        if name in given and (wrong := test(given[name])):
-            raise UsageError(f"{name} {wrong}, not {given[name]!r}")
+        if name not in given:
+            continue
+        value = given[name]
+        if wrong := test(value):
+            raise UsageError(f"{name} {wrong}, not {value!r}")
+        plain[name] = value.item() if isinstance(value, np.generic) else value
+    return plain
 
 
 def refuse_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,18 @@ def test_a_tier_larger_than_the_machine_keeps_a_small_data_set(image_folder: Pat
     with make(image_folder, tiers="ram:99999GiB", epochs=2) as loader:
         assert sum(len(y) for epoch in loader.epochs() for _, y in epoch) == 2 * 61
         assert loader.settings()["tiers"] == [["ram", loader.dataset.total_bytes, ""]]
+
+
+def test_numbers_and_flags_of_numpy_become_plain(image_folder: Path) -> None:
+    numbers = {"batch_size": np.int64(8), "epochs": np.int32(90), "seed": np.uint64(2**64 - 1)}
+    with make(image_folder, **numbers, shuffle=np.False_, drop_last=np.True_) as loader:
+        loader.set_epoch(np.int64(3))
+        _, labels = next(iter(loader))
+        assert labels.tolist() == loader.dataset.labels[:8].tolist()
+        kept = loader.state_dict() | loader.settings()
+        assert json.loads(json.dumps(kept)) == kept
+        assert (loader.epochs_total, loader.drop_last) == (90, True)
+        assert type(loader.batch_size) is int and type(loader.drop_last) is bool
 
 
 def test_what_is_fixed_cannot_be_set(image_folder: Path) -> None:
