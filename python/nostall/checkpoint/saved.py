@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from nostall.checkpoint.window import Window
 
 Level = Literal["memory", "fast", "durable"]
+# So long the storage may take to say whether a save is complete: seconds.
+_LOOK_SECONDS = 5.0
 _ORDER: dict[str, int] = {"memory": 0, "fast": 1, "durable": 2}
 
 
@@ -125,6 +127,9 @@ class Saved:
 class Failures:
     """Tells the training when its checkpoints are safe nowhere.
 
+    Before that a thread looks for the checkpoints on the storage, which may hang: one that is not
+    found in `_LOOK_SECONDS` counts as safe nowhere.
+
     Args:
         most: saves in a row that may fail.
         seconds: age of a save that is safe nowhere, while no later one is safe.
@@ -133,6 +138,7 @@ class Failures:
 
     def __init__(self, most: int, seconds: float, tell: Callable[[str], None] | None) -> None:
         self._most, self._seconds, self._tell = most, seconds, tell
+        self._looking: threading.Thread | None = None
 
     def tell(self, history: Sequence[Saved], is_complete: Callable[[Saved], bool]) -> None:
         """Looks at all saves, oldest first.
@@ -149,7 +155,8 @@ class Failures:
         age = time.monotonic() - unsafe[-1]._began if unsafe else 0.0
         if len(failed) < self._most and age < self._seconds:
             return
-        if any(is_complete(saved) for saved in unsafe):
+        unanswered = self._look(unsafe, is_complete)
+        if unanswered is None:
             return
         safe = [saved.step for saved in history if saved.level != "memory"]
         newest = f"the newest that is safe is of step {safe[-1]}" if safe else "no other is safe"
@@ -157,7 +164,7 @@ class Failures:
         more = "the newest of them " if len(unsafe) > 5 else ""
         self._say(
             f"{len(unsafe)} checkpoints in a row, in {age:.0f} s, are safe nowhere ({more}steps "
-            f"{steps}; {newest}): {_problems(unsafe)}"
+            f"{steps}; {newest}): {_problems(unsafe)}{unanswered}"
         )
 
     def tell_of_newest(
@@ -168,11 +175,36 @@ class Failures:
         Raises:
             IoError: the newest save is safe nowhere.
         """
-        if history and history[-1].level == "memory" and not is_complete(history[-1]):
+        if not history or history[-1].level != "memory":
+            return
+        unanswered = self._look([history[-1]], is_complete)
+        if unanswered is not None:
             self._say(
                 f"the newest checkpoint, of step {history[-1].step}, is safe nowhere: "
-                f"{_problems([history[-1]])}"
+                f"{_problems([history[-1]])}{unanswered}"
             )
+
+    def _look(self, unsafe: list[Saved], is_complete: Callable[[Saved], bool]) -> str | None:
+        """None if one of them is complete all the same; else what kept the look from an answer, or
+        nothing."""
+        answers: list[str | None] = []
+
+        def look() -> None:
+            try:
+                answers.append(None if any(is_complete(saved) for saved in unsafe) else "")
+            except Exception as error:
+                answers.append(f"; the storage cannot be read: {error}")
+
+        if self._looking is not None and self._looking.is_alive():
+            return "; the storage has not answered since an earlier save"
+        self._looking = threading.Thread(target=look, name="nostall-checkpoint-look", daemon=True)
+        try:
+            self._looking.start()
+        except RuntimeError as error:  # a limit of processes
+            self._looking = None
+            return f"; no thread can be started to read the storage: {error}"
+        self._looking.join(_LOOK_SECONDS)
+        return answers[0] if answers else f"; the storage does not answer in {_LOOK_SECONDS:g} s"
 
     def _say(self, words: str) -> None:
         if self._tell is None:

@@ -16,6 +16,7 @@ import pytest
 from test_checkpointer import World, ranked, steps_in
 
 import nostall
+import nostall.checkpoint.saved
 import nostall.checkpoint.store
 from nostall import _native
 from nostall.checkpoint.cleaner import Cleaner
@@ -88,6 +89,33 @@ def test_a_time_without_a_safe_checkpoint_is_told_to_a_function(
     assert len(told) == 1 and "no other is safe" in told[0]
     ckpt.close()
     assert len(told) == 2 and "the newest checkpoint, of step 3, is safe nowhere" in told[1]
+
+
+def test_hanging_storage_does_not_keep_the_answer_that_a_save_is_safe_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, go = Broken(monkeypatch), threading.Event()
+    monkeypatch.setattr(nostall.checkpoint.saved, "_LOOK_SECONDS", 0.05)
+    ckpt = nostall.Checkpointer(durable=tmp_path, max_failures=1)
+    with contextlib.suppress(IoError):  # it may have failed already
+        ckpt.save(state_of(1), 1)
+    ckpt.wait(60)
+    find = Store.find
+
+    def hang(store: Store, step: int, id: str) -> Any:
+        go.wait()
+        return find(store, step, id)
+
+    monkeypatch.setattr(Store, "find", hang)
+    try:
+        with pytest.raises(IoError, match=r"the disk is gone; the storage does not answer"):
+            ckpt.save(state_of(2), 2)
+        ckpt.wait(60)
+        with pytest.raises(IoError, match=r"step 2, is safe nowhere.*has not answered"):
+            ckpt.close()
+    finally:
+        go.set()
+    assert broken.broken
 
 
 def test_the_end_of_a_with_does_not_hide_another_exception(
