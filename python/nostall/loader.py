@@ -134,8 +134,8 @@ class DataLoader:
     Args:
         dataset: where samples come from, for example ``nostall.ImageFolder(path)``.
         batch_size: samples per rank and batch.
-        epochs: how many epochs the job has; None if it has no end: iterating goes on for as long as
-            it is asked for, and `epochs()` does not end by itself. Many cost no more than few.
+        epochs: how many epochs the job has; None if it has no end: each iteration of the loader is
+            the next epoch, for as long as one is asked for. Many cost no more than few.
         seed: fixes order and augmentation.
         transforms: a list from ``nostall.transforms`` (run natively), any callable (given the raw
             bytes of a sample as a uint8 array of shape (bytes,), or the decoded image if `decode`),
@@ -324,7 +324,19 @@ class DataLoader:
         return self._batches
 
     def epochs(self) -> Iterator[Epoch]:
-        """The epochs from the current position to the end of the job, without end if it has none."""
+        """The epochs from the current position to the end of the job.
+
+        Raises:
+            UsageError: the job has no end.
+        """
+        if self.epochs_total is None:
+            raise UsageError(
+                "epochs() would not end, for this loader was made without epochs=: pass it, or iterate "
+                "the loader itself, which gives the next epoch each time"
+            )
+        return self._epochs_left()
+
+    def _epochs_left(self) -> Iterator[Epoch]:
         while self._next_epoch() < self._last_epoch:
             epoch, before = self._next_epoch(), self._position
             yield Epoch(self, epoch)

@@ -312,8 +312,12 @@ def test_a_loader_without_epochs_goes_on_for_ever(image_folder: Path, tmp_path: 
         assert state["epoch"] == 1001
     with make(image_folder) as loader:
         loader.load_state_dict(state)
-        epochs = loader.epochs()
-        assert [next(epochs).index for _ in range(3)] == [1001, 1002, 1003]
+        assert loader.position == (1001, 0)
+        assert len([1 for _ in loader]) == len(loader)
+        assert loader.position == (1002, 0)
+        # What would run for ever is refused where it is written.
+        with pytest.raises(UsageError, match=r"epochs\(\) would not end.* pass it"):
+            loader.epochs()
     with make(image_folder, epochs=2) as loader:
         for epoch in loader.epochs():
             for _ in epoch:
