@@ -65,16 +65,29 @@ def spans_nodes(world: World) -> bool:
 def check_alike(world: World, name: str, settings: Mapping[str, Any]) -> None:
     """Compares `settings` with those of the rank that came first, and waits for none.
 
-    Only torch.distributed has a place where they can be left; without it nothing is compared.
+    Only torch.distributed has a place where they can be left. Nothing is compared without it, for a
+    loader of other ranks than torch's, or where its store cannot do this: the comparison helps to
+    find mistakes, and is no reason to end a training.
+
+    Args:
+        world: of the loader.
+        name: the same for the loaders to compare, and for no others of a world of this size.
+        settings: what they must have alike, plain values.
 
     Raises:
         UsageError: they differ, with the first that does and both values.
     """
-    store = initialised_store() if world.world_size > 1 else None
+    store = initialised_store(world.world_size) if world.world_size > 1 else None
     if store is None:
         return
     mine = json.dumps({"rank": world.rank, "settings": settings}, sort_keys=True)
-    first = json.loads(store.compare_set(f"nostall/{name}/settings", "", mine))
+    try:
+        first = json.loads(
+            store.compare_set(f"nostall/{name} of {world.world_size}/settings", "", mine)
+        )
+    except Exception as error:  # whatever a store raises
+        _log.debug("the settings of the ranks are not compared: %s", error)
+        return
     _compare(first["rank"], first["settings"], world.rank, settings)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import importlib
 import importlib.util
@@ -45,6 +46,7 @@ _log = logging.getLogger("nostall")
 
 # Loaders are told apart by their number in the process: ranks make them in the same order.
 _made = itertools.count()
+_made_in: dict[tuple[int, str], Iterator[int]] = collections.defaultdict(itertools.count)
 
 
 Transforms = Sequence[Transform] | Callable[[Any], Any] | None
@@ -246,6 +248,9 @@ class DataLoader:
             job=job,
         )
         self._name = f"loader {next(_made)}"
+        # What only some ranks make, alone or in a smaller world, shifts no numbers of the others.
+        group = (self.world.world_size, job or "")
+        self._twins = f"{job or ''} loader {next(_made_in[group])}"
         self._job = job or f"{self.world.job} {self._name}"
         self._peers = peers
         self._sharing = sharing
@@ -668,7 +673,7 @@ class DataLoader:
     def _stage(self) -> _native.Loader:
         if self._loader is None:
             if not self._compared:
-                cluster.check_alike(self.world, self._name, self._alike())
+                cluster.check_alike(self.world, self._twins, self._alike())
                 self._compared = True
             met = self._cluster = self._join()
             job_name = self._job

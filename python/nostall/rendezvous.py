@@ -88,10 +88,12 @@ def find_rendezvous(
     return None
 
 
-def initialised_store() -> Any | None:
-    """The store of torch.distributed, if that runs."""
+def initialised_store(world_size: int | None = None) -> Any | None:
+    """The store of torch.distributed, if that runs, with `world_size` ranks if given."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    if world_size is not None and distributed.get_world_size() != world_size:
         return None
     return distributed.distributed_c10d._get_default_store()
 

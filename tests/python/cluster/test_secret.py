@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import nostall
 from nostall import cluster, secret
 from nostall.errors import UsageError
 from nostall.rendezvous import Rendezvous, find_rendezvous
@@ -118,7 +119,7 @@ def test_ranks_on_one_node_are_compared_without_a_meeting(monkeypatch: pytest.Mo
     """One after the other, as by loaders that live shorter than the ranks are apart."""
     torch = pytest.importorskip("torch.distributed", reason="torch is not installed")
     store = torch.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr(cluster, "initialised_store", lambda: store)
+    monkeypatch.setattr(cluster, "initialised_store", lambda size: store if size == 3 else None)
     worlds = [World(rank, 3, rank, 3, "job") for rank in range(3)]
     settings = {"batch_size": 8, "seed": 0}
     cluster.check_alike(worlds[0], "loader 0", settings)
@@ -126,3 +127,43 @@ def test_ranks_on_one_node_are_compared_without_a_meeting(monkeypatch: pytest.Mo
     with pytest.raises(UsageError, match="batch_size is 8 on rank 0 and 16 on rank 2"):
         cluster.check_alike(worlds[2], "loader 0", settings | {"batch_size": 16})
     cluster.check_alike(worlds[2], "loader 1", settings | {"batch_size": 16})
+    cluster.check_alike(World(0, 2, 0, 2, "job"), "loader 0", settings | {"batch_size": 16})
+
+
+def test_only_loaders_of_torchs_ranks_are_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Torch's own process group, as one rank sees it."""
+    torch = pytest.importorskip("torch.distributed", reason="torch is not installed")
+    monkeypatch.setattr(torch, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch, "get_world_size", lambda: 2)
+    store: Any = torch.FileStore(str(tmp_path / "store"), 1)
+    monkeypatch.setattr(torch.distributed_c10d, "_get_default_store", lambda: store)
+    pair, four = [World(r, 2, r, 2, "job") for r in range(2)], World(1, 4, 1, 4, "job")
+    cluster.check_alike(pair[0], "loader 0", {"seed": 0})
+    cluster.check_alike(four, "loader 0", {"seed": 1})
+    with pytest.raises(UsageError, match="seed is 0 on rank 0 and 1 on rank 1"):
+        cluster.check_alike(pair[1], "loader 0", {"seed": 1})
+    # That of init_process_group("mpi") can do nothing.
+    store = torch.Store()
+    cluster.check_alike(pair[0], "loader 0", {"seed": 0})
+    cluster.check_alike(pair[1], "loader 0", {"seed": 1})
+
+
+def test_what_a_rank_makes_for_itself_shifts_no_names(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "0.bin").write_bytes(b"0")
+    data = nostall.ImageFolder(tmp_path, extensions=(".bin",), index=False)
+
+    def twins(**options: Any) -> str:
+        with nostall.DataLoader(data, 1, tiers=[], output="numpy", **options) as loader:
+            return loader._twins
+
+    def number(name: str) -> int:
+        return int(name.rpartition(" ")[2])
+
+    both: dict[str, Any] = {"rank": 0, "world_size": 7}
+    first = twins(**both)
+    twins(rank=0, world_size=1)
+    twins(rank=0, world_size=7, job="evaluation")
+    assert number(twins(**both)) == number(first) + 1
