@@ -4,9 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
-#include <thread>
 #include <utility>
 
 namespace nostall {
@@ -73,17 +71,6 @@ Locked LockFile::try_lock(uint64_t byte, LockMode mode) noexcept {
     if (errno != EINTR) return Locked::unsupported;
   }
   return Locked::yes;
-}
-
-Locked LockFile::lock(uint64_t byte, LockMode mode, std::chrono::nanoseconds timeout) noexcept {
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
-  std::chrono::microseconds pause{50};
-  for (;;) {
-    const Locked locked = try_lock(byte, mode);
-    if (locked != Locked::elsewhere || std::chrono::steady_clock::now() >= deadline) return locked;
-    std::this_thread::sleep_for(pause);
-    pause = std::min(pause * 2, std::chrono::microseconds(5000));
-  }
 }
 
 void LockFile::unlock(uint64_t byte) noexcept {

@@ -8,7 +8,6 @@
 // Thread-safety: a LockFile belongs to one owner; is_held_elsewhere may be called from any thread.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <string>
 
@@ -35,8 +34,6 @@ class LockFile {
 
   // At once: whether the lock was had (or changed from the other mode).
   Locked try_lock(uint64_t byte, LockMode mode) noexcept;
-  // Waits in short sleeps while it is held elsewhere, at most `timeout`.
-  Locked lock(uint64_t byte, LockMode mode, std::chrono::nanoseconds timeout) noexcept;
   void unlock(uint64_t byte) noexcept;
   // Whether somebody else holds the byte exclusively.
   bool is_held_elsewhere(uint64_t byte) const noexcept;

@@ -38,7 +38,14 @@ uint32_t word_of(State state, uint32_t local_rank = 0) {
 }
 State state_of(uint32_t word) { return static_cast<State>(word & 3u); }
 
-// The names and values in "name=value" lines; a cut last line counts as it is.
+// What the catalogue has room for, without a last line that is cut.
+std::string_view that_fit(std::string_view text) {
+  if (text.size() < kArgumentBytes) return text;
+  text = text.substr(0, kArgumentBytes);
+  return text.substr(0, text.rfind('\n'));
+}
+
+// The names and values in "name=value" lines.
 std::vector<std::pair<std::string, std::string>> lines_of(std::string_view text) {
   std::vector<std::pair<std::string, std::string>> lines;
   while (!text.empty()) {
@@ -469,8 +476,8 @@ void NodeCacheImpl::check(const CatalogHeader& h) const {
   compare("number of local ranks", h.local_world, config_.local_world);
   if (h.dataset == config_.dataset && h.plan == plan_ && h.samples == sizes_.size()) return;
   // Lines of the same name are at the same place: both sides wrote all of them.
-  const auto mine = lines_of(config_.arguments);
-  const auto others = lines_of({h.arguments.data(), ::strnlen(h.arguments.data(), kArgumentBytes)});
+  const std::string_view there(h.arguments.data(), ::strnlen(h.arguments.data(), kArgumentBytes));
+  const auto mine = lines_of(that_fit(config_.arguments)), others = lines_of(that_fit(there));
   std::string found;
   for (size_t i = 0; i < std::min(mine.size(), others.size()); ++i) {
     if (mine[i] == others[i]) continue;
@@ -479,7 +486,9 @@ void NodeCacheImpl::check(const CatalogHeader& h) const {
   }
   if (!found.empty()) differ(found);
   if (h.dataset != config_.dataset) differ("files of the data set, their sizes or their order");
-  differ("places of samples in the tiers, though all arguments are the same");
+  const bool all_seen = std::max(config_.arguments.size(), there.size()) < kArgumentBytes;
+  differ(std::string("places of samples in the tiers") +
+         (all_seen ? ", though all arguments are the same" : ""));
 }
 
 void NodeCacheImpl::enter_member() {
@@ -489,6 +498,10 @@ void NodeCacheImpl::enter_member() {
                                       " of job \"" + config_.job + "\" runs already, as process " +
                                       std::to_string(pid) +
                                       ": give each rank its own local_rank, or another job");
+  }
+  // Until this rank leaves, no other one is the last.
+  if (lock_.try_lock(kAlive, LockMode::shared) != Locked::yes) {
+    throw io_error("cannot lock", "the catalogue of the node's cache", ENOLCK);
   }
   Member& me = header_->members[config_.local_rank];
   me.pid.store(::getpid());
@@ -714,11 +727,12 @@ void NodeCacheImpl::leave() noexcept {
     header_->members[config_.local_rank].membership.store(Membership::left);
     lock_.unlock(kFirstMember + config_.local_rank);
     handover_.stop();
-    const bool last = lock_.try_lock(kAlive, LockMode::exclusive) == Locked::yes;
+    const bool last = turn && lock_.try_lock(kAlive, LockMode::exclusive) == Locked::yes;
     for (size_t t = 0; turn && t < config_.tiers.size(); ++t) {
       if (kept_files_[t]) write_manifest(t, last);
     }
-    // Before the turn ends: who comes next may use what was kept.
+    // Before the turn ends: who comes next may use what was kept, who leaves next may be the last.
+    lock_.unlock(kAlive);
     for (LockFile& kept : kept_files_) kept = LockFile();
     for (Descriptor& file : tier_files_) file.reset();
   } catch (const std::exception& e) {

@@ -255,6 +255,23 @@ TEST_F(NodeCacheTest, WhatRanksDisagreeOnIsNamedWithBothValues) {
   }
 }
 
+TEST_F(NodeCacheTest, ArgumentsThatDoNotFitAreNotCalledDifferent) {
+  const std::string rest = "seed=0\ntransform=" + std::string(3000, 't') + "\n";
+  auto first = config(0, 2), other = config(1, 2);
+  first.arguments = "batch_size=16\n" + rest;
+  other.arguments = "batch_size=8\n" + rest;
+  other.plan += 1;
+  const auto a = attach(first);
+  try {
+    attach(other);
+    FAIL() << "not refused";
+  } catch (const Error& e) {
+    const std::string told = e.what();
+    EXPECT_NE(told.find("batch_size (8 here, 16 there)"), std::string::npos) << told;
+    EXPECT_EQ(told.find("transform"), std::string::npos) << told;
+  }
+}
+
 TEST_F(NodeCacheTest, ARankThatRunsAlreadyIsRefused) {
   const auto a = attach(config(0, 2));
   put(*a, 1);
@@ -560,6 +577,36 @@ TEST_F(NodeCacheTest, WhatWasKeptSurvivesRanksThatDieAfterOneHasLeft) {
   const auto residents = resident_samples(kept(0).tiers[0], 11);
   ASSERT_EQ(residents.size(), 1u);
   EXPECT_EQ(residents[0].sample, 4u);
+}
+
+class CountingDisk : public FileSystem {
+ public:
+  int fsync(int fd) override {
+    ++flushes;
+    return FileSystem::fsync(fd);
+  }
+  int flushes = 0;
+};
+
+TEST_F(NodeCacheTest, OnlyTheLastRankThatLeavesFlushesWhatIsKept) {
+  CountingDisk disk;
+  const auto kept = [&](uint32_t rank) {
+    auto c = config(rank, 2, TierKind::file);
+    c.tiers[0].keep = true;
+    c.files = &disk;
+    return c;
+  };
+  auto first = attach(kept(0)), second = attach(kept(1));
+  put(*first, 4);
+  first.reset();
+  EXPECT_EQ(disk.flushes, 1);  // of the manifest
+  put(*second, 5);
+  second.reset();
+  EXPECT_EQ(disk.flushes, 3);  // of the tier, too
+  const auto residents = resident_samples(kept(0).tiers[0], 11);
+  ASSERT_EQ(residents.size(), 2u);
+  EXPECT_EQ(residents[0].sample, 4u);
+  EXPECT_EQ(residents[1].sample, 5u);
 }
 
 }  // namespace
