@@ -1,5 +1,6 @@
 #include "base/handover.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sys/socket.h>
@@ -27,7 +28,7 @@ using std::chrono::milliseconds;
 constexpr uint32_t kAttempts = 4;  // names, where other users have taken some
 constexpr int kBacklog = 4096;
 constexpr size_t kMaxFiles = 64;
-constexpr uint64_t kMagic = 0x31564f444e48534e;  // "NSHNDOV1"
+constexpr uint64_t kMagic = 0x32564f444e48534e;  // "NSHNDOV2"
 // A name that is bound but not listened at for this long is not one of ours, between the two.
 constexpr milliseconds kBetween{1000};
 // A member that does not answer for this long is asked together with the next one.
@@ -37,6 +38,7 @@ struct Greeting {
   uint64_t magic = kMagic;
   uint64_t places = 0;
   uint64_t present = 0;  // bit i: the file of place i follows
+  uint64_t refused = 0;  // the errno of the system, where it would not send them
 };
 
 struct Address {
@@ -109,11 +111,16 @@ void send_files(int socket, const std::vector<int>& files) noexcept {
     header->cmsg_len = CMSG_LEN(n * sizeof(int));
     std::memcpy(CMSG_DATA(header), sent.data(), n * sizeof(int));
   }
-  ::sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (::sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0) return;
+  // Silence would tell the other side that there is no such process.
+  Greeting refusal;
+  refusal.refused = static_cast<uint64_t>(errno);
+  ::send(socket, &refusal, sizeof refusal, MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
-// Nothing if the other side went away, or is no nostall of this kind.
-std::optional<std::vector<Descriptor>> receive_files(int socket) {
+// Nothing if the other side went away, is no nostall of this kind, or is told by its system that
+// it cannot; `refused` then says why.
+std::optional<std::vector<Descriptor>> receive_files(int socket, int& refused) {
   Greeting greeting;
   iovec bytes{&greeting, sizeof greeting};
   alignas(cmsghdr) std::array<char, CMSG_SPACE(kMaxFiles * sizeof(int))> control{};
@@ -136,6 +143,10 @@ std::optional<std::vector<Descriptor>> receive_files(int socket) {
     }
   }
   if (n != sizeof greeting || greeting.magic != kMagic || greeting.places > kMaxFiles) {
+    return std::nullopt;
+  }
+  if (greeting.refused != 0) {
+    refused = static_cast<int>(greeting.refused);
     return std::nullopt;
   }
   const auto expected = static_cast<size_t>(__builtin_popcountll(greeting.present));
@@ -177,8 +188,16 @@ struct Handover::Giving {
     });
   }
   void answer() noexcept {
+    // Given up for a caller when no other descriptor is free: one that gets no answer takes this
+    // process for one that hangs.
+    Descriptor spare;
     while (!stopping.load()) {
-      const Descriptor caller(::accept4(socket.get(), nullptr, nullptr, SOCK_CLOEXEC));
+      if (!spare) spare = Descriptor(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+      Descriptor caller(::accept4(socket.get(), nullptr, nullptr, SOCK_CLOEXEC));
+      if (!caller && (errno == EMFILE || errno == ENFILE)) {
+        spare.reset();
+        caller = Descriptor(::accept4(socket.get(), nullptr, nullptr, SOCK_CLOEXEC));
+      }
       if (caller) {
         if (is_ours(peer_of(caller.get()))) send_files(caller.get(), files);
       } else if (!stopping.load() && errno != EINTR && errno != ECONNABORTED) {
@@ -248,7 +267,10 @@ Handover::Turn Handover::turn(Deadline deadline) const {
         }
       }
       if (now >= deadline) {
-        throw Error(ErrorKind::peer, "@" + wanted + " was not free in time");
+        throw Error(ErrorKind::io,
+                    "the ranks of this node cannot find each other: a program has @" + wanted +
+                        " and answers no caller; give the job another name",
+                    EADDRINUSE);
       }
       std::this_thread::sleep_for(milliseconds(1));
     }
@@ -263,6 +285,7 @@ std::vector<Descriptor> Handover::ask(Deadline deadline) const {
   std::vector<pollfd> waiting;
   std::vector<Descriptor> sockets;
   std::string unanswered;
+  int refused = 0;
   for (uint32_t next = 0; next < kAttempts * members_ || !sockets.empty();) {
     if (next < kAttempts * members_) {
       const Address address(name(next / members_, std::to_string(next % members_)));
@@ -292,11 +315,15 @@ std::vector<Descriptor> Handover::ask(Deadline deadline) const {
         ++i;
         continue;
       }
-      auto files = receive_files(sockets[i].get());
+      auto files = receive_files(sockets[i].get(), refused);
       if (files) return std::move(*files);
       waiting.erase(waiting.begin() + static_cast<ptrdiff_t>(i));
       sockets.erase(sockets.begin() + static_cast<ptrdiff_t>(i));
     }
+  }
+  if (refused != 0) {
+    throw io_error("another rank cannot share (raise ulimit -n)", "the memory of this node",
+                   refused);
   }
   return {};
 }

@@ -41,11 +41,12 @@ class Handover {
     Descriptor socket_;
   };
   // Waits for it. Throws Error(peer) at the deadline, with the process that holds it, and Error(io)
-  // if all names are another user's.
+  // if all names are another user's, or a program has one and takes no more callers.
   Turn turn(Deadline deadline) const;
 
   // The files of a member that is alive, as it gave them, or nothing if there is none. Throws
-  // Error(peer) if there is one, but it does not answer before the deadline.
+  // Error(peer) if there is one, but it does not answer before the deadline, and Error(io) if its
+  // system or this one refuses to pass descriptors on.
   std::vector<Descriptor> ask(Deadline deadline) const;
 
   // From now on others get these descriptors; an empty place is -1, and there are at most 64. They

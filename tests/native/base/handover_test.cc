@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <sys/wait.h>
@@ -196,6 +197,66 @@ TEST(HandoverTest, NamesThatOtherProgramsTookAreNotUsed) {
     EXPECT_EQ(e.kind(), ErrorKind::io);
     EXPECT_THAT(e.what(), HasSubstr("@" + base + "0-0"));
   }
+}
+
+TEST(HandoverTest, ANameWhoseOwnerTakesNoCallersIsNoRankThatHangs) {
+  Handover me(fresh_job(), 0, 1);
+  const std::string name = me.base() + "0-turn";
+  const Descriptor stranger = squat(name, false);
+  ASSERT_EQ(::listen(stranger.get(), 0), 0);
+  sockaddr_un at{};
+  at.sun_family = AF_UNIX;
+  std::memcpy(at.sun_path + 1, name.data(), name.size());
+  const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  std::vector<Descriptor> callers;
+  do {
+    callers.emplace_back(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  } while (::connect(callers.back().get(), reinterpret_cast<sockaddr*>(&at), size) == 0);
+  ASSERT_EQ(errno, EAGAIN);
+  try {
+    static_cast<void>(me.turn(std::chrono::steady_clock::now() + 20ms));
+    FAIL() << "had the turn";
+  } catch (const Error& e) {
+    EXPECT_EQ(e.kind(), ErrorKind::io);
+    EXPECT_THAT(e.what(), HasSubstr("@" + name));
+  }
+}
+
+TEST(HandoverTest, WhatTheSystemRefusesToSendIsTold) {
+  const std::string job = fresh_job();
+  Handover me(job, 0, 2), other(job, 1, 2);
+  Descriptor file = file_with("closed");
+  me.give({file.get()});
+  const int closed = file.get();
+  file.reset();
+  ASSERT_EQ(::fcntl(closed, F_GETFD), -1);
+  try {
+    other.ask(soon());
+    FAIL() << "taken for a rank that is gone";
+  } catch (const Error& e) {
+    EXPECT_EQ(e.kind(), ErrorKind::io);
+    EXPECT_EQ(e.error_number(), EBADF);
+  }
+}
+
+TEST(HandoverTest, AProcessWithoutAFreeDescriptorAnswers) {
+  const std::string job = fresh_job();
+  Handover me(job, 1, 2);
+  Child full([&](auto ready) {
+    const rlimit few{64, 64};
+    ::setrlimit(RLIMIT_NOFILE, &few);
+    Handover it(job, 0, 2);
+    const Descriptor file = file_with("of a full table");
+    it.give({file.get()});
+    // The thread that gives has opened all that it needs when it has answered.
+    it.ask(soon());
+    while (::dup(0) >= 0) {
+    }
+    ready();
+    ::pause();
+  });
+  EXPECT_EQ(text_of(me.ask(soon()).at(0)), "of a full table");
+  EXPECT_EQ(text_of(me.ask(soon()).at(0)), "of a full table");
 }
 
 TEST(HandoverTest, OtherUsersGetNothingAndGiveNothing) {
