@@ -40,8 +40,7 @@ struct CatalogHeader {
   uint64_t samples;
   uint64_t arena_bytes;
   uint32_t local_world;
-  std::atomic<uint32_t> kept_open;  // bit t: tier t uses the kept file
-  std::atomic<uint32_t> given_up;   // bit t: tier t takes no more bytes; what it has is read
+  std::atomic<uint32_t> given_up;  // bit t: tier t takes no more bytes; what it has is read
   std::atomic<uint64_t> ram_bytes;
   std::atomic<uint64_t> file_bytes;
   std::array<std::atomic<uint32_t>, kMaxTiers> failed_writes;
@@ -53,7 +52,7 @@ struct CatalogHeader {
 };
 
 inline constexpr uint64_t kCatalogMagic = 0x315441434c54534e;  // "NSTLCAT1"
-inline constexpr uint32_t kCatalogVersion = 4;
+inline constexpr uint32_t kCatalogVersion = 5;
 
 // Memory is taken from the system in pieces of this size, just before it is first touched: a 64th
 // of the arena, in whole MiB up to 32, so that ranks which look at a limit at the same time pass it

@@ -109,8 +109,6 @@ class NodeCacheImpl final : public NodeCache {
       : config_(config),
         files_(config.files ? *config.files : FileSystem::real()),
         limits_(config.shm_directory, config.proc_directory),
-        handover_("tiers " + config.shm_directory + " " + config.job, config.local_rank,
-                  config.local_world),
         sizes_(sizes.begin(), sizes.end()),
         tier_files_(config.tiers.size()),
         kept_files_(config.tiers.size()),
@@ -118,7 +116,9 @@ class NodeCacheImpl final : public NodeCache {
         tier_paths_(config.tiers.size()),
         disabled_(config.tiers.size()),
         warned_(config.tiers.size()),
-        owner_pid_(::getpid()) {}
+        owner_pid_(::getpid()),
+        handover_("tiers " + config.shm_directory + " " + config.job, config.local_rank,
+                  config.local_world) {}
 
   ~NodeCacheImpl() override {
     if (joined_ && owner_pid_ == ::getpid()) leave();
@@ -238,7 +238,7 @@ class NodeCacheImpl final : public NodeCache {
   void set_placement(plan::Placement placement);
   Descriptor create_catalog();
   Descriptor create_arena();
-  void map_shared(Descriptor catalog, Descriptor arena);
+  void map_shared();
   [[noreturn]] void differ(const std::string& what) const;
   void check(const CatalogHeader& h) const;
   void enter_member();
@@ -246,7 +246,7 @@ class NodeCacheImpl final : public NodeCache {
   bool open_kept(size_t tier);
   void shorten_kept(size_t tier);
   void take_tier_files(std::vector<Descriptor>& files);
-  std::vector<int> handed_over() const;
+  void give();
   void load_residents(size_t tier, std::span<const plan::Resident> residents);
   void leave() noexcept;
   void write_manifest(size_t tier, bool last);
@@ -254,7 +254,6 @@ class NodeCacheImpl final : public NodeCache {
   const NodeCacheConfig config_;
   FileSystem& files_;
   const MemoryLimits limits_;
-  Handover handover_;
   const std::vector<uint64_t> sizes_;
   bool placed_ = false;
   std::vector<uint8_t> tier_;
@@ -264,6 +263,7 @@ class NodeCacheImpl final : public NodeCache {
   uint64_t plan_ = 0;  // of plan and placement
 
   LockFile lock_;
+  Descriptor catalog_file_, arena_file_;
   Mapping catalog_, arena_;
   Descriptor kept_samples_;
   CatalogHeader* header_ = nullptr;
@@ -277,6 +277,7 @@ class NodeCacheImpl final : public NodeCache {
   std::vector<std::atomic<bool>> warned_;
   bool joined_ = false;
   const int owner_pid_;
+  Handover handover_;  // ends before what it gives is closed
 };
 
 // ------------------------------------------------------------------------------- joining
@@ -311,33 +312,45 @@ void NodeCacheImpl::meet(const Placer& place, std::chrono::steady_clock::time_po
       kept_samples_ = shared_list(kept);
     }
   } else {
-    turn.reset();
     if (files.size() != kFirstTier + 2 * config_.tiers.size()) differ("number of tiers");
+    catalog_file_ = std::move(files[kCatalogFile]);
+    arena_file_ = std::move(files[kArenaFile]);
     kept_samples_ = std::move(files[kKeptSamples]);
+    take_tier_files(files);
+    // Given on while the turn lasts: the rank that gave them may leave before this one has placed
+    // its samples, and the next one would found another cache.
+    try {
+      give();
+    } catch (const Error&) {
+      // The ranks before it are found in its place.
+    }
+    turn.reset();
     if (kept_samples_) kept = read_shared_list(kept_samples_, config_.tiers.size());
   }
   if (!placed_) set_placement(place(kept));
   if (first) {
-    map_shared(create_catalog(), create_arena());
+    catalog_file_ = create_catalog();
+    arena_file_ = create_arena();
+    map_shared();
     for (size_t t = 0; t < kept.size(); ++t) {
       if (kept_files_[t]) load_residents(t, kept[t]);
     }
+    enter_member();
+    try {
+      give();
+    } catch (const Error&) {
+      if (config_.local_world > 1) throw;  // alone it need not be found
+    }
   } else {
-    map_shared(std::move(files[kCatalogFile]), std::move(files[kArenaFile]));
-    take_tier_files(files);
-  }
-  enter_member();
-  try {
-    handover_.give(handed_over());
-  } catch (const Error&) {
-    // Alone it need not be found, and others are found in place of a later one.
-    if (first && config_.local_world > 1) throw;
+    map_shared();
+    enter_member();
   }
 }
 
 // A cache that holds nothing, where the ranks cannot share one.
 void NodeCacheImpl::go_without(const std::string& why, const Placer& place) {
   joined_ = false;
+  handover_.stop();
   lock_ = LockFile();
   if (!placed_) set_placement(place(Kept(config_.tiers.size())));
   for (size_t t = 0; t < config_.tiers.size(); ++t) {
@@ -345,7 +358,9 @@ void NodeCacheImpl::go_without(const std::string& why, const Placer& place) {
     kept_files_[t] = LockFile();
     disabled_[t] = true;
   }
-  map_shared(create_catalog(), Descriptor());
+  catalog_file_ = create_catalog();
+  arena_file_.reset();
+  map_shared();
   log(LogLevel::warning, why + "; local rank " + std::to_string(config_.local_rank) +
                              " has no tiers, samples are read from the source");
 }
@@ -398,9 +413,6 @@ Descriptor NodeCacheImpl::create_catalog() {
   header->arena_bytes = arena_bytes_;
   header->local_world = config_.local_world;
   config_.arguments.copy(header->arguments.data(), header->arguments.size());
-  for (size_t t = 0; t < kept_files_.size(); ++t) {
-    if (kept_files_[t]) header->kept_open.fetch_or(1u << t);
-  }
   header->magic = kCatalogMagic;
   return file;
 }
@@ -423,14 +435,15 @@ Descriptor NodeCacheImpl::create_arena() {
   return {};
 }
 
-void NodeCacheImpl::map_shared(Descriptor catalog, Descriptor arena) {
+void NodeCacheImpl::map_shared() {
   struct stat status {};
-  if (::fstat(catalog.get(), &status) != 0)
+  if (::fstat(catalog_file_.get(), &status) != 0)
     throw io_error("cannot examine", "the catalogue", errno);
   // The header says in what the ranks disagree, which the size alone does not.
   if (static_cast<uint64_t>(status.st_size) >= sizeof(CatalogHeader)) {
     const Mapping head =
-        Mapping::map(reopen(catalog.get()).take(), "the catalogue", sizeof(CatalogHeader)).take();
+        Mapping::map(reopen(catalog_file_.get()).take(), "the catalogue", sizeof(CatalogHeader))
+            .take();
     check(*reinterpret_cast<const CatalogHeader*>(head.data()));
   }
   if (static_cast<uint64_t>(status.st_size) != catalog_bytes()) {
@@ -442,13 +455,14 @@ void NodeCacheImpl::map_shared(Descriptor catalog, Descriptor arena) {
                     "; give all ranks the same data set and arguments");
   }
   // Not what is mapped: a forked child would keep its locks.
-  lock_ = LockFile(reopen(catalog.get()).take());
-  catalog_ = Mapping::map(std::move(catalog), "the catalogue", catalog_bytes()).take();
+  lock_ = LockFile(reopen(catalog_file_.get()).take());
+  catalog_ =
+      Mapping::map(reopen(catalog_file_.get()).take(), "the catalogue", catalog_bytes()).take();
   header_ = reinterpret_cast<CatalogHeader*>(catalog_.data());
   chunk_words_ = reinterpret_cast<std::atomic<uint32_t>*>(catalog_.data() + sizeof(CatalogHeader));
   words_ = chunk_words_ + chunks();
-  if (arena) {
-    auto mapped = Mapping::map(std::move(arena), "the RAM tier", arena_bytes_);
+  if (arena_file_) {
+    auto mapped = Mapping::map(reopen(arena_file_.get()).take(), "the RAM tier", arena_bytes_);
     if (mapped) {
       arena_ = std::move(mapped).take();
       return;
@@ -588,17 +602,17 @@ void NodeCacheImpl::shorten_kept(size_t t) {
   }
 }
 
-std::vector<int> NodeCacheImpl::handed_over() const {
+void NodeCacheImpl::give() {
   const size_t tiers = config_.tiers.size();
   std::vector<int> files(kFirstTier + 2 * tiers, -1);
-  files[kCatalogFile] = catalog_.fd();
-  files[kArenaFile] = arena_.fd();
+  files[kCatalogFile] = catalog_file_.get();
+  files[kArenaFile] = arena_file_.get();
   files[kKeptSamples] = kept_samples_.get();
   for (size_t t = 0; t < tiers; ++t) {
     files[kFirstTier + t] = kept_files_[t] ? kept_files_[t].get() : tier_files_[t].get();
     files[kFirstTier + tiers + t] = kept_directories_[t].get();
   }
-  return files;
+  handover_.give(std::move(files));
 }
 
 void NodeCacheImpl::take_tier_files(std::vector<Descriptor>& files) {
@@ -609,10 +623,10 @@ void NodeCacheImpl::take_tier_files(std::vector<Descriptor>& files) {
     tier_files_[t] = std::move(files[kFirstTier + t]);
     tier_paths_[t] = spec.path;
     if (!tier_files_[t]) disabled_[t] = true;
-    if ((header_->kept_open.load() & (1u << t)) == 0) continue;
+    kept_directories_[t] = std::move(files[kFirstTier + tiers + t]);
+    if (!kept_directories_[t]) continue;
     kept_files_[t] = LockFile(tier_files_[t]);
     tier_files_[t] = reopen(kept_files_[t].get()).take();
-    kept_directories_[t] = std::move(files[kFirstTier + tiers + t]);
     tier_paths_[t] = kept_file_name(spec.path, config_.dataset);
   }
 }

@@ -225,11 +225,10 @@ TEST(HandoverTest, ANameWhoseOwnerTakesNoCallersIsNoRankThatHangs) {
 TEST(HandoverTest, WhatTheSystemRefusesToSendIsTold) {
   const std::string job = fresh_job();
   Handover me(job, 0, 2), other(job, 1, 2);
-  Descriptor file = file_with("closed");
-  me.give({file.get()});
-  const int closed = file.get();
-  file.reset();
-  ASSERT_EQ(::fcntl(closed, F_GETFD), -1);
+  // A number that no file which is opened meanwhile gets.
+  const int closed = ::fcntl(file_with("closed").get(), F_DUPFD_CLOEXEC, 500);
+  me.give({closed});
+  ASSERT_EQ(::close(closed), 0);
   try {
     other.ask(soon());
     FAIL() << "taken for a rank that is gone";

@@ -50,15 +50,18 @@ class NodeCacheTest : public testing::Test {
     c.shm_directory = (root_ / "shm").string();
     return c;
   }
+  static plan::Placement in_the_first_tier(TierKind kind) {
+    const uint64_t record = kSize + record_overhead(kind);
+    plan::Placement placed;
+    placed.tier.assign(kSamples, 0);
+    for (uint64_t s = 0; s < kSamples; ++s) placed.offset.push_back(s * record);
+    placed.used = {kSamples * record};
+    placed.fill.resize(1);
+    return placed;
+  }
   static std::unique_ptr<NodeCache> attach(const NodeCacheConfig& c) {
     const std::vector<uint64_t> sizes(kSamples, kSize);
-    const uint64_t record = kSize + record_overhead(c.tiers[0].kind);
-    plan::Placement placement;
-    placement.tier.assign(kSamples, 0);
-    for (uint64_t s = 0; s < kSamples; ++s) placement.offset.push_back(s * record);
-    placement.used = {kSamples * record};
-    placement.fill.resize(1);
-    return NodeCache::attach(c, sizes, fixed(placement), 2s);
+    return NodeCache::attach(c, sizes, fixed(in_the_first_tier(c.tiers[0].kind)), 2s);
   }
   static std::vector<std::byte> bytes_of(uint64_t sample) {
     return std::vector<std::byte>(kSize, static_cast<std::byte>(sample + 1));
@@ -577,6 +580,29 @@ TEST_F(NodeCacheTest, WhatWasKeptSurvivesRanksThatDieAfterOneHasLeft) {
   const auto residents = resident_samples(kept(0).tiers[0], 11);
   ASSERT_EQ(residents.size(), 1u);
   EXPECT_EQ(residents[0].sample, 4u);
+}
+
+TEST_F(NodeCacheTest, ARankThatIsPlacingItsSamplesIsFoundByTheNext) {
+  const auto kept = [&](uint32_t rank) {
+    auto c = config(rank, 3, TierKind::file);
+    c.tiers[0].keep = true;
+    return c;
+  };
+  auto first = attach(kept(0));
+  std::unique_ptr<NodeCache> third;
+  const std::vector<uint64_t> sizes(kSamples, kSize);
+  const auto second = NodeCache::attach(
+      kept(1), sizes,
+      [&](auto) {
+        // Meanwhile the one rank that had the cache leaves, and another one comes.
+        first.reset();
+        third = attach(kept(2));
+        return in_the_first_tier(TierKind::file);
+      },
+      2s);
+  put(*third, 4);
+  EXPECT_EQ(second->state(4), State::ready);
+  EXPECT_TRUE(warnings_.empty());
 }
 
 class CountingDisk : public FileSystem {
