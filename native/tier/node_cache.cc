@@ -233,7 +233,7 @@ class NodeCacheImpl final : public NodeCache {
 
   bool have_chunk(uint64_t chunk, size_t tier);
   std::optional<std::string> allocate_chunk(uint64_t chunk, bool modest);
-  void meet(const Placer& place, std::chrono::steady_clock::time_point deadline);
+  void meet(const Placer& place, std::chrono::nanoseconds timeout);
   void go_without(const std::string& why, const Placer& place);
   void set_placement(plan::Placement placement);
   Descriptor create_catalog();
@@ -285,7 +285,7 @@ class NodeCacheImpl final : public NodeCache {
 void NodeCacheImpl::join(const Placer& place, std::chrono::nanoseconds timeout) {
   std::string why;
   try {
-    meet(place, std::chrono::steady_clock::now() + timeout);
+    meet(place, timeout);
     return;
   } catch (const Error& e) {
     if (e.kind() != ErrorKind::io) throw;
@@ -294,12 +294,14 @@ void NodeCacheImpl::join(const Placer& place, std::chrono::nanoseconds timeout) 
   go_without(why, place);
 }
 
-void NodeCacheImpl::meet(const Placer& place, std::chrono::steady_clock::time_point deadline) {
+void NodeCacheImpl::meet(const Placer& place, std::chrono::nanoseconds timeout) {
   const bool keeps = std::any_of(config_.tiers.begin(), config_.tiers.end(),
                                  [](const TierSpec& spec) { return spec.keep; });
   Kept kept(config_.tiers.size());
   // Ranks compute at the same time what does not depend on what earlier jobs left.
   if (!keeps) set_placement(place(kept));
+  // Of the waits for other ranks: what this one computes is no fault of theirs.
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
   std::optional<Handover::Turn> turn = handover_.turn(deadline);
   std::vector<Descriptor> files = handover_.ask(deadline);
   const bool first = files.empty();

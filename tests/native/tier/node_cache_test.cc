@@ -582,6 +582,18 @@ TEST_F(NodeCacheTest, WhatWasKeptSurvivesRanksThatDieAfterOneHasLeft) {
   EXPECT_EQ(residents[0].sample, 4u);
 }
 
+TEST_F(NodeCacheTest, ARankThatPlacesItsSamplesForLongStillWaitsForTheOthers) {
+  const auto first = attach(config(0, 2));
+  const std::vector<uint64_t> sizes(kSamples, kSize);
+  const auto slow = [](auto) {
+    std::this_thread::sleep_for(2100ms);
+    return in_the_first_tier(TierKind::ram);
+  };
+  const auto second = NodeCache::attach(config(1, 2), sizes, slow, 2s);
+  put(*first, 4);
+  EXPECT_EQ(second->state(4), State::ready);
+}
+
 TEST_F(NodeCacheTest, ARankThatIsPlacingItsSamplesIsFoundByTheNext) {
   const auto kept = [&](uint32_t rank) {
     auto c = config(rank, 3, TierKind::file);
