@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "base/log.h"
+#include "base/refusal.h"
 
 namespace nb = nanobind;
 
@@ -47,13 +48,7 @@ void translate(const std::exception_ptr& error, void*) {
   } catch (const nostall::Error& e) {
     raise(e.kind(), e.what());
   } catch (const std::system_error& e) {
-    std::string text = e.what();
-    if (e.code() == std::errc::resource_unavailable_try_again) {
-      text =
-          "the system gives no more threads: raise the limit (ulimit -u, the pids cgroup), or ask "
-          "for fewer threads";
-    }
-    raise(nostall::ErrorKind::io, text.c_str());
+    raise(nostall::ErrorKind::io, nostall::io_error(e).what());
   }
 }
 

@@ -1,6 +1,6 @@
 #include "base/error.h"
 
-#include <system_error>
+#include "base/refusal.h"
 
 namespace nostall {
 
@@ -8,6 +8,15 @@ Error io_error(const std::string& what, const std::string& path, int error_numbe
   return Error(ErrorKind::io,
                what + " " + path + ": " + std::generic_category().message(error_number),
                error_number);
+}
+
+Error io_error(const std::system_error& error) {
+  return Error(ErrorKind::io,
+               error.code() == std::errc::resource_unavailable_try_again
+                   ? "the system gives no more threads: raise the limit (ulimit -u, the pids "
+                     "cgroup), or ask for fewer threads"
+                   : error.what(),
+               error.code().value());
 }
 
 }  // namespace nostall

@@ -8,6 +8,7 @@
 
 #include "base/clock.h"
 #include "base/heap.h"
+#include "base/refusal.h"
 #include "plan/locality.h"
 #include "stage/events.h"
 
@@ -86,6 +87,12 @@ void Loader::Run::guarded(const std::function<void()>& work) noexcept {
     error.emplace(e);
   } catch (const std::bad_alloc&) {
     error.emplace(no_memory_);
+  } catch (const std::system_error& e) {
+    try {
+      error.emplace(io_error(e));
+    } catch (const std::bad_alloc&) {
+      error.emplace(no_memory_);
+    }
   } catch (const std::exception& e) {
     try {
       error.emplace(ErrorKind::bug, std::string("a thread of the loader failed: ") + e.what());
@@ -163,7 +170,8 @@ std::unique_ptr<Batch> Loader::Run::next(std::chrono::nanoseconds timeout) {
 void Loader::Run::plan_ahead(uint32_t epoch) {
   for (uint32_t e = epoch; e < std::min(epoch + 2, config_.job.epochs); ++e) {
     if (epochs_.contains(e)) continue;
-    epochs_.emplace(e, std::async(std::launch::async, [this, e] {
+    // Deferred: where the system gives no more threads, to whoever needs the epoch.
+    epochs_.emplace(e, std::async(std::launch::async | std::launch::deferred, [this, e] {
                          auto planned = std::make_shared<const plan::RankEpoch>(
                              config_.peers && config_.locality && e > config_.first_epoch
                                  ? plan::local_rank_epoch(

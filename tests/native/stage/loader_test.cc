@@ -5,9 +5,13 @@
 
 #include <atomic>
 #include <cstring>
+#include <functional>
 #include <set>
+#include <system_error>
 #include <thread>
+#include <utility>
 
+#include "../refuse.h"
 #include "base/activity.h"
 #include "base/log.h"
 
@@ -42,6 +46,7 @@ class MemorySource : public source::Source {
 
   std::set<uint64_t> broken;
   std::chrono::microseconds delay{0};
+  std::function<void()> before_read;
   mutable std::atomic<uint64_t> reads{0};
 
  private:
@@ -50,6 +55,7 @@ class MemorySource : public source::Source {
     explicit MemoryReader(const MemorySource& source) : source_(source) {}
     void read(std::span<source::ReadRequest> requests) override {
       if (source_.delay.count() > 0) std::this_thread::sleep_for(source_.delay);
+      if (source_.before_read) source_.before_read();
       for (auto& r : requests) {
         ++source_.reads;
         ASSERT_EQ(r.into.size(), source_.sizes_[r.sample]);
@@ -106,6 +112,38 @@ TEST(Loader, HandsOutThePlanWithTheRightBytes) {
   }
   EXPECT_EQ(source->reads, 3u * 103u);
   EXPECT_THROW(loader.next(1s), Error);
+}
+
+TEST(Loader, GoesOnWhereTheSystemGivesNoMoreThreads) {
+  const auto source = std::make_shared<MemorySource>(100);
+  source->before_read = [refused = false]() mutable {
+    if (!std::exchange(refused, true)) refuse(kThreadCalls, EAGAIN);
+  };
+  LoaderConfig config = config_for(source, 10, 6);
+  config.fetchers = 1;
+  Loader loader(config);
+  for (uint32_t e = 0; e < 6; ++e) {
+    const auto order = plan::epoch_order(loader.config().job, e);
+    for (uint64_t h = 0; h < loader.batches_per_epoch(); ++h) {
+      const auto batch = must_have(loader);
+      for (size_t i = 0; i < 10; ++i) ASSERT_EQ(batch->samples[i], order[h * 10 + i]);
+    }
+  }
+}
+
+TEST(Loader, TellsOfAThreadThatTheSystemRefusesToAnother) {
+  const auto source = std::make_shared<MemorySource>(100);
+  source->before_read = [] {
+    throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again));
+  };
+  Loader loader(config_for(source, 10, 1));
+  try {
+    loader.next(10s);
+    FAIL() << "no error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::io);
+    EXPECT_NE(std::string(error.what()).find("raise the limit"), std::string::npos);
+  }
 }
 
 TEST(Loader, StaysInsideItsStagingBuffer) {
