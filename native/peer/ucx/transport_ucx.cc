@@ -96,6 +96,7 @@ class UcxTransport final : public Transport {
     const ucs_status_t status = ucp_ep_create(worker_, &params, &link->endpoint);
     if (status == UCS_OK) return;
     peers_.erase(place);
+    links_.pop_back();
     check(status, ("cannot reach rank " + std::to_string(rank)).c_str());
   }
 
