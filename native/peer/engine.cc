@@ -295,16 +295,6 @@ void Exchange::Engine::submit(std::function<void()> command) {
   if (first) transport_->wake();
 }
 
-// One message or command fails, above all for lack of memory; what waits for its answer has a
-// deadline, and all others go on.
-void Exchange::Engine::guarded(const std::function<void()>& work) noexcept {
-  try {
-    work();
-  } catch (const std::exception& e) {
-    warn_once(e.what());
-  }
-}
-
 void Exchange::Engine::warn_once(const char* what) noexcept try {
   if (failed_.exchange(true)) return;
   log(LogLevel::warning, "rank " + std::to_string(config_.rank) +

@@ -126,8 +126,17 @@ class Exchange::Engine final : public Receiver {
   void say_to_all(Kind kind);
   void say_goodbye();
   void leave() noexcept;
-  // Calls `work`, and warns of the first exception that comes out of one.
-  void guarded(const std::function<void()>& work) noexcept;
+  // Calls `work`, and warns of the first exception that comes out of one: one message or command
+  // fails, above all for lack of memory; what waits for its answer has a deadline, and all others
+  // go on.
+  template <typename Work>
+  void guarded(Work&& work) noexcept {
+    try {
+      work();
+    } catch (const std::exception& e) {
+      warn_once(e.what());
+    }
+  }
   void warn_once(const char* what) noexcept;
 
   void submit(std::function<void()> command);
