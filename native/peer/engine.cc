@@ -424,8 +424,10 @@ void Exchange::Engine::tick() {
   std::vector<uint32_t> late;
   std::vector<uint64_t> endless;
   for (const auto& [id, p] : pending_) {
-    if (now >= p.deadline) late.push_back(p.rank);
-    const bool lost = peers_.at(p.rank).link == Link::lost;
+    const Peer& peer = peers_.at(p.rank);
+    // A transfer of an earlier connection says nothing of the present one.
+    if (now >= p.deadline && p.losses == peer.losses) late.push_back(p.rank);
+    const bool lost = peer.link == Link::lost;
     if ((p.receiving || lost) && now >= p.deadline + config_.timeout) endless.push_back(id);
   }
   for (const uint64_t id : endless) {
@@ -615,8 +617,9 @@ void Exchange::Engine::ask(const std::shared_ptr<FetchGroup>& group, size_t inde
     header.request = id;
     header.sample = sample;
     try {
-      pending_[id] = {group, index, rank, now, now + config_.timeout, false};
-      send(rank, *peers_.at(rank).out, header, {}, nullptr);
+      Peer& peer = peers_.at(rank);
+      pending_[id] = {group, index, rank, peer.losses, now, now + config_.timeout, false};
+      send(rank, *peer.out, header, {}, nullptr);
     } catch (const std::exception&) {
       pending_.erase(id);
       conclude(*group, index, Outcome::failed);

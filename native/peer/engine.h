@@ -76,6 +76,7 @@ class Exchange::Engine final : public Receiver {
     std::shared_ptr<FetchGroup> group;
     size_t index = 0;
     uint32_t rank = 0;
+    uint64_t losses = 0;  // the rank's, when it was asked
     Clock::time_point begun, deadline;
     bool receiving = false;
   };

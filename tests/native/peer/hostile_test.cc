@@ -592,6 +592,39 @@ TEST_F(ReturnTest, WhatStoodStillBeforeDoesNotCountAfterwards) {
   EXPECT_FALSE(eventually([&] { return exchange_->nodes_alive() == 1; }, 1s));
 }
 
+TEST_F(ReturnTest, AFetchThatStoodStillBeforeDoesNotCountAfterwards) {
+  start(1s);
+  Session session = answering();
+  ASSERT_TRUE(eventually([&] { return exchange_->where(0, 1) == Where::there; }));
+  wire_->stalled = true;
+  std::vector<std::byte> into(sizes_[0]);
+  const auto group = exchange_->begin({{0, into, nullptr, Outcome::waiting}});
+  const Header asked = wire_->hear(Kind::fetch);
+  ASSERT_TRUE(session.open(asked));
+  Header reply = message(Kind::reply, 0, sizes_[0]);
+  reply.request = asked.request;
+  wire_->say(session.seal(reply), bytes_of(0));
+  ASSERT_TRUE(eventually([&] { return exchange_->nodes_alive() == 1; }));
+  wire_->stalled = false;
+  // It knocks, so it is asked again at once, while the transfer has not been given up.
+  asking();
+  answering();
+  exchange_->finish(*group, {});
+  EXPECT_EQ(exchange_->stats().dropped_ranks, 1u);
+  EXPECT_EQ(exchange_->nodes_alive(), 2u);
+}
+
+TEST_F(ReturnTest, APayloadThatWasNeverSentIsNotWaitedFor) {
+  start(200ms);
+  answering(0);
+  ASSERT_TRUE(eventually([&] { return exchange_->push_wanted(0); }));
+  wire_->out_of_memory = true;
+  EXPECT_TRUE(push(0));
+  ASSERT_TRUE(eventually([&] { return exchange_->stats().pushes_given_up == 1; }));
+  wire_->out_of_memory = false;
+  EXPECT_FALSE(eventually([&] { return exchange_->nodes_alive() == 1; }, 1s));
+}
+
 TEST_F(ReturnTest, ARankThatKnocksIsAskedAgainAtOnceAndServed) {
   start(200ms);
   answering();
