@@ -520,18 +520,18 @@ void Exchange::Engine::end_waiting(Chosen&& chosen) {
 }
 
 std::function<void(bool)> Exchange::Engine::watched(uint32_t rank, std::function<void(bool)> done) {
-  std::function<void(bool)> ended = [this, rank, losses = peers_.at(rank).losses,
-                                     done = std::move(done)](bool ended_well) {
-    Peer& moved = peers_.at(rank);
-    if (moved.losses == losses) {
-      --moved.moving;
-      moved.moved = Clock::now();
-    }
-    if (done) guarded([&] { done(ended_well); });
-  };
   Peer& peer = peers_.at(rank);
   if (peer.moving++ == 0) peer.moved = Clock::now();
-  return ended;
+  // Also if the transport throws, and never calls what it was given.
+  std::shared_ptr<Peer> moving(&peer, [losses = peer.losses](Peer* moved) {
+    if (moved->losses != losses) return;
+    --moved->moving;
+    moved->moved = Clock::now();
+  });
+  return [this, moving = std::move(moving), done = std::move(done)](bool ended_well) mutable {
+    moving.reset();
+    if (done) guarded([&] { done(ended_well); });
+  };
 }
 
 void Exchange::Engine::when_ready(uint32_t node, const FetchGroup* group,
