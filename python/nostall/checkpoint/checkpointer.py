@@ -500,23 +500,34 @@ class Checkpointer:
             )
 
     def close(self, timeout: float | None = None) -> None:
-        """Waits for what is on its way, at most `timeout` seconds (the checkpointer's if None).
+        """Waits for what is on its way, at most `timeout` seconds (the checkpointer's if None), and
+        up to 10 s more for the blocks in flight and for what storage says of the newest save.
 
         What is not drained by then stays on the fast tier, with a warning, and is drained by the next
-        checkpointer of the same directories, or by ``nostall checkpoints drain``.
+        checkpointer of the same directories, or by ``nostall checkpoints drain``. A snapshot that is
+        on no storage by then is lost.
 
         Raises:
             IoError: the newest save is safe nowhere.
         """
         if not self._closer.alive:
             return
+        limit = self._timeout if timeout is None else timeout
+        deadline = time.monotonic() + limit
         try:
-            self.wait(timeout)
+            self.wait(limit)
         except PeerError as error:
             _log.warning("%s", error)
         finally:
             atexit.unregister(self._closer)
-            self._closer()
+            self._closer.detach()
+            _shut(
+                os.getpid(),
+                self._engine,
+                self.fast,
+                self.durable,
+                max(0.0, deadline - time.monotonic()),
+            )
         self._failures.tell_of_newest(self._history, self._is_complete)
 
     def __enter__(self) -> Checkpointer:
@@ -531,11 +542,17 @@ class Checkpointer:
             _log.error("%s", error)
 
 
-def _shut(pid: int, engine: Engine, fast: Store | None, durable: Store | None) -> None:
+def _shut(
+    pid: int,
+    engine: Engine,
+    fast: Store | None,
+    durable: Store | None,
+    timeout: float | None = None,
+) -> None:
     """Every snapshot gets on some storage; drains are left to the next start."""
     if os.getpid() != pid:
         return  # a forked child: the threads are its parent's
-    engine.wait(drained=False, timeout=engine.settings.timeout)
+    engine.wait(drained=False, timeout=engine.settings.timeout if timeout is None else timeout)
     engine.stop(timeout=5.0)
     if engine.nodes is not None:
         engine.nodes.close()

@@ -118,6 +118,31 @@ def test_hanging_storage_does_not_keep_the_answer_that_a_save_is_safe_nowhere(
     assert broken.broken
 
 
+def test_close_ends_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    monkeypatch.setattr(Store, "prepare", lambda *_: go.wait())
+    ckpt = nostall.Checkpointer(durable=tmp_path)
+    saved = ckpt.save(state_of(1), 1)
+    engine = ckpt._engine
+    stop, waits = engine.stop, []
+    wait = engine.wait
+
+    def noted(drained: bool, timeout: float) -> bool:
+        waits.append(timeout)
+        return wait(drained, timeout)
+
+    monkeypatch.setattr(engine, "wait", noted)
+    monkeypatch.setattr(engine, "stop", lambda timeout: stop(0.0))
+    try:
+        with pytest.raises(IoError, match=r"step 1, is safe nowhere: .*the checkpointer is closed"):
+            ckpt.close(timeout=0.1)
+        assert saved is not None and saved.failed
+        assert sum(waits) <= 0.1 + 1e-6
+    finally:
+        go.set()
+        stop(60)
+
+
 def test_the_end_of_a_with_does_not_hide_another_exception(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
