@@ -16,6 +16,7 @@ from typing import Literal
 
 from nostall import _native, trace
 from nostall.checkpoint.cleaner import Cleaner
+from nostall.checkpoint.drain import copy_all, read_back
 from nostall.checkpoint.format import Manifest, Part
 from nostall.checkpoint.nodes import Nodes
 from nostall.checkpoint.saved import Drain, Job, Level, Saved, Settings
@@ -462,24 +463,13 @@ class Engine:
 
         A further attempt has names of its own: other ranks may still be giving up the first one.
         """
-        durable, manifest = self.durable, drain.manifest
-        assert durable is not None
-        names = {part.name: part.name for part in manifest.parts}
-        if drain.attempt and manifest.world_size > 1:
-            names = {p.name: part_name(p.rank, manifest.id, drain.attempt) for p in manifest.parts}
-        copies = tuple(dataclasses.replace(p, name=names[p.name]) for p in manifest.parts)
-        try:
-            durable.prepare(manifest.step)
-            for part in manifest.parts:
-                self._copy(drain, part, names[part.name])
-            durable.publish(dataclasses.replace(manifest, parts=copies))
-        except StoppedError:
-            raise
-        except Exception:
-            if durable.lacks(manifest):
-                for part in copies:
-                    durable.discard(manifest.step, part.name)
-            raise
+        assert self.durable is not None
+        copy_all(
+            self.durable,
+            drain.manifest,
+            lambda part, name: self._copy(drain, part, name),
+            drain.attempt,
+        )
 
     def _drain_together(self, drain: Drain) -> None:
         """This rank's part; rank 0 completes the checkpoint."""
@@ -586,11 +576,7 @@ class Engine:
             with self._lock:
                 self._copying = None
         if self.settings.verify:
-            bad = _native.check_file(
-                str(target), part.size, list(part.crcs), threads=1, priority=priority
-            )
-            if bad:
-                raise IoError(f"{target} reads back with {len(bad)} damaged blocks")
+            read_back(target, part, priority)
 
     def _superseded(self, manifest: Manifest) -> str:
         """Why draining this one is a waste, by the rule of retention; or ""."""

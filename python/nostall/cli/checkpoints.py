@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 
 from nostall import _native
 from nostall.checkpoint.begin import lineage_of, undrained
-from nostall.checkpoint.format import Branch, Manifest
+from nostall.checkpoint.drain import copy_all, read_back
+from nostall.checkpoint.format import Branch, Manifest, Part
 from nostall.checkpoint.lineage import Ranges, is_past
 from nostall.checkpoint.restore import describe, on_branch, read_part, view
 from nostall.checkpoint.retention import Keep
@@ -250,19 +252,19 @@ def _drain(arguments: argparse.Namespace) -> int:
     if not fast.root.is_dir():
         raise UsageError(f"{fast.root} is no directory")
     rate = parse_size(arguments.rate) if arguments.rate else 0
+
+    def copy(manifest: Manifest, part: Part, name: str) -> None:
+        source = fast.directory(manifest.step) / part.name
+        target = durable.directory(manifest.step) / name
+        _native.FileCopy(str(source), str(target), part.size, list(part.crcs), rate=rate).run()
+        read_back(target, part, _native.Priority.normal)
+
     fast.own()
     try:
         durable.own()
         waiting = undrained(fast, durable, Keep(arguments.keep))
         for manifest in waiting:
-            durable.prepare(manifest.step)
-            for part in manifest.parts:
-                source = fast.directory(manifest.step) / part.name
-                target = durable.directory(manifest.step) / part.name
-                _native.FileCopy(
-                    str(source), str(target), part.size, list(part.crcs), rate=rate
-                ).run()
-            durable.publish(manifest)
+            copy_all(durable, manifest, functools.partial(copy, manifest))
             print(f"step {manifest.step}: {manifest.size} bytes are in {durable.root} now")
         for entry in fast.entries():
             if entry.manifest is not None and not all(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import nostall
+from nostall import _native
 from nostall.checkpoint.store import Store
 from nostall.cli import main
 
@@ -86,6 +88,31 @@ def test_drain_continues_without_a_training(
     assert "2 checkpoints drained" in capsys.readouterr().out
     assert main(["checkpoints", "verify", durable]) == 0
     assert capsys.readouterr().out.count("verified") == 2
+
+
+def test_drain_reads_a_copy_back_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fast, durable = tmp_path / "fast", tmp_path / "durable"
+    with nostall.Checkpointer(fast, level="fast") as ckpt:
+        ckpt.save({"step": 1}, 1)
+    file_copy = _native.FileCopy
+
+    class Damaging:
+        def __init__(self, source: str, target: str, *more: Any, **options: Any) -> None:
+            self.target, self.copy = target, file_copy(source, target, *more, **options)
+
+        def run(self) -> None:
+            self.copy.run()
+            damage(str(durable), 1)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_native, "FileCopy", Damaging)
+        assert main(["checkpoints", "drain", str(fast), str(durable)]) != 0
+    assert "reads back with 1 damaged blocks" in capsys.readouterr().err
+    assert Store(durable, "durable").manifests() == []
+    assert main(["checkpoints", "drain", str(fast), str(durable)]) == 0
+    assert "1 checkpoints drained" in capsys.readouterr().out
 
 
 def test_a_directory_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
