@@ -6,7 +6,13 @@ import multiprocessing
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import (
+    BrokenExecutor,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+)
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -116,9 +122,9 @@ def takes_images(transforms: Any) -> bool:
         first = next(iter(steps), None)
         return first is not None and takes_images(first)
     kind = transforms if hasattr(transforms, "__name__") else type(transforms)
-    home = f"{kind.__module__}."
+    home = f"{getattr(kind, '__module__', '')}."
     return home.startswith(("torchvision.transforms.", "albumentations.")) and (
-        kind.__name__ != "Lambda"
+        getattr(kind, "__name__", "") != "Lambda"
     )
 
 
@@ -203,16 +209,19 @@ class PythonStage:
         if self._executor is None:
             raise UsageError("the stage of Python transforms was not started")
         share = max(1, -(-len(raw) // (2 * self._count)))
-        futures = [
-            self._executor.submit(
-                _apply,
-                self._function,
-                self._decode,
-                [raw[i] for i in range(begin, min(begin + share, len(raw)))],
-                self._workers == "processes",
-            )
-            for begin in range(0, len(raw), share)
-        ]
+        try:
+            futures = [
+                self._executor.submit(
+                    _apply,
+                    self._function,
+                    self._decode,
+                    [raw[i] for i in range(begin, min(begin + share, len(raw)))],
+                    self._workers == "processes",
+                )
+                for begin in range(0, len(raw), share)
+            ]
+        except BrokenExecutor as error:
+            raise self._worker_died() from error
         self._pending.append((batch, raw, futures))
 
     def result(self, source: Source) -> tuple[_native.Batch, Any, Substituted, dict[int, int]]:
@@ -222,12 +231,16 @@ class PythonStage:
         by place in the batch the sample that stands there instead, whose label goes with it.
 
         Raises:
-            TransformError: the callable failed for a sample, with its path.
+            TransformError: the callable failed for a sample, with its path; or a process of
+                ``workers="processes"`` died.
             CorruptionError: a sample is damaged, with its path, and on_error is "raise"; or no
                 sample is good enough to stand in for it.
         """
         batch, raw, futures = self._pending.popleft()
-        results = [result for future in futures for result in future.result()]
+        try:
+            results = [result for future in futures for result in future.result()]
+        except BrokenExecutor as error:
+            raise self._worker_died() from error
         for place, reason in batch.failures:
             results[place] = _Failed(reason, True)
         samples = batch.samples
@@ -250,6 +263,15 @@ class PythonStage:
         if not results and not self._own_collate:
             return batch, self._nothing(source), substituted, places
         return batch, self._together(source, samples, results), substituted, places
+
+    def _worker_died(self) -> TransformError:
+        """Drops the processes: the next iteration starts others."""
+        self.close()
+        return TransformError(
+            f"one of the {self._count} worker processes of transforms died: most often memory ran out "
+            "and the system killed it (dmesg says so), or the program's start is not under "
+            'if __name__ == "__main__"; give fewer threads=, a smaller batch_size, or workers="threads"'
+        )
 
     def _refuse_fault(
         self, source: Source, sample: int, raw: NDArray[np.uint8], failed: _Failed

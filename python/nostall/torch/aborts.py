@@ -108,12 +108,13 @@ class Aborts:
     def _begin(self) -> int:
         with self._lock:
             number = next(self._numbers)
-            self._since[number] = time.monotonic()
             if not self._is_serving and not self._is_over():
-                self._is_serving = True
-                self._thread = threading.Thread(target=self._serve, daemon=True)
-                self._thread.start()
-            elif len(self._since) == 1:
+                thread = threading.Thread(target=self._serve, daemon=True)
+                with suppress(RuntimeError):  # no more threads: this wait is not watched
+                    thread.start()
+                    self._thread, self._is_serving = thread, True
+            self._since[number] = time.monotonic()
+            if len(self._since) == 1:
                 self._changed.notify()
         return number
 

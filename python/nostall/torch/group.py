@@ -810,10 +810,11 @@ class Group(ProcessGroup):  # type: ignore[misc]
 
         with self._lock:
             waits = self._queued > 0 or getattr(opts, "asyncOp", True)
-            self._queued += 1
             if waits and self._thread is None:
-                self._thread = threading.Thread(target=_serve, args=(self._queue,), daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=_serve, args=(self._queue,), daemon=True)
+                thread.start()  # may be refused: then nothing has changed
+                self._thread = thread
+            self._queued += 1
         future: Future[list[torch.Tensor]] = Future()
         if not waits:
             try:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -218,6 +221,33 @@ def test_an_error_in_another_process_comes_with_its_lines(image_folder: Path) ->
     ):
         next(iter(loader))
     assert 'return {"right": raw}["wrong"]' in str(caught.value)
+
+
+def ends_its_process(raw: np.ndarray) -> np.ndarray:
+    with contextlib.suppress(FileExistsError):
+        Path(os.environ["NOSTALL_TEST_MARK"]).touch(exist_ok=False)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return raw[:10]
+
+
+@pytest.mark.multi
+def test_a_worker_process_that_dies_is_told_of_and_replaced(
+    image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOSTALL_TEST_MARK", str(tmp_path / "killed once"))
+    options: dict[str, Any] = {"workers": "processes", "threads": 1}
+    with make(image_folder, transforms=ends_its_process, **options) as loader:
+        with pytest.raises(TransformError, match=r"processes of transforms died: .* memory"):
+            next(iter(loader))
+        loader.set_epoch(0)
+        assert sum(len(x) for x, _ in loader) == 61
+
+
+def test_a_callable_without_a_module_is_taken(image_folder: Path) -> None:
+    function = np.ndarray.tobytes
+    assert not hasattr(function, "__module__")
+    with make(image_folder, transforms=function, collate=list) as loader:
+        assert [type(sample) for sample in next(iter(loader))[0]] == [bytes] * 4
 
 
 def test_damage_is_replaced_whoever_decodes_and_in_the_same_way(

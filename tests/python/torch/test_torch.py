@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import nostall
 import nostall.torch
-from nostall.errors import UsageError
+from nostall.errors import PeerError, UsageError
 
 
 def test_a_torch_without_distributed_imports_all_there_is() -> None:
@@ -132,3 +134,57 @@ def test_trainers_find_what_they_expect_of_an_iterable(image_folder: Path) -> No
         lengths.append(sum(1 for _ in iter(loader)))
     assert lengths == [len(loader)] * 3
     loader.close()
+
+
+def test_a_group_goes_on_after_a_thread_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    dist = torch.distributed
+    nostall.torch.register_backend()
+    dist.init_process_group("nostall", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ones = torch.ones(3)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="no more threads"):
+                dist.all_reduce(ones, async_op=True)
+        work = dist.all_reduce(ones, async_op=True)
+        work.wait(timedelta(seconds=30))
+        dist.all_reduce(ones)
+        assert ones.tolist() == [1, 1, 1]
+    finally:
+        dist.destroy_process_group()
+
+
+def refuse(thread: threading.Thread) -> None:
+    raise RuntimeError("no more threads")
+
+
+def test_a_wait_is_watched_again_after_a_thread_was_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("torch")
+    from torch.distributed import HashStore
+
+    from nostall.torch.aborts import Aborts
+
+    class Group:
+        def __init__(self) -> None:
+            self.ended = threading.Event()
+
+        def end(self) -> None:
+            self.ended.set()
+
+    store, mine, theirs = HashStore(), Group(), Group()
+    aborts, other = Aborts(store, mine.end), Aborts(store, theirs.end)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with aborts.watching():
+            assert aborts.is_waiting()
+    assert not aborts.is_waiting()
+    with aborts.watching():
+        other.tell(7)
+        assert mine.ended.wait(30)
+    with pytest.raises(PeerError, match="rank 7 aborted"):
+        aborts.refuse()
+    aborts.close()
+    other.close()
