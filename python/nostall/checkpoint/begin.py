@@ -188,7 +188,7 @@ def lineage_of(
 def _noting(note: dict[str, Any]) -> Iterator[None]:
     try:
         yield
-    except (Error, OSError) as error:
+    except (Error, OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
         note["error"] = str(error)
 
 

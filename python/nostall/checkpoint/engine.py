@@ -97,7 +97,7 @@ class Engine:
 
     def submit(self, job: Job, awaited: Level) -> None:
         """Writes the snapshot as soon as the ones before it are written; at once and at full speed
-        if somebody waits. Where no thread can be started the save fails."""
+        if the caller waits for a level. Where no thread can be started the caller writes it."""
         job.saved._engine = self
         with self._lock:
             if awaited != "memory":
@@ -109,14 +109,17 @@ class Engine:
                 self._interval = now - self._submitted
             self._submitted = now
             problem = self._start("writer")
+            self._busy += 1
             if not problem:
                 self._jobs.append(job)
-                self._busy += 1
                 self._lock.notify_all()
         if problem:
-            self._say(job.saved, f"step {job.saved.step} is not saved: {problem}")
-            job.saved._miss("fast", "durable")
-            self._release(job)
+            self._say(job.saved, f"step {job.saved.step} is written by the call of save: {problem}")
+            if job.window is not None:
+                job.window.close()
+            elif job.image is not None:
+                job.image.finish()
+            self._write_one(job)
 
     def submit_drain(self, drain: Drain) -> None:
         """Copies a complete fast checkpoint to the durable storage."""
@@ -221,18 +224,21 @@ class Engine:
                 if self._stopping:
                     return
                 job = self._job = self._jobs.popleft()
-            try:
-                with trace.span("write checkpoint", "background"):
-                    self._persist(job)
-            except Exception as error:
-                self._say(job.saved, f"step {job.saved.step} is not saved: {_words(error)}")
-                job.saved._miss("fast", "durable")
-            finally:
-                self._release(job)
-                with self._lock:
-                    self._job = None
-                    self._busy -= 1
-                    self._lock.notify_all()
+            self._write_one(job)
+
+    def _write_one(self, job: Job) -> None:
+        try:
+            with trace.span("write checkpoint", "background"):
+                self._persist(job)
+        except Exception as error:
+            self._say(job.saved, f"step {job.saved.step} is not saved: {_words(error)}")
+            job.saved._miss("fast", "durable")
+        finally:
+            self._release(job)
+            with self._lock:
+                self._job = None
+                self._busy -= 1
+                self._lock.notify_all()
 
     def _release(self, job: Job) -> None:
         if job.image is not None:
@@ -269,9 +275,12 @@ class Engine:
                     saved._miss("durable")
                 saved._reach("fast")
             self._release(job)
-            with self._lock:  # by the thread that may wait for the durable storage
-                self._retain_due = not self._start("drain")
+            with self._lock:  # by the thread that may wait for the durable storage, if there is one
+                alone = bool(self._start("drain"))
+                self._retain_due = not alone
                 self._lock.notify_all()
+            if alone:
+                self._retain()
             return
         saved._miss("fast", "durable")
 

@@ -153,29 +153,38 @@ def test_the_end_of_a_with_does_not_hide_another_exception(
     assert "of step 1, is safe nowhere" in caplog.text
 
 
-def test_a_thread_that_cannot_be_started_fails_the_save_and_not_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start, failing = threading.Thread.start, ["writer", "drain"]
+def test_a_save_goes_on_without_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, failing = threading.Thread.start, {"writer", "drain"}
 
     def start_or_fail(thread: threading.Thread) -> None:
-        name = thread.name.removeprefix("nostall-checkpoint-")
-        if name in failing:
-            failing.remove(name)
+        if thread.name.removeprefix("nostall-checkpoint-") in failing:
             raise RuntimeError("can't start new thread")
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_or_fail)
     with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
-        with pytest.raises(IoError, match="no thread can be started"):
-            ckpt.save(state_of(1), 1, level="fast")
-        saved = ckpt.save(state_of(2), 2, level="fast")  # its drain has no thread
-        assert saved is not None
-        with pytest.raises(IoError, match="no thread can be started"):
-            saved.wait("durable", 60)
-        ckpt.save(state_of(3), 3, level="durable")
+        for step, options in enumerate([{"level": "fast"}, {"window": True}, {}], 1):
+            saved = ckpt.save(state_of(step), step, **options)  # type: ignore[arg-type]
+            assert saved is not None and saved.level == "fast"
+            ckpt.before_update()
+            with pytest.raises(IoError, match="no thread can be started"):
+                saved.wait("durable", 60)
+        failing.clear()
+        ckpt.save(state_of(4), 4, level="durable")
         ckpt.wait(60)
-    assert steps_in(tmp_path / "durable") == [2, 3]
+    assert steps_in(tmp_path / "durable") == [1, 2, 3, 4]
+
+
+def test_retention_needs_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        with nostall.Checkpointer(durable=tmp_path, keep=1) as ckpt:
+            for step in (1, 2, 3):
+                ckpt.save(state_of(step), step, level="durable")
+    assert steps_in(tmp_path) == [3]
 
 
 def test_a_level_is_never_lowered() -> None:
