@@ -33,6 +33,7 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
       decoding_(decoding),
       sizes_(config.source->sizes()),
       batches_per_epoch_(plan::batches_per_epoch(config.job)),
+      first_epoch_(start.epoch),
       cursor_(start) {
   const uint64_t local = std::max<uint64_t>(
       1, plan::batch_positions(config.job, config.rank, config.job.global_batch).size());
@@ -178,7 +179,8 @@ void Loader::Run::plan_ahead(uint32_t epoch) {
                                        config_.job, plan::epoch_order(config_.job, e), config_.rank,
                                        config_.peers->ownership(), config_.peers->node_of_rank())
                                  : plan::rank_epoch(config_.job, e, config_.rank));
-                         give_back_free_memory(config_.job.samples);
+                         // Later plans take the memory that this one would leave behind.
+                         if (e == first_epoch_) give_back_free_memory(config_.job.samples);
                          return planned;
                        }).share());
   }

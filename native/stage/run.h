@@ -138,7 +138,8 @@ class Loader::Run {
   std::atomic<uint64_t> own_bytes_{0};    // read for the tiers alone, not yet in any batch's count
   const std::span<const uint64_t> sizes_;
   uint64_t batches_per_epoch_ = 0;
-  uint64_t max_staged_ = 2;  // batches with a buffer, not yet handed out
+  const uint32_t first_epoch_;  // of this run
+  uint64_t max_staged_ = 2;     // batches with a buffer, not yet handed out
 
   std::mutex mutex_;
   std::condition_variable_any fetchable_, transformable_;
