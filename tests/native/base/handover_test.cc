@@ -144,6 +144,10 @@ TEST(HandoverTest, AStoppedProcessIsPassedOverOrNamed) {
     ::pause();
   });
   ::kill(stopped.pid(), SIGSTOP);
+  // Not before all its threads stand still.
+  int status = 0;
+  ASSERT_EQ(::waitpid(stopped.pid(), &status, WUNTRACED), stopped.pid());
+  ASSERT_TRUE(WIFSTOPPED(status));
   try {
     me.ask(std::chrono::steady_clock::now() + 50ms);
     FAIL() << "answered";
