@@ -33,6 +33,18 @@ class Cleaner:
         self.fast, self.durable, self._settings = fast, durable, settings
         self._owns_durable = owns_durable
         self.damaged: set[str] = set()
+        # The durable storage as it was last read: it may hang when a snapshot needs room.
+        self._durable: dict[str, Manifest] = {}
+        self._safe: set[str] = set()  # of those the ones with all their parts
+        self._begin: Record | None = None
+
+    def begin(self) -> None:
+        """Looks at what an earlier job has left, for `make_room`."""
+        try:
+            if self.fast is not None and self.durable is not None:
+                self._look(self.fast, self.durable)
+        except (Error, OSError) as error:
+            _log.warning("%s", error)
 
     @staticmethod
     def complete(store: Store) -> dict[str, Manifest]:
@@ -41,8 +53,21 @@ class Cleaner:
 
     def staying(self, manifests: dict[str, Manifest]) -> dict[str, str]:
         """The ids of those that the rules keep, each with the reason."""
-        begin = begin_of_branch(self.fast, self.durable)
+        return self._staying(manifests, begin_of_branch(self.fast, self.durable))
+
+    def _staying(self, manifests: dict[str, Manifest], begin: Record | None) -> dict[str, str]:
         return decide(manifests.values(), self._settings.keep, begin, self.damaged)
+
+    def _look(self, fast: Store, durable: Store) -> dict[str, Manifest]:
+        """Reads what is complete on the fast tier, and which of it is durable with all its parts."""
+        there, self._durable = self.complete(fast), self.complete(durable)
+        self._safe = {
+            m.id
+            for m in self._durable.values()
+            if m.id in there and all(durable.has(m.step, part) for part in m.parts)
+        }
+        self._begin = durable.branch()
+        return there
 
     def retain(self, waiting: set[str]) -> None:
         """Removes what the rules no longer keep, but for ids that wait to be drained."""
@@ -60,15 +85,15 @@ class Cleaner:
 
     def _trim_fast(self, fast: Store, durable: Store, waiting: set[str]) -> None:
         """Of the fast tier stay the newest, and what is not durable yet and still wanted."""
-        there, safe = self.complete(fast), self.complete(durable)
-        wanted = self.staying(there | safe)
+        there = self._look(fast, durable)
+        wanted = self.staying(there | self._durable)
         good = self._in_order(there)
         self._remove(
             fast,
             [
                 m
                 for m in good[: -self._settings.keep_fast]
-                if m.id in safe or (m.id not in wanted and m.id not in waiting)
+                if m.id in self._safe or (m.id not in wanted and m.id not in waiting)
             ],
         )
 
@@ -94,10 +119,10 @@ class Cleaner:
             return status.f_bavail * status.f_frsize >= size + (1 << 20)
 
         if fits():
-            return  # without a look at the durable storage, which may hang
-        there = self.complete(fast)
-        safe = self.complete(self.durable) if self.durable is not None else {}
-        stay = self.staying(there | safe | {coming.id: coming})
+            return
+        there, safe = self.complete(fast), self._safe
+        known = self._durable | there | {coming.id: coming}
+        stay = self._staying(known, newest([fast.branch(), self._begin]))
         good = self._in_order(there)
         first = [m for m in good if m.id in safe]
         for manifest in [*first, *(m for m in good[:-1] if m.id not in safe and m.id not in stay)]:

@@ -53,6 +53,8 @@ class Engine:
         self._retain_due = self._retaining = False
         self.gate = _native.Gate()
         self._cleaner = Cleaner(fast, durable, settings, owns_durable=rank == 0)
+        if self._cleans:
+            self._cleaner.begin()
         self._lock = threading.Condition()
         self._jobs: deque[Job] = deque()
         self._drains: deque[Drain] = deque()
