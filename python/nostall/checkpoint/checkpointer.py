@@ -176,6 +176,7 @@ class Checkpointer:
         for image in self._images:
             self._engine.add_image(image)
         self._saves = itertools.count()
+        self._pid = os.getpid()
         self._history: deque[Saved] = deque(maxlen=1000)
         self._window: Window | None = None
         self._unsteady: set[str] = set()  # arrays that were seen to change within windows
@@ -250,12 +251,20 @@ class Checkpointer:
             raise UsageError(f"step must be a number from 0 to {LARGEST_STEP}, not {step!r}")
         if not (force or self.due(step)):
             return None
+        self._check_process()
         if not self._closer.alive:
             raise UsageError("this checkpointer is closed")
         wanted = level or self.level
         self._check_level(wanted, self.fast is not None, self.durable is not None)
         with trace.span("save", "checkpoint"):
             return self._save(state, step, metric, wanted, window)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"this checkpointer is of process {self._pid}, and its threads are not in the forked "
+                f"process {os.getpid()}: make a checkpointer in the process that uses it"
+            )
 
     def _save(
         self, state: Any, step: int, metric: float | None, wanted: Level, window: bool
@@ -397,6 +406,7 @@ class Checkpointer:
             CorruptionError: there are checkpoints, and all are damaged.
             UsageError: the checkpoint is of another number of ranks, or does not fit `into`.
         """
+        self._check_process()
         stores = [s for s in (self.fast, self.durable) if s is not None]
         search = Search(
             stores,
@@ -491,6 +501,7 @@ class Checkpointer:
         Raises:
             PeerError: they are not after `timeout` seconds (the checkpointer's if None).
         """
+        self._check_process()
         self.before_update()
         limit = self._timeout if timeout is None else timeout
         if not self._engine.wait(drained=True, timeout=limit):
@@ -510,6 +521,7 @@ class Checkpointer:
         Raises:
             IoError: the newest save is safe nowhere.
         """
+        self._check_process()
         if not self._closer.alive:
             return
         limit = self._timeout if timeout is None else timeout
@@ -534,6 +546,8 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if os.getpid() != self._pid:
+            return  # the end of a forked child, not of the checkpointer
         try:
             self.close()
         except IoError as error:

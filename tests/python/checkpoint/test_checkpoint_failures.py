@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -21,7 +23,8 @@ import nostall.checkpoint.store
 from nostall import _native
 from nostall.checkpoint.cleaner import Cleaner
 from nostall.checkpoint.format import Manifest, Part
-from nostall.checkpoint.saved import Saved
+from nostall.checkpoint.retention import Keep
+from nostall.checkpoint.saved import Saved, Settings
 from nostall.checkpoint.store import Store, rename
 from nostall.checkpoint.tree import Stored, decode
 from nostall.errors import CorruptionError, IoError, PeerError, StoppedError, UsageError
@@ -224,6 +227,32 @@ def test_after_the_end_nothing_is_waited_for(
         ckpt._closer()
 
 
+def test_a_forked_child_is_refused(tmp_path: Path) -> None:
+    with nostall.Checkpointer(durable=tmp_path) as ckpt:
+        ckpt.save(state_of(1), 1, level="durable")
+        calls = [lambda: ckpt.save(state_of(2), 2), ckpt.restore, ckpt.wait, ckpt.close]
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            refused = 0
+            try:
+                for call in calls:
+                    try:
+                        call()
+                    except UsageError as error:
+                        refused += "make a checkpointer in the process that uses it" in str(error)
+                ckpt.__exit__(None)
+                os.write(writer, bytes([refused]))
+            finally:
+                os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader, "rb") as answer:
+            assert answer.read() == bytes([len(calls)])
+        os.waitpid(child, 0)
+        ckpt.save(state_of(3), 3, level="durable")
+    assert steps_in(tmp_path) == [1, 3]
+
+
 # ---------------------------------------------------------------------- drains
 
 
@@ -257,6 +286,45 @@ def test_retention_that_fails_ends_nothing(
                 ckpt.wait(60)
     assert "old checkpoints stay: MemoryError" in caplog.text
     assert steps_in(tmp_path) == [1, 2]
+
+
+def two_tiers(tmp_path: Path) -> tuple[Store, Store]:
+    """Steps 1 to 3 on both."""
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable", keep_fast=3) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(state_of(step), step, level="durable")
+        ckpt.wait(60)
+    return Store(tmp_path / "fast", "fast"), Store(tmp_path / "durable", "durable")
+
+
+def test_a_fast_copy_stays_while_the_durable_one_lacks_a_part(tmp_path: Path) -> None:
+    fast, durable = two_tiers(tmp_path)
+    (part,) = durable.directory(1).glob("*.safetensors")
+    part.unlink()
+    Cleaner(fast, durable, Settings(Keep(5))).retain(set())
+    assert fast.steps() == [1, 3]
+
+
+def test_room_is_made_without_a_look_at_the_durable_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast, durable = two_tiers(tmp_path)
+    cleaner = Cleaner(fast, durable, Settings(Keep(5)))
+    cleaner.begin()
+    shutil.rmtree(durable.root)
+    coming = fast.manifests()[-1]
+    looks: list[str] = []
+    for name in ("steps", "branch", "read", "has"):
+        inner = getattr(Store, name)
+
+        def noted(store: Store, *more: Any, inner: Any = inner) -> Any:
+            looks.append(store.kind)
+            return inner(store, *more)
+
+        monkeypatch.setattr(Store, name, noted)
+    cleaner.make_room(fast, 1 << 62, dataclasses.replace(coming, step=4, id="coming-000000"))
+    assert set(looks) == {"fast"}
+    assert fast.steps() == []  # all of them were durable
 
 
 def test_a_failed_drain_of_several_ranks_is_tried_again(
