@@ -86,6 +86,15 @@ def _lower_bound(
     return int(_native.source_bytes_lower_bound(spec, sizes, capacity, first_epoch))
 
 
+def _peer_timeout_ms(environment: Mapping[str, str]) -> int:
+    given = environment.get("NOSTALL_PEER_TIMEOUT_MS", str(_PEER_TIMEOUT_MS))
+    if not (given.isascii() and given.isdigit() and len(given) < 11 and 0 < int(given) < 2**31):
+        raise UsageError(
+            f"NOSTALL_PEER_TIMEOUT_MS={given} is not a number of milliseconds from 1 to {2**31 - 1}"
+        )
+    return int(given)
+
+
 class RawBatch:
     """Samples of one batch as they lie in the source, in one buffer.
 
@@ -736,7 +745,7 @@ class DataLoader:
             "capacities": met.capacities,
             "addresses": met.addresses,
             "secret": met.secret,
-            "peer_timeout_ms": int(os.environ.get("NOSTALL_PEER_TIMEOUT_MS", _PEER_TIMEOUT_MS)),
+            "peer_timeout_ms": _peer_timeout_ms(os.environ),
         }
 
     def _stop_native(self) -> None:

@@ -121,13 +121,16 @@ def _by_store(store: Any, rank: int, world_size: int, name: str, timeout: float)
 
 
 def _readers_of(store: Any) -> str:
-    """Who can read a store of torch: whoever reaches its port."""
+    """Who can read a store of torch; of one that is not known, whoever reaches it."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    host = getattr(store, "host", "")
-    if not host:
+    if type(store).__name__ == "HashStore":  # in the memory of this process
         return ""
-    return f"whoever reaches torch's store at {host}:{store.port}"
+    if host := getattr(store, "host", ""):
+        return f"whoever reaches torch's store at {host}:{store.port}"
+    if path := getattr(store, "path", ""):
+        return f"whoever can open torch's store at {path}"
+    return f"whoever reaches torch's {type(store).__name__}"
 
 
 def _by_hand(

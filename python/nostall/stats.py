@@ -354,10 +354,8 @@ def merge(ranks: Sequence[Stats]) -> Stats:
         for name in BatchRecords.__dataclass_fields__
     }
     shared = {name: max(s.memory[name] for s in ranks) for name in ("ram_tier", "file_tier")}
-    # Statistics of earlier releases do not have all pools.
     own = {
-        name: sum(s.memory.get(name, 0) for s in ranks)
-        for name in ("staging", "io_buffers", "decoding")
+        name: sum(s.memory[name] for s in ranks) for name in ("staging", "io_buffers", "decoding")
     }
     return Stats(
         rank=-1,

@@ -115,6 +115,16 @@ def test_a_store_forgets_what_was_said() -> None:
     assert not store.check(["nostall/job/0"]) and not store.check(["nostall/job/1"])
 
 
+def test_other_stores_of_torch_are_not_taken_for_private(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch.distributed", reason="torch is not installed")
+    from nostall.rendezvous import _readers_of
+
+    file = torch.FileStore(str(tmp_path / "store"), 1)
+    assert _readers_of(torch.PrefixStore("a", file)).endswith(f"at {tmp_path}/store")
+    assert _readers_of(torch.Store()) == "whoever reaches torch's Store"
+    assert _readers_of(torch.HashStore()) == ""
+
+
 def test_ranks_on_one_node_are_compared_without_a_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other, as by loaders that live shorter than the ranks are apart."""
     torch = pytest.importorskip("torch.distributed", reason="torch is not installed")
