@@ -8,6 +8,7 @@ manifests alone, whichever others retention has removed.
 
 from __future__ import annotations
 
+import bisect
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
@@ -20,7 +21,7 @@ Ranges = tuple[tuple[int, int], ...]
 STRIDE = 1 << 20
 # Manifests of version 1 have no number: theirs are negative, by their step.
 LEGACY = -(10**12)
-# So many ranges are told apart; older ones are joined.
+# From so many ranges on those are joined and dropped that can be.
 _MOST_RANGES = 100
 # So many saves of a process are remembered.
 _MOST_KNOWN = 10_000
@@ -49,8 +50,12 @@ class Saved(Record, Protocol):
 S = TypeVar("S", bound=Saved)
 
 
-def add(ranges: Ranges, first: int, last: int) -> Ranges:
-    """The ranges with the numbers from `first` to `last`."""
+def add(ranges: Ranges, first: int, last: int, known: Iterable[int] = ()) -> Ranges:
+    """The ranges with the numbers from `first` to `last`.
+
+    Many of them become fewer, as far as that changes nothing for the saves `known`: those below all
+    of these are dropped, then the oldest are joined where no save is between them.
+    """
     if last < first:
         return ranges
     joined: list[tuple[int, int]] = []
@@ -59,10 +64,22 @@ def add(ranges: Ranges, first: int, last: int) -> Ranges:
             joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
         else:
             joined.append((begin, end))
+    if len(joined) <= _MOST_RANGES:
+        return tuple(joined)
+    numbers = sorted(known)
+    if numbers:
+        joined = [r for r in joined if r[1] >= numbers[0]]
     extra = len(joined) - _MOST_RANGES
-    if extra > 0:
-        joined[: extra + 1] = [(joined[0][0], joined[extra][1])]
-    return tuple(joined)
+    fewer: list[tuple[int, int]] = []
+    for begin, end in joined:
+        if extra > 0 and fewer:
+            after = bisect.bisect_right(numbers, fewer[-1][1])
+            if after == len(numbers) or numbers[after] >= begin:
+                fewer[-1] = (fewer[-1][0], end)
+                extra -= 1
+                continue
+        fewer.append((begin, end))
+    return tuple(fewer)
 
 
 def checked(values: object) -> Ranges:
@@ -143,6 +160,9 @@ class Lineage:
         self._highest = number
         return number
 
+    def _give_up(self, ranges: Ranges, first: int) -> Ranges:
+        return add(ranges, first, self._highest, (number for number, _ in self._known))
+
     def save(self, step: int) -> tuple[int, Ranges]:
         """The number of a save, and what it does not continue.
 
@@ -150,7 +170,7 @@ class Lineage:
         """
         dropped = self._drop(step)
         if dropped and dropped[-1][1] > step:
-            self._abandoned = add(self._abandoned, dropped[0][0], self._highest)
+            self._abandoned = self._give_up(self._abandoned, dropped[0][0])
         number = self._take()
         self._line.append((number, step))
         self._known.append((number, step))
@@ -159,7 +179,7 @@ class Lineage:
     def restored(self, saved: Saved) -> bool:
         """The next save continues this one; whether that gives up any that the last one continued."""
         behind = not self._line or self._line[-1][0] != saved.sequence
-        self._abandoned = add(saved.abandoned, saved.sequence + 1, self._highest)
+        self._abandoned = self._give_up(saved.abandoned, saved.sequence + 1)
         self._line = self._past(saved.sequence)
         return behind
 

@@ -338,6 +338,26 @@ def test_ranges_are_joined_and_their_number_is_bounded() -> None:
     assert is_past(5, 7, ((3, 4),)) and not is_past(4, 7, ((3, 4),)) and not is_past(8, 7, ())
 
 
+def test_joined_ranges_supersede_no_save_that_is_there() -> None:
+    kept = [10 * i + 5 for i in range(300, 500) if i % 2]
+    many: tuple[tuple[int, int], ...] = ()
+    for i in range(500):
+        many = add(many, 10 * i, 10 * i + 1, kept)
+    assert all(is_past(number, 5000, many) for number in kept)
+    assert many[0][0] >= 3000  # those below the oldest save are dropped
+    assert not any(is_past(10 * i, 5000, many) for i in range(302, 500))
+    assert len(many) == 100  # two of them between two saves are joined
+
+    lineage = Lineage([], None, 0)
+    past = []
+    for i in range(250):  # a save of each round is kept on the line, the next one is given up
+        past.append(lineage.save(2 * i)[0])
+        lineage.save(2 * i + 2)
+        number, abandoned = lineage.save(2 * i + 1)
+        past.append(number)
+    assert all(is_past(n, past[-1], abandoned) for n in past)
+
+
 def test_branches_are_known_whatever_is_gone() -> None:
     trunk = [save(n, n) for n in range(1, 6)]
     old = [save(n, n) for n in range(6, 9)]
