@@ -15,8 +15,8 @@ from torch.futures import Future
 from nostall.errors import PeerError
 
 _KEY = "nostall aborted"
-# Who has waited for this many seconds looks this often; the thread that does it ends when there was
-# nobody for so many.
+# Seconds: a wait that lasts longer than _LOOK is checked at this interval; the thread that does it
+# ends after _IDLE without a wait.
 _LOOK = 0.2
 _IDLE = 2.0
 _ANSWER = 5.0
@@ -51,12 +51,12 @@ class Aborts:
         with self._lock:
             ended, self.by = self.by is not None, rank if self.by is None else self.by
         if not ended:
-            with suppress(RuntimeError):  # who waits gets Gloo's error
+            with suppress(RuntimeError):  # what waits gets Gloo's error
                 self._store.set(_KEY, str(rank))
             self._end_waiting()
 
     def close(self) -> None:
-        """Ends the thread; later calls ask nobody."""
+        """Ends the thread; later calls do not ask the store."""
         with self._lock:
             self._is_closed = True
             self._changed.notify_all()
@@ -71,7 +71,7 @@ class Aborts:
             return bool(self._since)
 
     def refuse(self) -> None:
-        """Raises PeerError if a rank is known to have aborted; asks nobody."""
+        """Raises PeerError if a rank is known to have aborted; does not ask the store."""
         if self.by is not None:
             raise PeerError(f"rank {self.by} aborted the group; make a new one")
 
@@ -79,7 +79,7 @@ class Aborts:
         """Asks the store. Raises PeerError, having ended what waits here, if a rank aborted."""
         store = self._store
         if self.by is None and store is not None:
-            with suppress(RuntimeError):  # without a store nobody can tell
+            with suppress(RuntimeError):  # the store is gone: it is not known
                 if store.check([_KEY]):
                     by = int(store.get(_KEY))
                     with self._lock:
@@ -139,5 +139,5 @@ class Aborts:
                     return
                 longest = time.monotonic() - min(self._since.values(), default=time.monotonic())
             if longest >= _LOOK:
-                with suppress(PeerError):  # those who wait raise it
+                with suppress(PeerError):  # raised where the wait is
                     self.learn()

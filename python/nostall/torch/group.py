@@ -614,8 +614,8 @@ class Group(ProcessGroup):  # type: ignore[misc]
         """Ends what is under way with PeerError, on all ranks, and the group.
 
         Ranks that wait, within the node or over Gloo, learn of it within a second, through the
-        store or because ours hangs up; others when they next wait. Who receives from any source
-        learns of it at the timeout: Gloo has no way to end that.
+        store or because ours hangs up; others when they next wait. A receive from any source goes
+        on to its timeout: Gloo has no way to end it.
         """
         self._refuse_child()
         self._aborts.tell(self._rank)
@@ -701,7 +701,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
 
     def _end_waiting(self) -> None:
         """Of this rank, and of those that wait for it."""
-        # On one node who aborts ends all; were others first, it would be theirs by name.
+        # On one node the aborting rank ends all waits: the errors name the first that does so.
         if not self._one_node or self._aborts.by == self._rank:
             with suppress(UsageError):  # it was closed
                 self._node.abort()
@@ -770,7 +770,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
             )
 
     def _inner_for(self, device: str) -> Any:
-        """Torch's backend for the device; NCCL itself waits for nobody before its first call."""
+        """Torch's backend for the device; NCCL itself does not connect before its first call."""
         if device not in self._inner:
             if not self._inner:
                 raise UsageError("the process group was destroyed; make a new one")

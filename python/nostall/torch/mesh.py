@@ -21,7 +21,7 @@ from nostall.errors import PeerError, UsageError
 
 _log = logging.getLogger("nostall")
 _ATTEMPTS = 3
-# All ranks are at hand when they connect; who waits longer waits for one that failed.
+# All ranks are at hand when they connect; a longer wait is for one that failed.
 _LIMIT = timedelta(seconds=30)
 # No message has one of the last tags that there are.
 _HANG_UP_TAG = 2**31
@@ -62,8 +62,8 @@ def _forwarded(name: str) -> Any:
 class Registered(torch._C._distributed_c10d.Backend):  # type: ignore[misc]
     """What torch finds in a group for a device: another backend, until that is dropped.
 
-    Torch drops what a group has registered only with the group, and whoever holds that, as
-    DistributedDataParallel does, would keep Gloo's threads.
+    Torch drops what a group has registered only with the group, and a reference to that, as
+    DistributedDataParallel keeps one, would keep Gloo's threads.
     """
 
     def __init__(self, backend: Any) -> None:
