@@ -157,7 +157,7 @@ def _begin(
         nodes.check_ways()
         if nodes.leader:
             _settle(nodes, held)
-    gather(note)  # nobody looks before all nodes have settled
+    gather(note)  # no rank looks before all nodes have settled
     lineage = lineage_of(stores, owned, held, seen_by_all)
     return Begun(run, nodes, held, lineage, owned)
 

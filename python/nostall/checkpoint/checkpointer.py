@@ -288,7 +288,7 @@ class Checkpointer:
         job = Job(saved, manifest, None, number)
         image = leaves = None
         if self.rank == 0 or not self.replicated:
-            # Whoever waits for storage does not wait for the copy first: it is written as it is made.
+            # A call that waits for storage does not wait for the copy: it is written as it is made.
             window = window and wanted == "memory"
             now = wanted == "memory" and not window
             image = self._snapshot(state() if callable(state) else state, job, window, now)
@@ -330,7 +330,7 @@ class Checkpointer:
             if window:
                 copying, why = choose_copying(self._window_seconds, self._engine.write_seconds)
                 job.saved.copying = f"{copying.name}: {why}"
-            job.leaves = leaves  # among them copies that nobody else keeps
+            job.leaves = leaves  # among them copies with no other reference
             image.begin(head, [(leaf.address, leaf.nbytes) for leaf in leaves], copying)
             if window:
                 job.window = Window(image, leaves, guarded, job.saved, self._unsteady)
@@ -339,7 +339,7 @@ class Checkpointer:
                 image.finish()
         except BaseException:
             self._window = None
-            image.finish()  # nobody reads the leaves any more
+            image.finish()  # no thread reads the leaves any more
             self._engine.add_image(image)
             raise
         job.image = image

@@ -48,7 +48,7 @@ class Engine:
     ) -> None:
         self.fast, self.durable, self.rank = fast, durable, rank
         self.settings, self.nodes = settings, nodes
-        # Who clears up: rank 0, and on a fast directory of a node's own the node's first rank.
+        # Rank 0 clears up, and on a fast directory of a node's own the node's first rank.
         self._cleans = nodes.leader if nodes is not None else rank == 0
         self._retain_due = self._retaining = False
         self.gate = _native.Gate()
@@ -137,7 +137,7 @@ class Engine:
             self._postpone(drain, IoError(problem))
 
     def hurry(self, saved: Saved, level: Level) -> None:
-        """Somebody waits: no rate, no gate, no low priority for what leads to that level."""
+        """A thread waits: no rate, no gate, no low priority for what leads to that level."""
         with self._lock:
             if level == "durable":
                 self._urgent_drains.add(saved.id)
@@ -269,7 +269,7 @@ class Engine:
             if store is self.durable:
                 saved._reach("durable")
             else:
-                # First in the queue, so that whoever sees the level sees the drain as well.
+                # First in the queue, so that a thread that sees the level sees the drain as well.
                 if self.durable is not None:
                     whole = job.complete or self._complete(store, job.manifest)
                     self.submit_drain(Drain(whole, saved))
@@ -629,5 +629,5 @@ class Engine:
 
 
 def _words(error: Exception) -> str:
-    """What an error says; of one that nobody foresaw also its kind."""
+    """What an error says; of one that is not expected also its kind."""
     return str(error) if isinstance(error, Error | OSError) else f"{type(error).__name__}: {error}"

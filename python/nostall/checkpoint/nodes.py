@@ -111,7 +111,7 @@ class Nodes:
         timeout: seconds of silence that end a conversation.
         several: whether the nodes are on several machines.
 
-    `addresses`, of each node's first rank, who listens, are set once they are known.
+    `addresses`, of each node's first rank, which listens, are set once they are known.
     """
 
     def __init__(
@@ -145,12 +145,12 @@ class Nodes:
         return self._listener.address if self._listener is not None else None
 
     def close(self) -> None:
-        """Answers nobody any more."""
+        """Answers no other node any more."""
         if self._listener is not None:
             self._listener.close()
 
     def check_ways(self) -> None:
-        """Whoever listens reaches rank 0 and its partner, and rank 0 all nodes.
+        """A rank that listens reaches rank 0 and its partner, and rank 0 all nodes.
 
         Raises:
             PeerError: one cannot be reached; with the remedy.

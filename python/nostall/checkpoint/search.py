@@ -130,7 +130,7 @@ class Search:
             self._check_world(manifest, store)
             if held is not None and manifest.replicated:
                 self._fetch_once(held)
-                self._allgather(b"")  # nobody reads before it is there
+                self._allgather(b"")  # no rank reads before it is there
             try:
                 if held is not None:
                     restored = self._read_spread(held, progress)
