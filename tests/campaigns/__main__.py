@@ -25,7 +25,7 @@ from campaigns.outcome import Outcome, Task
 from campaigns.serving import serve
 
 HERE = Path(__file__).parent
-NO_CAMPAIGN = {"__init__", "__main__", "outcome", "serving"}
+NO_CAMPAIGN = {"__init__", "__main__", "outcome", "private", "serving"}
 
 
 def names() -> list[str]:
@@ -76,6 +76,8 @@ def main() -> int:
         begin = time.monotonic()
         outcome = run(name, Task(arguments.seed, scale), limit)
         seconds = time.monotonic() - begin
+        if not (outcome.cases or outcome.failures or outcome.missing):
+            outcome.failures.append("no case was run")
         failed += bool(outcome.failures) or bool(outcome.missing)
         numbers = "".join(f", {k} {v}" for k, v in outcome.figures.items())
         word = (

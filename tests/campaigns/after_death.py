@@ -10,7 +10,6 @@ name is left in /dev/shm or in the tier's directory, or the name of a socket.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import random
 import signal
@@ -20,36 +19,16 @@ import time
 from pathlib import Path
 
 from campaigns.outcome import Outcome, Task
+from campaigns.private import SHM, bytes_in, private_storage
 
 FULL = "1,000 kills of ranks"
 SMALL = 0.03
 SECONDS = 120
 
-SHM = Path("/dev/shm")
 SAMPLES = 64
 BYTES = 20_000
 # What a rank says while it lives; the last one is said at every batch.
 STEPS = 14
-
-
-def private_storage(disk: Path) -> str:
-    """A /dev/shm, a disk and sockets of this process alone; what is missing if that cannot be."""
-    new_mounts, new_user, new_network = 0x20000, 0x10000000, 0x40000000
-    libc = ctypes.CDLL(None, use_errno=True)
-    uid = os.geteuid()
-    if libc.unshare(new_mounts | new_network | (new_user if uid != 0 else 0)) != 0:
-        return "namespaces of mounts and networks (root, or namespaces of users)"
-    if uid != 0:
-        Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
-    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
-    for place in (SHM, disk):
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512m", "tmpfs", str(place)], check=True)
-    return ""
-
-
-def bytes_in(place: Path) -> int:
-    status = os.statvfs(place)
-    return (status.f_blocks - status.f_bfree) * status.f_frsize
 
 
 def sockets() -> list[str]:
@@ -144,7 +123,7 @@ def run(task: Task) -> Outcome:
         disk.mkdir()
         for i in range(SAMPLES):
             (data / "class" / f"{i:03}.jpg").write_bytes(random.Random(i).randbytes(BYTES))
-        if missing := private_storage(disk):
+        if missing := private_storage([SHM, disk], network=True):
             return Outcome(missing=missing)
         warm_up(data)
         wanted = task.count(1000, least=11)
