@@ -85,7 +85,7 @@ native-test: build
 	@$(call native_tests,wheel)
 
 python-test: build
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # DLIO's own workloads on the plug-ins; DALI, which DLIO wants as well, is left out.
 dlio-test: build

@@ -251,7 +251,7 @@ def test_memory_for_large_images_is_counted_and_given_back(tmp_path: Path) -> No
 
     with nostall.DataLoader(
         nostall.ImageFolder(tmp_path, index=False), 1, transforms=[t.Resize((8, 8))],
-        output="numpy", threads=2, tiers=[],
+        output="numpy", threads=2, tiers=[], epochs=1,
     ) as loader:  # fmt: skip
         before = resident()
         assert len(list(loader)) == 2
