@@ -3,7 +3,7 @@
     python -m campaigns [NAME ...] [--scale 0.01] [--seed 0] [--json FILE]
 
 A campaign is a module of this folder with `FULL`, its cases at scale 1 in words, `SMALL`, the
-scale that continuous integration runs it at, `SECONDS`, its limit of time at that scale, and
+scale that takes half a minute, `SECONDS`, its limit of time at that scale, and
 `run(task) -> Outcome`.
 Exit status: 0 if no case failed and nothing was missing, 1 otherwise, 2 for a name that is not known.
 """
