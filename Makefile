@@ -85,7 +85,8 @@ native-test: build
 	@$(call native_tests,wheel)
 
 python-test: build
-	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not alone"
+	@$(BIN)/python -m pytest -m alone
 
 # DLIO's own workloads on the plug-ins; DALI, which DLIO wants as well, is left out.
 dlio-test: build

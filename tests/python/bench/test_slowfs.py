@@ -14,6 +14,8 @@ import pytest
 from nostall.bench.slowfs import SlowFS, missing
 from nostall.errors import UsageError
 
+pytestmark = pytest.mark.alone
+
 MB = 1_000_000
 needs_fuse = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 

@@ -18,6 +18,8 @@ from nostall.calibrate import Curve
 from nostall.calibration import Calibration
 from nostall.errors import IoError, UsageError
 
+pytestmark = pytest.mark.alone
+
 FAST = ["--seconds", "0.15", "--max-threads", "2"]
 
 

@@ -17,6 +17,8 @@ from nodes import Job, read_of_bound
 
 from nostall.bench.slowfs import SlowFS, missing
 
+pytestmark = pytest.mark.alone
+
 NODES = 3
 
 

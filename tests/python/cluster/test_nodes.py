@@ -13,6 +13,8 @@ from nodes import Job, read_of_bound
 
 from nostall.bench.slowfs import SlowFS, missing
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -12,6 +12,8 @@ import pytest
 import nostall
 from nostall.bench.slowfs import SlowFS, missing
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 def test_few_small_records_of_many_on_slow_storage(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ import nostall
 from nostall import transforms
 from nostall.errors import CorruptionError, IoError, UsageError
 
+pytestmark = pytest.mark.alone
+
 pytest_plugins = ["object_fixtures"]
 
 
