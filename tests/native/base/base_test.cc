@@ -21,6 +21,22 @@ TEST(Crc32c, GivesTheCheckValueOfTheStandard) {
   EXPECT_EQ(crc32c({}), 0u);
 }
 
+TEST(Crc32c, IsTheSameForEveryLengthAndBeginning) {
+  std::vector<std::byte> all(30'000);
+  Mt19937 random(5);
+  for (std::byte& b : all) b = static_cast<std::byte>(random());
+  // Three blocks side by side, long and short, what is left of them, and a byte at a time.
+  for (const size_t size :
+       {7u, 767u, 768u, 769u, 1543u, 12'287u, 12'288u, 12'295u, 24'576u, 29'990u}) {
+    for (const size_t begin : {0u, 1u, 5u, 8u}) {
+      const auto bytes = std::span<const std::byte>(all).subspan(begin, size);
+      uint32_t crc = 0;
+      for (const std::byte& b : bytes) crc = crc32c({&b, 1}, crc);
+      EXPECT_EQ(crc32c(bytes), crc) << size << " from " << begin;
+    }
+  }
+}
+
 TEST(Crc32c, ContinuesWhereItStopped) {
   const std::string text = "the quick brown fox jumps over the lazy dog";
   const auto all = bytes_of(text);
