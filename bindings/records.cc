@@ -110,6 +110,7 @@ class PythonStorage : public source::Storage {
 
   std::span<const source::StorageFile> files() const override { return files_; }
   std::string changed(uint32_t) const override { return {}; }
+  bool times_tell_content() const override { return true; }
   std::unique_ptr<source::RangeReader> make_reader(source::ReaderKind, unsigned) const override {
     return std::make_unique<Reader>(read_);
   }
@@ -481,6 +482,7 @@ void bind_records(nb::module_& m) {
       [](const StoragePtr& storage, bool check, unsigned threads, const Progress& progress) {
         std::vector<uint32_t> file;
         std::vector<uint64_t> offset, length;
+        std::vector<uint32_t> crc;
         without_gil([&] {
           std::vector<source::TfRecords> all(storage->files().size());
           source::each_in_parallel(
@@ -494,38 +496,45 @@ void bind_records(nb::module_& m) {
             file.insert(file.end(), all[f].length.size(), static_cast<uint32_t>(f));
             offset.insert(offset.end(), all[f].offset.begin(), all[f].offset.end());
             length.insert(length.end(), all[f].length.begin(), all[f].length.end());
+            crc.insert(crc.end(), all[f].crc.begin(), all[f].crc.end());
           }
         });
         return nb::make_tuple(array_of(std::move(file)), array_of(std::move(offset)),
-                              array_of(std::move(length)));
+                              array_of(std::move(length)), array_of(std::move(crc)));
       },
       nb::arg("storage"), nb::arg("check"), nb::arg("threads"), nb::arg("progress").none(),
-      "(file, offset, length) of all records; `check` compares their checksums too.");
+      "(file, offset, length, CRC32C) of all records; `check` compares the latter too.");
   m.def(
       "find_payloads",
       [](const StoragePtr& storage, const Column<uint32_t>& file, const Column<uint64_t>& offset,
          const Column<uint64_t>& length, const std::string& kind, const std::string& image,
-         const std::string& label, unsigned threads, const Progress& progress) {
+         const std::string& label, unsigned threads, const Progress& progress,
+         const Column<uint32_t>& crc) {
         std::vector<uint64_t> at, bytes;
         std::vector<int64_t> labels;
-        std::vector<uint32_t> shape;
+        std::vector<uint32_t> shape, sums;
         without_gil([&] {
-          for (const source::Payload& p :
-               source::find_payloads(*storage, span_of(file), span_of(offset), span_of(length),
-                                     payload_of(kind), image, label, threads, reporter(progress))) {
+          for (const source::Payload& p : source::find_payloads(
+                   *storage, span_of(file), span_of(offset), span_of(length), payload_of(kind),
+                   image, label, threads, reporter(progress), span_of(crc))) {
             at.push_back(p.offset);
             bytes.push_back(p.length);
             labels.push_back(p.label);
             shape.insert(shape.end(), {p.channels, p.height, p.width});
+            sums.push_back(p.sum);
           }
         });
         return nb::make_tuple(array_of(std::move(at)), array_of(std::move(bytes)),
-                              array_of(std::move(labels)), array_of(std::move(shape)));
+                              array_of(std::move(labels)), array_of(std::move(shape)),
+                              array_of(std::move(sums)));
       },
       nb::arg("storage"), nb::arg("file"), nb::arg("offset"), nb::arg("length"), nb::arg("kind"),
       nb::arg("image"), nb::arg("label"), nb::arg("threads"), nb::arg("progress").none(),
-      "(offset, length, label, shape) of the image in every record; shape is (n * 3,): channels, "
-      "height, width of pixels that are not encoded, else zeros.");
+      nb::arg("crc"),
+      "(offset, length, label, shape, sums) of the image in every record; shape is (n * 3,): "
+      "channels, height, width of pixels that are not encoded, else zeros; sums are checksums "
+      "where "
+      "`crc`, the CRC32C of every record or empty, gives them, else zeros.");
 
   nb::class_<source::RecordTable>(m, "RecordTable")
       .def_ro("kind", &source::RecordTable::kind)
@@ -600,7 +609,7 @@ void bind_records(nb::module_& m) {
   m.def(
       "load_records",
       [](const std::string& path) {
-        auto bytes = source::load_bytes(path).take();
+        auto bytes = source::load_bytes(path, source::kRecordsMagic).take();
         return source::parse_records(bytes).take();
       },
       nb::arg("path"), nb::call_guard<nb::gil_scoped_release>());
@@ -623,6 +632,14 @@ void bind_records(nb::module_& m) {
         options.coalesce = coalesce;
         if (table.kind == "lmdb") options.name = source::lmdb_names(storage, database);
         if (table.kind == "tar") options.name = source::tar_names(storage);
+        if (table.kind == "lmdb") {
+          options.same = [storage, database](source::RangeReader& reader,
+                                             const source::RecordTable& t, uint32_t) {
+            const auto now = source::lmdb::current_stamp(reader, *storage, database);
+            // Options and what the scan found follow the stamp of the database.
+            return now && (t.stamp + " ").starts_with(now.value() + " ");
+          };
+        }
         if (page_size != 0) options.check = lmdb_check(page_size);
         return std::make_shared<source::RecordSource>(storage, table, std::move(options));
       },

@@ -11,11 +11,14 @@
 #include "module.h"
 #include "source/folder.h"
 #include "source/scan.h"
+#include "source/sums.h"
 
 namespace nb = nanobind;
 using namespace nostall;
 
 namespace {
+
+using Sums = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 template <typename T>
 nb::ndarray<nb::numpy, const T, nb::ndim<1>> view_of(std::span<const T> values, nb::handle owner) {
@@ -35,7 +38,7 @@ source::ScanOptions options_of(const std::vector<std::string>& extensions, bool 
 // The stored index if it is sound and the folder is unchanged; nothing otherwise, with the reason.
 std::optional<source::SampleIndex> reuse(const std::string& root, const std::string& path,
                                          const source::ScanOptions& options, std::string& why) {
-  auto bytes = source::load_bytes(path);
+  auto bytes = source::load_bytes(path, source::kIndexMagic);
   if (!bytes) {
     why = bytes.error().what();
     return std::nullopt;
@@ -90,10 +93,43 @@ void bind_source(nb::module_& m) {
                 throw Error(ErrorKind::io, "cannot read " + s.describe(sample) + ": " +
                                                source::read_error_text(request));
               }
+              const uint32_t now = sample_sum(bytes);
+              if (!s.sums().agrees(sample, now)) {
+                throw Error(
+                    ErrorKind::corruption,
+                    s.describe(sample) + ": " + source::changed_text(s, s.sums().of(sample), now));
+              }
             }
             return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
           },
-          nb::arg("sample"), "The bytes of one sample. Raises IoError with its path.");
+          nb::arg("sample"),
+          "The bytes of one sample. Raises IoError with its path, CorruptionError if they are not "
+          "those that were read first.")
+      .def("open_sums", &source::open_sums, nb::arg("path"),
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Takes the checksums kept there, if they hold; else why they, and the index they lie "
+           "beside, are of another content.")
+      .def("keep_sums", &source::keep_sums, nb::call_guard<nb::gil_scoped_release>(),
+           "Keeps what was learned in that file; 0 or -errno.")
+      .def_prop_ro(
+          "sums",
+          [](const source::Source& s) {
+            std::vector<uint32_t> sums(s.size());
+            for (uint64_t i = 0; i < s.size(); ++i) sums[i] = s.sums().of(i);
+            return bindings::array_of(std::move(sums));
+          },
+          nb::rv_policy::automatic, "The checksum of every sample, 0 where it is not known yet.")
+      .def(
+          "learn_sums",
+          [](const source::Source& s, const Sums& sums) {
+            if (sums.size() != s.size()) {
+              throw Error(ErrorKind::usage, "there must be a checksum a sample");
+            }
+            for (uint64_t i = 0; i < s.size(); ++i) {
+              if (sums.data()[i] != 0) s.sums().agrees(i, sums.data()[i]);
+            }
+          },
+          nb::arg("sums"), "Takes checksums over where none is known; 0: not known.");
 
   nb::class_<source::FolderSource, source::Source>(m, "FolderSource")
       .def_prop_ro("root", &source::FolderSource::root)

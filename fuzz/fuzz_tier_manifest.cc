@@ -14,8 +14,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (size < 4) return 0;
   const uint32_t crc = nostall::crc32c(std::span(bytes).first(size - 4));
   for (size_t i = 0; i < 4; ++i) bytes[size - 4 + i] = std::byte((crc >> (8 * i)) & 0xff);
-  const auto residents = nostall::tier::parse_manifest(bytes, kDataset);
-  if (residents && nostall::tier::serialize_manifest(kDataset, residents.value()) != bytes) {
+  const auto manifest = nostall::tier::parse_manifest(bytes, kDataset);
+  if (manifest && nostall::tier::serialize_manifest(kDataset, manifest.value()) != bytes) {
     std::abort();
   }
   return 0;

@@ -226,6 +226,10 @@ bool Exchange::Engine::push(uint64_t sample, std::span<const std::byte> bytes,
       header.sample = sample;
       header.length = bytes.size();
       header.crc = crc32c(bytes);
+      if (!cache_->sums().agrees(sample, sample_sum_of_crc(header.crc))) {
+        done(false);  // they changed since they were read
+        return;
+      }
       try {
         send(rank, *peers_.at(rank).out, header, bytes, watched(rank, done));
       } catch (const std::exception&) {

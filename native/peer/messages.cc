@@ -218,6 +218,12 @@ void Exchange::Engine::answer(const Header& request, Status status,
   reply.progress = found->second.told = own_progress();
   reply.length = bytes.size();
   reply.crc = crc32c(bytes);
+  if (status == Status::here &&
+      !cache_->sums().agrees(request.sample, sample_sum_of_crc(reply.crc))) {
+    cache_->reject(request.sample);
+    answer(request, Status::never, {}, nullptr);
+    return;
+  }
   if (status == Status::here) {
     ++count_.served;
     count_.served_bytes += bytes.size();
@@ -308,6 +314,8 @@ Delivery Exchange::Engine::into_tier(const Header& header) {
                 cache_->abandon(sample);
               } else if (crc32c(slot) != crc) {
                 bad();
+              } else if (!cache_->sums().agrees(sample, sample_sum_of_crc(crc))) {
+                cache_->abandon(sample);  // not the content that this node read
               } else {
                 cache_->publish(sample);
                 taken();
@@ -321,6 +329,8 @@ Delivery Exchange::Engine::into_tier(const Header& header) {
               cache_->abandon(sample);
             } else if (crc32c(*bytes) != crc) {
               bad();
+            } else if (!cache_->sums().agrees(sample, sample_sum_of_crc(crc))) {
+              cache_->abandon(sample);
             } else {
               try {
                 submit_file([this, bytes, sample, taken] {

@@ -7,7 +7,9 @@
 #include <mutex>
 #include <optional>
 
+#include "base/crc32c.h"
 #include "base/crew.h"
+#include "base/sums.h"
 
 namespace nostall::source {
 namespace {
@@ -16,6 +18,24 @@ constexpr std::chrono::milliseconds kReportEvery{100};
 // Records that a thread takes at a time, so that its reads follow each other.
 constexpr uint64_t kPayloadsAtOnce = 64;
 constexpr size_t kPayloadAhead = 16 << 10;
+// What is looked at of a record before and after its image, at most, to tell the image's checksum
+// from the record's.
+constexpr size_t kMostBeside = 4096;
+
+std::vector<std::byte> head_of(Window& window, uint64_t offset, uint64_t length) {
+  const auto bytes = window.get(offset, std::min<uint64_t>(length, kMostBeside));
+  return {bytes.begin(), bytes.end()};
+}
+
+uint32_t sum_of(Window& window, uint32_t crc, std::span<const std::byte> head, uint64_t offset,
+                uint64_t length, const Payload& payload) {
+  const uint64_t before = payload.offset - offset, end = payload.offset + payload.length;
+  const uint64_t after = offset + length - end;
+  if (before > head.size() || after > kMostBeside) return 0;
+  const auto tail = window.get(end, after);
+  if (tail.size() != after) return 0;
+  return sample_sum_of_crc(crc32c_between(crc, head.first(before), payload.length, tail));
+}
 
 }  // namespace
 
@@ -76,8 +96,8 @@ std::vector<Payload> find_payloads(const Storage& storage, std::span<const uint3
                                    std::span<const uint64_t> offset,
                                    std::span<const uint64_t> length, PayloadKind kind,
                                    const std::string& image, const std::string& label,
-                                   unsigned threads,
-                                   const std::function<void(uint64_t)>& progress) {
+                                   unsigned threads, const std::function<void(uint64_t)>& progress,
+                                   std::span<const uint32_t> crc) {
   const uint64_t n = length.size();
   std::vector<Payload> payloads(n);
   const auto find = [&](Window& window, uint64_t i) {
@@ -100,7 +120,12 @@ std::vector<Payload> find_payloads(const Storage& storage, std::span<const uint3
         for (uint64_t i = chunk * kPayloadsAtOnce; i < end; ++i) {
           const uint32_t f = file.empty() ? 0 : file[i];
           if (!window || window->file() != f) window.emplace(reader, storage, f, kPayloadAhead);
+          std::vector<std::byte> head;
+          if (!crc.empty()) head = head_of(*window, offset[i], length[i]);
           payloads[i] = find(*window, i).take();
+          if (!crc.empty()) {
+            payloads[i].sum = sum_of(*window, crc[i], head, offset[i], length[i], payloads[i]);
+          }
         }
       },
       progress ? [&](uint64_t done) { progress(std::min(n, done * kPayloadsAtOnce)); }

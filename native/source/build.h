@@ -22,12 +22,14 @@ void each_in_parallel(const Storage& storage, uint64_t count, unsigned threads,
 
 enum class PayloadKind : uint8_t { datum, pickled, example };
 
-// The payload of every record, in order. Throws the Error of the first record that has none.
+// The payload of every record, in order; with the CRC32C of the records, where it is known, its
+// checksum too. Throws the Error of the first record that has none.
 std::vector<Payload> find_payloads(const Storage& storage, std::span<const uint32_t> file,
                                    std::span<const uint64_t> offset,
                                    std::span<const uint64_t> length, PayloadKind kind,
                                    const std::string& image, const std::string& label,
                                    unsigned threads,
-                                   const std::function<void(uint64_t)>& progress = {});
+                                   const std::function<void(uint64_t)>& progress = {},
+                                   std::span<const uint32_t> crc = {});
 
 }  // namespace nostall::source

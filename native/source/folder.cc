@@ -3,9 +3,11 @@
 #include <fcntl.h>
 
 #include <cstring>
+#include <filesystem>
 #include <system_error>
 
 #include "base/clock.h"
+#include "base/fnv.h"
 #include "base/heap.h"
 #include "source/choice.h"
 
@@ -80,6 +82,17 @@ FolderSource::FolderSource(std::string root, SampleIndex index, FileSystem& file
   root_fd_ = Descriptor(fd);
   fingerprint_ = index_.fingerprint();
   give_back_free_memory(index_.size());
+}
+
+uint64_t FolderSource::stamp() const {
+  std::error_code error;
+  const std::string where = std::filesystem::canonical(root_, error).string();
+  Fnv hash;
+  hash.text(error ? root_ : where);
+  for (const ListedDirectory& d : index_.directories()) {
+    hash.text(d.path).number(static_cast<uint64_t>(d.mtime_ns));
+  }
+  return hash.value();
 }
 
 std::string FolderSource::describe(uint64_t sample) const {

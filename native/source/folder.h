@@ -21,6 +21,7 @@ class FolderSource : public Source {
   std::span<const int64_t> labels() const override { return index_.labels(); }
   uint64_t total_bytes() const override { return index_.total_bytes(); }
   uint64_t fingerprint() const override { return fingerprint_; }
+  uint64_t stamp() const override;
   std::string describe(uint64_t sample) const override;
   std::unique_ptr<Reader> make_reader(ReaderKind kind, unsigned depth) const override;
 

@@ -4,17 +4,20 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstring>
 #include <limits>
 #include <random>
 
 #include "base/crc32c.h"
+#include "base/fnv.h"
 
 namespace nostall::source {
 namespace {
 
-constexpr uint32_t kMagic = 0x49534e31;  // "1NSI"
+constexpr uint32_t kMagic = kIndexMagic;
 constexpr uint32_t kVersion = 1;
 // Longer paths than the kernel takes, and more classes than labels can be, are damage.
 constexpr uint64_t kMaxPath = 4096;
@@ -90,23 +93,13 @@ void SampleIndex::add(std::string_view path, uint64_t size, int64_t label) {
 }
 
 uint64_t SampleIndex::fingerprint() const noexcept {
-  uint64_t hash = 0xcbf29ce484222325u;
-  const auto byte = [&hash](uint8_t b) { hash = (hash ^ b) * 0x100000001b3u; };
-  const auto number = [&](uint64_t v) {
-    for (int i = 0; i < 8; ++i) byte(static_cast<uint8_t>(v >> (8 * i)));
-  };
-  const auto text = [&](std::string_view s) {
-    number(s.size());
-    for (const char c : s) byte(static_cast<uint8_t>(c));
-  };
-  number(size());
+  Fnv hash;
+  hash.number(size());
   for (uint64_t i = 0; i < size(); ++i) {
-    text(path(i));
-    number(sizes_[i]);
-    number(static_cast<uint64_t>(labels_[i]));
+    hash.text(path(i)).number(sizes_[i]).number(static_cast<uint64_t>(labels_[i]));
   }
-  for (const std::string& c : classes_) text(c);
-  return hash;
+  for (const std::string& c : classes_) hash.text(c);
+  return hash.value();
 }
 
 std::vector<std::byte> serialize_index(const SampleIndex& index, uint64_t options) {
@@ -189,13 +182,31 @@ int store_index(const std::string& path, std::span<const std::byte> bytes, FileS
   return error;
 }
 
-Result<std::vector<std::byte>> load_bytes(const std::string& path, FileSystem& files) {
-  const int fd = files.open(path, O_RDONLY);
+Result<std::vector<std::byte>> load_bytes(const std::string& path, uint32_t magic, uint64_t most,
+                                          FileSystem& files) {
+  // Not to wait for a writer if it is a pipe.
+  const int fd = files.open(path, O_RDONLY | O_NONBLOCK);
   if (fd < 0) return io_error("cannot open", path, -fd);
   const Descriptor file(fd);
   struct stat status {};
   if (::fstat(fd, &status) != 0) return io_error("cannot examine", path, errno);
-  std::vector<std::byte> bytes(static_cast<size_t>(status.st_size));
+  if (!S_ISREG(status.st_mode)) {
+    return Error(ErrorKind::corruption, path + " is not a regular file");
+  }
+  std::array<std::byte, 4> head{};
+  const int64_t first = files.pread(fd, head, 0);
+  if (first < 0) return io_error("cannot read", path, static_cast<int>(-first));
+  if (first != 4 || Parser(head).number<uint32_t>() != magic) {
+    return damaged("wrong magic");
+  }
+  const auto size = static_cast<uint64_t>(status.st_size);
+  const uint64_t memory = static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES)) *
+                          static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+  if (size > std::min(most, memory / 4)) {
+    return Error(ErrorKind::corruption,
+                 path + " has " + std::to_string(size) + " bytes, more than it can need");
+  }
+  std::vector<std::byte> bytes(static_cast<size_t>(size));
   const int64_t n = files.pread(fd, bytes, 0);
   if (n < 0) return io_error("cannot read", path, static_cast<int>(-n));
   bytes.resize(static_cast<size_t>(n));

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <string>
 #include <string_view>
@@ -61,8 +62,13 @@ Result<SampleIndex> parse_index(std::span<const std::byte> bytes, uint64_t optio
 // Writes beside `path`, flushes, renames: readers see the old index or the new one. 0 or -errno.
 int store_index(const std::string& path, std::span<const std::byte> bytes,
                 FileSystem& files = FileSystem::real());
-// The whole file; Error(io) if it cannot be read.
-Result<std::vector<std::byte>> load_bytes(const std::string& path,
+inline constexpr uint32_t kIndexMagic = 0x49534e31;  // "1NSI"
+
+// The whole of a file that begins with `magic`. Error(corruption), before any memory is taken, if
+// it does not, is no regular file or is longer than `most` or a quarter of the machine's memory;
+// Error(io) if it cannot be read.
+Result<std::vector<std::byte>> load_bytes(const std::string& path, uint32_t magic,
+                                          uint64_t most = std::numeric_limits<uint64_t>::max(),
                                           FileSystem& files = FileSystem::real());
 
 }  // namespace nostall::source

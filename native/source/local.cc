@@ -220,6 +220,16 @@ std::string LocalFiles::changed(uint32_t file) const {
   return {};
 }
 
+std::optional<int64_t> LocalFiles::touched(uint32_t file) const {
+  struct stat s {};
+  if (::fstat(buffered(file), &s) != 0) return {};
+  const int64_t time = mtime_of(s);
+  if (static_cast<uint64_t>(s.st_size) != files_[file].size || time == files_[file].mtime_ns) {
+    return {};
+  }
+  return time;
+}
+
 std::unique_ptr<RangeReader> LocalFiles::make_reader(ReaderKind kind, unsigned depth) const {
   if (kind == ReaderKind::pread) return std::make_unique<PlainRanges>(*this);
   if (kind == ReaderKind::automatic) return std::make_unique<AdaptiveRanges>(*this, depth);

@@ -17,6 +17,7 @@ struct Payload {
   int64_t label = 0;
   // Caffe's Datum without an encoded image: channels, height, width of its uint8 pixels.
   uint32_t channels = 0, height = 0, width = 0;
+  uint32_t sum = 0;  // the image's checksum (base/sums.h) where the record's CRC gives it, else 0
 };
 
 // Caffe's Datum.

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -60,6 +61,14 @@ class Storage {
   // Whether a file is still the one that was opened; cheap enough to be asked once a read. An empty
   // string, or what changed.
   virtual std::string changed(uint32_t file) const = 0;
+  // The file's time now, if nothing but that is another one than when it was opened: it was written
+  // to, or only touched.
+  virtual std::optional<int64_t> touched(uint32_t file) const {
+    static_cast<void>(file);
+    return {};
+  }
+  // Whether `mtime_ns` is another number for every other content.
+  virtual bool times_tell_content() const { return false; }
 };
 
 // How local files are read past the page cache (O_DIRECT).

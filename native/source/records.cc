@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "base/clock.h"
+#include "base/fnv.h"
 #include "source/local.h"
 
 namespace nostall::source {
@@ -16,6 +17,8 @@ constexpr uint64_t kBoundary = 4096;
 constexpr size_t kMaxHead = 4096;
 // Neighbours that are worth a look, however small they are.
 constexpr size_t kMostAround = 1024;
+// Samples of a file that are read again when it was touched.
+constexpr size_t kMostRemembered = 8;
 
 // One thread's reader: plans the ranges of a call, reads them, deals the bytes out.
 class RecordReader : public Reader {
@@ -68,6 +71,9 @@ class RecordReader : public Reader {
       first = end;
     }
     check_files(requests, together);
+    for (const ReadRequest& r : requests) {
+      if (r.error == 0) source_.remember(r.sample, r.into);
+    }
   }
 
   void read_ranges(std::span<ReadRequest> requests, const std::vector<Piece>& pieces,
@@ -192,7 +198,7 @@ class RecordReader : public Reader {
     for (const Together& t : together) {
       if (t.file == checked) continue;
       checked = t.file;
-      const std::string change = source_.storage().changed(t.file);
+      const std::string change = source_.changed(t.file, *ranges_);
       if (change.empty()) continue;
       for (ReadRequest& r : requests) {
         if (source_.table().file_of(r.sample) != t.file) continue;
@@ -211,37 +217,28 @@ class RecordReader : public Reader {
 };
 
 uint64_t fingerprint_of(const RecordTable& table) {
-  uint64_t hash = 0xcbf29ce484222325u;
-  const auto number = [&hash](uint64_t v) {
-    for (int i = 0; i < 8; ++i) hash = (hash ^ static_cast<uint8_t>(v >> (8 * i))) * 0x100000001b3u;
-  };
-  const auto text = [&](std::string_view s) {
-    number(s.size());
-    for (const char c : s) hash = (hash ^ static_cast<uint8_t>(c)) * 0x100000001b3u;
-  };
-  text(table.kind);
-  text(table.stamp);
-  number(table.files.size());
+  Fnv hash;
+  hash.text(table.kind).text(table.stamp).number(table.files.size());
   for (const StorageFile& f : table.files) {
     // The same data set may lie in another folder on another node.
-    text(std::string_view(f.path).substr(f.path.rfind('/') + 1));
-    number(f.size);
+    hash.text(std::string_view(f.path).substr(f.path.rfind('/') + 1)).number(f.size);
   }
-  number(table.size());
+  hash.number(table.size());
   for (uint64_t i = 0; i < table.size(); ++i) {
-    number(table.file_of(i));
-    number(table.offset[i]);
-    number(table.length[i]);
-    number(static_cast<uint64_t>(table.label[i]));
+    hash.number(table.file_of(i)).number(table.offset[i]).number(table.length[i]);
+    hash.number(static_cast<uint64_t>(table.label[i]));
   }
-  return hash;
+  return hash.value();
 }
 
 }  // namespace
 
 RecordSource::RecordSource(std::shared_ptr<const Storage> storage, RecordTable table,
                            RecordOptions options)
-    : storage_(std::move(storage)), table_(std::move(table)), options_(std::move(options)) {
+    : storage_(std::move(storage)),
+      table_(std::move(table)),
+      options_(std::move(options)),
+      contents_(storage_->files().size()) {
   const auto files = storage_->files();
   const uint64_t n = table_.size();
   if (table_.offset.size() != n || table_.label.size() != n ||
@@ -281,6 +278,56 @@ RecordSource::RecordSource(std::shared_ptr<const Storage> storage, RecordTable t
     for (uint32_t place = 0; place < n; ++place) places_[by_place_[place]] = place;
   }
   fingerprint_ = fingerprint_of(table_);
+}
+
+void RecordSource::remember(uint64_t sample, std::span<const std::byte> bytes) const {
+  Content& content = contents_[table_.file_of(sample)];
+  if (content.count.load(std::memory_order_relaxed) >= kMostRemembered) return;
+  const uint32_t sum = sample_sum(bytes);
+  const std::scoped_lock lock(contents_mutex_);
+  const auto same = [sample](const Remembered& r) { return r.sample == sample; };
+  if (content.remembered.size() >= kMostRemembered ||
+      std::any_of(content.remembered.begin(), content.remembered.end(), same)) {
+    return;
+  }
+  content.remembered.push_back({sample, sum});
+  content.count.store(static_cast<uint32_t>(content.remembered.size()), std::memory_order_relaxed);
+}
+
+std::string RecordSource::changed(uint32_t file, RangeReader& reader) const {
+  std::string change = storage_->changed(file);
+  if (change.empty()) return {};
+  const std::optional<int64_t> time = storage_->touched(file);
+  if (!time) return change;
+  const std::scoped_lock lock(contents_mutex_);
+  Content& content = contents_[file];
+  if (content.time == *time) return {};
+  if (options_.same && !options_.same(reader, table_, file)) return change;
+  std::vector<Remembered> known = content.remembered;
+  for (uint64_t s = 0; content.remembered.empty() && s < size(); ++s) {
+    if (known.size() == kMostRemembered) break;
+    if (table_.file_of(s) == file && sums().of(s) != 0) known.push_back({s, sums().of(s)});
+  }
+  if (known.empty()) return change;  // nothing tells that it is the same
+  for (const Remembered& r : known) {
+    std::vector<std::byte> bytes(table_.length[r.sample]);
+    RangeRead range;
+    range.file = file;
+    range.offset = table_.offset[r.sample];
+    range.into = bytes;
+    reader.read({&range, 1});
+    if (range.error != 0 || sample_sum(bytes) != r.sum) return change;
+  }
+  content.time = *time;
+  return {};
+}
+
+uint64_t RecordSource::stamp() const {
+  Fnv hash;
+  for (const StorageFile& f : storage_->files()) {
+    hash.text(f.path).number(static_cast<uint64_t>(f.mtime_ns));
+  }
+  return hash.value();
 }
 
 uint64_t RecordSource::place_of(uint64_t sample) const noexcept {

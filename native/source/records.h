@@ -10,10 +10,12 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
@@ -25,6 +27,8 @@
 #include "source/source.h"
 
 namespace nostall::source {
+
+inline constexpr uint32_t kRecordsMagic = 0x52534e31;  // "1NSR"
 
 struct RecordTable {
   std::string kind;   // "lmdb", "tar", ...
@@ -51,11 +55,16 @@ using CheckHead = std::function<std::string(const RecordTable& table, uint64_t s
 // The name of a sample inside its file, for messages; may read. Empty: none.
 using NameOf = std::function<std::string(const RecordTable& table, uint64_t sample)>;
 
+// Whether a file of which the time changed still holds what the table was made from, by what the
+// format itself says of that.
+using SameFile = std::function<bool(RangeReader& reader, const RecordTable& table, uint32_t file)>;
+
 struct RecordOptions {
   uint64_t max_read = uint64_t{4} << 20;  // bytes of one coalesced read
   bool coalesce = true;
   CheckHead check;
   NameOf name;
+  SameFile same;  // empty: the format says nothing
 };
 
 class RecordSource : public Source {
@@ -68,6 +77,8 @@ class RecordSource : public Source {
   std::span<const int64_t> labels() const override { return table_.label; }
   uint64_t total_bytes() const override { return total_bytes_; }
   uint64_t fingerprint() const override { return fingerprint_; }
+  uint64_t stamp() const override;
+  bool stamp_tells_content() const override { return storage_->times_tell_content(); }
   std::string describe(uint64_t sample) const override;
   std::unique_ptr<Reader> make_reader(ReaderKind kind, unsigned depth) const override;
   uint64_t batch_bytes() const override;
@@ -76,6 +87,12 @@ class RecordSource : public Source {
   const RecordTable& table() const noexcept { return table_; }
   const Storage& storage() const noexcept { return *storage_; }
   const RecordOptions& options() const noexcept { return options_; }
+  // Why samples of a file cannot be read any more, or an empty string. A file that was touched is
+  // still the same if samples that were read of it before, or of which the checksum is known, are;
+  // `reader` reads them again.
+  std::string changed(uint32_t file, RangeReader& reader) const;
+  // For changed(): a sample that was read while its file was the one that was opened.
+  void remember(uint64_t sample, std::span<const std::byte> bytes) const;
   StorageCost& cost() const noexcept { return cost_; }
   // What to read together now.
   CoalesceLimits limits() const {
@@ -93,6 +110,18 @@ class RecordSource : public Source {
   uint64_t total_bytes_ = 0, fingerprint_ = 0;
   std::vector<uint32_t> by_place_, places_;
   mutable StorageCost cost_;
+
+  struct Remembered {
+    uint64_t sample = 0;
+    uint32_t sum = 0;
+  };
+  struct Content {
+    std::atomic<uint32_t> count{0};  // of `remembered`
+    std::vector<Remembered> remembered;
+    int64_t time = 0;  // another than when it was opened at which the content was the same
+  };
+  mutable std::mutex contents_mutex_;
+  mutable std::vector<Content> contents_;  // of each file
 };
 
 }  // namespace nostall::source

@@ -9,7 +9,7 @@
 namespace nostall::source {
 namespace {
 
-constexpr uint32_t kMagic = 0x52534e31;  // "1NSR"
+constexpr uint32_t kMagic = kRecordsMagic;
 constexpr uint32_t kVersion = 1;
 constexpr uint64_t kMaxText = 65536;
 constexpr uint64_t kMaxPlace = uint64_t{1} << 62;  // no file is longer

@@ -4,18 +4,22 @@
 // in bytes and a label, and a fingerprint over all of it. A Reader brings bytes of samples; each
 // thread that reads has its own. folder.h: samples that are files; records.h: samples that are
 // ranges of a few large files, found by the scanners of lmdb.h, tar.h and tfrecord.h.
-// Thread-safety: Source is immutable after construction; a Reader belongs to one thread.
+// Thread-safety: Source is immutable after construction, but for what is known of checksums; a
+// Reader belongs to one thread.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "base/error.h"
+#include "base/sums.h"
 
 namespace nostall::source {
 
@@ -53,6 +57,11 @@ class Source {
   virtual std::span<const int64_t> labels() const = 0;
   virtual uint64_t total_bytes() const = 0;
   virtual uint64_t fingerprint() const = 0;
+  // Of where the data set lies and when it was changed last, as far as that is known without a look
+  // at its samples: another number is no other content, but a reason to look harder.
+  virtual uint64_t stamp() const { return 0; }
+  // Whether the same stamp means the same content, as with the ETags of objects.
+  virtual bool stamp_tells_content() const { return false; }
   // What to call the sample in a message: a path, and the place in it.
   virtual std::string describe(uint64_t sample) const = 0;
   // `depth`: requests that the reader may keep in flight at once.
@@ -67,6 +76,22 @@ class Source {
     static_cast<void>(sample);
     static_cast<void>(out);
   }
+
+  // Checksums of samples as far as this process knows them: from the file where they are kept
+  // (sums.h), and from loaders, which learn them. Readers do not look at them.
+  SampleSums& sums() const;
+  // Where they are kept, empty if nowhere, and how many the file has.
+  const std::string& sums_file() const noexcept { return sums_file_; }
+  uint64_t sums_kept() const noexcept { return sums_kept_; }
+  // To be called before other threads know the source.
+  void set_sums_file(const std::string& path) const { sums_file_ = path; }
+  void set_sums_kept(uint64_t known) const noexcept { sums_kept_ = known; }
+
+ private:
+  mutable std::once_flag sums_made_;
+  mutable SampleSums sums_;
+  mutable std::string sums_file_;
+  mutable std::atomic<uint64_t> sums_kept_{0};
 };
 
 // "file is shorter or longer than the index says" for kSizeChanged, the system's text for an errno.

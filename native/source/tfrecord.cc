@@ -17,7 +17,12 @@ uint64_t little(std::span<const std::byte> b) {
   return value;
 }
 
-uint32_t masked(uint32_t crc) { return ((crc >> 15) | (crc << 17)) + 0xa282ead8u; }
+constexpr uint32_t kMask = 0xa282ead8u;
+uint32_t masked(uint32_t crc) { return ((crc >> 15) | (crc << 17)) + kMask; }
+uint32_t unmasked(uint32_t word) {
+  word -= kMask;
+  return (word << 15) | (word >> 17);
+}
 
 }  // namespace
 
@@ -42,19 +47,19 @@ Result<TfRecords> scan_tfrecord(Window& window, bool check) {
     const uint64_t data = at + kBefore;
     const uint64_t left = window.file_size() - data;
     if (left < kAfter || length > left - kAfter) return damaged("is cut off");
-    if (check) {
-      uint32_t crc = 0;
-      for (uint64_t done = 0; done < length;) {
-        const auto size = static_cast<size_t>(std::min<uint64_t>(kStep, length - done));
-        const auto bytes = window.get(data + done, size);
-        if (bytes.empty()) return damaged("cannot be read");
-        crc = crc32c(bytes, crc);
-        done += size;
-      }
-      const auto after = window.get(data + length, kAfter);
-      if (after.empty()) return damaged("cannot be read");
-      if (little(after) != masked(crc)) return damaged("is damaged (its CRC is wrong)");
+    uint32_t crc = 0;
+    for (uint64_t done = 0; check && done < length;) {
+      const auto size = static_cast<size_t>(std::min<uint64_t>(kStep, length - done));
+      const auto bytes = window.get(data + done, size);
+      if (bytes.empty()) return damaged("cannot be read");
+      crc = crc32c(bytes, crc);
+      done += size;
     }
+    const auto after = window.get(data + length, kAfter);
+    if (after.empty()) return damaged("cannot be read");
+    const uint32_t said = unmasked(static_cast<uint32_t>(little(after)));
+    if (check && said != crc) return damaged("is damaged (its CRC is wrong)");
+    records.crc.push_back(said);
     records.offset.push_back(data);
     records.length.push_back(length);
     at = data + length + kAfter;

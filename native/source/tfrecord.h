@@ -12,6 +12,7 @@ namespace nostall::source {
 
 struct TfRecords {
   std::vector<uint64_t> offset, length;  // of the records' bytes
+  std::vector<uint32_t> crc;             // CRC32C of them, as the file says
 };
 
 // `check`: read every record and compare its CRC; lengths are always checked.

@@ -5,6 +5,7 @@
 
 #include "base/activity.h"
 #include "base/clock.h"
+#include "base/log.h"
 #include "stage/events.h"
 #include "stage/run.h"
 
@@ -54,6 +55,8 @@ void Loader::Run::own_loop(std::stop_token stop) {
       const Activity reading;
       reader->read(requests);
     }
+    const int64_t took = now_ns() - begin;
+    compare(requests, *reader);
     uint64_t bytes = 0;
     for (const source::ReadRequest& r : requests) {
       if (r.error != 0) {
@@ -69,7 +72,7 @@ void Loader::Run::own_loop(std::stop_token stop) {
     }
     trace::record(kReadOwned, begin, now_ns(),
                   {static_cast<int64_t>(requests.size()), static_cast<int64_t>(bytes)});
-    speeds_[size_t(Origin::source)].record(bytes, now_ns() - begin);
+    speeds_[size_t(Origin::source)].record(bytes, took);
     own_bytes_ += bytes;
     requests.clear();
     buffers.clear();
@@ -234,8 +237,13 @@ bool Loader::Run::from_tier(Fetch& fetch) {
   const int64_t begin = now_ns();
   if (cache.kind(sample) == tier::TierKind::ram) {
     if (!transformed()) {
-      std::memcpy(place_of(fetch.work).data(), cache.ram_view(sample).data(), size);
-    }
+      const std::span<std::byte> place = place_of(fetch.work);
+      std::memcpy(place.data(), cache.ram_view(sample).data(), size);
+      if (!sums_.agrees(sample, place)) {
+        cache.reject(sample);
+        return false;
+      }
+    }  // else compared just before it is decoded
     count(task, Origin::ram, size, now_ns() - begin);
     return true;
   }
@@ -391,6 +399,7 @@ void Loader::Run::read_source(std::span<Fetch* const> fetches, source::Reader& r
     reader.read(requests);
   }
   const int64_t took = now_ns() - begin;
+  compare(requests, reader);
   SpeedEstimate& speed = speeds_[size_t(Origin::source)];
   speed.record(bytes, took);
   const double best = best_source_.load(std::memory_order_relaxed);
@@ -448,13 +457,21 @@ std::vector<Loader::Run::Fetch*> Loader::Run::take_from_peers(std::span<Fetch* c
   uint64_t bytes = 0;
   for (size_t i = 0; i < fetches.size(); ++i) {
     Fetch& f = *fetches[i];
-    if (group.requests[i].outcome == peer::Outcome::here) {
+    const plan::SampleId sample = f.work.task->items[f.work.index].sample;
+    const bool here = group.requests[i].outcome == peer::Outcome::here;
+    if (here && sums_.agrees(sample, f.into)) {
       settle(f, 0, {});
       bytes += f.into.size();
       count(*f.work.task, Origin::peer, f.into.size(), took / static_cast<int64_t>(fetches.size()));
       if (f.claimed && f.to_file_tier) keep_copy(f, kept);
       finished.push_back(f.work);
       continue;
+    }
+    if (here && !warned_of_peers_.exchange(true)) {
+      log(LogLevel::warning, "another node sent " + config_.source->describe(sample) +
+                                 " with other bytes than those that this node read first: its copy "
+                                 "of the data set may be another one; the sample is read from the "
+                                 "source instead");
     }
     settle(f, EHOSTUNREACH, {});
     Task::Item& item = f.work.task->items[f.work.index];

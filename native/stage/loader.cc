@@ -74,6 +74,8 @@ void Loader::close() {
   if (::getpid() != owner_pid_) return;
   run_.reset();
   config_.peers.reset();
+  // What the node learned is kept with the index.
+  if (config_.cache) config_.source->sums().learn(config_.cache->sums());
   config_.cache.reset();
   closed_ = true;
 }

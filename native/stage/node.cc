@@ -2,7 +2,9 @@
 
 #include <algorithm>
 
+#include "base/log.h"
 #include "plan/cluster.h"
+#include "source/sums.h"
 
 namespace nostall::stage {
 namespace {
@@ -85,6 +87,28 @@ std::string arguments_of(const plan::JobSpec& job, const source::Source& source,
   return text;
 }
 
+// Takes out of a manifest what is not of the data set as it is now: all of it if that is another
+// version, whatever its names and sizes.
+void keep_this_content(const tier::TierSpec& spec, const source::Source& source,
+                       tier::Manifest& manifest) {
+  std::vector<tier::KeptRecord>& records = manifest.records;
+  if (records.empty()) return;
+  const bool same = manifest.stamp == source.stamp();
+  std::vector<source::KnownSum> known;
+  for (const tier::KeptRecord& r : records) known.push_back({r.sample, r.sum});
+  const source::Probe seen = source::probe(source, known, same);
+  if (source::another_version(seen, same)) {
+    log(LogLevel::warning, spec.path + ": the kept tier is of another version of the data set (" +
+                               std::to_string(seen.different) + " of " +
+                               std::to_string(seen.compared) + " samples differ); it starts empty");
+    records.clear();
+  }
+  std::erase_if(records, [&](const tier::KeptRecord& r) {
+    const uint32_t sum = source.sums().of(r.sample);
+    return sum != 0 && sum != r.sum;
+  });
+}
+
 }  // namespace
 
 NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const source::Source& source,
@@ -137,10 +161,15 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
   config.plan = mix(plan::fingerprint(job), first_epoch);
   config.arguments = arguments_of(job, source, node, first_epoch);
   config.tiers = node.tiers;
+  config.stamp = source.stamp();
+  config.judge = [&source](const tier::TierSpec& spec, tier::Manifest& kept) {
+    keep_this_content(spec, source, kept);
+  };
   attached.cache = tier::NodeCache::attach(
       config, source.sizes(), [&](std::span<const std::vector<plan::Resident>> kept) {
         return plan::place(source.sizes(), access, shapes, kept);
       });
+  attached.cache->sums().learn(source.sums());
   return attached;
 }
 

@@ -31,6 +31,7 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
       raw_pool_(std::move(raw_pool)),
       speeds_(speeds),
       decoding_(decoding),
+      sums_(config.cache ? config.cache->sums() : config.source->sums()),
       sizes_(config.source->sizes()),
       batches_per_epoch_(plan::batches_per_epoch(config.job)),
       first_epoch_(start.epoch),

@@ -117,6 +117,12 @@ class Loader::Run {
 
   void transform(Work work, image::Scratch& scratch, source::Reader& reader);
   void finish(std::span<const Work> works);
+  // Compares what was read with the samples' checksums, or learns them. Other bytes are read once
+  // more: the request has its error if they are other bytes again.
+  void compare(std::span<source::ReadRequest> requests, source::Reader& reader);
+  // The bytes of an item in the RAM tier if they are still right, else read anew; an empty span and
+  // the item's error if they cannot be had.
+  std::span<const std::byte> checked_view(Task::Item& item, source::Reader& reader);
   // Puts another sample in the place of a bad one, or records the error of the batch.
   void handle_bad(Work work, const std::string& reason, image::Scratch* scratch,
                   source::Reader& reader);
@@ -136,6 +142,8 @@ class Loader::Run {
   image::HeldBytes& decoding_;
   std::atomic<double> best_source_{0.0};  // seconds a byte, the best there was
   std::atomic<uint64_t> own_bytes_{0};    // read for the tiers alone, not yet in any batch's count
+  SampleSums& sums_;                      // the node's, or this process's where there are no tiers
+  std::atomic<bool> warned_of_reading_{false}, warned_of_peers_{false};
   const std::span<const uint64_t> sizes_;
   uint64_t batches_per_epoch_ = 0;
   const uint32_t first_epoch_;  // of this run

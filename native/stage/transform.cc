@@ -61,12 +61,11 @@ void Loader::Run::transform(Work work, image::Scratch& scratch, source::Reader& 
   const Position position = work.task->batch->position;
   span.values = {static_cast<int64_t>(item.sample), static_cast<int64_t>(sizes_[item.sample]),
                  position.epoch, static_cast<int64_t>(position.batch)};
+  std::span<const std::byte> bytes;
+  if (item.read_error == 0) bytes = checked_view(item, reader);
   if (item.read_error != 0) {
     handle_bad(work, item.read_why, &scratch, reader);
   } else {
-    const std::span<const std::byte> bytes =
-        item.raw ? std::span<const std::byte>(item.raw->data(), sizes_[item.sample])
-                 : config_.cache->ram_view(item.sample);
     const auto result =
         config_.pipeline->apply(bytes, key_of(work, item.sample), scratch, place_of(work));
     if (!result) handle_bad(work, result.error().what(), &scratch, reader);
@@ -123,12 +122,15 @@ bool Loader::Run::read_whole(plan::SampleId sample, std::span<std::byte> into,
       config_.cache->state(sample) == tier::State::ready) {
     if (config_.cache->kind(sample) == tier::TierKind::ram) {
       std::memcpy(into.data(), config_.cache->ram_view(sample).data(), into.size());
+      if (sums_.agrees(sample, into)) return true;
+      config_.cache->reject(sample);
+    } else if (config_.cache->file_read(sample, into)) {
       return true;
     }
-    if (config_.cache->file_read(sample, into)) return true;
   }
   source::ReadRequest request{sample, into, 0};
   reader.read({&request, 1});
+  compare({&request, 1}, reader);
   if (request.error != 0) reason = source::read_error_text(request);
   return request.error == 0;
 }

@@ -1,7 +1,8 @@
 // tier/catalog.h - the shared memory of a node's cache, as all its ranks see it.
 //
-// Header, then one word per arena chunk, then one word per sample. A word of a sample holds its
-// State in the low two bits and, while it is filling, the claiming local rank above them. Stamped
+// Header, then one word per arena chunk, then two words per sample: its state, then, after those of
+// all samples, its checksum (base/sums.h). A state has its State in the low two bits and, while the
+// sample is filling, the claiming local rank above them. Stamped
 // with magic, version and layout size, so that builds that do not agree refuse each other.
 #pragma once
 

@@ -159,8 +159,12 @@ class NodeCacheImpl final : public NodeCache {
 
   void file_write(uint64_t sample, std::span<const std::byte> bytes) override {
     const size_t t = tier_[sample];
-    const int error = write_record(files_, tier_files_[t].get(), offset_[sample], sample, bytes);
+    // What is known of the sample, not what lies here now: bytes that changed meanwhile are found.
+    const uint32_t known = sums_.of(sample), sum = known != 0 ? known : sample_sum(bytes);
+    const int error =
+        write_record(files_, tier_files_[t].get(), offset_[sample], sample, sum, bytes);
     if (error == 0) {
+      sums_.agrees(sample, sum);
       publish(sample);
       return;
     }
@@ -193,11 +197,25 @@ class NodeCacheImpl final : public NodeCache {
   bool file_read(uint64_t sample, std::span<std::byte> into) override {
     const size_t t = tier_[sample];
     const auto result = read_record(files_, tier_files_[t].get(), offset_[sample], sample, into);
-    if (result) return true;
+    if (result && sums_.agrees(sample, result.value())) return true;
     warn(t, "sample " + std::to_string(sample) + " in the file tier " + tier_paths_[t] + ": " +
-                result.error().what() + "; it is read from the source instead");
+                (result ? "a record is of another content than the one that was read first"
+                        : result.error().what()) +
+                "; it is read from the source instead");
     set(sample, State::failed);
     return false;
+  }
+
+  SampleSums& sums() noexcept override { return sums_; }
+  void reject(uint64_t sample) noexcept override {
+    try {
+      warn(tier_[sample], "sample " + std::to_string(sample) + " in the RAM tier" +
+                              " has changed since it was read (wrong CRC32C): check this "
+                              "machine's memory; it is read from the source instead");
+    } catch (const std::bad_alloc&) {
+      // The sample is not served, told or not.
+    }
+    set(sample, State::failed);
   }
 
   State wait(uint64_t sample, std::chrono::nanoseconds timeout, std::stop_token stop) override;
@@ -208,7 +226,7 @@ class NodeCacheImpl final : public NodeCache {
 
  private:
   uint64_t catalog_bytes() const {
-    return sizeof(CatalogHeader) + (chunks() + sizes_.size()) * sizeof(uint32_t);
+    return sizeof(CatalogHeader) + (chunks() + 2 * sizes_.size()) * sizeof(uint32_t);
   }
   uint64_t chunks() const { return (arena_bytes_ + chunk_bytes_ - 1) / chunk_bytes_; }
   Bucket& bucket_of(uint64_t sample) const { return header_->buckets[sample % kBuckets]; }
@@ -247,7 +265,7 @@ class NodeCacheImpl final : public NodeCache {
   void shorten_kept(size_t tier);
   void take_tier_files(std::vector<Descriptor>& files);
   void give();
-  void load_residents(size_t tier, std::span<const plan::Resident> residents);
+  void load_residents(size_t tier, std::span<const KeptRecord> records);
   void leave() noexcept;
   void write_manifest(size_t tier, bool last);
 
@@ -269,6 +287,7 @@ class NodeCacheImpl final : public NodeCache {
   CatalogHeader* header_ = nullptr;
   std::atomic<uint32_t>* chunk_words_ = nullptr;
   std::atomic<uint32_t>* words_ = nullptr;
+  SampleSums sums_;
   std::vector<Descriptor> tier_files_;
   std::vector<LockFile> kept_files_;  // of kept tiers, what locks them as long as a rank lives
   std::vector<Descriptor> kept_directories_;
@@ -298,6 +317,7 @@ void NodeCacheImpl::meet(const Placer& place, std::chrono::nanoseconds timeout) 
   const bool keeps = std::any_of(config_.tiers.begin(), config_.tiers.end(),
                                  [](const TierSpec& spec) { return spec.keep; });
   Kept kept(config_.tiers.size());
+  std::vector<std::vector<KeptRecord>> records(config_.tiers.size());
   // Ranks compute at the same time what does not depend on what earlier jobs left.
   if (!keeps) set_placement(place(kept));
   // Of the waits for other ranks: what this one computes is no fault of theirs.
@@ -309,7 +329,11 @@ void NodeCacheImpl::meet(const Placer& place, std::chrono::nanoseconds timeout) 
     open_tier_files();
     if (keeps) {
       for (size_t t = 0; t < kept.size(); ++t) {
-        if (kept_files_[t]) kept[t] = resident_samples(config_.tiers[t], config_.dataset);
+        if (!kept_files_[t]) continue;
+        Manifest manifest = kept_records(config_.tiers[t], config_.dataset, sizes_.size());
+        if (config_.judge) config_.judge(config_.tiers[t], manifest);
+        for (const KeptRecord& r : manifest.records) kept[t].push_back({r.sample, r.offset});
+        records[t] = std::move(manifest.records);
       }
       kept_samples_ = shared_list(kept);
     }
@@ -335,7 +359,7 @@ void NodeCacheImpl::meet(const Placer& place, std::chrono::nanoseconds timeout) 
     arena_file_ = create_arena();
     map_shared();
     for (size_t t = 0; t < kept.size(); ++t) {
-      if (kept_files_[t]) load_residents(t, kept[t]);
+      if (kept_files_[t]) load_residents(t, records[t]);
     }
     enter_member();
     try {
@@ -463,6 +487,7 @@ void NodeCacheImpl::map_shared() {
   header_ = reinterpret_cast<CatalogHeader*>(catalog_.data());
   chunk_words_ = reinterpret_cast<std::atomic<uint32_t>*>(catalog_.data() + sizeof(CatalogHeader));
   words_ = chunk_words_ + chunks();
+  sums_ = SampleSums(words_ + sizes_.size(), sizes_.size());
   if (arena_file_) {
     auto mapped = Mapping::map(reopen(arena_file_.get()).take(), "the RAM tier", arena_bytes_);
     if (mapped) {
@@ -633,9 +658,10 @@ void NodeCacheImpl::take_tier_files(std::vector<Descriptor>& files) {
   }
 }
 
-void NodeCacheImpl::load_residents(size_t t, std::span<const plan::Resident> residents) {
-  for (const plan::Resident& r : residents) {
+void NodeCacheImpl::load_residents(size_t t, std::span<const KeptRecord> records) {
+  for (const KeptRecord& r : records) {
     if (r.sample < sizes_.size() && tier_[r.sample] == t && offset_[r.sample] == r.offset) {
+      sums_.agrees(r.sample, r.sum);
       words_[r.sample].store(word_of(State::ready));
       header_->file_bytes.fetch_add(sizes_[r.sample] + kRecordHeader);
     }
@@ -760,11 +786,13 @@ void NodeCacheImpl::leave() noexcept {
 // came later. The last one flushes the file first; until then a record that never reached the disk
 // is found by its checksum.
 void NodeCacheImpl::write_manifest(size_t t, bool last) {
-  std::vector<plan::Resident> residents;
+  Manifest manifest{config_.stamp, {}};
   for (uint64_t s = 0; s < sizes_.size(); ++s) {
-    if (tier_[s] == t && state(s) == State::ready) residents.push_back({s, offset_[s]});
+    if (tier_[s] == t && state(s) == State::ready) {
+      manifest.records.push_back({s, offset_[s], sums_.of(s)});
+    }
   }
-  const std::vector<std::byte> bytes = serialize_manifest(config_.dataset, residents);
+  const std::vector<std::byte> bytes = serialize_manifest(config_.dataset, manifest);
   const std::string path = manifest_name(tier_paths_[t]), temporary = path + ".tmp";
   const int directory = kept_directories_[t].get();
   int error = last ? files_.fsync(tier_files_[t].get()) : 0;
@@ -787,7 +815,7 @@ void NodeCacheImpl::write_manifest(size_t t, bool last) {
 
 uint32_t record_overhead(TierKind kind) { return kind == TierKind::file ? kRecordHeader : 0; }
 
-std::vector<plan::Resident> resident_samples(const TierSpec& spec, uint64_t dataset) {
+Manifest kept_records(const TierSpec& spec, uint64_t dataset, uint64_t samples) {
   if (spec.kind != TierKind::file || !spec.keep) return {};
   const std::string path = manifest_name(kept_file_name(spec.path, dataset));
   const auto own = own_directory(kept_directory(spec.path));
@@ -800,14 +828,21 @@ std::vector<plan::Resident> resident_samples(const TierSpec& spec, uint64_t data
   const Descriptor& file = opened.value();
   struct stat status {};
   if (::fstat(file.get(), &status) != 0) return {};
+  const auto refuse = [&path](const std::string& why) {
+    log(LogLevel::warning, path + ": " + why + "; the kept tier starts empty");
+    return Manifest{};
+  };
+  if (static_cast<uint64_t>(status.st_size) > manifest_bytes(samples)) {
+    return refuse("damaged manifest: it lists more than the data set's " + std::to_string(samples) +
+                  " samples");
+  }
   std::vector<std::byte> bytes(static_cast<size_t>(status.st_size));
   if (FileSystem::real().pread(file.get(), bytes, 0) != status.st_size) return {};
-  auto residents = parse_manifest(bytes, dataset);
-  if (!residents) {
-    log(LogLevel::warning, path + ": " + residents.error().what() + "; the kept tier starts empty");
-    return {};
-  }
-  return std::move(residents).take();
+  auto manifest = parse_manifest(bytes, dataset);
+  if (!manifest) return refuse(manifest.error().what());
+  std::erase_if(manifest.value().records,
+                [samples](const KeptRecord& r) { return r.sample >= samples; });
+  return std::move(manifest).take();
 }
 
 std::unique_ptr<NodeCache> NodeCache::attach(const NodeCacheConfig& config,

@@ -38,7 +38,9 @@
 #include <vector>
 
 #include "base/file.h"
+#include "base/sums.h"
 #include "plan/placement.h"
+#include "tier/record.h"
 
 namespace nostall::tier {
 
@@ -66,11 +68,15 @@ struct NodeCacheConfig {
   std::string shm_directory = "/dev/shm";
   std::string proc_directory = "/proc";  // where the limits of memory are read (base/limits.h)
   FileSystem* files = nullptr;           // FileSystem::real() when null
+  uint64_t stamp = 0;                    // Source::stamp(), for the manifests of kept tiers
+  // Takes out of what a kept tier holds what is not of the content that is there now. Asked by the
+  // first rank of the node alone; empty: all of it is.
+  std::function<void(const TierSpec& spec, Manifest& kept)> judge{};
 };
 
-// Samples that a kept file tier of an earlier job already holds, with their offsets; empty if there
+// What a kept file tier of an earlier job holds of a data set of so many samples; nothing if there
 // is none that matches `dataset`.
-std::vector<plan::Resident> resident_samples(const TierSpec& spec, uint64_t dataset);
+Manifest kept_records(const TierSpec& spec, uint64_t dataset, uint64_t samples);
 
 // What lies where, given what each kept tier holds already, which stays where it is. Every rank
 // asks for itself and must get the same; which samples are kept is read by the first rank alone.
@@ -116,9 +122,16 @@ class NodeCache {
 
   // Bytes of a ready sample of the RAM tier; valid while this object lives.
   virtual std::span<const std::byte> ram_view(uint64_t sample) const noexcept = 0;
-  // Reads a ready sample of the file tier and checks its CRC32C; false (state failed, one warning)
-  // if it cannot be read or is not what was written.
+  // Reads a ready sample of the file tier and checks its CRC32C, and that against sums(); false
+  // (state failed, one warning) if it cannot be read or is not what was written.
   virtual bool file_read(uint64_t sample, std::span<std::byte> into) = 0;
+
+  // Checksums of samples, shared by the ranks of the node. Whoever fills a tier learns them before
+  // it publishes; whoever takes bytes out of the RAM tier compares them.
+  virtual SampleSums& sums() noexcept = 0;
+  // What a tier holds of a ready sample does not have the sample's checksum: ready -> failed, one
+  // warning a tier.
+  virtual void reject(uint64_t sample) noexcept = 0;
 
   // Waits while the sample is `filling`, until the deadline or a stop; takes back the claim of a
   // dead rank (the sample is then `empty`). Returns the state seen last.

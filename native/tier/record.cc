@@ -4,14 +4,15 @@
 #include <cstring>
 
 #include "base/crc32c.h"
+#include "base/sums.h"
 
 namespace nostall::tier {
 namespace {
 
-constexpr uint32_t kRecordMagic = 0x3152534e;    // "NSR1"
-constexpr uint32_t kManifestMagic = 0x314d534e;  // "NSM1"
-constexpr uint32_t kVersion = 1;
-constexpr size_t kManifestHeader = 24, kManifestEntry = 16;
+constexpr uint32_t kRecordMagic = 0x3252534e;    // "NSR2"
+constexpr uint32_t kManifestMagic = 0x324d534e;  // "NSM2"
+constexpr uint32_t kVersion = 2;
+constexpr size_t kManifestHeader = 32, kManifestEntry = 20, kManifestTail = 4;
 
 void put(std::byte* at, uint64_t value, size_t bytes) {
   for (size_t i = 0; i < bytes; ++i) at[i] = static_cast<std::byte>((value >> (8 * i)) & 0xff);
@@ -23,12 +24,12 @@ uint64_t get(const std::byte* at, size_t bytes) {
   return value;
 }
 
-std::array<std::byte, kRecordHeader> header_of(uint64_t sample, std::span<const std::byte> bytes) {
+std::array<std::byte, kRecordHeader> header_of(uint64_t sample, uint32_t sum, uint64_t length) {
   std::array<std::byte, kRecordHeader> header{};
   put(header.data(), kRecordMagic, 4);
-  put(header.data() + 4, bytes.size(), 4);
+  put(header.data() + 4, length, 4);
   put(header.data() + 8, sample, 8);
-  put(header.data() + 16, crc32c(bytes), 4);
+  put(header.data() + 16, sum, 4);
   return header;
 }
 
@@ -38,17 +39,17 @@ Error damaged(const std::string& what) {
 
 }  // namespace
 
-int write_record(FileSystem& files, int fd, uint64_t offset, uint64_t sample,
+int write_record(FileSystem& files, int fd, uint64_t offset, uint64_t sample, uint32_t sum,
                  std::span<const std::byte> bytes) {
   const int64_t n = files.pwrite(fd, bytes, offset + kRecordHeader);
   if (n < 0) return static_cast<int>(n);
-  const auto header = header_of(sample, bytes);
+  const auto header = header_of(sample, sum, bytes.size());
   const int64_t m = files.pwrite(fd, header, offset);
   return m < 0 ? static_cast<int>(m) : 0;
 }
 
-Result<std::monostate> read_record(FileSystem& files, int fd, uint64_t offset, uint64_t sample,
-                                   std::span<std::byte> into) {
+Result<uint32_t> read_record(FileSystem& files, int fd, uint64_t offset, uint64_t sample,
+                             std::span<std::byte> into) {
   std::array<std::byte, kRecordHeader> header{};
   const int64_t n = files.pread(fd, header, offset);
   const int64_t m = n == kRecordHeader ? files.pread(fd, into, offset + kRecordHeader) : n;
@@ -56,49 +57,58 @@ Result<std::monostate> read_record(FileSystem& files, int fd, uint64_t offset, u
   if (n != kRecordHeader || static_cast<size_t>(m) != into.size()) {
     return Error(ErrorKind::corruption, "a record is cut short");
   }
-  if (header != header_of(sample, into)) {
+  const uint32_t sum = sample_sum(into);
+  if (header != header_of(sample, sum, into.size())) {
     return Error(ErrorKind::corruption, "the CRC32C or the header of a record is wrong");
   }
-  return std::monostate{};
+  return sum;
 }
 
-std::vector<std::byte> serialize_manifest(uint64_t dataset,
-                                          std::span<const plan::Resident> residents) {
-  std::vector<std::byte> out(kManifestHeader + residents.size() * kManifestEntry + 4);
+uint64_t manifest_bytes(uint64_t records) noexcept {
+  return kManifestHeader + records * kManifestEntry + kManifestTail;
+}
+
+std::vector<std::byte> serialize_manifest(uint64_t dataset, const Manifest& manifest) {
+  std::vector<std::byte> out(manifest_bytes(manifest.records.size()));
   put(out.data(), kManifestMagic, 4);
   put(out.data() + 4, kVersion, 4);
   put(out.data() + 8, dataset, 8);
-  put(out.data() + 16, residents.size(), 8);
+  put(out.data() + 16, manifest.stamp, 8);
+  put(out.data() + 24, manifest.records.size(), 8);
   std::byte* at = out.data() + kManifestHeader;
-  for (const plan::Resident& r : residents) {
+  for (const KeptRecord& r : manifest.records) {
     put(at, r.sample, 8);
     put(at + 8, r.offset, 8);
+    put(at + 16, r.sum, 4);
     at += kManifestEntry;
   }
-  put(at, crc32c(std::span(out).first(out.size() - 4)), 4);
+  put(at, crc32c(std::span(out).first(out.size() - kManifestTail)), kManifestTail);
   return out;
 }
 
-Result<std::vector<plan::Resident>> parse_manifest(std::span<const std::byte> bytes,
-                                                   uint64_t dataset) {
-  if (bytes.size() < kManifestHeader + 4) return damaged("it is too short");
-  const auto content = bytes.first(bytes.size() - 4);
-  if (get(bytes.data() + content.size(), 4) != crc32c(content)) return damaged("wrong checksum");
+Result<Manifest> parse_manifest(std::span<const std::byte> bytes, uint64_t dataset) {
+  if (bytes.size() < manifest_bytes(0)) return damaged("it is too short");
+  const auto content = bytes.first(bytes.size() - kManifestTail);
+  if (get(bytes.data() + content.size(), kManifestTail) != crc32c(content)) {
+    return damaged("wrong checksum");
+  }
   if (get(content.data(), 4) != kManifestMagic) return damaged("wrong magic");
   if (get(content.data() + 4, 4) != kVersion) return damaged("unknown version");
   if (get(content.data() + 8, 8) != dataset) return damaged("it is of another data set");
-  const uint64_t count = get(content.data() + 16, 8);
+  const uint64_t count = get(content.data() + 24, 8);
   if (count != (content.size() - kManifestHeader) / kManifestEntry ||
       (content.size() - kManifestHeader) % kManifestEntry != 0) {
     return damaged("its length is wrong");
   }
-  std::vector<plan::Resident> residents(count);
+  Manifest manifest;
+  manifest.stamp = get(content.data() + 16, 8);
+  manifest.records.resize(count);
   const std::byte* at = content.data() + kManifestHeader;
-  for (plan::Resident& r : residents) {
-    r = {get(at, 8), get(at + 8, 8)};
+  for (KeptRecord& r : manifest.records) {
+    r = {get(at, 8), get(at + 8, 8), static_cast<uint32_t>(get(at + 16, 4))};
     at += kManifestEntry;
   }
-  return residents;
+  return manifest;
 }
 
 }  // namespace nostall::tier

@@ -1,4 +1,4 @@
-// tier/record.h - what lies in a tier file and in its manifest (docs/formats/tier.md, version 1).
+// tier/record.h - what lies in a tier file and in its manifest (docs/formats/tier.md, version 2).
 #pragma once
 
 #include <cstddef>
@@ -9,26 +9,36 @@
 
 #include "base/error.h"
 #include "base/file.h"
-#include "plan/placement.h"
 
 namespace nostall::tier {
 
-// In front of every sample of a file tier: magic, length, sample, CRC32C of the bytes, zero; all
+// In front of every sample of a file tier: magic, length, sample, its checksum, zero; all
 // little-endian.
 inline constexpr uint32_t kRecordHeader = 24;
 
-// Writes the bytes, then the header, so that a torn write leaves no valid record. 0 or -errno.
-int write_record(FileSystem& files, int fd, uint64_t offset, uint64_t sample,
+// Writes the bytes, then the header, so that a torn write leaves no valid record. `sum` is the
+// sample's checksum (base/sums.h). 0 or -errno.
+int write_record(FileSystem& files, int fd, uint64_t offset, uint64_t sample, uint32_t sum,
                  std::span<const std::byte> bytes);
-// Fills `into` and checks header and CRC32C; an Error of kind io or corruption otherwise.
-Result<std::monostate> read_record(FileSystem& files, int fd, uint64_t offset, uint64_t sample,
-                                   std::span<std::byte> into);
+// Fills `into`, checks header and checksum and gives the latter; else an Error of kind io or
+// corruption.
+Result<uint32_t> read_record(FileSystem& files, int fd, uint64_t offset, uint64_t sample,
+                             std::span<std::byte> into);
 
-// The samples that a kept tier file holds.
-std::vector<std::byte> serialize_manifest(uint64_t dataset,
-                                          std::span<const plan::Resident> residents);
-// Total: any bytes give the residents or an Error of kind corruption, also for another data set.
-Result<std::vector<plan::Resident>> parse_manifest(std::span<const std::byte> bytes,
-                                                   uint64_t dataset);
+// A sample that a kept tier file holds.
+struct KeptRecord {
+  uint64_t sample = 0, offset = 0;
+  uint32_t sum = 0;
+  friend bool operator==(const KeptRecord&, const KeptRecord&) = default;
+};
+struct Manifest {
+  uint64_t stamp = 0;  // Source::stamp() of the source that the bytes are of
+  std::vector<KeptRecord> records;
+};
+std::vector<std::byte> serialize_manifest(uint64_t dataset, const Manifest& manifest);
+// Total: any bytes give a manifest or an Error of kind corruption, also for another data set.
+Result<Manifest> parse_manifest(std::span<const std::byte> bytes, uint64_t dataset);
+// Bytes of a manifest of so many records.
+uint64_t manifest_bytes(uint64_t records) noexcept;
 
 }  // namespace nostall::tier

@@ -177,7 +177,29 @@ class Source:
     def fingerprint(self) -> int: ...
     def describe(self, sample: int) -> str: ...
     def read(self, sample: int) -> bytes:
-        """The bytes of one sample. Raises IoError with its path."""
+        """
+        The bytes of one sample. Raises IoError with its path, CorruptionError if they are not those that were read first.
+        """
+
+    def open_sums(self, path: str) -> str:
+        """
+        Takes the checksums kept there, if they hold; else why they, and the index they lie beside, are of another content.
+        """
+
+    def keep_sums(self) -> int:
+        """Keeps what was learned in that file; 0 or -errno."""
+
+    @property
+    def sums(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+        """The checksum of every sample, 0 where it is not known yet."""
+
+    def learn_sums(
+        self,
+        sums: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+    ) -> None:
+        """Takes checksums over where none is known; 0: not known."""
 
 class FolderSource(Source):
     @property
@@ -280,7 +302,7 @@ def scan_tar(storage: Storage, keep: str, threads: int, progress: Callable | Non
 
 def scan_tfrecord(storage: Storage, check: bool, threads: int, progress: Callable | None) -> tuple:
     """
-    (file, offset, length) of all records; `check` compares their checksums too.
+    (file, offset, length, CRC32C) of all records; `check` compares the latter too.
     """
 
 def find_payloads(
@@ -299,9 +321,12 @@ def find_payloads(
     label: str,
     threads: int,
     progress: Callable | None,
+    crc: Annotated[
+        NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
 ) -> tuple:
     """
-    (offset, length, label, shape) of the image in every record; shape is (n * 3,): channels, height, width of pixels that are not encoded, else zeros.
+    (offset, length, label, shape, sums) of the image in every record; shape is (n * 3,): channels, height, width of pixels that are not encoded, else zeros; sums are checksums where `crc`, the CRC32C of every record or empty, gives them, else zeros.
     """
 
 class RecordTable:

@@ -95,6 +95,13 @@ def _peer_timeout_ms(environment: Mapping[str, str]) -> int:
     return int(given)
 
 
+def _end(loader: _native.Loader, learned: Source | None) -> None:
+    """Closes; `learned` is the source whose checksums this rank keeps for the next job."""
+    loader.close()
+    if learned is not None:
+        learned.keep_sums()
+
+
 class RawBatch:
     """Samples of one batch as they lie in the source, in one buffer.
 
@@ -715,7 +722,8 @@ class DataLoader:
                 **self._reach(met),
             )
             self._finalizer.detach()
-            self._finalizer = weakref.finalize(self, self._loader.close)
+            learned = self.dataset if self.world.rank == 0 else None
+            self._finalizer = weakref.finalize(self, functools.partial(_end, self._loader, learned))
             metrics.add(self)
             if trace.wanted():
                 trace.begin(

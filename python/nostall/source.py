@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ from nostall.errors import CorruptionError, IoError, UsageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+_log = logging.getLogger("nostall")
 
 #: torchvision's IMG_EXTENSIONS, so that both see the same files.
 IMAGE_EXTENSIONS = (
@@ -136,8 +140,23 @@ class Source:
 
         Raises:
             IoError: the file cannot be read or is not as long as the index says, with its path.
+            CorruptionError: they are not the bytes that were read first.
         """
         return self.native.read(sample)
+
+    def keep_sums(self) -> None:
+        """Keeps the checksums that were learned beside the index, where there is one."""
+        error = self.native.keep_sums()
+        # A data set that cannot be written to is the usual case, not a fault.
+        if error != 0 and -error not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            _log.warning(
+                "cannot store the checksums of %s: %s", self.describe(0), os.strerror(-error)
+            )
+
+    def _open_sums(self, index: str) -> str:
+        """Takes the checksums that are kept beside the index; why not, if they are of another
+        content."""
+        return self.native.open_sums(f"{index}.sums") if index else ""
 
 
 class ImageFolder(Source):
@@ -175,14 +194,17 @@ class ImageFolder(Source):
             "allow_empty": allow_empty,
             "extensions": extensions,
         }
+        stored = index_path(self.root, index)
         self.native = _native.open_folder(
             root=self.root,
-            index_path=index_path(self.root, index),
+            index_path=stored,
             extensions=[e.lower() for e in extensions],
             class_per_folder=True,
             allow_empty=allow_empty,
             threads=_LISTING_THREADS,
         )
+        if why := self._open_sums(stored):
+            _log.warning("%s: %s; checksums are learned anew", self.root, why)
 
     @property
     def classes(self) -> list[str]:
@@ -301,9 +323,9 @@ def index_path(root: str, index: bool | str | os.PathLike[str] = True) -> str:
 
 def cache_folder() -> Path | None:
     """The user's folder for what can be made again; None if there can be none."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nostall"
     try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nostall"
         cache.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: neither HOME nor an entry in passwd
         return None
     return cache

@@ -163,7 +163,7 @@ class LMDB(RecordStore):
         if self._values == "raw" and self._label is None:
             label = self._labels_of(records, chosen)
         if self._values != "raw":
-            offset, length, label, shapes = _native.find_payloads(
+            offset, length, label, shapes, _ = _native.find_payloads(
                 storage=self.storage,
                 file=np.empty(0, np.uint32),
                 offset=np.ascontiguousarray(offset),
@@ -173,6 +173,7 @@ class LMDB(RecordStore):
                 label=self._features[1] if self._label is None else "",
                 threads=_THREADS,
                 progress=self._progress,
+                crc=np.empty(0, np.uint32),
             )
             found = self._shape(shapes.reshape(-1, 3), records, chosen)
         if callable(self._label):

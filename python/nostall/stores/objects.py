@@ -74,8 +74,8 @@ def connect(root: str) -> Any:
 
 def _profile(root: str) -> dict[str, Any]:
     """Credentials of a profile (``~/.aws``), which the client itself does not read."""
-    folder = Path.home() / ".aws"
     named = os.environ.get("AWS_PROFILE", "")
+    folder = Path(os.path.expanduser("~/.aws"))  # stays so where the user has no home
     there = named or (folder / "credentials").exists() or (folder / "config").exists()
     direct = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE")
     if not root.startswith(("s3://", "s3a://")) or not there or any(map(os.environ.get, direct)):

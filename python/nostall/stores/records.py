@@ -81,29 +81,47 @@ class RecordStore(Source):
         coalesce: bool = True,
         page_size: Callable[[], int] = lambda: 0,
         database: str = "",
+        sums: Callable[[], NDArray[np.uint32] | None] = lambda: None,
     ) -> None:
-        """Takes the stored table if it still holds, else scans and stores."""
+        """Takes the stored table if it still holds, else scans and stores. `sums` gives the
+        checksums that the scan found, if any."""
         self.index_file = records_path(self.storage.paths, f"{kind} {database}", index)
         table, why = self._stored(kind, stamp())
-        self.index_reused = table is not None
-        if table is None:
-            if _only_look.get():
-                raise _Outdated(self.index_file, why)
-            if why and os.path.exists(self.index_file):
-                _log.info("%s: %s; examining the data set again", self.index_file, why)
-            table = scan()
-            if self.index_file:
-                self._store(table)
-        if len(table) == 0:
-            raise UsageError(f"{self.storage.paths[0]} has no samples")
-        self.native = _native.record_source(
-            storage=self.storage,
-            table=table,
-            max_read=parse_size(max_read),
-            coalesce=coalesce,
-            page_size=page_size(),
-            database=database,
-        )
+
+        def source(table: _native.RecordTable) -> _native.RecordSource:
+            if len(table) == 0:
+                raise UsageError(f"{self.storage.paths[0]} has no samples")
+            return _native.record_source(
+                storage=self.storage,
+                table=table,
+                max_read=parse_size(max_read),
+                coalesce=coalesce,
+                page_size=page_size(),
+                database=database,
+            )
+
+        if table is not None:
+            self.native = source(table)
+            if why := self._open_sums(self.index_file):
+                _log.warning("%s: %s; examining the data set again", self.index_file, why)
+        self.index_reused = table is not None and not why
+        if self.index_reused:
+            return
+        if _only_look.get():
+            raise _Outdated(self.index_file, why)
+        if why and os.path.exists(self.index_file):
+            _log.info("%s: %s; examining the data set again", self.index_file, why)
+        table = scan()
+        if self.index_file:
+            self._store(table)
+        self.native = source(table)
+        found = sums()
+        if found is not None:
+            self.native.learn_sums(found)
+        if why := self._open_sums(self.index_file):
+            _log.warning("%s: %s; checksums are learned anew", self.storage.paths[0], why)
+        if found is not None:
+            self.keep_sums()
 
     def _stored(self, kind: str, stamp: str) -> tuple[_native.RecordTable | None, str]:
         """The stored table, or why there is none that holds."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from nostall.stores.records import (
     shard_paths,
 )
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 _THREADS = 8
 
 
@@ -29,8 +32,9 @@ class TFRecord(RecordStore):
         files: a list of files, a pattern (``train-*-of-01024``), a folder, or a URL of them.
         values: ``"example"`` (tf.train.Example: image and label features) or ``"raw"``.
         image, label: names of the features; `label` None where there is none.
-        check: ``"lengths"`` compares the checksums of the lengths while scanning; ``"all"`` reads
-            every record once and compares its own too.
+        check: ``"lengths"`` compares the checksums of the lengths while scanning and takes those of
+            the records along, which every later reading is compared with; ``"all"`` reads every
+            record once and compares at once.
         index: True keeps the places beside the first file, or in the user's cache folder where that
             is read-only; a path keeps them there; False nowhere.
         direct, coalesce, max_read: as for ``LMDB``.
@@ -79,13 +83,17 @@ class TFRecord(RecordStore):
         if values == "example":
             stamp += f" image={image} label={label}"
 
+        sums: NDArray[np.uint32] | None = None
+
         def scan() -> _native.RecordTable:
-            file, offset, length = _native.scan_tfrecord(
+            nonlocal sums
+            file, offset, length, crc = _native.scan_tfrecord(
                 storage=self.storage, check=check == "all", threads=_THREADS, progress=progress
             )
+            sums = np.maximum(crc, 1)  # 0 is kept as 1
             labels = None
             if values == "example":
-                offset, length, labels, _ = _native.find_payloads(
+                offset, length, labels, _, sums = _native.find_payloads(
                     storage=self.storage,
                     file=file,
                     offset=offset,
@@ -95,6 +103,7 @@ class TFRecord(RecordStore):
                     label=label or "",
                     threads=_THREADS,
                     progress=progress,
+                    crc=crc,
                 )
             return self._table(
                 "tfrecord",
@@ -112,4 +121,5 @@ class TFRecord(RecordStore):
             index=index,
             max_read=max_read,
             coalesce=coalesce,
+            sums=lambda: sums,
         )

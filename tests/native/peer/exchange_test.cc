@@ -3,6 +3,8 @@
 
 #include <gmock/gmock.h>
 
+#include <array>
+
 #include "nodes.h"
 
 namespace nostall::peer {
@@ -74,6 +76,31 @@ TEST_F(ExchangeTest, PushedSamplesAreThereAndCanBeFetched) {
     EXPECT_EQ(refused, 0u);
   }
   EXPECT_TRUE(warnings_.empty()) << warnings_[0];
+}
+
+TEST_F(ExchangeTest, WhatChangedInAnOwnersTierIsNotSent) {
+  auto members = start(2);
+  const std::array<uint64_t, 2> samples{0, 2};
+  for (const uint64_t s : samples) {
+    auto bytes = std::make_shared<std::vector<std::byte>>(bytes_of(s));
+    ASSERT_TRUE(eventually([&] { return members[1].exchange->where(s, 0) == Where::source; }));
+    ASSERT_TRUE(members[1].exchange->push(s, *bytes, bytes, {}));
+    ASSERT_TRUE(eventually([&] { return members[0].cache->state(s) == tier::State::ready; }));
+  }
+  const_cast<std::byte*>(members[0].cache->ram_view(0).data())[9] ^= std::byte{1};
+  std::vector<std::byte> into;
+  EXPECT_EQ(fetch(*members[1].exchange, 0, into), Outcome::never);
+  EXPECT_EQ(members[0].cache->state(0), tier::State::failed);
+  EXPECT_EQ(fetch(*members[1].exchange, 2, into), Outcome::here);
+  EXPECT_EQ(into, bytes_of(2));
+  // Nor is a push taken that is of another content than the one that its owner knows.
+  members[0].cache->sums().agrees(4, 12345);
+  auto other = std::make_shared<std::vector<std::byte>>(bytes_of(4));
+  EXPECT_TRUE(members[1].exchange->push(4, *other, other, {}));
+  auto good = std::make_shared<std::vector<std::byte>>(bytes_of(6));
+  EXPECT_TRUE(members[1].exchange->push(6, *good, good, {}));
+  ASSERT_TRUE(eventually([&] { return members[0].cache->state(6) == tier::State::ready; }));
+  EXPECT_EQ(members[0].cache->state(4), tier::State::empty);
 }
 
 TEST_F(ExchangeTest, AWrongSecretGetsNothing) {

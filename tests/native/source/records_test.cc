@@ -425,6 +425,50 @@ TEST(RecordSource, RefusesBytesOfAFileThatChanges) {
   }
 }
 
+TEST(RecordSource, AFileThatWasTouchedBeforeAnythingIsKnownOfItIsRefused) {
+  const Data d = regular(20, 1000, 0);
+  const RecordSource source(d.storage, d.table, {});
+  const auto reader = source.make_reader(ReaderKind::pread, 1);
+  Requests r(source, {1, 5, 19});
+  d.storage->change = "it was written to since it was opened";
+  d.storage->time = 7;
+  reader->read(r.requests);
+  EXPECT_EQ(r.requests[0].error, kWrongBytes);
+  const std::string& content = d.storage->content();
+  source.sums().agrees(3, std::as_bytes(std::span(content).subspan(d.table.offset[3], 1000)));
+  reader->read(r.requests);
+  EXPECT_EQ(r.requests[0].error, 0);
+}
+
+TEST(RecordSource, AFileThatWasOnlyTouchedIsTheSame) {
+  const Data d = regular(20, 1000, 0);
+  bool same = true;
+  RecordOptions options;
+  options.same = [&same](RangeReader&, const RecordTable&, uint32_t) { return same; };
+  const RecordSource source(d.storage, d.table, options);
+  const auto reader = source.make_reader(ReaderKind::pread, 1);
+  Requests r(source, {1, 5, 19});
+  const auto errors = [&] {
+    reader->read(r.requests);
+    return std::set<int>{r.requests[0].error, r.requests[1].error, r.requests[2].error};
+  };
+  EXPECT_EQ(errors(), std::set<int>{0});
+  d.storage->change = "it was written to since it was opened";
+  d.storage->time = 7;
+  EXPECT_EQ(errors(), std::set<int>{0});
+  // The content of a sample that was read before decides; what was found out is not asked again.
+  d.storage->content()[d.table.offset[5] + 10] ^= 1;
+  EXPECT_EQ(errors(), std::set<int>{0});
+  d.storage->time = 8;
+  EXPECT_EQ(errors(), std::set<int>{kWrongBytes});
+  d.storage->content()[d.table.offset[5] + 10] ^= 1;
+  EXPECT_EQ(errors(), std::set<int>{0});
+  // And so does what the format says of itself.
+  d.storage->time = 9;
+  same = false;
+  EXPECT_EQ(errors(), std::set<int>{kWrongBytes});
+}
+
 TEST(RecordSource, RefusesTablesThatAreNotOfTheseFiles) {
   const auto kind_of = [](const std::function<void(RecordTable&)>& bend) {
     Data d = regular(5, 100, 0);

@@ -49,6 +49,7 @@ TEST(TfRecord, FindsEveryRecord) {
     ASSERT_EQ(records.value().length.size(), contents.size());
     for (size_t i = 0; i < contents.size(); ++i) {
       EXPECT_EQ(bytes.substr(records.value().offset[i], records.value().length[i]), contents[i]);
+      EXPECT_EQ(records.value().crc[i], crc32c(std::as_bytes(std::span(contents[i]))));
     }
     EXPECT_TRUE(scan_bytes("", check).value().length.empty());
   }

@@ -117,6 +117,8 @@ class QuickNeighbour final : public tier::NodeCache {
   bool file_read(uint64_t s, std::span<std::byte> into) override {
     return cache_->file_read(s, into);
   }
+  SampleSums& sums() noexcept override { return cache_->sums(); }
+  void reject(uint64_t s) noexcept override { cache_->reject(s); }
   tier::State wait(uint64_t s, std::chrono::nanoseconds timeout, std::stop_token stop) override {
     return cache_->wait(s, timeout, std::move(stop));
   }

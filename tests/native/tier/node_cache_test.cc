@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <atomic>
 #include <cstring>
@@ -357,10 +358,11 @@ TEST_F(NodeCacheTest, AKeptTierServesTheNextJobOnTheSameData) {
     put(*cache, 2);
     put(*cache, 7);
   }
-  const auto residents = resident_samples(c.tiers[0], c.dataset);
-  ASSERT_EQ(residents.size(), 2u);
-  EXPECT_EQ(residents[1].sample, 7u);
-  EXPECT_TRUE(resident_samples(c.tiers[0], c.dataset + 1).empty());
+  const auto kept = kept_records(c.tiers[0], c.dataset, kSamples).records;
+  ASSERT_EQ(kept.size(), 2u);
+  EXPECT_EQ(kept[1].sample, 7u);
+  EXPECT_EQ(kept[1].sum, sample_sum(bytes_of(7)));
+  EXPECT_TRUE(kept_records(c.tiers[0], c.dataset + 1, kSamples).records.empty());
   c.job = "another";
   c.plan = 99;
   const auto next = attach(c);
@@ -516,7 +518,7 @@ TEST_F(NodeCacheTest, AJobThatStartsWhileAnotherOneLeavesAgreesOnWhatIsKept) {
   EXPECT_EQ(*lists, (std::vector<size_t>{0, 0}));
   put(*b0, 5);
   EXPECT_EQ(b1->state(5), State::ready);
-  EXPECT_EQ(resident_samples(kept("b", 0).tiers[0], 11).size(), 2u);
+  EXPECT_EQ(kept_records(kept("b", 0).tiers[0], 11, kSamples).records.size(), 2u);
 }
 
 TEST_F(NodeCacheTest, ATierIsKeptOnlyInADirectoryThatIsOurs) {
@@ -577,9 +579,70 @@ TEST_F(NodeCacheTest, WhatWasKeptSurvivesRanksThatDieAfterOneHasLeft) {
     put(*leaving, 4);
   }
   // The other rank has not left, and may never do so.
-  const auto residents = resident_samples(kept(0).tiers[0], 11);
-  ASSERT_EQ(residents.size(), 1u);
-  EXPECT_EQ(residents[0].sample, 4u);
+  const auto records = kept_records(kept(0).tiers[0], 11, kSamples).records;
+  ASSERT_EQ(records.size(), 1u);
+  EXPECT_EQ(records[0].sample, 4u);
+}
+
+TEST_F(NodeCacheTest, ARecordThatWasPlantedIsFound) {
+  // A whole record, header and all, of another content than the one that the manifest says.
+  auto c = config(0, 1, TierKind::file);
+  c.tiers[0].keep = true;
+  put(*attach(c), 2);
+  const auto next = attach(c);
+  for (const auto& e : fs::recursive_directory_iterator(root_ / "disk")) {
+    if (e.path().extension() != ".tier") continue;
+    const Descriptor file(::open(e.path().c_str(), O_RDWR));
+    const std::vector<std::byte> other(kSize, std::byte{77});
+    ASSERT_EQ(write_record(FileSystem::real(), file.get(), 2 * (kSize + kRecordHeader), 2,
+                           sample_sum(other), other),
+              0);
+  }
+  std::vector<std::byte> into(kSize);
+  EXPECT_FALSE(next->file_read(2, into));
+  EXPECT_EQ(next->state(2), State::failed);
+  ASSERT_EQ(warnings_.size(), 1u);
+  EXPECT_NE(warnings_[0].find("another content"), std::string::npos) << warnings_[0];
+}
+
+TEST_F(NodeCacheTest, WhatAKeptTierHoldsIsJudgedBeforeItIsUsed) {
+  auto c = config(0, 1, TierKind::file);
+  c.tiers[0].keep = true;
+  c.stamp = 5;
+  {
+    const auto cache = attach(c);
+    put(*cache, 2);
+    put(*cache, 7);
+  }
+  uint64_t stamp = 0;
+  c.judge = [&stamp](const TierSpec&, Manifest& kept) {
+    stamp = kept.stamp;
+    std::erase_if(kept.records, [](const KeptRecord& r) { return r.sample == 2; });
+  };
+  const auto next = attach(c);
+  EXPECT_EQ(stamp, 5u);
+  EXPECT_EQ(next->state(2), State::empty);
+  EXPECT_EQ(next->state(7), State::ready);
+  EXPECT_EQ(next->sums().of(7), sample_sum(bytes_of(7)));
+}
+
+TEST_F(NodeCacheTest, WhatIsNoManifestIsNeitherReadNorWaitedFor) {
+  auto c = config(0, 1, TierKind::file);
+  c.tiers[0].keep = true;
+  put(*attach(c), 2);
+  fs::path manifest;
+  for (const auto& e : fs::recursive_directory_iterator(root_ / "disk")) {
+    if (e.path().extension() == ".manifest") manifest = e.path();
+  }
+  ASSERT_FALSE(manifest.empty());
+  fs::resize_file(manifest, uint64_t{1} << 42);
+  EXPECT_TRUE(kept_records(c.tiers[0], c.dataset, kSamples).records.empty());
+  fs::remove(manifest);
+  ASSERT_EQ(::mkfifo(manifest.c_str(), 0600), 0);
+  EXPECT_TRUE(kept_records(c.tiers[0], c.dataset, kSamples).records.empty());
+  ASSERT_EQ(warnings_.size(), 2u);
+  EXPECT_NE(warnings_[0].find("more than the data set's 10 samples"), std::string::npos);
+  EXPECT_NE(warnings_[1].find("not a regular file"), std::string::npos);
 }
 
 TEST_F(NodeCacheTest, ARankThatPlacesItsSamplesForLongStillWaitsForTheOthers) {
@@ -641,10 +704,10 @@ TEST_F(NodeCacheTest, OnlyTheLastRankThatLeavesFlushesWhatIsKept) {
   put(*second, 5);
   second.reset();
   EXPECT_EQ(disk.flushes, 3);  // of the tier, too
-  const auto residents = resident_samples(kept(0).tiers[0], 11);
-  ASSERT_EQ(residents.size(), 2u);
-  EXPECT_EQ(residents[0].sample, 4u);
-  EXPECT_EQ(residents[1].sample, 5u);
+  const auto records = kept_records(kept(0).tiers[0], 11, kSamples).records;
+  ASSERT_EQ(records.size(), 2u);
+  EXPECT_EQ(records[0].sample, 4u);
+  EXPECT_EQ(records[1].sample, 5u);
 }
 
 }  // namespace

@@ -2,17 +2,20 @@
 
 #include <gtest/gtest.h>
 
+#include <string>
+#include <string_view>
+
 namespace nostall::tier {
 namespace {
 
 TEST(Manifest, SurvivesTheRoundTripAndNothingElse) {
-  const std::vector<plan::Resident> residents{{1, 0}, {7, 124}, {9, 5000}};
-  const auto bytes = serialize_manifest(42, residents);
+  const Manifest manifest{5, {{1, 0, 11}, {7, 124, 12}, {9, 5000, 0xffffffff}}};
+  const auto bytes = serialize_manifest(42, manifest);
+  EXPECT_EQ(bytes.size(), manifest_bytes(3));
   const auto parsed = parse_manifest(bytes, 42);
   ASSERT_TRUE(parsed);
-  ASSERT_EQ(parsed.value().size(), 3u);
-  EXPECT_EQ(parsed.value()[1].sample, 7u);
-  EXPECT_EQ(parsed.value()[1].offset, 124u);
+  EXPECT_EQ(parsed.value().stamp, 5u);
+  EXPECT_EQ(parsed.value().records, manifest.records);
   EXPECT_FALSE(parse_manifest(bytes, 43));
   for (size_t i = 0; i < bytes.size(); ++i) {
     EXPECT_FALSE(parse_manifest(std::span(bytes).first(i), 42)) << i;
@@ -20,6 +23,20 @@ TEST(Manifest, SurvivesTheRoundTripAndNothingElse) {
     damaged[i] ^= std::byte{1};
     EXPECT_FALSE(parse_manifest(damaged, 42)) << i;
   }
+}
+
+TEST(Manifest, IsWrittenAsTheFormatSays) {
+  const auto bytes = serialize_manifest(0x0102030405060708, {9, {{1, 24, 0xe3069283}}});
+  std::string text;
+  for (const std::byte b : bytes) {
+    constexpr std::string_view kDigits = "0123456789abcdef";
+    text += kDigits[size_t(b) >> 4];
+    text += kDigits[size_t(b) & 15];
+  }
+  EXPECT_EQ(text,
+            "4e534d3202000000080706050403020109000000000000000100000000000000"
+            "01000000000000001800000000000000839206e3"
+            "c6273a4d");
 }
 
 }  // namespace

@@ -153,3 +153,29 @@ def test_features_that_are_not_there(tmp_path: Path) -> None:
     start = write_tfrecord(path, [b"\xff" * 30])[0]
     with pytest.raises(CorruptionError, match=rf"offset {start} of .*is no tf\.train\.Example"):
         nostall.TFRecord(path)
+
+
+@pytest.mark.parametrize("values", ["example", "raw"])
+def test_the_files_own_checksums_are_compared_at_every_reading(tmp_path: Path, values: str) -> None:
+    contents = images(20, seed=1)
+    path = tmp_path / "a.tfrecord"
+    write_tfrecord(path, examples(contents))
+    kinds: dict[str, object] = {"values": values, "index": False}
+    source = nostall.TFRecord(path, **kinds)  # type: ignore[arg-type]
+    # Known before any record was read.
+    assert source.native.sums.all()
+    if values == "example":
+        assert [source.read(i) for i in range(20)] == contents
+    _, offset, length = source.places
+    bad = int(np.flatnonzero(np.array([len(c) for c in contents]))[4])
+    with path.open("r+b") as file:
+        file.seek(int(offset[bad]) + int(length[bad]) // 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 16]))
+    opened = nostall.TFRecord(path, **kinds)  # type: ignore[arg-type]
+    with (
+        nostall.DataLoader(opened, 5, tiers=[], output="numpy") as loader,
+        pytest.raises(CorruptionError, match=rf"a\.tfrecord at offset {offset[bad]}.*CRC32C"),
+    ):
+        list(loader)

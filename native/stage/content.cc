@@ -1,0 +1,51 @@
+// Whether bytes are still those that were read first (base/sums.h), wherever they come from.
+#include <new>
+
+#include "base/log.h"
+#include "source/sums.h"
+#include "stage/run.h"
+
+namespace nostall::stage {
+void Loader::Run::compare(std::span<source::ReadRequest> requests, source::Reader& reader) {
+  for (source::ReadRequest& r : requests) {
+    if (r.error != 0 || sums_.agrees(r.sample, r.into)) continue;
+    // Read again: damage on the way is not another content.
+    reader.read({&r, 1});
+    if (r.error != 0) continue;
+    const uint32_t now = sample_sum(r.into);
+    if (sums_.agrees(r.sample, now)) {
+      if (!warned_of_reading_.exchange(true)) {
+        log(LogLevel::warning, config_.source->describe(r.sample) +
+                                   " was read with wrong bytes, and with the right ones at a "
+                                   "second reading: check storage and memory of this machine");
+      }
+      continue;
+    }
+    r.error = source::kWrongBytes;
+    r.why = source::changed_text(*config_.source, sums_.of(r.sample), now);
+  }
+}
+
+std::span<const std::byte> Loader::Run::checked_view(Task::Item& item, source::Reader& reader) {
+  const uint64_t size = sizes_[item.sample];
+  if (item.raw) return {item.raw->data(), size};
+  const std::span<const std::byte> view = config_.cache->ram_view(item.sample);
+  if (sums_.agrees(item.sample, view)) return view;
+  config_.cache->reject(item.sample);
+  source::ReadRequest request{item.sample, {}};
+  try {
+    item.raw = raw_pool_->take(size);
+    request.into = {item.raw->data(), size};
+    reader.read({&request, 1});
+  } catch (const std::bad_alloc&) {
+    request.error = ENOMEM;
+  }
+  compare({&request, 1}, reader);
+  own_bytes_ += size;
+  item.read_error = request.error;
+  if (request.error == 0) return request.into;
+  item.read_why = source::read_error_text(request);
+  return {};
+}
+
+}  // namespace nostall::stage

@@ -1,0 +1,214 @@
+// Checksums of samples: what is learned, how it is kept, and the probe.
+#include "source/sums.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+
+#include "base/crc32c.h"
+#include "source/folder.h"
+#include "source/index.h"
+#include "source/scan.h"
+#include "temporary.h"
+
+namespace nostall::source {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::span<const std::byte> bytes_of(std::string_view text) {
+  return std::as_bytes(std::span(text.data(), text.size()));
+}
+
+TEST(SampleSums, TheFirstOneDecides) {
+  SampleSums sums(3);
+  EXPECT_EQ(sums.of(1), 0u);
+  EXPECT_TRUE(sums.agrees(1, bytes_of("123456789")));
+  EXPECT_EQ(sums.of(1), 0xe3069283u);
+  EXPECT_TRUE(sums.agrees(1, bytes_of("123456789")));
+  EXPECT_FALSE(sums.agrees(1, bytes_of("123456788")));
+  EXPECT_EQ(sums.of(1), 0xe3069283u);
+  EXPECT_EQ(sums.known(), 1u);
+}
+
+TEST(SampleSums, NoBytesHaveAChecksumToo) {
+  SampleSums sums(1);
+  EXPECT_TRUE(sums.agrees(0, bytes_of("")));
+  EXPECT_EQ(sums.of(0), 1u);
+}
+
+TEST(SampleSums, APartsFollowsFromTheWhole) {
+  const std::string text = random_bytes(5000, 3);
+  for (const size_t before : {size_t{0}, size_t{1}, size_t{37}, size_t{2500}}) {
+    for (const size_t after : {size_t{0}, size_t{1}, size_t{111}, size_t{2500}}) {
+      const size_t length = text.size() - before - after;
+      EXPECT_EQ(crc32c_between(crc32c(bytes_of(text)), bytes_of(text.substr(0, before)), length,
+                               bytes_of(text.substr(before + length))),
+                crc32c(bytes_of(text.substr(before, length))))
+          << before << " " << after;
+    }
+  }
+}
+
+TEST(StoredSums, AreWrittenAsTheFormatSays) {
+  SampleSums sums(2);
+  sums.agrees(1, 0xe3069283);
+  const auto bytes = serialize_sums(0x0102030405060708, 9, sums);
+  std::string text;
+  for (const std::byte b : bytes) {
+    constexpr std::string_view kDigits = "0123456789abcdef";
+    text += kDigits[size_t(b) >> 4];
+    text += kDigits[size_t(b) & 15];
+  }
+  EXPECT_EQ(text,
+            "314e535301000000080706050403020109000000000000000200000000000000"
+            "00000000839206e3"
+            "74b25290");
+}
+
+TEST(StoredSums, SurviveTheRoundTripAndNothingElse) {
+  SampleSums sums(5);
+  for (uint32_t i = 0; i < 4; ++i) sums.agrees(i, 1 + i * 0x3fffffffu);
+  const auto bytes = serialize_sums(42, 7, sums);
+  EXPECT_EQ(bytes.size(), stored_sums_bytes(5));
+  SampleSums back(5);
+  const auto stamp = parse_sums(bytes, 42, back);
+  ASSERT_TRUE(stamp);
+  EXPECT_EQ(stamp.value(), 7u);
+  for (uint64_t i = 0; i < 5; ++i) EXPECT_EQ(back.of(i), sums.of(i));
+  SampleSums other(6), empty(5);
+  EXPECT_FALSE(parse_sums(bytes, 43, back));
+  EXPECT_FALSE(parse_sums(bytes, 42, other));
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    EXPECT_FALSE(parse_sums(std::span(bytes).first(i), 42, empty)) << i;
+    auto damaged = bytes;
+    damaged[i] ^= std::byte{0x10};
+    EXPECT_FALSE(parse_sums(damaged, 42, empty)) << i;
+  }
+  EXPECT_EQ(empty.known(), 0u);
+}
+
+TEST(Probe, LooksAtOnePercentWithinBounds) {
+  EXPECT_EQ(probe_size(0, true), 0u);
+  EXPECT_EQ(probe_size(10, true), 10u);
+  EXPECT_EQ(probe_size(1000, true), 16u);
+  EXPECT_EQ(probe_size(3000, true), 30u);
+  EXPECT_EQ(probe_size(1'000'000, true), 64u);
+  EXPECT_EQ(probe_size(1000, false), 64u);
+  std::vector<KnownSum> known;
+  for (uint64_t s = 0; s < 1000; s += 2) known.push_back({s, 5});
+  const auto drawn = draw(known, 3, 64);
+  ASSERT_EQ(drawn.size(), 64u);
+  for (size_t i = 1; i < drawn.size(); ++i) EXPECT_LT(drawn[i - 1].sample, drawn[i].sample);
+  EXPECT_NE(drawn.front().sample, draw(known, 4, 64).front().sample);
+}
+
+class KeptSums : public testing::Test {
+ protected:
+  static constexpr int kFiles = 100;
+  void SetUp() override {
+    fs::create_directory(root_);
+    for (int i = 0; i < kFiles; ++i) write(i, "first version of file ");
+  }
+  void write(int file, const std::string& text) {
+    std::ofstream(root_ / std::to_string(1000 + file)) << text << (1000 + file);
+  }
+  // What is left of 100 checksums that were kept.
+  uint64_t reopened(std::string& why) {
+    const auto source = open();
+    why = open_sums(*source, kept_);
+    return source->sums().known();
+  }
+  std::unique_ptr<FolderSource> open() {
+    return std::make_unique<FolderSource>(root_.string(),
+                                          scan_folder(root_.string(), {{}, false, false, 1}));
+  }
+  void keep() {
+    const auto source = open();
+    EXPECT_EQ(open_sums(*source, kept_), "");
+    const auto reader = source->make_reader(ReaderKind::pread, 1);
+    for (uint64_t s = 0; s < source->size(); ++s) {
+      std::vector<std::byte> bytes(source->sizes()[s]);
+      ReadRequest request{s, bytes};
+      reader->read({&request, 1});
+      ASSERT_EQ(request.error, 0);
+      source->sums().agrees(s, bytes);
+    }
+    EXPECT_EQ(keep_sums(*source), 0);
+    EXPECT_EQ(source->sums_kept(), source->size());
+  }
+
+  const TemporaryFolder folder_;
+  const fs::path root_ = folder_.path("data");
+  const std::string kept_ = folder_.path("kept.sums");
+};
+
+TEST_F(KeptSums, HoldForTheSameContent) {
+  keep();
+  std::string why;
+  EXPECT_EQ(reopened(why), 100u);
+  EXPECT_EQ(why, "");
+}
+
+TEST_F(KeptSums, HoldForTheSameContentThatMoved) {
+  keep();
+  fs::rename(root_, folder_.path("moved"));
+  fs::create_directory_symlink(folder_.path("moved"), root_);
+  std::string why;
+  EXPECT_EQ(reopened(why), 100u);
+  EXPECT_EQ(why, "");
+}
+
+TEST_F(KeptSums, OfAnotherVersionAreDropped) {
+  keep();
+  for (int i = 0; i < kFiles; ++i) write(i, "other version of file ");
+  std::string why;
+  EXPECT_EQ(reopened(why), 0u);
+  EXPECT_NE(why.find("16 of 16 samples have another content"), std::string::npos) << why;
+}
+
+TEST_F(KeptSums, OfAFewDamagedSamplesHold) {
+  keep();
+  for (int i = 0; i < 10; ++i) write(i, "First version of file ");
+  std::string why;
+  EXPECT_EQ(reopened(why), 100u);
+  EXPECT_EQ(why, "");
+}
+
+TEST_F(KeptSums, AreNotReadFromWhatTheyCannotBe) {
+  keep();
+  fs::resize_file(kept_, uint64_t{1} << 42);
+  std::string why;
+  EXPECT_EQ(reopened(why), 0u);
+  fs::remove(kept_);
+  ASSERT_EQ(::mkfifo(kept_.c_str(), 0600), 0);
+  EXPECT_EQ(reopened(why), 0u);
+}
+
+TEST_F(KeptSums, AnIndexIsARegularFileOfItsKindAndSize) {
+  const std::string path = folder_.path("index");
+  const auto refused = [&](const std::string& word) {
+    const auto bytes = load_bytes(path, kIndexMagic);
+    ASSERT_FALSE(bytes);
+    EXPECT_EQ(bytes.error().kind(), ErrorKind::corruption);
+    EXPECT_NE(std::string(bytes.error().what()).find(word), std::string::npos)
+        << bytes.error().what();
+  };
+  std::ofstream(path) << "1NSI and more";
+  EXPECT_TRUE(load_bytes(path, kIndexMagic));
+  fs::resize_file(path, uint64_t{1} << 42);
+  refused("more than it can need");
+  std::ofstream(path) << "";
+  fs::resize_file(path, uint64_t{1} << 42);
+  refused("magic");
+  fs::remove(path);
+  ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
+  refused("not a regular file");
+}
+
+}  // namespace
+}  // namespace nostall::source
