@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -194,15 +195,24 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
 class StorageReader(dcp.StorageReader):  # type: ignore[misc]
     """Reads the checkpoint of `step`, or the newest complete one, of a directory.
 
+    Of several saves of one step, `id` is that of the one to read.
+
     Raises, while loading:
         CorruptionError: bytes do not match their checksums; the part and the block are named.
+        UsageError: there is no such checkpoint, or the ranks find different ones.
     """
 
     def __init__(
-        self, root: str | os.PathLike[str], step: int | None = None, *, threads: int = 4
+        self,
+        root: str | os.PathLike[str],
+        step: int | None = None,
+        *,
+        id: str | None = None,
+        threads: int = 4,
     ) -> None:
         self._store = Store(root, "durable")
         self._threads = threads
+        self._id = id
         self.step = step
         self._manifest: Manifest | None = None
         self._places: dict[MetadataIndex, tuple[int, str]] = {}
@@ -215,12 +225,11 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """What the checkpoint holds, from its manifest."""
-        chosen = candidates(self._store, self.step)
+        chosen = [m for m in candidates(self._store, self.step) if self._id in (None, m.id)]
         if not chosen:
-            raise UsageError(
-                f"there is no checkpoint{'' if self.step is None else f' of step {self.step}'} in "
-                f"{self._store.root}"
-            )
+            of = "" if self.step is None else f" of step {self.step}"
+            of += "" if self._id is None else f" and save {self._id}"
+            raise UsageError(f"there is no checkpoint{of} in {self._store.root}")
         self.step, self._manifest = chosen[0].step, chosen[0]
         assert self._manifest is not None
         return _metadata_from_json(self._manifest.extra["dcp"])
@@ -234,11 +243,17 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         self._places = metadata.storage_data
 
     def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
-        """As it is."""
-        return plan
+        """As it is, with the save that this rank reads."""
+        assert self._manifest is not None
+        return dataclasses.replace(plan, storage_data=(self._manifest.step, self._manifest.id))
 
     def prepare_global_plan(self, plans: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
-        """As they are."""
+        """As they are.
+
+        Raises:
+            UsageError: they are of different saves.
+        """
+        _refuse_different(self._store, [plan.storage_data for plan in plans])
         return plans
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
@@ -303,18 +318,23 @@ def load(state: dict[str, Any], root: str | os.PathLike[str], **options: Any) ->
     """Loads the newest undamaged checkpoint of the current branch into `state` on all ranks; its
     step, or None.
 
-    Falls back over damaged ones with a warning. `options` go to torch.distributed.checkpoint.load.
+    All ranks load the same save. Falls back over damaged ones with a warning. `options` go to
+    torch.distributed.checkpoint.load.
 
     Raises:
         CorruptionError: there are checkpoints, and all are damaged, or of branches that were given
             up: `StorageReader` loads such a one by its step.
+        UsageError: the ranks find different checkpoints, as in directories that are not shared.
     """
     store = Store(root, "durable")
-    steps = list(dict.fromkeys(m.step for m in candidates(store)))
+    mine = [(m.step, m.id) for m in candidates(store)]
+    found: list[list[tuple[int, str]]] = _gather(mine, options)
+    _refuse_different(store, [saves[0] if saves else None for saves in found])
     problem = ""
-    for step in steps:
+    for i, (step, id) in enumerate(found[0]):
+        _refuse_different(store, [saves[i] if i < len(saves) else None for saves in found])
         try:
-            dcp.load(state, storage_reader=StorageReader(root, step), **options)
+            dcp.load(state, storage_reader=StorageReader(root, step, id=id), **options)
             return step
         except (Error, dcp.api.CheckpointException) as error:
             failures = getattr(error, "failures", {0: (error, None)})
@@ -328,6 +348,36 @@ def load(state: dict[str, Any], root: str | os.PathLike[str], **options: Any) ->
     if problem:
         raise CorruptionError(f"no checkpoint in {os.fspath(root)} can be loaded: {problem}")
     return None
+
+
+def _gather(value: Any, options: dict[str, Any]) -> list[Any]:
+    """That of each rank which loads together with this one."""
+    group = options.get("process_group")
+    if options.get("no_dist") or not dist.is_initialized() or dist.get_world_size(group) <= 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _refuse_different(store: Store, saves: list[tuple[int, str] | None]) -> None:
+    """Raises UsageError, on all ranks the same, unless each rank found the same save, or none."""
+    ranks = defaultdict(list)
+    for rank, save in enumerate(saves):
+        ranks[save].append(rank)
+    if len(ranks) == 1:
+        return
+    steps = [save[0] for save in ranks if save is not None]
+    found = []
+    for save, those in ranks.items():
+        what = "none" if save is None else f"step {save[0]}"
+        if save is not None and steps.count(save[0]) > 1:
+            what += f" (save {save[1]})"
+        found.append(f"rank{'s' * (len(those) > 1)} {', '.join(map(str, those))}: {what}")
+    raise UsageError(
+        f"the ranks find different checkpoints in {store.root} ({'; '.join(found)}): give a directory "
+        "that all nodes share, and load when no other job saves into it"
+    )
 
 
 # ---------------------------------------------------------------------- metadata

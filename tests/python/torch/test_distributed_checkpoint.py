@@ -127,6 +127,7 @@ def _rank(rank: int, world: int, home: str, mode: str) -> None:
         sharded = distribute_tensor(whole(), mesh, [Shard(0)])
         writer = StorageWriter(Path(home) / "c")
         dcp.save({"w": sharded, "n": 5}, checkpoint_id="7", storage_writer=writer)
+        _load_from_directories_that_differ(rank, Path(home))
     else:
         target = distribute_tensor(torch.zeros(ROWS, 4), mesh, [Shard(1)])
         state = {"w": target, "n": 0}
@@ -135,6 +136,27 @@ def _rank(rank: int, world: int, home: str, mode: str) -> None:
         assert isinstance(loaded, DTensor)
         assert torch.equal(loaded.full_tensor(), whole()) and state["n"] == 5
     dist.destroy_process_group()
+
+
+def _load_from_directories_that_differ(rank: int, home: Path) -> None:
+    writer = StorageWriter(home / "newer")
+    dcp.save({"n": 1}, checkpoint_id="7", storage_writer=writer)
+    dcp.save({"n": 2}, checkpoint_id="8", storage_writer=writer)
+    dist.barrier()
+    cases = {
+        ("c", "none"): r"rank 0: step 7; rank 1: none",
+        ("none", "c"): r"rank 0: none; rank 1: step 7",
+        ("c", "newer"): r"rank 0: step 7; rank 1: step 8",
+    }
+    for names, words in cases.items():
+        with pytest.raises(UsageError, match=words):
+            load({"n": 0}, home / names[rank])
+    # A reader of the user's own: torch wraps what it raises, the same on all ranks.
+    reader = StorageReader(home / ("c", "newer")[rank], 7)
+    with pytest.raises(
+        dcp.api.CheckpointException, match=r"rank 0: step 7 \(save .*rank 1: step 7"
+    ):
+        dcp.load({"n": 0}, storage_reader=reader)
 
 
 @pytest.mark.multi
