@@ -8,11 +8,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from torch.futures import Future
 
 from nostall.errors import PeerError
+from nostall.torch import ends
 
 _KEY = "nostall aborted"
 # Seconds: a wait that lasts longer than _LOOK is checked at this interval; the thread that does it
@@ -20,6 +22,15 @@ _KEY = "nostall aborted"
 _LOOK = 0.2
 _IDLE = 2.0
 _ANSWER = 5.0
+_NAMED = 8  # ranks in an error
+
+
+@dataclass(frozen=True)
+class Doing:
+    """An operation, and the rank of the group at the other end of a message."""
+
+    name: str
+    other: int | None = None
 
 
 class Aborts:
@@ -28,15 +39,20 @@ class Aborts:
     Waits that take long are watched by one thread, whatever their number: it asks the store, and
     calls `end` if a rank has aborted the group. Shorter ones cost no request.
 
-    `end` is a method of the group, held weakly: the thread keeps no group alive.
+    `end` and `name`, the number of a rank in the job, are methods of the group, held weakly: the
+    thread keeps no group alive.
     """
 
-    def __init__(self, store: Any, end: Callable[[], None]) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, end: Callable[[], None], name: Callable[[int], int]
+    ) -> None:
         # A connection for this alone: that of others may be waiting in it. Made while the store is
         # there: connecting to one that is gone takes longer than its timeout. Releases of torch
         # without Store.clone share one, and then learn later of an abort.
         self._store = store.clone() if hasattr(store, "clone") else store
+        self._rank, self._size = rank, size
         self._end = weakref.WeakMethod(end)
+        self._name_of = weakref.WeakMethod(name)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._since: dict[int, float] = {}  # of each wait under way, by its number
@@ -88,15 +104,31 @@ class Aborts:
                         self._end_waiting()
         self.refuse()
 
+    def fail(self, error: RuntimeError, doing: Doing) -> NoReturn:
+        """Raises PeerError if a rank aborted, or if the connection to one failed while `doing`, with
+        the rank; else the error."""
+        self.learn()
+        told = ends.transport_error(error)
+        if told is None:
+            raise error
+        store, here, what = self._store, self._name(self._rank), self._words(doing)
+        other = None if store is None else ends.rank_at(told, store, self._size)
+        if other is None:
+            raise PeerError(f"rank {here} failed in {what}: {told}") from error
+        there = self._name(other)
+        raise PeerError(
+            f"rank {here} lost its connection to rank {there} in {what}: {told}; see what rank {there} "
+            "says"
+        ) from error
+
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Around a wait that `end` ends. What it raises then becomes PeerError with the rank."""
+    def watching(self, doing: Doing) -> Iterator[None]:
+        """Around a wait that `end` ends. What it raises becomes as of `fail`."""
         number = self._begin()
         try:
             yield
-        except RuntimeError:
-            self.learn()
-            raise
+        except RuntimeError as error:
+            self.fail(error, doing)
         finally:
             self._finish(number)
 
@@ -126,6 +158,17 @@ class Aborts:
         end = self._end()
         if end is not None:
             end()
+
+    def _name(self, rank: int) -> int:
+        name = self._name_of()
+        return rank if name is None else name(rank)
+
+    def _words(self, doing: Doing) -> str:
+        if doing.other is not None:
+            to = "to" if doing.name == "send" else "from"
+            return f"{doing.name} {to} rank {self._name(doing.other)}"
+        ranks = ", ".join(str(self._name(rank)) for rank in range(min(self._size, _NAMED)))
+        return f"{doing.name} of ranks {ranks}{', ...' if self._size > _NAMED else ''}"
 
     def _is_over(self) -> bool:
         return self._is_closed or self.by is not None

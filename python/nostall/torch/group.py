@@ -36,7 +36,8 @@ from nostall import _native
 from nostall.cluster import node_identity
 from nostall.collective import Communicator
 from nostall.errors import PeerError, UsageError
-from nostall.torch.aborts import Aborts
+from nostall.torch import ends
+from nostall.torch.aborts import Aborts, Doing
 from nostall.torch.launch import fill_environment
 from nostall.torch.meeting import nodes_of_ranks
 from nostall.torch.mesh import Registered, connect, hang_up
@@ -107,13 +108,15 @@ class Options:
 class _Work(dist.Work):  # type: ignore[misc]
     """An operation under way; wait() raises what it raised.
 
-    With `aborts` for one whose future is of native code, which makes RuntimeError of all errors.
+    With `native` for one whose future is of native code, which makes RuntimeError of all errors.
     """
 
-    def __init__(self, future: Future[list[torch.Tensor]], aborts: Aborts | None = None) -> None:
+    def __init__(
+        self, future: Future[list[torch.Tensor]], native: tuple[Aborts, Doing] | None = None
+    ) -> None:
         super().__init__()
         self._future = future
-        self._aborts = aborts
+        self._native = native
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises PeerError if a timeout is given and the operation outlasts it, and goes on."""
@@ -128,9 +131,10 @@ class _Work(dist.Work):  # type: ignore[misc]
                 )
         try:
             self._future.wait()
-        except RuntimeError:
-            if self._aborts is not None:
-                self._aborts.learn()
+        except RuntimeError as error:
+            if self._native is not None:
+                aborts, doing = self._native
+                aborts.fail(error, doing)
             raise
         return True
 
@@ -193,6 +197,7 @@ class _Delegated(dist.Work):  # type: ignore[misc]
         self,
         aborts: Aborts,
         work: Any,
+        doing: Doing,
         unfinished: _Unfinished | None = None,
         *,
         limit: timedelta | None = None,
@@ -200,13 +205,14 @@ class _Delegated(dist.Work):  # type: ignore[misc]
         super().__init__()
         self._aborts = aborts
         self._work = work
+        self._doing = doing
         self._unfinished = unfinished
         self._limit = limit
         self._is_watched = limit is not None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         limit = timeout if _is_set(timeout) else self._limit
-        with self._aborts.watching():
+        with self._aborts.watching(self._doing):
             done = bool(self._work.wait() if limit is None else self._work.wait(limit))
         if self._unfinished is not None:
             self._unfinished.discard(self._work)
@@ -224,10 +230,10 @@ class _Delegated(dist.Work):  # type: ignore[misc]
     def exception(self) -> BaseException | None:
         error: BaseException | None = self._work.exception()
         try:
-            if error is not None:
-                self._aborts.learn()
-        except PeerError as abort:
-            return abort
+            if isinstance(error, RuntimeError):
+                self._aborts.fail(error, self._doing)
+        except RuntimeError as named:
+            return named
         return error
 
     def get_future(self) -> Future[Any]:
@@ -253,9 +259,8 @@ class _Delegated(dist.Work):  # type: ignore[misc]
     def _value(self, done: Future[Any]) -> Any:
         try:
             return done.value()
-        except RuntimeError:
-            self._aborts.learn()
-            raise
+        except RuntimeError as error:
+            self._aborts.fail(error, self._doing)
 
 
 # Those that were not dropped. Python calls this before it ends threads wherever they are.
@@ -320,11 +325,13 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self._fixed = options.order == "fixed"
         heads = [nodes.index(name) for name in dict.fromkeys(nodes)]
         self._one_node = len(heads) == 1
-        self._aborts = Aborts(store, self._end_waiting)
+        self._aborts = Aborts(store, rank, size, self._end_waiting, self._global_rank)
         self._heads: Any = None
         if not self._one_node and rank in heads:
             among = PrefixStore("nostall heads", store)
             self._heads = connect(among, heads.index(rank), len(heads), timeout)
+        if size > 1:
+            ends.publish(store, rank)
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._queued = 0
         self._lock = threading.Lock()
@@ -391,7 +398,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 _copy_back(tensor, flat)
             return list(tensors)
 
-        return self._do(work, opts)
+        return self._do("allreduce", work, opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         return self.allreduce(tensors, opts)
@@ -421,7 +428,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 _copy_back(tensors[0], flat)
             return list(tensors)
 
-        return self._do(work, opts)
+        return self._do("reduce", work, opts)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = dist.BroadcastOptions() if opts is None else opts
@@ -434,7 +441,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
             _copy_back(tensors[0], flat)
             return list(tensors)
 
-        return self._do(work, opts)
+        return self._do("broadcast", work, opts)
 
     def allgather(
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Tensors, opts: Any = None
@@ -453,7 +460,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 output.copy_(part.view(output.shape))
             return flat_outputs
 
-        return self._do(work, opts)
+        return self._do("allgather", work, opts)
 
     def all_gather_single(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
@@ -466,7 +473,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
             self._allgather(_contiguous(source), output)
             return [output]
 
-        return self._do(work, opts)
+        return self._do("all_gather_single", work, opts)
 
     # The same under the names of older releases.
     _allgather_base = all_gather_single
@@ -503,7 +510,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
             _copy_back(output, target)
             return [output]
 
-        return self._do(work, opts)
+        return self._do("reduce_scatter_single", work, opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -534,7 +541,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
             self._node.barrier()
             return []
 
-        return self._do(work, opts)
+        return self._do("barrier", work, opts)
 
     # Delegated.
 
@@ -564,7 +571,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 output.detach().copy_(part.view(output.shape))
             return list(outputs)
 
-        return _Work(work.get_future().then(distribute), self._aborts)
+        return _Work(work.get_future().then(distribute), (self._aborts, Doing("alltoall")))
 
     def all_to_all_single(self, output: torch.Tensor, source: torch.Tensor, *rest: Any) -> Any:
         return self._delegate("all_to_all_single", [source], output, source, *rest)
@@ -586,7 +593,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
 
     def monitored_barrier(self, *arguments: Any, **named: Any) -> Any:
         self._refuse()
-        with self._aborts.watching():
+        with self._aborts.watching(Doing("monitored_barrier")):
             return self._inner_for("cpu").monitored_barrier(*arguments, **named)
 
     # Its end.
@@ -727,17 +734,24 @@ class Group(ProcessGroup):  # type: ignore[misc]
     def _delegate(self, name: str, tensors: Tensors, *arguments: Any) -> Any:
         self._refuse()
         device = tensors[0].device.type if len(tensors) > 0 else "cpu"
+        doing = Doing(name, arguments[1] if name in ("send", "recv") else None)
         try:
             work = getattr(self._inner_for(device), name)(*arguments)
-        except RuntimeError:
-            self._aborts.learn()
-            raise
+        except RuntimeError as error:
+            self._aborts.fail(error, doing)
         if device != "cpu":
             return work
         if name in _MESSAGES:
-            return _Delegated(self._aborts, work, limit=self._timeout)
+            return _Delegated(self._aborts, work, doing, limit=self._timeout)
         self._delegated.add(work)
-        return _Delegated(self._aborts, work, self._delegated)
+        return _Delegated(self._aborts, work, doing, self._delegated)
+
+    def _global_rank(self, rank: int) -> int:
+        """The number in the job of a rank of this group."""
+        try:
+            return int(dist.get_global_rank(self, rank))
+        except (RuntimeError, ValueError):  # not a group of torch's tables: made by hand, or gone
+            return rank
 
     def _delegate_reduction(
         self, name: str, tensors: Tensors, results: Tensors, opts: Any, *arguments: Any
@@ -795,7 +809,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
             torch.device(device), ProcessGroup.BackendType.CUSTOM, self._registered[-1]
         )
 
-    def _do(self, operation: Callable[[], list[torch.Tensor]], opts: Any) -> Any:
+    def _do(self, name: str, operation: Callable[[], list[torch.Tensor]], opts: Any) -> Any:
         self._refuse()
         limit = opts.timeout if _is_set(opts.timeout) else self._timeout
 
@@ -805,7 +819,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 self._limit = limit
             if self._one_node:
                 return operation()  # an abort ends it, and is named, within the node
-            with self._aborts.watching():
+            with self._aborts.watching(Doing(name)):
                 return operation()
 
         with self._lock:

@@ -69,6 +69,11 @@ def test_the_death_of_a_rank_in_backward_is_an_error_on_the_others() -> None:
     assert not left
 
 
+def test_ranks_lost_between_nodes_are_named() -> None:
+    ended = server().run("lost_over_gloo", 3, NODES="3")
+    assert ended.statuses == [0, 0, -signal.SIGKILL], ended.stderr
+
+
 def test_tensors_in_shared_memory_give_the_same_bits() -> None:
     check("shared", 2)
 

@@ -587,6 +587,39 @@ def late() -> None:
     os._exit(0)
 
 
+def lost_over_gloo() -> None:
+    """Gloo's errors name the job's ranks and what was under way."""
+    store = dist.distributed_c10d._get_default_store()
+    pair = dist.new_group([1, 2])
+    one = torch.ones(1)
+    if rank == 2:
+        store.wait(["connected 0", "connected 1"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        told = [fail(lambda: dist.recv(one, 2), "connected 0")]
+        dist.group.WORLD.set_timeout(timedelta(milliseconds=100))
+        told.append(fail(lambda: dist.recv(one, 1)))
+        assert "rank 0 lost its connection to rank 2 in recv from rank 2: " in told[0], told
+        assert "rank 0 failed in recv from rank 1: Timed out" in told[1], told
+        store.set("over", "")
+    else:
+        told = [fail(lambda: dist.all_reduce(one, group=pair), "connected 1")]
+        assert "rank 1 lost its connection to rank 2 in allreduce of ranks 1, 2: " in told[0], told
+        store.wait(["over"])
+    os._exit(0)
+
+
+def fail(call: Callable[[], object], begun: str = "") -> str:
+    """What a call raises."""
+    if begun:
+        dist.distributed_c10d._get_default_store().set(begun, "")
+    try:
+        call()
+    except PeerError as error:
+        return str(error)
+    raise AssertionError("it ended well")
+
+
 def killed_in_backward() -> None:
     """DDP's native reducer gets the error too, with the rank's name."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

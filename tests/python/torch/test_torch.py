@@ -165,7 +165,7 @@ def test_a_wait_is_watched_again_after_a_thread_was_refused(
     pytest.importorskip("torch")
     from torch.distributed import HashStore
 
-    from nostall.torch.aborts import Aborts
+    from nostall.torch.aborts import Aborts, Doing
 
     class Group:
         def __init__(self) -> None:
@@ -174,14 +174,18 @@ def test_a_wait_is_watched_again_after_a_thread_was_refused(
         def end(self) -> None:
             self.ended.set()
 
+        def name(self, rank: int) -> int:
+            return rank
+
     store, mine, theirs = HashStore(), Group(), Group()
-    aborts, other = Aborts(store, mine.end), Aborts(store, theirs.end)
+    aborts = Aborts(store, 0, 2, mine.end, mine.name)
+    other = Aborts(store, 1, 2, theirs.end, theirs.name)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        with aborts.watching():
+        with aborts.watching(Doing("barrier")):
             assert aborts.is_waiting()
     assert not aborts.is_waiting()
-    with aborts.watching():
+    with aborts.watching(Doing("barrier")):
         other.tell(7)
         assert mine.ended.wait(30)
     with pytest.raises(PeerError, match="rank 7 aborted"):
