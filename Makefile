@@ -130,9 +130,10 @@ fuzz: $(STAMPS)/checkers $(STAMPS)/requirements
 	@$(checked_address)
 	@scripts/run-fuzzers build/clang-address/fuzz $(FUZZ_SECONDS)
 
-# Every campaign of tests/campaigns at its small size, or those named by ONLY at SCALE.
-campaign: build
-	@PYTHONPATH=tests $(BIN)/python -m campaigns $(ONLY) $(if $(SCALE),--scale $(SCALE))
+# Every campaign of tests/campaigns at its small size, two at a time for much of one is waiting; or
+# those named by ONLY at SCALE.
+campaign: $(STAMPS)/checkers build
+	@PYTHONPATH=tests $(BIN)/python -m campaigns --jobs 2 $(ONLY) $(if $(SCALE),--scale $(SCALE))
 
 lint: $(STAMPS)/checkers build
 	@echo "layers, clang-format, ruff, mypy"

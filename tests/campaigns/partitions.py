@@ -80,7 +80,8 @@ def missing() -> str:
             return f"the program {program}"
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK) or os.geteuid() != 0:
         return "leave to make network namespaces and devices (root, /dev/net/tun)"
-    return slowfs.missing() or ""
+    lacks = slowfs.missing()
+    return f"a slow file system ({lacks})" if lacks else ""
 
 
 def ip(*words: str) -> None:

@@ -23,9 +23,12 @@ def private_storage(places: Sequence[Path], *, network: bool = False) -> str:
         return "namespaces of mounts and networks (root, or namespaces of users)"
     if uid != 0:
         Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
-    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
-    for place in places:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512m", "tmpfs", str(place)], check=True)
+    mounts = [["--make-rprivate", "/"]]
+    mounts += [["-t", "tmpfs", "-o", "size=512m", "tmpfs", str(place)] for place in places]
+    for mount in mounts:
+        done = subprocess.run(["mount", *mount], check=False, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            return f"leave to mount file systems ({done.stderr.strip()})"
     return ""
 
 
