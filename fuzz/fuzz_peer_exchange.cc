@@ -1,13 +1,15 @@
 // An exchange as a state machine, with a peer who knows the secret and lies: each input is a list
 // of messages, sealed or not, in and out of turn, with payloads that are right, wrong or of another
-// length, between losses of the link. Whatever it says, a sample that is ready holds its own bytes
-// or those of a push whose CRC32C was right, what is fetched is right or failed, and nothing hangs.
+// length, said again or with a bit changed, between losses of the link. Whatever it says, a sample
+// that is ready holds its own bytes or those of a push whose CRC32C was right, what is fetched is
+// right or failed, and nothing hangs.
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <filesystem>
 #include <optional>
 
+#include "../tests/native/peer/parts.h"
 #include "base/crc32c.h"
 #include "base/log.h"
 #include "peer/exchange.h"
@@ -73,6 +75,13 @@ class Liar final : public Transport {
       receiver.on_gone(0, "the script says so");
       return true;
     }
+    if (what >= 0xfd && !said_.first.empty()) {
+      if (what == 0xfd) {
+        said_.first[script_.next() % kHeaderBytes] ^= static_cast<std::byte>(1 + script_.next());
+      }
+      deliver(receiver, what);
+      return true;
+    }
     Header header;
     header.kind = static_cast<Kind>(1 + what % kLastKind);
     header.status = static_cast<Status>(script_.next() % 3);
@@ -94,18 +103,24 @@ class Liar final : public Transport {
     }
     header.length = payload.size();
     const HeaderBytes bytes = speak(header, what);
-    Delivery delivery = receiver.on_message(bytes, payload.size());
-    const bool wanted = delivery.into.size() == payload.size() && (what & 64) == 0;
-    if (wanted && !payload.empty()) {
-      std::memcpy(delivery.into.data(), payload.data(), payload.size());
-    }
-    if (delivery.done) delivery.done(wanted);
+    said_ = {{bytes.begin(), bytes.end()}, std::move(payload)};
+    deliver(receiver, what);
     return true;
   }
 
   bool finished() const { return finished_; }
 
  private:
+  void deliver(Receiver& receiver, uint8_t what) {
+    const auto& [header, payload] = said_;
+    Delivery delivery = receiver.on_message(header, payload.size());
+    const bool wanted = delivery.into.size() == payload.size() && (what & 64) == 0;
+    if (wanted && !payload.empty()) {
+      std::memcpy(delivery.into.data(), payload.data(), payload.size());
+    }
+    if (delivery.done) delivery.done(wanted);
+  }
+
   HeaderBytes speak(Header& header, uint8_t what) {
     switch (header.kind) {
       case Kind::hello:
@@ -132,21 +147,11 @@ class Liar final : public Transport {
   }
 
   Script script_;
+  std::pair<std::vector<std::byte>, std::vector<std::byte>> said_;  // last: header, payload
   std::atomic<bool> finished_{false};
   std::optional<Header> hello_, proposed_, fetch_;
   std::optional<Session> asked_, in_;  // in which the exchange asks, and in which the liar does
 };
-
-// Sample s is of node s % 2; each is first read by the other node.
-plan::Ownership ownership() {
-  plan::Ownership o;
-  for (uint64_t s = 0; s < kSamples; ++s) {
-    o.owner.push_back(static_cast<uint32_t>(s % 2));
-    o.first_reader.push_back(static_cast<uint32_t>((s + 1) % 2));
-    o.first_access.push_back(s);
-  }
-  return o;
-}
 
 std::shared_ptr<tier::NodeCache> make_cache(const std::vector<uint64_t>& sizes) {
   struct Root {
@@ -159,22 +164,7 @@ std::shared_ptr<tier::NodeCache> make_cache(const std::vector<uint64_t>& sizes) 
   };
   static const Root root;
   static uint64_t count = 0;
-  tier::NodeCacheConfig c;
-  c.job = "fuzz " + std::to_string(count++);
-  c.dataset = 11;
-  c.plan = 22;
-  c.tiers = {{tier::TierKind::ram, uint64_t{1} << 16, "", false}};
-  c.shm_directory = root.path;
-  plan::Placement placement;
-  placement.fill.resize(1);
-  uint64_t at = 0;
-  for (uint64_t s = 0; s < kSamples; ++s) {
-    placement.tier.push_back(0);
-    placement.offset.push_back(at);
-    at += sizes[s] + tier::record_overhead(tier::TierKind::ram);
-  }
-  placement.used = {at};
-  return tier::NodeCache::attach(c, sizes, tier::fixed(placement));
+  return cache_below(root.path, "fuzz " + std::to_string(count++), tier::TierKind::ram, sizes);
 }
 
 }  // namespace
@@ -194,7 +184,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   config.plan = 77;
   config.epoch_length = kSamples;
   config.timeout = std::chrono::milliseconds(20);
-  Exchange exchange(std::move(transport), config, ownership(), sizes, cache);
+  Exchange exchange(std::move(transport), config, ownership_of(kSamples, 2), sizes, cache);
   std::vector<Fetch> requests;
   for (uint64_t s = 0; s < kSamples; s += 2) {
     auto bytes = std::make_shared<std::vector<std::byte>>(bytes_of(s));

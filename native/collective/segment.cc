@@ -247,7 +247,10 @@ bool Segment::say_end(const Error& error) noexcept {
 
 Error Segment::end(const std::string& before) const {
   const Header& h = header();
-  return {h.end_kind, before + h.message.data(), h.end_number};
+  // Another process wrote it: of what it is not, nothing is read.
+  const bool known = h.end_kind >= ErrorKind::usage && h.end_kind <= ErrorKind::bug;
+  const std::string message(h.message.data(), ::strnlen(h.message.data(), h.message.size()));
+  return {known ? h.end_kind : ErrorKind::peer, before + message, h.end_number};
 }
 
 void Segment::allocate(uint64_t offset, uint64_t bytes) {

@@ -489,6 +489,10 @@ void NodeCacheImpl::map_shared() {
   words_ = chunk_words_ + chunks();
   sums_ = SampleSums(words_ + sizes_.size(), sizes_.size());
   if (arena_file_) {
+    if (::fstat(arena_file_.get(), &status) != 0 ||
+        static_cast<uint64_t>(status.st_size) < arena_bytes_) {
+      differ("size of the RAM tier");
+    }
     auto mapped = Mapping::map(reopen(arena_file_.get()).take(), "the RAM tier", arena_bytes_);
     if (mapped) {
       arena_ = std::move(mapped).take();

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/log.h"
+#include "parts.h"
 #include "peer/exchange.h"
 
 namespace nostall::peer {
@@ -42,36 +43,10 @@ class Nodes : public testing::Test {
     return bytes;
   }
 
-  // Sample s belongs to node s % nodes; node (s + 1) % nodes reads it first.
-  plan::Ownership ownership(uint32_t nodes) const {
-    plan::Ownership o;
-    for (uint64_t s = 0; s < kSamples; ++s) {
-      o.owner.push_back(static_cast<uint32_t>(s % nodes));
-      o.first_reader.push_back(static_cast<uint32_t>((s + 1) % nodes));
-      o.first_access.push_back(s);
-    }
-    return o;
-  }
+  plan::Ownership ownership(uint32_t nodes) const { return ownership_of(kSamples, nodes); }
 
   std::shared_ptr<tier::NodeCache> cache_of(uint32_t node, tier::TierKind kind) {
-    const auto directory = root_ / ("node" + std::to_string(node));
-    std::filesystem::create_directories(directory / "shm");
-    tier::NodeCacheConfig c;
-    c.job = "peer test";
-    c.dataset = 11;
-    c.plan = 22;
-    c.tiers = {{kind, uint64_t{64} << 20, (directory / "disk").string(), false}};
-    c.shm_directory = (directory / "shm").string();
-    plan::Placement placement;
-    placement.fill.resize(1);
-    uint64_t at = 0;
-    for (uint64_t s = 0; s < kSamples; ++s) {
-      placement.tier.push_back(0);
-      placement.offset.push_back(at);
-      at += sizes_[s] + tier::record_overhead(kind);
-    }
-    placement.used = {at};
-    return tier::NodeCache::attach(c, sizes_, tier::fixed(placement));
+    return cache_below(root_ / ("node" + std::to_string(node)), "peer test", kind, sizes_);
   }
 
   void put(tier::NodeCache& cache, uint64_t sample) const {
