@@ -17,6 +17,8 @@ from typing import Any
 
 _ADDRESS = re.compile(r"\[([0-9a-fA-F.:]+)\]:(\d+)")
 # Of what the transport tells, "[.../gloo/transport/tcp/pair.cc:534] Connection closed by peer ...".
+# What waits when another wait runs out is told without a place.
+_OTHERS = "Application timeout caused pair closure"
 _PLACE = re.compile(r"^\[[^]]*\bgloo/(?:transport|\w+\.\w+)[^]]*\] *")
 
 
@@ -28,7 +30,9 @@ def publish(store: Any, rank: int) -> None:
 def transport_error(error: BaseException) -> str | None:
     """What Gloo's transport says, without the place in its source; None if it is another error."""
     text = str(error).partition("\n")[0]
-    return _PLACE.sub("", text).partition(". This is typically")[0] if _PLACE.match(text) else None
+    if text != _OTHERS and not _PLACE.match(text):
+        return None
+    return _PLACE.sub("", text).partition(". This is typically")[0]
 
 
 def rank_at(text: str, store: Any, size: int) -> int | None:

@@ -38,6 +38,7 @@ from nostall.collective import Communicator
 from nostall.errors import PeerError, UsageError
 from nostall.torch import ends
 from nostall.torch.aborts import Aborts, Doing
+from nostall.torch.calls import Calls
 from nostall.torch.launch import fill_environment
 from nostall.torch.meeting import nodes_of_ranks
 from nostall.torch.mesh import Registered, connect, hang_up
@@ -108,14 +109,19 @@ class Options:
 class _Work(dist.Work):  # type: ignore[misc]
     """An operation under way; wait() raises what it raised.
 
-    With `native` for one whose future is of native code, which makes RuntimeError of all errors.
+    Waiting counts in `calls`. With `native` for one whose future is of native code, which makes
+    RuntimeError of all errors.
     """
 
     def __init__(
-        self, future: Future[list[torch.Tensor]], native: tuple[Aborts, Doing] | None = None
+        self,
+        future: Future[list[torch.Tensor]],
+        calls: Calls,
+        native: tuple[Aborts, Doing] | None = None,
     ) -> None:
         super().__init__()
         self._future = future
+        self._calls = calls
         self._native = native
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -130,7 +136,11 @@ class _Work(dist.Work):  # type: ignore[misc]
                     "it goes on: wait again, or raise the timeout of this wait"
                 )
         try:
-            self._future.wait()
+            if self._future.done():
+                self._future.wait()  # raises what there is
+            else:
+                with self._calls:
+                    self._future.wait()
         except RuntimeError as error:
             if self._native is not None:
                 aborts, doing = self._native
@@ -196,6 +206,7 @@ class _Delegated(dist.Work):  # type: ignore[misc]
     def __init__(
         self,
         aborts: Aborts,
+        calls: Calls,
         work: Any,
         doing: Doing,
         unfinished: _Unfinished | None = None,
@@ -204,6 +215,7 @@ class _Delegated(dist.Work):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._aborts = aborts
+        self._calls = calls
         self._work = work
         self._doing = doing
         self._unfinished = unfinished
@@ -212,7 +224,7 @@ class _Delegated(dist.Work):  # type: ignore[misc]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         limit = timeout if _is_set(timeout) else self._limit
-        with self._aborts.watching(self._doing):
+        with self._calls, self._aborts.watching(self._doing):
             done = bool(self._work.wait() if limit is None else self._work.wait(limit))
         if self._unfinished is not None:
             self._unfinished.discard(self._work)
@@ -273,13 +285,17 @@ def _end_with_program() -> None:
         group.end_with_program()
 
 
-def _keep_for_ever() -> None:
+def _keep_for_ever(group: Group) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _keep_all() -> None:
     """In a forked child: Gloo would wait for threads that only the parent has, and be ended for it."""
     for group in list(_groups):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        _keep_for_ever(group)
 
 
-os.register_at_fork(after_in_child=_keep_for_ever)
+os.register_at_fork(after_in_child=_keep_all)
 
 
 class Group(ProcessGroup):  # type: ignore[misc]
@@ -335,6 +351,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._queued = 0
         self._lock = threading.Lock()
+        self._calls = Calls()
         self._thread: threading.Thread | None = None
         # Of a group that is dropped without shutdown().
         weakref.finalize(self, self._queue.put, None).atexit = False
@@ -571,7 +588,9 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 output.detach().copy_(part.view(output.shape))
             return list(outputs)
 
-        return _Work(work.get_future().then(distribute), (self._aborts, Doing("alltoall")))
+        return _Work(
+            work.get_future().then(distribute), self._calls, (self._aborts, Doing("alltoall"))
+        )
 
     def all_to_all_single(self, output: torch.Tensor, source: torch.Tensor, *rest: Any) -> Any:
         return self._delegate("all_to_all_single", [source], output, source, *rest)
@@ -593,7 +612,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
 
     def monitored_barrier(self, *arguments: Any, **named: Any) -> Any:
         self._refuse()
-        with self._aborts.watching(Doing("monitored_barrier")):
+        with self._calls, self._aborts.watching(Doing("monitored_barrier")):
             return self._inner_for("cpu").monitored_barrier(*arguments, **named)
 
     # Its end.
@@ -634,14 +653,18 @@ class Group(ProcessGroup):  # type: ignore[misc]
         """As shutdown(), but what is under way ends now, with PeerError on all ranks of the node."""
         if os.getpid() != self._process:
             return
+        is_called = self._calls.refuse()
         with self._lock:
             is_busy = self._queued > 0
         if is_busy:
             with suppress(UsageError):  # it was closed
                 self._node.abort("ended its program while an operation was under way")
-        if is_busy or self._aborts.is_waiting() or self._delegated.some():
+        if is_busy or is_called or self._aborts.is_waiting() or self._delegated.some():
             for gloo in self._gloos():
                 hang_up(gloo)
+        if not self._calls.wait(_LAST_WAIT):
+            _keep_for_ever(self)  # nothing wakes that thread any more
+            return
         self._node.close()
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -736,15 +759,16 @@ class Group(ProcessGroup):  # type: ignore[misc]
         device = tensors[0].device.type if len(tensors) > 0 else "cpu"
         doing = Doing(name, arguments[1] if name in ("send", "recv") else None)
         try:
-            work = getattr(self._inner_for(device), name)(*arguments)
+            with self._calls:
+                work = getattr(self._inner_for(device), name)(*arguments)
         except RuntimeError as error:
             self._aborts.fail(error, doing)
         if device != "cpu":
             return work
         if name in _MESSAGES:
-            return _Delegated(self._aborts, work, doing, limit=self._timeout)
+            return _Delegated(self._aborts, self._calls, work, doing, limit=self._timeout)
         self._delegated.add(work)
-        return _Delegated(self._aborts, work, doing, self._delegated)
+        return _Delegated(self._aborts, self._calls, work, doing, self._delegated)
 
     def _global_rank(self, rank: int) -> int:
         """The number in the job of a rank of this group."""
@@ -769,7 +793,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 _divide(result.detach(), self._size)
         future: Future[list[torch.Tensor]] = Future()
         future.set_result(list(results))
-        return _Work(future)
+        return _Work(future, self._calls)
 
     def _refuse(self) -> None:
         """Raises what keeps this process from using the group, as far as it knows."""
@@ -832,10 +856,11 @@ class Group(ProcessGroup):  # type: ignore[misc]
         future: Future[list[torch.Tensor]] = Future()
         if not waits:
             try:
-                future.set_result(work())
+                with self._calls:
+                    future.set_result(work())
             finally:
                 self._finish_one()
-            return _Work(future)
+            return _Work(future, self._calls)
 
         def run() -> None:
             try:
@@ -848,7 +873,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 self._finish_one()
 
         self._queue.put(run)
-        return _Work(future)
+        return _Work(future, self._calls)
 
     def _finish_one(self) -> None:
         with self._lock:

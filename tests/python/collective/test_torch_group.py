@@ -176,6 +176,12 @@ def test_the_timeout_holds_between_nodes() -> None:
     assert "limited: " in ended.stdout, ended.stderr
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_program_ends_while_its_daemon_threads_wait(nodes: int) -> None:
+    ended = server().run("end", 2, ENDING="daemons wait", SEED="1", NODES=str(nodes))
+    assert ended.statuses == [8, 8], ended.stderr
+
+
 @pytest.mark.parametrize("memory", ["torch.ones(1000)", "nostall.torch.empty_shared(1000)"])
 def test_a_group_that_nobody_destroyed_ends_without_warnings_of_leaks(
     memory: str, tmp_path: Path

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import nostall.torch
 from nostall.errors import PeerError, UsageError
 from nostall.torch import mesh
+from nostall.torch.aborts import Aborts
 from nostall.world import find_world
 
 torch.set_num_threads(1)
@@ -847,6 +848,30 @@ class Failed(Exception):
     """What a program that ends by an exception raises."""
 
 
+def daemons_wait(draw: random.Random) -> None:
+    """Threads wait, when the main thread ends, for what does not come, and ask a slow store why."""
+    store = dist.distributed_c10d._get_default_store().clone()
+    learn = Aborts.learn
+
+    def learn_slowly(aborts: Aborts) -> None:
+        for _ in range(5):  # each in native code
+            with suppress(RuntimeError):
+                store.wait(["never"], timedelta(seconds=0.1))
+        learn(aborts)
+
+    Aborts.learn = learn_slowly
+    other = dist.new_group()
+    parts = [torch.empty(1) for _ in range(size)]
+    waits: list[Callable[[], object]] = [lambda: dist.recv(torch.empty(1), 1 - rank, tag=3)]
+    if rank == 0:
+        waits += [lambda: dist.barrier(group=other), lambda: dist.gather(parts[0], parts)]
+    else:
+        waits.append(lambda: dist.all_reduce(torch.ones(9), group=other, async_op=True).wait())
+    for wait in waits:
+        threading.Thread(target=wait, daemon=True).start()
+    time.sleep(draw.choice([0.0, 0.001, 0.05]))  # however far they come
+
+
 def end(where: dict[str, Any]) -> int:
     """A plain program that ends as ENDING says. tests/campaigns/endings.py knows the statuses."""
     global rank, size
@@ -857,6 +882,9 @@ def end(where: dict[str, Any]) -> int:
     if "handled" in ending:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
     dist.init_process_group("nostall", timeout=limit, **where)
+    if ending == "daemons wait":
+        daemons_wait(draw)
+        return 8
     model = DistributedDataParallel(torch.nn.Linear(4, 4)) if draw.random() < 0.5 else None
     for _ in range(draw.randrange(3)):
         delegate()
