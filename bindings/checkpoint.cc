@@ -45,7 +45,7 @@ struct Progress {
 class DirectoryLock {
  public:
   explicit DirectoryLock(const std::string& path) : lock_(LockFile::open(path, true).take()) {}
-  bool acquire() { return lock_.try_lock(0, LockMode::exclusive) == Locked::yes; }
+  Locked acquire() { return lock_.try_lock(0, LockMode::exclusive); }
   void release() { lock_.unlock(0); }
 
  private:
@@ -204,8 +204,13 @@ void bind_checkpoint(nb::module_& m) {
       },
       nb::arg("bytes"));
 
+  nb::enum_<Locked>(m, "Locked")
+      .value("yes", Locked::yes)
+      .value("elsewhere", Locked::elsewhere)
+      .value("unsupported", Locked::unsupported);
   nb::class_<DirectoryLock>(m, "DirectoryLock", "A lock that ends with its process.")
       .def(nb::init<const std::string&>(), nb::arg("path"))
-      .def("acquire", &DirectoryLock::acquire, Unlocked(), "At once; whether it was had.")
+      .def("acquire", &DirectoryLock::acquire, Unlocked(),
+           "At once: whether it was had, or the file system has no locks.")
       .def("release", &DirectoryLock::release);
 }

@@ -745,12 +745,19 @@ def check_file(
 
 def crc32c(bytes: bytes) -> int: ...
 
+class Locked(enum.Enum):
+    yes = 0
+
+    elsewhere = 1
+
+    unsupported = 2
+
 class DirectoryLock:
     """A lock that ends with its process."""
 
     def __init__(self, path: str) -> None: ...
-    def acquire(self) -> bool:
-        """At once; whether it was had."""
+    def acquire(self) -> Locked:
+        """At once: whether it was had, or the file system has no locks."""
 
     def release(self) -> None: ...
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import json
 import logging
 import os
@@ -305,18 +303,17 @@ class Store:
         self.make()
         with io_errors("lock", self.root / ".lock"):
             lock = _native.DirectoryLock(str(self.root / ".lock"))
-        if not lock.acquire():
-            reason = _why_no_lock(self.root / ".lock")
-            if not reason:
-                raise UsageError(
-                    f"{self.root} is used by another running job's checkpointer: give every job a "
-                    "directory of its own"
-                )
+        got = lock.acquire()
+        if got == _native.Locked.elsewhere:
+            raise UsageError(
+                f"{self.root} is used by another running job's checkpointer: give every job a "
+                "directory of its own"
+            )
+        if got == _native.Locked.unsupported:
             _log.warning(
-                "the file system of %s has no locks (%s): nothing keeps another job from using it at "
-                "the same time",
+                "the file system of %s has no locks: nothing keeps another job from using it at the "
+                "same time",
                 self.root,
-                reason,
             )
         self._lock = lock
         try:
@@ -603,17 +600,6 @@ class Store:
 
     def _abort(self, manifest: Manifest) -> Path:
         return self.directory(manifest.step) / f"aborted.{manifest.id}.json"
-
-
-def _why_no_lock(path: Path) -> str:
-    """What the file system says if it has no locks of bytes; "" if another process has this one."""
-    with open(path, "r+b") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
-        except OSError as error:
-            if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
-                return os.strerror(error.errno)
-    return ""
 
 
 def _aside(id: str) -> str:
