@@ -232,12 +232,14 @@ def undrained(
     """
     if held is None:
         on_fast = fast.manifests()
-        whole = {m.id for m in on_fast if all(fast.has(m.step, part) for part in m.parts)}
+        whole = {m.id for m in on_fast if fast.has_all(m)}
     else:
         on_fast = [h.manifest for h in held]
         whole = {h.manifest.id for h in held if not h.lost}
     there = {m.id: m for m in durable.manifests()}
+    missed = {id for id, m in there.items() if not durable.has_all(m)}
     # What has lost parts takes no place among those that are kept.
+    there = {id: m for id, m in there.items() if id not in missed or id not in whole}
     good = {m.id: m for m in on_fast if m.id in whole} | there
     stay = decide(good.values(), keep, begin_of_branch(fast, durable))
     waiting = [m for m in on_fast if m.id in whole and m.id in stay and m.id not in there]

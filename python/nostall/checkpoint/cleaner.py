@@ -61,11 +61,7 @@ class Cleaner:
     def _look(self, fast: Store, durable: Store) -> dict[str, Manifest]:
         """Reads what is complete on the fast tier, and which of it is durable with all its parts."""
         there, self._durable = self.complete(fast), self.complete(durable)
-        self._safe = {
-            m.id
-            for m in self._durable.values()
-            if m.id in there and all(durable.has(m.step, part) for part in m.parts)
-        }
+        self._safe = {m.id for m in self._durable.values() if m.id in there and durable.has_all(m)}
         self._begin = durable.branch()
         return there
 

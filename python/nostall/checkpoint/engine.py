@@ -456,7 +456,8 @@ class Engine:
                 drain.saved._miss("durable")
             self._retain()
             return
-        if durable.find(manifest.step, manifest.id) is None:
+        there = durable.find(manifest.step, manifest.id)
+        if there is None or not durable.has_all(there):
             if drain.alone or manifest.world_size == 1:
                 self._drain_alone(drain)
             else:

@@ -259,6 +259,10 @@ class Store:
         except OSError:
             return False
 
+    def has_all(self, manifest: Manifest) -> bool:
+        """Whether all its parts are there, by name and size."""
+        return all(self.has(manifest.step, part) for part in manifest.parts)
+
     def files(self, step: int) -> dict[str, int]:
         """Names and sizes of a step's parts, whether a manifest names them or not."""
         with contextlib.suppress(OSError), os.scandir(self.directory(step)) as found:

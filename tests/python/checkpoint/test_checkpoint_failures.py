@@ -271,6 +271,20 @@ def test_a_drain_survives_any_exception_and_tries_again(
     assert steps_in(tmp_path / "durable") == [1, 2]
 
 
+@pytest.mark.parametrize("how", ["gone", "cut"])
+def test_a_durable_copy_without_a_part_is_drained_again(tmp_path: Path, how: str) -> None:
+    two_tiers(tmp_path)
+    (part,) = (tmp_path / "durable" / "step-000000000003").glob("*.safetensors")
+    size = part.stat().st_size
+    part.unlink() if how == "gone" else os.truncate(part, size - 1)
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable", keep_fast=3) as ckpt:
+        ckpt.wait(60)
+    assert part.stat().st_size == size
+    with nostall.Checkpointer(durable=tmp_path / "durable") as ckpt:
+        found = ckpt.restore()
+    assert found is not None and (found.step, found.tier) == (3, "durable")
+
+
 def test_retention_that_fails_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
