@@ -52,6 +52,20 @@ _made_in: dict[tuple[int, str], Iterator[int]] = collections.defaultdict(itertoo
 Transforms = Sequence[Transform] | Callable[[Any], Any] | None
 
 
+# What programs that rebuild torch's loaders look for, and what does it here.
+_SKIP = (
+    "its plan has the order. To go on in the middle of an epoch, give it its load_state_dict() instead "
+    "of skipping batches"
+)
+_OF_TORCH = {
+    "sampler": _SKIP,
+    "batch_sampler": _SKIP,
+    "collate_fn": "pass collate= to it",
+    "worker_init_fn": "it has threads, and no workers",
+    "num_workers": "it has threads=, and no workers",
+}
+
+
 def _order_name(order: Order) -> str:
     """What a state calls the order; a user's own is told from others by its ids."""
     if isinstance(order, (str, SubBatches)):
@@ -613,6 +627,13 @@ class DataLoader:
             f"batch_size is fixed at {self._batch_size} when the loader is made: make another loader, "
             "or join batches by nostall.DynamicBatches"
         )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_TORCH:
+            raise AttributeError(
+                f"nostall.DataLoader has no {name}, as torch's loader has it: {_OF_TORCH[name]}"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         end = "" if self.epochs_total is None else f", epochs={self.epochs_total}"

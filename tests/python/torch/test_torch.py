@@ -133,6 +133,12 @@ def test_trainers_find_what_they_expect_of_an_iterable(image_folder: Path) -> No
         loader.set_epoch(epoch)
         lengths.append(sum(1 for _ in iter(loader)))
     assert lengths == [len(loader)] * 3
+    # Accelerate's skip_first_batches would read the samples through a loader of torch's.
+    assert not hasattr(loader, "sampler")
+    with pytest.raises(AttributeError, match=r"no batch_sampler, .* load_state_dict"):
+        loader.batch_sampler  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        loader.nonsense  # noqa: B018
     loader.close()
 
 
