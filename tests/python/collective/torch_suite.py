@@ -3,8 +3,9 @@
     python torch_suite.py --ranks 3 [--backend gloo] [CHECK ...]
 
 The ranks are forked from one process that has read the suite, and run one check after the other,
-each in a process group of its own; without names all of the suite. A line of JSON a check: its
-name, what became of it ("passed", "skipped", "failed", "died"), why, on which rank, and its seconds.
+each in a process group of its own; without names all of the suite. A line of JSON with their names,
+and one a check: its name, what became of it ("passed", "skipped", "failed", "died", "left out"), why,
+on which rank, and its seconds.
 A signal SIGUSR1 to a rank shows where it is.
 
 The suite chooses by the backend's name in places. It is read as if for Gloo, whose operations ours
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import fnmatch
 import json
 import multiprocessing
 import os
@@ -35,7 +37,7 @@ parser.add_argument("--ranks", type=int, default=3)
 parser.add_argument("--backend", default="nostall")
 parser.add_argument("--limit", type=float, default=60.0, help="seconds a check may take")
 parser.add_argument("--trace", action="store_true", help="failures with their tracebacks")
-parser.add_argument("--without", action="store_true", help="all checks but those named")
+parser.add_argument("--left-out", type=Path, help="a table of checks that are not run, by reason")
 parser.add_argument("checks", nargs="*")
 arguments = parser.parse_args()
 
@@ -164,12 +166,30 @@ def run(names: list[str]) -> dict[str, dict[int, tuple[str, str, float]]]:
     return results
 
 
+def left_out(names: list[str]) -> dict[str, str]:
+    """Those of the table, with its reasons; a line that is not indented is one."""
+    found: dict[str, str] = {}
+    if arguments.left_out is None:
+        return found
+    reason = ""
+    for line in arguments.left_out.read_text().splitlines():
+        if not line.startswith(" "):
+            reason = line
+            continue
+        for pattern in line.split():
+            found |= dict.fromkeys(fnmatch.filter(names, f"test_{pattern}"), reason)
+    return found
+
+
 def main() -> int:
     common_distributed.initialize_temp_directories()
     every = [name for name in sorted(dir(Checks)) if name.startswith("test_")]
     names = arguments.checks or every
-    if arguments.without:
-        names = [name for name in every if name not in arguments.checks]
+    print(json.dumps({"names": names}), flush=True)
+    excluded = left_out(names)
+    for name, why in excluded.items():
+        print(json.dumps({"check": name, "what": "left out", "why": why}), flush=True)
+    names = [name for name in names if name not in excluded]
     failed = 0
     while names and failed < 40:
         results = run(names)
