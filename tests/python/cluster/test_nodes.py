@@ -13,8 +13,6 @@ from nodes import Job, read_of_bound
 
 from nostall.bench.slowfs import SlowFS, missing
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -41,6 +39,7 @@ def slow(data: Path, tmp_path: Path):
         yield storage
 
 
+@pytest.mark.alone
 @pytest.mark.multi
 @pytest.mark.parametrize("nodes", [2, 4])
 @pytest.mark.parametrize("share", [1.2, 0.6, 0.15], ids=["S<D", "D<S<ND", "S>ND"])
@@ -69,6 +68,7 @@ def test_the_source_is_read_once_and_every_sample_is_right(
     assert sum(p["asked_too_early"] for p in peers) <= 0.001 * asked + 1
 
 
+@pytest.mark.alone
 @pytest.mark.multi
 def test_eight_ranks_on_four_nodes_with_file_tiers(data: Path, tmp_path: Path) -> None:
     tiers = [f"ram:{size_of(data) // 8}", f"{tmp_path / 'tier'}:{size_of(data) // 4}"]
@@ -79,6 +79,7 @@ def test_eight_ranks_on_four_nodes_with_file_tiers(data: Path, tmp_path: Path) -
     assert sum(r["peers"]["dropped_ranks"] for r in results) == 0
 
 
+@pytest.mark.alone
 @pytest.mark.multi
 def test_hdmlps_rule_reads_more_than_once_but_gives_the_same(data: Path, slow: SlowFS) -> None:
     tiers = [f"ram:{int(0.6 * size_of(data))}"]
@@ -90,6 +91,7 @@ def test_hdmlps_rule_reads_more_than_once_but_gives_the_same(data: Path, slow: S
     assert [r["stream"] for r in results] == [r["stream"] for r in pushed]
 
 
+@pytest.mark.alone
 @pytest.mark.multi
 def test_locality_keeps_the_bytes_and_spares_the_network(data: Path, slow: SlowFS) -> None:
     tiers = [f"ram:{int(0.6 * size_of(data))}"]
@@ -113,6 +115,7 @@ def test_locality_keeps_the_bytes_and_spares_the_network(data: Path, slow: SlowF
     )
 
 
+@pytest.mark.alone
 @pytest.mark.multi
 def test_a_forked_child_may_let_go_of_the_loader(data: Path) -> None:
     results = Job(data, 2, extra={"fork_after": 1, "compute": 0.002}).run()
@@ -153,6 +156,7 @@ def test_a_killed_node_leaves_the_others_with_the_right_bytes(data: Path) -> Non
             assert result["stream"] == undisturbed[rank], (victim, die_at)
 
 
+@pytest.mark.alone
 @pytest.mark.multi
 def test_a_node_that_hangs_is_left_and_comes_back(data: Path, tmp_path: Path) -> None:
     """Stopped for longer than the time limit, as by a migration, and continued."""
@@ -207,6 +211,7 @@ def test_peers_on_fails_where_samples_cannot_travel(data: Path) -> None:
         assert "samples cannot travel between nodes: rank 0: " in err and "UCX cannot" in err
 
 
+@pytest.mark.alone
 @pytest.mark.multi
 def test_tiers_that_were_kept_are_used_again_after_a_restart(
     data: Path, slow: SlowFS, tmp_path: Path
