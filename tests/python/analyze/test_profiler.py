@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import prefork
 import pytest
 
 from nostall.analyze import Analysis, analyze
@@ -159,15 +158,16 @@ def test_a_rank_given_twice_is_told(tmp_path: Path) -> None:
 def test_a_real_job_on_gloo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outs = [tmp_path / f"rank{r}.json.gz" for r in range(2)]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "ddp.py"), str(tmp_path / "store"), str(out), str(r), "2"],
-            stderr=subprocess.PIPE,
+        prefork.Process(
+            [HERE / "ddp.py", tmp_path / "store", out, str(r), "2"],
+            stderr=prefork.PIPE,
+            torch=True,
         )
         for r, out in enumerate(outs)
     ]
     for process in ranks:
         _, errors = process.communicate(timeout=90)
-        assert process.returncode == 0, errors.decode()
+        assert process.returncode == 0, errors
     got = analyze(outs)
     assert len(got.rounds) == 4
     assert sum(t.bytes or 0 for t in got.tensors) == 4 * (128 * 128 + 128) * 4

@@ -14,6 +14,7 @@ from typing import Any
 
 import campaign
 import numpy as np
+import prefork
 import pytest
 
 import nostall
@@ -212,11 +213,10 @@ def test_a_pickle_is_never_executed(tmp_path: Path) -> None:
 
 
 @pytest.mark.multi
-@pytest.mark.timeout(400)  # three times torch's import, which a busy machine takes minutes for
 def test_a_killed_training_ends_with_the_same_weights(image_folder: Path, tmp_path: Path) -> None:
     def train(home: Path, kill_after: int | None) -> str | None:
-        command = [sys.executable, str(HERE / "training.py"), str(image_folder), str(home), "3"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        words = [str(HERE / "training.py"), str(image_folder), str(home), "3"]
+        with prefork.Process(words, stdout=prefork.PIPE, torch=True) as process:
             assert process.stdout is not None
             last = ""
             for line in process.stdout:

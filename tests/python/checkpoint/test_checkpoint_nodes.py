@@ -11,14 +11,13 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import node_rank
+import prefork
 import pytest
 from test_checkpointer import World
 
@@ -43,14 +42,13 @@ class Job:
     def __init__(self, home: Path, **settings: Any) -> None:
         self.home, self.settings, self.runs = home, settings, 0
 
-    def start(self, phase: str) -> list[subprocess.Popen[str]]:
+    def start(self, phase: str) -> list[prefork.Process]:
         self.runs += 1
         env = {**os.environ, "NOSTALL_RENDEZVOUS": str(self.home / f"rendezvous{self.runs}")}
-        env |= {"NOSTALL_HOST": "127.0.0.1", "OPENBLAS_NUM_THREADS": "1"}
+        env |= {"NOSTALL_HOST": "127.0.0.1"}
         return [
-            subprocess.Popen(
+            prefork.Process(
                 [
-                    sys.executable,
                     str(HERE / "node_rank.py"),
                     json.dumps(
                         {
@@ -64,9 +62,8 @@ class Job:
                     ),
                 ],
                 env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
+                stdout=prefork.PIPE,
+                stderr=prefork.PIPE,
             )
             for rank, node in enumerate(NODES)
         ]

@@ -8,9 +8,12 @@ import secrets
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import prefork
 
 RANK = Path(__file__).with_name("rank.py")
 
@@ -39,7 +42,7 @@ class Job:
     extra: dict[str, Any] = field(default_factory=dict)
     per_rank: dict[int, dict[str, Any]] = field(default_factory=dict)
 
-    def start(self) -> list[subprocess.Popen[str]]:
+    def start(self) -> Sequence[prefork.Process | subprocess.Popen[str]]:
         port = free_port()
         secret = secrets.token_hex(16)
         world = self.nodes * self.ranks
@@ -47,7 +50,7 @@ class Job:
             (str(p.relative_to(self.data)) for p in self.data.rglob("*.jpg")),
             key=lambda p: p.split("/"),
         )
-        started = []
+        started: list[prefork.Process | subprocess.Popen[str]] = []
         for rank in range(world):
             node = rank // self.ranks
             settings = {
@@ -64,24 +67,24 @@ class Job:
                 **self.extra,
                 **self.per_rank.get(rank, {}),
             }
-            before = self.commands[node] if self.commands else []
-            started.append(
-                subprocess.Popen(
-                    [*before, sys.executable, str(RANK), json.dumps(settings)],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    env={
-                        **os.environ,
-                        "NOSTALL_RENDEZVOUS": f"tcp://{self.host}:{port}",
-                        "NOSTALL_SECRET": secret,
-                        "NOSTALL_NODE": f"node {node}",
-                        "NOSTALL_UCX_TLS": "tcp",
-                        "NOSTALL_PEER_TIMEOUT_MS": "3000",
-                        **self.environment,
-                    },
+            words = [str(RANK), json.dumps(settings)]
+            environment = {
+                **os.environ,
+                "NOSTALL_RENDEZVOUS": f"tcp://{self.host}:{port}",
+                "NOSTALL_SECRET": secret,
+                "NOSTALL_NODE": f"node {node}",
+                "NOSTALL_UCX_TLS": "tcp",
+                "NOSTALL_PEER_TIMEOUT_MS": "3000",
+                **self.environment,
+            }
+            pipe = subprocess.PIPE
+            if self.commands:
+                words = [*self.commands[node], sys.executable, *words]
+                started.append(
+                    subprocess.Popen(words, env=environment, stdout=pipe, stderr=pipe, text=True)
                 )
-            )
+            else:
+                started.append(prefork.Process(words, env=environment, stdout=pipe, stderr=pipe))
         return started
 
     def run(self, timeout: float = 60) -> list[dict[str, Any]]:

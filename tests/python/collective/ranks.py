@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 import uuid
 from pathlib import Path
+
+import prefork
 
 HEADER = """
 import os, signal, sys, threading, time
@@ -32,13 +32,11 @@ def run(body: str, size: int, directory: Path, timeout: float = 60) -> list[tupl
     """Exit status, output and errors of each rank that ran `body`."""
     job = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="nostall-test-") as signals:
-        command = [sys.executable, "-c", HEADER + body, job]
         processes = [
-            subprocess.Popen(
-                [*command, str(rank), str(size), str(directory), signals],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
+            prefork.Process(
+                ["-c", HEADER + body, job, str(rank), str(size), str(directory), signals],
+                stdout=prefork.PIPE,
+                stderr=prefork.PIPE,
             )
             for rank in range(size)
         ]
@@ -46,10 +44,11 @@ def run(body: str, size: int, directory: Path, timeout: float = 60) -> list[tupl
         try:
             for process in processes:
                 out, err = process.communicate(timeout=timeout)
-                results.append((process.returncode, out, err))
+                results.append((process.wait(), out, err))
         finally:
             for process in processes:
                 process.kill()
+                process.communicate()
     return results
 
 

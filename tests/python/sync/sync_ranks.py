@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import uuid
 from typing import Any
+
+import prefork
 
 from nostall.bench.launch import environment
 
 
-def run_ranks(ranks: int, code: str, *, timeout: float = 300, check: bool = True) -> list[Any]:
+def run_ranks(
+    ranks: int, code: str, *, timeout: float = 300, check: bool = True, whole: bool = False
+) -> list[Any]:
     """Runs `code` on every rank; what each assigned to `result`, or the last error that it printed."""
     program = (
         "import json, os, sys\nrank = int(os.environ['RANK'])\nresult = None\n"
@@ -19,17 +21,17 @@ def run_ranks(ranks: int, code: str, *, timeout: float = 300, check: bool = True
         + "\nprint('RESULT ' + json.dumps(result))\n"
     )
     job = uuid.uuid4().hex
-    started = []
-    for rank in range(ranks):
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-c", program],
-                env=environment(rank, ranks, job),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+    started = [
+        prefork.Process(
+            ["-c", program],
+            env=environment(rank, ranks, job),
+            stdout=prefork.PIPE,
+            stderr=prefork.PIPE,
+            torch=True,
+            whole=whole,
         )
+        for rank in range(ranks)
+    ]
     results: list[Any] = []
     try:
         for process in started:
@@ -43,4 +45,5 @@ def run_ranks(ranks: int, code: str, *, timeout: float = 300, check: bool = True
     finally:
         for process in started:
             process.kill()
+            process.communicate()
     return results

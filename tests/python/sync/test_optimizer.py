@@ -192,7 +192,7 @@ def test_three_ranks_divide_as_one_process_does() -> None:
 DYNAMIC = """
 import random
 import numpy as np
-STEPS = int(os.environ.get("NOSTALL_DYNAMIC_STEPS", "1000"))
+STEPS = int(os.environ.get("NOSTALL_DYNAMIC_STEPS", "300"))
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 optimizer = nt.DistributedOptimizer(optimizer, model.named_parameters(), nt.SyncOptions(threshold=600))

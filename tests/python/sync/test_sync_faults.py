@@ -96,7 +96,7 @@ for m in (model, one):
 @pytest.mark.multi
 @pytest.mark.timeout(400)
 def test_exceptions_forks_and_engines_side_by_side() -> None:
-    first, second = run_ranks(2, SETUP + TURNS)
+    first, second = run_ranks(2, SETUP + TURNS, whole=True)
     assert first == second
     # The last gradient of the backward pass is the first layer's weight, parameter 0.
     assert [c[0] for c in first["contributors"]] == [2, 2, 1, 2, 2]

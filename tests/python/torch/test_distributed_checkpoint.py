@@ -6,12 +6,11 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import prefork
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from nostall.checkpoint.format import Branch
 from nostall.checkpoint.store import Store
@@ -19,6 +18,7 @@ from nostall.errors import CorruptionError, UsageError
 from nostall.torch.checkpoint import StorageReader, StorageWriter, load
 
 ROWS = 10
+RANK = Path(__file__).with_name("checkpoint_rank.py")
 
 
 def whole() -> torch.Tensor:
@@ -117,51 +117,17 @@ def test_an_id_without_a_step_and_an_empty_directory(group: None, tmp_path: Path
     assert load(blank(), tmp_path / "none") is None
 
 
-def _rank(rank: int, world: int, home: str, mode: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{home}/{mode}-{world}", rank=rank, world_size=world
-    )
-    mesh = init_device_mesh("cpu", (world,))
-    if mode == "save":
-        sharded = distribute_tensor(whole(), mesh, [Shard(0)])
-        writer = StorageWriter(Path(home) / "c")
-        dcp.save({"w": sharded, "n": 5}, checkpoint_id="7", storage_writer=writer)
-        _load_from_directories_that_differ(rank, Path(home))
-    else:
-        target = distribute_tensor(torch.zeros(ROWS, 4), mesh, [Shard(1)])
-        state = {"w": target, "n": 0}
-        assert load(state, Path(home) / "c") == 7
-        loaded = state["w"]
-        assert isinstance(loaded, DTensor)
-        assert torch.equal(loaded.full_tensor(), whole()) and state["n"] == 5
-    dist.destroy_process_group()
-
-
-def _load_from_directories_that_differ(rank: int, home: Path) -> None:
-    writer = StorageWriter(home / "newer")
-    dcp.save({"n": 1}, checkpoint_id="7", storage_writer=writer)
-    dcp.save({"n": 2}, checkpoint_id="8", storage_writer=writer)
-    dist.barrier()
-    cases = {
-        ("c", "none"): r"rank 0: step 7; rank 1: none",
-        ("none", "c"): r"rank 0: none; rank 1: step 7",
-        ("c", "newer"): r"rank 0: step 7; rank 1: step 8",
-    }
-    for names, words in cases.items():
-        with pytest.raises(UsageError, match=words):
-            load({"n": 0}, home / names[rank])
-    # A reader of the user's own: torch wraps what it raises, the same on all ranks.
-    reader = StorageReader(home / ("c", "newer")[rank], 7)
-    with pytest.raises(
-        dcp.api.CheckpointException, match=r"rank 0: step 7 \(save .*rank 1: step 7"
-    ):
-        dcp.load({"n": 0}, storage_reader=reader)
+def run_ranks(home: Path, mode: str, world: int) -> None:
+    words = [RANK, str(home), mode, str(world)]
+    ranks = [
+        prefork.Process([*words, str(r)], stderr=prefork.PIPE, torch=True) for r in range(world)
+    ]
+    ended = [(rank.communicate(timeout=100)[1], rank.wait()) for rank in ranks]
+    assert [status for _, status in ended] == [0] * world, ended
 
 
 @pytest.mark.multi
-@pytest.mark.timeout(400)  # five imports of torch
 def test_sharded_state_loads_on_another_world_size_and_another_way(tmp_path: Path) -> None:
-    mp.spawn(_rank, args=(2, str(tmp_path), "save"), nprocs=2)
+    run_ranks(tmp_path, "save", 2)
     assert len(list((tmp_path / "c").glob("step-*/*.safetensors"))) == 2
-    mp.spawn(_rank, args=(1, str(tmp_path), "load"), nprocs=1)
+    run_ranks(tmp_path, "load", 1)

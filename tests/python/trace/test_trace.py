@@ -7,14 +7,13 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import prefork
 import pytest
 
 import nostall
@@ -98,7 +97,8 @@ def test_two_processes_of_one_rank_keep_their_own_files(tmp_path: Path) -> None:
     code = (
         "import sys, nostall.trace as t; t.start(sys.argv[1], rank=0)\nwith t.span('x'):\n  pass\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(home)], check=True)
+    done = prefork.run(["-c", code, home])
+    assert done.returncode == 0, done.stderr
     with trace.span("mine"):
         pass
     trace.stop()
@@ -129,9 +129,7 @@ def test_a_killed_job_leaves_all_but_its_last_second(tmp_path: Path) -> None:
         "time.sleep(1.5)\nprint('ready', flush=True)\n"
         "while True:\n  with t.span('late'):\n    time.sleep(0.001)\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
+    process = prefork.Process(["-c", code, tmp_path], stdout=prefork.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGKILL)

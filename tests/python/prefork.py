@@ -1,0 +1,325 @@
+"""Processes that need not import: forked from one that has imported nostall, or torch as well.
+
+    process = prefork.Process(["-c", code, "7"], stdout=PIPE, env=...)
+
+is what subprocess.Popen([sys.executable, "-c", code, "7"], text=True, ...) is, less the seconds of the
+imports; a script's path may stand for "-c" and its code. The child is a process of its own: arguments,
+environment, directory, standard streams, process group, random numbers and `__main__` are those it is
+given, and no other file is open. What is read where a process starts is what the server started with:
+the search path of modules, what is preloaded, OMP_NUM_THREADS=1. Tests of start-up, of command lines
+and of launchers start real processes.
+
+The modules of torch need a second to be taken down at the end of a process. A child that has torch
+does not: its threads and its functions of atexit are waited for, its main module is emptied, and the
+process leaves by exit(3). With `whole` it ends as Python ends.
+
+Run as a program this is the server; it ends, and its children with it, when its caller does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import gc
+import json
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+PIPE, STDOUT, DEVNULL = subprocess.PIPE, subprocess.STDOUT, subprocess.DEVNULL
+# What the dynamic linker and the interpreter read at their start.
+AT_START = ("LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED")
+LARGEST = 1 << 20  # bytes of a request
+
+
+class Server:
+    def __init__(self, torch: bool) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for one in (self._socket, theirs):
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * LARGEST)
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__)), str(theirs.fileno()), "torch" if torch else ""],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        theirs.close()
+        atexit.register(self.close)
+
+    def fork(self, request: dict[str, Any], files: list[int]) -> tuple[int, int]:
+        """The child's number and a descriptor of it (pidfd_open(2))."""
+        message = json.dumps(request).encode()
+        assert len(message) <= LARGEST
+        with self._lock:
+            socket.send_fds(self._socket, [message], files)
+            answer, descriptors, _, _ = socket.recv_fds(self._socket, 64, 1)
+        assert answer and descriptors, "the server of processes ended; its errors are above"
+        return int(answer), descriptors[0]
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+
+@functools.cache
+def server(torch: bool) -> Server:
+    """The one of this test process that has torch, or not, started at its first use."""
+    return Server(torch)
+
+
+class Process:
+    """A child of the server, with the names of subprocess.Popen for what it has of it."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str | os.PathLike[str]],
+        *,
+        stdout: int | None = None,
+        stderr: int | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        torch: bool = False,
+        whole: bool = False,
+    ) -> None:
+        self.args = [os.fspath(word) for word in arguments]
+        environment = dict(os.environ if env is None else env)
+        for name in AT_START:
+            assert environment.get(name) == os.environ.get(name), f"{name}: start a real process"
+        self.returncode: int | None = None
+        self.stdout: IO[str] | None = None
+        self.stderr: IO[str] | None = None
+        status, told = os.pipe()
+        given = [told]
+        try:
+            for name, where in (("stdout", stdout), ("stderr", stderr)):
+                if where == PIPE:
+                    read, write = os.pipe()
+                    setattr(self, name, os.fdopen(read, encoding="utf-8"))
+                elif where == STDOUT:
+                    write = os.dup(given[1])
+                elif where == DEVNULL:
+                    write = os.open(os.devnull, os.O_WRONLY)
+                else:
+                    write = os.dup({"stdout": 1, "stderr": 2}[name] if where is None else where)
+                given.append(write)
+            request = {
+                "arguments": self.args,
+                "environment": environment,
+                "directory": os.fspath(cwd) if cwd else os.getcwd(),
+                "whole": whole or not torch,
+            }
+            self.pid, self._pidfd = server(torch).fork(request, given)
+        finally:
+            for descriptor in given:
+                os.close(descriptor)
+        self._status: int | None = status
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self._status is not None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            text = os.read(self._status, 64)
+            os.close(self._status)
+            os.close(self._pidfd)
+            self._status = None
+            assert text, "the server of processes ended; its errors are above"
+            self.returncode = int(text)
+        assert self.returncode is not None
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it wrote to its pipes, when it has ended."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        # What was read of them already may be more than a line: the files' own buffers first.
+        parts: dict[str, list[str]] = {"stdout": [], "stderr": []}
+        threads = []
+        for name, file in (("stdout", self.stdout), ("stderr", self.stderr)):
+            if file is None or file.closed:
+                continue
+
+            def read(file: IO[str] = file, part: list[str] = parts[name]) -> None:
+                part.append(file.read())
+
+            threads.append(threading.Thread(target=read, daemon=True))
+            threads[-1].start()
+
+        def left() -> float | None:
+            return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+        for thread in threads:
+            thread.join(left())
+            if thread.is_alive():
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        self.wait(left())
+        for file in (self.stdout, self.stderr):
+            if file is not None:
+                file.close()
+        return "".join(parts["stdout"]), "".join(parts["stderr"])
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in (self.stdout, self.stderr):
+            if file is not None:
+                file.close()
+        self.wait()
+
+
+def run(
+    arguments: Sequence[str | os.PathLike[str]], timeout: float | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """As subprocess.run with capture_output and text; what runs for longer is killed."""
+    process = Process(arguments, stdout=PIPE, stderr=PIPE, **options)
+    try:
+        out, err = process.communicate(timeout)
+    finally:
+        process.kill()
+        process.wait()
+    return subprocess.CompletedProcess(process.args, process.returncode or 0, out, err)
+
+
+# ---------------------------------------------------------------------- the server
+
+
+def serve(requests: socket.socket) -> dict[str, Any]:
+    """Returns in each child, with its request; the server's ends with the caller's."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(requests, selectors.EVENT_READ)
+        children: dict[int, tuple[int, int]] = {}  # by pidfd: number, and where the status goes
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is not requests:
+                    pidfd = int(key.fd)
+                    pid, told = children.pop(pidfd)
+                    selector.unregister(pidfd)
+                    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    with contextlib.suppress(BrokenPipeError):  # the caller asks no more
+                        os.write(told, str(status).encode())
+                    os.close(told)
+                    os.close(pidfd)
+                    continue
+                message, files, _, _ = socket.recv_fds(requests, LARGEST, 3)
+                if not message:
+                    for pid, _ in children.values():
+                        with contextlib.suppress(ProcessLookupError):
+                            os.killpg(pid, signal.SIGKILL)
+                    os._exit(0)
+                told, out, err = files
+                pid = os.fork()
+                if pid == 0:
+                    os.dup2(out, 1)
+                    os.dup2(err, 2)
+                    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+                    return dict(json.loads(message))
+                os.setpgid(pid, pid)  # before its number is told
+                os.close(out)
+                os.close(err)
+                pidfd = os.pidfd_open(pid)
+                children[pidfd] = pid, told
+                selector.register(pidfd, selectors.EVENT_READ)
+                socket.send_fds(requests, [str(pid).encode()], [pidfd])
+
+
+def program(request: dict[str, Any]) -> None:
+    """As `python ARGUMENTS...` in a process that has just started."""
+    os.chdir(request["directory"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    np.random.seed()  # the standard library's is another one after a fork
+    if "torch" in sys.modules:
+        sys.modules["torch.distributed"].set_debug_level_from_env()
+    words = request["arguments"]
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    if words[0] == "-c":
+        sys.argv, sys.path[0] = ["-c", *words[2:]], ""
+        code = compile(words[1], "<string>", "exec")
+    else:
+        sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
+        main.__file__ = words[0]
+        code = compile(Path(words[0]).read_bytes(), words[0], "exec")
+    if request["whole"]:
+        gc.unfreeze()
+        exec(code, main.__dict__)
+    else:
+        end(run_to_end(code, main))
+
+
+def run_to_end(code: types.CodeType, main: types.ModuleType) -> int:
+    """The status with which Python would end."""
+    try:
+        exec(code, main.__dict__)
+    except SystemExit as told:
+        if told.code is None or isinstance(told.code, int):
+            return told.code or 0
+        print(told.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        # It holds what the frames held, until the interpreter would end.
+        sys.last_value = error
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    return 0
+
+
+def end(status: int) -> None:
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.modules["__main__"].__dict__.clear()
+    gc.collect()
+    for file in (sys.stdout, sys.stderr):
+        file.flush()
+    ctypes.PyDLL(None).exit(status)
+
+
+if __name__ == "__main__":
+    # Everything that is read more than once and starts nothing.
+    import numpy as np
+
+    import nostall.checkpoint
+    import nostall.collective
+
+    if sys.argv[2] == "torch":
+        import torch._dynamo
+        import torch.distributed.tensor
+
+        import nostall.torch  # noqa: F401
+
+        torch.set_num_threads(1)
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, "a fork has only one of the threads that the imports started"
+    gc.collect()
+    gc.freeze()
+    program(serve(socket.socket(fileno=int(sys.argv[1]))))
