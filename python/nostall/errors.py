@@ -49,3 +49,10 @@ class BugError(Error, RuntimeError):
     """An invariant of nostall is broken; please report it."""
 
     exit_code = 70
+
+
+# What Python raises for a value in a file that has another type or size than it should. Readers turn
+# it into a CorruptionError.
+UNREADABLE = (
+    ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from nostall import _native
 from nostall.checkpoint.lineage import LEGACY, Ranges, checked
 from nostall.checkpoint.tree import ITEM_BYTES, Leaf, Stored
-from nostall.errors import CorruptionError
+from nostall.errors import UNREADABLE, CorruptionError
 
 FORMAT = "nostall checkpoint"
 VERSION = 2
@@ -85,7 +85,7 @@ def parse(data: NDArray[np.uint8]) -> tuple[Any, dict[str, Stored]]:
             if prod(shape) * ITEM_BYTES[entry["dtype"]] != end - begin:
                 raise ValueError(f"{name} of shape {shape} has {end - begin} bytes")
             arrays[name] = Stored(body[begin:end], entry["dtype"], shape)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise CorruptionError(f"this is no checkpoint file of nostall: {error}") from error
     return tree, arrays
 
@@ -221,10 +221,11 @@ class Manifest:
                 sequence=LEGACY + step if first else int(values["sequence"]),
                 abandoned=() if first else checked(values["abandoned"]),
             )
-            ranks = [0] if manifest.replicated else list(range(manifest.world_size))
-            if [part.rank for part in parts] != ranks and manifest.extra is None:
+            ranks = range(1 if manifest.replicated else manifest.world_size)
+            there = [part.rank for part in parts]
+            if manifest.extra is None and (len(ranks) != len(there) or list(ranks) != there):
                 raise ValueError("parts of ranks are missing")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise CorruptionError(f"{where} is damaged: {error}") from error
         return manifest
 
@@ -265,7 +266,7 @@ class Branch:
                 int(values["step"]),
                 str(values["id"]),
             )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise CorruptionError(f"{where} is damaged: {error}") from error
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nostall.errors import CorruptionError, IoError, UsageError
+from nostall.errors import UNREADABLE, CorruptionError, IoError, UsageError
 
 _RECORD = np.dtype(
     [
@@ -37,6 +37,7 @@ _RECORD = np.dtype(
 CALLS = ("allreduce", "reduce", "bcast", "barrier")
 # The size classes of the seed's figures, by their upper ends in bytes.
 CLASSES = {"0-1 KB": 1 << 10, "1 KB-1 MB": 1 << 20, "1-64 MB": 1 << 26, "more": 1 << 63}
+_MOST_RANKS = 1 << 24
 Times = NDArray[np.int64]
 
 
@@ -180,17 +181,31 @@ def read_file(file: Path) -> tuple[dict[str, Any], NDArray[Any]]:
         expected = int(header["records"]) * _RECORD.itemsize
         if len(data) != expected:
             raise ValueError(f"{len(data)} bytes of records instead of {expected}")
-        (begin, first), (end, last) = header["clock"]
-    except (ValueError, KeyError, TypeError) as error:
+        (begin, first), (end, last) = [map(_whole, pair) for pair in header["clock"]]
+        _whole(header["rank"])
+        _whole(header["dropped"])
+        if not 0 < _whole(header["ranks"]) <= _MOST_RANKS or not isinstance(header["node"], str):
+            raise ValueError(f"{header['ranks']} ranks on node {header['node']!r}")
+        for number, (name, size, _) in header["communicators"].items():
+            _whole(int(number)), _whole(name, 1 << 64), _whole(size)
+    except UNREADABLE as error:
         raise CorruptionError(f"{file} is not a whole profile: {error}; record it again") from error
     records = np.frombuffer(data, _RECORD).copy()
     if records["call"].size and records["call"].max() >= len(CALLS):
         raise CorruptionError(f"{file} has calls that this release does not know")
     drift = (last - first) / max(end - begin, 1)
-    for name in ("arrived", "left"):
-        offset = first + drift * (records[name] - begin)
-        records[name] += offset.astype(np.int64)
+    with np.errstate(all="ignore"):  # times that no clock shows
+        for name in ("arrived", "left"):
+            offset = first + drift * (records[name] - begin)
+            records[name] += offset.astype(np.int64)
     return header, records
+
+
+def _whole(value: Any, below: int = 1 << 63) -> int:
+    """A number of a header; ValueError for anything else."""
+    if type(value) is not int or not -(1 << 63) <= value < below:
+        raise ValueError(f"{value!r} is no whole number of 64 bits")
+    return value
 
 
 def size_class(size: int) -> str:
