@@ -46,13 +46,32 @@ class Cluster:
 def node_identity() -> str:
     """The same for all processes that can share memory, and for no others.
 
-    NOSTALL_NODE overrides it, so that one machine can stand for several.
+    They find each other in their network namespace. NOSTALL_NODE overrides it, so that one machine
+    can stand for several.
     """
     if name := os.environ.get("NOSTALL_NODE"):
         return f"named {name}"
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("ipc", "mnt")]
+    spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("ipc", "mnt", "net")]
     return " ".join((boot, *spaces))
+
+
+def walls(nodes: Mapping[int, str]) -> str:
+    """What keeps ranks of one machine apart, in words; `nodes` has the node_identity of each rank."""
+    first: dict[str, int] = {}
+    for rank, node in nodes.items():
+        machine, *spaces = node.split()
+        if machine == "named":  # apart by the user's wish
+            continue
+        other = first.setdefault(machine, rank)
+        apart = [one.partition(":")[0] for one in spaces if one not in nodes[other].split()]
+        if apart:
+            return (
+                f"ranks {other} and {rank} are on one machine and share no cache, for their namespaces "
+                f"({', '.join(apart)}) differ: run them in one container, or with the host's network "
+                "and IPC"
+            )
+    return ""
 
 
 def spans_nodes(world: World) -> bool:
@@ -80,7 +99,9 @@ def check_alike(world: World, name: str, settings: Mapping[str, Any]) -> None:
     store = initialised_store(world.world_size) if world.world_size > 1 else None
     if store is None:
         return
-    mine = json.dumps({"rank": world.rank, "settings": settings}, sort_keys=True)
+    mine = json.dumps(
+        {"rank": world.rank, "settings": settings, "node": node_identity()}, sort_keys=True
+    )
     try:
         first = json.loads(
             store.compare_set(f"nostall/{name} of {world.world_size}/settings", "", mine)
@@ -89,6 +110,10 @@ def check_alike(world: World, name: str, settings: Mapping[str, Any]) -> None:
         _log.debug("the settings of the ranks are not compared: %s", error)
         return
     _compare(first["rank"], first["settings"], world.rank, settings)
+    nodes = {first["rank"]: first["node"], world.rank: node_identity()}
+    # The launcher counts both on one node, so nothing else brings this to light.
+    if not spans_nodes(world) and (words := walls(nodes)):
+        _log.warning("%s", words)
 
 
 def _compare(first: int, theirs: Mapping[str, Any], rank: int, settings: Mapping[str, Any]) -> None:
@@ -150,6 +175,8 @@ def join(
         )
     for part in parts[1:]:
         _compare(0, parts[0]["settings"], part["rank"], part["settings"])
+    if world.rank == 0 and (words := walls({p["rank"]: p["node"] for p in parts})):
+        _log.warning("%s", words)
     names = list(dict.fromkeys(p["node"] for p in parts))
     node_of_rank = [names.index(p["node"]) for p in parts]
     capacities = [0] * len(names)

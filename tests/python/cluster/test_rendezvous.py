@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -224,6 +228,24 @@ def test_a_wrong_allgather_is_refused() -> None:
     tiers = parse_tiers(["ram:1MiB"], dataset_bytes=1, local_world_size=1)
     with pytest.raises(UsageError, match="1 ranks together, not the 2"):
         cluster.join(world, tiers, lambda mine: [mine])
+
+
+def test_ranks_of_one_machine_behind_walls_are_told_so() -> None:
+    if shutil.which("unshare") is None:
+        pytest.skip("unshare is not installed")
+    look = "import nostall.cluster as c; print(c.node_identity())"
+    command = ["unshare", "--user", "--map-root-user", "--net", sys.executable, "-c", look]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        pytest.skip(f"network namespaces are not allowed: {result.stderr.strip()}")
+    here, there = cluster.node_identity(), result.stdout.strip()
+    assert here != there
+    words = r"ranks 0 and 2 are on one machine and share no cache, .* \(net\) differ"
+    assert re.match(words, cluster.walls({0: here, 1: here, 2: there}))
+    assert (
+        cluster.walls({0: here, 1: here, 2: "named a", 3: "another-boot " + here.partition(" ")[2]})
+        == ""
+    )
 
 
 def test_node_identity_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,19 +125,25 @@ def test_other_stores_of_torch_are_not_taken_for_private(tmp_path: Path) -> None
     assert _readers_of(torch.HashStore()) == ""
 
 
-def test_ranks_on_one_node_are_compared_without_a_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_one_node_are_compared_without_a_meeting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """One after the other, as by loaders that live shorter than the ranks are apart."""
     torch = pytest.importorskip("torch.distributed", reason="torch is not installed")
     store = torch.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setattr(cluster, "initialised_store", lambda size: store if size == 3 else None)
     worlds = [World(rank, 3, rank, 3, "job") for rank in range(3)]
-    settings = {"batch_size": 8, "seed": 0}
+    settings, own = {"batch_size": 8, "seed": 0}, cluster.node_identity()
     cluster.check_alike(worlds[0], "loader 0", settings)
     cluster.check_alike(worlds[1], "loader 0", settings)
     with pytest.raises(UsageError, match="batch_size is 8 on rank 0 and 16 on rank 2"):
         cluster.check_alike(worlds[2], "loader 0", settings | {"batch_size": 16})
     cluster.check_alike(worlds[2], "loader 1", settings | {"batch_size": 16})
     cluster.check_alike(World(0, 2, 0, 2, "job"), "loader 0", settings | {"batch_size": 16})
+    assert not caplog.text
+    monkeypatch.setattr(cluster, "node_identity", lambda: own.replace("net:", "net:other"))
+    cluster.check_alike(worlds[2], "loader 0", settings)
+    assert "ranks 0 and 2 are on one machine and share no cache" in caplog.text
 
 
 def test_only_loaders_of_torchs_ranks_are_compared(
