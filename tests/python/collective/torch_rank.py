@@ -939,6 +939,9 @@ def end(where: dict[str, Any]) -> int:
 
 def run(what: str, rank: int, size: int, port: int) -> int:
     """For torch_server.py."""
+    # Makes torch's pool of threads anew, which is the parent's: threads of autograd that find it
+    # so at one time get none, and end the process ("Invalid thread pool!").
+    torch.set_num_threads(1)
     dist.set_debug_level_from_env()
     store = dist.TCPStore("127.0.0.1", port, None, False)
     where = {"store": store, "rank": rank, "world_size": size}
