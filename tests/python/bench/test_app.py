@@ -12,8 +12,6 @@ from nostall.bench import app
 from nostall.demo.dataset import DatasetSpec, make_dataset
 from nostall.errors import UsageError
 
-pytestmark = pytest.mark.alone
-
 
 def parse(*options: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
