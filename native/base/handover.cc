@@ -18,6 +18,7 @@
 #include <thread>
 
 #include "base/error.h"
+#include "base/fnv.h"
 
 namespace nostall {
 namespace {
@@ -165,10 +166,9 @@ std::optional<std::vector<Descriptor>> receive_files(int socket, int& refused) {
 }
 
 std::string base_of(const std::string& job) {
-  uint64_t hash = 0xcbf29ce484222325u;
-  for (const char c : job) hash = (hash ^ static_cast<uint8_t>(c)) * 0x100000001b3u;
   char text[17];
-  std::snprintf(text, sizeof text, "%016llx", static_cast<unsigned long long>(hash));
+  std::snprintf(text, sizeof text, "%016llx",
+                static_cast<unsigned long long>(Fnv().bytes(job).value()));
   return "nostall-" + std::to_string(::geteuid()) + "-" + text + "-";
 }
 

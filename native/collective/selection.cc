@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "base/error.h"
+#include "base/fnv.h"
 
 namespace nostall::collective {
 namespace {
@@ -71,14 +72,12 @@ Algorithm Selection::choose(uint64_t bytes, bool imbalanced) const noexcept {
 }
 
 uint64_t Selection::hash() const noexcept {
-  uint64_t hash = rows_.empty() ? 0 : 0xcbf29ce484222325u;
+  if (rows_.empty()) return 0;
+  Fnv hash;
   for (const Row& row : rows_) {
-    for (const uint64_t part :
-         {uint64_t{row.imbalanced}, row.up_to, static_cast<uint64_t>(row.algorithm)}) {
-      hash = (hash ^ part) * 0x100000001b3u;
-    }
+    hash.word(row.imbalanced).word(row.up_to).word(static_cast<uint64_t>(row.algorithm));
   }
-  return hash;
+  return hash.value();
 }
 
 std::string selection_text() {

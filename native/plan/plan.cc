@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "base/error.h"
+#include "base/fnv.h"
 #include "base/random.h"
 #include "plan/permutation.h"
 
@@ -304,27 +305,21 @@ std::vector<uint32_t> occurrences(const JobSpec& spec, std::span<const SampleId>
 }
 
 uint64_t fingerprint(const JobSpec& spec) {
-  uint64_t hash = 0xcbf29ce484222325u;
-  const auto mix = [&hash](uint64_t value) {
-    for (int i = 0; i < 8; ++i) hash = (hash ^ ((value >> (8 * i)) & 0xff)) * 0x100000001b3u;
-  };
-  mix(kOrderVersion);
-  mix(spec.samples);
-  mix(spec.global_batch);
-  mix(spec.epochs);
-  mix(spec.world);
-  mix(order_world(spec));
-  mix(spec.seed);
-  mix(spec.drop_last ? 1 : 0);
-  mix(static_cast<uint64_t>(spec.order));
-  mix(static_cast<uint64_t>(spec.scheme));
-  for (const SampleId id : spec.user_order) mix(id);
-  if (spec.order == OrderKind::sub_batch) {
-    mix(spec.sub_batches.reuse);
-    mix(spec.sub_batches.resident);
-    mix(spec.sub_batches.together);
+  Fnv hash;
+  for (const uint64_t value :
+       {uint64_t{kOrderVersion}, uint64_t{spec.samples}, uint64_t{spec.global_batch},
+        uint64_t{spec.epochs}, uint64_t{spec.world}, uint64_t{order_world(spec)},
+        uint64_t{spec.seed}, uint64_t{spec.drop_last}, static_cast<uint64_t>(spec.order),
+        static_cast<uint64_t>(spec.scheme)}) {
+    hash.number(value);
   }
-  return hash;
+  for (const SampleId id : spec.user_order) hash.number(id);
+  if (spec.order == OrderKind::sub_batch) {
+    hash.number(spec.sub_batches.reuse)
+        .number(spec.sub_batches.resident)
+        .number(spec.sub_batches.together);
+  }
+  return hash.value();
 }
 
 }  // namespace nostall::plan

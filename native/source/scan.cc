@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/crew.h"
+#include "base/fnv.h"
 
 namespace nostall::source {
 namespace {
@@ -145,12 +146,9 @@ std::vector<std::string> class_folders(const std::string& root) {
 }  // namespace
 
 uint64_t ScanOptions::hash() const {
-  uint64_t h = class_per_folder ? 1 : 2;
-  for (const std::string& e : extensions) {
-    for (const char c : e) h = (h ^ static_cast<uint8_t>(c)) * 0x100000001b3u;
-    h = (h ^ 0xff) * 0x100000001b3u;
-  }
-  return h;
+  Fnv hash(class_per_folder ? 1 : 2);
+  for (const std::string& e : extensions) hash.bytes(e).bytes("\xff");
+  return hash.value();
 }
 
 SampleIndex scan_folder(const std::string& root, const ScanOptions& options) {

@@ -2,18 +2,13 @@
 
 #include <algorithm>
 
+#include "base/fnv.h"
 #include "base/log.h"
 #include "plan/cluster.h"
 #include "source/sums.h"
 
 namespace nostall::stage {
 namespace {
-
-// FNV-1a.
-uint64_t mix(uint64_t hash, uint64_t value) {
-  for (int i = 0; i < 8; ++i) hash = (hash ^ ((value >> (8 * i)) & 0xff)) * 0x100000001b3u;
-  return hash;
-}
 
 // Placement looks at all epochs of a job, but of one whose end is far or unknown at the next few:
 // that costs what a short job costs, and samples differ little in how often they come later.
@@ -66,9 +61,10 @@ std::string arguments_of(const plan::JobSpec& job, const source::Source& source,
   line("drop_last", job.drop_last ? "True" : "False");
   std::string order = name_of(job.order);
   if (job.order == plan::OrderKind::user) {
-    uint64_t hash = mix(0xcbf29ce484222325u, job.user_order.size());
-    for (const plan::SampleId id : job.user_order) hash = mix(hash, id);
-    order += " ids, hash " + std::to_string(hash);
+    Fnv hash;
+    hash.number(job.user_order.size());
+    for (const plan::SampleId id : job.user_order) hash.number(id);
+    order += " ids, hash " + std::to_string(hash.value());
   } else if (job.order == plan::OrderKind::sub_batch) {
     order += " " + std::to_string(job.sub_batches.reuse) + "x" +
              std::to_string(job.sub_batches.resident) + "x" +
@@ -146,19 +142,18 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
     for (uint64_t& bytes : records) bytes += tier::record_overhead(tier::TierKind::file);
     attached.ownership = plan::owners(near, records, node.nodes, first_epoch);
     access = plan::cluster_access(near, attached.ownership, node.node, std::move(access));
-    attached.plan = mix(plan::fingerprint(job), first_epoch);
-    for (const uint32_t of : node.nodes.of_rank) attached.plan = mix(attached.plan, of);
-    for (const uint64_t capacity : node.nodes.capacity) {
-      attached.plan = mix(attached.plan, capacity);
-    }
-    attached.plan = mix(attached.plan, source.fingerprint());
+    Fnv hash(plan::fingerprint(job));
+    hash.number(first_epoch);
+    for (const uint32_t of : node.nodes.of_rank) hash.number(of);
+    for (const uint64_t capacity : node.nodes.capacity) hash.number(capacity);
+    attached.plan = hash.number(source.fingerprint()).value();
   }
   tier::NodeCacheConfig config;
   config.job = node.job;
   config.local_rank = node.local_rank;
   config.local_world = node.local_world;
   config.dataset = source.fingerprint();
-  config.plan = mix(plan::fingerprint(job), first_epoch);
+  config.plan = Fnv(plan::fingerprint(job)).number(first_epoch).value();
   config.arguments = arguments_of(job, source, node, first_epoch);
   config.tiers = node.tiers;
   config.stamp = source.stamp();

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "base/error.h"
+#include "base/fnv.h"
 
 namespace nostall::sync {
 namespace {
@@ -138,15 +139,12 @@ void add_rest(ReductionPlan& plan, std::span<const TensorSpec> tensors, uint64_t
 }  // namespace
 
 uint64_t ReductionPlan::fingerprint() const noexcept {
-  uint64_t hash = 0xcbf29ce484222325u;
-  const auto add = [&hash](uint64_t v) {
-    for (int i = 0; i < 8; ++i) hash = (hash ^ static_cast<uint8_t>(v >> (8 * i))) * 0x100000001b3u;
-  };
+  Fnv hash;
   for (const auto& group : groups) {
-    add(group.size());
-    for (const uint32_t t : group) add(t);
+    hash.number(group.size());
+    for (const uint32_t t : group) hash.number(t);
   }
-  return hash;
+  return hash.value();
 }
 
 std::vector<uint32_t> order_of(std::span<const GraphNode> graph, uint64_t tensors) {

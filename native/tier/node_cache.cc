@@ -12,6 +12,7 @@
 #include <string_view>
 #include <utility>
 
+#include "base/fnv.h"
 #include "base/futex.h"
 #include "base/handover.h"
 #include "base/limits.h"
@@ -62,12 +63,6 @@ enum class Chunk : uint32_t { untouched = 0, there = 1, refused = 2 };
 // What ranks hand over to those that come: then one file a tier, then the directory of each kept
 // one.
 enum Handed : size_t { kCatalogFile, kArenaFile, kKeptSamples, kFirstTier };
-
-// FNV-1a.
-uint64_t mix(uint64_t hash, uint64_t value) {
-  for (int i = 0; i < 8; ++i) hash = (hash ^ ((value >> (8 * i)) & 0xff)) * 0x100000001b3u;
-  return hash;
-}
 
 using Kept = std::vector<std::vector<plan::Resident>>;
 
@@ -401,7 +396,7 @@ void NodeCacheImpl::set_placement(plan::Placement placement) {
   for (size_t s = 0; s < sizes_.size(); ++s) {
     const size_t t = placement.tier[s];
     if (t == plan::kNoTier) continue;
-    plan_ = mix(mix(plan_, s), placement.offset[s]);
+    plan_ = Fnv(plan_).number(s).number(placement.offset[s]).value();
     const uint64_t capacity = t < config_.tiers.size() ? config_.tiers[t].capacity : 0;
     const uint64_t overhead = t < config_.tiers.size() ? record_overhead(config_.tiers[t].kind) : 0;
     const uint64_t offset = placement.offset[s];
@@ -412,7 +407,7 @@ void NodeCacheImpl::set_placement(plan::Placement placement) {
     }
   }
   for (size_t t = 0; t < config_.tiers.size(); ++t) {
-    plan_ = mix(plan_, placement.used[t]);
+    plan_ = Fnv(plan_).number(placement.used[t]).value();
     arena_base_.push_back(arena_bytes_);
     if (config_.tiers[t].kind == TierKind::ram) arena_bytes_ += placement.used[t];
   }

@@ -6,6 +6,7 @@
 
 #include "base/crc32c.h"
 #include "base/error.h"
+#include "base/fnv.h"
 #include "base/log.h"
 #include "base/random.h"
 
@@ -44,6 +45,13 @@ TEST(Crc32c, ContinuesWhereItStopped) {
     EXPECT_EQ(crc32c(all.subspan(cut), crc32c(all.first(cut))), crc32c(all)) << cut;
   }
 }
+
+// Of the authors' test suite.
+static_assert(Fnv().value() == 0xcbf29ce484222325u);
+static_assert(Fnv().bytes("a").value() == 0xaf63dc4c8601ec8cu);
+static_assert(Fnv().bytes("foobar").value() == 0x85944171f73967e8u);
+static_assert(Fnv(Fnv().bytes("foo").value()).bytes("bar").value() == 0x85944171f73967e8u);
+static_assert(Fnv().number('f').value() == Fnv().bytes({"f\0\0\0\0\0\0\0", 8}).value());
 
 TEST(Mt19937, GivesTheReferenceStream) {
   Mt19937 generator(5489);
