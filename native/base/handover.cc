@@ -60,8 +60,9 @@ Descriptor make_socket(int flags = 0) {
   return socket;
 }
 
-// Takes the name; an empty descriptor if it is taken.
+// Takes the name, for this process without its children; an empty descriptor if it is taken.
 Descriptor take(const std::string& name) {
+  const NoForks held;
   Descriptor socket = make_socket();
   const Address address(name);
   if (::bind(socket.get(), address.get(), address.size) != 0) {
@@ -71,6 +72,7 @@ Descriptor take(const std::string& name) {
   if (::listen(socket.get(), kBacklog) != 0) {
     throw io_error("cannot listen at", "@" + name, errno);
   }
+  close_in_children(socket.get());
   return socket;
 }
 
@@ -176,10 +178,8 @@ std::string base_of(const std::string& job) {
 
 // A thread that waits in accept, and answers.
 struct Handover::Giving {
-  Giving(Descriptor at, std::vector<int> what) : socket(std::move(at)), files(std::move(what)) {
-    close_in_children(socket.get());
-  }
-  ~Giving() { forget_in_children(socket.get()); }
+  Giving(Descriptor at, std::vector<int> what) : socket(std::move(at)), files(std::move(what)) {}
+  ~Giving() { close_with_children(socket); }
 
   void start() {
     thread = std::thread([this] {
@@ -213,12 +213,10 @@ struct Handover::Giving {
   std::thread thread;
 };
 
-Handover::Turn::Turn(Descriptor socket) noexcept : socket_(std::move(socket)) {
-  close_in_children(socket_.get());
-}
+Handover::Turn::Turn(Descriptor socket) noexcept : socket_(std::move(socket)) {}
 
 Handover::Turn::~Turn() {
-  if (socket_) forget_in_children(socket_.get());
+  if (socket_) close_with_children(socket_);
 }
 
 Handover::Handover(const std::string& job, uint32_t member, uint32_t members)

@@ -34,8 +34,9 @@ Result<LockFile> LockFile::open(const std::string& path, bool create) {
   return LockFile(file);
 }
 
-LockFile::LockFile(const Descriptor& file)
-    : fd_(::fcntl(file.get(), F_DUPFD_CLOEXEC, 0)), pid_(::getpid()) {
+LockFile::LockFile(const Descriptor& file) : pid_(::getpid()) {
+  const NoForks held;
+  fd_ = ::fcntl(file.get(), F_DUPFD_CLOEXEC, 0);
   if (fd_ < 0) throw io_error("cannot open", "a lock file once more", errno);
   close_in_children(fd_);
 }
@@ -58,8 +59,8 @@ void LockFile::close() noexcept {
   if (fd_ < 0) return;
   // In a forked child the number was closed already and may name another file by now.
   if (pid_ == ::getpid()) {
-    forget_in_children(fd_);
-    ::close(fd_);
+    Descriptor file(fd_);
+    close_with_children(file);
   }
   fd_ = -1;
 }

@@ -13,6 +13,7 @@
 #include <cstdlib>
 
 #include "base/log.h"
+#include "base/mutex.h"
 
 namespace nostall {
 namespace {
@@ -48,18 +49,25 @@ Result<Descriptor> opened(int fd, const char* what, const std::string& path) {
 }
 
 // Descriptors to close in a forked child. A fixed table of atomics, since only async-signal-safe
-// operations are allowed between fork and exec.
-std::array<std::atomic<int>, 256>& closed_in_children() {
-  static std::array<std::atomic<int>, 256> fds = [] {
-    pthread_atfork(nullptr, nullptr, [] {
-      for (std::atomic<int>& fd : closed_in_children()) {
-        const int value = fd.exchange(0);
-        if (value > 0) ::close(value);
-      }
-    });
-    return std::array<std::atomic<int>, 256>{};
+// operations are allowed between fork and exec. Forks hold the mutex.
+struct Children {
+  Mutex forking;
+  std::array<std::atomic<int>, 256> closed{};
+};
+Children& children() {
+  static Children* const all = [] {
+    pthread_atfork([]() NOSTALL_UNCHECKED { children().forking.lock(); },
+                   []() NOSTALL_UNCHECKED { children().forking.unlock(); },
+                   []() NOSTALL_UNCHECKED {
+                     children().forking.unlock();
+                     for (std::atomic<int>& fd : children().closed) {
+                       const int value = fd.exchange(0);
+                       if (value > 0) ::close(value);
+                     }
+                   });
+    return new Children;  // for as long as threads may run
   }();
-  return fds;
+  return *all;
 }
 
 }  // namespace
@@ -148,17 +156,22 @@ Result<Descriptor> reopen(int fd) {
 }
 
 void close_in_children(int fd) {
-  for (std::atomic<int>& slot : closed_in_children()) {
+  for (std::atomic<int>& slot : children().closed) {
     int none = 0;
     if (slot.compare_exchange_strong(none, fd)) return;
   }
 }
 
-void forget_in_children(int fd) {
-  for (std::atomic<int>& slot : closed_in_children()) {
-    int expected = fd;
-    if (slot.compare_exchange_strong(expected, 0)) return;
+void close_with_children(Descriptor& file) noexcept {
+  const NoForks held;
+  for (std::atomic<int>& slot : children().closed) {
+    int expected = file.get();
+    if (slot.compare_exchange_strong(expected, 0)) break;
   }
+  file.reset();
 }
+
+NoForks::NoForks() NOSTALL_UNCHECKED { children().forking.lock(); }
+NoForks::~NoForks() NOSTALL_UNCHECKED { children().forking.unlock(); }
 
 }  // namespace nostall

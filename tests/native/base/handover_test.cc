@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <optional>
 #include <thread>
@@ -176,6 +177,42 @@ TEST(HandoverTest, AForkedChildKeepsNeitherNameNorTurn) {
   }
   const auto turn = other.turn(soon());
   EXPECT_TRUE(other.ask(soon()).empty());
+}
+
+// Whether a socket with a name that begins so is open.
+bool has_socket(const std::string& base) {
+  for (int fd = 0; fd < 256; ++fd) {
+    sockaddr_un at{};
+    socklen_t size = sizeof at;
+    if (::getsockname(fd, reinterpret_cast<sockaddr*>(&at), &size) == 0 &&
+        at.sun_family == AF_UNIX && std::memcmp(at.sun_path + 1, base.data(), base.size()) == 0) {
+      return true;
+    }
+  }
+  return false;
+}
+
+TEST(HandoverTest, AChildForkedAtAnyMomentKeepsNeitherNameNorTurn) {
+  Handover me(fresh_job(), 0, 1);
+  std::atomic<bool> ends{false};
+  std::thread busy([&] {
+    while (!ends) {
+      const auto turn = me.turn(soon());
+      me.give({});
+      me.stop();
+    }
+  });
+  int kept = 0;
+  for (int i = 0; i < 100; ++i) {
+    const pid_t child = ::fork();
+    if (child == 0) ::_exit(has_socket(me.base()) ? 1 : 0);
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    kept += status == 0 ? 0 : 1;
+  }
+  ends = true;
+  busy.join();
+  EXPECT_EQ(kept, 0);
 }
 
 TEST(HandoverTest, NamesThatOtherProgramsTookAreNotUsed) {
