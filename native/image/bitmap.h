@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <utility>
 
 namespace nostall::image {
 
@@ -36,6 +37,7 @@ class Buffer {
 
   // Throws std::bad_alloc.
   uint8_t* reserve(size_t bytes) {
+    used_ = bytes + kSlack > used_ ? bytes + kSlack : used_;
     if (bytes + kSlack > size_) {
       release();
       // Zeroed: kernels read, and ignore, up to kSlack bytes behind the last pixel.
@@ -50,6 +52,8 @@ class Buffer {
     count(0);
   }
   size_t size() const noexcept { return size_; }
+  // The most that was reserved since it was asked last.
+  size_t take_used() noexcept { return std::exchange(used_, 0); }
 
  private:
   struct Free {
@@ -63,7 +67,7 @@ class Buffer {
   static constexpr size_t kSlack = 64;
   HeldBytes* counted_;
   std::unique_ptr<uint8_t, Free> bytes_;
-  size_t size_ = 0;
+  size_t size_ = 0, used_ = 0;
 };
 
 // A view of the region [x, x + width) x [y, y + height) of an image that was decoded at 1/2^shrink.

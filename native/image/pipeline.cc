@@ -236,6 +236,7 @@ struct Scratch::Impl {
       : decoded(counted), middle{Buffer(counted), Buffer(counted)}, line(counted), stage(counted) {}
   Buffer decoded, middle[2], line;
   StageBuffers stage;
+  int small_images = 0;  // since the last large one
   std::array<Buffer*, 7> buffers() noexcept {
     return {&decoded, &middle[0], &middle[1], &line, &stage.narrow, &stage.row, &stage.padded};
   }
@@ -250,7 +251,10 @@ size_t Scratch::bytes() const noexcept {
   return bytes;
 }
 void Scratch::trim(size_t most) noexcept {
-  if (bytes() <= most) return;
+  size_t used = 0;
+  for (Buffer* buffer : impl_->buffers()) used += buffer->take_used();
+  impl_->small_images = used > most ? 0 : std::min(impl_->small_images + 1, kSmallImages);
+  if (impl_->small_images < kSmallImages || bytes() <= most) return;
   for (Buffer* buffer : impl_->buffers()) buffer->release();
 }
 

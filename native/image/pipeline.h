@@ -77,9 +77,11 @@ class Scratch {
   Scratch& operator=(Scratch&&) noexcept;
   // Bytes that are held for the next image.
   size_t bytes() const noexcept;
-  // Gives all of them back if they are more than `most`: one large image must not cost its memory
-  // for the rest of the job.
+  // Called after each image. Gives all of them back if they are more than `most` and the last
+  // kSmallImages needed no more: one large image must not cost its memory for the rest of the job,
+  // nor must each of many large ones be given memory anew.
   void trim(size_t most) noexcept;
+  static constexpr int kSmallImages = 32;
   struct Impl;
   Impl& impl() noexcept { return *impl_; }
 

@@ -106,12 +106,29 @@ TEST(Pixels, ScratchMemoryIsCountedAndGivenBackAfterALargeImage) {
     ASSERT_TRUE(pipeline.apply(sample_of(*options.pixels), {}, scratch, out));
     EXPECT_GE(scratch.bytes(), 600u * 500 * 4);
     EXPECT_EQ(held.now(), scratch.bytes());
-    scratch.trim(scratch.bytes());
-    EXPECT_GE(scratch.bytes(), 600u * 500 * 4);
-    scratch.trim(scratch.bytes() - 1);
+    const std::vector<std::byte> before = out;
+    const size_t large = scratch.bytes();
+    scratch.trim(large);
+    EXPECT_EQ(scratch.bytes(), large);
+    Options small = options;
+    small.pixels = Pixels{20, 20, 1, false, false};
+    const Pipeline of_small = Pipeline::compile(std::vector<Step>{Resize{8, 8}}, small);
+    const auto small_images = [&](int count) {
+      for (int i = 0; i < count; ++i) {
+        ASSERT_TRUE(of_small.apply(sample_of(*small.pixels), {}, scratch, out));
+        scratch.trim(large - 1);
+      }
+    };
+    // Memory is not given back between large images.
+    for (int i = 0; i < 2; ++i) {
+      ASSERT_TRUE(pipeline.apply(sample_of(*options.pixels), {}, scratch, out));
+      scratch.trim(large - 1);
+      small_images(Scratch::kSmallImages - 1);
+      EXPECT_EQ(scratch.bytes(), large);
+    }
+    small_images(1);
     EXPECT_EQ(scratch.bytes(), 0u);
     EXPECT_EQ(held.now(), 0u);
-    const std::vector<std::byte> before = out;
     ASSERT_TRUE(pipeline.apply(sample_of(*options.pixels), {}, scratch, out));
     EXPECT_EQ(out, before);
   }
