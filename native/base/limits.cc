@@ -189,4 +189,11 @@ const MemoryLimit* least(std::span<const MemoryLimit> limits) noexcept {
   return found == limits.end() ? nullptr : &*found;
 }
 
+std::optional<std::string> refusal(std::span<const MemoryLimit> limits, uint64_t bytes) {
+  const MemoryLimit* limit = least(limits);
+  if (limit == nullptr || limit->left() >= bytes) return std::nullopt;
+  return std::to_string(limit->used) + " of " + std::to_string(limit->limit) + " bytes of " +
+         limit->what + " are in use, " + std::to_string(limit->reserve()) + " are kept free";
+}
+
 }  // namespace nostall

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -47,6 +48,9 @@ class MemoryLimits {
   std::string shm_, proc_;
 };
 
+// Why so many bytes more cannot be had, by the limit that leaves the least; nothing if
+// all have room.
+std::optional<std::string> refusal(std::span<const MemoryLimit> limits, uint64_t bytes);
 // The limit that leaves the least; null if there is none.
 const MemoryLimit* least(std::span<const MemoryLimit> limits) noexcept;
 

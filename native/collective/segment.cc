@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/futex.h"
+#include "base/limits.h"
 #include "base/log.h"
 #include "base/mutex.h"
 
@@ -143,16 +144,11 @@ Descriptor Segment::create() {
     if (::ftruncate(file.value().get(), static_cast<off_t>(total_)) != 0) {
       return io_error("cannot size a file in", config_.directory, errno);
     }
-    const int error = FileSystem::real().allocate(file.value().get(), 0, windows_);
-    if (error != 0) {
-      return io_error("no room for " + std::to_string(windows_) + " bytes of shared memory in",
-                      config_.directory, -error);
-    }
+    if (auto error = take_memory(file.value().get(), 0, windows_)) return std::move(*error);
     return file;
   };
   auto made = with_room(unnamed_file(config_.directory));
   if (!made) {
-    // Memory that lies in no directory has no limit but the machine's.
     log(LogLevel::warning, std::string(made.error().what()) + "; the ranks of \"" + config_.job +
                                "\" share memory that is in no directory instead");
     made = with_room(memory_file("nostall-collective"));
@@ -253,12 +249,29 @@ Error Segment::end(const std::string& before) const {
   return {known ? h.end_kind : ErrorKind::peer, before + message, h.end_number};
 }
 
-void Segment::allocate(uint64_t offset, uint64_t bytes) {
-  const int error = FileSystem::real().allocate(mapping_->fd(), offset, bytes);
-  if (error != 0) {
-    throw io_error("no memory for " + std::to_string(bytes) + " more bytes in", config_.directory,
-                   -error);
+std::optional<Error> Segment::take_memory(int file, uint64_t offset, uint64_t bytes) const {
+  const std::string what = "no memory for " + std::to_string(bytes) + " more bytes ";
+  struct stat own {
+  }, directory{};
+  const bool in_directory = ::stat(config_.directory.c_str(), &directory) == 0 &&
+                            ::fstat(file, &own) == 0 && own.st_dev == directory.st_dev;
+  if (!in_directory) {
+    std::vector<MemoryLimit> limits =
+        MemoryLimits(config_.directory, config_.proc_directory).read();
+    std::erase_if(limits, [](const MemoryLimit& limit) {
+      return limit.kind == LimitKind::shared_memory || limit.kind == LimitKind::address_space;
+    });
+    if (const auto refused = refusal(limits, bytes)) {
+      return Error(ErrorKind::io, what + "that ranks share: " + *refused, ENOMEM);
+    }
   }
+  const int error = FileSystem::real().allocate(file, offset, bytes);
+  if (error == 0) return std::nullopt;
+  return io_error(what + "in", config_.directory, -error);
+}
+
+void Segment::allocate(uint64_t offset, uint64_t bytes) {
+  if (const auto error = take_memory(mapping_->fd(), offset, bytes)) throw *error;
 }
 
 bool Segment::allocate_window(uint64_t step, uint64_t bytes) noexcept {
@@ -267,7 +280,11 @@ bool Segment::allocate_window(uint64_t step, uint64_t bytes) noexcept {
   constexpr uint64_t kPiece = 4 << 20;
   const uint64_t wanted = std::min((bytes + kPiece - 1) / kPiece * kPiece, window_bytes_);
   const uint64_t begin = windows_ + (step % 2) * window_bytes_;
-  if (FileSystem::real().allocate(mapping_->fd(), begin, wanted) != 0) return false;
+  try {
+    if (take_memory(mapping_->fd(), begin, wanted)) return false;
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
   have.store(wanted, std::memory_order_relaxed);
   return true;
 }

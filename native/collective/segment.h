@@ -93,6 +93,7 @@ struct SegmentConfig {
   uint64_t arena_bytes = 0;
   std::string directory;
   uint64_t selection = 0;
+  std::string proc_directory = "/proc";  // where the limits of memory are read (base/limits.h)
 };
 
 class Segment {
@@ -193,6 +194,9 @@ class Segment {
   // Tells the ranks that wait with this one why it does not, and throws.
   [[noreturn]] void stop_joining(const Error& error);
   void allocate(uint64_t offset, uint64_t bytes);
+  // Makes so many bytes of the file exist; why it cannot. Memory in no directory has no size of a
+  // file system that would refuse it before a limit of memory ends the program.
+  std::optional<Error> take_memory(int file, uint64_t offset, uint64_t bytes) const;
 
   const SegmentConfig config_;
   const uint32_t ranks_;

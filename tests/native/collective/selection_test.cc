@@ -4,6 +4,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <filesystem>
+#include <fstream>
 #include <numeric>
 
 #include "base/error.h"
@@ -49,6 +51,29 @@ TEST(Selection, NamesWhatItCannotRead) {
   refused(R"({"version": 1, "table": ["2 apart ring"]})", "2 apart ring");
   refused(R"({"version": 1, "table": ["2 apart 10 ring 5"]})", "2 apart 10 ring 5");
   refused(R"({"version": 1, "table": ["2 apart ]})", "without an end");
+}
+
+TEST(Segment, MemoryThatLiesInNoDirectoryLeavesItsReserveToOthers) {
+  const std::filesystem::path root = std::filesystem::temp_directory_path() / testing::fresh_job();
+  std::filesystem::create_directories(root / "self");
+  const auto segment = [&](int available) {
+    std::ofstream(root / "meminfo") << "MemTotal: 80000 kB\nMemAvailable: " << available << " kB\n";
+    SegmentConfig config{testing::fresh_job(), 0, 1, 8 << 20, 0, (root / "none").string()};
+    config.proc_directory = root.string();
+    return std::make_unique<Segment>(config, std::chrono::seconds(60));
+  };
+  try {
+    segment(10000);
+    ADD_FAILURE() << "took the reserve";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::io);
+    EXPECT_THAT(error.what(), ::testing::HasSubstr("MemAvailable"));
+  }
+  const auto made = segment(15000);
+  // What is used later is asked for later.
+  EXPECT_FALSE(made->allocate_window(0, 8 << 20));
+  EXPECT_TRUE(made->allocate_window(0, 1 << 20));
+  std::filesystem::remove_all(root);
 }
 
 // Clocks of the test's own: what is found depends on nothing else.
