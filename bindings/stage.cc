@@ -12,10 +12,11 @@
 #include <atomic>
 #include <chrono>
 #include <map>
-#include <mutex>
+#include <optional>
 #include <tuple>
 
 #include "arrays.h"
+#include "base/mutex.h"
 #include "module.h"
 #include "peer.h"
 #include "stage/loader.h"
@@ -84,11 +85,11 @@ class PyLoader {
 
   // Calls function(loader) without the GIL.
   template <typename Function>
-  auto with(Function&& function) const {
+  auto with(Function&& function) const NOSTALL_UNCHECKED {
     const nb::gil_scoped_release release;
     // In a forked child another thread's lock is held for ever, and the loader refuses by itself.
-    std::unique_lock lock(mutex_, std::defer_lock);
-    if (::getpid() == owner_pid_) lock.lock();
+    std::optional<MutexLock> lock;
+    if (::getpid() == owner_pid_) lock.emplace(mutex_);
     return function(*loader_);
   }
   std::unique_ptr<stage::Batch> next() const {
@@ -102,7 +103,7 @@ class PyLoader {
 
  private:
   std::unique_ptr<stage::Loader> loader_;
-  mutable std::mutex mutex_;
+  mutable Mutex mutex_;  // held by calls of *loader_
   mutable std::atomic<bool> closing_{false};
   const int owner_pid_;
 };

@@ -7,9 +7,10 @@
 
 #include <algorithm>
 #include <exception>
-#include <mutex>
 #include <thread>
 #include <vector>
+
+#include "base/mutex.h"
 
 namespace nostall {
 
@@ -37,13 +38,13 @@ class Crew {
 // their errors. `work(false)` is the call in this thread, whose priority is the caller's.
 template <typename Work>
 void share(unsigned threads, const Work& work) {
-  std::mutex mutex;
+  Mutex mutex;
   std::exception_ptr error;
   const auto guarded = [&](bool own_thread) noexcept {
     try {
       work(own_thread);
     } catch (...) {
-      const std::scoped_lock lock(mutex);
+      const MutexLock lock(mutex);
       if (!error) error = std::current_exception();
     }
   };

@@ -6,12 +6,11 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <exception>
-#include <mutex>
 
 #include "base/crew.h"
+#include "base/mutex.h"
 #include "checkpoint/pace.h"
 
 namespace nostall::checkpoint {
@@ -22,8 +21,8 @@ inline constexpr std::chrono::milliseconds kStarved{100};
 // false or throws; the first exception is thrown again at the end.
 template <typename Step>
 void work_lowered(Lowered& lowered, Priority priority, unsigned threads, const Step& step) {
-  std::mutex mutex;
-  std::condition_variable ended;
+  Mutex mutex;
+  Condition ended;
   unsigned ended_threads = 0;
   uint64_t done = 0;
   std::exception_ptr error;
@@ -32,10 +31,10 @@ void work_lowered(Lowered& lowered, Priority priority, unsigned threads, const S
     try {
       more = step();
     } catch (...) {
-      const std::lock_guard lock(mutex);
+      const MutexLock lock(mutex);
       if (!error) error = std::current_exception();
     }
-    const std::lock_guard lock(mutex);
+    const MutexLock lock(mutex);
     ++done;
     return more && !error;
   };
@@ -43,15 +42,17 @@ void work_lowered(Lowered& lowered, Priority priority, unsigned threads, const S
   const unsigned started = crew.start(threads, [&] {
     const Lowered::Scope scope(lowered, priority);
     while (guarded()) continue;
-    const std::lock_guard lock(mutex);
+    const MutexLock lock(mutex);
     ++ended_threads;
     ended.notify_all();
   });
   bool more = true;
   while (started == 0 && more) more = guarded();
   for (uint64_t before = 0;;) {
-    std::unique_lock lock(mutex);
-    if (ended.wait_for(lock, kStarved, [&] { return ended_threads == started; })) break;
+    MutexLock lock(mutex);
+    const auto until = std::chrono::steady_clock::now() + kStarved;
+    while (ended_threads < started && ended.wait_until(lock, until)) continue;
+    if (ended_threads == started) break;
     const bool starved = done == before;
     before = done;
     lock.unlock();

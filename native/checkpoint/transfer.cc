@@ -6,12 +6,12 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <mutex>
 
 #include "base/clock.h"
 #include "base/crc32c.h"
 #include "base/crew.h"
 #include "base/error.h"
+#include "base/mutex.h"
 #include "checkpoint/crew.h"
 #include "checkpoint/output.h"
 
@@ -142,7 +142,7 @@ ReadReport read_checked(const std::string& path, uint64_t size, std::span<const 
   }
   Input input(path, size, files);
   std::atomic<uint64_t> next{0};
-  std::mutex mutex;
+  Mutex mutex;
   ReadReport report;
   share(static_cast<unsigned>(std::min<uint64_t>(threads, crcs.size())), [&](bool own_thread) {
     if (own_thread) set_priority(priority);
@@ -152,7 +152,7 @@ ReadReport read_checked(const std::string& path, uint64_t size, std::span<const 
       const uint64_t want = length_of(i, size);
       input.read({at, kBlock}, i * kBlock, want);
       if (crc32c({at, want}) != crcs[i]) {
-        const std::lock_guard lock(mutex);
+        const MutexLock lock(mutex);
         report.damaged.push_back(i);
       }
       if (progress != nullptr) *progress += want;

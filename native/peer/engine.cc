@@ -111,7 +111,7 @@ bool Exchange::Engine::reachable(uint64_t sample) const noexcept {
   if (owner == plan::kNoOwner || owner == node_) return false;
   if (!nodes_[owner]->alive.load(std::memory_order_acquire)) return false;
   if (!any_absent_.load(std::memory_order_acquire)) return true;
-  const std::scoped_lock lock(absent_mutex_);
+  const MutexLock lock(absent_mutex_);
   return !absent_.contains(sample);
 }
 
@@ -145,7 +145,7 @@ bool Exchange::Engine::push_wanted(uint64_t sample) const noexcept {
   }
   // Its push was given up, or came later than its owner was ready to wait.
   if (!any_lacking_.load(std::memory_order_acquire)) return false;
-  const std::scoped_lock lock(absent_mutex_);
+  const MutexLock lock(absent_mutex_);
   return lacking_.contains(sample);
 }
 
@@ -176,8 +176,8 @@ void Exchange::Engine::finish(FetchGroup& group, std::stop_token stop) {
       }
     });
   });
-  std::unique_lock lock(group.mutex_);
-  group.done_.wait(lock, [&] { return group.left_ == 0; });
+  MutexLock lock(group.mutex_);
+  while (group.left_ > 0) group.done_.wait(lock);
 }
 
 bool Exchange::Engine::push(uint64_t sample, std::span<const std::byte> bytes,
@@ -185,8 +185,8 @@ bool Exchange::Engine::push(uint64_t sample, std::span<const std::byte> bytes,
   const uint32_t owner = ownership_.owner[sample];
   if (owner == plan::kNoOwner || owner == node_ || !nodes_[owner]->alive) return false;
   {
-    std::unique_lock lock(push_mutex_);
-    const auto room = [&] {
+    MutexLock lock(push_mutex_);
+    const auto room = [&]() NOSTALL_REQUIRES(push_mutex_) {
       return pushing_ == 0 || pushing_ + bytes.size() <= config_.push_bytes;
     };
     // Behind what waits for a node that is not there yet nothing moves.
@@ -198,7 +198,7 @@ bool Exchange::Engine::push(uint64_t sample, std::span<const std::byte> bytes,
     pushing_ += bytes.size();
   }
   if (any_lacking_.load(std::memory_order_acquire)) {
-    const std::scoped_lock lock(absent_mutex_);
+    const MutexLock lock(absent_mutex_);
     lacking_.erase(sample);
   }
   submit([this, sample, bytes, owner, keep = std::move(keep)]() mutable {
@@ -210,7 +210,7 @@ bool Exchange::Engine::push(uint64_t sample, std::span<const std::byte> bytes,
         ++count_.given_up;
       }
       {
-        const std::scoped_lock lock(push_mutex_);
+        const MutexLock lock(push_mutex_);
         pushing_ -= size;
       }
       push_room_.notify_all();
@@ -246,7 +246,7 @@ bool Exchange::Engine::push(uint64_t sample, std::span<const std::byte> bytes,
 }
 
 void Exchange::Engine::wait_for_news(std::chrono::nanoseconds timeout, std::stop_token stop) {
-  std::unique_lock lock(news_mutex_);
+  MutexLock lock(news_mutex_);
   const uint64_t seen = news_.load(std::memory_order_relaxed);
   news_changed_.wait_for(lock, stop, timeout,
                          [&] { return news_.load(std::memory_order_relaxed) != seen; });
@@ -254,7 +254,7 @@ void Exchange::Engine::wait_for_news(std::chrono::nanoseconds timeout, std::stop
 
 void Exchange::Engine::tell() {
   {
-    const std::scoped_lock lock(news_mutex_);
+    const MutexLock lock(news_mutex_);
     news_.fetch_add(1, std::memory_order_release);
   }
   news_changed_.notify_all();
@@ -292,7 +292,7 @@ uint32_t Exchange::Engine::nodes_alive() const noexcept {
 void Exchange::Engine::submit(std::function<void()> command) {
   bool first = false;
   {
-    const std::scoped_lock lock(commands_mutex_);
+    const MutexLock lock(commands_mutex_);
     first = commands_.empty();
     commands_.push_back(std::move(command));
   }
@@ -311,7 +311,7 @@ void Exchange::Engine::warn_once(const char* what) noexcept try {
 bool Exchange::Engine::run_commands() {
   std::vector<std::function<void()>> commands;
   {
-    const std::scoped_lock lock(commands_mutex_);
+    const MutexLock lock(commands_mutex_);
     commands.swap(commands_);
   }
   for (const auto& command : commands) guarded(command);
@@ -320,7 +320,7 @@ bool Exchange::Engine::run_commands() {
 
 void Exchange::Engine::submit_file(std::function<void()> work) {
   {
-    const std::scoped_lock lock(files_mutex_);
+    const MutexLock lock(files_mutex_);
     files_.push_back(std::move(work));
   }
   files_ready_.notify_one();
@@ -330,8 +330,10 @@ void Exchange::Engine::run_files(std::stop_token stop) {
   for (;;) {
     std::function<void()> work;
     {
-      std::unique_lock lock(files_mutex_);
-      if (!files_ready_.wait(lock, stop, [&] { return !files_.empty(); })) return;
+      MutexLock lock(files_mutex_);
+      if (!files_ready_.wait(lock, stop,
+                             [&]() NOSTALL_REQUIRES(files_mutex_) { return !files_.empty(); }))
+        return;
       work = std::move(files_.front());
       files_.pop_front();
     }
@@ -633,7 +635,7 @@ void Exchange::Engine::ask(const std::shared_ptr<FetchGroup>& group, size_t inde
 }
 
 void Exchange::Engine::conclude(FetchGroup& group, size_t index, Outcome outcome) {
-  const std::scoped_lock lock(group.mutex_);
+  const MutexLock lock(group.mutex_);
   group.requests[index].outcome = outcome;
   if (--group.left_ == 0) {
     group.ended_ns_ = now_ns();

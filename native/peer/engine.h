@@ -172,23 +172,24 @@ class Exchange::Engine final : public Receiver {
   Clock::time_point reached_at_{};
   Clock::time_point next_tick_{};
 
-  std::mutex commands_mutex_;
-  std::vector<std::function<void()>> commands_;
-  std::mutex files_mutex_;
-  std::condition_variable_any files_ready_;
-  std::deque<std::function<void()>> files_;
+  Mutex commands_mutex_;
+  std::vector<std::function<void()>> commands_ NOSTALL_GUARDED_BY(commands_mutex_);
+  Mutex files_mutex_;
+  StopCondition files_ready_;
+  std::deque<std::function<void()>> files_ NOSTALL_GUARDED_BY(files_mutex_);
 
-  std::mutex push_mutex_;
-  std::condition_variable_any push_room_;
-  uint64_t pushing_ = 0;  // bytes
+  Mutex push_mutex_;
+  StopCondition push_room_;
+  uint64_t pushing_ NOSTALL_GUARDED_BY(push_mutex_) = 0;  // bytes
 
   std::atomic<uint64_t>& news_;
-  std::mutex news_mutex_;
-  std::condition_variable_any news_changed_;
+  Mutex news_mutex_;  // taken to change news_, so that no waiter misses it
+  StopCondition news_changed_;
 
-  mutable std::mutex absent_mutex_;
-  std::unordered_set<uint64_t> absent_;   // samples that their owner will never have
-  std::unordered_set<uint64_t> lacking_;  // and that it should have by now, but has not
+  mutable Mutex absent_mutex_;
+  // Samples that their owner will never have, and that it should have, but has not.
+  std::unordered_set<uint64_t> absent_ NOSTALL_GUARDED_BY(absent_mutex_), lacking_
+      NOSTALL_GUARDED_BY(absent_mutex_);
   std::atomic<bool> any_absent_{false}, any_lacking_{false};
 
   struct Counters {

@@ -36,7 +36,10 @@ bool Exchange::push_wanted(uint64_t sample) const noexcept { return engine_->pus
 std::shared_ptr<FetchGroup> Exchange::begin(std::vector<Fetch> requests) {
   auto group = std::make_shared<FetchGroup>();
   group->requests = std::move(requests);
-  group->left_ = group->requests.size();
+  {
+    const MutexLock lock(group->mutex_);
+    group->left_ = group->requests.size();
+  }
   group->begun_ns_ = now_ns();
   engine_->begin(group);
   return group;

@@ -18,15 +18,14 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <stop_token>
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "peer/transport.h"
 #include "plan/owners.h"
 #include "tier/node_cache.h"
@@ -69,9 +68,9 @@ class FetchGroup {
 
  private:
   friend class Exchange;
-  std::mutex mutex_;
-  std::condition_variable done_;
-  size_t left_ = 0;
+  Mutex mutex_;
+  Condition done_;
+  size_t left_ NOSTALL_GUARDED_BY(mutex_) = 0;
   int64_t begun_ns_ = 0, ended_ns_ = 0;
 };
 

@@ -394,7 +394,7 @@ Delivery Exchange::Engine::on_reply(const Header& header) {
   if (header.status != Status::here) {
     const bool never = header.status == Status::never;
     {
-      const std::scoped_lock lock(absent_mutex_);
+      const MutexLock lock(absent_mutex_);
       (never ? absent_ : lacking_).insert(header.sample);
       (never ? any_absent_ : any_lacking_).store(true, std::memory_order_release);
     }

@@ -2,13 +2,12 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <exception>
-#include <mutex>
 #include <optional>
 
 #include "base/crc32c.h"
 #include "base/crew.h"
+#include "base/mutex.h"
 #include "base/sums.h"
 
 namespace nostall::source {
@@ -43,8 +42,8 @@ void each_in_parallel(const Storage& storage, uint64_t count, unsigned threads,
                       const std::function<void(RangeReader&, uint64_t)>& work,
                       const std::function<void(uint64_t)>& progress) {
   std::atomic<uint64_t> next{0}, done{0};
-  std::mutex mutex;
-  std::condition_variable finished;
+  Mutex mutex;
+  Condition finished;
   std::exception_ptr error;
   unsigned ended = 0;
   const auto loop = [&] {
@@ -56,10 +55,10 @@ void each_in_parallel(const Storage& storage, uint64_t count, unsigned threads,
       }
     } catch (...) {
       next = count;
-      const std::scoped_lock lock(mutex);
+      const MutexLock lock(mutex);
       if (!error) error = std::current_exception();
     }
-    const std::scoped_lock lock(mutex);
+    const MutexLock lock(mutex);
     ++ended;
     finished.notify_all();
   };
@@ -71,9 +70,9 @@ void each_in_parallel(const Storage& storage, uint64_t count, unsigned threads,
     running = 1;
   }
   {
-    std::unique_lock lock(mutex);
-    while (!finished.wait_for(lock, kReportEvery, [&] { return ended == running; })) {
-      if (!progress) continue;
+    MutexLock lock(mutex);
+    while (ended < running) {
+      if (finished.wait_for(lock, kReportEvery) || !progress) continue;
       lock.unlock();
       try {
         progress(done);
@@ -81,7 +80,7 @@ void each_in_parallel(const Storage& storage, uint64_t count, unsigned threads,
         next = count;  // the user stopped it
         lock.lock();
         if (!error) error = std::current_exception();
-        finished.wait(lock, [&] { return ended == running; });
+        while (ended < running) finished.wait(lock);
         break;
       }
       lock.lock();

@@ -284,7 +284,7 @@ void RecordSource::remember(uint64_t sample, std::span<const std::byte> bytes) c
   Content& content = contents_[table_.file_of(sample)];
   if (content.count.load(std::memory_order_relaxed) >= kMostRemembered) return;
   const uint32_t sum = sample_sum(bytes);
-  const std::scoped_lock lock(contents_mutex_);
+  const MutexLock lock(contents_mutex_);
   const auto same = [sample](const Remembered& r) { return r.sample == sample; };
   if (content.remembered.size() >= kMostRemembered ||
       std::any_of(content.remembered.begin(), content.remembered.end(), same)) {
@@ -299,7 +299,7 @@ std::string RecordSource::changed(uint32_t file, RangeReader& reader) const {
   if (change.empty()) return {};
   const std::optional<int64_t> time = storage_->touched(file);
   if (!time) return change;
-  const std::scoped_lock lock(contents_mutex_);
+  const MutexLock lock(contents_mutex_);
   Content& content = contents_[file];
   if (content.time == *time) return {};
   if (options_.same && !options_.same(reader, table_, file)) return change;

@@ -15,13 +15,13 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "base/error.h"
+#include "base/mutex.h"
 #include "source/coalesce.h"
 #include "source/ranges.h"
 #include "source/source.h"
@@ -120,8 +120,8 @@ class RecordSource : public Source {
     std::vector<Remembered> remembered;
     int64_t time = 0;  // another than when it was opened at which the content was the same
   };
-  mutable std::mutex contents_mutex_;
-  mutable std::vector<Content> contents_;  // of each file
+  mutable Mutex contents_mutex_;
+  mutable std::vector<Content> contents_;  // of each file; guarded, but for the counts
 };
 
 }  // namespace nostall::source

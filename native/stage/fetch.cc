@@ -100,7 +100,7 @@ std::span<std::byte> Loader::Run::raw_destination(Fetch& fetch) {
   if (!transformed()) return place_of(fetch.work);
   item.raw = raw_pool_->take(sizes_[item.sample]);
   if (item.charged == 0) {
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     item.charged = sizes_[item.sample];
     transient_ += item.charged;
   }
@@ -176,7 +176,7 @@ bool Loader::Run::worth_waiting(const Fetch& fetch, std::chrono::nanoseconds wai
   if (std::chrono::duration<double>(waited).count() < kWaitForReads * read + kWaitSeconds) {
     return true;
   }
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   return task.sequence != handed_out_;
 }
 

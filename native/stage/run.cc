@@ -103,7 +103,7 @@ void Loader::Run::guarded(const std::function<void()>& work) noexcept {
     }
   }
   {
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     if (!broken_) broken_ = std::move(error);
   }
   stop_.request_stop();
@@ -115,7 +115,7 @@ void Loader::Run::guarded(const std::function<void()>& work) noexcept {
 std::unique_ptr<Batch> Loader::Run::next(std::chrono::nanoseconds timeout) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   if (asked_ == 0 && trace::on()) asked_ = now_ns();
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   for (;;) {
     if (config_.cache && now_ns() - last_peer_check_ > kPeerCheckNs) {
       last_peer_check_ = now_ns();
@@ -135,9 +135,8 @@ std::unique_ptr<Batch> Loader::Run::next(std::chrono::nanoseconds timeout) {
     }
     const auto slice = std::min(
         deadline, std::chrono::steady_clock::now() + std::chrono::nanoseconds(kPeerCheckNs));
-    if (ready_.wait_until(lock, slice) == std::cv_status::timeout &&
-        std::chrono::steady_clock::now() >= deadline && !broken_ &&
-        !(!tasks_.empty() && tasks_.front()->ready)) {
+    if (!ready_.wait_until(lock, slice) && std::chrono::steady_clock::now() >= deadline &&
+        !broken_ && !(!tasks_.empty() && tasks_.front()->ready)) {
       return nullptr;
     }
   }
@@ -271,7 +270,7 @@ bool Loader::Run::chunk_full(size_t samples, uint64_t bytes) const {
 std::vector<Loader::Run::Fetch> Loader::Run::take_chunk(std::stop_token stop) {
   std::vector<Fetch> chunk;
   uint64_t bytes = 0;
-  std::unique_lock lock(mutex_);
+  MutexLock lock(mutex_);
   while (!stop.stop_requested()) {
     while (!chunk_full(chunk.size(), bytes)) {
       if (!fetching_) {
@@ -297,7 +296,7 @@ std::vector<Loader::Run::Fetch> Loader::Run::take_chunk(std::stop_token stop) {
       if (fetch_index_ == fetching_->items.size()) fetching_ = nullptr;
     }
     if (!chunk.empty()) return chunk;
-    fetchable_.wait(lock, stop, [&] {
+    fetchable_.wait(lock, stop, [&]() NOSTALL_REQUIRES(mutex_) {
       if (fetching_) {
         return may_take(*fetching_, transient_bytes(fetching_->items[fetch_index_].sample));
       }

@@ -1,12 +1,10 @@
 // stage/run.h - private to the stage: the threads between two seeks, and what they share.
 #pragma once
 
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <future>
 #include <map>
-#include <mutex>
 #include <optional>
 #include <queue>
 #include <stop_token>
@@ -14,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/mutex.h"
 #include "stage/loader.h"
 
 namespace nostall::stage {
@@ -35,7 +34,7 @@ struct Task {
   bool ready = false;
   std::optional<Error> error;
   std::unique_ptr<Batch> batch;
-  std::mutex counters;  // of batch->origins, transform_ns and substitutions
+  Mutex counters;  // of batch->origins, transform_ns and substitutions
 };
 
 class Loader::Run {
@@ -87,11 +86,11 @@ class Loader::Run {
 
   // Takes the next samples in plan order; empty when stopped.
   std::vector<Fetch> take_chunk(std::stop_token stop);
-  bool may_take(const Task& task, uint64_t transient) const;
+  bool may_take(const Task& task, uint64_t transient) const NOSTALL_REQUIRES(mutex_);
   bool chunk_full(size_t samples, uint64_t bytes) const;
-  Task* open_task();
-  std::shared_ptr<const plan::RankEpoch> rank_epoch(uint32_t epoch);
-  void plan_ahead(uint32_t epoch);
+  Task* open_task() NOSTALL_REQUIRES(mutex_);
+  std::shared_ptr<const plan::RankEpoch> rank_epoch(uint32_t epoch) NOSTALL_REQUIRES(mutex_);
+  void plan_ahead(uint32_t epoch) NOSTALL_REQUIRES(mutex_);
 
   void fetch(std::vector<Fetch>& chunk, source::Reader& reader, std::stop_token stop);
   Route route(Fetch& fetch);
@@ -149,28 +148,31 @@ class Loader::Run {
   const uint32_t first_epoch_;  // of this run
   uint64_t max_staged_ = 2;     // batches with a buffer, not yet handed out
 
-  std::mutex mutex_;
-  std::condition_variable_any fetchable_, transformable_;
-  std::condition_variable ready_;
-  std::map<uint32_t, std::shared_future<std::shared_ptr<const plan::RankEpoch>>> epochs_;
-  std::deque<std::unique_ptr<Task>> tasks_;  // front: the next one to hand out
-  int64_t asked_ = 0;        // since when the consumer waits, while recording; else 0
-  uint64_t handed_out_ = 0;  // batches, since the run began
-  uint64_t opened_ = 0;
-  Position cursor_;  // of the batch that fetching has reached
-  Task* fetching_ = nullptr;
-  size_t fetch_index_ = 0;
-  uint64_t transient_ = 0;  // bytes of raw buffers taken
-  bool exhausted_ = false;
+  Mutex mutex_;
+  StopCondition fetchable_, transformable_;
+  Condition ready_;
+  std::map<uint32_t, std::shared_future<std::shared_ptr<const plan::RankEpoch>>> epochs_
+      NOSTALL_GUARDED_BY(mutex_);
+  // Front: the next one to hand out.
+  std::deque<std::unique_ptr<Task>> tasks_ NOSTALL_GUARDED_BY(mutex_);
+  int64_t asked_ = 0;  // since when the consumer waits, while recording; else 0; the consumer's
+  uint64_t handed_out_ NOSTALL_GUARDED_BY(mutex_) = 0;  // batches, since the run began
+  uint64_t opened_ NOSTALL_GUARDED_BY(mutex_) = 0;
+  Position cursor_ NOSTALL_GUARDED_BY(mutex_);  // of the batch that fetching has reached
+  Task* fetching_ NOSTALL_GUARDED_BY(mutex_) = nullptr;
+  size_t fetch_index_ NOSTALL_GUARDED_BY(mutex_) = 0;
+  uint64_t transient_ NOSTALL_GUARDED_BY(mutex_) = 0;  // bytes of raw buffers taken
+  bool exhausted_ NOSTALL_GUARDED_BY(mutex_) = false;
   // Made beforehand: a copy needs no memory.
   const Error no_memory_{ErrorKind::io,
                          "there is no memory for a batch: make batches, staging or tiers smaller",
                          ENOMEM};
-  std::optional<Error> broken_;  // why a thread ended early
-  int64_t last_peer_check_ = 0;
+  std::optional<Error> broken_ NOSTALL_GUARDED_BY(mutex_);  // why a thread ended early
+  int64_t last_peer_check_ NOSTALL_GUARDED_BY(mutex_) = 0;
 
   using Ranked = std::pair<std::pair<uint64_t, size_t>, Task*>;  // (sequence, index)
-  std::priority_queue<Ranked, std::vector<Ranked>, std::greater<>> fetched_;
+  std::priority_queue<Ranked, std::vector<Ranked>, std::greater<>> fetched_
+      NOSTALL_GUARDED_BY(mutex_);
 
   std::stop_source stop_;
   std::vector<std::jthread> threads_;

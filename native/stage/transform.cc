@@ -32,8 +32,8 @@ void Loader::Run::transform_loop(std::stop_token stop) {
   for (;;) {
     Work work;
     {
-      std::unique_lock lock(mutex_);
-      const auto startable = [&] {
+      MutexLock lock(mutex_);
+      const auto startable = [&]() NOSTALL_REQUIRES(mutex_) {
         return !fetched_.empty() && fetched_.top().first.first < handed_out_ + max_staged_;
       };
       if (!transformable_.wait(lock, stop, startable)) return;
@@ -46,7 +46,7 @@ void Loader::Run::transform_loop(std::stop_token stop) {
     scratch.trim(keep);
     bool done = false;
     {
-      const std::scoped_lock lock(mutex_);
+      const MutexLock lock(mutex_);
       done = --work.task->left == 0;
       work.task->ready = done;
     }
@@ -73,12 +73,12 @@ void Loader::Run::transform(Work work, image::Scratch& scratch, source::Reader& 
   item.raw.reset();
   if (item.charged != 0) {
     {
-      const std::scoped_lock lock(mutex_);
+      const MutexLock lock(mutex_);
       transient_ -= item.charged;
     }
     fetchable_.notify_one();
   }
-  const std::scoped_lock lock(work.task->counters);
+  const MutexLock lock(work.task->counters);
   work.task->batch->transform_ns += thread_cpu_ns() - begin;
 }
 
@@ -87,7 +87,7 @@ void Loader::Run::finish(std::span<const Work> works) {
   if (works.empty()) return;
   bool ready = false;
   {
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     for (const Work& work : works) {
       if (transformed()) {
         fetched_.push({{work.task->sequence, work.index}, work.task});
@@ -107,7 +107,7 @@ void Loader::Run::finish(std::span<const Work> works) {
 }
 
 void Loader::Run::count(Task& task, Origin origin, uint64_t bytes, int64_t nanoseconds) {
-  const std::scoped_lock lock(task.counters);
+  const MutexLock lock(task.counters);
   OriginCount& c = task.batch->origins[size_t(origin)];
   c.samples += 1;
   c.bytes += bytes;
@@ -142,7 +142,7 @@ void Loader::Run::handle_bad(Work work, const std::string& reason, image::Scratc
   const std::string what = config_.source->describe(bad) + " (sample " + std::to_string(bad) +
                            ") cannot be used: " + reason;
   const auto give_up = [&](const std::string& more) {
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     if (!task.error) task.error.emplace(ErrorKind::corruption, what + more);
   };
   if (config_.on_error == OnError::raise) {
@@ -150,7 +150,7 @@ void Loader::Run::handle_bad(Work work, const std::string& reason, image::Scratc
     return;
   }
   if (config_.on_error == OnError::report) {
-    const std::scoped_lock lock(task.counters);
+    const MutexLock lock(task.counters);
     task.batch->lengths[work.index] = 0;
     task.batch->failures.push_back({work.index, reason});
     return;
@@ -176,7 +176,7 @@ void Loader::Run::handle_bad(Work work, const std::string& reason, image::Scratc
       good = read_whole(candidate, place_of(work).first(sizes_[candidate]), reader, why);
     }
     if (!good) continue;
-    const std::scoped_lock lock(task.counters);
+    const MutexLock lock(task.counters);
     task.batch->samples[work.index] = candidate;
     task.batch->labels[work.index] = config_.source->labels()[candidate];
     if (!transformed()) task.batch->lengths[work.index] = sizes_[candidate];
