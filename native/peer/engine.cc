@@ -149,6 +149,12 @@ bool Exchange::Engine::push_wanted(uint64_t sample) const noexcept {
   return lacking_.contains(sample);
 }
 
+void Exchange::Engine::try_again() {
+  const MutexLock lock(absent_mutex_);
+  absent_.clear();
+  any_absent_.store(false, std::memory_order_release);
+}
+
 void Exchange::Engine::begin(const std::shared_ptr<FetchGroup>& group) {
   submit([this, group] {
     for (size_t i = 0; i < group->requests.size(); ++i) {

@@ -23,6 +23,7 @@ class Exchange::Engine final : public Receiver {
 
   Where where(uint64_t sample, uint32_t epoch) const noexcept;
   bool push_wanted(uint64_t sample) const noexcept;
+  void try_again();
   void begin(const std::shared_ptr<FetchGroup>& group);
   void finish(FetchGroup& group, std::stop_token stop);
   bool push(uint64_t sample, std::span<const std::byte> bytes, std::shared_ptr<void> keep,
@@ -187,7 +188,7 @@ class Exchange::Engine final : public Receiver {
   StopCondition news_changed_;
 
   mutable Mutex absent_mutex_;
-  // Samples that their owner will never have, and that it should have, but has not.
+  // Samples that their owner cannot have in this epoch, and that it should have, but has not.
   std::unordered_set<uint64_t> absent_ NOSTALL_GUARDED_BY(absent_mutex_), lacking_
       NOSTALL_GUARDED_BY(absent_mutex_);
   std::atomic<bool> any_absent_{false}, any_lacking_{false};

@@ -33,6 +33,8 @@ Where Exchange::where(uint64_t sample, uint32_t epoch) const noexcept {
 }
 bool Exchange::push_wanted(uint64_t sample) const noexcept { return engine_->push_wanted(sample); }
 
+void Exchange::try_again() { engine_->try_again(); }
+
 std::shared_ptr<FetchGroup> Exchange::begin(std::vector<Fetch> requests) {
   auto group = std::make_shared<FetchGroup>();
   group->requests = std::move(requests);

@@ -106,6 +106,9 @@ class Exchange {
   // The owner is another node that can be reached and, as far as is known, lacks the sample.
   bool push_wanted(uint64_t sample) const noexcept;
 
+  // Samples that owners had no memory for are asked for again: they may have it by now.
+  void try_again();
+
   // Sends the requests; finish() returns when each has its outcome. After a stop they fail soon.
   std::shared_ptr<FetchGroup> begin(std::vector<Fetch> requests);
   void finish(FetchGroup& group, std::stop_token stop);

@@ -195,6 +195,10 @@ std::shared_ptr<const plan::RankEpoch> Loader::Run::rank_epoch(uint32_t epoch) {
 // Under the mutex: makes the task of the batch under the cursor and moves the cursor past it.
 Task* Loader::Run::open_task() {
   if (exhausted_) return nullptr;
+  if (cursor_.batch == 0 && opened_ > 0) {
+    if (config_.cache) config_.cache->try_again();
+    if (config_.peers) config_.peers->try_again();
+  }
   const auto epoch = rank_epoch(cursor_.epoch);
   const uint64_t begin = cursor_.batch == 0 ? 0 : epoch->batch_ends[cursor_.batch - 1];
   const uint64_t end = epoch->batch_ends[cursor_.batch];

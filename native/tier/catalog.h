@@ -1,9 +1,10 @@
 // tier/catalog.h - the shared memory of a node's cache, as all its ranks see it.
 //
 // Header, then one word per arena chunk, then two words per sample: its state, then, after those of
-// all samples, its checksum (base/sums.h). A state has its State in the low two bits and, while the
-// sample is filling, the claiming local rank above them. Stamped
-// with magic, version and layout size, so that builds that do not agree refuse each other.
+// all samples, its checksum (base/sums.h). A state has its State in the low two bits; above them,
+// while the sample is filling, the claiming local rank, and one of a sample that failed for want of
+// memory. Stamped with magic, version and layout size, so that builds that do not agree refuse each
+// other.
 #pragma once
 
 #include <algorithm>
@@ -44,6 +45,7 @@ struct CatalogHeader {
   std::atomic<uint32_t> given_up;  // bit t: tier t takes no more bytes; what it has is read
   std::atomic<uint64_t> ram_bytes;
   std::atomic<uint64_t> file_bytes;
+  std::atomic<uint64_t> unfilled;  // not 0: samples failed for want of memory since the last trial
   std::array<std::atomic<uint32_t>, kMaxTiers> failed_writes;
   std::array<Member, kMaxMembers> members;
   std::array<Bucket, kBuckets> buckets;
@@ -53,7 +55,7 @@ struct CatalogHeader {
 };
 
 inline constexpr uint64_t kCatalogMagic = 0x315441434c54534e;  // "NSTLCAT1"
-inline constexpr uint32_t kCatalogVersion = 5;
+inline constexpr uint32_t kCatalogVersion = 6;
 
 // Memory is taken from the system in pieces of this size, just before it is first touched: a 64th
 // of the arena, in whole MiB up to 32, so that ranks which look at a limit at the same time pass it

@@ -38,6 +38,8 @@ uint32_t word_of(State state, uint32_t local_rank = 0) {
   return (local_rank << 2) | static_cast<uint32_t>(state);
 }
 State state_of(uint32_t word) { return static_cast<State>(word & 3u); }
+// A failed sample whose tier had no memory: it may be tried again.
+constexpr uint32_t kUnfilled = (1u << 2) | static_cast<uint32_t>(State::failed);
 
 // What the catalogue has room for, without a last line that is cut.
 std::string_view that_fit(std::string_view text) {
@@ -145,7 +147,8 @@ class NodeCacheImpl final : public NodeCache {
     const uint64_t end = begin + sizes_[sample];
     for (uint64_t c = begin / chunk_bytes_; c * chunk_bytes_ < end; ++c) {
       if (!have_chunk(c, tier_[sample])) {
-        set(sample, State::failed);
+        store(sample, kUnfilled);
+        header_->unfilled.fetch_add(1);
         return {};
       }
     }
@@ -213,6 +216,7 @@ class NodeCacheImpl final : public NodeCache {
     set(sample, State::failed);
   }
 
+  void try_again() override;
   State wait(uint64_t sample, std::chrono::nanoseconds timeout, std::stop_token stop) override;
   std::optional<PeerFailure> dead_peer() const override;
 
@@ -226,8 +230,9 @@ class NodeCacheImpl final : public NodeCache {
   uint64_t chunks() const { return (arena_bytes_ + chunk_bytes_ - 1) / chunk_bytes_; }
   Bucket& bucket_of(uint64_t sample) const { return header_->buckets[sample % kBuckets]; }
 
-  void set(uint64_t sample, State state) noexcept {
-    words_[sample].store(word_of(state), std::memory_order_seq_cst);
+  void set(uint64_t sample, State state) noexcept { store(sample, word_of(state)); }
+  void store(uint64_t sample, uint32_t word) noexcept {
+    words_[sample].store(word, std::memory_order_seq_cst);
     wake(sample);
   }
   void wake(uint64_t sample) const noexcept {
@@ -246,6 +251,7 @@ class NodeCacheImpl final : public NodeCache {
 
   bool have_chunk(uint64_t chunk, size_t tier);
   std::optional<std::string> allocate_chunk(uint64_t chunk, bool modest);
+  std::optional<std::string> refusal(uint64_t size, bool modest) const;
   void meet(const Placer& place, std::chrono::nanoseconds timeout);
   void go_without(const std::string& why, const Placer& place);
   void set_placement(plan::Placement placement);
@@ -689,10 +695,20 @@ bool NodeCacheImpl::have_chunk(uint64_t chunk, size_t tier) {
   return seen == Chunk::there;
 }
 
-// Why there is no memory for the chunk; nothing if there is. What a limit's reserve holds is left
-// to others: beyond it they, and this program, are killed, and not only refused.
+// Why there is no memory for the chunk; nothing if there is.
 std::optional<std::string> NodeCacheImpl::allocate_chunk(uint64_t chunk, bool modest) {
   const uint64_t begin = chunk * chunk_bytes_, size = std::min(chunk_bytes_, arena_bytes_ - begin);
+  if (auto refused = refusal(size, modest)) return refused;
+  const int error = files_.allocate(arena_.fd(), begin, size);
+  if (error == 0) return std::nullopt;
+  return io_error("no room for " + std::to_string(size) + " more bytes in", config_.shm_directory,
+                  -error)
+      .what();
+}
+
+// Which limit forbids so many bytes more. What its reserve holds is left to others: beyond it they,
+// and this program, are killed, and not only refused.
+std::optional<std::string> NodeCacheImpl::refusal(uint64_t size, bool modest) const {
   uint64_t taken = 0;
   for (uint64_t c = 0; modest && c < chunks(); ++c) {
     if (chunk_words_[c].load(std::memory_order_relaxed) == static_cast<uint32_t>(Chunk::there)) {
@@ -702,17 +718,26 @@ std::optional<std::string> NodeCacheImpl::allocate_chunk(uint64_t chunk, bool mo
   std::vector<MemoryLimit> limits = limits_.read();
   // The arena's addresses are taken already.
   std::erase_if(limits, [](const MemoryLimit& l) { return l.kind == LimitKind::address_space; });
-  const MemoryLimit* limit = least(limits);
-  if (limit != nullptr && limit->left() < size + taken) {
-    return std::to_string(limit->used) + " of " + std::to_string(limit->limit) + " bytes of " +
-           limit->what + " are in use, " + std::to_string(limit->reserve()) + " are kept free" +
-           (modest ? ", and as much is left to others as the tier has" : "");
+  auto refused = nostall::refusal(limits, size + taken);
+  if (refused && modest) *refused += ", and as much is left to others as the tier has";
+  return refused;
+}
+
+void NodeCacheImpl::try_again() {
+  if (header_->unfilled.load() == 0) return;
+  const bool modest = std::any_of(config_.tiers.begin(), config_.tiers.end(),
+                                  [](const TierSpec& spec) { return spec.modest; });
+  if (refusal(std::min(chunk_bytes_, arena_bytes_), modest)) return;
+  // What another rank leaves unfilled from here on is for the next time.
+  header_->unfilled.store(0);
+  for (uint64_t c = 0; c < chunks(); ++c) {
+    auto refused = static_cast<uint32_t>(Chunk::refused);
+    chunk_words_[c].compare_exchange_strong(refused, static_cast<uint32_t>(Chunk::untouched));
   }
-  const int error = files_.allocate(arena_.fd(), begin, size);
-  if (error == 0) return std::nullopt;
-  return io_error("no room for " + std::to_string(size) + " more bytes in", config_.shm_directory,
-                  -error)
-      .what();
+  for (uint64_t s = 0; s < sizes_.size(); ++s) {
+    uint32_t unfilled = kUnfilled;
+    words_[s].compare_exchange_strong(unfilled, word_of(State::empty));
+  }
 }
 
 State NodeCacheImpl::wait(uint64_t sample, std::chrono::nanoseconds timeout, std::stop_token stop) {

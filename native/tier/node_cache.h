@@ -19,8 +19,9 @@
 // there stays until the last rank leaves, for readers hold plain views of it.
 //
 // Failures degrade: no room in /dev/shm or on the disk, a record whose CRC32C is wrong: the sample
-// reads as `failed` from then on, with one warning per tier, and the caller goes to the source. A
-// rank that cannot share files with the others has no tiers.
+// reads as `failed` from then on, with one warning per tier, and the caller goes to the source. One
+// for which there was no memory is empty again after try_again(). A rank that cannot share files
+// with the others has no tiers.
 //
 // Thread-safety: all methods but attach/close are thread-safe and lock-free unless said otherwise.
 #pragma once
@@ -119,6 +120,10 @@ class NodeCache {
   virtual void file_write(uint64_t sample, std::span<const std::byte> bytes) = 0;
   virtual void publish(uint64_t sample) noexcept = 0;  // filling -> ready, wakes waiters
   virtual void abandon(uint64_t sample) noexcept = 0;  // filling -> empty, wakes waiters
+
+  // If every limit has room for memory by now, samples that failed for want of it become empty.
+  // Asked at the start of an epoch: it may look at every sample.
+  virtual void try_again() = 0;
 
   // Bytes of a ready sample of the RAM tier; valid while this object lives.
   virtual std::span<const std::byte> ram_view(uint64_t sample) const noexcept = 0;

@@ -152,19 +152,12 @@ class HostileTest : public Nodes {
 
   // A session in which the test asks.
   Session asking(std::string_view secret = kSecret) {
-    Header hello;
-    hello.kind = Kind::hello;
-    hello.to = 1;
-    hello.sample = 77;
-    hello.nonce = random_nonce();
+    const Header hello = greeting();
     wire_->say(encode(hello));
     const Header challenge = wire_->hear(Kind::challenge);
     Session session(key_of(secret), 0, 1, hello.nonce, challenge.nonce);
     EXPECT_EQ(session.open(challenge), secret == kSecret);
-    Header proof;
-    proof.kind = Kind::proof;
-    proof.to = 1;
-    proof.nonce = hello.nonce;
+    Header proof = proof_for(hello);
     wire_->say(session.seal(proof));
     return session;
   }
@@ -195,8 +188,64 @@ class HostileTest : public Nodes {
     header.length = length;
     return header;
   }
+  Header push_of(uint64_t sample) {
+    Header push = message(Kind::push, sample, sizes_[sample]);
+    push.crc = crc32c(bytes_of(sample));
+    return push;
+  }
+  static Header reply_to(const Header& fetch, const std::vector<std::byte>& bytes) {
+    Header reply = message(Kind::reply, fetch.sample, bytes.size());
+    reply.request = fetch.request;
+    reply.crc = crc32c(bytes);
+    return reply;
+  }
+  static Header greeting() {
+    Header hello = message(Kind::hello, 77);
+    hello.nonce = random_nonce();
+    return hello;
+  }
+  static Header proof_for(const Header& hello) {
+    Header proof = message(Kind::proof, 0);
+    proof.nonce = hello.nonce;
+    return proof;
+  }
   bool refused(uint64_t count) {
     return eventually([&] { return exchange_->stats().refused == count; });
+  }
+  bool dropped() {
+    return eventually([&] { return exchange_->stats().dropped_ranks == 1; });
+  }
+  bool reachable() {
+    return eventually([&] { return exchange_->where(0, 1) == Where::there; });
+  }
+  bool alone() {
+    return eventually([&] { return exchange_->nodes_alive() == 1; });
+  }
+  bool pushes_wanted() {
+    return eventually([&] { return exchange_->push_wanted(0); });
+  }
+  std::shared_ptr<FetchGroup> begin_fetch(std::vector<std::byte>& into) {
+    into.assign(sizes_[0], std::byte{0});
+    return exchange_->begin({{0, into, nullptr, Outcome::waiting}});
+  }
+  bool push(uint64_t sample) {
+    const auto bytes = std::make_shared<std::vector<std::byte>>(bytes_of(sample));
+    return exchange_->push(sample, *bytes, bytes, {});
+  }
+  void expect_fetched(Session& session) {
+    std::vector<std::byte> into;
+    const auto group = begin_fetch(into);
+    const Header asked = wire_->hear(Kind::fetch);
+    EXPECT_TRUE(session.open(asked));
+    Header reply = reply_to(asked, bytes_of(0));
+    wire_->say(session.seal(reply), bytes_of(0));
+    exchange_->finish(*group, {});
+    EXPECT_EQ(group->requests[0].outcome, Outcome::here);
+    EXPECT_EQ(into, bytes_of(0));
+  }
+  std::vector<std::string> warnings() {
+    const std::scoped_lock lock(mutex_);
+    return warnings_;
   }
 
   std::shared_ptr<tier::NodeCache> cache_;
@@ -225,10 +274,8 @@ TEST_F(HostileTest, AStrangerReadsNothingAndWritesNothing) {
   Header fetch = message(Kind::fetch, 1);
   wire_->say(session.seal(fetch));
   EXPECT_TRUE(refused(2));
-  const auto bytes = bytes_of(3);
-  Header push = message(Kind::push, 3, bytes.size());
-  push.crc = crc32c(bytes);
-  wire_->say(session.seal(push), bytes);
+  Header push = push_of(3);
+  wire_->say(session.seal(push), bytes_of(3));
   EXPECT_TRUE(refused(3));
   EXPECT_EQ(exchange_->stats().served, 0u);
   EXPECT_EQ(cache_->state(3), tier::State::empty);
@@ -274,12 +321,8 @@ TEST_F(HostileTest, ARankWithAnotherPlanIsRefused) {
   Header hello = message(Kind::hello, 78);
   wire_->say(encode(hello));
   EXPECT_TRUE(refused(1));
-  EXPECT_TRUE(eventually([&] {
-    const std::scoped_lock lock(mutex_);
-    return !warnings_.empty();
-  }));
-  const std::scoped_lock lock(mutex_);
-  EXPECT_THAT(warnings_, Contains(HasSubstr("another plan")));
+  EXPECT_TRUE(eventually([&] { return !warnings().empty(); }));
+  EXPECT_THAT(warnings(), Contains(HasSubstr("another plan")));
 }
 
 TEST_F(HostileTest, AMemberThatAsksForTheImpossibleIsDropped) {
@@ -288,7 +331,7 @@ TEST_F(HostileTest, AMemberThatAsksForTheImpossibleIsDropped) {
   wire_->hear(Kind::welcome);
   Header fetch = message(Kind::fetch, kSamples);
   wire_->say(session.seal(fetch));
-  EXPECT_TRUE(eventually([&] { return exchange_->stats().dropped_ranks == 1; }));
+  EXPECT_TRUE(dropped());
   EXPECT_EQ(exchange_->where(0, 1), Where::source);
 }
 
@@ -296,10 +339,10 @@ TEST_F(HostileTest, APushOfWrongBytesIsDroppedAndLeavesTheSampleEmpty) {
   start();
   Session session = asking();
   wire_->hear(Kind::welcome);
-  Header push = message(Kind::push, 1, sizes_[1]);
-  push.crc = crc32c(bytes_of(1)) ^ 1;
+  Header push = push_of(1);
+  push.crc ^= 1;
   wire_->say(session.seal(push), bytes_of(1));
-  EXPECT_TRUE(eventually([&] { return exchange_->stats().dropped_ranks == 1; }));
+  EXPECT_TRUE(dropped());
   EXPECT_EQ(cache_->state(1), tier::State::empty);
 }
 
@@ -309,37 +352,23 @@ TEST_F(HostileTest, APushOfAnotherLengthIsDropped) {
   wire_->hear(Kind::welcome);
   Header push = message(Kind::push, 1, 3);
   wire_->say(session.seal(push), std::vector<std::byte>(3));
-  EXPECT_TRUE(eventually([&] { return exchange_->stats().dropped_ranks == 1; }));
+  EXPECT_TRUE(dropped());
 }
 
 TEST_F(HostileTest, WithoutMemoryASampleFailsAndTheProcessGoesOn) {
   start();
   Session session = answering();
-  EXPECT_TRUE(eventually([&] { return exchange_->where(0, 1) == Where::there; }));
+  EXPECT_TRUE(reachable());
   wire_->out_of_memory = true;
-  std::vector<std::byte> into(sizes_[0]);
-  const auto failing = exchange_->begin({{0, into, nullptr, Outcome::waiting}});
+  std::vector<std::byte> into;
+  const auto failing = begin_fetch(into);
   exchange_->finish(*failing, {});
   EXPECT_EQ(failing->requests[0].outcome, Outcome::failed);
-  EXPECT_TRUE(eventually([&] {
-    const std::scoped_lock lock(mutex_);
-    return !warnings_.empty();
-  }));
+  EXPECT_TRUE(eventually([&] { return !warnings().empty(); }));
   wire_->out_of_memory = false;
-
-  const auto group = exchange_->begin({{0, into, nullptr, Outcome::waiting}});
-  const Header fetch = wire_->hear(Kind::fetch);
-  EXPECT_TRUE(session.open(fetch));
-  Header reply = message(Kind::reply, 0, sizes_[0]);
-  reply.request = fetch.request;
-  reply.crc = crc32c(bytes_of(0));
-  wire_->say(session.seal(reply), bytes_of(0));
-  exchange_->finish(*group, {});
-  EXPECT_EQ(group->requests[0].outcome, Outcome::here);
-  EXPECT_EQ(into, bytes_of(0));
-  const std::scoped_lock lock(mutex_);
-  EXPECT_EQ(warnings_.size(), 1u);
-  EXPECT_THAT(warnings_, Contains(HasSubstr("failed to send or receive a sample")));
+  expect_fetched(session);
+  EXPECT_EQ(warnings().size(), 1u);
+  EXPECT_THAT(warnings(), Contains(HasSubstr("failed to send or receive a sample")));
 }
 
 class AnswerTest : public HostileTest {
@@ -349,20 +378,13 @@ class AnswerTest : public HostileTest {
               std::chrono::milliseconds timeout = 2s) {
     start(timeout);
     Session session = answering();
-    into_.assign(sizes_[0], std::byte{0});
-    EXPECT_TRUE(eventually([&] { return exchange_->where(0, 1) == Where::there; }));
-    const auto group = exchange_->begin({{0, into_, nullptr, Outcome::waiting}});
+    EXPECT_TRUE(reachable());
+    const auto group = begin_fetch(into_);
     const Header fetch = wire_->hear(Kind::fetch);
     EXPECT_TRUE(session.open(fetch));
     answer(session, fetch);
     exchange_->finish(*group, {});
     return group->requests[0].outcome;
-  }
-  Header reply_to(const Header& fetch, const std::vector<std::byte>& bytes) const {
-    Header reply = message(Kind::reply, fetch.sample, bytes.size());
-    reply.request = fetch.request;
-    reply.crc = crc32c(bytes);
-    return reply;
   }
   std::vector<std::byte> into_;
 };
@@ -383,7 +405,7 @@ TEST_F(AnswerTest, WrongBytesAreNotTaken) {
               wire_->say(session.seal(reply), bytes_of(0));
             }),
             Outcome::failed);
-  EXPECT_TRUE(eventually([&] { return exchange_->nodes_alive() == 1; }));
+  EXPECT_TRUE(alone());
 }
 
 TEST_F(AnswerTest, AnAnswerOfAnotherSampleIsNotTaken) {
@@ -414,13 +436,16 @@ TEST_F(AnswerTest, NeverMeansTheSource) {
             Outcome::never);
   EXPECT_EQ(exchange_->where(0, 1), Where::source);
   EXPECT_EQ(exchange_->stats().asked_in_vain, 1u);
+  // Its owner may have had no memory: at the next epoch it is asked again.
+  exchange_->try_again();
+  EXPECT_EQ(exchange_->where(0, 1), Where::there);
 }
 
 TEST_F(AnswerTest, SilenceEndsInBoundedTime) {
   const auto begin = std::chrono::steady_clock::now();
   EXPECT_EQ(ask([](Session&, const Header&) {}, 300ms), Outcome::failed);
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 3s);
-  EXPECT_TRUE(eventually([&] { return exchange_->stats().dropped_ranks == 1; }));
+  EXPECT_TRUE(dropped());
 }
 
 TEST_F(AnswerTest, WhatTheOwnerLacksIsPushedAfterAll) {
@@ -432,25 +457,18 @@ TEST_F(AnswerTest, WhatTheOwnerLacksIsPushedAfterAll) {
             Outcome::not_yet);
   EXPECT_TRUE(exchange_->push_wanted(0));
   EXPECT_FALSE(exchange_->push_wanted(2));
-  const auto bytes = std::make_shared<std::vector<std::byte>>(bytes_of(0));
-  EXPECT_TRUE(exchange_->push(0, *bytes, bytes, {}));
+  EXPECT_TRUE(push(0));
   EXPECT_EQ(wire_->hear(Kind::push).sample, 0u);
   EXPECT_FALSE(exchange_->push_wanted(0));
 }
 
 // A process that was stopped keeps its connections.
-class StallTest : public HostileTest {
- protected:
-  bool push(uint64_t sample) {
-    const auto bytes = std::make_shared<std::vector<std::byte>>(bytes_of(sample));
-    return exchange_->push(sample, *bytes, bytes, {});
-  }
-};
+class StallTest : public HostileTest {};
 
 TEST_F(StallTest, ARankThatTakesNoPushIsDropped) {
   start(200ms);
   answering(0);
-  ASSERT_TRUE(eventually([&] { return exchange_->push_wanted(0); }));
+  ASSERT_TRUE(pushes_wanted());
   wire_->stalled = true;
   EXPECT_TRUE(push(0));
   EXPECT_TRUE(eventually([&] { return exchange_->nodes_alive() == 1; }, 3s));
@@ -463,8 +481,7 @@ TEST_F(StallTest, ARankThatNeverEndsAPushIsDropped) {
   Session session = asking();
   wire_->hear(Kind::welcome);
   wire_->stalled = true;
-  Header push = message(Kind::push, 1, sizes_[1]);
-  push.crc = crc32c(bytes_of(1));
+  Header push = push_of(1);
   wire_->say(session.seal(push), bytes_of(1));
   EXPECT_TRUE(eventually([&] { return exchange_->nodes_alive() == 1; }, 3s));
 }
@@ -472,7 +489,7 @@ TEST_F(StallTest, ARankThatNeverEndsAPushIsDropped) {
 TEST_F(StallTest, TransfersUnderWayEndBeforeWhatTheyTouch) {
   start();
   answering(0);
-  ASSERT_TRUE(eventually([&] { return exchange_->push_wanted(0); }));
+  ASSERT_TRUE(pushes_wanted());
   wire_->stalled = true;
   EXPECT_TRUE(push(0));
   wire_->hear(Kind::push);
@@ -483,7 +500,7 @@ TEST_F(StallTest, TransfersUnderWayEndBeforeWhatTheyTouch) {
 TEST_F(StallTest, ANodeThatHangsCostsOneTimeout) {
   start(1s, tier::TierKind::ram, 3);
   answering();
-  ASSERT_TRUE(eventually([&] { return exchange_->where(0, 1) == Where::there; }));
+  ASSERT_TRUE(reachable());
   std::vector<std::byte> into;
   EXPECT_EQ(fetch(*exchange_, 0, into), Outcome::failed);
   EXPECT_EQ(exchange_->where(0, 1), Where::source);
@@ -494,8 +511,8 @@ TEST_F(StallTest, ANodeThatHangsCostsOneTimeout) {
 
 TEST_F(StallTest, AStopEndsWhatWaitsForAConnection) {
   start(30s);
-  std::vector<std::byte> into(sizes_[0]);
-  const auto group = exchange_->begin({{0, into, nullptr, Outcome::waiting}});
+  std::vector<std::byte> into;
+  const auto group = begin_fetch(into);
   std::stop_source stop;
   stop.request_stop();
   const auto begin = std::chrono::steady_clock::now();
@@ -522,27 +539,10 @@ class ReturnTest : public StallTest {
   // The rank of the test is lost, for it answers a fetch with nothing.
   void lose() {
     std::vector<std::byte> into;
-    ASSERT_TRUE(eventually([&] { return exchange_->where(0, 1) == Where::there; }));
+    ASSERT_TRUE(reachable());
     ASSERT_EQ(fetch(*exchange_, 0, into), Outcome::failed);
-    ASSERT_TRUE(eventually([&] { return exchange_->nodes_alive() == 1; }));
+    ASSERT_TRUE(alone());
     ASSERT_EQ(exchange_->where(0, 1), Where::source);
-  }
-  void expect_fetched(Session& session) {
-    std::vector<std::byte> into(sizes_[0]);
-    const auto group = exchange_->begin({{0, into, nullptr, Outcome::waiting}});
-    const Header asked = wire_->hear(Kind::fetch);
-    EXPECT_TRUE(session.open(asked));
-    Header reply = message(Kind::reply, 0, sizes_[0]);
-    reply.request = asked.request;
-    reply.crc = crc32c(bytes_of(0));
-    wire_->say(session.seal(reply), bytes_of(0));
-    exchange_->finish(*group, {});
-    EXPECT_EQ(group->requests[0].outcome, Outcome::here);
-    EXPECT_EQ(into, bytes_of(0));
-  }
-  std::vector<std::string> warnings() {
-    const std::scoped_lock lock(mutex_);
-    return warnings_;
   }
 };
 
@@ -552,7 +552,7 @@ TEST_F(ReturnTest, ARankThatWasSilentIsAskedAgain) {
   for (uint64_t times = 1; times <= 2; ++times) {
     lose();
     Session session = answering();
-    ASSERT_TRUE(eventually([&] { return exchange_->where(0, 1) == Where::there; }));
+    ASSERT_TRUE(reachable());
     EXPECT_EQ(exchange_->nodes_alive(), 2u);
     EXPECT_EQ(exchange_->stats().returned_ranks, times);
     if (times == 2) expect_fetched(session);
@@ -582,10 +582,10 @@ TEST_F(ReturnTest, ARankThatIsLostIsAnsweredStill) {
 TEST_F(ReturnTest, WhatStoodStillBeforeDoesNotCountAfterwards) {
   start(200ms);
   answering(0);
-  ASSERT_TRUE(eventually([&] { return exchange_->push_wanted(0); }));
+  ASSERT_TRUE(pushes_wanted());
   wire_->stalled = true;
   EXPECT_TRUE(push(0));
-  ASSERT_TRUE(eventually([&] { return exchange_->nodes_alive() == 1; }));
+  ASSERT_TRUE(alone());
   wire_->stalled = false;
   answering(0);
   ASSERT_TRUE(eventually([&] { return exchange_->nodes_alive() == 2; }));
@@ -595,16 +595,15 @@ TEST_F(ReturnTest, WhatStoodStillBeforeDoesNotCountAfterwards) {
 TEST_F(ReturnTest, AFetchThatStoodStillBeforeDoesNotCountAfterwards) {
   start(1s);
   Session session = answering();
-  ASSERT_TRUE(eventually([&] { return exchange_->where(0, 1) == Where::there; }));
+  ASSERT_TRUE(reachable());
   wire_->stalled = true;
-  std::vector<std::byte> into(sizes_[0]);
-  const auto group = exchange_->begin({{0, into, nullptr, Outcome::waiting}});
+  std::vector<std::byte> into;
+  const auto group = begin_fetch(into);
   const Header asked = wire_->hear(Kind::fetch);
   ASSERT_TRUE(session.open(asked));
-  Header reply = message(Kind::reply, 0, sizes_[0]);
-  reply.request = asked.request;
+  Header reply = reply_to(asked, bytes_of(0));
   wire_->say(session.seal(reply), bytes_of(0));
-  ASSERT_TRUE(eventually([&] { return exchange_->nodes_alive() == 1; }));
+  ASSERT_TRUE(alone());
   wire_->stalled = false;
   // It knocks, so it is asked again at once, while the transfer has not been given up.
   asking();
@@ -617,7 +616,7 @@ TEST_F(ReturnTest, AFetchThatStoodStillBeforeDoesNotCountAfterwards) {
 TEST_F(ReturnTest, APayloadThatWasNeverSentIsNotWaitedFor) {
   start(200ms);
   answering(0);
-  ASSERT_TRUE(eventually([&] { return exchange_->push_wanted(0); }));
+  ASSERT_TRUE(pushes_wanted());
   wire_->out_of_memory = true;
   EXPECT_TRUE(push(0));
   ASSERT_TRUE(eventually([&] { return exchange_->stats().pushes_given_up == 1; }));
@@ -636,7 +635,7 @@ TEST_F(ReturnTest, ARankThatKnocksIsAskedAgainAtOnceAndServed) {
   wire_->say(asks.seal(wanted));
   EXPECT_EQ(wire_->hear(Kind::reply).status, Status::here);
   Session session = answering();
-  ASSERT_TRUE(eventually([&] { return exchange_->where(0, 1) == Where::there; }));
+  ASSERT_TRUE(reachable());
   expect_fetched(session);
 }
 
@@ -654,17 +653,15 @@ TEST_F(ReturnTest, ARankThatBrokeTheRulesOrLeftIsNotTriedAgain) {
   for (const Kind kind : {Kind::fetch, Kind::leave}) {
     start(200ms);
     answering();
-    ASSERT_TRUE(eventually([&] { return exchange_->where(0, 1) == Where::there; }));
+    ASSERT_TRUE(reachable());
     Session session = asking();
     wire_->hear(Kind::welcome);
     Header last = message(kind, kSamples);
     wire_->say(session.seal(last));
-    ASSERT_TRUE(eventually([&] { return exchange_->nodes_alive() == 1; }));
+    ASSERT_TRUE(alone());
     // What it says is not even looked at any more: this would be refused.
     wire_->say(session.seal(last));
-    Header hello = message(Kind::hello, 77);
-    hello.nonce = random_nonce();
-    wire_->say(encode(hello));
+    wire_->say(encode(greeting()));
     wire_->say(std::vector<std::byte>{});
     EXPECT_TRUE(refused(1));
     EXPECT_EQ(exchange_->nodes_alive(), 1u);
@@ -678,7 +675,7 @@ TEST_F(ReturnTest, AnotherRankOfTheNodeServesUntilThePreferredOneIsBack) {
   start(200ms, tier::TierKind::ram, 1);
   answering();
   std::vector<std::byte> into;
-  ASSERT_TRUE(eventually([&] { return exchange_->where(0, 1) == Where::there; }));
+  ASSERT_TRUE(reachable());
   ASSERT_EQ(fetch(*exchange_, 0, into), Outcome::failed);
   Header hello;
   do hello = wire_->hear(Kind::hello);
@@ -687,7 +684,7 @@ TEST_F(ReturnTest, AnotherRankOfTheNodeServesUntilThePreferredOneIsBack) {
   do hello = wire_->hear(Kind::hello);
   while (hello.to != 0);
   Session session = answering_to(hello);
-  ASSERT_TRUE(eventually([&] { return exchange_->where(0, 1) == Where::there; }));
+  ASSERT_TRUE(reachable());
   expect_fetched(session);
 }
 
@@ -695,18 +692,12 @@ TEST_F(ReturnTest, AnotherRankOfTheNodeServesUntilThePreferredOneIsBack) {
 TEST_F(ReturnTest, ForgedHellosKeepNobodyOut) {
   start();
   put(*cache_, 1);
-  Header hello = message(Kind::hello, 77);
-  hello.nonce = random_nonce();
+  const Header hello = greeting();
   wire_->say(encode(hello));
   const Header challenge = wire_->hear(Kind::challenge);
   Session session(key_of(kSecret), 0, 1, hello.nonce, challenge.nonce);
-  for (int i = 0; i < 1000; ++i) {
-    Header forged = message(Kind::hello, 77);
-    forged.nonce = random_nonce();
-    wire_->say(encode(forged));
-  }
-  Header proof = message(Kind::proof, 0);
-  proof.nonce = hello.nonce;
+  for (int i = 0; i < 1000; ++i) wire_->say(encode(greeting()));
+  Header proof = proof_for(hello);
   wire_->say(session.seal(proof));
   wire_->hear(Kind::welcome);
   EXPECT_EQ(exchange_->stats().refused, 0u);
@@ -715,13 +706,11 @@ TEST_F(ReturnTest, ForgedHellosKeepNobodyOut) {
 TEST_F(ReturnTest, AProofIsTakenOnce) {
   start();
   put(*cache_, 1);
-  Header hello = message(Kind::hello, 77);
-  hello.nonce = random_nonce();
+  const Header hello = greeting();
   wire_->say(encode(hello));
   const Header challenge = wire_->hear(Kind::challenge);
   Session session(key_of(kSecret), 0, 1, hello.nonce, challenge.nonce);
-  Header proof = message(Kind::proof, 0), fetch = message(Kind::fetch, 1);
-  proof.nonce = hello.nonce;
+  Header proof = proof_for(hello), fetch = message(Kind::fetch, 1);
   const HeaderBytes proved = session.seal(proof), fetched = session.seal(fetch);
   wire_->say(proved);
   wire_->say(fetched);
@@ -735,8 +724,7 @@ TEST_F(HostileTest, ARankWithAnotherPlanIsWarnedOfOnce) {
   start();
   for (int i = 0; i < 3; ++i) wire_->say(encode(message(Kind::hello, 78)));
   EXPECT_TRUE(refused(3));
-  const std::scoped_lock lock(mutex_);
-  EXPECT_EQ(warnings_.size(), 1u);
+  EXPECT_EQ(warnings().size(), 1u);
 }
 
 }  // namespace

@@ -280,6 +280,18 @@ TEST(Loader, ASampleBeyondMemoryIsABadSample) {
   }
 }
 
+plan::Placement in_the_first_tier(const source::Source& source) {
+  plan::Placement placement;
+  placement.tier.assign(source.size(), 0);
+  placement.used = {0};
+  for (const uint64_t size : source.sizes()) {
+    placement.offset.push_back(placement.used[0]);
+    placement.used[0] += size;
+  }
+  placement.fill.resize(1);
+  return placement;
+}
+
 class NoSharedMemory : public FileSystem {
  public:
   int allocate(int, uint64_t, uint64_t) override { return -ENOSPC; }
@@ -297,18 +309,10 @@ TEST(Loader, ATierWithoutMemoryDoesNotOverdrawTheReadBuffers) {
   node.tiers = {{tier::TierKind::ram, source->total_bytes(), "", false}};
   node.shm_directory = pattern;
   node.files = &full;
-  plan::Placement placement;
-  placement.tier.assign(source->size(), 0);
-  uint64_t at = 0;
-  for (const uint64_t size : source->sizes()) {
-    placement.offset.push_back(at);
-    at += size;
-  }
-  placement.used = {at};
-  placement.fill.resize(1);
   {
     LoaderConfig config = config_for(source, 5000, 1);
-    config.cache = tier::NodeCache::attach(node, source->sizes(), tier::fixed(placement));
+    config.cache =
+        tier::NodeCache::attach(node, source->sizes(), tier::fixed(in_the_first_tier(*source)));
     config.pipeline = small_images();
     config.job.global_batch = 10;
     config.staging_bytes = 1;
@@ -320,6 +324,49 @@ TEST(Loader, ATierWithoutMemoryDoesNotOverdrawTheReadBuffers) {
     // The budget, what two threads take at once, and as much again that waits in the pool.
     EXPECT_LE(loader.memory().io_buffers, 1000u + 2 * 16 * 50 + 1000);
   }
+  set_log_sink({});
+  EXPECT_EQ(::rmdir(pattern), 0);
+}
+
+// The first piece of memory is refused, and none after it.
+class NoMemoryAtFirst final : public FileSystem {
+ public:
+  int allocate(int fd, uint64_t offset, uint64_t size) override {
+    return refused_.exchange(true) ? FileSystem::allocate(fd, offset, size) : -ENOSPC;
+  }
+
+ private:
+  std::atomic<bool> refused_{false};
+};
+
+TEST(Loader, WhatATierHadNoMemoryForIsKeptInALaterEpoch) {
+  constexpr uint32_t kEpochs = 4;
+  char pattern[] = "/tmp/nostall-stage-XXXXXX";
+  ASSERT_NE(::mkdtemp(pattern), nullptr);
+  set_log_sink([](LogLevel, const std::string&) {});
+  const auto source = std::make_shared<MemorySource>(100);
+  NoMemoryAtFirst files;
+  tier::NodeCacheConfig node;
+  node.job = "no memory at first";
+  node.dataset = source->fingerprint();
+  node.tiers = {{tier::TierKind::ram, source->total_bytes(), "", false}};
+  node.shm_directory = pattern;
+  node.files = &files;
+  LoaderConfig config = config_for(source, 10, kEpochs);
+  config.cache =
+      tier::NodeCache::attach(node, source->sizes(), tier::fixed(in_the_first_tier(*source)));
+  std::array<uint64_t, kEpochs> from_tier{};
+  {
+    Loader loader(config);
+    for (uint32_t i = 0; i < 10 * kEpochs; ++i) {
+      const auto batch = loader.next(10s);
+      ASSERT_NE(batch, nullptr);
+      from_tier[batch->position.epoch] += batch->origins[size_t(Origin::ram)].samples;
+    }
+  }
+  EXPECT_LT(from_tier[0], 100u);
+  EXPECT_EQ(from_tier[kEpochs - 1], 100u);
+  config.cache.reset();
   set_log_sink({});
   EXPECT_EQ(::rmdir(pattern), 0);
 }
@@ -343,9 +390,11 @@ TEST(Loader, ASampleTwiceInAChunkIsNotWaitedForByTheThreadThatReadsIt) {
     LoaderConfig config = config_for(source, 3, 1);
     config.job.order = plan::OrderKind::user;
     config.job.user_order = {0, 0, 0};
-    config.cache = tier::NodeCache::attach(node, source->sizes(), tier::fixed(placement));
+    config.cache =
+        tier::NodeCache::attach(node, source->sizes(), tier::fixed(in_the_first_tier(*source)));
     node.local_rank = 1;
-    const auto other = tier::NodeCache::attach(node, source->sizes(), tier::fixed(placement));
+    const auto other =
+        tier::NodeCache::attach(node, source->sizes(), tier::fixed(in_the_first_tier(*source)));
     ASSERT_TRUE(other->claim(0));
     Loader loader(config);
     EXPECT_EQ(loader.next(100ms), nullptr);

@@ -119,6 +119,7 @@ class QuickNeighbour final : public tier::NodeCache {
   }
   SampleSums& sums() noexcept override { return cache_->sums(); }
   void reject(uint64_t s) noexcept override { cache_->reject(s); }
+  void try_again() override { cache_->try_again(); }
   tier::State wait(uint64_t s, std::chrono::nanoseconds timeout, std::stop_token stop) override {
     return cache_->wait(s, timeout, std::move(stop));
   }

@@ -120,6 +120,19 @@ TEST_F(NodeCacheTest, FillingStopsWhereAnyLimitKeepsItsReserve) {
   ASSERT_TRUE(b->claim(1));
   EXPECT_TRUE(b->ram_slot(1).empty());
   EXPECT_EQ(warnings_.size(), 1u);
+  // At the next epoch it is looked at again, and given back only if the memory is there.
+  available(10);
+  b->try_again();
+  EXPECT_EQ(a->state(0), State::failed);
+  available(80);
+  b->try_again();
+  put(*a, 0);
+  put(*b, 1);
+  EXPECT_EQ(a->state(1), State::ready);
+  // What failed for another reason stays so.
+  a->reject(0);
+  b->try_again();
+  EXPECT_EQ(b->state(0), State::failed);
 }
 
 TEST_F(NodeCacheTest, AModestTierTakesNoMoreThanItLeaves) {
