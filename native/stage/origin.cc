@@ -5,6 +5,13 @@
 #include "base/clock.h"
 
 namespace nostall::stage {
+namespace {
+
+// How much slower than expected a measurement counts at most. One that waited for a process that
+// had no processor tells little of the origin; if that is slow indeed the next ones say so too.
+constexpr double kMostAtOnce = 16.0;
+
+}  // namespace
 
 void SpeedEstimate::record(uint64_t bytes, int64_t nanoseconds) noexcept {
   if (bytes == 0 || nanoseconds <= 0) return;
@@ -17,7 +24,7 @@ void SpeedEstimate::record(uint64_t bytes, int64_t nanoseconds) noexcept {
   double old = value_.load(std::memory_order_relaxed);
   double next = 0.0;
   do {
-    next = old == 0.0 ? seen : old + (seen - old) * weight;
+    next = old == 0.0 ? seen : old + (std::min(seen, kMostAtOnce * old) - old) * weight;
   } while (!value_.compare_exchange_weak(old, next, std::memory_order_relaxed));
 }
 

@@ -70,6 +70,18 @@ TEST(SpeedEstimate, FollowsAFileSystemThatSlowsDown) {
   EXPECT_NEAR(estimate.seconds_per_byte(), 1e-8, 1e-10);
 }
 
+TEST(SpeedEstimate, OneStallSaysLittle) {
+  SpeedEstimate peer;
+  for (int i = 0; i < 20; ++i) peer.record(1000, 1000);
+  peer.record(1000, 300'000'000);  // its process was not running
+  const Candidate source{true, 1e-9};
+  EXPECT_EQ(choose({Candidate{}, {}, {true, peer.seconds_per_byte()}, source}).origin,
+            Origin::peer);
+  for (int i = 0; i < 8; ++i) peer.record(1000, 300'000'000);
+  EXPECT_EQ(choose({Candidate{}, {}, {true, peer.seconds_per_byte()}, source}).origin,
+            Origin::source);
+}
+
 TEST(BufferPool, ReusesWhatComesBackAndOutlivesItsOwner) {
   std::shared_ptr<Buffer> held;
   {
