@@ -161,6 +161,11 @@ TEST(LoaderWithPeers, WhatANeighbourReadsAfterAPeerFailedIsGood) {
   config.peers = std::make_shared<peer::Exchange>(std::make_unique<EmptyHanded>(), peers, ownership,
                                                   config.source->sizes(), config.cache);
   const auto exchange = config.peers;
+  // Else the loader, whose consumer waits, may read for itself.
+  const auto end = std::chrono::steady_clock::now() + 20s;
+  while (exchange->where(0, 0) != peer::Where::there && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(1ms);
+  }
   Loader loader(std::move(config));
   const auto batch = loader.next(10s);
   ASSERT_NE(batch, nullptr);
