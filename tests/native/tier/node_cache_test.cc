@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "base/error.h"
+#include "base/handover.h"
 #include "base/log.h"
 
 namespace nostall::tier {
@@ -500,6 +501,53 @@ TEST_F(NodeCacheTest, APlacementBeyondTheCapacityIsRefused) {
   EXPECT_EQ(files(), 0u);
 }
 
+TEST_F(NodeCacheTest, WhatCannotBeIsRefused) {
+  const auto refused = [](const NodeCacheConfig& c, size_t samples = kSamples) {
+    try {
+      const std::vector<uint64_t> sizes(samples, kSize);
+      NodeCache::attach(c, sizes, fixed(in_the_first_tier(TierKind::ram)), 2s);
+      return std::string();
+    } catch (const Error& error) {
+      return error.kind() == ErrorKind::usage ? std::string(error.what()) : "another kind";
+    }
+  };
+  EXPECT_NE(refused(config(0, 0)).find("0 of 0"), std::string::npos);
+  EXPECT_NE(refused(config(2, 2)).find("2 of 2"), std::string::npos);
+  EXPECT_NE(refused(config(0, 5000)).find("1024"), std::string::npos);
+  auto many = config(0, 1);
+  many.tiers.resize(9);
+  EXPECT_NE(refused(many).find("at most 8"), std::string::npos);
+  EXPECT_NE(refused(config(0, 1), kSamples + 1).find("placement"), std::string::npos);
+}
+
+// Another release, say, which hands over files of other numbers and lengths.
+TEST_F(NodeCacheTest, FilesThatAreNotOfThisJobAreRefused) {
+  const auto told = [this](size_t number, uint64_t arena) {
+    const auto c = config(1, 2);
+    std::vector<Descriptor> files;
+    {
+      const auto first = attach(config(0, 2));
+      const Handover next("tiers " + c.shm_directory + " " + c.job, 1, 2);
+      files = next.ask(std::chrono::steady_clock::now() + 2s);
+    }
+    EXPECT_EQ(::ftruncate(files[1].get(), static_cast<off_t>(arena)), 0);
+    std::vector<int> given;
+    for (const Descriptor& file : files) given.push_back(file.get());
+    given.resize(number, -1);
+    Handover other("tiers " + c.shm_directory + " " + c.job, 0, 2);
+    other.give(given);
+    try {
+      attach(c);
+      return std::string();
+    } catch (const Error& error) {
+      return error.kind() == ErrorKind::peer ? std::string(error.what()) : "another kind";
+    }
+  };
+  EXPECT_EQ(told(5, kSamples * kSize), "");
+  EXPECT_NE(told(5, kSamples * kSize - 1).find("size of the RAM tier"), std::string::npos);
+  EXPECT_NE(told(4, kSamples * kSize).find("number of tiers"), std::string::npos);
+}
+
 TEST_F(NodeCacheTest, AJobThatStartsWhileAnotherOneLeavesAgreesOnWhatIsKept) {
   const auto kept = [&](const std::string& job, uint32_t rank) {
     auto c = config(rank, 2, TierKind::file);
@@ -648,6 +696,11 @@ TEST_F(NodeCacheTest, WhatIsNoManifestIsNeitherReadNorWaitedFor) {
     if (e.path().extension() == ".manifest") manifest = e.path();
   }
   ASSERT_FALSE(manifest.empty());
+  std::ofstream(manifest, std::ios::in).put('x');
+  EXPECT_TRUE(kept_records(c.tiers[0], c.dataset, kSamples).records.empty());
+  ASSERT_EQ(warnings_.size(), 1u);
+  EXPECT_NE(warnings_[0].find("the kept tier starts empty"), std::string::npos);
+  warnings_.clear();
   fs::resize_file(manifest, uint64_t{1} << 42);
   EXPECT_TRUE(kept_records(c.tiers[0], c.dataset, kSamples).records.empty());
   fs::remove(manifest);
