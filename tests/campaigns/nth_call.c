@@ -21,6 +21,8 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "preloaded.h"
+
 enum kind {
   NEW,
   THREAD,
@@ -85,15 +87,7 @@ static int fails(enum kind kind) {
 static int watched(const char* path) {
   static const char* root;
   if (root == NULL) root = getenv("NTH_ROOT");
-  if (path == NULL || root == NULL) return 0;
-  return strncmp(path, root, strlen(root)) == 0 || strncmp(path, "/dev/shm/", 9) == 0;
-}
-static int path_of(int fd, char* path) {
-  char link[40];
-  snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-  const ssize_t n = readlink(link, path, 4095);
-  path[n < 0 ? 0 : n] = 0;
-  return n >= 0;
+  return below(path, root) || below(path, "/dev/shm");
 }
 static int open_one(int fd) {
   char path[4096];

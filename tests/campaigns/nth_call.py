@@ -29,6 +29,7 @@ from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
+from campaigns.forked import fork
 from campaigns.outcome import Outcome, Task
 
 FULL = "every call of a job of two ranks, alone and with all later ones of its kind"
@@ -192,18 +193,6 @@ def rank_process(rank: int, root: Path, ends: tuple[Any, Any], point: Point | No
 
 
 # ------------------------------------------------------------------------------ the points
-
-
-def fork(work: Any) -> int:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(70)
-    return pid
 
 
 def point_process(root: Path, point: Point | None) -> None:

@@ -31,11 +31,11 @@ import subprocess
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from campaigns.forked import fork
 from campaigns.outcome import Outcome, Task
 from campaigns.private import private_storage
 
@@ -122,20 +122,6 @@ def lacks() -> str:
 def check(result: int, what: str) -> None:
     if result != 0:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
-
-
-def fork(work: Callable[[], None]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return pid
 
 
 # ------------------------------------------------------------------------------------ mounting

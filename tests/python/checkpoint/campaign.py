@@ -24,13 +24,17 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parents[1]))
+
+from campaigns.forked import fork  # noqa: E402
+
 SAVES = 3
 
 
@@ -89,22 +93,6 @@ def run(
 
 
 # ---------------------------------------------------------------------- inside
-
-
-def _child(work: Callable[[], None]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return pid
 
 
 def _state(step: int, rank: int, size: int) -> dict[str, Any]:
@@ -215,7 +203,7 @@ class Campaign:
                 os.write(tell, b"safe %d\n" % (first + SAVES - 1))
             os.write(tell, b"calls %d %d\n" % (rank, int(self.shim.fault_count())))
 
-        pids = [_child(lambda r=rank: rank_work(r)) for rank in range(self.ranks)]
+        pids = [fork(lambda r=rank: rank_work(r)) for rank in range(self.ranks)]
         os.close(tell)
         if victim is not None:
             status = os.waitstatus_to_exitcode(os.waitpid(pids[victim], 0)[1])
@@ -312,7 +300,7 @@ class Campaign:
             if rank == 0 or problem:
                 os.write(tell, json.dumps(note).encode() + b"\n")
 
-        pids = [_child(lambda r=rank: rank_work(r)) for rank in range(self.ranks)]
+        pids = [fork(lambda r=rank: rank_work(r)) for rank in range(self.ranks)]
         os.close(tell)
         statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         left.close()

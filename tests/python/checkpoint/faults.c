@@ -24,6 +24,8 @@
 #include <sys/types.h>
 #include <unistd.h>
 
+#include "../../campaigns/preloaded.h"
+
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static long count, end_at;
 
@@ -36,30 +38,15 @@ long fault_count(void) { return count; }
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
-static int below(const char* path, const char* variable) {
-  const char* root = getenv(variable);
-  if (root == NULL || path == NULL) return 0;
-  const size_t length = strlen(root);
-  return strncmp(path, root, length) == 0 && (path[length] == '/' || path[length] == 0);
-}
-
-static int path_of(int fd, char* path) {
-  char link[64];
-  snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-  const ssize_t n = readlink(link, path, 4095);
-  path[n < 0 ? 0 : n] = 0;
-  return n >= 0;
-}
-
 static void hang(const char* path) {
-  if (!below(path, "NOSTALL_FAULT_HANG")) return;
+  if (!below(path, getenv("NOSTALL_FAULT_HANG"))) return;
   char flag[4200];
   snprintf(flag, sizeof flag, "%s.hang", getenv("NOSTALL_FAULT_HANG"));
   while (access(flag, F_OK) == 0) usleep(10000);
 }
 
 static int full(const char* path) {
-  if (!below(path, "NOSTALL_FAULT_FULL")) return 0;
+  if (!below(path, getenv("NOSTALL_FAULT_FULL"))) return 0;
   char flag[4200];
   snprintf(flag, sizeof flag, "%s.full", getenv("NOSTALL_FAULT_FULL"));
   return access(flag, F_OK) == 0;
@@ -68,7 +55,7 @@ static int full(const char* path) {
 // Begins a call on `path`; with the lock held if it counts.
 static int begin(const char* path) {
   hang(path);
-  if (!below(path, "NOSTALL_FAULT_ROOT")) return 0;
+  if (!below(path, getenv("NOSTALL_FAULT_ROOT"))) return 0;
   pthread_mutex_lock(&lock);
   if (++count == end_at) kill(getpid(), SIGKILL);
   return 1;
@@ -147,7 +134,7 @@ static void keep_names(int fd, const char* path) {
 
 static int sync_fd(int fd, int (*really)(int)) {
   char path[4096];
-  if (!path_of(fd, path) || !below(path, "NOSTALL_FAULT_ROOT")) {
+  if (!path_of(fd, path) || !below(path, getenv("NOSTALL_FAULT_ROOT"))) {
     hang(path);
     return really(fd);
   }
@@ -176,7 +163,7 @@ static ssize_t half(ssize_t (*put)(int, const void*, size_t, off64_t), int fd, c
     errno = ENOSPC;
     return -1;
   }
-  if (below(path, "NOSTALL_FAULT_ROOT") && count + 1 == end_at) {
+  if (below(path, getenv("NOSTALL_FAULT_ROOT")) && count + 1 == end_at) {
     put(fd, data, size > 4096 ? size / 2 / 4096 * 4096 : size / 2, at);
   }
   const int counted = begin(path);
