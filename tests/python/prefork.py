@@ -10,7 +10,7 @@ the search path of modules, what is preloaded, OMP_NUM_THREADS=1. Tests of start
 and of launchers start real processes.
 
 The modules of torch need a second to be taken down at the end of a process. A child that has torch
-does not: its threads and its functions of atexit are waited for, its main module is emptied, and the
+does not: its threads and its functions of atexit are waited for, its main module is dropped, and the
 process leaves by exit(3). With `whole` it ends as Python ends.
 
 Run as a program this is the server; it ends, and its children with it, when its caller does.
@@ -34,6 +34,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -274,13 +275,14 @@ def program(request: dict[str, Any]) -> None:
         gc.unfreeze()
         exec(code, main.__dict__)
     else:
-        end(run_to_end(code, main))
+        del main
+        end(run_to_end(code))
 
 
-def run_to_end(code: types.CodeType, main: types.ModuleType) -> int:
+def run_to_end(code: types.CodeType) -> int:
     """The status with which Python would end."""
     try:
-        exec(code, main.__dict__)
+        exec(code, sys.modules["__main__"].__dict__)
     except SystemExit as told:
         if told.code is None or isinstance(told.code, int):
             return told.code or 0
@@ -297,8 +299,11 @@ def run_to_end(code: types.CodeType, main: types.ModuleType) -> int:
 def end(status: int) -> None:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.modules["__main__"].__dict__.clear()
+    sys.last_value = None
+    main = weakref.ref(sys.modules.pop("__main__"))
     gc.collect()
+    if (left := main()) is not None:
+        left.__dict__.clear()
     for file in (sys.stdout, sys.stderr):
         file.flush()
     ctypes.PyDLL(None).exit(status)

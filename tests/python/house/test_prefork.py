@@ -1,0 +1,75 @@
+"""Processes forked for tests are as those that Python starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import prefork
+import pytest
+
+pytestmark = pytest.mark.multi
+TORCH = pytest.mark.parametrize("torch", [False, True])
+LOOK = """
+import atexit, json, os, random, sys, threading
+import numpy
+print(json.dumps({
+    "name": __name__, "argv": sys.argv, "environment": dict(os.environ), "cwd": os.getcwd(),
+    "files": sorted(map(int, os.listdir("/proc/self/fd")))[:-1],
+    "threads": len(os.listdir("/proc/self/task")), "group": os.getpgid(0) == os.getpid(),
+    "drawn": [random.random(), numpy.random.rand(), os.urandom(4).hex()],
+}), flush=True)
+class Last:
+    def __del__(self):
+        os.write(1, b"dropped\\n")
+last = Last()
+atexit.register(os.write, 1, b"at exit\\n")
+threading.Thread(target=lambda: os.write(1, b"thread\\n")).start()
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@TORCH
+def test_a_child_begins_and_ends_as_a_process_of_its_own(torch: bool, tmp_path: Path) -> None:
+    environment = {**os.environ, "NOSTALL_ONLY_HERE": "1"}
+    drawn = []
+    for status in (3, 0):
+        done = prefork.run(
+            ["-c", LOOK, str(status)], timeout=60, env=environment, cwd=tmp_path, torch=torch
+        )
+        assert done.returncode == status, done.stderr
+        first, *rest = done.stdout.splitlines()
+        seen = json.loads(first)
+        assert (seen["name"], seen["argv"]) == ("__main__", ["-c", str(status)])
+        assert seen["environment"] == environment
+        assert (seen["cwd"], seen["files"]) == (str(tmp_path), [0, 1, 2])
+        assert (seen["threads"], seen["group"]) == (1, True)
+        assert sorted(rest) == ["at exit", "dropped", "thread"] and rest[-1] == "dropped"
+        drawn += seen["drawn"]
+    assert len(set(drawn)) == len(drawn)
+
+
+@TORCH
+def test_errors_and_signals_are_told(torch: bool) -> None:
+    done = prefork.run(["-c", "def f():\n  raise ValueError('no')\nf()"], timeout=60, torch=torch)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "ValueError: no"
+    process = prefork.Process(
+        ["-c", "import time\nprint('on', flush=True)\ntime.sleep(600)"],
+        stdout=prefork.PIPE,
+        torch=torch,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "on\n"
+    assert process.poll() is None
+    process.terminate()
+    assert process.communicate(timeout=60) == ("", "")
+    assert process.wait() == -signal.SIGTERM
+    process.kill()  # of what has ended: nothing
+
+
+def test_what_only_a_start_reads_is_refused() -> None:
+    with pytest.raises(AssertionError, match="LD_PRELOAD: start a real process"):
+        prefork.Process(["-c", ""], env={**os.environ, "LD_PRELOAD": "/none.so"})
