@@ -123,7 +123,7 @@ sanitize-all: sanitize $(STAMPS)/mpi-suite
 	@echo "the package under the address and undefined behaviour sanitizers"
 	@scripts/test-sanitized address,undefined build/python-address $(BIN)/python $(or $(TESTS),tests/python)
 	@echo "the MPI library under the thread sanitizer"
-	@scripts/test-sanitized thread build/python-thread $(BIN)/python tests/python/collective/test_mpi.py
+	@scripts/test-sanitized thread build/python-thread $(BIN)/python tests/python/mpi/test_mpi.py
 
 # Every fuzz target for FUZZ_SECONDS, on its corpus; new inputs go to build/, findings fail.
 fuzz: $(STAMPS)/checkers $(STAMPS)/requirements

@@ -9,10 +9,10 @@ them: `calibration = "file"` takes its place.
 
 from __future__ import annotations
 
-from nostall.simulate.results import points_text
-from nostall.simulate.scenario import read_scenario
-from nostall.simulate.sweep import cheapest, sweep
-from nostall.simulate.tables import Place
+from nostall.simulate._results import points_text
+from nostall.simulate._scenario import read_scenario
+from nostall.simulate._sweep import cheapest, sweep
+from nostall.simulate._tables import Place
 
 # %% The cluster as it is: four nodes, a small staging buffer, nothing to keep samples in.
 CLUSTER = {

@@ -11,14 +11,24 @@ Importing this package needs NumPy alone and starts nothing.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from nostall import errors, metrics, trace, transforms
-from nostall.batches import DynamicBatches
+from nostall import errors
 from nostall.checkpoint import Checkpointer, Keep
-from nostall.loader import DataLoader, RawBatch
+from nostall.loader import DataLoader, DynamicBatches, RawBatch, transforms
+from nostall.observe import Stats, metrics, trace
 from nostall.plan import Plan, SubBatches
-from nostall.source import FileList, ImageFolder, Pixels, Source
-from nostall.stats import Stats
-from nostall.stores import HDF5, LMDB, ArrowIPC, ObjectFolder, Parquet, TarShards, TFRecord
+from nostall.source import (
+    HDF5,
+    LMDB,
+    ArrowIPC,
+    FileList,
+    ImageFolder,
+    ObjectFolder,
+    Parquet,
+    Pixels,
+    Source,
+    TarShards,
+    TFRecord,
+)
 
 if TYPE_CHECKING:
     from nostall import torch as torch

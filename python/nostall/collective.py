@@ -28,7 +28,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from nostall import _native
 from nostall.errors import UsageError
-from nostall.world import find_world
+from nostall.job._world import find_world
 
 ALGORITHMS = (
     "cooperative",

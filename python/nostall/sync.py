@@ -18,7 +18,7 @@ import numpy as np
 
 from nostall import _native
 from nostall.errors import UsageError
-from nostall.world import World, find_world
+from nostall.job._world import World, find_world
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -158,7 +158,7 @@ class Job:
         self.say(closed=True)
 
     def _break_system(self) -> None:
-        from nostall.checkpoint.store import Store
+        from nostall.checkpoint._store import Store
         from nostall.errors import IoError
 
         left, lock = [self.orders["kill_at"]], threading.Lock()

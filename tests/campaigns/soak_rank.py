@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 import nostall
-from nostall import record
 from nostall.collective import Communicator
+from nostall.observe import _recorder as record
 
 
 def private_bytes() -> int:

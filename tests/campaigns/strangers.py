@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from campaigns.outcome import Outcome, Task
-from nostall import greeting, owned
-from nostall.checkpoint.stream import Listener, connect
+from nostall.base import _owned as owned
 from nostall.errors import PeerError, UsageError
-from nostall.rendezvous import find_rendezvous
+from nostall.job import _greeting as greeting
+from nostall.job._rendezvous import find_rendezvous
+from nostall.job._stream import Listener, connect
 
 FULL = "2,000 meetings of 2 to 4 ranks among 1 to 40 strangers"
 SMALL = 0.02

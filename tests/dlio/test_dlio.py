@@ -14,9 +14,9 @@ import pytest
 import nostall
 
 LOADER = (
-    "++workload.reader.data_loader_classname=nostall.dlio.DataLoader",
+    "++workload.reader.data_loader_classname=nostall.plugins.dlio.DataLoader",
     "++workload.reader.data_loader_sampler=index",
-    "++workload.checkpoint.checkpoint_mechanism_classname=nostall.dlio.Checkpointing",
+    "++workload.checkpoint.checkpoint_mechanism_classname=nostall.plugins.dlio.Checkpointing",
 )
 SMALL = {
     "workflow.generate_data": True, "dataset.num_files_train": 12, "dataset.record_length": 40_000,
@@ -64,13 +64,13 @@ def test_a_workload_runs_on_loader_and_checkpoints(tmp_path: Path) -> None:
 @pytest.mark.multi
 @pytest.mark.timeout(600)  # it imports TensorFlow and torch
 def test_its_own_loader_runs_on_the_reader(tmp_path: Path) -> None:
-    summary = dlio(tmp_path, "++workload.reader.reader_classname=nostall.dlio.Reader")
+    summary = dlio(tmp_path, "++workload.reader.reader_classname=nostall.plugins.dlio.Reader")
     assert len(summary["metric"]["train_au_percentage"]) == 3
     assert "Discovered custom data reader Reader" in (tmp_path / "out" / "dlio.log").read_text()
 
 
 def test_formats_that_are_not_read_are_refused() -> None:
-    from nostall.dlio import _source
+    from nostall.plugins.dlio import _source
 
     with pytest.raises(nostall.errors.UsageError, match="hdf5 is not among npz, npy"):
         _source("hdf5", [], 1)

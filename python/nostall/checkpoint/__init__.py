@@ -7,10 +7,10 @@ found = ckpt.restore(into=state)
 ckpt.save(state, step)
 """
 
-from nostall.checkpoint.checkpointer import Checkpointer
-from nostall.checkpoint.restore import Restored
-from nostall.checkpoint.retention import Keep
-from nostall.checkpoint.rng import rng_state, set_rng_state
-from nostall.checkpoint.saved import Saved
+from nostall.checkpoint._checkpointer import Checkpointer
+from nostall.checkpoint._restore import Restored
+from nostall.checkpoint._retention import Keep
+from nostall.checkpoint._rng import rng_state, set_rng_state
+from nostall.checkpoint._saved import Saved
 
 __all__ = ["Checkpointer", "Keep", "Restored", "Saved", "rng_state", "set_rng_state"]

@@ -12,21 +12,24 @@ import nostall
 from nostall.errors import Error
 
 _COMMANDS = {
-    "demo": ("nostall.demo", "train on slow storage with torch's loader and with nostall"),
-    "index": ("nostall.cli.index", "build, check or show what is kept about a dataset"),
-    "convert": ("nostall.cli.convert", "write a dataset as an LMDB database or as tar shards"),
-    "report": ("nostall.cli.report", "where a training waited, from its traces and statistics"),
-    "profile": ("nostall.cli.profile", "run a command, record it and report where it waited"),
-    "top": ("nostall.cli.top", "what the ranks of a recorded run are doing, live"),
-    "checkpoints": ("nostall.cli.checkpoints", "list, verify, remove or drain checkpoints"),
-    "calibrate": ("nostall.calibrate", "measure this cluster's tiers, network and storage"),
-    "simulate": ("nostall.cli.simulate", "predict what a training costs; sync: what agreeing does"),
-    "run": ("nostall.mpi", "run an MPI program with our collectives, or profile its own"),
-    "doctor": ("nostall.cli.doctor", "what this machine offers, and the ranks that are found"),
+    "demo": ("nostall_bench.demo", "train on slow storage with torch's loader and with nostall"),
+    "index": ("nostall.cli._index", "build, check or show what is kept about a dataset"),
+    "convert": ("nostall.cli._convert", "write a dataset as an LMDB database or as tar shards"),
+    "report": ("nostall.cli._report", "where a training waited, from its traces and statistics"),
+    "profile": ("nostall.cli._profile", "run a command, record it and report where it waited"),
+    "top": ("nostall.cli._top", "what the ranks of a recorded run are doing, live"),
+    "checkpoints": ("nostall.cli._checkpoints", "list, verify, remove or drain checkpoints"),
+    "calibrate": ("nostall.cli._calibrate", "measure this cluster's tiers, network and storage"),
+    "simulate": (
+        "nostall.cli._simulate",
+        "predict what a training costs; sync: what agreeing does",
+    ),
+    "run": ("nostall.cli._run", "run an MPI program with our collectives, or profile its own"),
+    "doctor": ("nostall.cli._doctor", "what this machine offers, and the ranks that are found"),
 }
 
 # Subcommands of subcommands, chosen by the next word.
-_NESTED = {("simulate", "collectives"): "nostall.cli.collectives"}
+_NESTED = {("simulate", "collectives"): "nostall_bench.simulated_collectives"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, text) in _COMMANDS.items():
         commands.add_parser(name, help=text, description=text, add_help=False)
-    from nostall.bench import SUBCOMMANDS
+    from nostall_bench import SUBCOMMANDS
 
     bench = commands.add_parser("bench", help="measure: " + ", ".join(SUBCOMMANDS))
     bench.add_argument("name", choices=list(SUBCOMMANDS), help="what to measure")
@@ -49,12 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     chosen, rest = parser().parse_known_args(words[: 2 if words[:1] == ["bench"] else 1])
     if chosen.command == "bench":
-        from nostall.bench import SUBCOMMANDS
+        from nostall_bench import SUBCOMMANDS
 
         module, label = SUBCOMMANDS[chosen.name], f"bench {chosen.name}"
         rest += words[2:]
     elif words[:2] == ["simulate", "sync"]:
-        module, label = "nostall.cli.simulate_sync", "simulate sync"
+        module, label = "nostall.cli._simulate_sync", "simulate sync"
         rest += words[2:]
     else:
         module, label = _COMMANDS[chosen.command][0], chosen.command

@@ -7,8 +7,8 @@ Both write beside the destination, read everything back and compare checksums, a
 the result its name. A conversion that was killed goes on where its last complete part ended.
 """
 
-from nostall.convert.database import to_lmdb
-from nostall.convert.shards import to_tar
-from nostall.convert.work import Converted
+from nostall.convert._database import to_lmdb
+from nostall.convert._shards import to_tar
+from nostall.convert._work import Converted
 
 __all__ = ["Converted", "to_lmdb", "to_tar"]

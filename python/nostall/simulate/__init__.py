@@ -7,18 +7,11 @@ seed's simulation, "consistent" shares every bandwidth truly. See docs/guide/sim
 
 from __future__ import annotations
 
-from nostall.simulate.dataset import Dataset
-from nostall.simulate.environment import Environment, StorageClass
-from nostall.simulate.policies import (
-    Job,
-    NotApplicable,
-    Policy,
-    make_policy,
-    policies,
-    register,
-)
-from nostall.simulate.run import MODES, Outcome, Shuffle, read_once_bound, simulate
-from nostall.simulate.scenario import Scenario, Step, Training, load_scenario, scenarios
+from nostall.simulate._dataset import Dataset
+from nostall.simulate._environment import Environment, StorageClass
+from nostall.simulate._policies import Job, NotApplicable, Policy, make_policy, policies, register
+from nostall.simulate._run import MODES, Outcome, Shuffle, read_once_bound, simulate
+from nostall.simulate._scenario import Scenario, Step, Training, load_scenario, scenarios
 
 __all__ = [
     "MODES",

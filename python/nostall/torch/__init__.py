@@ -10,16 +10,16 @@ The order is DistributedSampler's and can be resumed exactly. The node's tiers s
 ``nostall.DataLoader`` only.
 
 Importing this module also registers the torch.distributed backend "nostall"
-(``nostall.torch.group``), for ``init_process_group("nostall")``; newer releases of torch find it
+(``nostall.torch._group``), for ``init_process_group("nostall")``; newer releases of torch find it
 without the import.
 """
 
 import torch.distributed
 
 from nostall.sync import SyncOptions
-from nostall.torch.dataset import Dataset
-from nostall.torch.optimizer import DistributedOptimizer, GradientSync
-from nostall.torch.sampler import BatchSampler
+from nostall.torch._dataset import Dataset
+from nostall.torch._optimizer import DistributedOptimizer, GradientSync
+from nostall.torch._sampler import BatchSampler
 
 __all__ = [
     "BatchSampler",
@@ -30,11 +30,11 @@ __all__ = [
 ]
 
 if torch.distributed.is_available():
-    from nostall.torch.group import Options as GroupOptions
-    from nostall.torch.group import register_backend
-    from nostall.torch.hook import BucketReducer, reduce_bucket
-    from nostall.torch.launch import init
-    from nostall.torch.shared import DistributedDataParallel, empty_shared
+    from nostall.torch._group import Options as GroupOptions
+    from nostall.torch._group import register_backend
+    from nostall.torch._hook import BucketReducer, reduce_bucket
+    from nostall.torch._launch import init
+    from nostall.torch._shared import DistributedDataParallel, empty_shared
 
     __all__ += [
         "BucketReducer",

@@ -38,16 +38,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from nostall import _native
-from nostall.checkpoint import format as files
-from nostall.checkpoint.begin import lineage_of
-from nostall.checkpoint.cleaner import Cleaner
-from nostall.checkpoint.format import Manifest, Part
-from nostall.checkpoint.lineage import Lineage
-from nostall.checkpoint.restore import describe, on_branch, view
-from nostall.checkpoint.retention import Keep
-from nostall.checkpoint.saved import Settings
-from nostall.checkpoint.store import Store, part_name
-from nostall.checkpoint.tree import decode, encode
+from nostall.checkpoint import _format as files
+from nostall.checkpoint._begin import lineage_of
+from nostall.checkpoint._cleaner import Cleaner
+from nostall.checkpoint._format import Manifest, Part
+from nostall.checkpoint._lineage import Lineage
+from nostall.checkpoint._restore import describe, on_branch, view
+from nostall.checkpoint._retention import Keep
+from nostall.checkpoint._saved import Settings
+from nostall.checkpoint._store import Store, part_name
+from nostall.checkpoint._tree import decode, encode
 from nostall.errors import CorruptionError, Error, UsageError
 
 _log = logging.getLogger("nostall")

@@ -130,7 +130,7 @@ class Campaign:
 
     def run(self) -> dict[str, Any]:
         # Once, before the forks: a point takes a tenth of the time.
-        import nostall.checkpoint.store  # noqa: F401
+        import nostall.checkpoint._store  # noqa: F401
 
         self.root.mkdir(parents=True, exist_ok=True)
         # What a rank certainly makes: levels and what lies there move the count.
@@ -317,7 +317,7 @@ class Campaign:
 
 def rubbish(root: Path) -> str:
     """What lies in a job's directories without a manifest that names it; or nothing."""
-    from nostall.checkpoint.store import Store
+    from nostall.checkpoint._store import Store
 
     left = []
     for tier in (d for d in root.iterdir() if d.is_dir()):

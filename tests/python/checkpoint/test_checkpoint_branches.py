@@ -14,10 +14,10 @@ from test_checkpointer import World, ranked
 
 import nostall
 from nostall import Keep
-from nostall.checkpoint.format import Branch, Manifest, Part
-from nostall.checkpoint.lineage import STRIDE, Lineage, add, branches, is_past
-from nostall.checkpoint.retention import decide
-from nostall.checkpoint.store import Store
+from nostall.checkpoint._format import Branch, Manifest, Part
+from nostall.checkpoint._lineage import STRIDE, Lineage, add, branches, is_past
+from nostall.checkpoint._retention import decide
+from nostall.checkpoint._store import Store
 from nostall.cli import main
 from nostall.errors import CorruptionError
 
@@ -286,7 +286,7 @@ def test_a_manifest_that_makes_no_sense_is_damaged(old: str, new: str) -> None:
     assert old in MANIFEST_2
     values = json.loads(MANIFEST_2.replace(old, new))
     values.pop("crc32c")
-    from nostall.checkpoint.format import _sealed
+    from nostall.checkpoint._format import _sealed
 
     with pytest.raises(CorruptionError, match="golden is damaged"):
         Manifest.from_bytes(_sealed(values), "golden")
@@ -296,7 +296,7 @@ def test_a_manifest_that_makes_no_sense_is_damaged(old: str, new: str) -> None:
 
 def as_version_1(root: Path) -> None:
     """Rewrites the manifests as the release before wrote them."""
-    from nostall.checkpoint.format import _sealed
+    from nostall.checkpoint._format import _sealed
 
     for path in root.glob("step-*/manifest.json"):
         values = json.loads(path.read_bytes())

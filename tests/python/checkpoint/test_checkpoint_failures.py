@@ -17,15 +17,15 @@ import pytest
 from test_checkpointer import World, ranked, steps_in
 
 import nostall
-import nostall.checkpoint.saved
-import nostall.checkpoint.store
+import nostall.checkpoint._saved
+import nostall.checkpoint._store
 from nostall import _native
-from nostall.checkpoint.cleaner import Cleaner
-from nostall.checkpoint.format import Manifest, Part
-from nostall.checkpoint.retention import Keep
-from nostall.checkpoint.saved import Saved, Settings
-from nostall.checkpoint.store import Store, rename
-from nostall.checkpoint.tree import Stored, decode
+from nostall.checkpoint._cleaner import Cleaner
+from nostall.checkpoint._format import Manifest, Part
+from nostall.checkpoint._retention import Keep
+from nostall.checkpoint._saved import Saved, Settings
+from nostall.checkpoint._store import Store, rename
+from nostall.checkpoint._tree import Stored, decode
 from nostall.errors import CorruptionError, IoError, PeerError, StoppedError, UsageError
 
 
@@ -97,7 +97,7 @@ def test_hanging_storage_does_not_keep_the_answer_that_a_save_is_safe_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken, go = Broken(monkeypatch), threading.Event()
-    monkeypatch.setattr(nostall.checkpoint.saved, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(nostall.checkpoint._saved, "_LOOK_SECONDS", 0.05)
     ckpt = nostall.Checkpointer(durable=tmp_path, max_failures=1)
     with contextlib.suppress(IoError):  # it may have failed already
         ckpt.save(state_of(1), 1)
@@ -526,7 +526,7 @@ def test_a_file_system_without_locks_is_named_and_used(
 
 def test_parents_of_a_new_root_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
-    sync = nostall.checkpoint.store.sync_directory
+    sync = nostall.checkpoint._store.sync_directory
 
     def note(path: Path) -> None:
         synced.append(path)
@@ -535,7 +535,7 @@ def test_parents_of_a_new_root_are_synced(tmp_path: Path, monkeypatch: pytest.Mo
         sync(path)
 
     everything: list[float] = []
-    monkeypatch.setattr(nostall.checkpoint.store, "sync_directory", note)
+    monkeypatch.setattr(nostall.checkpoint._store, "sync_directory", note)
     monkeypatch.setattr(os, "sync", lambda: everything.append(time.time()))
     Store(tmp_path / "a" / "b" / "c", "durable").make()
     assert synced == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"] and len(everything) == 1

@@ -18,7 +18,7 @@ import prefork
 import pytest
 
 import nostall
-from nostall.checkpoint.store import Store
+from nostall.checkpoint._store import Store
 from nostall.errors import CorruptionError
 
 HERE = Path(__file__).parent

@@ -22,15 +22,15 @@ import pytest
 from test_checkpointer import World
 
 import nostall
-import nostall.checkpoint.begin
-import nostall.checkpoint.nodes
-import nostall.checkpoint.stream
-import nostall.greeting
-from nostall.checkpoint.format import Manifest, Part
-from nostall.checkpoint.nodes import Nodes, Outcome, holdings, together
-from nostall.checkpoint.store import Store, part_name
-from nostall.checkpoint.stream import Listener, Stream, connect
+import nostall.checkpoint._begin
+import nostall.checkpoint._nodes
+import nostall.job._greeting
+import nostall.job._stream
+from nostall.checkpoint._format import Manifest, Part
+from nostall.checkpoint._nodes import Nodes, Outcome, holdings, together
+from nostall.checkpoint._store import Store, part_name
 from nostall.errors import IoError, PeerError, UsageError
+from nostall.job._stream import Listener, Stream, connect
 
 HERE = Path(__file__).parent
 NODES = [0, 0, 1]  # of each rank
@@ -266,7 +266,7 @@ def test_a_listener_survives_what_accept_says(
 def test_notes_that_wait_keep_nobody_from_being_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nostall.greeting, "_GREETINGS", 3)
+    monkeypatch.setattr(nostall.job._greeting, "_GREETINGS", 3)
     nodes = some_nodes(tmp_path, 7, timeout=60)
     manifest = Manifest(5, "aaaaaaaa-000001", 7, ())
     told: list[Any] = []
@@ -290,7 +290,7 @@ def test_notes_that_wait_keep_nobody_from_being_heard(
 def test_a_node_is_never_known_by_an_address_that_is_everybodys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stream = nostall.checkpoint.stream
+    stream = nostall.job._stream
     monkeypatch.delenv("NOSTALL_HOST", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.1.1")  # rank 0's own name, on many a system
     assert stream.own_host(False) == "127.0.0.1"
@@ -309,7 +309,7 @@ def test_a_node_is_never_known_by_an_address_that_is_everybodys(
 
 
 def test_the_interfaces_of_this_machine_are_found() -> None:
-    assert "127.0.0.1" in nostall.checkpoint.stream._interfaces()
+    assert "127.0.0.1" in nostall.job._stream._interfaces()
 
 
 def checkpointer_of(tmp_path: Path, **options: Any) -> Any:
@@ -344,8 +344,8 @@ def test_what_one_node_cannot_begin_with_keeps_nobody_waiting(
             raise OSError("the disk is gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(nostall.checkpoint.begin, "Nodes", nodes)
-        patched.setattr(nostall.checkpoint.begin, "_settle", settle)
+        patched.setattr(nostall.checkpoint._begin, "Nodes", nodes)
+        patched.setattr(nostall.checkpoint._begin, "_settle", settle)
         words = {
             "Nodes": "rank 1 cannot begin: no address is left",
             "_settle": "rank 1 cannot begin: the disk is gone",
@@ -380,7 +380,7 @@ def test_who_was_told_that_nobody_decided_is_in_no_checkpoint(tmp_path: Path) ->
 def test_while_the_manifest_is_on_its_way_nothing_is_certain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nostall.checkpoint.nodes, "_PUBLISHING_SECONDS", 0.1)
+    monkeypatch.setattr(nostall.checkpoint._nodes, "_PUBLISHING_SECONDS", 0.1)
     first, second = some_nodes(tmp_path, 2, timeout=5)
     manifest = Manifest(5, "aaaaaaaa-000001", 2, ())
     waiting, go_on, told = threading.Event(), threading.Event(), []
@@ -483,7 +483,7 @@ def test_what_has_lost_parts_takes_no_place_among_those_that_are_kept(
     (tmp_path / "durable").mkdir()
     fast, durable = Store(tmp_path / "node0", "fast"), Store(tmp_path / "durable", "durable")
     held = together([holdings(fast), holdings(Store(tmp_path / "node1", "fast"))])
-    waiting = nostall.checkpoint.begin.undrained(fast, durable, nostall.Keep(1), held)
+    waiting = nostall.checkpoint._begin.undrained(fast, durable, nostall.Keep(1), held)
     assert [manifest.step for manifest in waiting] == [1]
 
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import nostall
 from nostall.checkpoint import rng_state, set_rng_state
-from nostall.checkpoint.format import header, layout, parse
-from nostall.checkpoint.tree import decode, encode
+from nostall.checkpoint._format import header, layout, parse
+from nostall.checkpoint._tree import decode, encode
 from nostall.errors import CorruptionError, UsageError
 
 

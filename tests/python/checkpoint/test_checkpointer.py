@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 
 import nostall
-import nostall.checkpoint.checkpointer
-import nostall.checkpoint.store
+import nostall.checkpoint._checkpointer
+import nostall.checkpoint._store
 from nostall import Keep, _native
-from nostall.checkpoint.format import Manifest, Part
-from nostall.checkpoint.retention import decide
-from nostall.checkpoint.store import Store, part_name
-from nostall.checkpoint.window import choose_copying
+from nostall.checkpoint._format import Manifest, Part
+from nostall.checkpoint._retention import decide
+from nostall.checkpoint._store import Store, part_name
+from nostall.checkpoint._window import choose_copying
 from nostall.errors import CorruptionError, IoError, PeerError, UsageError
 
 
@@ -132,7 +132,7 @@ def test_a_snapshot_that_fails_is_not_read_any_more(
 
     weights = np.ones(6_000_000)
     with nostall.Checkpointer(durable=tmp_path) as ckpt:
-        monkeypatch.setattr(nostall.checkpoint.checkpointer, "Window", fail)
+        monkeypatch.setattr(nostall.checkpoint._checkpointer, "Window", fail)
         with pytest.raises(RuntimeError, match="no window"):
             ckpt.save({"w": weights}, 1, window=True)
         (image,) = ckpt._engine._images
@@ -648,7 +648,7 @@ def test_a_rank_that_never_saves_makes_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_word_is_taken_back_or_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nostall.checkpoint.store, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(nostall.checkpoint._store, "_GRACE_SECONDS", 0.1)
     store = Store(tmp_path, "durable")
     names = [part_name(rank, "aaaaaaaa-000001") for rank in range(2)]
     parts = [Part(rank, name, 0, ()) for rank, name in enumerate(names)]

@@ -11,7 +11,8 @@ import pytest
 
 from nostall.cli import main
 from nostall.errors import CorruptionError, UsageError
-from nostall.report import arrivals, mpi_trace
+from nostall.observe.report import _arrivals as arrivals
+from nostall.observe.report import _mpi_trace as mpi_trace
 
 ALPHA = arrivals.Alpha(latency=100.0, bandwidth=10.0)
 

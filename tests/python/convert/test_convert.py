@@ -20,7 +20,7 @@ import pytest
 import nostall
 from nostall import convert
 from nostall.cli import main
-from nostall.convert.database import datum
+from nostall.convert._database import datum
 from nostall.errors import CorruptionError, IoError, UsageError
 
 

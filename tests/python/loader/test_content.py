@@ -15,7 +15,7 @@ import pytest
 
 import nostall
 from nostall.errors import CorruptionError
-from nostall.source import cache_folder
+from nostall.source._source import cache_folder
 
 SAMPLES, SIZE = 40, 600
 
@@ -33,7 +33,7 @@ def write_version(root: Path, version: int) -> dict[str, bytes]:
 
 def epoch(
     root: Path, tiers: list[str], **options: object
-) -> tuple[dict[str, bytes], nostall.stats.Stats]:
+) -> tuple[dict[str, bytes], nostall.observe._stats.Stats]:
     """The bytes of every sample, by path, as one epoch of a job hands them out."""
     source = nostall.ImageFolder(root)
     got = {}

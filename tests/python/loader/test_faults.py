@@ -22,10 +22,10 @@ import numpy as np
 import prefork
 import pytest
 from conftest import write_jpeg
+from nostall_bench.slowfs import SlowFS, missing
 
 import nostall
 from nostall import transforms as t
-from nostall.bench.slowfs import SlowFS, missing
 from nostall.errors import CorruptionError, IoError, PeerError, StoppedError, UsageError
 
 STEPS = [t.Resize(16), t.CenterCrop(16), t.ToTensor()]

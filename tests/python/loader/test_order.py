@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data.distributed import DistributedSampler
 
 import nostall
+from nostall.base._sizes import parse_size
 from nostall.errors import UsageError
-from nostall.sizes import parse_size
 
 
 def torch_order(

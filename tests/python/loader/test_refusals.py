@@ -19,7 +19,7 @@ import nostall
 from nostall import _native
 from nostall import transforms as t
 from nostall.errors import CorruptionError, TransformError, UsageError
-from nostall.loader import _peer_timeout_ms
+from nostall.loader._loader import _peer_timeout_ms
 
 CROP = [t.RandomResizedCrop(16, scale=(0.1, 0.4)), t.RandomHorizontalFlip(), t.ToTensor()]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from nostall.simulate.scenario import Scenario, read_scenario
-from nostall.simulate.tables import Place
+from nostall.simulate._scenario import Scenario, read_scenario
+from nostall.simulate._tables import Place
 
 
 def tables(**changes: Any) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from helpers import scenario, tables
 
 from nostall.errors import IoError, UsageError
 from nostall.simulate import Policy, load_scenario, make_policy, simulate
-from nostall.simulate.scenario import read_scenario
-from nostall.simulate.sweep import with_values
-from nostall.simulate.tables import Place
+from nostall.simulate._scenario import read_scenario
+from nostall.simulate._sweep import with_values
+from nostall.simulate._tables import Place
 
 _ONE_POINT = {"1": 66}
 
@@ -168,8 +168,8 @@ def test_a_policy_that_keeps_too_much_is_named() -> None:
 
 
 def test_machines_and_calibrations_as_environment(tmp_path: Path) -> None:
-    from nostall.calibrate import to_toml
-    from nostall.simulate.environment import machines
+    from nostall.cli._calibrate import to_toml
+    from nostall.simulate._environment import machines
 
     training = {"N": 2, "c": 100, "beta": 200}
     for name in machines():

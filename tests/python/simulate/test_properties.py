@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nostall import _native
 from nostall.simulate import load_scenario, read_once_bound, simulate
-from nostall.simulate.sweep import with_values
+from nostall.simulate._sweep import with_values
 
 NODES = st.sampled_from([1, 2, 3, 4, 6])
 SPEEDS = st.floats(20, 2000)

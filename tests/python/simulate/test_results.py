@@ -15,8 +15,9 @@ from helpers import scenario, tables
 import nostall
 from nostall.cli import main
 from nostall.errors import CorruptionError, IoError, UsageError
-from nostall.simulate import check, results
-from nostall.simulate.sweep import cheapest, points_of, price_of, scaling, sweep
+from nostall.simulate import _check as check
+from nostall.simulate import _results as results
+from nostall.simulate._sweep import cheapest, points_of, price_of, scaling, sweep
 
 ROOT = Path(__file__).parents[3]
 OWN = f"{ROOT / 'examples' / 'simulate-own-policy.py'}:Replicated"

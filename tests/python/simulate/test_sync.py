@@ -13,7 +13,7 @@ import pytest
 
 from nostall.cli import main
 from nostall.errors import UsageError
-from nostall.simulate.sync import (
+from nostall.simulate._sync import (
     MODES,
     Costs,
     Training,

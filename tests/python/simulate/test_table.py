@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nostall.simulate import load_scenario, read_once_bound, simulate
-from nostall.simulate.run import Outcome
+from nostall.simulate._run import Outcome
 
 # Seconds of Table 5.1.
 PUBLISHED = {

@@ -16,7 +16,7 @@ from torchvision.datasets import ImageFolder as TorchvisionFolder
 import nostall
 from nostall import _native
 from nostall.errors import IoError, UsageError
-from nostall.source import IMAGE_EXTENSIONS, index_path
+from nostall.source._source import IMAGE_EXTENSIONS, index_path
 
 
 def random_tree(root: Path, seed: int) -> None:

@@ -7,8 +7,7 @@ import uuid
 from typing import Any
 
 import prefork
-
-from nostall.bench.launch import environment
+from nostall_bench.launch import environment
 
 
 def run_ranks(

@@ -7,8 +7,8 @@ import pytest
 from sync_ranks import run_ranks
 
 from nostall.errors import UsageError
+from nostall.job._world import World
 from nostall.sync import SyncOptions, find_ranks, reduce_gradients
-from nostall.world import World
 
 
 @pytest.mark.multi

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from sync_ranks import run_ranks
 
-from nostall.analyze import analyze
 from nostall.cli import main
+from nostall.observe.timelines import analyze
 
 STEPS, LATE = 6, 0.03
 TRAIN = """

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from nostall.checkpoint.format import Branch
-from nostall.checkpoint.store import Store
+from nostall.checkpoint._format import Branch
+from nostall.checkpoint._store import Store
 from nostall.errors import CorruptionError, UsageError
 from nostall.torch.checkpoint import StorageReader, StorageWriter, load
 

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from nostall.errors import PeerError
-from nostall.torch import meeting
+from nostall.torch import _meeting as meeting
 
 RANKS = 16
 SHORT = timedelta(milliseconds=200)

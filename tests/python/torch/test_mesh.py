@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from nostall.errors import PeerError
-from nostall.torch import mesh
+from nostall.torch import _mesh as mesh
 
 LONG = timedelta(seconds=30)
 

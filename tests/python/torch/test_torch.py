@@ -171,7 +171,7 @@ def test_a_wait_is_watched_again_after_a_thread_was_refused(
     pytest.importorskip("torch")
     from torch.distributed import HashStore
 
-    from nostall.torch.aborts import Aborts, Doing
+    from nostall.torch._aborts import Aborts, Doing
 
     class Group:
         def __init__(self) -> None:

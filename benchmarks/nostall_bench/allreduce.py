@@ -1,0 +1,429 @@
+"""``nostall bench allreduce``: our collectives against Gloo and MPI, ranks arriving together or not.
+
+With --operation reduce, of a reduce to rank 0, in which the other ranks may leave early.
+
+Listings 4.1 and 4.2 of the seed on arrival-aware collectives: a barrier, a computation of up to
+MIF times a message's latency, the allreduce. Times are medians over iterations and repeats: the
+mean over ranks in the call, and from the last arrival to the last completion; the table of ratios
+has the range over repeats. Engines take turns within one run. The bound is what the bytes that every
+rank must read and write (its message in, the result out) need at the rate at which all ranks
+together copy memory, measured in the same run. MPICH comes from an environment of its own (--mpich,
+made by ``python -m venv V && V/bin/pip install mpich mpi4py numpy``): one environment holds one MPI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nostall.base._sizes import parse_size
+from nostall.errors import PeerError, UsageError
+
+_RANK = Path(__file__).with_name("allreduce_rank.py")
+SIZES = [4, 64, 1 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
+# Engine -> (kind, options of the rank, extra arguments of mpiexec).
+ENGINES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "nostall": ("nostall", {}, []),
+    "nostall shared": ("nostall", {"shared": True}, []),
+    "nostall fixed": ("nostall", {"fixed": True}, []),
+    "arrival_leader": ("nostall", {"algorithm": "arrival_leader"}, []),
+    "arrival_chain": ("nostall", {"algorithm": "arrival_chain"}, []),
+    "leader": ("nostall", {"algorithm": "leader"}, []),
+    "recursive_doubling": ("nostall", {"algorithm": "recursive_doubling"}, []),
+    "ring": ("nostall", {"algorithm": "ring"}, []),
+    "rsa": ("nostall", {"algorithm": "rsa"}, []),
+    "binomial": ("nostall", {"algorithm": "binomial"}, []),
+    "gloo": ("gloo", {}, []),
+    "openmpi": ("mpi", {}, []),
+    "openmpi yield": ("mpi", {}, ["--mca", "mpi_yield_when_idle", "1"]),
+    "mpich": ("mpi", {}, []),
+}
+PEERS = ("gloo", "openmpi", "openmpi yield", "mpich")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``nostall bench allreduce``."""
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--operation", choices=("allreduce", "reduce"), default="allreduce")
+    parser.add_argument("--sizes", nargs="+", default=[str(s) for s in SIZES], help="bytes")
+    parser.add_argument("--mif", type=float, nargs="+", default=[0, 20], help="0: balanced")
+    parser.add_argument("--engines", nargs="+", choices=list(ENGINES), metavar="ENGINE")
+    parser.add_argument("--mpich", default=os.environ.get("NOSTALL_MPICH"), help="environment")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=0.3, help="per size and imbalance")
+    parser.add_argument("--most", type=int, default=2000, help="iterations")
+    parser.add_argument("--late-ms", type=float, default=0, help="one rank after the other is late")
+    parser.add_argument("--busy", type=int, default=0, help="computing processes beside")
+    parser.add_argument("--json", help="write the numbers, and the machine's, to this file")
+    parser.add_argument("--plot", help="draw them into this file (.png, .svg, .pdf)")
+
+
+@dataclass
+class Row:
+    """One cell of the table; microseconds per call, of one rank, but `busy` (work per second)."""
+
+    engine: str
+    ranks: int
+    size: int
+    mif: float
+    in_call: float
+    after_last: float
+    cpu: float
+    switches: float
+    busy: float
+    late_cpu_share: float
+    # The least and the most of the repeats.
+    in_call_range: tuple[float, float] = (0.0, 0.0)
+    after_last_range: tuple[float, float] = (0.0, 0.0)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, prints one table per number of ranks and imbalance."""
+    from rich.console import Console
+
+    engines = arguments.engines or [e for e in ENGINES if e in _installed(arguments)]
+    sizes = [parse_size(s) for s in arguments.sizes]
+    if any(s < 4 or s % 4 for s in sizes):
+        raise UsageError("sizes are multiples of 4 bytes")
+    rows: list[Row] = []
+    # More ranks than cores copy no faster than the cores do.
+    bandwidth = copy_bandwidth(min(max(arguments.ranks), os.cpu_count() or 1))
+    for ranks in arguments.ranks:
+        rows += measure(arguments, engines, sizes, ranks)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    for ranks in arguments.ranks:
+        for mif in arguments.mif:
+            for what in ("in_call", "after_last", "cpu", "switches"):
+                console.print(_table(rows, engines, ranks, mif, what))
+            console.print(_ratios(rows, ranks, mif, bandwidth))
+    if arguments.late_ms or arguments.busy:
+        console.print(_beside(rows, engines))
+    if arguments.json:
+        measured = {
+            "machine": {"cores": os.cpu_count(), "processor": _processor()},
+            "copy_bytes_per_s": bandwidth,
+            "rows": [asdict(r) for r in rows],
+        }
+        Path(arguments.json).write_text(json.dumps(measured, indent=1))
+    if arguments.plot:
+        figure(rows, arguments.operation).savefig(arguments.plot, dpi=110)
+    return 0
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return "unknown"
+
+
+def copy_bandwidth(processes: int, size: int = 64 << 20) -> float:
+    """Bytes/s that so many processes copy at once from memory to memory, each read and each written
+    byte counted; the median of their rounds."""
+    import multiprocessing
+
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(processes), context.SimpleQueue()
+    workers = [
+        context.Process(target=_copy, args=(barrier, results, size, processes), daemon=True)
+        for _ in range(processes)
+    ]
+    for worker in workers:
+        worker.start()
+    rounds = np.array([results.get() for _ in workers])
+    for worker in workers:
+        worker.join()
+    return float(np.median((2 * size / rounds).sum(axis=0)))
+
+
+def _copy(barrier: Any, results: Any, size: int, processes: int) -> None:
+    import time
+
+    a, b = np.ones(size, np.uint8), np.ones(size, np.uint8)
+    seconds = []
+    for _ in range(max(4, 20 // processes)):
+        barrier.wait()
+        begin = time.perf_counter()
+        np.copyto(b, a)
+        seconds.append(time.perf_counter() - begin)
+    results.put(seconds)
+
+
+def _installed(arguments: argparse.Namespace) -> list[str]:
+    found = ["nostall", "nostall shared"]
+    if importlib.util.find_spec("torch"):
+        found.append("gloo")
+    if importlib.util.find_spec("mpi4py") and _mpiexec("openmpi", arguments).exists():
+        found += ["openmpi", "openmpi yield"]
+    if arguments.mpich:
+        found.append("mpich")
+    return found
+
+
+def _mpiexec(engine: str, arguments: argparse.Namespace) -> Path:
+    if engine == "mpich":
+        if not arguments.mpich:
+            raise UsageError("mpich needs --mpich, an environment with mpich, mpi4py and numpy")
+        return Path(arguments.mpich) / "bin" / "mpiexec"
+    return Path(shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or "mpiexec")
+
+
+def measure(
+    arguments: argparse.Namespace, engines: list[str], sizes: list[int], ranks: int
+) -> list[Row]:
+    parts: dict[tuple[str, int, float], list[Row]] = {}
+    for repeat in range(arguments.repeats):
+        # No engine is always first, or always after the same one.
+        for engine in engines[repeat % len(engines) :] + engines[: repeat % len(engines)]:
+            with _busy(arguments.busy) as rate:
+                results = _run_engine(engine, arguments, sizes, ranks)
+                busy = rate()
+            for size in sizes:
+                for mif in arguments.mif:
+                    row = _row(engine, ranks, size, mif, results, arguments, busy)
+                    parts.setdefault((engine, size, mif), []).append(row)
+    rows = []
+    for same in parts.values():
+        values = {
+            name: statistics.median(getattr(row, name) for row in same)
+            for name in ("in_call", "after_last", "cpu", "switches", "busy", "late_cpu_share")
+        }
+        in_call, after_last = ([r.in_call for r in same], [r.after_last for r in same])
+        rows.append(
+            Row(
+                same[0].engine, ranks, same[0].size, same[0].mif, **values,
+                in_call_range=(min(in_call), max(in_call)),
+                after_last_range=(min(after_last), max(after_last)),
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _row(
+    engine: str,
+    ranks: int,
+    size: int,
+    mif: float,
+    results: list[Any],
+    arguments: argparse.Namespace,
+    busy: float,
+) -> Row:
+    def column(key: str) -> Any:
+        return np.array([r[f"{size} {mif:g} {key}"] for r in results])
+
+    arrive, leave, cpu = column("arrive"), column("leave"), column("cpu")
+    share = 0.0
+    if arguments.late_ms:
+        waits = np.arange(arrive.shape[1])[None, :] % ranks != np.arange(ranks)[:, None]
+        share = float((cpu * waits).sum() / (arguments.late_ms * 1e6 * arrive.shape[1]))
+    return Row(
+        engine,
+        ranks,
+        size,
+        mif,
+        float(np.median((leave - arrive).mean(axis=0))) / 1e3,
+        float(np.median(leave.max(axis=0) - arrive.max(axis=0))) / 1e3,
+        float(np.median(cpu.mean(axis=0))) / 1e3,
+        float(column("switches").sum() / arrive.size),
+        busy,
+        share,
+    )
+
+
+def _run_engine(
+    engine: str, arguments: argparse.Namespace, sizes: list[int], ranks: int
+) -> list[Any]:
+    kind, options, extra = ENGINES[engine]
+    with tempfile.TemporaryDirectory(prefix="nostall-allreduce-") as out:
+        settings = {
+            "kind": kind,
+            "options": options,
+            "ranks": ranks,
+            "sizes": sizes,
+            "mif": arguments.mif,
+            "seconds": arguments.seconds,
+            "most": arguments.most,
+            "late_ms": arguments.late_ms,
+            "operation": arguments.operation,
+            "out": out,
+            "job": uuid.uuid4().hex,
+        }
+        python = sys.executable
+        if kind == "mpi":
+            if engine == "mpich":
+                python = str(Path(arguments.mpich) / "bin" / "python")
+            else:
+                extra = [*extra, "--oversubscribe", "--bind-to", "none"]
+            launcher = [str(_mpiexec(engine, arguments)), "-n", str(ranks), *extra]
+            commands = [[*launcher, python, str(_RANK), json.dumps(settings)]]
+        else:
+            commands = [
+                [python, str(_RANK), json.dumps({**settings, "rank": r})] for r in range(ranks)
+            ]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        processes = [subprocess.Popen(c, env=environment) for c in commands]
+        try:
+            if any(p.wait() for p in processes):
+                raise PeerError(f"{engine} failed on {ranks} ranks; its output is above")
+        finally:
+            for process in processes:
+                process.kill()
+        results = []
+        for rank in range(ranks):
+            with np.load(Path(out) / f"{rank}.npz") as file:
+                results.append(dict(file))
+        return results
+
+
+@contextmanager
+def _busy(processes: int) -> Iterator[Any]:
+    """Processes that compute; yields a function: their loops per second so far."""
+    import multiprocessing
+    import time
+
+    context = multiprocessing.get_context("spawn")
+    counts = [context.Value("Q", 0) for _ in range(processes)]
+    workers = [context.Process(target=_count, args=(c,), daemon=True) for c in counts]
+    for worker in workers:
+        worker.start()
+    while any(c.value == 0 for c in counts):
+        time.sleep(0.01)
+    begin, first = time.monotonic(), sum(c.value for c in counts)
+    try:
+        yield lambda: (sum(c.value for c in counts) - first) / (time.monotonic() - begin)
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.join()
+
+
+def _count(counter: Any) -> None:
+    """Computes for ever, in steps of about a tenth of a millisecond."""
+    while True:
+        sum(range(5000))
+        counter.value += 1
+
+
+def _table(rows: list[Row], engines: list[str], ranks: int, mif: float, what: str) -> Any:
+    from rich.table import Table
+
+    titles = {
+        "in_call": "time in the call, us",
+        "after_last": "from the last arrival to the last completion, us",
+        "cpu": "CPU time in the call, us per rank",
+        "switches": "context switches per call and rank",
+    }
+    table = Table(title=f"{titles[what]}; {ranks} ranks, MIF {mif:g}")
+    for heading in ("bytes", *engines, "best peer / nostall"):
+        table.add_column(heading, justify="right")
+    cells = {(r.engine, r.size): getattr(r, what) for r in rows if (r.ranks, r.mif) == (ranks, mif)}
+    for size in sorted({size for _, size in cells}):
+        peers = [cells[e, size] for e in PEERS if (e, size) in cells]
+        ours = cells.get(("nostall", size))
+        ratio = f"{min(peers) / ours:.2f}" if peers and ours else ""
+        table.add_row(str(size), *(f"{cells[e, size]:.2f}" for e in engines), ratio)
+    return table
+
+
+def _ratios(rows: list[Row], ranks: int, mif: float, bandwidth: float) -> Any:
+    """How ours and the best peer compare, with their ranges, and how near ours is to the bound."""
+    from rich.table import Table
+
+    what = "after_last" if mif else "in_call"
+    title = "from the last arrival" if mif else "time in the call"
+    table = Table(title=f"{title}, us (range); {ranks} ranks, MIF {mif:g}")
+    heads = ("bytes", "nostall", "shared", "best peer", "is", "/ nostall", "/ shared", "bound")
+    for heading in (*heads, "share of it"):
+        table.add_column(heading, justify="right")
+    cells = {(r.engine, r.size): r for r in rows if (r.ranks, r.mif) == (ranks, mif)}
+
+    def words(row: Row | None) -> str:
+        if row is None:
+            return ""
+        low, high = getattr(row, f"{what}_range")
+        return f"{getattr(row, what):.4g} ({low:.4g}-{high:.4g})"
+
+    for size in sorted({size for _, size in cells}):
+        peers = [cells[e, size] for e in PEERS if (e, size) in cells]
+        best = min(peers, key=lambda r: float(getattr(r, what)), default=None)
+        ours = [cells.get((e, size)) for e in ("nostall", "nostall shared")]
+        bound = 2e6 * size * ranks / bandwidth
+        table.add_row(
+            str(size),
+            *(words(row) for row in (*ours, best)),
+            best.engine if best else "",
+            *(f"{getattr(best, what) / getattr(r, what):.2f}" if r and best else "" for r in ours),
+            f"{bound:.4g}",
+            f"{100 * bound / getattr(ours[0], what):.0f} %" if ours[0] else "",
+        )
+    return table
+
+
+def figure(rows: list[Row], operation: str) -> Any:
+    """A panel for each number of ranks and imbalance: microseconds over bytes, a line an engine;
+    with imbalance from the last arrival to the last completion."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = sorted({(r.ranks, r.mif) for r in rows})
+    # Of a reduce most ranks leave early: what it costs them is the time in the call.
+    whats = {(n, mif): "after_last" if mif and operation == "allreduce" else "in_call"
+             for n, mif in panels}  # fmt: skip
+    drawn, axes = pyplot.subplots(
+        1, len(panels), figsize=(1 + 4.6 * len(panels), 4.4), squeeze=False, constrained_layout=True
+    )
+    for axis, (ranks, mif) in zip(axes[0], panels, strict=True):
+        what = whats[ranks, mif]
+        of_panel = [r for r in rows if (r.ranks, r.mif) == (ranks, mif)]
+        for engine in dict.fromkeys(r.engine for r in of_panel):
+            points = sorted((r.size, r) for r in of_panel if r.engine == engine)
+            times = [getattr(r, what) for _, r in points]
+            ranges = np.array([getattr(r, f"{what}_range") for _, r in points]).T
+            axis.errorbar(
+                [size for size, _ in points], times, abs(ranges - times), label=engine,
+                marker="o", markersize=3, capsize=2,
+                linewidth=2.2 if engine.startswith("nostall") else 1.1,
+            )  # fmt: skip
+        title = "mean time in the call" if what == "in_call" else "from the last arrival"
+        axis.set(xlabel="bytes", title=f"{ranks} ranks, MIF {mif:g}: {title}")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("microseconds: median of repeats, their range")
+    axes[0][-1].legend(fontsize=8)
+    drawn.suptitle(f"{operation}, {os.cpu_count()} cores ({_processor()})")
+    return drawn
+
+
+def _beside(rows: list[Row], engines: list[str]) -> Any:
+    from rich.table import Table
+
+    table = Table(title="what waiting costs")
+    for heading in ("engine", "ranks", "CPU of waiting ranks / delay", "work beside, loops/s"):
+        table.add_column(heading, justify="right")
+    for engine in engines:
+        for ranks in sorted({r.ranks for r in rows}):
+            same = [r for r in rows if (r.engine, r.ranks) == (engine, ranks)]
+            share = statistics.median(r.late_cpu_share for r in same)
+            table.add_row(engine, str(ranks), f"{share:.3f}", f"{same[0].busy:.0f}")
+    return table

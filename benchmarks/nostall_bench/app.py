@@ -1,0 +1,205 @@
+"""``nostall bench app``: what input costs a training, AlexNet with 1 to 8 threads and prefetch 0 or 1.
+
+The mini-application of the seed tensorflow-io (III.B): images of 224 x 224 x 3, labels one-hot or
+sparse, Adam. Each setting trains the same number of steps on files made cold before; the cost of input
+is its run time less that of the same steps on one batch that lies in memory (figures 6 to 8). The
+disk's activity is sampled each second. On a GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from nostall.errors import UsageError
+from nostall_bench.disk import Activity, device_of, forget
+from nostall_bench.io import worker
+
+MEMORY = "memory"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``nostall bench app``."""
+    from nostall_bench.pipelines import PIPELINES, installed
+
+    parser.add_argument("--dir", default="nostall-bench", help="where the images and results go")
+    parser.add_argument("--data", help="class folders of images; synthetic ones if not given")
+    parser.add_argument("--files", type=int, default=1280, help="synthetic images")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--prefetch", type=int, nargs="+", choices=(0, 1), default=[0, 1])
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[64])
+    parser.add_argument("--steps", type=int, default=20, help="at most what the images give")
+    parser.add_argument("--dense", type=int, default=4096, help="units of the dense layers")
+    parser.add_argument("--labels", choices=("one-hot", "sparse"), default="one-hot")
+    parser.add_argument(
+        "--pipelines", nargs="+", choices=list(PIPELINES), default=installed(),
+        help="all that are installed if not given",
+    )  # fmt: skip
+    parser.add_argument("--runs", type=int, default=6, help="the first is warm-up")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, prints a table, writes ``app.json`` and ``app.png``."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from nostall_bench.demo.dataset import DatasetSpec, make_dataset
+    from nostall_bench.loader import machine
+    from nostall_bench.peers import listing
+
+    console = Console()
+    if arguments.runs < 2:
+        raise UsageError(
+            f"--runs must be at least 2, for the first is warm-up, not {arguments.runs}"
+        )
+    home = Path(arguments.dir).absolute()
+    home.mkdir(parents=True, exist_ok=True)
+    data = (
+        Path(arguments.data).absolute()
+        if arguments.data
+        else make_dataset(home / f"data-{arguments.files}", DatasetSpec(arguments.files))
+    )
+    items = listing(data)
+    result: dict[str, Any] = {"machine": machine(), "files": len(items), "rows": []}
+    table = Table(title="AlexNet: run time, and the cost of input")
+    for heading in ("batch", "pipeline", "threads", "prefetch", "seconds", "input costs", "share"):
+        table.add_column(heading, justify="left" if heading == "pipeline" else "right")
+    for batch in arguments.batch_size:
+        steps = min(arguments.steps, len(items) // batch)
+        if steps < 2:
+            raise UsageError(f"{len(items)} images are too few for batches of {batch}")
+        settings = {
+            "items": items[: steps * batch], "batch": batch, "steps": steps, "runs": arguments.runs,
+            "labels": arguments.labels, "dense": arguments.dense,
+            "pipeline": MEMORY, "threads": 1, "prefetch": 0,
+        }  # fmt: skip
+        floor = worker("nostall_bench.app", settings)
+        base = statistics.median(floor["seconds"][1:])
+        result["device"] = floor["device"]
+        result["rows"].append({**_known(settings), **floor})
+        table.add_row(str(batch), "one batch in memory", "", "", f"{base:.2f}", "0.00", "0 %")
+        for pipeline, threads, prefetch in itertools.product(
+            arguments.pipelines, arguments.threads, arguments.prefetch
+        ):
+            chosen = {**settings, "pipeline": pipeline, "threads": threads, "prefetch": prefetch}
+            row = worker("nostall_bench.app", chosen)
+            seconds = statistics.median(row["seconds"][1:])
+            result["rows"].append({**_known(chosen), **row, "cost": seconds - base})
+            table.add_row(
+                str(batch), pipeline, str(threads), str(prefetch), f"{seconds:.2f}",
+                f"{seconds - base:.2f}", f"{100 * (seconds - base) / seconds:.0f} %",
+            )  # fmt: skip
+    console.print(table)
+    (home / "app.json").write_text(json.dumps(result, indent=1))
+    _plot(result, home / "app.png")
+    console.print(f"on {result['device']}; numbers {home / 'app.json'}, plot {home / 'app.png'}")
+    return 0
+
+
+def _known(settings: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in settings.items() if k != "items"}
+
+
+def model(classes: int, dense: int = 4096) -> Any:
+    """AlexNet: five convolutions, three poolings, three dense layers; logits of shape (n, classes)."""
+    from torch import nn
+
+    def convolution(
+        inputs: int, outputs: int, size: int, stride: int = 1, pad: int = 0
+    ) -> list[Any]:
+        return [nn.Conv2d(inputs, outputs, size, stride, pad), nn.ReLU(inplace=True)]
+
+    return nn.Sequential(
+        *convolution(3, 96, 11, 4, 2), nn.MaxPool2d(3, 2),
+        *convolution(96, 256, 5, 1, 2), nn.MaxPool2d(3, 2),
+        *convolution(256, 384, 3, 1, 1), *convolution(384, 384, 3, 1, 1),
+        *convolution(384, 256, 3, 1, 1), nn.MaxPool2d(3, 2), nn.Flatten(),
+        nn.Dropout(), nn.Linear(256 * 6 * 6, dense), nn.ReLU(inplace=True),
+        nn.Dropout(), nn.Linear(dense, dense), nn.ReLU(inplace=True), nn.Linear(dense, classes),
+    )  # fmt: skip
+
+
+def _work(settings: dict[str, Any]) -> dict[str, Any]:
+    """All runs of one setting in this process."""
+    import torch
+
+    from nostall_bench.pipelines import PIPELINES, Work
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    paths = [str(p) for p, _ in settings["items"]]
+    labels = [int(y) for _, y in settings["items"]]
+    classes = max(labels) + 1
+    torch.manual_seed(0)
+    net = model(classes, settings["dense"]).to(device)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-4)
+    disk = device_of(paths[0])
+    out: dict[str, Any] = {"seconds": [], "steps": [], "device": _name(device), "activity": []}
+    for number in range(settings["runs"]):
+        if settings["pipeline"] == MEMORY:
+            images = torch.rand(settings["batch"], 3, 224, 224)
+            batches: Any = itertools.repeat(
+                (images, labels[: settings["batch"]]), settings["steps"]
+            )
+        else:
+            forget(paths)
+            work = Work(paths, labels, settings["batch"], settings["threads"], True,
+                        settings["prefetch"], number)  # fmt: skip
+            batches = PIPELINES[settings["pipeline"]](work)
+        steps = 0
+        with Activity(disk) if disk else contextlib.nullcontext() as seen:
+            began = time.perf_counter()
+            for images, found in batches:
+                target = torch.as_tensor(found, dtype=torch.int64, device=device)
+                if settings["labels"] == "one-hot":
+                    target = torch.nn.functional.one_hot(target, classes).float()
+                optimizer.zero_grad()
+                loss = torch.nn.functional.cross_entropy(net(images.to(device)), target)
+                loss.backward()
+                optimizer.step()
+                steps += 1
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            out["seconds"].append(time.perf_counter() - began)
+        out["steps"].append(steps)
+        out["activity"] = seen.rows if seen is not None else []
+    return out
+
+
+def _name(device: Any) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+
+
+def _plot(result: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (times, disk) = pyplot.subplots(1, 2, figsize=(11, 3.6), constrained_layout=True)
+    rows = [r for r in result["rows"] if r["pipeline"] != MEMORY]
+    for key in dict.fromkeys((r["pipeline"], r["prefetch"], r["batch"]) for r in rows):
+        line = [r for r in rows if (r["pipeline"], r["prefetch"], r["batch"]) == key]
+        label = f"{key[0]}, prefetch {key[1]}, batch {key[2]}"
+        style = "--" if key[1] == 0 else "-"
+        times.plot([r["threads"] for r in line], [r["cost"] for r in line], style, marker="o",
+                   label=label)  # fmt: skip
+        activity = line[-1]["activity"]
+        disk.plot([a[0] for a in activity], [a[1] / 1e6 for a in activity], style, marker=".")
+    times.set(xlabel="threads", ylabel="seconds that input costs")
+    disk.set(xlabel="seconds of the last run", ylabel="the disk reads, MB/s")
+    times.legend(frameon=False, fontsize=7)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    print(json.dumps(_work(json.loads(Path(sys.argv[1]).read_text()))), flush=True)

@@ -1,0 +1,274 @@
+"""``nostall bench io``: how fast images come from storage, by pipeline, threads and device.
+
+The STREAM-like benchmark of the seed tensorflow-io (III.A): a list of images is shuffled, mapped by 1,
+2, 4, 8 threads (decode and resize to 224 x 224, or read only) and batched by 64; nothing computes. Six
+runs, the first is warm-up; caches are made cold before each. The bound beside is one large file read in
+order past the cache (table I), and the same files read by threads that do nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from nostall.base._programs import find_native
+from nostall.errors import UsageError
+from nostall_bench.disk import Activity, device_of, forget, sequential
+
+WORKS = ("decode", "read")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``nostall bench io``."""
+    from nostall_bench.pipelines import PIPELINES, installed
+
+    parser.add_argument(
+        "--paths", nargs="+", default=["nostall-bench"],
+        help="directories, one a device; images are made in each",
+    )  # fmt: skip
+    parser.add_argument("--data", nargs="+", help="folders of images there already, one a path")
+    parser.add_argument("--files", type=int, default=2000, help="synthetic images (95 KB each)")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--work", nargs="+", choices=WORKS, default=list(WORKS))
+    parser.add_argument(
+        "--pipelines", nargs="+", choices=list(PIPELINES), default=installed(),
+        help="all that are installed if not given",
+    )  # fmt: skip
+    parser.add_argument("--runs", type=int, default=6, help="the first is warm-up")
+    parser.add_argument(
+        "--drop-caches", action="store_true", help="of the whole machine, where this user may"
+    )
+    parser.add_argument("--output", default="nostall-bench/io", help=".json and .png are written")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, prints a table a path, writes JSON and a plot."""
+    from rich.console import Console
+
+    from nostall_bench.demo.dataset import DatasetSpec, make_dataset
+    from nostall_bench.loader import machine
+
+    console = Console()
+    if arguments.data and len(arguments.data) != len(arguments.paths):
+        raise UsageError("--data needs one folder for each of --paths")
+    if arguments.runs < 2:
+        raise UsageError(
+            f"--runs must be at least 2, for the first is warm-up, not {arguments.runs}"
+        )
+    result: dict[str, Any] = {"machine": machine(), "paths": {}}
+    for number, path in enumerate(arguments.paths):
+        home = Path(path).absolute()
+        home.mkdir(parents=True, exist_ok=True)
+        data = (
+            Path(arguments.data[number])
+            if arguments.data
+            else make_dataset(home / f"data-{arguments.files}", DatasetSpec(arguments.files))
+        )
+        files = sorted(str(p) for p in data.absolute().rglob("*") if p.suffix in _IMAGES)
+        if not files:
+            raise UsageError(f"{data} holds no images ({', '.join(sorted(_IMAGES))})")
+        found = _measure(files, home, arguments)
+        result["paths"][str(home)] = found
+        for work in arguments.work:
+            console.print(_table(str(home), work, found))
+        console.print(f"cold caches by {found['cold']}")
+    output = Path(arguments.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.with_suffix(".json").write_text(json.dumps(result, indent=1))
+    _plot(result, output.with_suffix(".png"))
+    console.print(f"numbers {output.with_suffix('.json')}, plot {output.with_suffix('.png')}")
+    return 0
+
+
+_IMAGES = {".jpg", ".jpeg", ".png", ".JPEG", ".JPG"}
+
+
+def _measure(files: list[str], home: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    device = device_of(files[0])
+    out: dict[str, Any] = {
+        "files": len(files),
+        "bytes": sum(os.stat(f).st_size for f in files),
+        "device": f"{device[0]}:{device[1]}" if device else "no block device",
+        "cold": forget(files[:1], arguments.drop_caches),
+        "sequential": sequential(home) if os.access(home, os.W_OK) else None,
+        "bound": {n: _bound(files, n, arguments) for n in arguments.threads},
+        "rows": [],
+    }
+    for work in arguments.work:
+        for pipeline in arguments.pipelines:
+            for threads in arguments.threads:
+                settings = {
+                    "files": files, "pipeline": pipeline, "threads": threads, "work": work,
+                    "batch": arguments.batch_size, "runs": arguments.runs,
+                    "drop": arguments.drop_caches,
+                }  # fmt: skip
+                row = worker("nostall_bench.io", settings)
+                rates = row["images_per_s"][1:]
+                out["rows"].append(
+                    {
+                        "work": work, "pipeline": pipeline, "threads": threads, **row,
+                        "median": statistics.median(rates),
+                        "least": min(rates), "most": max(rates),
+                    }
+                )  # fmt: skip
+    return out
+
+
+def _bound(files: list[str], threads: int, arguments: argparse.Namespace) -> float | None:
+    """Images a second of threads that only read, in C++; None if that program is not built."""
+    program = find_native("nostall-limit")
+    if program is None:
+        return None
+    rates = []
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as listing:
+        listing.write("\n".join(files) + "\n")
+        listing.flush()
+        for _ in range(min(arguments.runs, 4)):
+            forget(files, arguments.drop_caches)
+            done = subprocess.run(
+                [str(program), listing.name, str(threads), "1", "read"],
+                capture_output=True, text=True,
+            )  # fmt: skip
+            if done.returncode:
+                raise UsageError(f"nostall-limit failed: {done.stderr.strip()}")
+            rates.append(float(json.loads(done.stdout.splitlines()[-1])["samples_per_s"]))
+    return statistics.median(rates[1:])
+
+
+def worker(module: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Runs ``python -m module`` with the settings as a file; what its last line says."""
+    package = str(Path(__file__).resolve().parent.parent.parent)
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(settings, file)
+        file.flush()
+        done = subprocess.run(
+            [sys.executable, "-m", module, file.name],
+            capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    if done.returncode:
+        raise UsageError(
+            f"{settings['pipeline']} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
+        )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _work(settings: dict[str, Any]) -> dict[str, Any]:
+    """All runs of one pipeline in this process."""
+    from nostall_bench.pipelines import PIPELINES, Work
+
+    _quiet(settings["pipeline"])
+    files = settings["files"]
+    rates, errors, activity = [], 0, []
+    device = device_of(files[0])
+    for number in range(settings["runs"]):
+        forget(files, settings["drop"])
+        work = Work(
+            files, [0] * len(files), settings["batch"], settings["threads"],
+            settings["work"] == "decode", seed=number,
+        )  # fmt: skip
+        watch = Activity(device) if device else contextlib.nullcontext()
+        with watch as seen:
+            began = time.perf_counter()
+            images = sum(len(labels) for _, labels in PIPELINES[settings["pipeline"]](work))
+            rates.append(images / (time.perf_counter() - began))
+        errors = work.errors
+        if seen is not None:
+            activity = seen.rows
+    return {"images_per_s": rates, "errors": errors, "activity": activity}
+
+
+def _quiet(pipeline: str) -> None:
+    if pipeline == "nostall":
+        return
+    import warnings
+
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message=".*suggested max number of worker.*")
+    warnings.filterwarnings("ignore", message=".*NumPy array is not writable.*")  # tf.data's
+
+
+def _table(path: str, work: str, found: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    size = found["bytes"] / found["files"]
+    out = Table(
+        title=f"{path} ({found['device']}), {work}: {found['files']} images of {size / 1e3:.0f} KB; "
+        f"one file in order {_in_order(found['sequential'])}"
+    )
+    for heading in (
+        "pipeline",
+        "threads",
+        "images/s",
+        "(least-most)",
+        "MB/s",
+        "of reading",
+        "errors",
+    ):
+        out.add_column(heading, justify="left" if heading == "pipeline" else "right")
+    for threads, rate in found["bound"].items():
+        if rate:
+            out.add_row("threads that only read", str(threads), f"{rate:.0f}", "",
+                        f"{rate * size / 1e6:.1f}", "1.00", "")  # fmt: skip
+    for row in (r for r in found["rows"] if r["work"] == work):
+        bound = found["bound"][row["threads"]]
+        out.add_row(
+            row["pipeline"], str(row["threads"]), f"{row['median']:.0f}",
+            f"{row['least']:.0f}-{row['most']:.0f}", f"{row['median'] * size / 1e6:.1f}",
+            f"{row['median'] / bound:.2f}" if bound else "", str(row["errors"]),
+        )  # fmt: skip
+    return out
+
+
+def _in_order(rate: float | None) -> str:
+    return "not measured (read-only)" if rate is None else f"{rate / 1e6:.0f} MB/s"
+
+
+def _plot(result: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    paths = result["paths"]
+    figure, axes = pyplot.subplots(
+        len(paths), 2, figsize=(11, 3.4 * len(paths)), squeeze=False, constrained_layout=True
+    )
+    styles = {"decode": "-", "read": "--"}
+    for (name, found), (rates, disk) in zip(paths.items(), axes, strict=True):
+        for key in dict.fromkeys((r["pipeline"], r["work"]) for r in found["rows"]):
+            rows = [r for r in found["rows"] if (r["pipeline"], r["work"]) == key]
+            rates.plot(
+                [r["threads"] for r in rows], [r["median"] for r in rows], styles[key[1]],
+                marker="o", label=f"{key[0]}, {key[1]}",
+            )  # fmt: skip
+            busiest = rows[-1]["activity"]
+            disk.plot([a[0] for a in busiest], [a[1] / 1e6 for a in busiest], styles[key[1]],
+                      marker=".", label=f"{key[0]}, {key[1]}")  # fmt: skip
+            own = [(a[0], a[3] / 1e6) for a in busiest if a[3] is not None]
+            if any(rate for _, rate in own):
+                disk.plot(*zip(*own, strict=True), ":", color=disk.lines[-1].get_color())
+        rates.set(title=name, xlabel="threads", ylabel="images/s", ylim=(0, None))
+        disk.set(title=f"the device reads (dotted: this cgroup), {rows[-1]['threads']} threads",
+                 xlabel="seconds", ylabel="MB/s")  # fmt: skip
+        rates.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    print(json.dumps(_work(json.loads(Path(sys.argv[1]).read_text()))), flush=True)

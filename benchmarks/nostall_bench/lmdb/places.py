@@ -1,0 +1,113 @@
+"""The thesis's steps that know places: PROV, COAL, STAG (seed lmdbio-and-horovod, 5.2.2 to 5.2.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nostall_bench.lmdb.pool import Rank, Task
+from nostall_bench.lmdb.share import PAGE, Places, Share, checked
+
+_GAP = 64 << 10  # unwanted bytes that coalescing reads through
+_LARGEST = 4 << 20  # bytes of one coalesced read
+
+
+def prov(me: Rank, task: Task) -> None:
+    """LMDBIO-LMM-DIO-PROV (5.2.2): places are known, every rank reads its own."""
+    share = Share(me, task)
+    places = Places(share)
+    me.begin()
+    for records in share.records:
+        at = places.each(share, task.offset[records], task.length[records])
+        checked(share, task, records, at)
+        me.lap("read")
+        me.wait()
+    me.end()
+
+
+class _Group:
+    """Iterations that are read together: ranges over the records of a node, cut into large reads,
+    and where each record then lies in the shared room."""
+
+    def __init__(self, records: NDArray[np.int64], task: Task) -> None:
+        flat = records.ravel()
+        order = np.argsort(task.offset[flat], kind="stable")
+        begin = (task.offset[flat][order] // PAGE * PAGE).astype(np.int64)
+        stop = task.offset[flat][order].astype(np.int64) + task.length[flat][order].astype(np.int64)
+        end = -(-stop // PAGE) * PAGE
+        starts = [0]
+        for i in range(1, len(begin)):
+            if begin[i] - end[i - 1] > _GAP or end[i] - begin[starts[-1]] > _LARGEST:
+                starts.append(i)
+        first = np.array(starts)
+        last = np.append(first[1:], len(begin)) - 1
+        self.begin = begin[first].astype(np.uint64)
+        self.length = (end[last] - begin[first]).astype(np.uint64)
+        self.place = np.concatenate(([0], np.cumsum(self.length)[:-1])).astype(np.uint64)
+        self.bytes = int(self.length.sum())
+        which = np.searchsorted(first, np.arange(len(begin)), side="right") - 1
+        at = task.offset[flat][order] - self.begin[which] + self.place[which]
+        where = np.empty(len(flat), np.int64)
+        where[order] = at.astype(np.int64)
+        self.where = where.reshape(records.shape)
+
+    def part(self, k: int, n: int) -> slice:
+        """The k-th of n parts of the ranges, neighbours together, of about equal bytes."""
+        edges = np.searchsorted(
+            np.cumsum(self.length), [self.bytes * k // n, self.bytes * (k + 1) // n]
+        )
+        return slice(int(edges[0]) if k else 0, int(edges[1]) if k + 1 < n else len(self.begin))
+
+
+def _groups(share: Share, task: Task) -> Iterator[tuple[int, _Group]]:
+    """First iteration and ranges of each group whose reads fill the window."""
+    records = share.of_node(task)
+    pages = ((task.length.astype(np.int64) + PAGE - 1) // PAGE + 1) * PAGE
+    each = int(pages[records].sum(axis=1).max())
+    count = max(1, task.window // max(1, each))
+    for begin in range(0, len(records), count):
+        yield begin, _Group(records[begin : begin + count], task)
+
+
+def _coalesced(me: Rank, task: Task, stagger: int) -> None:
+    share = Share(me, task)
+    groups = list(_groups(share, task))
+    room = me.room(share.node, max(g.bytes for _, g in groups))
+    places = Places(share)
+    local = me.rank % share.per_node
+    mine = [g.part(local, share.per_node) for _, g in groups]
+    column = slice(local * share.size, (local + 1) * share.size)
+    me.begin()
+    for (begin, group), part in zip(groups, mine, strict=True):
+        if stagger and me.rank >= stagger:
+            # The token of the rank of the same label in the group before.
+            me.tokens[me.rank].acquire()
+            me.lap("skew")
+        places.ranges(group.begin[part], group.length[part], group.place[part], room)
+        me.lap("read")
+        if stagger and me.rank + stagger < me.ranks:
+            me.tokens[me.rank + stagger].release()
+        me.wait()
+        for i in range(len(group.where)):
+            records, at = share.records[begin + i], group.where[i, column]
+            for place, start, size in zip(share.slots, at, task.length[records], strict=True):
+                share.batch[place : place + int(size)] = room[start : start + int(size)]
+            checked(share, task, records, share.slots)
+            me.lap("read")
+            me.wait()
+    me.end()
+    me.counters.extra["reads"] = sum(
+        len(g.begin[p]) for (_, g), p in zip(groups, mine, strict=True)
+    )
+
+
+def coal(me: Rank, task: Task) -> None:
+    """LMDBIO-LMM-DIO-PROV-COAL (5.2.3): several iterations in one read."""
+    _coalesced(me, task, 0)
+
+
+def stag(me: Rank, task: Task) -> None:
+    """LMDBIO-LMM-DIO-PROV-COAL-STAG (5.2.4): at most `stagger` ranks read at once."""
+    _coalesced(me, task, task.stagger)

@@ -1,0 +1,233 @@
+"""The ranks: real processes that stay from run to run, with barriers, tokens and shared memory."""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import os
+import resource
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nostall.errors import UsageError
+
+_PATIENCE = 300.0  # seconds
+
+
+@dataclass
+class Task:
+    """One run, the same for all ranks. `order` is (iterations, global batch): rank r of R gets the
+    r-th of R equal parts of each row."""
+
+    strategy: str
+    paths: list[str]  # of the database's folder, by node
+    order: NDArray[np.int64]
+    offset: NDArray[np.uint64]  # of every record of the database
+    length: NDArray[np.uint64]
+    index_file: str
+    nodes: int
+    window: int  # bytes that coalescing and staging may use
+    stagger: int
+    depth: int
+
+
+@dataclass
+class Counters:
+    """Where a rank's time went, in seconds, and what it cost."""
+
+    seek: float = 0.0
+    read: float = 0.0
+    skew: float = 0.0
+    wall: float = 0.0
+    switches: int = 0
+    faults: int = 0
+    read_bytes: int = 0
+    cpu: float = 0.0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Rank:
+    """What a strategy sees of its process and of the others."""
+
+    def __init__(self, rank: int, ranks: int, shared: dict[str, Any], room: str) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.tokens: list[Any] = shared["tokens"]
+        self.mail_in: Connection = shared["pipes"][rank][0]
+        self.mail_out: Connection = shared["pipes"][(rank + 1) % ranks][1]
+        self._barrier = shared["barrier"]
+        self._room = room
+        self.counters = Counters()
+        self._harness_switches = 0
+        self._mark = 0.0
+
+    def room(self, node: int, bytes_: int) -> NDArray[np.uint8]:
+        """Memory shared by the ranks of `node`, page-aligned, of at least so many bytes."""
+        path = f"{self._room}/{node}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if os.fstat(descriptor).st_size < bytes_:
+                os.truncate(path, bytes_)
+            view = np.frombuffer(mmap.mmap(descriptor, bytes_), np.uint8)
+            view[::4096].sum()  # mapped now, not while it is measured
+            return view
+        finally:
+            os.close(descriptor)
+
+    def lap(self, part: str) -> None:
+        """Adds the time since the last call to `part`: "seek", "read" or "skew"."""
+        now = time.perf_counter()
+        setattr(self.counters, part, getattr(self.counters, part) + now - self._mark)
+        self._mark = now
+
+    def wait(self) -> None:
+        """Until all ranks are here; their lateness is skew, and the switches are nobody's."""
+        before = _switches(resource.RUSAGE_THREAD)
+        self._barrier.wait(_PATIENCE)
+        self._harness_switches += _switches(resource.RUSAGE_THREAD) - before
+        self.lap("skew")
+
+    def begin(self) -> None:
+        """Starts the measurement, on all ranks at once."""
+        self._barrier.wait(_PATIENCE)
+        self.counters = Counters()
+        self._harness_switches = 0
+        self._before = (_switches(resource.RUSAGE_SELF), _read_bytes(), _faults(), _cpu())
+        self._mark = self._began = time.perf_counter()
+
+    def end(self) -> None:
+        """Ends it."""
+        self.counters.wall = time.perf_counter() - self._began
+        switches, read_bytes, faults, cpu = self._before
+        self.counters.switches = _switches(resource.RUSAGE_SELF) - switches - self._harness_switches
+        self.counters.read_bytes = _read_bytes() - read_bytes
+        self.counters.faults = _faults() - faults
+        self.counters.cpu = _cpu() - cpu
+
+
+def aligned(bytes_: int) -> NDArray[np.uint8]:
+    """Private memory that begins on a page."""
+    view = np.frombuffer(mmap.mmap(-1, max(1, bytes_)), np.uint8)
+    view[::4096] = 0  # mapped now, not while it is measured
+    return view
+
+
+def _switches(who: int) -> int:
+    usage = resource.getrusage(who)
+    return usage.ru_nvcsw + usage.ru_nivcsw
+
+
+def _cpu() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+
+
+def _read_bytes() -> int:
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("read_bytes:"):
+            return int(line.split()[1])
+    return 0
+
+
+def _main(rank: int, ranks: int, shared: dict[str, Any], room: str, orders: Connection) -> None:
+    from nostall_bench.lmdb.strategies import STRATEGIES
+
+    me = Rank(rank, ranks, shared, room)
+    while True:
+        try:
+            task = orders.recv()
+        except EOFError:
+            return
+        if task is None:
+            return
+        try:
+            STRATEGIES[task.strategy](me, task)
+            orders.send(me.counters)
+        except BaseException:
+            orders.send(traceback.format_exc())
+            shared["barrier"].abort()
+
+
+class Pool:
+    """`ranks` processes that wait for tasks; a context manager."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._context = multiprocessing.get_context("spawn")
+
+    def __enter__(self) -> Pool:
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        self._room = tempfile.TemporaryDirectory(prefix="nostall-bench-", dir=memory)
+        self._start()
+        return self
+
+    def _start(self) -> None:
+        shared = {
+            "barrier": self._context.Barrier(self.ranks),
+            "tokens": [self._context.Semaphore(0) for _ in range(self.ranks)],
+            "pipes": [self._context.Pipe(duplex=False) for _ in range(self.ranks)],
+        }
+        self._shared = shared  # semaphores live as long as they are held here
+        self._orders, self._processes = [], []
+        for rank in range(self.ranks):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(
+                target=_main, args=(rank, self.ranks, shared, self._room.name, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._orders.append(ours)
+            self._processes.append(process)
+
+    def run(self, task: Task) -> list[Counters]:
+        """The counters of every rank.
+
+        Raises:
+            UsageError: a rank failed, with its traceback.
+        """
+        for orders in self._orders:
+            orders.send(task)
+        results = []
+        for orders in self._orders:
+            if not orders.poll(_PATIENCE):
+                raise UsageError(f"a rank of strategy {task.strategy} does not answer")
+            try:
+                results.append(orders.recv())
+            except EOFError:
+                raise UsageError(f"a rank died in strategy {task.strategy}") from None
+        failed = [r for r in results if isinstance(r, str)]
+        if failed:
+            # The cause, not the barriers that broke because of it.
+            cause = next((f for f in failed if "BrokenBarrierError" not in f), failed[0])
+            raise UsageError(f"strategy {task.strategy} failed:\n{cause}")
+        return results
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for orders in self._orders:
+            try:
+                orders.send(None)
+            except OSError:
+                continue
+        for process in self._processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._room.cleanup()

@@ -1,0 +1,371 @@
+"""``nostall bench loader``: this loader and its peers on the same files, side by side in one run.
+
+Each measurement is a fresh process (`nostall_bench.worker`): one warm epoch, then several measured
+ones without a pause; the repeats go round-robin over the loaders, so that drift of the machine hits
+all of them. In the mode "cold" the files lie on slowed storage (`SlowFS`) and every epoch from the
+first counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nostall.base._programs import find_native
+from nostall.errors import UsageError
+from nostall_bench.slowfs import SlowFS
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MODES = ("read", "transform", "cold")
+LIMIT = "limit (C++)"
+# Enough that an epoch's start and end, and what a loader has staged, do not decide.
+MEASURED_EPOCHS = {"read": 12, "transform": 2}
+_PACKAGES = (
+    *("nostall", "torch", "torchvision", "pillow", "numpy"),
+    *("nvidia-dali-cuda120", "grain", "webdataset", "mosaicml-streaming"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``nostall bench loader``."""
+    parser.add_argument("--dir", default="nostall-bench", help="where dataset and results go")
+    parser.add_argument("--data", help="class folders of JPEG files; synthetic ones if not given")
+    parser.add_argument("--files", type=int, default=4000, help="synthetic files (95 KB each)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["read", "transform"])
+    parser.add_argument("--loaders", nargs="+", help="names or parts of names; all if not given")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--epochs", type=int, default=4, help="of the cold mode")
+    parser.add_argument("--bandwidth", type=float, default=40, help="of cold storage, MB/s")
+    parser.add_argument("--latency-ms", type=float, default=1.0, help="of cold storage")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one process")
+    parser.add_argument("--quick", action="store_true", help="few small files, one repeat")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, prints tables, writes ``loader.json`` and ``loader.png``."""
+    from rich.console import Console
+
+    from nostall_bench import peers
+    from nostall_bench.demo.dataset import DatasetSpec, make_dataset
+
+    console = Console()
+    home = Path(arguments.dir).absolute()
+    home.mkdir(parents=True, exist_ok=True)
+    repeats = 1 if arguments.quick else arguments.repeats
+    if arguments.data:
+        data = Path(arguments.data).absolute()
+    else:
+        spec = DatasetSpec(128, 4, 0, 0.3) if arguments.quick else DatasetSpec(arguments.files)
+        data = make_dataset(home / f"data-{spec.files}", spec)
+    chosen = [
+        name
+        for name in peers.LOADERS
+        if not arguments.loaders or any(p.lower() in name.lower() for p in arguments.loaders)
+    ]
+    if not chosen:
+        raise UsageError(f"no loader matches {arguments.loaders}; there are {list(peers.LOADERS)}")
+    files = [path for path, _ in peers.listing(data)]
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "dataset": {"files": len(files), "bytes": sum(Path(f).stat().st_size for f in files)},
+        "repeats": repeats,
+        "modes": {},
+    }
+    for mode in arguments.modes:
+        rows = _mode(mode, chosen, data, files, home, arguments, repeats, console)
+        result["modes"][mode] = rows
+        console.print(table(mode, rows))
+        (home / "loader.json").write_text(json.dumps(result, indent=1))
+    if _plot(result, home / "loader.png"):
+        console.print(f"plot {home / 'loader.png'}, numbers {home / 'loader.json'}")
+    return 0
+
+
+def machine() -> dict[str, Any]:
+    """The machine and the versions, as written beside every result."""
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    versions = {}
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "load": os.getloadavg()[0],
+    }
+
+
+def _mode(
+    mode: str,
+    chosen: list[str],
+    data: Path,
+    files: list[str],
+    home: Path,
+    arguments: argparse.Namespace,
+    repeats: int,
+    console: Any,
+) -> dict[str, dict[str, Any]]:
+    from rich.progress import Progress
+
+    from nostall_bench import peers
+
+    rows: dict[str, dict[str, Any]] = {}
+    runners = []
+    limit = find_native("nostall-limit")
+    if mode != "cold":
+        if limit is None:
+            rows[LIMIT] = {"missing": "nostall-limit is not built"}
+        else:
+            runners.append(LIMIT)
+    for name in chosen:
+        lacking = peers.absent(name)
+        if lacking:
+            rows[name] = {"missing": f"not installed: {', '.join(lacking)}"}
+        elif mode == "cold" and hasattr(peers.module(name), "prepare"):
+            rows[name] = {"missing": "needs the data in its own format"}
+        else:
+            runners.append(name)
+            rows[name] = {"runs": []}
+    total = sum(Path(f).stat().st_size for f in files)
+    with (
+        tempfile.TemporaryDirectory(prefix="nostall-bench-") as scratch,
+        Progress(console=console, transient=True) as progress,
+        contextlib.ExitStack() as stack,
+    ):
+        where = data
+        storage: SlowFS | None = None
+        variants: list[tuple[str, str, list[str]]] = [(n, n, []) for n in runners]
+        if mode == "cold":
+            where = Path(scratch, "mount")
+            rate = arguments.bandwidth * 1e6
+            storage = stack.enter_context(
+                SlowFS(data, where, rate, rate, arguments.latency_ms / 1e3)
+            )
+            variants = []
+            for name in runners:
+                if name != "nostall":
+                    variants.append((name, name, []))
+                    continue
+                del rows[name]
+                for share, text in ((1.1, "all"), (0.5, "half")):
+                    tier = f"ram:{max(1, int(share * total) >> 20)}MiB"
+                    variants.append((name, f"nostall, tiers hold {text}", [tier]))
+        task = progress.add_task(f"measuring: {mode}", total=repeats * len(variants))
+        for _ in range(repeats):
+            for name, label, tiers in variants:
+                progress.update(task, description=f"{mode}: {label}")
+                row = rows.setdefault(label, {"runs": []})
+                try:
+                    if name == LIMIT and limit is not None:
+                        row.setdefault("runs", []).append(
+                            _run_limit(limit, files, mode, arguments.threads, scratch)
+                        )
+                    else:
+                        row["runs"] += _run_worker(
+                            name, mode, where, home, arguments, tiers, storage
+                        )
+                except UsageError as error:
+                    row["error"] = str(error)
+                progress.advance(task)
+    for row in rows.values():
+        if row.get("runs"):
+            row.update(_summarise(row["runs"]))
+    return rows
+
+
+def _run_limit(
+    program: Path, files: list[str], mode: str, threads: int, scratch: str
+) -> dict[str, float]:
+    import random
+
+    shuffled = list(files)
+    random.Random(0).shuffle(shuffled)
+    listing = Path(scratch, "files")
+    listing.write_text("\n".join(shuffled) + "\n")
+    done = subprocess.run(
+        [str(program), str(listing), str(threads), str(MEASURED_EPOCHS[mode]), mode],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise UsageError(f"nostall-limit failed: {done.stderr.strip()}")
+    line = json.loads(done.stdout.splitlines()[-1])
+    return {
+        "samples_per_s": line["samples_per_s"],
+        "cpu_ms_per_sample": line["cpu_ms_per_sample"],
+    }
+
+
+def _run_worker(
+    name: str,
+    mode: str,
+    data: Path,
+    home: Path,
+    arguments: argparse.Namespace,
+    tiers: list[str],
+    storage: SlowFS | None,
+) -> list[dict[str, float]]:
+    from nostall_bench import peers
+
+    module = peers.module(name)
+    prepared = (
+        module.prepare(data, home / data.name.join(("prepared-", "")))
+        if hasattr(module, "prepare")
+        else data
+    )
+    cold = storage is not None
+    settings = {
+        "loader": name,
+        "mode": "transform" if cold else mode,
+        "data": str(data),
+        "prepared": str(prepared),
+        "threads": arguments.threads,
+        "tiers": tiers,
+        "warm": 0 if cold else 1,
+        "measured": arguments.epochs if cold else MEASURED_EPOCHS[mode],
+        "ahead": 0 if cold else 1,
+    }
+    before = 0
+    if storage is not None:
+        storage.drop_caches()
+        before = storage.served_bytes
+    package = str(Path(__file__).resolve().parent.parent.parent)
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    with subprocess.Popen(
+        [sys.executable, "-m", "nostall_bench.worker", json.dumps(settings)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    ) as process:
+        try:
+            out, errors = process.communicate(timeout=arguments.timeout)
+        except subprocess.TimeoutExpired:
+            raise UsageError(f"{name} took more than {arguments.timeout} s") from None
+        finally:
+            # Whatever workers a loader has left behind end with its session.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        raise UsageError(
+            f"{name} failed: "
+            + (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+        )
+    rows = json.loads(out.splitlines()[-1])
+    whole = {key: sum(r[key] for r in rows) for key in ("seconds", "samples", "cpu_seconds")}
+    whole["pss_bytes"] = max(r["pss_bytes"] for r in rows)
+    whole["samples_per_s"] = whole["samples"] / whole["seconds"]
+    whole["cpu_ms_per_sample"] = 1e3 * whole["cpu_seconds"] / whole["samples"]
+    if storage is not None:
+        whole["storage_bytes"] = storage.served_bytes - before
+    return [whole]
+
+
+def _summarise(runs: list[dict[str, float]]) -> dict[str, Any]:
+    """Median, least and most of every quantity."""
+    return {
+        key: {
+            "median": statistics.median(r[key] for r in runs),
+            "min": min(r[key] for r in runs),
+            "max": max(r[key] for r in runs),
+        }
+        for key in runs[0]
+    }
+
+
+def table(mode: str, rows: dict[str, dict[str, Any]]) -> Table:
+    """One mode as a rich table, the fastest first."""
+    from rich.table import Table
+
+    out = Table(title=f"loaders: {mode}")
+    headings = ["loader", "samples/s", "[min-max]", "CPU ms/sample", "memory MB"]
+    if mode == "cold":
+        headings.append("MB from storage")
+    ours = next(
+        (r for n, r in rows.items() if n.startswith("nostall") and "median" in str(r)), None
+    )
+    limit = rows.get(LIMIT, {}).get("samples_per_s", {}).get("median")
+    if limit:
+        headings.append("of the limit")
+    for heading in [*headings, "nostall / this"]:
+        out.add_column(heading, justify="left" if heading == "loader" else "right")
+    for name, row in sorted(
+        rows.items(), key=lambda item: -item[1].get("samples_per_s", {}).get("median", 0)
+    ):
+        rate = row.get("samples_per_s")
+        if rate is None:
+            out.add_row(name, row.get("missing") or row.get("error", "failed"))
+            continue
+        pss = row.get("pss_bytes")
+        cells = [
+            name,
+            f"{rate['median']:.0f}",
+            f"[{rate['min']:.0f}-{rate['max']:.0f}]".replace("[", "\\["),
+            f"{row['cpu_ms_per_sample']['median']:.3f}",
+            f"{pss['median'] / 1e6:.0f}" if pss else "",
+        ]
+        if mode == "cold":
+            cells.append(f"{row['storage_bytes']['median'] / 1e6:.0f}")
+        if limit:
+            cells.append(f"{rate['median'] / limit:.2f}")
+        ratio = ours["samples_per_s"]["median"] / rate["median"] if ours else None
+        spread = (
+            f" ({ours['samples_per_s']['min'] / rate['max']:.2f}-"
+            f"{ours['samples_per_s']['max'] / rate['min']:.2f})"
+            if ours
+            else ""
+        )
+        out.add_row(*cells, f"{ratio:.2f}{spread}" if ratio else "")
+    return out
+
+
+def _plot(result: dict[str, Any], path: Path) -> bool:
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    modes = result["modes"]
+    figure, axes = pyplot.subplots(
+        len(modes), 1, figsize=(8, 3.2 * len(modes)), squeeze=False, constrained_layout=True
+    )
+    for axis, (mode, rows) in zip(axes[:, 0], modes.items(), strict=True):
+        drawn = sorted(
+            (r["samples_per_s"]["median"], r["samples_per_s"]["min"], r["samples_per_s"]["max"], n)
+            for n, r in rows.items()
+            if "samples_per_s" in r
+        )
+        middle = [d[0] for d in drawn]
+        error = [[d[0] - d[1] for d in drawn], [d[2] - d[0] for d in drawn]]
+        axis.barh([d[3] for d in drawn], middle, xerr=error)
+        axis.set(title=mode, xlabel="samples/s")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return True

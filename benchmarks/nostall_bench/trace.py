@@ -1,0 +1,188 @@
+"""``nostall bench trace``: what recording costs the loader, on against off in interleaved runs.
+
+Each run of the loader is a fresh process (`nostall_bench.worker`) on files in memory, where it is
+fastest and records most; of the gradient engine two ranks that reduce 48 gradients of 256 KB a step, in
+groups of 1 MB, with nothing between steps. "timeline" is that engine with and without its timeline.
+Pairs alternate which comes first, so that drift of the machine hits both. The CPU time a sample (or
+step) is the steadier number: it counts every thread, the one that writes the trace included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from nostall import sync, trace
+from nostall.errors import UsageError
+from nostall_bench.launch import environment
+
+ENGINE = ("engine", "timeline")
+MODES = ("read", "transform", *ENGINE)
+_RANKS, _GRADIENTS, _ELEMENTS, _GROUP = 2, 48, 64 << 10, 1 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``nostall bench trace``."""
+    parser.add_argument("--dir", default="nostall-bench", help="where the dataset goes")
+    parser.add_argument("--files", type=int, default=2000, help="synthetic files (95 KB each)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument(
+        "--epochs", type=int, help="measured ones: 100 of reading, 4 of transforming"
+    )
+    parser.add_argument("--steps", type=int, default=400, help="of the gradient engine")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--scale", type=float, default=1.0, help="of the synthetic images")
+    parser.add_argument("--json", help="write the numbers to this file")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, prints the table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from nostall_bench.demo.dataset import DatasetSpec, make_dataset
+    from nostall_bench.loader import machine
+
+    console = Console()
+    home = Path(arguments.dir).absolute()
+    home.mkdir(parents=True, exist_ok=True)
+    spec = DatasetSpec(arguments.files, scale=arguments.scale)
+    loader = any(m not in ENGINE for m in arguments.modes)
+    data = home / f"data-{spec.files}-{spec.scale:g}"
+    if loader:
+        make_dataset(data, spec)
+    table = Table(title=f"recording on / off, {arguments.pairs} pairs: median (least-most)")
+    for name in ("work", "a second, off", "rate on / off", "CPU time on / off", "trace"):
+        table.add_column(name, justify="left" if name == "work" else "right")
+    result: dict[str, Any] = {"machine": machine(), "modes": {}}
+    for mode in arguments.modes:
+        pairs = []
+        for i in range(arguments.pairs):
+            order = (False, True) if i % 2 == 0 else (True, False)
+            pair = {
+                on: _reduce(mode, arguments.steps, on)
+                if mode in ENGINE
+                else _measure(mode, data, arguments, on)
+                for on in order
+            }
+            pairs.append((pair[False], pair[True]))
+        rates = [on["samples_per_s"] / off["samples_per_s"] for off, on in pairs]
+        cpu = [on["cpu"] / off["cpu"] for off, on in pairs]
+        size = statistics.median(on["trace_bytes"] / on["samples"] for _, on in pairs)
+        table.add_row(
+            mode,
+            f"{statistics.median(off['samples_per_s'] for off, _ in pairs):.0f}",
+            _spread(rates),
+            _spread(cpu),
+            f"{size:.1f} B a {'step' if mode in ENGINE else 'sample'}",
+        )
+        result["modes"][mode] = {"pairs": pairs, "rate": rates, "cpu": cpu}
+    console.print(table)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(result, indent=1))
+    return 0
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.4f} ({min(values):.4f}-{max(values):.4f})"
+
+
+def _measure(mode: str, data: Path, arguments: argparse.Namespace, on: bool) -> dict[str, float]:
+    epochs = arguments.epochs or {"read": 100, "transform": 4}[mode]
+    settings = {
+        "loader": "nostall", "mode": mode, "data": str(data), "prepared": str(data),
+        "threads": arguments.threads, "tiers": [], "warm": 1, "measured": epochs, "ahead": 1,
+    }  # fmt: skip
+    package = str(Path(__file__).resolve().parent.parent.parent)
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory(prefix="nostall-trace-") as scratch:
+        if on:
+            env[trace.VARIABLE] = scratch
+        done = subprocess.run(
+            [sys.executable, "-m", "nostall_bench.worker", json.dumps(settings)],
+            capture_output=True, text=True, env=env, timeout=600,
+        )  # fmt: skip
+        if done.returncode:
+            raise UsageError(f"a run failed: {done.stderr.strip()[-300:]}")
+        written = sum(f.stat().st_size for f in Path(scratch).iterdir())
+    rows = json.loads(done.stdout.splitlines()[-1])
+    samples = sum(r["samples"] for r in rows)
+    if on and not written:
+        raise UsageError("the run recorded nothing")
+    return {
+        "samples": samples,
+        "samples_per_s": samples / sum(r["seconds"] for r in rows),
+        "cpu": sum(r["cpu_seconds"] for r in rows) / samples,
+        "trace_bytes": written,
+    }
+
+
+def _reduce(mode: str, steps: int, on: bool) -> dict[str, float]:
+    """The gradient engine alone, between processes of this node."""
+    with tempfile.TemporaryDirectory(prefix="nostall-trace-") as scratch:
+        common = {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+        if on and mode == "engine":
+            common[trace.VARIABLE] = scratch
+        if on and mode == "timeline":
+            common[sync.TIMELINE] = str(Path(scratch, "timeline.json"))
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "nostall_bench.trace", str(steps)],
+                env={**environment(r, _RANKS, scratch), **common},
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for r in range(_RANKS)
+        ]  # fmt: skip
+        outputs = [rank.communicate(timeout=600) for rank in ranks]
+        if any(rank.returncode for rank in ranks):
+            raise UsageError(f"a run failed: {outputs[0][1].strip()[-300:]}")
+        written = sum(f.stat().st_size for f in Path(scratch).iterdir())
+    rows = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    if on and not written:
+        raise UsageError("the run recorded nothing")
+    return {
+        "samples": steps,
+        "samples_per_s": steps / max(r["seconds"] for r in rows),
+        "cpu": sum(r["cpu"] for r in rows) / steps,
+        "trace_bytes": written,
+    }
+
+
+def _work(steps: int) -> dict[str, float]:
+    """One rank: `steps` reductions of all gradients, after a few that warm up."""
+    import time
+
+    import numpy as np
+
+    if trace.VARIABLE in os.environ:
+        trace.start(os.environ[trace.VARIABLE])
+    specs = [(f"gradient {i}", _ELEMENTS, "float32") for i in range(_GRADIENTS)]
+    engine, _ = sync.make_engine(specs, sync.SyncOptions(threshold=_GROUP), sync.find_ranks())
+    arrays = [np.ones(_ELEMENTS, np.float32) for _ in specs]
+
+    def step() -> None:
+        for i, array in enumerate(arrays):
+            engine.submit(i, array.ctypes.data, True)
+        engine.wait()
+
+    for _ in range(10):
+        step()
+    began, used = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        step()
+    # The trace is written out within the time that counts.
+    trace.stop()
+    return {"seconds": time.perf_counter() - began, "cpu": time.process_time() - used}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_work(int(sys.argv[1]))))

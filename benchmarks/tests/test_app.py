@@ -1,0 +1,45 @@
+"""``nostall bench app``: AlexNet trains from every pipeline, and input costs time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+from nostall_bench import app
+from nostall_bench.demo.dataset import DatasetSpec, make_dataset
+
+from nostall.errors import UsageError
+
+
+def parse(*options: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    app.add_arguments(parser)
+    return parser.parse_args(options)
+
+
+@pytest.mark.multi
+def test_the_cost_of_input_is_the_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = make_dataset(tmp_path / "data", DatasetSpec(8, 2, 0, 0.3))
+    options = (
+        "--dir", str(tmp_path), "--data", str(data), "--threads", "1", "--prefetch", "1",
+        "--batch-size", "4", "--dense", "16", "--runs", "2", "--pipelines", "nostall",
+    )  # fmt: skip
+    assert app.run(parse(*options)) == 0
+    memory, ours = json.loads((tmp_path / "app.json").read_text())["rows"]
+    assert memory["steps"] == ours["steps"] == [2, 2]
+    assert ours["cost"] == pytest.approx(ours["seconds"][1] - memory["seconds"][1])
+    assert (tmp_path / "app.png").stat().st_size > 1000
+    assert "cost of input" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="too few"):
+        app.run(parse(*options, "--batch-size", "5"))
+
+
+def test_the_model_is_alexnet() -> None:
+    layers = [type(layer).__name__ for layer in app.model(102)]
+    assert layers.count("Conv2d") == 5
+    assert layers.count("MaxPool2d") == 3
+    assert layers.count("Linear") == 3

@@ -1,0 +1,98 @@
+"""``nostall bench allreduce`` measures what it says, with real ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from nostall_bench import allreduce, choose
+
+from nostall.cli import main
+from nostall.collective import Communicator
+from nostall.errors import IoError, UsageError
+
+pytestmark = pytest.mark.multi
+
+
+@pytest.mark.parametrize("operation", ["allreduce", "reduce"])
+def test_measures_all_engines_in_one_run(
+    operation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.json"
+    words = ["bench", "allreduce", "--operation", operation, "--ranks", "2", "--repeats", "1"]
+    words += ["--sizes", "64", "64KiB", "--mif", "0", "5", "--seconds", "0.01", "--most", "20"]
+    engines = ["nostall", "nostall shared", "arrival_leader", "arrival_chain", "openmpi"]
+    if operation == "allreduce":
+        engines.append("rsa")
+
+    plot = tmp_path / "plot.png"
+    words += ["--json", str(out), "--plot", str(plot)]
+    assert main([*words, "--engines", *engines]) == 0
+    measured = json.loads(out.read_text())
+    assert measured["copy_bytes_per_s"] > 1e8
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    rows = measured["rows"]
+    assert {(r["engine"], r["size"], r["mif"]) for r in rows} == {
+        (e, size, mif) for e in engines for size in (64, 65536) for mif in (0.0, 5.0)
+    }
+    for row in rows:
+        assert row["in_call"] > 0
+        assert row["after_last"] > 0
+        assert row["in_call_range"][0] <= row["in_call"] <= row["in_call_range"][1]
+    said = capsys.readouterr().out
+    assert "best peer / nostall" in said
+    assert "share of it" in said
+
+
+def test_waiting_for_a_late_rank_is_counted(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    words = ["bench", "allreduce", "--ranks", "3", "--repeats", "1", "--sizes", "64KiB"]
+    words += ["--mif", "0", "--most", "6", "--late-ms", "20", "--busy", "1"]
+    assert main([*words, "--engines", "nostall", "--json", str(out)]) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["in_call"] > 5000
+    assert 0 < row["late_cpu_share"] < 0.5
+    assert row["busy"] > 0
+
+
+def _row(engine: str, size: int, mif: float, time: float, most: float = 0) -> allreduce.Row:
+    spread = (time, max(time, most))
+    return allreduce.Row(engine, 4, size, mif, time, time, 0, 0, 0, 0, spread, spread)
+
+
+def test_the_table_names_the_fastest_and_the_default_when_in_doubt() -> None:
+    rows = [_row("nostall", size, 0, 10) for size in (8192, 65536, 1 << 20)]
+    rows += [_row("rsa", size, 0, 5) for size in (8192, 65536)] + [_row("rsa", 1 << 20, 0, 9.5)]
+    rows += [_row("nostall", 8192, 20, 10), _row("rsa", 8192, 20, 10)]
+    rows += [_row("arrival_chain", 8192, 20, 8)]
+    # Faster, but not every time.
+    rows += [_row("leader", 8192, 20, 5, most=11), _row("leader", 8192, 0, 4, most=12)]
+    assert [str(c) for c in choose.choose(rows)] == [
+        "4 together 65536 rsa",
+        "4 together 1048576 cooperative",
+        "4 apart 8192 arrival_chain",
+    ]
+
+
+def test_calibrated_collectives_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "cache" / "nostall" / "collectives.json"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # What is measured has its test above; 40 programs need their time to start.
+    rows = [_row(engine, 8192, mif, 5) for engine in ("nostall", "rsa") for mif in (0, 20)]
+    monkeypatch.setattr(allreduce, "measure", lambda *_: rows)
+    assert main(["calibrate", "collectives", "--ranks", "4", "--sizes", "8KiB"]) == 0
+    told = json.loads(table.read_text())
+    assert told["version"] == 1
+    assert [row.split()[:3] for row in told["table"]] == [
+        ["4", "together", "8192"],
+        ["4", "apart", "8192"],
+    ]
+    table.write_text('{"version": 1, "table": ["1 together 100 magic"]}')
+    with pytest.raises(UsageError, match="1 together 100 magic"):
+        Communicator("a table of magic", 0, 1)
+    monkeypatch.setenv("NOSTALL_COLLECTIVES", str(tmp_path / "absent"))
+    with pytest.raises(IoError, match="absent"):
+        Communicator("no table", 0, 1)
+    monkeypatch.setenv("NOSTALL_COLLECTIVES", "off")
+    Communicator("off", 0, 1).close()

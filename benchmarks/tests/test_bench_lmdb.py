@@ -1,0 +1,130 @@
+"""nostall bench lmdb: every strategy delivers the right records, and counts what it did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from nostall_bench import lmdb, slowfs
+from nostall_bench.lmdb import data, fio
+from nostall_bench.lmdb.places import _Group
+from nostall_bench.lmdb.pool import Pool, Task
+
+from nostall.cli import main
+from nostall.errors import UsageError
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "KINDS", {"3 KB": (3_073, 3_073), "110-190 KB": (9_000, 20_000)})
+    monkeypatch.setattr(lmdb, "KINDS", data.KINDS)
+    monkeypatch.setattr(
+        lmdb, "_COUNTS", {"3 KB": (900, 512, 512, 32), "110-190 KB": (300, 128, 128, 16)}
+    )
+
+
+def rows_of(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
+    out = tmp_path / "rows.json"
+    words = ["bench", "lmdb", "--dir", str(tmp_path), "--repeats", "1", "--json", str(out)]
+    assert main([*words, "--window", "200KB", *options]) == 0
+    rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
+    return rows
+
+
+@pytest.mark.multi
+def test_all_strategies_read_what_they_should(small: None, tmp_path: Path) -> None:
+    # A wrong record makes the run fail: every strategy checks what it delivered.
+    rows = rows_of(
+        tmp_path, "--storage", "disk", "--ranks", "2", "--sizes", "110-190 KB",
+        "--plot", str(tmp_path / "a.png"), "--stagger", "1", "8", "2",
+    )  # fmt: skip
+    limit = "fio" if fio.installed() else "raw"
+    for order in ("strided", "shuffled"):
+        found = [r["strategy"] for r in rows if r["order"] == order]
+        skipped = () if order == "strided" else lmdb.WALKING
+        expected = [s for s in lmdb.ALL if s not in skipped]
+        where = expected.index("stag")
+        expected[where : where + 1] = ["stag-1", "stag-2"]
+        assert found == [limit, *expected]
+    for row in rows:
+        if row["strategy"] == limit:
+            continue
+        (one,) = row["runs"]
+        assert one["read"] > 0
+        assert one["seek"] + one["read"] + one["skew"] <= one["seconds"] * 1.2
+        # Past the page cache nothing is read that was not asked for.
+        if row["strategy"] == "prov":
+            assert 1 <= one["read_bytes"] / row["needed"] < 1.7
+    walked = next(r for r in rows if r["strategy"] == "lmm-dm")
+    # The first guess of rank 1 is wrong, for records differ in size.
+    assert walked["runs"][0]["missed"] + walked["runs"][0]["redundant"] > 0
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+@pytest.mark.multi
+def test_on_slow_storage_the_storage_counts(small: None, tmp_path: Path) -> None:
+    reason = slowfs.missing()
+    if reason:
+        pytest.skip(reason)
+    rows = rows_of(
+        tmp_path, "--storage", "slow", "--ranks", "2", "--nodes", "2", "--sizes", "3 KB",
+        "--strategies", "lmm", "coal", "stag", "nostall", "--bandwidth", "0", "--aggregate", "0",
+    )  # fmt: skip
+    assert {r["nodes"] for r in rows} == {2}
+    assert all(r["runs"][0]["operations"] > 0 for r in rows)
+
+
+def test_the_index_reads_branch_and_leaf_pages_alone(small: None, tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "--index", "--storage", "disk", "--sizes", "110-190 KB")
+    scan = next(r for r in rows if r["strategy"] == "index")
+    assert scan["runs"][0]["records"] == 300
+    assert scan["runs"][0]["pages"] <= 1.1 * scan["tree_pages"]
+
+
+def test_blocks_are_read_in_every_way_and_size(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lmdb.blocks, "SIZES", (4096, 65536))
+    rows = rows_of(tmp_path, "--blocks", "--storage", "disk", "--sizes", "3 KB")
+    assert [(r["way"], r["read"]) for r in rows] == [
+        (way, size) for way in lmdb.blocks.WAYS for size in (4096, 65536)
+    ]
+    assert all(rate > 0 for r in rows for rate in r["rates"])
+
+
+def test_a_wrong_record_is_no_measurement() -> None:
+    buffer = np.zeros(64, np.uint8)
+    buffer[0] = buffer[24] = 7
+    at, size, record = np.array([0]), np.array([32]), np.array([7])
+    data.check(buffer, at, size, record)
+    buffer[24] = 8
+    with pytest.raises(UsageError, match="record 7 was not delivered: 8"):
+        data.check(buffer, at, size, record)
+
+
+def test_coalesced_ranges_cover_every_record_once() -> None:
+    random = np.random.default_rng(1)
+    offset = (np.cumsum(random.integers(1, 90, 400)) * 4096 + 16).astype(np.uint64)
+    length = random.integers(1, 4096 * 2, 400).astype(np.uint64)
+    records = random.permutation(400)[:96].reshape(4, 24)
+    group = _Group(records, Task("", [], records, offset, length, "", 1, 0, 1, 1))
+    for i, record in np.ndenumerate(records):
+        at = int(group.where[i])
+        k = int(np.searchsorted(group.place, at, side="right")) - 1
+        assert int(group.begin[k]) + at - int(group.place[k]) == int(offset[record])
+        assert at + int(length[record]) <= int(group.place[k]) + int(group.length[k])
+    for n in (1, 3, 8):
+        parts = [group.part(k, n) for k in range(n)]
+        assert [i for p in parts for i in range(len(group.begin))[p]] == list(
+            range(len(group.begin))
+        )
+
+
+def test_a_rank_that_fails_is_named(tmp_path: Path) -> None:
+    nothing = np.zeros((1, 2), np.int64)
+    ones = np.ones(1, np.uint64)
+    with Pool(2) as pool, pytest.raises(UsageError, match=r"prov failed[\s\S]*cannot open"):
+        pool.run(Task("prov", [str(tmp_path)], nothing, ones, ones, "", 1, 0, 1, 1))

@@ -1,0 +1,67 @@
+"""The synthetic dataset repeats bit for bit, decodes, and has ImageNet's file sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from nostall_bench.demo.dataset import DatasetSpec, digest, make_dataset
+from PIL import Image
+
+from nostall.errors import UsageError
+
+
+def test_equal_specs_give_equal_bytes_whatever_the_processes(tmp_path: Path) -> None:
+    spec = DatasetSpec(files=40, classes=4, seed=7, scale=0.25)
+    one = make_dataset(tmp_path / "one", spec, processes=1)
+    two = make_dataset(tmp_path / "two", spec, processes=2)
+    other = make_dataset(
+        tmp_path / "other", DatasetSpec(files=40, classes=4, seed=8, scale=0.25), processes=1
+    )
+    assert digest(one) == digest(two)
+    assert digest(one) != digest(other)
+
+
+def test_files_decode_and_have_the_stated_sizes(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    root = make_dataset(
+        tmp_path / "data",
+        DatasetSpec(files=120, classes=10),
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    paths = sorted(root.rglob("*.jpg"))
+    assert len(paths) == 120
+    assert seen[-1] == (120, 120)
+    assert sorted(p.name for p in root.iterdir()) == [f"class_{i:03d}" for i in range(10)]
+    sizes = np.array([p.stat().st_size for p in paths])
+    assert 85_000 < sizes.mean() < 105_000
+    assert sizes.min() > 25_000
+    assert sizes.max() < 200_000
+    shapes = []
+    for path in paths:
+        with Image.open(path) as image:
+            image.load()
+            assert image.mode == "RGB"
+            assert image.layer[0][1:3] == (2, 2)  # 4:2:0
+            shapes.append(image.size)
+    assert np.mean(shapes, axis=0) == pytest.approx([450, 375], abs=25)
+    assert len(set(shapes)) > 100
+
+
+def test_a_complete_dataset_is_kept_and_another_refused(tmp_path: Path) -> None:
+    spec = DatasetSpec(files=8, classes=2, scale=0.2)
+    root = make_dataset(tmp_path / "data", spec, processes=1)
+    before = [p.stat().st_mtime_ns for p in sorted(root.rglob("*.jpg"))]
+    make_dataset(root, spec, processes=1)
+    assert [p.stat().st_mtime_ns for p in sorted(root.rglob("*.jpg"))] == before
+    with pytest.raises(UsageError, match="different dataset"):
+        make_dataset(root, DatasetSpec(files=9, classes=2, scale=0.2))
+
+
+def test_a_foreign_directory_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "thesis.tex").write_text("years of work")
+    with pytest.raises(UsageError, match="not empty"):
+        make_dataset(tmp_path / "data", DatasetSpec(files=4, classes=2))
+    assert (tmp_path / "data" / "thesis.tex").read_text() == "years of work"

@@ -1,0 +1,82 @@
+"""The demo's own training, network and loader, in every way of coordinating: the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from nostall_bench.demo.dataset import DatasetSpec, make_dataset
+from sync_ranks import run_ranks
+
+TRAIN = """
+import argparse, hashlib, torch, torch.distributed as dist
+import nostall.torch as nt
+from nostall_bench.demo.train import NostallEpochs, make_model
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method="file://{store}", rank=rank, world_size=2)
+arguments = argparse.Namespace(data={data!r}, batch_size=4, epochs=2, seed=7, size=48, tiers=[])
+
+def train(options):
+    model = make_model(5, arguments.seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    forward = model
+    if options is None:
+        forward = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    else:
+        optimizer = nt.DistributedOptimizer(
+            optimizer, model.named_parameters(), nt.SyncOptions(**options))
+    run = NostallEpochs(arguments)
+    steps = 0
+    for epoch in run:
+        for images, labels in epoch:
+            optimizer.zero_grad(set_to_none=True)
+            loss = torch.nn.functional.cross_entropy(forward(images), labels)
+            loss.backward()
+            optimizer.step()
+            steps += 1
+    run.loader.close()
+    digest = hashlib.sha256(
+        b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    return [digest, steps, float(loss)]
+
+core = sorted(os.sched_getaffinity(0))[0]
+agree = {{"mode": "negotiated", "cycle": 0.001}}
+ways = {{
+    "planned": {{}},
+    "planned, small groups": {{"threshold": 4096}},
+    "planned, gradients apart": {{"views": False}},
+    "planned, own core": {{"cores": (core,)}},
+    "negotiated": agree,
+    "negotiated, own core": {{**agree, "cores": (core,)}},
+    "global sleep": {{**agree, "global_sleep_every": 1}},
+    "global sleep, own core": {{**agree, "global_sleep_every": 2, "cores": (core,)}},
+    "nonblocking": {{**agree, "nonblocking": True}},
+    "nonblocking, global sleep": {{**agree, "nonblocking": True, "global_sleep_every": 3}},
+    "nonblocking, own core": {{**agree, "nonblocking": True, "cores": (core,)}},
+    "DDP over Gloo": None,
+}}
+result = {{name: train(options) for name, options in ways.items()}}
+result["start"] = hashlib.sha256(
+    b"".join(p.detach().numpy().tobytes() for p in make_model(5, 7).parameters())).hexdigest()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.multi
+@pytest.mark.timeout(400)
+def test_the_demo_ends_with_the_same_weights_in_every_mode(tmp_path: Path) -> None:
+    """Two ranks, float32: a + b has the same bits in any order, so DDP's must be ours."""
+    data = make_dataset(tmp_path / "data", DatasetSpec(24, classes=5, scale=0.25), processes=1)
+    results = run_ranks(2, TRAIN.format(data=str(data), store=tmp_path / "store"))
+    start = [r.pop("start") for r in results]
+    expected = results[0]["DDP over Gloo"][0]
+    assert start == [start[0]] * 2
+    assert expected != start[0]
+    for result in results:
+        assert len(result) == 12
+        assert {name: digest for name, (digest, _, _) in result.items()} == dict.fromkeys(
+            result, expected
+        )
+        # The ranks had data of their own: the losses differ though the weights do not.
+        assert {steps for _, steps, _ in result.values()} == {6}
+    assert results[0]["planned"][2] != results[1]["planned"][2]

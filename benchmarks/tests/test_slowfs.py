@@ -1,0 +1,132 @@
+"""The slowed file system keeps its promises: rate, saturation, exact counts, clean unmounts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from nostall_bench.slowfs import SlowFS, missing
+
+from nostall.errors import UsageError
+
+pytestmark = pytest.mark.alone
+
+MB = 1_000_000
+needs_fuse = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+@pytest.fixture
+def backing(tmp_path: Path) -> Iterator[Path]:
+    root = tmp_path / "backing"
+    (root / "sub").mkdir(parents=True)
+    for i in range(8):
+        (root / "sub" / f"{i}.bin").write_bytes(os.urandom(500_000 + i))
+    yield root
+
+
+def read_all(root: Path) -> int:
+    return sum(len(p.read_bytes()) for p in sorted((root / "sub").iterdir()))
+
+
+@needs_fuse
+def test_content_and_counters_are_exact(backing: Path, tmp_path: Path) -> None:
+    total = sum(500_000 + i for i in range(8))
+    with SlowFS(backing, tmp_path / "mnt") as fs:
+        for path in sorted((backing / "sub").iterdir()):
+            assert (tmp_path / "mnt" / "sub" / path.name).read_bytes() == path.read_bytes()
+        assert fs.served_bytes == total
+        assert fs.operations["open"] == 8
+        # Files are forgotten at each open, so a second pass is served in full again.
+        assert read_all(tmp_path / "mnt") == total
+        assert fs.served_bytes == 2 * total
+
+
+@needs_fuse
+def test_a_kept_cache_serves_once_until_dropped(backing: Path, tmp_path: Path) -> None:
+    total = sum(500_000 + i for i in range(8))
+    with SlowFS(backing, tmp_path / "mnt", keep_cache=True) as fs:
+        read_all(tmp_path / "mnt")
+        read_all(tmp_path / "mnt")
+        assert fs.served_bytes == total
+        fs.drop_caches()
+        read_all(tmp_path / "mnt")
+        assert fs.served_bytes == 2 * total
+
+
+@needs_fuse
+def test_one_client_gets_the_stated_bandwidth(backing: Path, tmp_path: Path) -> None:
+    with SlowFS(backing, tmp_path / "mnt", bandwidth=10 * MB) as fs:
+        began = time.perf_counter()
+        size = read_all(tmp_path / "mnt")
+        rate = size / (time.perf_counter() - began)
+        assert fs.served_bytes == size
+    assert rate == pytest.approx(10 * MB, rel=0.15)
+
+
+@needs_fuse
+def test_clients_together_saturate_at_the_aggregate(backing: Path, tmp_path: Path) -> None:
+    with SlowFS(backing, tmp_path / "mnt", bandwidth=10 * MB, aggregate=15 * MB, clients=2) as fs:
+        curve = fs.measure(seconds=0.6)
+    assert curve[0] == pytest.approx(10 * MB, rel=0.15)
+    assert curve[1] == pytest.approx(15 * MB, rel=0.15)
+
+
+@needs_fuse
+def test_two_clients_below_the_aggregate_do_not_disturb_each_other(
+    backing: Path, tmp_path: Path
+) -> None:
+    with SlowFS(backing, tmp_path / "mnt", bandwidth=8 * MB, clients=2) as fs:
+        began = time.perf_counter()
+        threads = [threading.Thread(target=read_all, args=(mount,)) for mount in fs.mounts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        rate = fs.served_bytes / (time.perf_counter() - began)
+    assert rate == pytest.approx(16 * MB, rel=0.15)
+
+
+@needs_fuse
+def test_latency_is_paid_by_every_open_and_read(backing: Path, tmp_path: Path) -> None:
+    (backing / "small").write_bytes(b"x")
+    with SlowFS(backing, tmp_path / "mnt", latency=0.05):
+        began = time.perf_counter()
+        (tmp_path / "mnt" / "small").read_bytes()
+        took = time.perf_counter() - began
+    assert 0.1 <= took < 2
+
+
+@needs_fuse
+def test_writing_is_refused(backing: Path, tmp_path: Path) -> None:
+    with SlowFS(backing, tmp_path / "mnt"), pytest.raises(OSError, match="Read-only"):
+        (tmp_path / "mnt" / "sub" / "new").write_bytes(b"x")
+
+
+@needs_fuse
+def test_a_killed_daemon_leaves_no_mount(backing: Path, tmp_path: Path) -> None:
+    mount = tmp_path / "mnt"
+    with SlowFS(backing, mount) as fs:
+        os.kill(fs.daemons[0], signal.SIGKILL)
+        with pytest.raises(OSError, match=r"not connected|abort"):
+            while True:
+                (mount / "sub" / "0.bin").read_bytes()
+                time.sleep(0.01)
+    assert not os.path.ismount(mount)
+    assert list(mount.iterdir()) == []
+
+
+@needs_fuse
+def test_an_error_inside_unmounts(backing: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), SlowFS(backing, tmp_path / "mnt"):
+        raise KeyboardInterrupt
+    assert not os.path.ismount(tmp_path / "mnt")
+
+
+def test_a_missing_backing_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="absent is not a directory"):
+        SlowFS(tmp_path / "absent", tmp_path / "mnt")

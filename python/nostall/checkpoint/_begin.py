@@ -1,0 +1,246 @@
+"""How a job takes its directories: who shares which, one rank clears each up, all agree on a name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nostall.checkpoint._cleaner import begin_of_branch
+from nostall.checkpoint._format import Manifest
+from nostall.checkpoint._lineage import Lineage, newest
+from nostall.checkpoint._nodes import Held, Nodes, holdings, together
+from nostall.checkpoint._retention import Keep, decide
+from nostall.checkpoint._store import Store, io_errors
+from nostall.errors import Error, UsageError
+from nostall.job import _secret as secret
+from nostall.job._rendezvous import AllGather, exposed
+from nostall.job._stream import machine
+
+_log = logging.getLogger("nostall")
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A job that has its directories; `run` is its name, which is in the ids of its saves.
+
+    `nodes` is there if fast directories are the nodes' own, and `held` what they have together.
+    `lineage` numbers the saves, on all ranks alike; `owned` are the directories that this rank
+    clears up.
+    """
+
+    run: str
+    nodes: Nodes | None
+    held: list[Held]
+    lineage: Lineage
+    owned: list[Store]
+
+
+def begin(
+    fast: Store | None,
+    durable: Store | None,
+    rank: int,
+    world_size: int,
+    allgather: AllGather,
+    *,
+    partner: bool,
+    timeout: float,
+) -> Begun:
+    """Takes the directories; all ranks of the job call it.
+
+    Raises:
+        UsageError: another job has them, the ranks do not see the same durable one, or one of them
+            fails otherwise: then all do.
+    """
+    with contextlib.ExitStack() as undo:
+        for store in (fast, durable):
+            if store is not None:
+                undo.callback(store.disown)
+        begun = _begin(
+            fast, durable, rank, world_size, allgather, undo, partner=partner, timeout=timeout
+        )
+        undo.pop_all()
+        return begun
+
+
+def _begin(
+    fast: Store | None,
+    durable: Store | None,
+    rank: int,
+    world_size: int,
+    allgather: AllGather,
+    undo: contextlib.ExitStack,
+    *,
+    partner: bool,
+    timeout: float,
+) -> Begun:
+    stores = [store for store in (fast, durable) if store is not None]
+    run = secrets.token_hex(4)
+    if world_size == 1:
+        for store in stores:
+            store.own()
+            store.clean()
+        if partner:
+            _log.warning("partner=True has no effect: this job has one rank, so one node")
+        return Begun(run, None, [], lineage_of(stores, stores), stores)
+
+    def gather(note: dict[str, Any]) -> list[dict[str, Any]]:
+        notes = [json.loads(text) for text in allgather(json.dumps(note).encode())]
+        for other, theirs in enumerate(notes):
+            if theirs.get("error"):
+                raise UsageError(f"rank {other} cannot begin: {theirs['error']}")
+        return notes
+
+    # What one rank cannot do it says with the next gather, so that no other waits for it.
+    note: dict[str, Any] = {"token": run, "machine": machine()}
+    readers = exposed(allgather)
+    note["secret"] = secret.offer(rank, readers)
+    with _noting(note):
+        for store in stores:
+            with io_errors("make the directory", store.root):
+                store.make()
+                (store.root / f".run-{run}").touch()
+    notes = gather(note)
+    tokens, run = [n["token"] for n in notes], str(notes[0]["token"])
+    several = len({n["machine"] for n in notes}) > 1
+    key = secret.settle(rank, [n["secret"] for n in notes], readers)
+    note = {}
+    with _noting(note):
+        for s in stores:
+            note[s.kind] = [r for r, t in enumerate(tokens) if _marker(s, t).exists()]
+    seen = gather(note)
+    everybody = list(range(world_size))
+    if durable is not None:
+        for other, theirs in enumerate(seen):
+            if theirs["durable"] != everybody:
+                raise UsageError(
+                    f"rank {other} does not see rank 0's {durable.root}: all ranks must share the "
+                    "durable directory; the fast one may be each node's own"
+                )
+    groups = _groups([theirs["fast"] for theirs in seen]) if fast is not None else [everybody]
+    nodes = None
+    note = {"address": None, "held": [], "seen": 0}
+    owned: list[Store] = []
+    with _noting(note):
+        if len(groups) > 1 and fast is not None:
+            nodes = Nodes(
+                fast, rank, groups, key, partner=partner, timeout=timeout, several=several
+            )
+            undo.callback(nodes.close)
+            note["address"] = nodes.address
+        elif partner and rank == 0:
+            _log.warning("partner=True has no effect: all ranks share %s", fast and fast.root)
+        leads_fast = nodes.leader if nodes is not None else rank == 0
+        for store in stores:
+            if leads_fast if store is fast else rank == 0:
+                store.own()
+                owned.append(store)
+                for old in store.root.glob(".run-*"):
+                    old.unlink(missing_ok=True)
+                if store is not fast or nodes is None:
+                    store.clean()
+                else:
+                    note["held"] = holdings(store)
+        note["seen"] = max((store.seen() for store in owned), default=0)
+    notes = gather(note)
+    seen_by_all = max(int(theirs["seen"]) for theirs in notes)
+    if nodes is None:
+        return Begun(run, None, [], lineage_of(stores, owned, (), seen_by_all), owned)
+    nodes.addresses = [tuple(notes[group[0]]["address"]) for group in groups]
+    held = together([notes[group[0]]["held"] for group in groups])
+    note = {}
+    with _noting(note):
+        nodes.check_ways()
+        if nodes.leader:
+            _settle(nodes, held)
+    gather(note)  # no rank looks before all nodes have settled
+    lineage = lineage_of(stores, owned, held, seen_by_all)
+    return Begun(run, nodes, held, lineage, owned)
+
+
+def lineage_of(
+    stores: Sequence[Store],
+    owned: Sequence[Store],
+    held: Sequence[Held] = (),
+    seen: int = 0,
+) -> Lineage:
+    """What the next save in these directories continues; `seen` is the highest number elsewhere."""
+    found = {m.id: m for store in stores for m in store.manifests()}
+    found |= {h.manifest.id: h.manifest for h in held}
+    seen = max([seen, *(store.seen() for store in stores)])
+    lineage = Lineage(list(found.values()), begin_of_branch(*stores), seen)
+    for store in owned:
+        try:
+            store.note_sequence(lineage.first)
+        except (
+            Error,
+            OSError,
+        ) as error:  # a full disk: it matters only if this job's saves get lost
+            _log.warning("%s", error)
+    return lineage
+
+
+@contextlib.contextmanager
+def _noting(note: dict[str, Any]) -> Iterator[None]:
+    try:
+        yield
+    except (Error, OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+        note["error"] = str(error)
+
+
+def _marker(store: Store, token: str) -> Any:
+    return store.root / f".run-{token}"
+
+
+def _groups(seen: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The ranks of each node, by whose marks each rank sees in its fast directory."""
+    for rank, theirs in enumerate(seen):
+        if rank not in theirs or any(list(seen[other]) != list(theirs) for other in theirs):
+            raise UsageError(
+                f"rank {rank} sees the marks of ranks {list(theirs)} in its fast directory, and not "
+                "all of them see the same: is it being removed?"
+            )
+    return [list(group) for group in sorted({tuple(theirs) for theirs in seen})]
+
+
+def _settle(nodes: Nodes, held: Sequence[Held]) -> None:
+    """This node takes over manifests that it missed, and clears up what no manifest names."""
+    store = nodes.store
+    whole = newest(h.manifest for h in held if not h.lost)
+    for h in held:
+        step = h.manifest.step
+        here = store.find(step, h.manifest.id)
+        if h.lost:
+            if whole is not None and h.manifest.sequence < whole.sequence and here is not None:
+                store.remove(step, h.manifest.id)  # parts of it went with another node
+        elif any(nodes.node in at for at in h.holders.values()) and here != h.manifest:
+            store.prepare(step)
+            store.publish(h.manifest)
+    store.clean()
+
+
+def undrained(
+    fast: Store, durable: Store, keep: Keep, held: Sequence[Held] | None = None
+) -> list[Manifest]:
+    """Complete checkpoints of the fast tier that should be durable and are not, oldest first.
+
+    `held` is what the nodes have, where each has a fast directory of its own.
+    """
+    if held is None:
+        on_fast = fast.manifests()
+        whole = {m.id for m in on_fast if fast.has_all(m)}
+    else:
+        on_fast = [h.manifest for h in held]
+        whole = {h.manifest.id for h in held if not h.lost}
+    there = {m.id: m for m in durable.manifests()}
+    missed = {id for id, m in there.items() if not durable.has_all(m)}
+    # What has lost parts takes no place among those that are kept.
+    there = {id: m for id, m in there.items() if id not in missed or id not in whole}
+    good = {m.id: m for m in on_fast if m.id in whole} | there
+    stay = decide(good.values(), keep, begin_of_branch(fast, durable))
+    waiting = [m for m in on_fast if m.id in whole and m.id in stay and m.id not in there]
+    return sorted(waiting, key=lambda m: m.order)

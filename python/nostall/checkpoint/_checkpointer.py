@@ -1,0 +1,576 @@
+"""`nostall.Checkpointer`: saves that the training hardly feels, restores that never mix or guess."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import logging
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, Literal
+
+from nostall import _native
+from nostall.base._sizes import parse_size
+from nostall.checkpoint import _format as files
+from nostall.checkpoint._begin import begin, undrained
+from nostall.checkpoint._engine import Engine
+from nostall.checkpoint._restore import Restored, load_into
+from nostall.checkpoint._retention import Keep
+from nostall.checkpoint._saved import Drain, Failures, Job, Level, Saved, Settings
+from nostall.checkpoint._search import Search
+from nostall.checkpoint._store import LARGEST_STEP, Store
+from nostall.checkpoint._tree import encode
+from nostall.checkpoint._window import Window, choose_copying, guarded_addresses
+from nostall.errors import Error, IoError, PeerError, UsageError
+from nostall.job._rendezvous import AllGather, Rendezvous, exposed, find_rendezvous
+from nostall.job._world import find_world
+from nostall.observe import trace
+
+_log = logging.getLogger("nostall")
+# Checkpointers are told apart by their number in the process: ranks make them in the same order.
+_made = itertools.count()
+
+
+class Checkpointer:
+    """Saves the state of a training to a fast and a durable directory, and restores the newest.
+
+    A save copies the state once, to memory that is there already, and returns; a background thread
+    writes it to `fast`, another one drains it from there to `durable` at a limited rate. A checkpoint
+    exists once its manifest does, which appears by one rename after all parts of all ranks are on
+    their device. What a job that was killed leaves is continued or cleaned up by the next one.
+
+    Args:
+        fast: a directory on fast storage (NVMe, /dev/shm), seen by all ranks or each node's own.
+        durable: a directory on durable storage, seen by all ranks. One of both may be left out.
+        keep: how many checkpoints stay, or a `Keep`.
+        every: only steps that this divides are saved; others make `save` return None at once.
+        level: what `save` waits for: ``"memory"`` (the copy), ``"fast"``, ``"durable"``.
+        keep_fast: how many complete checkpoints stay on the fast tier for a fast restore.
+        rate: bytes a second of the drain, for example ``"200MB"``; None: as fast as it goes.
+        replicated: all ranks hold the same state (data parallelism): rank 0 writes it, all restore
+            it, on any number of ranks.
+        snapshots: how many may be in memory at a time. Each takes the size of the state.
+        threads: threads that copy; at most 8 of the rank's share of the cores if None.
+        timeout: seconds after which a rank that does not come is given up.
+        patience: seconds that a save may wait for an earlier snapshot to be written, before this
+            checkpoint is given up with a warning: hanging storage does not stop the training.
+        priority: of background threads: ``"low"`` (nice 19); ``"idle"``, nearer to not being there, but
+            a busy machine may hold a snapshot for long; ``"normal"``.
+        verify: read a drained copy back before the fast one may go.
+        windows: write to durable storage while no loader of this process reads and no gradients are
+            under way, as far as that does not take half the time between two saves.
+        max_failures: after so many saves in a row that are safe nowhere, `save` raises IoError.
+        max_unsafe_seconds: and also once a save that is safe nowhere is so old, and no later one is
+            safe either.
+        on_failure: called with the words of that error instead of raising it, by `save` and `close`.
+        partner: where each node has a fast directory of its own, the next node keeps a copy of what
+            this one writes there, so that losing one node loses nothing. Level fast waits for both
+            copies; should the second fail, the save is complete with the first alone, with a warning
+            and a word in `Saved.problems`: what is good is not thrown away.
+        rank, world_size, job: found as the loader finds them.
+        gather: the job's allgather of bytes; found as the loader finds it.
+
+    Raises:
+        UsageError: arguments that do not go together; a directory that another job uses.
+        IoError: a directory that cannot be made.
+
+    A restore of an older step, or a save of a step below the newest one, begins a branch: what came
+    after it is superseded. That stays, as the rules of `keep` want it for a branch by itself, until
+    `restore(step)` or ``nostall checkpoints branch`` goes back to it; `restore()` gives the newest of
+    the current branch, whatever clocks say.
+
+    Thread-safety: one thread, the training's, calls it.
+    """
+
+    def __init__(
+        self,
+        fast: str | os.PathLike[str] | None = None,
+        durable: str | os.PathLike[str] | None = None,
+        *,
+        keep: int | Keep = 5,
+        every: int | None = None,
+        level: Level = "memory",
+        keep_fast: int = 1,
+        rate: int | str | None = None,
+        replicated: bool = False,
+        snapshots: int = 1,
+        threads: int | None = None,
+        timeout: float = 600.0,
+        patience: float = 60.0,
+        priority: Literal["normal", "low", "idle"] = "low",
+        verify: bool = True,
+        windows: bool = True,
+        max_failures: int = 3,
+        max_unsafe_seconds: float = 3600.0,
+        on_failure: Callable[[str], None] | None = None,
+        partner: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        job: str | None = None,
+        gather: AllGather | None = None,
+    ) -> None:
+        if fast is None and durable is None:
+            raise UsageError("a checkpointer needs fast=, durable= or both")
+        roots = [os.path.realpath(root) for root in (fast, durable) if root is not None]
+        if len(roots) > len(set(roots)):
+            raise UsageError(f"fast and durable are the same directory, {roots[0]}")
+        counts = {"every": every, "snapshots": snapshots, "keep_fast": keep_fast}
+        counts |= {"threads": threads, "max_failures": max_failures}
+        for name, count in counts.items():
+            if count is None and name in ("every", "threads"):
+                continue
+            if type(count) is not int or count < 1:
+                raise UsageError(f"{name} must be a whole number of at least 1, not {count!r}")
+        times = {"timeout": timeout, "patience": patience, "max_unsafe_seconds": max_unsafe_seconds}
+        for name, seconds in times.items():
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+                raise UsageError(f"{name} must be a number of seconds above 0, not {seconds!r}")
+        flags = {"replicated": replicated, "verify": verify, "windows": windows}
+        for name, flag in {**flags, "partner": partner}.items():
+            if not isinstance(flag, bool):
+                raise UsageError(f"{name} must be True or False, not {flag!r}")
+        if on_failure is not None and not callable(on_failure):
+            raise UsageError(f"on_failure must be a function, not {on_failure!r}")
+        if priority not in ("normal", "low", "idle"):
+            raise UsageError(f'priority must be "normal", "low" or "idle", not {priority!r}')
+        self._check_level(level, fast is not None, durable is not None)
+        world = find_world(rank=rank, world_size=world_size, job=job)
+        self.rank, self.world_size = world.rank, world.world_size
+        self.every, self.level, self.replicated = every, level, replicated
+        self._timeout = timeout
+        self._gather = gather
+        self._name = f"checkpointer {next(_made)}"
+        self._gathered = itertools.count()
+        cores = len(os.sched_getaffinity(0))
+        self._threads = threads or max(1, min(8, cores // world.local_world_size))
+        self.fast = Store(fast, "fast") if fast is not None else None
+        self.durable = Store(durable, "durable") if durable is not None else None
+        keep = keep if isinstance(keep, Keep) else Keep(keep)
+        settings = Settings(
+            keep=keep,
+            keep_fast=keep_fast,
+            rate=0 if rate is None else parse_size(rate),
+            timeout=timeout,
+            patience=patience,
+            priority=priority,
+            verify=verify,
+            windows=windows,
+        )
+        begun = begin(
+            self.fast,
+            self.durable,
+            self.rank,
+            self.world_size,
+            Rendezvous(self._allgather, self._exposed()),
+            partner=partner,
+            timeout=timeout,
+        )
+        self._run, self._nodes = begun.run, begun.nodes
+        self._lineage, self._owned = begun.lineage, begun.owned
+        self._failures = Failures(max_failures, max_unsafe_seconds, on_failure)
+        self._engine = Engine(self.fast, self.durable, self.rank, settings, self._nodes)
+        self._images = [_native.Image(self._threads) for _ in range(snapshots)]
+        for image in self._images:
+            self._engine.add_image(image)
+        self._saves = itertools.count()
+        self._pid = os.getpid()
+        self._history: deque[Saved] = deque(maxlen=1000)
+        self._window: Window | None = None
+        self._unsteady: set[str] = set()  # arrays that were seen to change within windows
+        self._window_seconds: float | None = None
+        self._optimizers: list[Any] = []
+        if self.rank == 0 and self.fast is not None and self.durable is not None:
+            # What an earlier job left on the fast tier goes on its way.
+            held = {h.manifest.id: h for h in begun.held}
+            on_nodes = begun.held if self._nodes is not None else None
+            for manifest in undrained(self.fast, self.durable, keep, on_nodes):
+                self._engine.submit_drain(Drain(manifest, alone=True, held=held.get(manifest.id)))
+        self._closer = weakref.finalize(
+            self, _shut, os.getpid(), self._engine, self.fast, self.durable
+        )
+        atexit.register(self._closer)
+
+    @staticmethod
+    def _check_level(level: str, fast: bool, durable: bool) -> None:
+        if level not in ("memory", "fast", "durable"):
+            raise UsageError(f'level must be "memory", "fast" or "durable", not {level!r}')
+        if (level == "fast" and not fast) or (level == "durable" and not durable):
+            raise UsageError(f"level {level} needs {level}= to be given")
+
+    # ------------------------------------------------------------------ saving
+
+    def prepare(self, state: Any) -> None:
+        """Makes room for snapshots of `state`, so that the first save costs what later ones do."""
+        if self.rank == 0 or not self.replicated:
+            tree, leaves = encode(state)
+            size = len(files.header(tree, leaves)) + sum(leaf.nbytes for leaf in leaves)
+            for image in self._images:
+                image.reserve(size + (1 << 20))
+
+    def due(self, step: int) -> bool:
+        """Whether `save` does anything at this step."""
+        return self.every is None or step % self.every == 0
+
+    def save(
+        self,
+        state: Any,
+        step: int,
+        *,
+        metric: float | None = None,
+        level: Level | None = None,
+        window: bool = False,
+        force: bool = False,
+    ) -> Saved | None:
+        """Takes a checkpoint of `state`; returns once it is safe at the level.
+
+        Args:
+            state: nested dictionaries, lists and tuples of NumPy arrays, torch tensors, numbers,
+                strings, bytes, None, and objects with a state_dict (modules, optimizers, the
+                loader); or a function that returns it, called only if the step is due.
+            step: 0 to 10**12 - 1; saving a step again replaces it.
+            metric: for `Keep.best`.
+            level: instead of the checkpointer's.
+            window: return before the tensors are copied; they are read while the training goes on,
+                until an update (they are immutable until then: "Understanding Scalability and
+                Fine-Grain Parallelism of Synchronous Data Parallel Training", section III); for level
+                memory. With `attach`, parameters and optimizer state are read later and all else is
+                copied by the call; without, nothing may change before `before_update` is called. A
+                torch tensor that does change is found, and the checkpoint is not kept.
+            force: also if the step is not due.
+
+        Raises:
+            UsageError: the state holds what a checkpoint cannot, named by its place.
+            IoError: level fast or durable was not reached, with the reasons; or the saves before it
+                are safe nowhere (`max_failures`, `max_unsafe_seconds`). This one is on its way all the
+                same.
+        """
+        if type(step) is not int or not 0 <= step <= LARGEST_STEP:
+            raise UsageError(f"step must be a number from 0 to {LARGEST_STEP}, not {step!r}")
+        if not (force or self.due(step)):
+            return None
+        self._check_process()
+        if not self._closer.alive:
+            raise UsageError("this checkpointer is closed")
+        wanted = level or self.level
+        self._check_level(wanted, self.fast is not None, self.durable is not None)
+        with trace.span("save", "checkpoint"):
+            return self._save(state, step, metric, wanted, window)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"this checkpointer is of process {self._pid}, and its threads are not in the forked "
+                f"process {os.getpid()}: make a checkpointer in the process that uses it"
+            )
+
+    def _save(
+        self, state: Any, step: int, metric: float | None, wanted: Level, window: bool
+    ) -> Saved:
+        began = time.perf_counter()
+        self.before_update()
+        number = next(self._saves)
+        id = f"{self._run}-{number:06d}"
+        sequence, abandoned = self._lineage.save(step)
+        manifest = files.Manifest(
+            step,
+            id,
+            self.world_size,
+            (),
+            self.replicated,
+            metric,
+            sequence=sequence,
+            abandoned=abandoned,
+        )
+        saved = Saved(step, id, 0)
+        job = Job(saved, manifest, None, number)
+        image = leaves = None
+        if self.rank == 0 or not self.replicated:
+            # A call that waits for storage does not wait for the copy: it is written as it is made.
+            window = window and wanted == "memory"
+            now = wanted == "memory" and not window
+            image = self._snapshot(state() if callable(state) else state, job, window, now)
+            leaves = job.leaves  # the job lets go of them once it fails
+        self._engine.submit(job, awaited=wanted)
+        self._history.append(saved)
+        if wanted != "memory":
+            if image is not None:
+                image.finish()
+            del leaves
+            saved.wait(wanted, self._timeout + 10)
+        saved.seconds = time.perf_counter() - began
+        self._failures.tell(self._history, self._is_complete)
+        return saved
+
+    def _is_complete(self, saved: Saved) -> bool:
+        """Whether a save of which this rank heard no good is a checkpoint all the same."""
+        stores = [s for s in (self.fast, self.durable) if s is not None]
+        return any(s.find(saved.step, saved.id) is not None for s in stores)
+
+    def _snapshot(self, state: Any, job: Job, window: bool, now: bool) -> _native.Image | None:
+        """Begins the image of the job; the one it returns is to be finished."""
+        tree, leaves = encode(state)
+        guarded = guarded_addresses(leaves, self._optimizers, self._unsteady) if window else None
+        leaves = files.layout(leaves, guarded)
+        head = files.header(tree, leaves)
+        began = time.perf_counter()
+        image = self._engine.take_image()
+        job.saved.waited_seconds = time.perf_counter() - began
+        if image is None:
+            job.failed = (
+                f"the snapshot before is not written after {self._engine.settings.patience:g} s, its "
+                "storage hangs; snapshots=2 makes room for one more"
+            )
+            return None
+        began = time.perf_counter()
+        try:
+            copying = _native.Copying.at_once if now else _native.Copying.in_background
+            if window:
+                copying, why = choose_copying(self._window_seconds, self._engine.write_seconds)
+                job.saved.copying = f"{copying.name}: {why}"
+            job.leaves = leaves  # among them copies with no other reference
+            image.begin(head, [(leaf.address, leaf.nbytes) for leaf in leaves], copying)
+            if window:
+                job.window = Window(image, leaves, guarded, job.saved, self._unsteady)
+                self._window = job.window
+            elif now:
+                image.finish()
+        except BaseException:
+            self._window = None
+            image.finish()  # no thread reads the leaves any more
+            self._engine.add_image(image)
+            raise
+        job.image = image
+        job.saved.bytes = image.size
+        job.saved.copy_seconds = time.perf_counter() - began
+        return None if now or window else image
+
+    def before_update(self) -> None:
+        """Copies what a save with `window` has not copied yet; at once if there is nothing."""
+        if self._window is not None:
+            window, self._window = self._window, None
+            self._window_seconds = window.close()
+
+    def attach(self, optimizer: Any) -> None:
+        """Copies what a step of this torch optimizer is about to change before it does.
+
+        With `nostall.torch.DistributedOptimizer` and ``overlap_update`` that is a bucket at a time.
+        """
+        self._optimizers.append(optimizer)
+        optimizer.register_step_pre_hook(lambda stepping, *_: self._before_step(stepping))
+
+    def _before_step(self, optimizer: Any) -> None:
+        if self._window is not None and not self._window.reach(optimizer):
+            self.before_update()
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keeps background writing back meanwhile: the training needs storage or network itself.
+
+        A block is delayed by a second at most, so that a checkpoint gets safe in any case.
+        """
+        self._engine.gate.hold()
+        try:
+            yield
+        finally:
+            self._engine.gate.release()
+
+    # ------------------------------------------------------------------ restoring
+
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        into: MutableMapping[str, Any] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Restored | None:
+        """The newest complete and undamaged checkpoint, from the fast tier if it is there.
+
+        All ranks restore the same one. Damaged ones are passed over with a warning that says what is
+        damaged. Nothing is unpickled.
+
+        Args:
+            step: this one instead of the newest; if it is not the newest, a branch begins there, and
+                what came after it is superseded, with a warning.
+            into: a state as given to `save`. Objects with a load_state_dict get theirs, arrays and
+                tensors are filled where they are, all else is replaced: None takes whatever was
+                saved in its place. Nothing changes if anything does not fit.
+            progress: called now and then with (bytes read, bytes in all).
+
+        Returns:
+            What was restored, or None if there never was a checkpoint.
+
+        Raises:
+            CorruptionError: there are checkpoints, and all are damaged.
+            UsageError: the checkpoint is of another number of ranks, or does not fit `into`.
+        """
+        self._check_process()
+        stores = [s for s in (self.fast, self.durable) if s is not None]
+        search = Search(
+            stores,
+            self._nodes,
+            self.rank,
+            self.world_size,
+            self._threads,
+            self._allgather,
+            self._engine.damaged,
+        )
+        restored = search.run(step, progress)
+        if restored is None:
+            return None
+        if into is not None:
+            load_into(into, restored.state)
+        behind = self._lineage.restored(restored.manifest)
+        if step is not None:
+            self._begin_branch(restored.manifest, behind)
+        return restored
+
+    def _begin_branch(self, manifest: files.Manifest, behind: bool) -> None:
+        """Notes durably that the training went back, so that a next start does so too."""
+        note = b""
+        if self.rank == 0 and behind:
+            number, abandoned = self._lineage.begin()
+            note = files.Branch(number, abandoned, manifest.step, manifest.id).to_bytes()
+        if self.world_size > 1:
+            note = self._allgather(note)[0]
+        if not note:
+            return
+        branch = files.Branch.from_bytes(note, "rank 0's note")
+        problem = ""
+        try:
+            for store in self._owned:
+                store.note_branch(branch)
+        except (Error, OSError) as error:
+            problem = str(error)
+        if self.world_size > 1:
+            notes = [note.decode() for note in self._allgather(problem.encode())]
+            problem = "; ".join(dict.fromkeys(note for note in notes if note))
+        if problem:
+            _log.warning(
+                "the next save will tell that the training went back to step %d; until then a restart "
+                "does not know: %s",
+                manifest.step,
+                problem,
+            )
+        elif self.rank == 0:
+            _log.warning(
+                "the training goes on from step %d: what was saved after it is superseded, and stays "
+                "until restore(step) or `nostall checkpoints branch` goes back to it",
+                manifest.step,
+            )
+
+    def steps(self) -> dict[int, list[str]]:
+        """Complete checkpoints: step -> the tiers that have it."""
+        found: dict[int, list[str]] = {}
+        for store in (self.fast, self.durable):
+            for entry in store.entries() if store is not None else ():
+                if entry.manifest is not None:
+                    found.setdefault(entry.step, []).append(entry.path.parent.as_posix())
+        return dict(sorted(found.items()))
+
+    def _exposed(self) -> str:
+        if self.world_size == 1:
+            return ""
+        return exposed(self._gather or self._find("exposed"))
+
+    def _allgather(self, mine: bytes) -> list[bytes]:
+        gather = self._gather or self._find(f"{self._name} {next(self._gathered)}")
+        return gather(mine)
+
+    def _find(self, name: str) -> AllGather:
+        gather = find_rendezvous(self.rank, self.world_size, name, timeout=self._timeout)
+        if gather is None:
+            raise UsageError(
+                f"the {self.world_size} ranks of this job cannot find each other: start them with "
+                "torchrun or mpirun, set NOSTALL_RENDEZVOUS, or pass gather="
+            )
+        return gather
+
+    # ------------------------------------------------------------------ ending
+
+    @property
+    def history(self) -> list[Saved]:
+        """The last thousand saves of this process, oldest first."""
+        return list(self._history)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until all saves are written and drained.
+
+        Raises:
+            PeerError: they are not after `timeout` seconds (the checkpointer's if None).
+        """
+        self._check_process()
+        self.before_update()
+        limit = self._timeout if timeout is None else timeout
+        if not self._engine.wait(drained=True, timeout=limit):
+            raise PeerError(
+                f"checkpoints are not durable after {limit:g} s; what is on the fast tier is drained "
+                "by the next start"
+            )
+
+    def close(self, timeout: float | None = None) -> None:
+        """Waits for what is on its way, at most `timeout` seconds (the checkpointer's if None), and
+        up to 10 s more for the blocks in flight and for what storage says of the newest save.
+
+        What is not drained by then stays on the fast tier, with a warning, and is drained by the next
+        checkpointer of the same directories, or by ``nostall checkpoints drain``. A snapshot that is
+        on no storage by then is lost.
+
+        Raises:
+            IoError: the newest save is safe nowhere.
+        """
+        self._check_process()
+        if not self._closer.alive:
+            return
+        limit = self._timeout if timeout is None else timeout
+        deadline = time.monotonic() + limit
+        try:
+            self.wait(limit)
+        except PeerError as error:
+            _log.warning("%s", error)
+        finally:
+            atexit.unregister(self._closer)
+            self._closer.detach()
+            _shut(
+                os.getpid(),
+                self._engine,
+                self.fast,
+                self.durable,
+                max(0.0, deadline - time.monotonic()),
+            )
+        self._failures.tell_of_newest(self._history, self._is_complete)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if os.getpid() != self._pid:
+            return  # the end of a forked child, not of the checkpointer
+        try:
+            self.close()
+        except IoError as error:
+            if kind is None:
+                raise
+            _log.error("%s", error)
+
+
+def _shut(
+    pid: int,
+    engine: Engine,
+    fast: Store | None,
+    durable: Store | None,
+    timeout: float | None = None,
+) -> None:
+    """Every snapshot gets on some storage; drains are left to the next start."""
+    if os.getpid() != pid:
+        return  # a forked child: the threads are its parent's
+    engine.wait(drained=False, timeout=engine.settings.timeout if timeout is None else timeout)
+    engine.stop(timeout=5.0)
+    if engine.nodes is not None:
+        engine.nodes.close()
+    for store in (fast, durable):
+        if store is not None:
+            store.disown()

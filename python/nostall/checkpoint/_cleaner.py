@@ -1,0 +1,134 @@
+"""Removes old checkpoints from both tiers. One rank of a job does it."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from nostall.checkpoint._format import Manifest
+from nostall.checkpoint._lineage import Record, newest
+from nostall.checkpoint._retention import decide
+from nostall.checkpoint._saved import Settings
+from nostall.checkpoint._store import Store
+from nostall.errors import Error
+
+_log = logging.getLogger("nostall")
+
+
+def begin_of_branch(*stores: Store | None) -> Record | None:
+    """The newest note of a branch's begin in these directories."""
+    return newest(store.branch() for store in stores if store is not None)
+
+
+class Cleaner:
+    """What may go, by the rules of retention; `damaged` ids never count as kept."""
+
+    def __init__(
+        self,
+        fast: Store | None,
+        durable: Store | None,
+        settings: Settings,
+        owns_durable: bool = True,
+    ) -> None:
+        self.fast, self.durable, self._settings = fast, durable, settings
+        self._owns_durable = owns_durable
+        self.damaged: set[str] = set()
+        # The durable storage as it was last read: it may hang when a snapshot needs room.
+        self._durable: dict[str, Manifest] = {}
+        self._safe: set[str] = set()  # of those the ones with all their parts
+        self._begin: Record | None = None
+
+    def begin(self) -> None:
+        """Looks at what an earlier job has left, for `make_room`."""
+        try:
+            if self.fast is not None and self.durable is not None:
+                self._look(self.fast, self.durable)
+        except (Error, OSError) as error:
+            _log.warning("%s", error)
+
+    @staticmethod
+    def complete(store: Store) -> dict[str, Manifest]:
+        """What is complete there, by id."""
+        return {m.id: m for m in store.manifests()}
+
+    def staying(self, manifests: dict[str, Manifest]) -> dict[str, str]:
+        """The ids of those that the rules keep, each with the reason."""
+        return self._staying(manifests, begin_of_branch(self.fast, self.durable))
+
+    def _staying(self, manifests: dict[str, Manifest], begin: Record | None) -> dict[str, str]:
+        return decide(manifests.values(), self._settings.keep, begin, self.damaged)
+
+    def _look(self, fast: Store, durable: Store) -> dict[str, Manifest]:
+        """Reads what is complete on the fast tier, and which of it is durable with all its parts."""
+        there, self._durable = self.complete(fast), self.complete(durable)
+        self._safe = {m.id for m in self._durable.values() if m.id in there and durable.has_all(m)}
+        self._begin = durable.branch()
+        return there
+
+    def retain(self, waiting: set[str]) -> None:
+        """Removes what the rules no longer keep, but for ids that wait to be drained."""
+        try:
+            last = self.durable or self.fast
+            assert last is not None
+            if last is self.fast or self._owns_durable:
+                there = self.complete(last)
+                stay = self.staying(there).keys() | self.damaged
+                self._remove(last, [m for m in there.values() if m.id not in stay])
+            if self.fast is not None and self.durable is not None:
+                self._trim_fast(self.fast, self.durable, waiting)
+        except (Error, OSError) as error:
+            _log.warning("old checkpoints stay: %s", error)
+
+    def _trim_fast(self, fast: Store, durable: Store, waiting: set[str]) -> None:
+        """Of the fast tier stay the newest, and what is not durable yet and still wanted."""
+        there = self._look(fast, durable)
+        wanted = self.staying(there | self._durable)
+        good = self._in_order(there)
+        self._remove(
+            fast,
+            [
+                m
+                for m in good[: -self._settings.keep_fast]
+                if m.id in self._safe or (m.id not in wanted and m.id not in waiting)
+            ],
+        )
+
+    def _in_order(self, manifests: dict[str, Manifest]) -> list[Manifest]:
+        """Those that are not damaged, oldest first."""
+        good = [m for m in manifests.values() if m.id not in self.damaged]
+        return sorted(good, key=lambda m: m.order)
+
+    @staticmethod
+    def _remove(store: Store, manifests: list[Manifest]) -> None:
+        for manifest in sorted(manifests, key=lambda m: m.order):
+            try:
+                store.remove(manifest.step, manifest.id)
+            except (Error, OSError) as error:  # others may go all the same
+                _log.warning("an old checkpoint stays: %s", error)
+
+    def make_room(self, fast: Store, size: int, coming: Manifest) -> None:
+        """Lets old fast copies go if the new one does not fit: durable ones, and what the rules
+        retire once the new one is complete; never the newest."""
+
+        def fits() -> bool:
+            status = os.statvfs(fast.root)
+            return status.f_bavail * status.f_frsize >= size + (1 << 20)
+
+        if fits():
+            return
+        there, safe = self.complete(fast), self._safe
+        known = self._durable | there | {coming.id: coming}
+        stay = self._staying(known, newest([fast.branch(), self._begin]))
+        good = self._in_order(there)
+        first = [m for m in good if m.id in safe]
+        for manifest in [*first, *(m for m in good[:-1] if m.id not in safe and m.id not in stay)]:
+            if fits():
+                return
+            if manifest.id not in safe:
+                _log.warning(
+                    "%s is full: the checkpoint of step %d goes before the one that replaces it is "
+                    "complete",
+                    fast.root,
+                    manifest.step,
+                )
+            fast.remove(manifest.step, manifest.id)

@@ -1,0 +1,48 @@
+"""Copies of complete checkpoints to the durable storage, by a job and by the command."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from nostall import _native
+from nostall.checkpoint._format import Manifest, Part
+from nostall.checkpoint._store import Store, part_name
+from nostall.errors import IoError, StoppedError
+
+
+def copy_all(
+    durable: Store, manifest: Manifest, copy: Callable[[Part, str], None], attempt: int = 0
+) -> None:
+    """Copies each part by `copy(part, name)`, then makes the checkpoint complete in `durable`.
+
+    A further attempt has names of its own: other ranks may still be giving up the first one.
+    """
+    names = {part.name: part.name for part in manifest.parts}
+    if attempt and manifest.world_size > 1:
+        names = {p.name: part_name(p.rank, manifest.id, attempt) for p in manifest.parts}
+    copies = tuple(dataclasses.replace(p, name=names[p.name]) for p in manifest.parts)
+    try:
+        durable.prepare(manifest.step)
+        for part in manifest.parts:
+            copy(part, names[part.name])
+        durable.publish(dataclasses.replace(manifest, parts=copies))
+    except StoppedError:
+        raise
+    except Exception:
+        if durable.lacks(manifest):
+            for part in copies:
+                durable.discard(manifest.step, part.name)
+        raise
+
+
+def read_back(path: Path, part: Part, priority: _native.Priority) -> None:
+    """Compares a copy with the checksums of its part.
+
+    Raises:
+        IoError: blocks of it are damaged.
+    """
+    bad = _native.check_file(str(path), part.size, list(part.crcs), threads=1, priority=priority)
+    if bad:
+        raise IoError(f"{path} reads back with {len(bad)} damaged blocks")

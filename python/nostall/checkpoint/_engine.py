@@ -1,0 +1,635 @@
+"""What happens behind `save`: one thread writes snapshots, one drains the fast tier to the durable.
+
+Both do their work in native code without the GIL and at low priority; here are only the decisions.
+All that a next start must know is in the directories (`store.py`), nothing in this process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Literal
+
+from nostall import _native
+from nostall.checkpoint._cleaner import Cleaner
+from nostall.checkpoint._drain import copy_all, read_back
+from nostall.checkpoint._format import Manifest, Part
+from nostall.checkpoint._nodes import Nodes
+from nostall.checkpoint._saved import Drain, Job, Level, Saved, Settings
+from nostall.checkpoint._store import Store, part_name
+from nostall.errors import CorruptionError, Error, IoError, StoppedError
+from nostall.observe import trace
+
+_PRIORITY = {
+    "normal": _native.Priority.normal,
+    "low": _native.Priority.low,
+    "idle": _native.Priority.idle,
+}
+
+# Between two saves, as long as there was only one: seconds.
+_INTERVAL = 60.0
+
+_log = logging.getLogger("nostall")
+
+
+class Engine:
+    """The two threads and their queues, for one rank."""
+
+    def __init__(
+        self,
+        fast: Store | None,
+        durable: Store | None,
+        rank: int,
+        settings: Settings,
+        nodes: Nodes | None = None,
+    ) -> None:
+        self.fast, self.durable, self.rank = fast, durable, rank
+        self.settings, self.nodes = settings, nodes
+        # Rank 0 clears up, and on a fast directory of a node's own the node's first rank.
+        self._cleans = nodes.leader if nodes is not None else rank == 0
+        self._retain_due = self._retaining = False
+        self.gate = _native.Gate()
+        self._cleaner = Cleaner(fast, durable, settings, owns_durable=rank == 0)
+        if self._cleans:
+            self._cleaner.begin()
+        self._lock = threading.Condition()
+        self._jobs: deque[Job] = deque()
+        self._drains: deque[Drain] = deque()
+        self._postponed: list[Drain] = []
+        self._draining: Drain | None = None
+        self._job: Job | None = None  # that is being written
+        self._busy = 0  # jobs taken and not persisted
+        self._images: list[_native.Image] = []
+        self._urgent = -1  # jobs up to this number are waited for
+        self._urgent_drains: set[str] = set()
+        self._writing: tuple[int, _native.ImageWrite] | None = None
+        self._copying: tuple[str, _native.FileCopy] | None = None
+        self._stopping = False
+        self._threads: dict[str, threading.Thread] = {}
+        self.write_seconds: float | None = None  # of the last snapshot, from file to fsync
+        self._submitted = 0.0
+        self._interval = _INTERVAL
+
+    # ------------------------------------------------------------------ images
+
+    def add_image(self, image: _native.Image) -> None:
+        """One more snapshot that can be in memory at a time."""
+        with self._lock:
+            self._images.append(image)
+            self._lock.notify_all()
+
+    def take_image(self) -> _native.Image | None:
+        """A free snapshot; waits for an earlier one to be written, at full speed.
+
+        None if that takes longer than `patience` seconds: the storage hangs.
+        """
+        with self._lock:
+            if self._images:
+                return self._images.pop()
+        self._hurry_writer(1 << 62)
+        with self._lock:
+            if not self._lock.wait_for(lambda: bool(self._images), self.settings.patience):
+                return None
+            return self._images.pop()
+
+    # ------------------------------------------------------------------ asking
+
+    def submit(self, job: Job, awaited: Level) -> None:
+        """Writes the snapshot as soon as the ones before it are written; at once and at full speed
+        if the caller waits for a level. Where no thread can be started the caller writes it."""
+        job.saved._engine = self
+        with self._lock:
+            if awaited != "memory":
+                self._urgent = max(self._urgent, job.number)
+            if awaited == "durable":
+                self._urgent_drains.add(job.saved.id)
+            now = time.monotonic()
+            if self._submitted:
+                self._interval = now - self._submitted
+            self._submitted = now
+            problem = self._start("writer")
+            self._busy += 1
+            if not problem:
+                self._jobs.append(job)
+                self._lock.notify_all()
+        if problem:
+            self._say(job.saved, f"step {job.saved.step} is written by the call of save: {problem}")
+            if job.window is not None:
+                job.window.close()
+            elif job.image is not None:
+                job.image.finish()
+            self._write_one(job)
+
+    def submit_drain(self, drain: Drain) -> None:
+        """Copies a complete fast checkpoint to the durable storage."""
+        with self._lock:
+            stopping = self._stopping
+            problem = self._start("drain")
+            if not problem and not stopping:
+                self._drains.append(drain)
+                self._lock.notify_all()
+        if stopping:
+            self._leave(drain)
+        elif problem:
+            self._postpone(drain, IoError(problem))
+
+    def hurry(self, saved: Saved, level: Level) -> None:
+        """A thread waits: no rate, no gate, no low priority for what leads to that level."""
+        with self._lock:
+            if level == "durable":
+                self._urgent_drains.add(saved.id)
+            numbers = [job.number for job in self._jobs if job.saved is saved]
+            if self._writing is not None:
+                numbers.append(self._writing[0])
+        if numbers:
+            self._hurry_writer(max(numbers))
+        if level == "durable":
+            with self._lock:
+                copying = self._copying
+            if copying is not None:
+                copying[1].hurry()
+
+    def _hurry_writer(self, number: int) -> None:
+        with self._lock:
+            self._urgent = max(self._urgent, number)
+            writing = self._writing
+        if writing is not None:
+            writing[1].hurry()
+
+    def wait(self, drained: bool, timeout: float) -> bool:
+        """Until all snapshots are persisted and, if asked, drained; whether that is so."""
+
+        def done() -> bool:
+            idle = not self._busy
+            busy = self._drains or self._draining or self._retain_due or self._retaining
+            return self._stopping or (idle and not (drained and busy))
+
+        self._hurry_writer(1 << 62)
+        with self._lock:
+            if drained:
+                self._urgent_drains.update(drain.manifest.id for drain in self._drains)
+                if self._copying is not None:
+                    self._copying[1].hurry()
+            return self._lock.wait_for(done, timeout)
+
+    def stop(self, timeout: float) -> None:
+        """Ends both threads, after the blocks in flight; what they leave is for the next start.
+
+        No level of a save that is left is reached any more: `Saved.wait` ends.
+        """
+        with self._lock:
+            self._stopping = True
+            jobs, drains = [*self._jobs], [*self._drains]
+            self._jobs.clear()
+            self._drains.clear()
+            self._busy -= len(jobs)
+            for running in (self._writing, self._copying):
+                if running is not None:
+                    running[1].stop()
+            self._lock.notify_all()
+        deadline = time.monotonic() + timeout
+        for thread in self._threads.values():
+            thread.join(max(0.0, deadline - time.monotonic()))
+        with self._lock:  # a thread that hanging storage keeps
+            if self._job is not None:
+                jobs.append(self._job)
+            if self._draining is not None:
+                drains.append(self._draining)
+        for job in jobs:
+            self._say(job.saved, f"step {job.saved.step} is not saved: the checkpointer is closed")
+            job.saved._miss("fast", "durable")
+        for drain in drains:
+            self._leave(drain)
+
+    # ------------------------------------------------------------------ writing
+
+    def _start(self, name: Literal["writer", "drain"]) -> str:
+        """Has a thread run; why it cannot be started, or ""."""
+        if name in self._threads or self._stopping:
+            return ""
+        loop = self._write_loop if name == "writer" else self._drain_loop
+        thread = threading.Thread(target=loop, name=f"nostall-checkpoint-{name}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # a limit of processes
+            return f"no thread can be started: {error}"
+        self._threads[name] = thread
+        return ""
+
+    def _write_loop(self) -> None:
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._jobs or self._stopping)
+                if self._stopping:
+                    return
+                job = self._job = self._jobs.popleft()
+            self._write_one(job)
+
+    def _write_one(self, job: Job) -> None:
+        try:
+            with trace.span("write checkpoint", "background"):
+                self._persist(job)
+        except Exception as error:
+            self._say(job.saved, f"step {job.saved.step} is not saved: {_words(error)}")
+            job.saved._miss("fast", "durable")
+        finally:
+            self._release(job)
+            with self._lock:
+                self._job = None
+                self._busy -= 1
+                self._lock.notify_all()
+
+    def _release(self, job: Job) -> None:
+        if job.image is not None:
+            image, job.image, job.leaves, job.window = job.image, None, None, None
+            job.saved.copied_bytes = image.copied_bytes
+            self.add_image(image)
+
+    def _persist(self, job: Job) -> None:
+        saved = job.saved
+        for store in (self.fast, self.durable):
+            if store is None:
+                continue
+            reason = self._write(store, job)
+            if reason:
+                then = (
+                    f"; writing to {self.durable.root} directly"
+                    if store is self.fast and self.durable is not None
+                    else ""
+                )
+                self._say(
+                    saved,
+                    f"the {store.kind} storage {store.root} did not take the checkpoint of step "
+                    f"{saved.step}: {reason}{then}",
+                )
+                continue
+            if store is self.durable:
+                saved._reach("durable")
+            else:
+                # First in the queue, so that a thread that sees the level sees the drain as well.
+                if self.durable is not None:
+                    whole = job.complete or self._complete(store, job.manifest)
+                    self.submit_drain(Drain(whole, saved))
+                else:
+                    saved._miss("durable")
+                saved._reach("fast")
+            self._release(job)
+            with self._lock:  # by the thread that may wait for the durable storage, if there is one
+                alone = bool(self._start("drain"))
+                self._retain_due = not alone
+                self._lock.notify_all()
+            if alone:
+                self._retain()
+            return
+        saved._miss("fast", "durable")
+
+    @staticmethod
+    def _complete(store: Store, manifest: Manifest) -> Manifest:
+        whole = store.find(manifest.step, manifest.id)
+        if whole is None:
+            raise IoError(f"the checkpoint in {store.directory(manifest.step)} is gone")
+        return whole
+
+    def _write(self, store: Store, job: Job) -> str:
+        """The rank's part and the commit on one storage; why not, or ""."""
+        manifest, settings = job.manifest, self.settings
+        name = part_name(self.rank, manifest.id)
+        mine: Part | str | None = job.failed or None
+        try:
+            if job.image is not None and not job.failed:
+                if store is self.fast and self._cleans:
+                    size = job.image.size * self._parts_here(manifest)
+                    self._cleaner.make_room(store, size, manifest)
+                path = store.prepare(manifest.step) / name
+                urgent = job.number <= self._urgent
+                slow = store is self.durable and not urgent
+                write = _native.ImageWrite(
+                    job.image,
+                    str(path),
+                    rate=settings.rate if slow else 0,
+                    priority=_PRIORITY["normal" if urgent else settings.priority],
+                    threads=settings.writes_in_flight if not slow else 1,
+                    gate=self.gate if not urgent else None,
+                    gate_patience=self._patience(job.image.size),
+                    considerate=settings.windows and slow,
+                )
+                with self._lock:
+                    self._writing = (job.number, write)
+                    urgent = job.number <= self._urgent
+                if urgent:
+                    write.hurry()
+                written = write.run()
+                job.saved.writer_cpu_seconds += written.cpu_seconds
+                self.write_seconds = written.seconds
+                job.failed = job.window.torn() if job.window is not None else ""
+                if not job.failed:
+                    mine = Part(self.rank, name, written.size, tuple(written.crcs))
+                else:
+                    mine = job.failed
+        except Exception as error:  # the other ranks hear of it at once
+            mine = _words(error)
+        finally:
+            with self._lock:
+                self._writing = None
+        nodes = self.nodes if store is self.fast else None
+        if (
+            nodes is not None
+            and isinstance(mine, Part)
+            and (problem := nodes.give_partner(manifest.step, mine))
+        ):
+            self._say(
+                job.saved,
+                f"step {manifest.step} has no partner's copy of rank {self.rank}'s part: {problem}",
+            )
+        certain = True
+        try:
+            if nodes is not None:
+                outcome = nodes.commit(manifest, mine, lambda: self._stopping)
+                reason, certain, job.complete = outcome[:3]
+            else:
+                reason = store.commit(
+                    manifest,
+                    self.rank,
+                    mine,
+                    timeout=settings.timeout,
+                    stopped=lambda: self._stopping,
+                )
+        except (Error, OSError) as error:
+            reason = str(error)
+            certain = nodes is None and self.rank == 0 and store.lacks(manifest)
+        if reason and certain and job.image is not None:
+            store.discard(manifest.step, name)
+            if nodes is not None and isinstance(mine, Part):
+                nodes.take_back(manifest.step, mine)
+        return reason
+
+    def _parts_here(self, manifest: Manifest) -> int:
+        """Parts of a checkpoint that come to this fast directory."""
+        if self.nodes is None:
+            return manifest.world_size
+        ranks = len(self.nodes.groups[self.nodes.node])
+        return ranks if self.nodes.partner is None else 2 * ranks
+
+    def _patience(self, size: int) -> float:
+        """How long a closed gate may delay a block of a file: all of them together at most half the
+        time between two saves, so that a drain does not fall behind."""
+        blocks = max(1, -(-size // _native.CHECKPOINT_BLOCK))
+        return min(self.settings.gate_patience, self._interval / 2 / blocks)
+
+    # ------------------------------------------------------------------ draining
+
+    def _drain_loop(self) -> None:
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._drains or self._retain_due or self._stopping)
+                if self._stopping:
+                    return
+                drain = self._draining = self._drains.popleft() if self._drains else None
+                if drain is None:
+                    # What comes to be due from now on is done once more.
+                    self._retain_due, self._retaining = False, True
+            if drain is None:
+                try:
+                    self._retain()
+                finally:
+                    with self._lock:
+                        self._retaining = False
+                        self._lock.notify_all()
+                continue
+            try:
+                with trace.span("drain checkpoint", "background"):
+                    self._drain(drain)
+            except StoppedError:
+                self._leave(drain)
+                return
+            except Exception as error:
+                self._postpone(drain, error)
+            finally:
+                with self._lock:
+                    self._draining = None
+                    self._lock.notify_all()
+
+    def _leave(self, drain: Drain) -> None:
+        """The job ends before this is drained."""
+        assert self.fast is not None and self.durable is not None
+        words = (
+            f"the checkpoint of step {drain.manifest.step} stays in {self.fast.root}: the next start "
+            f"copies it to {self.durable.root}"
+        )
+        _log.info("%s", words)
+        if drain.saved is not None:
+            drain.saved.problems.append(words)
+            drain.saved._miss("durable")
+
+    def _postpone(self, drain: Drain, error: Exception) -> None:
+        """Tries a drain once more, when the storage has taken another one."""
+        assert self.fast is not None and self.durable is not None
+        self._say(
+            drain.saved,
+            f"the checkpoint of step {drain.manifest.step} stays in {self.fast.root}: it cannot be "
+            f"copied to {self.durable.root}: {_words(error)}",
+        )
+        if drain.saved is not None:
+            drain.saved._miss("durable")
+        if self.rank != 0 or isinstance(error, CorruptionError):
+            return
+        # Rank 0 alone copies all parts then: the others have given this drain up.
+        held = drain.held
+        if held is None and self.nodes is not None:
+            held = self.nodes.held(drain.manifest)
+        with self._lock:
+            self._postponed.append(
+                dataclasses.replace(drain, alone=True, held=held, attempt=drain.attempt + 1)
+            )
+
+    def _drain(self, drain: Drain) -> None:
+        fast, durable, manifest = self.fast, self.durable, drain.manifest
+        assert fast is not None and durable is not None
+        if reason := self._superseded(manifest):
+            if self.rank == 0 and manifest.world_size > 1 and not drain.alone:
+                durable.abort(manifest, reason)
+            if drain.saved is not None:
+                drain.saved.problems.append(reason)
+                drain.saved._miss("durable")
+            self._retain()
+            return
+        there = durable.find(manifest.step, manifest.id)
+        if there is None or not durable.has_all(there):
+            if drain.alone or manifest.world_size == 1:
+                self._drain_alone(drain)
+            else:
+                self._drain_together(drain)
+        if drain.saved is not None:
+            drain.saved._reach("durable")
+        self._retain()
+        with self._lock:
+            # The storage works again: what it did not take before is tried once more.
+            again, self._postponed = self._postponed, []
+            self._drains.extend(again)
+
+    def _drain_alone(self, drain: Drain) -> None:
+        """All parts by this rank.
+
+        A further attempt has names of its own: other ranks may still be giving up the first one.
+        """
+        assert self.durable is not None
+        copy_all(
+            self.durable,
+            drain.manifest,
+            lambda part, name: self._copy(drain, part, name),
+            drain.attempt,
+        )
+
+    def _drain_together(self, drain: Drain) -> None:
+        """This rank's part; rank 0 completes the checkpoint."""
+        durable, manifest = self.durable, drain.manifest
+        assert durable is not None
+        parts = tuple(p for p in manifest.parts if p.rank == self.rank)
+        failed = ""
+        try:
+            if parts:
+                durable.prepare(manifest.step)
+            for part in parts:
+                self._copy(drain, part, part.name)
+        except StoppedError:
+            raise
+        except Exception as error:
+            failed = _words(error)
+        mine = failed or (parts[0] if parts else None)
+        try:
+            reason = durable.commit(
+                manifest,
+                self.rank,
+                mine,
+                timeout=self.settings.timeout,
+                stopped=lambda: self._stopping,
+            )
+        except (Error, OSError) as error:
+            if self._stopping:
+                raise StoppedError(str(error)) from error
+            raise
+        if reason:
+            for part in parts:
+                durable.discard(manifest.step, part.name)
+            if self._stopping:
+                raise StoppedError(reason)
+            raise IoError(reason)
+
+    def _copy(self, drain: Drain, part: Part, name: str) -> None:
+        """From this node, or from the first of those with a copy that gives an undamaged one; into
+        the file `name`."""
+        nodes = self.nodes
+        if nodes is None or drain.held is None:
+            self._copy_here(drain, part, name)
+            return
+        assert self.durable is not None
+        problems: list[str] = []
+        for node in nodes.nearest_first(drain.held.holders[part.name]):
+            try:
+                if node == nodes.node:
+                    self._copy_here(drain, part, name)
+                else:
+                    target = self.durable.directory(drain.manifest.step) / name
+                    nodes.fetch(drain.manifest.step, part, node, target, self._pace(drain))
+                return
+            except StoppedError:
+                raise
+            except (Error, OSError) as error:
+                problems.append(f"node {node}: {error}")
+                _log.warning("a copy of %s cannot be drained: %s", part.name, problems[-1])
+        raise IoError("; ".join(problems))
+
+    def _pace(self, drain: Drain) -> Callable[[int], None]:
+        """Called with the bytes that have come: waits as the rate wants it."""
+        began = time.monotonic()
+
+        def wait(bytes: int) -> None:
+            def hurried() -> bool:
+                return self._stopping or drain.manifest.id in self._urgent_drains
+
+            with self._lock:
+                if self.settings.rate:
+                    left = began + bytes / self.settings.rate - time.monotonic()
+                    self._lock.wait_for(hurried, max(0.0, left))
+                if self._stopping:
+                    raise StoppedError("the checkpointer is closed")
+
+        return wait
+
+    def _copy_here(self, drain: Drain, part: Part, name: str) -> None:
+        assert self.fast is not None and self.durable is not None
+        source = self.fast.directory(drain.manifest.step) / part.name
+        target = self.durable.directory(drain.manifest.step) / name
+        urgent = drain.manifest.id in self._urgent_drains
+        priority = _PRIORITY["normal" if urgent else self.settings.priority]
+        copy = _native.FileCopy(
+            str(source),
+            str(target),
+            part.size,
+            list(part.crcs),
+            rate=0 if urgent else self.settings.rate,
+            priority=priority,
+            gate=self.gate if not urgent else None,
+            gate_patience=self._patience(part.size),
+            considerate=self.settings.windows and not urgent,
+        )
+        with self._lock:
+            self._copying = (drain.manifest.id, copy)
+            if drain.manifest.id in self._urgent_drains:
+                copy.hurry()
+            if self._stopping:
+                copy.stop()
+        try:
+            copy.run()
+        finally:
+            with self._lock:
+                self._copying = None
+        if self.settings.verify:
+            read_back(target, part, priority)
+
+    def _superseded(self, manifest: Manifest) -> str:
+        """Why draining this one is a waste, by the rule of retention; or ""."""
+        assert self.fast is not None and self.durable is not None
+        if self.rank != 0:
+            return self.durable.aborted(manifest) or ""
+        with self._lock:
+            waiting = {d.manifest.id: d.manifest for d in self._drains}
+        newer = [m for m in waiting.values() if m.order > manifest.order]
+        if not newer:
+            return ""
+        known = self._cleaner.complete(self.durable) | waiting | {manifest.id: manifest}
+        if manifest.id in self._cleaner.staying(known):
+            return ""
+        newest = max(newer, key=lambda m: m.order).step
+        return f"step {newest} is complete already and step {manifest.step} need not be kept"
+
+    @property
+    def damaged(self) -> set[str]:
+        """Ids that restore found unusable: they never count as kept."""
+        return self._cleaner.damaged
+
+    def _retain(self) -> None:
+        if not self._cleans:
+            return
+        with self._lock:
+            waiting = [*self._drains, *self._postponed]
+            if self._draining is not None:
+                waiting.append(self._draining)
+        try:
+            self._cleaner.retain({drain.manifest.id for drain in waiting})
+        except Exception as error:
+            _log.warning("old checkpoints stay: %s", _words(error))
+
+    def _say(self, saved: Saved | None, problem: str) -> None:
+        _log.warning("%s", problem)
+        if saved is not None:
+            saved.problems.append(problem)
+
+
+def _words(error: Exception) -> str:
+    """What an error says; of one that is not expected also its kind."""
+    return str(error) if isinstance(error, Error | OSError) else f"{type(error).__name__}: {error}"

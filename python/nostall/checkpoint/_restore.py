@@ -1,0 +1,289 @@
+"""From a checkpoint's files back to a state."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nostall import _native
+from nostall.checkpoint._format import Manifest, Part, arrays_in, parse
+from nostall.checkpoint._lineage import Ranges, Record, is_past, newest
+from nostall.checkpoint._store import Entry, Store
+from nostall.checkpoint._tree import decode
+from nostall.errors import CorruptionError, Error, UsageError
+
+
+@dataclass(frozen=True, repr=False)
+class Restored:
+    """A checkpoint that was read and checked; arrays of `state` share memory of their own."""
+
+    state: Any
+    step: int
+    tier: str
+    manifest: Manifest
+    seconds: float
+
+    def __repr__(self) -> str:
+        keys = f", {len(self.state)} entries" if isinstance(self.state, dict) else ""
+        return (
+            f"Restored(step={self.step}, tier={self.tier!r}, {self.manifest.size} bytes{keys}, "
+            f"seconds={self.seconds:.3f})"
+        )
+
+
+class Choice(NamedTuple):
+    """A checkpoint that could be restored; `kind` is that of its store."""
+
+    step: int
+    kind: str
+    id: str
+    order: tuple[int, float, str]
+
+    @property
+    def sequence(self) -> int:
+        """Its number in the order of saves."""
+        return self.order[0]
+
+
+@dataclass
+class View:
+    """What a look into some directories finds: what could be restored, and what is damaged."""
+
+    choices: list[Choice]
+    problems: list[str]
+    # The newest record, which tells the current branch: its number, what it gave up.
+    top: tuple[int, Ranges] | None
+
+
+def view(stores: Sequence[Store], step: int | None) -> View:
+    """What could be restored, best first."""
+    choices: list[Choice] = []
+    problems: list[str] = []
+    records: list[Record | None] = []
+    for store in stores:
+        try:
+            records.append(store.branch())
+        except (Error, OSError) as error:
+            problems.append(str(error))
+        for entry in store.entries():
+            records.append(entry.manifest)
+            if step is not None and entry.step != step:
+                continue
+            entry, damage = _settled(store, entry)
+            if damage or entry.manifest is None:
+                if damage:
+                    problems.append(damage)
+            else:
+                manifest = entry.manifest
+                choices.append(Choice(entry.step, store.kind, manifest.id, manifest.order))
+    top = newest(records)
+    found = View([], problems, (top.sequence, top.abandoned) if top is not None else None)
+    found.choices = in_order(choices, found.top)
+    return found
+
+
+def on_branch(choice: Choice, top: tuple[int, Ranges] | None) -> bool:
+    """Whether a checkpoint is of the branch of the newest record."""
+    return top is not None and is_past(choice.sequence, *top)
+
+
+def in_order(choices: Iterable[Choice], top: tuple[int, Ranges] | None) -> list[Choice]:
+    """Best first: those of the current branch, of them the newest, from the fast tier."""
+    tiers = {"fast": 0, "durable": 1}
+    by_tier = sorted(choices, key=lambda c: tiers[c.kind])
+    newest_first = sorted(by_tier, key=lambda c: c.order, reverse=True)
+    return sorted(newest_first, key=lambda c: not on_branch(c, top))
+
+
+def _settled(store: Store, entry: Entry) -> tuple[Entry, str]:
+    """The entry and its damage; once more where it was replaced while it was looked at."""
+    while True:
+        damage = entry.damage if entry.manifest is None else store.missing(entry.manifest)
+        now = store.read(entry.step, entry.name) if damage else entry
+        if now is None:  # removed meanwhile
+            return Entry(entry.step, entry.path, None), ""
+        if now == entry:
+            return entry, damage
+        entry = now
+
+
+def read_part(
+    store: Store,
+    manifest: Manifest,
+    rank: int,
+    threads: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> Restored:
+    """The state of one rank.
+
+    Raises:
+        CorruptionError: what is damaged: the file, its bytes and the arrays in them.
+        IoError: the file cannot be read.
+    """
+    if manifest.extra is not None:
+        raise UsageError(
+            f"step {manifest.step} in {store.root} was saved by torch.distributed.checkpoint: load it "
+            "with nostall.torch.checkpoint.load or StorageReader"
+        )
+    part = manifest.part_of(rank)
+    if part is None:
+        raise UsageError(f"step {manifest.step} in {store.root} has no part of rank {rank}")
+    path = store.directory(manifest.step) / part.name
+    counter = _native.Progress()
+    with _Reporter(progress, counter, part.size):
+        data, damaged, seconds = _native.read_checked(
+            str(path), part.size, list(part.crcs), max(4, threads), counter
+        )
+    if damaged:
+        raise CorruptionError(
+            f"{path} is damaged: {describe(part, damaged, arrays_in(data, damaged))}"
+        )
+    tree, arrays = parse(data)
+    return Restored(decode(tree, arrays), manifest.step, store.kind, manifest, seconds)
+
+
+def describe(part: Part, blocks: Sequence[int], names: Sequence[str] = ()) -> str:
+    """Which bytes of a part are wrong, and what lies in them."""
+    size = _native.CHECKPOINT_BLOCK
+    first = blocks[0]
+    text = f"bytes {first * size} to {min(part.size, (first + 1) * size)} do not match their CRC32C"
+    if len(blocks) > 1:
+        text += f", and {len(blocks) - 1} more blocks of {size} bytes"
+    if names:
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        text += f" (in them: {shown})"
+    return text
+
+
+def load_into(target: MutableMapping[str, Any], state: Any) -> None:
+    """Gives each value of `target` its saved state; changes nothing if one of them does not fit.
+
+    Raises:
+        UsageError: the checkpoint has other names, or an array of another shape or type.
+    """
+    todo: list[Callable[[], object]] = []
+    _plan_mapping(target, state, "state", todo)
+    for change in todo:
+        change()
+
+
+def _plan(value: Any, saved: Any, place: str, todo: list[Callable[[], object]]) -> bool:
+    """Notes how `value` takes its saved state where it is; False if it is to be replaced."""
+    if callable(getattr(value, "load_state_dict", None)):
+        todo.append(lambda: value.load_state_dict(saved))
+        return True
+    if _is_array(value):
+        _check_fit(value, saved, place)
+        return _plan_fill(value, saved, todo)
+    if isinstance(value, MutableMapping) and any(map(_is_in_place, value.values())):
+        _plan_mapping(value, saved, place, todo)
+        return True
+    # A tuple cannot be given another entry: it is replaced, unless all of them are filled.
+    if (isinstance(value, list) and any(map(_is_in_place, value))) or (
+        isinstance(value, tuple) and value and all(map(_is_array, value))
+    ):
+        if not isinstance(saved, list | tuple) or len(saved) != len(value):
+            of = len(saved) if isinstance(saved, list | tuple) else type(saved).__name__
+            raise UsageError(f"{place} has {len(value)} entries, the checkpoint {of} there")
+        for i, (old, new) in enumerate(zip(value, saved, strict=True)):
+            if not _plan(old, new, f"{place}[{i}]", todo) and isinstance(value, list):
+                todo.append(partial(value.__setitem__, i, new))
+        return True
+    return False
+
+
+def _plan_mapping(
+    target: MutableMapping[str, Any], saved: Any, place: str, todo: list[Callable[[], object]]
+) -> None:
+    if not isinstance(saved, dict) or saved.keys() != target.keys():
+        names = sorted(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
+        where = "" if place == "state" else f" in {place}"
+        raise UsageError(
+            f"the checkpoint holds {names}{where}, this training has {sorted(map(str, target))}"
+        )
+    for key, value in target.items():
+        if not _plan(value, saved[key], f"{place}[{key!r}]", todo):
+            todo.append(partial(target.__setitem__, key, saved[key]))
+
+
+def _is_in_place(value: Any) -> bool:
+    """Whether something in there takes its saved state where it is."""
+    if isinstance(value, MutableMapping):
+        return any(map(_is_in_place, value.values()))
+    if isinstance(value, list):
+        return any(map(_is_in_place, value))
+    return _is_array(value) or callable(getattr(value, "load_state_dict", None))
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or _is_tensor(value)
+
+
+def _check_fit(value: Any, saved: Any, place: str) -> None:
+    def kind(array: Any) -> str:
+        return str(array.dtype).removeprefix("torch.")
+
+    if not _is_array(saved):
+        raise UsageError(
+            f"{place} is an array of shape {tuple(value.shape)}, the checkpoint has a "
+            f"{type(saved).__name__} there: None in its place takes it"
+        )
+    if tuple(value.shape) != tuple(saved.shape) or kind(value) != kind(saved):
+        raise UsageError(
+            f"{place} is of shape {tuple(value.shape)} and type {kind(value)}, the checkpoint has "
+            f"shape {tuple(saved.shape)} and type {kind(saved)} there: None in its place takes it"
+        )
+
+
+def _plan_fill(value: Any, saved: Any, todo: list[Callable[[], object]]) -> bool:
+    if _is_tensor(value):
+        torch = sys.modules["torch"]
+        source = saved if _is_tensor(saved) else torch.from_numpy(saved)
+        todo.append(lambda: value.detach().copy_(source))
+        return True
+    if not value.flags.writeable:
+        return False
+    source = saved if isinstance(saved, np.ndarray) else saved.numpy()
+    todo.append(lambda: np.copyto(value, source))
+    return True
+
+
+class _Reporter:
+    """Tells how far a long read is, five times a second."""
+
+    def __init__(
+        self,
+        progress: Callable[[int, int], None] | None,
+        counter: _native.Progress,
+        total: int,
+    ) -> None:
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+        if progress is not None:
+
+            def tell() -> None:
+                while not self._done.wait(0.2):
+                    progress(counter.bytes, total)
+                progress(counter.bytes, total)
+
+            self._thread = threading.Thread(target=tell, daemon=True)
+
+    def __enter__(self) -> None:
+        if self._thread is not None:
+            self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join()

@@ -1,0 +1,244 @@
+"""A save and how far it has come; what travels between the training and the background threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from nostall import _native
+from nostall.checkpoint._format import Manifest
+from nostall.checkpoint._retention import Keep
+from nostall.errors import IoError, PeerError
+
+if TYPE_CHECKING:
+    from nostall.checkpoint._engine import Engine
+    from nostall.checkpoint._nodes import Held
+    from nostall.checkpoint._window import Window
+
+Level = Literal["memory", "fast", "durable"]
+# So long the storage may take to say whether a save is complete: seconds.
+_LOOK_SECONDS = 5.0
+_ORDER: dict[str, int] = {"memory": 0, "fast": 1, "durable": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How the engine writes; rates in bytes a second (0: any), times in seconds."""
+
+    keep: Keep
+    keep_fast: int = 1
+    rate: int = 0
+    timeout: float = 600.0
+    patience: float = 60.0
+    priority: Literal["normal", "low", "idle"] = "low"
+    writes_in_flight: int = 2
+    verify: bool = True
+    gate_patience: float = 1.0
+    windows: bool = True
+
+
+class Saved:
+    """One call of `save`: what it cost, and how far its checkpoint has come.
+
+    `seconds` is the call's, `copy_seconds` that of the copy in it, `waited_seconds` that of waiting
+    for an earlier snapshot to be written; `update_seconds` is what updates waited for the rest of a
+    copy (with `window`), `copied_bytes` what had to be copied at all, `copying` how and why.
+    `fast_seconds` and `durable_seconds` are from the call to the level, None before. `problems` says
+    what did not go as configured.
+    """
+
+    def __init__(self, step: int, id: str, size: int) -> None:
+        self.step = step
+        self.id = id
+        self.bytes = size
+        self.seconds = 0.0
+        self.copy_seconds = 0.0
+        self.waited_seconds = 0.0
+        self.update_seconds = 0.0
+        self.copied_bytes = 0
+        self.copying = "in the call"
+        self.fast_seconds: float | None = None
+        self.durable_seconds: float | None = None
+        self.writer_cpu_seconds = 0.0
+        self.problems: list[str] = []
+        self._began = time.monotonic()
+        self._level: Level = "memory"
+        self._ended: set[str] = set()  # levels that will not be reached any more
+        self._changed = threading.Condition()
+        self._engine: Engine | None = None
+
+    @property
+    def level(self) -> Level:
+        """The safest level that the checkpoint has reached."""
+        return self._level
+
+    def wait(self, level: Level = "durable", timeout: float | None = None) -> None:
+        """Returns once the checkpoint is safe at `level`; meanwhile it is written at full speed.
+
+        Raises:
+            IoError: it will not get there; with the reasons.
+            PeerError: it has not got there in `timeout` seconds.
+        """
+        if self._engine is not None and not self._is_over(level):
+            self._engine.hurry(self, level)
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._is_over(level), timeout):
+                raise PeerError(
+                    f"the checkpoint of step {self.step} has reached {self._level} and not {level} "
+                    f"in {timeout:g} s"
+                )
+            if _ORDER[self._level] < _ORDER[level]:
+                raise IoError(
+                    f"the checkpoint of step {self.step} is not safe at level {level}: "
+                    + "; ".join(self.problems)
+                )
+
+    @property
+    def failed(self) -> bool:
+        """Whether the checkpoint will be safe nowhere."""
+        return self._level == "memory" and {"fast", "durable"} <= self._ended
+
+    def _is_over(self, level: Level) -> bool:
+        return _ORDER[self._level] >= _ORDER[level] or level in self._ended
+
+    def _reach(self, level: Level) -> None:
+        with self._changed:
+            seconds = time.monotonic() - self._began
+            if level == "durable":
+                self.durable_seconds = seconds
+            else:
+                self.fast_seconds = seconds
+            if _ORDER[level] > _ORDER[self._level]:  # the drain may have come first
+                self._level = level
+            self._changed.notify_all()
+
+    def _miss(self, *levels: Level) -> None:
+        with self._changed:
+            self._ended.update(levels)
+            self._changed.notify_all()
+
+    def __repr__(self) -> str:
+        return f"Saved(step={self.step}, level={self._level!r}, seconds={self.seconds:.3f})"
+
+
+class Failures:
+    """Tells the training when its checkpoints are safe nowhere.
+
+    Before that a thread looks for the checkpoints on the storage, which may hang: one that is not
+    found in `_LOOK_SECONDS` counts as safe nowhere.
+
+    Args:
+        most: saves in a row that may fail.
+        seconds: age of a save that is safe nowhere, while no later one is safe.
+        tell: called with the words; None: an IoError.
+    """
+
+    def __init__(self, most: int, seconds: float, tell: Callable[[str], None] | None) -> None:
+        self._most, self._seconds, self._tell = most, seconds, tell
+        self._looking: threading.Thread | None = None
+
+    def tell(self, history: Sequence[Saved], is_complete: Callable[[Saved], bool]) -> None:
+        """Looks at all saves, oldest first.
+
+        Raises:
+            IoError: too many or too old ones are safe nowhere.
+        """
+        unsafe: list[Saved] = []
+        for saved in reversed(history):
+            if saved.level != "memory":
+                break
+            unsafe.append(saved)
+        failed = [saved for saved in unsafe if saved.failed]
+        age = time.monotonic() - unsafe[-1]._began if unsafe else 0.0
+        if len(failed) < self._most and age < self._seconds:
+            return
+        unanswered = self._look(unsafe, is_complete)
+        if unanswered is None:
+            return
+        safe = [saved.step for saved in history if saved.level != "memory"]
+        newest = f"the newest that is safe is of step {safe[-1]}" if safe else "no other is safe"
+        steps = ", ".join(str(saved.step) for saved in reversed(unsafe[:5]))
+        more = "the newest of them " if len(unsafe) > 5 else ""
+        self._say(
+            f"{len(unsafe)} checkpoints in a row, in {age:.0f} s, are safe nowhere ({more}steps "
+            f"{steps}; {newest}): {_problems(unsafe)}{unanswered}"
+        )
+
+    def tell_of_newest(
+        self, history: Sequence[Saved], is_complete: Callable[[Saved], bool]
+    ) -> None:
+        """At the end of a training.
+
+        Raises:
+            IoError: the newest save is safe nowhere.
+        """
+        if not history or history[-1].level != "memory":
+            return
+        unanswered = self._look([history[-1]], is_complete)
+        if unanswered is not None:
+            self._say(
+                f"the newest checkpoint, of step {history[-1].step}, is safe nowhere: "
+                f"{_problems([history[-1]])}{unanswered}"
+            )
+
+    def _look(self, unsafe: list[Saved], is_complete: Callable[[Saved], bool]) -> str | None:
+        """None if one of them is complete all the same; else what kept the look from an answer, or
+        nothing."""
+        answers: list[str | None] = []
+
+        def look() -> None:
+            try:
+                answers.append(None if any(is_complete(saved) for saved in unsafe) else "")
+            except Exception as error:
+                answers.append(f"; the storage cannot be read: {error}")
+
+        if self._looking is not None and self._looking.is_alive():
+            return "; the storage has not answered since an earlier save"
+        self._looking = threading.Thread(target=look, name="nostall-checkpoint-look", daemon=True)
+        try:
+            self._looking.start()
+        except RuntimeError as error:  # a limit of processes
+            self._looking = None
+            return f"; no thread can be started to read the storage: {error}"
+        self._looking.join(_LOOK_SECONDS)
+        return answers[0] if answers else f"; the storage does not answer in {_LOOK_SECONDS:g} s"
+
+    def _say(self, words: str) -> None:
+        if self._tell is None:
+            raise IoError(words)
+        self._tell(words)
+
+
+def _problems(saves: Sequence[Saved]) -> str:
+    """Of the newest that says any, newest first."""
+    return next(("; ".join(s.problems) for s in saves if s.problems), "it is not written yet")
+
+
+@dataclasses.dataclass
+class Job:
+    """A snapshot on its way: `image` is None where this rank writes nothing, `failed` says why a
+    rank that should has none."""
+
+    saved: Saved
+    manifest: Manifest
+    image: _native.Image | None
+    number: int
+    failed: str = ""
+    window: Window | None = None  # of the image, which is read while the training goes on
+    leaves: Any = None  # keeps what is read where it lies, until the job is done
+    complete: Manifest | None = None  # once it is, where the storage may not have it
+
+
+@dataclasses.dataclass
+class Drain:
+    """A checkpoint that is complete on the fast tier; `alone`: by rank 0 for all ranks, as it was left
+    over by an earlier job or by an earlier attempt of all of them."""
+
+    manifest: Manifest
+    saved: Saved | None = None
+    alone: bool = False
+    attempt: int = 0
+    held: Held | None = None  # where its parts are, if each node has its own

@@ -1,0 +1,207 @@
+"""The newest checkpoint that all ranks can restore: fast tiers first, of all nodes, then durable."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+
+from nostall.checkpoint._format import Manifest
+from nostall.checkpoint._lineage import Ranges, checked
+from nostall.checkpoint._nodes import Held, Nodes, holdings, together
+from nostall.checkpoint._restore import Choice, Restored, in_order, on_branch, read_part, view
+from nostall.checkpoint._store import Store
+from nostall.errors import CorruptionError, Error, UsageError
+from nostall.job._rendezvous import AllGather
+
+_log = logging.getLogger("nostall")
+Progress = Callable[[int, int], None] | None
+
+
+class Search:
+    """One restore of one rank; all ranks do the same.
+
+    Args:
+        stores: fast, durable, or one of them.
+        nodes: where each node has a fast directory of its own.
+        damaged: gets the ids of what cannot be used.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        nodes: Nodes | None,
+        rank: int,
+        world_size: int,
+        threads: int,
+        allgather: AllGather,
+        damaged: set[str],
+    ) -> None:
+        self._stores, self._nodes = stores, nodes
+        self._rank, self._world_size, self._threads = rank, world_size, threads
+        self._allgather, self._damaged = allgather, damaged
+        self._held: dict[str, Held] = {}
+        self._top: tuple[int, Ranges] | None = None
+
+    def run(self, step: int | None, progress: Progress) -> Restored | None:
+        """The best one, or None if there never was any.
+
+        Raises:
+            CorruptionError: there are checkpoints, and all are damaged.
+            UsageError: there is none of that step, or it is of another number of ranks.
+        """
+        choices, problems = self._choices(step)
+        for problem in problems:
+            _log.warning("passing over a checkpoint: %s", problem)
+        superseded = [c for c in choices if not on_branch(c, self._top)]
+        for choice in choices:
+            if step is None and choice in superseded:
+                break
+            store = next(s for s in self._stores if s.kind == choice.kind)
+            restored, problem = self._try(store, choice.step, choice.id, progress)
+            if restored is not None:
+                return restored
+            self._damaged.add(choice.id)
+            problems.append(problem)
+            _log.warning("passing over a checkpoint: %s", problem)
+        if step is None and superseded:
+            steps = sorted({c.step for c in superseded})
+            problems.append(
+                f"steps {steps} are of branches that were given up: restore(step=...) goes back to one"
+            )
+        if problems:
+            raise CorruptionError(
+                "no checkpoint can be restored: " + "; ".join(dict.fromkeys(problems))
+            )
+        if step is not None:
+            raise UsageError(f"there is no checkpoint of step {step} in {list(self._stores)}")
+        return None
+
+    def _choices(self, step: int | None) -> tuple[list[Choice], list[str]]:
+        own = self._nodes.store if self._nodes is not None else None
+        found = view([s for s in self._stores if s is not own], step)
+        self._top = found.top
+        if self._world_size == 1:
+            return found.choices, found.problems
+        leads = self._nodes is not None and self._nodes.leader
+        mine = {
+            "choices": found.choices,
+            "tops": [found.top, view([own], step).top if own is not None and leads else None],
+            "held": holdings(own) if own is not None and leads else [],
+        }
+        views = [json.loads(v) for v in self._allgather(json.dumps(mine).encode())]
+        tops = [(int(t[0]), checked(t[1])) for v in views for t in v["tops"] if t is not None]
+        self._top = max(tops, default=None)
+        common = set.intersection(*({tuple(c[:3]) for c in v["choices"]} for v in views))
+        choices = [c for c in found.choices if c[:3] in common]
+        if self._nodes is None:
+            return in_order(choices, self._top), found.problems
+        held = together([views[group[0]]["held"] for group in self._nodes.groups])
+        whole = [h for h in held if not h.lost and step in (None, h.manifest.step)]
+        for h in whole:
+            self._held[h.manifest.id] = h
+            choices.append(Choice(h.manifest.step, "fast", h.manifest.id, h.manifest.order))
+        choices = in_order(choices, self._top)
+        last = max((c.sequence for c in choices), default=None)
+        there = {choice.id for choice in choices}
+        problems = found.problems
+        for h in held:
+            if step is None and h.lost and h.manifest.id not in there:
+                self._damaged.add(h.manifest.id)  # it takes no place among those that are kept
+            # Older ones go by the rule of retention, node by node.
+            newer = last is None or h.manifest.sequence > last
+            if h.lost and newer and step in (None, h.manifest.step):
+                problems.append(
+                    f"step {h.manifest.step}: no node has the parts of ranks {h.lost} in its fast "
+                    "directory any more; partner=True keeps a second copy"
+                )
+        return choices, problems
+
+    def _try(
+        self, store: Store, step: int, id: str, progress: Progress
+    ) -> tuple[Restored | None, str]:
+        restored, problem = None, ""
+        held = self._held.get(id) if self._nodes and store is self._nodes.store else None
+        try:
+            manifest = held.manifest if held is not None else _manifest(store, step, id)
+        except (Error, OSError) as error:
+            manifest, problem = None, str(error)
+        if manifest is not None:
+            self._check_world(manifest, store)
+            if held is not None and manifest.replicated:
+                self._fetch_once(held)
+                self._allgather(b"")  # no rank reads before it is there
+            try:
+                if held is not None:
+                    restored = self._read_spread(held, progress)
+                else:
+                    restored = read_part(store, manifest, self._rank, self._threads, progress)
+            except (Error, OSError) as error:
+                problem = str(error)
+        if self._world_size > 1:
+            notes = [n.decode() for n in self._allgather(problem.encode())]
+            failed = [f"rank {rank}: {note}" for rank, note in enumerate(notes) if note]
+            if failed:
+                return None, "; ".join(failed)
+        leads = held is not None and self._nodes is not None and self._nodes.leader
+        if held is not None and leads and store.find(step, id) is None:
+            # A node that is new has its ranks' parts now.
+            try:
+                store.prepare(step)
+                store.publish(held.manifest)
+            except (Error, OSError) as error:  # the state is restored all the same
+                _log.warning("%s has no manifest of step %d: %s", store.root, step, error)
+        return restored, problem
+
+    def _check_world(self, manifest: Manifest, store: Store) -> None:
+        if manifest.replicated or manifest.world_size == self._world_size:
+            return
+        raise UsageError(  # on all ranks alike
+            f"the checkpoint of step {manifest.step} in {store.root} was saved by "
+            f"{manifest.world_size} ranks, this job has {self._world_size}: save state that is the "
+            "same on all ranks with replicated=True, and sharded state with "
+            "torch.distributed.checkpoint and nostall.torch.checkpoint.StorageWriter"
+        )
+
+    def _fetch_once(self, held: Held) -> None:
+        """State that all ranks have in common comes to a node once, by its first rank."""
+        nodes, manifest = self._nodes, held.manifest
+        part = manifest.part_of(self._rank)
+        assert nodes is not None and part is not None
+        holders = held.holders[part.name]
+        if not nodes.leader or nodes.node in holders:
+            return
+        for node in nodes.nearest_first(holders):
+            try:
+                path = nodes.store.prepare(manifest.step) / part.name
+                nodes.fetch(manifest.step, part, node, path)
+                return
+            except (Error, OSError) as error:
+                _log.warning("a copy of a part cannot be used: %s", error)
+
+    def _read_spread(self, held: Held, progress: Progress) -> Restored:
+        """This rank's part, from its own node or the next best that has it."""
+        nodes, manifest = self._nodes, held.manifest
+        part = manifest.part_of(self._rank)
+        assert nodes is not None and part is not None
+        problems: list[str] = []
+        holders = set(held.holders[part.name])
+        if nodes.store.has(manifest.step, part):
+            holders.add(nodes.node)
+        for node in nodes.nearest_first(sorted(holders)):
+            try:
+                if node != nodes.node:
+                    path = nodes.store.prepare(manifest.step) / part.name
+                    nodes.fetch(manifest.step, part, node, path)
+                return read_part(nodes.store, manifest, self._rank, self._threads, progress)
+            except (Error, OSError) as error:
+                problems.append(str(error))
+                _log.warning("a copy of a part cannot be used: %s", error)
+        raise CorruptionError("; ".join(problems))
+
+
+def _manifest(store: Store, step: int, id: str) -> Manifest:
+    manifest = store.find(step, id)
+    if manifest is None:
+        raise CorruptionError(f"step {step} in {store.root} is gone")
+    return manifest

@@ -1,0 +1,617 @@
+"""One directory of checkpoints: what is complete, what is rubbish, and the commit between them.
+
+``<root>/step-000000000120/manifest.json`` makes the files that it names a checkpoint; it appears by
+one rename, after all of them are on their device, and it is the first thing to go when a checkpoint
+is removed. Names of parts carry the id of their save, so that saving a step again leaves the old
+checkpoint untouched until the rename. Every step of this is an ordinary call of the operating system
+(docs/formats/checkpoint.md lists them in order).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nostall import _native
+from nostall.checkpoint._format import Branch, Manifest, Part
+from nostall.checkpoint._lineage import is_past
+from nostall.errors import CorruptionError, Error, IoError, PeerError, UsageError
+
+_STEP = re.compile(r"step-(\d{12})")
+_MANIFEST = "manifest.json"
+_BRANCH = "branch.json"
+_SEQUENCE = ".sequence"
+# What only a checkpointer calls a file; all else in a step's directory is the user's.
+_OURS = re.compile(
+    r"manifest\.json\.partial|(?:(?:rank|part|taken)-\d{5}\.|aborted\.|manifest-)"
+    r"(?P<id>[0-9a-f]{8}-\d{6,})(?:\.\d+)?\.(?:safetensors|json)(?:\.[0-9a-f]{8})?(?:\.partial)?"
+)
+LARGEST_STEP = 10**12 - 1
+# What a rank waits longer for rank 0's decision than rank 0 for the ranks: seconds.
+_GRACE_SECONDS = 5.0
+
+_log = logging.getLogger("nostall")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A checkpoint that was complete once: its manifest, or what is wrong with it.
+
+    `name` is that of the manifest in the directory `path`.
+    """
+
+    step: int
+    path: Path
+    manifest: Manifest | None
+    damage: str = ""
+    name: str = _MANIFEST
+
+
+@contextlib.contextmanager
+def io_errors(doing: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turns what the operating system says into an IoError with the path."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, IoError):
+            raise
+        failed = IoError(f"cannot {doing} {os.fspath(path)}: {error.strerror or error}")
+        failed.errno = error.errno
+        raise failed from error
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_directory(path: Path) -> None:
+    """A directory whose name, and those of the parents that it needs, are durable."""
+    missing = []
+    while not path.is_dir():
+        missing.append(path)
+        path = path.parent
+    for directory in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir()
+        try:
+            sync_directory(directory.parent)
+        except PermissionError:  # a parent that others may enter and not list
+            os.sync()
+
+
+def rename(old: Path, new: Path) -> None:
+    """A rename; over NFS one that worked may be repeated, and is then told to have failed."""
+    before = os.stat(old)
+    try:
+        os.rename(old, new)
+    except FileNotFoundError:
+        with contextlib.suppress(FileNotFoundError):
+            after = os.stat(new)
+            if (after.st_dev, after.st_ino) == (before.st_dev, before.st_ino):
+                return
+        raise
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    """The file is there with all its bytes, or as it was before."""
+    partial = path.with_name(path.name + ".partial")
+    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(fd, left) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    rename(partial, path)
+    sync_directory(path.parent)
+
+
+def _unlink(paths: Iterable[Path]) -> None:
+    """Removes files, all that can be.
+
+    Raises:
+        OSError: the first that one of them gave.
+    """
+    failed: OSError | None = None
+    for path in paths:
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
+
+
+class Store:
+    """A directory of checkpoints; `kind` ("fast", "durable") is for messages."""
+
+    def __init__(self, root: str | os.PathLike[str], kind: str) -> None:
+        self.root = Path(os.path.abspath(root))
+        self.kind = kind
+        self._lock: _native.DirectoryLock | None = None
+        # Manifests change one at a time: one thread publishes, another one removes.
+        self._changing = threading.RLock()
+        self._in_use: set[int] = set()  # steps whose directory is about to get parts
+
+    def __repr__(self) -> str:
+        return f"Store({str(self.root)!r}, {self.kind!r})"
+
+    # ------------------------------------------------------------------ looking
+
+    def directory(self, step: int) -> Path:
+        """Where a step's files lie."""
+        return self.root / f"step-{step:012d}"
+
+    def steps(self) -> list[int]:
+        """Steps with a directory, complete or not, in order."""
+        with io_errors("list the checkpoints in", self.root):
+            try:
+                names = os.listdir(self.root)
+            except FileNotFoundError:
+                return []
+        found = (_STEP.fullmatch(name) for name in names)
+        return sorted(int(match[1]) for match in found if match)
+
+    def entry(self, step: int) -> Entry | None:
+        """The newest checkpoint of a step; None if none is complete, or it is being removed."""
+        return self.read(step, _MANIFEST)
+
+    def read(self, step: int, name: str) -> Entry | None:
+        """What the manifest of that name says."""
+        path = self.directory(step)
+        try:
+            data = (path / name).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            problem = f"{path / name} cannot be read: {error.strerror}"
+            return Entry(step, path, None, problem, name)
+        try:
+            manifest = Manifest.from_bytes(data, str(path / name))
+            if manifest.step != step:
+                raise CorruptionError(f"{path / name} is of step {manifest.step}")
+        except CorruptionError as error:
+            return Entry(step, path, None, str(error), name)
+        return Entry(step, path, manifest, "", name)
+
+    def saves(self, step: int) -> list[Entry]:
+        """All checkpoints of a step, the newest first: others are of branches that were given up."""
+        names = [name for name in self._names(step) if name.startswith("manifest-")]
+        aside = [name for name in names if _OURS.fullmatch(name) and name.endswith(".json")]
+        found: dict[str, Entry] = {}
+        for name in (_MANIFEST, *sorted(aside)):
+            entry = self.read(step, name)
+            if entry is not None:
+                found.setdefault(entry.manifest.id if entry.manifest else name, entry)
+        return list(found.values())
+
+    def _names(self, step: int) -> list[str]:
+        try:
+            return sorted(os.listdir(self.directory(step)))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError:  # the manifest's own reading says why
+            return []
+
+    def find(self, step: int, id: str) -> Manifest | None:
+        """The manifest of one save, if it is complete."""
+        for name in (_MANIFEST, _aside(id)):
+            entry = self.read(step, name)
+            if entry is not None and entry.manifest is not None and entry.manifest.id == id:
+                return entry.manifest
+        return None
+
+    def entries(self) -> list[Entry]:
+        """Everything that was complete once, by step."""
+        return [entry for step in self.steps() for entry in self.saves(step)]
+
+    def manifests(self) -> list[Manifest]:
+        """Of the complete checkpoints, by step."""
+        return [entry.manifest for entry in self.entries() if entry.manifest is not None]
+
+    def branch(self) -> Branch | None:
+        """Where a training went back to, if it has saved nothing since.
+
+        Raises:
+            CorruptionError: the note is damaged; what it says is not known.
+            IoError: it cannot be read.
+        """
+        path = self.root / _BRANCH
+        with io_errors("read", path):
+            try:
+                data = path.read_bytes()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return Branch.from_bytes(data, str(path))
+
+    def seen(self) -> int:
+        """The highest number of a save, of a branch's begin, or noted by a job; 0 if there is none."""
+        numbers = [0, *(m.sequence for m in self.manifests())]
+        with contextlib.suppress(OSError, ValueError):
+            numbers.append(int((self.root / _SEQUENCE).read_bytes()))
+        with contextlib.suppress(CorruptionError):
+            branch = self.branch()
+            numbers.append(branch.sequence if branch is not None else 0)
+        return max(numbers)
+
+    def has(self, step: int, part: Part) -> bool:
+        """Whether a part of that name and size is there."""
+        try:
+            return (self.directory(step) / part.name).stat().st_size == part.size
+        except OSError:
+            return False
+
+    def has_all(self, manifest: Manifest) -> bool:
+        """Whether all its parts are there, by name and size."""
+        return all(self.has(manifest.step, part) for part in manifest.parts)
+
+    def files(self, step: int) -> dict[str, int]:
+        """Names and sizes of a step's parts, whether a manifest names them or not."""
+        with contextlib.suppress(OSError), os.scandir(self.directory(step)) as found:
+            return {f.name: f.stat().st_size for f in found if f.name.endswith(".safetensors")}
+        return {}
+
+    def lacks(self, manifest: Manifest) -> bool:
+        """Whether this save certainly is no checkpoint here: no manifest of it has its name."""
+        entries = [self.read(manifest.step, name) for name in (_MANIFEST, _aside(manifest.id))]
+        return all(e is None or (e.manifest and e.manifest.id != manifest.id) for e in entries)
+
+    def missing(self, manifest: Manifest) -> str:
+        """What a look without reading tells: a part that is gone or of another size; or nothing.
+
+        Of a checkpoint that is spread over nodes, any part may be elsewhere.
+        """
+        for part in manifest.parts:
+            path = self.directory(manifest.step) / part.name
+            try:
+                size = path.stat().st_size
+            except OSError as error:
+                if manifest.spread and isinstance(error, FileNotFoundError):
+                    continue
+                return f"{path}: {error.strerror}"
+            if size != part.size:
+                return f"{path} has {size} bytes, its manifest says {part.size}"
+        return ""
+
+    # ------------------------------------------------------------------ owning
+
+    def make(self) -> None:
+        """Makes the directory, durably."""
+        with io_errors("make the directory", self.root):
+            make_directory(self.root)
+
+    def own(self) -> None:
+        """Makes the directory, and takes it for this job.
+
+        Raises:
+            UsageError: another living process has it.
+        """
+        self.make()
+        with io_errors("lock", self.root / ".lock"):
+            lock = _native.DirectoryLock(str(self.root / ".lock"))
+        got = lock.acquire()
+        if got == _native.Locked.elsewhere:
+            raise UsageError(
+                f"{self.root} is used by another running job's checkpointer: give every job a "
+                "directory of its own"
+            )
+        if got == _native.Locked.unsupported:
+            _log.warning(
+                "the file system of %s has no locks: nothing keeps another job from using it at the "
+                "same time",
+                self.root,
+            )
+        self._lock = lock
+        try:
+            self.branch()
+        except CorruptionError as error:
+            _log.warning("%s; what was saved last counts as the newest", error)
+            damaged = self.root / f"{_BRANCH}.damaged"
+            with io_errors("put aside", damaged):
+                rename(self.root / _BRANCH, damaged)
+
+    def disown(self) -> None:
+        """Lets other jobs have it."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def clean(self) -> list[str]:
+        """Removes files of ours that no manifest names; their paths.
+
+        What else lies in a step's directory is the user's and stays.
+        """
+        removed = []
+        for step in self.steps():
+            entries = self.saves(step)
+            if any(entry.manifest is None for entry in entries):
+                continue  # damaged: for the user to look at
+            keep = {entry.name for entry in entries}
+            for entry in entries:
+                assert entry.manifest is not None
+                keep |= {part.name for part in entry.manifest.parts}
+            rubbish = [n for n in self._names(step) if n not in keep and _OURS.fullmatch(n)]
+            try:
+                _unlink(self.directory(step) / name for name in rubbish)
+            except OSError as error:
+                _log.warning(
+                    "what an earlier job left in %s stays: %s", self.directory(step), error
+                )
+            removed += [str(self.directory(step) / name) for name in rubbish]
+            if not entries:
+                with contextlib.suppress(OSError):  # the user's files are in it
+                    os.rmdir(self.directory(step))
+        return removed
+
+    # ------------------------------------------------------------------ changing
+
+    def prepare(self, step: int) -> Path:
+        """The directory for a step's parts, durably there."""
+        directory = self.directory(step)
+        with io_errors("make the directory", directory):
+            with self._changing:
+                self._in_use.add(step)
+                with contextlib.suppress(FileExistsError):
+                    directory.mkdir()
+            sync_directory(self.root)
+        return directory
+
+    def publish(self, manifest: Manifest) -> None:
+        """Makes the checkpoint complete; its parts are on their device already.
+
+        An earlier save of the step goes, unless it is of a branch that was given up: that one stays
+        under a name of its own, so that the training can go back to it.
+        """
+        directory = self.directory(manifest.step)
+        with self._changing, io_errors("complete the checkpoint in", directory):
+            self._in_use.discard(manifest.step)
+            before = self.entry(manifest.step)
+            sync_directory(directory)
+            there = before.manifest if before is not None else None
+            if there is None or there.id == manifest.id:
+                _write_durably(directory / _MANIFEST, manifest.to_bytes())
+                return
+            if manifest.order < there.order:  # a drain that comes late
+                _write_durably(directory / _aside(manifest.id), manifest.to_bytes())
+                return
+            stays = not is_past(there.sequence, manifest.sequence, manifest.abandoned)
+            if stays:
+                _write_durably(directory / _aside(there.id), there.to_bytes())
+            _write_durably(directory / _MANIFEST, manifest.to_bytes())
+            if not stays:
+                named = {part.name for part in manifest.parts}
+                _unlink(directory / p.name for p in there.parts if p.name not in named)
+
+    def note_branch(self, branch: Branch) -> None:
+        """Makes the begin of a branch durable."""
+        with io_errors("note the branch in", self.root):
+            _write_durably(self.root / _BRANCH, branch.to_bytes())
+
+    def note_sequence(self, number: int) -> None:
+        """Notes durably that a job numbers its saves from there."""
+        with io_errors("note the numbers of this job's saves in", self.root):
+            _write_durably(self.root / _SEQUENCE, b"%d" % number)
+
+    def remove(self, step: int, id: str) -> None:
+        """One save: the manifest first, so that a checkpoint is never half there."""
+        directory = self.directory(step)
+        with self._changing, io_errors("remove the checkpoint in", directory):
+            entries = [e for e in self.saves(step) if e.manifest and e.manifest.id == id]
+            parts = {p.name for e in entries if e.manifest for p in e.manifest.parts}
+            _unlink(directory / entry.name for entry in entries)
+            if entries:
+                _unlink([directory / _aside(id)])
+                sync_directory(directory)
+            for name in self._names(step):
+                match = _OURS.fullmatch(name)
+                if match and match["id"] == id:
+                    parts.add(name)
+            _unlink(directory / name for name in sorted(parts))
+            self._leave(step)
+
+    def _leave(self, step: int) -> None:
+        """Removes a step's directory if nothing is in it, and nothing is about to be."""
+        with self._changing, contextlib.suppress(OSError):
+            if step not in self._in_use:
+                os.rmdir(self.directory(step))
+
+    def remove_step(self, step: int) -> None:
+        """All saves of a step, damaged ones too; a user's files stay."""
+        directory = self.directory(step)
+        with io_errors("remove the checkpoint in", directory):
+            entries = self.saves(step)
+            parts = {p.name for e in entries if e.manifest for p in e.manifest.parts}
+            _unlink(directory / entry.name for entry in entries)
+            if entries:
+                sync_directory(directory)
+            parts |= {name for name in self._names(step) if _OURS.fullmatch(name)}
+            _unlink(directory / name for name in sorted(parts))
+            self._leave(step)
+
+    def discard(self, step: int, name: str) -> None:
+        """Removes a part that no checkpoint will name, and the directory if nothing else is there."""
+        directory = self.directory(step)
+        with contextlib.suppress(OSError):
+            os.unlink(directory / name)
+        with self._changing:
+            self._in_use.discard(step)
+            self._leave(step)
+
+    # ------------------------------------------------------------------ agreeing
+
+    def commit(
+        self,
+        manifest: Manifest,
+        rank: int,
+        mine: Part | str | None,
+        *,
+        timeout: float,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> str:
+        """The second phase: all ranks' parts become one checkpoint, or none does.
+
+        Args:
+            manifest: step, id and world; its parts are filled in by rank 0.
+            rank: this process.
+            mine: its part, why it has none, or nothing if it writes none.
+            timeout: seconds to wait for the other ranks.
+            stopped: asked while waiting.
+
+        Returns:
+            "" if the checkpoint is complete, else why it is not, and will not be.
+
+        Raises:
+            PeerError, IoError: it may be complete, now or soon: the part must stay. Of rank 0 only
+                where `lacks` denies it.
+        """
+        writers = [0] if manifest.replicated else list(range(manifest.world_size))
+        if manifest.world_size == 1:
+            if isinstance(mine, str):
+                return mine
+            assert mine is not None
+            self.publish(dataclasses.replace(manifest, parts=(mine,)))
+            return ""
+        directory = self.directory(manifest.step)
+        left = False
+        if mine is not None:
+            note = {"failed": mine} if isinstance(mine, str) else mine.to_dict()
+            try:
+                with io_errors("leave word in", directory):
+                    directory.mkdir(exist_ok=True)
+                    _write_durably(self._note(manifest, rank), json.dumps(note).encode())
+                left = True
+            except IoError as error:
+                return self._give_up(manifest, rank, str(error), left)
+        deadline = time.monotonic() + timeout
+        if rank == 0:
+            return self._gather(manifest, writers, deadline, stopped)
+        within = f"in {timeout:g} s"
+        while time.monotonic() < deadline + _GRACE_SECONDS:
+            if self.find(manifest.step, manifest.id) is not None:
+                return ""
+            if (reason := self.aborted(manifest)) is not None:
+                return reason
+            if stopped():
+                within = "before this job's end"
+                break
+            time.sleep(0.02)
+        reason = f"rank 0 did not complete step {manifest.step} in {self.root} {within}"
+        return self._give_up(manifest, rank, reason, left)
+
+    def _give_up(self, manifest: Manifest, rank: int, reason: str, left: bool) -> str:
+        """Takes a rank's word back; what rank 0 has taken by then stands."""
+        if rank == 0:
+            self.abort(manifest, reason)
+            return reason
+        note, taken = self._note(manifest, rank), self._taken(manifest, rank)
+        with io_errors("take a word back from", note.parent):
+            try:
+                os.unlink(note)
+            except FileNotFoundError:
+                # Rank 0 has it, or over NFS the answer was lost: a word that was left is not there
+                # by itself. A listing is newer than what a client remembers of a single name.
+                if left or taken.name in self._names(manifest.step):
+                    raise PeerError(
+                        f"{reason}; it may still, so rank {rank}'s part stays"
+                    ) from None
+        return reason
+
+    def _gather(
+        self,
+        manifest: Manifest,
+        writers: list[int],
+        deadline: float,
+        stopped: Callable[[], bool],
+    ) -> str:
+        parts: dict[int, Part] = {}
+        reason = ""
+        while len(parts) < len(writers) and not reason:
+            for rank in writers:
+                if rank in parts or reason:
+                    continue
+                try:
+                    # One of both has the word from here on: rank 0, or the rank that gives up. What is
+                    # taken already was so by a rename whose answer was lost.
+                    with contextlib.suppress(FileNotFoundError):
+                        os.rename(self._note(manifest, rank), self._taken(manifest, rank))
+                    note: dict[str, Any] = json.loads(self._taken(manifest, rank).read_bytes())
+                    if "failed" in note:
+                        reason = f"rank {rank}: {note['failed']}"
+                    else:
+                        parts[rank] = Part.from_dict(note)
+                except FileNotFoundError:
+                    pass
+                except (OSError, ValueError, KeyError, TypeError) as error:
+                    reason = f"rank {rank}: its word cannot be read: {error}"
+            late = [rank for rank in writers if rank not in parts]
+            if late and not reason:
+                if stopped():
+                    reason = "stopped"
+                elif time.monotonic() > deadline:
+                    reason = f"ranks {late} did not finish their part in time"
+                time.sleep(0.02)
+        if reason:
+            with contextlib.suppress(OSError):
+                _write_durably(self._abort(manifest), json.dumps(reason).encode())
+            return reason
+        try:
+            self.publish(dataclasses.replace(manifest, parts=tuple(parts[r] for r in writers)))
+        except (Error, OSError) as error:
+            if not self.lacks(manifest):
+                raise
+            return self._give_up(manifest, 0, str(error), False)
+        with contextlib.suppress(OSError):
+            for rank in writers:
+                os.unlink(self._taken(manifest, rank))
+        return ""
+
+    def abort(self, manifest: Manifest, reason: str) -> None:
+        """Tells the ranks that go on with a checkpoint that it will not be completed."""
+        with contextlib.suppress(OSError):
+            self.directory(manifest.step).mkdir(exist_ok=True)
+            _write_durably(self._abort(manifest), json.dumps(reason).encode())
+
+    def aborted(self, manifest: Manifest) -> str | None:
+        """Why rank 0 gave this checkpoint up, if it did."""
+        try:
+            return str(json.loads(self._abort(manifest).read_bytes()))
+        except (OSError, ValueError):
+            return None
+
+    def _note(self, manifest: Manifest, rank: int) -> Path:
+        return self.directory(manifest.step) / f"part-{rank:05d}.{manifest.id}.json"
+
+    def _taken(self, manifest: Manifest, rank: int) -> Path:
+        return self.directory(manifest.step) / f"taken-{rank:05d}.{manifest.id}.json"
+
+    def _abort(self, manifest: Manifest) -> Path:
+        return self.directory(manifest.step) / f"aborted.{manifest.id}.json"
+
+
+def _aside(id: str) -> str:
+    """The manifest of a save whose step was saved again on another branch."""
+    return f"manifest-{id}.json"
+
+
+def part_name(rank: int, id: str, attempt: int = 0) -> str:
+    """Of a rank's file in one save, or in a further attempt to copy it."""
+    more = f".{attempt}" if attempt else ""
+    return f"rank-{rank:05d}.{id}{more}.safetensors"

@@ -1,0 +1,396 @@
+"""``nostall calibrate``: what this cluster's memory, disks, network and storage deliver.
+
+Run it alone for one node, or under the job's launcher (torchrun, mpirun, srun) for several: then the
+source is read by 1, 2, ... nodes at once, and samples travel between them. Writes a TOML file with
+the variables of Table 3.1 of the seed clairvoyant-prefetching, in bytes and seconds, that
+``nostall.DataLoader(calibration=...)`` starts from. ``nostall calibrate collectives`` chooses among
+algorithms of allreduce instead (nostall_bench.choose).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nostall.base._programs import find_native
+from nostall.base._sizes import TierSpec, parse_size, parse_tiers
+from nostall.errors import IoError, UsageError
+from nostall.job import _cluster as cluster
+from nostall.job._rendezvous import AllGather, find_rendezvous
+from nostall.job._world import World, find_world
+
+_SAMPLE_BYTES = 100_000
+# Writes to a disk between two flushes, so that its speed is told and not that of memory.
+_FLUSH_EVERY = 32
+# One more thread is worth its place if it brings this much more of what the first one brings.
+_WORTH = 0.1
+
+
+_OUT = "nostall-calibration.toml"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``nostall calibrate``."""
+    parser.add_argument(
+        "source", help='the dataset\'s folder, on the storage to be measured; or "collectives"'
+    )
+    parser.add_argument(
+        "--tiers", nargs="*", default=["ram:256MiB"], help='as for DataLoader: "/nvme/cache:1GiB"'
+    )
+    parser.add_argument("--out", help=f"the file to write; {_OUT}, or the table that is looked for")
+    parser.add_argument("--seconds", type=float, default=1.0, help="per point measured")
+    parser.add_argument("--max-threads", type=int, default=8)
+    parser.add_argument("--sample-bytes", default=str(_SAMPLE_BYTES), help="of tiers and network")
+    parser.add_argument("--side", type=int, default=224, help="of the images that beta is for")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="of collectives")
+    parser.add_argument("--sizes", nargs="+", help="of collectives, in bytes")
+
+
+@dataclass
+class Curve:
+    """Bytes/s delivered to 1, 2, ... readers, and how many are worth having."""
+
+    points: list[float]
+
+    @property
+    def threads(self) -> int:
+        best = 1
+        for n in range(1, len(self.points)):
+            if self.points[n] - self.points[best - 1] > _WORTH * self.points[0] * (n + 1 - best):
+                best = n + 1
+        return best
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures; rank 0 prints the file's path and content."""
+    if arguments.source == "collectives":
+        from nostall_bench import choose
+
+        return choose.run(arguments.ranks, arguments.sizes, arguments.seconds, arguments.out)
+    world = find_world()
+    allgather = _allgather(world)
+    nodes = _nodes(allgather)
+    first_of_node = nodes.index(nodes[world.rank]) == world.rank
+    size = parse_size(arguments.sample_bytes)
+    files = _files(Path(arguments.source))
+    tiers = parse_tiers(arguments.tiers, dataset_bytes=0, local_world_size=1)
+    seconds, most = arguments.seconds, arguments.max_threads
+    result: dict[str, Any] = {"sample_bytes": size, "nodes": max(nodes) + 1}
+
+    curves = {}
+    if first_of_node:
+        for tier in tiers:
+            curves[tier.path or "ram"] = tier_curves(tier, size, most, seconds)
+    result["tiers"] = [
+        {"name": name, "read": read, "write": write} for name, (read, write) in curves.items()
+    ]
+    allgather(b"")
+    # Threads on one node first, then the best number of them on 1, 2, ... nodes at once.
+    alone = Curve([])
+    if world.rank == 0:
+        alone = Curve([_read_files(files, n, seconds) for n in _counts(most)])
+    counts = _counts(most)
+    threads = counts[alone.threads - 1] if world.rank == 0 else 0
+    threads = int(allgather(str(threads).encode())[0])
+    result["source"] = {
+        "threads": threads,
+        "one_node": dict(zip(map(str, counts), alone.points, strict=False)),
+        "nodes": _across(allgather, nodes, world, first_of_node, files, threads, seconds),
+    }
+    result["network"] = _network(allgather, nodes, world, first_of_node, size, seconds)
+    result["beta"] = _beta(arguments, files, seconds) if world.rank == 0 else 0.0
+    allgather(b"")
+    if world.rank == 0:
+        text = to_toml(result)
+        out = arguments.out or _OUT
+        try:
+            Path(out).write_text(text)
+        except OSError as error:
+            raise IoError(f"cannot write {out}: {error.strerror}") from error
+        print(text + f"# written to {out}")
+    return 0
+
+
+def _allgather(world: World) -> AllGather:
+    """The job's, as a barrier too; alone it is the identity."""
+    if world.world_size == 1:
+        return lambda mine: [mine]
+    rounds = iter(range(1 << 30))
+
+    def gather(mine: bytes) -> list[bytes]:
+        meet = find_rendezvous(world.rank, world.world_size, f"calibrate {next(rounds)}")
+        if meet is None:
+            raise UsageError(
+                "nothing connects the ranks: run it under torchrun, or set NOSTALL_RENDEZVOUS"
+            )
+        return meet(mine)
+
+    return gather
+
+
+def _nodes(allgather: AllGather) -> list[int]:
+    names = [part.decode() for part in allgather(cluster.node_identity().encode())]
+    known = list(dict.fromkeys(names))
+    return [known.index(name) for name in names]
+
+
+def _counts(most: int) -> list[int]:
+    return list(range(1, max(1, most) + 1))
+
+
+def _files(root: Path) -> list[str]:
+    files = [
+        os.path.join(directory, name) for directory, _, names in os.walk(root) for name in names
+    ]
+    if not files:
+        raise UsageError(f"{root} has no files to read")
+    random.Random(os.getpid()).shuffle(files)
+    return files
+
+
+def _timed(work: Callable[[int, threading.Event], int], threads: int, seconds: float) -> float:
+    """Bytes/s of `threads` calls of work(thread, stop), each of which returns its bytes."""
+    stop, done = threading.Event(), [0] * threads
+
+    def one(thread: int) -> None:
+        done[thread] = work(thread, stop)
+
+    workers = [threading.Thread(target=one, args=(i,)) for i in range(threads)]
+    began = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    time.sleep(seconds)
+    stop.set()
+    for worker in workers:
+        worker.join()
+    return sum(done) / (time.perf_counter() - began)
+
+
+def _read_files(files: Sequence[str], threads: int, seconds: float) -> float:
+    """t: whole files in random order, each once as long as they last."""
+
+    def work(thread: int, stop: threading.Event) -> int:
+        moved, at = 0, thread
+        while not stop.is_set():
+            descriptor = os.open(files[at % len(files)], os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+                moved += len(os.pread(descriptor, 1 << 30, 0))
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+            at += threads
+        return moved
+
+    return _timed(work, threads, seconds)
+
+
+def tier_curves(
+    tier: TierSpec, size: int, most: int, seconds: float
+) -> tuple[list[float], list[float]]:
+    """r_j(1..p) and w_j(1..p): records of `size` bytes, read and written in random order."""
+    directory = tier.path if tier.kind == "file" else "/dev/shm"
+    capacity = max(size * 64, min(tier.capacity, 256 << 20))
+    slots = capacity // size
+    block = os.urandom(size)
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory, prefix="nostall-calibrate-") as file:
+            descriptor = file.fileno()
+            for i in range(slots):
+                os.pwrite(descriptor, block, i * size)
+            if tier.kind == "file":
+                os.fsync(descriptor)
+
+            def write(thread: int, stop: threading.Event) -> int:
+                draw, moved = random.Random(thread), 0
+                while not stop.is_set():
+                    for _ in range(_FLUSH_EVERY):
+                        moved += os.pwrite(descriptor, block, draw.randrange(slots) * size)
+                    if tier.kind == "file":
+                        os.fdatasync(descriptor)
+                return moved
+
+            def read(thread: int, stop: threading.Event) -> int:
+                draw, moved = random.Random(thread), 0
+                while not stop.is_set():
+                    at = draw.randrange(slots) * size
+                    moved += len(os.pread(descriptor, size, at))
+                    if tier.kind == "file":
+                        os.posix_fadvise(descriptor, at, size, os.POSIX_FADV_DONTNEED)
+                return moved
+
+            written = [_timed(write, n, seconds) for n in _counts(most)]
+            if tier.kind == "file":
+                os.fsync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            return [_timed(read, n, seconds) for n in _counts(most)], written
+    except OSError as error:
+        raise IoError(f"cannot measure the tier in {directory}: {error.strerror}") from error
+
+
+def _across(
+    allgather: AllGather,
+    nodes: Sequence[int],
+    world: World,
+    first_of_node: bool,
+    files: Sequence[str],
+    threads: int,
+    seconds: float,
+) -> list[float]:
+    """t(1..N): bytes/s of N nodes together."""
+    curve = []
+    for count in range(1, max(nodes) + 2):
+        allgather(b"ready")
+        reading = first_of_node and nodes[world.rank] < count
+        mine = _read_files(files, threads, seconds) if reading else 0.0
+        curve.append(sum(float(part) for part in allgather(repr(mine).encode())))
+    return curve
+
+
+def _network(
+    allgather: AllGather,
+    nodes: Sequence[int],
+    world: World,
+    first_of_node: bool,
+    size: int,
+    seconds: float,
+) -> dict[str, float]:
+    """b_c: samples from node 0 to node 1 through the whole exchange."""
+    if max(nodes) == 0:
+        return {}
+    program = find_native("nostall-exchange")
+    library = os.environ.get("NOSTALL_UCX_LIBRARY", str(cluster.LIBRARY))
+    role = {0: "serve", 1: "ask"}.get(nodes[world.rank]) if first_of_node else None
+    process = None
+    address = b""
+    if role and program:
+        words = [
+            str(program),
+            role,
+            library,
+            os.environ.get("NOSTALL_UCX_TLS", ""),
+            os.environ.get("NOSTALL_UCX_DEVICES", ""),
+            str(size),
+            "16",
+            str(max(1, round(seconds))),
+        ]
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        address = process.stdout.readline() if role == "serve" else b""
+    if role == "ask" and process is not None:
+        served = allgather(address)
+        _send(process, next((a for a in served if a), b""))
+        assert process.stdout is not None
+        allgather(process.stdout.readline())
+        line = process.stdout.readline()
+        process.wait(timeout=60)
+    else:
+        allgather(address)
+        asked = allgather(b"")
+        if process is not None:
+            _send(process, next((a for a in asked if a), b""))
+        line = b""
+    answers = [part for part in allgather(line) if part]
+    if process is not None and process.stdin is not None:
+        process.stdin.close()
+        process.wait(timeout=60)
+    if not answers:
+        return {}
+    measured = json.loads(answers[0])
+    return {
+        "bandwidth": measured["megabytes_per_s"] * 1e6,
+        "latency": measured["latency_us"] * 1e-6,
+    }
+
+
+def _send(process: subprocess.Popen[bytes], line: bytes) -> None:
+    assert process.stdin is not None
+    process.stdin.write(line)
+    process.stdin.flush()
+
+
+def _beta(arguments: argparse.Namespace, files: Sequence[str], seconds: float) -> float:
+    """Bytes/s that one node can transform, from memory; 0 if the files are no images."""
+    import nostall
+    from nostall.loader import transforms as t
+
+    images = [f for f in files if f.lower().endswith((".jpg", ".jpeg", ".png", ".webp"))][:256]
+    if not images:
+        return 0.0
+    dataset = nostall.FileList(images)
+    steps = [t.RandomResizedCrop(arguments.side), t.RandomHorizontalFlip(), t.ToTensor()]
+    rates = []
+    with nostall.DataLoader(
+        dataset,
+        32,
+        epochs=1000,
+        transforms=steps,
+        tiers=[f"ram:{dataset.total_bytes + 1}"],
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        on_error="substitute",
+        output="numpy",
+    ) as loader:
+        deadline = time.perf_counter() + 2 * seconds
+        for epoch in loader.epochs():
+            began = time.perf_counter()
+            for _ in epoch:
+                pass
+            if epoch.index > 0:
+                rates.append(dataset.total_bytes / (time.perf_counter() - began))
+            if epoch.index > 1 and time.perf_counter() > deadline:
+                break
+    return statistics.median(rates)
+
+
+def to_toml(result: dict[str, Any]) -> str:
+    """The file's text."""
+
+    def numbers(values: Sequence[float]) -> str:
+        return "[" + ", ".join(f"{v:.6g}" for v in values) + "]"
+
+    lines = [
+        "# Measured by nostall calibrate. Bytes and seconds; the letters are those of Table 3.1.",
+        "format = 1",
+        f"sample_bytes = {result['sample_bytes']}",
+        "",
+        "[environment]",
+        f"N = {result['nodes']}",
+    ]
+    if result["beta"]:
+        lines.append(f"beta = {result['beta']:.6g}  # bytes/s that a node transforms")
+    if result["network"]:
+        lines.append(f"b_c = {result['network']['bandwidth']:.6g}")
+        lines.append(f"latency = {result['network']['latency']:.3g}  # of a fetch")
+    source = result["source"]
+    lines += [
+        "",
+        "[source]",
+        f"threads = {source['threads']}  # readers on a node beyond which another brings little",
+        f"t = {numbers(source['nodes'])}  # with 1, 2, ... nodes reading",
+        f"one_node = {numbers(list(source['one_node'].values()))}  # with 1, 2, ... threads",
+    ]
+    for tier in result["tiers"]:
+        lines += [
+            "",
+            "[[tiers]]",
+            f"name = {json.dumps(tier['name'])}",
+            f"threads = {Curve(tier['read']).threads}",
+            f"r = {numbers(tier['read'])}  # with 1, 2, ... threads",
+            f"w = {numbers(tier['write'])}",
+        ]
+    return "\n".join(lines) + "\n"

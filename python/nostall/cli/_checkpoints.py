@@ -1,0 +1,306 @@
+"""Lists, verifies, removes or drains the checkpoints of directories; tries a restore without one."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nostall import _native
+from nostall.base._sizes import parse_size
+from nostall.checkpoint._begin import lineage_of, undrained
+from nostall.checkpoint._drain import copy_all, read_back
+from nostall.checkpoint._format import Branch, Manifest, Part
+from nostall.checkpoint._lineage import Ranges, is_past
+from nostall.checkpoint._restore import describe, on_branch, read_part, view
+from nostall.checkpoint._retention import Keep
+from nostall.checkpoint._store import Entry, Store
+from nostall.errors import CorruptionError, Error, UsageError
+
+_THREADS = 4
+# All columns of a row between the step and the state.
+_BLANK = " " * 86
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``nostall checkpoints``."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def action(name: str, help: str) -> argparse.ArgumentParser:
+        return actions.add_parser(name, help=help, description=help)
+
+    ls = action("ls", "what is there, oldest first")
+    verify = action("verify", "read everything and compare checksums; exit status 5 for damage")
+    rm = action("rm", "remove steps, or what branches that were given up have left; manifest first")
+    branch = action("branch", "go back to a checkpoint: what came after it is superseded")
+    dry = action(
+        "restore-dry-run", "read what a restore would, in its order, and say what it finds"
+    )
+    for parser_ in (ls, verify, rm, dry, branch):
+        parser_.add_argument(
+            "directories", nargs="+", help="a fast one first, then the durable one"
+        )
+    for parser_ in (ls, verify, dry):
+        parser_.add_argument("--step", type=int, help="only this one")
+    which = rm.add_mutually_exclusive_group(required=True)
+    which.add_argument("--step", type=int, action="append", help="may be repeated")
+    which.add_argument("--superseded", action="store_true", help="all that are superseded")
+    which = branch.add_mutually_exclusive_group(required=True)
+    which.add_argument("--step", type=int, help="the current branch's if several have it")
+    which.add_argument("--id", help="of the save, as ls shows it")
+    dry.add_argument("--rank", type=int, default=0)
+    drain = action("drain", "copy what is complete on the fast directory to the durable one")
+    drain.add_argument("fast")
+    drain.add_argument("durable")
+    drain.add_argument("--rate", help='bytes a second, as "200MB"')
+    drain.add_argument("--keep", type=int, default=5, help="how many of the newest")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0; 5 if anything is damaged."""
+    if arguments.action == "drain":
+        return _drain(arguments)
+    for directory in arguments.directories:
+        if not Path(directory).is_dir():
+            raise UsageError(f"{directory} is no directory")
+    kinds = ["fast", "durable"] if len(arguments.directories) > 1 else ["durable"]
+    stores = [
+        Store(directory, kinds[min(i, len(kinds) - 1)])
+        for i, directory in enumerate(arguments.directories)
+    ]
+    if arguments.action == "rm":
+        return (
+            _remove_superseded(stores) if arguments.superseded else _remove(stores, arguments.step)
+        )
+    if arguments.action == "branch":
+        return _branch(stores, arguments.step, arguments.id)
+    if arguments.action == "restore-dry-run":
+        return _dry_run(stores, arguments.step, arguments.rank)
+    return _list(stores, arguments.step, check=arguments.action == "verify")
+
+
+def _list(stores: Sequence[Store], step: int | None, *, check: bool) -> int:
+    damaged = 0
+    top = view(stores, None).top
+    print(
+        f"{'STEP':>12}  {'WRITTEN':<19}  {'RANKS':>5}  {'BYTES':>15}  {'METRIC':>10}  {'SAVE':<15}  "
+        f"{'BRANCH':<10}  STATE"
+    )
+    for store in stores:
+        found = False
+        for entry in store.entries():
+            if step is not None and entry.step != step:
+                continue
+            found = True
+            problem = entry.damage if entry.manifest is None else store.missing(entry.manifest)
+            if check and not problem and entry.manifest is not None:
+                problem = _check(store, entry, entry.manifest)
+            damaged += bool(problem)
+            print(_row(store, entry, problem, check, top))
+        incomplete = [s for s in store.steps() if step in (None, s) and not store.saves(s)]
+        for other in incomplete:
+            print(f"{other:>12}  {_BLANK}not complete")
+        if not found and not incomplete:
+            print(f"no checkpoints in {store.root}")
+    return CorruptionError.exit_code if damaged else 0
+
+
+def _row(
+    store: Store, entry: Entry, problem: str, checked: bool, top: tuple[int, Ranges] | None
+) -> str:
+    manifest = entry.manifest
+    state = f"DAMAGED: {problem}" if problem else ("verified" if checked else "complete")
+    if manifest is None:
+        return f"{entry.step:>12}  {_BLANK}{state}"
+    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created))
+    ranks = f"{manifest.world_size}{'r' if manifest.replicated else ''}"
+    metric = "" if manifest.metric is None else f"{manifest.metric:.6g}"
+    where = f"{state} in {entry.path.parent}"
+    if manifest.spread:
+        here = [str(part.rank) for part in manifest.parts if store.has(entry.step, part)]
+        where += f", of it the parts of ranks {', '.join(here) or 'none'}: nodes keep their own"
+    current = top is not None and is_past(manifest.sequence, *top)
+    branch = "current" if current else "superseded"
+    return (
+        f"{entry.step:>12}  {written}  {ranks:>5}  {manifest.size:>15}  {metric:>10}  "
+        f"{manifest.id:<15}  {branch:<10}  {where}"
+    )
+
+
+def _check(store: Store, entry: Entry, manifest: Manifest) -> str:
+    for part in manifest.parts:
+        path = entry.path / part.name
+        if manifest.spread and not store.has(entry.step, part):
+            continue  # on another node
+        with _bar(f"step {manifest.step} rank {part.rank}") as tell:
+            counter = _native.Progress()
+            try:
+                bad = _native.check_file(str(path), part.size, list(part.crcs), _THREADS, counter)
+            except Error as error:
+                return str(error)
+            tell(part.size, part.size)
+        if bad:
+            return f"{path}: {describe(part, bad)}"
+    return ""
+
+
+def _remove(stores: Sequence[Store], steps: Sequence[int]) -> int:
+    for store in stores:
+        store.own()
+        try:
+            for step in steps:
+                if step in store.steps():
+                    store.remove_step(step)
+                    print(f"removed step {step} from {store.root}")
+                else:
+                    print(f"no step {step} in {store.root}")
+        finally:
+            store.disown()
+    return 0
+
+
+def _remove_superseded(stores: Sequence[Store]) -> int:
+    with contextlib.ExitStack() as owning:
+        for store in stores:
+            store.own()
+            owning.callback(store.disown)
+        top = view(stores, None).top
+        for store in stores:
+            for manifest in store.manifests():
+                if top is not None and not is_past(manifest.sequence, *top):
+                    store.remove(manifest.step, manifest.id)
+                    print(f"removed save {manifest.id} of step {manifest.step} from {store.root}")
+    return 0
+
+
+def _branch(stores: Sequence[Store], step: int | None, id: str | None) -> int:
+    with contextlib.ExitStack() as owning:
+        for store in stores:
+            store.own()
+            owning.callback(store.disown)
+        found = view(stores, step)
+        chosen = next((c for c in found.choices if id in (None, c.id)), None)
+        if chosen is None:
+            of = f"of step {step}" if id is None else f"with the id {id}"
+            raise UsageError(f"there is no undamaged checkpoint {of} in {list(stores)}")
+        manifest = next(m for s in stores if (m := s.find(chosen.step, chosen.id)) is not None)
+        lineage = lineage_of(stores, stores)
+        lineage.restored(manifest)
+        number, abandoned = lineage.begin()
+        for store in stores:
+            store.note_branch(Branch(number, abandoned, manifest.step, manifest.id))
+    print(f"the next restore gives step {manifest.step}, of save {manifest.id}")
+    return 0
+
+
+def _dry_run(stores: Sequence[Store], step: int | None, rank: int) -> int:
+    looked = view(stores, step)
+    for problem in looked.problems:
+        print(f"passed over: {problem}")
+    for choice in looked.choices:
+        found = choice.step
+        if step is None and not on_branch(choice, looked.top):
+            print(f"superseded: step {found}, save {choice.id}")
+            continue
+        store = next(s for s in stores if s.kind == choice.kind)
+        manifest = store.find(found, choice.id)
+        if manifest is None:
+            continue
+        part = manifest.part_of(rank)
+        if part is not None and manifest.spread and not store.has(found, part):
+            print(f"passed over: step {found}: the part of rank {rank} is on another node")
+            continue
+        try:
+            with _bar(f"step {found} from {store.root}") as tell:
+                restored = read_part(store, manifest, rank, _THREADS, tell)
+        except CorruptionError as error:
+            print(f"passed over: {error}")
+            continue
+        assert part is not None
+        print(
+            f"would restore step {found} from {store.root}: {part.size} bytes in "
+            f"{restored.seconds:.2f} s ({part.size / max(restored.seconds, 1e-9) / 1e6:.0f} MB/s)"
+        )
+        for line in _outline(restored.state):
+            print(f"  {line}")
+        return 0
+    print("nothing can be restored")
+    return CorruptionError.exit_code
+
+
+def _outline(state: Any, name: str = "state", depth: int = 0) -> list[str]:
+    """Two levels of a state, a line each."""
+    if isinstance(state, dict) and depth < 2:
+        lines = [f"{name}: {len(state)} entries"]
+        for key, value in state.items():
+            lines += _outline(value, f"{name}[{key!r}]", depth + 1)
+        return lines
+    shape = getattr(state, "shape", None)
+    if shape is not None:
+        return [f"{name}: {state.dtype} of shape {tuple(shape)}"]
+    if isinstance(state, dict | list | tuple):
+        return [f"{name}: {type(state).__name__} of {len(state)}"]
+    return [f"{name}: {str(state)[:60]}"]
+
+
+def _drain(arguments: argparse.Namespace) -> int:
+    fast, durable = Store(arguments.fast, "fast"), Store(arguments.durable, "durable")
+    if not fast.root.is_dir():
+        raise UsageError(f"{fast.root} is no directory")
+    rate = parse_size(arguments.rate) if arguments.rate else 0
+
+    def copy(manifest: Manifest, part: Part, name: str) -> None:
+        source = fast.directory(manifest.step) / part.name
+        target = durable.directory(manifest.step) / name
+        _native.FileCopy(str(source), str(target), part.size, list(part.crcs), rate=rate).run()
+        read_back(target, part, _native.Priority.normal)
+
+    fast.own()
+    try:
+        durable.own()
+        waiting = undrained(fast, durable, Keep(arguments.keep))
+        for manifest in waiting:
+            copy_all(durable, manifest, functools.partial(copy, manifest))
+            print(f"step {manifest.step}: {manifest.size} bytes are in {durable.root} now")
+        for entry in fast.entries():
+            if entry.manifest is not None and not all(
+                fast.has(entry.step, part) for part in entry.manifest.parts
+            ):
+                print(
+                    f"step {entry.step}: other nodes have parts of it; the job's next start drains it"
+                )
+        print(f"{len(waiting)} checkpoints drained")
+    finally:
+        durable.disown()
+        fast.disown()
+    return 0
+
+
+class _bar:
+    """A progress bar where output is a terminal and rich is installed; else nothing."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._progress: Any = None
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        try:
+            from rich.console import Console
+            from rich.progress import Progress
+        except ModuleNotFoundError:
+            return lambda *_: None
+        console = Console(stderr=True)
+        if not console.is_terminal:
+            return lambda *_: None
+        self._progress = Progress(console=console, transient=True)
+        self._progress.start()
+        task = self._progress.add_task(self._label, total=None)
+        return lambda done, total: self._progress.update(task, completed=done, total=total)
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()

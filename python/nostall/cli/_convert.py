@@ -1,0 +1,80 @@
+"""Writes a class-per-folder dataset as an LMDB database or as tar shards; run again after it was
+cut, it goes on."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from nostall.source._source import ImageFolder
+
+if TYPE_CHECKING:
+    from nostall.convert import Converted
+    from nostall.convert._work import Progress
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``nostall convert``."""
+    parser.add_argument("source", help="the dataset: one folder per class")
+    parser.add_argument("dest", help="the folder to make")
+    parser.add_argument("--to", choices=["lmdb", "tar"], default="lmdb")
+    parser.add_argument(
+        "--values",
+        choices=["raw", "pickled", "datum"],
+        default="raw",
+        help="lmdb: the image alone, a pickled (image, label), or Caffe's Datum",
+    )
+    parser.add_argument(
+        "--commit-size", default="128MiB", help="lmdb: samples of one transaction, in bytes"
+    )
+    parser.add_argument("--shard-size", default="256MiB", help="tar: of one archive at most")
+    parser.add_argument("--threads", type=int, default=8, help="that read the dataset ahead")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Converts, with a progress bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    folder = ImageFolder(arguments.source)
+    with Bars(
+        TextColumn("{task.description:10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    ) as bars:
+        tasks = {
+            phase: bars.add_task(phase, total=len(folder)) for phase in ("writing", "verifying")
+        }
+        result = _convert(
+            arguments, folder, lambda phase, done: bars.update(tasks[phase], completed=done)
+        )
+    before = f", {result.resumed_at} of them by an earlier run" if result.resumed_at else ""
+    print(
+        f"{result.path}: {result.samples} samples{before}, {result.total_bytes} bytes, read back "
+        "and compared"
+    )
+    return 0
+
+
+def _convert(arguments: argparse.Namespace, folder: ImageFolder, progress: Progress) -> Converted:
+    from nostall.convert import to_lmdb, to_tar
+
+    if arguments.to == "tar":
+        return to_tar(
+            folder,
+            arguments.dest,
+            shard_size=arguments.shard_size,
+            threads=arguments.threads,
+            progress=progress,
+        )
+    return to_lmdb(
+        folder,
+        arguments.dest,
+        values=arguments.values,
+        commit_size=arguments.commit_size,
+        threads=arguments.threads,
+        progress=progress,
+    )

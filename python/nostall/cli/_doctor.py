@@ -1,0 +1,68 @@
+"""Says what this machine offers and which place in a job is found for this process."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from nostall import __version__, _native
+from nostall.base._sizes import defaults
+from nostall.errors import Error, UsageError
+from nostall.job import _cluster as cluster
+from nostall.job._world import find_world
+
+
+def add_arguments(_parser: argparse.ArgumentParser) -> None:
+    """``nostall doctor`` has no options."""
+
+
+def findings() -> Iterator[tuple[str, str]]:
+    """(what, how it stands) in the order of the way of a sample."""
+    yield "nostall", f"{__version__}, Python {platform.python_version()}, {platform.release()}"
+    yield "cores", str(len(os.sched_getaffinity(0)))
+    disabled = Path("/proc/sys/kernel/io_uring_disabled")
+    refused = disabled.exists() and disabled.read_text().strip() != "0"
+    yield "io_uring", "disabled by the kernel: reads use threads" if refused else "allowed"
+    limits = _native.memory_limits()
+    for limit in limits:
+        yield (
+            "memory",
+            f"{limit.left >> 20} MiB may be taken of {limit.what}: {limit.used >> 20} of "
+            f"{limit.limit >> 20} MiB are in use, {limit.reserve >> 20} stay free",
+        )
+    usual = defaults(limits, dataset_bytes=2**63 - 1, local_world_size=1)
+    yield "tiers=auto", f"up to {usual.ram >> 20} MiB of a data set in memory: {usual.reason}"
+    fuse = Path("/dev/fuse").exists() and shutil.which("fusermount3")
+    yield "FUSE", "there" if fuse else "missing: the demo's slow storage needs fuse3 and /dev/fuse"
+    try:
+        _native.PeerTransport(str(cluster.LIBRARY))
+        yield "UCX", "there: samples can travel between nodes"
+    except Error as error:
+        yield "UCX", str(error)
+    for package in ("torch", "torchvision", "rich", "matplotlib"):
+        try:
+            yield package, importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            yield package, "not installed"
+    try:
+        world = find_world()
+    except UsageError as error:
+        yield "this process", str(error)
+        return
+    yield (
+        "this process",
+        f"rank {world.rank} of {world.world_size}, local rank {world.local_rank} of "
+        f"{world.local_world_size}, job {world.job!r}",
+    )
+
+
+def run(_arguments: argparse.Namespace) -> int:
+    """Prints the findings."""
+    for what, how in findings():
+        print(f"{what:14} {how}")
+    return 0

@@ -1,0 +1,122 @@
+"""Builds, checks or shows what nostall keeps about a dataset: the listing of a class-per-folder one,
+the places of the records of an LMDB database, tar shards or TFRecord files."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nostall import _native
+from nostall.errors import UsageError
+from nostall.source import LMDB, TarShards, TFRecord
+from nostall.source._records import RecordStore, examine_index
+from nostall.source._source import IMAGE_EXTENSIONS, ImageFolder, index_path
+
+_ENDINGS = {
+    "lmdb": (".mdb",),
+    "tar": (".tar",),
+    "tfrecord": (".tfrecord", ".tfrecords", ".tfrec"),
+}
+_OPTIONS = {
+    "lmdb": ("database", "values", "order", "image", "label"),
+    "tar": ("image", "label"),
+    "tfrecord": ("values", "image", "label"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``nostall index``."""
+    parser.add_argument("root", help="the dataset: a folder, a file, a pattern or a URL")
+    parser.add_argument("--index", help="where it is kept; beside the dataset if not given")
+    parser.add_argument("--check", action="store_true", help="only say whether it still holds")
+    parser.add_argument("--kind", choices=["folder", *_ENDINGS], help="found by names if not given")
+    parser.add_argument("--database", help="lmdb: a named database in it")
+    parser.add_argument("--values", help="lmdb, tfrecord: what a value is, as for the class")
+    parser.add_argument("--order", help="lmdb: of the samples: auto, key or number")
+    parser.add_argument("--image", help="tar: endings of samples, with commas; else the feature")
+    parser.add_argument("--label", help="tar: ending of labels; else the feature; '' for none")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0, or 1 if what is kept does not hold (--check)."""
+    kind = arguments.kind or kind_of(arguments.root)
+    given = [name for name in _OPTIONS["lmdb"] if getattr(arguments, name) is not None]
+    for name in given:
+        if name not in _OPTIONS.get(kind, ()):
+            raise UsageError(f"--{name} does not go with a dataset of kind {kind}")
+    if kind == "folder":
+        return _folder(arguments)
+    opens = _opener(kind, arguments)
+    if arguments.check:
+        path, reason = examine_index(opens)
+        print(f"{path or arguments.root}: {reason or 'holds'}")
+        return 1 if reason else 0
+    begun = time.perf_counter()
+    store = opens()
+    seconds = time.perf_counter() - begun
+    how = "held" if store.index_reused else f"made in {seconds:.2f} s"
+    print(
+        f"{store.index_file or 'kept nowhere'}: {kind}, {len(store)} samples of "
+        f"{store.total_bytes} bytes in {len(store.storage.paths)} files, index of "
+        f"{store.index_bytes} bytes ({store.index_bytes / len(store):.1f} a sample), "
+        f"fingerprint {store.fingerprint:016x}, {how}"
+    )
+    return 0
+
+
+def kind_of(root: str) -> str:
+    """What a dataset is, by the names of its files."""
+    path = Path(root)
+    names = [root.rstrip("/")]
+    if path.is_dir():
+        names = [p.name for p in path.iterdir() if p.is_file()]
+    for kind, endings in _ENDINGS.items():
+        if any(name.endswith(endings) for name in names):
+            return kind
+    if path.is_dir() or path.is_file():
+        return "folder"
+    raise UsageError(f"{root}: what kind of dataset it is cannot be told by its name: pass --kind")
+
+
+def _opener(kind: str, arguments: argparse.Namespace) -> Callable[[], RecordStore]:
+    options: dict[str, Any] = {"index": arguments.index or True}
+    if not arguments.check and sys.stderr.isatty():
+        options["progress"] = lambda done: print(f"\r{done} examined", end="\r", file=sys.stderr)
+    for name in _OPTIONS[kind]:
+        if (value := getattr(arguments, name)) is not None:
+            options[name] = value
+    if kind == "lmdb":
+        if "label" in options:  # of the class, labels themselves
+            options["image_label"] = options.pop("label")
+        return lambda: LMDB(arguments.root, **options)
+    if options.get("label") == "":
+        options["label"] = None
+    if kind == "tar":
+        if "image" in options:
+            options["image"] = options["image"].split(",")
+        return lambda: TarShards(arguments.root, **options)
+    return lambda: TFRecord(arguments.root, **options)
+
+
+def _folder(arguments: argparse.Namespace) -> int:
+    where = arguments.index or True
+    path = index_path(arguments.root, where)
+    if arguments.check:
+        reason = _native.check_index(
+            root=arguments.root,
+            index_path=path,
+            extensions=list(IMAGE_EXTENSIONS),
+            class_per_folder=True,
+        )
+        print(f"{path}: {reason or 'holds'}")
+        return 1 if reason else 0
+    folder = ImageFolder(arguments.root, index=where, allow_empty=True)
+    print(
+        f"{path}: {len(folder)} samples of {len(folder.classes)} classes, "
+        f"{folder.total_bytes} bytes, fingerprint {folder.fingerprint:016x}"
+    )
+    return 0

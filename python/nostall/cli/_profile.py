@@ -1,0 +1,82 @@
+"""Runs a command with recording on, then writes the report of the run.
+
+    nostall profile -o run -- torchrun --nproc-per-node 4 train.py
+
+Every process of the command that uses nostall's loaders records into the directory. With --mpi an
+unmodified MPI program is traced as well: its collectives, by libnostall_mpi.so, which replaces none.
+
+    nostall profile --mpi -o run -- mpirun -n 4 ./program     # and nostall report run/mpi: who is late
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from nostall.cli import _run as mpi
+from nostall.errors import Error, UsageError
+from nostall.observe import trace
+from nostall.observe.report import (
+    _arrivals as arrivals,
+)
+from nostall.observe.report import (
+    _mpi_trace as mpi_trace,
+)
+from nostall.observe.report import _run as runs
+from nostall.observe.report import (
+    _run_page as run_page,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``nostall profile``."""
+    parser.add_argument("-o", "--output", default="nostall-run", help="directory of the run")
+    parser.add_argument(
+        "--mpi", action="store_true", help="trace the collectives of any MPI program"
+    )
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="-- command")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command; its exit status is ours."""
+    command = arguments.rest[1:] if arguments.rest[:1] == ["--"] else arguments.rest
+    if not command:
+        raise UsageError("there is no command to profile: nostall profile -- python train.py")
+    home = Path(arguments.output).absolute()
+    left = runs.files_of(home) if home.is_dir() else []
+    if left:
+        raise UsageError(
+            f"{home} holds a run already ({left[0].name}): give another directory with -o"
+        )
+    words, calls = command, home / "mpi"
+    if arguments.mpi:
+        calls.mkdir(parents=True, exist_ok=True)
+        words = mpi.command(
+            command, mpi.environment(mpi.library(), profile=str(calls), replace=False)
+        )
+    try:
+        status = subprocess.call(words, env={**os.environ, trace.VARIABLE: str(home)})
+    except OSError as error:
+        raise UsageError(f"cannot run {command[0]}: {error.strerror}") from error
+    if arguments.mpi:
+        try:
+            mpi_trace.convert(arrivals.find([str(calls)]), home)
+        except Error as error:
+            print(f"nostall: {error}", file=sys.stderr)
+    if not (home.is_dir() and runs.files_of(home)):
+        lacked = "called no collective" if arguments.mpi else "used no loader of nostall"
+        print(f"nostall: {command[0]} {lacked}: nothing recorded", file=sys.stderr)
+        return status
+    try:
+        found = runs.read(home)
+        print(run_page.text(found))
+        page = home / "report.html"
+        run_page.save([found], page)
+        print(page)
+    except Error as error:
+        # The command's own result stands.
+        print(f"nostall: {error}", file=sys.stderr)
+    return 128 - status if status < 0 else status

@@ -1,0 +1,87 @@
+"""Says where training waited: from recorded runs, from statistics, or from timelines.
+
+The directory of a run (NOSTALL_TRACE, nostall profile) becomes one self-contained HTML page; two become
+one page side by side. So do statistics (loader.stats().save(file), one file a rank). A Horovod
+timeline, or traces of the PyTorch profiler (one a rank), become a table, and the files named with -o;
+so does the directory of an MPI profile (nostall run --profile): who arrived when at its collectives.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from nostall.errors import IoError, UsageError
+from nostall.observe import timelines as analyze
+from nostall.observe._stats import Stats
+from nostall.observe.report import _arrivals as arrivals
+from nostall.observe.report import _run as runs
+from nostall.observe.report import _run_page as run_page
+from nostall.observe.report import _timeline as timeline_report
+from nostall.observe.report import write
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``nostall report``."""
+    parser.add_argument(
+        "files", nargs="+", help="a run's directory (or two), statistics, or timelines"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        action="append",
+        help="of statistics: the HTML file (nostall-report.html); of timelines: any number of files, "
+        "their format by suffix: " + ", ".join(timeline_report.SUFFIXES),
+    )
+    parser.add_argument(
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="tensors that are no gradients, such as 'metric*'",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Writes the report."""
+    if profiles := arrivals.find(arguments.files):
+        profile, alpha = arrivals.read(profiles), arrivals.Alpha()
+        print(arrivals.text(profile, alpha))
+        for path in arguments.output or []:
+            arrivals.save(profile, alpha, path)
+            print(path)
+        return 0
+    directories = [Path(f).is_dir() for f in arguments.files]
+    if any(directories):
+        if not all(directories):
+            odd = arguments.files[directories.index(False)]
+            raise UsageError(f"{odd} is no directory of a run, others are: report them one by one")
+        found_runs = [runs.read(f) for f in arguments.files]
+        for found_run in found_runs:
+            print(run_page.text(found_run))
+        for path in arguments.output or ["nostall-report.html"]:
+            run_page.save(found_runs, path)
+            print(path)
+        return 0
+    traces = [analyze.is_trace(f) for f in arguments.files]
+    if all(traces):
+        found = analyze.analyze(arguments.files, arguments.exclude)
+        print(timeline_report.text(found))
+        for path in arguments.output or []:
+            timeline_report.save(found, path)
+            print(path)
+        return 0
+    if any(traces):
+        odd = arguments.files[traces.index(False)]
+        raise UsageError(f"{odd} is no timeline, the others are: report them one by one")
+    outputs = arguments.output or ["nostall-report.html"]
+    stats = [Stats.load(f) for f in arguments.files]
+    for output in outputs:
+        try:
+            write(stats, output)
+        except OSError as error:
+            raise IoError(
+                f"cannot write the report to {output}: {error.strerror}; pass another file with -o"
+            ) from error
+        print(output)
+    return 0

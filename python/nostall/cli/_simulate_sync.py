@@ -1,0 +1,127 @@
+"""Predicts how the ways of synchronising gradients scale: negotiated as Horovod does, GS, NBCS, SCP,
+TOPO (planned) and SCP with TOPO (seed lmdbio-and-horovod, figure 6.16). The protocols are simulated,
+not the arithmetic; what they cost comes from ``nostall bench sync --json`` or from what was measured
+for nostall. Improvements are percent of samples/s over negotiated, median [least-most] of the seeds;
+"thread" is the progress thread's part of the run on its core, "spin" the part of it that only waits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
+
+from nostall.errors import UsageError
+
+if TYPE_CHECKING:
+    from nostall.simulate._sync import Training
+
+_RANKS = (96, 192, 384, 768, 1536, 3072, 6144, 12288, 24576)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``nostall simulate sync``."""
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=list(_RANKS),
+        help="default: 96 to 24,576, which takes minutes",
+    )  # fmt: skip
+    parser.add_argument("--modes", nargs="+", metavar="MODE", help="only these")
+    parser.add_argument("--measured", metavar="JSON", help="of nostall bench sync, on your machine")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE",
+        help="compute, jitter, groups, first, reduce, hop, window, contention, partition, cycle, "
+        "test_sleep; seconds and parts",
+    )  # fmt: skip
+    parser.add_argument("--iterations", type=int, default=30)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--json", help="write everything to this file")
+    parser.add_argument("--plot", help="write improvement and CPU share to this image")
+    parser.add_argument("--timeline", help="write figures 6.8 to 6.12 in kind to this image")
+    parser.add_argument("--oversleep-ms", type=float, default=6.0, help="in that timeline")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulates, prints the table, writes files."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from nostall.simulate._sync import MODES, measured, sweep
+
+    modes = list(MODES)
+    if arguments.modes:
+        unknown = [m for m in arguments.modes if m not in MODES]
+        if unknown:
+            raise UsageError(f"modes are {', '.join(MODES)}, not {unknown[0]!r}")
+        modes = arguments.modes
+    if arguments.seeds < 1 or arguments.iterations < 1 or min(arguments.ranks) < 1:
+        raise UsageError("--ranks, --seeds and --iterations must be at least 1")
+    training, costs = _training(arguments.set), measured(arguments.measured)
+    points = []
+    progress = Console(stderr=True)
+    for ranks in track(arguments.ranks, "simulating", console=progress, transient=True):
+        points += sweep(
+            [ranks], training, costs,
+            modes=modes, iterations=arguments.iterations, seeds=arguments.seeds,
+        )  # fmt: skip
+    Console().print(_table(points))
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(
+                {
+                    "training": asdict(training),
+                    "costs": asdict(costs),
+                    "points": [asdict(p) for p in points],
+                },
+                file,
+                indent=1,
+            )
+    from nostall.simulate import _sync_plots as sync_plots
+
+    if arguments.plot:
+        sync_plots.scaling_figure(points).savefig(arguments.plot, dpi=110)
+    if arguments.timeline:
+        figure = sync_plots.timeline_figure(training, arguments.oversleep_ms / 1000)
+        figure.savefig(arguments.timeline, dpi=110)
+    return 0
+
+
+def _training(words: list[str]) -> Training:
+    from nostall.simulate._sync import Training
+
+    known = {f.name: f.type for f in fields(Training)}
+    values: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if key not in known or not equals:
+            raise UsageError(f'"{word}" is not KEY=VALUE with KEY of {", ".join(known)}')
+        try:
+            values[key] = int(text) if known[key] == "int" else float(text)
+        except ValueError as error:
+            raise UsageError(f"{key} must be a number, not {text!r}") from error
+    return Training(**values)
+
+
+def _table(points: list[Any]) -> Any:
+    from rich.table import Table
+
+    table = Table(
+        title="Ways of synchronising gradients",
+        caption="faster: samples/s over negotiated, median of the seeds (and range)\n"
+        "thread: the progress thread's part of the run on its core\n"
+        "spin: the part of the run in which that thread only waits",
+    )
+    for heading in ("ranks", "way", "ms a step", "faster", "thread", "spin"):
+        table.add_column(heading, justify="left" if heading == "way" else "right")
+    for p in points:
+        for i, (mode, o) in enumerate(p.outcomes.items()):
+            low, middle, high = p.improvement[mode]
+            table.add_row(
+                "" if i else f"{p.ranks:,}",
+                mode,
+                f"{1000 * o.iteration:.1f}",
+                "" if mode == "negotiated" else f"{middle:+.1f} % ({low:+.1f} to {high:+.1f})",
+                f"{o.busy:.0%}",
+                f"{o.spin:.0%}",
+                end_section=i + 1 == len(p.outcomes),
+            )
+    return table

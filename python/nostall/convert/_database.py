@@ -1,0 +1,166 @@
+"""Samples into an LMDB database, through liblmdb."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from nostall.base._sizes import parse_size
+from nostall.convert._work import Converted, Progress, Work, forget_cached
+from nostall.errors import IoError, UsageError
+from nostall.source._lmdb import LABELS_KEY, LMDB
+from nostall.source._source import Source
+
+if TYPE_CHECKING:
+    import lmdb
+
+Values = Literal["raw", "pickled", "datum"]
+
+_PAGE = 4096
+_KEY_DIGITS = 8
+_COMMIT_SIZE = "128MiB"
+# Room for what the tree adds; the file grows as it is written, so this costs address space only.
+_SPARE = 1 << 30
+_NO_ROOM = 1 << 20  # bytes
+
+
+def to_lmdb(
+    source: Source,
+    dest: str | os.PathLike[str],
+    *,
+    values: Values = "raw",
+    commit_size: int | str = _COMMIT_SIZE,
+    threads: int = 8,
+    progress: Progress | None = None,
+) -> Converted:
+    """Writes `source` into the new database folder `dest`; a call after one that was cut goes on.
+
+    Keys are decimal numbers of equal length, in the order of the samples. The places of all values
+    are stored beside the database once it is complete: liblmdb fixes them at each commit, and tells
+    them to nobody, so that one scan of the tree at the end is what finds them.
+
+    Args:
+        source: the samples, for example an ``ImageFolder``.
+        dest: the folder to be made; ``dest.partial`` exists until it is complete.
+        values: ``"raw"`` (the sample; its label goes into the value of the key ``__labels__``, which
+            ``nostall.LMDB`` knows), ``"pickled"`` ((bytes, int)), ``"datum"`` (Caffe's Datum,
+            encoded). The latter two carry their labels and need ``values=`` again to be read.
+        commit_size: bytes of one transaction; what is lost if the conversion is killed.
+        threads: that read the source ahead.
+        progress: called with "writing" or "verifying", and the number of samples.
+
+    Raises:
+        UsageError: py-lmdb is missing, `dest` exists, or something else is at ``dest.partial``.
+        IoError: a sample cannot be read, or the disk is full or fails.
+        CorruptionError: what was read back is not what was written.
+    """
+    if values not in ("raw", "pickled", "datum"):
+        raise UsageError(f'values must be "raw", "pickled" or "datum", not {values!r}')
+    limit = parse_size(commit_size)
+    liblmdb = _liblmdb()
+    with Work(source, dest, {"to": "lmdb", "values": values}) as work:
+        try:
+            resumed_at = _write(liblmdb, work, values, limit, threads, progress)
+            forget_cached(work.folder / "data.mdb")
+        except liblmdb.Error as error:
+            raise work.failure(_as_oserror(liblmdb, error, work.folder)) from error
+        except OSError as error:
+            if isinstance(error, IoError):
+                raise
+            raise work.failure(error) from error
+        work.verify(LMDB(work.folder, values=values, index=False), threads, progress)
+        work.finish(leave_out=["lock.mdb"])
+    LMDB(work.dest, values=values)  # stores the places
+    size = (work.dest / "data.mdb").stat().st_size
+    return Converted(Path(work.dest), len(source), size, resumed_at)
+
+
+def _write(
+    liblmdb: Any,
+    work: Work,
+    values: Values,
+    limit: int,
+    threads: int,
+    progress: Progress | None,
+) -> int:
+    source = work.source
+    n = len(source)
+    room = int((source.sizes + 2 * _PAGE).sum()) + 200 * n + _SPARE
+    with liblmdb.open(
+        str(work.folder), map_size=room // _PAGE * _PAGE, readahead=False, meminit=False
+    ) as environment:
+        with environment.begin() as transaction:
+            if transaction.get(LABELS_KEY) is not None:
+                return n
+        begin = int(environment.stat()["entries"])
+        work.check_room(int(source.sizes[:begin].sum()))
+        encode = _encoder(values)
+        labels = source.labels
+        writing = environment.begin(write=True)
+        pending = 0
+        try:
+            for sample, data in work.samples(begin, threads):
+                writing.put(key_of(sample, n), encode(data, int(labels[sample])), append=True)
+                pending += len(data)
+                if pending >= limit:
+                    work.sums_written()
+                    writing.commit()
+                    writing, pending = environment.begin(write=True), 0
+                if progress:
+                    progress("writing", sample + 1)
+            writing.put(LABELS_KEY, labels.astype("<i8").tobytes(), append=True)
+            work.sums_written()
+            writing.commit()
+        except BaseException:
+            writing.abort()
+            raise
+        return begin
+
+
+def key_of(sample: int, samples: int) -> bytes:
+    """The key of a sample: decimal, of one length for all, so that keys sort as numbers."""
+    return b"%0*d" % (max(_KEY_DIGITS, len(str(samples - 1))), sample)
+
+
+def _encoder(values: Values) -> Callable[[bytes, int], bytes]:
+    if values == "pickled":
+        return lambda data, label: pickle.dumps((data, label), protocol=4)
+    return datum if values == "datum" else lambda data, _: data
+
+
+def datum(data: bytes, label: int) -> bytes:
+    """Caffe's Datum of an encoded image, in Protocol Buffers' wire format: field 4 (data), field 5
+    (label), field 7 (encoded = true)."""
+    return (
+        b"\x22" + _varint(len(data)) + data + b"\x28" + _varint(label & (2**64 - 1)) + b"\x38\x01"
+    )
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _liblmdb() -> Any:
+    try:
+        import lmdb
+    except ModuleNotFoundError:
+        raise UsageError(
+            "writing LMDB databases needs py-lmdb: pip install 'nostall[lmdb]'"
+        ) from None
+    return lmdb
+
+
+def _as_oserror(liblmdb: Any, error: lmdb.Error, folder: Path) -> OSError:
+    # liblmdb takes a write that was cut short, as on a full disk, for an I/O error.
+    full = isinstance(error, liblmdb.DiskError) or shutil.disk_usage(folder).free < _NO_ROOM
+    return OSError(errno.ENOSPC if full else errno.EIO, str(error))

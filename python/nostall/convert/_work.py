@@ -1,0 +1,257 @@
+"""What all conversions share: the unfinished folder, read-ahead, checksums, the final name."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from nostall.errors import CorruptionError, IoError, UsageError
+from nostall.source._source import ImageFolder, Source
+
+#: Called with "writing" or "verifying" and how many samples have been.
+Progress = Callable[[str, int], object]
+
+_STATE = "nostall-convert.json"
+_SUMS = "nostall-convert.crc32"
+_SUM_BYTES = 4
+_IN_FLIGHT = 4  # samples a thread
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion left: the folder, its samples and bytes, and how many samples an earlier
+    run that ended early had already written."""
+
+    path: Path
+    samples: int
+    total_bytes: int
+    resumed_at: int
+
+
+class Work:
+    """The folder ``DEST.partial`` of one conversion, held by one process at a time.
+
+    It has the record of what is converted how, and the CRC32 of every sample as it was read from
+    the source, written before the sample counts as done.
+
+    Args:
+        source: what is converted.
+        dest: the folder to be made.
+        options: whatever the bytes written depend on.
+
+    Raises:
+        UsageError: `dest` exists, another process works on it, or an earlier conversion of something
+            else was left there, or labels are floating-point numbers.
+        IoError: the disk has too little room for the samples.
+    """
+
+    def __init__(
+        self, source: Source, dest: str | os.PathLike[str], options: dict[str, Any]
+    ) -> None:
+        if source.labels.dtype.kind == "f":
+            raise UsageError(
+                f"{source!r} has floating-point labels, which what is converted to does not hold"
+            )
+        self.source = source
+        self.dest = Path(dest).absolute()
+        self.folder = self.dest.with_name(self.dest.name + ".partial")
+        self._state = {**options, "source": f"{source.fingerprint:016x}", "samples": len(source)}
+        self._sums = -1
+        self._lock = -1
+
+    def __enter__(self) -> Work:
+        if self.dest.exists():
+            raise UsageError(f"{self.dest} exists already: remove it, or convert to another place")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._claim()
+            self._sums = os.open(self.folder / _SUMS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            self._close()
+            if isinstance(error, IoError):
+                raise
+            raise self.failure(error) from error
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        for descriptor in (self._sums, self._lock):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._sums = self._lock = -1
+
+    def _claim(self) -> None:
+        path = self.folder / _STATE
+        self._lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"another process is converting to {self.dest}") from None
+        text = json.dumps(self._state, sort_keys=True)
+        found = os.pread(self._lock, 1 << 16, 0).decode(errors="replace")
+        if not found:
+            if any(p.name != _STATE for p in self.folder.iterdir()):
+                raise UsageError(f"{self.folder} holds something else: remove it, then start again")
+            os.pwrite(self._lock, text.encode(), 0)
+            os.fsync(self._lock)
+        elif found != text:
+            raise UsageError(
+                f"{self.folder} is left from a conversion of another data set, of another state of "
+                "this one, or with other options: remove it, then start again"
+            )
+
+    def check_room(self, written: int) -> None:
+        """Refuses to start what cannot end; `written` bytes of samples are there already.
+
+        Raises:
+            IoError: the samples alone need more than the disk has.
+        """
+        free = shutil.disk_usage(self.folder).free
+        needed = self.source.total_bytes - written
+        if needed > free:
+            raise IoError(
+                errno.ENOSPC,
+                f"{self.dest} needs {needed} bytes more, its disk has {free}: free some, or convert "
+                "to another disk",
+            )
+
+    def failure(self, error: OSError) -> IoError:
+        """The error to raise where writing failed."""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return IoError(
+                errno.ENOSPC,
+                f"the disk of {self.dest} is full: free some room and start the same conversion "
+                f"again, it goes on with what is in {self.folder}",
+            )
+        return IoError(
+            error.errno or errno.EIO, f"cannot write {self.folder}: {error.strerror or error}"
+        )
+
+    # ------------------------------------------------------------------ samples
+
+    def samples(self, begin: int, threads: int) -> Iterator[tuple[int, bytes]]:
+        """(id, bytes) of the samples from `begin` on, read ahead by `threads` threads; their
+        checksums are kept."""
+
+        def read(sample: int) -> tuple[int, bytes]:
+            data = self.source.read(sample)
+            os.pwrite(self._sums, zlib.crc32(data).to_bytes(_SUM_BYTES, "little"), 4 * sample)
+            return sample, data
+
+        yield from _ahead(read, range(begin, len(self.source)), threads)
+
+    def sums_written(self) -> None:
+        """Returns once the checksums so far are on the disk."""
+        os.fsync(self._sums)
+
+    def verify(self, result: Source, threads: int, progress: Progress | None) -> None:
+        """Reads every sample of `result` and compares it with what the source had.
+
+        Raises:
+            CorruptionError: a sample, a label or the number of samples differs.
+        """
+        n = len(self.source)
+        if len(result) != n:
+            raise CorruptionError(f"{self.folder} has {len(result)} samples instead of {n}")
+        if not np.array_equal(result.labels, self.source.labels):
+            raise CorruptionError(f"{self.folder} has other labels than {self._name()}")
+        sums = np.frombuffer(os.pread(self._sums, _SUM_BYTES * n, 0), "<u4")
+        if len(sums) != n:
+            raise CorruptionError(f"{self.folder / _SUMS} was cut: remove {self.folder}")
+
+        def check(sample: int) -> int:
+            found = zlib.crc32(result.read(sample))
+            if found != sums[sample]:
+                raise CorruptionError(
+                    f"{result.describe(sample)} is not what was read from "
+                    f"{self.source.describe(sample)} (CRC32 {found:08x} instead of "
+                    f"{int(sums[sample]):08x}): the disk or its memory is at fault; remove "
+                    f"{self.folder}, then start again"
+                )
+            return sample
+
+        for done, _ in enumerate(_ahead(check, range(n), threads), 1):
+            if progress:
+                progress("verifying", done)
+
+    def finish(self, leave_out: Iterable[str] = ()) -> None:
+        """Gives the folder its final name, without the conversion's own files."""
+        if isinstance(self.source, ImageFolder):
+            write_new(self.folder / "classes.json", json.dumps(self.source.classes).encode())
+        for name in (*leave_out, _SUMS):
+            (self.folder / name).unlink(missing_ok=True)
+        sync_folder(self.folder)
+        os.rename(self.folder, self.dest)
+        (self.dest / _STATE).unlink()
+        sync_folder(self.dest.parent)
+
+    def _name(self) -> str:
+        return str(getattr(self.source, "root", "the source"))
+
+
+def _ahead(work: Callable[[int], Any], items: range, threads: int) -> Iterator[Any]:
+    """work(item) in order, by `threads` threads that are a few items ahead."""
+    pending: deque[Future[Any]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for item in items:
+                pending.append(pool.submit(work, item))
+                if len(pending) >= _IN_FLIGHT * threads:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Writes a small file and returns once it is on the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Returns once the names in `path` are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # some file systems have no such call
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def forget_cached(path: Path) -> None:
+    """Asks the kernel to drop its copy of the file, so that it is read back from the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)

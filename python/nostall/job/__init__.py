@@ -1,0 +1,6 @@
+"""The ranks of a job: who is there, how they find each other, and the streams between nodes.
+
+Nothing here is public.
+"""
+
+__all__: list[str] = []

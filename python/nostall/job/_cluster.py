@@ -1,0 +1,198 @@
+"""The nodes of a job: who is on which, what each keeps, and how its ranks are reached."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nostall import _native
+from nostall.base._sizes import TierSpec
+from nostall.errors import Error, UsageError
+from nostall.job import _secret as secret
+from nostall.job._rendezvous import AllGather, exposed, initialised_store
+from nostall.job._world import World
+
+_log = logging.getLogger("nostall")
+LIBRARY = Path(__file__).parent / "nostall_ucx.so"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """All nodes, as every rank of the job sees them.
+
+    `node_of_rank` and `addresses` have one entry per rank, `capacities` (bytes) one per node.
+    `transport` is None where samples do not travel; `problem` says why if that was not asked for.
+    """
+
+    node: int
+    node_of_rank: list[int]
+    capacities: list[int]
+    addresses: list[bytes]
+    secret: bytes
+    transport: _native.PeerTransport | None
+    problem: str = ""
+
+    def settle(self, world: World) -> World:
+        """`world` with this rank's place on its node as found here."""
+        mine = [r for r, node in enumerate(self.node_of_rank) if node == self.node]
+        return replace(world, local_rank=mine.index(world.rank), local_world_size=len(mine))
+
+
+def node_identity() -> str:
+    """The same for all processes that can share memory, and for no others.
+
+    They find each other in their network namespace. NOSTALL_NODE overrides it, so that one machine
+    can stand for several.
+    """
+    if name := os.environ.get("NOSTALL_NODE"):
+        return f"named {name}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("ipc", "mnt", "net")]
+    return " ".join((boot, *spaces))
+
+
+def walls(nodes: Mapping[int, str]) -> str:
+    """What keeps ranks of one machine apart, in words; `nodes` has the node_identity of each rank."""
+    first: dict[str, int] = {}
+    for rank, node in nodes.items():
+        machine, *spaces = node.split()
+        if machine == "named":  # apart by the user's wish
+            continue
+        other = first.setdefault(machine, rank)
+        apart = [one.partition(":")[0] for one in spaces if one not in nodes[other].split()]
+        if apart:
+            return (
+                f"ranks {other} and {rank} are on one machine and share no cache, for their namespaces "
+                f"({', '.join(apart)}) differ: run them in one container, or with the host's network "
+                "and IPC"
+            )
+    return ""
+
+
+def spans_nodes(world: World) -> bool:
+    """Whether, as far as the launcher tells, other nodes take part."""
+    if world.world_size == 1:
+        return False
+    return world.local_world_size < world.world_size or "NOSTALL_NODE" in os.environ
+
+
+def check_alike(world: World, name: str, settings: Mapping[str, Any]) -> None:
+    """Compares `settings` with those of the rank that came first, and waits for none.
+
+    Only torch.distributed has a place where they can be left. Nothing is compared without it, for a
+    loader of other ranks than torch's, or where its store cannot do this: the comparison helps to
+    find mistakes, and is no reason to end a training.
+
+    Args:
+        world: of the loader.
+        name: the same for the loaders to compare, and for no others of a world of this size.
+        settings: what they must have alike, plain values.
+
+    Raises:
+        UsageError: they differ, with the first that does and both values.
+    """
+    store = initialised_store(world.world_size) if world.world_size > 1 else None
+    if store is None:
+        return
+    mine = json.dumps(
+        {"rank": world.rank, "settings": settings, "node": node_identity()}, sort_keys=True
+    )
+    try:
+        first = json.loads(
+            store.compare_set(f"nostall/{name} of {world.world_size}/settings", "", mine)
+        )
+    except Exception as error:  # whatever a store raises
+        _log.debug("the settings of the ranks are not compared: %s", error)
+        return
+    _compare(first["rank"], first["settings"], world.rank, settings)
+    nodes = {first["rank"]: first["node"], world.rank: node_identity()}
+    # The launcher counts both on one node, so nothing else brings this to light.
+    if not spans_nodes(world) and (words := walls(nodes)):
+        _log.warning("%s", words)
+
+
+def _compare(first: int, theirs: Mapping[str, Any], rank: int, settings: Mapping[str, Any]) -> None:
+    for key, value in settings.items():
+        if theirs.get(key) != value:
+            raise UsageError(
+                f"the ranks of the job disagree: {key} is {theirs.get(key)!r} on rank {first} and "
+                f"{value!r} on rank {rank}; give all ranks the same dataset and arguments"
+            )
+
+
+def join(
+    world: World,
+    tiers: Sequence[TierSpec],
+    allgather: AllGather,
+    settings: Mapping[str, Any] | None = None,
+) -> Cluster:
+    """Meets the other ranks; every rank of the job must call it.
+
+    Where one of them cannot exchange samples (no UCX), none does, and rank 0 says why.
+
+    Args:
+        world: this rank's place.
+        tiers: of this node.
+        allgather: of the job.
+        settings: what all ranks must have alike, plain values.
+
+    Raises:
+        PeerError: ranks are missing.
+        UsageError: the ranks do not agree.
+    """
+    transport: _native.PeerTransport | None = None
+    problem = ""
+    # A peer that goes is not an error here, and is told of in our own words.
+    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+    try:
+        transport = _native.PeerTransport(
+            os.environ.get("NOSTALL_UCX_LIBRARY", str(LIBRARY)),
+            os.environ.get("NOSTALL_UCX_TLS", ""),
+            os.environ.get("NOSTALL_UCX_DEVICES", ""),
+        )
+    except Error as error:
+        problem = str(error)
+    mine: dict[str, Any] = {
+        "rank": world.rank,
+        "node": node_identity(),
+        "capacity": sum(t.capacity for t in tiers),
+        "address": base64.b64encode(transport.address if transport else b"").decode(),
+        "problem": problem,
+        "settings": settings or {},
+    }
+    readers = exposed(allgather)
+    mine["secret"] = secret.offer(world.rank, readers)
+    parts = [json.loads(part) for part in allgather(json.dumps(mine).encode())]
+    if len(parts) != world.world_size or [p["rank"] for p in parts] != list(range(len(parts))):
+        raise UsageError(
+            f"the rendezvous brought {len(parts)} ranks together, not the {world.world_size} of "
+            "this job: its allgather must return one entry per rank, in rank order"
+        )
+    for part in parts[1:]:
+        _compare(0, parts[0]["settings"], part["rank"], part["settings"])
+    if world.rank == 0 and (words := walls({p["rank"]: p["node"] for p in parts})):
+        _log.warning("%s", words)
+    names = list(dict.fromkeys(p["node"] for p in parts))
+    node_of_rank = [names.index(p["node"]) for p in parts]
+    capacities = [0] * len(names)
+    for node, part in zip(node_of_rank, parts, strict=True):
+        capacities[node] = part["capacity"]
+    problems = [(p["rank"], p["problem"]) for p in parts if p["problem"]]
+    reason = "rank {}: {}".format(*problems[0]) if problems and len(names) > 1 else ""
+    if reason and world.rank == 0:
+        _log.warning("samples do not travel between nodes: %s", reason)
+    return Cluster(
+        node=node_of_rank[world.rank],
+        node_of_rank=node_of_rank,
+        capacities=capacities,
+        addresses=[base64.b64decode(p["address"]) for p in parts],
+        secret=secret.settle(world.rank, [p["secret"] for p in parts], readers),
+        transport=transport if len(names) > 1 and not problems else None,
+        problem=reason,
+    )

@@ -1,0 +1,341 @@
+"""How the ranks of a job tell each other where they are: one function, allgather of bytes.
+
+It is called once per loader, before any sample travels. Where torch.distributed or MPI runs already,
+theirs is used; by hand, a socket or a shared directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import secrets
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from nostall.base import _owned as owned
+from nostall.errors import PeerError, UsageError
+from nostall.job import _greeting as greeting
+from nostall.job import _secret as secret
+
+AllGather = Callable[[bytes], list[bytes]]
+
+_TIMEOUT = 120.0
+_MEMBER_SECONDS = 10.0  # for what a rank says once it has proved itself
+_RETRY_SECONDS = 0.05
+_LARGEST = 256 << 20
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """An allgather, and who besides the ranks can read what goes through it ("": nobody)."""
+
+    gather: AllGather
+    exposed: str = ""
+
+    def __call__(self, mine: bytes) -> list[bytes]:
+        return self.gather(mine)
+
+
+def exposed(allgather: AllGather) -> str:
+    """Who besides the ranks can read what is gathered; "" for one that the user passed."""
+    return allgather.exposed if isinstance(allgather, Rendezvous) else ""
+
+
+def find_rendezvous(
+    rank: int,
+    world_size: int,
+    name: str,
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = _TIMEOUT,
+) -> AllGather | None:
+    """The allgather of this job, or None if nothing connects its ranks.
+
+    NOSTALL_RENDEZVOUS (tcp://host:port or a directory) wins, then an initialised torch.distributed,
+    the store that torchrun offers, an initialised mpi4py. `name` tells apart what one job gathers.
+    """
+    env = os.environ if environment is None else environment
+    if where := env.get("NOSTALL_RENDEZVOUS"):
+        return _by_hand(where, rank, world_size, name, env, timeout)
+    if (store := initialised_store()) is not None:
+        return _by_store(store, rank, world_size, name, timeout)
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "MASTER_PORT" in env:
+        if importlib.util.find_spec("torch") is None:
+            return None
+        from torch.distributed import TCPStore
+
+        store = TCPStore(
+            env["MASTER_ADDR"],
+            int(env["MASTER_PORT"]),
+            None,
+            False,
+            timeout=timedelta(seconds=timeout),
+        )
+        name = f"{name} restart {env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        return _by_store(store, rank, world_size, name, timeout)
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.size == world_size:
+        gather: AllGather = mpi.COMM_WORLD.allgather
+        return gather
+    return None
+
+
+def initialised_store(world_size: int | None = None) -> Any | None:
+    """The store of torch.distributed, if that runs, with `world_size` ranks if given."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    if world_size is not None and distributed.get_world_size() != world_size:
+        return None
+    return distributed.distributed_c10d._get_default_store()
+
+
+def _by_store(store: Any, rank: int, world_size: int, name: str, timeout: float) -> AllGather:
+    def allgather(mine: bytes) -> list[bytes]:
+        store.set(f"nostall/{name}/{rank}", mine)
+        keys = [f"nostall/{name}/{r}" for r in range(world_size)]
+        try:
+            store.wait(keys, timedelta(seconds=timeout))
+        except Exception as error:
+            raise PeerError(
+                f"rank {rank} waited {timeout:g} s for all {world_size} ranks to make their loader: "
+                f"{error}"
+            ) from error
+        parts = [bytes(store.get(key)) for key in keys]
+        # Whoever reads last removes all: what was said there must not stay for strangers.
+        if store.add(f"nostall/{name}/read", 1) == world_size:
+            for key in keys:
+                with contextlib.suppress(Exception):  # not every store can
+                    store.delete_key(key)
+        return parts
+
+    return Rendezvous(allgather, _readers_of(store))
+
+
+def _readers_of(store: Any) -> str:
+    """Who can read a store of torch; of one that is not known, whoever reaches it."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if type(store).__name__ == "HashStore":  # in the memory of this process
+        return ""
+    if host := getattr(store, "host", ""):
+        return f"whoever reaches torch's store at {host}:{store.port}"
+    if path := getattr(store, "path", ""):
+        return f"whoever can open torch's store at {path}"
+    return f"whoever reaches torch's {type(store).__name__}"
+
+
+def _by_hand(
+    where: str, rank: int, world_size: int, name: str, env: Mapping[str, str], timeout: float
+) -> AllGather:
+    url = urlsplit(where)
+    if url.scheme == "tcp" and url.hostname and url.port:
+        key = secret.given(env)
+        if not key:
+            raise UsageError(
+                f"NOSTALL_RENDEZVOUS={where} needs NOSTALL_SECRET, the same on all ranks, so that "
+                "nobody else can join the job"
+            )
+        address = (url.hostname, url.port)
+        return Rendezvous(
+            lambda mine: _by_socket(address, rank, world_size, name, key, mine, timeout)
+        )
+    if url.scheme in ("", "file") and url.path:
+        directory = Path(url.path)
+        start = " ".join(env.get(v, "") for v in _STARTS)
+        return Rendezvous(
+            lambda mine: _by_files(directory, rank, world_size, f"{name} {start}", mine, timeout)
+        )
+    raise UsageError(f"NOSTALL_RENDEZVOUS={where} is neither tcp://host:port nor a directory")
+
+
+def _by_socket(
+    address: tuple[str, int],
+    rank: int,
+    world_size: int,
+    name: str,
+    key: bytes,
+    mine: bytes,
+    timeout: float,
+) -> list[bytes]:
+    """Rank 0 listens; both sides prove the secret before a byte of the other counts."""
+    purpose = f"rendezvous {name}"
+    deadline = time.monotonic() + timeout
+    if rank == 0:
+        return _collect(address, world_size, key, purpose, mine, deadline)
+    while True:
+        try:
+            with greeting.connect(address, key, purpose, deadline) as connection:
+                _send(connection, struct.pack("<I", rank) + mine, deadline)
+                return [_receive(connection, deadline) for _ in range(world_size)]
+        except PeerError as error:
+            raise PeerError(f"rank {rank} cannot join rank 0: {error}") from error
+        except OSError as error:
+            if time.monotonic() + _RETRY_SECONDS > deadline:
+                raise PeerError(
+                    f"rank {rank} cannot reach rank 0 at {address[0]}:{address[1]}: {error}"
+                ) from error
+            time.sleep(_RETRY_SECONDS)
+
+
+def _collect(
+    address: tuple[str, int],
+    world_size: int,
+    key: bytes,
+    purpose: str,
+    mine: bytes,
+    deadline: float,
+) -> list[bytes]:
+    parts = {0: mine}
+    try:
+        door = greeting.Door.at(*address, key, purpose)
+    except OSError as error:
+        raise PeerError(f"rank 0 cannot listen at {address[0]}:{address[1]}: {error}") from error
+    with door, contextlib.ExitStack() as joined:
+        members: dict[int, socket.socket] = {}
+        while len(parts) < world_size:
+            admitted = door.admit(deadline)
+            if not admitted:
+                missing = sorted(set(range(world_size)) - parts.keys())
+                raise PeerError(
+                    f"rank 0 waited in vain for ranks {missing} at {address[0]}:{address[1]}"
+                )
+            for connection in admitted:
+                joined.enter_context(connection)
+                try:
+                    said = _receive(connection, min(deadline, time.monotonic() + _MEMBER_SECONDS))
+                    (rank,) = struct.unpack_from("<I", said)
+                except (OSError, PeerError, struct.error):
+                    connection.close()  # its rank tries again
+                    continue
+                if 0 < rank < world_size:
+                    parts[rank], members[rank] = said[4:], connection
+        ordered = [parts[r] for r in range(world_size)]
+        for rank, connection in members.items():
+            try:
+                for part in ordered:
+                    _send(connection, part, deadline)
+            except OSError as error:
+                raise PeerError(
+                    f"rank {rank} went while the ranks of the job met: {error}"
+                ) from error
+    return ordered
+
+
+def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
+    greeting.write(connection, struct.pack("<I", len(data)) + data, deadline)
+
+
+def _receive(connection: socket.socket, deadline: float) -> bytes:
+    (size,) = struct.unpack("<I", greeting.read(connection, 4, deadline))
+    if size > _LARGEST:
+        raise PeerError(f"a rank says {size} bytes at the rendezvous")
+    return greeting.read(connection, size, deadline)
+
+
+# What tells the starts of a job apart: its id is the same after a requeue.
+_STARTS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+
+
+def _by_files(
+    directory: Path, rank: int, world_size: int, name: str, mine: bytes, timeout: float
+) -> list[bytes]:
+    """Files in a directory that only this user can write to; they are gone at the end.
+
+    Files of an earlier job may be there. Rank 0 calls with a random number, the others answer to
+    it, each with one of its own, and rank 0's last word repeats all of these: so neither side takes
+    what was written before this meeting.
+    """
+    stem = "nostall-" + "".join(c if c.isalnum() else "_" for c in name)
+    deadline = time.monotonic() + timeout
+    with owned.open_directory(directory) as folder:
+        if rank == 0:
+            return _call(folder, directory, stem, world_size, mine, deadline)
+        return _answer(folder, directory, stem, rank, world_size, mine, deadline)
+
+
+def _call(
+    folder: int, directory: Path, stem: str, world_size: int, mine: bytes, deadline: float
+) -> list[bytes]:
+    number = secrets.token_hex(8)
+    for name in os.listdir(folder):
+        if name.startswith((f"{stem}-", f".{stem}-")):
+            _remove(name, folder)
+    others = {f"{stem}-{number}-{rank}": rank for rank in range(1, world_size)}
+    parts, answers = {0: mine.hex()}, {0: number}
+    try:
+        owned.write(f"{stem}-call", number.encode(), folder)
+        while len(parts) < world_size:
+            for name in os.listdir(folder):
+                if name in others and others[name] not in parts:
+                    said = json.loads(owned.read(name, folder))
+                    parts[others[name]], answers[others[name]] = said["part"], said["number"]
+            if len(parts) < world_size:
+                missing = sorted(set(range(world_size)) - parts.keys())
+                _pause(deadline, f"rank 0 waited in vain for ranks {missing} in {directory}")
+        ranks = range(world_size)
+        last = {"answers": [answers[r] for r in ranks], "parts": [parts[r] for r in ranks]}
+        owned.write(f"{stem}-{number}-all", json.dumps(last).encode(), folder)
+        # Each rank removes its file when it has read the last word.
+        while others.keys() & set(os.listdir(folder)) and time.monotonic() < deadline:
+            time.sleep(_RETRY_SECONDS)
+    finally:
+        for name in (f"{stem}-call", f"{stem}-{number}-all", *others):
+            _remove(name, folder)
+    return [bytes.fromhex(parts[r]) for r in range(world_size)]
+
+
+def _answer(
+    folder: int,
+    directory: Path,
+    stem: str,
+    rank: int,
+    world_size: int,
+    mine: bytes,
+    deadline: float,
+) -> list[bytes]:
+    own = secrets.token_hex(8)
+    answered = ""
+    word = json.dumps({"number": own, "part": mine.hex()}).encode()
+    try:
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                called = f"{stem}-{owned.read(f'{stem}-call', folder).decode()}"
+                if called != answered:
+                    if answered:
+                        _remove(f"{answered}-{rank}", folder)
+                    owned.write(f"{called}-{rank}", word, folder)
+                    answered = called
+            if answered:
+                with contextlib.suppress(FileNotFoundError):
+                    last = json.loads(owned.read(f"{answered}-all", folder))
+                    if rank < len(last["answers"]) and last["answers"][rank] == own:
+                        return [bytes.fromhex(part) for part in last["parts"]]
+            there = os.listdir(folder)  # and a network file system looks again at what is there
+            missing = [r for r in range(1, world_size) if f"{answered}-{r}" not in there]
+            late = f"ranks {missing}" if answered and missing else "rank 0"
+            _pause(deadline, f"rank {rank} waited in vain for {late} in {directory}")
+    finally:
+        if answered:
+            _remove(f"{answered}-{rank}", folder)
+
+
+def _pause(deadline: float, why: str) -> None:
+    if time.monotonic() > deadline:
+        raise PeerError(why)
+    time.sleep(_RETRY_SECONDS)
+
+
+def _remove(name: str, folder: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=folder)

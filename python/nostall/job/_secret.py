@@ -1,0 +1,116 @@
+"""The job's secret: what a rank must know to be taken for one of the job.
+
+The user gives it (NOSTALL_SECRET), or the ranks agree on one where they meet. Where strangers can
+read what is said there, as in the store of torchrun, it is made from a key that only this user can
+read, if all ranks see the same one, and a random number of rank 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nostall.base import _owned as owned
+from nostall.errors import UsageError
+
+LEAST = 16  # bytes
+_KEY = 32
+
+_log = logging.getLogger("nostall")
+
+
+def given(environment: Mapping[str, str] | None = None) -> bytes:
+    """NOSTALL_SECRET, empty if it is not set.
+
+    Raises:
+        UsageError: it is so short that it could be guessed.
+    """
+    secret = (os.environ if environment is None else environment).get("NOSTALL_SECRET", "").encode()
+    if secret and len(secret) < LEAST:
+        raise UsageError(
+            f"NOSTALL_SECRET has {len(secret)} bytes: give it at least {LEAST}, for example by "
+            "NOSTALL_SECRET=$(openssl rand -hex 16), the same on all ranks"
+        )
+    return secret
+
+
+def offer(rank: int, exposed: str) -> dict[str, Any]:
+    """What a rank says where the ranks meet.
+
+    Args:
+        rank: of the job.
+        exposed: who can read it there besides the ranks; empty if nobody can.
+    """
+    mine: dict[str, Any] = {"given": bool(given())}
+    if exposed and not mine["given"] and (key := _key()):
+        mine["key"] = _name(key)
+    if rank == 0 and not mine["given"]:
+        mine["random"] = secrets.token_hex(32)
+    return mine
+
+
+def settle(rank: int, offers: Sequence[Mapping[str, Any]], exposed: str) -> bytes:
+    """The secret that follows from the offers of all ranks, in their order.
+
+    Raises:
+        UsageError: some ranks were given one and others not.
+    """
+    without = [other for other, theirs in enumerate(offers) if not theirs["given"]]
+    if not without:
+        return given()
+    if len(without) < len(offers):
+        raise UsageError(
+            f"NOSTALL_SECRET is not set on ranks {without[:8]}, but on others: set it on all or none"
+        )
+    random = str(offers[0]["random"]).encode()
+    key = _key() if exposed else b""
+    if key and all(theirs.get("key") == _name(key) for theirs in offers):
+        return hmac.digest(key, random, "sha256")
+    if exposed and rank == 0:
+        _log.warning(
+            "the job's secret was exchanged where %s can read it, and could take part in this job: "
+            "set NOSTALL_SECRET, or give all nodes the same home directory",
+            exposed,
+        )
+    return random
+
+
+def _name(key: bytes) -> str:
+    """Tells keys apart and tells nothing about them."""
+    return hashlib.blake2b(key, digest_size=16, person=b"nostall key").hexdigest()
+
+
+def _key() -> bytes:
+    """The key of this user, made at its first use; empty where there can be none."""
+    try:
+        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        folder = Path(state) / "nostall"
+        with owned.open_directory(folder) as directory:
+            with contextlib.suppress(FileNotFoundError):
+                return _whole(folder, directory)
+            mine = f"key.{secrets.token_hex(8)}"
+            owned.write(mine, secrets.token_bytes(_KEY), directory)
+            try:
+                # Of ranks that start at once one makes it.
+                with contextlib.suppress(FileExistsError):
+                    os.link(mine, "key", src_dir_fd=directory, dst_dir_fd=directory)
+            finally:
+                os.unlink(mine, dir_fd=directory)
+            return _whole(folder, directory)
+    except (OSError, RuntimeError, UsageError) as error:
+        _log.debug("there is no key of this user: %s", error)
+        return b""
+
+
+def _whole(folder: Path, directory: int) -> bytes:
+    key = owned.read("key", directory)
+    if len(key) != _KEY:
+        raise UsageError(f"{folder / 'key'} has {len(key)} bytes, not {_KEY}: remove it")
+    return key

@@ -1,0 +1,254 @@
+"""Short authenticated conversations between the processes of a job: a question, an answer, a file.
+
+A connection carries one question. Both ends prove the job's secret (`nostall.job._greeting`) before
+anything else is read; messages are JSON, files travel as they are and are checked by their CRC32C at
+the end. docs/formats/checkpoint.md has the bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import json
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from nostall.errors import CorruptionError, PeerError, UsageError
+from nostall.job import _greeting as greeting
+
+_PURPOSE = "checkpoint"
+_LARGEST = 256 << 20
+_CHUNK = 4 << 20
+_RETRY_SECONDS = 0.1
+_LOOK_SECONDS = 3600.0
+_ANYWHERE = "192.0.2.1"  # reserved for documentation: the way there is the default route
+_SIOCGIFADDR = 0x8915
+
+_log = logging.getLogger("nostall")
+
+
+class Stream:
+    """One side of a connection that has proved itself; every wait ends after `timeout` seconds."""
+
+    def __init__(self, connection: socket.socket, timeout: float) -> None:
+        self._socket, self._timeout = connection, timeout
+        connection.settimeout(timeout)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def _read(self, size: int) -> bytes:
+        parts = []
+        while size:
+            got = self._socket.recv(min(size, _CHUNK))
+            if not got:
+                raise ConnectionError("the other side closed the connection")
+            parts.append(got)
+            size -= len(got)
+        return b"".join(parts)
+
+    def send(self, message: Any) -> None:
+        """A message of plain values."""
+        data = json.dumps(message).encode()
+        self._socket.sendall(struct.pack("<I", len(data)) + data)
+
+    def receive(self) -> dict[str, Any]:
+        """The next message."""
+        (size,) = struct.unpack("<I", self._read(4))
+        if size > _LARGEST:
+            raise PeerError(f"a message of {size} bytes on a checkpoint stream")
+        try:
+            message = json.loads(self._read(size))
+        except ValueError as error:
+            raise PeerError(f"a message on a checkpoint stream cannot be read: {error}") from error
+        if not isinstance(message, dict):
+            raise PeerError("a message on a checkpoint stream is no table")
+        return message
+
+    def send_file(self, path: Path, size: int) -> None:
+        """Its first `size` bytes, without a copy in this process."""
+        with open(path, "rb") as file:
+            if self._socket.sendfile(file, 0, size) != size:
+                raise CorruptionError(f"{path} ends before its {size} bytes")
+
+    def receive_file(
+        self, path: Path, size: int, pace: Callable[[int], None] | None = None
+    ) -> None:
+        """`size` bytes into a new file, on its device at the end.
+
+        `pace` is called with the bytes so far, and may wait.
+        """
+        whole = size
+        buffer = bytearray(min(size, _CHUNK) or 1)
+        view = memoryview(buffer)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            while size:
+                got = self._socket.recv_into(view, min(size, len(buffer)))
+                if got == 0:
+                    raise ConnectionError("the other side closed the connection")
+                part = view[:got]
+                while part:
+                    part = part[os.write(fd, part) :]
+                size -= got
+                if pace is not None:
+                    pace(whole - size)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._socket.close()
+
+
+def connect(address: tuple[str, int], secret: bytes, timeout: float) -> Stream:
+    """To the listener at `address`.
+
+    Raises:
+        PeerError: it is not there, or of another job.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return Stream(greeting.connect(address, secret, _PURPOSE, deadline), timeout)
+        except OSError as error:
+            # A listener that strangers flood has ended the greeting: it goes better next time.
+            ended = isinstance(error, ConnectionResetError | greeting.Closed)
+            if not ended or time.monotonic() + _RETRY_SECONDS > deadline:
+                raise PeerError(f"cannot reach {address[0]}:{address[1]}: {error}") from error
+            time.sleep(_RETRY_SECONDS)
+
+
+def machine() -> str:
+    """Tells apart the machines (network namespaces) of a job."""
+    known = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        known.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with contextlib.suppress(OSError):
+        known.append(str(os.stat("/proc/self/ns/net").st_ino))
+    return " ".join(known)
+
+
+def own_host(several: bool = False) -> str:
+    """The address of this machine by which other nodes of the job reach it.
+
+    NOSTALL_HOST overrides it. On one machine that is the loopback address; where there are several,
+    the address of the interface towards the job's first node, or towards anywhere, and never a
+    loopback one, as which a machine often knows its own name.
+
+    Raises:
+        UsageError: there is no such address.
+    """
+    if host := os.environ.get("NOSTALL_HOST"):
+        if several and _is_loopback(host):
+            raise UsageError(
+                f"NOSTALL_HOST={host} is a loopback address on {socket.gethostname()}, where no other "
+                "machine reaches this one: give that of an interface"
+            )
+        return host
+    if not several:
+        return "127.0.0.1"
+    first = os.environ.get("MASTER_ADDR") or (
+        urlsplit(os.environ.get("NOSTALL_RENDEZVOUS", "")).hostname
+    )
+    towards = [_route_to(target) for target in (first, socket.gethostname(), _ANYWHERE) if target]
+    for address in (*towards, *_interfaces()):
+        if address and not _is_loopback(address):
+            return address
+    raise UsageError(
+        f"{socket.gethostname()} has no address but the loopback one for the other nodes of the job: "
+        "set NOSTALL_HOST to the address of an interface"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+    except (OSError, ValueError):
+        return False
+
+
+def _route_to(target: str) -> str:
+    """The own address on the way there; "" if there is none."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))  # sends nothing: only the route is asked for
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def _interfaces() -> list[str]:
+    """The addresses of this machine's interfaces."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                request = struct.pack("256s", name.encode()[:15])
+                found.append(socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]))
+    return found
+
+
+class Listener:
+    """Answers questions, each in a thread of its own, until closed.
+
+    Conversations are as many as the job has: a rank has a few at a time, and one that waits for a
+    decision keeps no other from being heard. Greetings, which anybody can begin, are limited in number
+    and time by `nostall.job._greeting.Door`.
+
+    Args:
+        answer: given a question and its stream.
+        secret: what both sides must know.
+        timeout: seconds of silence that end a conversation.
+        several: whether other machines are to reach it.
+
+    Raises:
+        UsageError, OSError: it has no address.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[dict[str, Any], Stream], None],
+        secret: bytes,
+        timeout: float,
+        several: bool = False,
+    ) -> None:
+        self._answer, self._timeout = answer, timeout
+        self._door = greeting.Door.at(own_host(several), 0, secret, _PURPOSE)
+        self.address = self._door.address
+        self._closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._listen, name="nostall-checkpoint-listener", daemon=True
+        )
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while not self._closed.is_set():
+            for connection in self._door.admit(time.monotonic() + _LOOK_SECONDS):
+                try:
+                    threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+                except RuntimeError as error:
+                    _log.warning("a connection about checkpoints gets no thread: %s", error)
+                    connection.close()
+        self._door.release()
+
+    def _talk(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                stream = Stream(connection, self._timeout)
+                self._answer(stream.receive(), stream)
+        except (OSError, PeerError) as error:
+            _log.debug("a conversation about checkpoints ended: %s", error)
+
+    def close(self) -> None:
+        """No more questions."""
+        self._closed.set()
+        self._door.close()

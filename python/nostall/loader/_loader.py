@@ -1,0 +1,787 @@
+"""The data loader: batches in the order of the seed, staged before they are asked for."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import importlib
+import importlib.util
+import itertools
+import logging
+import operator
+import os
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nostall import _native
+from nostall.base._sizes import TierSpec, defaults, parse_size, parse_tiers, within
+from nostall.errors import UsageError
+from nostall.job import _cluster as cluster
+from nostall.job._rendezvous import AllGather, find_rendezvous
+from nostall.job._world import find_world
+from nostall.loader import _options as options
+from nostall.loader._calibration import Calibration
+from nostall.loader._python_transforms import PythonStage, takes_images
+from nostall.loader.transforms import Transform, is_native
+from nostall.loader.transforms import compile as compile_transforms
+from nostall.observe import metrics, trace
+from nostall.observe._recorder import Recorder
+from nostall.observe._stats import ORIGINS
+from nostall.plan import Order, Plan, SubBatches, sample_ids
+from nostall.source._source import Source
+
+if TYPE_CHECKING:
+    from nostall.observe._stats import EpochStats, Stats
+
+_STATE_VERSION = 1
+_READS_IN_FLIGHT = 16
+_PEER_TIMEOUT_MS = 10_000
+_ENDLESS = 2**31 - 1  # epochs of a plan without an end
+_BOUNDED = 1024  # the lower bound is that of the whole job up to so many epochs
+
+_log = logging.getLogger("nostall")
+
+# Loaders are told apart by their number in the process: ranks make them in the same order.
+_made = itertools.count()
+_made_in: dict[tuple[int, str], Iterator[int]] = collections.defaultdict(itertools.count)
+
+
+Transforms = Sequence[Transform] | Callable[[Any], Any] | None
+
+
+# What programs that rebuild torch's loaders look for, and what does it here.
+_SKIP = (
+    "its plan has the order. To go on in the middle of an epoch, give it its load_state_dict() instead "
+    "of skipping batches"
+)
+_OF_TORCH = {
+    "sampler": _SKIP,
+    "batch_sampler": _SKIP,
+    "collate_fn": "pass collate= to it",
+    "worker_init_fn": "it has threads, and no workers",
+    "num_workers": "it has threads=, and no workers",
+}
+
+
+def _order_name(order: Order) -> str:
+    """What a state calls the order; a user's own is told from others by its ids."""
+    if isinstance(order, (str, SubBatches)):
+        return str(order)
+    return f"user {zlib.crc32(sample_ids(order).tobytes()):08x}"
+
+
+def _chosen_order(order: Order, shuffle: bool | None) -> Order:
+    named = isinstance(order, (str, SubBatches))
+    if named and order == "torch" and shuffle is False:
+        return "sequential"
+    shuffles = isinstance(order, SubBatches) or (named and order != "sequential")
+    if shuffle is not None and shuffle != shuffles:
+        name = f'"{order}"' if named else "a sequence of sample ids"
+        raise UsageError(
+            f"shuffle={shuffle} does not go with order= {name}, which says all: leave shuffle= out"
+        )
+    return order
+
+
+def _lower_bound(
+    planned: dict[str, Any],
+    sizes: NDArray[np.uint64],
+    capacity: int,
+    first_epoch: int,
+    recorder: Recorder,
+) -> int:
+    epochs = planned["epochs"]
+    if epochs > _BOUNDED:
+        epochs = min(epochs, max(recorder.epochs_begun, first_epoch + 1))
+    spec = Plan(**{**planned, "epochs": epochs}).native
+    return int(_native.source_bytes_lower_bound(spec, sizes, capacity, first_epoch))
+
+
+def _peer_timeout_ms(environment: Mapping[str, str]) -> int:
+    given = environment.get("NOSTALL_PEER_TIMEOUT_MS", str(_PEER_TIMEOUT_MS))
+    if not (given.isascii() and given.isdigit() and len(given) < 11 and 0 < int(given) < 2**31):
+        raise UsageError(
+            f"NOSTALL_PEER_TIMEOUT_MS={given} is not a number of milliseconds from 1 to {2**31 - 1}"
+        )
+    return int(given)
+
+
+def _end(loader: _native.Loader, learned: Source | None) -> None:
+    """Closes; `learned` is the source whose checksums this rank keeps for the next job."""
+    loader.close()
+    if learned is not None:
+        learned.keep_sums()
+
+
+class RawBatch:
+    """Samples of one batch as they lie in the source, in one buffer.
+
+    `data` is uint8 of shape (bytes,); sample i is ``data[offsets[i] : offsets[i] + lengths[i]]``,
+    which is what ``batch[i]`` gives. `offsets` and `lengths` are uint64 of shape (n,).
+    """
+
+    __slots__ = ("data", "lengths", "offsets")
+
+    def __init__(
+        self, data: NDArray[np.uint8], offsets: NDArray[np.uint64], lengths: NDArray[np.uint64]
+    ) -> None:
+        self.data = data
+        self.offsets = offsets
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __getitem__(self, i: int) -> NDArray[np.uint8]:
+        begin = int(self.offsets[i])
+        return self.data[begin : begin + int(self.lengths[i])]
+
+
+class Epoch:
+    """One epoch of a loader: an iterable of (batch, labels), with its number as `index`."""
+
+    def __init__(self, loader: DataLoader, index: int) -> None:
+        self._loader = loader
+        self.index = index
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return self._loader._iterate(self.index)
+
+
+class DataLoader:
+    """Loads a source for data-parallel training, from the nearest place that has each sample.
+
+    The order is that of ``torch.utils.data.DataLoader(dataset, batch_size, sampler=
+    DistributedSampler(dataset, shuffle=shuffle, seed=seed, drop_last=drop_last),
+    drop_last=drop_last)`` with ``set_epoch`` called, bit for bit, whatever the caches, threads or
+    failures. Native transforms draw from (seed, epoch, sample, occurrence), so they repeat exactly
+    too; what a Python callable draws is its own.
+
+    Args:
+        dataset: where samples come from, for example ``nostall.ImageFolder(path)``.
+        batch_size: samples per rank and batch.
+        epochs: how many epochs the job has; None if it has no end: each iteration of the loader is
+            the next epoch, for as long as one is asked for. Many cost no more than few.
+        seed: fixes order and augmentation.
+        transforms: a list from ``nostall.transforms`` (run natively), any callable (given the raw
+            bytes of a sample as a uint8 array of shape (bytes,), or the decoded image if `decode`),
+            or None for batches of raw bytes (`RawBatch`).
+        shuffle: False gives samples in the order of the source; True if None, but a user's `order`
+            is kept as it is.
+        drop_last: drop samples that do not fill the world, then the last partial batch.
+        tiers: storage classes of this node, fastest first, shared by all its ranks, for example
+            ``["ram:20GiB", "/nvme/cache:400GiB"]``; ``"auto"`` or ``[]``.
+        staging: bytes of finished batches kept ahead of the consumer, per rank; ``"auto"`` is 256
+            MiB, less where a limit of memory leaves little.
+        on_error: what a sample that cannot be read or decoded does: ``"raise"``, or
+            ``"substitute"`` (another sample takes its place, the same on every rank; see `stats`).
+            It is about damage: what a callable of the user's raises ends the iteration.
+        rank, world_size, local_rank, local_world_size, job: found from torch.distributed,
+            torchrun, mpirun or Slurm where not given.
+        threads: threads of this rank that transform; the node's cores divided by its ranks if None.
+        output: ``"torch"`` or ``"numpy"`` arrays; torch where it is installed if None.
+        dtype, layout: of transformed images, ``"uint8"``, ``"float16"``, ``"float32"`` and
+            ``"chw"``, ``"hwc"``; what ToTensor implies if None.
+        order: ``"torch"``, ``"keyed"`` (O(1) memory), `SubBatches` (data used several times while
+            it is in memory), or the user's own sequence of sample ids, in which a sample may come
+            again: every occurrence has random draws of its own.
+        decode: give a callable transform the decoded image, uint8 of shape (height, width, 3); if
+            None, where its first step is a transform of torchvision or albumentations.
+        workers: where a callable runs: ``"threads"`` or ``"processes"``.
+        collate: makes one batch of the list of its samples (a callable's results, images of the
+            native transforms, or raw bytes), of none too where a rank's share of the last batch is
+            empty; they are stacked if None. Labels follow beside.
+        reader: ``"auto"``, ``"io_uring"`` or ``"pread"``.
+        peers: whether nodes share what their tiers hold: ``"auto"`` where the ranks can find each
+            other, ``"on"``, ``"off"``, or the job's own allgather, a function that takes this
+            rank's bytes and returns those of all ranks in order (see `nostall.job._rendezvous`).
+        sharing: who reads what a node keeps: ``"push"``, the rank that needs a sample first, for
+            all nodes; or ``"owners-read"``, each node for itself (the rule of HDMLP, seed
+            clairvoyant-prefetching 3.2.2; to measure what reading once gains).
+        assignment: ``"locality"`` gives the samples of a global batch to ranks whose node keeps
+            them, from the second epoch on: the global batches stay the same, the network carries
+            less, but a rank's part of a batch is no longer a random one, which batch norm without
+            synchronisation may notice.
+        calibration: a file of ``nostall calibrate`` to start from; without one the loader starts
+            from defaults and learns.
+
+    Raises:
+        UsageError: arguments that do not go together, named with their value.
+        PeerError: another rank of the node has a different plan, or died.
+        CorruptionError: while iterating, a sample is unusable and on_error is ``"raise"``.
+        TransformError: while iterating, a callable failed for a sample that is not damaged.
+    """
+
+    def __init__(
+        self,
+        dataset: Source,
+        batch_size: int,
+        *,
+        epochs: int | None = None,
+        seed: int = 0,
+        transforms: Transforms = None,
+        shuffle: bool | None = None,
+        drop_last: bool = False,
+        tiers: str | Sequence[str | TierSpec] = "auto",
+        staging: int | str = "auto",
+        on_error: Literal["raise", "substitute"] = "raise",
+        rank: int | None = None,
+        world_size: int | None = None,
+        local_rank: int | None = None,
+        local_world_size: int | None = None,
+        job: str | None = None,
+        threads: int | None = None,
+        output: Literal["torch", "numpy"] | None = None,
+        dtype: Literal["uint8", "float16", "float32"] | None = None,
+        layout: Literal["chw", "hwc"] | None = None,
+        order: Order = "torch",
+        scheme: Literal["uniform", "whole", "imbalanced"] = "uniform",
+        decode: bool | None = None,
+        workers: Literal["threads", "processes"] = "threads",
+        collate: Callable[[list[Any]], Any] | None = None,
+        reader: Literal["auto", "io_uring", "pread"] = "auto",
+        peers: Literal["auto", "on", "off"] | AllGather = "auto",
+        sharing: Literal["push", "owners-read"] = "push",
+        assignment: Literal["plan", "locality"] = "plan",
+        calibration: str | os.PathLike[str] | None = None,
+        **unknown: NoReturn,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name != "self"}
+        if not isinstance(dataset, Source):
+            raise UsageError(
+                f"the first argument is {type(dataset).__name__}, not a dataset of nostall: open one, "
+                'for example nostall.ImageFolder("/data/train")'
+            )
+        options.refuse_unknown(unknown, given)
+        plain = options.check(given)
+        batch_size, epochs, threads = plain["batch_size"], plain["epochs"], plain["threads"]
+        rank, world_size = plain["rank"], plain["world_size"]
+        local_rank, local_world_size = plain["local_rank"], plain["local_world_size"]
+        shuffle, decode = plain["shuffle"], plain["decode"]
+        self.dataset = dataset
+        self._batch_size = batch_size
+        self.epochs_total = epochs
+        self._last_epoch = _ENDLESS if epochs is None else epochs
+        self.seed = plain["seed"]
+        self.drop_last = plain["drop_last"]
+        self.world = find_world(
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            job=job,
+        )
+        self._name = f"loader {next(_made)}"
+        # What only some ranks make, alone or in a smaller world, shifts no numbers of the others.
+        group = (self.world.world_size, job or "")
+        self._twins = f"{job or ''} loader {next(_made_in[group])}"
+        self._job = job or f"{self.world.job} {self._name}"
+        self._peers = peers
+        self._sharing = sharing
+        self._assignment = assignment
+        self._compared = False
+        self._cluster: cluster.Cluster | None = None
+        self._joins = 0  # a resumed loader meets the others again
+        self._peer_counts: dict[str, int] = {}
+        limits = _native.memory_limits()
+        self._tiers = within(
+            parse_tiers(
+                tiers,
+                dataset_bytes=dataset.total_bytes,
+                local_world_size=self.world.local_world_size,
+            ),
+            limits,
+            dataset_bytes=dataset.total_bytes,
+            memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        )
+        self._order = _chosen_order(order, shuffle)
+        self._order_name = _order_name(self._order)
+        self._scheme = scheme
+        self._order_world = self.world.world_size
+        self._on_error = on_error
+        self._reader = reader
+        usual = defaults(
+            limits,
+            dataset_bytes=dataset.total_bytes,
+            local_world_size=self.world.local_world_size,
+        )
+        self._staging = usual.staging if staging == "auto" else parse_size(staging)
+        self._reading = usual.reading
+        cores = len(os.sched_getaffinity(0))
+        self._threads = threads or max(1, cores // self.world.local_world_size)
+        self._calibration = Calibration.load(calibration) if calibration is not None else None
+        self._output = output or ("torch" if importlib.util.find_spec("torch") else "numpy")
+
+        if self._output == "torch":
+            # Here, so that the first batch does not wait for it.
+            importlib.import_module("torch")
+
+        self._pipeline: _native.Pipeline | None = None
+        self._python: PythonStage | None = None
+        if transforms is not None and not callable(transforms) and is_native(transforms):
+            self._pipeline = compile_transforms(
+                transforms, dtype=dtype, layout=layout, pixels=dataset.pixels
+            )
+        elif transforms is not None:
+            decoded = takes_images(transforms) if decode is None else decode
+            self._python = PythonStage(
+                transforms,
+                decode=dataset.pixels if decoded and dataset.pixels else decoded,
+                workers=workers,
+                count=self._threads,
+                collate=collate,
+                output=self._output,
+                on_error=on_error,
+                seed=self.seed,
+            )
+        self._collate = None if self._python else collate
+        self._spec = self._make_spec()
+        self._batches = int(_native.batches_per_epoch(self._spec))
+        self._position = (0, 0)
+        self._first_epoch = 0
+        self._resumed = False
+        self._ended: int | None = None  # the epoch that the loaded state had just ended
+        self._loader: _native.Loader | None = None
+        self._closed = False
+        self._recorder = Recorder(self.world.rank, self.world.world_size)
+        self._finalizer = weakref.finalize(self, lambda: None)
+
+    # ------------------------------------------------------------------ iterating
+
+    def __len__(self) -> int:
+        """Batches of this rank in one epoch."""
+        return self._batches
+
+    def epochs(self) -> Iterator[Epoch]:
+        """The epochs from the current position to the end of the job.
+
+        Raises:
+            UsageError: the job has no end.
+        """
+        if self.epochs_total is None:
+            raise UsageError(
+                "epochs() would not end, for this loader was made without epochs=: pass it, or iterate "
+                "the loader itself, which gives the next epoch each time"
+            )
+        return self._epochs_left()
+
+    def _epochs_left(self) -> Iterator[Epoch]:
+        while self._next_epoch() < self._last_epoch:
+            epoch, before = self._next_epoch(), self._position
+            yield Epoch(self, epoch)
+            if self._position == before:
+                # The body took nothing of this epoch: go on all the same.
+                self._position = (epoch + 1, 0)
+                self._resumed = False
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        """The next epoch (after `set_epoch` that one, after `load_state_dict` its rest)."""
+        return self._iterate(self._next_epoch())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes `epoch` the next one to iterate, from its first batch.
+
+        After `load_state_dict`, setting the epoch that was interrupted keeps its position: that of
+        a state taken after the last batch has no batches left.
+        """
+        epoch = operator.index(epoch)  # not one of NumPy: it goes into the state
+        if not 0 <= epoch < self._last_epoch:
+            raise UsageError(
+                f"epoch {epoch} is not among the job's {self.epochs_total} epochs: pass epochs="
+                f"{epoch + 1} or more to DataLoader, the plan needs to know them"
+            )
+        if self._resumed and epoch == self._ended:
+            self._position = (epoch, self._batches)
+        if self._resumed and epoch == self._position[0]:
+            return
+        self._resumed = False
+        self._position = (epoch, 0)
+
+    def _next_epoch(self) -> int:
+        epoch, batch = self._position
+        return epoch if batch == 0 or self._resumed else epoch + 1
+
+    def _iterate(self, epoch: int) -> Iterator[tuple[Any, Any]]:
+        if self._closed:
+            raise UsageError("this loader is closed")
+        if epoch >= self._last_epoch:
+            raise UsageError(
+                f"all {self.epochs_total} epochs of this job were iterated; pass a larger epochs= "
+                "to DataLoader, or none, or go back with set_epoch"
+            )
+        start = self._position[1] if self._resumed and epoch == self._position[0] else 0
+        self._resumed = False
+        self._position = (epoch, start)
+        return self._batches_of(epoch, start)
+
+    def _batches_of(self, epoch: int, start: int) -> Iterator[tuple[Any, Any]]:
+        loader = self._stage()
+        if start < self._batches:
+            loader.seek(epoch, start)
+        running = self._recorder.begin_epoch(epoch)
+        fetched = start
+        pending = self._python.start() if self._python else None
+        try:
+            for index in range(start, self._batches):
+                if not self._recorder.is_current(running):
+                    raise UsageError(
+                        "another iteration of this loader has begun: a loader has one position"
+                    )
+                began = time.perf_counter()
+                if pending is not None:
+                    while fetched < self._batches and pending.wants_more():
+                        batch = loader.next()
+                        pending.submit(batch, RawBatch(batch.data, batch.offsets, batch.lengths))
+                        fetched += 1
+                    batch, data, substituted, places = pending.result(self.dataset)
+                else:
+                    batch = loader.next()
+                    data, substituted, places = self._shaped(batch), [], {}
+                wait = time.perf_counter() - began
+                self._recorder.batch(batch, wait, loader.memory, substituted)
+                self._position = (epoch, index + 1)
+                labels = batch.labels
+                for place, replacement in places.items():
+                    labels[place] = self.dataset.native.labels[replacement]
+                yield data, self._array(self.dataset.as_labels(labels))
+        finally:
+            # What is pending may belong to a later iteration by now: an abandoned one may end late.
+            if pending is not None and self._recorder.is_current(running):
+                pending.drop()
+            self._recorder.end_epoch(running)
+        if self._position == (epoch, self._batches):
+            self._position = (epoch + 1, 0)
+
+    def _shaped(self, batch: _native.Batch) -> Any:
+        data: Any
+        if self._pipeline is None:
+            data = RawBatch(batch.data, batch.offsets, batch.lengths)
+        else:
+            data = self._array(batch.data)
+        return data if self._collate is None else self._collate([data[i] for i in range(len(data))])
+
+    def _array(self, array: NDArray[Any]) -> Any:
+        if self._output == "numpy":
+            return array
+        import torch
+
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory() if torch.cuda.is_available() else tensor
+
+    # ------------------------------------------------------------------ resuming
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch handed out, and what it depends on; plain numbers."""
+        epoch, batch = self._position
+        return {
+            "version": _STATE_VERSION,
+            "epoch": epoch,
+            "batch": batch,
+            "seed": self.seed,
+            "global_batch": self._batch_size * self.world.world_size,
+            "order_world": self._order_world,
+            "samples": len(self.dataset),
+            "dataset": self.dataset.fingerprint,
+            "drop_last": self.drop_last,
+            "order": self._order_name,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues exactly where `state` was taken, on any number of ranks.
+
+        The global batch must be the same: on w ranks pass ``batch_size=global_batch / w``.
+
+        Raises:
+            UsageError: the state is of another dataset, seed, order or global batch.
+        """
+        if state.get("version") != _STATE_VERSION:
+            raise UsageError(
+                f"the loader's state has version {state.get('version')!r}, this release reads "
+                f"{_STATE_VERSION}"
+            )
+        mine = self.state_dict()
+        for key in ("seed", "global_batch", "samples", "dataset", "drop_last", "order"):
+            if state.get(key) != mine[key]:
+                hint = ""
+                if key == "global_batch" and key in state:
+                    hint = (
+                        f": with {self.world.world_size} ranks pass batch_size="
+                        f"{state[key] / self.world.world_size:g}"
+                    )
+                raise UsageError(
+                    f"the loader's state was saved with {key}={state.get(key)}, but this loader has "
+                    f"{key}={mine[key]}{hint}"
+                )
+        epoch, batch = int(state["epoch"]), int(state["batch"])
+        if not (0 <= epoch <= self._last_epoch and 0 <= batch <= self._batches):
+            raise UsageError(
+                f"the loader's state is at epoch {epoch}, batch {batch}, outside this job of "
+                f"{self.epochs_total} epochs of {self._batches} batches"
+            )
+        self._stop_native()
+        self._order_world = int(state["order_world"])
+        self._spec = self._make_spec()
+        self._batches = int(_native.batches_per_epoch(self._spec))
+        self._ended = None
+        if batch == self._batches:
+            self._ended = epoch
+            epoch, batch = epoch + 1, 0
+        self._position = (epoch, batch)
+        self._first_epoch = min(epoch, self._last_epoch - 1)
+        self._resumed = True
+
+    # ------------------------------------------------------------------ what happened
+
+    def stats(self) -> Stats:
+        """What this rank's consumer waited for, and where its samples came from."""
+        if self._loader is not None:
+            self._peer_counts = self._loader.peers
+        return self._recorder.stats(self._name, self._bound(), self._peer_counts)
+
+    def _bound(self) -> Callable[[], int]:
+        """A function for the fewest bytes of the job, or of its epochs so far where it has no end.
+
+        It does not hold the loader.
+        """
+        capacity = sum(tier.capacity for tier in self._tiers)
+        if self._cluster is not None:
+            capacity = sum(self._cluster.capacities)
+        else:
+            capacity *= -(-self.world.world_size // self.world.local_world_size)
+        return functools.partial(
+            _lower_bound,
+            self._planned,
+            self.dataset.sizes,
+            capacity,
+            self._first_epoch,
+            self._recorder,
+        )
+
+    @property
+    def name(self) -> str:
+        """Tells the loaders of a process apart: "loader 0" is the first that was made."""
+        return self._name
+
+    def totals(self) -> tuple[EpochStats, dict[str, int]]:
+        """All epochs so far added up, and the most memory seen by pool; cheap, from any thread."""
+        return self._recorder.totals()
+
+    def tell(self, live: metrics.Live) -> None:
+        """For recording: `live` hears of every batch."""
+        self._recorder.live = live
+
+    def settings(self) -> dict[str, Any]:
+        """What this loader was given and chose, as plain data."""
+        return {
+            "rank": self.world.rank,
+            "world_size": self.world.world_size,
+            "local_world_size": self.world.local_world_size,
+            "dataset": type(self.dataset).__name__,
+            "samples": len(self.dataset),
+            "dataset_bytes": self.dataset.total_bytes,
+            "batch_size": self._batch_size,
+            "epochs": self.epochs_total,
+            "name": self._name,
+            "threads": self._threads,
+            "fetchers": self._fetchers(),
+            "transforms": "native" if self._pipeline else "python" if self._python else "none",
+            "staging_bytes": self._staging,
+            "tiers": [[t.kind, t.capacity, t.path] for t in self._tiers],
+        }
+
+    def close(self) -> None:
+        """Stops all threads, gives the memory back and leaves the node's tiers."""
+        self._closed = True
+        trace.keep(self)
+        self._stop_native()
+        if self._python:
+            self._python.close()
+
+    def __enter__(self) -> DataLoader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ the native side
+
+    @property
+    def plan(self) -> Plan:
+        """What this loader will read, and when; of 2**31 - 1 epochs where there is no end."""
+        return self._plan
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per rank and batch; fixed, for the plan follows from it."""
+        return self._batch_size
+
+    @batch_size.setter
+    def batch_size(self, value: int) -> None:
+        raise UsageError(
+            f"batch_size is fixed at {self._batch_size} when the loader is made: make another loader, "
+            "or join batches by nostall.DynamicBatches"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_TORCH:
+            raise AttributeError(
+                f"nostall.DataLoader has no {name}, as torch's loader has it: {_OF_TORCH[name]}"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        end = "" if self.epochs_total is None else f", epochs={self.epochs_total}"
+        tiers = ", ".join(
+            f"{tier.path or tier.kind}:{tier.capacity / 2**20:.0f}MiB" for tier in self._tiers
+        )
+        return (
+            f"<DataLoader of {self.dataset!r}: batch_size={self._batch_size}, {self._batches} batches "
+            f"an epoch{end}, rank {self.world.rank} of {self.world.world_size}, tiers [{tiers}]>"
+        )
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Epoch and batch after the last batch handed out."""
+        return self._position
+
+    def _make_spec(self) -> _native.JobSpec:
+        self._planned: dict[str, Any] = {
+            "samples": len(self.dataset),
+            "batch_size": self._batch_size,
+            "world_size": self.world.world_size,
+            "epochs": self._last_epoch,
+            "seed": self.seed,
+            "drop_last": self.drop_last,
+            "order": self._order,
+            "scheme": self._scheme,
+            "order_world": self._order_world,
+        }
+        self._plan = Plan(**self._planned)
+        return self._plan.native
+
+    def _join(self) -> cluster.Cluster | None:
+        """Meets the ranks of other nodes, where there are any and samples may travel."""
+        if self._peers == "off" or not any(t.capacity for t in self._tiers):
+            return None
+        if self._peers == "auto" and not cluster.spans_nodes(self.world):
+            return None
+        world = self.world
+        allgather = (
+            self._peers
+            if callable(self._peers)
+            else find_rendezvous(world.rank, world.world_size, f"{self._name} {self._joins}")
+        )
+        if allgather is None:
+            reason = (
+                "nothing connects the ranks: initialise torch.distributed or mpi4py first, set "
+                "NOSTALL_RENDEZVOUS, or pass peers="
+            )
+            if self._peers == "on":
+                raise UsageError(f"samples cannot travel between nodes: {reason}")
+            if world.rank == 0:
+                _log.warning("samples do not travel between nodes: %s", reason)
+            return None
+        joined = cluster.join(world, self._tiers, allgather, self._alike())
+        self._joins += 1
+        if joined.problem and self._peers == "on":
+            raise UsageError(f"samples cannot travel between nodes: {joined.problem}")
+        self.world = joined.settle(world)
+        return joined
+
+    def _alike(self) -> dict[str, Any]:
+        """What all ranks must have alike, by the names of arguments where it is one."""
+        state = self.state_dict()
+        for key in ("version", "epoch", "batch", "global_batch"):
+            del state[key]
+        return {
+            "batch_size": self.batch_size,
+            "epochs": self.epochs_total,
+            **state,
+            "sharing": self._sharing,
+            "assignment": self._assignment,
+        }
+
+    def _stage(self) -> _native.Loader:
+        if self._loader is None:
+            if not self._compared:
+                cluster.check_alike(self.world, self._twins, self._alike())
+                self._compared = True
+            met = self._cluster = self._join()
+            job_name = self._job
+            if met is not None:
+                # Nodes on one machine, by NOSTALL_NODE, do not share memory.
+                job_name += f" node {met.node}"
+            self._loader = _native.Loader(
+                job=self._spec,
+                rank=self.world.rank,
+                source=self.dataset.native,
+                pipeline=self._pipeline,
+                tiers=[(t.kind, t.capacity, t.path, t.keep, t.modest) for t in self._tiers],
+                job_name=job_name,
+                local_rank=self.world.local_rank,
+                local_world=self.world.local_world_size,
+                # The stage of callables finds stand-ins itself: they must suit the callable.
+                on_error="report"
+                if self._python and self._on_error == "substitute"
+                else self._on_error,
+                fetchers=self._fetchers(),
+                workers=self._threads,
+                depth=_READS_IN_FLIGHT,
+                reader=self._reader,
+                staging_bytes=self._staging,
+                io_bytes=self._reading,
+                first_epoch=self._first_epoch,
+                expected=self._expected(),
+                sharing=self._sharing,
+                locality=self._assignment == "locality",
+                **self._reach(met),
+            )
+            self._finalizer.detach()
+            learned = self.dataset if self.world.rank == 0 else None
+            self._finalizer = weakref.finalize(self, functools.partial(_end, self._loader, learned))
+            metrics.add(self)
+            if trace.wanted():
+                trace.begin(
+                    self, functools.partial(self._recorder.stats, self._name, self._bound())
+                )
+        return self._loader
+
+    def _fetchers(self) -> int:
+        known = self._calibration.source_threads if self._calibration else 0
+        return max(2, known or self._threads)
+
+    def _expected(self) -> list[float]:
+        """Seconds a byte of each origin, as one fetch thread of this rank would see them."""
+        if self._calibration is None:
+            return []
+        readers = self.world.local_world_size * self._fetchers()
+        return [self._calibration.seconds_per_byte(origin, readers) for origin in ORIGINS]
+
+    @staticmethod
+    def _reach(met: cluster.Cluster | None) -> dict[str, Any]:
+        if met is None or met.transport is None:
+            return {}
+        return {
+            "transport": met.transport,
+            "node": met.node,
+            "node_of_rank": met.node_of_rank,
+            "capacities": met.capacities,
+            "addresses": met.addresses,
+            "secret": met.secret,
+            "peer_timeout_ms": _peer_timeout_ms(os.environ),
+        }
+
+    def _stop_native(self) -> None:
+        if self._loader is not None:
+            self._peer_counts = self._loader.peers
+            self._finalizer()
+            self._loader = None

@@ -1,0 +1,370 @@
+"""Transforms written in Python, run ahead of the consumer in threads or worker processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import (
+    BrokenExecutor,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+)
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from nostall import _native
+from nostall.errors import CorruptionError, IoError, TransformError, UsageError
+from nostall.loader.transforms import Transform
+from nostall.source._source import Pixels, Source
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from nostall.loader._loader import RawBatch
+
+Substituted = list[tuple[int, int, str]]
+_BATCHES_AHEAD = 2
+
+
+class _Composed:
+    """Calls one function after the other, as torchvision's Compose does; can be pickled."""
+
+    def __init__(self, steps: Iterable[Callable[[Any], Any]]) -> None:
+        self.steps = list(steps)
+
+    def __call__(self, sample: Any) -> Any:
+        for step in self.steps:
+            sample = step(sample)
+        return sample
+
+
+# False: samples as they are; True: decoded; Pixels: taken as such.
+Decode = bool | Pixels
+
+
+def _decoded(raw: NDArray[np.uint8], decode: Decode) -> Any:
+    if isinstance(decode, Pixels):
+        return decode.image(raw)
+    return _native.decode_rgb(raw) if decode else raw
+
+
+@dataclass
+class _Failed:
+    """Stands in the place of a sample that gave no result.
+
+    `damaged` says that the sample is bad, not the callable. An exception may not be picklable: from
+    another process only its text comes.
+    """
+
+    reason: str
+    damaged: bool
+    error: Exception | None = None
+    trace: str = ""
+
+
+def _apply(
+    function: Callable[[Any], Any],
+    decode: Decode,
+    samples: Sequence[NDArray[np.uint8]],
+    remote: bool,
+) -> list[Any]:
+    """The results of some samples, a `_Failed` in the place of each that failed."""
+    results: list[Any] = []
+    for raw in samples:
+        try:
+            sample = _decoded(raw, decode)
+        except CorruptionError as error:
+            results.append(_Failed(str(error), True))
+            continue
+        try:
+            results.append(function(sample))
+        except CorruptionError as error:
+            results.append(_Failed(str(error), True))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            trace = traceback.format_exc() if remote else ""
+            results.append(_Failed(reason, False, None if remote else error, trace))
+    return results
+
+
+# Formats that the native decoder reads: whether such a sample is damaged can be told.
+_ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
+_BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
+
+
+def _damaged(name: str, raw: NDArray[np.uint8]) -> bool:
+    """Whether the sample is an image, by its name or its first bytes, that cannot be decoded."""
+    head = raw[:12].tobytes()
+    webp = head[:4] == b"RIFF" and head[8:] == b"WEBP"
+    if not (webp or head.startswith(_BEGINNINGS) or name.lower().endswith(_ENDINGS)):
+        return False
+    try:
+        _native.decode_rgb(raw)
+    except CorruptionError:
+        return True
+    return False
+
+
+def takes_images(transforms: Any) -> bool:
+    """Whether a callable, or the first step of it, is an image transform of a library.
+
+    Those of torchvision.transforms and albumentations take images, never the bytes of a file; a
+    function of the user's, also one inside ``Compose`` or ``Lambda``, takes what it takes.
+    """
+    steps = getattr(transforms, "transforms", transforms)
+    if isinstance(steps, (list, tuple)) or type(steps).__name__ == "Sequential":
+        first = next(iter(steps), None)
+        return first is not None and takes_images(first)
+    kind = transforms if hasattr(transforms, "__name__") else type(transforms)
+    home = f"{getattr(kind, '__module__', '')}."
+    return home.startswith(("torchvision.transforms.", "albumentations.")) and (
+        getattr(kind, "__name__", "") != "Lambda"
+    )
+
+
+def _refuse_native(steps: Any) -> None:
+    for step in steps if isinstance(steps, (list, tuple)) else ():
+        if isinstance(step, Transform):
+            raise UsageError(
+                f"{step!r} is a native step inside another library's Compose: pass the list of native "
+                "steps itself as transforms="
+            )
+
+
+class PythonStage:
+    """Applies `transforms` to every sample and makes batches of the results.
+
+    The order of samples is that of the raw batches. A callable gets the sample's bytes, uint8 of
+    shape (bytes,), or with `decode` the image, uint8 of shape (height, width, 3). With
+    ``workers="processes"`` it must be picklable; processes are spawned, never forked. What it raises
+    is a TransformError, unless the sample is damaged: it says so by CorruptionError, or the sample is
+    a JPEG, PNG or WebP image that cannot be decoded.
+    """
+
+    def __init__(
+        self,
+        transforms: Any,
+        *,
+        decode: Decode,
+        workers: Literal["threads", "processes"],
+        count: int,
+        collate: Callable[[list[Any]], Any] | None,
+        output: str,
+        on_error: str,
+        seed: int,
+    ) -> None:
+        if isinstance(transforms, str):
+            raise UsageError(
+                f"transforms is the text {transforms!r}: give steps of nostall.transforms, or a "
+                "callable"
+            )
+        if isinstance(transforms, type):
+            raise UsageError(
+                f"transforms is the class {transforms.__name__}: give an object of it, as in "
+                f"transforms={transforms.__name__}(...)"
+            )
+        if callable(transforms):
+            _refuse_native(getattr(transforms, "transforms", None))
+            self._function: Callable[[Any], Any] = transforms
+        else:
+            steps = list(transforms)
+            for step in steps:
+                if not callable(step):
+                    raise UsageError(
+                        f"transforms mixes native steps with Python callables: {step!r} is not "
+                        "callable; pass only native ones, or only callables"
+                    )
+            self._function = _Composed(steps)
+        self._decode = decode
+        self._workers = workers
+        self._count = count
+        self._own_collate = collate is not None
+        self._collate = collate or (_stack_torch if output == "torch" else _stack_numpy)
+        self._substitute = on_error == "substitute"
+        self._seed = seed
+        self._executor: Executor | None = None
+        self._pending: deque[tuple[_native.Batch, RawBatch, list[Future[list[Any]]]]] = deque()
+
+    def start(self) -> PythonStage:
+        if self._executor is None:
+            self._executor = (
+                ThreadPoolExecutor(self._count, "nostall-python")
+                if self._workers == "threads"
+                else ProcessPoolExecutor(self._count, multiprocessing.get_context("spawn"))
+            )
+        self._pending.clear()
+        return self
+
+    def wants_more(self) -> bool:
+        return len(self._pending) < 1 + _BATCHES_AHEAD
+
+    def submit(self, batch: _native.Batch, raw: RawBatch) -> None:
+        """Starts the work on a batch; returns at once."""
+        if self._executor is None:
+            raise UsageError("the stage of Python transforms was not started")
+        share = max(1, -(-len(raw) // (2 * self._count)))
+        try:
+            futures = [
+                self._executor.submit(
+                    _apply,
+                    self._function,
+                    self._decode,
+                    [raw[i] for i in range(begin, min(begin + share, len(raw)))],
+                    self._workers == "processes",
+                )
+                for begin in range(0, len(raw), share)
+            ]
+        except BrokenExecutor as error:
+            raise self._worker_died() from error
+        self._pending.append((batch, raw, futures))
+
+    def result(self, source: Source) -> tuple[_native.Batch, Any, Substituted, dict[int, int]]:
+        """The oldest batch, collated; waits for it.
+
+        Beside the batch and its data: (bad sample, replacement, reason) of each substitution, and
+        by place in the batch the sample that stands there instead, whose label goes with it.
+
+        Raises:
+            TransformError: the callable failed for a sample, with its path; or a process of
+                ``workers="processes"`` died.
+            CorruptionError: a sample is damaged, with its path, and on_error is "raise"; or no
+                sample is good enough to stand in for it.
+        """
+        batch, raw, futures = self._pending.popleft()
+        try:
+            results = [result for future in futures for result in future.result()]
+        except BrokenExecutor as error:
+            raise self._worker_died() from error
+        for place, reason in batch.failures:
+            results[place] = _Failed(reason, True)
+        samples = batch.samples
+        substituted: Substituted = []
+        places: dict[int, int] = {}
+        for i, result in enumerate(results):
+            if not isinstance(result, _Failed):
+                continue
+            bad = int(samples[i])
+            self._refuse_fault(source, bad, raw[i], result)
+            message = f"{source.describe(bad)} (sample {bad}) cannot be used: {result.reason}"
+            if not self._substitute:
+                raise CorruptionError(
+                    message + '; remove or repair the file, or pass on_error="substitute"'
+                ) from result.error
+            replacement, value = self._stand_in(source, bad, message)
+            results[i] = value
+            substituted.append((bad, replacement, message))
+            places[i] = replacement
+        if not results and not self._own_collate:
+            return batch, self._nothing(source), substituted, places
+        return batch, self._together(source, samples, results), substituted, places
+
+    def _worker_died(self) -> TransformError:
+        """Drops the processes: the next iteration starts others."""
+        self.close()
+        return TransformError(
+            f"one of the {self._count} worker processes of transforms died: most often memory ran out "
+            "and the system killed it (dmesg says so), or the program's start is not under "
+            'if __name__ == "__main__"; give fewer threads=, a smaller batch_size, or workers="threads"'
+        )
+
+    def _refuse_fault(
+        self, source: Source, sample: int, raw: NDArray[np.uint8], failed: _Failed
+    ) -> None:
+        """Raises TransformError unless it is the sample that is damaged."""
+        name = source.describe(sample)
+        if failed.damaged or (self._decode is False and _damaged(name, raw)):
+            return
+        hint = (
+            "; a callable that finds a sample damaged raises nostall.errors.CorruptionError"
+            if self._substitute
+            else ""
+        )
+        raise TransformError(
+            f"transforms failed for {name} (sample {sample}): {failed.reason}{hint}"
+            + (f"\n\n{failed.trace}" if failed.trace else "")
+        ) from failed.error
+
+    def _together(self, source: Source, samples: Any, results: list[Any]) -> Any:
+        if not self._own_collate and (isinstance(results[0], _NO_ARRAYS) or results[0] is None):
+            first = int(samples[0])
+            raise UsageError(
+                f"the callable gives {type(results[0]).__name__} for {source.describe(first)} (sample "
+                f"{first}), which makes no array: pass collate=, which gets the list of such results"
+            )
+        try:
+            return self._collate(results)
+        except (ValueError, RuntimeError) as error:
+            shapes = [np.shape(r) for r in results]
+            other = next((i for i, s in enumerate(shapes) if s != shapes[0]), None)
+            if self._own_collate or other is None:
+                raise
+            first, bad = int(samples[0]), int(samples[other])
+            raise UsageError(
+                f"the callable gives shape {shapes[0]} for {source.describe(first)} (sample {first}) "
+                f"but {shapes[other]} for {source.describe(bad)} (sample {bad}): give one shape, or "
+                "pass collate="
+            ) from error
+
+    def _nothing(self, source: Source) -> Any:
+        # A rank's share of the last batch may be empty after a resume on another number of ranks:
+        # no samples, in the shape that the callable gives.
+        raw = np.frombuffer(source.native.read(0), dtype=np.uint8)
+        (value,) = _apply(self._function, self._decode, [raw], False)
+        if isinstance(value, _Failed):
+            self._refuse_fault(source, 0, raw, value)
+            _, value = self._stand_in(source, 0, "the shape of an empty batch is not known")
+        return self._collate([value])[:0]
+
+    def _stand_in(self, source: Source, bad: int, message: str) -> tuple[int, Any]:
+        candidates = _native.stand_ins(self._seed, bad, len(source)).tolist()
+        for candidate in candidates:
+            if candidate == bad:
+                continue
+            try:
+                raw = np.frombuffer(source.native.read(candidate), dtype=np.uint8)
+            except (IoError, CorruptionError):
+                continue
+            (value,) = _apply(self._function, self._decode, [raw], False)
+            if not isinstance(value, _Failed):
+                return candidate, value
+            self._refuse_fault(source, candidate, raw, value)
+        raise CorruptionError(
+            f"{message}; and of {len(candidates)} candidates none could stand in its place: check the "
+            "data set"
+        )
+
+    def drop(self) -> None:
+        """Drops what is pending; threads or processes stay for the next epoch."""
+        for _, _, futures in self._pending:
+            for future in futures:
+                future.cancel()
+        self._pending.clear()
+
+    def close(self) -> None:
+        """Drops what is pending and ends threads or processes."""
+        self.drop()
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+            self._executor = None
+
+
+# Results that stacking would take apart, or cannot stack.
+_NO_ARRAYS = (dict, tuple, set, str, bytes)
+
+
+def _stack_numpy(results: list[Any]) -> Any:
+    return np.stack([np.asarray(r) for r in results])
+
+
+def _stack_torch(results: list[Any]) -> Any:
+    import torch
+
+    if isinstance(results[0], torch.Tensor):
+        return torch.stack(results)
+    return torch.from_numpy(_stack_numpy(results))

@@ -1,0 +1,13 @@
+"""What happened: statistics of a loader, traces, metrics that are served, reports, timelines.
+
+Stats       what a loader counted, and where it waited
+trace       spans of all threads, recorded to a file
+metrics     the live numbers, for Prometheus
+report      one page of one run            (nostall.observe.report)
+timelines   what other tools recorded      (nostall.observe.timelines)
+"""
+
+from nostall.observe import metrics, trace
+from nostall.observe._stats import Stats
+
+__all__ = ["Stats", "metrics", "trace"]

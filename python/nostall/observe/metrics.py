@@ -1,0 +1,203 @@
+"""Numbers of running loaders for other tools: Prometheus, TensorBoard, ``nostall top``.
+
+    nostall.metrics.serve(9464)                       # http://127.0.0.1:9464/metrics
+    nostall.metrics.to_tensorboard(writer, loader.stats(), step)
+
+Nothing listens unless `serve` is called, or ``NOSTALL_METRICS_PORT`` is set when a loader starts; it
+listens on the loopback interface only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nostall.errors import Error, IoError, UsageError
+from nostall.observe._stats import ORIGINS, EpochStats, Stats
+
+if TYPE_CHECKING:
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+    from nostall.loader._loader import DataLoader
+    from nostall.observe._recorder import Recorder
+
+VARIABLE = "NOSTALL_METRICS_PORT"
+LIVE_SECONDS = 1.0
+
+_loaders: weakref.WeakSet[DataLoader] = weakref.WeakSet()
+_server: ThreadingHTTPServer | None = None
+_refused = False  # the port of the environment: said once
+
+_HELP = {
+    "nostall_batches_total": "Batches handed out.",
+    "nostall_samples_total": "Samples handed out, by origin.",
+    "nostall_bytes_total": "Bytes of samples, by origin.",
+    "nostall_stall_seconds_total": "Seconds that the consumer waited for batches.",
+    "nostall_epoch_seconds_total": "Seconds in epochs, the consumer's own work included.",
+    "nostall_decode_seconds_total": "CPU seconds of decoding.",
+    "nostall_memory_bytes": "Most memory seen, by pool.",
+}
+
+
+def add(loader: DataLoader) -> None:
+    """For loaders that start: their numbers are served from now on."""
+    global _refused
+    _loaders.add(loader)
+    port = os.environ.get(VARIABLE)
+    if not port or _server is not None or _refused:
+        return
+    try:
+        if not port.isdigit() or int(port) > 65535:
+            raise UsageError(f"{VARIABLE} must be a port, not {port!r}")
+        # Each rank of the node listens on a port of its own.
+        serve(int(port) + loader.world.local_rank)
+    except (Error, OverflowError) as error:
+        # Watching never ends what it watches.
+        _refused = True
+        logging.getLogger("nostall").warning(
+            "%s; training goes on without metrics: set %s to a free port", error, VARIABLE
+        )
+
+
+def serve(port: int = 9464) -> int:
+    """Serves the numbers of all loaders of this process to Prometheus, on the loopback interface.
+
+    Returns:
+        The port; a free one was chosen for 0.
+
+    Raises:
+        IoError: the port is taken, or not allowed.
+        UsageError: they are served already.
+    """
+    global _server
+    from http.server import ThreadingHTTPServer
+
+    if _server is not None:
+        raise UsageError(f"metrics are served already, on port {_server.server_port}")
+    try:
+        _server = ThreadingHTTPServer(("127.0.0.1", port), _handler())
+    except OSError as error:
+        raise IoError(f"cannot serve metrics on port {port}: {error.strerror}") from error
+    _server.daemon_threads = True
+    threading.Thread(target=_server.serve_forever, name="nostall-metrics", daemon=True).start()
+    return _server.server_port
+
+
+def close() -> None:
+    """Ends `serve`."""
+    global _server, _refused
+    _refused = False
+    if _server is not None:
+        _server.shutdown()
+        _server.server_close()
+        _server = None
+
+
+def _handler() -> type[BaseHTTPRequestHandler]:
+    # Here, so that importing nostall does not wait for it.
+    from http.server import BaseHTTPRequestHandler
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path != "/metrics":
+                self.send_error(404, "there is only /metrics")
+                return
+            body = text().encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Says nothing: standard error is the training's."""
+
+    return Handler
+
+
+def text() -> str:
+    """The numbers of all loaders of this process in Prometheus' text format."""
+    rows: dict[str, list[str]] = {name: [] for name in _HELP}
+    for loader in sorted(_loaders, key=lambda x: x.name):
+        name = loader.name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        labels = f'rank="{loader.world.rank}",loader="{name}"'
+        total, memory = loader.totals()
+        for key, value in (
+            ("batches", total.batches),
+            ("stall_seconds", total.stall_seconds),
+            ("epoch_seconds", total.seconds),
+            ("decode_seconds", total.decode_seconds),
+        ):
+            metric = f"nostall_{key}_total"
+            rows[metric].append(f"{metric}{{{labels}}} {value}")
+        for origin in ORIGINS:
+            o = total.origins[origin]
+            for metric, count in (
+                ("nostall_samples_total", o.samples),
+                ("nostall_bytes_total", o.bytes),
+            ):
+                rows[metric].append(f'{metric}{{{labels},origin="{origin}"}} {count}')
+        for pool, size in memory.items():
+            rows["nostall_memory_bytes"].append(
+                f'nostall_memory_bytes{{{labels},pool="{pool}"}} {size}'
+            )
+    out = []
+    for name, lines in rows.items():
+        kind = "gauge" if name == "nostall_memory_bytes" else "counter"
+        out += [f"# HELP {name} {_HELP[name]}", f"# TYPE {name} {kind}", *lines]
+    return "\n".join(out) + "\n"
+
+
+def to_tensorboard(writer: Any, stats: Stats, step: int) -> None:
+    """Writes the last epoch's numbers as scalars to a torch.utils.tensorboard.SummaryWriter."""
+    if not stats.epochs:
+        return
+    epoch: EpochStats = stats.epochs[-1]
+    writer.add_scalar("nostall/stall_fraction", epoch.stall_fraction, step)
+    writer.add_scalar("nostall/stall_seconds", epoch.stall_seconds, step)
+    if epoch.seconds > 0:
+        writer.add_scalar("nostall/samples_per_second", epoch.samples / epoch.seconds, step)
+    for origin, count in epoch.origins.items():
+        writer.add_scalar(f"nostall/samples_from/{origin}", count.samples, step)
+
+
+class Live:
+    """Writes what a loader is doing into a file, once a second at most, for ``nostall top``."""
+
+    def __init__(self, path: Path, rank: int, name: str) -> None:
+        self._path = path
+        self._fixed = {"rank": rank, "loader": name, "pid": os.getpid()}
+        self._next = 0.0
+
+    def __call__(self, recorder: Recorder, epoch: int, batch: int, queue: int) -> None:
+        now = time.monotonic()
+        if now < self._next or os.getpid() != self._fixed["pid"]:
+            return
+        self._next = now + LIVE_SECONDS
+        total, memory = recorder.totals()
+        data = {
+            **self._fixed,
+            "time": time.time(),
+            "epoch": epoch,
+            "batch": batch,
+            "queue": queue,
+            "seconds": total.seconds,
+            "stall_seconds": total.stall_seconds,
+            "samples": total.samples,
+            "origins": {o: c.samples for o, c in total.origins.items()},
+            "source_bytes": total.origins["source"].bytes,
+            "memory": sum(memory.values()),
+        }
+        beside = self._path.with_suffix(".tmp")
+        try:
+            beside.write_text(json.dumps(data))
+            beside.replace(self._path)
+        except Exception as error:  # watching never ends what it watches
+            self._next = float("inf")
+            logging.getLogger("nostall").warning("cannot write %s: %s", self._path, error)

@@ -1,0 +1,190 @@
+"""What to change so that a run waits less, each with the gain that a model of the run expects.
+
+The model, epoch by epoch and on average over ranks:
+
+    time = max(compute, bytes from the source / B, decoding / threads)
+
+with the compute time (the epoch without its waits), the bytes, the decoding time and the source's
+bandwidth B as this run measured them. A change replaces a term; its gain is the difference of the
+two times, so what the model does not explain counts neither before nor after.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from nostall.observe.report._run import Loader, Run
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One change; `gain` in seconds of this run, `share` of its length."""
+
+    change: str
+    why: str
+    gain: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Term:
+    """One epoch of one rank on average: seconds of each term."""
+
+    epoch: int
+    actual: float
+    compute: float
+    read: float
+    decode: float
+
+    @property
+    def time(self) -> float:
+        """What the model expects."""
+        return max(self.compute, self.read, self.decode)
+
+
+def bandwidth(run: Run) -> float:
+    """Bytes a second that the source gave all ranks together while they read; 0 if none did."""
+    total = 0.0
+    for rank in run.ranks:
+        if rank.digest is not None:
+            reads = rank.digest.of("data", "read source")
+            busy = reads.busy()
+            total += float(reads.bytes.sum()) / busy if busy else 0.0
+            continue
+        for loader in rank.loaders:
+            fetchers = max(1, int(loader.settings.get("fetchers", 1)))
+            origins = [e.origins["source"] for e in loader.stats.epochs]
+            seconds = sum(o.seconds for o in origins) / fetchers
+            total += sum(o.bytes for o in origins) / seconds if seconds else 0.0
+    return total
+
+
+def terms(run: Run, ranks: Sequence[Loader]) -> list[Term]:
+    """The model's terms of each epoch of one loader, of which `ranks` has what each rank left."""
+    rate = bandwidth(run)
+    by_epoch: dict[int, list[tuple[float, float, float, float]]] = {}
+    for loader in ranks:
+        for e in loader.stats.epochs:
+            by_epoch.setdefault(e.epoch, []).append(
+                (
+                    e.seconds,
+                    e.seconds - e.stall_seconds,
+                    e.origins["source"].bytes,
+                    e.decode_seconds / int(loader.settings.get("threads", 1)),
+                )
+            )
+    out = []
+    for epoch, rows in sorted(by_epoch.items()):
+        n = len(rows)
+        seconds, compute, size, decode = (sum(r[i] for r in rows) for i in range(4))
+        read = size / rate if rate else 0.0
+        out.append(Term(epoch, seconds / n, compute / n, read, decode / n))
+    return out
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def _size(count: float) -> str:
+    return f"{max(1, math.ceil(count / (1 << 30)))}GiB" if count > 1 << 29 else (
+        f"{max(1, math.ceil(count / (1 << 20)))}MiB"
+    )  # fmt: skip
+
+
+def advise(run: Run, most: int = 2) -> list[Advice]:
+    """The changes worth most, the best first; none that would gain less than a hundredth."""
+    total = run.seconds
+    groups = run.loaders()
+    found = [a for g in groups for a in _of_loader(run, g, named=len(groups) > 1)]
+    if run.timeline is not None and run.timeline.ranks and run.peers:
+        late = min(run.timeline.ranks, key=lambda r: r.average)
+        found.append(
+            _advice(
+                f"look at rank {late.rank}",
+                f"the others wait for it: it waits {late.average * 1e3:.1f} ms a round, the average "
+                f"rank {(run.timeline.negotiation_average or 0) * 1e3:.1f} ms",
+                run.peers * total,
+                total,
+            )
+        )
+    if run.checkpoints:
+        copied = any(
+            r.digest is not None and ("background", "write checkpoint") in r.digest.spans
+            for r in run.ranks
+        )
+        change, why = (
+            ("save(..., window=True), or a larger every=",
+             "training stood still while its state was copied; it is written in the background")
+            if copied
+            else ("write checkpoints in the background, by nostall.Checkpointer",
+                  "training stood still while they were written")
+        )  # fmt: skip
+        found.append(_advice(change, why, run.checkpoints * total, total))
+    worth = [a for a in found if a.share >= 0.01]
+    return sorted(worth, key=lambda a: -a.gain)[:most]
+
+
+def _advice(change: str, why: str, gain: float, total: float) -> Advice:
+    return Advice(change, why, gain, gain / total if total > 0 else 0.0)
+
+
+def _of_loader(run: Run, ranks: Sequence[Loader], named: bool) -> list[Advice]:
+    rows = terms(run, ranks)
+    settings = next((x.settings for x in ranks if x.settings), {})
+    name = f"{ranks[0].stats.loader}: " if named else ""
+    found: list[Advice] = []
+
+    def offer(change: str, why: str, gain: float) -> None:
+        found.append(_advice(name + change, why, gain, run.seconds))
+
+    def gain(changed: list[Term]) -> float:
+        return sum(max(0.0, a.time - b.time) for a, b in zip(rows, changed, strict=True))
+
+    first = rows[0].epoch if rows else 0
+    local = int(settings.get("local_world_size", 1))
+    nodes = max(1, -(-int(settings.get("world_size", 1)) // local))
+    size = int(settings.get("dataset_bytes", 0))
+    held = sum(int(t[1]) for t in settings.get("tiers", []))
+    if size and held * nodes < size:
+        each = size / nodes
+        memory = float(settings.get("memory_bytes", 0))
+        fits = not memory or each < 0.6 * memory
+        offer(
+            f'tiers=["ram:{_size(each)}"]' if fits
+            else f'tiers=["ram:{_size(0.4 * memory)}", "/local/disk:{_size(each)}"]',
+            f"the tiers of {nodes} node{'s' if nodes > 1 else ''} hold {_bytes(held * nodes)} of "
+            f"{_bytes(size)}, so every epoch reads the source again; "
+            f"epochs after the first would read nothing from it",
+            gain([t if t.epoch == first else replace(t, read=0.0) for t in rows]),
+        )  # fmt: skip
+    kept = any(t[0] == "file" for t in settings.get("tiers", []))
+    if size and rows:
+        offer(
+            "a file tier that is kept for the next job: " + (
+                'mark it ":keep"' if kept else f'tiers=[..., "/local/disk:{_size(size / nodes)}:keep"]'
+            ),
+            "the next job on the same data finds it, and its first epoch reads nothing from the source",
+            gain([replace(t, read=0.0) if t.epoch == first else t for t in rows]),
+        )  # fmt: skip
+    threads = int(settings.get("threads", 0))
+    cores = int(settings.get("cores", 0)) // local
+    if 0 < threads < cores:
+        offer(
+            f"threads={cores}",
+            f"{threads} of {cores} cores of each rank decode",
+            gain([replace(t, decode=t.decode * threads / cores) for t in rows]),
+        )
+    # Decoding may run on the cores that compute: then it is their sum that takes the time.
+    unexplained = sum(max(0.0, t.actual - max(t.read, t.compute + t.decode)) for t in rows)
+    if rows and unexplained > 0.1 * sum(t.actual for t in rows):
+        staging = int(settings.get("staging_bytes", 256 << 20))
+        offer(
+            f'staging="{_size(2 * staging)}" (at most this gain)',
+            "reading and decoding are fast enough on average, yet batches were waited for: a larger "
+            "staging buffer smooths bursts",
+            unexplained,
+        )
+    return found

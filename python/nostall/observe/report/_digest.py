@@ -1,0 +1,198 @@
+"""What one rank's trace says: its waits, what its threads did meanwhile, its phases.
+
+Reads the files that `nostall.trace` writes, also ones that a killed job leaves.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nostall import _native
+from nostall.errors import CorruptionError
+from nostall.observe.timelines._profiler import head_of
+from nostall.observe.timelines._stream import Source, damage_notes
+
+Float = NDArray[np.float64]
+
+# Name of an event of a fetch thread -> what a wait is for while it lasts.
+FETCHING = {
+    "read source": "source",
+    "fetch from peers": "peer",
+    "take from tiers": "tier",
+    "wait for others": "others",
+}
+CAUSES = ("source", "peer", "tier", "others", "decode", "other")
+_VALUES = ("samples", "bytes")
+
+
+@dataclass
+class Spans:
+    """Columns of one kind of event: seconds since the trace's first event, and two of its values."""
+
+    begin: Float
+    end: Float
+    samples: Float
+    bytes: Float
+
+    @property
+    def seconds(self) -> float:
+        """Summed over threads."""
+        return float((self.end - self.begin).sum())
+
+    def busy(self) -> float:
+        """Seconds in which at least one lasts."""
+        if not len(self.begin):
+            return 0.0
+        order = np.argsort(self.begin, kind="stable")
+        begin, end = self.begin[order], np.maximum.accumulate(self.end[order])
+        gaps = np.maximum(0.0, begin[1:] - end[:-1]).sum()
+        return float(end[-1] - begin[0] - gaps)
+
+    def active(self, begin: Float, end: Float) -> Float:
+        """How many last on average in each of the intervals [begin, end)."""
+        length = np.maximum(end - begin, 1e-12)
+        return (self._integral(end) - self._integral(begin)) / length
+
+    def _integral(self, moment: Float) -> Float:
+        """Of the number that last, from ever to each moment."""
+
+        def ramps(edges: Float) -> Float:
+            edges = np.sort(edges)
+            sums = np.concatenate([[0.0], np.cumsum(edges)])
+            below = np.searchsorted(edges, moment)
+            out: Float = moment * below - sums[below]
+            return out
+
+        return ramps(self.begin) - ramps(self.end)
+
+
+@dataclass
+class Digest:
+    """One trace. `origin` is when its first event began, in seconds since 1970."""
+
+    path: str
+    rank: int
+    world: int
+    host: str
+    origin: float
+    spans: dict[tuple[str, str], Spans]
+    dropped: int
+    notes: list[str] = field(default_factory=list)
+
+    def of(self, category: str, name: str) -> Spans:
+        """The events of that kind; none if it has none."""
+        nothing = np.zeros(0)
+        return self.spans.get((category, name), Spans(nothing, nothing, nothing, nothing))
+
+    def category(self, category: str) -> dict[str, Spans]:
+        """All kinds of a category."""
+        return {name: s for (c, name), s in self.spans.items() if c == category}
+
+    @property
+    def seconds(self) -> float:
+        """From the first event to the last one's end."""
+        return max((float(s.end.max()) for s in self.spans.values()), default=0.0)
+
+    def causes(self, threads: int) -> dict[str, float]:
+        """Seconds of all waits for batches by cause (see docs/guide/diagnose.md).
+
+        In each wait, the busy share of the `threads` that transform counts as "decode"; the rest is
+        shared out among what the fetch threads were doing, "other" if they did nothing.
+        """
+        waits = self.of("data", "wait for batch")
+        length = waits.end - waits.begin
+        decode = np.clip(
+            self.of("data", "decode").active(waits.begin, waits.end) / max(1, threads), 0, 1
+        )
+        active = {
+            cause: np.maximum(0.0, self.of("data", name).active(waits.begin, waits.end))
+            for name, cause in FETCHING.items()
+        }
+        total = np.sum(list(active.values()), axis=0)
+        # Some thread must have been at it for a tenth of the wait to be blamed.
+        quiet = total < 0.1
+        rest = length * (1 - decode)
+        share = np.divide(rest, total, out=np.zeros_like(rest), where=~quiet)
+        out = {cause: float((share * a).sum()) for cause, a in active.items()}
+        out["decode"] = float((length * decode).sum())
+        out["other"] = float(rest[quiet].sum())
+        return out
+
+
+def is_ours(source: Source) -> bool:
+    """Whether the file is a trace that nostall wrote."""
+    return b'"backend": "nostall"' in source.head(4096)
+
+
+def read(source: Source) -> Digest:
+    """Digests the file.
+
+    Raises:
+        CorruptionError: it holds no event.
+        IoError: it cannot be read.
+    """
+    scanner = _native.TraceFilter([""], [])
+    columns: dict[tuple[str, str], list[array[float]]] = {}
+    dropped = 0
+
+    def take() -> None:
+        nonlocal dropped
+        for _, raw in scanner.take():
+            try:
+                event = json.loads(raw)
+                args = event.get("args") or {}
+                if event["ph"] == "M":
+                    if event["name"] == "recorded":
+                        dropped = int(args["dropped"])
+                    continue
+                begin = float(event["ts"]) * 1e-6
+                row = [begin, begin + float(event["dur"]) * 1e-6]
+                row += [float(args.get(v, 0)) for v in _VALUES]
+                key = (str(event["cat"]), str(event["name"]))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                continue  # not one of ours
+            if key not in columns:
+                columns[key] = [array("d") for _ in row]
+            for column, value in zip(columns[key], row, strict=True):
+                column.append(value)
+
+    for chunk in source.chunks():
+        scanner.feed(chunk)
+        take()
+    scanner.finish()
+    take()
+    report = scanner.report
+    if not columns:
+        raise CorruptionError(
+            f"{source.path} holds no event of nostall among {report['events']} in "
+            f"{report['bytes']} bytes"
+        )
+    head = head_of(report["head"])
+    info: Any = head.get("distributedInfo")
+    info = info if isinstance(info, dict) else {}
+    base = head.get("baseTimeNanoseconds")
+    # Small numbers: sums of many moments must keep their microseconds.
+    first = min(min(cols[0]) for cols in columns.values())
+    spans = {}
+    for key, cols in columns.items():
+        begin, end, samples, size = (np.array(c, np.float64) for c in cols)
+        spans[key] = Spans(begin - first, end - first, samples, size)
+    notes = [*source.notes(), *damage_notes(source.path, report)]
+    if dropped:
+        notes.append(f"{source.path}: {dropped} events were dropped, because rings were full")
+    return Digest(
+        path=source.path,
+        rank=info["rank"] if isinstance(info.get("rank"), int) else 0,
+        world=info["world_size"] if isinstance(info.get("world_size"), int) else 1,
+        host=str(head.get("host_name", "")),
+        origin=(base / 1e9 if isinstance(base, int) else 0.0) + first,
+        spans=spans,
+        dropped=dropped,
+        notes=notes,
+    )

@@ -1,0 +1,74 @@
+"""Profiles of unmodified MPI programs as traces: one file of Chrome's format a rank."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nostall.observe.report._arrivals import CALLS, read_file
+
+_NAMES = tuple(f"MPI_{name.capitalize()}" for name in CALLS)
+
+
+def convert(files: Sequence[Path], directory: Path) -> list[Path]:
+    """Writes ``rank<r>.mpi.trace.json.gz`` for each profile of libnostall_mpi.so; the files.
+
+    A call is an event of category "peers", from this rank's arrival to its end, with its bytes,
+    elements, communicator, number in the communicator, and whether nostall answered it. All times are
+    on rank 0's clock; since 1970 as this host has it, which should be rank 0's.
+
+    Raises:
+        CorruptionError: a file is not a profile. IoError: it cannot be read.
+    """
+    base = time.time_ns() - time.monotonic_ns()
+    return [_convert(file, directory, base) for file in files]
+
+
+def _convert(file: Path, directory: Path, base: int) -> Path:
+    header, records = read_file(file)
+    rank = int(header["rank"])
+    head = {
+        "schemaVersion": 1,
+        "distributedInfo": {
+            "backend": "nostall", "rank": rank, "world_size": int(header["ranks"])
+        },
+        "host_name": str(header["node"]),
+        "displayTimeUnit": "ms",
+        "baseTimeNanoseconds": base,
+    }  # fmt: skip
+    (begin, offset), _ = header["clock"]
+    events: list[dict[str, Any]] = [
+        _named("clock_offset", rank, monotonic_ns=begin, to_rank_0_ns=offset),
+        _named("process_name", rank, name=f"rank {rank}"),
+        _named("process_sort_index", rank, sort_index=rank),
+    ]
+    numbers: Counter[int] = Counter()
+    for record in records:
+        communicator = int(record["communicator"])
+        events.append(
+            {
+                "ph": "X", "cat": "peers", "name": _NAMES[int(record["call"])],
+                "pid": rank, "tid": 0, "ts": int(record["arrived"]) / 1000,
+                "dur": max(0, int(record["left"]) - int(record["arrived"])) / 1000,
+                "args": {
+                    "bytes": int(record["bytes"]), "elements": int(record["count"]),
+                    "communicator": communicator, "seq": numbers[communicator],
+                    "by nostall": int(record["ours"]),
+                },
+            }
+        )  # fmt: skip
+        numbers[communicator] += 1
+    events.append(_named("recorded", rank, events=len(records), dropped=int(header["dropped"])))
+    path = directory / f"rank{rank}.mpi.trace.json.gz"
+    text = json.dumps(head)[:-1] + ', "traceEvents": [\n' + ",\n".join(map(json.dumps, events))
+    path.write_bytes(gzip.compress((text + "\n]}\n").encode()))
+    return path
+
+
+def _named(name: str, rank: int, /, **arguments: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": rank, "args": arguments}

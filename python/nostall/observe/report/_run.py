@@ -1,0 +1,264 @@
+"""A recorded run: where each rank waited, in numbers and in words.
+
+`read` takes a directory that `nostall.trace` wrote. Horovod timelines and traces of the PyTorch
+profiler that lie beside say what ranks waited for each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nostall.errors import CorruptionError, Error, UsageError
+from nostall.observe._stats import Stats, by_loader
+from nostall.observe.report import _digest as digest
+from nostall.observe.report._digest import CAUSES, Digest
+from nostall.observe.timelines import Analysis, analyze, is_trace
+from nostall.observe.timelines._stream import Source
+
+CAUSE_NAMES = {
+    "source": "the source",
+    "peer": "other nodes' tiers",
+    "tier": "this node's tiers",
+    "others": "samples that other ranks read",
+    "decode": "decoding",
+    "other": "starting up",
+}
+
+
+@dataclass
+class Loader:
+    """One loader of one rank: what it was given, and its statistics."""
+
+    settings: dict[str, Any]
+    stats: Stats
+
+
+@dataclass
+class Rank:
+    """All that one rank recorded."""
+
+    rank: int
+    loaders: list[Loader] = field(default_factory=list)
+    digest: Digest | None = None
+
+    @property
+    def threads(self) -> int:
+        """That transform, of all its loaders."""
+        return sum(int(x.settings.get("threads", 1)) for x in self.loaders) or 1
+
+    @property
+    def seconds(self) -> float:
+        """The rank's part of the run."""
+        if self.digest is not None:
+            return self.digest.seconds
+        return sum(x.stats.seconds for x in self.loaders)
+
+    def waits(self) -> dict[str, float]:
+        """Seconds of waiting for batches, by cause; without a trace by the sums of the statistics."""
+        if self.digest is not None:
+            return self.digest.causes(self.threads)
+        out = dict.fromkeys(CAUSES, 0.0)
+        for loader in self.loaders:
+            for epoch in loader.stats.epochs:
+                fetchers = max(1, int(loader.settings.get("fetchers", 1)))
+                work = {
+                    "source": epoch.origins["source"].seconds / fetchers,
+                    "peer": epoch.origins["peer"].seconds / fetchers,
+                    "tier": (epoch.origins["ram"].seconds + epoch.origins["file"].seconds)
+                    / fetchers,
+                    "decode": epoch.decode_seconds / self.threads,
+                }
+                total = sum(work.values())
+                if total <= 0:
+                    out["other"] += epoch.stall_seconds
+                    continue
+                for cause, seconds in work.items():
+                    out[cause] += epoch.stall_seconds * seconds / total
+        return out
+
+    def phase(self, category: str) -> float | None:
+        """Seconds in spans of a category; None if nothing was recorded."""
+        if self.digest is None:
+            return None
+        found = self.digest.category(category)
+        return sum(s.busy() for s in found.values()) if found else None
+
+
+@dataclass
+class Run:
+    """All ranks of a run, and what ranks waited for each other if a timeline says so."""
+
+    path: str
+    ranks: list[Rank]
+    timeline: Analysis | None
+    notes: list[str]
+
+    @property
+    def stats(self) -> list[Stats]:
+        """Of all loaders."""
+        return [x.stats for r in self.ranks for x in r.loaders]
+
+    def loaders(self) -> list[list[Loader]]:
+        """Of each loader of the job what its ranks left: training's and validation's, for example."""
+        return by_loader((x for r in self.ranks for x in r.loaders), lambda x: x.stats)
+
+    @property
+    def seconds(self) -> float:
+        """Of the ranks, on average."""
+        return sum(r.seconds for r in self.ranks) / len(self.ranks)
+
+    def causes(self) -> dict[str, float]:
+        """Share of the run that ranks waited for data, by cause, on average."""
+        total = sum(r.seconds for r in self.ranks)
+        waits = [r.waits() for r in self.ranks]
+        return {c: sum(w[c] for w in waits) / total if total else 0.0 for c in CAUSES}
+
+    @property
+    def data(self) -> float:
+        """Share of the run that ranks waited for data."""
+        return sum(self.causes().values())
+
+    def _phase(self, category: str) -> float | None:
+        known = [(p, r.seconds) for r in self.ranks if (p := r.phase(category)) is not None]
+        total = sum(t for _, t in known)
+        return sum(p for p, _ in known) / total if total else None
+
+    @property
+    def peers(self) -> float | None:
+        """Share of the run that ranks waited for each other; None if nothing says so."""
+        spans = self._phase("peers")
+        if spans is not None or self.timeline is None or not self.timeline.rounds:
+            return spans
+        if self.timeline.negotiation_average is None:
+            return None
+        lengths = [r.seconds for r in self.timeline.rounds]
+        mean = sum(lengths) / len(lengths)
+        return self.timeline.negotiation_average / mean if mean else None
+
+    def peer_seconds(self, rank: Rank) -> float:
+        """Seconds that one rank waited for the others, as far as is known."""
+        spans = rank.phase("peers")
+        if spans is not None or self.timeline is None:
+            return spans or 0.0
+        return sum(r.average * r.rounds for r in self.timeline.ranks if r.rank == rank.rank)
+
+    @property
+    def checkpoints(self) -> float | None:
+        """Share of the run that ranks waited for checkpoints; None if none was recorded."""
+        return self._phase("checkpoint")
+
+    @property
+    def waited(self) -> float:
+        """Share of the run that ranks waited, for whatever was recorded."""
+        return self.data + (self.peers or 0.0) + (self.checkpoints or 0.0)
+
+
+def files_of(directory: Path) -> list[Path]:
+    """The records of a run's directory."""
+    return sorted([*directory.glob("*.run.json"), *directory.glob("*.trace.json*")])
+
+
+def read(directory: str | os.PathLike[str]) -> Run:
+    """Reads a run. What cannot be read is left out, and noted.
+
+    Raises:
+        UsageError: the directory holds no run.
+    """
+    home = Path(directory)
+    ranks: dict[int, Rank] = {}
+    notes: list[str] = []
+    others: list[Path] = []
+    for path in sorted(p for p in home.iterdir() if p.is_file()):
+        try:
+            if path.name.endswith(".run.json"):
+                loader = _loader(path)
+                rank = loader.stats.rank
+                ranks.setdefault(rank, Rank(rank)).loaders.append(loader)
+            elif digest.is_ours(source := Source(path)):
+                found = digest.read(source)
+                notes += found.notes
+                rank_of = ranks.setdefault(found.rank, Rank(found.rank))
+                if rank_of.digest is None or rank_of.digest.seconds < found.seconds:
+                    rank_of.digest = found
+            elif path.suffix in (".json", ".gz") and is_trace(path):
+                others.append(path)
+        except Error as error:
+            notes.append(f"left out: {error}")
+    timeline = None
+    if others:
+        try:
+            timeline = analyze(others)
+            notes += timeline.notes
+        except Error as error:
+            notes.append(f"left out: {error}")
+    if not ranks:
+        raise UsageError(
+            f"{home} holds no recorded run: run with NOSTALL_TRACE={home}, or by "
+            f"'nostall profile -o {home} -- command'"
+        )
+    world = max(
+        [r.digest.world for r in ranks.values() if r.digest] + [s.world_size for r in ranks.values()
+         for s in (x.stats for x in r.loaders)]
+    )  # fmt: skip
+    lacking = [str(r) for r in range(min(world, 4096)) if r not in ranks]
+    if lacking:
+        notes.append(f"ranks {', '.join(lacking)[:80]} left no record")
+    without = [str(r.rank) for r in ranks.values() if r.digest is None]
+    if without:
+        notes.append(
+            f"ranks {', '.join(without)[:80]} left no trace: their waits are shared out by sums"
+        )
+    return Run(str(home), [ranks[r] for r in sorted(ranks)], timeline, notes)
+
+
+def _loader(path: Path) -> Loader:
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CorruptionError(f"{path} is not a record of a run: {error}") from error
+    if not isinstance(data, dict) or not isinstance(data.get("stats"), dict):
+        raise CorruptionError(f"{path} is not a record of a run")
+    stats = Stats.from_dict(data.pop("stats"))
+    return Loader(data, stats)
+
+
+def percent(share: float | None) -> str:
+    """A share for people."""
+    return "not recorded" if share is None else f"{100 * share:.1f} %"
+
+
+def words(run: Run) -> str:
+    """Where the run waited, in one paragraph."""
+    causes = run.causes()
+    parts = sorted(
+        ((share, cause) for cause, share in causes.items() if share >= 0.001), reverse=True
+    )
+    storage = next(
+        (str(x.settings["storage"]) for r in run.ranks for x in r.loaders
+         if x.settings.get("storage")), ""
+    )  # fmt: skip
+    detail = ", ".join(
+        f"{percent(share)} for {CAUSE_NAMES[cause]}"
+        + (f" ({storage})" if cause == "source" and storage else "")
+        for share, cause in parts
+    )
+    text = (
+        f"This run waited {percent(run.waited)} of its time, {run.waited * run.seconds:.1f} of "
+        f"{run.seconds:.1f} s a rank: {percent(run.data)} for data"
+        + (f" ({detail})" if detail else "")
+    )
+    for name, share in (("peers", run.peers), ("checkpoints", run.checkpoints)):
+        text += f", {percent(share)} for {name}" if share is not None else ""
+    absent = [n for n, s in (("peers", run.peers), ("checkpoints", run.checkpoints)) if s is None]
+    text += "."
+    if absent:
+        text += f" Waits for {' and '.join(absent)} were not recorded."
+    if len(run.ranks) > 1:
+        shares = {r.rank: sum(r.waits().values()) / r.seconds for r in run.ranks if r.seconds}
+        most = max(shares, key=lambda r: shares[r])
+        text += f" Rank {most} waited longest for data: {percent(shares[most])}."
+    return text

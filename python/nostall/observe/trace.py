@@ -1,0 +1,239 @@
+"""Recording what a job does, one trace a rank, for ``nostall report`` and for Perfetto.
+
+On by ``NOSTALL_TRACE=directory``, by ``nostall profile -- command``, or by `start`. Loaders record by
+themselves; a program names its own phases with `span`:
+
+    with nostall.trace.span("forward"):
+        loss = model(images)
+
+A run's directory holds, for each rank, ``rank<r>.trace.json.gz`` (Chrome's format) and, for each of its
+loaders, ``rank<r>.<n>.run.json`` (what it was given, and its statistics).
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import platform
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from nostall import _native
+from nostall.errors import Error, IoError, UsageError
+from nostall.job._world import find_world
+from nostall.observe import metrics
+
+if TYPE_CHECKING:
+    from nostall.loader._loader import DataLoader
+    from nostall.observe._stats import Stats
+
+VARIABLE = "NOSTALL_TRACE"
+FORMAT = 1
+
+
+@dataclass
+class _Entry:
+    """A loader that records; its statistics can be had when it is gone."""
+
+    loader: weakref.ref[DataLoader]
+    settings: dict[str, Any]
+    stats: Callable[[], Stats]
+
+
+class _Run:
+    """The directory that this process records to."""
+
+    def __init__(self, directory: Path, stem: str) -> None:
+        self.directory = directory
+        self.stem = stem
+        self.pid = os.getpid()
+        self.entries: list[_Entry] = []
+        self.kept = 0
+        self.begun = 0
+
+
+_run: _Run | None = None
+_refused = False  # the directory of the environment: said once
+
+
+def start(directory: str | os.PathLike[str], rank: int | None = None, world: int = 1) -> None:
+    """Records from now on, until `stop` or the end of the process.
+
+    Args:
+        directory: of the run; made if absent; the same for all ranks.
+        rank: of this process; found as the DataLoader finds it if not given.
+
+    Raises:
+        IoError: the directory cannot be written.
+        UsageError: this process records already.
+    """
+    global _run
+    if _run is not None and _run.pid == os.getpid():
+        raise UsageError(f"this process records already, to {_run.directory}")
+    if rank is None:
+        here = find_world()
+        rank, world = here.rank, here.world_size
+    home = Path(directory).absolute()
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise IoError(
+            f"cannot make {home} for the trace: {error.strerror}; give another directory"
+        ) from error
+    stem = _claim(home, rank)
+    _native.trace_start(str(home / f"{stem}.trace.json.gz"), rank, world)
+    _run = _Run(home, stem)
+    atexit.register(stop)
+
+
+def _claim(home: Path, rank: int) -> str:
+    """A name for this process's files: the rank's, unless another process of the rank has it."""
+    for stem in (f"rank{rank}", f"rank{rank}.{os.getpid()}"):
+        try:
+            os.close(os.open(home / f"{stem}.trace.json.gz", os.O_CREAT | os.O_EXCL, 0o644))
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise IoError(
+                f"cannot write the trace to {home}: {error.strerror}; give another directory"
+            ) from error
+        return stem
+    raise UsageError(f"{home} holds traces of this very process: give another directory")
+
+
+def stop() -> tuple[int, int, int] | None:
+    """Ends the recording; (events, events dropped, bytes of the file), None if there was none."""
+    global _run, _refused
+    _refused = False
+    if _run is None or _run.pid != os.getpid():
+        return None
+    for entry in list(_run.entries):
+        _write(_run, entry)
+    _run = None
+    return _native.trace_stop()
+
+
+def enabled() -> bool:
+    """Whether this process records."""
+    return bool(_native.trace_on())
+
+
+class span:
+    """Records what happens inside a ``with``; nothing, and nearly free, while not recording.
+
+    Args:
+        name: of the phase: "forward", "backward", "update", ...
+        category: what the report counts it as: "compute", "peers", "checkpoint", "data".
+    """
+
+    __slots__ = ("_begin", "_kind", "_names")
+
+    def __init__(self, name: str, category: str = "compute") -> None:
+        self._names = (category, name)
+        self._begin = 0
+
+    def __enter__(self) -> span:
+        if _native.trace_on():
+            self._kind = _native.trace_kind(*self._names)
+            self._begin = _native.trace_now()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._begin:
+            _native.trace_record(self._kind, self._begin, _native.trace_now())
+            self._begin = 0
+
+
+def wanted() -> bool:
+    """Whether this process records, or ``NOSTALL_TRACE`` asks for it."""
+    return enabled() or bool(os.environ.get(VARIABLE))
+
+
+def begin(loader: DataLoader, stats: Callable[[], Stats]) -> None:
+    """For loaders: starts recording if ``NOSTALL_TRACE`` asks for it, and notes the loader.
+
+    `stats` gives its statistics and does not hold the loader. What fails here costs the record, not
+    the training.
+    """
+    global _refused
+    directory = os.environ.get(VARIABLE)
+    if directory and not _refused and (_run is None or _run.pid != os.getpid()):
+        try:
+            start(directory, loader.world.rank, loader.world.world_size)
+        except Error as error:
+            _refused = True
+            logging.getLogger("nostall").warning("%s; training goes on without a record", error)
+    if _run is not None and _run.pid == os.getpid():
+        entry = _Entry(weakref.ref(loader), describe(loader), stats)
+        _run.entries.append(entry)
+        path = _run.directory / f"{_run.stem}.{_run.begun}.live.json"
+        _run.begun += 1
+        loader.tell(metrics.Live(path, loader.world.rank, loader.name))
+        weakref.finalize(loader, _write, _run, entry)
+
+
+def keep(loader: DataLoader) -> None:
+    """For loaders that end: writes what the loader was given, and its statistics."""
+    if _run is not None:
+        for entry in [e for e in _run.entries if e.loader() is loader]:
+            _write(_run, entry)
+
+
+def _write(run: _Run, entry: _Entry) -> None:
+    if run.pid != os.getpid() or entry not in run.entries:
+        return
+    run.entries.remove(entry)
+    path = run.directory / f"{run.stem}.{run.kept}.run.json"
+    run.kept += 1
+    loader = entry.loader()
+    try:
+        stats = entry.stats() if loader is None else loader.stats()
+        data = {"format": FORMAT, "kind": "run", **entry.settings, "stats": stats.to_dict()}
+        path.write_text(json.dumps(data))
+    except Exception as error:
+        # The training is over by now, or goes on: it does not fail for its record.
+        logging.getLogger("nostall").warning("cannot write %s: %s", path, error)
+
+
+def describe(loader: DataLoader) -> dict[str, Any]:
+    """The loader's settings, as far as a report needs them."""
+    return {
+        "host": platform.node(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "storage": _storage(str(getattr(loader.dataset, "root", ""))),
+        **loader.settings(),
+    }
+
+
+def _storage(path: str) -> str:
+    """The path with the kind of file system that it lies on."""
+    if not path:
+        return ""
+    real = os.path.realpath(path)
+    kind = ""
+    longest = -1
+    try:
+        mounts = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
+    except OSError:
+        return real
+    for line in mounts:
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        point = fields[1].replace("\\040", " ")
+        below = real == point or real.startswith(point.rstrip("/") + "/")
+        if below and len(point) > longest:
+            kind, longest = fields[2], len(point)
+    return f"{real}, {kind}" if kind else real

@@ -1,0 +1,395 @@
+"""The policies (seed, 4.1.4): each decides what is kept where, how it gets there, what is read.
+
+A policy is a class with a `layout` method; `register` makes it known to scenario files, and
+`policy.py:Class` names one of the user's own. See examples/simulate-own-policy.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nostall._native import (
+    Filling,
+    Layout,
+    Loading,
+    Scheme,
+    first_readers,
+    keep_frequent,
+    keep_owned,
+    read_local_first,
+    read_own_only,
+)
+from nostall.errors import UsageError
+from nostall.plan import Plan
+from nostall.simulate._environment import MB, Environment
+
+NO_NODE = 2**32 - 1
+
+# What a policy does to the order of the samples: nothing; deals a global batch to other nodes (sums
+# over it do not change, statistics over a node's part may); trains on other samples.
+Order = Literal["same", "same batches", "changed"]
+
+
+class NotApplicable(UsageError):
+    """The policy cannot run this training; shown as N/A."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a policy may know: everything.
+
+    Attributes:
+        plan: the loader's own plan of the training, one rank a node.
+        sizes: MB of every sample, shape (F,).
+    """
+
+    environment: Environment
+    plan: Plan
+    sizes: NDArray[np.float64]
+
+    @property
+    def nodes(self) -> int:
+        """N."""
+        return self.environment.N
+
+    @property
+    def samples(self) -> int:
+        """F."""
+        return len(self.sizes)
+
+    @cached_property
+    def bytes(self) -> NDArray[np.uint64]:
+        """Bytes of every sample, shape (F,), as the plan counts them."""
+        return np.ascontiguousarray(np.rint(self.sizes * MB), dtype=np.uint64)
+
+    @property
+    def capacities(self) -> list[int]:
+        """Bytes of each storage class of a node, the staging buffer left out."""
+        return [int(c.capacity * MB) for c in self.environment.classes[1:]]
+
+    def shares(self, classes: int) -> list[list[NDArray[np.uint32]]]:
+        """keep[node][class - 1]: sample k on node k mod N, into the first `classes` storage classes
+        in turn, as far as it fits."""
+        keep = []
+        for node in range(self.nodes):
+            mine = np.arange(node, self.samples, self.nodes, dtype=np.uint32)
+            ends = np.cumsum(self.sizes[mine])
+            lists, begin, used = [], 0, 0.0
+            for c in self.environment.classes[1 : classes + 1]:
+                end = int(np.searchsorted(ends, used + c.capacity, side="right"))
+                lists.append(mine[begin:end])
+                used, begin = (float(ends[end - 1]) if end else 0.0), end
+            keep.append(lists)
+        return keep
+
+
+class Policy:
+    """Base of all policies; override `layout`.
+
+    Attributes:
+        name: in scenario files and on the command line.
+        title: in tables and plots.
+        follows: what of the literature it follows, and where it is simpler.
+        order: what it does to the order of the samples.
+    """
+
+    name: ClassVar[str] = ""
+    title: str = ""
+    follows: ClassVar[str] = ""
+    order: Order = "same"
+
+    def layout(self, job: Job) -> Layout:
+        """What the policy decides for this job.
+
+        Raises:
+            NotApplicable: it cannot run such a job.
+        """
+        raise NotImplementedError
+
+
+_POLICIES: dict[str, Callable[..., Policy]] = {}
+
+
+def register(policy: type[Policy]) -> type[Policy]:
+    """Makes a policy known by its name; a decorator."""
+    _POLICIES[policy.name] = policy
+    return policy
+
+
+def policies() -> dict[str, Callable[..., Policy]]:
+    """All that are known, by name."""
+    return dict(_POLICIES)
+
+
+def make_policy(name: str, options: dict[str, Any] | None = None) -> Policy:
+    """The policy of that name ("hdmlp"), or of a file ("my_policy.py:MyPolicy").
+
+    Raises:
+        UsageError: there is none, or it does not take these options.
+    """
+    kind = _from_file(name) if ":" in name else _POLICIES.get(name)
+    if kind is None:
+        close = difflib.get_close_matches(name, _POLICIES, 1)
+        hint = f'did you mean "{close[0]}"?' if close else ", ".join(_POLICIES)
+        raise UsageError(f'there is no policy "{name}": {hint}')
+    given = options or {}
+    known = [p for p in inspect.signature(kind).parameters if p not in ("args", "kwargs")]
+    for key in given:
+        if key not in known:
+            raise UsageError(
+                f'policy "{name}" has no option {key}'
+                + (f": {', '.join(known)}" if known else ": it has none")
+            )
+    return kind(**given)
+
+
+def _from_file(name: str) -> type[Policy]:
+    path, _, attribute = name.rpartition(":")
+    if not Path(path).is_file():
+        raise UsageError(f'policy "{name}": there is no file {path}')
+    # Known by that name from then on, so that its policies can go to other processes.
+    module_name = "nostall_policy_" + "".join(c if c.isalnum() else "_" for c in Path(path).stem)
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f'policy "{name}": {path} is not a Python file')
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    spec.loader.exec_module(module)
+    kind = getattr(module, attribute, None)
+    if not (isinstance(kind, type) and issubclass(kind, Policy)):
+        raise UsageError(f'policy "{name}": {path} has no policy {attribute}')
+    return kind
+
+
+def _memory_only(job: Job, what: str) -> None:
+    if len(job.environment.classes) < 2:
+        raise NotApplicable(f"{what} keeps samples in memory, and there is no storage class 1")
+
+
+@register
+class LowerBound(Policy):
+    name = "lower-bound"
+    title = "Lower bound"
+    follows = "PerfectPrefetcher: every sample is there at once; only computing takes time"
+
+    def layout(self, job: Job) -> Layout:
+        layout = Layout()
+        layout.loading = Loading.perfect
+        return layout
+
+
+@register
+class Naive(Policy):
+    name = "naive"
+    title = "Naive"
+    follows = "BasePolicy: each sample is read from the file system when it is wanted"
+
+    def layout(self, job: Job) -> Layout:
+        layout = Layout()
+        layout.loading = Loading.on_demand
+        return layout
+
+
+@register
+class StagingPool(Policy):
+    name = "staging-pool"
+    title = "Staging pool"
+    follows = "StagingPoolPrefetcher: double buffering, tf.data; reads ahead, keeps nothing"
+
+    def layout(self, job: Job) -> Layout:
+        return Layout()
+
+
+@register
+class DeepIO(Policy):
+    name = "deepio"
+    follows = (
+        "DeepIO (Zhu et al.): memory holds the nodes' shares from the start and is read remotely; "
+        "opportunistic mode draws each node's batches from its own memory"
+    )
+
+    def __init__(self, opportunistic: bool = False) -> None:
+        self.opportunistic = opportunistic
+        self.title = f"DeepIO ({'opportunistic' if opportunistic else 'ordered'})"
+        self.order = "changed" if opportunistic else "same"
+
+    def layout(self, job: Job) -> Layout:
+        _memory_only(job, self.title)
+        layout = Layout()
+        layout.filling = Filling.before
+        layout.set_kept(job.shares(1))
+        if self.opportunistic:
+            read_own_only(job.plan.native, layout)
+        return layout
+
+
+@register
+class ParallelStaging(Policy):
+    name = "parallel-staging"
+    title = "Parallel data staging"
+    follows = (
+        "Kurth et al.: disjoint shares are staged to all local storage, one node after the other, "
+        "before the training; each node trains on its own"
+    )
+    order: Order = "changed"
+
+    def layout(self, job: Job) -> Layout:
+        if len(job.environment.classes) < 2:
+            raise NotApplicable("parallel staging needs local storage")
+        layout = Layout()
+        layout.filling = Filling.before
+        layout.in_turn = True
+        layout.set_kept(job.shares(len(job.environment.classes) - 1))
+        read_own_only(job.plan.native, layout)
+        return layout
+
+
+@register
+class Lbann(Policy):
+    name = "lbann"
+    follows = (
+        "LBANN's data store (Jacobs et al.): memory alone holds all samples, kept by their first "
+        "reader (dynamic) or loaded before (preloading); refuses data sets that do not fit"
+    )
+
+    def __init__(self, preloading: bool = False) -> None:
+        self.preloading = preloading
+        self.title = f"LBANN store ({'preloading' if preloading else 'dynamic'})"
+
+    def layout(self, job: Job) -> Layout:
+        _memory_only(job, self.title)
+        room = job.nodes * job.environment.classes[1].capacity
+        if job.sizes.sum() > room:
+            raise NotApplicable(
+                f"the data set ({job.sizes.sum():.0f} MB) is larger than the memory of all nodes "
+                f"({room:.0f} MB)"
+            )
+        layout = Layout()
+        if self.preloading:
+            layout.filling = Filling.before
+            layout.set_kept(job.shares(1))
+            return layout
+        owner = _within_room(first_readers(job.plan.native), job.sizes, room / job.nodes)
+        ids = np.arange(job.samples, dtype=np.uint32)
+        layout.filling = Filling.reading
+        layout.set_owner(owner)
+        layout.set_kept([[ids[owner == node]] for node in range(job.nodes)])
+        return layout
+
+
+def _within_room(
+    owner: NDArray[np.uint32], sizes: NDArray[np.float64], room: float
+) -> NDArray[np.uint32]:
+    """The owners, with what overfills a node given to the one with the most room; shape (F,)."""
+    nodes = int(owner[owner != NO_NODE].max()) + 1 if (owner != NO_NODE).any() else 0
+    held = np.array([sizes[owner == node].sum() for node in range(nodes)])
+    for node in range(nodes):
+        for sample in np.flatnonzero(owner == node)[::-1]:
+            if held[node] <= room:
+                break
+            other = int(held.argmin())
+            fits = held[other] + sizes[sample] <= room
+            owner[sample] = other if fits else NO_NODE
+            held[node] -= sizes[sample]
+            held[other] += sizes[sample] if fits else 0.0
+    return owner
+
+
+@register
+class LocalityAware(Policy):
+    name = "locality-aware"
+    title = "Locality-aware loading"
+    follows = (
+        "Yang and Cong: memory holds the nodes' shares from the start; samples of a global batch "
+        "go to the nodes that hold them first"
+    )
+    order: Order = "same batches"
+
+    def layout(self, job: Job) -> Layout:
+        _memory_only(job, self.title)
+        if job.plan.native.scheme == Scheme.whole:
+            raise NotApplicable("every node reads the whole batch: there is nothing to deal")
+        layout = Layout()
+        layout.filling = Filling.before
+        layout.set_kept(job.shares(1))
+        read_local_first(job.plan.native, layout)
+        return layout
+
+
+@register
+class Hdmlp(Policy):
+    name = "hdmlp"
+    follows = (
+        "FrequencyPrefetcher (3.2.2): each node's threads fetch what it reads most often, in the "
+        "order of first access; a sample may so be read twice from the file system"
+    )
+
+    def __init__(self, in_order: bool = True, cleanup_read: bool = False) -> None:
+        self.in_order = in_order
+        self.cleanup_read = cleanup_read
+        details = [] if in_order else ["by frequency"]
+        details += ["cleanup"] if cleanup_read else []
+        self.title = "HDMLP" + (f" ({', '.join(details)})" if details else "")
+
+    def layout(self, job: Job) -> Layout:
+        layout = keep_frequent(job.plan.native, job.bytes, job.capacities, self.in_order)
+        layout.cleanup = self.cleanup_read
+        if self.cleanup_read:
+            _append_rest(job, layout)
+        return layout
+
+
+def _append_rest(job: Job, layout: Layout) -> None:
+    """What found no place follows in the order of its first access, for room that comes free."""
+    classes = len(job.capacities)
+    keep = []
+    for node in range(job.nodes):
+        lists = [layout.kept(node, j + 1) for j in range(classes)]
+        frequency, first = job.plan.node_access(node, 1)
+        rest = frequency > 0
+        rest[np.concatenate(lists) if lists else []] = False
+        later = np.flatnonzero(rest).astype(np.uint32)
+        later = later[np.argsort(first[later], kind="stable")]
+        # Dealt to the classes in the proportion of their room.
+        total = max(1, sum(job.capacities))
+        marks = np.cumsum([0, *job.capacities]) / total * len(later)
+        turn = np.random.default_rng(node).permutation(len(later))
+        for j in range(classes):
+            mine = np.sort(turn[(turn >= marks[j]) & (turn < marks[j + 1])])
+            lists[j] = np.concatenate([lists[j], later[mine]])
+        keep.append(lists)
+    layout.set_kept(keep)
+
+
+@register
+class Nostall(Policy):
+    name = "nostall"
+    follows = (
+        "this loader: the node that needs a sample first reads it, for itself and for the node "
+        "that keeps it, so that the file system is read once by all nodes together"
+    )
+
+    def __init__(self, copies: bool = True) -> None:
+        self.copies = copies
+        self.title = "nostall" if copies else "nostall (no copies)"
+
+    def layout(self, job: Job) -> Layout:
+        layout = keep_owned(job.plan.native, job.bytes, job.capacities)
+        if not self.copies and job.capacities:
+            rooms = [sum(job.capacities)] * job.nodes
+            owner = job.plan.owners(job.bytes, rooms, ranks_per_node=1)
+            classes = range(1, len(job.capacities) + 1)
+            kept = [[layout.kept(node, j) for j in classes] for node in range(job.nodes)]
+            layout.set_kept([[k[owner[k] == n] for k in lists] for n, lists in enumerate(kept)])
+        return layout

@@ -1,0 +1,237 @@
+"""Runs policies on a scenario and says what came out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nostall import _native
+from nostall.errors import UsageError
+from nostall.plan import Plan
+from nostall.simulate._policies import Job, LowerBound, NotApplicable, Policy
+from nostall.simulate._scenario import Scenario
+
+Mode = Literal["as-published", "consistent"]
+MODES: tuple[Mode, ...] = ("as-published", "consistent")
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """How a policy's order compares with the plan's.
+
+    Attributes:
+        batches: share of the global batches that hold the same samples as the plan's.
+        coverage: share of the data set that is read in the training at all.
+        mobility: mean number of nodes that read a sample over that of the plan's order.
+    """
+
+    batches: float
+    coverage: float
+    mobility: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One policy in one mode. Seconds and MB.
+
+    Attributes:
+        seconds: run time, from the start; NaN where the policy cannot run (`why` says why).
+        ratio: to the lower bound.
+        staged: MB into the staging buffers of all nodes by origin: the storage classes by name,
+            "other nodes", "source".
+        kept_from_source: MB that were fetched from the source to be kept, beside those reads.
+        warm_seconds: when the last sample was put where it is kept.
+        node_stall: seconds that each node waited for its own samples.
+        batch_seconds: of each batch; shape (batches,).
+        compute_seconds: of the slowest node, of each batch.
+        shuffle: where the policy changes the order.
+    """
+
+    policy: str
+    title: str
+    mode: Mode
+    follows: str
+    order: str
+    seconds: float = float("nan")
+    ratio: float = float("nan")
+    initial_seconds: float = 0.0
+    warm_seconds: float = 0.0
+    epoch_seconds: tuple[float, ...] = ()
+    node_stall: tuple[float, ...] = ()
+    staged: tuple[tuple[str, float], ...] = ()
+    kept_from_nodes: float = 0.0
+    kept_from_source: float = 0.0
+    epoch_source: tuple[float, ...] = ()
+    batch_seconds: NDArray[np.float64] | None = None
+    compute_seconds: NDArray[np.float64] | None = None
+    shuffle: Shuffle | None = None
+    why: str = ""
+    cost: float = 0.0
+
+    @property
+    def source_mb(self) -> float:
+        """MB from the file system in all."""
+        return dict(self.staged).get("source", 0.0) + self.kept_from_source
+
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds of the run in which the slowest node did not compute."""
+        if self.compute_seconds is None:
+            return float("nan")
+        return self.seconds - float(self.compute_seconds.sum())
+
+    def to_dict(self, batches: bool = False) -> dict[str, Any]:
+        """Plain data; `batches` adds the seconds of every batch."""
+        data = asdict(replace(self, batch_seconds=None, compute_seconds=None))
+        data.pop("batch_seconds")
+        data.pop("compute_seconds")
+        data["staged"] = dict(self.staged)
+        data["source_mb"] = self.source_mb
+        data["stall_seconds"] = self.stall_seconds
+        if batches and self.batch_seconds is not None and self.compute_seconds is not None:
+            data["batch_seconds"] = self.batch_seconds.tolist()
+            data["batch_stall"] = (self.batch_seconds - self.compute_seconds).tolist()
+        return data
+
+
+def job_of(scenario: Scenario) -> Job:
+    """The scenario's job, as policies see it."""
+    plan = scenario.training.plan(len(scenario.dataset), scenario.environment.N)
+    return Job(scenario.environment, plan, scenario.dataset.sizes)
+
+
+def simulate(
+    scenario: Scenario,
+    modes: Sequence[Mode] = MODES,
+    *,
+    progress: Callable[[str], None] | None = None,
+    shuffle: bool = True,
+) -> list[Outcome]:
+    """All policies of the scenario in the modes given, in the scenario's order.
+
+    `progress` is called with what comes next. Cost: seconds for millions of accesses.
+
+    Raises:
+        UsageError: an unknown mode, or values that cannot be.
+    """
+    for mode in modes:
+        if mode not in MODES:
+            raise UsageError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
+    job = job_of(scenario)
+    model = scenario.environment.native(scenario.step.seconds(scenario.environment.N))
+    bound = run_layout(model, job, LowerBound().layout(job), modes[0]).seconds
+    outcomes = []
+    for policy in scenario.policies:
+        began = time.perf_counter()
+        try:
+            layout = policy.layout(job)
+        except NotApplicable as error:
+            outcomes += [_outcome(policy, mode, why=str(error)) for mode in modes]
+            continue
+        planned = time.perf_counter() - began
+        quality = shuffle_of(job.plan, layout, job.nodes) if shuffle else None
+        for mode in modes:
+            if progress:
+                progress(f"{policy.title}, {mode}")
+            began = time.perf_counter()
+            result = run_layout(model, job, layout, mode)
+            names = [c.name for c in scenario.environment.classes[1:]]
+            outcomes.append(
+                _outcome(
+                    policy,
+                    mode,
+                    seconds=result.seconds,
+                    ratio=result.seconds / bound,
+                    initial_seconds=result.initial_seconds,
+                    warm_seconds=result.warm_seconds,
+                    epoch_seconds=tuple(result.epoch_seconds),
+                    node_stall=tuple(result.node_stall),
+                    staged=tuple(
+                        zip((*names, "other nodes", "source"), result.staged, strict=True)
+                    ),
+                    kept_from_nodes=result.kept_from_nodes,
+                    kept_from_source=result.kept_from_source,
+                    epoch_source=tuple(result.epoch_source),
+                    batch_seconds=result.batch_seconds,
+                    compute_seconds=result.compute_seconds,
+                    shuffle=quality,
+                    cost=planned + time.perf_counter() - began,
+                )
+            )
+    return outcomes
+
+
+def run_layout(
+    model: _native.Model, job: Job, layout: _native.Layout, mode: Mode
+) -> _native.SimulationResult:
+    """One layout through one engine, without the GIL."""
+    engine = _native.simulate_published if mode == "as-published" else _native.simulate_consistent
+    return engine(model, job.plan.native, job.sizes, layout)
+
+
+def _outcome(policy: Policy, mode: Mode, **values: Any) -> Outcome:
+    return Outcome(
+        policy=policy.name,
+        title=policy.title or policy.name,
+        mode=mode,
+        follows=policy.follows,
+        order=policy.order,
+        **values,
+    )
+
+
+def read_once_bound(scenario: Scenario) -> float:
+    """Sum over epochs of max(computing, bytes that must leave the source / its best rate), seconds:
+    what no policy that conserves bandwidth and keeps the order can beat.
+
+    The bytes are the read-once minimum: all of S in the first epoch, then what the nodes together
+    cannot keep. The rate is t(gamma) at its best for up to N clients, or what their links carry.
+    """
+    job = job_of(scenario)
+    environment = scenario.environment
+    model = environment.native(scenario.step.seconds(environment.N))
+    computing = run_layout(model, job, LowerBound().layout(job), "consistent").epoch_seconds
+    clients = range(1, environment.N + 1)
+    rate = max(min(environment.throughput(g), g * environment.b_fs) for g in clients)
+    room = environment.N * environment.local_capacity
+    seconds = 0.0
+    for epoch, compute in enumerate(computing):
+        read = float(scenario.dataset.sizes[np.unique(job.plan.epoch_order(epoch))].sum())
+        seconds += max(compute, (read if epoch == 0 else max(0.0, read - room)) / rate)
+    return seconds
+
+
+def shuffle_of(plan: Plan, layout: _native.Layout, nodes: int) -> Shuffle | None:
+    """How the layout's own order compares with the plan's; None if it is the plan's."""
+    epochs = plan.native.epochs
+    try:
+        layout.order(0)
+    except IndexError:
+        return None
+    samples, batch = plan.native.samples, plan.native.global_batch
+    same = 0
+    seen = np.zeros((2, nodes, samples), dtype=bool)
+    for epoch in range(epochs):
+        order = plan.epoch_order(epoch)
+        labels = np.full(samples, -1, dtype=np.int64)
+        labels[order] = np.arange(len(order)) // batch
+        matched = np.ones(len(plan), dtype=bool)
+        for node in range(nodes):
+            planned, ends = plan.rank_epoch(epoch, node)
+            mine = layout.order(epoch * nodes + node)
+            seen[0, node, planned] = True
+            seen[1, node, mine] = True
+            at = np.searchsorted(ends, np.arange(len(mine)), side="right")
+            np.logical_and.at(matched, at, labels[mine] == at)
+        same += int(matched.sum())
+    read = seen.sum(axis=1)
+    return Shuffle(
+        batches=same / (epochs * len(plan)),
+        coverage=float((read[1] > 0).mean()),
+        mobility=float(read[1][read[1] > 0].mean() / read[0][read[0] > 0].mean()),
+    )

@@ -1,0 +1,68 @@
+"""Plots of the simulated protocols, in kind like figures 6.8 to 6.12, 6.10 and 6.16 of the seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from nostall.simulate._plots import _COLOURS, _pyplot
+from nostall.simulate._sync import Mode, Point, Training, timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_MARKS = ("o", "s", "^", "D", "v", "P")
+
+
+def scaling_figure(points: Sequence[Point]) -> Figure:
+    """Improvement over negotiated, and the share of its time that the thread is on a core."""
+    figure: Figure
+    figure, (left, right) = _pyplot().subplots(1, 2, figsize=(12, 4), constrained_layout=True)
+    ranks = [p.ranks for p in points]
+    for i, mode in enumerate(points[0].outcomes):
+        colour, mark = _COLOURS[i % len(_COLOURS)], _MARKS[i % len(_MARKS)]
+        right.plot(
+            ranks, [100 * p.outcomes[mode].busy for p in points], mark + "-", c=colour, label=mode
+        )
+        if mode == "negotiated":
+            continue
+        low, middle, high = zip(*(p.improvement[mode] for p in points), strict=True)
+        left.plot(ranks, middle, mark + "-", c=colour, label=mode)
+        left.fill_between(ranks, low, high, color=colour, alpha=0.15, linewidth=0)
+    left.set(xlabel="ranks", ylabel="samples/s more than negotiated, %")
+    right.set(xlabel="ranks", ylabel="progress thread on its core, % of the run", ylim=(0, 100))
+    for axis in (left, right):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ranks, [f"{r:,}" for r in ranks], rotation=45)
+        axis.spines[["top", "right"]].set_visible(False)
+    right.legend(frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
+    return figure
+
+
+def timeline_figure(training: Training, oversleep: float) -> Figure:
+    """Two threads, one of which oversleeps once: in step, the cascade, GS and NBCS."""
+    rows: tuple[tuple[str, Mode, float], ...] = (
+        ("in step (6.8)", "negotiated", 0.0),
+        ("one oversleeps (6.9)", "negotiated", oversleep),
+        ("GS (6.11)", "GS", oversleep),
+        ("NBCS (6.12)", "NBCS", oversleep),
+    )
+    figure: Figure
+    figure, axes = _pyplot().subplots(4, 1, figsize=(10, 6), sharex=True, constrained_layout=True)
+    for axis, (title, mode, late) in zip(axes, rows, strict=True):
+        for begin, awake, done in timeline(mode, training, late):
+            for r in range(2):
+                asleep, waits = 1e3 * (awake[r] - begin[r]), 1e3 * (done[r] - awake[r])
+                axis.barh(1 - r, asleep, 0.6, left=1e3 * begin[r], color="#dfe7ec")
+                polls = mode == "NBCS"
+                axis.barh(
+                    1 - r, waits, 0.6, left=1e3 * awake[r],
+                    color="#8ab17d" if polls else "#e76f51", edgecolor="white", linewidth=0.3,
+                )  # fmt: skip
+        axis.set_yticks([1, 0], ["thread 0", "thread 1"])
+        axis.set_title(title, loc="left", fontsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xlabel(
+        "ms (grey: asleep; red: in the agreement, on a core; green: asleep between tests)"
+    )
+    return figure

@@ -1,0 +1,32 @@
+"""Where samples come from: a folder, a list, or parts of a few large files or objects.
+
+    ImageFolder, FileList              one file a sample
+    LMDB, TarShards, TFRecord          places of samples found by a pass over the files, and kept
+    HDF5, Parquet, ArrowIPC            through h5py and pyarrow
+    ObjectFolder                       one object a sample
+
+Every path of the last two groups, and of TarShards and TFRecord, may also be a URL of an object
+store (``s3://bucket/key``).
+"""
+
+from nostall.source._arrow import ArrowIPC, Parquet
+from nostall.source._hdf5 import HDF5
+from nostall.source._lmdb import LMDB
+from nostall.source._object_folder import ObjectFolder
+from nostall.source._source import FileList, ImageFolder, Pixels, Source
+from nostall.source._tar import TarShards
+from nostall.source._tfrecord import TFRecord
+
+__all__ = [
+    "HDF5",
+    "LMDB",
+    "ArrowIPC",
+    "FileList",
+    "ImageFolder",
+    "ObjectFolder",
+    "Parquet",
+    "Pixels",
+    "Source",
+    "TFRecord",
+    "TarShards",
+]

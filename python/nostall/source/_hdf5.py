@@ -1,0 +1,296 @@
+"""HDF5 datasets, one sample per first index."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nostall.errors import CorruptionError, Error, IoError, UsageError
+from nostall.source._callback import RowReader
+from nostall.source._object_file import as_file, failure_of
+from nostall.source._records import PathLike, RecordStore, absolute, open_storage
+from nostall.source._source import Pixels, Source
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from nostall import _native
+
+_ROWS_AT_ONCE = 256
+
+
+class HDF5(Source):
+    """Samples of an HDF5 dataset: ``HDF5(path, "images", labels="labels")``.
+
+    Where the bytes of a sample lie together in the file (contiguous, or chunks of whole samples
+    without filters), they are read straight from there, like any record store's. Compressed chunks
+    and samples of different lengths are read through the HDF5 library, one call at a time, for that
+    is what the library allows: fewer samples a second, of which many wait in tiers.
+
+    Args:
+        path: the file, or the URL of an object.
+        dataset: its name; shape (n, ...) of numbers, or (n,) of variable-length bytes.
+        labels: name of the labels' dataset, shape (n,), or a sequence; 0 for all if None.
+        store: for a URL, an ``obstore.store`` that has it; made from the environment if None.
+
+    Attributes:
+        pixel_shape, dtype: of one sample.
+        pixels: set where a sample is uint8 of shape (h, w), (h, w, 1 or 3) or (1 or 3, h, w): native
+            transforms take such samples as images, RGB.
+        through_library: whether the HDF5 library reads the samples.
+
+    Raises:
+        UsageError: no such dataset, an unsupported kind, or a filter that is not installed.
+        CorruptionError: the file is damaged.
+        IoError: it cannot be opened.
+    """
+
+    def __init__(
+        self,
+        path: PathLike,
+        dataset: str,
+        *,
+        labels: str | Sequence[int] | NDArray[Any] | None = None,
+        store: Any = None,
+    ) -> None:
+        path = absolute([os.fspath(path)])[0]
+        self._arguments = {"path": path, "dataset": dataset, "labels": labels, "store": store}
+        with _open(path, store) as file:
+            data = _dataset(file, path, dataset)
+            self.pixel_shape, self.dtype = tuple(data.shape[1:]), data.dtype
+            self.through_library = _places(data) is None
+        self.pixels = _pixels(self.pixel_shape, self.dtype)
+        if self.through_library:
+            self.native = _Library(path, dataset, store).open(labels)
+        else:
+            self.native = _Placed(path, dataset, labels, store).native
+
+
+class _Placed(RecordStore):
+    """Samples whose bytes lie together; see ``HDF5``."""
+
+    def __init__(self, path: str, dataset: str, labels: Any, store: Any) -> None:
+        with _open(path, store) as file:
+            data = _dataset(file, path, dataset)
+            places = _places(data)
+            if places is None:
+                raise IoError(f"{path} changed its layout since it was opened")
+            label = _labels(file, path, labels, len(data))
+            length = int(np.prod(data.shape[1:], dtype=np.int64)) * data.dtype.itemsize
+        self.storage = open_storage([path], store=store)
+        self._open(
+            kind="hdf5",
+            stamp=lambda: dataset,
+            scan=lambda: self._table(
+                "hdf5",
+                dataset,
+                offset=places,
+                length=np.full(len(places), length, np.uint64),
+                label=label,
+            ),
+            index=False,
+        )
+
+
+class _Library(RowReader):
+    """Samples that the HDF5 library unpacks; see ``HDF5``."""
+
+    def __init__(self, path: str, dataset: str, store: Any) -> None:
+        self._path, self._name, self._store = path, dataset, store
+        self._opened: tuple[int, Any] | None = None
+        self._lock = threading.Lock()
+
+    def open(self, labels: Any) -> _native.Source:
+        """The native source, after a look at the dataset."""
+        with _open(self._path, self._store) as file:
+            data = _dataset(file, self._path, self._name)
+            _check_filters(data, self._path)
+            n = len(data)
+            label = _labels(file, self._path, labels, n)
+            rows = int(data.chunks[0]) if data.chunks else 1
+            return self.make_source(
+                sizes=self._sizes(data),
+                labels=label,
+                group=(np.arange(n) // rows).astype(np.uint32) if rows > 1 else None,
+                identity=("hdf5", Path(self._path).name, self._name),
+            )
+
+    def _sizes(self, data: Any) -> NDArray[np.uint64]:
+        n = len(data)
+        if not _is_variable(data):
+            one = int(np.prod(data.shape[1:], dtype=np.int64)) * data.dtype.itemsize
+            return np.full(n, one, np.uint64)
+        sizes = np.zeros(n, np.uint64)
+        # The library gives lengths only with the bytes, so all of them are read once.
+        rows = int(data.chunks[0]) if data.chunks else _ROWS_AT_ONCE
+        for begin in range(0, n, rows):
+            try:
+                some = data[begin : begin + rows]
+            except OSError as error:
+                raise CorruptionError(
+                    f"{self._path}, dataset {self._name}, from index {begin} on: {error}"
+                ) from None
+            sizes[begin : begin + rows] = [_bytes_of(x).nbytes for x in some]
+        return sizes
+
+    def _data(self) -> Any:
+        # A file that was open while the process forked belongs to the parent.
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = os.getpid(), _open(self._path, self._store)
+        return self._opened[1].file[self._name]
+
+    def read(self, samples: list[int]) -> list[Any]:
+        answers: list[Any] = []
+        with self._lock:
+            for sample in samples:
+                try:
+                    data = self._data()
+                    # Of fixed-length strings, one alone would lose its zeros at the end.
+                    answers.append(
+                        _bytes_of(data[sample] if _is_variable(data) else data[sample : sample + 1])
+                    )
+                except (OSError, KeyError, ValueError, CorruptionError, IoError) as error:
+                    failed = failure_of(self._opened[1].source) if self._opened else None
+                    answers.append(failed or _said(error))
+        return answers
+
+    def describe(self, sample: int) -> str:
+        return f"{self._path}, dataset {self._name}, index {sample}"
+
+
+def _said(error: Exception) -> Error:
+    return (
+        error if isinstance(error, IoError) else CorruptionError(f"the HDF5 library says: {error}")
+    )
+
+
+def _pixels(shape: tuple[int, ...], dtype: Any) -> Pixels | None:
+    if dtype != np.uint8 or len(shape) not in (2, 3):
+        return None
+    height, width, channels = shape if len(shape) == 3 else (*shape, 1)
+    if channels in (1, 3):
+        return Pixels(height, width, channels)
+    if height in (1, 3):
+        return Pixels(width, channels, height, layout="chw")
+    return None
+
+
+def _is_variable(data: Any) -> bool:
+    return data.dtype.metadata is not None and "vlen" in data.dtype.metadata
+
+
+def _bytes_of(value: Any) -> NDArray[np.uint8]:
+    if isinstance(value, bytes):
+        return np.frombuffer(value, np.uint8)
+    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+
+
+class _Opened:
+    """An h5py file that says of a failing object store what that said."""
+
+    def __init__(self, file: Any, source: Any) -> None:
+        self.file, self.source = file, source
+
+    def __enter__(self) -> Any:
+        return self.file
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.file.close()
+        failure = failure_of(self.source)
+        if failure is not None and error is not None:
+            raise failure from None
+
+
+def _open(path: PathLike, store: Any) -> _Opened:
+    try:
+        import h5py
+    except ImportError:
+        raise UsageError(
+            f"reading {path} needs the package h5py: pip install 'nostall[stores]'"
+        ) from None
+    source = as_file(os.fspath(path), store)
+    try:
+        # Locks are of files; an object cannot be written to in place.
+        options = {"locking": False} if isinstance(source, str) else {}
+        return _Opened(h5py.File(source, "r", **options), source)
+    except FileNotFoundError:
+        raise IoError(f"{path} does not exist") from None
+    except OSError as error:
+        failed = failure_of(source)
+        raise failed or CorruptionError(f"{path} cannot be opened as HDF5: {error}") from None
+
+
+def _dataset(file: Any, path: PathLike, name: str) -> Any:
+    import h5py
+
+    data = file.get(name)
+    if not isinstance(data, h5py.Dataset):
+        names: list[str] = []
+        file.visititems(lambda n, o: names.append(n) if isinstance(o, h5py.Dataset) else None)
+        raise UsageError(f"{path} has no dataset {name!r}; it has: {', '.join(names) or 'none'}")
+    if data.ndim == 0 or len(data) == 0:
+        raise UsageError(f"{path}, dataset {name}: shape {data.shape} has no samples")
+    if data.dtype.kind not in "iufbSV" and not _is_variable(data):
+        raise UsageError(f"{path}, dataset {name}: elements of type {data.dtype} are not read")
+    return data
+
+
+def _check_filters(data: Any, path: PathLike) -> None:
+    import h5py
+
+    plist = data.id.get_create_plist()
+    for i in range(plist.get_nfilters()):
+        code, _, _, name = plist.get_filter(i)
+        if not h5py.h5z.filter_avail(code):
+            text = name.decode(errors="replace") or "unnamed"
+            raise UsageError(
+                f"{path}, dataset {data.name}: its chunks need HDF5 filter {code} ({text}), which "
+                "is not installed: pip install hdf5plugin and import it, or set HDF5_PLUGIN_PATH"
+            )
+
+
+def _places(data: Any) -> NDArray[np.uint64] | None:
+    """Where each sample starts in the file; None if its bytes do not lie there as they are."""
+    if data.dtype.kind == "O" or data.external or data.is_virtual:
+        return None
+    n = len(data)
+    one = int(np.prod(data.shape[1:], dtype=np.int64)) * data.dtype.itemsize
+    if data.chunks is None:
+        start = data.id.get_offset()
+        return None if start is None else start + np.arange(n, dtype=np.uint64) * np.uint64(one)
+    whole_samples = tuple(data.chunks[1:]) == tuple(data.shape[1:])
+    if not whole_samples or data.id.get_create_plist().get_nfilters() > 0:
+        return None
+    rows = data.chunks[0]
+    places = np.zeros(n, np.uint64)
+    found = 0
+
+    def visit(chunk: Any) -> None:
+        nonlocal found
+        first = chunk.chunk_offset[0]
+        count = min(rows, n - first)
+        places[first : first + count] = chunk.byte_offset + np.arange(count, dtype=np.uint64) * one
+        found += count
+
+    data.id.chunk_iter(visit)
+    return places if found == n else None  # chunks never written have no place
+
+
+def _labels(file: Any, path: PathLike, labels: Any, n: int) -> NDArray[np.int64]:
+    if labels is None:
+        return np.zeros(n, np.int64)
+    try:
+        read = _dataset(file, path, labels)[...] if isinstance(labels, str) else labels
+    except OSError as error:
+        raise CorruptionError(f"{path}, dataset {labels}: {error}") from None
+    values = np.asarray(read).reshape(-1)
+    if values.dtype.kind not in "iub":
+        raise UsageError(f"{path}: labels of type {values.dtype} are no integers")
+    if len(values) != n:
+        raise UsageError(f"{path}: {len(values)} labels for {n} samples")
+    return values.astype(np.int64)

@@ -1,0 +1,280 @@
+"""LMDB databases, read without liblmdb: the places of all values are found once and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from nostall import _native
+from nostall.errors import CorruptionError, UsageError
+from nostall.source._objects import is_url
+from nostall.source._records import (
+    FOUND,
+    Direct,
+    PathLike,
+    Progress,
+    RecordStore,
+    open_storage,
+)
+from nostall.source._source import Pixels
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_PAGE_HEADER = 16
+_NO_NUMBER = np.iinfo(np.uint64).max
+_THREADS = 8
+# What writers of datasets keep beside the samples.
+LABELS_KEY = b"__labels__"  # nostall convert: little-endian int64 by decimal key
+SPECIAL_KEYS = (b"__len__", b"__keys__", LABELS_KEY)
+Labels = Callable[[bytes], int] | Sequence[int] | None
+
+
+class LMDB(RecordStore):
+    """The records of an LMDB database (seed lmdbio-and-horovod, chapters 3 to 5).
+
+    The scan reads branch and leaf pages only; large values stay unread. Places are kept beside the
+    database and hold for its last transaction; after a commit the database is scanned again.
+
+    Args:
+        path: the folder of ``data.mdb``, the file itself, or a URL of it.
+        database: a named database in it; the main one if empty.
+        values: what a value is: ``"raw"`` (the sample itself), ``"datum"`` (Caffe's Datum: image and
+            label), ``"pickled"`` (a pickled (bytes, int), or bytes alone; nothing is executed),
+            ``"example"`` (tf.train.Example).
+        label: one integer per sample, or a function of the key; if None what the value says, or, of
+            raw values, what the key ``__labels__`` holds (``nostall convert``), or 0.
+            With a function the places are not kept, unless `index` names a file.
+        order: of the samples: ``"number"`` where the keys are decimal numbers ("0", "1", "10": the
+            sample with key "10" is the eleventh), ``"key"`` as the database sorts them, ``"auto"``
+            the first where it can be.
+        keep: which keys are samples; all but ``__len__``, ``__keys__`` and ``__labels__`` if None.
+        image, image_label: names of the features, for ``values="example"``.
+        index: True keeps the places beside the database, or in the user's cache folder where that
+            is read-only; a path keeps them there; False nowhere.
+        direct: whether reads go past the page cache.
+        coalesce: read neighbours together.
+        max_read: bytes of one such read at most.
+        progress: called with the number of values examined (not for raw ones).
+
+    Attributes:
+        pixels: set where the samples are pixels, not encoded (Caffe's Datum: channels first, blue
+            first): native transforms take them as images.
+
+    Raises:
+        UsageError: there is no such database, it allows several values a key, its data version is
+            not 1, or the arguments contradict each other.
+        CorruptionError: the database is damaged; with page and offset.
+        IoError: it cannot be read, or is written to faster than it can be scanned.
+    """
+
+    def __init__(
+        self,
+        path: PathLike,
+        *,
+        database: str = "",
+        values: Literal["raw", "datum", "pickled", "example"] = "raw",
+        label: Labels = None,
+        order: Literal["auto", "key", "number"] = "auto",
+        keep: Callable[[bytes], bool] | None = None,
+        image: str = "image/encoded",
+        image_label: str = "image/class/label",
+        index: bool | PathLike = True,
+        direct: Direct = "auto",
+        coalesce: bool = True,
+        max_read: int | str = "4MiB",
+        progress: Progress | None = None,
+        store: Any = None,
+    ) -> None:
+        if values not in ("raw", "datum", "pickled", "example"):
+            raise UsageError(
+                f'values must be "raw", "datum", "pickled" or "example", not {values!r}'
+            )
+        if order not in ("auto", "key", "number"):
+            raise UsageError(f'order must be "auto", "key" or "number", not {order!r}')
+        self._arguments = {
+            "path": path if is_url(os.fspath(path)) else str(Path(path).absolute()),
+            "database": database,
+            "values": values,
+            "label": label,
+            "order": order,
+            "keep": keep,
+            "image": image,
+            "image_label": image_label,
+            "index": index,
+            "direct": direct,
+            "coalesce": coalesce,
+            "max_read": max_read,
+            "store": store,
+        }
+        self.database = database
+        self.path = data_file(path)
+        self.storage = open_storage([self.path], direct=direct, store=store)
+        self._values, self._order, self._label, self._keep = values, order, label, keep
+        self._features = (image, image_label)
+        self._progress = progress
+        options = f" values={values} order={order}"
+        if values == "example":
+            options += f" image={image} label={image_label}"
+        if label is not None:
+            options += f" label={'function' if callable(label) else _digest(label)}"
+        if keep is not None:
+            options += " keep=function"
+        by_function = callable(label) or keep is not None
+        self._open(
+            kind="lmdb",
+            stamp=lambda: _native.lmdb_stamp(self.storage, database) + options,
+            scan=lambda: self._scan(options),
+            index=False if index is True and by_function else index,
+            max_read=max_read,
+            coalesce=coalesce,
+            page_size=self._page_size,
+            database=database,
+        )
+        self.pixels = _pixels(self.native.table.stamp)
+        if label is not None and not callable(label) and len(label) != len(self):
+            raise UsageError(f"{len(label)} labels were given for {len(self)} samples")
+
+    def _page_size(self) -> int:
+        fields = dict(f.split("=", 1) for f in self._stamp().split(" ") if "=" in f)
+        return int(fields["page"])
+
+    def _stamp(self) -> str:
+        return _native.lmdb_stamp(self.storage, self.database)
+
+    def _scan(self, options: str) -> _native.RecordTable:
+        records = _native.scan_lmdb(self.storage, self.database)
+        if len(records) == 0 and records.databases:
+            raise UsageError(
+                f"{self.path} has no records itself, only named databases: pass database= one of "
+                f"{', '.join(records.databases)}"
+            )
+        chosen = self._choose(records)
+        offset, length = records.offset[chosen], records.length[chosen]
+        own = records.own_pages[chosen].astype(bool)
+        start = np.where(own, offset - np.uint64(_PAGE_HEADER), offset)
+        label: NDArray[np.int64] | None = None
+        found = ""
+        if self._values == "raw" and self._label is None:
+            label = self._labels_of(records, chosen)
+        if self._values != "raw":
+            offset, length, label, shapes, _ = _native.find_payloads(
+                storage=self.storage,
+                file=np.empty(0, np.uint32),
+                offset=np.ascontiguousarray(offset),
+                length=np.ascontiguousarray(length),
+                kind=self._values,
+                image=self._features[0],
+                label=self._features[1] if self._label is None else "",
+                threads=_THREADS,
+                progress=self._progress,
+                crc=np.empty(0, np.uint32),
+            )
+            found = self._shape(shapes.reshape(-1, 3), records, chosen)
+        if callable(self._label):
+            function = self._label
+            label = np.array([function(records.key(int(i))) for i in chosen], np.int64)
+        elif self._label is not None:
+            label = np.asarray(self._label, np.int64)
+            if len(label) != len(chosen):
+                raise UsageError(f"{len(label)} labels were given for {len(chosen)} samples")
+        head = np.where(own, offset - start, 0)
+        if (head > _MOST_HEAD).any():
+            head = np.where(head > _MOST_HEAD, 0, head)
+        return self._table(
+            "lmdb",
+            records.stamp(self.database) + options + found,
+            offset=offset,
+            length=length,
+            label=label,
+            head=head.astype(np.uint16) if head.any() else None,
+        )
+
+    def _shape(
+        self, shapes: NDArray[np.uint32], records: _native.LmdbRecords, chosen: NDArray[np.int64]
+    ) -> str:
+        """What the stamp says of samples that are pixels: one shape, or nothing if encoded."""
+        other = np.flatnonzero((shapes != shapes[:1]).any(axis=1))
+        if len(other):
+            at = int(other[0])
+            key = records.key(int(chosen[at]))
+            raise UsageError(
+                f"{self.path}: the sample with the key {key!r} has the shape "
+                f"{tuple(shapes[at].tolist())} (zeros: encoded), others {tuple(shapes[0].tolist())}: "
+                "they are no images of one kind"
+            )
+        if len(shapes) == 0 or shapes[0, 0] == 0:
+            return ""
+        return FOUND + "pixels=" + "x".join(map(str, shapes[0].tolist()))
+
+    def _labels_of(
+        self, records: _native.LmdbRecords, chosen: NDArray[np.int64]
+    ) -> NDArray[np.int64] | None:
+        """What ``nostall convert`` wrote beside raw values; None where it did not."""
+        place = records.find(LABELS_KEY)
+        if place is None:
+            return None
+        stored = self.storage.read(0, int(records.offset[place]), int(records.length[place]))
+        labels = np.frombuffer(stored[: len(stored) // 8 * 8], "<i8")
+        numbers = records.decimal_keys()[chosen]
+        if len(stored) % 8 or (numbers >= len(labels)).any():
+            raise CorruptionError(
+                f"{self.path}: the value of the key {LABELS_KEY.decode()} ({len(stored)} bytes) does "
+                f"not have a label for each of {len(chosen)} samples; pass label="
+            )
+        return labels[numbers].astype(np.int64)
+
+    def _choose(self, records: _native.LmdbRecords) -> NDArray[np.int64]:
+        """The records that are samples, in the order of the samples."""
+        numbers = records.decimal_keys()
+        wanted = np.ones(len(records), bool)
+        if self._keep is not None:
+            wanted[:] = [self._keep(records.key(i)) for i in range(len(records))]
+        else:
+            for key in SPECIAL_KEYS:
+                place = records.find(key)
+                if place is not None:
+                    wanted[place] = False
+        chosen = np.flatnonzero(wanted)
+        keys = numbers[chosen]
+        decimal = len(chosen) > 0 and bool((keys != _NO_NUMBER).all())
+        if decimal:
+            decimal = len(np.unique(keys)) == len(keys)
+        if self._order == "number" and not decimal:
+            bad = next((int(c) for c, k in zip(chosen, keys, strict=True) if k == _NO_NUMBER), None)
+            which = (
+                "two keys are the same number" if bad is None else f"{records.key(bad)!r} is not"
+            )
+            raise UsageError(f'{self.path}: order="number" needs decimal keys, but {which}')
+        if decimal and self._order != "key":
+            chosen = chosen[np.argsort(keys, kind="stable")]
+        return chosen
+
+
+def _digest(label: Sequence[int]) -> str:
+    return hashlib.sha256(np.asarray(label, np.int64).tobytes()).hexdigest()[:16]
+
+
+def _pixels(stamp: str) -> Pixels | None:
+    found = stamp.partition(f"{FOUND}pixels=")[2]
+    if not found:
+        return None
+    channels, height, width = (int(n) for n in found.split("x"))
+    return Pixels(height, width, channels, layout="chw", order="bgr")
+
+
+def data_file(path: PathLike) -> str:
+    """``data.mdb`` of a database's folder, or the file itself."""
+    name = os.fspath(path)
+    if is_url(name):
+        return name if name.endswith(".mdb") else f"{name.rstrip('/')}/data.mdb"
+    return str(Path(name) / "data.mdb") if Path(name).is_dir() else name
+
+
+# Bytes before a sample that are read along to be checked.
+_MOST_HEAD = 4096

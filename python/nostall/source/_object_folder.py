@@ -1,0 +1,74 @@
+"""A folder of image files on an object store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nostall.errors import UsageError
+from nostall.source._objects import list_objects, open_objects
+from nostall.source._records import RecordStore
+from nostall.source._source import IMAGE_EXTENSIONS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class ObjectFolder(RecordStore):
+    """One object a sample, one folder a class: ``ImageFolder`` on an object store.
+
+    Args:
+        url: for example ``s3://bucket/train``.
+        extensions: of names that count, lower case with the dot.
+        store: an ``obstore.store`` to use instead of what the environment says.
+
+    Raises:
+        IoError: the listing fails, or an object goes away.
+        UsageError: there is no such object.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        extensions: Sequence[str] = IMAGE_EXTENSIONS,
+        store: Any = None,
+    ) -> None:
+        self._arguments = {"url": url, "extensions": extensions, "store": store}
+        listed = [
+            (u, meta)
+            for u, meta in list_objects(url.rstrip("/") + "/", store=store)
+            if PurePosixPath(u).suffix.lower() in set(extensions)
+        ]
+        urls = [u for u, _ in listed]
+        if not urls:
+            raise UsageError(f"{url} has no object that ends with {', '.join(extensions)}")
+        self.storage = open_objects(urls, store, [meta for _, meta in listed])
+        base = url.rstrip("/") + "/"
+        labels, self.classes = _labels_of([u.removeprefix(base) for u in urls])
+        sizes = np.asarray(self.storage.sizes)
+        self._open(
+            kind="objects",
+            stamp=lambda: "",
+            scan=lambda: self._table(
+                "objects",
+                "",
+                offset=np.zeros(len(sizes), np.uint64),
+                length=sizes,
+                label=labels,
+                file=np.arange(len(sizes), dtype=np.uint32),
+            ),
+            index=False,
+            coalesce=False,
+        )
+
+
+def _labels_of(keys: list[str]) -> tuple[NDArray[np.int64], list[str]]:
+    """One class per folder right below the root, as in ``ImageFolder``."""
+    folders = [k.split("/", 1)[0] if "/" in k else "" for k in keys]
+    classes = sorted(set(folders))
+    number = {name: i for i, name in enumerate(classes)}
+    return np.array([number[f] for f in folders], np.int64), classes

@@ -1,0 +1,253 @@
+"""What record stores share: a storage, a table of places, and the table's stored form."""
+
+from __future__ import annotations
+
+import errno
+import glob
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from nostall import _native
+from nostall.base._sizes import parse_size
+from nostall.errors import CorruptionError, IoError, UsageError
+from nostall.source._objects import is_url, list_objects, open_objects
+from nostall.source._source import Source, cache_folder
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_log = logging.getLogger("nostall")
+
+Direct = Literal["auto", "never", "always"]
+Progress = Callable[[int], object]
+PathLike = str | os.PathLike[str]
+
+_MAX_READ = "4MiB"
+# In a table's stamp, what follows is no condition but was found by the scan.
+FOUND = " found "
+
+
+_only_look: ContextVar[bool] = ContextVar("nostall only look at the index", default=False)
+
+
+class _Outdated(Exception):
+    """(index file, why it does not hold)."""
+
+
+def examine_index(opens: Callable[[], RecordStore]) -> tuple[str, str]:
+    """(index file, why it does not hold) of the store that `opens` would open; the latter is empty
+    if it holds. Neither scans nor writes."""
+    token = _only_look.set(True)
+    try:
+        return opens().index_file, ""
+    except _Outdated as outdated:
+        file, why = outdated.args
+        return str(file), str(why)
+    finally:
+        _only_look.reset(token)
+
+
+class RecordStore(Source):
+    """Samples that are ranges of a few files, read with their neighbours where that is cheaper.
+
+    Attributes:
+        storage: the files.
+        index_file: where the places of the samples are kept; empty if nowhere.
+        index_bytes: size of that file, 0 if none.
+        index_reused: whether the places were taken from there.
+    """
+
+    native: _native.RecordSource
+    storage: _native.Storage
+    index_file: str = ""
+    index_bytes: int = 0
+    index_reused: bool = False
+
+    def _open(
+        self,
+        *,
+        kind: str,
+        stamp: Callable[[], str],
+        scan: Callable[[], _native.RecordTable],
+        index: bool | PathLike,
+        max_read: int | str = _MAX_READ,
+        coalesce: bool = True,
+        page_size: Callable[[], int] = lambda: 0,
+        database: str = "",
+        sums: Callable[[], NDArray[np.uint32] | None] = lambda: None,
+    ) -> None:
+        """Takes the stored table if it still holds, else scans and stores. `sums` gives the
+        checksums that the scan found, if any."""
+        self.index_file = records_path(self.storage.paths, f"{kind} {database}", index)
+        table, why = self._stored(kind, stamp())
+
+        def source(table: _native.RecordTable) -> _native.RecordSource:
+            if len(table) == 0:
+                raise UsageError(f"{self.storage.paths[0]} has no samples")
+            return _native.record_source(
+                storage=self.storage,
+                table=table,
+                max_read=parse_size(max_read),
+                coalesce=coalesce,
+                page_size=page_size(),
+                database=database,
+            )
+
+        if table is not None:
+            self.native = source(table)
+            if why := self._open_sums(self.index_file):
+                _log.warning("%s: %s; examining the data set again", self.index_file, why)
+        self.index_reused = table is not None and not why
+        if self.index_reused:
+            return
+        if _only_look.get():
+            raise _Outdated(self.index_file, why)
+        if why and os.path.exists(self.index_file):
+            _log.info("%s: %s; examining the data set again", self.index_file, why)
+        table = scan()
+        if self.index_file:
+            self._store(table)
+        self.native = source(table)
+        found = sums()
+        if found is not None:
+            self.native.learn_sums(found)
+        if why := self._open_sums(self.index_file):
+            _log.warning("%s: %s; checksums are learned anew", self.storage.paths[0], why)
+        if found is not None:
+            self.keep_sums()
+
+    def _stored(self, kind: str, stamp: str) -> tuple[_native.RecordTable | None, str]:
+        """The stored table, or why there is none that holds."""
+        if not self.index_file:
+            return None, "it is kept nowhere"
+        try:
+            table = _native.load_records(self.index_file)
+        except (IoError, CorruptionError) as error:
+            return None, str(error)
+        if why := self._outdated(table, kind, stamp):
+            return None, why
+        self.index_bytes = Path(self.index_file).stat().st_size
+        return table, ""
+
+    def _outdated(self, table: _native.RecordTable, kind: str, stamp: str) -> str:
+        if (table.kind, table.stamp.split(FOUND)[0]) != (kind, stamp):
+            return "it was made with other options, or of another state of the data set"
+        names = [path.rsplit("/", 1)[-1] for path in self.storage.paths]
+        if table.paths != names:
+            return "it is of other files"
+        same = (table.file_sizes == self.storage.sizes) & (table.times == self.storage.times)
+        if not same.all():
+            return f"{names[int(np.argmin(same))]} has changed since"
+        return ""
+
+    def _store(self, table: _native.RecordTable) -> None:
+        error, size = table.store(self.index_file)
+        if error == 0:
+            self.index_bytes = size
+            return
+        # A data set that cannot be written to is the usual case, not a fault.
+        if -error not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            _log.warning("cannot store %s: %s", self.index_file, os.strerror(-error))
+        self.index_file = ""
+
+    def _table(
+        self,
+        kind: str,
+        stamp: str,
+        *,
+        offset: NDArray[np.uint64],
+        length: NDArray[np.uint64],
+        label: NDArray[np.int64] | None = None,
+        file: NDArray[np.uint32] | None = None,
+        head: NDArray[np.uint16] | None = None,
+    ) -> _native.RecordTable:
+        if label is None:
+            label = np.zeros(len(length), np.int64)
+        return _native.record_table(
+            kind=kind,
+            stamp=stamp,
+            storage=self.storage,
+            file=np.ascontiguousarray([] if file is None else file, np.uint32),
+            offset=np.ascontiguousarray(offset, np.uint64),
+            length=np.ascontiguousarray(length, np.uint64),
+            label=np.ascontiguousarray(label, np.int64),
+            head=np.ascontiguousarray([] if head is None else head, np.uint16),
+        )
+
+    @property
+    def places(self) -> tuple[NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint64]]:
+        """(file, offset, length) of every sample; `file` is empty where there is one file."""
+        table = self.native.table
+        return table.file, table.offset, table.length
+
+
+def shard_paths(
+    paths: PathLike | Sequence[PathLike], suffixes: tuple[str, ...], store: Any = None
+) -> list[str]:
+    """The files meant: a list, one file, a pattern, or a folder's files with those endings; URLs
+    likewise.
+
+    Raises:
+        UsageError: there are none.
+    """
+    if not isinstance(paths, str | os.PathLike):
+        return [os.fspath(p) for p in paths]
+    path = os.fspath(paths)
+    if is_url(path):
+        found = [url for url, _ in list_objects(path, suffixes, store)]
+    elif Path(path).is_dir():
+        found = sorted(str(p) for p in Path(path).iterdir() if p.name.endswith(suffixes))
+    elif any(c in path for c in "*?[") and not Path(path).exists():
+        found = sorted(glob.glob(path))
+    else:
+        found = [path]
+    if not found:
+        raise UsageError(f"{path} names no file that ends with {' or '.join(suffixes)}")
+    return found
+
+
+def open_storage(
+    paths: Sequence[str], *, direct: Direct = "auto", store: Any = None
+) -> _native.Storage:
+    """A storage over local files, or over objects where the paths are URLs.
+
+    Raises:
+        IoError: a file or object cannot be opened, with its path.
+        UsageError: files and URLs in one data set.
+    """
+    remote = [is_url(p) for p in paths]
+    if all(remote) and remote:
+        return open_objects(paths, store)
+    if any(remote):
+        raise UsageError("a data set lies either in files or on an object store, not in both")
+    return _native.open_storage([str(Path(p).absolute()) for p in paths], direct)
+
+
+def absolute(paths: Sequence[str]) -> list[str]:
+    """The paths as another process with another working directory must name them."""
+    return [p if is_url(p) else str(Path(p).absolute()) for p in paths]
+
+
+def records_path(paths: Sequence[str], key: str, index: bool | PathLike) -> str:
+    """Where the table of these files is kept; empty if it is to be kept nowhere."""
+    if index is False:
+        return ""
+    if index is not True:
+        return os.fspath(index)
+    names = "\n".join([key, *(p.rsplit("/", 1)[-1] for p in paths)])
+    name = f".nostall-records-{hashlib.sha256(names.encode()).hexdigest()[:12]}"
+    parent = os.path.dirname(paths[0])
+    if not is_url(paths[0]) and os.access(parent, os.W_OK):
+        return os.path.join(parent, name)
+    folder = cache_folder()
+    if folder is None:
+        return ""
+    whole = hashlib.sha256("\n".join([key, *paths]).encode()).hexdigest()[:16]
+    return str(folder / f"{whole}.records")

@@ -1,0 +1,125 @@
+"""TFRecord files of tf.train.Example records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from nostall import _native
+from nostall.errors import UsageError
+from nostall.source._records import (
+    Direct,
+    PathLike,
+    Progress,
+    RecordStore,
+    absolute,
+    open_storage,
+    shard_paths,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_THREADS = 8
+
+
+class TFRecord(RecordStore):
+    """Records of TFRecord files, uncompressed.
+
+    Args:
+        files: a list of files, a pattern (``train-*-of-01024``), a folder, or a URL of them.
+        values: ``"example"`` (tf.train.Example: image and label features) or ``"raw"``.
+        image, label: names of the features; `label` None where there is none.
+        check: ``"lengths"`` compares the checksums of the lengths while scanning and takes those of
+            the records along, which every later reading is compared with; ``"all"`` reads every
+            record once and compares at once.
+        index: True keeps the places beside the first file, or in the user's cache folder where that
+            is read-only; a path keeps them there; False nowhere.
+        direct, coalesce, max_read: as for ``LMDB``.
+        progress: called with the number of files, then records, examined.
+
+    Raises:
+        CorruptionError: a checksum is wrong, or a file is cut, with record and offset.
+        UsageError: there is no record, or a record lacks a feature.
+        IoError: a file cannot be read.
+    """
+
+    def __init__(
+        self,
+        files: PathLike | Sequence[PathLike],
+        *,
+        values: Literal["example", "raw"] = "example",
+        image: str = "image/encoded",
+        label: str | None = "image/class/label",
+        check: Literal["lengths", "all"] = "lengths",
+        index: bool | PathLike = True,
+        direct: Direct = "auto",
+        coalesce: bool = True,
+        max_read: int | str = "4MiB",
+        progress: Progress | None = None,
+        store: Any = None,
+    ) -> None:
+        if values not in ("example", "raw"):
+            raise UsageError(f'values must be "example" or "raw", not {values!r}')
+        if check not in ("lengths", "all"):
+            raise UsageError(f'check must be "lengths" or "all", not {check!r}')
+        paths = absolute(shard_paths(files, (".tfrecord", ".tfrecords", ".tfrec"), store))
+        self._arguments = {
+            "files": paths,
+            "values": values,
+            "image": image,
+            "label": label,
+            "check": check,
+            "index": index,
+            "direct": direct,
+            "coalesce": coalesce,
+            "max_read": max_read,
+            "store": store,
+        }
+        self.storage = open_storage(paths, direct=direct, store=store)
+        stamp = f"values={values} check={check}"
+        if values == "example":
+            stamp += f" image={image} label={label}"
+
+        sums: NDArray[np.uint32] | None = None
+
+        def scan() -> _native.RecordTable:
+            nonlocal sums
+            file, offset, length, crc = _native.scan_tfrecord(
+                storage=self.storage, check=check == "all", threads=_THREADS, progress=progress
+            )
+            sums = np.maximum(crc, 1)  # 0 is kept as 1
+            labels = None
+            if values == "example":
+                offset, length, labels, _, sums = _native.find_payloads(
+                    storage=self.storage,
+                    file=file,
+                    offset=offset,
+                    length=length,
+                    kind="example",
+                    image=image,
+                    label=label or "",
+                    threads=_THREADS,
+                    progress=progress,
+                    crc=crc,
+                )
+            return self._table(
+                "tfrecord",
+                stamp,
+                offset=offset,
+                length=length,
+                label=None if labels is None else np.asarray(labels),
+                file=file if len(paths) > 1 else None,
+            )
+
+        self._open(
+            kind="tfrecord",
+            stamp=lambda: stamp,
+            scan=scan,
+            index=index,
+            max_read=max_read,
+            coalesce=coalesce,
+            sums=lambda: sums,
+        )

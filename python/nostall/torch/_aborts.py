@@ -1,0 +1,186 @@
+"""Which rank aborted a process group, told through its store while others wait over Gloo."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch.futures import Future
+
+from nostall.errors import PeerError
+from nostall.torch import _ends as ends
+
+_KEY = "nostall aborted"
+# Seconds: a wait that lasts longer than _LOOK is checked at this interval; the thread that does it
+# ends after _IDLE without a wait.
+_LOOK = 0.2
+_IDLE = 2.0
+_ANSWER = 5.0
+_NAMED = 8  # ranks in an error
+
+
+@dataclass(frozen=True)
+class Doing:
+    """An operation, and the rank of the group at the other end of a message."""
+
+    name: str
+    other: int | None = None
+
+
+class Aborts:
+    """Of one group, on one rank. `end` ends what waits here; it is called once, on any thread.
+
+    Waits that take long are watched by one thread, whatever their number: it asks the store, and
+    calls `end` if a rank has aborted the group. Shorter ones cost no request.
+
+    `end` and `name`, the number of a rank in the job, are methods of the group, held weakly: the
+    thread keeps no group alive.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, size: int, end: Callable[[], None], name: Callable[[int], int]
+    ) -> None:
+        # A connection for this alone: that of others may be waiting in it. Made while the store is
+        # there: connecting to one that is gone takes longer than its timeout. Releases of torch
+        # without Store.clone share one, and then learn later of an abort.
+        self._store = store.clone() if hasattr(store, "clone") else store
+        self._rank, self._size = rank, size
+        self._end = weakref.WeakMethod(end)
+        self._name_of = weakref.WeakMethod(name)
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._since: dict[int, float] = {}  # of each wait under way, by its number
+        self._numbers = itertools.count()
+        self._thread: threading.Thread | None = None  # the last one
+        self._is_serving = False
+        self._is_closed = False
+        self.by: int | None = None  # as far as this rank knows
+
+    def tell(self, rank: int) -> None:
+        """This rank aborts. The others learn of it if the store is still there."""
+        with self._lock:
+            ended, self.by = self.by is not None, rank if self.by is None else self.by
+        if not ended:
+            with suppress(RuntimeError):  # what waits gets Gloo's error
+                self._store.set(_KEY, str(rank))
+            self._end_waiting()
+
+    def close(self) -> None:
+        """Ends the thread; later calls do not ask the store."""
+        with self._lock:
+            self._is_closed = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_ANSWER)  # it may have asked a store that does not answer
+        self._store = None
+
+    def is_waiting(self) -> bool:
+        """Whether a wait is under way."""
+        with self._lock:
+            return bool(self._since)
+
+    def refuse(self) -> None:
+        """Raises PeerError if a rank is known to have aborted; does not ask the store."""
+        if self.by is not None:
+            raise PeerError(f"rank {self.by} aborted the group; make a new one")
+
+    def learn(self) -> None:
+        """Asks the store. Raises PeerError, having ended what waits here, if a rank aborted."""
+        store = self._store
+        if self.by is None and store is not None:
+            with suppress(RuntimeError):  # the store is gone: it is not known
+                if store.check([_KEY]):
+                    by = int(store.get(_KEY))
+                    with self._lock:
+                        first, self.by = self.by is None, by if self.by is None else self.by
+                    if first:
+                        self._end_waiting()
+        self.refuse()
+
+    def fail(self, error: RuntimeError, doing: Doing) -> NoReturn:
+        """Raises PeerError if a rank aborted, or if the connection to one failed while `doing`, with
+        the rank; else the error."""
+        self.learn()
+        told = ends.transport_error(error)
+        if told is None:
+            raise error
+        store, here, what = self._store, self._name(self._rank), self._words(doing)
+        other = None if store is None else ends.rank_at(told, store, self._size)
+        if other is None:
+            raise PeerError(f"rank {here} failed in {what}: {told}") from error
+        there = self._name(other)
+        raise PeerError(
+            f"rank {here} lost its connection to rank {there} in {what}: {told}; see what rank {there} "
+            "says"
+        ) from error
+
+    @contextmanager
+    def watching(self, doing: Doing) -> Iterator[None]:
+        """Around a wait that `end` ends. What it raises becomes as of `fail`."""
+        number = self._begin()
+        try:
+            yield
+        except RuntimeError as error:
+            self.fail(error, doing)
+        finally:
+            self._finish(number)
+
+    def watch(self, future: Future[Any]) -> None:
+        """Until it is done."""
+        number = self._begin()
+        future.add_done_callback(lambda _: self._finish(number))
+
+    def _begin(self) -> int:
+        with self._lock:
+            number = next(self._numbers)
+            if not self._is_serving and not self._is_over():
+                thread = threading.Thread(target=self._serve, daemon=True)
+                with suppress(RuntimeError):  # no more threads: this wait is not watched
+                    thread.start()
+                    self._thread, self._is_serving = thread, True
+            self._since[number] = time.monotonic()
+            if len(self._since) == 1:
+                self._changed.notify()
+        return number
+
+    def _finish(self, number: int) -> None:
+        with self._lock:
+            del self._since[number]
+
+    def _end_waiting(self) -> None:
+        end = self._end()
+        if end is not None:
+            end()
+
+    def _name(self, rank: int) -> int:
+        name = self._name_of()
+        return rank if name is None else name(rank)
+
+    def _words(self, doing: Doing) -> str:
+        if doing.other is not None:
+            to = "to" if doing.name == "send" else "from"
+            return f"{doing.name} {to} rank {self._name(doing.other)}"
+        ranks = ", ".join(str(self._name(rank)) for rank in range(min(self._size, _NAMED)))
+        return f"{doing.name} of ranks {ranks}{', ...' if self._size > _NAMED else ''}"
+
+    def _is_over(self) -> bool:
+        return self._is_closed or self.by is not None
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                wanted = self._changed.wait_for(lambda: self._since or self._is_closed, _IDLE)
+                if not wanted or self._changed.wait_for(self._is_over, _LOOK):
+                    self._is_serving = False
+                    return
+                longest = time.monotonic() - min(self._since.values(), default=time.monotonic())
+            if longest >= _LOOK:
+                with suppress(PeerError):  # raised where the wait is
+                    self.learn()

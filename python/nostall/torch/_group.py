@@ -1,0 +1,961 @@
+"""The torch.distributed backend "nostall": node-local tensors through nostall.collective.
+
+    torch.distributed.init_process_group("nostall")
+
+CPU tensors of a group whose ranks share a node are reduced, gathered and broadcast over shared
+memory; a group over several nodes reduces within each node, then among one rank of each by Gloo, in
+pieces so that both overlap. Everything else is delegated to torch's own backends: point to point,
+scatter and sparse tensors to Gloo, GPU tensors to NCCL.
+
+Operations of a group run in the order of their calls; asynchronous ones on a thread of the group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import queue
+import threading
+import types
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, ProcessGroup, ReduceOp
+from torch.distributed.distributed_c10d import AllgatherOptions
+from torch.futures import Future
+
+from nostall import _native
+from nostall.collective import Communicator
+from nostall.errors import PeerError, UsageError
+from nostall.job._cluster import node_identity
+from nostall.torch import _ends as ends
+from nostall.torch._aborts import Aborts, Doing
+from nostall.torch._calls import Calls
+from nostall.torch._launch import fill_environment
+from nostall.torch._meeting import nodes_of_ranks
+from nostall.torch._mesh import Registered, connect, hang_up
+
+_TYPES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.int8: "int8",
+    torch.int16: "int16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.uint8: "uint8",
+    torch.bool: "bool",
+    torch.complex64: "complex64",
+    torch.complex128: "complex128",
+}
+_OPERATIONS = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.AVG: "sum",
+    ReduceOp.PRODUCT: "prod",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+    ReduceOp.BAND: "band",
+    ReduceOp.BOR: "bor",
+    ReduceOp.BXOR: "bxor",
+}
+_MESSAGES = ("send", "recv", "recv_anysource")
+_BITWISE = ("band", "bor", "bxor")
+# Between nodes a message travels in pieces of this size, each as soon as its node has reduced it.
+_PIECE_BYTES = 4 << 20
+# Half of the addresses that a process has: the bytes of all ranks of a node are mapped in each.
+_MOST_SHARED_BYTES = 1 << 46
+# At the end of the program a thread that does not end is left behind after so many seconds.
+_LAST_WAIT = 5.0
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Options:
+    """`pg_options` of the backend; `order` also from NOSTALL_ORDER.
+
+    "fixed": sums have the same bits for any order of arrival; within a node they are a left fold in
+    the order of ranks. "any": large sums of floats may differ from run to run in their last bits.
+
+    `shared_bytes` bounds each rank's tensors in shared memory (`nostall.torch.empty_shared`, DDP's
+    buckets); it is the same on all ranks. Only what is used takes memory.
+
+    Raises UsageError for another `order`, or `shared_bytes` that are no int from 0 to 2**46.
+    """
+
+    order: Literal["any", "fixed"] = "any"
+    shared_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.order, str) or self.order not in ("any", "fixed"):
+            raise UsageError(f'order={self.order!r} is neither "any" nor "fixed"')
+        size = self.shared_bytes
+        whole = hasattr(size, "__index__") and not isinstance(size, bool)
+        if not whole or not 0 <= size <= _MOST_SHARED_BYTES:
+            raise UsageError(
+                f"shared_bytes={size!r} is not a number of bytes: give an int from 0 to 2**46, "
+                "such as 1 << 30"
+            )
+
+
+class _Work(dist.Work):  # type: ignore[misc]
+    """An operation under way; wait() raises what it raised.
+
+    Waiting counts in `calls`. With `native` for one whose future is of native code, which makes
+    RuntimeError of all errors.
+    """
+
+    def __init__(
+        self,
+        future: Future[list[torch.Tensor]],
+        calls: Calls,
+        native: tuple[Aborts, Doing] | None = None,
+    ) -> None:
+        super().__init__()
+        self._future = future
+        self._calls = calls
+        self._native = native
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Raises PeerError if a timeout is given and the operation outlasts it, and goes on."""
+        if _is_set(timeout) and not self._future.done():
+            assert timeout is not None
+            over = threading.Event()
+            self._future.add_done_callback(lambda _: over.set())
+            if not over.wait(timeout.total_seconds()):
+                raise PeerError(
+                    f"the operation waited for was not done after {timeout.total_seconds():g} s; "
+                    "it goes on: wait again, or raise the timeout of this wait"
+                )
+        try:
+            if self._future.done():
+                self._future.wait()  # raises what there is
+            else:
+                with self._calls:
+                    self._future.wait()
+        except RuntimeError as error:
+            if self._native is not None:
+                aborts, doing = self._native
+                aborts.fail(error, doing)
+            raise
+        return True
+
+    def is_success(self) -> bool:
+        return bool(self._future.done()) and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        try:
+            self.wait()
+        except Exception as error:
+            return error
+        return None
+
+    def is_completed(self) -> bool:
+        return bool(self._future.done())
+
+    def get_future(self) -> Future[list[torch.Tensor]]:
+        # Native code (DDP's reducer) sees the error of this one; a Future of Python's that has an
+        # exception is to it one that has a result.
+        return self._future.then(lambda done: done.value())
+
+    def result(self) -> list[torch.Tensor]:
+        return list(self._future.value())
+
+
+class _Unfinished:
+    """Collectives over Gloo that may be under way. One is dropped when it was waited for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._works: set[Any] = set()
+
+    def add(self, work: Any) -> None:
+        """Also drops those that are done and were not waited for."""
+        with self._lock:
+            self._works = {w for w in self._works if not w.is_completed()} | {work}
+
+    def discard(self, work: Any) -> None:
+        with self._lock:
+            self._works.discard(work)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._works = set()
+
+    def some(self) -> bool:
+        with self._lock:
+            return any(not work.is_completed() for work in self._works)
+
+
+class _Delegated(dist.Work):  # type: ignore[misc]
+    """One of Gloo's; waiting ends, and says which rank it was, if one aborts the group.
+
+    A message has no future, and is completed once it was waited for, `limit` at most: Gloo's own
+    limit of messages is that of making the connections. Other operations have their own, and are
+    in `unfinished`.
+    """
+
+    def __init__(
+        self,
+        aborts: Aborts,
+        calls: Calls,
+        work: Any,
+        doing: Doing,
+        unfinished: _Unfinished | None = None,
+        *,
+        limit: timedelta | None = None,
+    ) -> None:
+        super().__init__()
+        self._aborts = aborts
+        self._calls = calls
+        self._work = work
+        self._doing = doing
+        self._unfinished = unfinished
+        self._limit = limit
+        self._is_watched = limit is not None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        limit = timeout if _is_set(timeout) else self._limit
+        with self._calls, self._aborts.watching(self._doing):
+            done = bool(self._work.wait() if limit is None else self._work.wait(limit))
+        if self._unfinished is not None:
+            self._unfinished.discard(self._work)
+        return done
+
+    def is_completed(self) -> bool:
+        if self._work.is_completed():
+            return True
+        self._watch()  # the caller may be waiting like this
+        return False
+
+    def is_success(self) -> bool:
+        return bool(self._work.is_success())
+
+    def exception(self) -> BaseException | None:
+        error: BaseException | None = self._work.exception()
+        try:
+            if isinstance(error, RuntimeError):
+                self._aborts.fail(error, self._doing)
+        except RuntimeError as named:
+            return named
+        return error
+
+    def get_future(self) -> Future[Any]:
+        self._watch()
+        return self._work.get_future().then(self._value)
+
+    def result(self) -> list[torch.Tensor]:
+        return list(self._work.result())
+
+    def synchronize(self) -> None:
+        self._work.synchronize()
+
+    def source_rank(self) -> int:
+        return int(self._work.source_rank())
+
+    _source_rank = source_rank
+
+    def _watch(self) -> None:
+        if not self._is_watched:
+            self._is_watched = True
+            self._aborts.watch(self._work.get_future())
+
+    def _value(self, done: Future[Any]) -> Any:
+        try:
+            return done.value()
+        except RuntimeError as error:
+            self._aborts.fail(error, self._doing)
+
+
+# Those that were not dropped. Python calls this before it ends threads wherever they are.
+_groups: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_with_program() -> None:
+    for group in list(_groups):
+        group.end_with_program()
+
+
+def _keep_for_ever(group: Group) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _keep_all() -> None:
+    """In a forked child: Gloo would wait for threads that only the parent has, and be ended for it."""
+    for group in list(_groups):
+        _keep_for_ever(group)
+
+
+os.register_at_fork(after_in_child=_keep_all)
+
+
+class Group(ProcessGroup):  # type: ignore[misc]
+    """One process group. Made by torch, see register_backend."""
+
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: timedelta, options: Options
+    ) -> None:
+        super().__init__(rank, size)
+        self._rank, self._size, self._timeout = rank, size, timeout
+        if size == 1:
+            # Torch gives groups whose ranks do not know of each other one name, and hence one store.
+            store = HashStore()
+        else:
+            # So that a group does not read what an earlier one of its name left there.
+            life = (store.add("nostall life", 1) - 1) // size
+            store = PrefixStore(f"nostall {life}", store)
+        self._store = store
+        self._name = ""
+        self._process = os.getpid()
+        self._reducers: dict[tuple[str, str], _native.Reducer] = {}
+        nodes = nodes_of_ranks(store, rank, size, node_identity())
+        local = [r for r in range(size) if nodes[r] == nodes[rank]]
+        if rank == local[0]:
+            store.set(f"nostall job {rank}", uuid.uuid4().hex)
+        job = bytes(store.get(f"nostall job {local[0]}")).decode()
+        self._node = Communicator(
+            job,
+            local.index(rank),
+            len(local),
+            order=options.order,
+            timeout=timeout.total_seconds(),
+            arena_bytes=int(options.shared_bytes),
+        )
+        self._limit = timeout
+        self._shared_bytes = options.shared_bytes
+        # All ranks are here now. Later they need not be: two of them may exchange a message.
+        self._inner: dict[str, Any] = {}
+        self._registered: list[Registered] = []
+        self._delegated = _Unfinished()
+        self._keep("cpu", connect(PrefixStore("nostall cpu", store), rank, size, timeout))
+        self._set_default_backend(ProcessGroup.BackendType.CUSTOM)
+        self._fixed = options.order == "fixed"
+        heads = [nodes.index(name) for name in dict.fromkeys(nodes)]
+        self._one_node = len(heads) == 1
+        self._aborts = Aborts(store, rank, size, self._end_waiting, self._global_rank)
+        self._heads: Any = None
+        if not self._one_node and rank in heads:
+            among = PrefixStore("nostall heads", store)
+            self._heads = connect(among, heads.index(rank), len(heads), timeout)
+        if size > 1:
+            ends.publish(store, rank)
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queued = 0
+        self._lock = threading.Lock()
+        self._calls = Calls()
+        self._thread: threading.Thread | None = None
+        # Of a group that is dropped without shutdown().
+        weakref.finalize(self, self._queue.put, None).atexit = False
+        _groups.add(self)
+
+    # What torch asks a group.
+
+    def getBackendName(self) -> str:
+        return "nostall"
+
+    def name(self) -> str:
+        return "nostall"
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Of all later operations."""
+        self._timeout = timeout
+        for backend in self._backends():
+            if hasattr(backend, "set_timeout"):  # not in every release
+                backend.set_timeout(timeout)
+
+    def _set_group_name(self, name: str) -> None:
+        super()._set_group_name(name)
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def empty(self, shape: torch.Size, kind: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor in shared memory, see nostall.torch.empty_shared."""
+        size = shape.numel() * kind.itemsize
+        memory = _native.allocate_shared(self._node._live(), size)
+        if memory is None:
+            raise UsageError(
+                f"no room for {size} bytes of shared memory; raise the group's "
+                f"GroupOptions(shared_bytes=...), now {self._shared_bytes}"
+            )
+        return torch.from_numpy(memory).view(kind).view(shape)
+
+    # Ours.
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
+        opts = dist.AllreduceOptions() if opts is None else opts
+        op = self._operation(opts.reduceOp, tensors)
+        if op is None:
+            return self._delegate("allreduce", tensors, tensors, opts)
+        average = opts.reduceOp.op == ReduceOp.AVG
+
+        def work() -> list[torch.Tensor]:
+            for tensor in tensors:
+                flat = _contiguous(tensor)
+                self._allreduce(flat, op)
+                if average:
+                    _divide(flat, self._size)
+                _copy_back(tensor, flat)
+            return list(tensors)
+
+        return self._do("allreduce", work, opts)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> Any:
+        opts = dist.ReduceOptions() if opts is None else opts
+        op = self._operation(opts.reduceOp, tensors)
+        if op is None or not self._one_node:
+            return self._delegate_reduction("reduce", tensors, tensors[:1], opts, tensors)
+        average = opts.reduceOp.op == ReduceOp.AVG
+
+        def work() -> list[torch.Tensor]:
+            flat = _contiguous(tensors[0])
+            is_root = self._rank == opts.rootRank
+            self._node._live().reduce(
+                flat.data_ptr(),
+                flat.data_ptr() if is_root else 0,
+                flat.numel(),
+                self._reducer(op, flat),
+                opts.rootRank,
+                "cooperative",
+                self._fixed,
+            )
+            if is_root:
+                if average:
+                    _divide(flat, self._size)
+                _copy_back(tensors[0], flat)
+            return list(tensors)
+
+        return self._do("reduce", work, opts)
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> Any:
+        opts = dist.BroadcastOptions() if opts is None else opts
+        if not self._one_node or not _plain(tensors):
+            return self._delegate("broadcast", tensors, tensors, opts)
+
+        def work() -> list[torch.Tensor]:
+            flat = _contiguous(tensors[0])
+            self._node._live().broadcast(flat.data_ptr(), flat.nbytes, opts.rootRank)
+            _copy_back(tensors[0], flat)
+            return list(tensors)
+
+        return self._do("broadcast", work, opts)
+
+    def allgather(
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Tensors, opts: Any = None
+    ) -> Any:
+        opts = AllgatherOptions() if opts is None else opts
+        flat_outputs = [t for group in outputs for t in group]
+        same = all(t.nbytes == inputs[0].nbytes for t in flat_outputs)
+        if not self._one_node or not same or not _plain([*inputs, *flat_outputs]):
+            return self._delegate("allgather", inputs, outputs, inputs, opts)
+
+        def work() -> list[torch.Tensor]:
+            source = _contiguous(inputs[0])
+            everyone = source.new_empty((self._size, *source.shape))
+            self._allgather(source, everyone)
+            for output, part in zip(outputs[0], everyone, strict=True):
+                output.copy_(part.view(output.shape))
+            return flat_outputs
+
+        return self._do("allgather", work, opts)
+
+    def all_gather_single(
+        self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
+    ) -> Any:
+        opts = AllgatherOptions() if opts is None else opts
+        if not self._one_node or not _plain([output, source]) or not output.is_contiguous():
+            return self._delegate("all_gather_single", [source], output, source, opts)
+
+        def work() -> list[torch.Tensor]:
+            self._allgather(_contiguous(source), output)
+            return [output]
+
+        return self._do("all_gather_single", work, opts)
+
+    # The same under the names of older releases.
+    _allgather_base = all_gather_single
+
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: Sequence[Sequence[torch.Tensor]], opts: Any = None
+    ) -> Any:
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        parts = list(inputs[0])
+        same = all(t.numel() == outputs[0].numel() for t in parts)
+        if not same or self._scatter_operation(opts, [*outputs, *parts]) is None:
+            return self._delegate_reduction("reduce_scatter", parts, outputs, opts, outputs, inputs)
+        joined = torch.cat([t.reshape(-1) for t in parts])
+        return self.reduce_scatter_single(outputs[0], joined, opts)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
+    ) -> Any:
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        op = self._scatter_operation(opts, [output, source])
+        if op is None:
+            return self._delegate_reduction(
+                "reduce_scatter_single", [source], [output], opts, output, source
+            )
+        average = opts.reduceOp.op == ReduceOp.AVG
+
+        def work() -> list[torch.Tensor]:
+            flat, target = _contiguous(source), _contiguous(output)
+            self._node._live().reduce_scatter(
+                flat.data_ptr(), target.data_ptr(), target.numel(), self._reducer(op, flat)
+            )
+            if average:
+                _divide(target, self._size)
+            _copy_back(output, target)
+            return [output]
+
+        return self._do("reduce_scatter_single", work, opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        works = [self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
+        return works[-1]
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        works = [
+            self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)
+        ]
+        return works[-1]
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def barrier(self, opts: Any = None) -> Any:
+        opts = dist.BarrierOptions() if opts is None else opts
+        if not self._one_node:
+            return self._delegate("barrier", [], opts)
+
+        def work() -> list[torch.Tensor]:
+            self._node.barrier()
+            return []
+
+        return self._do("barrier", work, opts)
+
+    # Delegated.
+
+    def gather(self, outputs: Any, inputs: Tensors, opts: Any) -> Any:
+        return self._delegate("gather", inputs, outputs, inputs, opts)
+
+    def scatter(self, outputs: Tensors, inputs: Any, opts: Any) -> Any:
+        return self._delegate("scatter", outputs, outputs, inputs, opts)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        opts = dist.AllToAllOptions() if opts is None else opts
+        kind = inputs[0].dtype
+        every = [*outputs, *inputs]
+        if not _plain(every) or any(t.dtype != kind for t in every):
+            return self._delegate("alltoall", inputs, outputs, inputs, opts)
+        # Gloo's own alltoall takes lists of tensors of one size only.
+        source = torch.cat([t.detach().reshape(-1) for t in inputs])
+        counts = [t.numel() for t in outputs]
+        target = source.new_empty(sum(counts))
+        work = self._delegate(
+            "alltoall_base", [source], target, source, counts, [t.numel() for t in inputs], opts
+        )
+
+        def distribute(done: Future[Any]) -> list[torch.Tensor]:
+            done.value()
+            for output, part in zip(outputs, target.split(counts), strict=True):
+                output.detach().copy_(part.view(output.shape))
+            return list(outputs)
+
+        return _Work(
+            work.get_future().then(distribute), self._calls, (self._aborts, Doing("alltoall"))
+        )
+
+    def all_to_all_single(self, output: torch.Tensor, source: torch.Tensor, *rest: Any) -> Any:
+        return self._delegate("all_to_all_single", [source], output, source, *rest)
+
+    def alltoall_base(self, output: torch.Tensor, source: torch.Tensor, *rest: Any) -> Any:
+        return self._delegate("alltoall_base", [source], output, source, *rest)
+
+    def allgather_coalesced(self, outputs: Any, inputs: Tensors, opts: Any) -> Any:
+        return self._delegate("allgather_coalesced", inputs, outputs, inputs, opts)
+
+    def send(self, tensors: Tensors, rank: int, tag: int = 0) -> Any:
+        return self._delegate("send", tensors, tensors, rank, tag)
+
+    def recv(self, tensors: Tensors, rank: int, tag: int = 0) -> Any:
+        return self._delegate("recv", tensors, tensors, rank, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
+        return self._delegate("recv_anysource", tensors, tensors, tag)
+
+    def monitored_barrier(self, *arguments: Any, **named: Any) -> Any:
+        self._refuse()
+        with self._calls, self._aborts.watching(Doing("monitored_barrier")):
+            return self._inner_for("cpu").monitored_barrier(*arguments, **named)
+
+    # Its end.
+
+    def shutdown(self) -> None:
+        """Ends the group's threads, and Gloo's, when their work is done; leaves the others.
+
+        Gloo goes with it although others may hold the group: what its threads still held would
+        need the GIL while Python ends, and end the process by SIGABRT.
+        """
+        if os.getpid() != self._process:
+            return  # it is the parent's
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            if thread is not threading.current_thread():
+                thread.join()
+        self._node.close()
+        self._aborts.close()
+        for backend in self._backends():
+            backend.shutdown()
+        self._drop()
+
+    def abort(self) -> None:
+        """Ends what is under way with PeerError, on all ranks, and the group.
+
+        Ranks that wait, within the node or over Gloo, learn of it within a second, through the
+        store or because ours hangs up; others when they next wait. A receive from any source goes
+        on to its timeout: Gloo has no way to end it.
+        """
+        self._refuse_child()
+        self._aborts.tell(self._rank)
+        for backend in self._backends():
+            backend.abort()
+        self.shutdown()
+
+    def end_with_program(self) -> None:
+        """As shutdown(), but what is under way ends now, with PeerError on all ranks of the node."""
+        if os.getpid() != self._process:
+            return
+        is_called = self._calls.refuse()
+        with self._lock:
+            is_busy = self._queued > 0
+        if is_busy:
+            with suppress(UsageError):  # it was closed
+                self._node.abort("ended its program while an operation was under way")
+        if is_busy or is_called or self._aborts.is_waiting() or self._delegated.some():
+            for gloo in self._gloos():
+                hang_up(gloo)
+        if not self._calls.wait(_LAST_WAIT):
+            _keep_for_ever(self)  # nothing wakes that thread any more
+            return
+        self._node.close()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            thread.join(_LAST_WAIT)
+        self._aborts.close()
+        if "cuda" not in self._inner:  # NCCL's end is torch's
+            self._drop()
+
+    def _drop(self) -> None:
+        """Gloo's last reference goes, which joins its threads."""
+        self._delegated.clear()
+        self._inner.clear()
+        self._heads = None
+        for registered in self._registered:
+            registered.drop()
+
+    # How.
+
+    def _operation(self, op: Any, tensors: Tensors) -> str | None:
+        """Our name of the operation, or None where torch's backends have to do it."""
+        name = _OPERATIONS.get(op.op)
+        kind = tensors[0].dtype
+        if name is None or not _plain(tensors) or any(t.dtype != kind for t in tensors):
+            return None
+        if kind.is_complex and name not in ("sum", "prod"):
+            return None
+        if kind.is_floating_point and name in _BITWISE:
+            return None
+        if op.op == ReduceOp.AVG and kind == torch.bool:
+            name = "min"  # the mean of zeros and ones, rounded towards zero
+        return name if kind in _TYPES else None
+
+    def _scatter_operation(self, opts: Any, tensors: Tensors) -> str | None:
+        return self._operation(opts.reduceOp, tensors) if self._one_node else None
+
+    def _reducer(self, op: str, tensor: torch.Tensor) -> _native.Reducer:
+        key = (op, _TYPES[tensor.dtype])
+        if key not in self._reducers:
+            self._reducers[key] = _native.Reducer(*key)
+        return self._reducers[key]
+
+    def _allreduce(self, flat: torch.Tensor, op: str) -> None:
+        node, heads, reducer = self._node._live(), self._heads, self._reducer(op, flat)
+        if self._one_node:
+            address = flat.data_ptr()
+            node.allreduce(address, address, flat.numel(), reducer, "cooperative", self._fixed)
+            return
+        among = dist.AllreduceOptions()
+        among.reduceOp = next(k for k, v in _OPERATIONS.items() if v == op)
+        among.timeout = self._limit
+        pieces = flat.view(-1).split(max(1, _PIECE_BYTES // flat.element_size()))
+        works = []
+        for piece in pieces:
+            address = piece.data_ptr()
+            target = address if heads is not None else 0
+            node.reduce(address, target, piece.numel(), reducer, 0, "cooperative", self._fixed)
+            if heads is not None:
+                works.append(heads.allreduce([piece], among))
+        for i, piece in enumerate(pieces):
+            if heads is not None:
+                works[i].wait()
+            node.broadcast(piece.data_ptr(), piece.nbytes, 0)
+
+    def _end_waiting(self) -> None:
+        """Of this rank, and of those that wait for it."""
+        # On one node the aborting rank ends all waits: the errors name the first that does so.
+        if not self._one_node or self._aborts.by == self._rank:
+            with suppress(UsageError):  # it was closed
+                self._node.abort()
+        for gloo in self._gloos():
+            hang_up(gloo)
+
+    def _gloos(self) -> list[Any]:
+        inner = [gloo for device, gloo in self._inner.items() if device == "cpu"]
+        return [*inner, *([] if self._heads is None else [self._heads])]
+
+    def _backends(self) -> list[Any]:
+        """Torch's, that this group uses."""
+        return [*self._inner.values(), *([] if self._heads is None else [self._heads])]
+
+    def _allgather(self, source: torch.Tensor, output: torch.Tensor) -> None:
+        if output.nbytes != source.nbytes * self._size or output.dtype != source.dtype:
+            raise UsageError(
+                f"the output of all_gather has {output.numel()} elements of {output.dtype}; "
+                f"{self._size} ranks give {source.numel()} of {source.dtype} each"
+            )
+        self._node._live().allgather(source.data_ptr(), output.data_ptr(), source.nbytes)
+
+    def _delegate(self, name: str, tensors: Tensors, *arguments: Any) -> Any:
+        self._refuse()
+        device = tensors[0].device.type if len(tensors) > 0 else "cpu"
+        doing = Doing(name, arguments[1] if name in ("send", "recv") else None)
+        try:
+            with self._calls:
+                work = getattr(self._inner_for(device), name)(*arguments)
+        except RuntimeError as error:
+            self._aborts.fail(error, doing)
+        if device != "cpu":
+            return work
+        if name in _MESSAGES:
+            return _Delegated(self._aborts, self._calls, work, doing, limit=self._timeout)
+        self._delegated.add(work)
+        return _Delegated(self._aborts, self._calls, work, doing, self._delegated)
+
+    def _global_rank(self, rank: int) -> int:
+        """The number in the job of a rank of this group."""
+        try:
+            return int(dist.get_global_rank(self, rank))
+        except (RuntimeError, ValueError):  # not a group of torch's tables: made by hand, or gone
+            return rank
+
+    def _delegate_reduction(
+        self, name: str, tensors: Tensors, results: Tensors, opts: Any, *arguments: Any
+    ) -> Any:
+        """Gloo has no AVG of integers."""
+        kind = results[0].dtype
+        exact = not (kind.is_floating_point or kind.is_complex)
+        if opts.reduceOp.op != ReduceOp.AVG or not exact or not _plain(results):
+            return self._delegate(name, tensors, *arguments, opts)
+        opts.reduceOp = ReduceOp.MIN if kind == torch.bool else ReduceOp.SUM
+        # Not all of Gloo's reductions have a future: what is asynchronous is waited for here too.
+        self._delegate(name, tensors, *arguments, opts).wait()
+        if name != "reduce" or opts.rootRank == self._rank:
+            for result in results:
+                _divide(result.detach(), self._size)
+        future: Future[list[torch.Tensor]] = Future()
+        future.set_result(list(results))
+        return _Work(future, self._calls)
+
+    def _refuse(self) -> None:
+        """Raises what keeps this process from using the group, as far as it knows."""
+        self._refuse_child()
+        self._aborts.refuse()
+
+    def _refuse_child(self) -> None:
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"this process was forked from rank {self._rank} of a process group; make a group "
+                "of the child's own"
+            )
+
+    def _inner_for(self, device: str) -> Any:
+        """Torch's backend for the device; NCCL itself does not connect before its first call."""
+        if device not in self._inner:
+            if not self._inner:
+                raise UsageError("the process group was destroyed; make a new one")
+            store = PrefixStore(f"nostall {device}", self._store)
+            if device == "cuda" and dist.is_nccl_available():
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = self._timeout
+                made = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
+            else:
+                raise UsageError(
+                    f'the backend "nostall" has nothing for tensors on {device}: move them to the '
+                    "CPU, or use a torch that has NCCL"
+                )
+            self._keep(device, made)
+        return self._inner[device]
+
+    def _keep(self, device: str, backend: Any) -> None:
+        # Torch asks a group for the backends of its devices, for what these can do.
+        self._inner[device] = backend
+        self._registered.append(Registered(backend))
+        self._register_backend(
+            torch.device(device), ProcessGroup.BackendType.CUSTOM, self._registered[-1]
+        )
+
+    def _do(self, name: str, operation: Callable[[], list[torch.Tensor]], opts: Any) -> Any:
+        self._refuse()
+        limit = opts.timeout if _is_set(opts.timeout) else self._timeout
+
+        def work() -> list[torch.Tensor]:
+            if limit != self._limit:
+                self._node.set_timeout(limit.total_seconds())
+                self._limit = limit
+            if self._one_node:
+                return operation()  # an abort ends it, and is named, within the node
+            with self._aborts.watching(Doing(name)):
+                return operation()
+
+        with self._lock:
+            waits = self._queued > 0 or getattr(opts, "asyncOp", True)
+            if waits and self._thread is None:
+                thread = threading.Thread(target=_serve, args=(self._queue,), daemon=True)
+                thread.start()  # may be refused: then nothing has changed
+                self._thread = thread
+            self._queued += 1
+        future: Future[list[torch.Tensor]] = Future()
+        if not waits:
+            try:
+                with self._calls:
+                    future.set_result(work())
+            finally:
+                self._finish_one()
+            return _Work(future, self._calls)
+
+        def run() -> None:
+            try:
+                result = work()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            finally:
+                self._finish_one()
+
+        self._queue.put(run)
+        return _Work(future, self._calls)
+
+    def _finish_one(self) -> None:
+        with self._lock:
+            self._queued -= 1
+
+
+def _serve(waiting: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (run := waiting.get()) is not None:
+        run()
+        del run  # and with it the tensors and the group, before the next wait
+
+
+def _is_set(timeout: timedelta | None) -> bool:
+    """Whether it is a time; torch says -1 ms, or 0, for none."""
+    return timeout is not None and timeout > timedelta(0)
+
+
+def _plain(tensors: Tensors) -> bool:
+    return all(t.device.type == "cpu" and t.layout == torch.strided for t in tensors)
+
+
+def _divide(total: torch.Tensor, ranks: int) -> None:
+    """What AVG is of a sum; integers as NCCL rounds them, towards zero."""
+    if total.dtype.is_floating_point or total.dtype.is_complex:
+        total.div_(ranks)
+    elif total.dtype != torch.bool:  # its sum is a minimum
+        total.div_(ranks, rounding_mode="trunc")
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous()
+
+
+def _copy_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    if tensor.data_ptr() != flat.data_ptr():
+        tensor.detach().copy_(flat)
+
+
+def _hide_from_compiler() -> None:
+    """Compiled programs call a group, and compile nothing of it: what it does is not in tensors alone.
+
+    torch._dynamo.disable says this too, but reads all of Dynamo at the first call.
+    """
+    methods = {n: m for n, m in vars(Group).items() if isinstance(m, types.FunctionType)}
+    frames = torch._C._dynamo.eval_frame
+    for name, method in methods.items():
+        if name == "__init__":
+            continue
+        if hasattr(frames, "set_code_exec_strategy"):
+            skip = frames._FrameAction.SKIP
+            frames.set_code_exec_strategy(method.__code__, frames._FrameExecStrategy(skip, skip))
+            setattr(method, "_torchdynamo_disable", True)  # noqa: B010
+        else:
+            setattr(Group, name, torch._dynamo.disable(method))
+
+
+_hide_from_compiler()
+
+
+def _create(options: Any, backend_options: object | None) -> Group:
+    if backend_options is None:
+        order = os.environ.get("NOSTALL_ORDER", "any")
+        if order not in ("any", "fixed"):
+            raise UsageError(f'NOSTALL_ORDER={order} is neither "any" nor "fixed"')
+        backend_options = Options("fixed" if order == "fixed" else "any")
+    if not isinstance(backend_options, Options):
+        raise UsageError(
+            f"pg_options of the backend nostall are nostall.torch.GroupOptions, not "
+            f"{type(backend_options).__name__}"
+        )
+    return Group(
+        options.store, options.group_rank, options.group_size, options.timeout, backend_options
+    )
+
+
+def register_backend() -> None:
+    """Makes ``torch.distributed.init_process_group("nostall")`` known; again is harmless.
+
+    Under srun and mpirun it also sets the variables that this call reads.
+    """
+    fill_environment()
+    if "NOSTALL" not in dist.Backend._plugins:
+        dist.Backend.register_backend(
+            "nostall", _create, extended_api=True, devices=["cpu", "cuda"]
+        )

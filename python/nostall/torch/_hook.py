@@ -1,0 +1,80 @@
+"""A communication hook for DistributedDataParallel: its buckets, reduced by us.
+
+    model = DistributedDataParallel(model)            # over any backend
+    model.register_comm_hook(nostall.torch.BucketReducer(), nostall.torch.reduce_bucket)
+
+For programs that stay with DistributedDataParallel and its process group: buckets of CPU gradients
+go through a group of the backend "nostall" of their own, compressed if so wished. Who can change
+the optimizer's line instead has `nostall.torch.DistributedOptimizer`, which needs no wrapper.
+"""
+
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from nostall.errors import UsageError
+from nostall.sync import WIRES
+from nostall.torch._group import Options
+
+
+class BucketReducer:
+    """What `reduce_bucket` works with; all ranks of the group make it.
+
+    Args:
+        group: the process group that DistributedDataParallel uses; the default one if None.
+        compression: ``"fp16"`` or ``"bf16"`` on the wire; float32 and float64 buckets only.
+        order: ``"fixed"``: the same bits in every run.
+        timeout: seconds until ranks that do not come are an error.
+
+    Raises:
+        UsageError: torch.distributed is not initialised, or an unknown compression.
+    """
+
+    def __init__(
+        self,
+        group: Any = None,
+        *,
+        compression: Literal["fp16", "bf16"] | None = None,
+        order: Literal["any", "fixed"] = "any",
+        timeout: float = 600.0,
+    ) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise UsageError(
+                "call torch.distributed.init_process_group before making a BucketReducer"
+            )
+        if compression not in (None, *WIRES):
+            raise UsageError(f'compression must be "fp16", "bf16" or None, not {compression!r}')
+        self.wire = getattr(torch, WIRES[compression]) if compression else None
+        self.group = dist.new_group(
+            dist.get_process_group_ranks(group or dist.group.WORLD),
+            backend="nostall",
+            timeout=timedelta(seconds=timeout),
+            pg_options=Options(order),
+            # Ranks outside of the group know nothing of it, and other groups make theirs meanwhile.
+            use_local_synchronization=True,
+        )
+        self.ranks = dist.get_world_size(self.group)
+
+
+# torch looks at the annotations themselves: they may not be strings here.
+def reduce_bucket(
+    reducer: BucketReducer, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """The mean of a bucket over the ranks, as DistributedDataParallel asks for it.
+
+    Each rank's part is scaled before it is added, as DistributedDataParallel itself does: without
+    compression and with the same order of sums, the bits are those it has without a hook.
+    """
+    gradients: torch.Tensor = bucket.buffer()
+    wire = reducer.wire if gradients.dtype in (torch.float32, torch.float64) else None
+    gradients.mul_(1.0 / reducer.ranks)
+    sent = gradients if wire is None else gradients.to(wire)
+    work = dist.all_reduce(sent, group=reducer.group, async_op=True)
+
+    def give(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        total = done.value()[0]
+        return gradients if wire is None else gradients.copy_(total)
+
+    return work.get_future().then(give)

@@ -1,0 +1,57 @@
+"""torch.distributed under srun and mpirun, which do not set the variables that it reads."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from nostall.errors import UsageError
+from nostall.job._world import find_address, find_world
+
+
+def init(**named: Any) -> None:
+    """``torch.distributed.init_process_group("nostall", ...)`` under any launcher.
+
+    Rank, world and the address of rank 0 are those of torchrun, srun, or mpirun of Open MPI and MPICH.
+    `named` are other arguments of ``init_process_group``.
+
+    Raises:
+        UsageError: nothing says where rank 0 is (several nodes under mpirun, without MASTER_ADDR).
+    """
+    world = find_world()
+    address = find_address(world)
+    if address is None:
+        raise UsageError(
+            f"nothing says on which host rank 0 of {world.world_size} is: set MASTER_ADDR to that "
+            "host, and MASTER_PORT to a free port, on all ranks"
+        )
+    dist.init_process_group(
+        "nostall",
+        init_method=f"tcp://{address[0]}:{address[1]}",
+        rank=world.rank,
+        world_size=world.world_size,
+        **named,
+    )
+
+
+def fill_environment() -> None:
+    """Sets what ``init_process_group("nostall")`` reads, unless RANK or WORLD_SIZE is set.
+
+    Nothing is set where no launcher is found, or nothing says where rank 0 is.
+    """
+    if os.environ.get("RANK") or os.environ.get("WORLD_SIZE"):
+        return
+    try:
+        world = find_world()
+    except UsageError:  # the loader says so where it matters
+        return
+    address = find_address(world)
+    if world.world_size > 1 and address is not None:
+        os.environ.update(
+            RANK=str(world.rank),
+            WORLD_SIZE=str(world.world_size),
+            MASTER_ADDR=address[0],
+            MASTER_PORT=str(address[1]),
+        )

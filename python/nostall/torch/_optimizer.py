@@ -1,0 +1,537 @@
+"""Three changed lines for data-parallel training: gradients are reduced while backward runs.
+
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = nostall.torch.DistributedOptimizer(optimizer, model.named_parameters())
+...
+loss.backward()
+optimizer.step()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from nostall import _native
+from nostall.errors import UsageError
+from nostall.sync import Ranks, SyncOptions, find_ranks, make_engine
+from nostall.torch._graph import backward_graph
+
+# A pattern of gradients that came this often in a row is planned for.
+_STEADY = 3
+# Beside the gradients travel two numbers, of which only how many ranks gave them counts.
+_SIGNS = ("(rank is active)", "(rank has sparse gradients)")
+
+_all: weakref.WeakSet[GradientSync] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """A forked child has zeros where the ranks' shared memory was: no gradients are better."""
+    for sync in list(_all):
+        sync.drop_views()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+class GradientSync:
+    """Reduces the gradients of parameters; made by `DistributedOptimizer`.
+
+    Attributes:
+        engine: the native engine.
+        plan: groups of parameter numbers, as they are reduced (mode ``"planned"``).
+        analysis: nodes, edges and seconds of the last look at autograd's graph.
+        replans: how often the plan followed a changed graph.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        options: SyncOptions,
+        ranks: Ranks,
+        passes: int,
+    ) -> None:
+        for name, parameter in named:
+            if parameter.device.type != "cpu":
+                raise UsageError(
+                    f"parameter {name} is on {parameter.device}: the gradient engine reduces CPU "
+                    "tensors; for others use DistributedDataParallel with NCCL"
+                )
+        self.options, self.ranks, self.passes = options, ranks, passes
+        self._parameters = [p for _, p in named]
+        self._names = [n for n, _ in named]
+        self._signs = torch.zeros(len(_SIGNS))
+        tensors = [(n, p.numel(), str(p.dtype).removeprefix("torch.")) for n, p in named]
+        self.engine, self._specs = make_engine(
+            [*tensors, *((sign, 1, "float32") for sign in _SIGNS)],
+            options,
+            ranks,
+            [p.shape for _, p in named],
+        )
+        self._numbers = {id(p): i for i, p in enumerate(self._parameters)}
+        self._passes_left = [passes] * len(named)
+        self._submitted: dict[int, torch.Tensor] = {}
+        self._views = options.views and options.mode == "planned" and options.compression is None
+        self._ready_order: list[int] = []
+        self._synchronized = False
+        self._paused = False
+        self._orders: dict[bytes, list[int]] = {}
+        self._pattern, self._seen = b"", 0
+        self._planned_pattern: bytes | None = None
+        self._explicit = False
+        self.plan: list[list[int]] = []
+        self.analysis: tuple[int, int, float] | None = None
+        self.replans = 0
+        # Hooks must not keep this object alive: the parameters hold them.
+        me = weakref.ref(self)
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(_hook(me, i))
+            for i, p in enumerate(self._parameters)
+            if p.requires_grad
+        ]
+        _all.add(self)
+
+    # ------------------------------------------------------------------ while backward runs
+
+    def ready(self, i: int, parameter: torch.Tensor) -> None:
+        """Parameter i has its gradient."""
+        if self._paused:
+            return
+        self._passes_left[i] -= 1
+        if self._passes_left[i] > 0:
+            return
+        if i in self._submitted:
+            raise UsageError(
+                f"the gradient of {self._names[i]} was computed again before optimizer.step(): "
+                f"pass backward_passes_per_step={self.passes + 1} or more, or use no_sync() for the "
+                "passes that only accumulate"
+            )
+        self._synchronized = False
+        self._ready_order.append(i)
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            return  # gathered when the step ends
+        self._submit(i, gradient)
+
+    def _submit(self, i: int, gradient: torch.Tensor) -> None:
+        parameter = self._parameters[i]
+        # A gradient of other strides keeps them, one with a graph keeps that.
+        if self._views and gradient.is_contiguous() and not gradient.requires_grad:
+            place = self.engine.submit_in_place(i, gradient.data_ptr(), True)
+            self._submitted[i] = parameter.grad = place.view(gradient.shape)
+            return
+        memory = gradient if gradient.is_contiguous() else gradient.contiguous()
+        self._submitted[i] = memory
+        self.engine.submit(i, memory.data_ptr(), True)
+
+    def _submit_nothing(self, i: int) -> None:
+        parameter = self._parameters[i]
+        if self._views:
+            place = self.engine.submit_in_place(i, 0, False)
+            self._submitted[i] = place.view(parameter.shape)
+        else:
+            self._submitted[i] = torch.zeros_like(
+                parameter, memory_format=torch.contiguous_format, requires_grad=False
+            )
+            self.engine.submit(i, self._submitted[i].data_ptr(), False)
+
+    # ------------------------------------------------------------------ the end of a step
+
+    def finish(self) -> None:
+        """Gives zeros for what this rank has no gradient of, so that every group is complete."""
+        for i, parameter in enumerate(self._parameters):
+            if i in self._submitted:
+                continue
+            gradient = parameter.grad
+            # Accumulated in passes that were fewer than announced: it counts all the same.
+            if (
+                gradient is not None
+                and not gradient.is_sparse
+                and self._passes_left[i] < self.passes
+            ):
+                self._submit(i, gradient)
+            else:
+                self._submit_nothing(i)
+        self._sign(active=True, sparse=bool(self._sparse()))
+
+    def _sign(self, **signs: bool) -> None:
+        for i, present in enumerate(signs.values()):
+            address = self._signs.data_ptr() + i * self._signs.element_size()
+            self.engine.submit(len(self._parameters) + i, address, present)
+
+    def _signed(self, sign: int) -> bool:
+        """Whether any rank gave that sign in the step that ended."""
+        return int(self.engine.contributors()[len(self._parameters) + sign]) > 0
+
+    def wait(self) -> None:
+        """Waits for all reductions; gradients that no rank had are None again.
+
+        If no rank has run backward since the last step they stay as they are, so that another step
+        is what it is without ranks.
+        """
+        self.engine.wait()
+        count = len(self._parameters)
+        if np.asarray(self.engine.contributors())[:count].any():
+            self._store(range(count))
+        self._end()
+
+    def _end(self) -> None:
+        if self._signed(1):
+            self._gather_sparse()
+        self._settle()
+
+    def _store(self, numbers: Iterable[int]) -> None:
+        contributors = self.engine.contributors()
+        for i in numbers:
+            parameter, memory = self._parameters[i], self._submitted[i]
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                continue
+            if contributors[i] == 0:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = memory
+            elif parameter.grad.data_ptr() != memory.data_ptr():
+                parameter.grad.copy_(memory)
+
+    def _settle(self) -> None:
+        present = np.asarray(self.engine.contributors()) > 0
+        order = self._ready_order
+        self._submitted = {}
+        self._ready_order = []
+        self._passes_left = [self.passes] * len(self._parameters)
+        self._synchronized = True
+        if self.options.mode == "planned":
+            self._replan(present, order)
+
+    def _replan(self, present: np.ndarray[Any, Any], order: list[int]) -> None:
+        """Follows the graph: all ranks see the same pattern, so all decide alike."""
+        pattern = np.packbits(present).tobytes()
+        if pattern == self._planned_pattern:
+            self._pattern, self._seen = pattern, 0
+            return
+        self._seen = self._seen + 1 if pattern == self._pattern else 1
+        self._pattern = pattern
+        if self._planned_pattern is not None and self._seen < _STEADY:
+            return
+        if self._explicit and self._planned_pattern is None:
+            self._planned_pattern = pattern  # what plan_from() looked at
+            return
+        if pattern not in self._orders:
+            agreed = self.engine.broadcast(np.array(order, np.uint32).tobytes(), 0)
+            self._orders[pattern] = np.frombuffer(agreed, np.uint32).tolist()
+        self._use(
+            _native.fuse_reductions(self._orders[pattern], self._specs, self.options.threshold)
+        )
+        if self._planned_pattern is not None:
+            self.replans += 1
+        self._planned_pattern = pattern
+
+    def _use(self, groups: list[list[int]]) -> None:
+        self._detach()  # else the buffers of both plans would be there
+        self.engine.set_plan(groups)
+        self.plan = groups
+
+    def plan_from(self, loss: torch.Tensor) -> None:
+        """Plans the reductions from autograd's graph of this loss, before its backward pass.
+
+        All ranks call it; rank 0's order counts. Without it the first backward pass tells.
+        """
+        import time
+
+        if self.options.mode != "planned":
+            raise UsageError("only mode='planned' has a plan")
+        begin = time.perf_counter()
+        graph = backward_graph(loss, self._numbers)
+        groups, nodes, edges = _native.plan_reductions(graph, self._specs, self.options.threshold)
+        self.analysis = nodes, edges, time.perf_counter() - begin
+        order = np.array([t for group in groups for t in group], np.uint32)
+        agreed = np.frombuffer(self.engine.broadcast(order.tobytes(), 0), np.uint32).tolist()
+        self._use(_native.fuse_reductions(agreed, self._specs, self.options.threshold))
+        self._explicit = True
+
+    # ------------------------------------------------------------------ sparse, uneven, start
+
+    def _sparse(self) -> list[int]:
+        return [
+            i for i, p in enumerate(self._parameters) if p.grad is not None and p.grad.is_sparse
+        ]
+
+    def make_dense(self) -> None:
+        """Ranks that negotiate have no moment to gather in: sparse gradients travel whole."""
+        if self.options.mode != "planned":
+            for i in self._sparse():
+                gradient = self._parameters[i].grad
+                assert gradient is not None
+                dense = gradient.to_dense()
+                self._parameters[i].grad = dense
+                self._submit(i, dense)
+
+    def _gather_sparse(self) -> None:
+        """Every rank gets the rows of all, added up."""
+        mine = {}
+        for i in self._sparse():
+            gradient = self._parameters[i].grad
+            assert gradient is not None
+            part = gradient.coalesce()
+            mine[i] = (part.indices().numpy(), part.values().numpy())
+        everyone = [_unpack(b) for b in self.engine.all_gather(_pack(mine))]
+        for i in sorted({i for rank in everyone for i in rank}):
+            parts = [rank[i] for rank in everyone if i in rank]
+            indices = torch.from_numpy(np.concatenate([p[0] for p in parts], axis=1))
+            values = torch.from_numpy(np.concatenate([p[1] for p in parts]))
+            if self.options.mean:
+                values = values / self.ranks.ranks
+            shape = self._parameters[i].shape
+            self._parameters[i].grad = torch.sparse_coo_tensor(
+                indices, values, shape, check_invariants=False
+            ).coalesce()
+
+    def join(self) -> None:
+        """For a rank that has no more data: gives zeros until no rank has any."""
+        while True:
+            for i in range(len(self._parameters)):
+                self._submit_nothing(i)
+            self._sign(active=False, sparse=False)
+            self.engine.wait()
+            if not self._signed(0):
+                self._submitted = {}
+                return
+            self._end()
+
+    def broadcast_start(self, modules: Iterable[torch.Tensor]) -> None:
+        """Rank 0's values in all tensors."""
+        buffer = io.BytesIO()
+        tensors = list(modules)
+        if self.ranks.rank == 0:
+            for tensor in tensors:
+                buffer.write(
+                    tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                )
+        data = self.engine.broadcast(buffer.getvalue(), 0)
+        at = 0
+        with torch.no_grad():
+            for tensor in tensors:
+                size = tensor.numel() * tensor.element_size()
+                part = torch.frombuffer(bytearray(data[at : at + size]), dtype=tensor.dtype)
+                tensor.copy_(part.view(tensor.shape))
+                at += size
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Gradients only accumulate inside."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def close(self) -> None:
+        """Takes the hooks away, and gives the gradients memory of their own."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        # While they lie in the ranks' shared memory, this rank has not left the others.
+        self._detach()
+        self._views = False
+
+    def _detach(self) -> None:
+        if not self._views:
+            return
+        # The collector may come here in any mode. An inference tensor cannot be accumulated into,
+        # and a gradient with a graph keeps it.
+        with torch.inference_mode(False), torch.enable_grad():
+            for parameter in self._parameters:
+                if parameter.grad is not None and not parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.clone()
+
+    def drop_views(self) -> None:
+        """In a forked child: no gradients, instead of zeros that look like some."""
+        if self._views:
+            for parameter in self._parameters:
+                parameter.grad = None
+            self._submitted = {}
+            self._views = False
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing() and hasattr(self, "_hooks"):
+            self.close()
+
+
+def _hook(me: weakref.ref[GradientSync], i: int) -> Callable[[torch.Tensor], None]:
+    def ready(parameter: torch.Tensor) -> None:
+        sync = me()
+        if sync is not None:
+            sync.ready(i, parameter)
+
+    return ready
+
+
+def _pack(parts: dict[int, tuple[Any, Any]]) -> bytes:
+    buffer = io.BytesIO()
+    arrays = {}
+    for i, (indices, values) in parts.items():
+        arrays[f"i{i}"], arrays[f"v{i}"] = indices, values
+    np.savez(buffer, **arrays)
+    return buffer.getvalue()
+
+
+def _unpack(data: bytes) -> dict[int, tuple[Any, Any]]:
+    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+        return {int(n[1:]): (arrays[n], arrays[f"v{n[1:]}"]) for n in arrays.files if n[0] == "i"}
+
+
+class _Distributed:
+    """What `DistributedOptimizer` adds to an optimizer's own class."""
+
+    gradient_sync: GradientSync
+    _nostall_skip: bool
+    _nostall_overlap: bool
+
+    def synchronize(self) -> None:
+        """Waits until all gradients are reduced; for clipping before `step`."""
+        sync = self.gradient_sync
+        sync.make_dense()
+        sync.finish()
+        sync.wait()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, gradients accumulate on this rank alone."""
+        return self.gradient_sync.paused()
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Inside, `step` does not synchronize: it was done by hand."""
+        self._nostall_skip = True
+        try:
+            yield
+        finally:
+            self._nostall_skip = False
+
+    def plan_from(self, loss: torch.Tensor) -> None:
+        """Plans the reductions from this loss's graph; see `GradientSync.plan_from`."""
+        self.gradient_sync.plan_from(loss)
+
+    def join(self) -> None:
+        """Called by a rank when its data ends, and by all in the end: the others may go on."""
+        self.gradient_sync.join()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Synchronizes, then the optimizer's own step."""
+        if closure is not None:
+            raise UsageError("a closure would run backward again inside step: call it before")
+        if self._nostall_skip:
+            return super().step()  # type: ignore[misc]
+        if self._nostall_overlap and self.gradient_sync.plan:
+            return self._step_by_group()
+        self.synchronize()
+        return super().step()  # type: ignore[misc]
+
+    def _step_by_group(self) -> None:
+        """Updates the parameters of each group as soon as it is reduced."""
+        sync = self.gradient_sync
+        sync.make_dense()
+        sync.finish()
+        groups: list[dict[str, Any]] = self.param_groups  # type: ignore[attr-defined]
+        all_parameters = [g["params"] for g in groups]
+        try:
+            for numbers in sync.plan:
+                own = [i for i in numbers if i < len(sync._parameters)]
+                for i in own:
+                    sync.engine.wait_for(i)
+                sync._store(own)
+                members = {id(sync._parameters[i]) for i in own}
+                for group, parameters in zip(groups, all_parameters, strict=True):
+                    group["params"] = [p for p in parameters if id(p) in members]
+                super().step()  # type: ignore[misc]
+        finally:
+            for group, parameters in zip(groups, all_parameters, strict=True):
+                group["params"] = parameters
+        sync.engine.wait()
+        sync._end()
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    options: SyncOptions | None = None,
+    *,
+    backward_passes_per_step: int = 1,
+    process_set: Sequence[int] | None = None,
+    broadcast: bool = True,
+    overlap_update: bool = False,
+) -> Any:
+    """Makes `optimizer` reduce gradients over all ranks; the same object is returned.
+
+    Args:
+        optimizer: any torch optimizer; it keeps its class, state and schedulers.
+        named_parameters: as ``model.named_parameters()``; names for messages. All parameters of the
+            optimizer if None.
+        options: how gradients are reduced; the same on all ranks.
+        backward_passes_per_step: backward passes whose gradients add up before they are reduced.
+        process_set: ranks that take part; all if None.
+        broadcast: start from rank 0's parameters and optimizer state.
+        overlap_update: update each group as soon as it is reduced, while later ones still travel;
+            for optimizers whose update of a parameter needs that parameter's gradient alone.
+
+    The returned optimizer has `synchronize`, `skip_synchronize`, `no_sync`, `plan_from`, `join`, and
+    `gradient_sync`.
+
+    Raises:
+        UsageError: a parameter without a name, twice, or not on the CPU.
+        PeerError: ranks have other parameters, with the first difference.
+    """
+    if not hasattr(optimizer, "param_groups"):
+        raise UsageError(
+            f"DistributedOptimizer takes an optimizer of torch, not a {type(optimizer).__name__}"
+        )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if named_parameters is None:
+        named = [(f"parameter {i}", p) for i, p in enumerate(parameters)]
+    else:
+        try:
+            names = {id(p): n for n, p in named_parameters}
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                "named_parameters holds pairs of a name and a parameter: give "
+                "model.named_parameters()"
+            ) from error
+        lacking = [i for i, p in enumerate(parameters) if id(p) not in names]
+        if lacking:
+            raise UsageError(
+                f"parameter {lacking[0]} of the optimizer is not among named_parameters"
+            )
+        named = [(names[id(p)], p) for p in parameters]
+    if len({n for n, _ in named}) != len(named):
+        raise UsageError("two parameters have the same name")
+    if backward_passes_per_step < 1:
+        raise UsageError("backward_passes_per_step must be at least 1")
+    needed = [(n, p) for n, p in named if p.requires_grad]
+    options = options or SyncOptions()
+    sync = GradientSync(needed, options, find_ranks(process_set), backward_passes_per_step)
+    if broadcast and options.mode == "planned":
+        sync.broadcast_start([p.data for p in parameters] + _state_tensors(optimizer))
+    kind = type(optimizer)
+    distributed = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})
+    optimizer.__class__ = distributed
+    optimizer.gradient_sync = sync
+    optimizer._nostall_skip = False
+    optimizer._nostall_overlap = overlap_update
+    return optimizer
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    tensors = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            tensors += [state[k] for k in sorted(state) if isinstance(state[k], torch.Tensor)]
+    return tensors

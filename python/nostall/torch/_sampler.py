@@ -1,0 +1,129 @@
+"""Batches of sample ids in the order of the plan, for torch's DataLoader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nostall.errors import UsageError
+from nostall.job._world import find_world
+from nostall.plan import Plan
+
+_STATE_VERSION = 1
+
+
+class BatchSampler:
+    """Yields the local batches of one rank; pass it as ``batch_sampler=`` to torch's DataLoader.
+
+    Args:
+        samples: size of the dataset.
+        batch_size: samples per rank and batch.
+        epochs: epochs of the job.
+        seed, drop_last: as in ``nostall.DataLoader``.
+        rank, world_size: found from the launcher where not given.
+
+    `state_dict` counts the batches that torch's DataLoader has *asked for*, which runs ahead of
+    training by its prefetching; give it the number of batches trained to be exact.
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        batch_size: int,
+        *,
+        epochs: int = 1,
+        seed: int = 0,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        world = find_world(rank=rank, world_size=world_size)
+        self.rank, self.world_size = world.rank, world.world_size
+        self.batch_size = batch_size
+        self._arguments: dict[str, Any] = {
+            "samples": samples,
+            "epochs": epochs,
+            "seed": seed,
+            "drop_last": drop_last,
+        }
+        self._order_world = self.world_size
+        self._plan = self._make_plan()
+        self._epoch = 0
+        self._start = 0
+        self._asked = 0
+        self._ended: int | None = None  # the epoch that the loaded state had just ended
+
+    def _make_plan(self) -> Plan:
+        return Plan(
+            **self._arguments,
+            batch_size=self.batch_size,
+            world_size=self.world_size,
+            order_world=self._order_world,
+        )
+
+    def __len__(self) -> int:
+        """Batches of one epoch."""
+        return len(self._plan)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch to iterate next; the one that was interrupted keeps its position."""
+        if not 0 <= epoch < self._arguments["epochs"]:
+            raise UsageError(
+                f"epoch {epoch} is not among the {self._arguments['epochs']} epochs of the job"
+            )
+        if epoch == self._ended:
+            # The state was taken after its last batch: nothing of it is left.
+            self._epoch, self._start, self._asked = epoch, len(self), len(self)
+        elif epoch != self._epoch:
+            self._epoch, self._start, self._asked = epoch, 0, 0
+        self._ended = None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        ids, ends = self._plan.rank_epoch(self._epoch, self.rank)
+        start, self._start = self._start, 0
+        self._ended = None
+        begin = int(ends[start - 1]) if start else 0
+        self._asked = start
+        for end in ends[start:].tolist():
+            self._asked += 1
+            yield ids[begin:end].tolist()
+            begin = end
+
+    def state_dict(self, batches: int | None = None) -> dict[str, Any]:
+        """The position after `batches` batches of the current epoch (those asked for if None)."""
+        return {
+            "version": _STATE_VERSION,
+            "epoch": self._epoch,
+            "batch": self._asked if batches is None else batches,
+            "global_batch": self.batch_size * self.world_size,
+            "order_world": self._order_world,
+            **{key: self._arguments[key] for key in ("samples", "seed", "drop_last")},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state` was taken, also on another number of ranks.
+
+        Raises:
+            UsageError: the state is of another job.
+        """
+        mine = self.state_dict()
+        for key in ("version", "global_batch", "samples", "seed", "drop_last"):
+            if state.get(key) != mine[key]:
+                raise UsageError(
+                    f"the sampler's state was saved with {key}={state.get(key)}, but this sampler "
+                    f"has {key}={mine[key]}"
+                )
+        before = self._order_world, self._plan
+        self._order_world = int(state["order_world"])
+        self._plan = self._make_plan()
+        epoch, batch = int(state["epoch"]), int(state["batch"])
+        if epoch < 0 or not 0 <= batch <= len(self):
+            possible = len(self)
+            self._order_world, self._plan = before
+            raise UsageError(
+                f"the sampler's state is at epoch {epoch}, batch {batch}, which cannot be: an "
+                f"epoch has {possible} batches"
+            )
+        self._ended = epoch if batch == len(self) else None
+        self._epoch, self._start = (epoch + 1, 0) if batch == len(self) else (epoch, batch)
+        self._asked = self._start

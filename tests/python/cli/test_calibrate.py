@@ -1,0 +1,121 @@
+"""nostall calibrate, and starting from what it wrote."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from nodes import free_port
+from nostall_bench.slowfs import SlowFS, missing
+
+import nostall
+from nostall.cli._calibrate import Curve
+from nostall.errors import IoError, UsageError
+from nostall.loader._calibration import Calibration
+
+pytestmark = pytest.mark.alone
+
+FAST = ["--seconds", "0.15", "--max-threads", "2"]
+
+
+def command(*words: str | Path) -> list[str]:
+    return [sys.executable, "-m", "nostall", "calibrate", *map(str, words), *FAST]
+
+
+def test_one_node(image_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "c.toml"
+    words = command(image_folder, "--tiers", "ram:8MiB", f"{tmp_path / 'tier'}:8MiB", "--out", out)
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = Calibration.load(out)
+    assert found.nodes == 1
+    assert set(found.tiers) == {"ram", str(tmp_path / "tier")}
+    assert len(found.tiers["ram"]) == 2
+    assert found.beta > 0
+    assert found.network == 0
+    assert list((tmp_path / "tier").iterdir()) == []
+    with nostall.DataLoader(
+        nostall.ImageFolder(image_folder, index=False), 8, tiers=["ram:8MiB"], calibration=out
+    ) as loader:
+        assert sum(len(labels) for _, labels in loader) == 61
+
+
+@pytest.mark.multi
+def test_two_nodes_share_the_storages_bandwidth(image_folder: Path, tmp_path: Path) -> None:
+    if reason := missing():
+        pytest.skip(f"slow storage: {reason}")
+    out = tmp_path / "c.toml"
+    environment = {
+        **os.environ,
+        "NOSTALL_RENDEZVOUS": f"tcp://127.0.0.1:{free_port()}",
+        "NOSTALL_SECRET": secrets.token_hex(16),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "NOSTALL_UCX_TLS": "tcp",
+    }
+    with SlowFS(image_folder, tmp_path / "mounts", 1e6, 1.5e6, 0.0, clients=2) as storage:
+        started = [
+            subprocess.Popen(
+                command(storage.mounts[rank], "--tiers", "ram:8MiB", "--out", out),
+                env={**environment, "RANK": str(rank), "NOSTALL_NODE": f"node {rank}"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        for process in started:
+            _, err = process.communicate(timeout=100)
+            assert process.returncode == 0, err
+    found = Calibration.load(out)
+    assert found.nodes == 2
+    one, two = found.source
+    assert 0.5e6 < one < 1.6e6
+    assert one * 1.1 < two < 2.4e6
+    assert found.network > 10e6
+    assert found.seconds_per_byte("source", 2) == pytest.approx(2 / (two / 2))
+    assert found.seconds_per_byte("file", 2) == 0
+
+
+def test_one_more_thread_must_earn_its_place() -> None:
+    assert Curve([100, 190, 200, 201]).threads == 2
+    assert Curve([100, 101, 102]).threads == 1
+    assert Curve([100, 150, 200, 250]).threads == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("not toml", "is not TOML"),
+        ("format = 9", "format is 9"),
+        ("format = 1", "environment"),
+        ("format = 1\n[environment]\nN = 1\n[source]\nthreads = 1\nt = []", "positive"),
+        ("format = 1\n[environment]\nN = 1\n[source]\nthreads = 1\nt = [-1]", "positive"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        Calibration.load(path)
+
+
+def test_missing_things_are_named(tmp_path: Path, make_folder: Callable[[int], Path]) -> None:
+    with pytest.raises(IoError, match="cannot read"):
+        Calibration.load(tmp_path / "none.toml")
+    (tmp_path / "empty").mkdir()
+    done = subprocess.run(command(tmp_path / "empty"), capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "has no files" in done.stderr
+    root = make_folder(3)
+    done = subprocess.run(
+        command(root, "--tiers", "/proc/nostall:1MiB"), capture_output=True, text=True
+    )
+    assert done.returncode == 3
+    assert "/proc/nostall" in done.stderr

@@ -1,0 +1,144 @@
+"""``nostall checkpoints``: what it prints, and what it exits with."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nostall
+from nostall import _native
+from nostall.checkpoint._store import Store
+from nostall.cli import main
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> list[str]:
+    """Steps 1 to 3 durable, 3 on the fast tier as well."""
+    fast, durable = tmp_path / "fast", tmp_path / "durable"
+    with nostall.Checkpointer(fast, durable, level="durable") as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save({"w": np.full(9, step), "opt": {"lr": 0.5}}, step, metric=step / 4)
+    return [str(fast), str(durable)]
+
+
+def damage(directory: str, step: int) -> Path:
+    (path,) = Path(directory).glob(f"step-{step:012d}/*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    return path
+
+
+def test_ls_lists_what_is_complete(tiers: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    (Path(tiers[1]) / "step-000000000009").mkdir()
+    assert main(["checkpoints", "ls", *tiers]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["3", "1", "2", "3", "9"]
+    assert "0.75" in lines[1] and "not complete" in lines[-1]
+    assert main(["checkpoints", "ls", "--step", "2", tiers[1]]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_verify_finds_damage(tiers: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", "verify", *tiers]) == 0
+    assert capsys.readouterr().out.count("verified") == 4
+    path = damage(tiers[1], 2)
+    (Path(tiers[1]) / "step-000000000001" / "manifest.json").write_text("{}")
+    assert main(["checkpoints", "verify", *tiers]) == 5
+    output = capsys.readouterr().out
+    assert output.count("DAMAGED") == 2 and str(path) in output and "CRC32C" in output
+
+
+def test_rm_removes_and_says_what(tiers: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", "rm", "--step", "3", "--step", "1", *tiers]) == 0
+    output = capsys.readouterr().out
+    assert output.count("removed step") == 3 and output.count("no step") == 1
+    with nostall.Checkpointer(*tiers) as ckpt:
+        found = ckpt.restore()
+        assert found is not None and found.step == 2
+        assert main(["checkpoints", "rm", "--step", "2", tiers[1]]) == 2
+    assert "another running job" in capsys.readouterr().err
+
+
+def test_restore_dry_run_reads_as_a_restore_would(
+    tiers: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = damage(tiers[0], 3)
+    assert main(["checkpoints", "restore-dry-run", *tiers]) == 0
+    output = capsys.readouterr().out
+    assert f"passed over: {path}" in output and f"would restore step 3 from {tiers[1]}" in output
+    assert "state['w']: int64 of shape (9,)" in output and "state['opt']['lr']: 0.5" in output
+    for step in (1, 2, 3):
+        damage(tiers[1], step)
+    assert main(["checkpoints", "restore-dry-run", *tiers]) == 5
+
+
+def test_drain_continues_without_a_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fast, durable = str(tmp_path / "fast"), str(tmp_path / "durable")
+    with nostall.Checkpointer(fast, level="fast") as ckpt:
+        for step in range(3):
+            ckpt.save({"step": step}, step)
+    assert main(["checkpoints", "drain", fast, durable, "--keep", "2", "--rate", "100MB"]) == 0
+    assert "2 checkpoints drained" in capsys.readouterr().out
+    assert main(["checkpoints", "verify", durable]) == 0
+    assert capsys.readouterr().out.count("verified") == 2
+
+
+def test_drain_reads_a_copy_back_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fast, durable = tmp_path / "fast", tmp_path / "durable"
+    with nostall.Checkpointer(fast, level="fast") as ckpt:
+        ckpt.save({"step": 1}, 1)
+    file_copy = _native.FileCopy
+
+    class Damaging:
+        def __init__(self, source: str, target: str, *more: Any, **options: Any) -> None:
+            self.target, self.copy = target, file_copy(source, target, *more, **options)
+
+        def run(self) -> None:
+            self.copy.run()
+            damage(str(durable), 1)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_native, "FileCopy", Damaging)
+        assert main(["checkpoints", "drain", str(fast), str(durable)]) != 0
+    assert "reads back with 1 damaged blocks" in capsys.readouterr().err
+    assert Store(durable, "durable").manifests() == []
+    assert main(["checkpoints", "drain", str(fast), str(durable)]) == 0
+    assert "1 checkpoints drained" in capsys.readouterr().out
+
+
+def test_a_directory_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", "ls", "/nonexistent/ckpt"]) == 2
+    assert "/nonexistent/ckpt" in capsys.readouterr().err
+
+
+def test_checkpoints_that_are_spread_over_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with nostall.Checkpointer(tmp_path / "fast", level="fast") as ckpt:
+        ckpt.save({"a": np.arange(10)}, 3)
+    store = Store(tmp_path / "fast", "fast")
+    (entry,) = store.entries()
+    assert entry.manifest is not None
+    mine = entry.manifest.parts[0]
+    other = dataclasses.replace(mine, rank=1, name=mine.name.replace("00000.", "00001.", 1))
+    store.publish(
+        dataclasses.replace(entry.manifest, world_size=2, parts=(mine, other), spread=True)
+    )
+    assert main(["checkpoints", "verify", str(tmp_path / "fast")]) == 0
+    assert "of it the parts of ranks 0" in capsys.readouterr().out
+    arguments = ["checkpoints", "restore-dry-run", str(tmp_path / "fast"), "--rank"]
+    assert main([*arguments, "0"]) == 0
+    assert main([*arguments, "1"]) == 5
+    assert "rank 1 is on another node" in capsys.readouterr().out
+    assert main(["checkpoints", "drain", str(tmp_path / "fast"), str(tmp_path / "durable")]) == 0
+    out = capsys.readouterr().out
+    assert "other nodes have parts" in out and "0 checkpoints drained" in out

@@ -1,0 +1,241 @@
+"""Nodes that share what they keep: the same samples, read once, whatever the number of nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from nodes import Job, read_of_bound
+from nostall_bench.slowfs import SlowFS, missing
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """149 files of 1 to 40 KB; 149 is prime. The loader reads raw bytes, so any bytes do."""
+    root = tmp_path_factory.mktemp("cluster")
+    random = np.random.default_rng(5)
+    for i in range(149):
+        path = root / f"class{i % 3}" / f"{i:03d}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(random.bytes(int(random.integers(1000, 40_000))))
+    return root
+
+
+def size_of(data: Path) -> int:
+    return sum(p.stat().st_size for p in data.rglob("*.jpg"))
+
+
+@pytest.fixture
+def slow(data: Path, tmp_path: Path):
+    """A shared file system with a mount for each of four nodes."""
+    if reason := missing():
+        pytest.skip(f"slow storage: {reason}")
+    with SlowFS(data, tmp_path / "mounts", 20e6, 40e6, 0.5e-3, clients=4) as storage:
+        yield storage
+
+
+@pytest.mark.alone
+@pytest.mark.multi
+@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize("share", [1.2, 0.6, 0.15], ids=["S<D", "D<S<ND", "S>ND"])
+def test_the_source_is_read_once_and_every_sample_is_right(
+    data: Path, slow: SlowFS, nodes: int, share: float
+) -> None:
+    before = slow.served_bytes
+    job = Job(
+        data,
+        nodes,
+        tiers=[f"ram:{int(share * size_of(data))}"],
+        roots=slow.mounts,
+        extra={"compute": 0.002},
+    )
+    results = job.run()
+    # The bound may keep samples in part; of so few and so small tiers the last one counts.
+    limit = 1.02 if share > 0.5 else 1.05
+    assert read_of_bound(results) <= limit
+    assert (slow.served_bytes - before) / results[0]["lower_bound_bytes"] <= limit
+    peers = [r["peers"] for r in results]
+    fetched, served = (sum(p[what] for p in peers) for what in ("fetched", "served"))
+    # But for what was on its way when a node closed.
+    assert fetched > 0 and abs(fetched - served) <= 4
+    assert sum(p["refused"] + p["dropped_ranks"] for p in peers) == 0
+    asked = sum(p["fetched"] + p["asked_too_early"] for p in peers)
+    assert sum(p["asked_too_early"] for p in peers) <= 0.001 * asked + 1
+
+
+@pytest.mark.alone
+@pytest.mark.multi
+def test_eight_ranks_on_four_nodes_with_file_tiers(data: Path, tmp_path: Path) -> None:
+    tiers = [f"ram:{size_of(data) // 8}", f"{tmp_path / 'tier'}:{size_of(data) // 4}"]
+    results = Job(data, 4, ranks=2, tiers=tiers, extra={"compute": 0.002}).run()
+    assert {r["batches"] for r in results} == {3 * 19}
+    assert sum(e["origins"]["file"]["samples"] for r in results for e in r["epochs"]) > 0
+    assert sum(r["peers"]["fetched"] for r in results) > 0
+    assert sum(r["peers"]["dropped_ranks"] for r in results) == 0
+
+
+@pytest.mark.alone
+@pytest.mark.multi
+def test_hdmlps_rule_reads_more_than_once_but_gives_the_same(data: Path, slow: SlowFS) -> None:
+    tiers = [f"ram:{int(0.6 * size_of(data))}"]
+    job = Job(data, 2, tiers=tiers, roots=slow.mounts, extra={"sharing": "owners-read"})
+    results = job.run()
+    assert read_of_bound(results) > 1.05
+    assert sum(r["peers"]["pushed"] for r in results) == 0
+    pushed = Job(data, 2, tiers=tiers, roots=slow.mounts).run()
+    assert [r["stream"] for r in results] == [r["stream"] for r in pushed]
+
+
+@pytest.mark.alone
+@pytest.mark.multi
+def test_locality_keeps_the_bytes_and_spares_the_network(data: Path, slow: SlowFS) -> None:
+    tiers = [f"ram:{int(0.6 * size_of(data))}"]
+    plain, local = (
+        Job(
+            data,
+            2,
+            tiers=tiers,
+            roots=slow.mounts,
+            global_batch=32,
+            extra={"assignment": how, "compute": 0.01},
+        ).run()
+        for how in ("plan", "locality")
+    )
+    for epoch in range(3):
+        # 149 samples on two ranks: one is repeated, and may be another one's size.
+        total = [sum(r["epochs"][epoch]["samples"] for r in job) for job in (plain, local)]
+        assert total == [150, 150]
+    assert sum(r["peers"]["fetched"] for r in local) < 0.6 * sum(
+        r["peers"]["fetched"] for r in plain
+    )
+
+
+@pytest.mark.alone
+@pytest.mark.multi
+def test_a_forked_child_may_let_go_of_the_loader(data: Path) -> None:
+    results = Job(data, 2, extra={"fork_after": 1, "compute": 0.002}).run()
+    assert {r["batches"] for r in results} == {3 * 19}
+    assert sum(r["peers"]["dropped_ranks"] for r in results) == 0
+
+
+@pytest.mark.multi
+def test_nodes_alone_read_more(data: Path) -> None:
+    tiers = [f"ram:{int(0.6 * size_of(data))}"]
+    alone = Job(data, 2, tiers=tiers, extra={"peers": "off"}).run()
+    assert sum(r["source_bytes"] for r in alone) > 1.5 * size_of(data)
+    assert all(r["peers"] == {} for r in alone)
+
+
+@pytest.mark.multi
+def test_a_killed_node_leaves_the_others_with_the_right_bytes(data: Path) -> None:
+    """At 20 random points of the job; rank.py compares every sample with its file as well."""
+    random = np.random.default_rng(8)
+    undisturbed = [r["stream"] for r in Job(data, 3, global_batch=9).run()]
+    for _ in range(20):
+        victim, die_at = int(random.integers(3)), int(random.integers(1, 50))
+        job = Job(
+            data,
+            3,
+            global_batch=9,
+            per_rank={victim: {"die_at": die_at}},
+            extra={"compute": 0.002},
+        )
+        for rank, process in enumerate(job.start()):
+            out, err = process.communicate(timeout=60)
+            if rank == victim:
+                assert process.returncode == -signal.SIGKILL
+                continue
+            assert process.returncode == 0, (victim, die_at, err)
+            result = json.loads(out.splitlines()[-1])
+            assert result["batches"] == 3 * 17
+            assert result["stream"] == undisturbed[rank], (victim, die_at)
+
+
+@pytest.mark.alone
+@pytest.mark.multi
+def test_a_node_that_hangs_is_left_and_comes_back(data: Path, tmp_path: Path) -> None:
+    """Stopped for longer than the time limit, as by a migration, and continued."""
+    job = Job(
+        data,
+        2,
+        epochs=10_000,  # it ends when samples are fetched again
+        tiers=[f"ram:{int(0.5 * size_of(data))}"],
+        extra={
+            "compute": 0.01,
+            "staging": "400kB",
+            "hangs": str(tmp_path / "hangs"),
+            "until": str(tmp_path / "until"),
+        },
+        # The other node still needs its samples when it happens.
+        per_rank={0: {"wait_at": 20}, 1: {"hang_at": 25}},
+        environment={"NOSTALL_PEER_TIMEOUT_MS": "1000"},
+    )
+    first, second = job.start()
+    try:
+        assert first.stderr is not None
+        said = next(line for line in first.stderr if "lost rank 1" in line)
+        assert "comes from the source until it is reached again; no other node is reached" in said
+        os.kill(second.pid, signal.SIGCONT)
+        for process in (first, second):
+            out, err = process.communicate(timeout=60)
+            assert process.returncode == 0, err
+            if process is first:
+                peers = json.loads(out.splitlines()[-1])["peers"]
+                assert peers["dropped_ranks"] >= 1 and peers["returned_ranks"] >= 1
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.multi
+def test_ranks_that_disagree_are_told_on_what(data: Path) -> None:
+    started = Job(data, 2, per_rank={1: {"epochs": 4}}).start()
+    for process in started:
+        _, err = process.communicate(timeout=60)
+        assert process.returncode != 0
+        assert "epochs is 3 on rank 0 and 4 on rank 1" in err
+
+
+@pytest.mark.multi
+def test_peers_on_fails_where_samples_cannot_travel(data: Path) -> None:
+    job = Job(data, 2, environment={"NOSTALL_UCX_LIBRARY": "/nonexistent/nostall_ucx.so"})
+    for process in job.start():
+        _, err = process.communicate(timeout=60)
+        assert process.returncode != 0
+        assert "samples cannot travel between nodes: rank 0: " in err and "UCX cannot" in err
+
+
+@pytest.mark.alone
+@pytest.mark.multi
+def test_tiers_that_were_kept_are_used_again_after_a_restart(
+    data: Path, slow: SlowFS, tmp_path: Path
+) -> None:
+    per_rank = {
+        r: {"tiers": [f"{tmp_path / str(r)}:{int(0.7 * size_of(data))}:keep"]} for r in range(2)
+    }
+    stop = {r: {**s, "stop_at": 25} for r, s in per_rank.items()}
+    stopped = Job(data, 2, roots=slow.mounts, per_rank=stop).run()
+    again = {"state": stopped[0]["state"]}
+    resumed = Job(data, 2, roots=slow.mounts, per_rank=per_rank, extra=again).run()
+    assert sum(r["source_bytes"] for r in stopped) > 0.8 * size_of(data)
+    assert sum(r["source_bytes"] for r in resumed) < 0.05 * size_of(data)
+    assert {r["batches"] for r in resumed} == {3 * 19 - 25}
+
+
+@pytest.mark.multi
+def test_another_number_of_nodes_continues_the_same_stream(data: Path) -> None:
+    stopped = Job(data, 2, extra={"stop_at": 25}).run()
+    state = stopped[0]["state"]
+    assert (state["epoch"], state["batch"]) == (1, 6)
+    on_four = Job(data, 4, extra={"state": state}).run()
+    on_one = Job(data, 1, extra={"state": state, "peers": "off"}).run()
+    assert {r["batches"] for r in on_four} == {on_one[0]["batches"]} == {3 * 19 - 25}
+    total = {e["epoch"]: e["bytes"] for e in on_one[0]["epochs"]}
+    assert total == {
+        n: sum(e["bytes"] for r in on_four for e in r["epochs"] if e["epoch"] == n) for n in total
+    }

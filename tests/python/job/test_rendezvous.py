@@ -1,0 +1,270 @@
+"""The ways in which ranks find each other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from nodes import free_port
+
+from nostall.base import _owned as owned
+from nostall.base._sizes import parse_tiers
+from nostall.errors import PeerError, UsageError
+from nostall.job import _cluster as cluster
+from nostall.job._rendezvous import find_rendezvous
+from nostall.job._world import World
+
+WORLD = 3
+
+
+def gather_all(env: Mapping[str, str], timeout: float = 10) -> list[list[bytes]]:
+    def one(rank: int) -> list[bytes]:
+        gather = find_rendezvous(rank, WORLD, "test", environment=env, timeout=timeout)
+        assert gather is not None
+        return gather(f"I am {rank}".encode())
+
+    with ThreadPoolExecutor(WORLD) as pool:
+        return list(pool.map(one, range(WORLD)))
+
+
+EXPECTED = [[f"I am {r}".encode() for r in range(WORLD)]] * WORLD
+
+
+def test_by_socket() -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    assert gather_all({"NOSTALL_RENDEZVOUS": address, "NOSTALL_SECRET": "s" * 16}) == EXPECTED
+
+
+def test_by_socket_ignores_strangers() -> None:
+    port = free_port()
+    env = {"NOSTALL_RENDEZVOUS": f"tcp://127.0.0.1:{port}", "NOSTALL_SECRET": "s" * 16}
+    stop = threading.Event()
+
+    def knock() -> None:
+        while not stop.is_set():
+            try:
+                with socket.create_connection(("127.0.0.1", port), timeout=1) as stranger:
+                    stranger.sendall(b"GET / HTTP/1.0\r\n\r\n" * 10)
+            except OSError:
+                stop.wait(0.01)
+
+    knocking = threading.Thread(target=knock)
+    knocking.start()
+    try:
+        assert gather_all(env) == EXPECTED
+    finally:
+        stop.set()
+        knocking.join()
+
+
+def test_by_socket_does_not_wait_for_one_who_says_nothing() -> None:
+    port = free_port()
+    env = {"NOSTALL_RENDEZVOUS": f"tcp://127.0.0.1:{port}", "NOSTALL_SECRET": "s" * 16}
+    first = find_rendezvous(0, WORLD, "test", environment=env)
+    assert first is not None
+    with ThreadPoolExecutor(1 + WORLD) as pool, contextlib.ExitStack() as closing:
+        waiting = pool.submit(first, b"I am 0")
+        while True:
+            try:
+                silent = socket.create_connection(("127.0.0.1", port))
+                break
+            except OSError:
+                assert not waiting.done()
+        closing.enter_context(silent)
+        others = [
+            pool.submit(gather, f"I am {rank}".encode())
+            for rank in (1, 2)
+            if (gather := find_rendezvous(rank, WORLD, "test", environment=env))
+        ]
+        # The stranger is connected until the end of the test.
+        assert [f.result(60) for f in (waiting, *others)] == EXPECTED
+
+
+def test_by_socket_leaves_a_listener_that_says_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        env = {"NOSTALL_RENDEZVOUS": where, "NOSTALL_SECRET": "s" * 16}
+        gather = find_rendezvous(1, 2, "test", environment=env, timeout=0.5)
+        assert gather is not None
+        with pytest.raises(PeerError, match="cannot reach rank 0"):
+            gather(b"1")
+
+
+def test_by_socket_needs_a_secret() -> None:
+    with pytest.raises(UsageError, match="NOSTALL_SECRET"):
+        find_rendezvous(0, 2, "test", environment={"NOSTALL_RENDEZVOUS": "tcp://127.0.0.1:9"})
+
+
+def test_by_socket_with_another_secret() -> None:
+    port = free_port()
+
+    def env(secret: str) -> dict[str, str]:
+        return {"NOSTALL_RENDEZVOUS": f"tcp://127.0.0.1:{port}", "NOSTALL_SECRET": secret * 16}
+
+    first = find_rendezvous(0, 2, "test", environment=env("a"), timeout=3)
+    other = find_rendezvous(1, 2, "test", environment=env("b"), timeout=3)
+    assert first is not None and other is not None
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(first, b"0")
+        with pytest.raises(PeerError):
+            other(b"1")
+        with pytest.raises(PeerError, match=r"in vain for ranks \[1\]"):
+            waiting.result()
+
+
+def test_by_files(tmp_path: Path) -> None:
+    assert gather_all({"NOSTALL_RENDEZVOUS": str(tmp_path / "meet")}) == EXPECTED
+    assert (tmp_path / "meet").stat().st_mode & 0o777 == 0o700
+    assert list((tmp_path / "meet").iterdir()) == []
+
+
+def test_by_files_takes_nothing_of_an_earlier_job(tmp_path: Path) -> None:
+    """The files of a job that was killed at its meeting, under the same names."""
+    meet = tmp_path / "meet"
+    env = {"NOSTALL_RENDEZVOUS": str(meet), "SLURM_JOB_ID": "7"}
+    stale = {}
+
+    def keep(name: str, data: bytes, directory: int) -> None:
+        real(name, data, directory)
+        stale[name] = data
+
+    real = owned.write
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owned, "write", keep)
+        gather_all(env)
+    assert len(stale) == 1 + (WORLD - 1) + 1
+    for attempt in range(3):
+        for name, data in stale.items():
+            path = meet / name
+            path.write_bytes(data.replace(b"I am".hex().encode(), b"I was".hex().encode()))
+            path.chmod(0o600)
+        # Rank 0 last, so that the others meet its old files.
+        with ThreadPoolExecutor(WORLD) as pool:
+            gathers = [find_rendezvous(r, WORLD, "test", environment=env) for r in range(WORLD)]
+            others = [
+                pool.submit(g, f"I am {r}".encode()) for r, g in enumerate(gathers) if r and g
+            ]
+            if attempt:
+                number = stale["nostall-test_7__-call"].decode()
+                while not {f"nostall-test_7__-{number}-{r}" for r in (1, 2)} <= {
+                    p.name for p in meet.iterdir() if b"I was" not in p.read_bytes()
+                }:
+                    assert not any(f.done() for f in others)
+            assert gathers[0] is not None
+            first = pool.submit(gathers[0], b"I am 0")
+            assert [f.result(60) for f in (first, *others)] == EXPECTED
+        assert list(meet.iterdir()) == []
+
+
+def test_by_files_starts_of_a_job_do_not_meet(tmp_path: Path) -> None:
+    """Two steps of one job at once, and the same job again after a requeue."""
+    base = {"NOSTALL_RENDEZVOUS": str(tmp_path / "meet"), "SLURM_JOB_ID": "7"}
+    starts = [base | {"SLURM_STEP_ID": "0"}, base | {"SLURM_STEP_ID": "1"}]
+    starts.append(base | {"SLURM_STEP_ID": "0", "SLURM_RESTART_COUNT": "1"})
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(gather_all, starts)) == [EXPECTED] * 3
+
+
+def test_by_files_refuses_a_directory_that_others_can_change(tmp_path: Path) -> None:
+    def gather(directory: Path) -> None:
+        env = {"NOSTALL_RENDEZVOUS": str(directory)}
+        found = find_rendezvous(1, 2, "test", environment=env, timeout=0.1)
+        assert found is not None
+        found(b"1")
+
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o770)
+    with pytest.raises(UsageError, match=r"open is not used: its mode 770 .* make it 700"):
+        gather(tmp_path / "open")
+    (tmp_path / "own").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("own")
+    with pytest.raises(UsageError, match=r"link is not used.*no symlink"):
+        gather(tmp_path / "link")
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="file is not used"):
+        gather(tmp_path / "file")
+    if os.geteuid() != 0:
+        pytest.skip("another user's directory: only root can make one")
+    os.chown(tmp_path / "own", 12345, 12345)
+    with pytest.raises(UsageError, match="belongs to user 12345"):
+        gather(tmp_path / "own")
+
+
+def test_by_files_names_who_is_missing(tmp_path: Path) -> None:
+    env = {"NOSTALL_RENDEZVOUS": str(tmp_path)}
+    first, second = (find_rendezvous(r, 3, "test", environment=env, timeout=1) for r in range(2))
+    assert first is not None and second is not None
+    with pytest.raises(PeerError, match="rank 1 waited in vain for rank 0"):
+        second(b"1")
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(second, b"1")
+        with pytest.raises(PeerError, match=r"rank 0 waited in vain for ranks \[(1, )?2\]"):
+            first(b"0")
+        with pytest.raises(PeerError, match="rank 1 waited in vain"):
+            other.result()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    with pytest.raises(UsageError, match="neither tcp"):
+        find_rendezvous(0, 2, "test", environment={"NOSTALL_RENDEZVOUS": "udp://x:1"})
+
+
+def test_without_any_launcher_there_is_none() -> None:
+    assert find_rendezvous(0, 2, "test", environment={}) is None
+
+
+def test_a_wrong_allgather_is_refused() -> None:
+    world = World(rank=0, world_size=2, local_rank=0, local_world_size=1, job="x")
+    tiers = parse_tiers(["ram:1MiB"], dataset_bytes=1, local_world_size=1)
+    with pytest.raises(UsageError, match="1 ranks together, not the 2"):
+        cluster.join(world, tiers, lambda mine: [mine])
+
+
+def test_ranks_of_one_machine_behind_walls_are_told_so() -> None:
+    if shutil.which("unshare") is None:
+        pytest.skip("unshare is not installed")
+    look = "import nostall.job._cluster as c; print(c.node_identity())"
+    command = ["unshare", "--user", "--map-root-user", "--net", sys.executable, "-c", look]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        pytest.skip(f"network namespaces are not allowed: {result.stderr.strip()}")
+    here, there = cluster.node_identity(), result.stdout.strip()
+    assert here != there
+    words = r"ranks 0 and 2 are on one machine and share no cache, .* \(net\) differ"
+    assert re.match(words, cluster.walls({0: here, 1: here, 2: there}))
+    assert (
+        cluster.walls({0: here, 1: here, 2: "named a", 3: "another-boot " + here.partition(" ")[2]})
+        == ""
+    )
+
+
+def test_node_identity_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = cluster.node_identity()
+    assert own == cluster.node_identity()
+    monkeypatch.setenv("NOSTALL_NODE", "a")
+    assert cluster.node_identity() == "named a" != own
+
+
+def test_without_ucx_samples_stay_where_they_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NOSTALL_UCX_LIBRARY", "/nonexistent/nostall_ucx.so")
+    world = World(rank=0, world_size=2, local_rank=0, local_world_size=1, job="x")
+
+    def both(mine: bytes) -> list[bytes]:
+        return [mine, mine.replace(b'"rank": 0', b'"rank": 1').replace(b'"node": "', b'"node": "2')]
+
+    joined = cluster.join(world, [], both)
+    assert joined.transport is None
+    assert "UCX cannot be loaded" in caplog.text

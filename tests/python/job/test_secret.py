@@ -1,0 +1,186 @@
+"""Which secret a job has, and who could know it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nostall
+from nostall.errors import UsageError
+from nostall.job import _cluster as cluster
+from nostall.job import _secret as secret
+from nostall.job._rendezvous import Rendezvous, find_rendezvous
+from nostall.job._world import World
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.delenv("NOSTALL_SECRET", raising=False)
+    return tmp_path / "nostall"
+
+
+def agree(exposed: str, environments: list[dict[str, str]] | None = None) -> list[bytes]:
+    """The secret of each of three ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def enter(rank: int) -> None:
+            for name, value in (environments[rank] if environments else {}).items():
+                patch.setenv(name, value)
+
+        offers: list[dict[str, Any]] = []
+        for rank in range(3):
+            enter(rank)
+            offers.append(json.loads(json.dumps(secret.offer(rank, exposed))))
+        settled = []
+        for rank in range(3):
+            enter(rank)
+            settled.append(secret.settle(rank, offers, exposed))
+    said = json.dumps(offers).encode()
+    readable = any(key in said for key in settled)
+    assert readable == (not exposed or "WARNED" in os.environ)
+    return settled
+
+
+def test_where_nobody_listens_rank_0_chooses(home: Path) -> None:
+    first = agree("")
+    assert len(set(first)) == 1 and len(first[0]) >= secret.LEAST
+    assert agree("") != first
+    assert not home.exists()
+
+
+def test_in_a_store_that_others_read_the_users_key_makes_it(
+    home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = agree("anybody")
+    assert len(set(first)) == 1 and agree("anybody")[0] != first[0]
+    assert (home / "key").stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in home.iterdir()] == ["key"]
+    assert caplog.text == ""
+
+
+def test_without_a_common_key_it_is_said_who_can_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WARNED", "1")
+    homes = [{"XDG_STATE_HOME": str(tmp_path / str(rank))} for rank in range(3)]
+    assert len(set(agree("whoever reaches torch's store at h:1", homes))) == 1
+    assert caplog.text.count("whoever reaches torch's store at h:1 can read it") == 1
+    assert "NOSTALL_SECRET" in caplog.text
+
+
+def test_a_key_that_others_can_read_or_made_is_not_used(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    agree("anybody")
+    (home / "key").chmod(0o644)
+    monkeypatch.setenv("WARNED", "1")
+    agree("anybody")
+    assert caplog.text.count("anybody can read it") == 1
+    (home / "key").unlink()
+    (home / "key").symlink_to("/dev/zero")
+    agree("anybody")
+    assert caplog.text.count("anybody can read it") == 2
+
+
+def test_a_secret_that_is_too_short_or_not_everywhere_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NOSTALL_SECRET", "s" * 16)
+    assert agree("anybody") == [b"s" * 16] * 3
+    with pytest.raises(UsageError, match=r"ranks \[2\]"):
+        agree("anybody", [{}, {}, {"NOSTALL_SECRET": ""}])
+    monkeypatch.setenv("NOSTALL_SECRET", "s" * 15)
+    with pytest.raises(UsageError, match=r"has 15 bytes.*at least 16"):
+        secret.offer(0, "")
+    with pytest.raises(UsageError, match="15 bytes"):
+        find_rendezvous(0, 2, "x", environment={**os.environ, "NOSTALL_RENDEZVOUS": "tcp://h:1"})
+
+
+def test_a_store_forgets_what_was_said() -> None:
+    """Torch's own store: read by one who is not of the job after the ranks met."""
+    torch = pytest.importorskip("torch.distributed", reason="torch is not installed")
+    from nostall.job._rendezvous import _by_store
+
+    store = torch.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [_by_store(store, rank, 2, "job", 60) for rank in range(2)]
+    assert isinstance(ranks[0], Rendezvous) and f"127.0.0.1:{store.port}" in ranks[0].exposed
+    store.set("nostall/job/1", b"one")
+    assert ranks[0](b"zero") == [b"zero", b"one"]
+    assert store.check(["nostall/job/0", "nostall/job/1"])
+    assert ranks[1](b"one") == [b"zero", b"one"]
+    assert not store.check(["nostall/job/0"]) and not store.check(["nostall/job/1"])
+
+
+def test_other_stores_of_torch_are_not_taken_for_private(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch.distributed", reason="torch is not installed")
+    from nostall.job._rendezvous import _readers_of
+
+    file = torch.FileStore(str(tmp_path / "store"), 1)
+    assert _readers_of(torch.PrefixStore("a", file)).endswith(f"at {tmp_path}/store")
+    assert _readers_of(torch.Store()) == "whoever reaches torch's Store"
+    assert _readers_of(torch.HashStore()) == ""
+
+
+def test_ranks_on_one_node_are_compared_without_a_meeting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One after the other, as by loaders that live shorter than the ranks are apart."""
+    torch = pytest.importorskip("torch.distributed", reason="torch is not installed")
+    store = torch.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(cluster, "initialised_store", lambda size: store if size == 3 else None)
+    worlds = [World(rank, 3, rank, 3, "job") for rank in range(3)]
+    settings, own = {"batch_size": 8, "seed": 0}, cluster.node_identity()
+    cluster.check_alike(worlds[0], "loader 0", settings)
+    cluster.check_alike(worlds[1], "loader 0", settings)
+    with pytest.raises(UsageError, match="batch_size is 8 on rank 0 and 16 on rank 2"):
+        cluster.check_alike(worlds[2], "loader 0", settings | {"batch_size": 16})
+    cluster.check_alike(worlds[2], "loader 1", settings | {"batch_size": 16})
+    cluster.check_alike(World(0, 2, 0, 2, "job"), "loader 0", settings | {"batch_size": 16})
+    assert not caplog.text
+    monkeypatch.setattr(cluster, "node_identity", lambda: own.replace("net:", "net:other"))
+    cluster.check_alike(worlds[2], "loader 0", settings)
+    assert "ranks 0 and 2 are on one machine and share no cache" in caplog.text
+
+
+def test_only_loaders_of_torchs_ranks_are_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Torch's own process group, as one rank sees it."""
+    torch = pytest.importorskip("torch.distributed", reason="torch is not installed")
+    monkeypatch.setattr(torch, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch, "get_world_size", lambda: 2)
+    store: Any = torch.FileStore(str(tmp_path / "store"), 1)
+    monkeypatch.setattr(torch.distributed_c10d, "_get_default_store", lambda: store)
+    pair, four = [World(r, 2, r, 2, "job") for r in range(2)], World(1, 4, 1, 4, "job")
+    cluster.check_alike(pair[0], "loader 0", {"seed": 0})
+    cluster.check_alike(four, "loader 0", {"seed": 1})
+    with pytest.raises(UsageError, match="seed is 0 on rank 0 and 1 on rank 1"):
+        cluster.check_alike(pair[1], "loader 0", {"seed": 1})
+    # That of init_process_group("mpi") can do nothing.
+    store = torch.Store()
+    cluster.check_alike(pair[0], "loader 0", {"seed": 0})
+    cluster.check_alike(pair[1], "loader 0", {"seed": 1})
+
+
+def test_what_a_rank_makes_for_itself_shifts_no_names(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "0.bin").write_bytes(b"0")
+    data = nostall.ImageFolder(tmp_path, extensions=(".bin",), index=False)
+
+    def twins(**options: Any) -> str:
+        with nostall.DataLoader(data, 1, tiers=[], output="numpy", **options) as loader:
+            return loader._twins
+
+    def number(name: str) -> int:
+        return int(name.rpartition(" ")[2])
+
+    both: dict[str, Any] = {"rank": 0, "world_size": 7}
+    first = twins(**both)
+    twins(rank=0, world_size=1)
+    twins(rank=0, world_size=7, job="evaluation")
+    assert number(twins(**both)) == number(first) + 1

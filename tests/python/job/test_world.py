@@ -1,0 +1,174 @@
+"""Ranks are found under every launcher, and half-set environments are named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nostall.errors import UsageError
+from nostall.job._world import find_address, find_world
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "TORCHELASTIC_RUN_ID": "x",
+    "MASTER_PORT": "1",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "job7",
+}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SLURM = {
+    "SLURM_PROCID": "6",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        (TORCHRUN, (5, 8, 1, 4)),
+        (OPEN_MPI, (2, 4, 0, 2)),
+        (MPICH, (3, 4, 1, 2)),
+        (SLURM, (6, 8, 2, 4)),
+        ({}, (0, 1, 0, 1)),
+        ({"SLURM_PROCID": "0", "SLURM_JOB_ID": "77", "SLURM_NTASKS": "8"}, (0, 1, 0, 1)),
+        ({**SLURM, **TORCHRUN}, (5, 8, 1, 4)),
+        # As scripts for sbatch set them for torch.distributed.
+        ({**SLURM, "RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2"}, (6, 8, 2, 4)),
+        ({**SLURM, "RANK": "6", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": ""}, (6, 8, 2, 4)),
+        ({**OPEN_MPI, "RANK": "2", "WORLD_SIZE": "4"}, (2, 4, 0, 2)),
+        ({**MPICH, "RANK": "3", "WORLD_SIZE": "4"}, (3, 4, 1, 2)),
+        ({"RANK": "", "WORLD_SIZE": "", **OPEN_MPI}, (2, 4, 0, 2)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, (0, 1, 0, 1)),
+    ],
+)
+def test_places(environment: dict[str, str], place: tuple[int, int, int, int]) -> None:
+    world = find_world(environment=environment)
+    assert (world.rank, world.world_size, world.local_rank, world.local_world_size) == place
+
+
+def test_jobs_are_told_apart() -> None:
+    a = find_world(environment=TORCHRUN)
+    assert a.job == find_world(environment={**TORCHRUN, "RANK": "6", "LOCAL_RANK": "2"}).job
+    assert a.job != find_world(environment={**TORCHRUN, "MASTER_PORT": "2"}).job
+    assert a.job != find_world(environment={**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}).job
+
+
+def test_jobs_of_slurm_that_set_the_same_port_are_told_apart() -> None:
+    by_hand = {"RANK": "6", "WORLD_SIZE": "8", "MASTER_PORT": "29500", **SLURM}
+    other = find_world(environment={**by_hand, "SLURM_JOB_ID": "78"})
+    assert find_world(environment=by_hand).job != other.job
+
+
+@pytest.mark.parametrize(
+    ("environment", "address"),
+    [
+        ({**SLURM, "SLURM_STEP_NODELIST": "gpu[07-09,12],login1"}, "gpu07"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "rack[1-2]n[3,5],a"}, "rack1n3"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "one,two"}, "one"),
+        ({**SLURM, "MASTER_ADDR": "here"}, "here"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "127.0.0.1"),
+    ],
+)
+def test_addresses_are_found(environment: dict[str, str], address: str) -> None:
+    world = find_world(environment=environment)
+    found = find_address(world, environment)
+    assert found is not None
+    assert found[0] == address
+    assert 15_000 <= found[1] < 32_000
+    assert find_address(world, {**environment, "MASTER_PORT": "77"}) == (address, 77)
+
+
+def test_without_a_host_there_is_no_address() -> None:
+    assert find_address(find_world(environment=OPEN_MPI), OPEN_MPI) is None
+
+
+def test_what_is_missing_or_wrong_is_named() -> None:
+    partial = {k: v for k, v in TORCHRUN.items() if k != "LOCAL_RANK"}
+    with pytest.raises(UsageError, match="RANK and WORLD_SIZE are set without LOCAL_RANK,"):
+        find_world(environment=partial)
+    with pytest.raises(UsageError, match="Open MPI did not set OMPI_COMM_WORLD_LOCAL_SIZE"):
+        find_world(
+            environment={k: v for k, v in OPEN_MPI.items() if k != "OMPI_COMM_WORLD_LOCAL_SIZE"}
+        )
+    with pytest.raises(UsageError, match="WORLD_SIZE=many"):
+        find_world(environment={**TORCHRUN, "WORLD_SIZE": "many"})
+    with pytest.raises(UsageError, match="rank 9"):
+        find_world(rank=9, world_size=8, environment={})
+    with pytest.raises(UsageError, match="both"):
+        find_world(rank=0, environment={})
+    with pytest.raises(UsageError, match="local rank 2 of 2"):
+        find_world(rank=0, world_size=4, local_rank=2, local_world_size=2, environment={})
+
+
+@pytest.mark.multi
+def test_torchrun_itself() -> None:
+    code = (
+        "import os; from nostall.job._world import find_address, find_world; w = find_world(); "
+        "os.write(1, f'place {w.rank} {w.local_rank}\\n'.encode())"
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, "--standalone", "--no-python", sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    places = sorted(line for line in done.stdout.splitlines() if line.startswith("place"))
+    assert places == ["place 0 0", "place 1 1"]
+
+
+def test_mpich_itself() -> None:
+    """Ranks behind a shell of their own are of one job on the node, and two jobs are two."""
+    mpiexec = Path(__file__).parents[3] / "build" / "mpich" / "bin" / "mpiexec"
+    if not mpiexec.exists():
+        pytest.skip(f"MPICH: {mpiexec} is missing; scripts/mpi-suite makes it")
+    code = (
+        "import os; from nostall.job._world import find_address, find_world; w = find_world(); "
+        "os.write(1, f'{w.rank} {w.local_world_size} {w.job}\\n'.encode())"
+    )
+    rank = ["sh", "-c", 'set -e; "$0" -c "$1"; :', sys.executable, code]
+    jobs = [
+        subprocess.Popen([mpiexec, "-n", "2", *rank], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [sorted(job.communicate(timeout=100)[0].splitlines()) for job in jobs]
+    for lines in said:
+        assert [line.split()[:2] for line in lines] == [["0", "2"], ["1", "2"]]
+        assert lines[0].split(" ", 2)[2] == lines[1].split(" ", 2)[2]
+    assert said[0][0] != said[1][0]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "node", "here"),
+    [("4(x2)", "1", 4), ("4,3", "1", 3), ("3,4(x2)", "0", 3), ("3,4(x2)", "2", 4), ("2", "0", 2)],
+)
+def test_slurm_nodes_may_have_different_numbers_of_tasks(tasks: str, node: str, here: int) -> None:
+    environment = SLURM | {
+        "SLURM_STEP_TASKS_PER_NODE": tasks,
+        "SLURM_NODEID": node,
+        "SLURM_LOCALID": "1",
+    }
+    assert find_world(environment=environment).local_world_size == here
+
+
+@pytest.mark.parametrize(("tasks", "node"), [("4,3", "2"), ("4;3", "0"), ("", "0")])
+def test_slurm_lists_that_make_no_sense_are_named(tasks: str, node: str) -> None:
+    environment = SLURM | {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node}
+    with pytest.raises(UsageError, match="SLURM_STEP_TASKS_PER_NODE"):
+        find_world(environment=environment)

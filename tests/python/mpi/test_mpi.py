@@ -1,0 +1,379 @@
+"""Unmodified mpi4py programs with libnostall_mpi.so preloaded; what they check is in mpi_rank.py."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpis import MPIS, counted, launcher, run
+
+from nostall.cli import _run as mpi
+from nostall.cli import main
+from nostall.errors import UsageError
+from nostall.observe.report import _arrivals as arrivals
+
+pytestmark = pytest.mark.multi
+RANK = Path(__file__).with_name("mpi_rank.py")
+
+
+def launch(
+    what: list[str], ranks: int, nodes: int = 1, **options: object
+) -> subprocess.CompletedProcess[str]:
+    variables = mpi.environment(mpi.library(), verbose=True, **options)  # type: ignore[arg-type]
+    program = [sys.executable, str(RANK), *what]
+    words = launcher("openmpi")
+    for node in range(nodes):
+        extra = ["-x", f"NOSTALL_NODE={node}"] if nodes > 1 else []
+        if node > 0:
+            passed = [w for k, v in variables.items() for w in ("-x", f"{k}={v}")]
+            words += [":", *passed]
+        words += ["-n", str(ranks // nodes), *extra, *program]
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return subprocess.run(
+        mpi.command(words, variables),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, **root},
+    )
+
+
+def test_what_is_preloaded_already_stays_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "/lib/liballocator.so")
+    preload = mpi.environment(Path("/x/libnostall_mpi.so"))["LD_PRELOAD"]
+    assert preload == "/lib/liballocator.so /x/libnostall_mpi.so"
+    monkeypatch.delenv("LD_PRELOAD")
+    assert mpi.environment(Path("/x/libnostall_mpi.so"))["LD_PRELOAD"] == "/x/libnostall_mpi.so"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_collectives_of_all_types_agree_with_numpy(ranks: int) -> None:
+    result = launch(["collectives"], ranks)
+    assert "all right" in result.stdout, result.stderr
+    assert counted(result.stderr) == {
+        **{"allreduce": 440, "reduce": 220, "bcast": 60, "barrier": 60},
+        **{"background": 0, "allocations": 0, "persistent": 0},
+        **{"switched-off": 0, "inter-communicator": 0, "not-shared": 0, "type": 0},
+        **{"several-nodes": 0, "nonblocking": 0},
+    }
+
+
+def test_operations_types_and_communicators_of_all_kinds() -> None:
+    result = launch(["operations", "types", "communicators", "pending", "random_delays"], 4)
+    assert "all right" in result.stdout, result.stderr
+    counts = counted(result.stderr)
+    assert counts["inter-communicator"] == 1
+    assert counts["background"] == 1
+    assert counts["allreduce"] > 3000
+
+
+@pytest.mark.parametrize("which", MPIS)
+def test_a_rank_that_waits_serves_messages_and_windows(which: str) -> None:
+    result = run(which, 2, [sys.executable, str(RANK), "pending", "windows"], timeout=30)
+    assert "all right" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("which", MPIS)
+def test_nonblocking_calls_run_in_the_background(which: str) -> None:
+    ranks = 2
+    result = run(which, ranks, [sys.executable, str(RANK), "background", "freed"])
+    assert "all right" in result.stdout, result.stderr
+    counts = counted(result.stderr)
+    assert counts["background"] == 3 * 4 + 2 * 20
+    assert counts["nonblocking"] == 1
+    assert counts["persistent"] == 1
+    # Not "freed" with Open MPI: without any library of ours, too, a communicator that is freed while
+    # Open MPI 5.0's own MPI_Iallreduce runs on it is gone, and the next round of messages, in
+    # MPI_Wait, ends the process (mca_pml_ob1_isend of a communicator that has no ranks any more).
+    programs = ["background"] if which == "openmpi" else ["background", "freed"]
+    result = run(which, 2, [sys.executable, str(RANK), *programs], NOSTALL_MPI_NONBLOCKING="off")
+    assert "all right" in result.stdout, result.stderr
+    assert counted(result.stderr)["background"] == 0
+
+
+@pytest.mark.parametrize("which", MPIS)
+def test_memory_of_the_mpi_is_shared_and_given_back(which: str) -> None:
+    result = run(which, 2, [sys.executable, str(RANK), "memory"], NOSTALL_MPI_SHARED=str(32 << 20))
+    assert "all right" in result.stdout, result.stderr
+    assert counted(result.stderr)["allocations"] == 1 + 10
+
+
+@pytest.mark.parametrize("which", MPIS)
+def test_several_threads_call_at_once(which: str) -> None:
+    result = run(which, 2, [sys.executable, str(RANK), "threads"])
+    assert "all right" in result.stdout, result.stderr
+
+
+def test_two_nodes_reduce_in_two_levels() -> None:
+    result = launch(["collectives", "operations", "types", "pending"], 4, nodes=2)
+    assert "all right" in result.stdout, result.stderr
+    assert counted(result.stderr)["allreduce"] > 400
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_nodes_exchange_shares_by_arrival(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOSTALL_MPI_BETWEEN", "exchange")
+    result = launch(["exchange"], ranks, nodes=3 if ranks == 3 else 2)
+    assert "all right" in result.stdout, result.stderr
+    assert counted(result.stderr)["allreduce"] > 40
+
+
+def test_a_killed_rank_is_an_error_on_the_others() -> None:
+    result = launch(["killed"], 3)
+    assert result.returncode != 0
+    assert "rank 1 (process" in result.stderr
+    assert "died before it finished allreduce (call 2)" in result.stderr
+
+
+@pytest.mark.parametrize("which", MPIS)
+def test_a_death_or_an_absence_ends_the_job_and_leaves_no_memory(which: str) -> None:
+    files = set(Path("/dev/shm").glob("nostall-*-collective"))
+    result = run(which, 3, [sys.executable, str(RANK), "killed_with_child"])
+    assert result.returncode != 0
+    result = run(which, 2, [sys.executable, str(RANK), "absent"], NOSTALL_MPI_TIMEOUT="0.5")
+    assert result.returncode != 0
+    assert "rank 0 was told True" in result.stdout, result.stderr
+    assert "in allreduce (call 2) for ranks that have not arrived: 1" in result.stderr
+    files = set(Path("/dev/shm").glob("nostall-*-collective")) - files
+    # Another job's exist until all of its ranks have joined.
+    end = time.monotonic() + 60
+    while any(file.exists() for file in files):
+        assert time.monotonic() < end, files
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("which", MPIS)
+def test_ranks_that_call_different_things_are_told_both(which: str) -> None:
+    result = run(which, 3, [sys.executable, str(RANK), "mismatched"])
+    assert "all right" in result.stdout, result.stderr
+    for told in (
+        "allreduce of 70 float32 elements, sum",
+        "allreduce of 100 float32 elements, max",
+        "rank 1 calls allreduce of 100 int32 elements, sum",
+        "rank 1 calls broadcast of 400 bytes, from rank 0",
+        "rank 1 calls barrier",
+    ):
+        assert told in result.stderr
+    assert counted(result.stderr)["allreduce"] == 1
+
+
+@pytest.mark.parametrize("which", MPIS)
+def test_buffers_types_and_children_that_are_not_ordinary(which: str) -> None:
+    # All nonblocking calls are ours: the MPIs refuse one buffer as both.
+    programs = [sys.executable, str(RANK), "buffers", "gaps", "forked"]
+    result = run(which, 2, programs, NOSTALL_MPI_NONBLOCKING="0")
+    assert "all right" in result.stdout, result.stderr
+    counts = counted(result.stderr)
+    assert counts["type"] == 1
+    assert counts["allreduce"] == 3 * 5 + 3
+    assert counts["background"] == 3 * 4 + 3
+
+
+def test_a_revoked_communicator_ends_for_those_who_wait() -> None:
+    result = run("openmpi", 2, [sys.executable, str(RANK), "revoked"])
+    assert "all right" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("which", MPIS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_error_between_nodes_is_returned_on_all_ranks(which: str, ranks: int) -> None:
+    program = [sys.executable, str(RANK), "disagreeing_nodes"]
+    result = run(which, ranks, program, timeout=60, TEST_NODES="2")
+    assert "all right" in result.stdout, result.stdout + result.stderr
+    assert "the MPI's part of bcast between nodes failed: " in result.stderr
+
+
+@pytest.mark.parametrize("which", MPIS)
+def test_an_error_in_the_exchange_by_arrival_is_returned_on_all_ranks(which: str) -> None:
+    settings = {"TEST_NODES": "2", "NOSTALL_MPI_BETWEEN": "exchange"}
+    program = [sys.executable, str(RANK), "disagreeing_exchange"]
+    result = run(which, 4, program, timeout=60, **settings)
+    assert "all right" in result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("which", MPIS)
+def test_an_absence_on_one_node_ends_the_waiting_on_the_other(which: str) -> None:
+    program = [sys.executable, str(RANK), "absent_elsewhere"]
+    result = run(which, 4, program, timeout=60, TEST_NODES="2")
+    assert "all right" in result.stdout, result.stdout + result.stderr
+    assert "on the node of rank" in result.stderr
+
+
+@pytest.mark.parametrize("between", ["mpi", "exchange"])
+@pytest.mark.parametrize(("which", "ranks"), [("openmpi", 2), ("mpich", 4)])
+def test_a_node_that_does_not_come_is_an_error(which: str, ranks: int, between: str) -> None:
+    settings = {"TEST_NODES": "2", "NOSTALL_MPI_BETWEEN": between, "NOSTALL_MPI_TIMEOUT": "3"}
+    result = run(which, ranks, [sys.executable, str(RANK), "absent_node"], timeout=60, **settings)
+    assert "all right" in result.stdout, result.stdout + result.stderr
+    assert "rank 0 waited 2.7000 s for other nodes in allreduce" in result.stderr
+
+
+def test_a_revocation_reaches_those_who_wait_on_other_nodes() -> None:
+    for ranks in (4, 6):
+        program = [sys.executable, str(RANK), "revoked_elsewhere"]
+        result = run("openmpi", ranks, program, timeout=30, TEST_NODES="2")
+        assert "all right" in result.stdout, result.stdout + result.stderr
+    program = [sys.executable, str(RANK), "revoked_by_mpi"]
+    ulfm = ("--with-ft", "ulfm")
+    result = run("openmpi", 4, program, timeout=30, launched=ulfm, TEST_NODES="2")
+    assert "all right" in result.stdout, result.stdout + result.stderr
+
+
+def test_more_than_two_gigabytes_in_one_call() -> None:
+    result = run("mpich", 2, [sys.executable, str(RANK), "huge"])
+    assert "all right" in result.stdout, result.stderr
+    assert counted(result.stderr)["allreduce"] == 1
+
+
+def test_switched_off_it_only_watches(tmp_path: Path) -> None:
+    result = launch(["random_delays"], 2, replace=False, profile=str(tmp_path))
+    assert "all right" in result.stdout, result.stderr
+    assert counted(result.stderr)["switched-off"] == 3000
+    for rank in range(2):
+        header, _, records = (tmp_path / f"mpi-{rank}.profile").read_bytes().partition(b"\n")
+        told = json.loads(header)
+        assert (told["rank"], told["ranks"], told["records"]) == (rank, 2, 3000)
+        assert len(records) == 3000 * 40
+    profile = arrivals.read(arrivals.find([str(tmp_path)]))
+    assert [(c.operation, c.bytes) for c in profile.calls] == [("allreduce", 24)] * 3000
+    # A rank that sleeps is late, and nobody leaves before the last has come.
+    assert max(c.worst for c in profile.calls) > 100_000
+    assert all(c.left.min() >= c.arrived.max() for c in profile.calls)
+
+
+@pytest.mark.parametrize(("most", "kept"), [(1 << 20, 600), (150, 150)])
+def test_records_of_several_threads_are_in_order_and_on_the_kernels_clock(
+    most: int, kept: int, tmp_path: Path
+) -> None:
+    program = [sys.executable, str(RANK), "threads"]
+    settings = {"NOSTALL_MPI_PROFILE": str(tmp_path), "NOSTALL_MPI_PROFILE_RECORDS": str(most)}
+    began = time.monotonic_ns()
+    result = run("openmpi", 2, program, **settings)
+    ended = time.monotonic_ns()
+    assert "all right" in result.stdout, result.stderr
+    for rank in range(2):
+        header, _, records = (tmp_path / f"mpi-{rank}.profile").read_bytes().partition(b"\n")
+        told = json.loads(header)
+        assert (told["records"], told["dropped"]) == (kept, 600 - kept)
+        times = np.frombuffer(records, "<i8").reshape(kept, 5)[:, :2]
+        assert (np.diff(times[:, 0]) >= 0).all()
+        assert (times[:, 1] > times[:, 0]).all()
+        assert began < times.min() and times.max() < ended
+
+
+_NO_MEMORY = """
+import pathlib, resource
+from mpi4py import MPI
+limits = resource.getrlimit(resource.RLIMIT_AS)
+used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), limits[1]))
+for _ in range(160_000):
+    MPI.COMM_SELF.Barrier()
+resource.setrlimit(resource.RLIMIT_AS, limits)
+print("all right")
+"""
+
+
+def test_a_program_without_memory_for_records_goes_on(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", _NO_MEMORY]
+    result = run("openmpi", 1, program, NOSTALL_MPI_PROFILE=str(tmp_path))
+    assert "all right" in result.stdout, result.stderr
+    header, records = arrivals.read_file(tmp_path / "mpi-0.profile")
+    assert len(records) >= 3 * 50_000  # what was ready at the beginning
+    assert header["dropped"] == 160_000 - len(records) > 0
+
+
+_GIVES_BACK = """
+import threading
+from mpi4py import MPI
+first, second, third = (MPI.COMM_SELF.Dup() for _ in range(3))
+called, may_end = threading.Event(), threading.Event()
+def work():
+    for _ in range(100):
+        first.Barrier()
+    called.set()
+    may_end.wait()
+worker = threading.Thread(target=work)
+worker.start()
+called.wait()
+for _ in range(2000):
+    second.Barrier()
+may_end.set()
+worker.join()
+for _ in range(50):
+    second.Barrier()
+for _ in range(10):
+    third.Barrier()
+"""
+
+
+def test_what_a_communicator_lacks_is_its_end(tmp_path: Path) -> None:
+    settings = {"NOSTALL_MPI_PROFILE": str(tmp_path), "NOSTALL_MPI_PROFILE_RECORDS": "6000"}
+    result = run("openmpi", 1, [sys.executable, "-c", _GIVES_BACK], **settings)
+    assert result.returncode == 0, result.stderr
+    _, records = arrivals.read_file(tmp_path / "mpi-0.profile")
+    _, calls = np.unique(records["communicator"], return_counts=True)
+    # The second thread's part of the memory is full; that of the first comes too late for it.
+    assert calls.tolist() == [100, 6000 - 4369, 10]
+
+
+_MANY_THREADS = """
+import threading
+from mpi4py import MPI
+comms = [MPI.COMM_SELF.Dup() for _ in range(12)]
+together = threading.Barrier(12)
+def work(comm):
+    for _ in range(100):
+        comm.Barrier()
+    together.wait()
+workers = [threading.Thread(target=work, args=(comm,)) for comm in comms]
+for worker in workers:
+    worker.start()
+for worker in workers:
+    worker.join()
+"""
+
+
+def test_many_threads_share_the_memory_for_records(tmp_path: Path) -> None:
+    settings = {"NOSTALL_MPI_PROFILE": str(tmp_path), "NOSTALL_MPI_PROFILE_RECORDS": "52428"}
+    result = run("openmpi", 1, [sys.executable, "-c", _MANY_THREADS], **settings)
+    assert result.returncode == 0, result.stderr
+    profile = arrivals.read(arrivals.find([str(tmp_path)]))
+    assert (len(profile.calls), profile.dropped) == (1200, 0)
+
+
+def test_an_unmodified_program_is_profiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
+        monkeypatch.setenv(name, "1")
+    home = tmp_path / "run"
+    words = [*launcher("openmpi"), "-n", "2", sys.executable, str(RANK), "random_delays"]
+    assert main(["profile", "--mpi", "-o", str(home), "--", *words]) == 0
+    assert "% for peers" in capsys.readouterr().out
+    profile = arrivals.read(arrivals.find([str(home / "mpi")]))
+    for rank in range(2):
+        with gzip.open(home / f"rank{rank}.mpi.trace.json.gz", "rt") as file:
+            trace = json.load(file)
+        assert trace["distributedInfo"]["rank"] == rank
+        calls = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+        assert {e["name"] for e in calls} == {"MPI_Allreduce"}
+        assert [e["args"]["seq"] for e in calls] == list(range(3000))
+        assert {e["args"]["bytes"] for e in calls} == {24}
+        seen = [c.arrived[rank] / 1000 for c in profile.calls]
+        assert [e["ts"] for e in calls] == pytest.approx(seen)
+
+
+def test_the_launcher_passes_the_variables_on() -> None:
+    words = ["srun", "-n", "2", "./program"]
+    assert mpi.command(words, {"A": "1"}) == ["env", "A=1", *words]
+    with pytest.raises(UsageError, match="say what to run"):
+        mpi.run(argparse.Namespace(words=[], library=None))

@@ -1,0 +1,151 @@
+"""Numbers of running loaders: Prometheus, TensorBoard, ``nostall top``."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import nostall
+from nostall import metrics, trace
+from nostall.cli import _top as top
+from nostall.cli import main
+from nostall.errors import IoError, UsageError
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    metrics.close()
+    trace.stop()
+
+
+def scrape(port: int) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        lines = answer.read().decode().splitlines()
+    rows = [line for line in lines if not line.startswith("#")]
+    assert all(re.fullmatch(r'nostall_\w+\{(\w+="[^"]*",?)+\} [0-9.e+-]+', r) for r in rows)
+    return {r.rpartition(" ")[0]: float(r.rpartition(" ")[2]) for r in rows}
+
+
+def test_prometheus_sees_a_loader_while_it_runs(image_folder: Path) -> None:
+    port = metrics.serve(0)
+    with pytest.raises(UsageError, match="served already"):
+        metrics.serve(0)
+    with nostall.DataLoader(
+        nostall.ImageFolder(image_folder, index=False), 4, epochs=2, tiers=["ram:64MiB"]
+    ) as loader:
+        labels = f'rank="0",loader="{loader.name}"'
+        for number, _ in enumerate(loader):
+            if number == 2:
+                rows = scrape(port)
+                assert rows[f"nostall_batches_total{{{labels}}}"] == 3
+        for _ in loader:
+            pass
+        rows = scrape(port)
+        stats = loader.stats()
+    assert rows[f"nostall_batches_total{{{labels}}}"] == sum(e.batches for e in stats.epochs)
+    for origin in ("ram", "source"):
+        key = f'nostall_samples_total{{{labels},origin="{origin}"}}'
+        assert rows[key] == sum(e.origins[origin].samples for e in stats.epochs)
+    stalled = rows[f"nostall_stall_seconds_total{{{labels}}}"]
+    assert stalled == pytest.approx(stats.stall_seconds)
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/")
+
+
+def test_nothing_listens_unless_asked(
+    image_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def one() -> None:
+        with nostall.DataLoader(
+            nostall.ImageFolder(image_folder, index=False), 4, tiers=[], output="numpy"
+        ) as loader:
+            next(iter(loader))
+
+    one()
+    assert metrics._server is None
+    monkeypatch.setenv("NOSTALL_METRICS_PORT", "no port")
+    for _ in range(2):
+        one()
+    assert metrics._server is None
+    (said,) = [r.message for r in caplog.records if "must be a port" in r.message]
+    assert "training goes on without metrics" in said
+    metrics.close()
+    monkeypatch.setenv("NOSTALL_METRICS_PORT", "0")
+    one()
+    assert metrics._server is not None
+    taken = metrics._server.server_port
+    assert metrics._server.server_address[0] == "127.0.0.1"
+    server, metrics._server = metrics._server, None
+    try:
+        with pytest.raises(IoError, match=f"port {taken}"):
+            metrics.serve(taken)
+        # Another job of the node has the port: this one trains.
+        caplog.clear()
+        monkeypatch.setenv("NOSTALL_METRICS_PORT", str(taken))
+        for _ in range(2):
+            one()
+        assert [f"port {taken}" in r.message for r in caplog.records] == [True]
+    finally:
+        metrics._server = server
+
+
+def test_tensorboard_gets_the_last_epoch(image_folder: Path) -> None:
+    rows: dict[str, tuple[float, int]] = {}
+
+    class Writer:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            rows[name] = (value, step)
+
+    with nostall.DataLoader(
+        nostall.ImageFolder(image_folder, index=False), 4, tiers=[], output="numpy"
+    ) as loader:
+        for _ in loader:
+            pass
+        stats = loader.stats()
+    metrics.to_tensorboard(Writer(), stats, 7)
+    assert rows["nostall/stall_fraction"] == (stats.epochs[0].stall_fraction, 7)
+    assert rows["nostall/samples_from/source"] == (stats.samples, 7)
+
+
+def test_top_shows_what_a_recorded_run_does(
+    image_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace.start(tmp_path, rank=0)
+    with nostall.DataLoader(
+        nostall.ImageFolder(image_folder, index=False), 4, tiers=[], output="numpy"
+    ) as loader:
+        next(iter(loader))
+        (path,) = tmp_path.glob("*.live.json")
+        said = json.loads(path.read_text())
+        assert (said["rank"], said["epoch"], said["batch"], said["samples"]) == (0, 0, 0, 4)
+        name = loader.name
+    (tmp_path / "rank1.0.live.json").write_text("{")
+    assert main(["top", str(tmp_path), "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert "1 loaders" in shown
+    # Not cut where a terminal has 80 columns.
+    assert {"samples/s", "source", "ready", "ago"} <= set(shown.split())
+    assert max(map(len, shown.splitlines())) <= 80
+    now = top.read(tmp_path)
+    # Two looks: the rate is that between them.
+    old = {k: {**v, "time": v["time"] - 1, "samples": 0, "seconds": v["seconds"] - 2,
+               "stall_seconds": v["stall_seconds"] - 1, "origins": dict.fromkeys(v["origins"], 0)}
+           for k, v in now.items()}  # fmt: skip
+    cells = [list(c.cells) for c in top.table(now, old).columns]
+    assert [str(c[0]) for c in cells][:6] == [
+        "0",
+        name.removeprefix("loader "),
+        "0",
+        "0",
+        "2",
+        "50%",
+    ]
+    assert main(["top", str(tmp_path / "none"), "--once"]) == UsageError.exit_code

@@ -1,0 +1,180 @@
+"""Traces of the PyTorch profiler: known answers, a real job on Gloo, kernels of NCCL, damage."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import prefork
+import pytest
+
+from nostall.cli import main
+from nostall.errors import CorruptionError, UsageError
+from nostall.observe.timelines import Analysis, analyze
+
+US = 1e-6
+BASE = 1_700_000_000_000_000_000
+HERE = Path(__file__).parent
+
+
+def x(name: str, begin: float, end: float, **more: Any) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "ts": begin, "dur": end - begin, "pid": 1, "tid": 1, **more}
+
+
+def gloo(launch: float, begin: float, end: float, elements: int) -> list[dict[str, Any]]:
+    return [
+        x("c10d::allreduce_", launch, launch + 1, cat="cpu_op",
+          args={"Input Dims": [[[elements]], [], []], "Input type": ["TensorList", "", ""]}),
+        x("gloo:all_reduce", begin, end, cat="user_annotation",
+          args={"Input Dims": [[elements]], "Input type": ["float"]}),
+    ]  # fmt: skip
+
+
+def nccl(launch: float, begin: float, end: float, elements: int) -> list[dict[str, Any]]:
+    return [
+        x("c10d::allreduce_", launch, launch + 1, cat="cpu_op", args={}),
+        x("nccl:all_reduce", launch, launch + 1, cat="user_annotation", args={}),
+        x("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", begin, end,
+          cat="kernel", args={"In msg nelems": elements, "dtype": "Float", "stream": 20}),
+    ]  # fmt: skip
+
+
+def trace(events: list[dict[str, Any]], rank: int, world: int = 2, **head: Any) -> dict[str, Any]:
+    return {
+        "schemaVersion": 1,
+        "distributedInfo": {"backend": "gloo", "rank": rank, "world_size": world},
+        "host_name": "node",
+        "baseTimeNanoseconds": BASE,
+        **head,
+        "traceEvents": events,
+        "traceName": "t",
+    }
+
+
+def job(make: Any = gloo, shift: float = 0) -> list[list[dict[str, Any]]]:
+    """Four rounds of two ranks, at 0, 1000, 2000, 3000; those at 1000 and 2000 count."""
+    ranks: list[list[dict[str, Any]]] = [[], []]
+    for start in (0, 1000, 2000, 3000):
+        for rank, events in enumerate(ranks):
+            at = start + (shift if rank else 0)
+            events.append(x("DistributedDataParallel.forward", at + 5 * rank, at + 100))
+            # Bucket 0: ready at 200 and 300, run by both at 310, ended 400 and 410.
+            events += make(at + 200 + 100 * rank, at + 210 + 100 * rank, at + 400 + 10 * rank, 250)
+            # Bucket 1: ready at 350 and 500, run by both at 520, ended at 700.
+            events += make(at + 350 + 150 * rank, at + 410 + 110 * rank, at + 700, 500)
+    return ranks
+
+
+def read(tmp_path: Path, ranks: list[dict[str, Any]]) -> Analysis:
+    files = []
+    for number, content in enumerate(ranks):
+        files.append(tmp_path / f"rank{number}.json")
+        files[-1].write_text(json.dumps(content, indent=1))
+    return analyze(files)
+
+
+@pytest.mark.parametrize("make", [gloo, nccl])
+def test_known_answers(tmp_path: Path, make: Any) -> None:
+    got = read(tmp_path, [trace(e, r) for r, e in enumerate(job(make))])
+    assert [r.round for r in got.rounds] == [1, 2]
+    assert got.feed_forward == pytest.approx(200 * US)
+    first, second = got.tensors
+    assert (first.name, first.bytes) == ("bucket 0 (250 elements)", 1000)
+    assert first.window == pytest.approx((1000 - 410) * US)
+    assert first.reaction == pytest.approx(1000 / (590 * US))
+    assert first.immutable_worst == pytest.approx(1000 / (410 * US))
+    assert second.window == pytest.approx(300 * US)
+    # Of 200..1000, rank 0 is busy in 310-410 and 520-700; rank 1 also in 200-300 and 350-500.
+    assert [r.average for r in got.ranks] == pytest.approx([520 * US, 330 * US])
+    assert got.notes == []
+
+
+def test_clocks_of_other_hosts_are_aligned(tmp_path: Path) -> None:
+    first, second = job(shift=77_000)
+    got = read(tmp_path, [trace(first, 0), trace(second, 1, host_name="other")])
+    assert got.feed_forward == pytest.approx(200 * US, abs=11 * US)
+    assert any("was moved by -77.0" in n for n in got.notes)
+
+
+def test_accumulated_gradients_are_one_round(tmp_path: Path) -> None:
+    ranks = job()
+    for events in ranks:
+        for start in (0, 1000, 2000, 3000):
+            events.append(x("DistributedDataParallel.forward", start + 120, start + 150))
+    got = read(tmp_path, [trace(e, r) for r, e in enumerate(ranks)])
+    assert [r.seconds for r in got.rounds] == pytest.approx([1000 * US] * 2)
+    assert got.feed_forward == pytest.approx(200 * US)
+
+
+def test_one_rank_alone_has_no_negotiation_delays(tmp_path: Path) -> None:
+    got = read(tmp_path, [trace(job()[0], 0)])
+    assert got.rounds
+    assert got.ranks == []
+    assert got.negotiation_average is None
+    assert got.negotiation_missing is not None
+    assert "one file a rank" in got.negotiation_missing
+    assert any("ranks 1 lack" in n for n in got.notes)
+
+
+def test_damaged_traces_tell_file_and_offset(tmp_path: Path) -> None:
+    ranks = [trace(e, r) for r, e in enumerate(job())]
+    files = []
+    for number, content in enumerate(ranks):
+        files.append(tmp_path / f"r{number}.json.gz")
+        text = json.dumps(content)
+        if number:
+            text = text[: text.rindex('{"ph"')]  # the writer was killed
+            text = text.replace('"dur": 90,', '"dur": [90],', 1)
+        files[-1].write_bytes(gzip.compress(text.encode()))
+    got = analyze(files)
+    assert got.rounds
+    assert any("not readable" in n or "do not end" in n for n in got.notes)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        trace([], 0),
+        trace([x("DistributedDataParallel.forward", 0, 1)], 0),
+        trace(gloo(0, 1, 2, 3), 0),
+        {"distributedInfo": [[[]]], "baseTimeNanoseconds": "x", "traceEvents": [{"ph": "X"}, 7]},
+        {"distributedInfo": {"rank": [], "world_size": {}}, "traceEvents": gloo(0, 1, 2, 3)},
+    ],
+)
+def test_traces_without_rounds_are_refused(tmp_path: Path, content: dict[str, Any]) -> None:
+    with pytest.raises(CorruptionError) as caught:
+        read(tmp_path, [content])
+    assert "rank0.json" in str(caught.value)
+
+
+def test_a_rank_given_twice_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="both of rank 0"):
+        read(tmp_path, [trace(e, 0) for e in job()])
+
+
+@pytest.mark.multi
+def test_a_real_job_on_gloo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outs = [tmp_path / f"rank{r}.json.gz" for r in range(2)]
+    ranks = [
+        prefork.Process(
+            [HERE / "ddp.py", tmp_path / "store", out, str(r), "2"],
+            stderr=prefork.PIPE,
+            torch=True,
+        )
+        for r, out in enumerate(outs)
+    ]
+    for process in ranks:
+        _, errors = process.communicate(timeout=90)
+        assert process.returncode == 0, errors
+    got = analyze(outs)
+    assert len(got.rounds) == 4
+    assert sum(t.bytes or 0 for t in got.tensors) == 4 * (128 * 128 + 128) * 4
+    assert len(got.tensors) > 1
+    # Rank 1 comes 30 ms late in each round, and rank 0 is idle for most of it.
+    early, late = got.ranks
+    assert early.average > late.average
+    assert all(r.seconds > 0.03 for r in got.rounds)
+    assert main(["report", *map(str, outs), "-o", str(tmp_path / "r.html")]) == 0
+    assert "PyTorch profiler: 4 rounds" in capsys.readouterr().out

@@ -1,0 +1,296 @@
+"""The report of a run: words, advice, page, and how a browser shows it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from browser import look
+
+import nostall
+from nostall import trace
+from nostall.cli import main
+from nostall.errors import UsageError
+from nostall.observe._stats import BatchRecords, EpochStats, OriginStats, Stats
+from nostall.observe.report import _run as runs
+from nostall.observe.report import _run_page as run_page
+from nostall.observe.report import figure
+from nostall.observe.report._advice import advise, bandwidth, terms
+from nostall.observe.report._digest import Digest, Spans
+from nostall.observe.report._plots import causes
+from nostall.observe.report._run import Loader, Rank, Run, percent
+
+
+@pytest.fixture(autouse=True)
+def _stopped() -> Iterator[None]:
+    yield
+    trace.stop()
+
+
+def spans(begin: list[float], end: list[float], size: float = 0) -> Spans:
+    n = len(begin)
+    return Spans(np.array(begin), np.array(end), np.ones(n), np.full(n, float(size)))
+
+
+def made(rank: int = 0, name: str = "nfs") -> Rank:
+    """Two epochs of 10 s: 4 s compute; 6 s waiting for a source of 100 MB/s, 8 s of reading."""
+    nothing = OriginStats()
+    epochs = [
+        EpochStats(
+            e, 10.0, 6.0, 10, 100, 800_000_000,
+            {"ram": nothing, "file": nothing, "peer": nothing,
+             "source": OriginStats(100, 800_000_000, 8.0)}, 2.0,
+        )
+        for e in range(2)
+    ]  # fmt: skip
+    columns = {n: [1.0] * 2 for n in BatchRecords.__dataclass_fields__}
+    stats = Stats(rank, 1, epochs, BatchRecords(**columns), 800_000_000, {
+        "ram_tier": 0, "file_tier": 0, "staging": 1, "io_buffers": 1})  # fmt: skip
+    settings = {
+        "threads": 1, "fetchers": 1, "cores": 1, "world_size": 1, "local_world_size": 1,
+        "dataset_bytes": 800_000_000, "tiers": [], "storage": f"/data, {name}",
+        "memory_bytes": 8 << 30, "staging_bytes": 256 << 20,
+    }  # fmt: skip
+    digest = Digest("t", rank, 1, "h", 0.0, {
+        ("data", "wait for batch"): spans([2, 12], [8, 18]),
+        ("data", "read source"): spans([0, 10], [8, 18], 800_000_000),
+        ("compute", "forward"): spans([0, 10], [2, 12]),
+        ("data", "decode"): spans([19], [20]),
+    }, 0)  # fmt: skip
+    return Rank(rank, [Loader(settings, stats)], digest)
+
+
+def test_words_say_where_the_run_waited() -> None:
+    text = runs.words(Run("run", [made()], None, []))
+    assert text.startswith("This run waited 60.0 % of its time, 12.0 of 20.0 s a rank: 60.0 % for")
+    assert "60.0 % for the source (/data, nfs)" in text
+    assert "peers and checkpoints were not recorded" in text
+
+
+def test_the_model_is_the_slowest_of_its_terms() -> None:
+    run = Run("run", [made()], None, [])
+    assert bandwidth(run) == pytest.approx(100e6)
+    assert [(t.compute, t.read, t.decode, t.time) for t in terms(run, *run.loaders())] == [
+        (4.0, 8.0, 2.0, 8.0)
+    ] * 2
+    tiers, kept = advise(run)
+    assert tiers.change == 'tiers=["ram:1GiB"]'
+    assert tiers.gain == pytest.approx(4.0)  # of the second epoch: 8 s become 4 s
+    assert tiers.share == pytest.approx(0.2)
+    assert "keep" in kept.change
+    assert kept.gain == pytest.approx(4.0)  # of the first one
+
+
+def test_a_larger_buffer_is_not_advised_where_decoding_takes_the_time() -> None:
+    def slow(decode: float) -> list[str]:
+        rank = made()
+        loader = rank.loaders[0]
+        assert loader.stats is not None
+        epochs = [replace(e, decode_seconds=decode, origins={**e.origins, "source": OriginStats()})
+                  for e in loader.stats.epochs]  # fmt: skip
+        rank.loaders[0] = replace(loader, stats=replace(loader.stats, epochs=epochs))
+        return [a.change for a in advise(Run("run", [rank], None, []), most=9)]
+
+    assert any("staging" in change for change in slow(0.0))
+    assert not any("staging" in change for change in slow(6.0))
+
+
+def test_checkpoints_and_peers_are_counted_when_recorded() -> None:
+    rank = made()
+    assert rank.digest is not None
+    rank.digest.spans["checkpoint", "save"] = spans([18], [19])
+    rank.digest.spans["peers", "allreduce"] = spans([0, 0.5], [1, 2])
+    run = Run("run", [rank], None, [])
+    assert run.checkpoints == pytest.approx(0.05)
+    assert run.peers == pytest.approx(0.1)
+    assert "10.0 % for peers, 5.0 % for checkpoints" in runs.words(run)
+    assert "not recorded" not in runs.words(run)
+
+
+def test_the_chart_of_waits_has_all_of_them_and_advice_fits() -> None:
+    rank = made()
+    assert rank.digest is not None
+    rank.digest.spans["checkpoint", "save"] = spans([18], [19])
+    rank.digest.spans["peers", "allreduce"] = spans([0, 0.5], [1, 2])
+    run = Run("run", [rank], None, [])
+    plot = causes(run)
+    (row,) = [dict(zip(plot.headings, r, strict=True)) for r in plot.rows]
+    assert (row["other ranks"], row["checkpoints"]) == ("10.0 %", "5.0 %")
+    assert row["together"] == percent(run.waited)
+    (axis,) = plot.figure.axes
+    bars = sorted((p.get_x(), p.get_x() + p.get_width()) for p in axis.patches)
+    assert bars[0][0] == 0
+    assert all(a[1] == pytest.approx(b[0]) for a, b in pairwise(bars))  # no gap
+    assert bars[-1][1] == pytest.approx(100 * run.waited)
+    (legend,) = plot.figure.legends
+    assert {"other ranks", "checkpoints"} <= {t.get_text() for t in legend.get_texts()}
+    (written,) = [a.change for a in advise(run, most=9) if "checkpoint" in a.change]
+    assert "nostall.Checkpointer" in written
+    # Who uses it already is told something else.
+    rank.digest.spans["background", "write checkpoint"] = spans([19], [20])
+    changes = [a.change for a in advise(run, most=9)]
+    assert any("window=True" in c for c in changes)
+    assert not any("in the background" in c for c in changes)
+
+
+def test_origins_that_never_were_are_not_in_the_legend() -> None:
+    loader = made().loaders[0]
+    columns = {n: [1.0] * 2 for n in BatchRecords.__dataclass_fields__}
+    drawn = figure([replace(loader.stats, batches=BatchRecords(**{**columns, "peer": [0, 0]}))])
+    texts = [t.get_text() for axis in drawn.axes if axis.get_legend()
+             for t in axis.get_legend().get_texts()]  # fmt: skip
+    assert texts == ["RAM tier", "file tier", "source"]
+
+
+def test_without_a_trace_waits_are_shared_out_by_sums() -> None:
+    rank = made()
+    rank.digest = None
+    waits = rank.waits()
+    assert waits["source"] == pytest.approx(12 * 8 / 10)
+    assert waits["decode"] == pytest.approx(12 * 2 / 10)
+
+
+def record(images: Path, home: Path, sleep: float = 0.0) -> None:
+    trace.start(home, rank=0)
+    with nostall.DataLoader(
+        nostall.ImageFolder(images, index=False), 4, epochs=2, tiers=["ram:64MiB"], output="numpy"
+    ) as loader:
+        for epoch in loader.epochs():
+            for _ in epoch:
+                with trace.span("<script>alert(1)</script>"):
+                    time.sleep(sleep)
+    trace.stop()
+
+
+def test_a_page_is_read_in_a_browser(
+    image_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "run"
+    record(image_folder, home, 0.001)
+    page = tmp_path / "report.html"
+    assert main(["report", str(home), "-o", str(page)]) == 0
+    assert "This run waited" in capsys.readouterr().out
+    wide = look(page)
+    assert wide.messages == []
+    assert wide.requests == []
+    assert wide.scripts == 0
+    assert len(wide.figures) == 5
+    assert all(w > 300 and h > 60 for w, h in wide.figures)
+    assert wide.overflow <= 0
+    assert "<script>alert(1)</script>" in wide.text  # as words
+    phone = look(page, 390, 844)
+    assert phone.overflow <= 0  # what is wide scrolls by itself
+    assert all(w >= 390 for w, _ in phone.figures)
+
+
+def horovod() -> str:
+    """Four rounds of 1000 us of one tensor: rank 1 is ready 300 us after rank 0."""
+    rows = [{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "w$_1$"}}]
+    for t in (0, 1000, 2000, 3000):
+        rows += [
+            {"ph": "B", "name": "NEGOTIATE_ALLREDUCE", "ts": t + 600, "pid": 1},
+            {"ph": "X", "name": "0", "ts": t + 600, "pid": 1, "dur": 0},
+            {"ph": "X", "name": "1", "ts": t + 900, "pid": 1, "dur": 0},
+            {"ph": "E", "ts": t + 900, "pid": 1},
+            {"ph": "B", "name": "ALLREDUCE", "ts": t + 900, "pid": 1},
+            {"ph": "E", "ts": t + 1000, "pid": 1, "args": {"dtype": "float32", "shape": "[9]"}},
+        ]
+    return json.dumps(rows)
+
+
+def test_a_timeline_beside_says_who_waits_for_whom(image_folder: Path, tmp_path: Path) -> None:
+    home = tmp_path / "run"
+    record(image_folder, home)
+    (home / "timeline.json").write_text(horovod())
+    run = runs.read(home)
+    # Rank 0 waits 300 of 1000 us in every round, rank 1 never.
+    assert run.peers == pytest.approx(0.15)
+    assert "15.0 % for peers" in runs.words(run)
+    (late,) = [a for a in advise(run, most=9) if a.change.startswith("look at rank")]
+    assert late.change == "look at rank 1"
+    page = tmp_path / "page.html"
+    run_page.save([run], page)
+    seen = look(page)
+    assert seen.messages == []
+    assert "How long each rank waited for the others" in seen.text
+    assert len(seen.figures) == 6
+
+
+def test_two_runs_stand_side_by_side(image_folder: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        record(image_folder, tmp_path / name)
+    page = tmp_path / "both.html"
+    assert main(["report", str(tmp_path / "a"), str(tmp_path / "b"), "-o", str(page)]) == 0
+    seen = look(page)
+    assert seen.messages == []
+    assert "Side by side" in seen.text
+    assert "than A" in seen.text
+    assert len(seen.figures) == 10
+    with pytest.raises(UsageError, match="not 3"):
+        run_page.page([Run("", [made()], None, [])] * 3)
+
+
+def test_damaged_records_are_left_out_and_named(image_folder: Path, tmp_path: Path) -> None:
+    home = tmp_path / "run"
+    record(image_folder, home)
+    (home / "rank1.0.run.json").write_text('{"stats": 3}')
+    (home / "rank2.0.run.json").write_text("{")
+    (home / "rank3.trace.json.gz").write_bytes(b'{"backend": "nostall"')
+    (home / "profile.json").write_text('{"traceEvents": []}')
+    found = runs.read(home)
+    assert [r.rank for r in found.ranks] == [0]
+    assert sum("left out" in n for n in found.notes) == 4
+    assert run_page.page([found])
+
+
+def test_a_directory_without_a_run_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(tmp_path)]) == UsageError.exit_code
+    assert "NOSTALL_TRACE" in capsys.readouterr().err
+
+
+def test_profile_runs_a_command_and_reports(
+    image_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Training, and after each epoch validation: two loaders, the second of them iterated twice.
+    code = (
+        "import sys, nostall\n"
+        "data = nostall.ImageFolder(sys.argv[1], index=False)\n"
+        "train = nostall.DataLoader(data, 4, epochs=2, tiers=[], output='numpy')\n"
+        "val = nostall.DataLoader(data, 8, shuffle=False, tiers=[], output='numpy')\n"
+        "for epoch in train.epochs():\n"
+        "  for _ in epoch: pass\n"
+        "  for _ in val: pass\n"
+        "sys.exit(7)\n"
+    )
+    command = ["profile", "-o", str(tmp_path / "run"), "--", sys.executable, "-c", code]
+    assert main([*command, str(image_folder)]) == 7
+    assert "This run waited" in capfd.readouterr().out
+    # A loader that nobody closed leaves its statistics as well.
+    kept = json.loads((tmp_path / "run" / "rank0.0.run.json").read_text())
+    assert kept["stats"]["epochs"][0]["samples"] == kept["samples"]
+    found = runs.read(tmp_path / "run")
+    assert [[x.stats.loader for x in g] for g in found.loaders()] == [["loader 0"], ["loader 1"]]
+    assert [len(x.stats.epochs) for (x,) in found.loaders()] == [2, 2]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Stalls and origins over time: loader 0" in page
+    assert "Stalls and origins over time: loader 1" in page
+    # One of its files is not what `nostall report` takes.
+    assert main(["report", str(tmp_path / "run" / "rank0.0.run.json")]) == UsageError.exit_code
+    assert "give the run's directory" in capfd.readouterr().err
+    assert main([*command, str(image_folder)]) == UsageError.exit_code
+    assert "holds a run already" in capfd.readouterr().err
+    assert main(["profile"]) == UsageError.exit_code
+    nothing = ["profile", "-o", str(tmp_path / "none"), "--", sys.executable, "-c", "pass"]
+    assert main(nothing) == 0
+    assert "nothing recorded" in capfd.readouterr().err
+    assert subprocess.run([sys.executable, "-m", "nostall", "profile", "--help"]).returncode == 0

@@ -1,0 +1,202 @@
+"""Recording: what lands in the files, which processes record, and what a killed job leaves."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import prefork
+import pytest
+
+import nostall
+from nostall import trace
+from nostall.errors import CorruptionError, IoError, UsageError
+from nostall.loader.transforms import RandomResizedCrop, ToTensor
+from nostall.observe.report import _digest as digest
+from nostall.observe.timelines._stream import Source
+
+
+@pytest.fixture(autouse=True)
+def _stopped() -> Iterator[None]:
+    yield
+    trace.stop()
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    with gzip.open(path) as file:
+        return list(json.load(file)["traceEvents"])
+
+
+def job(images: Path, **more: Any) -> nostall.DataLoader:
+    return nostall.DataLoader(
+        nostall.ImageFolder(images, index=False), 4, epochs=2, output="numpy",
+        transforms=[RandomResizedCrop(32), ToTensor()], **more,
+    )  # fmt: skip
+
+
+def test_a_loader_records_waits_reads_and_decodes(
+    image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "run"
+    monkeypatch.setenv("NOSTALL_TRACE", str(home))
+    with job(image_folder, tiers=["ram:64MiB"]) as loader:
+        batches = 0
+        for epoch in loader.epochs():
+            for _ in epoch:
+                batches += 1
+                with trace.span("forward"):
+                    time.sleep(0.002)
+        stats = loader.stats()
+    assert trace.enabled()
+    assert trace.stop() is not None
+    rows = events(home / "rank0.trace.json.gz")
+    waits = [e for e in rows if e["name"] == "wait for batch"]
+    assert len(waits) == batches
+    assert [w["args"]["epoch"] for w in waits] == stats.batches.epoch
+    assert [w["args"]["source"] for w in waits] == stats.batches.source
+    assert [w["args"]["ram"] for w in waits] == stats.batches.ram
+    reads = [e for e in rows if e["name"] == "read source"]
+    assert sum(e["args"]["samples"] for e in reads) == sum(
+        e.origins["source"].samples for e in stats.epochs
+    )
+    assert sum(e["args"]["bytes"] for e in reads) == stats.source_bytes
+    decodes = [e for e in rows if e["name"] == "decode"]
+    assert len(decodes) == stats.samples
+    forward = [e for e in rows if e["name"] == "forward"]
+    assert len(forward) == batches
+    assert all(e["cat"] == "compute" and e["dur"] >= 2000 for e in forward)
+    # One clock: waits and phases take turns on the main thread.
+    main = sorted([*waits, *forward], key=lambda e: e["ts"])
+    assert all(b["ts"] >= a["ts"] + a["dur"] - 0.001 for a, b in itertools.pairwise(main))
+    kept = json.loads((home / "rank0.0.run.json").read_text())
+    assert kept["stats"]["source_bytes"] == stats.source_bytes
+    assert kept["samples"] == len(loader.dataset)
+
+
+def test_nothing_is_recorded_unless_asked(image_folder: Path, tmp_path: Path) -> None:
+    with job(image_folder, tiers=[]) as loader:
+        for _ in loader:
+            with trace.span("forward"):
+                pass
+    assert not trace.enabled()
+    assert trace.stop() is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_processes_of_one_rank_keep_their_own_files(tmp_path: Path) -> None:
+    home = tmp_path / "run"
+    trace.start(home, rank=0)
+    code = (
+        "import sys, nostall.trace as t; t.start(sys.argv[1], rank=0)\nwith t.span('x'):\n  pass\n"
+    )
+    done = prefork.run(["-c", code, home])
+    assert done.returncode == 0, done.stderr
+    with trace.span("mine"):
+        pass
+    trace.stop()
+    files = sorted(home.glob("rank0*.trace.json.gz"))
+    assert len(files) == 2
+    assert {e["name"] for f in files for e in events(f) if e["ph"] == "X"} == {"mine", "x"}
+
+
+def test_a_forked_child_records_nothing(tmp_path: Path) -> None:
+    trace.start(tmp_path, rank=0)
+    child = os.fork()
+    if child == 0:
+        with trace.span("child"):
+            pass
+        os._exit(0 if not trace.enabled() and trace.stop() is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    with trace.span("parent"):
+        pass
+    trace.stop()
+    names = {e["name"] for e in events(tmp_path / "rank0.trace.json.gz") if e["ph"] == "X"}
+    assert names == {"parent"}
+
+
+def test_a_killed_job_leaves_all_but_its_last_second(tmp_path: Path) -> None:
+    code = (
+        "import sys, time, nostall.trace as t\nt.start(sys.argv[1], rank=0)\n"
+        "with t.span('early', 'data'):\n  pass\n"
+        "time.sleep(1.5)\nprint('ready', flush=True)\n"
+        "while True:\n  with t.span('late'):\n    time.sleep(0.001)\n"
+    )
+    process = prefork.Process(["-c", code, tmp_path], stdout=prefork.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    got = digest.read(Source(tmp_path / "rank0.trace.json.gz"))
+    assert len(got.of("data", "early").begin) == 1
+    assert any("cut off" in n for n in got.notes)
+
+
+def test_checkpoints_and_collectives_are_recorded(tmp_path: Path) -> None:
+    from nostall.checkpoint import Checkpointer
+    from nostall.collective import Communicator
+    from nostall.sync import GradientReducer
+
+    trace.start(tmp_path / "run", rank=0)
+    with Checkpointer(durable=tmp_path / "ckpt") as checkpointer:
+        checkpointer.save({"w": np.ones(1000)}, 1)
+        checkpointer.wait()
+    with Communicator(rank=0, size=1, job=f"trace {os.getpid()}") as node:
+        node.allreduce(np.ones(10))
+        node.barrier()
+    GradientReducer({"x": np.zeros(2)})({"x": np.ones(2)})
+    trace.stop()
+    rows = [e for e in events(tmp_path / "run" / "rank0.trace.json.gz") if e["ph"] == "X"]
+    found = {(e["cat"], e["name"]): e.get("args") for e in rows}
+    assert ("checkpoint", "save") in found
+    assert ("background", "write checkpoint") in found
+    assert found["peers", "allreduce"] == {"count": 10}
+    assert ("peers", "barrier") in found
+    assert ("peers", "wait for gradients") in found
+
+
+def test_mistakes_are_told(tmp_path: Path) -> None:
+    trace.start(tmp_path / "a", rank=0)
+    with pytest.raises(UsageError, match="records already"):
+        trace.start(tmp_path / "b", rank=0)
+    trace.stop()
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(IoError, match="give another directory"):
+        trace.start(file / "below", rank=0)
+    with pytest.raises(CorruptionError):
+        digest.read(Source(file))
+
+
+def spans(*rows: tuple[float, float]) -> digest.Spans:
+    begin, end = np.array([r[0] for r in rows], float), np.array([r[1] for r in rows], float)
+    return digest.Spans(begin, end, np.ones(len(rows)), np.ones(len(rows)))
+
+
+def test_a_wait_is_blamed_on_what_was_done_meanwhile() -> None:
+    made = digest.Digest(
+        "t", 0, 1, "h", 0.0,
+        {
+            ("data", "wait for batch"): spans((0, 10), (20, 30), (40, 41)),
+            # First wait: one of two threads decodes; two reads of the source to one of a peer.
+            ("data", "decode"): spans((0, 10), (20, 30), (20, 30), (50, 60)),
+            ("data", "read source"): spans((0, 10), (0, 10), (100, 110)),
+            ("data", "fetch from peers"): spans((0, 10)),
+        },
+        0,
+    )  # fmt: skip
+    causes = made.causes(threads=2)
+    assert causes["decode"] == pytest.approx(5 + 10)
+    assert causes["source"] == pytest.approx(5 * 2 / 3)
+    assert causes["peer"] == pytest.approx(5 / 3)
+    assert causes["other"] == pytest.approx(1)
+    assert sum(causes.values()) == pytest.approx(21)
+    assert made.of("data", "read source").busy() == pytest.approx(20)

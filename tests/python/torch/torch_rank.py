@@ -1,0 +1,952 @@
+"""One rank; each function is what one may do.
+
+Started by torch_server.py, or as a program under a launcher, with the function's name as its argument.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import nostall.torch
+from nostall.errors import PeerError, UsageError
+from nostall.job._world import find_world
+from nostall.torch import _mesh as mesh
+from nostall.torch._aborts import Aborts
+
+torch.set_num_threads(1)
+rank = size = 0
+limit = timedelta(seconds=60)
+
+
+def same_as_gloo() -> None:
+    """Every operation gives what Gloo gives; sums are of small integers, hence exact."""
+    gloo = dist.new_group(backend="gloo")
+    kinds = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64]
+    for kind in [*kinds, torch.uint8, torch.int8]:
+        for count in (1, 7, 40_001):
+            mine = (torch.arange(count) % 3 + rank).to(kind)
+            operations = [dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX]
+            if not kind.is_floating_point:
+                operations += [dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR]
+            for op in operations:
+                ours, theirs = mine.clone(), mine.clone()
+                dist.all_reduce(ours, op)
+                dist.all_reduce(theirs, op, group=gloo)
+                assert torch.equal(ours, theirs), (kind, count, op)
+                ours = mine.clone()
+                dist.reduce(ours, size - 1, op)
+                if rank == size - 1:
+                    assert torch.equal(ours, theirs)
+                elif os.environ.get("NODES", "1") == "1":  # Gloo overwrites what it reduces
+                    assert torch.equal(ours, mine)
+            ours = mine.clone()
+            dist.broadcast(ours, size - 1)
+            assert torch.equal(ours, (torch.arange(count) % 3 + size - 1).to(kind))
+            parts = [torch.empty_like(mine) for _ in range(size)]
+            dist.all_gather(parts, mine)
+            for r, part in enumerate(parts):
+                assert torch.equal(part, (torch.arange(count) % 3 + r).to(kind))
+            joined = torch.empty(count * size, dtype=kind)
+            dist.all_gather_into_tensor(joined, mine)
+            assert torch.equal(joined, torch.cat(parts))
+            share = torch.empty_like(mine)
+            dist.reduce_scatter_tensor(share, joined)
+            assert torch.equal(share, parts[rank] * size)
+            dist.reduce_scatter(share, parts)
+            assert torch.equal(share, parts[rank] * size)
+    average = torch.full((5,), float(rank))
+    dist.all_reduce(average, dist.ReduceOp.AVG)
+    assert torch.equal(average, torch.full((5,), (size - 1) / 2))
+    strided = torch.arange(12.0).reshape(3, 4).t() + rank
+    dist.all_reduce(strided)
+    assert torch.equal(strided, torch.arange(12.0).reshape(3, 4).t() * size + size * (size - 1) / 2)
+    dist.barrier()
+
+
+def message() -> None:
+    """From rank 0 to rank 1."""
+    if rank == 0:
+        dist.send(torch.tensor([42.0]), 1)
+    elif rank == 1:
+        got = torch.empty(1)
+        dist.recv(got, 0)
+        assert got.item() == 42
+
+
+def delegates() -> None:
+    """What we leave to Gloo works beside what we do."""
+    mine = torch.tensor([float(rank)])
+    message()
+    gathered = [torch.empty(1) for _ in range(size)] if rank == 0 else None
+    dist.gather(mine, gathered)
+    assert rank or [t.item() for t in gathered] == list(range(size))
+    part = torch.empty(1)
+    dist.scatter(part, [torch.tensor([float(r)]) for r in range(size)] if rank == 0 else None)
+    assert part.item() == rank
+    out = torch.empty(size)
+    dist.all_to_all_single(out, torch.full((size,), float(rank)))
+    assert out.tolist() == list(range(size))
+    objects = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": r} for r in range(size)]
+    sparse = torch.sparse_coo_tensor([[rank]], [1.0], (size,))
+    dist.all_reduce(sparse)
+    assert sparse.to_dense().tolist() == [1.0] * size
+
+
+def asynchronous() -> None:
+    tensors = [torch.full((1000 * (i + 1),), float(rank + i)) for i in range(8)]
+    works = [dist.all_reduce(t, async_op=True) for t in tensors]
+    last = torch.tensor([1.0])
+    dist.all_reduce(last)
+    assert last.item() == size
+    for i, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
+        work.wait()
+        assert work.is_completed()
+        assert (tensor == sum(range(size)) + size * i).all()
+    future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+    assert future.then(lambda f: f.value()[0].sum().item()).wait() == 3 * size
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        both = torch.tensor([float(rank)])
+        dist.all_reduce(both, group=pair)
+        assert both.item() == 1
+
+
+def data_parallel() -> None:
+    """DDP's weights are, bit for bit, those of one process that adds gradients in rank order."""
+    steps, batch = 6, 8
+
+    def model() -> torch.nn.Module:
+        torch.manual_seed(3)
+        layers = [torch.nn.Linear(30, 200), torch.nn.ReLU(), torch.nn.Linear(200, 10)]
+        return torch.nn.Sequential(*layers)
+
+    def data(step: int, r: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(1000 * step + r)
+        x = torch.randn(batch, 30, generator=generator)
+        return x, torch.randn(batch, 10, generator=generator)
+
+    trained = DistributedDataParallel(model(), bucket_cap_mb=0.01)
+    optimizer = torch.optim.SGD(trained.parameters(), 0.05, momentum=0.9)
+    for step in range(steps):
+        x, y = data(step, rank)
+        optimizer.zero_grad()
+        time.sleep(0.003 * ((rank + step) % size))
+        torch.nn.functional.mse_loss(trained(x), y).backward()
+        optimizer.step()
+    reference = model()
+    optimizer = torch.optim.SGD(reference.parameters(), 0.05, momentum=0.9)
+    for step in range(steps):
+        sums: list[torch.Tensor] = []
+        for r in range(size):
+            x, y = data(step, r)
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(reference(x), y).backward()
+            grads = [p.grad / size for p in reference.parameters()]
+            sums = [a + b for a, b in zip(sums, grads, strict=True)] if sums else grads
+        for p, total in zip(reference.parameters(), sums, strict=True):
+            p.grad = total
+        optimizer.step()
+    for a, b in zip(trained.module.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(a, b), (a - b).abs().max()
+
+
+def fully_sharded() -> None:
+    """FSDP on CPU tensors takes the same steps as one process does."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 4)).double()
+    x = torch.arange(32.0).reshape(2, 16).double() / 32
+    model(x).square().sum().backward()
+    expected = [p.detach() - 0.01 * p.grad for p in model.parameters()]
+    model.zero_grad()
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    model(x).square().sum().backward()
+    torch.optim.SGD(model.parameters(), 0.01).step()
+    for p, value in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.full_tensor(), value)
+
+
+def in_shared_memory(tensor: torch.Tensor) -> bool:
+    """Whether a communicator's memory is where the tensor is."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            begin, end = (int(word, 16) for word in line.split()[0].split("-"))
+            if begin <= tensor.data_ptr() < end:
+                return " rw-s " in line
+    return False
+
+
+def shared() -> None:
+    """Tensors in shared memory give the same bits as ordinary ones; DDP's buckets are some."""
+    for kind in (torch.float32, torch.bfloat16, torch.float64):
+        torch.manual_seed(rank)
+        ordinary = torch.randn(3, 5_001).to(kind)
+        ours = nostall.torch.empty_shared(3, 5_001, dtype=kind)
+        assert in_shared_memory(ours)
+        assert not in_shared_memory(ordinary)
+        ours.copy_(ordinary)
+        mixed = ours if rank == 0 else ordinary.clone()
+        dist.all_reduce(ordinary)
+        if rank == 0:
+            mixed = nostall.torch.empty_shared(3, 5_001, dtype=kind).copy_(ours)
+        dist.all_reduce(ours)
+        assert torch.equal(ours, ordinary)
+        dist.all_reduce(mixed)  # the others' are ordinary
+        assert torch.equal(mixed, ordinary)
+
+    def train(kind: type[DistributedDataParallel]) -> DistributedDataParallel:
+        torch.manual_seed(3)
+        layers = [torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 96)]
+        model = kind(torch.nn.Sequential(*layers), bucket_cap_mb=0.02)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        for step in range(4):
+            torch.manual_seed(10 * step + rank)
+            optimizer.zero_grad()
+            model(torch.randn(4, 64)).square().mean().backward()
+            optimizer.step()
+        return model
+
+    ours, theirs = train(nostall.torch.DistributedDataParallel), train(DistributedDataParallel)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert in_shared_memory(a.grad)
+        assert not in_shared_memory(b.grad)
+    uneven = nostall.torch.DistributedDataParallel(torch.nn.Linear(64, 64))
+    with uneven.join():
+        for _ in range(1 + 3 * rank):
+            uneven(torch.ones(2, 64)).sum().backward()
+    options = nostall.torch.GroupOptions(shared_bytes=1 << 16)
+    small = dist.new_group(backend="nostall", pg_options=options)
+    try:
+        nostall.torch.empty_shared(1 << 20, group=small)
+        raise AssertionError("64 KB held 4 MB")
+    except ValueError as error:
+        assert "shared_bytes" in str(error), error
+    small.shutdown()
+    try:
+        nostall.torch.empty_shared(1, group=small)
+        raise AssertionError("the group has ended")
+    except UsageError as error:
+        assert "closed" in str(error), error
+
+
+def unconnected() -> None:
+    """Gloo refuses rank 1 for once, then for good."""
+    mesh._LIMIT = timedelta(seconds=2)
+    refusals = 1
+
+    class Refusing(dist.ProcessGroupGloo):  # type: ignore[misc]
+        def __init__(self, *arguments: object) -> None:
+            nonlocal refusals
+            refusals -= 1
+            if rank == 1 and refusals >= 0:
+                raise RuntimeError("connection refused\nwith lines more")
+            super().__init__(*arguments)
+
+    mesh.dist.ProcessGroupGloo = Refusing
+    group = dist.new_group()
+    outputs = [torch.empty(1) for _ in range(size)]
+    dist.gather(torch.tensor([3.0]), outputs if rank == 0 else None, 0, group)
+    assert rank != 0 or outputs == [torch.tensor([3.0])] * size
+    refusals = 100
+    try:
+        dist.new_group()
+    except PeerError as error:
+        assert "rank 1 of 2 could not connect: connection refused, 3 times" in str(error), error
+        print(f"rank {rank} was told", flush=True)
+    os._exit(0)
+
+
+def message_later() -> None:
+    """A message is waited for as long as the group says, not as long as its making may take."""
+    mesh._LIMIT = timedelta(seconds=1)
+    store = dist.distributed_c10d._get_default_store()
+    group = dist.new_group()
+    if rank == 0:
+        store.wait(["waiting"])
+        time.sleep(2)
+        dist.send(torch.tensor([42.0]), 1, group)
+        store.wait(["timed out"])
+        return
+    got = torch.empty(1)
+    work = dist.irecv(got, 0, group)
+    store.set("waiting", "")
+    work.wait()
+    assert got.item() == 42
+    group.set_timeout(timedelta(milliseconds=300))
+    try:
+        dist.recv(got, 0, group)
+        raise AssertionError("nothing was sent")
+    except RuntimeError as error:
+        assert "300ms" in str(error), error
+    store.set("timed out", "")
+
+
+def pair_of_three() -> None:
+    """Two ranks exchange a message that the third knows nothing of."""
+    message()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == size
+    outputs = [torch.empty(r + 1, 2) for r in range(size)]
+    dist.all_to_all(outputs, [torch.full((rank + 1, 2), float(rank))] * size)
+    assert all((t == r).all() for r, t in enumerate(outputs))
+
+
+def threads() -> None:
+    """Several groups at once, each from a thread of its own."""
+    groups = [dist.new_group() for _ in range(4)]
+    wrong: list[object] = []
+
+    def use(number: int) -> None:
+        try:
+            for i in range(60):
+                tensor = torch.full((1 + 997 * (i % 7),), float(rank * (number + 1)))
+                work = dist.all_reduce(tensor, group=groups[number], async_op=i % 3 == 0)
+                if work is not None:
+                    work.wait()
+                assert (tensor == (number + 1) * size * (size - 1) / 2).all()
+        except Exception as error:
+            wrong.append(error)
+
+    started = [threading.Thread(target=use, args=(n,)) for n in range(len(groups))]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    assert not wrong, wrong
+
+
+def forked() -> None:
+    """A child is refused at once, synchronous or not; its parent goes on."""
+    tensor = torch.ones(2_000)
+    dist.all_reduce(tensor, async_op=True).wait()
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for asynchronous in (False, True):
+            try:
+                dist.all_reduce(tensor, async_op=asynchronous)
+            except ValueError as error:
+                refused += "forked" in str(error)
+        try:
+            dist.group.WORLD.abort()
+        except ValueError as error:
+            refused += "forked" in str(error)
+        os._exit(0 if refused == 3 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    dist.all_reduce(tensor)
+    assert (tensor == size * size).all()
+
+
+def mismatched() -> None:
+    """Calls that differ are an error on all ranks that names the ranks and what they call."""
+    try:
+        dist.all_reduce(torch.ones(5 if rank == 0 else 7))
+    except ValueError as error:
+        text = str(error)
+        assert "rank 0" in text, text
+        assert "5" in text, text
+        assert "rank 1" in text, text
+        assert "7" in text, text
+        print("named", flush=True)
+        os._exit(0)
+
+
+def models_that_differ() -> None:
+    """All ranks are told which parameter differs, and what who has."""
+
+    def told(module: torch.nn.Module) -> str:
+        try:
+            nostall.torch.DistributedDataParallel(module)
+        except UsageError as error:
+            return str(error)
+        raise AssertionError("models differ")
+
+    last = size - 1
+    others = "rank 0, 1 has"
+    shape = told(torch.nn.Linear(3, 4 if rank == last else 2))
+    assert f"parameter 0 on: {others} weight: float32 (2, 3); rank {last} has" in shape, shape
+    assert "weight: float32 (4, 3)" in shape, shape
+    fewer = told(torch.nn.Linear(3, 2, bias=rank != last))
+    assert f"parameter 1 on: {others} bias: float32 (2,); rank {last} has none" in fewer, fewer
+    kind = told(torch.nn.Linear(3, 2).to(torch.float64 if rank == last else torch.float32))
+    assert "float64 (2, 3)" in kind, kind
+    # The group is as before, and what is not trained may differ.
+    model = torch.nn.Linear(3, 2)
+    model.register_parameter("own", torch.nn.Parameter(torch.ones(1 + rank), requires_grad=False))
+    model._ddp_params_and_buffers_to_ignore = ["own"]
+    nostall.torch.DistributedDataParallel(model)(torch.ones(1, 3)).sum().backward()
+
+
+def limits() -> None:
+    """A wait's own timeout leaves the operation as it is; an operation's own ends the group."""
+    store = dist.distributed_c10d._get_default_store()
+    tensor = torch.ones(3)
+    if rank == 1:
+        store.wait(["waited"])
+    work = dist.all_reduce(tensor, async_op=True)
+    if rank == 0:
+        try:
+            work.wait(timedelta(milliseconds=100))
+            raise AssertionError("rank 1 was there")
+        except RuntimeError as error:
+            assert "0.1 s" in str(error), error
+        store.set("waited", "")
+    work.wait()
+    assert (tensor == size).all()
+    options = dist.BarrierOptions()
+    options.timeout = timedelta(milliseconds=300)
+    if rank == 0:
+        try:
+            dist.group.WORLD.barrier(options).wait()
+        except RuntimeError as error:
+            assert "0.3000 s" in str(error), error
+            assert "not arrived: 1" in str(error), error
+            print("limited", flush=True)
+        store.set("limited", "")
+    else:
+        store.wait(["limited"])
+    os._exit(0)
+
+
+def aborted() -> None:
+    """One rank's abort ends what others wait for, or will wait for, on every node."""
+    store = dist.distributed_c10d._get_default_store()
+    begin = time.monotonic()
+    group = dist.group.WORLD
+    try:
+        if rank == 0:
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+            time.sleep(0.3)  # so that it is under way, as a rule
+            group.abort()
+            assert time.monotonic() - begin < 30
+            store.set("aborted", "")
+            work.wait()
+        elif rank < size // 2:
+            dist.all_reduce(torch.ones(3))
+        else:
+            store.wait(["aborted"])
+            dist.all_reduce(torch.ones(3))
+    except RuntimeError as error:
+        assert "rank 0 aborted" in str(error), error
+        assert time.monotonic() - begin < 30
+        try:
+            group.barrier().wait()
+            raise AssertionError("the group is still there")
+        except (PeerError, UsageError):
+            print("ended", flush=True)
+    os._exit(0)
+
+
+def made_again() -> None:
+    """A group on the store of one that was aborted knows nothing of it."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        dist.group.WORLD.abort()
+    else:
+        try:
+            dist.all_reduce(torch.ones(3))
+            raise AssertionError("nobody aborted")
+        except PeerError as error:
+            assert "rank 0 aborted" in str(error), error
+    dist.destroy_process_group()
+    if rank == 0:
+        time.sleep(0.5)  # the others find what was left there, if anything
+    dist.init_process_group("nostall", timeout=limit, store=store, rank=rank, world_size=size)
+    sum_of = torch.ones(3)
+    dist.all_reduce(sum_of)
+    assert sum_of.tolist() == [size] * 3
+    alone, *_ = (dist.new_group([r]) for r in range(size) if r == rank)
+    if rank == 0:
+        alone.abort()
+    else:
+        dist.all_reduce(sum_of, group=alone)
+    dist.barrier()
+
+
+def aborted_delegated() -> None:
+    """An abort ends what waits over Gloo, whoever it waits for, and whatever looks on."""
+    store = dist.distributed_c10d._get_default_store()
+    group = dist.group.WORLD
+    one = torch.ones(3)
+    last = size - 1
+
+    def poll(work: dist.Work) -> None:
+        while not work.is_completed():
+            time.sleep(0.01)
+        assert not work.is_success()
+        raise work.exception()
+
+    # The last rank never comes; the others begin all of these, in one order, and wait in threads.
+    waits: list[Callable[[], object]] = []
+    if rank != last:
+        works = [
+            dist.irecv(one.clone(), last),
+            dist.irecv(one.clone(), 1 - rank, tag=9),
+            dist.all_reduce(torch.ones(1).to_sparse(), async_op=True),
+            dist.all_to_all([torch.empty(3) for _ in range(size)], [one] * size, async_op=True),
+        ]
+        polled = dist.all_to_all_single(torch.empty(size), torch.ones(size), async_op=True)
+        future = dist.all_to_all_single(torch.empty(size), torch.ones(size), async_op=True)
+        if rank == 0:  # the root: others only send
+            works += [dist.gather(one, [one.clone() for _ in range(size)], async_op=True)]
+        if os.environ.get("NODES", "1") != "1":
+            works += [
+                dist.broadcast(one.clone(), last, async_op=True),
+                dist.all_gather([one.clone() for _ in range(size)], one, async_op=True),
+                dist.barrier(async_op=True),
+            ]
+        waits = [
+            *(work.wait for work in works),
+            lambda: poll(polled),
+            lambda: future.get_future().wait(),
+            lambda: group.monitored_barrier(limit, True),
+            lambda: works[-1].wait(timedelta(seconds=50)),
+        ]
+    told: list[str] = []
+
+    def tell(wait: Callable[[], object]) -> None:
+        try:
+            wait()
+            told.append("it ended well")
+        except RuntimeError as error:
+            told.append(f"{type(error).__name__}: {error}")
+
+    if rank == last:
+        store.wait(["under way"])
+        time.sleep(0.5)
+        group.abort()
+        begin = time.monotonic()
+        group.abort()  # again is harmless
+    else:
+        threads = [threading.Thread(target=tell, args=(wait,)) for wait in waits]
+        before = threading.active_count()
+        for thread in threads:
+            thread.start()
+        time.sleep(1.0)
+        assert threading.active_count() <= before + len(threads) + 2, threading.enumerate()
+        if store.add("waiting", 1) == last:
+            store.set("under way", "")
+        begin = time.monotonic()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+        for text in told:
+            assert "PeerError" in text, told
+            assert f"rank {last} aborted the group" in text, told
+        assert len(told) == len(waits)
+    assert time.monotonic() - begin < 30  # Gloo's timeout is 60 s
+    try:
+        dist.recv(one, (rank + 1) % size)
+        raise AssertionError("the group is still there")
+    except PeerError as error:
+        assert f"rank {last} aborted the group" in str(error), error
+    print("ended", flush=True)
+    # All leave together: who sees another go is told of that.
+    if store.add("told", 1) == size:
+        store.set("all told", "")
+    store.wait(["all told"], timedelta(seconds=30))
+    os._exit(0)
+
+
+def late() -> None:
+    """Who does not come is an error after the timeout, within nodes and between them."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["over"])
+        os._exit(0)
+    dist.group.WORLD.set_timeout(timedelta(seconds=1))
+    begin = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(3))
+    except RuntimeError as error:
+        assert time.monotonic() - begin < 30
+        print("limited:", error, flush=True)
+    store.set("over", "")
+    os._exit(0)
+
+
+def lost_over_gloo() -> None:
+    """Gloo's errors name the job's ranks and what was under way."""
+    store = dist.distributed_c10d._get_default_store()
+    pair = dist.new_group([1, 2])
+    one = torch.ones(1)
+    if rank == 2:
+        store.wait(["connected 0", "connected 1"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        told = [fail(lambda: dist.recv(one, 2), "connected 0")]
+        dist.group.WORLD.set_timeout(timedelta(milliseconds=100))
+        told.append(fail(lambda: dist.recv(one, 1)))
+        assert "rank 0 lost its connection to rank 2 in recv from rank 2: " in told[0], told
+        assert "rank 0 failed in recv from rank 1: Timed out" in told[1], told
+        store.set("over", "")
+    else:
+        told = [fail(lambda: dist.all_reduce(one, group=pair), "connected 1")]
+        assert "rank 1 lost its connection to rank 2 in allreduce of ranks 1, 2: " in told[0], told
+        store.wait(["over"])
+    os._exit(0)
+
+
+def fail(call: Callable[[], object], begun: str = "") -> str:
+    """What a call raises."""
+    if begun:
+        dist.distributed_c10d._get_default_store().set(begun, "")
+    try:
+        call()
+    except PeerError as error:
+        return str(error)
+    raise AssertionError("it ended well")
+
+
+def killed_in_backward() -> None:
+    """DDP's native reducer gets the error too, with the rank's name."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    model = nostall.torch.DistributedDataParallel(torch.nn.Linear(300, 300))
+    for _ in range(3):
+        model(torch.ones(2, 300)).sum().backward()
+    loss = model(torch.ones(2, 300)).sum()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        assert "rank 1" in str(error), error
+        print(f"rank {rank} was told", flush=True)
+        os._exit(0)
+
+
+def killed() -> None:
+    """A rank dies in the middle; the others get an error at once, not after the timeout."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the others at once
+    tensor = torch.ones(1 << 18)
+    dist.all_reduce(tensor)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    try:
+        work = dist.all_reduce(tensor, async_op=rank == 2)
+        if work is not None:
+            work.wait()
+    except RuntimeError as error:
+        assert "rank 1" in str(error), error
+        assert time.monotonic() - begin < 30
+        print(f"rank {rank} was told", flush=True)
+        os._exit(0)
+
+
+def take_part(what: str, **where: Any) -> int:
+    """The status of this rank's program."""
+    global rank, size
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if "NODES" in os.environ:
+        os.environ["NOSTALL_NODE"] = f"node {rank * int(os.environ['NODES']) // size}"
+    order = "fixed" if what in ("data_parallel", "shared") else "any"
+    options = nostall.torch.GroupOptions(order)
+    try:
+        dist.init_process_group("nostall", timeout=limit, pg_options=options, **where)
+        globals()[what]()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def threads_and_files() -> Counter[str]:
+    """How many there are, the threads by name."""
+    seen: Counter[str] = Counter(files=len(list(Path("/proc/self/fd").iterdir())))
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it just ended
+            seen[(task / "comm").read_text().strip()] += 1
+    return seen
+
+
+def expect_no_more_than(before: Counter[str]) -> None:
+    """A thread that was joined is in /proc for a moment more."""
+    deadline = time.monotonic() + 20
+    while not (seen := threads_and_files()) <= before:
+        assert time.monotonic() < deadline, f"{seen}, before {before}"
+        time.sleep(0.01)
+
+
+def delegate(group: dist.ProcessGroup | None = None) -> None:
+    """Every operation that Gloo's threads run, and an asynchronous one of ours."""
+    mine = torch.tensor([float(rank)])
+    dist.all_reduce(mine.clone(), group=group, async_op=True).wait()
+    dist.gather(mine, [torch.empty(1) for _ in range(size)] if rank == 0 else None, group=group)
+    parts = [torch.ones(1) for _ in range(size)] if rank == 0 else None
+    dist.scatter(torch.empty(1), parts, group=group)
+    dist.all_to_all_single(torch.empty(size), torch.ones(size), group=group)
+    dist.all_gather_object([None] * size, {"rank": rank}, group=group)
+
+
+def averages() -> None:
+    """AVG of integers is the sum's quotient, rounded towards zero; of booleans, whether all are set."""
+    mean = dist.ReduceOp.AVG
+    for kind in (torch.int64, torch.int32, torch.int8, torch.uint8):
+        for sign in (1, -1) if kind.is_signed else (1,):
+            mine = torch.full((size * 3,), sign * (1 + 3 * rank)).to(kind)
+            total = sum(1 + 3 * r for r in range(size))
+            wanted = torch.full_like(mine, sign * (total // size))
+            for work in (dist.all_reduce, lambda t, op: dist.reduce(t, 1, op)):
+                tensor = mine.clone()
+                work(tensor, op=mean)
+                assert torch.equal(tensor, wanted) or (rank != 1 and work is not dist.all_reduce)
+            share = torch.empty(3, dtype=kind)
+            dist.reduce_scatter_tensor(share, mine, op=mean)
+            assert torch.equal(share, wanted[:3]), share
+            dist.reduce_scatter(share.zero_(), list(mine.chunk(size)), op=mean)
+            assert torch.equal(share, wanted[:3]), share
+    some, every = torch.tensor([rank == 0]), torch.tensor([True])
+    dist.all_reduce(some, op=mean)
+    dist.all_reduce(every, op=mean)
+    assert not some.item()
+    assert every.item()
+
+
+def compiled() -> None:
+    """What is compiled calls the group, and gives what it gives uncompiled."""
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.first(x)).relu()
+
+    def train(kind: type[DistributedDataParallel], use: Callable[[Any], Any]) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model = use(kind(Net()))
+        for step in range(2):
+            torch.manual_seed(10 * step + rank)
+            model(torch.randn(4, 8)).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    def compile_it(function: Any) -> Any:
+        torch._dynamo.reset()
+        return torch.compile(function, backend="eager")
+
+    ours, wanted = (
+        train(DistributedDataParallel, compile_it),
+        train(DistributedDataParallel, lambda m: m),
+    )
+    for one, other in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+    def reduce_async(x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(x, async_op=True).wait()
+        return x
+
+    def spread(x: torch.Tensor) -> torch.Tensor:
+        dist.broadcast(x, 1)
+        return x
+
+    for function in (reduce_async, spread):
+
+        @compile_it
+        def around(x: torch.Tensor, call: Any = function) -> torch.Tensor:
+            return call(x * 2) + 1
+
+        mine = torch.arange(4.0) + rank
+        assert torch.equal(around(mine), function(mine * 2) + 1), function
+
+
+def launched() -> None:
+    """Under srun `init` finds rank, world and address, and scripts that set RANK find the rest."""
+    dist.destroy_process_group()
+    os.environ.update(
+        SLURM_PROCID=str(rank),
+        SLURM_STEP_NUM_TASKS=str(size),
+        SLURM_LOCALID=str(rank),
+        SLURM_STEP_TASKS_PER_NODE=str(size),
+        SLURM_STEP_ID="0",
+        SLURM_JOB_ID=str(os.getppid()),
+    )
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    nostall.torch.init(timeout=limit)
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
+    dist.barrier()
+    dist.destroy_process_group()
+    nostall.torch._launch.fill_environment()
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    dist.init_process_group("nostall", timeout=limit)
+    world = find_world()
+    assert (world.rank, world.local_rank, world.local_world_size) == (rank, rank, size)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == size
+
+
+def destroyed() -> None:
+    """Nothing of a destroyed group is left, although the model still holds it; nor of many groups."""
+    gc.disable()  # reference counts alone have to do
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    before = threads_and_files()
+    where = {"store": dist.PrefixStore("again", store), "rank": rank, "world_size": size}
+    dist.init_process_group("nostall", timeout=limit, **where)
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    group = dist.group.WORLD
+    delegate()
+    dist.monitored_barrier()
+    if rank == 0:
+        time.sleep(0.3)  # the others watch the store meanwhile
+    dist.monitored_barrier()
+    with_one = threads_and_files()
+    for _ in range(10):
+        another = dist.new_group()
+        delegate(another)
+        dist.destroy_process_group(another)
+        del another
+        expect_no_more_than(with_one)
+    if rank == 0:
+        for _ in range(200):
+            alone = dist.new_group([0], use_local_synchronization=True)
+            dist.all_reduce(torch.ones(1), group=alone, async_op=True).wait()
+            dist.destroy_process_group(alone)
+            del alone
+        expect_no_more_than(with_one)
+    dist.barrier()
+    dist.destroy_process_group()
+    expect_no_more_than(before)
+    for gone in (group, group._get_backend(torch.device("cpu"))):
+        try:
+            gone.gather([[torch.empty(1)] * size], [torch.ones(1)], dist.GatherOptions())
+            raise AssertionError("the group is still there")
+        except UsageError as error:
+            assert "destroyed" in str(error), error
+    del model
+
+
+class Failed(Exception):
+    """What a program that ends by an exception raises."""
+
+
+def daemons_wait(draw: random.Random) -> None:
+    """Threads wait, when the main thread ends, for what does not come, and ask a slow store why."""
+    store = dist.distributed_c10d._get_default_store().clone()
+    learn = Aborts.learn
+
+    def learn_slowly(aborts: Aborts) -> None:
+        for _ in range(5):  # each in native code
+            with suppress(RuntimeError):
+                store.wait(["never"], timedelta(seconds=0.1))
+        learn(aborts)
+
+    Aborts.learn = learn_slowly
+    other = dist.new_group()
+    parts = [torch.empty(1) for _ in range(size)]
+    waits: list[Callable[[], object]] = [lambda: dist.recv(torch.empty(1), 1 - rank, tag=3)]
+    if rank == 0:
+        waits += [lambda: dist.barrier(group=other), lambda: dist.gather(parts[0], parts)]
+    else:
+        waits.append(lambda: dist.all_reduce(torch.ones(9), group=other, async_op=True).wait())
+    for wait in waits:
+        threading.Thread(target=wait, daemon=True).start()
+    time.sleep(draw.choice([0.0, 0.001, 0.05]))  # however far they come
+
+
+def end(where: dict[str, Any]) -> int:
+    """A plain program that ends as ENDING says. tests/campaigns/endings.py knows the statuses."""
+    global rank, size
+    rank, size = where["rank"], where["world_size"]
+    ending, draw = os.environ["ENDING"], random.Random(int(os.environ["SEED"]))
+    if "NODES" in os.environ:
+        os.environ["NOSTALL_NODE"] = f"node {rank * int(os.environ['NODES']) // size}"
+    if "handled" in ending:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+    dist.init_process_group("nostall", timeout=limit, **where)
+    if ending == "daemons wait":
+        daemons_wait(draw)
+        return 8
+    model = DistributedDataParallel(torch.nn.Linear(4, 4)) if draw.random() < 0.5 else None
+    for _ in range(draw.randrange(3)):
+        delegate()
+    tensors = [torch.ones(draw.choice([1, 1000, 100_000])) for _ in range(4)]
+    pending: list[Any] = []
+    if draw.random() < 0.5 or "pending" in ending:
+        pending = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        swap = torch.empty(size), torch.ones(size)
+        pending.append(dist.all_to_all_single(*swap, async_op=True))
+        if "pending" not in ending:
+            for work in pending:
+                work.wait()
+    if ending in ("term", "_exit") or ending.startswith("peer killed"):
+        where["store"].add("here", 1)  # who dies so may take the others' last operation with it
+        while where["store"].add("here", 0) < size:
+            time.sleep(0.001)
+    if ending == "destroy":
+        dist.destroy_process_group()
+    elif ending.startswith("exception"):
+        raise Failed
+    elif ending.startswith("exit"):
+        sys.exit(3)
+    elif ending.startswith("term"):
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif ending == "_exit":
+        os._exit(4)
+    elif ending.startswith("fork"):
+        child = os.fork()
+        if child == 0:
+            if "destroy" in ending:
+                dist.destroy_process_group()
+            sys.exit(5)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        dist.all_reduce(tensors[0])
+        return status
+    elif ending.startswith("peer killed"):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            last = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+            last.append(dist.all_to_all_single(torch.empty(size), torch.ones(size), async_op=True))
+            if "waits" in ending:
+                for work in last:
+                    work.wait()
+                return 7
+        except RuntimeError:
+            return 6
+        return 6
+    del model
+    return 8
+
+
+def run(what: str, rank: int, size: int, port: int) -> int:
+    """For torch_server.py."""
+    # Makes torch's pool of threads anew, which is the parent's: threads of autograd that find it
+    # so at one time get none, and end the process ("Invalid thread pool!").
+    torch.set_num_threads(1)
+    dist.set_debug_level_from_env()
+    store = dist.TCPStore("127.0.0.1", port, None, False)
+    where = {"store": store, "rank": rank, "world_size": size}
+    return end(where) if what == "end" else take_part(what, **where)
+
+
+if __name__ == "__main__":
+    sys.exit(take_part(sys.argv[1]))
