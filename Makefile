@@ -10,7 +10,8 @@ JOBS ?= $(shell nproc)
 FUZZ_SECONDS ?= 15
 CLANG := $(firstword $(foreach v,clang++-14 clang++-19 clang++-18 clang++-17 clang++-16 clang++-15 clang++,$(if $(shell command -v $(v) 2>/dev/null),$(v))))
 CLANG_FORMAT := $(firstword $(foreach v,clang-format-14 clang-format-19 clang-format-18 clang-format,$(if $(shell command -v $(v) 2>/dev/null),$(v))))
-SOURCES := $(shell git ls-files native bindings mpi bench cmake python CMakeLists.txt pyproject.toml 2>/dev/null)
+SOURCES := $(shell git ls-files native bindings mpi tools cmake python CMakeLists.txt pyproject.toml 2>/dev/null)
+BENCHMARKS := $(shell git ls-files benchmarks/native benchmarks/nostall_bench benchmarks/CMakeLists.txt benchmarks/pyproject.toml 2>/dev/null)
 
 .PHONY: demo test dlio-test native-test python-test build lint format sanitize sanitize-all fuzz campaign bench clean help
 
@@ -36,9 +37,9 @@ $(STAMPS)/venv: $(STAMPS)/system
 	@touch $@
 
 # The package builds for a user with what demo asks for; for the tests with the second MPI as well.
-$(STAMPS)/demo-requirements: pyproject.toml $(STAMPS)/venv
+$(STAMPS)/demo-requirements: pyproject.toml benchmarks/pyproject.toml $(STAMPS)/venv
 	@echo "installing build requirements, torch, torchvision and the command line into $(VENV) (torch of PyPI carries CUDA: 6 GB)"
-	@$(BIN)/python scripts/requirements build demo | xargs -d '\n' $(BIN)/python -m pip install -q
+	@$(BIN)/python scripts/requirements build benchmarks | xargs -d '\n' $(BIN)/python -m pip install -q
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/requirements: pyproject.toml $(STAMPS)/venv
@@ -67,9 +68,15 @@ $(STAMPS)/package: $(STAMPS)/requirements $(STAMPS)/mpi-suite $(SOURCES)
 	@$(install) -C cmake.define.NOSTALL_MPICH_PREFIX=$(CURDIR)/build/mpich . || $(gone)
 	@touch $@ $(STAMPS)/demo-package
 
-build: $(STAMPS)/package
+# After the package, whichever of the two was built.
+$(STAMPS)/benchmarks: $(STAMPS)/demo-package $(BENCHMARKS)
+	@echo "building and installing nostall-bench into $(VENV)"
+	@$(install) ./benchmarks
+	@touch $@
 
-demo: $(STAMPS)/demo-package
+build: $(STAMPS)/package $(STAMPS)/benchmarks
+
+demo: $(STAMPS)/demo-package $(STAMPS)/benchmarks
 	@$(BIN)/nostall demo
 
 test: native-test python-test
@@ -96,12 +103,12 @@ dlio-test: build
 	@PYTHONPATH=$(CURDIR)/build/dlio $(BIN)/python -m pytest tests/dlio
 
 bench: build
-	@$(BIN)/python scripts/requirements bench | xargs -d '\n' $(BIN)/python -m pip install -q
+	@$(BIN)/python scripts/requirements benchmarks.peers | xargs -d '\n' $(BIN)/python -m pip install -q
 	@$(BIN)/nostall bench loader
 
 # The native tests and the fuzz targets under clang's AddressSanitizer and UndefinedBehaviorSanitizer
 # are of one build; ThreadSanitizer is gcc's.
-checked = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DNOSTALL_PYTHON=OFF -DNOSTALL_TOOLS=OFF \
+checked = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DNOSTALL_PYTHON=OFF \
     -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
     -DNOSTALL_TESTS=ON $(2) >/dev/null && \
   { $(BIN)/cmake --build build/$(1) -j $(JOBS) >build/$(1)/build.log || { cat build/$(1)/build.log; exit 1; }; }

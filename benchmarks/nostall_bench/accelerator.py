@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from nostall.errors import UsageError
+from nostall_bench.programs import child_environment
 from nostall_bench.slowfs import SlowFS
 
 
@@ -212,8 +213,6 @@ def _job(
         "compute": profile.compute, "epochs": arguments.epochs, "world": count,
         "job": f"accelerator-{os.getpid()}-{time.monotonic_ns()}",
     }  # fmt: skip
-    package = str(Path(__file__).resolve().parent.parent.parent)
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     ranks = [
         subprocess.Popen(
             [
@@ -225,7 +224,7 @@ def _job(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env=child_environment(OMP_NUM_THREADS="1"),
         )
         for r in range(count)
     ]

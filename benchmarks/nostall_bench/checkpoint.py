@@ -27,6 +27,7 @@ from typing import Any
 from nostall.base._sizes import parse_size
 from nostall.errors import UsageError
 from nostall_bench.checkpoint_worker import METHODS
+from nostall_bench.programs import child_environment
 
 _CGROUP = Path("/sys/fs/cgroup/blkio")
 
@@ -155,15 +156,13 @@ def _measure(
         "busy": arguments.busy,
         "threads": arguments.threads,
     }
-    package = str(Path(__file__).resolve().parent.parent.parent)
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     command = [*prefix, sys.executable, "-m", "nostall_bench.checkpoint_worker"]
     with _Writes(slow, fast) as writes:
         done = subprocess.run(
             [*command, json.dumps(settings)],
             capture_output=True,
             text=True,
-            env={**os.environ, "PYTHONPATH": path},
+            env=child_environment(),
         )
     for directory in (slow, fast):
         shutil.rmtree(directory, ignore_errors=True)

@@ -100,18 +100,28 @@ def write(choices: list[Choice], path: Path) -> None:
         raise IoError(f"cannot write the table of collectives {path}: {error}") from error
 
 
-def run(ranks: list[int], sizes: list[str] | None, seconds: float, out: str | None) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``nostall calibrate collectives``."""
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument(
+        "--sizes", nargs="+", help=f"in bytes; by default {SIZES[0]} to {SIZES[-1]}"
+    )
+    parser.add_argument("--seconds", type=float, default=1.0, help="per point measured")
+    parser.add_argument("--out", help="the file to write, instead of the table that is looked for")
+
+
+def run(chosen: argparse.Namespace) -> int:
     """Measures, writes the table and prints it."""
     parser = argparse.ArgumentParser()
     allreduce.add_arguments(parser)
-    arguments = parser.parse_args(["--seconds", str(seconds)])
+    arguments = parser.parse_args(["--seconds", str(chosen.seconds)])
     before = os.environ.get("NOSTALL_COLLECTIVES")
     os.environ["NOSTALL_COLLECTIVES"] = "off"
     try:
-        measured = [parse_size(s) for s in sizes] if sizes else SIZES
+        measured = [parse_size(s) for s in chosen.sizes] if chosen.sizes else SIZES
         rows = [
             row
-            for n in ranks
+            for n in chosen.ranks
             for row in allreduce.measure(arguments, list(_ALGORITHMS), measured, n)
         ]
     finally:
@@ -120,7 +130,7 @@ def run(ranks: list[int], sizes: list[str] | None, seconds: float, out: str | No
         else:
             os.environ["NOSTALL_COLLECTIVES"] = before
     choices = choose(rows)
-    path = Path(out) if out else default_path()
+    path = Path(chosen.out) if chosen.out else default_path()
     write(choices, path)
     print("\n".join(map(str, choices)))
     print(f"wrote {path}")

@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nostall.base._programs import find_native
 from nostall.errors import UsageError
 from nostall_bench.disk import Activity, device_of, forget, sequential
+from nostall_bench.programs import child_environment, find_native
 
 WORKS = ("decode", "read")
 
@@ -147,15 +147,13 @@ def _bound(files: list[str], threads: int, arguments: argparse.Namespace) -> flo
 
 def worker(module: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Runs ``python -m module`` with the settings as a file; what its last line says."""
-    package = str(Path(__file__).resolve().parent.parent.parent)
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(settings, file)
         file.flush()
         done = subprocess.run(
             [sys.executable, "-m", module, file.name],
             capture_output=True, text=True,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env=child_environment(OMP_NUM_THREADS="1"),
         )  # fmt: skip
     if done.returncode:
         raise UsageError(

@@ -22,8 +22,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nostall.base._programs import find_native
 from nostall.errors import UsageError
+from nostall_bench.programs import child_environment, find_native
 from nostall_bench.slowfs import SlowFS
 
 if TYPE_CHECKING:
@@ -253,14 +253,12 @@ def _run_worker(
     if storage is not None:
         storage.drop_caches()
         before = storage.served_bytes
-    package = str(Path(__file__).resolve().parent.parent.parent)
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     with subprocess.Popen(
         [sys.executable, "-m", "nostall_bench.worker", json.dumps(settings)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env=child_environment(OMP_NUM_THREADS="1"),
         start_new_session=True,
     ) as process:
         try:

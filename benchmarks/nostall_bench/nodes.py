@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import secrets
 import socket
 import statistics
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nostall.errors import UsageError
+from nostall_bench.programs import child_environment
 from nostall_bench.slowfs import SlowFS
 
 if TYPE_CHECKING:
@@ -285,13 +285,9 @@ def launch(module: str, settings: dict[str, Any], roots: list[str]) -> list[str]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    package = str(Path(__file__).resolve().parent.parent.parent)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
-        "NOSTALL_RENDEZVOUS": f"tcp://127.0.0.1:{port}",
-        "NOSTALL_SECRET": secrets.token_hex(16),
-    }
+    environment = child_environment(
+        NOSTALL_RENDEZVOUS=f"tcp://127.0.0.1:{port}", NOSTALL_SECRET=secrets.token_hex(16)
+    )
     workers = []
     for rank in range(settings["world"]):
         node = rank // settings["ranks"]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nostall.errors import UsageError
+from nostall_bench.programs import child_environment
 
 # name: samples, epochs, nodes, ranks of a node, samples per rank and batch
 JOBS = {
@@ -61,13 +62,11 @@ def _spread(values: list[float]) -> str:
 
 
 def _measure(settings: dict[str, Any]) -> dict[str, float]:
-    package = str(Path(__file__).resolve().parent.parent.parent)
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-m", "nostall_bench.plan", json.dumps(settings)],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        env=child_environment(),
     )
     if done.returncode:
         raise UsageError(f"the measurement failed: {done.stderr.strip()}")

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nostall.base._programs import find_native
 from nostall.errors import UsageError
+from nostall_bench.programs import find_native
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from nostall.base._programs import find_native
 from nostall.errors import UsageError
+from nostall_bench.programs import find_native
 
 OPERATIONS = ("getattr", "open", "read", "readdir")
 MAX_CLIENTS = 64

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nostall.errors import UsageError
+from nostall_bench.programs import child_environment
 from nostall_bench.slowfs import SlowFS
 
 SIDE = 96
@@ -118,14 +119,12 @@ def _job(
         "compute": arguments.compute * read_seconds / batches,
         "job": f"stall-{os.getpid()}-{time.monotonic_ns()}",
     }
-    package = str(Path(__file__).resolve().parent.parent.parent)
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     workers = [
         subprocess.Popen(
             [sys.executable, "-m", "nostall_bench.stall", json.dumps({**settings, "rank": r})],
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": path},
+            env=child_environment(),
         )
         for r in range(ranks)
     ]

@@ -22,6 +22,7 @@ from typing import Any
 from nostall import sync, trace
 from nostall.errors import UsageError
 from nostall_bench.launch import environment
+from nostall_bench.programs import child_environment
 
 ENGINE = ("engine", "timeline")
 MODES = ("read", "transform", *ENGINE)
@@ -101,9 +102,7 @@ def _measure(mode: str, data: Path, arguments: argparse.Namespace, on: bool) -> 
         "loader": "nostall", "mode": mode, "data": str(data), "prepared": str(data),
         "threads": arguments.threads, "tiers": [], "warm": 1, "measured": epochs, "ahead": 1,
     }  # fmt: skip
-    package = str(Path(__file__).resolve().parent.parent.parent)
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    env = child_environment(OMP_NUM_THREADS="1")
     with tempfile.TemporaryDirectory(prefix="nostall-trace-") as scratch:
         if on:
             env[trace.VARIABLE] = scratch
@@ -129,7 +128,7 @@ def _measure(mode: str, data: Path, arguments: argparse.Namespace, on: bool) -> 
 def _reduce(mode: str, steps: int, on: bool) -> dict[str, float]:
     """The gradient engine alone, between processes of this node."""
     with tempfile.TemporaryDirectory(prefix="nostall-trace-") as scratch:
-        common = {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+        common: dict[str, str] = {}
         if on and mode == "engine":
             common[trace.VARIABLE] = scratch
         if on and mode == "timeline":

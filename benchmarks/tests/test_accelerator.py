@@ -8,9 +8,9 @@ from dataclasses import astuple
 from pathlib import Path
 
 import pytest
-from nostall_bench import accelerator, slowfs
 
 from nostall.errors import UsageError
+from nostall_bench import accelerator, slowfs
 
 
 def parse(*options: str) -> argparse.Namespace:

@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
-from nostall_bench import app
-from nostall_bench.demo.dataset import DatasetSpec, make_dataset
 
 from nostall.errors import UsageError
+from nostall_bench import app
+from nostall_bench.demo.dataset import DatasetSpec, make_dataset
 
 
 def parse(*options: str) -> argparse.Namespace:

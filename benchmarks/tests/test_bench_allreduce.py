@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from nostall_bench import allreduce, choose
 
 from nostall.cli import main
 from nostall.collective import Communicator
 from nostall.errors import IoError, UsageError
+from nostall_bench import allreduce, choose
 
 pytestmark = pytest.mark.multi
 

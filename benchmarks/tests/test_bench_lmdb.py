@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from nostall.cli import main
+from nostall.errors import UsageError
 from nostall_bench import lmdb, slowfs
 from nostall_bench.lmdb import data, fio
 from nostall_bench.lmdb.places import _Group
 from nostall_bench.lmdb.pool import Pool, Task
-
-from nostall.cli import main
-from nostall.errors import UsageError
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from nostall_bench import sync, sync_horovod
 
 from nostall.errors import BugError, UsageError
+from nostall_bench import sync, sync_horovod
 
 
 @pytest.mark.multi

@@ -7,6 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
+
+from nostall.cli import main
+from nostall.errors import UsageError
 from nostall_bench.simulate_collectives import (
     PATTERNS,
     SimulatedCall,
@@ -15,9 +18,6 @@ from nostall_bench.simulate_collectives import (
     missing,
     simulate,
 )
-
-from nostall.cli import main
-from nostall.errors import UsageError
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 

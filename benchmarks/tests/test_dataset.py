@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from nostall_bench.demo.dataset import DatasetSpec, digest, make_dataset
 from PIL import Image
 
 from nostall.errors import UsageError
+from nostall_bench.demo.dataset import DatasetSpec, digest, make_dataset
 
 
 def test_equal_specs_give_equal_bytes_whatever_the_processes(tmp_path: Path) -> None:

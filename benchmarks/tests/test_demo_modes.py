@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from nostall_bench.demo.dataset import DatasetSpec, make_dataset
 from sync_ranks import run_ranks
+
+from nostall_bench.demo.dataset import DatasetSpec, make_dataset
 
 TRAIN = """
 import argparse, hashlib, torch, torch.distributed as dist

@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+
+from nostall.errors import UsageError
 from nostall_bench import disk, io
 from nostall_bench.demo.dataset import DatasetSpec, make_dataset
 from nostall_bench.pipelines import PIPELINES, Work, installed
-
-from nostall.errors import UsageError
 
 
 @pytest.fixture(scope="module")

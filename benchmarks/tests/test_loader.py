@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
-from nostall_bench import loader, peers
 
 from nostall.errors import UsageError
+from nostall_bench import loader, peers
 
 
 def parse(*options: str) -> argparse.Namespace:

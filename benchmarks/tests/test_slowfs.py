@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nostall_bench.slowfs import SlowFS, missing
 
 from nostall.errors import UsageError
+from nostall_bench.slowfs import SlowFS, missing
 
 pytestmark = pytest.mark.alone
 

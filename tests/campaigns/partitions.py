@@ -30,9 +30,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nostall_bench import slowfs
-
 from campaigns.outcome import Outcome, Task
+from nostall_bench import slowfs
 
 FULL = "100 faults of 0.1 to 60 s in jobs of 3 and 8 nodes"
 SMALL = 0.02

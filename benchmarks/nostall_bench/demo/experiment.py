@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nostall.errors import UsageError
 from nostall_bench.demo.dataset import DatasetSpec, make_dataset
+from nostall_bench.programs import child_environment
 from nostall_bench.slowfs import SlowFS
 
 if TYPE_CHECKING:
@@ -169,12 +170,7 @@ def _train(
         *("--size", str(arguments.size), "--classes", str(arguments.classes)),
         *("--seed", str(arguments.seed), "--workers", str(workers), "--tiers", *tiers),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    # Works from a checkout too: the children import the package that runs here.
-    package = str(Path(__file__).resolve().parent.parent.parent)
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [package, os.environ.get("PYTHONPATH")])
-    )
+    environment = child_environment(OMP_NUM_THREADS="1")
     with log.open("w") as errors, Progress(console=console, transient=True) as progress:
         task = progress.add_task(f"training with {loader}", total=arguments.epochs)
         with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Where the native programs of the benchmarks are."""
+"""Where the native programs of a package are."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ import shutil
 from pathlib import Path
 
 
-def find_native(name: str) -> Path | None:
-    """A native program beside the package, in the checkout's build, or on the path."""
-    package = Path(__file__).resolve().parent
-    folder = name.removeprefix("nostall-")
-    for path in (
-        package / "bin" / name,
-        package.parent.parent / "build" / "dev" / "bench" / folder / name,
-    ):
+def find_program(name: str, package: Path) -> Path | None:
+    """A native program: beside the installed `package`, in the checkout's build/dev, or on the path."""
+    checkout = package.parent.parent
+    for path in (package / "bin" / name, checkout / "build" / "dev" / "bin" / name):
         if os.access(path, os.X_OK):
             return path
     found = shutil.which(name)

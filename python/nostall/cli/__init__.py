@@ -9,10 +9,11 @@ import sys
 from collections.abc import Sequence
 
 import nostall
-from nostall.errors import Error
+from nostall.errors import Error, UsageError
+
+__all__ = ["main"]
 
 _COMMANDS = {
-    "demo": ("nostall_bench.demo", "train on slow storage with torch's loader and with nostall"),
     "index": ("nostall.cli._index", "build, check or show what is kept about a dataset"),
     "convert": ("nostall.cli._convert", "write a dataset as an LMDB database or as tar shards"),
     "report": ("nostall.cli._report", "where a training waited, from its traces and statistics"),
@@ -20,16 +21,21 @@ _COMMANDS = {
     "top": ("nostall.cli._top", "what the ranks of a recorded run are doing, live"),
     "checkpoints": ("nostall.cli._checkpoints", "list, verify, remove or drain checkpoints"),
     "calibrate": ("nostall.cli._calibrate", "measure this cluster's tiers, network and storage"),
-    "simulate": (
-        "nostall.cli._simulate",
-        "predict what a training costs; sync: what agreeing does",
-    ),
+    "simulate": ("nostall.cli._simulate", "predict what a training costs on a given machine"),
     "run": ("nostall.cli._run", "run an MPI program with our collectives, or profile its own"),
     "doctor": ("nostall.cli._doctor", "what this machine offers, and the ranks that are found"),
 }
 
 # Subcommands of subcommands, chosen by the next word.
-_NESTED = {("simulate", "collectives"): "nostall_bench.simulated_collectives"}
+_NESTED = {("simulate", "sync"): "nostall.cli._simulate_sync"}
+
+# Commands of the package nostall-bench: entry points of this group, two words joined by a dot.
+_GROUP = "nostall.commands"
+_OF_BENCHMARKS = {
+    "demo": "train on slow storage with torch's loader and with nostall",
+    "bench": "measure nostall and its peers, side by side",
+}
+_NESTED_OF_BENCHMARKS = {("simulate", "collectives"), ("calibrate", "collectives")}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,35 +43,48 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="nostall", description="Training that does not wait.")
     top.add_argument("--version", action="version", version=f"nostall {nostall.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (_, text) in _COMMANDS.items():
+    texts = _OF_BENCHMARKS | {name: text for name, (_, text) in _COMMANDS.items()}
+    for name, text in texts.items():
         commands.add_parser(name, help=text, description=text, add_help=False)
-    from nostall_bench import SUBCOMMANDS
-
-    bench = commands.add_parser("bench", help="measure: " + ", ".join(SUBCOMMANDS))
-    bench.add_argument("name", choices=list(SUBCOMMANDS), help="what to measure")
     return top
+
+
+def _of_benchmarks(words: Sequence[str]) -> tuple[str, str, list[str]]:
+    """Module, label and remaining words of a command that nostall-bench brings."""
+    from importlib import metadata
+
+    found = {point.name: point.value for point in metadata.entry_points(group=_GROUP)}
+    if not found:
+        raise UsageError(
+            f"nostall {words[0]} is a command of nostall-bench: pip install nostall-bench"
+        )
+    if words[0] in found:
+        return found[words[0]], words[0], list(words[1:])
+    prefix = f"{words[0]}."
+    names = sorted(n.removeprefix(prefix) for n in found if n.startswith(prefix))
+    second = argparse.ArgumentParser(prog=f"nostall {words[0]}")
+    second.add_argument("name", choices=names, help="what to measure")
+    name = second.parse_args(words[1:2]).name
+    return found[prefix + name], f"{words[0]} {name}", list(words[2:])
+
+
+def _choose(words: Sequence[str]) -> tuple[str, str, list[str]]:
+    """Module, label and remaining words of a subcommand."""
+    two = tuple(words[:2])
+    if words[0] in _OF_BENCHMARKS or two in _NESTED_OF_BENCHMARKS:
+        return _of_benchmarks(words)
+    if two in _NESTED:
+        return _NESTED[two], " ".join(two), list(words[2:])
+    return _COMMANDS[words[0]][0], words[0], list(words[1:])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; its exit status: 0, an Error's `exit_code`, 130 for Ctrl-C, 141 for
     output that nobody reads."""
     words = list(sys.argv[1:] if argv is None else argv)
-    chosen, rest = parser().parse_known_args(words[: 2 if words[:1] == ["bench"] else 1])
-    if chosen.command == "bench":
-        from nostall_bench import SUBCOMMANDS
-
-        module, label = SUBCOMMANDS[chosen.name], f"bench {chosen.name}"
-        rest += words[2:]
-    elif words[:2] == ["simulate", "sync"]:
-        module, label = "nostall.cli._simulate_sync", "simulate sync"
-        rest += words[2:]
-    else:
-        module, label = _COMMANDS[chosen.command][0], chosen.command
-        rest += words[1:]
-        if (label, *rest[:1]) in _NESTED:
-            module = _NESTED[(label, rest[0])]
-            label = f"{label} {rest.pop(0)}"
+    parser().parse_known_args(words[:1])
     try:
+        module, label, rest = _choose(words)
         command = importlib.import_module(module)
         options = argparse.ArgumentParser(prog=f"nostall {label}", description=command.__doc__)
         command.add_arguments(options)
@@ -76,17 +95,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"nostall: {error}", file=sys.stderr)
         return error.exit_code
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] == "nostall":
+        if error.name is None or error.name.split(".")[0] in ("nostall", "nostall_bench"):
             raise
         print(
-            f"nostall: this command needs {error.name}: pip install 'nostall[demo]'",
+            f"nostall: {label} needs {error.name}: pip install {_package(error.name)}",
             file=sys.stderr,
         )
         return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read our output went away (`nostall doctor | head`); without a place to flush to,
+        # The reader of the output has gone (`nostall doctor | head`); without a place to flush to,
         # the interpreter would complain once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _package(module: str) -> str:
+    """What to install for a module that is missing: an extra of nostall where one brings it."""
+    extras = {
+        "stores": ("h5py", "pyarrow"),
+        "objects": ("obstore",),
+        "lmdb": ("lmdb",),
+        "cli": ("rich", "matplotlib", "scipy"),
+        "torch": ("torch",),
+    }
+    name = module.split(".")[0]
+    return next((f"'nostall[{extra}]'" for extra, names in extras.items() if name in names), name)

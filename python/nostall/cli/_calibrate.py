@@ -3,8 +3,7 @@
 Run it alone for one node, or under the job's launcher (torchrun, mpirun, srun) for several: then the
 source is read by 1, 2, ... nodes at once, and samples travel between them. Writes a TOML file with
 the variables of Table 3.1 of the seed clairvoyant-prefetching, in bytes and seconds, that
-``nostall.DataLoader(calibration=...)`` starts from. ``nostall calibrate collectives`` chooses among
-algorithms of allreduce instead (nostall_bench.choose).
+``nostall.DataLoader(calibration=...)`` starts from.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nostall.base._programs import find_native
+from nostall.base._programs import find_program
 from nostall.base._sizes import TierSpec, parse_size, parse_tiers
 from nostall.errors import IoError, UsageError
 from nostall.job import _cluster as cluster
@@ -42,19 +41,15 @@ _OUT = "nostall-calibration.toml"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nostall calibrate``."""
-    parser.add_argument(
-        "source", help='the dataset\'s folder, on the storage to be measured; or "collectives"'
-    )
+    parser.add_argument("source", help="the dataset's folder, on the storage to be measured")
     parser.add_argument(
         "--tiers", nargs="*", default=["ram:256MiB"], help='as for DataLoader: "/nvme/cache:1GiB"'
     )
-    parser.add_argument("--out", help=f"the file to write; {_OUT}, or the table that is looked for")
+    parser.add_argument("--out", default=_OUT, help=f"the file to write; {_OUT}")
     parser.add_argument("--seconds", type=float, default=1.0, help="per point measured")
     parser.add_argument("--max-threads", type=int, default=8)
     parser.add_argument("--sample-bytes", default=str(_SAMPLE_BYTES), help="of tiers and network")
     parser.add_argument("--side", type=int, default=224, help="of the images that beta is for")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="of collectives")
-    parser.add_argument("--sizes", nargs="+", help="of collectives, in bytes")
 
 
 @dataclass
@@ -74,10 +69,6 @@ class Curve:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures; rank 0 prints the file's path and content."""
-    if arguments.source == "collectives":
-        from nostall_bench import choose
-
-        return choose.run(arguments.ranks, arguments.sizes, arguments.seconds, arguments.out)
     world = find_world()
     allgather = _allgather(world)
     nodes = _nodes(allgather)
@@ -113,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     allgather(b"")
     if world.rank == 0:
         text = to_toml(result)
-        out = arguments.out or _OUT
+        out = arguments.out
         try:
             Path(out).write_text(text)
         except OSError as error:
@@ -270,7 +261,7 @@ def _network(
     """b_c: samples from node 0 to node 1 through the whole exchange."""
     if max(nodes) == 0:
         return {}
-    program = find_native("nostall-exchange")
+    program = find_program("nostall-exchange", Path(__file__).resolve().parents[1])
     library = os.environ.get("NOSTALL_UCX_LIBRARY", str(cluster.LIBRARY))
     role = {0: "serve", 1: "ask"}.get(nodes[world.rank]) if first_of_node else None
     process = None

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from nodes import free_port
-from nostall_bench.slowfs import SlowFS, missing
 
 import nostall
 from nostall.cli._calibrate import Curve
 from nostall.errors import IoError, UsageError
 from nostall.loader._calibration import Calibration
+from nostall_bench.slowfs import SlowFS, missing
 
 pytestmark = pytest.mark.alone
 

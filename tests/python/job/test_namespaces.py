@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from nodes import Job, read_of_bound
+
 from nostall_bench.slowfs import SlowFS, missing
 
 pytestmark = pytest.mark.alone

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from nodes import Job, read_of_bound
+
 from nostall_bench.slowfs import SlowFS, missing
 
 

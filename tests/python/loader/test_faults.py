@@ -22,11 +22,11 @@ import numpy as np
 import prefork
 import pytest
 from conftest import write_jpeg
-from nostall_bench.slowfs import SlowFS, missing
 
 import nostall
 from nostall import transforms as t
 from nostall.errors import CorruptionError, IoError, PeerError, StoppedError, UsageError
+from nostall_bench.slowfs import SlowFS, missing
 
 STEPS = [t.Resize(16), t.CenterCrop(16), t.ToTensor()]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import lmdb
 import numpy as np
 import pytest
-from nostall_bench.slowfs import SlowFS, missing
 
 import nostall
+from nostall_bench.slowfs import SlowFS, missing
 
 pytestmark = pytest.mark.alone
 
