@@ -20,7 +20,7 @@ from pathlib import Path
 from campaigns.outcome import Outcome, Task
 from campaigns.private import SHM, bytes_in, private_storage
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "python" / "collective"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "python" / "torch"))
 
 from torch_server import server
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from sync_ranks import run_ranks
 
 from nostall.cli import main
 from nostall.errors import UsageError
@@ -23,9 +23,6 @@ from nostall.simulate._sync import (
     sweep,
     timeline,
 )
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "sync"))
-from sync_ranks import run_ranks
 
 EXACT = Costs(0.0001, {})  # every thread wakes in time
 STILL = Training(jitter=0.0, hop=0.0)
