@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from nostall import errors
+from nostall._version import __version__
 from nostall.checkpoint import Checkpointer, Keep
 from nostall.loader import DataLoader, DynamicBatches, RawBatch, transforms
 from nostall.observe import Stats, metrics, trace
@@ -33,8 +34,6 @@ from nostall.source import (
 if TYPE_CHECKING:
     from nostall import torch as torch
 
-__version__ = "0.1.0"
-
 __all__ = [
     "HDF5",
     "LMDB",
@@ -55,6 +54,7 @@ __all__ = [
     "SubBatches",
     "TFRecord",
     "TarShards",
+    "__version__",
     "errors",
     "metrics",
     "trace",

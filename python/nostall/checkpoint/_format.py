@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nostall import _native
+from nostall._version import __version__
 from nostall.checkpoint._lineage import LEGACY, Ranges, checked
 from nostall.checkpoint._tree import ITEM_BYTES, Leaf, Stored
 from nostall.errors import UNREADABLE, CorruptionError
@@ -296,10 +297,8 @@ def _canonical(values: dict[str, Any]) -> bytes:
 
 def software() -> dict[str, str]:
     """Versions of what wrote a checkpoint."""
-    import nostall
-
     found = {
-        "nostall": nostall.__version__,
+        "nostall": __version__,
         "python": platform.python_version(),
         "numpy": np.__version__,
     }

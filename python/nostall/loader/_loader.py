@@ -575,7 +575,7 @@ class DataLoader:
         """All epochs so far added up, and the most memory seen by pool; cheap, from any thread."""
         return self._recorder.totals()
 
-    def tell(self, live: metrics.Live) -> None:
+    def tell(self, live: Callable[[Recorder, int, int, int], None]) -> None:
         """For recording: `live` hears of every batch."""
         self._recorder.live = live
 

@@ -24,13 +24,13 @@ from nostall.observe._stats import ORIGINS, EpochStats, Stats
 if TYPE_CHECKING:
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-    from nostall.loader._loader import DataLoader
+    from nostall.observe._observed import Observed
     from nostall.observe._recorder import Recorder
 
 VARIABLE = "NOSTALL_METRICS_PORT"
 LIVE_SECONDS = 1.0
 
-_loaders: weakref.WeakSet[DataLoader] = weakref.WeakSet()
+_loaders: weakref.WeakSet[Observed] = weakref.WeakSet()
 _server: ThreadingHTTPServer | None = None
 _refused = False  # the port of the environment: said once
 
@@ -45,7 +45,7 @@ _HELP = {
 }
 
 
-def add(loader: DataLoader) -> None:
+def add(loader: Observed) -> None:
     """For loaders that start: their numbers are served from now on."""
     global _refused
     _loaders.add(loader)

@@ -30,7 +30,7 @@ from nostall.job._world import find_world
 from nostall.observe import metrics
 
 if TYPE_CHECKING:
-    from nostall.loader._loader import DataLoader
+    from nostall.observe._observed import Observed
     from nostall.observe._stats import Stats
 
 VARIABLE = "NOSTALL_TRACE"
@@ -41,7 +41,7 @@ FORMAT = 1
 class _Entry:
     """A loader that records; its statistics can be had when it is gone."""
 
-    loader: weakref.ref[DataLoader]
+    loader: weakref.ref[Observed]
     settings: dict[str, Any]
     stats: Callable[[], Stats]
 
@@ -160,7 +160,7 @@ def wanted() -> bool:
     return enabled() or bool(os.environ.get(VARIABLE))
 
 
-def begin(loader: DataLoader, stats: Callable[[], Stats]) -> None:
+def begin(loader: Observed, stats: Callable[[], Stats]) -> None:
     """For loaders: starts recording if ``NOSTALL_TRACE`` asks for it, and notes the loader.
 
     `stats` gives its statistics and does not hold the loader. What fails here costs the record, not
@@ -183,7 +183,7 @@ def begin(loader: DataLoader, stats: Callable[[], Stats]) -> None:
         weakref.finalize(loader, _write, _run, entry)
 
 
-def keep(loader: DataLoader) -> None:
+def keep(loader: Observed) -> None:
     """For loaders that end: writes what the loader was given, and its statistics."""
     if _run is not None:
         for entry in [e for e in _run.entries if e.loader() is loader]:
@@ -206,7 +206,7 @@ def _write(run: _Run, entry: _Entry) -> None:
         logging.getLogger("nostall").warning("cannot write %s: %s", path, error)
 
 
-def describe(loader: DataLoader) -> dict[str, Any]:
+def describe(loader: Observed) -> dict[str, Any]:
     """The loader's settings, as far as a report needs them."""
     return {
         "host": platform.node(),

@@ -1,0 +1,35 @@
+"""What a loader offers to those that watch it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from nostall.job._world import World
+from nostall.observe._recorder import Recorder
+from nostall.observe._stats import EpochStats, Stats
+
+
+class Observed(Protocol):
+    """A running loader."""
+
+    @property
+    def name(self) -> str:
+        """Unique among the loaders of the process."""
+
+    @property
+    def world(self) -> World: ...
+
+    @property
+    def dataset(self) -> Any: ...
+
+    def settings(self) -> dict[str, Any]:
+        """What it was given, as far as a report needs it."""
+
+    def stats(self) -> Stats: ...
+
+    def totals(self) -> tuple[EpochStats, dict[str, int]]:
+        """The sum over all epochs, and the bytes of memory by pool."""
+
+    def tell(self, live: Callable[[Recorder, int, int, int], None]) -> None:
+        """`live` is called after every batch: with the recorder, epoch, batch and queue length."""
