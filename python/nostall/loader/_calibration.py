@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
+import tomllib
 from dataclasses import dataclass
 from typing import Any
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # pip carries one
-    from pip._vendor import tomli as tomllib
 
 from nostall.errors import IoError, UsageError
 

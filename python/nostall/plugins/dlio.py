@@ -7,9 +7,9 @@
 
 `DataLoader` works the order out from the seed ahead of time, so its results belong to the OPEN
 division of MLPerf Storage. `Reader` (``reader.reader_classname=nostall.plugins.dlio.Reader``) only
-reads a sample when one of DLIO's own loaders asks for it. ``NOSTALL_DLIO_TIERS`` holds the tiers ("auto" is the default, or
-"ram:20GiB,/nvme/cache:400GiB"), ``NOSTALL_DLIO_CHECKPOINT`` what a checkpoint waits for ("memory" or
-"durable", the default).
+reads a sample when one of DLIO's own loaders asks for it. ``NOSTALL_DLIO_TIERS`` holds the tiers
+("auto" is the default, or "ram:20GiB,/nvme/cache:400GiB"), ``NOSTALL_DLIO_CHECKPOINT`` what a
+checkpoint waits for ("memory" or "durable", the default).
 
 Formats: npz, npy, jpeg, png with one sample a file, and tfrecord. Importing this module needs
 dlio-benchmark 2.0 or later.

@@ -6,17 +6,12 @@ import difflib
 import itertools
 import math
 import os
-import sys
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nostall.errors import IoError, UsageError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # pip carries one
-    from pip._vendor import tomli as tomllib
 
 Curve = tuple[tuple[float, float], ...]
 
