@@ -143,8 +143,9 @@ campaign: $(STAMPS)/checkers build
 	@PYTHONPATH=tests $(BIN)/python -m campaigns --jobs 2 $(ONLY) $(if $(SCALE),--scale $(SCALE))
 
 lint: $(STAMPS)/checkers build
-	@echo "layers, clang-format, ruff, mypy"
+	@echo "layers, public names, clang-format, ruff, mypy"
 	@$(BIN)/python scripts/check-layers
+	@$(BIN)/python scripts/reference --check
 	@scripts/check-locks $(CLANG) $(BIN)/python
 	@git ls-files '*.cc' '*.h' '*.c' | xargs $(CLANG_FORMAT) --dry-run -Werror
 	@$(BIN)/ruff check .

@@ -9,10 +9,7 @@ them: `calibration = "file"` takes its place.
 
 from __future__ import annotations
 
-from nostall.simulate._results import points_text
-from nostall.simulate._scenario import read_scenario
-from nostall.simulate._sweep import cheapest, sweep
-from nostall.simulate._tables import Place
+from nostall.simulate import cheapest, points_text, read_scenario, sweep
 
 # %% The cluster as it is: four nodes, a small staging buffer, nothing to keep samples in.
 CLUSTER = {
@@ -45,8 +42,7 @@ def main() -> None:
             "dataset": DATASET,
             "training": TRAINING,
             "policies": ["hdmlp", "nostall"],
-        },
-        Place("buy-ssd-or-ram.py"),
+        }
     )
     points = sweep(scenario, [CHOICES], ["consistent"])
     print(points_text(points))

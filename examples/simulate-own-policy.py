@@ -11,8 +11,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from nostall._native import Filling, Layout
-from nostall.simulate import Job, Policy, load_scenario, make_policy, simulate
+from nostall.simulate import (
+    Filling,
+    Job,
+    Layout,
+    Policy,
+    load_scenario,
+    make_policy,
+    simulate,
+)
 
 
 class Replicated(Policy):

@@ -30,6 +30,8 @@ from nostall import _native
 from nostall.errors import UsageError
 from nostall.job._world import find_world
 
+__all__ = ["ALGORITHMS", "OPERATIONS", "Communicator", "Operation"]
+
 ALGORITHMS = (
     "cooperative",
     "arrival_leader",

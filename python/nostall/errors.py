@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+__all__ = [
+    "BugError",
+    "CorruptionError",
+    "Error",
+    "IoError",
+    "PeerError",
+    "StoppedError",
+    "TransformError",
+    "UsageError",
+]
+
 
 class Error(Exception):
     """Base of all errors of nostall; `exit_code` is what the command line returns for it."""

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from nostall import _native
 from nostall.errors import UsageError
 
+__all__ = ["Plan", "SubBatches"]
+
 
 @dataclass(frozen=True)
 class SubBatches:

@@ -23,6 +23,8 @@ from nostall.job._world import World, find_world
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+__all__ = ["GradientReducer", "Ranks", "SyncOptions", "find_ranks", "reduce_gradients"]
+
 Mode = Literal["planned", "negotiated"]
 MODES = ("planned", "negotiated")
 WIRES = {"fp16": "float16", "bf16": "bfloat16"}

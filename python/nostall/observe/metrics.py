@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from nostall.observe._observed import Observed
     from nostall.observe._recorder import Recorder
 
+__all__ = ["close", "serve", "text", "to_tensorboard"]
+
 VARIABLE = "NOSTALL_METRICS_PORT"
 LIVE_SECONDS = 1.0
 

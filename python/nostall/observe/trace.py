@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from nostall.observe._observed import Observed
     from nostall.observe._stats import Stats
 
+__all__ = ["enabled", "span", "start", "stop"]
+
 VARIABLE = "NOSTALL_TRACE"
 FORMAT = 1
 

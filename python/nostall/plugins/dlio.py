@@ -39,6 +39,8 @@ except ImportError as error:
         f"nostall.plugins.dlio holds plug-ins of DLIO: install dlio-benchmark ({error})"
     ) from error
 
+__all__ = ["Checkpointing", "DataLoader", "Reader"]
+
 TIERS = "NOSTALL_DLIO_TIERS"
 CHECKPOINT = "NOSTALL_DLIO_CHECKPOINT"
 # Steps of one epoch that a checkpoint's number leaves room for.

@@ -7,30 +7,47 @@ seed's simulation, "consistent" shares every bandwidth truly. See docs/guide/sim
 
 from __future__ import annotations
 
+from nostall._native import Filling, Layout
 from nostall.simulate._dataset import Dataset
 from nostall.simulate._environment import Environment, StorageClass
 from nostall.simulate._policies import Job, NotApplicable, Policy, make_policy, policies, register
+from nostall.simulate._results import points_text
 from nostall.simulate._run import MODES, Outcome, Shuffle, read_once_bound, simulate
-from nostall.simulate._scenario import Scenario, Step, Training, load_scenario, scenarios
+from nostall.simulate._scenario import (
+    Scenario,
+    Step,
+    Training,
+    load_scenario,
+    read_scenario,
+    scenarios,
+)
+from nostall.simulate._sweep import Point, cheapest, sweep
 
 __all__ = [
     "MODES",
     "Dataset",
     "Environment",
+    "Filling",
     "Job",
+    "Layout",
     "NotApplicable",
     "Outcome",
+    "Point",
     "Policy",
     "Scenario",
     "Shuffle",
     "Step",
     "StorageClass",
     "Training",
+    "cheapest",
     "load_scenario",
     "make_policy",
+    "points_text",
     "policies",
     "read_once_bound",
+    "read_scenario",
     "register",
     "scenarios",
     "simulate",
+    "sweep",
 ]

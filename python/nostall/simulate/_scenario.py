@@ -122,7 +122,7 @@ def load_scenario(name: str | os.PathLike[str]) -> Scenario:
     return read_scenario(read_toml(path), Place(str(path)))
 
 
-def read_scenario(value: Any, place: Place) -> Scenario:
+def read_scenario(value: Any, place: Place = Place("scenario")) -> Scenario:  # noqa: B008
     """From the file's tables; `place` names it in errors.
 
     Raises:

@@ -50,6 +50,8 @@ from nostall.checkpoint._store import Store, part_name
 from nostall.checkpoint._tree import decode, encode
 from nostall.errors import CorruptionError, Error, UsageError
 
+__all__ = ["StorageReader", "StorageWriter", "load"]
+
 _log = logging.getLogger("nostall")
 _STEP = re.compile(r"(\d{1,12})/?$")
 _FORMATS = {

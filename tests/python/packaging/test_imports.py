@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -45,22 +46,97 @@ def layers(root: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """What the check reads, to be damaged."""
+    leave = shutil.ignore_patterns("*.so", "__pycache__")
+    for part in ("native", "python/nostall", "scripts", "docs"):
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=leave)
+    assert layers(tmp_path).returncode == 0, layers(tmp_path).stdout
+    return tmp_path
+
+
 @pytest.mark.parametrize(
-    ("room", "line", "named"),
+    ("file", "line", "named"),
     [
-        ("base", '#include "plan/plan.h"', "base/ may not use plan/"),
-        ("source", '#include "tier/node_cache.h"', "source/ may not use tier/"),
-        ("stage", "#include <nanobind/nanobind.h>", "no Python"),
-        ("newroom", "", "newroom is not in the table"),
+        ("native/base/wrong.h", '#include "plan/plan.h"', "base/ may not use plan/"),
+        ("native/source/wrong.h", '#include "tier/node_cache.h"', "source/ may not use tier/"),
+        ("native/stage/wrong.h", "#include <nanobind/nanobind.h>", "no Python"),
+        ("native/newroom/wrong.h", "", "native/newroom is not in the table"),
+        ("native/base/CMakeLists.txt", "nostall_room(base DEPS plan)", "base may not link plan"),
+        ("python/nostall/job/_wrong.py", "import nostall", "job may not use nostall"),
+        (
+            "python/nostall/job/_wrong.py",
+            "def late():\n    from nostall.loader import DataLoader",
+            "_wrong.py:2: job may not use loader",
+        ),
+        ("python/nostall/newroom/_wrong.py", "", "python/nostall/newroom is not in the table"),
+        ("docs/architecture.md", "<!-- python rooms --><!-- end -->", "differs from layers.toml"),
     ],
 )
-def test_the_layers_are_checked(tmp_path: Path, room: str, line: str, named: str) -> None:
-    shutil.copytree(ROOT / "native", tmp_path / "native")
-    (tmp_path / "scripts").mkdir()
-    shutil.copy(ROOT / "scripts" / "check-layers", tmp_path / "scripts")
-    assert layers(tmp_path).returncode == 0, layers(tmp_path).stdout
-    (tmp_path / "native" / room).mkdir(exist_ok=True)
-    (tmp_path / "native" / room / "wrong.h").write_text(line + "\n")
-    done = layers(tmp_path)
+def test_the_layers_are_checked(checkout: Path, file: str, line: str, named: str) -> None:
+    (checkout / file).parent.mkdir(exist_ok=True)
+    (checkout / file).write_text(line + "\n")
+    done = layers(checkout)
     assert done.returncode == 1
     assert named in done.stdout
+
+
+def test_rooms_use_only_rooms_below_them(checkout: Path) -> None:
+    table = checkout / "scripts" / "layers.toml"
+    text = table.read_text()
+    table.write_text(text.replace('uses = ["base"]', 'uses = ["base", "sync"]', 1))
+    assert "native room trace uses sync, which is not below it" in layers(checkout).stdout
+
+
+def reference(root: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(root / "scripts" / "reference"), "--check"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "named"),
+    [
+        (
+            "examples/wrong.py",
+            "from nostall.job._world import World",
+            "nostall.job._world.World is not public",
+        ),
+        (
+            "docs/wrong.md",
+            "```python\nimport nostall.job\n```",
+            "docs/wrong.md: nostall.job is not public",
+        ),
+        (
+            "python/nostall/plan.py",
+            "__all__ = ['Plan']\nclass Plan: pass\n",
+            "nostall.Plan has no docstring",
+        ),
+        ("python/nostall/errors.py", "__all__ = []\n", "docs/reference.md differs"),
+    ],
+)
+def test_public_names_are_listed_and_others_not_shown(
+    tmp_path: Path, file: str, text: str, named: str
+) -> None:
+    leave = shutil.ignore_patterns("*.so", "__pycache__")
+    for part in ("python/nostall", "scripts", "docs", "examples"):
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=leave)
+    shutil.copy(ROOT / "README.md", tmp_path)
+    assert reference(tmp_path).returncode == 0, reference(tmp_path).stderr
+    (tmp_path / file).write_text(text)
+    done = reference(tmp_path)
+    assert done.returncode == 1
+    assert named in done.stderr
+
+
+def test_public_names_can_be_imported() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text()
+    modules = [m for m in re.findall(r"^## (\S+)", page, flags=re.M) if "plugins" not in m]
+    short = {"nostall.transforms", "nostall.trace", "nostall.metrics"}
+    code = "import nostall, importlib\n"
+    for module in modules:
+        found = f"importlib.import_module({module!r})" if module not in short else module
+        code += f"m = {found}\nmissing = [n for n in m.__all__ if not hasattr(m, n)]\n"
+        code += f"assert not missing, ({module!r}, missing)\n"
+    done = python(code)
+    assert done.returncode == 0, done.stderr

@@ -15,6 +15,8 @@ from nostall.observe._stats import HEADINGS, Stats, by_loader, merge
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+__all__ = ["figure", "page", "write"]
+
 # Okabe and Ito's colours, told apart by colour-blind readers too.
 _COLOURS = {"ram": "#009E73", "file": "#F0E442", "peer": "#0072B2", "source": "#D55E00"}
 _NAMES = {"ram": "RAM tier", "file": "file tier", "peer": "other nodes", "source": "source"}
