@@ -60,8 +60,7 @@ void bind_layout(nb::module_& m) {
       .value("perfect", simulate::Loading::perfect)
       .value("on_demand", simulate::Loading::on_demand)
       .value("staged", simulate::Loading::staged);
-  nb::enum_<simulate::Filling>(m, "Filling",
-                               "When the tiers of a node get the samples that they keep.")
+  nb::enum_<simulate::Filling>(m, "Filling")
       .value("none", simulate::Filling::none)
       .value("prefetch", simulate::Filling::prefetch)
       .value("reading", simulate::Filling::reading)
