@@ -146,6 +146,7 @@ lint: $(STAMPS)/checkers build
 	@echo "layers, public names, clang-format, ruff, mypy"
 	@$(BIN)/python scripts/check-layers
 	@$(BIN)/python scripts/reference --check
+	@$(BIN)/python scripts/check-docs
 	@scripts/check-locks $(CLANG) $(BIN)/python
 	@git ls-files '*.cc' '*.h' '*.c' | xargs $(CLANG_FORMAT) --dry-run -Werror
 	@$(BIN)/ruff check .

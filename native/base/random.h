@@ -3,7 +3,7 @@
 // Mt19937 is the generator of torch's CPU Generator (32-bit outputs, the same stream), needed for
 // orders identical to torch's. Philox is counter-based (Philox4x32-10, Salmon et al., SC'11): any
 // draw is a pure function of (key, counter), which is what augmentation keyed by
-// (seed, epoch, sample) needs. Golden vectors: tests/native/base/random_test.cc.
+// (seed, epoch, sample) needs. Golden vectors: tests/native/base/base_test.cc.
 // Thread-safety: values; one instance per thread.
 #pragma once
 
