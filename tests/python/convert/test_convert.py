@@ -205,7 +205,7 @@ def test_a_full_disk_is_said_and_can_be_mended(
     with pytest.raises(IoError, match="needs 400000 bytes more"):
         make()
     # Room that others take while it runs.
-    monkeypatch.setattr(convert.work.Work, "check_room", lambda *_: None)
+    monkeypatch.setattr(convert._work.Work, "check_room", lambda *_: None)
     with pytest.raises(IoError, match="is full") as error:
         make()
     assert error.value.errno == errno.ENOSPC
