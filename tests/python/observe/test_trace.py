@@ -95,7 +95,8 @@ def test_two_processes_of_one_rank_keep_their_own_files(tmp_path: Path) -> None:
     home = tmp_path / "run"
     trace.start(home, rank=0)
     code = (
-        "import sys, nostall.observe.trace as t; t.start(sys.argv[1], rank=0)\nwith t.span('x'):\n  pass\n"
+        "import sys\nfrom nostall import trace as t\nt.start(sys.argv[1], rank=0)\n"
+        "with t.span('x'):\n  pass\n"
     )
     done = prefork.run(["-c", code, home])
     assert done.returncode == 0, done.stderr
@@ -124,7 +125,7 @@ def test_a_forked_child_records_nothing(tmp_path: Path) -> None:
 
 def test_a_killed_job_leaves_all_but_its_last_second(tmp_path: Path) -> None:
     code = (
-        "import sys, time, nostall.observe.trace as t\nt.start(sys.argv[1], rank=0)\n"
+        "import sys, time\nfrom nostall import trace as t\nt.start(sys.argv[1], rank=0)\n"
         "with t.span('early', 'data'):\n  pass\n"
         "time.sleep(1.5)\nprint('ready', flush=True)\n"
         "while True:\n  with t.span('late'):\n    time.sleep(0.001)\n"
