@@ -26,7 +26,7 @@ from nostall_bench.programs import find_native
 OPERATIONS = ("getattr", "open", "read", "readdir")
 MAX_CLIENTS = 64
 
-# benchmarks/native/slowfs/page.h: 8 words of head, then 8 words per client: its link, bytes, operations.
+# benchmarks/native/slowfs/page.h: 8 words of head, then 8 per client: its link, bytes, operations.
 _WORD = 8
 _HEAD = 8 * _WORD
 _SLOWDOWN = 3 * _WORD

@@ -7,6 +7,7 @@ import uuid
 from typing import Any
 
 import prefork
+
 from nostall_bench.launch import environment
 
 
