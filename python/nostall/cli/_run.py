@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nostall.errors import UsageError
 
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).parents[1]
 
 
 def library() -> Path:

@@ -19,7 +19,7 @@ from nostall.job._rendezvous import AllGather, exposed, initialised_store
 from nostall.job._world import World
 
 _log = logging.getLogger("nostall")
-LIBRARY = Path(__file__).parent / "nostall_ucx.so"
+LIBRARY = Path(__file__).parents[1] / "nostall_ucx.so"
 
 
 @dataclass(frozen=True)
