@@ -25,7 +25,7 @@ CLUSTER = {
     "r": [{"2": 21164}, {"2": 21164}, {"1": 66, "2": 86}],
 }
 
-# %% The training: here a tenth of the seed's scenario 3, so that the answer comes in seconds.
+# %% The training: here a tenth of the published scenario 3, so that the answer comes in seconds.
 DATASET = {"samples": 30000, "distribution": "norm", "loc": 2.0, "scale": 0.2}
 TRAINING = {"E": 5, "B": 100}
 

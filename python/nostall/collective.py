@@ -6,13 +6,13 @@
         gradients = node.empty(1 << 20, np.float32)   # shared memory: reduced where it is
         node.allreduce(gradients)
 
-All ranks call the same operations in the same order with arrays of the same size and type; a rank
-that does not makes all raise UsageError, with both calls named. A rank that dies or does not come
-within the timeout makes all raise PeerError, and the communicator is of no further use.
+All ranks call the same operations in the same order with arrays of the same size and type; if one
+does not, all ranks raise UsageError, which names both calls. If a rank dies, or does not arrive
+within the timeout, all ranks raise PeerError, and the communicator cannot be used any more.
 
-Algorithms (`algorithm=`): "cooperative" (ours), "arrival_leader" (Algorithm 4.1 of the seed on
-arrival-aware collectives), "arrival_chain" (Algorithm 5.1), "leader", "recursive_doubling", "ring",
-"rsa", "binomial".
+Algorithms (`algorithm=`): "cooperative" (nostall's own), "arrival_leader" and "arrival_chain"
+([Mohammadalizadehbakhtevari 2021, alg. 4.1 and 5.1]), "leader", "recursive_doubling", "ring", "rsa",
+"binomial".
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ __all__ = ["Plan", "SubBatches"]
 
 @dataclass(frozen=True)
 class SubBatches:
-    """The order that uses data several times while it is in memory (seed lmdbio-and-horovod, 8.4.1).
+    """The order that uses data several times while it is in memory [Pumma 2020, sec. 8.4.1].
 
     `resident` global batches at a time are passed over `reuse` times: first as they come, then in
     other batches, recombined from their sub-batches (the parts of a batch that one rank takes). Each
@@ -62,7 +62,7 @@ class Plan:
         drop_last: drop the samples that do not fill the world, then the last partial batch.
         order: "torch" (identical to DistributedSampler), "keyed" (a keyed permutation), "sequential",
             `SubBatches`, or a sequence of sample ids used in every epoch.
-        scheme: how a global batch is divided (seed clairvoyant-prefetching, 4.1.3).
+        scheme: how a global batch is divided [Böhringer 2020, sec. 4.1.3].
 
     Raises:
         UsageError: arguments that cannot be planned, named with their value.
@@ -156,7 +156,8 @@ class Plan:
     def reuse_distances(self, first_epoch: int = 0, epochs: int | None = None) -> NDArray[np.int64]:
         """Samples between two uses of a sample, over all ranks, for every use but each first one.
 
-        8.4.1's reuse distance: an epoch's length on average for full shuffles. Memory: O(samples).
+        The reuse distance of [Pumma 2020, sec. 8.4.1]: on average an epoch's length for full shuffles.
+        Memory: O(samples).
         """
         last = np.full(self.native.samples, -1, np.int64)
         found = []

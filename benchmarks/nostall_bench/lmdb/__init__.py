@@ -1,5 +1,5 @@
-"""``nostall bench lmdb``: reading one LMDB database in all the ways of seed lmdbio-and-horovod,
-chapters 3 to 5, and in nostall's, cold, by real processes.
+"""``nostall bench lmdb``: reads one LMDB database by all the strategies of [Pumma 2020, ch. 3 to 5]
+and by nostall's, with cold caches and real processes.
 
     lmdb            liblmdb's cursor in every rank, moved over the records of the others
     lmm             one rank of a node reads for all of them, by shared memory

@@ -1,5 +1,5 @@
-"""Reading on and on by memory map, by pread and by pread past the page cache, for several sizes of
-a read (seed lmdbio-and-horovod 5.1.1, 5.1.2, figure 5.1)."""
+"""Sequential reading by memory map, by pread and by pread past the page cache, for several sizes of
+a read [Pumma 2020, sec. 5.1.1 and 5.1.2, fig. 5.1]."""
 
 from __future__ import annotations
 

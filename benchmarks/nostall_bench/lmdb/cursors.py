@@ -107,8 +107,8 @@ def _take(
 
 
 class _Guess:
-    """Which pages a rank will need (4.2.2, figure 4.5): first from the size of one record, then
-    from the least and the most pages that an iteration of this rank had."""
+    """Guesses the pages that a rank needs [Pumma 2020, sec. 4.2.2, fig. 4.5]: first from the size of
+    one record, then from the least and the most pages that an iteration of this rank had."""
 
     def __init__(self, me: Rank, share: Share, first_size: int) -> None:
         self._ranks = me.ranks

@@ -30,7 +30,7 @@ class Records:
         return np.random.default_rng(7).integers(self.least, self.most + 1, self.count)
 
 
-#: CIFAR-like and ImageNet-like, as the seed's data sets (3.1.1).
+#: CIFAR-like and ImageNet-like, as the data sets of [Pumma 2020, sec. 3.1.1].
 KINDS = {"3 KB": (3_073, 3_073), "110-190 KB": (110_000, 190_000)}
 
 

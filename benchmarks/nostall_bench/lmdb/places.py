@@ -1,4 +1,4 @@
-"""The thesis's steps that know places: PROV, COAL, STAG (seed lmdbio-and-horovod, 5.2.2 to 5.2.4)."""
+"""The strategies that know where records are: PROV, COAL, STAG [Pumma 2020, sec. 5.2.2 to 5.2.4]."""
 
 from __future__ import annotations
 
@@ -104,10 +104,10 @@ def _coalesced(me: Rank, task: Task, stagger: int) -> None:
 
 
 def coal(me: Rank, task: Task) -> None:
-    """LMDBIO-LMM-DIO-PROV-COAL (5.2.3): several iterations in one read."""
+    """LMDBIO-LMM-DIO-PROV-COAL [Pumma 2020, sec. 5.2.3]: several iterations in one read."""
     _coalesced(me, task, 0)
 
 
 def stag(me: Rank, task: Task) -> None:
-    """LMDBIO-LMM-DIO-PROV-COAL-STAG (5.2.4): at most `stagger` ranks read at once."""
+    """LMDBIO-LMM-DIO-PROV-COAL-STAG [Pumma 2020, sec. 5.2.4]: at most `stagger` ranks read at once."""
     _coalesced(me, task, task.stagger)

@@ -1,4 +1,4 @@
-"""Plots after figures 3.6, 4.6 and 5.5 to 5.9 of the seed: records/s by ranks, and where time goes."""
+"""Plots like [Pumma 2020, fig. 3.6, 4.6 and 5.5 to 5.9]: records/s by ranks, and where time goes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The reading strategies of seed lmdbio-and-horovod, chapters 3 to 5, and what they are held against.
+"""The reading strategies of [Pumma 2020, ch. 3 to 5], and those that they are compared with.
 
-Every strategy brings each rank the records of its part of each global batch into memory of its own,
-and all ranks meet after each iteration, as data-parallel training does. Times go to the rank's
-counters: seek (finding where records are), read (bringing them), skew (waiting for others).
+Every strategy copies the records of a rank's part of each global batch into the rank's own memory.
+All ranks meet after each iteration, as in data-parallel training. Times go to the rank's counters:
+seek (finding where records are), read (reading them), skew (waiting for other ranks).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Run it alone for one node, or under the job's launcher (torchrun, mpirun, srun) for several: then the
 source is read by 1, 2, ... nodes at once, and samples travel between them. Writes a TOML file with
-the variables of Table 3.1 of the seed clairvoyant-prefetching, in bytes and seconds, that
-``nostall.DataLoader(calibration=...)`` starts from.
+the variables of [Böhringer 2020, table 3.1], in bytes and seconds, from which
+``nostall.DataLoader(calibration=...)`` starts.
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ def to_toml(result: dict[str, Any]) -> str:
         return "[" + ", ".join(f"{v:.6g}" for v in values) + "]"
 
     lines = [
-        "# Measured by nostall calibrate. Bytes and seconds; the letters are those of Table 3.1.",
+        "# Measured by nostall calibrate. Bytes and seconds; letters: docs/guide/simulate.md.",
         "format = 1",
         f"sample_bytes = {result['sample_bytes']}",
         "",

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="scenarios, machines and policies")
     parser.add_argument(
         "--mode", choices=["both", "as-published", "consistent"], default="both",
-        help="the seed's model, the one that conserves bandwidth, or both",
+        help="the published model, the one that conserves bandwidth, or both",
     )  # fmt: skip
     parser.add_argument(
         "--policy", action="append", metavar="NAME[,OPTION=VALUE]", help="only these; file.py:Class"

@@ -1,8 +1,9 @@
 """Predicts how the ways of synchronising gradients scale: negotiated as Horovod does, GS, NBCS, SCP,
-TOPO (planned) and SCP with TOPO (seed lmdbio-and-horovod, figure 6.16). The protocols are simulated,
-not the arithmetic; what they cost comes from ``nostall bench sync --json`` or from what was measured
-for nostall. Improvements are percent of samples/s over negotiated, median [least-most] of the seeds;
-"thread" is the progress thread's part of the run on its core, "spin" the part of it that only waits."""
+TOPO (planned) and SCP with TOPO [Pumma 2020, fig. 6.16]. The protocols are simulated, not the
+arithmetic; their costs come from ``nostall bench sync --json``, or else from a measurement that comes
+with nostall. Improvements are percent of samples/s over negotiated, median [least-most] over the random
+seeds; "thread" is the share of the run that the progress thread spends on its core, "spin" the share
+in which it only waits."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", help="write everything to this file")
     parser.add_argument("--plot", help="write improvement and CPU share to this image")
-    parser.add_argument("--timeline", help="write figures 6.8 to 6.12 in kind to this image")
+    parser.add_argument("--timeline", help="draw the cycles of a few ranks to this image")
     parser.add_argument("--oversleep-ms", type=float, default=6.0, help="in that timeline")
 
 

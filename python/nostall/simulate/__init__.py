@@ -1,8 +1,9 @@
 """What a training would cost, on which machine, by which policy.
 
-The performance model of the seed clairvoyant-prefetching (3.1, 4.1), run on the loader's own plan:
-``load_scenario("scenario-1")``, then ``simulate(scenario)``. Two modes: "as-published" repeats the
-seed's simulation, "consistent" shares every bandwidth truly. See docs/guide/simulate.md.
+The performance model of [Böhringer 2020, sec. 3.1 and 4.1], run on the loader's own plan:
+``load_scenario("scenario-1")``, then ``simulate(scenario)``. The mode "as-published" repeats the
+published simulation; "consistent" shares every bandwidth among those that use it at the same time.
+See docs/guide/simulate.md.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from nostall.simulate._scenario import (
     read_scenario,
     scenarios,
 )
-from nostall.simulate._sweep import Point, cheapest, sweep
+from nostall.simulate._sweep import Point, cheapest, scaling, sweep
 
 __all__ = [
     "MODES",
@@ -47,6 +48,7 @@ __all__ = [
     "read_once_bound",
     "read_scenario",
     "register",
+    "scaling",
     "scenarios",
     "simulate",
     "sweep",

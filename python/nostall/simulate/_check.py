@@ -70,7 +70,7 @@ def record_run(
     """Writes a record for `check`.
 
     Args:
-        environment: keys of Table 3.1 (nostall.simulate._environment), MB and MB/s.
+        environment: the keys of `nostall.simulate.Environment`, MB and MB/s.
         sizes: bytes of every sample, in the dataset's order.
         training: E, B (global), seed.
         step_seconds: of the consumer's own work, per batch.

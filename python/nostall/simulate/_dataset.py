@@ -1,4 +1,4 @@
-"""Sizes of samples: from a distribution, or of a real dataset (seed, 4.1.2)."""
+"""Sizes of samples: from a distribution, or of a real dataset [Böhringer 2020, sec. 4.1.2]."""
 
 from __future__ import annotations
 

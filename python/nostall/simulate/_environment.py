@@ -1,4 +1,4 @@
-"""The machine: the variables of Table 3.1 of the seed clairvoyant-prefetching."""
+"""The machine: the variables of [Böhringer 2020, table 3.1]."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StorageClass:
 
 @dataclass(frozen=True)
 class Environment:
-    """Table 3.1's machine. MB and MB/s; `classes[0]` is the staging buffer.
+    """The machine of [Böhringer 2020, table 3.1]. MB and MB/s; `classes[0]` is the staging buffer.
 
     Attributes:
         N: nodes.
@@ -55,7 +55,7 @@ class Environment:
     source: str = field(default="", compare=False)
 
     def throughput(self, clients: int) -> float:
-        """t(gamma), equation 4.1, MB/s."""
+        """t(gamma) of [Böhringer 2020, eq. 4.1], MB/s."""
         return _native.interpolate(list(self.t), clients)
 
     @property
@@ -95,7 +95,9 @@ class Environment:
 
 
 def read_environment(value: Any, place: Place) -> Environment:
-    """From a table with the keys of Table 3.1; `machine` or `calibration` give what it leaves out.
+    """Reads a table with the keys of [Böhringer 2020, table 3.1].
+
+    `machine` or `calibration` give the values that the table leaves out.
 
     Raises:
         UsageError: a key is missing, unknown or has a value that cannot be.
@@ -199,7 +201,7 @@ def from_calibration(path: str | os.PathLike[str]) -> dict[str, Any]:
         "source": f"measured, {os.fspath(path)}",
     }
     if found.beta:
-        # Of a node with all its threads; Table 3.1's is of one.
+        # The calibration's value is a node's with all its threads, table 3.1's is one thread's.
         table["beta"] = found.beta / MB / table["p"][0]
     return table
 

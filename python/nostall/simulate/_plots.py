@@ -1,4 +1,4 @@
-"""Plots of results, like figures 5.4 to 5.8 of the seed clairvoyant-prefetching."""
+"""Plots of results, like [Böhringer 2020, fig. 5.4 to 5.8]."""
 
 from __future__ import annotations
 

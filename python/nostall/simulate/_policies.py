@@ -1,7 +1,8 @@
-"""The policies (seed, 4.1.4): each decides what is kept where, how it gets there, what is read.
+"""The policies [Böhringer 2020, sec. 4.1.4]: each decides what is kept where, how it gets there, and
+what is read.
 
-A policy is a class with a `layout` method; `register` makes it known to scenario files, and
-`policy.py:Class` names one of the user's own. See examples/simulate-own-policy.py.
+A policy is a class with a `layout` method. `register` makes it known to scenario files, and
+`policy.py:Class` names a policy of the user's own. See examples/simulate-own-policy.py.
 """
 
 from __future__ import annotations

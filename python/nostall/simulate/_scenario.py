@@ -16,7 +16,7 @@ from nostall.simulate._tables import Curve, Place, read_toml
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 
-# Table 5.1's policies, and this loader's own.
+# The policies of [Böhringer 2020, table 5.1], and this loader's own.
 ALL_POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("lower-bound", {}),
     ("naive", {}),
@@ -34,7 +34,7 @@ ALL_POLICIES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @dataclass(frozen=True)
 class Training:
-    """4.1.3's variables; `B` is the global batch."""
+    """The variables of [Böhringer 2020, sec. 4.1.3]; `B` is the global batch."""
 
     E: int
     B: int
@@ -58,7 +58,7 @@ class Training:
             order=self.order,
             scheme=self.scheme,
         )
-        # Batches of the seed need not be a multiple of the nodes.
+        # Published batches need not be a multiple of the nodes.
         plan.native.global_batch = self.B
         if len(plan) == 0:
             raise UsageError(

@@ -1,14 +1,14 @@
 """What agreeing on gradients costs at scale: the protocols of the gradient engine, cycle by cycle.
 
 Discrete events without arithmetic: every rank has a training that produces groups of gradients, and
-a progress thread that sleeps, wakes late, agrees and reduces, as native/sync does (seed
-lmdbio-and-horovod, 6.2.2 and 6.3). All ranks of a cycle are one array, so 24,576 of them take
-seconds. What decides comes from measurement (`Costs`, from ``nostall bench sync --json``): an
-agreement's time and how late a sleeping thread wakes while other threads have the cores.
+a progress thread that sleeps, wakes late, agrees and reduces, as native/sync does
+([Pumma 2020, sec. 6.2.2 and 6.3]). All ranks of a cycle are one array, so 24,576 of them take
+seconds. The deciding costs are measured (`Costs`, from ``nostall bench sync --json``): the time of an
+agreement, and how late a sleeping thread wakes while other threads have the cores.
 
 A thread that waits inside a blocking agreement occupies a core; while the input pipeline has the
-others, the training loses `contention` of that time (6.2.4). That is the cascade: a late thread
-makes the others wait, they do not sleep in the next cycle, the late one does.
+others, the training loses `contention` of that time ([Pumma 2020, sec. 6.2.4]). This repeats itself: a
+late thread makes the others wait, so they do not sleep in the next cycle, but the late one does.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ class Training:
 class Outcome:
     """Means over ranks and iterations: seconds of an iteration, and parts of the run.
 
-    `busy` is the progress thread on its core (figures 6.10, 6.18), `spin` the part of it that only
-    waits for other ranks, `latency` gradients that wait for the thread to wake, `lost` compute time
-    that contention took.
+    `busy` is the progress thread on its core [Pumma 2020, fig. 6.10 and 6.18], `spin` the part of it
+    that only waits for other ranks, `latency` gradients that wait for the thread to wake, `lost`
+    compute time that contention took.
     """
 
     mode: Mode
@@ -362,8 +362,8 @@ def sweep(
 def timeline(mode: Mode, training: Training, oversleep: float, cycles: int = 5) -> list[Any]:
     """Two ranks of which rank 1 oversleeps in the first cycle: (sleep from, awake, done) of each.
 
-    Figures 6.8 (oversleep 0), 6.9, 6.11 and 6.12: everything else takes no time but the agreement,
-    0.2 ms.
+    [Pumma 2020, fig. 6.8 (oversleep 0), 6.9, 6.11 and 6.12]: the agreement takes 0.2 ms, and nothing
+    else takes time.
     """
     calls = iter(range(10**9))
 

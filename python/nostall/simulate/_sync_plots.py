@@ -1,4 +1,4 @@
-"""Plots of the simulated protocols, in kind like figures 6.8 to 6.12, 6.10 and 6.16 of the seed."""
+"""Plots of the simulated protocols, of the kind of [Pumma 2020, fig. 6.8 to 6.12 and 6.16]."""
 
 from __future__ import annotations
 

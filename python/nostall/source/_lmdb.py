@@ -36,10 +36,10 @@ Labels = Callable[[bytes], int] | Sequence[int] | None
 
 
 class LMDB(RecordStore):
-    """The records of an LMDB database (seed lmdbio-and-horovod, chapters 3 to 5).
+    """The records of an LMDB database ([Pumma 2020, ch. 3 to 5] is about reading them).
 
-    The scan reads branch and leaf pages only; large values stay unread. Places are kept beside the
-    database and hold for its last transaction; after a commit the database is scanned again.
+    The scan reads branch and leaf pages only, no large values. The places are stored beside the
+    database and are valid for its last transaction; after a commit the database is scanned again.
 
     Args:
         path: the folder of ``data.mdb``, the file itself, or a URL of it.

@@ -1,9 +1,9 @@
-"""Who arrives when at the collectives of an MPI program: profiles of libnostall_mpi.so, analysed.
+"""Which rank arrives when at the collectives of an MPI program: analyses profiles of libnostall_mpi.so.
 
-The metrics are those of section 2.3 of the seed on arrival-aware collectives, of one call of all
-ranks at times a_0 .. a_n-1: the worst-case imbalance time is max a - min a (equation 2.1), the
-average-case imbalance time the mean of |a_i - mean a| (equations 2.2, 2.3), and both are divided by
-alpha, the time of one message of the call's size, taken as latency + bytes / bandwidth.
+The metrics are those of [Mohammadalizadehbakhtevari 2021, sec. 2.3]. All ranks arrive at one call at
+times a_0 .. a_n-1. The worst-case imbalance time is max a - min a (eq. 2.1), the average-case
+imbalance time is the mean of |a_i - mean a| (eq. 2.2 and 2.3). Both are divided by alpha, the time of
+one message of the call's size, taken as latency + bytes / bandwidth.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _RECORD = np.dtype(
     ]
 )
 CALLS = ("allreduce", "reduce", "bcast", "barrier")
-# The size classes of the seed's figures, by their upper ends in bytes.
+# The size classes of [Mohammadalizadehbakhtevari 2021, sec. 3.2], by their upper ends in bytes.
 CLASSES = {"0-1 KB": 1 << 10, "1 KB-1 MB": 1 << 20, "1-64 MB": 1 << 26, "more": 1 << 63}
 _MOST_RANKS = 1 << 24
 Times = NDArray[np.int64]
@@ -204,12 +204,12 @@ def read_file(file: Path) -> tuple[dict[str, Any], NDArray[Any]]:
 def _whole(value: Any, below: int = 1 << 63) -> int:
     """A number of a header; ValueError for anything else."""
     if type(value) is not int or not -(1 << 63) <= value < below:
-        raise ValueError(f"{value!r} is no whole number of 64 bits")
+        raise ValueError(f"{value!r} is not a whole number of 64 bits")
     return value
 
 
 def size_class(size: int) -> str:
-    """The class of the seed's figures that a message belongs to."""
+    """The size class that a message belongs to."""
     return next(name for name, end in CLASSES.items() if size <= end)
 
 
@@ -321,8 +321,8 @@ def text(profile: Profile, alpha: Alpha) -> str:
 
 def save(profile: Profile, alpha: Alpha, path: str) -> None:
     """Writes .html (tables and plots), .csv (a line per call), .json (the tables) or .png, .svg and
-    .pdf (both factors of every allreduce, a panel a size class, as figures 3.9 to 3.13 of the seed on
-    arrival-aware collectives)."""
+    .pdf (both factors of every allreduce, one panel per size class, as in
+    [Mohammadalizadehbakhtevari 2021, fig. 3.9 to 3.13])."""
     suffix = Path(path).suffix
     if suffix in (".png", ".svg", ".pdf"):
         _draw(profile, alpha, path)

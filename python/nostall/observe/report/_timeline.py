@@ -54,7 +54,7 @@ def _size(count: int | None) -> str:
 
 
 def timing_rows(found: Analysis) -> list[tuple[str, str, str]]:
-    """Figure 6: metric, average, maximum."""
+    """As [Li 2019, fig. 6]: metric, average, maximum."""
     forward = max((r.feed_forward for r in found.rounds), default=None)
     delays = (
         ("not available", "not available")
@@ -73,7 +73,7 @@ def timing_rows(found: Analysis) -> list[tuple[str, str, str]]:
 
 
 def bandwidth_rows(found: Analysis) -> list[tuple[str, ...]]:
-    """Figure 7, with percentiles over tensors beside the maximum."""
+    """As [Li 2019, fig. 7], with percentiles over tensors beside the maximum."""
 
     def row(name: str, spread: Spread | None) -> tuple[str, ...]:
         if spread is None:
