@@ -1,5 +1,5 @@
-// benchmarks/native/smpi/simulated.h - what the simulated collectives stand on: SMPI's messages, and the cost
-// of adding up.
+// benchmarks/native/smpi/simulated.h - what the simulated collectives stand on: SMPI's messages,
+// and the cost of adding up.
 //
 // SimGrid's SMPI runs all ranks of an MPI program in one process and moves a clock of its own:
 // messages take the time that the platform's links need, adding takes bytes over `Costs::add`.
