@@ -364,7 +364,7 @@ def absent() -> None:
     """A rank that does not come, once."""
     world.Barrier()
     if rank == 1:
-        time.sleep(3)
+        time.sleep(60)  # rank 0 ends the job
         os._exit(7)
     try:
         world.Allreduce(MPI.IN_PLACE, np.ones(10))
@@ -470,7 +470,7 @@ def disagreeing_exchange() -> None:
 def absent_elsewhere() -> None:
     """A rank that does not come ends the waiting on the other node as well."""
     if node == 0:
-        os.environ["NOSTALL_MPI_TIMEOUT"] = "0.5"  # the other node's is a day
+        os.environ["NOSTALL_MPI_TIMEOUT"] = "3"  # the other node's is a day
     comm = world.Dup()
     comm.Barrier()
     others = [r for r in range(size) if r != 1]
