@@ -14,7 +14,7 @@
 #include "base/error.h"
 #include "module.h"
 #include "seconds.h"
-#include "sync/engine.h"
+#include "sync/gradient_engine.h"
 #include "trace/trace.h"
 
 namespace nb = nanobind;
@@ -137,13 +137,13 @@ class PythonTransport : public sync::Transport {
   uint32_t rank_, ranks_;
 };
 
-sync::EngineConfig config_of(const std::string& mode, bool nonblocking, uint32_t global_sleep_every,
-                             std::vector<int> cores, double cycle, double test_sleep,
-                             uint64_t threshold, double warn, double timeout, bool mean,
-                             bool check_finite) {
+sync::GradientOptions config_of(const std::string& mode, bool nonblocking,
+                                uint32_t global_sleep_every, std::vector<int> cores, double cycle,
+                                double test_sleep, uint64_t threshold, double warn, double timeout,
+                                bool mean, bool check_finite) {
   using bindings::nanoseconds_of;
   using bindings::Zero;
-  sync::EngineConfig config;
+  sync::GradientOptions config;
   config.mode = mode == "planned" ? sync::Mode::planned : sync::Mode::negotiated;
   config.nonblocking = nonblocking;
   config.global_sleep_every = global_sleep_every;
@@ -158,8 +158,8 @@ sync::EngineConfig config_of(const std::string& mode, bool nonblocking, uint32_t
   return config;
 }
 
-std::map<std::string, int64_t> stats_of(const sync::Engine& engine) {
-  const sync::EngineStats s = engine.stats();
+std::map<std::string, int64_t> stats_of(const sync::GradientEngine& engine) {
+  const sync::GradientStats s = engine.stats();
   return {{"steps", int64_t(s.steps)},
           {"reductions", int64_t(s.reductions)},
           {"tensors", int64_t(s.tensors)},
@@ -184,15 +184,17 @@ std::map<std::string, int64_t> stats_of(const sync::Engine& engine) {
 
 void bind_sync(nb::module_& m) {
   const auto release = nb::call_guard<nb::gil_scoped_release>();
-  nb::class_<sync::Engine>(m, "SyncEngine", "Reduces gradients over all ranks (native/sync).")
+  nb::class_<sync::GradientEngine>(m, "GradientEngine",
+                                   "Reduces gradients over all ranks (native/sync).")
       .def(
           "__init__",
-          [](sync::Engine* self, const Specs& tensors, const std::string& job, uint32_t rank,
-             uint32_t ranks, nb::object transport, bool fixed_order, const std::string& mode,
-             bool nonblocking, uint32_t global_sleep_every, std::vector<int> cores, double cycle,
-             double test_sleep, uint64_t threshold, double warn, double timeout, bool mean,
-             bool check_finite, const std::string& timeline, std::vector<std::string> shapes) {
-            sync::EngineConfig config =
+          [](sync::GradientEngine* self, const Specs& tensors, const std::string& job,
+             uint32_t rank, uint32_t ranks, nb::object transport, bool fixed_order,
+             const std::string& mode, bool nonblocking, uint32_t global_sleep_every,
+             std::vector<int> cores, double cycle, double test_sleep, uint64_t threshold,
+             double warn, double timeout, bool mean, bool check_finite, const std::string& timeline,
+             std::vector<std::string> shapes) {
+            sync::GradientOptions config =
                 config_of(mode, nonblocking, global_sleep_every, std::move(cores), cycle,
                           test_sleep, threshold, warn, timeout, mean, check_finite);
             config.timeline = timeline;
@@ -210,7 +212,7 @@ void bind_sync(nb::module_& m) {
               node.timeout = config.timeout;
               connection = sync::make_node_transport(node);
             }
-            new (self) sync::Engine(config, std::move(connection), specs);
+            new (self) sync::GradientEngine(config, std::move(connection), specs);
           },
           nb::arg("tensors"), nb::arg("job"), nb::arg("rank"), nb::arg("ranks"),
           nb::arg("transport").none(), nb::arg("fixed_order"), nb::arg("mode"),
@@ -219,7 +221,7 @@ void bind_sync(nb::module_& m) {
           nb::arg("mean"), nb::arg("check_finite"), nb::arg("timeline"), nb::arg("shapes"))
       .def(
           "set_plan",
-          [](sync::Engine& self, const Groups& groups) {
+          [](sync::GradientEngine& self, const Groups& groups) {
             sync::ReductionPlan plan;
             plan.groups = groups;
             self.set_plan(std::move(plan));
@@ -227,7 +229,7 @@ void bind_sync(nb::module_& m) {
           nb::arg("groups"), release)
       .def(
           "broadcast",
-          [](sync::Engine& self, const nb::bytes& data, uint32_t root) {
+          [](sync::GradientEngine& self, const nb::bytes& data, uint32_t root) {
             const auto in = bytes_of(data);
             const auto out = bindings::without_gil([&] { return self.broadcast(in, root); });
             return to_bytes(out);
@@ -235,7 +237,7 @@ void bind_sync(nb::module_& m) {
           nb::arg("data"), nb::arg("root"))
       .def(
           "all_gather",
-          [](sync::Engine& self, const nb::bytes& data) {
+          [](sync::GradientEngine& self, const nb::bytes& data) {
             const auto in = bytes_of(data);
             const auto all = bindings::without_gil([&] { return self.all_gather(in); });
             nb::list out;
@@ -245,14 +247,14 @@ void bind_sync(nb::module_& m) {
           nb::arg("data"))
       .def(
           "submit",
-          [](sync::Engine& self, uint32_t tensor, uintptr_t address, bool present) {
+          [](sync::GradientEngine& self, uint32_t tensor, uintptr_t address, bool present) {
             self.submit(tensor, reinterpret_cast<void*>(address), present);
           },
           nb::arg("tensor"), nb::arg("address"), nb::arg("present"), release,
           "The gradient's memory at `address` is read and written until wait() has returned.")
       .def(
           "submit_in_place",
-          [](sync::Engine& self, uint32_t tensor, uintptr_t address, bool present) {
+          [](sync::GradientEngine& self, uint32_t tensor, uintptr_t address, bool present) {
             auto place = bindings::without_gil([&] {
               return std::make_unique<std::shared_ptr<void>>(
                   self.submit_in_place(tensor, reinterpret_cast<const void*>(address), present));
@@ -267,20 +269,20 @@ void bind_sync(nb::module_& m) {
           "The flat torch tensor in which the result will be after wait().")
       .def(
           "wait",
-          [recorded = trace::define("peers", "wait for gradients")](sync::Engine& self) {
+          [recorded = trace::define("peers", "wait for gradients")](sync::GradientEngine& self) {
             const trace::Span span(recorded);
             self.wait();
           },
           release)
-      .def("wait_for", &sync::Engine::wait_for, nb::arg("tensor"), release)
+      .def("wait_for", &sync::GradientEngine::wait_for, nb::arg("tensor"), release)
       .def(
           "contributors",
-          [](const sync::Engine& self) { return bindings::array_of(self.contributors()); },
+          [](const sync::GradientEngine& self) { return bindings::array_of(self.contributors()); },
           nb::rv_policy::automatic)
       .def("stats", &stats_of)
       .def(
           "oversleeps",
-          [](const sync::Engine& self) {
+          [](const sync::GradientEngine& self) {
             const auto bins = self.stats().oversleeps;
             return bindings::array_of(std::vector<uint64_t>(bins.begin(), bins.end()));
           },

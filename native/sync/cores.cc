@@ -1,4 +1,7 @@
-// Static partitioning of the processor's cores (Horovod-SCP, seed lmdbio-and-horovod 6.3.3).
+// Static partitioning of the processor's cores, by the affinity masks of all threads of the
+// process.
+#include "sync/cores.h"
+
 #include <dirent.h>
 #include <sched.h>
 #include <sys/syscall.h>
@@ -8,7 +11,6 @@
 #include <cstring>
 
 #include "base/error.h"
-#include "sync/engine.h"
 
 namespace nostall::sync {
 namespace {
@@ -28,12 +30,12 @@ std::vector<int> threads() {
 
 }  // namespace
 
-void Engine::partition_cores() {
-  if (config_.cores.empty()) return;
+void CorePartition::take(std::span<const int> cores) {
+  if (cores.empty()) return;
   cpu_set_t own, all;
   CPU_ZERO(&own);
   if (::sched_getaffinity(::getpid(), sizeof all, &all) != 0) return;
-  for (const int core : config_.cores) {
+  for (const int core : cores) {
     if (core < 0 || core >= CPU_SETSIZE || !CPU_ISSET(core, &all)) {
       throw Error(ErrorKind::usage,
                   "core " + std::to_string(core) + " is not one that this process may use");
@@ -57,7 +59,7 @@ void Engine::partition_cores() {
   }
 }
 
-void Engine::give_cores_back() noexcept {
+void CorePartition::give_back() noexcept {
   for (const auto& [id, saved] : moved_) {
     cpu_set_t before;
     std::memcpy(&before, saved.data(), sizeof before);

@@ -838,7 +838,7 @@ def open_communicator(
 def allocate_shared(communicator: Communicator, bytes: int) -> object:
     """Bytes that all ranks reach, or None if the arena has no room."""
 
-class SyncEngine:
+class GradientEngine:
     """Reduces gradients over all ranks (native/sync)."""
 
     def __init__(

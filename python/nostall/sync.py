@@ -135,7 +135,7 @@ def make_engine(
     options: SyncOptions,
     ranks: Ranks,
     shapes: Sequence[Sequence[int]] = (),
-) -> tuple[_native.SyncEngine, list[Spec]]:
+) -> tuple[_native.GradientEngine, list[Spec]]:
     """The engine for tensors of (name, elements, type), and their full description.
 
     `shapes` of the first tensors are written into the timeline; of others, the elements.
@@ -148,7 +148,7 @@ def make_engine(
         (name, count, kind, wire if wire and kind in ("float32", "float64") else kind)
         for name, count, kind in tensors
     ]
-    engine = _native.SyncEngine(
+    engine = _native.GradientEngine(
         tensors=specs,
         job=ranks.job,
         rank=ranks.rank,

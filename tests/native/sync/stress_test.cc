@@ -14,7 +14,7 @@
 #include <thread>
 
 #include "base/error.h"
-#include "sync/engine.h"
+#include "sync/gradient_engine.h"
 
 namespace nostall::sync {
 namespace {
@@ -55,7 +55,8 @@ void delay(std::mt19937& random) {
 
 class Rank {
  public:
-  Rank(Engine& engine, uint32_t rank) : engine_(engine), rank_(rank), random_(rank * 77 + 1) {
+  Rank(GradientEngine& engine, uint32_t rank)
+      : engine_(engine), rank_(rank), random_(rank * 77 + 1) {
     for (const TensorSpec& spec : engine.tensors()) gradients_.emplace_back(spec.count);
     order_.resize(kTensors);
     std::iota(order_.begin(), order_.end(), 0);
@@ -118,7 +119,7 @@ class Rank {
     }
   }
 
-  Engine& engine_;
+  GradientEngine& engine_;
   const uint32_t rank_;
   std::mt19937 random_;
   std::vector<std::vector<float>> gradients_;
@@ -149,7 +150,7 @@ TEST_P(Stress, EverySumIsRight) {
         node.ranks = kRanks;
         node.fixed_order = true;
         node.timeout = 100s;
-        EngineConfig config;
+        GradientOptions config;
         config.mode = mode.planned ? Mode::planned : Mode::negotiated;
         config.nonblocking = mode.nonblocking;
         config.global_sleep_every = mode.global_sleep_every;
@@ -157,7 +158,7 @@ TEST_P(Stress, EverySumIsRight) {
         config.test_sleep = 50us;
         config.threshold_bytes = 2000;
         config.mean = false;
-        Engine engine(config, make_node_transport(node), tensors());
+        GradientEngine engine(config, make_node_transport(node), tensors());
         Rank(engine, r).run(steps, mode.planned);
         done[r] = engine.stats().tensors;
       } catch (const std::exception& error) {

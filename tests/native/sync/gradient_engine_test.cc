@@ -1,5 +1,5 @@
 // Ranks as threads, on a real node transport.
-#include "sync/engine.h"
+#include "sync/gradient_engine.h"
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -37,11 +37,11 @@ std::vector<TensorSpec> model(size_t n, DataType wire = DataType::float32) {
   return tensors;
 }
 
-using Body = std::function<void(Engine&, uint32_t rank)>;
+using Body = std::function<void(GradientEngine&, uint32_t rank)>;
 using Errors = std::vector<std::string>;
 using Wrap = std::function<std::unique_ptr<Transport>(std::unique_ptr<Transport>)>;
 
-Errors run(uint32_t ranks, const EngineConfig& config,
+Errors run(uint32_t ranks, const GradientOptions& config,
            const std::function<std::vector<TensorSpec>(uint32_t)>& tensors, const Body& body,
            std::chrono::nanoseconds timeout = 30s, const Wrap& wrap = std::identity()) {
   const std::string job = fresh_job();
@@ -56,7 +56,7 @@ Errors run(uint32_t ranks, const EngineConfig& config,
         node.ranks = ranks;
         node.fixed_order = true;
         node.timeout = timeout;
-        Engine engine(config, wrap(make_node_transport(node)), tensors(r));
+        GradientEngine engine(config, wrap(make_node_transport(node)), tensors(r));
         body(engine, r);
       } catch (const std::exception& error) {
         errors[r] = error.what();
@@ -67,27 +67,27 @@ Errors run(uint32_t ranks, const EngineConfig& config,
   return errors;
 }
 
-Errors run(uint32_t ranks, const EngineConfig& config, size_t tensors, const Body& body) {
+Errors run(uint32_t ranks, const GradientOptions& config, size_t tensors, const Body& body) {
   return run(
       ranks, config, [&](uint32_t) { return model(tensors); }, body);
 }
 
 struct Case {
   const char* name;
-  EngineConfig config;
+  GradientOptions config;
 };
 
 std::vector<Case> cases() {
-  EngineConfig planned;
+  GradientOptions planned;
   planned.threshold_bytes = 3000;
-  EngineConfig negotiated = planned;
+  GradientOptions negotiated = planned;
   negotiated.mode = Mode::negotiated;
   negotiated.cycle = 500us;
-  EngineConfig sleep = negotiated;
+  GradientOptions sleep = negotiated;
   sleep.global_sleep_every = 1;
-  EngineConfig nonblocking = negotiated;
+  GradientOptions nonblocking = negotiated;
   nonblocking.nonblocking = true;
-  EngineConfig both = nonblocking;
+  GradientOptions both = nonblocking;
   both.global_sleep_every = 3;
   return {{"planned", planned},
           {"negotiated", negotiated},
@@ -104,45 +104,46 @@ float value_of(uint32_t rank, uint32_t tensor, uint64_t i, int step) {
 
 TEST_P(Modes, GradientsAreTheMeanWhateverTheOrder) {
   for (const uint32_t ranks : {1u, 2u, 4u}) {
-    const Errors errors = run(ranks, GetParam().config, 40, [&](Engine& engine, uint32_t rank) {
-      std::mt19937 random(rank);
-      const auto specs = engine.tensors();
-      std::vector<std::vector<float>> gradients(specs.size());
-      std::vector<uint32_t> order(specs.size());
-      std::iota(order.begin(), order.end(), 0);
-      for (int step = 0; step < 20; ++step) {
-        std::shuffle(order.begin(), order.end(), random);
-        for (const uint32_t t : order) {
-          gradients[t].resize(specs[t].count);
-          for (uint64_t i = 0; i < specs[t].count; ++i) {
-            gradients[t][i] = value_of(rank, t, i, step);
-          }
-          engine.submit(t, gradients[t].data());
-        }
-        engine.wait();
-        for (uint32_t t = 0; t < specs.size(); ++t) {
-          for (uint64_t i = 0; i < specs[t].count; ++i) {
-            float expected = 0;
-            for (uint32_t r = 0; r < ranks; ++r) {
-              expected += value_of(r, t, i, step) * (1.0f / static_cast<float>(ranks));
+    const Errors errors =
+        run(ranks, GetParam().config, 40, [&](GradientEngine& engine, uint32_t rank) {
+          std::mt19937 random(rank);
+          const auto specs = engine.tensors();
+          std::vector<std::vector<float>> gradients(specs.size());
+          std::vector<uint32_t> order(specs.size());
+          std::iota(order.begin(), order.end(), 0);
+          for (int step = 0; step < 20; ++step) {
+            std::shuffle(order.begin(), order.end(), random);
+            for (const uint32_t t : order) {
+              gradients[t].resize(specs[t].count);
+              for (uint64_t i = 0; i < specs[t].count; ++i) {
+                gradients[t][i] = value_of(rank, t, i, step);
+              }
+              engine.submit(t, gradients[t].data());
             }
-            ASSERT_FLOAT_EQ(gradients[t][i], expected) << "tensor " << t << " element " << i;
+            engine.wait();
+            for (uint32_t t = 0; t < specs.size(); ++t) {
+              for (uint64_t i = 0; i < specs[t].count; ++i) {
+                float expected = 0;
+                for (uint32_t r = 0; r < ranks; ++r) {
+                  expected += value_of(r, t, i, step) * (1.0f / static_cast<float>(ranks));
+                }
+                ASSERT_FLOAT_EQ(gradients[t][i], expected) << "tensor " << t << " element " << i;
+              }
+            }
           }
-        }
-      }
-      const EngineStats stats = engine.stats();
-      EXPECT_EQ(stats.steps, 20u);
-      EXPECT_EQ(stats.tensors, 800u);
-      if (engine.stats().cycles == 0) {
-        EXPECT_LT(stats.reductions, 800u);  // fused
-      }
-    });
+          const GradientStats stats = engine.stats();
+          EXPECT_EQ(stats.steps, 20u);
+          EXPECT_EQ(stats.tensors, 800u);
+          if (engine.stats().cycles == 0) {
+            EXPECT_LT(stats.reductions, 800u);  // fused
+          }
+        });
     EXPECT_EQ(errors, Errors(ranks));
   }
 }
 
 TEST_P(Modes, AbsentGradientsAreZerosAndAllRanksKnow) {
-  const Errors errors = run(3, GetParam().config, 6, [](Engine& engine, uint32_t rank) {
+  const Errors errors = run(3, GetParam().config, 6, [](GradientEngine& engine, uint32_t rank) {
     for (int step = 0; step < 5; ++step) {
       std::vector<std::vector<float>> gradients;
       for (const TensorSpec& spec : engine.tensors()) gradients.emplace_back(spec.count, 3.0f);
@@ -161,7 +162,7 @@ TEST_P(Modes, AbsentGradientsAreZerosAndAllRanksKnow) {
 }
 
 TEST_P(Modes, ManyThreadsMaySubmit) {
-  const Errors errors = run(2, GetParam().config, 64, [](Engine& engine, uint32_t) {
+  const Errors errors = run(2, GetParam().config, 64, [](GradientEngine& engine, uint32_t) {
     std::vector<std::vector<float>> gradients;
     for (const TensorSpec& spec : engine.tensors()) gradients.emplace_back(spec.count);
     for (int step = 0; step < 10; ++step) {
@@ -182,7 +183,7 @@ TEST_P(Modes, ManyThreadsMaySubmit) {
 
 // What can wait writes in the forward pass, when no gradient is under way.
 TEST_P(Modes, AStepIsAnActivityFromItsFirstGradientToItsLastSum) {
-  const Errors errors = run(2, GetParam().config, 3, [&](Engine& engine, uint32_t) {
+  const Errors errors = run(2, GetParam().config, 3, [&](GradientEngine& engine, uint32_t) {
     std::vector<std::vector<float>> gradients;
     for (const TensorSpec& spec : engine.tensors()) gradients.emplace_back(spec.count);
     for (int step = 0; step < 3; ++step) {
@@ -201,7 +202,7 @@ TEST_P(Modes, NarrowTypesTravel) {
   for (const DataType wire : {DataType::float16, DataType::bfloat16}) {
     const Errors errors = run(
         2, GetParam().config, [&](uint32_t) { return model(5, wire); },
-        [](Engine& engine, uint32_t rank) {
+        [](GradientEngine& engine, uint32_t rank) {
           std::vector<std::vector<float>> gradients;
           for (const TensorSpec& spec : engine.tensors()) {
             gradients.emplace_back(spec.count, rank == 0 ? 0.5f : -3.0f);
@@ -215,7 +216,7 @@ TEST_P(Modes, NarrowTypesTravel) {
 }
 
 TEST_P(Modes, ARankThatLeavesEndsTheOthers) {
-  const Errors errors = run(2, GetParam().config, 3, [](Engine& engine, uint32_t rank) {
+  const Errors errors = run(2, GetParam().config, 3, [](GradientEngine& engine, uint32_t rank) {
     if (rank == 1) return;  // closes its engine
     std::vector<std::vector<float>> gradients;
     for (const TensorSpec& spec : engine.tensors()) gradients.emplace_back(spec.count);
@@ -227,7 +228,7 @@ TEST_P(Modes, ARankThatLeavesEndsTheOthers) {
 }
 
 TEST_P(Modes, ATensorThatNeverComesIsNamed) {
-  EngineConfig config = GetParam().config;
+  GradientOptions config = GetParam().config;
   config.warn = 50ms;
   config.timeout = 300ms;
   std::mutex mutex;
@@ -238,7 +239,7 @@ TEST_P(Modes, ATensorThatNeverComesIsNamed) {
   });
   const Errors errors = run(
       2, config, [](uint32_t) { return model(3); },
-      [](Engine& engine, uint32_t rank) {
+      [](GradientEngine& engine, uint32_t rank) {
         std::vector<std::vector<float>> gradients;
         for (const TensorSpec& spec : engine.tensors()) gradients.emplace_back(spec.count);
         for (uint32_t t = 0; t < 3; ++t) {
@@ -259,7 +260,7 @@ TEST_P(Modes, ATensorThatNeverComesIsNamed) {
 }
 
 TEST_P(Modes, ARankThatSubmitsNothingIsNamed) {
-  EngineConfig config = GetParam().config;
+  GradientOptions config = GetParam().config;
   config.warn = 100ms;
   config.timeout = 10s;
   std::mutex mutex;
@@ -272,7 +273,7 @@ TEST_P(Modes, ARankThatSubmitsNothingIsNamed) {
     const std::scoped_lock lock(mutex);
     return logged.find("rank 2") != std::string::npos;
   };
-  const Errors errors = run(3, config, 3, [&](Engine& engine, uint32_t rank) {
+  const Errors errors = run(3, config, 3, [&](GradientEngine& engine, uint32_t rank) {
     std::vector<std::vector<float>> gradients;
     for (const TensorSpec& spec : engine.tensors()) gradients.emplace_back(spec.count, 1.0f);
     while (rank == 2 && !warned()) std::this_thread::sleep_for(10ms);
@@ -288,7 +289,7 @@ TEST_P(Modes, ARankThatSubmitsNothingIsNamed) {
 TEST_P(Modes, AnEngineMayCloseWithWorkInFlight) {
   for (const bool all : {true, false}) {
     std::atomic<uint32_t> submitted{0};
-    const Errors errors = run(3, GetParam().config, 30, [&](Engine& engine, uint32_t rank) {
+    const Errors errors = run(3, GetParam().config, 30, [&](GradientEngine& engine, uint32_t rank) {
       // Beyond the engine: it may write to them until it is closed.
       static thread_local std::vector<std::vector<float>> gradients;
       gradients.clear();
@@ -309,7 +310,7 @@ TEST_P(Modes, AnEngineMayCloseWithWorkInFlight) {
 }
 
 TEST_P(Modes, ANotANumberReachesAllRanksAlike) {
-  const Errors errors = run(3, GetParam().config, 4, [](Engine& engine, uint32_t rank) {
+  const Errors errors = run(3, GetParam().config, 4, [](GradientEngine& engine, uint32_t rank) {
     std::vector<std::vector<float>> gradients;
     for (const TensorSpec& spec : engine.tensors()) gradients.emplace_back(spec.count, 1.0f);
     if (rank == 1) gradients[2].back() = NAN;
@@ -323,11 +324,11 @@ TEST_P(Modes, ANotANumberReachesAllRanksAlike) {
 }
 
 TEST_P(Modes, ANotANumberIsNamedWhereAskedFor) {
-  EngineConfig config = GetParam().config;
+  GradientOptions config = GetParam().config;
   config.check_finite = true;
   // After an error they are read until the engine is gone.
   std::vector<std::vector<float>> memory[2];
-  const Errors errors = run(2, config, 4, [&memory](Engine& engine, uint32_t rank) {
+  const Errors errors = run(2, config, 4, [&memory](GradientEngine& engine, uint32_t rank) {
     std::vector<std::vector<float>>& gradients = memory[rank];
     for (const TensorSpec& spec : engine.tensors()) gradients.emplace_back(spec.count, 1.0f);
     if (rank == 1) gradients[2].back() = NAN;
@@ -344,15 +345,15 @@ TEST_P(Modes, TwoEnginesInOneProcess) {
   std::vector<std::thread> threads;
   for (uint32_t r = 0; r < 2; ++r) {
     threads.emplace_back([&, r] {
-      std::vector<std::unique_ptr<Engine>> engines;
+      std::vector<std::unique_ptr<GradientEngine>> engines;
       for (int k = 0; k < 2; ++k) {
         NodeTransportConfig node;
         node.job = job + (k == 0 ? " first" : " second");
         node.rank = r;
         node.ranks = 2;
         node.timeout = 30s;
-        engines.push_back(
-            std::make_unique<Engine>(GetParam().config, make_node_transport(node), model(12)));
+        engines.push_back(std::make_unique<GradientEngine>(GetParam().config,
+                                                           make_node_transport(node), model(12)));
       }
       std::vector<std::vector<float>> gradients[2];
       for (int step = 0; step < 10; ++step) {
@@ -380,7 +381,7 @@ TEST_P(Modes, TwoEnginesInOneProcess) {
 INSTANTIATE_TEST_SUITE_P(All, Modes, testing::ValuesIn(cases()),
                          [](const auto& mode) { return std::string(mode.param.name); });
 
-TEST(Engine, RanksWithOtherTypesAreRefused) {
+TEST(GradientEngine, RanksWithOtherTypesAreRefused) {
   for (const bool wire : {false, true}) {
     const Errors errors = run(
         2, {},
@@ -389,7 +390,7 @@ TEST(Engine, RanksWithOtherTypesAreRefused) {
           if (rank == 1) (wire ? tensors[3].wire : tensors[3].type) = DataType::bfloat16;
           return tensors;
         },
-        [](Engine&, uint32_t) {});
+        [](GradientEngine&, uint32_t) {});
     for (const std::string& error : errors) {
       EXPECT_NE(error.find("layer3"), std::string::npos) << error;
       EXPECT_NE(error.find("bfloat16"), std::string::npos) << error;
@@ -397,15 +398,15 @@ TEST(Engine, RanksWithOtherTypesAreRefused) {
   }
 }
 
-TEST(Engine, RanksWithMoreTensorsAreRefused) {
+TEST(GradientEngine, RanksWithMoreTensorsAreRefused) {
   const Errors errors = run(
-      2, {}, [](uint32_t rank) { return model(3 + rank); }, [](Engine&, uint32_t) {});
+      2, {}, [](uint32_t rank) { return model(3 + rank); }, [](GradientEngine&, uint32_t) {});
   for (const std::string& error : errors) {
     EXPECT_NE(error.find("layer3"), std::string::npos) << error;
   }
 }
 
-TEST(Engine, RanksWithOtherTensorsAreRefused) {
+TEST(GradientEngine, RanksWithOtherTensorsAreRefused) {
   const Errors errors = run(
       2, {},
       [](uint32_t rank) {
@@ -413,21 +414,21 @@ TEST(Engine, RanksWithOtherTensorsAreRefused) {
         if (rank == 1) tensors[2].count = 9999;
         return tensors;
       },
-      [](Engine&, uint32_t) {});
+      [](GradientEngine&, uint32_t) {});
   EXPECT_NE(errors[0].find("layer2"), std::string::npos) << errors[0];
   EXPECT_NE(errors[0].find("9999"), std::string::npos) << errors[0];
 }
 
-TEST(Engine, RanksWithOtherPlansAreRefused) {
-  const Errors errors = run(2, {}, 4, [](Engine& engine, uint32_t rank) {
+TEST(GradientEngine, RanksWithOtherPlansAreRefused) {
+  const Errors errors = run(2, {}, 4, [](GradientEngine& engine, uint32_t rank) {
     const std::vector<uint32_t> order{rank, 1 - rank};
     engine.set_plan(fuse(order, engine.tensors(), 1));
   });
   EXPECT_NE(errors[0].find("another plan"), std::string::npos) << errors[0];
 }
 
-TEST(Engine, PlansChangeBetweenSteps) {
-  const Errors errors = run(2, {}, 8, [](Engine& engine, uint32_t rank) {
+TEST(GradientEngine, PlansChangeBetweenSteps) {
+  const Errors errors = run(2, {}, 8, [](GradientEngine& engine, uint32_t rank) {
     std::vector<std::vector<float>> gradients;
     for (const TensorSpec& spec : engine.tensors()) gradients.emplace_back(spec.count);
     for (uint32_t step = 0; step < 16; ++step) {
@@ -479,7 +480,7 @@ class Failing : public Transport {
   std::function<void()> before_memory_;
 };
 
-TEST(Engine, APlanThatOneRankHasNoMemoryForEndsAllRanks) {
+TEST(GradientEngine, APlanThatOneRankHasNoMemoryForEndsAllRanks) {
   std::atomic<int> left{1 << 30};  // of rank 1's pieces of memory
   const auto wrap = [&](std::unique_ptr<Transport> real) -> std::unique_ptr<Transport> {
     if (real->rank() == 0) return real;
@@ -487,7 +488,7 @@ TEST(Engine, APlanThatOneRankHasNoMemoryForEndsAllRanks) {
       if (left.fetch_sub(1) <= 0) throw std::bad_alloc();
     });
   };
-  const auto body = [&](Engine& engine, uint32_t rank) {
+  const auto body = [&](GradientEngine& engine, uint32_t rank) {
     std::vector<std::vector<float>> gradients(12, std::vector<float>(500, 1.0f));
     for (uint32_t t = 0; t < 12; ++t) engine.submit(t, gradients[t].data());
     engine.wait();
@@ -515,7 +516,7 @@ TEST(Engine, APlanThatOneRankHasNoMemoryForEndsAllRanks) {
     EXPECT_EQ(message_of([&] { engine.all_gather({}); }), first);
     EXPECT_EQ(message_of([&] { engine.set_plan(fuse(order, engine.tensors(), 1 << 20)); }), first);
   };
-  EngineConfig config;
+  GradientOptions config;
   config.threshold_bytes = 3000;
   config.warn = 4ms;  // the progress thread looks about meanwhile
   EXPECT_EQ(run(
@@ -523,7 +524,7 @@ TEST(Engine, APlanThatOneRankHasNoMemoryForEndsAllRanks) {
             Errors(2));
 }
 
-TEST(Engine, GradientsTravelFromTheHeapWhereSharedMemoryIsFull) {
+TEST(GradientEngine, GradientsTravelFromTheHeapWhereSharedMemoryIsFull) {
   std::atomic<int> refused{0};
   const auto wrap = [&](std::unique_ptr<Transport> real) -> std::unique_ptr<Transport> {
     return std::make_unique<Failing>(std::move(real), [&] {
@@ -531,7 +532,7 @@ TEST(Engine, GradientsTravelFromTheHeapWhereSharedMemoryIsFull) {
       throw io_error("cannot allocate 1 byte of", "/dev/shm/full", ENOSPC);
     });
   };
-  const auto body = [&](Engine& engine, uint32_t rank) {
+  const auto body = [&](GradientEngine& engine, uint32_t rank) {
     std::vector<std::shared_ptr<void>> held;
     for (int step = 0; step < 3; ++step) {
       std::vector<std::shared_ptr<void>> places;
@@ -547,7 +548,7 @@ TEST(Engine, GradientsTravelFromTheHeapWhereSharedMemoryIsFull) {
       held = std::move(places);  // over the next step, which needs other memory
     }
   };
-  EngineConfig config;
+  GradientOptions config;
   config.threshold_bytes = 3000;
   EXPECT_EQ(run(
                 2, config, [](uint32_t) { return model(12); }, body, 30s, wrap),
@@ -555,13 +556,13 @@ TEST(Engine, GradientsTravelFromTheHeapWhereSharedMemoryIsFull) {
   EXPECT_GT(refused.load(), 4);
 }
 
-TEST(Engine, WhatStaysInABufferIsItsHoldersUntilItIsLetGo) {
-  EngineConfig config;
+TEST(GradientEngine, WhatStaysInABufferIsItsHoldersUntilItIsLetGo) {
+  GradientOptions config;
   config.threshold_bytes = 30'000;  // groups of two
   const auto tensors = [](uint32_t) {
     return std::vector<TensorSpec>(4, {"t", 3001, DataType::float32, DataType::float32});
   };
-  const Body body = [&](Engine& engine, uint32_t rank) {
+  const Body body = [&](GradientEngine& engine, uint32_t rank) {
     std::vector<float> gradient(3001);
     using Place = std::shared_ptr<void>;
     const auto step = [&](float value) {
@@ -611,14 +612,14 @@ TEST(Engine, WhatStaysInABufferIsItsHoldersUntilItIsLetGo) {
   EXPECT_EQ(run(2, config, tensors, body), Errors(2));
 }
 
-TEST(Engine, WhatStaysOutlivesTheEngine) {
+TEST(GradientEngine, WhatStaysOutlivesTheEngine) {
   std::vector<std::shared_ptr<void>> kept(2);
   std::vector<float> ones(5000, 1.0f);
   const auto tensors = [](uint32_t) {
     return std::vector<TensorSpec>{{"t", 5000, DataType::float32, DataType::float32}};
   };
   EXPECT_EQ(run(2, {}, tensors,
-                [&](Engine& engine, uint32_t rank) {
+                [&](GradientEngine& engine, uint32_t rank) {
                   kept[rank] = engine.submit_in_place(0, ones.data());
                   engine.wait();
                 }),
@@ -642,20 +643,22 @@ TEST(Engine, WhatStaysOutlivesTheEngine) {
   for (const auto& place : kept) EXPECT_EQ(static_cast<const float*>(place.get())[4999], 1.0f);
 }
 
-TEST(Engine, NothingStaysWhereGroupsOrTypesChange) {
-  EngineConfig negotiated;
+TEST(GradientEngine, NothingStaysWhereGroupsOrTypesChange) {
+  GradientOptions negotiated;
   negotiated.mode = Mode::negotiated;
   const auto narrow = [](uint32_t) { return model(1, DataType::float16); };
   std::vector<float> data(500);
-  const Body body = [&](Engine& engine, uint32_t) { engine.submit_in_place(0, data.data()); };
+  const Body body = [&](GradientEngine& engine, uint32_t) {
+    engine.submit_in_place(0, data.data());
+  };
   EXPECT_NE(run(1, negotiated, 1, body)[0].find("mode planned"), std::string::npos);
   EXPECT_NE(run(1, {}, narrow, body)[0].find("cannot stay in the buffer"), std::string::npos);
 }
 
-TEST(Engine, WrongCallsAreRefusedAndNamed) {
-  EngineConfig config;
+TEST(GradientEngine, WrongCallsAreRefusedAndNamed) {
+  GradientOptions config;
   config.check_finite = true;
-  const Errors errors = run(1, config, 3, [](Engine& engine, uint32_t) {
+  const Errors errors = run(1, config, 3, [](GradientEngine& engine, uint32_t) {
     std::vector<float> gradient(600, 1.0f);
     engine.submit(0, gradient.data());
     try {
@@ -694,14 +697,14 @@ TEST(Engine, WrongCallsAreRefusedAndNamed) {
   EXPECT_EQ(errors, Errors(1));
 }
 
-TEST(Engine, KeepsTheProgressThreadOnItsCores) {
+TEST(GradientEngine, KeepsTheProgressThreadOnItsCores) {
   cpu_set_t all;
   ASSERT_EQ(::sched_getaffinity(0, sizeof all, &all), 0);
-  EngineConfig config;
+  GradientOptions config;
   config.cores = {0};
   if (CPU_COUNT(&all) < 2) {
     config.cores = {0};
-    const Errors errors = run(1, config, 1, [](Engine& engine, uint32_t) {
+    const Errors errors = run(1, config, 1, [](GradientEngine& engine, uint32_t) {
       std::vector<float> gradient(1);
       engine.submit(0, gradient.data());
       engine.wait();
@@ -709,7 +712,7 @@ TEST(Engine, KeepsTheProgressThreadOnItsCores) {
     EXPECT_NE(errors[0].find("leave a core"), std::string::npos);
     return;
   }
-  const Errors errors = run(1, config, 1, [&](Engine& engine, uint32_t) {
+  const Errors errors = run(1, config, 1, [&](GradientEngine& engine, uint32_t) {
     std::vector<float> gradient(1, 4.0f);
     engine.submit(0, gradient.data());
     engine.wait();
