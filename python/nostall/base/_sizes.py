@@ -176,6 +176,14 @@ def parse_size(text: int | str) -> int:
     return size
 
 
+def format_bytes(count: float, digits: int = 1, per: str = "") -> str:
+    """A number of bytes for people, in decimal units: "1.5 GB", "800 B"; `per` follows the unit."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.{digits}f} {unit}{per}"
+    return f"{count} B{per}" if isinstance(count, int) else f"{count:.{digits}f} B{per}"
+
+
 def parse_tiers(
     spec: str | Sequence[str | TierSpec], *, dataset_bytes: int, local_world_size: int
 ) -> list[TierSpec]:

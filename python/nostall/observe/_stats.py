@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nostall.base._sizes import format_bytes
 from nostall.errors import CorruptionError, IoError, UsageError
 
 if TYPE_CHECKING:
@@ -211,12 +212,12 @@ class Stats:
         return table
 
     def _bound_line(self) -> str:
-        line = f"read from the source {_bytes(self.source_bytes)}"
+        line = f"read from the source {format_bytes(self.source_bytes)}"
         if self.rank >= 0 and self.world_size > 1:
             # The bound is that of all ranks together.
             line += f" by this rank of {self.world_size}"
         else:
-            line += f", lower bound of the job {_bytes(self.lower_bound_bytes)}"
+            line += f", lower bound of the job {format_bytes(self.lower_bound_bytes)}"
         bad = sorted({s for e in self.epochs for s in e.substituted})
         if bad:
             some = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
@@ -253,15 +254,8 @@ def _row(name: str, e: EpochStats) -> tuple[str, ...]:
         f"{100 * e.stall_fraction:.1f}",
         str(e.samples),
         *(str(e.origins[o].samples) for o in ORIGINS),
-        _bytes(e.origins["source"].bytes),
+        format_bytes(e.origins["source"].bytes),
     )
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
 
 
 def _who(stats: Stats) -> str:

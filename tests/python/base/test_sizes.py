@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nostall.base._sizes import TierSpec, defaults, parse_size, parse_tiers, within
+from nostall.base._sizes import TierSpec, defaults, format_bytes, parse_size, parse_tiers, within
 from nostall.errors import UsageError
 
 
@@ -32,6 +32,14 @@ def tiers(spec: str | list[str], dataset: int = 1000) -> list[TierSpec]:
 )
 def test_sizes(text: int | str, expected: int) -> None:
     assert parse_size(text) == expected
+
+
+def test_sizes_are_written_in_decimal_units() -> None:
+    assert [format_bytes(n) for n in (0, 999, 1000, 1_500_000, 2 * 10**12)] == [
+        *("0 B", "999 B", "1.0 kB", "1.5 MB", "2000.0 GB"),
+    ]
+    assert format_bytes(12.345, 2, "/s") == "12.35 B/s"
+    assert format_bytes(2e9, 0, "/s") == "2 GB/s"
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "20 parsecs", "-1", "1e9", "1.GB", -1])

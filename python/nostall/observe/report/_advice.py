@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from nostall.base._sizes import format_bytes
 from nostall.observe.report._run import Loader, Run
 
 
@@ -84,10 +85,6 @@ def terms(run: Run, ranks: Sequence[Loader]) -> list[Term]:
     return out
 
 
-def _bytes(count: float) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
-
-
 def _size(count: float) -> str:
     return f"{max(1, math.ceil(count / (1 << 30)))}GiB" if count > 1 << 29 else (
         f"{max(1, math.ceil(count / (1 << 20)))}MiB"
@@ -155,9 +152,9 @@ def _of_loader(run: Run, ranks: Sequence[Loader], named: bool) -> list[Advice]:
         offer(
             f'tiers=["ram:{_size(each)}"]' if fits
             else f'tiers=["ram:{_size(0.4 * memory)}", "/local/disk:{_size(each)}"]',
-            f"the tiers of {nodes} node{'s' if nodes > 1 else ''} hold {_bytes(held * nodes)} of "
-            f"{_bytes(size)}, so every epoch reads the source again; "
-            f"epochs after the first would read nothing from it",
+            f"the tiers of {nodes} node{'s' if nodes > 1 else ''} hold "
+            f"{format_bytes(float(held * nodes))} of {format_bytes(float(size))}, "
+            f"so every epoch reads the source again; epochs after the first would read nothing from it",
             gain([t if t.epoch == first else replace(t, read=0.0) for t in rows]),
         )  # fmt: skip
     kept = any(t[0] == "file" for t in settings.get("tiers", []))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nostall.base._sizes import format_bytes
 from nostall.errors import IoError, UsageError
 from nostall.observe.report._parts import document, svg, table
 from nostall.observe.timelines import Analysis, Spread
@@ -38,19 +39,11 @@ def rate(value: float | None) -> str:
         return "not available"
     if math.isinf(value):
         return "unbounded"
-    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
-        if value >= size:
-            return f"{value / size:.2f} {unit}"
-    return f"{value:.2f} B/s"
+    return format_bytes(float(value), 2, "/s")
 
 
 def _size(count: int | None) -> str:
-    if count is None:
-        return "not available"
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} B"
+    return "not available" if count is None else format_bytes(count, 2)
 
 
 def timing_rows(found: Analysis) -> list[tuple[str, str, str]]:
