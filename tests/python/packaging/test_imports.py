@@ -71,6 +71,16 @@ def checkout(tmp_path: Path) -> Path:
             "_wrong.py:2: job may not use loader",
         ),
         ("python/nostall/newroom/_wrong.py", "", "python/nostall/newroom is not in the table"),
+        (
+            "python/nostall/cli/_wrong.py",
+            "def late():\n    from nostall_bench import slowfs",
+            "_wrong.py:2: cli may not use nostall_bench",
+        ),
+        (
+            "python/nostall/_version.py",
+            "import nostall_bench",
+            "_version.py:1: _version may not use nostall_bench",
+        ),
         ("docs/architecture.md", "<!-- python rooms --><!-- end -->", "differs from layers.toml"),
     ],
 )
