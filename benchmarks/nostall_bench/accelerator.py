@@ -15,11 +15,8 @@ seed in advance; by its CLOSED rules it may not: these are not CLOSED results.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -27,8 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nostall.errors import UsageError
-from nostall_bench.programs import child_environment
+from nostall_bench import harness
 from nostall_bench.slowfs import SlowFS
 
 
@@ -119,26 +115,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--latency-ms", type=float, default=1.0, help="per operation")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", help="write the numbers to this file")
+    harness.add_files(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the table."""
-    from rich.console import Console
-
-    from nostall_bench.loader import machine
-
-    console = Console()
+    console = harness.console()
     profile = PROFILES[arguments.profile]
     profile = Profile(
         max(1, round(profile.record * arguments.scale)), profile.batch, profile.compute, profile.goal
     )  # fmt: skip
-    chosen = [
-        n for n in LOADERS
-        if not arguments.loaders or any(p.lower() in n.lower() for p in arguments.loaders)
-    ]  # fmt: skip
-    if not chosen:
-        raise UsageError(f"no loader matches {arguments.loaders}; there are {list(LOADERS)}")
+    chosen = harness.matching(LOADERS, arguments.loaders)
     most = max(arguments.accelerators)
     data = make_records(
         Path(arguments.dir).absolute() / f"records-{profile.record}",
@@ -147,7 +134,6 @@ def run(arguments: argparse.Namespace) -> int:
     )
     rate = arguments.bandwidth * 1e6 if arguments.bandwidth else arguments.storage * profile.need
     result: dict[str, Any] = {
-        "machine": machine(),
         "profile": {"name": arguments.profile, "scale": arguments.scale, **vars(profile)},
         "storage_bytes_per_second": rate,
         "rows": [],
@@ -158,12 +144,10 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         result["ceiling"] = storage.measure()[0]
         for count in arguments.accelerators:
-            for _ in range(arguments.repeats):
-                for name in chosen:
-                    measured = _job(name, count, profile, storage, rate, Path(mount), arguments)
-                    result["rows"].append({"loader": name, "accelerators": count, **measured})
-                    if arguments.json:
-                        Path(arguments.json).write_text(json.dumps(result, indent=1))
+            for name in harness.turns(chosen, arguments.repeats):
+                measured = _job(name, count, profile, storage, rate, Path(mount), arguments)
+                result["rows"].append({"loader": name, "accelerators": count, **measured})
+                harness.write(arguments.json, **result)
             console.print(_table(result, count, arguments.profile))
     console.print(_fed(result, profile.goal))
     return 0
@@ -213,40 +197,20 @@ def _job(
         "compute": profile.compute, "epochs": arguments.epochs, "world": count,
         "job": f"accelerator-{os.getpid()}-{time.monotonic_ns()}",
     }  # fmt: skip
-    ranks = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "nostall_bench.accelerator",
-                json.dumps({**settings, "rank": r}),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=child_environment(OMP_NUM_THREADS="1"),
-        )
-        for r in range(count)
-    ]
-    try:
-        # All start together, once every one has imported what it needs.
-        for rank in ranks:
-            if rank.stdout is None or rank.stdout.readline() != "ready\n":
-                raise UsageError(f"an accelerator of {name!r} failed: see its message above")
-        for rank in ranks:
-            assert rank.stdin is not None
-            rank.stdin.write("go\n")
-            rank.stdin.flush()
-        outputs = [rank.communicate(timeout=1800)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    if any(rank.returncode for rank in ranks):
-        raise UsageError(f"an accelerator of {name!r} failed: see its message above")
-    reports = [json.loads(o.splitlines()[-1]) for o in outputs]
+    reports = harness.children(
+        "nostall_bench.accelerator",
+        [{**settings, "rank": r} for r in range(count)],
+        name=repr(name),
+        timeout=1800,
+        together=True,
+        environments=[{"OMP_NUM_THREADS": "1"}] * count,
+    )
     epochs = [
-        {"au": _mean(r["epochs"][e]["busy"] / r["epochs"][e]["seconds"] for r in reports)}
+        {
+            "au": statistics.fmean(
+                r["epochs"][e]["busy"] / r["epochs"][e]["seconds"] for r in reports
+            )
+        }
         for e in range(arguments.epochs)
     ]
     later = [e for r in reports for e in r["epochs"][1:]] or [
@@ -267,20 +231,13 @@ def _job(
     }
 
 
-def _mean(values: Iterator[float]) -> float:
-    return statistics.fmean(values)
-
-
 def _table(result: dict[str, Any], count: int, profile: str) -> Any:
-    from rich.table import Table
-
     rate, ceiling = result["storage_bytes_per_second"], result["ceiling"]
-    out = Table(
-        title=f"{profile}, {count} accelerator{'s' if count > 1 else ''}: utilisation on storage of "
-        f"{rate / 1e6:.0f} MB/s (measured {ceiling / 1e6:.0f}); of: what it allows"
+    out = harness.table(
+        f"{profile}, {count} accelerator{'s' if count > 1 else ''}: utilisation on storage of "
+        f"{rate / 1e6:.0f} MB/s (measured {ceiling / 1e6:.0f}); of: what it allows",
+        *("loader", "AU", "first epoch", "later epochs", "time / least", "read / data"),
     )
-    for heading in ("loader", "AU", "first epoch", "later epochs", "time / least", "read / data"):
-        out.add_column(heading, justify="left" if heading == "loader" else "right")
     for name in LOADERS:
         rows = [
             r for r in result["rows"] if r["loader"] == name and r["accelerators"] == count
@@ -289,20 +246,14 @@ def _table(result: dict[str, Any], count: int, profile: str) -> Any:
             out.add_row(
                 name,
                 *(
-                    f"{_spread([r[k] for r in rows], '{:.1%}')}\nof {rows[0]['allowed'][k]:.1%}"
+                    harness.spread((r[k] for r in rows), "{:.1%}")
+                    + f"\nof {rows[0]['allowed'][k]:.1%}"
                     for k in _MEASURES
                 ),
-                _spread([r["seconds"] / r["allowed"]["seconds"] for r in rows], "{:.2f}"),
-                _spread([r["storage_bytes"] / r["data_bytes"] for r in rows], "{:.2f}"),
+                harness.spread(r["seconds"] / r["allowed"]["seconds"] for r in rows),
+                harness.spread(r["storage_bytes"] / r["data_bytes"] for r in rows),
             )
     return out
-
-
-def _spread(values: list[float], form: str) -> str:
-    middle = form.format(statistics.median(values))
-    if len(values) == 1:
-        return middle
-    return f"{middle} ({form.format(min(values))}-{form.format(max(values))})"
 
 
 def _fed(result: dict[str, Any], goal: float) -> str:
@@ -383,7 +334,7 @@ class _Files:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _work(settings: dict[str, Any]) -> None:
+def _work(settings: dict[str, Any]) -> dict[str, Any]:
     """One accelerator: takes a batch, computes by waiting, takes the next one."""
     if settings["loader"] == "torch":
         import warnings
@@ -392,8 +343,7 @@ def _work(settings: dict[str, Any]) -> None:
 
         torch.set_num_threads(1)
         warnings.filterwarnings("ignore", message=".*suggested max number of worker.*")
-    print("ready", flush=True)
-    sys.stdin.readline()
+    harness.ready()
     start = time.perf_counter()
     report: dict[str, Any] = {"epochs": [], "samples": 0}
     for number, epoch in enumerate(_batches(settings)):
@@ -408,8 +358,8 @@ def _work(settings: dict[str, Any]) -> None:
             report["samples"] += size
         report["epochs"].append({"busy": busy, "seconds": time.perf_counter() - began})
         report["seconds"] = time.perf_counter() - start
-    print(json.dumps(report), flush=True)
+    return report
 
 
 if __name__ == "__main__":
-    _work(json.loads(sys.argv[1]))
+    harness.answer(_work)

@@ -33,6 +33,7 @@ import numpy as np
 
 from nostall.base._sizes import parse_size
 from nostall.errors import PeerError, UsageError
+from nostall_bench import harness
 
 _RANK = Path(__file__).with_name("allreduce_rank.py")
 SIZES = [4, 64, 1 << 10, 8 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
@@ -69,8 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--most", type=int, default=2000, help="iterations")
     parser.add_argument("--late-ms", type=float, default=0, help="one rank after the other is late")
     parser.add_argument("--busy", type=int, default=0, help="computing processes beside")
-    parser.add_argument("--json", help="write the numbers, and the machine's, to this file")
-    parser.add_argument("--plot", help="draw them into this file (.png, .svg, .pdf)")
+    harness.add_files(parser, plot="them")
 
 
 @dataclass
@@ -94,8 +94,6 @@ class Row:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints one table per number of ranks and imbalance."""
-    from rich.console import Console
-
     engines = arguments.engines or [e for e in ENGINES if e in _installed(arguments)]
     sizes = [parse_size(s) for s in arguments.sizes]
     if any(s < 4 or s % 4 for s in sizes):
@@ -105,9 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     bandwidth = copy_bandwidth(min(max(arguments.ranks), os.cpu_count() or 1))
     for ranks in arguments.ranks:
         rows += measure(arguments, engines, sizes, ranks)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
+    console = harness.console()
     for ranks in arguments.ranks:
         for mif in arguments.mif:
             for what in ("in_call", "after_last", "cpu", "switches"):
@@ -115,23 +111,10 @@ def run(arguments: argparse.Namespace) -> int:
             console.print(_ratios(rows, ranks, mif, bandwidth))
     if arguments.late_ms or arguments.busy:
         console.print(_beside(rows, engines))
-    if arguments.json:
-        measured = {
-            "machine": {"cores": os.cpu_count(), "processor": _processor()},
-            "copy_bytes_per_s": bandwidth,
-            "rows": [asdict(r) for r in rows],
-        }
-        Path(arguments.json).write_text(json.dumps(measured, indent=1))
+    harness.write(arguments.json, copy_bytes_per_s=bandwidth, rows=[asdict(row) for row in rows])
     if arguments.plot:
-        figure(rows, arguments.operation).savefig(arguments.plot, dpi=110)
+        draw(rows, arguments.operation, arguments.plot)
     return 0
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "unknown"
 
 
 def copy_bandwidth(processes: int, size: int = 64 << 20) -> float:
@@ -189,16 +172,14 @@ def measure(
     arguments: argparse.Namespace, engines: list[str], sizes: list[int], ranks: int
 ) -> list[Row]:
     parts: dict[tuple[str, int, float], list[Row]] = {}
-    for repeat in range(arguments.repeats):
-        # No engine is always first, or always after the same one.
-        for engine in engines[repeat % len(engines) :] + engines[: repeat % len(engines)]:
-            with _busy(arguments.busy) as rate:
-                results = _run_engine(engine, arguments, sizes, ranks)
-                busy = rate()
-            for size in sizes:
-                for mif in arguments.mif:
-                    row = _row(engine, ranks, size, mif, results, arguments, busy)
-                    parts.setdefault((engine, size, mif), []).append(row)
+    for engine in harness.turns(engines, arguments.repeats):
+        with _busy(arguments.busy) as rate:
+            results = _run_engine(engine, arguments, sizes, ranks)
+            busy = rate()
+        for size in sizes:
+            for mif in arguments.mif:
+                row = _row(engine, ranks, size, mif, results, arguments, busy)
+                parts.setdefault((engine, size, mif), []).append(row)
     rows = []
     for same in parts.values():
         values = {
@@ -323,17 +304,14 @@ def _count(counter: Any) -> None:
 
 
 def _table(rows: list[Row], engines: list[str], ranks: int, mif: float, what: str) -> Any:
-    from rich.table import Table
-
     titles = {
         "in_call": "time in the call, us",
         "after_last": "from the last arrival to the last completion, us",
         "cpu": "CPU time in the call, us per rank",
         "switches": "context switches per call and rank",
     }
-    table = Table(title=f"{titles[what]}; {ranks} ranks, MIF {mif:g}")
-    for heading in ("bytes", *engines, "best peer / nostall"):
-        table.add_column(heading, justify="right")
+    title = f"{titles[what]}; {ranks} ranks, MIF {mif:g}"
+    table = harness.table(title, "bytes", *engines, "best peer / nostall", left=0)
     cells = {(r.engine, r.size): getattr(r, what) for r in rows if (r.ranks, r.mif) == (ranks, mif)}
     for size in sorted({size for _, size in cells}):
         peers = [cells[e, size] for e in PEERS if (e, size) in cells]
@@ -345,21 +323,21 @@ def _table(rows: list[Row], engines: list[str], ranks: int, mif: float, what: st
 
 def _ratios(rows: list[Row], ranks: int, mif: float, bandwidth: float) -> Any:
     """How ours and the best peer compare, with their ranges, and how near ours is to the bound."""
-    from rich.table import Table
-
     what = "after_last" if mif else "in_call"
     title = "from the last arrival" if mif else "time in the call"
-    table = Table(title=f"{title}, us (range); {ranks} ranks, MIF {mif:g}")
-    heads = ("bytes", "nostall", "shared", "best peer", "is", "/ nostall", "/ shared", "bound")
-    for heading in (*heads, "share of it"):
-        table.add_column(heading, justify="right")
+    table = harness.table(
+        f"{title}, us [range]; {ranks} ranks, MIF {mif:g}",
+        *("bytes", "nostall", "shared", "best peer", "is", "/ nostall", "/ shared", "bound"),
+        "share of it",
+        left=0,
+    )
     cells = {(r.engine, r.size): r for r in rows if (r.ranks, r.mif) == (ranks, mif)}
 
     def words(row: Row | None) -> str:
         if row is None:
             return ""
         low, high = getattr(row, f"{what}_range")
-        return f"{getattr(row, what):.4g} ({low:.4g}-{high:.4g})"
+        return f"{getattr(row, what):.4g} [{low:.4g}-{high:.4g}]"
 
     for size in sorted({size for _, size in cells}):
         peers = [cells[e, size] for e in PEERS if (e, size) in cells]
@@ -377,50 +355,40 @@ def _ratios(rows: list[Row], ranks: int, mif: float, bandwidth: float) -> Any:
     return table
 
 
-def figure(rows: list[Row], operation: str) -> Any:
+def draw(rows: list[Row], operation: str, path: str) -> None:
     """A panel for each number of ranks and imbalance: microseconds over bytes, a line an engine;
     with imbalance from the last arrival to the last completion."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     panels = sorted({(r.ranks, r.mif) for r in rows})
-    # Of a reduce most ranks leave early: what it costs them is the time in the call.
-    whats = {(n, mif): "after_last" if mif and operation == "allreduce" else "in_call"
-             for n, mif in panels}  # fmt: skip
-    drawn, axes = pyplot.subplots(
-        1, len(panels), figsize=(1 + 4.6 * len(panels), 4.4), squeeze=False, constrained_layout=True
-    )
-    for axis, (ranks, mif) in zip(axes[0], panels, strict=True):
-        what = whats[ranks, mif]
-        of_panel = [r for r in rows if (r.ranks, r.mif) == (ranks, mif)]
-        for engine in dict.fromkeys(r.engine for r in of_panel):
-            points = sorted((r.size, r) for r in of_panel if r.engine == engine)
-            times = [getattr(r, what) for _, r in points]
-            ranges = np.array([getattr(r, f"{what}_range") for _, r in points]).T
-            axis.errorbar(
-                [size for size, _ in points], times, abs(ranges - times), label=engine,
-                marker="o", markersize=3, capsize=2,
-                linewidth=2.2 if engine.startswith("nostall") else 1.1,
-            )  # fmt: skip
-        title = "mean time in the call" if what == "in_call" else "from the last arrival"
-        axis.set(xlabel="bytes", title=f"{ranks} ranks, MIF {mif:g}: {title}")
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("microseconds: median of repeats, their range")
-    axes[0][-1].legend(fontsize=8)
-    drawn.suptitle(f"{operation}, {os.cpu_count()} cores ({_processor()})")
-    return drawn
+    with harness.figure(path, 1, len(panels), (1 + 4.6 * len(panels), 4.4)) as (drawn, axes):
+        for axis, (ranks, mif) in zip(axes[0], panels, strict=True):
+            # Of a reduce most ranks leave early: what it costs them is the time in the call.
+            what = "after_last" if mif and operation == "allreduce" else "in_call"
+            of_panel = [r for r in rows if (r.ranks, r.mif) == (ranks, mif)]
+            for engine in dict.fromkeys(r.engine for r in of_panel):
+                points = sorted((r.size, r) for r in of_panel if r.engine == engine)
+                times = [getattr(r, what) for _, r in points]
+                ranges = np.array([getattr(r, f"{what}_range") for _, r in points]).T
+                axis.errorbar(
+                    [size for size, _ in points], times, abs(ranges - times), label=engine,
+                    marker="o", markersize=3, capsize=2,
+                    linewidth=2.2 if engine.startswith("nostall") else 1.1,
+                )  # fmt: skip
+            title = "mean time in the call" if what == "in_call" else "from the last arrival"
+            axis.set(xlabel="bytes", title=f"{ranks} ranks, MIF {mif:g}: {title}")
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            axis.grid(alpha=0.3)
+        axes[0][0].set_ylabel("microseconds: median of repeats, their range")
+        axes[0][-1].legend(fontsize=8)
+        machine = harness.machine()
+        drawn.suptitle(f"{operation}, {machine['cores']} cores ({machine['cpu']})")
 
 
 def _beside(rows: list[Row], engines: list[str]) -> Any:
-    from rich.table import Table
-
-    table = Table(title="what waiting costs")
-    for heading in ("engine", "ranks", "CPU of waiting ranks / delay", "work beside, loops/s"):
-        table.add_column(heading, justify="right")
+    table = harness.table(
+        "what waiting costs",
+        *("engine", "ranks", "CPU of waiting ranks / delay", "work beside, loops/s"),
+    )
     for engine in engines:
         for ranks in sorted({r.ranks for r in rows}):
             same = [r for r in rows if (r.engine, r.ranks) == (engine, ranks)]

@@ -11,16 +11,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from nostall.errors import UsageError
+from nostall_bench import harness
 from nostall_bench.disk import Activity, device_of, forget
-from nostall_bench.io import worker
 
 MEMORY = "memory"
 
@@ -47,30 +45,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints a table, writes ``app.json`` and ``app.png``."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from nostall_bench.demo.dataset import DatasetSpec, make_dataset
-    from nostall_bench.loader import machine
     from nostall_bench.peers import listing
 
-    console = Console()
     if arguments.runs < 2:
         raise UsageError(
             f"--runs must be at least 2, for the first is warm-up, not {arguments.runs}"
         )
     home = Path(arguments.dir).absolute()
     home.mkdir(parents=True, exist_ok=True)
-    data = (
-        Path(arguments.data).absolute()
-        if arguments.data
-        else make_dataset(home / f"data-{arguments.files}", DatasetSpec(arguments.files))
+    items = listing(harness.dataset(home, arguments.files, given=arguments.data))
+    result: dict[str, Any] = {"files": len(items), "rows": []}
+    table = harness.table(
+        "AlexNet: run time, and the cost of input",
+        *("pipeline", "batch", "threads", "prefetch", "seconds", "input costs", "share"),
     )
-    items = listing(data)
-    result: dict[str, Any] = {"machine": machine(), "files": len(items), "rows": []}
-    table = Table(title="AlexNet: run time, and the cost of input")
-    for heading in ("batch", "pipeline", "threads", "prefetch", "seconds", "input costs", "share"):
-        table.add_column(heading, justify="left" if heading == "pipeline" else "right")
     for batch in arguments.batch_size:
         steps = min(arguments.steps, len(items) // batch)
         if steps < 2:
@@ -80,27 +68,35 @@ def run(arguments: argparse.Namespace) -> int:
             "labels": arguments.labels, "dense": arguments.dense,
             "pipeline": MEMORY, "threads": 1, "prefetch": 0,
         }  # fmt: skip
-        floor = worker("nostall_bench.app", settings)
+        floor = _measure(settings)
         base = statistics.median(floor["seconds"][1:])
         result["device"] = floor["device"]
         result["rows"].append({**_known(settings), **floor})
-        table.add_row(str(batch), "one batch in memory", "", "", f"{base:.2f}", "0.00", "0 %")
+        table.add_row("one batch in memory", str(batch), "", "", f"{base:.2f}", "0.00", "0 %")
         for pipeline, threads, prefetch in itertools.product(
             arguments.pipelines, arguments.threads, arguments.prefetch
         ):
             chosen = {**settings, "pipeline": pipeline, "threads": threads, "prefetch": prefetch}
-            row = worker("nostall_bench.app", chosen)
+            row = _measure(chosen)
             seconds = statistics.median(row["seconds"][1:])
             result["rows"].append({**_known(chosen), **row, "cost": seconds - base})
             table.add_row(
-                str(batch), pipeline, str(threads), str(prefetch), f"{seconds:.2f}",
+                pipeline, str(batch), str(threads), str(prefetch), f"{seconds:.2f}",
                 f"{seconds - base:.2f}", f"{100 * (seconds - base) / seconds:.0f} %",
             )  # fmt: skip
+    console = harness.console()
     console.print(table)
-    (home / "app.json").write_text(json.dumps(result, indent=1))
+    harness.write(home / "app.json", **result)
     _plot(result, home / "app.png")
     console.print(f"on {result['device']}; numbers {home / 'app.json'}, plot {home / 'app.png'}")
     return 0
+
+
+def _measure(settings: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = harness.child(
+        "nostall_bench.app", settings, name=settings["pipeline"], OMP_NUM_THREADS="1"
+    )
+    return found
 
 
 def _known(settings: dict[str, Any]) -> dict[str, Any]:
@@ -179,27 +175,20 @@ def _name(device: Any) -> str:
 
 
 def _plot(result: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (times, disk) = pyplot.subplots(1, 2, figsize=(11, 3.6), constrained_layout=True)
     rows = [r for r in result["rows"] if r["pipeline"] != MEMORY]
-    for key in dict.fromkeys((r["pipeline"], r["prefetch"], r["batch"]) for r in rows):
-        line = [r for r in rows if (r["pipeline"], r["prefetch"], r["batch"]) == key]
-        label = f"{key[0]}, prefetch {key[1]}, batch {key[2]}"
-        style = "--" if key[1] == 0 else "-"
-        times.plot([r["threads"] for r in line], [r["cost"] for r in line], style, marker="o",
-                   label=label)  # fmt: skip
-        activity = line[-1]["activity"]
-        disk.plot([a[0] for a in activity], [a[1] / 1e6 for a in activity], style, marker=".")
-    times.set(xlabel="threads", ylabel="seconds that input costs")
-    disk.set(xlabel="seconds of the last run", ylabel="the disk reads, MB/s")
-    times.legend(frameon=False, fontsize=7)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with harness.figure(path, 1, 2, (11, 3.6)) as (_, ((times, disk),)):
+        for key in dict.fromkeys((r["pipeline"], r["prefetch"], r["batch"]) for r in rows):
+            line = [r for r in rows if (r["pipeline"], r["prefetch"], r["batch"]) == key]
+            label = f"{key[0]}, prefetch {key[1]}, batch {key[2]}"
+            style = "--" if key[1] == 0 else "-"
+            times.plot([r["threads"] for r in line], [r["cost"] for r in line], style, marker="o",
+                       label=label)  # fmt: skip
+            activity = line[-1]["activity"]
+            disk.plot([a[0] for a in activity], [a[1] / 1e6 for a in activity], style, marker=".")
+        times.set(xlabel="threads", ylabel="seconds that input costs")
+        disk.set(xlabel="seconds of the last run", ylabel="the disk reads, MB/s")
+        times.legend(frameon=False, fontsize=7)
 
 
 if __name__ == "__main__":
-    print(json.dumps(_work(json.loads(Path(sys.argv[1]).read_text()))), flush=True)
+    harness.answer(_work)

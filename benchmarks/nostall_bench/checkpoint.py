@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -26,8 +23,8 @@ from typing import Any
 
 from nostall.base._sizes import parse_size
 from nostall.errors import UsageError
+from nostall_bench import harness
 from nostall_bench.checkpoint_worker import METHODS
-from nostall_bench.programs import child_environment
 
 _CGROUP = Path("/sys/fs/cgroup/blkio")
 
@@ -55,14 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--methods", nargs="+", help="only those whose names contain one of these")
-    parser.add_argument("--json", help="write all numbers to this file")
-    parser.add_argument("--plot", help="draw run times and writes over time to this file")
+    harness.add_files(parser, plot="run times and writes over time")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures in turns, prints the table."""
-    from rich.console import Console
-
     if arguments.device:
         return _against_device(arguments)
     chosen = [
@@ -74,31 +68,19 @@ def run(arguments: argparse.Namespace) -> int:
     slow, fast = Path(arguments.slow).absolute(), Path(arguments.fast).absolute()
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
     with _limited(slow, limit) as prefix:
-        for _ in range(arguments.repeats):
-            for name in chosen:
-                row = _measure(name, arguments, slow, fast, prefix)
-                rows[name].append(row)
-                print(f"{name}: {row['train_seconds']:.2f} s", file=sys.stderr, flush=True)
-            _save(rows, arguments)  # a long measurement may be cut short
-    Console(width=140).print(_table(rows, arguments, limit))
+        for name in harness.turns(chosen, arguments.repeats):
+            row = _measure(name, arguments, slow, fast, prefix)
+            rows[name].append(row)
+            print(f"{name}: {row['train_seconds']:.2f} s", file=sys.stderr, flush=True)
+            # A long measurement may be cut short.
+            harness.write(arguments.json, settings=vars(arguments), rows=rows)
+    harness.console().print(_table(rows, arguments, limit))
     if arguments.plot:
         draw(rows, arguments.plot)
     return 0
 
 
-def _save(rows: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> None:
-    if arguments.json:
-        result = {
-            "machine": {"cpus": os.cpu_count(), "platform": platform.platform()},
-            "settings": {k: v for k, v in vars(arguments).items() if k not in ("json", "plot")},
-            "rows": rows,
-        }
-        Path(arguments.json).write_text(json.dumps(result))
-
-
 def _against_device(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from nostall_bench import checkpoint_device
 
     directory = Path(arguments.device).absolute() / f"run-{os.getpid()}"
@@ -107,9 +89,8 @@ def _against_device(arguments: argparse.Namespace) -> int:
         rows = checkpoint_device.measure(directory, parse_size(arguments.bytes), arguments.repeats)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    Console(width=140).print(checkpoint_device.table(rows, parse_size(arguments.bytes)))
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(rows))
+    harness.console().print(checkpoint_device.table(rows, parse_size(arguments.bytes)))
+    harness.write(arguments.json, rows=rows)
     return 0
 
 
@@ -156,19 +137,14 @@ def _measure(
         "busy": arguments.busy,
         "threads": arguments.threads,
     }
-    command = [*prefix, sys.executable, "-m", "nostall_bench.checkpoint_worker"]
-    with _Writes(slow, fast) as writes:
-        done = subprocess.run(
-            [*command, json.dumps(settings)],
-            capture_output=True,
-            text=True,
-            env=child_environment(),
-        )
-    for directory in (slow, fast):
-        shutil.rmtree(directory, ignore_errors=True)
-    if done.returncode or not done.stdout:
-        raise UsageError(f"{name} failed: {done.stderr[-2000:]}")
-    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    try:
+        with _Writes(slow, fast) as writes:
+            row: dict[str, Any] = harness.child(
+                "nostall_bench.checkpoint_worker", settings, name=name, prefix=prefix
+            )
+    finally:
+        for directory in (slow, fast):
+            shutil.rmtree(directory, ignore_errors=True)
     row["writes"] = [
         (t - row["origin"], disk, memory)
         for t, disk, memory in writes.samples
@@ -215,61 +191,42 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _table(rows: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace, limit: int) -> Any:
-    from rich.table import Table
-
     speed = f"{limit / 1e6:.0f} MB/s" if limit else "full speed"
-    table = Table(
-        title=f"{arguments.iterations} iterations, a checkpoint of {arguments.bytes} every "
-        f"{arguments.every}; slow storage at {speed}; medians of {arguments.repeats} (least-most)"
+    table = harness.table(
+        f"{arguments.iterations} iterations, a checkpoint of {arguments.bytes} every "
+        f"{arguments.every}; slow storage at {speed}; {arguments.repeats} runs",
+        *("method", "run time", "call", "call / copy", "stall", "stall / copy", "processor"),
     )
-    for column in (
-        "method",
-        "run time",
-        "call",
-        "call / copy",
-        "stall",
-        "stall / copy",
-        "processor",
-    ):
-        table.add_column(column, justify="left" if column == "method" else "right")
     for name, runs in rows.items():
+        cells = [harness.spread((r["train_seconds"] for r in runs), "{:.1f} s")]
         calls = [statistics.median(r["calls"]) for r in runs if r["calls"]]
-        table.add_row(
-            name,
-            _spread([r["train_seconds"] for r in runs], "{:.1f}", " s"),
-            _spread([1e3 * c for c in calls], "{:.0f}", " ms") if calls else "",
-            f"{statistics.median(statistics.median(r['calls']) / r['memcpy'] for r in runs):.2f}"
-            if calls
-            else "",
-            _spread([1e3 * r["stall"] for r in runs], "{:.0f}", " ms") if calls else "",
-            f"{statistics.median(r['stall'] / r['memcpy'] for r in runs):.1f}" if calls else "",
-            _spread([r["cpu"] for r in runs], "{:.2f}", " s") if calls else "",
-        )
+        if calls:
+            copies = (statistics.median(r["calls"]) / r["memcpy"] for r in runs)
+            cells += [
+                harness.spread((1e3 * c for c in calls), "{:.0f} ms"),
+                f"{statistics.median(copies):.2f}",
+                harness.spread((1e3 * r["stall"] for r in runs), "{:.0f} ms"),
+                f"{statistics.median(r['stall'] / r['memcpy'] for r in runs):.1f}",
+                harness.spread((r["cpu"] for r in runs), "{:.2f} s"),
+            ]
+        table.add_row(name, *cells)
     return table
-
-
-def _spread(values: list[float], form: str, unit: str) -> str:
-    middle = form.format(statistics.median(values))
-    return f"{middle}{unit} ({form.format(min(values))}-{form.format(max(values))})"
 
 
 def draw(rows: dict[str, list[dict[str, Any]]], path: str) -> None:
     """Run times as bars, and writes over time, as figures 9 and 10 of the seed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     names = list(rows)
     shown = [n for n in names if n != "none"]
-    figure, axes = pyplot.subplots(
-        len(shown) + 1,
-        1,
-        figsize=(9, 3 + 1.3 * len(shown)),
-        height_ratios=[3, *[1] * len(shown)],
-        layout="constrained",
-    )
-    medians = [statistics.median(r["train_seconds"] for r in rows[n]) for n in names]
+    size = (9, 3 + 1.3 * len(shown))
+    heights = [3, *[1] * len(shown)]
+    with harness.figure(path, len(shown) + 1, 1, size, height_ratios=heights) as (_, grid):
+        _draw(rows, names, shown, grid[:, 0])
+
+
+def _draw(
+    rows: dict[str, list[dict[str, Any]]], names: list[str], shown: list[str], axes: Any
+) -> None:
+    medians = [harness.median(rows[n], "train_seconds") for n in names]
     axes[0].barh(names[::-1], medians[::-1], color="0.4")
     axes[0].axvline(medians[names.index("none")], color="tab:red", linestyle=":")
     axes[0].set_xlabel("run time, s (dotted: without checkpoints)")
@@ -288,4 +245,3 @@ def draw(rows: dict[str, list[dict[str, Any]]], path: str) -> None:
         axis.set_title(name, fontsize=8, loc="left")
     axes[-1].set_xlabel("seconds (dotted: end of the training)")
     axes[1].legend(fontsize=7)
-    figure.savefig(path)

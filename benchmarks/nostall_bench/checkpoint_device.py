@@ -19,6 +19,7 @@ import numpy as np
 
 import nostall
 from nostall import _native
+from nostall_bench import harness
 
 _BLOCK = 4 << 20
 _IN_FLIGHT = (1, 2, 4, 8)
@@ -139,11 +140,10 @@ def _read_new(path: Path, size: int, pool: ThreadPoolExecutor) -> None:
 
 def table(rows: dict[str, list[float]], size: int) -> Any:
     """Medians and spreads; each beside the device's own."""
-    from rich.table import Table
-
-    result = Table(title=f"{size / 1e6:.0f} MB on the device; medians of {len(rows['save'])}")
-    for column in ("what", "seconds", "MB/s", "of the device"):
-        result.add_column(column, justify="left" if column == "what" else "right")
+    result = harness.table(
+        f"{size / 1e6:.0f} MB on the device; {len(rows['save'])} runs",
+        *("what", "seconds", "MB/s", "of the device"),
+    )
     new = "device read, new memory"
     beside = {"save": "device write", "verify": "device read", "restore": new}
     for name in ("device write", "save", "device read", "verify", new, "restore", "copy"):
@@ -152,7 +152,7 @@ def table(rows: dict[str, list[float]], size: int) -> Any:
         share = statistics.median(rows[beside[name]]) / middle if name in beside else None
         result.add_row(
             f"nostall {name}" if name in beside else name,
-            f"{middle:.3f} ({min(seconds):.3f}-{max(seconds):.3f})",
+            harness.spread(seconds, "{:.3f}"),
             f"{size / middle / 1e6:.0f}",
             f"{share:.2f}" if share is not None else "",
         )

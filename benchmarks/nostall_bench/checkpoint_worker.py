@@ -6,19 +6,19 @@ Prints one line of JSON: the time of every step and of every save's call, and wh
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import resource
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from nostall_bench import harness
 
 # A save returns what is to be awaited before the state is safe, or None.
 Save = Callable[[dict[str, Any], int], Any]
@@ -298,6 +298,5 @@ def _compute(state: dict[str, Any], seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(work(json.loads(sys.argv[1]))))
-    sys.stdout.flush()
+    harness.answer(work)
     os._exit(0)

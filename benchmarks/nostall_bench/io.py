@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from nostall.errors import UsageError
+from nostall_bench import harness
 from nostall_bench.disk import Activity, device_of, forget, sequential
-from nostall_bench.programs import child_environment, find_native
+from nostall_bench.programs import find_native, run_limit
 
 WORKS = ("decode", "read")
 
@@ -53,39 +50,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints a table a path, writes JSON and a plot."""
-    from rich.console import Console
-
-    from nostall_bench.demo.dataset import DatasetSpec, make_dataset
-    from nostall_bench.loader import machine
-
-    console = Console()
+    console = harness.console()
     if arguments.data and len(arguments.data) != len(arguments.paths):
         raise UsageError("--data needs one folder for each of --paths")
     if arguments.runs < 2:
         raise UsageError(
             f"--runs must be at least 2, for the first is warm-up, not {arguments.runs}"
         )
-    result: dict[str, Any] = {"machine": machine(), "paths": {}}
+    measured: dict[str, Any] = {}
     for number, path in enumerate(arguments.paths):
         home = Path(path).absolute()
         home.mkdir(parents=True, exist_ok=True)
-        data = (
-            Path(arguments.data[number])
-            if arguments.data
-            else make_dataset(home / f"data-{arguments.files}", DatasetSpec(arguments.files))
-        )
-        files = sorted(str(p) for p in data.absolute().rglob("*") if p.suffix in _IMAGES)
+        given = arguments.data[number] if arguments.data else None
+        data = harness.dataset(home, arguments.files, given=given)
+        files = sorted(str(p) for p in data.rglob("*") if p.suffix in _IMAGES)
         if not files:
             raise UsageError(f"{data} holds no images ({', '.join(sorted(_IMAGES))})")
         found = _measure(files, home, arguments)
-        result["paths"][str(home)] = found
+        measured[str(home)] = found
         for work in arguments.work:
             console.print(_table(str(home), work, found))
         console.print(f"cold caches by {found['cold']}")
     output = Path(arguments.output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.with_suffix(".json").write_text(json.dumps(result, indent=1))
-    _plot(result, output.with_suffix(".png"))
+    harness.write(output.with_suffix(".json"), paths=measured)
+    _plot(measured, output.with_suffix(".png"))
     console.print(f"numbers {output.with_suffix('.json')}, plot {output.with_suffix('.png')}")
     return 0
 
@@ -112,7 +101,9 @@ def _measure(files: list[str], home: Path, arguments: argparse.Namespace) -> dic
                     "batch": arguments.batch_size, "runs": arguments.runs,
                     "drop": arguments.drop_caches,
                 }  # fmt: skip
-                row = worker("nostall_bench.io", settings)
+                row = harness.child(
+                    "nostall_bench.io", settings, name=pipeline, OMP_NUM_THREADS="1"
+                )
                 rates = row["images_per_s"][1:]
                 out["rows"].append(
                     {
@@ -130,37 +121,10 @@ def _bound(files: list[str], threads: int, arguments: argparse.Namespace) -> flo
     if program is None:
         return None
     rates = []
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as listing:
-        listing.write("\n".join(files) + "\n")
-        listing.flush()
-        for _ in range(min(arguments.runs, 4)):
-            forget(files, arguments.drop_caches)
-            done = subprocess.run(
-                [str(program), listing.name, str(threads), "1", "read"],
-                capture_output=True, text=True,
-            )  # fmt: skip
-            if done.returncode:
-                raise UsageError(f"nostall-limit failed: {done.stderr.strip()}")
-            rates.append(float(json.loads(done.stdout.splitlines()[-1])["samples_per_s"]))
+    for _ in range(min(arguments.runs, 4)):
+        forget(files, arguments.drop_caches)
+        rates.append(run_limit(program, files, threads, 1, "read")["samples_per_s"])
     return statistics.median(rates[1:])
-
-
-def worker(module: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Runs ``python -m module`` with the settings as a file; what its last line says."""
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(settings, file)
-        file.flush()
-        done = subprocess.run(
-            [sys.executable, "-m", module, file.name],
-            capture_output=True, text=True,
-            env=child_environment(OMP_NUM_THREADS="1"),
-        )  # fmt: skip
-    if done.returncode:
-        raise UsageError(
-            f"{settings['pipeline']} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
-        )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def _work(settings: dict[str, Any]) -> dict[str, Any]:
@@ -201,32 +165,21 @@ def _quiet(pipeline: str) -> None:
 
 
 def _table(path: str, work: str, found: dict[str, Any]) -> Any:
-    from rich.table import Table
-
     size = found["bytes"] / found["files"]
-    out = Table(
-        title=f"{path} ({found['device']}), {work}: {found['files']} images of {size / 1e3:.0f} KB; "
-        f"one file in order {_in_order(found['sequential'])}"
+    out = harness.table(
+        f"{path} ({found['device']}), {work}: {found['files']} images of {size / 1e3:.0f} KB; "
+        f"one file in order {_in_order(found['sequential'])}",
+        *("pipeline", "threads", "images/s", "MB/s", "of reading", "errors"),
     )
-    for heading in (
-        "pipeline",
-        "threads",
-        "images/s",
-        "(least-most)",
-        "MB/s",
-        "of reading",
-        "errors",
-    ):
-        out.add_column(heading, justify="left" if heading == "pipeline" else "right")
     for threads, rate in found["bound"].items():
         if rate:
-            out.add_row("threads that only read", str(threads), f"{rate:.0f}", "",
+            out.add_row("threads that only read", str(threads), f"{rate:.0f}",
                         f"{rate * size / 1e6:.1f}", "1.00", "")  # fmt: skip
     for row in (r for r in found["rows"] if r["work"] == work):
         bound = found["bound"][row["threads"]]
         out.add_row(
-            row["pipeline"], str(row["threads"]), f"{row['median']:.0f}",
-            f"{row['least']:.0f}-{row['most']:.0f}", f"{row['median'] * size / 1e6:.1f}",
+            row["pipeline"], str(row["threads"]),
+            harness.spread(row["images_per_s"][1:], "{:.0f}"), f"{row['median'] * size / 1e6:.1f}",
             f"{row['median'] / bound:.2f}" if bound else "", str(row["errors"]),
         )  # fmt: skip
     return out
@@ -236,37 +189,31 @@ def _in_order(rate: float | None) -> str:
     return "not measured (read-only)" if rate is None else f"{rate / 1e6:.0f} MB/s"
 
 
-def _plot(result: dict[str, Any], path: Path) -> None:
-    import matplotlib
+def _plot(paths: dict[str, Any], path: Path) -> None:
+    with harness.figure(path, len(paths), 2, (11, 3.4 * len(paths))) as (_, axes):
+        for (name, found), (rates, disk) in zip(paths.items(), axes, strict=True):
+            _draw(name, found, rates, disk)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    paths = result["paths"]
-    figure, axes = pyplot.subplots(
-        len(paths), 2, figsize=(11, 3.4 * len(paths)), squeeze=False, constrained_layout=True
-    )
+def _draw(name: str, found: dict[str, Any], rates: Any, disk: Any) -> None:
     styles = {"decode": "-", "read": "--"}
-    for (name, found), (rates, disk) in zip(paths.items(), axes, strict=True):
-        for key in dict.fromkeys((r["pipeline"], r["work"]) for r in found["rows"]):
-            rows = [r for r in found["rows"] if (r["pipeline"], r["work"]) == key]
-            rates.plot(
-                [r["threads"] for r in rows], [r["median"] for r in rows], styles[key[1]],
-                marker="o", label=f"{key[0]}, {key[1]}",
-            )  # fmt: skip
-            busiest = rows[-1]["activity"]
-            disk.plot([a[0] for a in busiest], [a[1] / 1e6 for a in busiest], styles[key[1]],
-                      marker=".", label=f"{key[0]}, {key[1]}")  # fmt: skip
-            own = [(a[0], a[3] / 1e6) for a in busiest if a[3] is not None]
-            if any(rate for _, rate in own):
-                disk.plot(*zip(*own, strict=True), ":", color=disk.lines[-1].get_color())
-        rates.set(title=name, xlabel="threads", ylabel="images/s", ylim=(0, None))
-        disk.set(title=f"the device reads (dotted: this cgroup), {rows[-1]['threads']} threads",
-                 xlabel="seconds", ylabel="MB/s")  # fmt: skip
-        rates.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    for key in dict.fromkeys((r["pipeline"], r["work"]) for r in found["rows"]):
+        rows = [r for r in found["rows"] if (r["pipeline"], r["work"]) == key]
+        rates.plot(
+            [r["threads"] for r in rows], [r["median"] for r in rows], styles[key[1]],
+            marker="o", label=f"{key[0]}, {key[1]}",
+        )  # fmt: skip
+        busiest = rows[-1]["activity"]
+        disk.plot([a[0] for a in busiest], [a[1] / 1e6 for a in busiest], styles[key[1]],
+                  marker=".", label=f"{key[0]}, {key[1]}")  # fmt: skip
+        own = [(a[0], a[3] / 1e6) for a in busiest if a[3] is not None]
+        if any(rate for _, rate in own):
+            disk.plot(*zip(*own, strict=True), ":", color=disk.lines[-1].get_color())
+    rates.set(title=name, xlabel="threads", ylabel="images/s", ylim=(0, None))
+    disk.set(title=f"the device reads (dotted: this cgroup), {rows[-1]['threads']} threads",
+             xlabel="seconds", ylabel="MB/s")  # fmt: skip
+    rates.legend(frameon=False, fontsize=8)
 
 
 if __name__ == "__main__":
-    print(json.dumps(_work(json.loads(Path(sys.argv[1]).read_text()))), flush=True)
+    harness.answer(_work)

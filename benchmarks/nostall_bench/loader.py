@@ -10,20 +10,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import platform
-import signal
-import statistics
-import subprocess
-import sys
 import tempfile
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nostall.errors import UsageError
-from nostall_bench.programs import child_environment, find_native
+from nostall_bench import harness
+from nostall_bench.programs import find_native, run_limit
 from nostall_bench.slowfs import SlowFS
 
 if TYPE_CHECKING:
@@ -33,10 +27,6 @@ MODES = ("read", "transform", "cold")
 LIMIT = "limit (C++)"
 # Enough that an epoch's start and end, and what a loader has staged, do not decide.
 MEASURED_EPOCHS = {"read": 12, "transform": 2}
-_PACKAGES = (
-    *("nostall", "torch", "torchvision", "pillow", "numpy"),
-    *("nvidia-dali-cuda120", "grain", "webdataset", "mosaicml-streaming"),
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,30 +47,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints tables, writes ``loader.json`` and ``loader.png``."""
-    from rich.console import Console
-
     from nostall_bench import peers
     from nostall_bench.demo.dataset import DatasetSpec, make_dataset
 
-    console = Console()
+    console = harness.console()
     home = Path(arguments.dir).absolute()
     home.mkdir(parents=True, exist_ok=True)
     repeats = 1 if arguments.quick else arguments.repeats
-    if arguments.data:
-        data = Path(arguments.data).absolute()
+    chosen = harness.matching(peers.LOADERS, arguments.loaders)
+    if arguments.quick and not arguments.data:
+        data = make_dataset(home / "data-128", DatasetSpec(128, 4, 0, 0.3))
     else:
-        spec = DatasetSpec(128, 4, 0, 0.3) if arguments.quick else DatasetSpec(arguments.files)
-        data = make_dataset(home / f"data-{spec.files}", spec)
-    chosen = [
-        name
-        for name in peers.LOADERS
-        if not arguments.loaders or any(p.lower() in name.lower() for p in arguments.loaders)
-    ]
-    if not chosen:
-        raise UsageError(f"no loader matches {arguments.loaders}; there are {list(peers.LOADERS)}")
+        data = harness.dataset(home, arguments.files, given=arguments.data)
     files = [path for path, _ in peers.listing(data)]
     result: dict[str, Any] = {
-        "machine": machine(),
         "dataset": {"files": len(files), "bytes": sum(Path(f).stat().st_size for f in files)},
         "repeats": repeats,
         "modes": {},
@@ -89,34 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
         rows = _mode(mode, chosen, data, files, home, arguments, repeats, console)
         result["modes"][mode] = rows
         console.print(table(mode, rows))
-        (home / "loader.json").write_text(json.dumps(result, indent=1))
-    if _plot(result, home / "loader.png"):
-        console.print(f"plot {home / 'loader.png'}, numbers {home / 'loader.json'}")
+        harness.write(home / "loader.json", **result)
+    _plot(result["modes"], home / "loader.png")
+    console.print(f"plot {home / 'loader.png'}, numbers {home / 'loader.json'}")
     return 0
-
-
-def machine() -> dict[str, Any]:
-    """The machine and the versions, as written beside every result."""
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
-    versions = {}
-    for package in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    return {
-        "cpu": model,
-        "cores": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "versions": versions,
-        "load": os.getloadavg()[0],
-    }
 
 
 def _mode(
@@ -175,45 +131,30 @@ def _mode(
                     tier = f"ram:{max(1, int(share * total) >> 20)}MiB"
                     variants.append((name, f"nostall, tiers hold {text}", [tier]))
         task = progress.add_task(f"measuring: {mode}", total=repeats * len(variants))
-        for _ in range(repeats):
-            for name, label, tiers in variants:
-                progress.update(task, description=f"{mode}: {label}")
-                row = rows.setdefault(label, {"runs": []})
-                try:
-                    if name == LIMIT and limit is not None:
-                        row.setdefault("runs", []).append(
-                            _run_limit(limit, files, mode, arguments.threads, scratch)
-                        )
-                    else:
-                        row["runs"] += _run_worker(
-                            name, mode, where, home, arguments, tiers, storage
-                        )
-                except UsageError as error:
-                    row["error"] = str(error)
-                progress.advance(task)
+        for name, label, tiers in harness.turns(variants, repeats):
+            progress.update(task, description=f"{mode}: {label}")
+            row = rows.setdefault(label, {"runs": []})
+            try:
+                if name == LIMIT and limit is not None:
+                    run = _run_limit(limit, files, mode, arguments.threads)
+                else:
+                    run = _run_worker(name, mode, where, home, arguments, tiers, storage)
+                row["runs"].append(run)
+            except UsageError as error:
+                row["error"] = str(error)
+            progress.advance(task)
     for row in rows.values():
-        if row.get("runs"):
-            row.update(_summarise(row["runs"]))
+        if runs := row.get("runs"):
+            row.update({key: harness.extent(r[key] for r in runs) for key in runs[0]})
     return rows
 
 
-def _run_limit(
-    program: Path, files: list[str], mode: str, threads: int, scratch: str
-) -> dict[str, float]:
+def _run_limit(program: Path, files: list[str], mode: str, threads: int) -> dict[str, float]:
     import random
 
     shuffled = list(files)
     random.Random(0).shuffle(shuffled)
-    listing = Path(scratch, "files")
-    listing.write_text("\n".join(shuffled) + "\n")
-    done = subprocess.run(
-        [str(program), str(listing), str(threads), str(MEASURED_EPOCHS[mode]), mode],
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise UsageError(f"nostall-limit failed: {done.stderr.strip()}")
-    line = json.loads(done.stdout.splitlines()[-1])
+    line = run_limit(program, shuffled, threads, MEASURED_EPOCHS[mode], mode)
     return {
         "samples_per_s": line["samples_per_s"],
         "cpu_ms_per_sample": line["cpu_ms_per_sample"],
@@ -228,7 +169,7 @@ def _run_worker(
     arguments: argparse.Namespace,
     tiers: list[str],
     storage: SlowFS | None,
-) -> list[dict[str, float]]:
+) -> dict[str, float]:
     from nostall_bench import peers
 
     module = peers.module(name)
@@ -253,55 +194,25 @@ def _run_worker(
     if storage is not None:
         storage.drop_caches()
         before = storage.served_bytes
-    with subprocess.Popen(
-        [sys.executable, "-m", "nostall_bench.worker", json.dumps(settings)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=child_environment(OMP_NUM_THREADS="1"),
-        start_new_session=True,
-    ) as process:
-        try:
-            out, errors = process.communicate(timeout=arguments.timeout)
-        except subprocess.TimeoutExpired:
-            raise UsageError(f"{name} took more than {arguments.timeout} s") from None
-        finally:
-            # Whatever workers a loader has left behind end with its session.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode:
-        raise UsageError(
-            f"{name} failed: "
-            + (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-        )
-    rows = json.loads(out.splitlines()[-1])
+    rows = harness.child(
+        "nostall_bench.worker",
+        settings,
+        name=name,
+        timeout=arguments.timeout,
+        OMP_NUM_THREADS="1",
+    )
     whole = {key: sum(r[key] for r in rows) for key in ("seconds", "samples", "cpu_seconds")}
     whole["pss_bytes"] = max(r["pss_bytes"] for r in rows)
     whole["samples_per_s"] = whole["samples"] / whole["seconds"]
     whole["cpu_ms_per_sample"] = 1e3 * whole["cpu_seconds"] / whole["samples"]
     if storage is not None:
         whole["storage_bytes"] = storage.served_bytes - before
-    return [whole]
-
-
-def _summarise(runs: list[dict[str, float]]) -> dict[str, Any]:
-    """Median, least and most of every quantity."""
-    return {
-        key: {
-            "median": statistics.median(r[key] for r in runs),
-            "min": min(r[key] for r in runs),
-            "max": max(r[key] for r in runs),
-        }
-        for key in runs[0]
-    }
+    return whole
 
 
 def table(mode: str, rows: dict[str, dict[str, Any]]) -> Table:
     """One mode as a rich table, the fastest first."""
-    from rich.table import Table
-
-    out = Table(title=f"loaders: {mode}")
-    headings = ["loader", "samples/s", "[min-max]", "CPU ms/sample", "memory MB"]
+    headings = ["loader", "samples/s", "CPU ms/sample", "memory MB"]
     if mode == "cold":
         headings.append("MB from storage")
     ours = next(
@@ -310,8 +221,7 @@ def table(mode: str, rows: dict[str, dict[str, Any]]) -> Table:
     limit = rows.get(LIMIT, {}).get("samples_per_s", {}).get("median")
     if limit:
         headings.append("of the limit")
-    for heading in [*headings, "nostall / this"]:
-        out.add_column(heading, justify="left" if heading == "loader" else "right")
+    out = harness.table(f"loaders: {mode}", *headings, "nostall / this")
     for name, row in sorted(
         rows.items(), key=lambda item: -item[1].get("samples_per_s", {}).get("median", 0)
     ):
@@ -322,8 +232,7 @@ def table(mode: str, rows: dict[str, dict[str, Any]]) -> Table:
         pss = row.get("pss_bytes")
         cells = [
             name,
-            f"{rate['median']:.0f}",
-            f"[{rate['min']:.0f}-{rate['max']:.0f}]".replace("[", "\\["),
+            harness.spread((r["samples_per_s"] for r in row["runs"]), "{:.0f}"),
             f"{row['cpu_ms_per_sample']['median']:.3f}",
             f"{pss['median'] / 1e6:.0f}" if pss else "",
         ]
@@ -333,8 +242,8 @@ def table(mode: str, rows: dict[str, dict[str, Any]]) -> Table:
             cells.append(f"{rate['median'] / limit:.2f}")
         ratio = ours["samples_per_s"]["median"] / rate["median"] if ours else None
         spread = (
-            f" ({ours['samples_per_s']['min'] / rate['max']:.2f}-"
-            f"{ours['samples_per_s']['max'] / rate['min']:.2f})"
+            f" [{ours['samples_per_s']['min'] / rate['max']:.2f}-"
+            f"{ours['samples_per_s']['max'] / rate['min']:.2f}]"
             if ours
             else ""
         )
@@ -342,28 +251,14 @@ def table(mode: str, rows: dict[str, dict[str, Any]]) -> Table:
     return out
 
 
-def _plot(result: dict[str, Any], path: Path) -> bool:
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    modes = result["modes"]
-    figure, axes = pyplot.subplots(
-        len(modes), 1, figsize=(8, 3.2 * len(modes)), squeeze=False, constrained_layout=True
-    )
-    for axis, (mode, rows) in zip(axes[:, 0], modes.items(), strict=True):
-        drawn = sorted(
-            (r["samples_per_s"]["median"], r["samples_per_s"]["min"], r["samples_per_s"]["max"], n)
-            for n, r in rows.items()
-            if "samples_per_s" in r
-        )
-        middle = [d[0] for d in drawn]
-        error = [[d[0] - d[1] for d in drawn], [d[2] - d[0] for d in drawn]]
-        axis.barh([d[3] for d in drawn], middle, xerr=error)
-        axis.set(title=mode, xlabel="samples/s")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return True
+def _plot(modes: dict[str, Any], path: Path) -> None:
+    with harness.figure(path, len(modes), 1, (8, 3.2 * len(modes))) as (_, axes):
+        for axis, (mode, rows) in zip(axes[:, 0], modes.items(), strict=True):
+            drawn = sorted(
+                (row["samples_per_s"]["median"], name, [r["samples_per_s"] for r in row["runs"]])
+                for name, row in rows.items()
+                if "samples_per_s" in row
+            )
+            middle, ends = harness.error_bars([rates for _, _, rates in drawn])
+            axis.barh([name for _, name, _ in drawn], middle, xerr=ends)
+            axis.set(title=mode, xlabel="samples/s")

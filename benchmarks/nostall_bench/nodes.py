@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import secrets
 import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nostall.errors import UsageError
-from nostall_bench.programs import child_environment
+from nostall_bench import harness
 from nostall_bench.slowfs import SlowFS
 
 if TYPE_CHECKING:
@@ -52,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--regimes", nargs="+", choices=list(REGIMES), default=list(REGIMES), metavar="REGIME"
     )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", help="write the numbers to this file")
+    harness.add_files(parser)
     parser.add_argument(
         "--record", help="a directory for records that nostall simulate --check predicts"
     )
@@ -60,69 +57,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
-    data = _dataset(arguments)
+    data = harness.dataset(arguments.dir, arguments.files, given=arguments.data)
     total = sum(p.stat().st_size for p in data.rglob("*") if p.is_file())
     rows: list[dict[str, Any]] = []
-    table = Table(
-        title=f"{total / 1e6:.0f} MB, {arguments.epochs} epochs, {arguments.ranks} rank(s)"
-    )
-    for heading in _HEADINGS:
-        table.add_column(heading, justify="right")
     for nodes in arguments.nodes:
-        with (
-            tempfile.TemporaryDirectory(prefix="nostall-nodes-") as mount,
-            SlowFS(
-                data,
-                Path(mount),
-                arguments.bandwidth * 1e6,
-                arguments.aggregate * 1e6,
-                arguments.latency_ms / 1e3,
-                clients=nodes,
-            ) as storage,
-        ):
-            curve = storage.measure(nodes)
-            rate = curve[-1]
-            for regime in arguments.regimes:
-                for way in WAYS if nodes > 1 else ("alone",):
-                    runs = [
-                        job(arguments, storage, total, nodes, REGIMES[regime], way, rate)
-                        for _ in range(arguments.repeats)
-                    ]
-                    # Nodes that share by HDMLP's rule or not at all are not what it predicts.
-                    if arguments.record and (way == "push" or nodes == 1):
-                        _record(arguments, storage, nodes, regime, curve, total, runs)
-                    row = {"nodes": nodes, "regime": regime, "way": way, "runs": runs}
-                    rows.append({**row, "bandwidth": rate})
-                    table.add_row(*_cells(row, rate))
-                    if len({r["stream"] for r in runs}) != 1:
-                        raise UsageError("two runs gave different samples: please report this")
+        rows += _of_nodes(arguments, data, total, nodes)
+    table = harness.table(
+        f"{total / 1e6:.0f} MB, {arguments.epochs} epochs, {arguments.ranks} rank(s)",
+        *_HEADINGS,
+        left=0,
+    )
+    for row in rows:
+        table.add_row(*_cells(row))
+    console = harness.console(200)
     console.print(table)
     if 1 in arguments.nodes and len(arguments.nodes) > 1:
         console.print(_scaling(rows))
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(rows, indent=1))
+    harness.write(arguments.json, rows=rows)
     return 0
 
 
+def _of_nodes(
+    arguments: argparse.Namespace, data: Path, total: int, nodes: int
+) -> list[dict[str, Any]]:
+    """A row for each regime and way of so many nodes."""
+    ways = [(r, w) for r in arguments.regimes for w in (WAYS if nodes > 1 else ("alone",))]
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {way: [] for way in ways}
+    with (
+        tempfile.TemporaryDirectory(prefix="nostall-nodes-") as mount,
+        SlowFS(
+            data,
+            Path(mount),
+            arguments.bandwidth * 1e6,
+            arguments.aggregate * 1e6,
+            arguments.latency_ms / 1e3,
+            clients=nodes,
+        ) as storage,
+    ):
+        curve = storage.measure(nodes)
+        for regime, way in harness.turns(ways, arguments.repeats):
+            measured = job(arguments, storage, total, nodes, REGIMES[regime], way, curve[-1])
+            runs[regime, way].append(measured)
+        for (regime, way), found in runs.items():
+            if len({r["stream"] for r in found}) != 1:
+                raise UsageError("two runs gave different samples: please report this")
+            # Nodes that share by HDMLP's rule or not at all are not what it predicts.
+            if arguments.record and (way == "push" or nodes == 1):
+                _record(arguments, storage, nodes, regime, curve, total, found)
+    return [
+        {"nodes": nodes, "regime": regime, "way": way, "runs": found, "bandwidth": curve[-1]}
+        for (regime, way), found in runs.items()
+    ]
+
+
 _HEADINGS = (
-    "nodes",
-    "t(n), MB/s",
-    "tiers",
-    "sharing",
-    "epoch 1, s",
-    "later, s",
-    "stall later",
-    "read / bound",
-    "from peers",
-    "fetch, ms",
-    "serving, CPU s",
-    "too early",
+    *("nodes", "t(n), MB/s", "tiers", "sharing", "epoch 1, s", "later, s", "stall later"),
+    *("read / bound", "from peers", "fetch, ms", "serving, CPU s", "too early"),
 )
 
 
@@ -162,15 +152,13 @@ def _record(
 
 def _scaling(rows: list[dict[str, Any]]) -> Table:
     """Strong scaling as in Tables 5.7 and 5.8 of the seed: S_p = t_1 / t_p, and S_p / p."""
-    from rich.table import Table
-
-    table = Table(title="strong scaling of the time for all epochs")
-    for heading in ("nodes", "tiers", "sharing", "all epochs, s", "speedup", "efficiency"):
-        table.add_column(heading, justify="right")
+    table = harness.table(
+        "strong scaling of the time for all epochs",
+        *("nodes", "tiers", "sharing", "all epochs, s", "speedup", "efficiency"),
+        left=0,
+    )
     times = {
-        (r["nodes"], r["regime"], r["way"]): statistics.median(
-            x["total_seconds"] for x in r["runs"]
-        )
+        (r["nodes"], r["regime"], r["way"]): harness.median(r["runs"], "total_seconds")
         for r in rows
     }
     for (nodes, regime, way), seconds in times.items():
@@ -180,18 +168,14 @@ def _scaling(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _cells(row: dict[str, Any], rate: float) -> list[str]:
-    runs = row["runs"]
-
+def _cells(row: dict[str, Any]) -> list[str]:
     def spread(key: str, form: str) -> str:
-        values = [r[key] for r in runs]
-        middle = form.format(statistics.median(values))
-        return f"{middle} ({form.format(min(values))}-{form.format(max(values))})"
+        return harness.spread((r[key] for r in row["runs"]), form)
 
     shared = row["way"] != "alone"
     return [
         str(row["nodes"]),
-        f"{rate / 1e6:.0f}",
+        f"{row['bandwidth'] / 1e6:.0f}",
         row["regime"],
         row["way"],
         spread("first_seconds", "{:.2f}"),
@@ -203,17 +187,6 @@ def _cells(row: dict[str, Any], rate: float) -> list[str]:
         spread("serving_seconds", "{:.2f}") if shared else "",
         spread("too_early", "{:.2%}") if shared else "",
     ]
-
-
-def _dataset(arguments: argparse.Namespace) -> Path:
-    if arguments.data:
-        return Path(arguments.data).absolute()
-    from nostall_bench.demo.dataset import DatasetSpec, make_dataset
-
-    home = Path(arguments.dir).absolute()
-    home.mkdir(parents=True, exist_ok=True)
-    spec = DatasetSpec(arguments.files)
-    return make_dataset(home / f"data-{spec.files}", spec)
 
 
 def job(
@@ -242,8 +215,7 @@ def job(
         "compute": arguments.compute * total / rate / batches,
         "way": way,
     }
-    outputs = launch("nostall_bench.nodes", settings, [str(m) for m in storage.mounts])
-    stats = [json.loads(o.splitlines()[-1]) for o in outputs]
+    stats = launch("nostall_bench.nodes", settings, [str(m) for m in storage.mounts])
     later = [e for s in stats for e in s["epochs"][1:]]
     counts = {k: sum(s["peers"].get(k, 0) for s in stats) for k in stats[0]["peers"]}
     fetched = counts.get("fetched", 0)
@@ -279,34 +251,28 @@ def _joined(stats: list[dict[str, Any]]) -> str:
     return hashlib.sha256("".join(s["stream"] for s in stats).encode()).hexdigest()
 
 
-def launch(module: str, settings: dict[str, Any], roots: list[str]) -> list[str]:
+def launch(module: str, settings: dict[str, Any], roots: list[str]) -> list[dict[str, Any]]:
     """Runs `module` as all ranks of a job, `settings["ranks"]` on each of the nodes whose dataset is
-    at `roots`; what each printed."""
+    at `roots`; what each measured."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = child_environment(
-        NOSTALL_RENDEZVOUS=f"tcp://127.0.0.1:{port}", NOSTALL_SECRET=secrets.token_hex(16)
+    meeting = {
+        "NOSTALL_RENDEZVOUS": f"tcp://127.0.0.1:{port}",
+        "NOSTALL_SECRET": secrets.token_hex(16),
+    }
+    nodes = [rank // settings["ranks"] for rank in range(settings["world"])]
+    return harness.children(
+        module,
+        [
+            {**settings, "rank": rank, "root": roots[node], "job": f"nodes-{port}"}
+            for rank, node in enumerate(nodes)
+        ],
+        environments=[{**meeting, "NOSTALL_NODE": f"node {node}"} for node in nodes],
     )
-    workers = []
-    for rank in range(settings["world"]):
-        node = rank // settings["ranks"]
-        mine = {**settings, "rank": rank, "root": roots[node], "job": f"nodes-{port}"}
-        workers.append(
-            subprocess.Popen(
-                [sys.executable, "-m", module, json.dumps(mine)],
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**environment, "NOSTALL_NODE": f"node {node}"},
-            )
-        )
-    outputs = [w.communicate(timeout=600)[0] for w in workers]
-    if any(w.returncode for w in workers):
-        raise UsageError("a rank of the benchmark failed: see its message above")
-    return outputs
 
 
-def _work(settings: dict[str, Any]) -> None:
+def _work(settings: dict[str, Any]) -> dict[str, Any]:
     """One rank: loads raw samples, and computes by waiting, as an accelerator does for its host."""
     import nostall
 
@@ -334,8 +300,8 @@ def _work(settings: dict[str, Any]) -> None:
                 time.sleep(settings["compute"])
         stats = loader.stats().to_dict()
         stats.pop("batches")
-        print(json.dumps({**stats, "stream": stream.hexdigest()}), flush=True)
+        return {**stats, "stream": stream.hexdigest()}
 
 
 if __name__ == "__main__":
-    _work(json.loads(sys.argv[1]))
+    harness.answer(_work)

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
-import statistics
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from nostall.errors import UsageError
-from nostall_bench.programs import child_environment
+from nostall_bench import harness
 
 # name: samples, epochs, nodes, ranks of a node, samples per rank and batch
 JOBS = {
@@ -32,46 +26,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one small job")
-    parser.add_argument("--json", help="write the numbers to this file")
+    harness.add_files(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures each job in fresh processes; prints a table."""
-    from rich.console import Console
-    from rich.table import Table
-
     jobs = QUICK if arguments.quick else {name: JOBS[name] for name in arguments.jobs}
-    table = Table(title="planning on one core")
-    for heading in ("job", "order", "a node's tiers, s", "every owner, s", "grown by, MB"):
-        table.add_column(heading, justify="left" if heading in ("job", "order") else "right")
-    rows = []
-    for name, job in jobs.items():
-        for order in arguments.orders:
-            runs = [_measure({"job": job, "order": order}) for _ in range(arguments.repeats)]
-            rows.append({"job": name, "order": order, "runs": runs})
-            cells = (_spread([r[key] for r in runs]) for key in ("node", "owners", "megabytes"))
-            table.add_row(name, order, *cells)
-    Console().print(table)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(rows, indent=1))
+    runs: dict[tuple[str, str], list[dict[str, float]]] = {
+        (name, order): [] for name in jobs for order in arguments.orders
+    }
+    for name, order in harness.turns(runs, arguments.repeats):
+        settings = {"job": jobs[name], "order": order}
+        runs[name, order].append(harness.child("nostall_bench.plan", settings))
+    headings = ("job", "order", "a node's tiers, s", "every owner, s", "grown by, MB")
+    table = harness.table("planning on one core", *headings, left=2)
+    for names, found in runs.items():
+        cells = (harness.spread(r[key] for r in found) for key in ("node", "owners", "megabytes"))
+        table.add_row(*names, *cells)
+    harness.console().print(table)
+    rows = [{"job": name, "order": order, "runs": found} for (name, order), found in runs.items()]
+    harness.write(arguments.json, rows=rows)
     return 0
-
-
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
-
-
-def _measure(settings: dict[str, Any]) -> dict[str, float]:
-    done = subprocess.run(
-        [sys.executable, "-m", "nostall_bench.plan", json.dumps(settings)],
-        capture_output=True,
-        text=True,
-        env=child_environment(),
-    )
-    if done.returncode:
-        raise UsageError(f"the measurement failed: {done.stderr.strip()}")
-    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return result
 
 
 def _work(settings: dict[str, Any]) -> dict[str, float]:
@@ -102,4 +77,4 @@ def _work(settings: dict[str, Any]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_work(json.loads(sys.argv[1]))))
+    harness.answer(_work)

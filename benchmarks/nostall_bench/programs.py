@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import nostall
 from nostall.base._programs import find_program
+from nostall.errors import UsageError
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -14,6 +19,28 @@ _PACKAGE = Path(__file__).resolve().parent
 def find_native(name: str) -> Path | None:
     """A native program beside this package, in the checkout's build, or on the path."""
     return find_program(name, _PACKAGE)
+
+
+def run_limit(
+    program: Path, files: Sequence[str], threads: int, epochs: int, mode: str
+) -> dict[str, float]:
+    """What nostall-limit measures: so many threads that read the files, or also decode them.
+
+    Raises:
+        UsageError: it failed.
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as listing:
+        listing.write("\n".join(files) + "\n")
+        listing.flush()
+        done = subprocess.run(
+            [str(program), listing.name, str(threads), str(epochs), mode],
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode:
+        raise UsageError(f"nostall-limit failed: {done.stderr.strip()}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def child_environment(**changes: str) -> dict[str, str]:

@@ -11,9 +11,7 @@ of samples between two uses; fresh is what leaves the source if only the residen
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -27,6 +25,7 @@ from nostall.errors import UsageError
 from nostall.job._world import World
 from nostall.loader._dynamic_batches import DynamicBatches
 from nostall.plan import Order, Plan, SubBatches
+from nostall_bench import harness
 
 _RATE = 0.05
 
@@ -44,14 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threshold", type=float, default=0.01)
     parser.add_argument("--limit", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", help="write every run to this file")
+    harness.add_files(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains every way with every seed; prints the table."""
-    from rich.console import Console
-    from rich.table import Table
-
     if min(arguments.epochs, arguments.seeds, arguments.batch, arguments.ranks) < 1:
         raise UsageError("--epochs, --seeds, --batch and --ranks must be at least 1")
     if arguments.files < 8 * arguments.batch * arguments.ranks:
@@ -65,28 +61,24 @@ def run(arguments: argparse.Namespace) -> int:
             for seed in range(arguments.seeds)
         ]
         rows.append({"way": name, "runs": runs})
-    table = Table(title=f"{arguments.epochs} epochs, {arguments.ranks} ranks")
-    for column in ("way", "accuracy", "half-way", "updates", "distance", "fresh", "s"):
-        table.add_column(column, justify="left" if column == "way" else "right")
+    table = harness.table(
+        f"{arguments.epochs} epochs, {arguments.ranks} ranks",
+        *("way", "accuracy", "half-way", "updates", "distance", "fresh", "s"),
+    )
     for row in rows:
         accuracy, middle = (
-            [100 * r["accuracy"][at] for r in row["runs"]] for at in (-1, arguments.epochs // 2 - 1)
+            harness.spread((100 * r["accuracy"][at] for r in row["runs"]), "{:.1f}")
+            for at in (-1, arguments.epochs // 2 - 1)
         )
         first = row["runs"][0]
         table.add_row(
-            row["way"], _spread(accuracy), _spread(middle),
-            f"{statistics.median(r['updates'] for r in row['runs']):.0f}",
+            row["way"], accuracy, middle, f"{harness.median(row['runs'], 'updates'):.0f}",
             f"{first['distance']:.0f}", f"{first['fresh']:.0%}",
-            f"{statistics.median(r['seconds'] for r in row['runs']):.1f}",
+            f"{harness.median(row['runs'], 'seconds'):.1f}",
         )  # fmt: skip
-    Console().print(table)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(rows, indent=1))
+    harness.console().print(table)
+    harness.write(arguments.json, rows=rows)
     return 0
-
-
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.1f} [{min(values):.1f}-{max(values):.1f}]"
 
 
 def _ways(arguments: argparse.Namespace) -> Iterator[tuple[str, Order, dict[str, Any] | None]]:

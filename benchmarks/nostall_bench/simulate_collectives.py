@@ -19,13 +19,11 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nostall.errors import UsageError
+from nostall_bench import harness
 from nostall_bench.programs import find_native
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # By name: how nostall-smpi is asked, and what SMPI is told.
 ENGINES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -272,43 +270,34 @@ def to_csv(rows: Sequence[SimulatedCall]) -> str:
     return text.getvalue()
 
 
-def figure(rows: Sequence[SimulatedCall]) -> Figure:
+def draw(rows: Sequence[SimulatedCall], path: str) -> None:
     """A panel for every pattern and cluster: time from the last arrival over message size, with the
     bound."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     rows = _means(rows)
     patterns = list(dict.fromkeys(r.pattern for r in rows))
     clusters = sorted({(r.ranks, r.per_node) for r in rows})
-    drawn: Figure
-    drawn, axes = pyplot.subplots(
-        len(clusters), len(patterns), figsize=(5.2 * len(patterns), 0.8 + 3.4 * len(clusters)),
-        sharey=True, squeeze=False, constrained_layout=True,
-    )  # fmt: skip
-    for line, (ranks, per_node) in zip(axes, clusters, strict=True):
-        for axis, pattern in zip(line, patterns, strict=True):
-            of_panel = [
-                r for r in rows if (r.pattern, r.ranks, r.per_node) == (pattern, ranks, per_node)
-            ]
-            for engine in dict.fromkeys(r.engine for r in of_panel):
-                points = sorted(
-                    (r.bytes, r.after_last * 1e6) for r in of_panel if r.engine == engine
-                )
-                axis.plot(
-                    *zip(*points, strict=True), marker="o", markersize=4, label=engine,
-                    linewidth=2.4 if engine == "ours" else 1.2,
-                )  # fmt: skip
-            bounds = sorted({(r.bytes, r.bound * 1e6) for r in of_panel})
-            axis.plot(*zip(*bounds, strict=True), "k:", label="one message out and in")
-            axis.set(yscale="log", title=f"{ranks} ranks, {per_node} a node, {pattern}")
-            axis.set_xscale("log", base=2)
-            axis.grid(alpha=0.3)
-        line[0].set_ylabel("us after the last arrival")
-    for axis in axes[-1]:
-        axis.set_xlabel("bytes")
-    axes[0][-1].legend(fontsize=8)
-    drawn.suptitle("allreduce, simulated, 100 Gb/s links")
-    return drawn
+    size = (5.2 * len(patterns), 0.8 + 3.4 * len(clusters))
+    with harness.figure(path, len(clusters), len(patterns), size, sharey=True) as (drawn, axes):
+        for line, (ranks, per_node) in zip(axes, clusters, strict=True):
+            for axis, pattern in zip(line, patterns, strict=True):
+                place = (pattern, ranks, per_node)
+                _panel(axis, [r for r in rows if (r.pattern, r.ranks, r.per_node) == place])
+                axis.set(yscale="log", title=f"{ranks} ranks, {per_node} a node, {pattern}")
+            line[0].set_ylabel("us after the last arrival")
+        for axis in axes[-1]:
+            axis.set_xlabel("bytes")
+        axes[0][-1].legend(fontsize=8)
+        drawn.suptitle("allreduce, simulated, 100 Gb/s links")
+
+
+def _panel(axis: Any, rows: Sequence[SimulatedCall]) -> None:
+    for engine in dict.fromkeys(r.engine for r in rows):
+        points = sorted((r.bytes, r.after_last * 1e6) for r in rows if r.engine == engine)
+        axis.plot(
+            *zip(*points, strict=True), marker="o", markersize=4, label=engine,
+            linewidth=2.4 if engine == "ours" else 1.2,
+        )  # fmt: skip
+    bounds = sorted({(r.bytes, r.bound * 1e6) for r in rows})
+    axis.plot(*zip(*bounds, strict=True), "k:", label="one message out and in")
+    axis.set_xscale("log", base=2)
+    axis.grid(alpha=0.3)

@@ -4,12 +4,12 @@ three MPIs, with all ranks on time or some late; see docs/reproduce/arrival-simu
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 
 from nostall.base._sizes import parse_size
 from nostall.errors import UsageError
+from nostall_bench import harness
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,16 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--check", action="store_true", help="carry real data and verify the sums")
     parser.add_argument("--latency", type=float, default=0.5e-6, help="seconds a hop")
-    parser.add_argument("--json", help="write all calls to this file")
+    harness.add_files(parser, plot="a row for each cluster")
     parser.add_argument("--csv", help="write all calls to this file")
-    parser.add_argument("--plot", help="write a plot (.png, .svg), a row of it for each cluster")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulates, prints the table, writes files. 1 if a sum was wrong."""
     from nostall_bench.simulate_collectives import (
         SimulatedCluster,
-        figure,
+        draw,
         gains,
         simulate,
         table,
@@ -63,12 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
                     if sys.stderr.isatty():
                         print(f"{ranks} ranks, {pattern}, {engine}: done", file=sys.stderr)
     print(table(rows) + gains(rows))
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump([asdict(r) for r in rows], file, indent=1)
+    harness.write(arguments.json, rows=[asdict(r) for r in rows])
     if arguments.csv:
         with open(arguments.csv, "w", newline="") as file:
             file.write(to_csv(rows))
     if arguments.plot:
-        figure(rows).savefig(arguments.plot, dpi=110)
+        draw(rows, arguments.plot)
     return 0 if all(r.right for r in rows) else 1

@@ -8,18 +8,13 @@ the bytes that the tiers cannot hold. The table holds what was measured against 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from nostall.errors import UsageError
-from nostall_bench.programs import child_environment
+from nostall_bench import harness
 from nostall_bench.slowfs import SlowFS
 
 SIDE = 96
@@ -36,65 +31,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency-ms", type=float, default=1.0, help="per operation")
     parser.add_argument("--compute", type=float, default=1.2, help="of the first epoch's read time")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", help="write the numbers to this file")
+    harness.add_files(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from nostall_bench.demo.dataset import DatasetSpec, make_dataset
-
-    console = Console()
-    home = Path(arguments.dir).absolute()
-    home.mkdir(parents=True, exist_ok=True)
-    spec = DatasetSpec(arguments.files)
-    data = make_dataset(home / f"data-{spec.files}", spec)
+    data = harness.dataset(arguments.dir, arguments.files)
     total = sum(p.stat().st_size for p in data.rglob("*.jpg"))
-    table = Table(title=f"waiting on storage of {arguments.bandwidth:g} MB/s")
-    for name in (
-        "ranks",
-        "tiers hold",
-        "epoch 1",
-        "of the physics",
-        "stall later",
-        "bytes / bound",
-    ):
-        table.add_column(name, justify="right")
-    rows: list[dict[str, Any]] = []
+    runs: dict[tuple[int, float], list[dict[str, float]]] = {
+        (ranks, share): [] for ranks in arguments.ranks for share in (1.1, 0.5)
+    }
     rate = arguments.bandwidth * 1e6
     with (
         tempfile.TemporaryDirectory(prefix="nostall-stall-") as mount,
         SlowFS(data, Path(mount), rate, rate, arguments.latency_ms / 1e3) as storage,
     ):
-        storage.drop_caches()
-        for ranks in arguments.ranks:
-            for share in (1.1, 0.5):
-                runs = [
-                    _job(arguments, storage, Path(mount), total, ranks, share)
-                    for _ in range(arguments.repeats)
-                ]
-                row = {"ranks": ranks, "share": share, "runs": runs}
-                rows.append(row)
-                table.add_row(
-                    str(ranks),
-                    "all" if share > 1 else "half",
-                    _spread(runs, "first_seconds", "{:.2f} s"),
-                    _spread(runs, "first_of_physics", "{:.3f}"),
-                    _spread(runs, "later_stall", "{:.1%}") if share > 1 else "",
-                    _spread(runs, "bytes_of_bound", "{:.4f}"),
-                )
-    console.print(table)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(rows, indent=1))
+        for way in harness.turns(runs, arguments.repeats):
+            runs[way].append(_job(arguments, storage, Path(mount), total, *way))
+    table = harness.table(
+        f"waiting on storage of {arguments.bandwidth:g} MB/s",
+        *("ranks", "tiers hold", "epoch 1", "of the physics", "stall later", "bytes / bound"),
+        left=0,
+    )
+    for (ranks, share), found in runs.items():
+
+        def cell(key: str, form: str, found: list[dict[str, float]] = found) -> str:
+            return harness.spread((r[key] for r in found), form)
+
+        table.add_row(
+            str(ranks),
+            "all" if share > 1 else "half",
+            cell("first_seconds", "{:.2f} s"),
+            cell("first_of_physics", "{:.3f}"),
+            cell("later_stall", "{:.1%}") if share > 1 else "",
+            cell("bytes_of_bound", "{:.4f}"),
+        )
+    harness.console().print(table)
+    rows = [{"ranks": ranks, "share": s, "runs": found} for (ranks, s), found in runs.items()]
+    harness.write(arguments.json, rows=rows)
     return 0
-
-
-def _spread(runs: list[dict[str, float]], key: str, form: str) -> str:
-    values = [r[key] for r in runs]
-    least, most = form.format(min(values)), form.format(max(values))
-    return f"{form.format(statistics.median(values))} ({least}-{most})"
 
 
 def _job(
@@ -119,19 +94,8 @@ def _job(
         "compute": arguments.compute * read_seconds / batches,
         "job": f"stall-{os.getpid()}-{time.monotonic_ns()}",
     }
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "nostall_bench.stall", json.dumps({**settings, "rank": r})],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=child_environment(),
-        )
-        for r in range(ranks)
-    ]
-    outputs = [w.communicate(timeout=300)[0] for w in workers]
-    if any(w.returncode for w in workers):
-        raise UsageError("a rank of the benchmark failed: see its message above")
-    stats = [json.loads(o.splitlines()[-1]) for o in outputs]
+    ranked = [{**settings, "rank": r} for r in range(ranks)]
+    stats = harness.children("nostall_bench.stall", ranked, timeout=300)
     first = max(s["epochs"][0]["seconds"] for s in stats)
     later = [e for s in stats for e in s["epochs"][1:]]
     compute = settings["compute"] * batches
@@ -143,7 +107,7 @@ def _job(
     }
 
 
-def _work(settings: dict[str, Any]) -> None:
+def _work(settings: dict[str, Any]) -> dict[str, Any]:
     """One rank: loads, and computes by waiting, as an accelerator does for its host."""
     import nostall
     from nostall import transforms as t
@@ -164,8 +128,8 @@ def _work(settings: dict[str, Any]) -> None:
         for epoch in loader.epochs():
             for _ in epoch:
                 time.sleep(settings["compute"])
-        print(json.dumps(loader.stats().to_dict()), flush=True)
+        return loader.stats().to_dict()
 
 
 if __name__ == "__main__":
-    _work(json.loads(sys.argv[1]))
+    harness.answer(_work)

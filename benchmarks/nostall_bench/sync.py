@@ -21,8 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -34,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from nostall.errors import BugError, UsageError
-from nostall_bench import sync_horovod
+from nostall_bench import harness, sync_horovod
 from nostall_bench.launch import environment
 
 _NETWORKS = (
@@ -69,21 +67,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--input", choices=("synthetic", "loader"), default="synthetic")
     parser.add_argument("--delay-ms", type=float, default=0.0, help="of rank 0, in every step")
-    parser.add_argument("--json", help="write every run to this file")
-    parser.add_argument("--plot", help="draw speeds and the thread's time into this file")
+    harness.add_files(parser, plot="speeds and the thread's time")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs all ways in turns and prints the table."""
-    from rich.console import Console
     from rich.progress import Progress
 
     if arguments.ranks < 1 or arguments.steps < 1 or arguments.repeats < 1:
         raise UsageError("--ranks, --steps and --repeats must be at least 1")
     rows: list[dict[str, Any]] = []
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
+    console = harness.console()
     ways, skipped = available(arguments.ways)
     for way, reason in skipped.items():
         console.print(f"{way} is skipped: {reason}", markup=False)
@@ -95,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         data = _images(Path(folder) / "data") if arguments.input == "loader" else ""
         task = progress.add_task("training", total=total)
         for network in arguments.networks:
-            turns = [(r, way) for r in range(arguments.repeats) for way in ways]
+            turns = list(harness.turns(ways, arguments.repeats))
             settings = [
                 {
                     "network": network,
@@ -107,29 +101,25 @@ def run(arguments: argparse.Namespace) -> int:
                     "data": data,
                     "store": f"{folder}/store-{uuid.uuid4().hex}",
                 }
-                for _, way in turns
+                for way in turns
             ]
             results = measure(settings, arguments.ranks, lambda: progress.advance(task))
-            check(network, [way for _, way in turns], results)
+            check(network, turns, results)
             rows += [
                 {
                     "network": network,
                     "way": way,
-                    "repeat": repeat,
+                    "repeat": number // len(ways),
                     "input": arguments.input,
                     "ranks": ranks,
                 }
-                for (repeat, way), ranks in zip(turns, results, strict=True)
+                for number, (way, ranks) in enumerate(zip(turns, results, strict=True))
             ]
     for network in arguments.networks:
         own = [r for r in rows if r["network"] == network]
         console.print(_table(network, own, arguments.steps))
         console.print(_split(network, own, arguments.steps))
-    if arguments.json:
-        machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-        Path(arguments.json).write_text(
-            json.dumps({**machine, "skipped": skipped, "runs": rows}, indent=1)
-        )
+    harness.write(arguments.json, skipped=skipped, runs=rows)
     if arguments.plot:
         from nostall_bench.sync_plots import draw
 
@@ -266,15 +256,12 @@ def _images(folder: Path) -> str:
 
 
 def _table(network: str, rows: list[dict[str, Any]], steps: int) -> Any:
-    from rich.table import Table
-
     ways = list(dict.fromkeys(r["way"] for r in rows))
     bases = {"x nego": "negotiated", "x DDP": "DDP gloo"}
     if sync_horovod.WAY in ways:
         bases["x hvd"] = sync_horovod.WAY
-    table = Table(title=network)
-    for column in ("way", "samples/s", *bases, "CPU", "invol.", "vol.", "agree", "copy", "reduce"):
-        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
+    columns = ("CPU", "invol.", "vol.", "agree", "copy", "reduce")
+    table = harness.table(network, "way", "samples/s", *bases, *columns)
     speed = {
         w: [sum(k["samples_per_second"] for k in r["ranks"]) for r in rows if r["way"] == w]
         for w in ways
@@ -290,11 +277,11 @@ def _table(network: str, rows: list[dict[str, Any]], steps: int) -> Any:
             return f"{statistics.median(values):.1%}"
 
         def each(key: str, runs: list[dict[str, Any]] = runs) -> str:
-            return f"{statistics.median(k[key] for k in runs) / steps:.1f}"
+            return f"{harness.median(runs, key) / steps:.1f}"
 
         table.add_row(
             way,
-            _spread(speed[way]),
+            harness.spread(speed[way], "{:.0f}"),
             *(_ratio(speed[way], speed.get(base)) for base in bases.values()),
             share("engine_user_ns", "engine_system_ns")
             if "engine_user_ns" in runs[0]
@@ -306,8 +293,8 @@ def _table(network: str, rows: list[dict[str, Any]], steps: int) -> Any:
             share("engine_reduce_ns"),
         )
         if "analysis" in runs[0]:
-            took = statistics.median(k["analysis"] for k in runs) * 1000
-            first = statistics.median(100 * k["seconds"] / steps for k in runs)
+            took = harness.median(runs, "analysis") * 1000
+            first = 100 * harness.median(runs, "seconds") / steps
             analysis = (
                 f"{runs[0]['nodes']} nodes, {runs[0]['edges']} edges, {took:.1f} ms, "
                 f"{took / 10 / first:.2f} % of a hundred steps"
@@ -319,14 +306,11 @@ def _table(network: str, rows: list[dict[str, Any]], steps: int) -> Any:
 
 def _split(network: str, rows: list[dict[str, Any]], steps: int) -> Any:
     """Where the progress thread's time went, and who was switched off the cores."""
-    from rich.table import Table
-
-    table = Table(
-        title=f"{network}: ms a step, and context switches a step (voluntary / involuntary)"
+    table = harness.table(
+        f"{network}: ms a step, and context switches a step (voluntary / involuntary)",
+        *("way", "latency", "stalling", "ordering", "copies", "reduction"),
+        *("training", "engine", "input"),
     )
-    columns = ("way", "latency", "stalling", "ordering", "copies", "reduction")
-    for column in (*columns, "training", "engine", "input"):
-        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
     for way in dict.fromkeys(r["way"] for r in rows):
         runs = [k for r in rows if r["way"] == way for k in r["ranks"]]
         table.add_row(way, *(f"{v:.2f}" for v in split(runs, steps)), *_switched(runs, steps))
@@ -358,19 +342,14 @@ def _switched(runs: list[dict[str, Any]], steps: int) -> list[str]:
     cells = [] if "engine_order_ns" in runs[0] else ["-"] * 5
     for component in ("training", "engine", "input"):
         voluntary, involuntary = (
-            statistics.median(k[f"{component}_{kind}"] for k in runs) / steps
+            harness.median(runs, f"{component}_{kind}") / steps
             for kind in ("voluntary", "involuntary")
         )
         cells.append(f"{voluntary:.1f} / {involuntary:.1f}")
     return cells
 
 
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.0f} [{min(values):.0f}-{max(values):.0f}]"
-
-
 def _ratio(values: list[float], base: list[float] | None) -> str:
     if not base:
         return "-"
-    ratios = [a / b for a, b in zip(values, base, strict=True)]
-    return f"{statistics.median(ratios):.2f} [{min(ratios):.2f}-{max(ratios):.2f}]"
+    return harness.spread(a / b for a, b in zip(values, base, strict=True))

@@ -10,19 +10,16 @@ step) is the steadier number: it counts every thread, the one that writes the tr
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from nostall import sync, trace
 from nostall.errors import UsageError
+from nostall_bench import harness
 from nostall_bench.launch import environment
-from nostall_bench.programs import child_environment
 
 ENGINE = ("engine", "timeline")
 MODES = ("read", "transform", *ENGINE)
@@ -41,59 +38,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=400, help="of the gradient engine")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--scale", type=float, default=1.0, help="of the synthetic images")
-    parser.add_argument("--json", help="write the numbers to this file")
+    harness.add_files(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from nostall_bench.demo.dataset import DatasetSpec, make_dataset
-    from nostall_bench.loader import machine
-
-    console = Console()
-    home = Path(arguments.dir).absolute()
-    home.mkdir(parents=True, exist_ok=True)
-    spec = DatasetSpec(arguments.files, scale=arguments.scale)
-    loader = any(m not in ENGINE for m in arguments.modes)
-    data = home / f"data-{spec.files}-{spec.scale:g}"
-    if loader:
-        make_dataset(data, spec)
-    table = Table(title=f"recording on / off, {arguments.pairs} pairs: median (least-most)")
-    for name in ("work", "a second, off", "rate on / off", "CPU time on / off", "trace"):
-        table.add_column(name, justify="left" if name == "work" else "right")
-    result: dict[str, Any] = {"machine": machine(), "modes": {}}
+    data = Path()
+    if any(m not in ENGINE for m in arguments.modes):
+        data = harness.dataset(arguments.dir, arguments.files, scale=arguments.scale)
+    table = harness.table(
+        f"recording on / off, {arguments.pairs} pairs",
+        *("work", "a second, off", "rate on / off", "CPU time on / off", "trace"),
+    )
+    modes: dict[str, Any] = {}
     for mode in arguments.modes:
-        pairs = []
-        for i in range(arguments.pairs):
-            order = (False, True) if i % 2 == 0 else (True, False)
-            pair = {
-                on: _reduce(mode, arguments.steps, on)
+        runs: dict[bool, list[dict[str, float]]] = {False: [], True: []}
+        for on in harness.turns(runs, arguments.pairs):
+            runs[on].append(
+                _reduce(mode, arguments.steps, on)
                 if mode in ENGINE
                 else _measure(mode, data, arguments, on)
-                for on in order
-            }
-            pairs.append((pair[False], pair[True]))
+            )
+        pairs = list(zip(runs[False], runs[True], strict=True))
         rates = [on["samples_per_s"] / off["samples_per_s"] for off, on in pairs]
         cpu = [on["cpu"] / off["cpu"] for off, on in pairs]
-        size = statistics.median(on["trace_bytes"] / on["samples"] for _, on in pairs)
+        size = statistics.median(on["trace_bytes"] / on["samples"] for on in runs[True])
         table.add_row(
             mode,
-            f"{statistics.median(off['samples_per_s'] for off, _ in pairs):.0f}",
-            _spread(rates),
-            _spread(cpu),
+            f"{harness.median(runs[False], 'samples_per_s'):.0f}",
+            harness.spread(rates, "{:.4f}"),
+            harness.spread(cpu, "{:.4f}"),
             f"{size:.1f} B a {'step' if mode in ENGINE else 'sample'}",
         )
-        result["modes"][mode] = {"pairs": pairs, "rate": rates, "cpu": cpu}
-    console.print(table)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=1))
+        modes[mode] = {"pairs": pairs, "rate": rates, "cpu": cpu}
+    harness.console().print(table)
+    harness.write(arguments.json, modes=modes)
     return 0
-
-
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.4f} ({min(values):.4f}-{max(values):.4f})"
 
 
 def _measure(mode: str, data: Path, arguments: argparse.Namespace, on: bool) -> dict[str, float]:
@@ -102,18 +82,14 @@ def _measure(mode: str, data: Path, arguments: argparse.Namespace, on: bool) -> 
         "loader": "nostall", "mode": mode, "data": str(data), "prepared": str(data),
         "threads": arguments.threads, "tiers": [], "warm": 1, "measured": epochs, "ahead": 1,
     }  # fmt: skip
-    env = child_environment(OMP_NUM_THREADS="1")
+    environment = {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="nostall-trace-") as scratch:
         if on:
-            env[trace.VARIABLE] = scratch
-        done = subprocess.run(
-            [sys.executable, "-m", "nostall_bench.worker", json.dumps(settings)],
-            capture_output=True, text=True, env=env, timeout=600,
-        )  # fmt: skip
-        if done.returncode:
-            raise UsageError(f"a run failed: {done.stderr.strip()[-300:]}")
+            environment[trace.VARIABLE] = scratch
+        rows = harness.child(
+            "nostall_bench.worker", settings, name="a run", timeout=600, **environment
+        )
         written = sum(f.stat().st_size for f in Path(scratch).iterdir())
-    rows = json.loads(done.stdout.splitlines()[-1])
     samples = sum(r["samples"] for r in rows)
     if on and not written:
         raise UsageError("the run recorded nothing")
@@ -133,19 +109,12 @@ def _reduce(mode: str, steps: int, on: bool) -> dict[str, float]:
             common[trace.VARIABLE] = scratch
         if on and mode == "timeline":
             common[sync.TIMELINE] = str(Path(scratch, "timeline.json"))
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "nostall_bench.trace", str(steps)],
-                env={**environment(r, _RANKS, scratch), **common},
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )
-            for r in range(_RANKS)
-        ]  # fmt: skip
-        outputs = [rank.communicate(timeout=600) for rank in ranks]
-        if any(rank.returncode for rank in ranks):
-            raise UsageError(f"a run failed: {outputs[0][1].strip()[-300:]}")
+        rows = harness.children(
+            "nostall_bench.trace",
+            [{"steps": steps}] * _RANKS,
+            environments=[{**environment(r, _RANKS, scratch), **common} for r in range(_RANKS)],
+        )
         written = sum(f.stat().st_size for f in Path(scratch).iterdir())
-    rows = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
     if on and not written:
         raise UsageError("the run recorded nothing")
     return {
@@ -156,8 +125,8 @@ def _reduce(mode: str, steps: int, on: bool) -> dict[str, float]:
     }
 
 
-def _work(steps: int) -> dict[str, float]:
-    """One rank: `steps` reductions of all gradients, after a few that warm up."""
+def _work(settings: dict[str, Any]) -> dict[str, float]:
+    """One rank: all reductions of all gradients, after a few that warm up."""
     import time
 
     import numpy as np
@@ -176,7 +145,7 @@ def _work(steps: int) -> dict[str, float]:
     for _ in range(10):
         step()
     began, used = time.perf_counter(), time.process_time()
-    for _ in range(steps):
+    for _ in range(settings["steps"]):
         step()
     # The trace is written out within the time that counts.
     trace.stop()
@@ -184,4 +153,4 @@ def _work(steps: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_work(int(sys.argv[1]))))
+    harness.answer(_work)

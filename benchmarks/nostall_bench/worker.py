@@ -1,19 +1,17 @@
 """One loader in one fresh process, for ``nostall bench loader``.
 
-    python -m nostall_bench.worker '{"loader": "nostall", "data": ..., "mode": "transform", ...}'
-
-The last line of its output is JSON: a list with, per measured epoch, seconds, samples, CPU seconds
-of the process tree and the proportional memory (PSS) of the tree at the epoch's end.
+Started by `harness.child`. It measures for each epoch: seconds, samples, CPU seconds of the process
+tree and the proportional memory (PSS) of the tree at the epoch's end.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from nostall_bench import harness
 
 
 def tree(root: int) -> list[int]:
@@ -96,6 +94,6 @@ def measure(settings: dict[str, Any]) -> list[dict[str, float]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(json.loads(sys.argv[1]))), flush=True)
+    harness.answer(measure)
     # Peers may hang while they shut their workers down; the parent ends the process group.
     os._exit(0)

@@ -78,7 +78,7 @@ def test_the_command_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr().out
     assert said.count("ours") == 4
     assert "gain over" not in said
-    rows = json.loads((tmp_path / "a.json").read_text())
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
     assert len(rows) == 8 and all(r["right"] for r in rows)
     assert len(list(csv.reader((tmp_path / "a.csv").open()))) == 9
     assert (tmp_path / "a.png").stat().st_size > 10_000

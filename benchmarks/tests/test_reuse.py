@@ -18,7 +18,7 @@ def test_orders_and_batches_are_compared(
     words += " --limit 2 --seeds 1 --threshold 2"  # never so much better: the batch grows
     assert main(["bench", "reuse", *words.split(), "--json", str(out)]) == 0
     assert "sawtooth" in capsys.readouterr().out
-    found = {row["way"]: row["runs"][0] for row in json.loads(out.read_text())}
+    found = {row["way"]: row["runs"][0] for row in json.loads(out.read_text())["rows"]}
     # 48 pictures in batches of 4: 12 updates an epoch.
     assert found["torch"]["updates"] == 4 * 12
     assert found["torch"]["fresh"] == 1

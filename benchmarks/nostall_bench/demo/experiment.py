@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nostall.errors import UsageError
+from nostall_bench import harness
 from nostall_bench.demo.dataset import DatasetSpec, make_dataset
 from nostall_bench.programs import child_environment
 from nostall_bench.slowfs import SlowFS
@@ -40,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs both trainings on cold storage; prints the table, writes JSON and PNG."""
-    from rich.console import Console
-
-    console = Console()
+    console = harness.console()
     home = Path(arguments.dir).absolute()
     home.mkdir(parents=True, exist_ok=True)
     spec = DatasetSpec(arguments.files, arguments.classes, arguments.seed)
@@ -81,12 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
     results["dataset_bytes"] = total
     results["settings"] = {**vars(arguments), "tiers": tiers, "workers": workers}
     results["settings"].pop("run", None)
-    (home / "demo.json").write_text(json.dumps(results, indent=1, default=str))
+    harness.write(home / "demo.json", **results)
     console.print(summary(results))
-    if _plot(results, home / "demo.png"):
-        console.print(f"plot {home / 'demo.png'}, numbers {home / 'demo.json'}")
-    else:
-        console.print(f"numbers {home / 'demo.json'} (matplotlib is not installed: no plot)")
+    _plot(results, home / "demo.png")
+    console.print(f"plot {home / 'demo.png'}, numbers {home / 'demo.json'}")
     return 0
 
 
@@ -199,11 +196,8 @@ def _train(
 
 def summary(results: dict[str, Any]) -> Table:
     """The table of both runs."""
-    from rich.table import Table
-
-    table = Table(title="the same training, two loaders")
-    for heading in ("", "torch DataLoader", "nostall", "ratio"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    title = "the same training, two loaders"
+    table = harness.table(title, "", "torch DataLoader", "nostall", "ratio")
     torch, ours = results["torch"], results["nostall"]
 
     def row(name: str, value: Any, form: str, unit: float = 1.0, better: str = "less") -> None:
@@ -229,27 +223,21 @@ def summary(results: dict[str, Any]) -> Table:
     return table
 
 
-def _plot(results: dict[str, Any], path: Path) -> bool:
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5), constrained_layout=True)
-    for i, loader in enumerate(("torch", "nostall")):
-        epochs = results[loader]["epochs"]
-        at = [e["epoch"] + 0.4 * i - 0.2 for e in epochs]
-        stall = [e["stall_seconds"] for e in epochs]
-        work = [max(0.0, e["seconds"] - e["stall_seconds"]) for e in epochs]
-        left.bar(at, work, 0.38, color=f"C{i}", label=f"{loader}: training")
-        left.bar(at, stall, 0.38, bottom=work, color=f"C{i}", alpha=0.4, label=f"{loader}: stalled")
-        right.plot([e["epoch"] for e in epochs], [e["loss"] for e in epochs], "o-", label=loader)
-    left.set(xlabel="epoch", ylabel="seconds")
-    right.set(xlabel="epoch", ylabel="training loss")
-    left.legend(fontsize=8)
-    right.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return True
+def _plot(results: dict[str, Any], path: Path) -> None:
+    with harness.figure(path, 1, 2, (9, 3.5)) as (_, ((left, right),)):
+        for i, loader in enumerate(("torch", "nostall")):
+            epochs = results[loader]["epochs"]
+            at = [e["epoch"] + 0.4 * i - 0.2 for e in epochs]
+            stall = [e["stall_seconds"] for e in epochs]
+            work = [max(0.0, e["seconds"] - e["stall_seconds"]) for e in epochs]
+            left.bar(at, work, 0.38, color=f"C{i}", label=f"{loader}: training")
+            left.bar(
+                at, stall, 0.38, bottom=work, color=f"C{i}", alpha=0.4, label=f"{loader}: stalled"
+            )
+            right.plot(
+                [e["epoch"] for e in epochs], [e["loss"] for e in epochs], "o-", label=loader
+            )
+        left.set(xlabel="epoch", ylabel="seconds")
+        right.set(xlabel="epoch", ylabel="training loss")
+        left.legend(fontsize=8)
+        right.legend(fontsize=8)

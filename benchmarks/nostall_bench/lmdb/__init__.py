@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -34,6 +32,7 @@ import numpy as np
 
 from nostall.base._sizes import parse_size
 from nostall.errors import UsageError
+from nostall_bench import harness
 from nostall_bench.lmdb import blocks, fio, tables
 from nostall_bench.lmdb.cold import make_cold
 from nostall_bench.lmdb.data import KINDS, Records, make_database
@@ -80,19 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--blocks", action="store_true", help="measure mmap against pread, by the size of a read"
     )
-    parser.add_argument("--json", help="write the numbers to this file")
-    parser.add_argument("--plot", help="draw records/s and the split of the time into this file")
+    harness.add_files(parser, plot="records/s and the split of the time")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the tables."""
-    from rich.console import Console
-
-    from nostall_bench.loader import machine
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
+    console = harness.console(200)
     home = Path(arguments.dir).absolute()
     home.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
@@ -118,9 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
                         found = _measure(arguments, folder, size, kind, storage, ranks, order)
                         rows += found
                         console.print(tables.strategies(found))
-    result = {"machine": machine(), "arguments": vars(arguments), "rows": rows}
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=1))
+    harness.write(arguments.json, arguments=vars(arguments), rows=rows)
     if arguments.plot:
         from nostall_bench.lmdb.plot import draw
 
@@ -230,22 +220,21 @@ def _measure(
     runs: dict[str, list[dict[str, Any]]] = {s: [] for s in [limit, *chosen]}
     how = ""
     with Pool(ranks) as pool:
-        for _ in range(arguments.repeats):
-            for strategy, found in runs.items():
-                how = storage.cool()
-                served, operations = storage.served, storage.operations
-                if strategy == "fio":
-                    took = fio.seconds(task, ranks, sequential=order == "strided")
-                    one: dict[str, Any] = {"seconds": took}
-                else:
-                    task.strategy, _, stagger = strategy.partition("stag-")
-                    if stagger:
-                        task.strategy, task.stagger = "stag", int(stagger)
-                    one = _summed(pool.run(task))
-                if served is not None and operations is not None:
-                    one["read_bytes"] = (storage.served or 0) - served
-                    one["operations"] = (storage.operations or 0) - operations
-                found.append(one)
+        for strategy in harness.turns(runs, arguments.repeats):
+            how = storage.cool()
+            served, operations = storage.served, storage.operations
+            if strategy == "fio":
+                took = fio.seconds(task, ranks, sequential=order == "strided")
+                one: dict[str, Any] = {"seconds": took}
+            else:
+                task.strategy, _, stagger = strategy.partition("stag-")
+                if stagger:
+                    task.strategy, task.stagger = "stag", int(stagger)
+                one = _summed(pool.run(task))
+            if served is not None and operations is not None:
+                one["read_bytes"] = (storage.served or 0) - served
+                one["operations"] = (storage.operations or 0) - operations
+            runs[strategy].append(one)
     return [
         {
             "size": size,
@@ -258,7 +247,7 @@ def _measure(
             "records": total,
             "needed": needed,
             "cold": how,
-            "limit_seconds": statistics.median(r["seconds"] for r in runs[limit]),
+            "limit_seconds": harness.median(runs[limit], "seconds"),
             "runs": found,
         }
         for strategy, found in runs.items()
@@ -288,14 +277,13 @@ def _index(
     empty = np.zeros(1, np.uint64)
     runs: dict[str, list[dict[str, Any]]] = {"index": [], "keys": [], "keys-no-ra": []}
     with Pool(1) as pool:
-        for _ in range(arguments.repeats):
-            for strategy, found in runs.items():
-                storage.cool()
-                served = storage.served
-                task = Task(strategy, storage.folders, none, empty, empty, "", 1, 0, 1, 1)
-                one = pool.run(task)[0]
-                read = one.read_bytes if served is None else (storage.served or 0) - served
-                found.append({"seconds": one.wall, "read_bytes": read, **one.extra})
+        for strategy in harness.turns(runs, arguments.repeats):
+            storage.cool()
+            served = storage.served
+            task = Task(strategy, storage.folders, none, empty, empty, "", 1, 0, 1, 1)
+            one = pool.run(task)[0]
+            read = one.read_bytes if served is None else (storage.served or 0) - served
+            runs[strategy].append({"seconds": one.wall, "read_bytes": read, **one.extra})
     pages = runs["keys"][0]["tree_pages"]
     return [
         {
@@ -322,10 +310,9 @@ def _blocks(
         (way, size): [] for way in blocks.WAYS for size in blocks.SIZES
     }
     path = Path(storage.folders[0]) / "data.mdb"
-    for _ in range(arguments.repeats):
-        for (way, size), rates in runs.items():
-            storage.cool()
-            rates.append(total / blocks.seconds(path, way, size, total) / 1e6)
+    for way, size in harness.turns(runs, arguments.repeats):
+        storage.cool()
+        runs[way, size].append(total / blocks.seconds(path, way, size, total) / 1e6)
     return [
         {"blocks": True, "storage": kind, "way": way, "read": size, "rates": rates}
         for (way, size), rates in runs.items()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import TYPE_CHECKING, Any
 
+from nostall_bench import harness
 from nostall_bench.lmdb.blocks import SIZES, WAYS
 
 if TYPE_CHECKING:
@@ -13,33 +13,22 @@ if TYPE_CHECKING:
 
 def strategies(rows: list[dict[str, Any]]) -> Table:
     """A row for each strategy of one size, order, storage and number of ranks."""
-    from rich.table import Table
-
     first = rows[0]
     where = first["storage"] + (f", {first['nodes']} nodes" if first["nodes"] > 1 else "")
-    table = Table(
-        title=f"{first['records']} records of {first['size']}, {first['order']}, {where}, "
-        f"{first['ranks']} rank(s), cold ({first['cold']}), {len(first['runs'])} runs"
-    )
-    for name in (
-        "strategy",
-        "records/s",
-        f"of {first['limit']}",
-        "seek / read / skew",
-        "read / needed",
-        "switches a record",
-        "major faults a record",
-        "CPU us a record",
+    table = harness.table(
+        f"{first['records']} records of {first['size']}, {first['order']}, {where}, "
+        f"{first['ranks']} rank(s), cold ({first['cold']}), {len(first['runs'])} runs",
+        *("strategy", "records/s", f"of {first['limit']}", "seek / read / skew", "read / needed"),
+        *("switches a record", "major faults a record", "CPU us a record"),
         "pages missed, redundant",
-    ):
-        table.add_column(name, justify="left" if name == "strategy" else "right")
+    )
     for row in rows:
         rates = [row["records"] / r["seconds"] for r in row["runs"]]
-        middle = statistics.median(rates)
+        seconds = middle_of(row, "seconds")
         cells = [
             row["strategy"],
-            f"{middle:,.0f} ({min(rates):,.0f}-{max(rates):,.0f})",
-            f"{middle * row['limit_seconds'] / row['records']:.2f}",
+            harness.spread(rates, "{:,.0f}"),
+            f"{row['limit_seconds'] / seconds:.2f}",
         ]
         if "seek" in row["runs"][0]:
             split = [middle_of(row, k) for k in ("seek", "read", "skew")]
@@ -59,34 +48,29 @@ def strategies(rows: list[dict[str, Any]]) -> Table:
 
 def middle_of(row: dict[str, Any], key: str) -> float:
     """The median over a row's runs."""
-    return float(statistics.median(r[key] for r in row["runs"]))
+    return harness.median(row["runs"], key)
 
 
 def index(rows: list[dict[str, Any]]) -> Table:
     """A row for each way to find all records."""
-    from rich.table import Table
-
     names = {
         "index": "nostall's scan",
         "keys": "py-lmdb, keys only",
         "keys-no-ra": "py-lmdb, keys only, no read-ahead",
     }
     first = rows[0]
-    table = Table(
-        title=f"finding the {first['runs'][0]['records']} records of {first['size']}, "
-        f"{first['storage']}, cold, {len(first['runs'])} runs"
+    table = harness.table(
+        f"finding the {first['runs'][0]['records']} records of {first['size']}, "
+        f"{first['storage']}, cold, {len(first['runs'])} runs",
+        *("way", "ms", "times the scan", "pages / branch and leaf pages", "MB read"),
     )
-    for name in ("way", "ms", "times the scan", "pages / branch and leaf pages", "MB read"):
-        table.add_column(name, justify="left" if name == "way" else "right")
     scan = middle_of(rows[0], "seconds")
     for row in rows:
-        seconds = [r["seconds"] for r in row["runs"]]
         pages = row["runs"][0].get("pages")
         table.add_row(
             names[row["strategy"]],
-            f"{statistics.median(seconds) * 1e3:.1f} ({min(seconds) * 1e3:.1f}-"
-            f"{max(seconds) * 1e3:.1f})",
-            f"{statistics.median(seconds) / scan:.1f}",
+            harness.spread((1e3 * r["seconds"] for r in row["runs"]), "{:.1f}"),
+            f"{middle_of(row, 'seconds') / scan:.1f}",
             f"{pages} / {row['tree_pages']} = {pages / row['tree_pages']:.3f}" if pages else "",
             f"{middle_of(row, 'read_bytes') / 1e6:.2f}",
         )
@@ -95,20 +79,13 @@ def index(rows: list[dict[str, Any]]) -> Table:
 
 def reads(rows: list[dict[str, Any]]) -> Table:
     """MB/s by way and by size of a read."""
-    from rich.table import Table
-
-    table = Table(title=f"one reader, on and on, {rows[0]['storage']}, cold: MB/s")
-    table.add_column("way")
-    for size in SIZES:
-        table.add_column(f"{size >> 10} KiB a read", justify="right")
+    table = harness.table(
+        f"one reader, on and on, {rows[0]['storage']}, cold: MB/s",
+        "way",
+        *(f"{size >> 10} KiB a read" for size in SIZES),
+    )
     for way in WAYS:
         table.add_row(
-            way,
-            *(
-                f"{statistics.median(r['rates']):,.0f} ({min(r['rates']):,.0f}-"
-                f"{max(r['rates']):,.0f})"
-                for r in rows
-                if r["way"] == way
-            ),
+            way, *(harness.spread(r["rates"], "{:,.0f}") for r in rows if r["way"] == way)
         )
     return table

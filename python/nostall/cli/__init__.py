@@ -61,11 +61,25 @@ def _of_benchmarks(words: Sequence[str]) -> tuple[str, str, list[str]]:
     if words[0] in found:
         return found[words[0]], words[0], list(words[1:])
     prefix = f"{words[0]}."
-    names = sorted(n.removeprefix(prefix) for n in found if n.startswith(prefix))
-    second = argparse.ArgumentParser(prog=f"nostall {words[0]}")
-    second.add_argument("name", choices=names, help="what to measure")
+    nested = {n.removeprefix(prefix): m for n, m in sorted(found.items()) if n.startswith(prefix)}
+    second = argparse.ArgumentParser(
+        prog=f"nostall {words[0]}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    second.add_argument("name", choices=nested, metavar="NAME", help="one of those below")
+    if len(words) < 2 or words[1] in ("-h", "--help"):
+        lines = (f"  {name:16} {_summary(module)}" for name, module in nested.items())
+        second.epilog = "\n".join(["names:", *lines])
+        second.print_help()
+        raise SystemExit(0)
     name = second.parse_args(words[1:2]).name
     return found[prefix + name], f"{words[0]} {name}", list(words[2:])
+
+
+def _summary(module: str) -> str:
+    """The first line of a module's docstring, without the command's name."""
+    text = importlib.import_module(module).__doc__ or ""
+    first = text.partition("\n")[0]
+    return (first.partition("``: ")[2] or first).rstrip(".,")
 
 
 def _choose(words: Sequence[str]) -> tuple[str, str, list[str]]:

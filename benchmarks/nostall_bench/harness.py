@@ -1,0 +1,303 @@
+"""What the benchmarks share: turns, processes, tables, numbers, files and plots.
+
+Every benchmark runs each way in processes of its own, in turns, prints medians with the least and the
+most, and writes JSON with the machine described.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from nostall.errors import UsageError
+from nostall_bench.programs import child_environment
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+T = TypeVar("T")
+# Before anything is measured.
+_LOAD = os.getloadavg()[0]
+_PACKAGES = (
+    *("nostall", "torch", "torchvision", "pillow", "numpy"),
+    *("nvidia-dali-cuda120", "grain", "webdataset", "mosaicml-streaming"),
+)
+
+
+def turns(names: Iterable[T], repeats: int) -> Iterator[T]:
+    """Every name `repeats` times, in turns: what else the machine does falls on all alike.
+
+    Each round begins one name later, so that none is always first or always after the same one.
+    """
+    ways = list(names)
+    for repeat in range(repeats):
+        first = repeat % len(ways) if ways else 0
+        yield from ways[first:] + ways[:first]
+
+
+def matching(names: Iterable[str], parts: Sequence[str] | None) -> list[str]:
+    """The names that contain one of the parts, in any case; all without parts.
+
+    Raises:
+        UsageError: there are none.
+    """
+    every = list(names)
+    found = [n for n in every if not parts or any(p.lower() in n.lower() for p in parts)]
+    if not found:
+        raise UsageError(f"no loader matches {parts}; there are {every}")
+    return found
+
+
+def dataset(
+    directory: str | Path, files: int, *, given: str | None = None, scale: float = 1.0
+) -> Path:
+    """The folder `given`, or one of synthetic images in `directory`, made once and kept."""
+    if given:
+        return Path(given).absolute()
+    from nostall_bench.demo.dataset import DatasetSpec, make_dataset
+
+    home = Path(directory).absolute()
+    home.mkdir(parents=True, exist_ok=True)
+    suffix = "" if scale == 1 else f"-{scale:g}"
+    return make_dataset(home / f"data-{files}{suffix}", DatasetSpec(files, scale=scale))
+
+
+# Processes
+
+
+def child(
+    module: str,
+    settings: Mapping[str, Any],
+    *,
+    name: str = "the measurement",
+    prefix: Sequence[str] = (),
+    timeout: float | None = None,
+    **environment: str,
+) -> Any:
+    """Runs ``python -m module`` (see `answer`) in a session of its own; what it measured.
+
+    Args:
+        prefix: put before the command.
+        timeout: seconds.
+        environment: changes of this process's.
+
+    Raises:
+        UsageError: it failed or took too long; has `name` and the last line of its errors.
+    """
+    with tempfile.TemporaryDirectory(prefix="nostall-bench-") as folder:
+        command = [*prefix, *_command(module, settings, Path(folder, "settings.json"))]
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=child_environment(**environment),
+            start_new_session=True,
+        ) as process:
+            try:
+                out, errors = process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                raise UsageError(f"{name} took more than {timeout:g} s") from None
+            finally:
+                # Whatever workers it has left behind end with its session.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode or not out:
+        said = errors.strip().splitlines() or [f"exit status {process.returncode}"]
+        raise UsageError(f"{name} failed: {said[-1]}")
+    return json.loads(out.splitlines()[-1])
+
+
+def children(
+    module: str,
+    settings: Sequence[Mapping[str, Any]],
+    *,
+    name: str = "the benchmark",
+    timeout: float = 600,
+    together: bool = False,
+    environments: Sequence[Mapping[str, str]] | None = None,
+) -> list[Any]:
+    """Runs ``python -m module`` once for each of the settings, all at once; what each measured.
+
+    Args:
+        timeout: seconds for each.
+        together: they wait in `ready` until all of them have come so far.
+        environments: changes of this process's environment, one for each child.
+
+    Raises:
+        UsageError: one failed, with its own message above this one, or took too long.
+    """
+    failed = UsageError(f"a rank of {name} failed: see its message above")
+    started: list[subprocess.Popen[str]] = []
+    with tempfile.TemporaryDirectory(prefix="nostall-bench-") as folder:
+        try:
+            for i, mine in enumerate(settings):
+                started.append(
+                    subprocess.Popen(
+                        _command(module, mine, Path(folder, f"{i}.json")),
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        text=True,
+                        env=child_environment(**(environments[i] if environments else {})),
+                    )
+                )
+            if together:
+                for process in started:
+                    if process.stdout is None or process.stdout.readline() != "ready\n":
+                        raise failed
+                for process in started:
+                    assert process.stdin is not None
+                    process.stdin.write("go\n")
+                    process.stdin.flush()
+            outputs = [process.communicate(timeout=timeout)[0] for process in started]
+        except subprocess.TimeoutExpired:
+            raise UsageError(f"a rank of {name} took more than {timeout:g} s") from None
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+    if any(process.returncode for process in started):
+        raise failed
+    return [json.loads(out.splitlines()[-1]) for out in outputs]
+
+
+def _command(module: str, settings: Mapping[str, Any], path: Path) -> list[str]:
+    # A file, for a list of files can be longer than an argument may be.
+    path.write_text(json.dumps(settings))
+    return [sys.executable, "-m", module, str(path)]
+
+
+def answer(work: Callable[[dict[str, Any]], Any]) -> None:
+    """The main program of a child: the last line that it prints is the JSON of what `work` returns."""
+    print(json.dumps(work(json.loads(Path(sys.argv[1]).read_text()))), flush=True)
+
+
+def ready() -> None:
+    """In a child started by `children(together=True)`: waits until all have called it."""
+    print("ready", flush=True)
+    sys.stdin.readline()
+
+
+# Numbers and tables
+
+
+def spread(values: Iterable[float], form: str = "{:.2f}") -> str:
+    """The median with the least and the most, each written by `form`: "12 [11-14]"."""
+    found = list(values)
+    middle = form.format(statistics.median(found))
+    if len(found) == 1:
+        return middle
+    return f"{middle} [{form.format(min(found))}-{form.format(max(found))}]"
+
+
+def median(runs: Iterable[Mapping[str, Any]], key: str) -> float:
+    """The median of one quantity over runs."""
+    return float(statistics.median(run[key] for run in runs))
+
+
+def extent(values: Iterable[float]) -> dict[str, float]:
+    """Median, least and most, as JSON has them."""
+    found = list(values)
+    return {"median": statistics.median(found), "min": min(found), "max": max(found)}
+
+
+def error_bars(values: Sequence[Sequence[float]]) -> tuple[list[float], list[list[float]]]:
+    """Medians, and their distances to the least and the most, as matplotlib wants them."""
+    middle = [statistics.median(v) for v in values]
+    pairs = list(zip(middle, values, strict=True))
+    return middle, [[m - min(v) for m, v in pairs], [max(v) - m for m, v in pairs]]
+
+
+def megabytes(count: float, digits: int = 0) -> str:
+    """Millions of bytes, without the unit: that is in the heading."""
+    return f"{count / 1e6:.{digits}f}"
+
+
+def console(width: int = 160) -> Console:
+    """Where tables go; `width` columns where that is no terminal."""
+    from rich.console import Console
+
+    found = Console()
+    return found if found.is_terminal else Console(width=width)
+
+
+def table(title: str, *headings: str, left: int = 1, caption: str | None = None) -> Table:
+    """An empty table whose first `left` columns hold words, and the others numbers."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    out = Table(title=escape(title), caption=caption)
+    for number, heading in enumerate(headings):
+        justify: Any = "left" if number < left else "right"
+        out.add_column(escape(heading), justify=justify)
+    return out
+
+
+# Files
+
+
+def add_files(parser: argparse.ArgumentParser, *, plot: str | None = None) -> None:
+    """The options --json and, with a text for it, --plot."""
+    parser.add_argument("--json", help="write all numbers, and the machine's, to this file")
+    if plot:
+        parser.add_argument("--plot", help=f"draw {plot} into this file (.png, .svg, .pdf)")
+
+
+@functools.cache
+def machine() -> dict[str, Any]:
+    """The machine and the versions, as written beside every result."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = (x.partition(":")[2].strip() for x in lines if x.startswith("model name"))
+    versions = {}
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {
+        "cpu": next(models, platform.processor() or platform.machine()),
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "load": _LOAD,
+    }
+
+
+def write(path: str | Path | None, **parts: Any) -> None:
+    """Writes the machine and the parts as JSON; nothing without a path."""
+    if path:
+        text = json.dumps({"machine": machine(), **parts}, indent=1, default=str)
+        Path(path).write_text(text)
+
+
+@contextlib.contextmanager
+def figure(
+    path: str | Path, rows: int, columns: int, size: tuple[float, float], **options: Any
+) -> Iterator[tuple[Any, Any]]:
+    """A figure and its `rows` x `columns` axes, to draw into; written to `path` at the end."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drawn, axes = pyplot.subplots(
+        rows, columns, figsize=size, squeeze=False, layout="constrained", **options
+    )
+    try:
+        yield drawn, axes
+        drawn.savefig(path, dpi=120)
+    finally:
+        pyplot.close(drawn)

@@ -1,0 +1,95 @@
+"""What all benchmarks share: turns, spreads, files, processes; and the list of the benchmarks."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from nostall.cli import main
+from nostall.errors import UsageError
+from nostall_bench import harness
+
+CHILD = """
+import sys
+from nostall_bench import harness
+
+def work(settings):
+    if "gate" in settings:
+        harness.ready()
+    if settings.get("fails"):
+        sys.exit("first\\nthe last words")
+    return settings["value"] * 2
+
+harness.answer(work)
+"""
+
+
+@pytest.fixture
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "a_child.py").write_text(CHILD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    return "a_child"
+
+
+def test_each_round_of_turns_begins_one_later() -> None:
+    assert "".join(harness.turns("abc", 4)) == "abcbcacababc"
+    assert list(harness.turns("", 2)) == []
+
+
+def test_a_spread_is_the_median_with_its_ends() -> None:
+    assert harness.spread([3, 1, 8], "{:.1f} s") == "3.0 s [1.0 s-8.0 s]"
+    assert harness.spread(iter([0.5]), "{:.0%}") == "50%"
+    assert harness.extent([3, 1, 8]) == {"median": 3, "min": 1, "max": 8}
+    assert harness.error_bars([[3, 1, 8]]) == ([3], [[2], [5]])
+
+
+def test_brackets_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    table = harness.table("all [us]", "name", "rate [min-max]")
+    table.add_row("a", harness.spread([1, 2]))
+    harness.console().print(table)
+    said = capsys.readouterr().out
+    assert "all [us]" in said
+    assert "rate [min-max]" in said
+    assert "1.50 [1.00-2.00]" in said
+
+
+def test_files_describe_the_machine(tmp_path: Path) -> None:
+    harness.write(None, rows=[1])
+    harness.write(tmp_path / "a.json", rows=[1])
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["rows"] == [1]
+    assert {"cpu", "cores", "kernel", "python", "versions", "load"} <= found["machine"].keys()
+
+
+def test_a_child_answers_or_is_named(child: str) -> None:
+    assert harness.child(child, {"value": 4}) == 8
+    with pytest.raises(UsageError, match=r"the way failed: the last words$"):
+        harness.child(child, {"fails": True}, name="the way")
+
+
+@pytest.mark.multi
+def test_children_run_at_once(child: str) -> None:
+    # None goes on before all have come.
+    ranks = [{"value": value, "gate": True} for value in (1, 2)]
+    assert harness.children(child, ranks, together=True) == [2, 4]
+    with pytest.raises(UsageError, match="a rank of the way failed"):
+        harness.children(child, [{"value": 1}, {"fails": True}], name="the way")
+
+
+@pytest.mark.parametrize("word", [[], ["--help"]])
+def test_benchmarks_are_listed_with_a_line_each(
+    word: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *word])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    points = metadata.entry_points(group="nostall.commands")
+    names = [p.name.removeprefix("bench.") for p in points if p.name.startswith("bench.")]
+    assert len(names) >= 14
+    for name in names:
+        assert re.search(rf"^  {name} +\S+ \S+.*[^.,]$", said, flags=re.M), name
