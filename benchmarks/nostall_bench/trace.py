@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nostall import sync, trace
+from nostall.base import _options as options
 from nostall.errors import UsageError
 from nostall_bench import harness
 from nostall_bench.launch import environment
@@ -108,7 +109,7 @@ def _reduce(mode: str, steps: int, on: bool) -> dict[str, float]:
         if on and mode == "engine":
             common[trace.VARIABLE] = scratch
         if on and mode == "timeline":
-            common[sync.TIMELINE] = str(Path(scratch, "timeline.json"))
+            common[options.row("sync.timeline").variable] = str(Path(scratch, "timeline.json"))
         rows = harness.children(
             "nostall_bench.trace",
             [{"steps": steps}] * _RANKS,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nostall import errors
 from nostall._version import __version__
 from nostall.checkpoint import Checkpointer, Keep
-from nostall.loader import DataLoader, DynamicBatches, RawBatch, transforms
+from nostall.loader import DataLoader, DynamicBatches, LoaderOptions, RawBatch, transforms
 from nostall.observe import Stats, metrics, trace
 from nostall.plan import Plan, SubBatches
 from nostall.source import (
@@ -44,6 +44,7 @@ __all__ = [
     "FileList",
     "ImageFolder",
     "Keep",
+    "LoaderOptions",
     "ObjectFolder",
     "Parquet",
     "Pixels",

@@ -8,7 +8,6 @@ PyTorch users want ``nostall.torch.DistributedOptimizer``, which reduces while t
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from nostall import _native
+from nostall.base._options import check_fields, document, in_force
 from nostall.errors import UsageError
 from nostall.job._world import World, find_world
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["GradientReducer", "Ranks", "SyncOptions", "find_ranks", "reduce_gradients"]
 
 Mode = Literal["planned", "negotiated"]
-MODES = ("planned", "negotiated")
 WIRES = {"fp16": "float16", "bf16": "bfloat16"}
 
 #: (name, elements, type, type on the wire)
@@ -35,68 +34,41 @@ Spec = tuple[str, int, str, str]
 # Engines are told apart by their number in the process: ranks make them in the same order.
 _made = itertools.count()
 _timelines = itertools.count()
-TIMELINE = "NOSTALL_TIMELINE"
 
 
 @dataclass(frozen=True)
 class SyncOptions:
     """How gradients are reduced; the same on all ranks.
 
-    Attributes:
-        mode: ``"planned"``: in the order of the graph, nobody asks anybody (Horovod-TOPO of seed
-            lmdbio-and-horovod 6.3.4); ``"negotiated"``: Horovod's protocol (6.2.2), to compare with.
-        nonblocking: negotiated: the agreement is started and tested (NBCS, 6.3.2).
-        global_sleep_every: negotiated: the least sleep of all ranks, every so many cycles (GS,
-            6.3.1); 0 for never.
-        cores: keeps the progress thread on these cores and the rest of the process off them (SCP,
-            6.3.3).
-        threshold: bytes that are fused into one reduction. Smaller ones start earlier and overlap
-            more of the backward pass, larger ones cost less each.
-        compression: ``"fp16"`` or ``"bf16"`` on the wire.
-        mean: divide by the number of ranks; False leaves sums.
-        fixed_order: sums in the order of ranks, the same bits in every run.
-        views: planned, without compression: ``.grad`` lies in the buffer that travels, so that the
-            result need not be copied out of it. A gradient of an earlier step that is still referred
-            to keeps its memory and its values. A forked child does not inherit that memory: ``.grad``
-            is None there, and gradients that were kept are zeros of the child's own.
-        check_finite: an error that names tensor and rank at the first NaN or infinity.
-        cycle: negotiated: seconds (HOROVOD_CYCLE_TIME). test_sleep: seconds between two tests.
-        warn: seconds after which a tensor that does not come is named. timeout: after which it is an
-            error.
-        timeline: file that rank 0 writes what is reduced to, in Horovod's timeline format, for
-            ``nostall report``; ``NOSTALL_TIMELINE`` if None. Only rank 0's counts. A process's second
-            engine writes ``<name>.1<suffix>``; a set without rank 0 ``<name>.rank<r><suffix>``.
+    Raises:
+        UsageError: a value that cannot be meant, with its option.
     """
 
-    mode: Mode = "planned"
-    nonblocking: bool = False
-    global_sleep_every: int = 0
-    cores: tuple[int, ...] = ()
-    threshold: int = 8 << 20
-    compression: Literal["fp16", "bf16"] | None = None
-    mean: bool = True
-    fixed_order: bool = False
-    views: bool = True
-    check_finite: bool = False
-    cycle: float = 0.005
-    test_sleep: float = 0.0002
-    warn: float = 60.0
-    timeout: float = 600.0
-    timeline: str | None = None
+    mode: Mode = in_force("sync.mode")
+    nonblocking: bool = in_force("sync.nonblocking")
+    global_sleep_every: int = in_force("sync.global_sleep_every")
+    cores: tuple[int, ...] = in_force("sync.cores")
+    threshold: int = in_force("sync.threshold")
+    compression: Literal["fp16", "bf16"] | None = in_force("sync.compression")
+    mean: bool = in_force("sync.mean")
+    fixed_order: bool = in_force("sync.fixed_order")
+    views: bool = in_force("sync.views")
+    check_finite: bool = in_force("sync.check_finite")
+    cycle: float = in_force("sync.cycle")
+    test_sleep: float = in_force("sync.test_sleep")
+    warn: float = in_force("sync.warn")
+    timeout: float = in_force("sync.timeout")
+    timeline: str = in_force("sync.timeline")
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise UsageError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
-        if self.compression not in (None, *WIRES):
-            raise UsageError(
-                f'compression must be "fp16", "bf16" or None, not {self.compression!r}'
-            )
+        check_fields(self, "sync")
         if self.mode == "planned" and (self.nonblocking or self.global_sleep_every):
             raise UsageError(
                 "nonblocking and global_sleep_every are about agreement: mode='negotiated' has it"
             )
-        if self.threshold < 1 or self.warn <= 0 or self.timeout <= 0 or self.cycle <= 0:
-            raise UsageError("threshold, cycle, warn and timeout must be positive")
+
+
+document(SyncOptions, "sync")
 
 
 @dataclass(frozen=True)
@@ -174,10 +146,9 @@ def make_engine(
 
 def _timeline_file(options: SyncOptions) -> str:
     """Where this process's next engine writes its timeline; empty for nowhere."""
-    name = options.timeline if options.timeline is not None else os.environ.get(TIMELINE, "")
-    if not name:
+    if not options.timeline:
         return ""
-    path, number, rank = Path(name), next(_timelines), find_world().rank
+    path, number, rank = Path(options.timeline), next(_timelines), find_world().rank
     marks = (f".rank{rank}" if rank else "") + (f".{number}" if number else "")
     return str(path.with_name(path.stem + marks + path.suffix))
 

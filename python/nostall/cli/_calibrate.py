@@ -262,7 +262,7 @@ def _network(
     if max(nodes) == 0:
         return {}
     program = find_program("nostall-exchange", Path(__file__).resolve().parents[1])
-    library = os.environ.get("NOSTALL_UCX_LIBRARY", str(cluster.LIBRARY))
+    library, tls, devices = cluster.ucx()
     role = {0: "serve", 1: "ask"}.get(nodes[world.rank]) if first_of_node else None
     process = None
     address = b""
@@ -271,8 +271,8 @@ def _network(
             str(program),
             role,
             library,
-            os.environ.get("NOSTALL_UCX_TLS", ""),
-            os.environ.get("NOSTALL_UCX_DEVICES", ""),
+            tls,
+            devices,
             str(size),
             "16",
             str(max(1, round(seconds))),

@@ -1,4 +1,4 @@
-"""Says what this machine offers and which place in a job is found for this process."""
+"""Says what this machine offers, which place in a job is found, and which options are in force."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nostall import __version__, _native
+from nostall.base import _options as options
 from nostall.base._sizes import defaults
+from nostall.base._table import TABLE
 from nostall.errors import Error, UsageError
 from nostall.job import _cluster as cluster
 from nostall.job._world import find_world
@@ -61,8 +63,28 @@ def findings() -> Iterator[tuple[str, str]]:
     )
 
 
+def settings() -> Iterator[tuple[str, str, str]]:
+    """(option, value in force, where from) of the options that a variable or nostall.toml may set."""
+    for option in TABLE:
+        if not option.variable and not option.file:
+            continue
+        try:
+            found = options.find(option.key)
+        except UsageError as error:
+            yield option.key, "refused", str(error)
+            continue
+        if found.place == "default":
+            yield option.key, option.usual, "default"
+        else:
+            yield option.key, "set" if option.secret else str(found.value), found.place
+
+
 def run(_arguments: argparse.Namespace) -> int:
-    """Prints the findings."""
+    """Prints the findings, and the options in force."""
     for what, how in findings():
         print(f"{what:14} {how}")
+    for name, how, place in [("", "", ""), ("option", "value", "from"), *settings()]:
+        print(f"{name:24} {how:40} {place}".rstrip())
+    for words in options.unknown_variables():
+        print(words)
     return 0

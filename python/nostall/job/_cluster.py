@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nostall import _native
+from nostall.base import _options as options
 from nostall.base._sizes import TierSpec
 from nostall.errors import Error, UsageError
 from nostall.job import _secret as secret
@@ -50,7 +51,7 @@ def node_identity() -> str:
     They find each other in their network namespace. NOSTALL_NODE overrides it, so that one machine
     can stand for several.
     """
-    if name := os.environ.get("NOSTALL_NODE"):
+    if name := options.value("job.node"):
         return f"named {name}"
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("ipc", "mnt", "net")]
@@ -75,11 +76,17 @@ def walls(nodes: Mapping[int, str]) -> str:
     return ""
 
 
+def ucx() -> tuple[str, str, str]:
+    """The library that speaks to UCX, and the transports and devices to use; empty for all."""
+    library = options.value("job.ucx_library") or str(LIBRARY)
+    return library, options.value("job.ucx_tls"), options.value("job.ucx_devices")
+
+
 def spans_nodes(world: World) -> bool:
     """Whether, as far as the launcher tells, other nodes take part."""
     if world.world_size == 1:
         return False
-    return world.local_world_size < world.world_size or "NOSTALL_NODE" in os.environ
+    return world.local_world_size < world.world_size or bool(options.value("job.node"))
 
 
 def check_alike(world: World, name: str, settings: Mapping[str, Any]) -> None:
@@ -151,11 +158,7 @@ def join(
     # A peer that goes is not an error here, and is told of in our own words.
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     try:
-        transport = _native.PeerTransport(
-            os.environ.get("NOSTALL_UCX_LIBRARY", str(LIBRARY)),
-            os.environ.get("NOSTALL_UCX_TLS", ""),
-            os.environ.get("NOSTALL_UCX_DEVICES", ""),
-        )
+        transport = _native.PeerTransport(*ucx())
     except Error as error:
         problem = str(error)
     mine: dict[str, Any] = {

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from nostall.base import _options as options
 from nostall.base import _owned as owned
 from nostall.errors import PeerError, UsageError
 from nostall.job import _greeting as greeting
@@ -65,7 +66,7 @@ def find_rendezvous(
     the store that torchrun offers, an initialised mpi4py. `name` tells apart what one job gathers.
     """
     env = os.environ if environment is None else environment
-    if where := env.get("NOSTALL_RENDEZVOUS"):
+    if where := options.value("job.rendezvous", env):
         return _by_hand(where, rank, world_size, name, env, timeout)
     if (store := initialised_store()) is not None:
         return _by_store(store, rank, world_size, name, timeout)

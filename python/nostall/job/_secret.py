@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nostall.base import _options as options
 from nostall.base import _owned as owned
 from nostall.errors import UsageError
 
-LEAST = 16  # bytes
 _KEY = 32
 
 _log = logging.getLogger("nostall")
@@ -32,13 +32,7 @@ def given(environment: Mapping[str, str] | None = None) -> bytes:
     Raises:
         UsageError: it is so short that it could be guessed.
     """
-    secret = (os.environ if environment is None else environment).get("NOSTALL_SECRET", "").encode()
-    if secret and len(secret) < LEAST:
-        raise UsageError(
-            f"NOSTALL_SECRET has {len(secret)} bytes: give it at least {LEAST}, for example by "
-            "NOSTALL_SECRET=$(openssl rand -hex 16), the same on all ranks"
-        )
-    return secret
+    return str(options.value("job.secret", environment)).encode()
 
 
 def offer(rank: int, exposed: str) -> dict[str, Any]:

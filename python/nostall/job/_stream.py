@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from nostall.base import _options as options
 from nostall.errors import CorruptionError, PeerError, UsageError
 from nostall.job import _greeting as greeting
 
@@ -147,7 +148,8 @@ def own_host(several: bool = False) -> str:
     Raises:
         UsageError: there is no such address.
     """
-    if host := os.environ.get("NOSTALL_HOST"):
+    host: str = options.value("job.host")
+    if host:
         if several and _is_loopback(host):
             raise UsageError(
                 f"NOSTALL_HOST={host} is a loopback address on {socket.gethostname()}, where no other "
@@ -156,9 +158,7 @@ def own_host(several: bool = False) -> str:
         return host
     if not several:
         return "127.0.0.1"
-    first = os.environ.get("MASTER_ADDR") or (
-        urlsplit(os.environ.get("NOSTALL_RENDEZVOUS", "")).hostname
-    )
+    first = os.environ.get("MASTER_ADDR") or (urlsplit(options.value("job.rendezvous")).hostname)
     towards = [_route_to(target) for target in (first, socket.gethostname(), _ANYWHERE) if target]
     for address in (*towards, *_interfaces()):
         if address and not _is_loopback(address):

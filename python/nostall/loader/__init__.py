@@ -3,5 +3,6 @@
 from nostall.loader import transforms
 from nostall.loader._dynamic_batches import DynamicBatches
 from nostall.loader._loader import DataLoader, RawBatch
+from nostall.loader._options import LoaderOptions
 
-__all__ = ["DataLoader", "DynamicBatches", "RawBatch", "transforms"]
+__all__ = ["DataLoader", "DynamicBatches", "LoaderOptions", "RawBatch", "transforms"]

@@ -14,19 +14,20 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nostall import _native
+from nostall.base._options import checked, value
 from nostall.base._sizes import TierSpec, defaults, parse_size, parse_tiers, within
 from nostall.errors import UsageError
 from nostall.job import _cluster as cluster
-from nostall.job._rendezvous import AllGather, find_rendezvous
+from nostall.job._rendezvous import find_rendezvous
 from nostall.job._world import find_world
-from nostall.loader import _options as options
 from nostall.loader._calibration import Calibration
+from nostall.loader._options import LoaderArguments, LoaderOptions, with_arguments
 from nostall.loader._python_transforms import PythonStage, takes_images
 from nostall.loader.transforms import Transform, is_native
 from nostall.loader.transforms import compile as compile_transforms
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
 _STATE_VERSION = 1
 _READS_IN_FLIGHT = 16
-_PEER_TIMEOUT_MS = 10_000
 _ENDLESS = 2**31 - 1  # epochs of a plan without an end
 _BOUNDED = 1024  # the lower bound is that of the whole job up to so many epochs
 
@@ -101,15 +101,6 @@ def _lower_bound(
         epochs = min(epochs, max(recorder.epochs_begun, first_epoch + 1))
     spec = Plan(**{**planned, "epochs": epochs}).native
     return int(_native.source_bytes_lower_bound(spec, sizes, capacity, first_epoch))
-
-
-def _peer_timeout_ms(environment: Mapping[str, str]) -> int:
-    given = environment.get("NOSTALL_PEER_TIMEOUT_MS", str(_PEER_TIMEOUT_MS))
-    if not (given.isascii() and given.isdigit() and len(given) < 11 and 0 < int(given) < 2**31):
-        raise UsageError(
-            f"NOSTALL_PEER_TIMEOUT_MS={given} is not a number of milliseconds from 1 to {2**31 - 1}"
-        )
-    return int(given)
 
 
 def _end(loader: _native.Loader, learned: Source | None) -> None:
@@ -179,40 +170,16 @@ class DataLoader:
             is kept as it is.
         drop_last: drop samples that do not fill the world, then the last partial batch.
         tiers: storage classes of this node, fastest first, shared by all its ranks, for example
-            ``["ram:20GiB", "/nvme/cache:400GiB"]``; ``"auto"`` or ``[]``.
-        staging: bytes of finished batches kept ahead of the consumer, per rank; ``"auto"`` is 256
-            MiB, less where a limit of memory leaves little.
-        on_error: what a sample that cannot be read or decoded does: ``"raise"``, or
-            ``"substitute"`` (another sample takes its place, the same on every rank; see `stats`).
-            It is about damage: what a callable of the user's raises ends the iteration.
-        rank, world_size, local_rank, local_world_size, job: found from torch.distributed,
-            torchrun, mpirun or Slurm where not given.
-        threads: threads of this rank that transform; the node's cores divided by its ranks if None.
-        output: ``"torch"`` or ``"numpy"`` arrays; torch where it is installed if None.
-        dtype, layout: of transformed images, ``"uint8"``, ``"float16"``, ``"float32"`` and
-            ``"chw"``, ``"hwc"``; what ToTensor implies if None.
+            ``["ram:20GiB", "/nvme/cache:400GiB"]``; ``"auto"`` or ``[]``. If None, those of
+            nostall.toml, else ``"auto"``.
         order: ``"torch"``, ``"keyed"`` (O(1) memory), `SubBatches` (data used several times while
             it is in memory), or the user's own sequence of sample ids, in which a sample may come
             again: every occurrence has random draws of its own.
-        decode: give a callable transform the decoded image, uint8 of shape (height, width, 3); if
-            None, where its first step is a transform of torchvision or albumentations.
-        workers: where a callable runs: ``"threads"`` or ``"processes"``.
-        collate: makes one batch of the list of its samples (a callable's results, images of the
-            native transforms, or raw bytes), of none too where a rank's share of the last batch is
-            empty; they are stacked if None. Labels follow beside.
-        reader: ``"auto"``, ``"io_uring"`` or ``"pread"``.
-        peers: whether nodes share what their tiers hold: ``"auto"`` where the ranks can find each
-            other, ``"on"``, ``"off"``, or the job's own allgather, a function that takes this
-            rank's bytes and returns those of all ranks in order (see `nostall.job._rendezvous`).
-        sharing: who reads what a node keeps: ``"push"``, the rank that needs a sample first, for
-            all nodes; or ``"owners-read"``, each node for itself (the rule of HDMLP, seed
-            clairvoyant-prefetching 3.2.2; to measure what reading once gains).
-        assignment: ``"locality"`` gives the samples of a global batch to ranks whose node keeps
-            them, from the second epoch on: the global batches stay the same, the network carries
-            less, but a rank's part of a batch is no longer a random one, which batch norm without
-            synchronisation may notice.
-        calibration: a file of ``nostall calibrate`` to start from; without one the loader starts
-            from defaults and learns.
+        on_error: what a sample that cannot be read or decoded does: ``"raise"``, or
+            ``"substitute"`` (another sample takes its place, the same on every rank; see `stats`).
+            It is about damage: what a callable of the user's raises ends the iteration.
+        options: all others, `LoaderOptions`.
+        rare: fields of `LoaderOptions`, in the place of those of `options`.
 
     Raises:
         UsageError: arguments that do not go together, named with their value.
@@ -231,119 +198,39 @@ class DataLoader:
         transforms: Transforms = None,
         shuffle: bool | None = None,
         drop_last: bool = False,
-        tiers: str | Sequence[str | TierSpec] = "auto",
-        staging: int | str = "auto",
-        on_error: Literal["raise", "substitute"] = "raise",
-        rank: int | None = None,
-        world_size: int | None = None,
-        local_rank: int | None = None,
-        local_world_size: int | None = None,
-        job: str | None = None,
-        threads: int | None = None,
-        output: Literal["torch", "numpy"] | None = None,
-        dtype: Literal["uint8", "float16", "float32"] | None = None,
-        layout: Literal["chw", "hwc"] | None = None,
+        tiers: str | Sequence[str | TierSpec] | None = None,
         order: Order = "torch",
-        scheme: Literal["uniform", "whole", "imbalanced"] = "uniform",
-        decode: bool | None = None,
-        workers: Literal["threads", "processes"] = "threads",
-        collate: Callable[[list[Any]], Any] | None = None,
-        reader: Literal["auto", "io_uring", "pread"] = "auto",
-        peers: Literal["auto", "on", "off"] | AllGather = "auto",
-        sharing: Literal["push", "owners-read"] = "push",
-        assignment: Literal["plan", "locality"] = "plan",
-        calibration: str | os.PathLike[str] | None = None,
-        **unknown: NoReturn,
+        on_error: Literal["raise", "substitute"] = "raise",
+        options: LoaderOptions | None = None,
+        **rare: Unpack[LoaderArguments],
     ) -> None:
-        given = {name: value for name, value in locals().items() if name != "self"}
         if not isinstance(dataset, Source):
             raise UsageError(
                 f"the first argument is {type(dataset).__name__}, not a dataset of nostall: open one, "
                 'for example nostall.ImageFolder("/data/train")'
             )
-        options.refuse_unknown(unknown, given)
-        plain = options.check(given)
-        batch_size, epochs, threads = plain["batch_size"], plain["epochs"], plain["threads"]
-        rank, world_size = plain["rank"], plain["world_size"]
-        local_rank, local_world_size = plain["local_rank"], plain["local_world_size"]
-        shuffle, decode = plain["shuffle"], plain["decode"]
+        chosen = self._options = with_arguments(options, rare)
         self.dataset = dataset
-        self._batch_size = batch_size
-        self.epochs_total = epochs
-        self._last_epoch = _ENDLESS if epochs is None else epochs
-        self.seed = plain["seed"]
-        self.drop_last = plain["drop_last"]
-        self.world = find_world(
-            rank=rank,
-            world_size=world_size,
-            local_rank=local_rank,
-            local_world_size=local_world_size,
-            job=job,
-        )
-        self._name = f"loader {next(_made)}"
-        # What only some ranks make, alone or in a smaller world, shifts no numbers of the others.
-        group = (self.world.world_size, job or "")
-        self._twins = f"{job or ''} loader {next(_made_in[group])}"
-        self._job = job or f"{self.world.job} {self._name}"
-        self._peers = peers
-        self._sharing = sharing
-        self._assignment = assignment
-        self._compared = False
-        self._cluster: cluster.Cluster | None = None
-        self._joins = 0  # a resumed loader meets the others again
-        self._peer_counts: dict[str, int] = {}
-        limits = _native.memory_limits()
-        self._tiers = within(
-            parse_tiers(
-                tiers,
-                dataset_bytes=dataset.total_bytes,
-                local_world_size=self.world.local_world_size,
-            ),
-            limits,
-            dataset_bytes=dataset.total_bytes,
-            memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        )
-        self._order = _chosen_order(order, shuffle)
+        self._batch_size: int = checked("loader.batch_size", batch_size)
+        self.epochs_total: int | None = checked("loader.epochs", epochs)
+        self._last_epoch = _ENDLESS if self.epochs_total is None else self.epochs_total
+        self.seed: int = checked("loader.seed", seed)
+        self.drop_last: bool = checked("loader.drop_last", drop_last)
+        self._on_error = checked("loader.on_error", on_error)
+        self._order = _chosen_order(order, checked("loader.shuffle", shuffle))
         self._order_name = _order_name(self._order)
-        self._scheme = scheme
-        self._order_world = self.world.world_size
-        self._on_error = on_error
-        self._reader = reader
-        usual = defaults(
-            limits,
-            dataset_bytes=dataset.total_bytes,
-            local_world_size=self.world.local_world_size,
-        )
-        self._staging = usual.staging if staging == "auto" else parse_size(staging)
-        self._reading = usual.reading
-        cores = len(os.sched_getaffinity(0))
-        self._threads = threads or max(1, cores // self.world.local_world_size)
-        self._calibration = Calibration.load(calibration) if calibration is not None else None
-        self._output = output or ("torch" if importlib.util.find_spec("torch") else "numpy")
-
+        tiers = value("loader.tiers") if tiers is None else checked("loader.tiers", tiers)
+        self._find_place()
+        self._take_memory(tiers)
+        self._calibration = Calibration.load(chosen.calibration) if chosen.calibration else None
+        self._output = chosen.output or ("torch" if importlib.util.find_spec("torch") else "numpy")
         if self._output == "torch":
             # Here, so that the first batch does not wait for it.
             importlib.import_module("torch")
-
         self._pipeline: _native.Pipeline | None = None
         self._python: PythonStage | None = None
-        if transforms is not None and not callable(transforms) and is_native(transforms):
-            self._pipeline = compile_transforms(
-                transforms, dtype=dtype, layout=layout, pixels=dataset.pixels
-            )
-        elif transforms is not None:
-            decoded = takes_images(transforms) if decode is None else decode
-            self._python = PythonStage(
-                transforms,
-                decode=dataset.pixels if decoded and dataset.pixels else decoded,
-                workers=workers,
-                count=self._threads,
-                collate=collate,
-                output=self._output,
-                on_error=on_error,
-                seed=self.seed,
-            )
-        self._collate = None if self._python else collate
+        self._transform_by(transforms)
+        self._order_world = self.world.world_size
         self._spec = self._make_spec()
         self._batches = int(_native.batches_per_epoch(self._spec))
         self._position = (0, 0)
@@ -354,6 +241,63 @@ class DataLoader:
         self._closed = False
         self._recorder = Recorder(self.world.rank, self.world.world_size)
         self._finalizer = weakref.finalize(self, lambda: None)
+
+    def _find_place(self) -> None:
+        """This rank's place in the job, and the names that loaders are told apart by."""
+        chosen = self._options
+        self.world = find_world(
+            rank=chosen.rank,
+            world_size=chosen.world_size,
+            local_rank=chosen.local_rank,
+            local_world_size=chosen.local_world_size,
+            job=chosen.job,
+        )
+        job = chosen.job or ""
+        self._name = f"loader {next(_made)}"
+        # What only some ranks make, alone or in a smaller world, shifts no numbers of the others.
+        self._twins = f"{job} loader {next(_made_in[self.world.world_size, job])}"
+        self._job = job or f"{self.world.job} {self._name}"
+        self._compared = False
+        self._cluster: cluster.Cluster | None = None
+        self._joins = 0  # a resumed loader meets the others again
+        self._peer_counts: dict[str, int] = {}
+
+    def _take_memory(self, tiers: str | Sequence[str | TierSpec]) -> None:
+        """Sizes of tiers and buffers, and the threads."""
+        ranks, size = self.world.local_world_size, self.dataset.total_bytes
+        limits = _native.memory_limits()
+        self._tiers = within(
+            parse_tiers(tiers, dataset_bytes=size, local_world_size=ranks),
+            limits,
+            dataset_bytes=size,
+            memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        )
+        usual = defaults(limits, dataset_bytes=size, local_world_size=ranks)
+        staging = self._options.staging
+        self._staging = usual.staging if staging == "auto" else parse_size(staging)
+        self._reading = usual.reading
+        cores = len(os.sched_getaffinity(0))
+        self._threads = self._options.threads or max(1, cores // ranks)
+
+    def _transform_by(self, transforms: Transforms) -> None:
+        chosen, pixels = self._options, self.dataset.pixels
+        if transforms is not None and not callable(transforms) and is_native(transforms):
+            self._pipeline = compile_transforms(
+                transforms, dtype=chosen.dtype, layout=chosen.layout, pixels=pixels
+            )
+        elif transforms is not None:
+            decoded = takes_images(transforms) if chosen.decode is None else chosen.decode
+            self._python = PythonStage(
+                transforms,
+                decode=pixels if decoded and pixels else decoded,
+                workers=chosen.workers,
+                count=self._threads,
+                collate=chosen.collate,
+                output=self._output,
+                on_error=self._on_error,
+                seed=self.seed,
+            )
+        self._collate = None if self._python else chosen.collate
 
     # ------------------------------------------------------------------ iterating
 
@@ -662,7 +606,7 @@ class DataLoader:
             "seed": self.seed,
             "drop_last": self.drop_last,
             "order": self._order,
-            "scheme": self._scheme,
+            "scheme": self._options.scheme,
             "order_world": self._order_world,
         }
         self._plan = Plan(**self._planned)
@@ -670,14 +614,14 @@ class DataLoader:
 
     def _join(self) -> cluster.Cluster | None:
         """Meets the ranks of other nodes, where there are any and samples may travel."""
-        if self._peers == "off" or not any(t.capacity for t in self._tiers):
+        if self._options.peers == "off" or not any(t.capacity for t in self._tiers):
             return None
-        if self._peers == "auto" and not cluster.spans_nodes(self.world):
+        if self._options.peers == "auto" and not cluster.spans_nodes(self.world):
             return None
         world = self.world
         allgather = (
-            self._peers
-            if callable(self._peers)
+            self._options.peers
+            if callable(self._options.peers)
             else find_rendezvous(world.rank, world.world_size, f"{self._name} {self._joins}")
         )
         if allgather is None:
@@ -685,14 +629,14 @@ class DataLoader:
                 "nothing connects the ranks: initialise torch.distributed or mpi4py first, set "
                 "NOSTALL_RENDEZVOUS, or pass peers="
             )
-            if self._peers == "on":
+            if self._options.peers == "on":
                 raise UsageError(f"samples cannot travel between nodes: {reason}")
             if world.rank == 0:
                 _log.warning("samples do not travel between nodes: %s", reason)
             return None
         joined = cluster.join(world, self._tiers, allgather, self._alike())
         self._joins += 1
-        if joined.problem and self._peers == "on":
+        if joined.problem and self._options.peers == "on":
             raise UsageError(f"samples cannot travel between nodes: {joined.problem}")
         self.world = joined.settle(world)
         return joined
@@ -706,8 +650,8 @@ class DataLoader:
             "batch_size": self.batch_size,
             "epochs": self.epochs_total,
             **state,
-            "sharing": self._sharing,
-            "assignment": self._assignment,
+            "sharing": self._options.sharing,
+            "assignment": self._options.assignment,
         }
 
     def _stage(self) -> _native.Loader:
@@ -736,13 +680,13 @@ class DataLoader:
                 fetchers=self._fetchers(),
                 workers=self._threads,
                 depth=_READS_IN_FLIGHT,
-                reader=self._reader,
+                reader=self._options.reader,
                 staging_bytes=self._staging,
                 io_bytes=self._reading,
                 first_epoch=self._first_epoch,
                 expected=self._expected(),
-                sharing=self._sharing,
-                locality=self._assignment == "locality",
+                sharing=self._options.sharing,
+                locality=self._options.assignment == "locality",
                 **self._reach(met),
             )
             self._finalizer.detach()
@@ -777,7 +721,7 @@ class DataLoader:
             "capacities": met.capacities,
             "addresses": met.addresses,
             "secret": met.secret,
-            "peer_timeout_ms": _peer_timeout_ms(os.environ),
+            "peer_timeout_ms": value("job.peer_timeout_ms"),
         }
 
     def _stop_native(self) -> None:

@@ -1,94 +1,77 @@
-"""What the options of a DataLoader may be: one table of checks, one sentence for each refusal."""
+"""What a DataLoader may be told beside its own arguments; the checks are those of the one table."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import dataclasses
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
 
-import numpy as np
-
-from nostall.base._sizes import TierSpec
+from nostall.base._options import check_fields, document, in_force, names, suggestion
 from nostall.errors import UsageError
-
-# Says what is wrong with a value, None if nothing is.
-_Check = Callable[[Any], str | None]
+from nostall.job._rendezvous import AllGather
 
 
-def _integer(least: int, most: int) -> _Check:
-    def check(value: Any) -> str | None:
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-            return f"must be an integer from {least} to {most}"
-        if value < least:
-            return f"must be at least {least}"
-        return f"must be at most {most}" if value > most else None
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """What a `DataLoader` is told less often; what is not given follows nostall.toml, else the default.
 
-    return check
+    Raises:
+        UsageError: a value that cannot be meant, with its option.
+    """
 
+    staging: int | str = in_force("loader.staging")
+    rank: int | None = in_force("loader.rank")
+    world_size: int | None = in_force("loader.world_size")
+    local_rank: int | None = in_force("loader.local_rank")
+    local_world_size: int | None = in_force("loader.local_world_size")
+    job: str | None = in_force("loader.job")
+    threads: int | None = in_force("loader.threads")
+    output: Literal["torch", "numpy"] | None = in_force("loader.output")
+    dtype: Literal["uint8", "float16", "float32"] | None = in_force("loader.dtype")
+    layout: Literal["chw", "hwc"] | None = in_force("loader.layout")
+    scheme: Literal["uniform", "whole", "imbalanced"] = in_force("loader.scheme")
+    decode: bool | None = in_force("loader.decode")
+    workers: Literal["threads", "processes"] = in_force("loader.workers")
+    collate: Callable[[list[Any]], Any] | None = in_force("loader.collate")
+    reader: Literal["auto", "io_uring", "pread"] = in_force("loader.reader")
+    peers: Literal["auto", "on", "off"] | AllGather = in_force("loader.peers")
+    sharing: Literal["push", "owners-read"] = in_force("loader.sharing")
+    assignment: Literal["plan", "locality"] = in_force("loader.assignment")
+    calibration: str | os.PathLike[str] | None = in_force("loader.calibration")
 
-def _flag(value: Any) -> str | None:
-    return None if isinstance(value, (bool, np.bool_)) else "must be True or False"
-
-
-def _one_of(*choices: str) -> _Check:
-    names = [f'"{c}"' for c in choices]
-    text = f"must be {', '.join(names[:-1])} or {names[-1]}"
-    return lambda value: None if isinstance(value, str) and value in choices else text
-
-
-def _function(value: Any) -> str | None:
-    return None if callable(value) else "must be a function"
-
-
-def _text(value: Any) -> str | None:
-    return None if isinstance(value, str) else "must be text"
-
-
-def _peers(value: Any) -> str | None:
-    return None if callable(value) else _one_of("auto", "on", "off")(value)
-
-
-def _tiers(value: Any) -> str | None:
-    if isinstance(value, str):
-        return None
-    good = isinstance(value, (list, tuple)) and all(isinstance(t, (str, TierSpec)) for t in value)
-    return None if good else 'must be "auto", a tier as text, or a list of tiers'
+    def __post_init__(self) -> None:
+        check_fields(self, "loader")
 
 
-def _or_none(check: _Check) -> _Check:
-    def checked(value: Any) -> str | None:
-        wrong = None if value is None else check(value)
-        return f"{wrong}, or None" if wrong and not wrong.startswith("must be at ") else wrong
-
-    return checked
+NAMES = tuple(field.name for field in dataclasses.fields(LoaderOptions))
+document(LoaderOptions, "loader")
 
 
-CHECKS: dict[str, _Check] = {
-    "batch_size": _integer(1, 2**31 - 1),
-    "epochs": _or_none(_integer(1, 2**31 - 1)),
-    "seed": _integer(0, 2**64 - 1),
-    "shuffle": _or_none(_flag),
-    "drop_last": _flag,
-    "tiers": _tiers,
-    "on_error": _one_of("raise", "substitute"),
-    "rank": _or_none(_integer(0, 2**31 - 1)),
-    "world_size": _or_none(_integer(1, 2**31 - 1)),
-    "local_rank": _or_none(_integer(0, 2**31 - 1)),
-    "local_world_size": _or_none(_integer(1, 2**31 - 1)),
-    "job": _or_none(_text),
-    "threads": _or_none(_integer(1, 1024)),
-    "output": _or_none(_one_of("torch", "numpy")),
-    "dtype": _or_none(_one_of("uint8", "float16", "float32")),
-    "layout": _or_none(_one_of("chw", "hwc")),
-    "scheme": _one_of("uniform", "whole", "imbalanced"),
-    "decode": _or_none(_flag),
-    "workers": _one_of("threads", "processes"),
-    "collate": _or_none(_function),
-    "reader": _one_of("auto", "io_uring", "pread"),
-    "peers": _peers,
-    "sharing": _one_of("push", "owners-read"),
-    "assignment": _one_of("plan", "locality"),
-}
+class LoaderArguments(TypedDict, total=False):
+    """The fields of `LoaderOptions` as keywords of DataLoader."""
+
+    staging: int | str
+    rank: int | None
+    world_size: int | None
+    local_rank: int | None
+    local_world_size: int | None
+    job: str | None
+    threads: int | None
+    output: Literal["torch", "numpy"] | None
+    dtype: Literal["uint8", "float16", "float32"] | None
+    layout: Literal["chw", "hwc"] | None
+    scheme: Literal["uniform", "whole", "imbalanced"]
+    decode: bool | None
+    workers: Literal["threads", "processes"]
+    collate: Callable[[list[Any]], Any] | None
+    reader: Literal["auto", "io_uring", "pread"]
+    peers: Literal["auto", "on", "off"] | AllGather
+    sharing: Literal["push", "owners-read"]
+    assignment: Literal["plan", "locality"]
+    calibration: str | os.PathLike[str] | None
+
 
 # What torch's DataLoader calls them, and what there is here.
 _OF_TORCH = {
@@ -106,32 +89,20 @@ _OF_TORCH = {
 }
 
 
-def check(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Checks all that the table names, and gives it as plain values of Python.
-
-    Numbers and flags of NumPy are taken, but neither JSON nor ``is False`` knows them.
+def with_arguments(given: LoaderOptions | None, arguments: LoaderArguments) -> LoaderOptions:
+    """The options with keyword arguments in their place.
 
     Raises:
-        UsageError: a value that cannot be meant, with its option.
+        UsageError: `given` is something else, or there is no such option.
     """
-    plain: dict[str, Any] = {}
-    for name, test in CHECKS.items():
-        if name not in given:
-            continue
-        value = given[name]
-        if wrong := test(value):
-            raise UsageError(f"{name} {wrong}, not {value!r}")
-        plain[name] = value.item() if isinstance(value, np.generic) else value
-    return plain
+    if given is not None and not isinstance(given, LoaderOptions):
+        raise UsageError(f"options must be nostall.LoaderOptions, or None, not {given!r}")
+    _refuse_unknown(name for name in arguments if name not in NAMES)
+    return dataclasses.replace(given or LoaderOptions(), **arguments)
 
 
-def refuse_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
-    """Says what to pass instead of an option that there is not.
-
-    Raises:
-        UsageError: `unknown` is not empty.
-    """
+def _refuse_unknown(unknown: Iterable[str]) -> None:
     for name in unknown:
-        near = difflib.get_close_matches(name, list(known), 1)
-        hint = _OF_TORCH.get(name) or (f"did you mean {near[0]}=?" if near else "")
-        raise UsageError(f"DataLoader has no option {name}" + (f": {hint}" if hint else ""))
+        hint = f": {_OF_TORCH[name]}" if name in _OF_TORCH else ""
+        hint = hint or suggestion(name, names("loader"), "{}=")
+        raise UsageError(f"DataLoader has no option {name}{hint}")

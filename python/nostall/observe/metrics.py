@@ -18,6 +18,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nostall.base import _options as options
 from nostall.errors import Error, IoError, UsageError
 from nostall.observe._stats import ORIGINS, EpochStats, Stats
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["close", "serve", "text", "to_tensorboard"]
 
-VARIABLE = "NOSTALL_METRICS_PORT"
+VARIABLE = options.row("observe.metrics_port").variable
 LIVE_SECONDS = 1.0
 
 _loaders: weakref.WeakSet[Observed] = weakref.WeakSet()
@@ -51,14 +52,13 @@ def add(loader: Observed) -> None:
     """For loaders that start: their numbers are served from now on."""
     global _refused
     _loaders.add(loader)
-    port = os.environ.get(VARIABLE)
-    if not port or _server is not None or _refused:
+    if _server is not None or _refused:
         return
     try:
-        if not port.isdigit() or int(port) > 65535:
-            raise UsageError(f"{VARIABLE} must be a port, not {port!r}")
+        port = options.value("observe.metrics_port")
         # Each rank of the node listens on a port of its own.
-        serve(int(port) + loader.world.local_rank)
+        if port is not None:
+            serve(port + loader.world.local_rank)
     except (Error, OverflowError) as error:
         # Watching never ends what it watches.
         _refused = True

@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from nostall import _native
+from nostall.base import _options as options
 from nostall.errors import Error, IoError, UsageError
 from nostall.job._world import find_world
 from nostall.observe import metrics
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["enabled", "span", "start", "stop"]
 
-VARIABLE = "NOSTALL_TRACE"
+VARIABLE = options.row("observe.trace").variable
 FORMAT = 1
 
 
@@ -159,7 +160,7 @@ class span:
 
 def wanted() -> bool:
     """Whether this process records, or ``NOSTALL_TRACE`` asks for it."""
-    return enabled() or bool(os.environ.get(VARIABLE))
+    return enabled() or bool(options.value("observe.trace"))
 
 
 def begin(loader: Observed, stats: Callable[[], Stats]) -> None:
@@ -169,7 +170,7 @@ def begin(loader: Observed, stats: Callable[[], Stats]) -> None:
     the training.
     """
     global _refused
-    directory = os.environ.get(VARIABLE)
+    directory = options.value("observe.trace")
     if directory and not _refused and (_run is None or _run.pid != os.getpid()):
         try:
             start(directory, loader.world.rank, loader.world.world_size)

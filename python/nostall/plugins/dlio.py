@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 import nostall
+from nostall.base import _options as options
 from nostall.errors import UsageError
 
 try:
@@ -41,8 +42,6 @@ except ImportError as error:
 
 __all__ = ["Checkpointing", "DataLoader", "Reader"]
 
-TIERS = "NOSTALL_DLIO_TIERS"
-CHECKPOINT = "NOSTALL_DLIO_CHECKPOINT"
 # Steps of one epoch that a checkpoint's number leaves room for.
 _STEPS = 1_000_000
 
@@ -129,7 +128,7 @@ class DataLoader(BaseDataLoader):
             shuffle=given.sample_shuffle is not Shuffle.OFF,
             drop_last=True,
             transforms=_Sample(self.format_type, given),
-            tiers=_tiers(os.environ.get(TIERS, "auto")),
+            tiers=_tiers(options.value("dlio.tiers")),
             staging=self._staging(given),
             threads=max(1, given.read_threads),
             rank=given.my_rank,
@@ -229,7 +228,7 @@ class Checkpointing(BaseCheckpointing):
         self._state: dict[str, Any] = {}
         if self.args.checkpoint_type == CheckpointLocationType.RANK_ZERO and rank != 0:
             return
-        level: Any = os.environ.get(CHECKPOINT, "durable")
+        level: Any = options.value("dlio.checkpoint")
         self.checkpointer = nostall.Checkpointer(
             durable=os.path.join(self.args.checkpoint_folder, f"rank{rank}"),
             level=level, keep=2, rank=0, world_size=1, job=f"dlio-{os.getpid()}",

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from nostall import _native
+from nostall.base import _options as options
 from nostall.errors import IoError, UsageError
 
 _SCHEMES = ("s3://", "s3a://", "gs://", "az://", "abfs://", "http://", "https://")
@@ -52,17 +53,17 @@ def connect(root: str) -> Any:
             f"reading {root} needs the package obstore: pip install 'nostall[objects]'"
         ) from None
     endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
-    timeout = os.environ.get("NOSTALL_OBJECT_TIMEOUT_S", "30")
-    options: dict[str, Any] = {"timeout": f"{timeout}s", "connect_timeout": "5s"}
+    timeout = options.value("source.object_timeout_s")
+    client: dict[str, Any] = {"timeout": f"{timeout:g}s", "connect_timeout": "5s"}
     if endpoint.startswith("http://") or root.startswith("http://"):
-        options["allow_http"] = True
+        client["allow_http"] = True
     return from_url(
         root,
-        client_options=options,
+        client_options=client,
         **_profile(root),
         retry_config={
-            "max_retries": int(os.environ.get("NOSTALL_OBJECT_RETRIES", "8")),
-            "retry_timeout": timedelta(seconds=2 * float(timeout)),
+            "max_retries": options.value("source.object_retries"),
+            "retry_timeout": timedelta(seconds=2 * timeout),
             "backoff": {
                 "init_backoff": timedelta(milliseconds=50),
                 "max_backoff": timedelta(seconds=5),

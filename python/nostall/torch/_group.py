@@ -33,6 +33,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from torch.futures import Future
 
 from nostall import _native
+from nostall.base._options import in_force
 from nostall.collective import Communicator
 from nostall.errors import PeerError, UsageError
 from nostall.job._cluster import node_identity
@@ -80,7 +81,7 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Options:
-    """`pg_options` of the backend; `order` also from NOSTALL_ORDER.
+    """`pg_options` of the backend; `order` is that of NOSTALL_ORDER where it is not given.
 
     "fixed": sums have the same bits for any order of arrival; within a node they are a left fold in
     the order of ranks. "any": large sums of floats may differ from run to run in their last bits.
@@ -91,7 +92,7 @@ class Options:
     Raises UsageError for another `order`, or `shared_bytes` that are no int from 0 to 2**46.
     """
 
-    order: Literal["any", "fixed"] = "any"
+    order: Literal["any", "fixed"] = in_force("torch.order")
     shared_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
@@ -935,10 +936,7 @@ _hide_from_compiler()
 
 def _create(options: Any, backend_options: object | None) -> Group:
     if backend_options is None:
-        order = os.environ.get("NOSTALL_ORDER", "any")
-        if order not in ("any", "fixed"):
-            raise UsageError(f'NOSTALL_ORDER={order} is neither "any" nor "fixed"')
-        backend_options = Options("fixed" if order == "fixed" else "any")
+        backend_options = Options()
     if not isinstance(backend_options, Options):
         raise UsageError(
             f"pg_options of the backend nostall are nostall.torch.GroupOptions, not "

@@ -19,7 +19,6 @@ import nostall
 from nostall import _native
 from nostall import transforms as t
 from nostall.errors import CorruptionError, TransformError, UsageError
-from nostall.loader._loader import _peer_timeout_ms
 
 CROP = [t.RandomResizedCrop(16, scale=(0.1, 0.4)), t.RandomHorizontalFlip(), t.ToTensor()]
 
@@ -79,14 +78,6 @@ def test_numbers_and_flags_of_numpy_become_plain(image_folder: Path) -> None:
         assert json.loads(json.dumps(kept)) == kept
         assert (loader.epochs_total, loader.drop_last) == (90, True)
         assert type(loader.batch_size) is int and type(loader.drop_last) is bool
-
-
-@pytest.mark.parametrize("given", ["10s", "", "-1", "0", "1e3", "9" * 5000])
-def test_a_peer_timeout_that_is_none_is_refused(given: str) -> None:
-    with pytest.raises(UsageError, match=r"NOSTALL_PEER_TIMEOUT_MS=.* milliseconds from 1 to"):
-        _peer_timeout_ms({"NOSTALL_PEER_TIMEOUT_MS": given})
-    assert _peer_timeout_ms({"NOSTALL_PEER_TIMEOUT_MS": "250"}) == 250
-    assert _peer_timeout_ms({}) == 10_000
 
 
 def test_what_is_fixed_cannot_be_set(image_folder: Path) -> None:

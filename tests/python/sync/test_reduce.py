@@ -64,7 +64,7 @@ reduce_gradients({"a": np.zeros(3), "b": np.zeros((2, 6) if rank else (3, 4))})
 
 
 def test_bad_options_are_refused() -> None:
-    with pytest.raises(UsageError, match="planned, negotiated"):
+    with pytest.raises(UsageError, match='mode must be "planned" or "negotiated"'):
         SyncOptions(mode="x")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="negotiated"):
         SyncOptions(nonblocking=True)
