@@ -82,12 +82,12 @@ void bind_checkpoint(nb::module_& m) {
       .value("in_background", Copying::in_background)
       .value("lazily", Copying::lazily);
 
-  nb::class_<Image>(m, "Image", "A snapshot in memory (native/checkpoint/image.h).")
+  nb::class_<Snapshot>(m, "Snapshot", "A snapshot in memory (native/checkpoint/snapshot.h).")
       .def(nb::init<unsigned>(), nb::arg("threads"))
-      .def("reserve", &Image::reserve, nb::arg("bytes"), Unlocked())
+      .def("reserve", &Snapshot::reserve, nb::arg("bytes"), Unlocked())
       .def(
           "begin",
-          [](Image& image, const nb::bytes& header,
+          [](Snapshot& snapshot, const nb::bytes& header,
              const std::vector<std::pair<uint64_t, uint64_t>>& pieces, Copying copying) {
             std::vector<Piece> native;
             native.reserve(pieces.size());
@@ -97,23 +97,23 @@ void bind_checkpoint(nb::module_& m) {
             const std::span<const std::byte> head{static_cast<const std::byte*>(header.data()),
                                                   header.size()};
             const nb::gil_scoped_release release;
-            image.begin(head, std::move(native), copying);
+            snapshot.begin(head, std::move(native), copying);
           },
           nb::arg("header"), nb::arg("pieces"), nb::arg("copying") = Copying::at_once,
           "Pieces are (address, bytes) of memory that must stay as it is until it is copied, and "
           "be "
-          "readable until the image is written.")
+          "readable until the snapshot is written.")
       .def(
           "copy",
-          [](Image& image, const std::vector<uint32_t>& pieces) {
+          [](Snapshot& snapshot, const std::vector<uint32_t>& pieces) {
             const nb::gil_scoped_release release;
-            image.copy(pieces);
+            snapshot.copy(pieces);
           },
           nb::arg("pieces"), "The blocks that these pieces lie in, now.")
-      .def("finish", &Image::finish, Unlocked())
-      .def_prop_ro("copied_bytes", &Image::copied_bytes)
-      .def_prop_ro("size", &Image::size)
-      .def_prop_ro("capacity", &Image::capacity);
+      .def("finish", &Snapshot::finish, Unlocked())
+      .def_prop_ro("copied_bytes", &Snapshot::copied_bytes)
+      .def_prop_ro("size", &Snapshot::size)
+      .def_prop_ro("capacity", &Snapshot::capacity);
 
   nb::class_<Gate>(m, "Gate", "Keeps background writing back while it is held.")
       .def(nb::init<>())
@@ -143,18 +143,18 @@ void bind_checkpoint(nb::module_& m) {
       .def_ro("seconds", &Written::seconds)
       .def_ro("cpu_seconds", &Written::cpu_seconds);
 
-  nb::class_<Write>(m, "ImageWrite", "An image into a file (native/checkpoint/write.h).")
+  nb::class_<Write>(m, "SnapshotWrite", "A snapshot into a file (native/checkpoint/write.h).")
       .def(
           "__init__",
-          [](Write* self, std::shared_ptr<Image> image, const std::string& path, uint64_t rate,
-             Priority priority, unsigned threads, bool direct, std::shared_ptr<Gate> gate,
-             double gate_patience, bool considerate) {
+          [](Write* self, std::shared_ptr<Snapshot> snapshot, const std::string& path,
+             uint64_t rate, Priority priority, unsigned threads, bool direct,
+             std::shared_ptr<Gate> gate, double gate_patience, bool considerate) {
             new (self)
-                Write(std::move(image), path,
+                Write(std::move(snapshot), path,
                       options_of(rate, priority, threads, direct, gate_patience, considerate),
                       std::move(gate));
           },
-          nb::arg("image"), nb::arg("path"), nb::arg("rate") = 0,
+          nb::arg("snapshot"), nb::arg("path"), nb::arg("rate") = 0,
           nb::arg("priority") = Priority::low, nb::arg("threads") = 1, nb::arg("direct") = true,
           nb::arg("gate").none() = nb::none(), nb::arg("gate_patience") = 1.0,
           nb::arg("considerate") = false)

@@ -72,10 +72,10 @@ void drain(std::vector<MPI_Request>& requests) {
 }  // namespace
 
 void listen(CommunicatorState& state) noexcept {
-  if (state.notices == MPI_COMM_NULL || state.told.load(std::memory_order_relaxed)) return;
+  if (state.notices == MPI_COMM_NULL || state.notified.load(std::memory_order_relaxed)) return;
 #ifdef NOSTALL_ERR_REVOKED
   if (is_revoked(state.comm)) {
-    state.told.store(true);
+    state.notified.store(true);
     state.node->end(error_of(NOSTALL_ERR_REVOKED, "the communicator was revoked"));
     return;
   }
@@ -94,7 +94,7 @@ void listen(CommunicatorState& state) noexcept {
                               state.notices, MPI_STATUS_IGNORE) != MPI_SUCCESS) {
     return;
   }
-  state.told.store(true);  // who told this rank tells all
+  state.notified.store(true);  // the rank that notified this one notifies all
   state.node->end(error_of(notice.error_class, notice.why.data()));
 }
 
@@ -108,8 +108,9 @@ bool has_ended(CommunicatorState& state) noexcept {
   return false;
 }
 
-void tell_other_nodes(CommunicatorState& state, const Error& why) noexcept {
-  if (state.notices == MPI_COMM_NULL || !state.node->ended_here() || state.told.exchange(true)) {
+void notify_other_nodes(CommunicatorState& state, const Error& why) noexcept {
+  if (state.notices == MPI_COMM_NULL || !state.node->ended_here() ||
+      state.notified.exchange(true)) {
     return;
   }
   // The MPI may read them at any time later.
@@ -173,10 +174,10 @@ void keep(std::shared_ptr<void> memory) {
 void give_up(CommunicatorState& state, std::vector<MPI_Request>& requests) noexcept {
   std::erase(requests, MPI_REQUEST_NULL);
   if (!requests.empty()) drain(requests);
-  if (!requests.empty()) state.keeps_heads = true;
+  if (!requests.empty()) state.keeps_leaders = true;
 }
 
-void HeadRequests::wait(size_t index) {
+void LeaderRequests::wait(size_t index) {
   Lookout lookout(state_, operation_);
   for (int done = 0; done == 0; lookout.look()) {
     const int result = PMPI_Test(&requests_[index], &done, MPI_STATUS_IGNORE);

@@ -1,8 +1,8 @@
 // mpi/between.h - what the first ranks of nodes do among each other, and how all learn that it
 // failed.
 //
-// They run the MPI's nonblocking operations on CommunicatorState::heads and look around while these
-// last. An error there ends the node's communicator, so that its ranks, which wait in shared
+// They run the MPI's nonblocking operations on CommunicatorState::leaders and look around while
+// these last. An error there ends the node's communicator, so that its ranks, which wait in shared
 // memory, return the same class of error.
 //
 // A communicator that has ended on one node, by such an error, by one of its ranks or by the
@@ -10,7 +10,7 @@
 // a message on CommunicatorState::notices, for which a rank looks at the beginning of each call
 // and, every few milliseconds, while it waits. No fault tolerance of the MPI is needed for that;
 // where the MPI itself knows that the communicator was revoked, it is asked too.
-// Thread-safety: as calls of the MPI on one communicator, but for tell_other_nodes.
+// Thread-safety: as calls of the MPI on one communicator, but for notify_other_nodes.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +28,7 @@ void listen(CommunicatorState& state) noexcept;
 // Whether any node is known to have ended it.
 bool has_ended(CommunicatorState& state) noexcept;
 // Tells the other nodes, if it was this rank that ended its node's communicator. From any thread.
-void tell_other_nodes(CommunicatorState& state, const Error& why) noexcept;
+void notify_other_nodes(CommunicatorState& state, const Error& why) noexcept;
 // Ends the node's communicator and throws if `result`, of the MPI between nodes, is an error.
 void check_between(CommunicatorState& state, const char* operation, int result);
 
@@ -52,16 +52,16 @@ class Lookout {
 void keep(std::shared_ptr<void> memory);
 
 // Requests that end, or are given up where the call fails: the MPI may still write their buffers,
-// and CommunicatorState::keeps_heads says so.
+// and CommunicatorState::keeps_leaders says so.
 void give_up(CommunicatorState& state, std::vector<MPI_Request>& requests) noexcept;
 
 // Made after a call's own buffer and before its operations: keeps the buffer if these are given up.
 class Outlast {
  public:
   Outlast(const CommunicatorState& state, std::vector<std::byte>& memory)
-      : state_(state), before_(state.keeps_heads), memory_(memory) {}
+      : state_(state), before_(state.keeps_leaders), memory_(memory) {}
   ~Outlast() {
-    if (state_.keeps_heads == before_ || memory_.empty()) return;
+    if (state_.keeps_leaders == before_ || memory_.empty()) return;
     keep(std::make_shared<std::vector<std::byte>>(std::move(memory_)));
   }
   Outlast(const Outlast&) = delete;
@@ -74,13 +74,13 @@ class Outlast {
 };
 
 // Nonblocking operations among the first ranks.
-class HeadRequests {
+class LeaderRequests {
  public:
-  HeadRequests(CommunicatorState& state, const char* operation)
+  LeaderRequests(CommunicatorState& state, const char* operation)
       : state_(state), operation_(operation) {}
-  ~HeadRequests() { give_up(state_, requests_); }
-  HeadRequests(const HeadRequests&) = delete;
-  HeadRequests& operator=(const HeadRequests&) = delete;
+  ~LeaderRequests() { give_up(state_, requests_); }
+  LeaderRequests(const LeaderRequests&) = delete;
+  LeaderRequests& operator=(const LeaderRequests&) = delete;
 
   // `start(request)` calls the MPI; not on a communicator that has ended.
   template <typename Start>

@@ -181,8 +181,8 @@ std::optional<uint64_t> agree_on_name(const CommunicatorState& state, MPI_Comm c
 // failed.
 bool set_up_nodes(CommunicatorState& state, MPI_Comm comm) {
   const int color = state.node_rank == 0 ? 0 : MPI_UNDEFINED;
-  if (PMPI_Comm_split(comm, color, state.rank, &state.heads) != MPI_SUCCESS) {
-    state.heads = MPI_COMM_NULL;
+  if (PMPI_Comm_split(comm, color, state.rank, &state.leaders) != MPI_SUCCESS) {
+    state.leaders = MPI_COMM_NULL;
     return false;
   }
   MPI_Comm notices = MPI_COMM_NULL;  // not a duplicate, which would copy attributes
@@ -191,9 +191,9 @@ bool set_up_nodes(CommunicatorState& state, MPI_Comm comm) {
   // Errors go to the program's handler, on its communicator, for all ranks of a node alike.
   if (PMPI_Comm_set_errhandler(notices, MPI_ERRORS_RETURN) != MPI_SUCCESS) return false;
   if (state.node_rank == 0 &&
-      (state.heads == MPI_COMM_NULL ||
-       PMPI_Comm_set_errhandler(state.heads, MPI_ERRORS_RETURN) != MPI_SUCCESS ||
-       PMPI_Comm_rank(state.heads, mine.data()) != MPI_SUCCESS)) {
+      (state.leaders == MPI_COMM_NULL ||
+       PMPI_Comm_set_errhandler(state.leaders, MPI_ERRORS_RETURN) != MPI_SUCCESS ||
+       PMPI_Comm_rank(state.leaders, mine.data()) != MPI_SUCCESS)) {
     return false;
   }
   try {
@@ -232,7 +232,7 @@ bool set_up(CommunicatorState& state, MPI_Comm comm) {
     return false;
   }
   if (agreed[0] == 0) {
-    state.passed = Passed::not_shared;
+    state.passed = Fallback::not_shared;
     state.node.reset();
     return true;
   }
@@ -258,9 +258,9 @@ CommunicatorState* look_up(MPI_Comm comm, bool make) {
     made->name = *name;
   }
   if (switched_off()) {
-    made->passed = Passed::switched_off;
+    made->passed = Fallback::switched_off;
   } else if (inter != 0) {
-    made->passed = Passed::inter_communicator;
+    made->passed = Fallback::inter_communicator;
   } else if (!set_up(*made, comm)) {
     return nullptr;
   }
@@ -270,7 +270,7 @@ CommunicatorState* look_up(MPI_Comm comm, bool make) {
   CommunicatorState* state = made.release();
   known.all.insert(state);
   PMPI_Comm_set_attr(comm, keyval(), state);
-  if (comm == MPI_COMM_WORLD && state->passed == Passed::no) world().store(state);
+  if (comm == MPI_COMM_WORLD && state->passed == Fallback::no) world().store(state);
   return state;
 }
 
@@ -280,7 +280,7 @@ CommunicatorState::~CommunicatorState() {
   // A notice may still be on its way, and find a new communicator of the same number.
   if (notices != MPI_COMM_NULL && !has_ended(*this)) PMPI_Comm_free(&notices);
   // Open MPI 5.0 ends the process when a nonblocking collective goes on whose communicator went.
-  if (heads != MPI_COMM_NULL && !keeps_heads) PMPI_Comm_free(&heads);
+  if (leaders != MPI_COMM_NULL && !keeps_leaders) PMPI_Comm_free(&leaders);
 }
 
 CommunicatorState* state_of(MPI_Comm comm) {

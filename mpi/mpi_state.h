@@ -43,29 +43,36 @@ inline constexpr int kCalls = 4;
 const char* name_of(Call call) noexcept;
 
 // Why a call was left to the MPI.
-enum class Passed : uint8_t { no, switched_off, inter_communicator, not_shared, type, multi_node };
-inline constexpr int kPassed = 6;
-const char* name_of(Passed passed) noexcept;
+enum class Fallback : uint8_t {
+  no,
+  switched_off,
+  inter_communicator,
+  not_shared,
+  type,
+  multi_node
+};
+inline constexpr int kFallbacks = 6;
+const char* name_of(Fallback passed) noexcept;
 
 // A communicator of the program, as we see it; one attribute on it holds this.
 struct CommunicatorState {
   int rank = 0, ranks = 1;
   uint32_t id = 0;    // in the order of first use on this rank
   uint64_t name = 0;  // the same on all its ranks, different for any other
-  Passed passed = Passed::no;
+  Fallback passed = Fallback::no;
   bool recorded = false;                           // the profile knows it
   std::unique_ptr<collective::Communicator> node;  // its ranks on this node
   std::shared_ptr<Queue> queue;                    // of nonblocking calls; at the first one
   int64_t timeout_ns = 0;                          // its timeout
   int node_rank = 0, node_ranks = 1;
   bool one_node = true;
-  MPI_Comm comm = MPI_COMM_NULL;   // the program's, while it exists
-  MPI_Comm heads = MPI_COMM_NULL;  // node rank 0 of every node; null on the others
+  MPI_Comm comm = MPI_COMM_NULL;     // the program's, while it exists
+  MPI_Comm leaders = MPI_COMM_NULL;  // node rank 0 of every node; null on the others
   // Of all ranks where there are several nodes: that it has ended (between.h).
   MPI_Comm notices = MPI_COMM_NULL;
-  std::atomic<bool> told{false};  // this rank has told the other nodes, or been told by one
-  bool keeps_heads = false;       // the MPI still works there, for a call that failed
-  std::vector<int> node_of;       // of every rank, where there are several
+  std::atomic<bool> notified{false};  // this rank has notified the other nodes, or was notified
+  bool keeps_leaders = false;         // the MPI still works there, for a call that failed
+  std::vector<int> node_of;           // of every rank, where there are several
   std::vector<int> node_rank_of;
   ~CommunicatorState();
 };
@@ -113,7 +120,7 @@ bool is_contiguous(MPI_Datatype type, uint64_t* element_bytes);
 
 struct Counters {
   std::array<std::atomic<uint64_t>, kCalls> ours{};
-  std::array<std::atomic<uint64_t>, kPassed> passed{};
+  std::array<std::atomic<uint64_t>, kFallbacks> passed{};
   std::atomic<uint64_t> background{0};                  // nonblocking calls that were ours
   std::atomic<uint64_t> nonblocking{0}, persistent{0};  // left to the MPI
   std::atomic<uint64_t> allocations{0};                 // of MPI_Alloc_mem that were ours

@@ -232,19 +232,19 @@ MPI_Comm ranks_of_node() {
 
 // The first rank of each node compares clocks with rank 0, one after the other.
 Comparison compare_clocks(MPI_Comm node) {
-  MPI_Comm heads = MPI_COMM_NULL;
+  MPI_Comm leaders = MPI_COMM_NULL;
   int rank = 0, node_rank = 0;
   PMPI_Comm_rank(MPI_COMM_WORLD, &rank);
   PMPI_Comm_rank(node, &node_rank);
-  PMPI_Comm_split(MPI_COMM_WORLD, node_rank == 0 ? 0 : MPI_UNDEFINED, rank, &heads);
+  PMPI_Comm_split(MPI_COMM_WORLD, node_rank == 0 ? 0 : MPI_UNDEFINED, rank, &leaders);
   Comparison mine{now_ns(), 0};
-  if (heads != MPI_COMM_NULL) {
-    int head = 0, all = 0;
-    PMPI_Comm_rank(heads, &head);
-    PMPI_Comm_size(heads, &all);
-    for (int other = 1; head == 0 && other < all; ++other) answer(heads, other);
-    if (head > 0) mine = compare_with(heads, 0);
-    PMPI_Comm_free(&heads);
+  if (leaders != MPI_COMM_NULL) {
+    int leader = 0, all = 0;
+    PMPI_Comm_rank(leaders, &leader);
+    PMPI_Comm_size(leaders, &all);
+    for (int other = 1; leader == 0 && other < all; ++other) answer(leaders, other);
+    if (leader > 0) mine = compare_with(leaders, 0);
+    PMPI_Comm_free(&leaders);
   }
   PMPI_Bcast(&mine, 2, MPI_INT64_T, 0, node);
   return mine;
@@ -287,8 +287,8 @@ std::string header(const Profile& p, int rank, int ranks) NOSTALL_REQUIRES(p.mut
             std::to_string(it->second.node_ranks) + "]";
   }
   text += "}, \"passed\": {";
-  for (int i = 1; i < kPassed; ++i) {
-    text += std::string(i == 1 ? "\"" : ", \"") + name_of(static_cast<Passed>(i)) +
+  for (int i = 1; i < kFallbacks; ++i) {
+    text += std::string(i == 1 ? "\"" : ", \"") + name_of(static_cast<Fallback>(i)) +
             "\": " + std::to_string(counters().passed[static_cast<size_t>(i)].load());
   }
   return text + "}, \"nonblocking\": " + std::to_string(counters().nonblocking.load()) + "}\n";

@@ -12,7 +12,7 @@ namespace {
 CommunicatorState* background_state(MPI_Comm comm, uint64_t bytes) {
   if (bytes < nonblocking_from() || bytes > 0x7fffffff) return nullptr;
   CommunicatorState* state = known_state_of(comm);
-  return state != nullptr && state->passed == Passed::no && state->one_node ? state : nullptr;
+  return state != nullptr && state->passed == Fallback::no && state->one_node ? state : nullptr;
 }
 
 int start(CommunicatorState& state, std::function<void()> run, MPI_Request* request) {

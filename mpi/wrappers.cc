@@ -10,8 +10,8 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "between.h"
-#include "exchange.h"
 #include "mpi_state.h"
+#include "two_level.h"
 
 namespace nostall::mpi {
 namespace {
@@ -24,7 +24,7 @@ class Traced {
  public:
   Traced(Call call, uint64_t count)
       : call_(call), count_(count), arrived_(profiling() ? ticks() : 0) {}
-  int passed(CommunicatorState* state, Passed why, MPI_Datatype type, int result) {
+  int passed(CommunicatorState* state, Fallback why, MPI_Datatype type, int result) {
     counters().passed[static_cast<size_t>(why)].fetch_add(1, std::memory_order_relaxed);
     if (profiling()) record(call_, state, count_, bytes_of(count_, type), arrived_, false);
     return result;
@@ -43,7 +43,7 @@ class Traced {
 
 // What a call returns whose node, or another one, has failed.
 int failed(CommunicatorState& state, MPI_Comm comm, const Error& error) {
-  tell_other_nodes(state, error);
+  notify_other_nodes(state, error);
   return fail(comm, error);
 }
 
@@ -52,20 +52,20 @@ void two_level_allreduce(CommunicatorState& state, const std::byte* in, std::byt
                          uint64_t count, MPI_Datatype type, MPI_Op op, const MpiReducer& reducer) {
   const uint64_t element = reducer.element_bytes();
   const uint64_t piece = kPieceBytes / element > 0 ? kPieceBytes / element : 1;
-  const bool head = state.node_rank == 0;
-  HeadRequests requests(state, "allreduce");
+  const bool leader = state.node_rank == 0;
+  LeaderRequests requests(state, "allreduce");
   for (uint64_t at = 0; at < count; at += piece) {
     const uint64_t n = std::min(piece, count - at);
     state.node->reduce(in + at * element, out + at * element, n, reducer.get(), 0);
-    if (head) {
+    if (leader) {
       requests.start([&](MPI_Request* request) {
         return PMPI_Iallreduce(MPI_IN_PLACE, out + at * element, static_cast<int>(n), type, op,
-                               state.heads, request);
+                               state.leaders, request);
       });
     }
   }
   for (uint64_t at = 0, i = 0; at < count; at += piece, ++i) {
-    if (head) requests.wait(i);
+    if (leader) requests.wait(i);
     state.node->broadcast(out + at * element, std::min(piece, count - at) * element, 0);
   }
 }
@@ -75,16 +75,16 @@ int allreduce(const void* send, void* receive, uint64_t count, MPI_Datatype type
               MPI_Comm comm, Pass pass) {
   Traced traced(Call::allreduce, count);
   CommunicatorState* state = state_of(comm);
-  if (state == nullptr || state->passed != Passed::no) {
-    return traced.passed(state, state ? state->passed : Passed::no, type, pass());
+  if (state == nullptr || state->passed != Fallback::no) {
+    return traced.passed(state, state ? state->passed : Fallback::no, type, pass());
   }
   if (state->queue) state->queue->drain();
   listen(*state);
   const MpiReducer* reducer = MpiReducer::find(type, op);
-  if (!reducer) return traced.passed(state, Passed::type, type, pass());
+  if (!reducer) return traced.passed(state, Fallback::type, type, pass());
   // Of several nodes only orders that do not matter: a node's ranks need not be neighbours.
   if (!state->one_node && !reducer->get().commutative()) {
-    return traced.passed(state, Passed::multi_node, type, pass());
+    return traced.passed(state, Fallback::multi_node, type, pass());
   }
   try {
     const uint64_t bytes = count * reducer->element_bytes();
@@ -94,9 +94,9 @@ int allreduce(const void* send, void* receive, uint64_t count, MPI_Datatype type
     const Outlast outlast(*state, out.memory());
     if (state->one_node) {
       state->node->allreduce(in.get(), out.get(), count, reducer->get());
-    } else if (exchange_between_nodes()) {
-      exchange_allreduce(*state, static_cast<const std::byte*>(in.get()),
-                         static_cast<std::byte*>(out.get()), count, *reducer);
+    } else if (allreduces_by_arrival()) {
+      arrival_allreduce(*state, static_cast<const std::byte*>(in.get()),
+                        static_cast<std::byte*>(out.get()), count, *reducer);
     } else {
       two_level_allreduce(*state, static_cast<const std::byte*>(in.get()),
                           static_cast<std::byte*>(out.get()), count, type, op, *reducer);
@@ -113,13 +113,13 @@ int reduce(const void* send, void* receive, uint64_t count, MPI_Datatype type, M
            MPI_Comm comm, Pass pass) {
   Traced traced(Call::reduce, count);
   CommunicatorState* state = state_of(comm);
-  if (state == nullptr || state->passed != Passed::no) {
-    return traced.passed(state, state ? state->passed : Passed::no, type, pass());
+  if (state == nullptr || state->passed != Fallback::no) {
+    return traced.passed(state, state ? state->passed : Fallback::no, type, pass());
   }
   if (state->queue) state->queue->drain();
   const MpiReducer* reducer = MpiReducer::find(type, op);
-  if (!reducer) return traced.passed(state, Passed::type, type, pass());
-  if (!state->one_node) return traced.passed(state, Passed::multi_node, type, pass());
+  if (!reducer) return traced.passed(state, Fallback::type, type, pass());
+  if (!state->one_node) return traced.passed(state, Fallback::multi_node, type, pass());
   if (root < 0 || root >= state->ranks) return pass();  // an error; the MPI says so
   try {
     const uint64_t bytes = count * reducer->element_bytes();
@@ -142,13 +142,13 @@ void two_level_bcast(CommunicatorState& state, void* data, uint64_t bytes, int r
   if (here) state.node->broadcast(data, bytes, static_cast<uint32_t>(state.node_rank_of[at]));
   if (state.node_rank == 0) {
     constexpr uint64_t kMost = 1 << 30;
-    HeadRequests requests(state, "bcast");
+    LeaderRequests requests(state, "bcast");
     size_t part = 0;
     for (uint64_t done = 0; done < bytes; done += kMost) {
       requests.start([&](MPI_Request* request) {
         return PMPI_Ibcast(static_cast<std::byte*>(data) + done,
                            static_cast<int>(std::min(kMost, bytes - done)), MPI_BYTE, node,
-                           state.heads, request);
+                           state.leaders, request);
       });
       requests.wait(part++);
     }
@@ -163,13 +163,13 @@ int bcast(void* buffer, uint64_t count, MPI_Datatype type, int root, MPI_Comm co
   const uint64_t bytes = bytes_of(count, type);
   Traced traced(Call::bcast, count);
   CommunicatorState* state = state_of(comm);
-  if (state == nullptr || state->passed != Passed::no) {
-    return traced.passed(state, state ? state->passed : Passed::no, type, pass());
+  if (state == nullptr || state->passed != Fallback::no) {
+    return traced.passed(state, state ? state->passed : Fallback::no, type, pass());
   }
   if (state->queue) state->queue->drain();
   listen(*state);
   if (root < 0 || root >= state->ranks || bytes > 0x7fffffff) {
-    return traced.passed(state, Passed::type, type, pass());
+    return traced.passed(state, Fallback::type, type, pass());
   }
   try {
     const bool is_root = state->rank == root;
@@ -192,8 +192,8 @@ int bcast(void* buffer, uint64_t count, MPI_Datatype type, int root, MPI_Comm co
 int barrier(MPI_Comm comm) {
   Traced traced(Call::barrier, 0);
   CommunicatorState* state = state_of(comm);
-  if (state == nullptr || state->passed != Passed::no) {
-    return traced.passed(state, state ? state->passed : Passed::no, MPI_BYTE, PMPI_Barrier(comm));
+  if (state == nullptr || state->passed != Fallback::no) {
+    return traced.passed(state, state ? state->passed : Fallback::no, MPI_BYTE, PMPI_Barrier(comm));
   }
   if (state->queue) state->queue->drain();
   listen(*state);
@@ -201,8 +201,9 @@ int barrier(MPI_Comm comm) {
     state->node->barrier();
     if (!state->one_node) {
       if (state->node_rank == 0) {
-        HeadRequests requests(*state, "barrier");
-        requests.start([&](MPI_Request* request) { return PMPI_Ibarrier(state->heads, request); });
+        LeaderRequests requests(*state, "barrier");
+        requests.start(
+            [&](MPI_Request* request) { return PMPI_Ibarrier(state->leaders, request); });
         requests.wait(0);
       }
       state->node->barrier();
@@ -228,8 +229,8 @@ void report() {
   add("background", all.background);
   add("allocations", all.allocations);
   line += "; left to the MPI:";
-  for (int i = 1; i < kPassed; ++i) {
-    add(name_of(static_cast<Passed>(i)), all.passed[static_cast<size_t>(i)]);
+  for (int i = 1; i < kFallbacks; ++i) {
+    add(name_of(static_cast<Fallback>(i)), all.passed[static_cast<size_t>(i)]);
   }
   add("nonblocking", all.nonblocking);
   add("persistent", all.persistent);
@@ -261,8 +262,8 @@ const char* name_of(Call call) noexcept {
   static constexpr std::array<const char*, kCalls> names{"allreduce", "reduce", "bcast", "barrier"};
   return names[static_cast<size_t>(call)];
 }
-const char* name_of(Passed passed) noexcept {
-  static constexpr std::array<const char*, kPassed> names{
+const char* name_of(Fallback passed) noexcept {
+  static constexpr std::array<const char*, kFallbacks> names{
       "none", "switched-off", "inter-communicator", "not-shared", "type", "several-nodes"};
   return names[static_cast<size_t>(passed)];
 }
@@ -346,7 +347,7 @@ NOSTALL_EXPORT int MPIX_Comm_revoke(MPI_Comm comm) {
     const nostall::Error why(nostall::ErrorKind::stopped, "the communicator was revoked",
                              NOSTALL_ERR_REVOKED);
     state->node->end(why);
-    own::tell_other_nodes(*state, why);
+    own::notify_other_nodes(*state, why);
   }
   return PMPIX_Comm_revoke(comm);
 }

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "base/file.h"
-#include "checkpoint/image.h"
 #include "checkpoint/pace.h"
+#include "checkpoint/snapshot.h"
 #include "checkpoint/write.h"
 
 namespace nostall::checkpoint {

@@ -8,19 +8,19 @@
 
 namespace nostall::checkpoint {
 
-Write::Write(std::shared_ptr<Image> image, std::string path, WriteOptions options,
+Write::Write(std::shared_ptr<Snapshot> snapshot, std::string path, WriteOptions options,
              std::shared_ptr<Gate> gate, FileSystem& files)
-    : image_(std::move(image)),
+    : snapshot_(std::move(snapshot)),
       path_(std::move(path)),
       options_(options),
       gate_(std::move(gate)),
       files_(files),
       pace_(options.rate),
-      crcs_(image_->blocks()) {}
+      crcs_(snapshot_->blocks()) {}
 
 Written Write::run() {
   const int64_t began = now_ns();
-  output_.emplace(path_, image_->size(), options_.direct, files_);
+  output_.emplace(path_, snapshot_->size(), options_.direct, files_);
   {
     const MutexLock lock(running_);
     open_ = true;
@@ -41,7 +41,7 @@ Written Write::run() {
   if (stopped_) throw Error(ErrorKind::stopped, "writing " + path_ + " was stopped");
   output_->finish();
   Written written;
-  written.size = image_->size();
+  written.size = snapshot_->size();
   written.crcs = crcs_;
   written.direct = output_->is_direct();
   written.seconds = static_cast<double>(now_ns() - began) * 1e-9;
@@ -67,24 +67,24 @@ void Write::hurry() {
 bool Write::write_next() {
   if (stopped_ || lost_ || error_ != 0) return false;
   const uint64_t index = next_.fetch_add(1);
-  if (index >= image_->blocks()) return false;
+  if (index >= snapshot_->blocks()) return false;
   const int64_t cpu = thread_cpu_ns();
   const auto patience = std::chrono::duration_cast<std::chrono::nanoseconds>(
       std::chrono::duration<double>(options_.gate_patience));
   if (gate_ && !hurried_) gate_->wait_open(patience, options_.considerate);
-  pace_.take(image_->block(index).size());
+  pace_.take(snapshot_->block(index).size());
   thread_local Memory scratch;
-  if (image_->is_lazy() && scratch.size() == 0) scratch = Memory(kBlock, 1);
+  if (snapshot_->is_lazy() && scratch.size() == 0) scratch = Memory(kBlock, 1);
   std::span<const std::byte> block;
   while (block.empty()) {
-    block = image_->take(index, {scratch.data(), scratch.size()}, 0.1);
+    block = snapshot_->take(index, {scratch.data(), scratch.size()}, 0.1);
     if (stopped_) return false;
-    if (block.empty() && image_->was_taken(index)) {
+    if (block.empty() && snapshot_->was_taken(index)) {
       lost_ = true;
       return false;
     }
   }
-  crcs_[index] = crc32c(block.first(image_->block(index).size()));
+  crcs_[index] = crc32c(block.first(snapshot_->block(index).size()));
   const int64_t error = output_->write(block, index * kBlock);
   int64_t none = 0;
   if (error < 0) error_.compare_exchange_strong(none, error);

@@ -1,4 +1,4 @@
-// checkpoint/write.h - an image into a file, past the page cache, while the training goes on.
+// checkpoint/write.h - a snapshot into a file, past the page cache, while the training goes on.
 //
 // Blocks are written in order of their copying, each with its CRC32C; the file is complete on its
 // device when run returns (fsync of the file; the directory is the caller's). Direct input and
@@ -16,9 +16,9 @@
 
 #include "base/file.h"
 #include "base/mutex.h"
-#include "checkpoint/image.h"
 #include "checkpoint/output.h"
 #include "checkpoint/pace.h"
+#include "checkpoint/snapshot.h"
 
 namespace nostall::checkpoint {
 
@@ -45,7 +45,7 @@ struct Written {
 class Write {
  public:
   // The file is made or replaced.
-  Write(std::shared_ptr<Image> image, std::string path, WriteOptions options,
+  Write(std::shared_ptr<Snapshot> snapshot, std::string path, WriteOptions options,
         std::shared_ptr<Gate> gate = nullptr, FileSystem& files = FileSystem::real());
   // Throws Error(io) with the path and the system's reason, Error(stopped) after stop.
   Written run();
@@ -59,7 +59,7 @@ class Write {
   // Writes the next block; false if there is none, or no more is to be written.
   bool write_next();
 
-  std::shared_ptr<Image> image_;
+  std::shared_ptr<Snapshot> snapshot_;
   std::string path_;
   WriteOptions options_;
   std::shared_ptr<Gate> gate_;

@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <span>
 
-#include "collective/engine.h"
 #include "collective/reducer.h"
+#include "collective/steps.h"
 
 namespace nostall::collective {
 
@@ -22,12 +22,12 @@ struct Message {
 
 // exchange.cc: everyone shows its data, everyone reads it; results have the rank order of a left
 // fold. One step for messages that fit a stage, a step for each piece otherwise.
-void exchange_barrier(Engine& engine);
-void exchange_allreduce(Engine& engine, const Message& message);
-void exchange_reduce(Engine& engine, const Message& message, uint32_t root);  // one stage at most
-void exchange_broadcast(Engine& engine, const Message& message, uint32_t root);
-void exchange_reduce_scatter(Engine& engine, const Message& message);  // count: a rank's share
-void exchange_allgather(Engine& engine, const Message& message);
+void posted_barrier(Steps& steps);
+void posted_allreduce(Steps& steps, const Message& message);
+void posted_reduce(Steps& steps, const Message& message, uint32_t root);  // one stage at most
+void posted_broadcast(Steps& steps, const Message& message, uint32_t root);
+void posted_reduce_scatter(Steps& steps, const Message& message);  // count: a rank's share
+void posted_allgather(Steps& steps, const Message& message);
 
 // chain.cc: a pipeline of segments through the step's window, in order of arrival or of rank.
 struct ChainShape {
@@ -36,7 +36,7 @@ struct ChainShape {
   bool by_rank = false;    // the order of ranks, whoever comes first
   bool whole = false;      // no segments: each rank hands on all of it (Algorithm 5.1)
 };
-void chain(Engine& engine, const Message& message, const ChainShape& shape);
+void chain(Steps& steps, const Message& message, const ChainShape& shape);
 // How a message is cut for it. Segments grow where they would be more than a word counts beside its
 // step; throws Error(usage) if the window holds no such segment, two at a time.
 struct Segments {
@@ -55,22 +55,22 @@ struct Arrival {
   uint32_t place;  // 0: the first
   bool in_place;   // the first one's buffers are shared
 };
-Arrival arrive(Engine& engine, bool offers_in_place);
+Arrival arrive(Steps& steps, bool offers_in_place);
 // False, on all ranks and with nothing reduced, if a rank's `in` or `out` lies in no arena.
-bool shared_allreduce(Engine& engine, const Message& message, const Arrival& arrival);
-void chain_after(Engine& engine, const Message& message, const ChainShape& shape,
+bool shared_allreduce(Steps& steps, const Message& message, const Arrival& arrival);
+void chain_after(Steps& steps, const Message& message, const ChainShape& shape,
                  const Arrival& arrival);
 
 // leader.cc: one rank reduces what all have copied to shared memory. Static leader: rank 0, or the
 // root; otherwise the first to arrive.
-void leader_allreduce(Engine& engine, const Message& message, bool by_arrival);
-void leader_reduce(Engine& engine, const Message& message, uint32_t root, bool by_arrival);
+void leader_allreduce(Steps& steps, const Message& message, bool by_arrival);
+void leader_reduce(Steps& steps, const Message& message, uint32_t root, bool by_arrival);
 
 // pairwise.cc: the textbook's algorithms, on messages between pairs of ranks.
-void recursive_doubling_allreduce(Engine& engine, const Message& message);
-void ring_allreduce(Engine& engine, const Message& message);
-void rsa_allreduce(Engine& engine, const Message& message);
-void binomial_reduce(Engine& engine, const Message& message, uint32_t root);
-void binomial_broadcast(Engine& engine, const Message& message, uint32_t root);
+void recursive_doubling_allreduce(Steps& steps, const Message& message);
+void ring_allreduce(Steps& steps, const Message& message);
+void rsa_allreduce(Steps& steps, const Message& message);
+void binomial_reduce(Steps& steps, const Message& message, uint32_t root);
+void binomial_broadcast(Steps& steps, const Message& message, uint32_t root);
 
 }  // namespace nostall::collective

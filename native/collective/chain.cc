@@ -20,17 +20,17 @@ constexpr uint64_t kStreamFrom = 16 << 20;
 // theirs, the last place's results are copied out by all who want them.
 class Link {
  public:
-  Link(Engine& engine, const Message& message, const ChainShape& shape, const Arrival& arrival)
-      : engine_(engine),
-        shared_(engine.shared()),
+  Link(Steps& steps, const Message& message, const ChainShape& shape, const Arrival& arrival)
+      : steps_(steps),
+        shared_(steps.shared()),
         message_(message),
         shape_(shape),
         step_(arrival.step),
         place_(place_of(arrival)),
-        last_(shape.broadcast ? 0 : engine.ranks() - 1),
+        last_(shape.broadcast ? 0 : steps.ranks() - 1),
         reads_(shape.broadcast
-                   ? engine.rank() != static_cast<uint32_t>(shape.root)
-                   : shape.root < 0 || engine.rank() == static_cast<uint32_t>(shape.root)),
+                   ? steps.rank() != static_cast<uint32_t>(shape.root)
+                   : shape.root < 0 || steps.rank() == static_cast<uint32_t>(shape.root)),
         stream_(message.bytes() >= kStreamFrom) {
     size_segments();
   }
@@ -51,14 +51,13 @@ class Link {
 
  private:
   int64_t place_of(const Arrival& arrival) const {
-    if (shape_.broadcast) return engine_.rank() == static_cast<uint32_t>(shape_.root) ? 0 : -1;
-    return shape_.by_rank ? engine_.rank() : arrival.place;
+    if (shape_.broadcast) return steps_.rank() == static_cast<uint32_t>(shape_.root) ? 0 : -1;
+    return shape_.by_rank ? steps_.rank() : arrival.place;
   }
 
   void size_segments() {
     const uint64_t element = message_.element(), window = shared_.window_bytes();
-    const Segments cut =
-        segments_of(message_.count, element, engine_.ranks(), shape_.whole, window);
+    const Segments cut = segments_of(message_.count, element, steps_.ranks(), shape_.whole, window);
     per_segment_ = cut.elements;
     segments_ = cut.count;
     slot_bytes_ = (per_segment_ * element + kMinSlot - 1) / kMinSlot * kMinSlot;
@@ -66,8 +65,8 @@ class Link {
     ahead_ = std::min(slots_, std::max<uint64_t>(2, kAhead / slot_bytes_));
     // Woken in batches; so small that chained sleepers can never all wait for more than the head
     // may send.
-    const uint64_t most = segments_ <= ahead_ ? segments_ : ahead_ / (2 * engine_.ranks());
-    batch_ = std::max<uint64_t>(1, engine_.oversubscribed() ? most : std::min(segments_ / 4, most));
+    const uint64_t most = segments_ <= ahead_ ? segments_ : ahead_ / (2 * steps_.ranks());
+    batch_ = std::max<uint64_t>(1, steps_.oversubscribed() ? most : std::min(segments_ / 4, most));
   }
 
   uint64_t stamp(uint64_t segments) const { return step_ << kSegmentBits | segments; }
@@ -114,14 +113,14 @@ class Link {
   }
 
   [[noreturn]] void throw_no_memory() {
-    engine_.fail(Error(ErrorKind::io, "no shared memory for a message of " +
-                                          std::to_string(message_.bytes()) +
-                                          " bytes: free some of /dev/shm"));
+    steps_.fail(Error(ErrorKind::io, "no shared memory for a message of " +
+                                         std::to_string(message_.bytes()) +
+                                         " bytes: free some of /dev/shm"));
   }
 
   void collect_free(uint64_t segment) {
     uint64_t done = segment;
-    for (uint32_t r = 0; r < engine_.ranks() && done > freed_; ++r) {
+    for (uint32_t r = 0; r < steps_.ranks() && done > freed_; ++r) {
       const bool reader = shape_.broadcast
                               ? r != static_cast<uint32_t>(shape_.root)
                               : shape_.root < 0 || r == static_cast<uint32_t>(shape_.root);
@@ -132,7 +131,7 @@ class Link {
 
   bool everyone_arrived() {
     return (shared_.header().ticket[step_ % 2].value.load(std::memory_order_seq_cst) & 0x7fffu) ==
-           engine_.ranks();
+           steps_.ranks();
   }
 
   uint32_t slot_of(uint64_t segment) const {
@@ -142,9 +141,9 @@ class Link {
   std::byte* memory_of(uint64_t segment) const {
     const uint32_t slot = slot_of(segment);
     if (slot >= slots_) {
-      engine_.fail(Error(ErrorKind::corruption,
-                         "the collectives' shared memory names slot " + std::to_string(slot) +
-                             " of " + std::to_string(slots_) + "; start the job again"));
+      steps_.fail(Error(ErrorKind::corruption,
+                        "the collectives' shared memory names slot " + std::to_string(slot) +
+                            " of " + std::to_string(slots_) + "; start the job again"));
     }
     return shared_.window(step_) + slot * slot_bytes_;
   }
@@ -169,7 +168,7 @@ class Link {
         message_.reducer->combine_and_copy(sum, message_.out + at, sum, mine, n, stream_);
       }
     }
-    engine_.publish(shared_.progress(static_cast<uint32_t>(place_), step_), stamp(segment + 1));
+    steps_.publish(shared_.progress(static_cast<uint32_t>(place_), step_), stamp(segment + 1));
     if (reads_ && place_ == static_cast<int64_t>(last_)) mark_copied(segment + 1);
   }
 
@@ -183,7 +182,7 @@ class Link {
 
   // Only the head of a long message asks who has copied what.
   void mark_copied(uint64_t segments) {
-    if (segments_ > ahead_) engine_.publish(shared_.copied(engine_.rank(), step_), stamp(segments));
+    if (segments_ > ahead_) steps_.publish(shared_.copied(steps_.rank(), step_), stamp(segments));
   }
 
   void wait(uint64_t forwarded, uint64_t copied) {
@@ -200,7 +199,7 @@ class Link {
     if (copied < segments_) {
       output = {shared_.key(shared_.progress(last_, step_)), ahead(copied)};
     }
-    engine_.wait(
+    steps_.wait(
         [&] {
           return (copied < segments_ && copied < results()) ||
                  (forwarded < segments_ && may_forward(forwarded));
@@ -210,18 +209,18 @@ class Link {
 
   // Whose copying the head waits for before it can use a slot again.
   Want slowest_reader() {
-    for (uint32_t r = 0; r < engine_.ranks(); ++r) {
+    for (uint32_t r = 0; r < steps_.ranks(); ++r) {
       const bool reader = shape_.broadcast
                               ? r != static_cast<uint32_t>(shape_.root)
                               : shape_.root < 0 || r == static_cast<uint32_t>(shape_.root);
-      if (reader && r != engine_.rank() && count_in(shared_.copied(r, step_)) <= freed_) {
+      if (reader && r != steps_.rank() && count_in(shared_.copied(r, step_)) <= freed_) {
         return {shared_.key(shared_.copied(r, step_)), stamp(freed_ + 1)};
       }
     }
     return {shared_.key(shared_.progress(last_, step_)), stamp(freed_ + 1)};
   }
 
-  Engine& engine_;
+  Steps& steps_;
   Segment& shared_;
   const Message& message_;
   const ChainShape& shape_;
@@ -263,11 +262,11 @@ Segments segments_of(uint64_t count, uint64_t element, uint32_t ranks, bool whol
   return {elements, (count + elements - 1) / elements};
 }
 
-Arrival arrive(Engine& engine, bool offers_in_place) {
-  const uint64_t step = engine.begin_step();
-  Header& h = engine.shared().header();
+Arrival arrive(Steps& steps, bool offers_in_place) {
+  const uint64_t step = steps.begin_step();
+  Header& h = steps.shared().header();
   Word& ticket = h.ticket[step % 2].value;
-  engine.post(step);
+  steps.post(step);
   uint64_t seen = ticket.load(std::memory_order_seq_cst);
   for (;;) {
     const bool first = seen >> 16 != step;
@@ -280,19 +279,19 @@ Arrival arrive(Engine& engine, bool offers_in_place) {
   }
 }
 
-void chain_after(Engine& engine, const Message& message, const ChainShape& shape,
+void chain_after(Steps& steps, const Message& message, const ChainShape& shape,
                  const Arrival& arrival) {
-  engine.check_arrived(arrival.step);
-  Link(engine, message, shape, arrival).run();
+  steps.check_arrived(arrival.step);
+  Link(steps, message, shape, arrival).run();
   if (shape.root < 0) {
-    engine.all_arrived(arrival.step);
+    steps.all_arrived(arrival.step);
   } else {
-    engine.finish_early(arrival.step);
+    steps.finish_early(arrival.step);
   }
 }
 
-void chain(Engine& engine, const Message& message, const ChainShape& shape) {
-  chain_after(engine, message, shape, arrive(engine, false));
+void chain(Steps& steps, const Message& message, const ChainShape& shape) {
+  chain_after(steps, message, shape, arrive(steps, false));
 }
 
 }  // namespace nostall::collective

@@ -91,7 +91,7 @@ struct Communicator::Impl {
   explicit Impl(const CommunicatorConfig& config)
       : segment(checked(config),
                 config.join_timeout.count() > 0 ? config.join_timeout : config.timeout),
-        engine(segment, config.rank, config.ranks, config.timeout, config.progress),
+        steps(segment, config.rank, config.ranks, config.timeout, config.progress),
         arena(segment, config.rank),
         selection(config.selection, config.ranks),
         phase(segment, config.rank, config.ranks) {}
@@ -102,15 +102,13 @@ struct Communicator::Impl {
    public:
     Turn(Impl& impl, Call call, uint32_t root, uint16_t code, uint64_t count, uint64_t bytes)
         NOSTALL_ACQUIRE(impl.mutex)
-        : lock_(impl.checked_mutex()),
-          engine_(impl.engine),
-          exceptions_(std::uncaught_exceptions()) {
+        : lock_(impl.checked_mutex()), steps_(impl.steps), exceptions_(std::uncaught_exceptions()) {
       impl.enter(call, root, code, count, bytes);
-      steps_ = engine_.stats().steps;
+      begun_ = steps_.stats().steps;
     }
     ~Turn() NOSTALL_RELEASE() {
-      if (std::uncaught_exceptions() > exceptions_ && engine_.stats().steps != steps_) {
-        engine_.give_up();
+      if (std::uncaught_exceptions() > exceptions_ && steps_.stats().steps != begun_) {
+        steps_.give_up();
       }
     }
     Turn(const Turn&) = delete;
@@ -118,15 +116,15 @@ struct Communicator::Impl {
 
    private:
     MutexLock lock_;
-    Engine& engine_;
-    uint64_t steps_ = 0;
+    Steps& steps_;
+    uint64_t begun_ = 0;  // steps, when the call began
     const int exceptions_;
   };
 
   Mutex& checked_mutex() NOSTALL_RETURNS_MUTEX(mutex) {
     if (segment.is_forked_child()) {
       throw Error(ErrorKind::usage,
-                  "this process was forked from rank " + std::to_string(engine.rank()) +
+                  "this process was forked from rank " + std::to_string(steps.rank()) +
                       ", which owns the communicator; make a new one in the child");
     }
     return mutex;
@@ -135,13 +133,13 @@ struct Communicator::Impl {
       NOSTALL_REQUIRES(mutex) {
     ++stats.calls;
     stats.bytes += bytes;
-    engine.enter(name_of(call), signature_of(call, root, code, count));
+    steps.enter(name_of(call), signature_of(call, root, code, count));
   }
   void check_root(Call call, uint32_t root) const {
-    if (root < engine.ranks()) return;
+    if (root < steps.ranks()) return;
     throw Error(ErrorKind::usage, "the root of " + std::string(name_of(call)) + " is rank " +
                                       std::to_string(root) + ", but there are only " +
-                                      std::to_string(engine.ranks()) + " ranks");
+                                      std::to_string(steps.ranks()) + " ranks");
   }
 
   void allreduce(const Message& message, Algorithm algorithm, Order order);
@@ -172,7 +170,7 @@ struct Communicator::Impl {
   Mutex mutex;        // of calls
   Mutex arena_mutex;  // memory can be freed during a call
   Segment segment;
-  Engine engine;  // in calls, and from any thread: end_for_all(), check(), ended_here()
+  Steps steps;  // in calls, and from any thread: end_for_all(), check(), ended_here()
   Arena arena NOSTALL_GUARDED_BY(arena_mutex);
   const Selection selection;
   Phase phase NOSTALL_GUARDED_BY(mutex);
@@ -183,12 +181,12 @@ Communicator::Communicator(const CommunicatorConfig& config)
     : impl_(std::make_unique<Impl>(config)) {}
 Communicator::~Communicator() = default;
 
-uint32_t Communicator::rank() const noexcept { return impl_->engine.rank(); }
-uint32_t Communicator::ranks() const noexcept { return impl_->engine.ranks(); }
+uint32_t Communicator::rank() const noexcept { return impl_->steps.rank(); }
+uint32_t Communicator::ranks() const noexcept { return impl_->steps.ranks(); }
 
 void Communicator::barrier() {
   const Impl::Turn turn(*impl_, Call::barrier, 0, 0, 0, 0);
-  exchange_barrier(impl_->engine);
+  posted_barrier(impl_->steps);
 }
 
 void Communicator::allreduce(const void* in, void* out, uint64_t count, const Reducer& reducer,
@@ -198,19 +196,19 @@ void Communicator::allreduce(const void* in, void* out, uint64_t count, const Re
   check_buffer("allreduce", out, bytes, reducer.alignment());
   refuse_overlap("allreduce", in, bytes, out, bytes, out);
   const Impl::Turn turn(*impl_, Call::allreduce, 0, reducer.code(), count, bytes);
-  Engine& engine = impl_->engine;
+  Steps& steps = impl_->steps;
   const Message message{static_cast<const std::byte*>(in), static_cast<std::byte*>(out), count,
                         &reducer};
   const bool by_rank = options.order == Order::fixed || !reducer.commutative();
-  if (engine.ranks() == 1 || count == 0) {
+  if (steps.ranks() == 1 || count == 0) {
     if (count == 0) {
-      exchange_barrier(engine);
+      posted_barrier(steps);
     } else if (in != out) {
       copy(out, in, bytes, false);
     }
     return;
   }
-  const bool selects = !impl_->selection.empty() && !by_rank && bytes > kExchangeBytes &&
+  const bool selects = !impl_->selection.empty() && !by_rank && bytes > kPostedBytes &&
                        options.algorithm == Algorithm::cooperative;
   if (!selects) return impl_->allreduce(message, options.algorithm, options.order);
   const bool apart = impl_->phase.arrive(now_ns());
@@ -226,30 +224,30 @@ void Communicator::Impl::allreduce(const Message& message, Algorithm algorithm, 
     case Algorithm::cooperative:
       return cooperative_allreduce(message, by_rank);
     case Algorithm::arrival_leader:
-      return leader_allreduce(engine, message, order == Order::any);
+      return leader_allreduce(steps, message, order == Order::any);
     case Algorithm::arrival_chain:
-      return chain(engine, message, {.by_rank = by_rank, .whole = true});
+      return chain(steps, message, {.by_rank = by_rank, .whole = true});
     case Algorithm::leader:
-      return leader_allreduce(engine, message, false);
+      return leader_allreduce(steps, message, false);
     case Algorithm::recursive_doubling:
-      return recursive_doubling_allreduce(engine, message);
+      return recursive_doubling_allreduce(steps, message);
     case Algorithm::ring:
-      return ring_allreduce(engine, message);
+      return ring_allreduce(steps, message);
     case Algorithm::rsa:
-      return rsa_allreduce(engine, message);
+      return rsa_allreduce(steps, message);
     case Algorithm::binomial:
-      binomial_reduce(engine, message, 0);
-      return binomial_broadcast(engine, {message.out, message.out, message.bytes(), nullptr}, 0);
+      binomial_reduce(steps, message, 0);
+      return binomial_broadcast(steps, {message.out, message.out, message.bytes(), nullptr}, 0);
   }
 }
 
 void Communicator::Impl::cooperative_allreduce(const Message& message, bool by_rank) {
-  if (message.bytes() <= kExchangeBytes) return exchange_allreduce(engine, message);
+  if (message.bytes() <= kPostedBytes) return posted_allreduce(steps, message);
   const bool shared = segment.arena_offset(message.in, message.bytes()) &&
                       segment.arena_offset(message.out, message.bytes());
-  const Arrival arrival = arrive(engine, shared);
+  const Arrival arrival = arrive(steps, shared);
   if (arrival.in_place && allreduce_in_place(message, shared, arrival)) return;
-  chain_after(engine, message, {.by_rank = by_rank}, arrival);
+  chain_after(steps, message, {.by_rank = by_rank}, arrival);
 }
 
 bool Communicator::Impl::allreduce_in_place(const Message& message, bool shared,
@@ -257,9 +255,9 @@ bool Communicator::Impl::allreduce_in_place(const Message& message, bool shared,
   const auto end = [this](std::byte* data) { release(data); };
   const std::unique_ptr<std::byte, decltype(end)> scratch(
       shared ? nullptr : allocate_if_possible(message.bytes()), end);
-  if (scratch == nullptr) return shared_allreduce(engine, message, arrival);
+  if (scratch == nullptr) return shared_allreduce(steps, message, arrival);
   copy(scratch.get(), message.in, message.bytes(), false);
-  if (!shared_allreduce(engine, {scratch.get(), scratch.get(), message.count, message.reducer},
+  if (!shared_allreduce(steps, {scratch.get(), scratch.get(), message.count, message.reducer},
                         arrival)) {
     return false;
   }
@@ -278,32 +276,32 @@ void Communicator::reduce(const void* in, void* out, uint64_t count, const Reduc
     refuse_overlap("reduce", in, bytes, out, bytes, out);
   }
   const Impl::Turn turn(*impl_, Call::reduce, root, reducer.code(), count, bytes);
-  Engine& engine = impl_->engine;
+  Steps& steps = impl_->steps;
   const Message message{static_cast<const std::byte*>(in), static_cast<std::byte*>(out), count,
                         &reducer};
   const bool by_rank = options.order == Order::fixed || !reducer.commutative();
   const auto to = static_cast<int32_t>(root);
-  if (count == 0) return exchange_reduce(engine, message, root);
-  if (engine.ranks() == 1) {
+  if (count == 0) return posted_reduce(steps, message, root);
+  if (steps.ranks() == 1) {
     if (in != out) copy(out, in, bytes, false);
     return;
   }
   switch (options.algorithm) {
     case Algorithm::cooperative:
-      if (bytes <= kExchangeBytes) return exchange_reduce(engine, message, root);
-      return chain(engine, message, {.root = to, .by_rank = by_rank});
+      if (bytes <= kPostedBytes) return posted_reduce(steps, message, root);
+      return chain(steps, message, {.root = to, .by_rank = by_rank});
     case Algorithm::arrival_leader:
-      return leader_reduce(engine, message, root, !by_rank);
+      return leader_reduce(steps, message, root, !by_rank);
     case Algorithm::leader:
-      return leader_reduce(engine, message, root, false);
+      return leader_reduce(steps, message, root, false);
     case Algorithm::arrival_chain:
-      return chain(engine, message, {.root = to, .by_rank = by_rank, .whole = true});
+      return chain(steps, message, {.root = to, .by_rank = by_rank, .whole = true});
     case Algorithm::binomial:
       // Its order starts at the root.
       if (!reducer.commutative() && root != 0) {
-        return chain(engine, message, {.root = to, .by_rank = true});
+        return chain(steps, message, {.root = to, .by_rank = true});
       }
-      return binomial_reduce(engine, message, root);
+      return binomial_reduce(steps, message, root);
     default:
       throw_unavailable(Call::reduce, options.algorithm,
                         "cooperative, arrival_leader, arrival_chain, leader or binomial");
@@ -315,16 +313,16 @@ void Communicator::broadcast(void* data, uint64_t bytes, uint32_t root,
   impl_->check_root(Call::broadcast, root);
   check_buffer("broadcast", data, bytes, 1);
   const Impl::Turn turn(*impl_, Call::broadcast, root, 0, bytes, bytes);
-  Engine& engine = impl_->engine;
+  Steps& steps = impl_->steps;
   auto* all = static_cast<std::byte*>(data);
   const Message message{all, all, bytes, nullptr};
-  if (engine.ranks() == 1) return;
+  if (steps.ranks() == 1) return;
   switch (options.algorithm) {
     case Algorithm::cooperative:
-      if (bytes <= kExchangeBytes) return exchange_broadcast(engine, message, root);
-      return chain(engine, message, {.root = static_cast<int32_t>(root), .broadcast = true});
+      if (bytes <= kPostedBytes) return posted_broadcast(steps, message, root);
+      return chain(steps, message, {.root = static_cast<int32_t>(root), .broadcast = true});
     case Algorithm::binomial:
-      return binomial_broadcast(engine, message, root);
+      return binomial_broadcast(steps, message, root);
     default:
       throw_unavailable(Call::broadcast, options.algorithm, "cooperative or binomial");
   }
@@ -337,8 +335,8 @@ void Communicator::reduce_scatter(const void* in, void* out, uint64_t count,
   check_buffer("reduce_scatter", out, all / ranks(), reducer.alignment());
   refuse_overlap("reduce_scatter", in, all, out, all / ranks(), nullptr);
   const Impl::Turn turn(*impl_, Call::reduce_scatter, 0, reducer.code(), count, all);
-  exchange_reduce_scatter(impl_->engine, {static_cast<const std::byte*>(in),
-                                          static_cast<std::byte*>(out), count, &reducer});
+  posted_reduce_scatter(impl_->steps, {static_cast<const std::byte*>(in),
+                                       static_cast<std::byte*>(out), count, &reducer});
 }
 
 void Communicator::allgather(const void* in, void* out, uint64_t bytes) {
@@ -348,8 +346,8 @@ void Communicator::allgather(const void* in, void* out, uint64_t bytes) {
   refuse_overlap("allgather", in, bytes, out, all,
                  static_cast<const std::byte*>(out) + bytes * rank());
   const Impl::Turn turn(*impl_, Call::allgather, 0, 0, bytes, bytes);
-  exchange_allgather(impl_->engine, {static_cast<const std::byte*>(in),
-                                     static_cast<std::byte*>(out), bytes, nullptr});
+  posted_allgather(impl_->steps, {static_cast<const std::byte*>(in), static_cast<std::byte*>(out),
+                                  bytes, nullptr});
 }
 
 void* Communicator::allocate(uint64_t bytes) { return impl_->allocate(bytes); }
@@ -361,33 +359,33 @@ void Communicator::set_timeout(std::chrono::nanoseconds timeout) {
                                       std::to_string(timeout.count()) + " ns");
   }
   const MutexLock lock(impl_->mutex);
-  impl_->engine.set_timeout(timeout);
+  impl_->steps.set_timeout(timeout);
 }
 
 void Communicator::on_late(std::chrono::nanoseconds after,
-                           std::function<void(std::span<const uint32_t>)> tell) {
+                           std::function<void(std::span<const uint32_t>)> callback) {
   const MutexLock lock(impl_->mutex);
-  impl_->engine.on_late(after, std::move(tell));
+  impl_->steps.on_late(after, std::move(callback));
 }
 
 // A forked child has none of the memory in which to say or see it.
 bool Communicator::end(const Error& why) noexcept {
-  return !impl_->segment.is_forked_child() && impl_->engine.end_for_all(why);
+  return !impl_->segment.is_forked_child() && impl_->steps.end_for_all(why);
 }
 
 void Communicator::leave() noexcept { impl_->segment.leave(); }
 
 void Communicator::check() const {
-  if (!impl_->segment.is_forked_child()) impl_->engine.check();
+  if (!impl_->segment.is_forked_child()) impl_->steps.check();
 }
 
-bool Communicator::ended_here() const noexcept { return impl_->engine.ended_here(); }
+bool Communicator::ended_here() const noexcept { return impl_->steps.ended_here(); }
 
 CommunicatorStats Communicator::stats() const {
   const MutexLock lock(impl_->mutex);
   CommunicatorStats stats = impl_->stats;
-  stats.sleeps = impl_->engine.stats().sleeps;
-  stats.wait_ns = impl_->engine.stats().wait_ns;
+  stats.sleeps = impl_->steps.stats().sleeps;
+  stats.wait_ns = impl_->steps.stats().wait_ns;
   return stats;
 }
 

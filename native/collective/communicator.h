@@ -17,7 +17,7 @@
 //
 // Order: `fixed` gives a left fold in the order of ranks, the same bits for any arrival order, and
 // for predefined and user's operations alike. Operations that are not commutative always get it.
-// With `any`, floating-point sums of messages beyond kExchangeBytes may differ from call to call in
+// With `any`, floating-point sums of messages beyond kPostedBytes may differ from call to call in
 // their last bits (never between ranks).
 //
 // Errors: a rank that dies, leaves or does not come within the timeout ends the communicator for
@@ -51,13 +51,13 @@ struct CommunicatorConfig {
   std::chrono::nanoseconds join_timeout{0};                     // unless this is given
   std::string directory = "/dev/shm";
   std::string selection;  // the text of a table of algorithms (selection.h), the same on all ranks
-  // Called now and then by a rank that waits, between its sleeps; an MPI's progress engine needs
+  // Called now and then by a rank that waits, between its sleeps; an MPI's progress steps needs
   // it.
   std::function<void()> progress;
 };
 
 // Up to here every rank reads the data of all others, and the order of sums is that of ranks.
-inline constexpr uint64_t kExchangeBytes = 4 << 10;
+inline constexpr uint64_t kPostedBytes = 4 << 10;
 
 enum class Order : uint8_t { any, fixed };
 
@@ -111,10 +111,10 @@ class Communicator {
   // Of this rank's next calls. Throws Error(usage) unless it is positive.
   void set_timeout(std::chrono::nanoseconds timeout);
 
-  // `tell` is called once in every wait that lasts longer than `after`, with the ranks that have
-  // not arrived, by the thread that waits. 0: never. Between calls.
+  // `callback` is called once in every wait that lasts longer than `after`, with the ranks that
+  // have not arrived, by the thread that waits. 0: never. Between calls.
   void on_late(std::chrono::nanoseconds after,
-               std::function<void(std::span<const uint32_t> missing)> tell);
+               std::function<void(std::span<const uint32_t> missing)> callback);
 
   // Ends the communicator for all its ranks: every call, also of a rank that waits, throws `why`:
   // its text, its number and, if it is usage, peer or stopped, its kind. From any thread, at any

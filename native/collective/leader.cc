@@ -8,62 +8,62 @@ namespace {
 
 // The leader's side of one piece. By arrival: adds what is there, whoever it is from. Otherwise
 // waits for all and folds in rank order.
-void lead(Engine& engine, const Message& message, uint64_t step, uint64_t at, uint64_t n,
+void lead(Steps& steps, const Message& message, uint64_t step, uint64_t at, uint64_t n,
           bool by_arrival) {
-  Segment& shared = engine.shared();
+  Segment& shared = steps.shared();
   const uint64_t bytes = n * message.element();
   std::byte* sum = shared.result(step);
   if (!by_arrival) {
-    engine.wait_for_posts(step);
+    steps.wait_for_posts(step);
     copy(sum, shared.stage(0, step, bytes), bytes, false);
-    for (uint32_t r = 1; r < engine.ranks(); ++r) {
+    for (uint32_t r = 1; r < steps.ranks(); ++r) {
       message.reducer->combine(sum, sum, shared.stage(r, step, bytes), n);
     }
     return;
   }
   copy(sum, message.in + at, bytes, false);
   std::vector<uint32_t> missing;
-  for (uint32_t r = 0; r < engine.ranks(); ++r) {
-    if (r != engine.rank()) missing.push_back(r);
+  for (uint32_t r = 0; r < steps.ranks(); ++r) {
+    if (r != steps.rank()) missing.push_back(r);
   }
   while (!missing.empty()) {
     const auto there = [&](uint32_t r) {
       return shared.post(r, step).flag.load(std::memory_order_seq_cst) == step;
     };
-    engine.wait([&] { return std::any_of(missing.begin(), missing.end(), there); },
-                {{kAnyPosted, step}});
+    steps.wait([&] { return std::any_of(missing.begin(), missing.end(), there); },
+               {{kAnyPosted, step}});
     for (size_t i = 0; i < missing.size();) {
       const uint32_t r = missing[i];
       if (!there(r)) {
         ++i;
         continue;
       }
-      engine.check_arrived(step);
+      steps.check_arrived(step);
       message.reducer->combine(sum, sum, shared.stage(r, step, bytes), n);
       missing.erase(missing.begin() + static_cast<std::ptrdiff_t>(i));
     }
   }
-  engine.all_arrived(step);
+  steps.all_arrived(step);
 }
 
-uint32_t first_to_arrive(Engine& engine) {
-  const Arrival arrival = arrive(engine, false);
-  Segment& shared = engine.shared();
+uint32_t first_to_arrive(Steps& steps) {
+  const Arrival arrival = arrive(steps, false);
+  Segment& shared = steps.shared();
   Word& leader = shared.header().result[arrival.step % 2].value;
   const uint64_t base = arrival.step << 16;
   if (arrival.place == 0) {
-    engine.publish(leader, base | engine.rank());
+    steps.publish(leader, base | steps.rank());
   } else {
-    engine.wait([&] { return leader.load(std::memory_order_seq_cst) >> 16 == arrival.step; },
-                {{shared.key(leader), base}});
+    steps.wait([&] { return leader.load(std::memory_order_seq_cst) >> 16 == arrival.step; },
+               {{shared.key(leader), base}});
   }
   const auto rank = static_cast<uint32_t>(leader.load(std::memory_order_seq_cst) & 0xffffu);
-  engine.finish_early(arrival.step);
+  steps.finish_early(arrival.step);
   return rank;
 }
 
-void run(Engine& engine, const Message& message, uint32_t leader, bool by_arrival, int64_t root) {
-  Segment& shared = engine.shared();
+void run(Steps& steps, const Message& message, uint32_t leader, bool by_arrival, int64_t root) {
+  Segment& shared = steps.shared();
   const uint64_t element = message.element();
   if (element > kStageBytes) {
     throw Error(ErrorKind::usage, "elements of " + std::to_string(element) +
@@ -73,28 +73,28 @@ void run(Engine& engine, const Message& message, uint32_t leader, bool by_arriva
   uint64_t at = 0;
   do {
     const uint64_t n = std::min(piece, message.count - at), bytes = n * element;
-    const uint64_t step = engine.begin_step();
-    copy(shared.stage(engine.rank(), step, bytes), message.in + at * element, bytes, false);
-    engine.post(step);
+    const uint64_t step = steps.begin_step();
+    copy(shared.stage(steps.rank(), step, bytes), message.in + at * element, bytes, false);
+    steps.post(step);
     Word& ready = shared.header().done[step % 2].value;
     const uint64_t stamp = step << 24;
-    if (engine.rank() == leader) {
-      lead(engine, message, step, at * element, n, by_arrival);
-      engine.publish(ready, stamp);
+    if (steps.rank() == leader) {
+      lead(steps, message, step, at * element, n, by_arrival);
+      steps.publish(ready, stamp);
     } else {
-      if (shared.header().sleepers.load(std::memory_order_seq_cst) > 0 && engine.all_posted(step)) {
-        engine.wake(kAllPosted, step);
+      if (shared.header().sleepers.load(std::memory_order_seq_cst) > 0 && steps.all_posted(step)) {
+        steps.wake(kAllPosted, step);
       }
     }
-    if (root < 0 || engine.rank() == static_cast<uint32_t>(root)) {
-      engine.wait([&] { return ready.load(std::memory_order_seq_cst) == stamp; },
-                  {{shared.key(ready), stamp}});
+    if (root < 0 || steps.rank() == static_cast<uint32_t>(root)) {
+      steps.wait([&] { return ready.load(std::memory_order_seq_cst) == stamp; },
+                 {{shared.key(ready), stamp}});
       copy(message.out + at * element, shared.result(step), bytes, false);
     }
     if (root < 0) {
-      engine.all_arrived(step);
+      steps.all_arrived(step);
     } else {
-      engine.finish_early(step);
+      steps.finish_early(step);
     }
     at += n;
   } while (at < message.count);
@@ -102,12 +102,12 @@ void run(Engine& engine, const Message& message, uint32_t leader, bool by_arriva
 
 }  // namespace
 
-void leader_allreduce(Engine& engine, const Message& message, bool by_arrival) {
-  run(engine, message, by_arrival ? first_to_arrive(engine) : 0, by_arrival, -1);
+void leader_allreduce(Steps& steps, const Message& message, bool by_arrival) {
+  run(steps, message, by_arrival ? first_to_arrive(steps) : 0, by_arrival, -1);
 }
 
-void leader_reduce(Engine& engine, const Message& message, uint32_t root, bool by_arrival) {
-  run(engine, message, by_arrival ? first_to_arrive(engine) : root, by_arrival, root);
+void leader_reduce(Steps& steps, const Message& message, uint32_t root, bool by_arrival) {
+  run(steps, message, by_arrival ? first_to_arrive(steps) : root, by_arrival, root);
 }
 
 }  // namespace nostall::collective

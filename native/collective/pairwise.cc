@@ -11,14 +11,14 @@ namespace {
 // only grow, so these algorithms need no steps but one per call, to compare what is called.
 class Pairs {
  public:
-  explicit Pairs(Engine& engine) : engine_(engine), shared_(engine.shared()) {
-    const uint64_t step = engine_.begin_step();
-    engine_.post(step);
-    engine_.check_arrived(step);
+  explicit Pairs(Steps& steps) : steps_(steps), shared_(steps.shared()) {
+    const uint64_t step = steps_.begin_step();
+    steps_.post(step);
+    steps_.check_arrived(step);
     step_ = step;
   }
   // Every rank posted in this step; nothing of it is read later.
-  ~Pairs() { engine_.finish_early(step_); }
+  ~Pairs() { steps_.finish_early(step_); }
   Pairs(const Pairs&) = delete;
   Pairs& operator=(const Pairs&) = delete;
 
@@ -40,9 +40,9 @@ class Pairs {
         sent += n;
       } else if (received < receive_count && may_receive(from)) {
         const uint64_t n = std::min(piece, receive_count - received);
-        const uint64_t number = shared_.received(from, engine_.rank()).load();
-        take(received, shared_.chunk(from, engine_.rank(), number), n);
-        engine_.publish(shared_.received(from, engine_.rank()), number + 1);
+        const uint64_t number = shared_.received(from, steps_.rank()).load();
+        take(received, shared_.chunk(from, steps_.rank(), number), n);
+        steps_.publish(shared_.received(from, steps_.rank()), number + 1);
         received += n;
       } else {
         wait(to, sent < send_count, from, received < receive_count);
@@ -55,31 +55,31 @@ class Pairs {
 
  private:
   bool may_send(uint32_t to) const {
-    return shared_.sent(engine_.rank(), to).load(std::memory_order_seq_cst) <
-           shared_.received(engine_.rank(), to).load(std::memory_order_seq_cst) + 2;
+    return shared_.sent(steps_.rank(), to).load(std::memory_order_seq_cst) <
+           shared_.received(steps_.rank(), to).load(std::memory_order_seq_cst) + 2;
   }
   bool may_receive(uint32_t from) const {
-    return shared_.received(from, engine_.rank()).load(std::memory_order_seq_cst) <
-           shared_.sent(from, engine_.rank()).load(std::memory_order_seq_cst);
+    return shared_.received(from, steps_.rank()).load(std::memory_order_seq_cst) <
+           shared_.sent(from, steps_.rank()).load(std::memory_order_seq_cst);
   }
   void send_chunk(uint32_t to, const std::byte* data, uint64_t bytes) {
-    Word& sent = shared_.sent(engine_.rank(), to);
+    Word& sent = shared_.sent(steps_.rank(), to);
     const uint64_t number = sent.load(std::memory_order_relaxed);
-    if (number < 2) shared_.allocate_channel(engine_.rank(), to);
-    copy(shared_.chunk(engine_.rank(), to, number), data, bytes, false);
-    engine_.publish(sent, number + 1);
+    if (number < 2) shared_.allocate_channel(steps_.rank(), to);
+    copy(shared_.chunk(steps_.rank(), to, number), data, bytes, false);
+    steps_.publish(sent, number + 1);
   }
   void wait(uint32_t to, bool sends, uint32_t from, bool receives) {
-    const Word& room = shared_.received(engine_.rank(), to);
-    const Word& data = shared_.sent(from, engine_.rank());
+    const Word& room = shared_.received(steps_.rank(), to);
+    const Word& data = shared_.sent(from, steps_.rank());
     Want out{0, ~uint64_t{0}}, in{0, ~uint64_t{0}};
     if (sends) out = {shared_.key(room), room.load(std::memory_order_seq_cst) + 1};
     if (receives) in = {shared_.key(data), data.load(std::memory_order_seq_cst) + 1};
-    engine_.wait([&] { return (sends && may_send(to)) || (receives && may_receive(from)); },
-                 {out, in});
+    steps_.wait([&] { return (sends && may_send(to)) || (receives && may_receive(from)); },
+                {out, in});
   }
 
-  Engine& engine_;
+  Steps& steps_;
   Segment& shared_;
   uint64_t step_ = 0;
 };
@@ -113,8 +113,8 @@ struct Folded {
   uint32_t rank_of(uint32_t n) const { return n < extra ? 2 * n + 1 : n + extra; }
 };
 
-Folded fold_in(Pairs& pairs, Engine& engine, const Message& m) {
-  const uint32_t p = engine.ranks(), me = engine.rank();
+Folded fold_in(Pairs& pairs, Steps& steps, const Message& m) {
+  const uint32_t p = steps.ranks(), me = steps.rank();
   const uint32_t power = std::bit_floor(p), extra = p - power;
   Folded f{power, extra, me < 2 * extra ? me / 2 : me - extra};
   if (me >= 2 * extra) return f;
@@ -127,8 +127,8 @@ Folded fold_in(Pairs& pairs, Engine& engine, const Message& m) {
   return f;
 }
 
-void fold_out(Pairs& pairs, Engine& engine, const Message& m, const Folded& f) {
-  const uint32_t me = engine.rank();
+void fold_out(Pairs& pairs, Steps& steps, const Message& m, const Folded& f) {
+  const uint32_t me = steps.rank();
   if (me >= 2 * f.extra) return;
   if (me % 2 == 1) {
     pairs.send(me - 1, m.out, m.count, m.element());
@@ -139,10 +139,10 @@ void fold_out(Pairs& pairs, Engine& engine, const Message& m, const Folded& f) {
 
 }  // namespace
 
-void recursive_doubling_allreduce(Engine& engine, const Message& m) {
-  Pairs pairs(engine);
+void recursive_doubling_allreduce(Steps& steps, const Message& m) {
+  Pairs pairs(steps);
   start_from_own(m);
-  const Folded f = fold_in(pairs, engine, m);
+  const Folded f = fold_in(pairs, steps, m);
   // What is sent must not change while what comes in is added.
   std::vector<std::byte> before(f.number >= 0 ? m.bytes() : 0);
   for (uint32_t bit = 1; f.number >= 0 && bit < f.power; bit *= 2) {
@@ -152,13 +152,13 @@ void recursive_doubling_allreduce(Engine& engine, const Message& m) {
     pairs.exchange(rank, before.data(), m.count, rank, m.count, m.element(),
                    adding(m.out, *m.reducer, partner < f.number));
   }
-  fold_out(pairs, engine, m, f);
+  fold_out(pairs, steps, m, f);
 }
 
-void ring_allreduce(Engine& engine, const Message& m) {
-  Pairs pairs(engine);
+void ring_allreduce(Steps& steps, const Message& m) {
+  Pairs pairs(steps);
   start_from_own(m);
-  const uint32_t p = engine.ranks(), me = engine.rank();
+  const uint32_t p = steps.ranks(), me = steps.rank();
   const uint32_t right = (me + 1) % p, left = (me + p - 1) % p;
   const auto begin = [&](uint32_t part) { return m.count * part / p; };
   const auto size = [&](uint32_t part) { return begin(part + 1) - begin(part); };
@@ -175,10 +175,10 @@ void ring_allreduce(Engine& engine, const Message& m) {
   }
 }
 
-void rsa_allreduce(Engine& engine, const Message& m) {
-  Pairs pairs(engine);
+void rsa_allreduce(Steps& steps, const Message& m) {
+  Pairs pairs(steps);
   start_from_own(m);
-  const Folded f = fold_in(pairs, engine, m);
+  const Folded f = fold_in(pairs, steps, m);
   const uint64_t e = m.element();
   struct Half {
     uint32_t partner;
@@ -203,15 +203,15 @@ void rsa_allreduce(Engine& engine, const Message& m) {
     pairs.exchange(h->partner, m.out + have * e, h->upper ? high : low, h->partner,
                    h->upper ? low : high, e, storing(m.out + get * e, e));
   }
-  fold_out(pairs, engine, m, f);
+  fold_out(pairs, steps, m, f);
 }
 
 // Ranks relative to the root; only a commutative operation may be summed in that order.
-void binomial_reduce(Engine& engine, const Message& m, uint32_t root) {
-  Pairs pairs(engine);
-  const uint32_t p = engine.ranks(), me = (engine.rank() + p - root) % p;
-  std::vector<std::byte> own(engine.rank() == root ? 0 : m.bytes());
-  std::byte* sum = engine.rank() == root ? m.out : own.data();
+void binomial_reduce(Steps& steps, const Message& m, uint32_t root) {
+  Pairs pairs(steps);
+  const uint32_t p = steps.ranks(), me = (steps.rank() + p - root) % p;
+  std::vector<std::byte> own(steps.rank() == root ? 0 : m.bytes());
+  std::byte* sum = steps.rank() == root ? m.out : own.data();
   if (sum != m.in) copy(sum, m.in, m.bytes(), false);
   for (uint32_t bit = 1; bit < p; bit *= 2) {
     if ((me & bit) != 0) {
@@ -219,19 +219,19 @@ void binomial_reduce(Engine& engine, const Message& m, uint32_t root) {
       return;
     }
     if (me + bit < p) {
-      pairs.exchange(engine.rank(), nullptr, 0, (me + bit + root) % p, m.count, m.element(),
+      pairs.exchange(steps.rank(), nullptr, 0, (me + bit + root) % p, m.count, m.element(),
                      adding(sum, *m.reducer, false));
     }
   }
 }
 
-void binomial_broadcast(Engine& engine, const Message& m, uint32_t root) {
-  Pairs pairs(engine);
-  const uint32_t p = engine.ranks(), me = (engine.rank() + p - root) % p;
+void binomial_broadcast(Steps& steps, const Message& m, uint32_t root) {
+  Pairs pairs(steps);
+  const uint32_t p = steps.ranks(), me = (steps.rank() + p - root) % p;
   const std::byte* data = me == 0 ? m.in : m.out;
   uint32_t bit = me == 0 ? std::bit_ceil(p) : me & (~me + 1);
   if (me != 0) {
-    pairs.exchange(engine.rank(), nullptr, 0, (me - bit + root) % p, m.count, m.element(),
+    pairs.exchange(steps.rank(), nullptr, 0, (me - bit + root) % p, m.count, m.element(),
                    storing(m.out, m.element()));
   }
   for (bit /= 2; bit > 0; bit /= 2) {

@@ -22,17 +22,17 @@ uint64_t bump(Word& word, uint64_t step) {
 }
 
 // The last one to count wakes those who wait for all.
-void bump_and_wait(Engine& engine, Word& word, uint64_t step, uint64_t all, bool counts) {
+void bump_and_wait(Steps& steps, Word& word, uint64_t step, uint64_t all, bool counts) {
   const uint64_t target = step << kCountBits24 | all;
-  Segment& shared = engine.shared();
+  Segment& shared = steps.shared();
   if (counts && bump(word, step) == all) {
     if (shared.header().sleepers.load(std::memory_order_seq_cst) > 0) {
-      engine.wake(shared.key(word), target);
+      steps.wake(shared.key(word), target);
     }
     return;
   }
-  engine.wait([&] { return word.load(std::memory_order_seq_cst) == target; },
-              {{shared.key(word), target}});
+  steps.wait([&] { return word.load(std::memory_order_seq_cst) == target; },
+             {{shared.key(word), target}});
 }
 
 struct Offsets {
@@ -42,21 +42,21 @@ constexpr uint64_t kNotShared = ~uint64_t{0};
 
 }  // namespace
 
-bool shared_allreduce(Engine& engine, const Message& message, const Arrival& arrival) {
-  Segment& shared = engine.shared();
+bool shared_allreduce(Steps& steps, const Message& message, const Arrival& arrival) {
+  Segment& shared = steps.shared();
   Header& h = shared.header();
   const uint64_t step = arrival.step;
-  const uint32_t ranks = engine.ranks();
+  const uint32_t ranks = steps.ranks();
   const auto offsets = [&](uint32_t r) {
     return reinterpret_cast<Offsets*>(shared.post(r, step).data.data());
   };
-  Offsets* mine = offsets(engine.rank());
+  Offsets* mine = offsets(steps.rank());
   mine->in.store(shared.arena_offset(message.in, message.bytes()).value_or(kNotShared),
                  std::memory_order_relaxed);
   mine->out.store(shared.arena_offset(message.out, message.bytes()).value_or(kNotShared),
                   std::memory_order_relaxed);
-  engine.check_arrived(step);
-  bump_and_wait(engine, h.ready[step % 2].value, step, ranks, true);
+  steps.check_arrived(step);
+  bump_and_wait(steps, h.ready[step % 2].value, step, ranks, true);
 
   std::vector<const std::byte*> ins(ranks), from(ranks);
   std::vector<std::byte*> outs(ranks), to(ranks);
@@ -65,9 +65,9 @@ bool shared_allreduce(Engine& engine, const Message& message, const Arrival& arr
     const uint64_t out = offsets(r)->out.load(std::memory_order_relaxed);
     if (in == kNotShared || out == kNotShared) return false;  // all read the same: all return here
     if (!shared.in_arenas(in, message.bytes()) || !shared.in_arenas(out, message.bytes())) {
-      engine.fail(Error(ErrorKind::corruption, "rank " + std::to_string(r) +
-                                                   " names data outside of the shared arenas; "
-                                                   "start the job again"));
+      steps.fail(Error(ErrorKind::corruption, "rank " + std::to_string(r) +
+                                                  " names data outside of the shared arenas; "
+                                                  "start the job again"));
     }
     ins[r] = shared.at_offset(in);
     outs[r] = shared.at_offset(out);
@@ -93,11 +93,11 @@ bool shared_allreduce(Engine& engine, const Message& message, const Arrival& arr
     finished_last = bump(done, step) == pieces;
   }
   if (!finished_last) {
-    bump_and_wait(engine, done, step, pieces, false);
+    bump_and_wait(steps, done, step, pieces, false);
   } else if (h.sleepers.load(std::memory_order_seq_cst) > 0) {
-    engine.wake(shared.key(done), step << kCountBits24 | pieces);
+    steps.wake(shared.key(done), step << kCountBits24 | pieces);
   }
-  engine.all_arrived(step);
+  steps.all_arrived(step);
   return true;
 }
 

@@ -27,8 +27,8 @@ std::byte* allocate(Transport& transport, uint64_t bytes) {
     return static_cast<std::byte*>(transport.allocate(bytes));
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::io) throw;
-    static std::atomic_flag told;
-    if (!told.test_and_set()) {
+    static std::atomic_flag warned;
+    if (!warned.test_and_set()) {
       log(LogLevel::warning,
           "rank " + std::to_string(transport.rank()) + ": " + error.what() +
               ": gradients travel from ordinary memory, which is slower; enlarge /dev/shm");

@@ -110,9 +110,9 @@ class NodeTransport : public Transport {
   int64_t own_cpu_ns() const override { return helper_cpu_.load(std::memory_order_relaxed); }
   int64_t waited_ns() const override { return data_.stats().wait_ns + control_.stats().wait_ns; }
   void on_late(std::chrono::nanoseconds after,
-               std::function<void(std::span<const uint32_t>)> tell) override {
-    data_.on_late(after, tell);
-    control_.on_late(after, std::move(tell));
+               std::function<void(std::span<const uint32_t>)> callback) override {
+    data_.on_late(after, callback);
+    control_.on_late(after, std::move(callback));
   }
 
  private:

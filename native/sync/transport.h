@@ -44,10 +44,10 @@ class Transport {
   virtual int64_t own_cpu_ns() const = 0;
   // Nanoseconds in which calls so far waited for other ranks; 0 where that is not known.
   virtual int64_t waited_ns() const { return 0; }
-  // Calls `tell` once in every wait that lasts longer than `after`, with the ranks that are
+  // Calls `callback` once in every wait that lasts longer than `after`, with the ranks that are
   // missing, on the thread that waits; never where that is not known.
   virtual void on_late(std::chrono::nanoseconds /*after*/,
-                       std::function<void(std::span<const uint32_t> missing)> /*tell*/) {}
+                       std::function<void(std::span<const uint32_t> missing)> /*callback*/) {}
 };
 
 struct NodeTransportConfig {

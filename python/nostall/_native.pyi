@@ -627,8 +627,8 @@ class Copying(enum.Enum):
 
     lazily = 2
 
-class Image:
-    """A snapshot in memory (native/checkpoint/image.h)."""
+class Snapshot:
+    """A snapshot in memory (native/checkpoint/snapshot.h)."""
 
     def __init__(self, threads: int) -> None: ...
     def reserve(self, bytes: int) -> None: ...
@@ -636,7 +636,7 @@ class Image:
         self, header: bytes, pieces: Sequence[tuple[int, int]], copying: Copying = Copying.at_once
     ) -> None:
         """
-        Pieces are (address, bytes) of memory that must stay as it is until it is copied, and be readable until the image is written.
+        Pieces are (address, bytes) of memory that must stay as it is until it is copied, and be readable until the snapshot is written.
         """
 
     def copy(self, pieces: Sequence[int]) -> None:
@@ -682,12 +682,12 @@ class Written:
     @property
     def cpu_seconds(self) -> float: ...
 
-class ImageWrite:
-    """An image into a file (native/checkpoint/write.h)."""
+class SnapshotWrite:
+    """A snapshot into a file (native/checkpoint/write.h)."""
 
     def __init__(
         self,
-        image: Image,
+        snapshot: Snapshot,
         path: str,
         rate: int = 0,
         priority: Priority = Priority.low,

@@ -12,9 +12,9 @@ using collective::part_of;
 
 constexpr uint64_t kOfNode = uint64_t{1} << 63;  // cookies of messages within the node
 
-class LanePeers final : public collective::Peers {
+class LaneMessages final : public collective::Messages {
  public:
-  LanePeers(MPI_Comm lane, Mailroom& mailroom) : lane_(lane), mailroom_(mailroom) {}
+  LaneMessages(MPI_Comm lane, Mailroom& mailroom) : lane_(lane), mailroom_(mailroom) {}
   void send(uint32_t to, uint32_t tag, const void* data, uint64_t bytes) override {
     mailroom_.send(lane_, to, tag, data, bytes, true);
   }
@@ -37,7 +37,8 @@ class LanePeers final : public collective::Peers {
   std::deque<Memory> memory_;
 };
 
-// Of every chunk each of the node's ranks adds up one part and is a party of that part's exchange.
+// Of every chunk each of the node's ranks adds up one part and takes part in the allreduce of that
+// part between nodes.
 class Ours {
  public:
   Ours(const Place& place, const float* in, float* out, uint64_t count, const Tuning& tuning)
@@ -48,17 +49,17 @@ class Ours {
         chunks_(chunks_of(count, tuning)),
         lane_count_(lane_offset(chunks_)),
         sum_(lane_count_ * sizeof(float)),
-        peers_(place.lane, mailroom_),
-        exchange_(shape(tuning), peers_, sum_.get(),
-                  reinterpret_cast<std::byte*>(out + part(0, place.local()).begin),
-                  [this](uint32_t chunk) { finished(chunk); }),
+        messages_(place.lane, mailroom_),
+        between_(shape(tuning), messages_, sum_.get(),
+                 reinterpret_cast<std::byte*>(out + part(0, place.local()).begin),
+                 [this](uint32_t chunk) { finished(chunk); }),
         added_(chunks_, 0) {}
 
   void run() {
     const auto handler = [this](uint64_t cookie, uint64_t bytes) { came(cookie, bytes); };
-    exchange_.listen();
+    between_.listen();
     mailroom_.look(handler);
-    exchange_.announce();
+    between_.announce();
     const int me = place_.local();
     for (uint32_t c = 0; c < chunks_; ++c) {
       for (int other = 0; other < place_.per_node; ++other) {
@@ -83,9 +84,9 @@ class Ours {
     }
     for (uint32_t c = 0; place_.per_node == 1 && c < chunks_; ++c) {
       add_up(sum() + lane_offset(c), nullptr, in_ + part(c, 0).begin, part(c, 0).count);
-      exchange_.ready(c);
+      between_.ready(c);
     }
-    while (expected_ > 0 || !exchange_.done()) mailroom_.wait(handler);
+    while (expected_ > 0 || !between_.done()) mailroom_.wait(handler);
     mailroom_.flush();
   }
 
@@ -95,8 +96,8 @@ class Ours {
     return static_cast<uint32_t>(
         std::clamp<uint64_t>(bytes / std::max<uint64_t>(tuning.chunk, 1), 1, tuning.chunks));
   }
-  collective::ExchangeShape shape(const Tuning& tuning) const {
-    collective::ExchangeShape shape;
+  collective::NodeAllreduceShape shape(const Tuning& tuning) const {
+    collective::NodeAllreduceShape shape;
     shape.rank = static_cast<uint32_t>(place_.node_index());
     shape.ranks = static_cast<uint32_t>(place_.nodes());
     shape.count = lane_count_;
@@ -132,11 +133,11 @@ class Ours {
     const Extent mine = part(chunk, place_.local());
     float* const sum = this->sum() + lane_offset(chunk);
     add_up(sum, added_[chunk] == 0 ? in_ + mine.begin : sum, from, mine.count);
-    if (++added_[chunk] == place_.per_node - 1) exchange_.ready(chunk);
+    if (++added_[chunk] == place_.per_node - 1) between_.ready(chunk);
   }
 
   void came(uint64_t cookie, uint64_t bytes) {
-    if ((cookie & kOfNode) == 0) return exchange_.received(cookie, bytes);
+    if ((cookie & kOfNode) == 0) return between_.received(cookie, bytes);
     --expected_;
     const uint64_t at = cookie & ~kOfNode;
     if (at % 2 == 1) return;  // a part of the result, where it belongs
@@ -165,8 +166,8 @@ class Ours {
   const uint64_t lane_count_;
   Memory sum_;
   Mailroom mailroom_;
-  LanePeers peers_;
-  collective::NodeExchange exchange_;
+  LaneMessages messages_;
+  collective::NodeAllreduce between_;
   std::vector<int> added_;
   std::deque<Memory> theirs_;
   uint64_t expected_ = 0;

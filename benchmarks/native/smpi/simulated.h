@@ -14,7 +14,7 @@
 #include <functional>
 #include <vector>
 
-#include "collective/node_exchange.h"
+#include "collective/node_allreduce.h"
 #include "receives.h"
 
 namespace nostall::simulated {
@@ -93,9 +93,9 @@ struct Tuning {
   uint32_t chunks = 4;         // and how many there are at most
   uint32_t late = 1;           // nodes that own nothing
 };
-// Ours: the node's ranks add up a part each, NodeExchange runs between the nodes for each part, the
-// node's ranks hand each other the results; in chunks that overlap. A message that is small for so
-// many nodes is halved and doubled between them instead (RSA of each part): log2 of the nodes
+// Ours: the node's ranks add up a part each, NodeAllreduce runs between the nodes for each part,
+// the node's ranks hand each other the results; in chunks that overlap. A message that is small for
+// so many nodes is halved and doubled between them instead (RSA of each part): log2 of the nodes
 // messages a rank, not their number.
 void ours_allreduce(const Place& place, const float* in, float* out, uint64_t count,
                     const Tuning& tuning);

@@ -173,9 +173,9 @@ class Checkpointer:
         self._lineage, self._owned = begun.lineage, begun.owned
         self._failures = Failures(max_failures, max_unsafe_seconds, on_failure)
         self._engine = Engine(self.fast, self.durable, self.rank, settings, self._nodes)
-        self._images = [_native.Image(self._threads) for _ in range(snapshots)]
-        for image in self._images:
-            self._engine.add_image(image)
+        self._snapshots = [_native.Snapshot(self._threads) for _ in range(snapshots)]
+        for snapshot in self._snapshots:
+            self._engine.add_snapshot(snapshot)
         self._saves = itertools.count()
         self._pid = os.getpid()
         self._history: deque[Saved] = deque(maxlen=1000)
@@ -208,8 +208,8 @@ class Checkpointer:
         if self.rank == 0 or not self.replicated:
             tree, leaves = encode(state)
             size = len(files.header(tree, leaves)) + sum(leaf.nbytes for leaf in leaves)
-            for image in self._images:
-                image.reserve(size + (1 << 20))
+            for snapshot in self._snapshots:
+                snapshot.reserve(size + (1 << 20))
 
     def due(self, step: int) -> bool:
         """Whether `save` does anything at this step."""
@@ -287,18 +287,18 @@ class Checkpointer:
         )
         saved = Saved(step, id, 0)
         job = Job(saved, manifest, None, number)
-        image = leaves = None
+        snapshot = leaves = None
         if self.rank == 0 or not self.replicated:
             # A call that waits for storage does not wait for the copy: it is written as it is made.
             window = window and wanted == "memory"
             now = wanted == "memory" and not window
-            image = self._snapshot(state() if callable(state) else state, job, window, now)
+            snapshot = self._snapshot(state() if callable(state) else state, job, window, now)
             leaves = job.leaves  # the job lets go of them once it fails
         self._engine.submit(job, awaited=wanted)
         self._history.append(saved)
         if wanted != "memory":
-            if image is not None:
-                image.finish()
+            if snapshot is not None:
+                snapshot.finish()
             del leaves
             saved.wait(wanted, self._timeout + 10)
         saved.seconds = time.perf_counter() - began
@@ -310,16 +310,16 @@ class Checkpointer:
         stores = [s for s in (self.fast, self.durable) if s is not None]
         return any(s.find(saved.step, saved.id) is not None for s in stores)
 
-    def _snapshot(self, state: Any, job: Job, window: bool, now: bool) -> _native.Image | None:
-        """Begins the image of the job; the one it returns is to be finished."""
+    def _snapshot(self, state: Any, job: Job, window: bool, now: bool) -> _native.Snapshot | None:
+        """Begins the snapshot of the job; the one it returns is to be finished."""
         tree, leaves = encode(state)
         guarded = guarded_addresses(leaves, self._optimizers, self._unsteady) if window else None
         leaves = files.layout(leaves, guarded)
         head = files.header(tree, leaves)
         began = time.perf_counter()
-        image = self._engine.take_image()
+        snapshot = self._engine.take_snapshot()
         job.saved.waited_seconds = time.perf_counter() - began
-        if image is None:
+        if snapshot is None:
             job.failed = (
                 f"the snapshot before is not written after {self._engine.settings.patience:g} s, its "
                 "storage hangs; snapshots=2 makes room for one more"
@@ -332,21 +332,21 @@ class Checkpointer:
                 copying, why = choose_copying(self._window_seconds, self._engine.write_seconds)
                 job.saved.copying = f"{copying.name}: {why}"
             job.leaves = leaves  # among them copies with no other reference
-            image.begin(head, [(leaf.address, leaf.nbytes) for leaf in leaves], copying)
+            snapshot.begin(head, [(leaf.address, leaf.nbytes) for leaf in leaves], copying)
             if window:
-                job.window = Window(image, leaves, guarded, job.saved, self._unsteady)
+                job.window = Window(snapshot, leaves, guarded, job.saved, self._unsteady)
                 self._window = job.window
             elif now:
-                image.finish()
+                snapshot.finish()
         except BaseException:
             self._window = None
-            image.finish()  # no thread reads the leaves any more
-            self._engine.add_image(image)
+            snapshot.finish()  # no thread reads the leaves any more
+            self._engine.add_snapshot(snapshot)
             raise
-        job.image = image
-        job.saved.bytes = image.size
+        job.snapshot = snapshot
+        job.saved.bytes = snapshot.size
         job.saved.copy_seconds = time.perf_counter() - began
-        return None if now or window else image
+        return None if now or window else snapshot
 
     def before_update(self) -> None:
         """Copies what a save with `window` has not copied yet; at once if there is nothing."""

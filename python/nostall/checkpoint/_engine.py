@@ -63,10 +63,10 @@ class Engine:
         self._draining: Drain | None = None
         self._job: Job | None = None  # that is being written
         self._busy = 0  # jobs taken and not persisted
-        self._images: list[_native.Image] = []
+        self._snapshots: list[_native.Snapshot] = []
         self._urgent = -1  # jobs up to this number are waited for
         self._urgent_drains: set[str] = set()
-        self._writing: tuple[int, _native.ImageWrite] | None = None
+        self._writing: tuple[int, _native.SnapshotWrite] | None = None
         self._copying: tuple[str, _native.FileCopy] | None = None
         self._stopping = False
         self._threads: dict[str, threading.Thread] = {}
@@ -74,27 +74,27 @@ class Engine:
         self._submitted = 0.0
         self._interval = _INTERVAL
 
-    # ------------------------------------------------------------------ images
+    # ------------------------------------------------------------------ snapshots
 
-    def add_image(self, image: _native.Image) -> None:
+    def add_snapshot(self, snapshot: _native.Snapshot) -> None:
         """One more snapshot that can be in memory at a time."""
         with self._lock:
-            self._images.append(image)
+            self._snapshots.append(snapshot)
             self._lock.notify_all()
 
-    def take_image(self) -> _native.Image | None:
+    def take_snapshot(self) -> _native.Snapshot | None:
         """A free snapshot; waits for an earlier one to be written, at full speed.
 
         None if that takes longer than `patience` seconds: the storage hangs.
         """
         with self._lock:
-            if self._images:
-                return self._images.pop()
+            if self._snapshots:
+                return self._snapshots.pop()
         self._hurry_writer(1 << 62)
         with self._lock:
-            if not self._lock.wait_for(lambda: bool(self._images), self.settings.patience):
+            if not self._lock.wait_for(lambda: bool(self._snapshots), self.settings.patience):
                 return None
-            return self._images.pop()
+            return self._snapshots.pop()
 
     # ------------------------------------------------------------------ asking
 
@@ -120,8 +120,8 @@ class Engine:
             self._say(job.saved, f"step {job.saved.step} is written by the call of save: {problem}")
             if job.window is not None:
                 job.window.close()
-            elif job.image is not None:
-                job.image.finish()
+            elif job.snapshot is not None:
+                job.snapshot.finish()
             self._write_one(job)
 
     def submit_drain(self, drain: Drain) -> None:
@@ -244,10 +244,10 @@ class Engine:
                 self._lock.notify_all()
 
     def _release(self, job: Job) -> None:
-        if job.image is not None:
-            image, job.image, job.leaves, job.window = job.image, None, None, None
-            job.saved.copied_bytes = image.copied_bytes
-            self.add_image(image)
+        if job.snapshot is not None:
+            snapshot, job.snapshot, job.leaves, job.window = job.snapshot, None, None, None
+            job.saved.copied_bytes = snapshot.copied_bytes
+            self.add_snapshot(snapshot)
 
     def _persist(self, job: Job) -> None:
         saved = job.saved
@@ -300,21 +300,21 @@ class Engine:
         name = part_name(self.rank, manifest.id)
         mine: Part | str | None = job.failed or None
         try:
-            if job.image is not None and not job.failed:
+            if job.snapshot is not None and not job.failed:
                 if store is self.fast and self._cleans:
-                    size = job.image.size * self._parts_here(manifest)
+                    size = job.snapshot.size * self._parts_here(manifest)
                     self._cleaner.make_room(store, size, manifest)
                 path = store.prepare(manifest.step) / name
                 urgent = job.number <= self._urgent
                 slow = store is self.durable and not urgent
-                write = _native.ImageWrite(
-                    job.image,
+                write = _native.SnapshotWrite(
+                    job.snapshot,
                     str(path),
                     rate=settings.rate if slow else 0,
                     priority=_PRIORITY["normal" if urgent else settings.priority],
                     threads=settings.writes_in_flight if not slow else 1,
                     gate=self.gate if not urgent else None,
-                    gate_patience=self._patience(job.image.size),
+                    gate_patience=self._patience(job.snapshot.size),
                     considerate=settings.windows and slow,
                 )
                 with self._lock:
@@ -361,7 +361,7 @@ class Engine:
         except (Error, OSError) as error:
             reason = str(error)
             certain = nodes is None and self.rank == 0 and store.lacks(manifest)
-        if reason and certain and job.image is not None:
+        if reason and certain and job.snapshot is not None:
             store.discard(manifest.step, name)
             if nodes is not None and isinstance(mine, Part):
                 nodes.take_back(manifest.step, mine)

@@ -219,15 +219,15 @@ def _problems(saves: Sequence[Saved]) -> str:
 
 @dataclasses.dataclass
 class Job:
-    """A snapshot on its way: `image` is None where this rank writes nothing, `failed` says why a
+    """A snapshot on its way: `snapshot` is None where this rank writes nothing, `failed` says why a
     rank that should has none."""
 
     saved: Saved
     manifest: Manifest
-    image: _native.Image | None
+    snapshot: _native.Snapshot | None
     number: int
     failed: str = ""
-    window: Window | None = None  # of the image, which is read while the training goes on
+    window: Window | None = None  # of the snapshot, which is read while the training goes on
     leaves: Any = None  # keeps what is read where it lies, until the job is done
     complete: Manifest | None = None  # once it is, where the storage may not have it
 

@@ -55,9 +55,9 @@ class Window:
     """One open window.
 
     Args:
-        image: begun, with `leaves` as its pieces.
-        leaves: what the image is made of; kept until the window is closed, for the image reads them
-            until then, whatever becomes of the writing.
+        snapshot: begun, with `leaves` as its pieces.
+        leaves: what the snapshot is made of; kept until the window is closed, because the snapshot
+            reads them until then, whatever becomes of the writing.
         guarded: where those lie that are copied later; None: all of them.
         saved: gets the seconds that updates waited.
         unsteady: gets the names of leaves that changed otherwise.
@@ -65,13 +65,13 @@ class Window:
 
     def __init__(
         self,
-        image: _native.Image,
+        snapshot: _native.Snapshot,
         leaves: Sequence[Leaf],
         guarded: set[int] | None,
         saved: Saved,
         unsteady: set[str],
     ) -> None:
-        self._image, self._saved, self._unsteady = image, saved, unsteady
+        self._snapshot, self._saved, self._unsteady = snapshot, saved, unsteady
         self._leaves: Sequence[Leaf] = leaves
         self._began = time.perf_counter()
         self._lock = threading.Lock()  # of what follows: the writer looks as well
@@ -85,7 +85,7 @@ class Window:
             elif leaf.nbytes:
                 self._left.setdefault(leaf.address, []).append(i)
         if now:
-            image.copy(now)
+            snapshot.copy(now)
 
     def reach(self, optimizer: Any) -> bool:
         """Copies what a step of this optimizer is about to change; whether anything is left."""
@@ -93,7 +93,7 @@ class Window:
         reached = [a for a in (t.data_ptr() for t in tensors_of(optimizer)) if a in self._left]
         if len(set(reached)) == len(self._left):
             return False
-        self._image.copy([piece for address in reached for piece in self._left[address]])
+        self._snapshot.copy([piece for address in reached for piece in self._left[address]])
         self.torn()
         with self._lock:
             for address in reached:
@@ -126,7 +126,7 @@ class Window:
     def close(self) -> float:
         """Copies all that is left; how long the window was open, in seconds."""
         began = time.perf_counter()
-        self._image.finish()
+        self._snapshot.finish()
         self.torn()
         with self._lock:
             self._left = {}

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nostall.errors import IoError, UsageError
 from nostall.torch._group import Group
 
-# Smaller messages are exchanged as they are (kExchangeBytes of native/collective).
+# Smaller messages are posted as they are (kPostedBytes of native/collective).
 _LEAST_BYTES = 4 << 10
 
 

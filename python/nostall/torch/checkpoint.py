@@ -80,7 +80,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
     ) -> None:
         self._store = Store(root, "durable")
         self._keep = keep if isinstance(keep, Keep) else Keep(keep)
-        self._image = _native.Image(threads)
+        self._snapshot = _native.Snapshot(threads)
         self._step = -1
         self._owned = False
         self._lineage: Lineage | None = None
@@ -137,12 +137,14 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
                 state["tensors"][str(i)] = data
         tree, leaves = encode(state)
         leaves = files.layout(leaves)
-        self._image.begin(files.header(tree, leaves), [(x.address, x.nbytes) for x in leaves])
-        self._image.finish()
+        self._snapshot.begin(files.header(tree, leaves), [(x.address, x.nbytes) for x in leaves])
+        self._snapshot.finish()
         name = part_name(where["part"], where["id"])
         path = self._store.prepare(self._step) / name
         priority = _native.Priority.normal
-        written = _native.ImageWrite(self._image, str(path), threads=2, priority=priority).run()
+        written = _native.SnapshotWrite(
+            self._snapshot, str(path), threads=2, priority=priority
+        ).run()
         part = Part(where["part"], name, written.size, tuple(written.crcs)).to_dict()
         note = {"id": where["id"], "parts": where["parts"], "part": part}
         done.set_result(

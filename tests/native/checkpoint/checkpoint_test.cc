@@ -14,7 +14,7 @@
 #include "../refuse.h"
 #include "base/activity.h"
 #include "base/crc32c.h"
-#include "checkpoint/image.h"
+#include "checkpoint/snapshot.h"
 #include "checkpoint/transfer.h"
 #include "checkpoint/write.h"
 
@@ -33,9 +33,9 @@ class CheckpointTest : public testing::Test {
   ~CheckpointTest() override { std::filesystem::remove_all(directory_); }
   std::string path(const std::string& name) const { return directory_ + "/" + name; }
 
-  // An image of odd pieces, one of them across blocks; `expected` is what it must hold.
-  std::shared_ptr<Image> image(uint64_t bytes, unsigned threads = 2,
-                               Copying copying = Copying::at_once) {
+  // A snapshot of odd pieces, one of them across blocks; `expected` is what it must hold.
+  std::shared_ptr<Snapshot> snapshot_of(uint64_t bytes, unsigned threads = 2,
+                                        Copying copying = Copying::at_once) {
     std::mt19937_64 random(bytes);
     state_.resize(bytes);
     for (auto& b : state_) b = static_cast<std::byte>(random());
@@ -51,7 +51,7 @@ class CheckpointTest : public testing::Test {
       pieces.push_back({state_.data() + at, size});
       at += size;
     }
-    auto made = std::make_shared<Image>(threads);
+    auto made = std::make_shared<Snapshot>(threads);
     made->begin({h, header.size()}, pieces, copying);
     return made;
   }
@@ -106,7 +106,7 @@ TEST_F(CheckpointTest, StreamCopyTakesAnyAlignmentAndSize) {
 TEST_F(CheckpointTest, WritesWhatTheStateWas) {
   for (const uint64_t bytes :
        {uint64_t{0}, uint64_t{1}, kAlignment - 64, kBlock - 64, kBlock, 3 * kBlock + 12345}) {
-    auto snapshot = image(bytes);
+    auto snapshot = snapshot_of(bytes);
     snapshot->finish();
     std::fill(state_.begin(), state_.end(), std::byte{0});  // the training goes on
     const Written written = Write(snapshot, path("f"), {}).run();
@@ -122,7 +122,7 @@ TEST_F(CheckpointTest, WritesWhatTheStateWas) {
 TEST_F(CheckpointTest, SavesAndReadsBackWhereNoThreadIsToBeHad) {
   with_refused(kThreadCalls, EAGAIN, [&] {
     for (const Copying copying : {Copying::at_once, Copying::in_background}) {
-      const auto snapshot = image(3 * kBlock + 5000, 4, copying);
+      const auto snapshot = snapshot_of(3 * kBlock + 5000, 4, copying);
       snapshot->finish();
       const Written written = Write(snapshot, path("a"), {.threads = 3}).run();
       EXPECT_EQ(content(path("a")), expected_);
@@ -136,7 +136,7 @@ TEST_F(CheckpointTest, SavesAndReadsBackWhereNoThreadIsToBeHad) {
 }
 
 TEST_F(CheckpointTest, WritesWhileCopying) {
-  auto snapshot = image(5 * kBlock + 77, 2, Copying::in_background);
+  auto snapshot = snapshot_of(5 * kBlock + 77, 2, Copying::in_background);
   Write write(snapshot, path("f"), {.threads = 2});
   std::thread writer([&] { write.run(); });
   snapshot->finish();
@@ -146,14 +146,14 @@ TEST_F(CheckpointTest, WritesWhileCopying) {
 
 TEST_F(CheckpointTest, ReplacesALongerFile) {
   std::ofstream(path("f")) << std::string(100000, 'x');
-  auto snapshot = image(10);
+  auto snapshot = snapshot_of(10);
   snapshot->finish();
   Write(snapshot, path("f"), {}).run();
   EXPECT_EQ(content(path("f")), expected_);
 }
 
 TEST_F(CheckpointTest, OneImageServesManySaves) {
-  auto snapshot = image(kBlock * 2);
+  auto snapshot = snapshot_of(kBlock * 2);
   snapshot->finish();
   const uint64_t capacity = snapshot->capacity();
   for (int i = 0; i < 5; ++i) {
@@ -170,7 +170,7 @@ TEST_F(CheckpointTest, OneImageServesManySaves) {
 TEST_F(CheckpointTest, WritesBufferedWhereDirectIsRefused) {
   Faulty files;
   files.refuse_direct_ = true;
-  auto snapshot = image(2 * kBlock + 5);
+  auto snapshot = snapshot_of(2 * kBlock + 5);
   snapshot->finish();
   const Written written = Write(snapshot, path("f"), {.threads = 2}, nullptr, files).run();
   EXPECT_FALSE(written.direct);
@@ -182,7 +182,7 @@ TEST_F(CheckpointTest, SaysWhatTheDiskRefused) {
     Faulty files;
     files.fail_at_ = 2;
     files.fail_with_ = error;
-    auto snapshot = image(4 * kBlock);
+    auto snapshot = snapshot_of(4 * kBlock);
     snapshot->finish();
     Write write(snapshot, path("f"), {}, nullptr, files);
     try {
@@ -199,7 +199,7 @@ TEST_F(CheckpointTest, SaysWhatTheDiskRefused) {
 TEST_F(CheckpointTest, AFileThatWasNotSyncedIsAnError) {
   Faulty files;
   files.fail_sync_ = true;
-  auto snapshot = image(100);
+  auto snapshot = snapshot_of(100);
   snapshot->finish();
   Write write(snapshot, path("f"), {}, nullptr, files);
   EXPECT_THROW(write.run(), Error);
@@ -208,7 +208,7 @@ TEST_F(CheckpointTest, AFileThatWasNotSyncedIsAnError) {
 TEST_F(CheckpointTest, HurryLiftsRateAndGate) {
   auto gate = std::make_shared<Gate>();
   gate->hold();
-  auto snapshot = image(8 * kBlock);
+  auto snapshot = snapshot_of(8 * kBlock);
   snapshot->finish();
   // At this rate and with this gate the file would take minutes.
   Write write(snapshot, path("f"), {.rate = kBlock / 10, .gate_patience = 0.05}, gate);
@@ -222,14 +222,14 @@ TEST_F(CheckpointTest, HurryLiftsRateAndGate) {
 }
 
 TEST_F(CheckpointTest, KeepsTheRate) {
-  auto snapshot = image(4 * kBlock);
+  auto snapshot = snapshot_of(4 * kBlock);
   snapshot->finish();
   const Written written = Write(snapshot, path("f"), {.rate = 40 * kBlock}).run();
   EXPECT_GE(written.seconds, 0.095);  // 5 blocks, the first for nothing
 }
 
 TEST_F(CheckpointTest, StopEndsAWrite) {
-  auto snapshot = image(8 * kBlock);
+  auto snapshot = snapshot_of(8 * kBlock);
   snapshot->finish();
   Write write(snapshot, path("f"), {.rate = 20 * kBlock});
   std::thread stopper([&] {
@@ -248,7 +248,7 @@ TEST_F(CheckpointTest, StopEndsAWrite) {
 TEST_F(CheckpointTest, AHeldGateDelaysButNeverForEver) {
   auto gate = std::make_shared<Gate>();
   gate->hold();
-  auto snapshot = image(2 * kBlock);
+  auto snapshot = snapshot_of(2 * kBlock);
   snapshot->finish();
   const Written written = Write(snapshot, path("f"), {.gate_patience = 0.03}, gate).run();
   EXPECT_GE(written.seconds, 0.085);  // three blocks
@@ -258,7 +258,7 @@ TEST_F(CheckpointTest, AHeldGateDelaysButNeverForEver) {
 
 TEST_F(CheckpointTest, AConsiderateWriteWaitsForOthersOfTheProcess) {
   auto gate = std::make_shared<Gate>();
-  auto snapshot = image(2 * kBlock);
+  auto snapshot = snapshot_of(2 * kBlock);
   snapshot->finish();
   {
     const Activity reading;
@@ -274,7 +274,7 @@ TEST_F(CheckpointTest, AConsiderateWriteWaitsForOthersOfTheProcess) {
 }
 
 TEST_F(CheckpointTest, ALazyImageIsWrittenFromWhereItLies) {
-  auto snapshot = image(3 * kBlock + 999, 2, Copying::lazily);
+  auto snapshot = snapshot_of(3 * kBlock + 999, 2, Copying::lazily);
   const Written written = Write(snapshot, path("f"), {}).run();
   EXPECT_EQ(snapshot->copied_bytes(), 0u);
   EXPECT_EQ(content(path("f")), expected_);
@@ -286,7 +286,7 @@ TEST_F(CheckpointTest, ALazyImageIsWrittenFromWhereItLies) {
 }
 
 TEST_F(CheckpointTest, WhatAnUpdateReachesIsCopiedBefore) {
-  auto snapshot = image(4 * kBlock, 2, Copying::lazily);
+  auto snapshot = snapshot_of(4 * kBlock, 2, Copying::lazily);
   auto gate = std::make_shared<Gate>();
   gate->hold();
   std::thread writer([&] { Write(snapshot, path("f"), {.gate_patience = 60}, gate).run(); });
@@ -311,7 +311,7 @@ constexpr bool kMayOverlap = true;
 
 TEST_F(CheckpointTest, AnUpdateWaitsForNoReader) {
   for (int round = 0; round < 4; ++round) {
-    auto snapshot = image(3 * kBlock, 2, Copying::lazily);
+    auto snapshot = snapshot_of(3 * kBlock, 2, Copying::lazily);
     std::thread writer([&] { Write(snapshot, path("f"), {.threads = 2}).run(); });
     std::this_thread::sleep_for(std::chrono::milliseconds(round));
     snapshot->finish();
@@ -322,7 +322,7 @@ TEST_F(CheckpointTest, AnUpdateWaitsForNoReader) {
 }
 
 TEST_F(CheckpointTest, CopiesAndReadsBack) {
-  auto snapshot = image(3 * kBlock + 999);
+  auto snapshot = snapshot_of(3 * kBlock + 999);
   snapshot->finish();
   const Written written = Write(snapshot, path("fast"), {}).run();
   const Written copied =
@@ -339,7 +339,7 @@ TEST_F(CheckpointTest, CopiesAndReadsBack) {
 }
 
 TEST_F(CheckpointTest, FindsEveryFlippedBit) {
-  auto snapshot = image(2 * kBlock + 10);
+  auto snapshot = snapshot_of(2 * kBlock + 10);
   snapshot->finish();
   const Written written = Write(snapshot, path("f"), {}).run();
   std::mt19937_64 random(3);
@@ -357,7 +357,7 @@ TEST_F(CheckpointTest, FindsEveryFlippedBit) {
 }
 
 TEST_F(CheckpointTest, RefusesAFileOfAnotherSize) {
-  auto snapshot = image(1000);
+  auto snapshot = snapshot_of(1000);
   snapshot->finish();
   const Written written = Write(snapshot, path("f"), {}).run();
   ASSERT_EQ(::truncate(path("f").c_str(), 999), 0);
@@ -373,7 +373,7 @@ TEST_F(CheckpointTest, RefusesAFileOfAnotherSize) {
 TEST_F(CheckpointTest, ASlowDiskDoesNotHoldTheTraining) {
   Faulty files;
   files.delay_ = 100ms;
-  auto snapshot = image(3 * kBlock);
+  auto snapshot = snapshot_of(3 * kBlock);
   const auto began = Clock::now();
   snapshot->finish();
   Write write(snapshot, path("f"), {}, nullptr, files);

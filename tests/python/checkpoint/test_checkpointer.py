@@ -135,8 +135,8 @@ def test_a_snapshot_that_fails_is_not_read_any_more(
         monkeypatch.setattr(nostall.checkpoint._checkpointer, "Window", fail)
         with pytest.raises(RuntimeError, match="no window"):
             ckpt.save({"w": weights}, 1, window=True)
-        (image,) = ckpt._engine._images
-        assert image.copied_bytes >= weights.nbytes  # all is copied: nobody is at it any more
+        (snapshot,) = ckpt._engine._snapshots
+        assert snapshot.copied_bytes >= weights.nbytes  # all is copied: nobody is at it any more
         ckpt.save({"w": weights}, 2, level="durable")
     assert steps_in(tmp_path) == [2]
 
@@ -275,12 +275,12 @@ def test_buckets_are_copied_as_updates_reach_them(tmp_path: Path) -> None:
             ckpt._engine.settings = dataclasses.replace(ckpt._engine.settings, gate_patience=60.0)
             saved = ckpt.save({"a": first, "b": second}, 1, window=True)
             assert saved is not None and saved.copying.startswith("lazily")
-            (image,) = [w._image for w in [ckpt._window] if w is not None]
+            (snapshot,) = [w._snapshot for w in [ckpt._window] if w is not None]
             for optimizer, parameter in ((one, first), (two, second)):
-                before = image.copied_bytes
+                before = snapshot.copied_bytes
                 parameter.grad = torch.full_like(parameter, -1.0)
                 optimizer.step()
-                assert 0 < image.copied_bytes - before <= 16 << 20
+                assert 0 < snapshot.copied_bytes - before <= 16 << 20
         assert ckpt._window is None
         saved.wait("durable", 20)
         found = ckpt.restore()

@@ -1,4 +1,4 @@
-#include "exchange.h"
+#include "two_level.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "between.h"
-#include "collective/node_exchange.h"
+#include "collective/node_allreduce.h"
 #include "receives.h"
 
 namespace nostall::mpi {
@@ -26,11 +26,11 @@ constexpr size_t kAtOnce = 16;  // messages that leave at a time
 using Buffer = std::unique_ptr<std::byte[]>;
 Buffer buffer_of(uint64_t bytes) { return std::make_unique_for_overwrite<std::byte[]>(bytes); }
 
-class HeadPeers final : public collective::Peers {
+class LeaderMessages final : public collective::Messages {
  public:
-  HeadPeers(CommunicatorState& state, const collective::Reducer& reducer)
+  LeaderMessages(CommunicatorState& state, const collective::Reducer& reducer)
       : state_(state), reducer_(reducer), lookout_(state, kOperation) {}
-  ~HeadPeers() override {
+  ~LeaderMessages() override {
     for (MPI_Request& request : receives_.requests()) {
       if (request != MPI_REQUEST_NULL) PMPI_Cancel(&request);
     }
@@ -40,8 +40,8 @@ class HeadPeers final : public collective::Peers {
     // The MPI may use it as long as it lasts.
     keep(std::make_shared<std::deque<Buffer>>(std::move(memory_)));
   }
-  HeadPeers(const HeadPeers&) = delete;
-  HeadPeers& operator=(const HeadPeers&) = delete;
+  LeaderMessages(const LeaderMessages&) = delete;
+  LeaderMessages& operator=(const LeaderMessages&) = delete;
 
   void send(uint32_t to, uint32_t tag, const void* data, uint64_t bytes) override {
     queue_.push_back({static_cast<int>(to), static_cast<int>(tag), static_cast<int>(bytes), data});
@@ -49,7 +49,7 @@ class HeadPeers final : public collective::Peers {
   }
   void receive(uint32_t from, uint32_t tag, void* data, uint64_t bytes, uint64_t cookie) override {
     check(PMPI_Irecv(data, static_cast<int>(bytes), MPI_BYTE, static_cast<int>(from),
-                     static_cast<int>(tag), state_.heads, receives_.add(cookie)));
+                     static_cast<int>(tag), state_.leaders, receives_.add(cookie)));
   }
   void fold(std::byte* into, const std::byte* from, uint64_t count, bool first) override {
     if (first) {
@@ -66,7 +66,7 @@ class HeadPeers final : public collective::Peers {
   }
 
   // Hands on what has come; false if nothing has.
-  bool look(collective::NodeExchange& exchange) {
+  bool look(collective::NodeAllreduce& exchange) {
     start();
     std::vector<Came> came;
     check(receives_.collect(came));
@@ -107,7 +107,7 @@ class HeadPeers final : public collective::Peers {
     check(result);
     while (leaving_.size() < kAtOnce && !queue_.empty()) {
       const Letter& letter = queue_.front();
-      check(PMPI_Isend(letter.data, letter.bytes, MPI_BYTE, letter.to, letter.tag, state_.heads,
+      check(PMPI_Isend(letter.data, letter.bytes, MPI_BYTE, letter.to, letter.tag, state_.leaders,
                        &leaving_.emplace_back(MPI_REQUEST_NULL)));
       queue_.pop_front();
     }
@@ -126,7 +126,7 @@ class HeadPeers final : public collective::Peers {
 
 }  // namespace
 
-bool exchange_between_nodes() noexcept {
+bool allreduces_by_arrival() noexcept {
   static const bool chosen = [] {
     const char* between = std::getenv("NOSTALL_MPI_BETWEEN");
     return between != nullptr && std::string_view(between) == "exchange";
@@ -134,9 +134,9 @@ bool exchange_between_nodes() noexcept {
   return chosen;
 }
 
-void exchange_allreduce(CommunicatorState& state, const std::byte* in, std::byte* out,
-                        uint64_t count, const MpiReducer& reducer) {
-  collective::ExchangeShape shape;
+void arrival_allreduce(CommunicatorState& state, const std::byte* in, std::byte* out,
+                       uint64_t count, const MpiReducer& reducer) {
+  collective::NodeAllreduceShape shape;
   shape.count = count;
   shape.element = reducer.element_bytes();
   shape.chunks = static_cast<uint32_t>(
@@ -155,18 +155,18 @@ void exchange_allreduce(CommunicatorState& state, const std::byte* in, std::byte
     return;
   }
   int rank = 0, ranks = 1;
-  PMPI_Comm_rank(state.heads, &rank);
-  PMPI_Comm_size(state.heads, &ranks);
+  PMPI_Comm_rank(state.leaders, &rank);
+  PMPI_Comm_size(state.leaders, &ranks);
   shape.rank = static_cast<uint32_t>(rank);
   shape.ranks = static_cast<uint32_t>(ranks);
   // What others send goes to the result while later chunks of the input are still needed.
   const uint64_t bytes = count * shape.element;
   std::vector<bool> finished(shape.chunks, false);
-  HeadPeers peers(state, reducer.get());
+  LeaderMessages peers(state, reducer.get());
   std::byte* const sum = peers.scratch(bytes);
   std::byte* const result = in == out ? peers.scratch(bytes) : out;
-  collective::NodeExchange exchange(shape, peers, sum, result,
-                                    [&](uint32_t c) { finished[c] = true; });
+  collective::NodeAllreduce exchange(shape, peers, sum, result,
+                                     [&](uint32_t c) { finished[c] = true; });
   state.node->check();  // on one that has ended nothing is started
   exchange.listen();
   while (peers.look(exchange)) {

@@ -1,4 +1,4 @@
-#include "collective/engine.h"
+#include "collective/steps.h"
 
 #include <sched.h>
 
@@ -23,8 +23,8 @@ uint32_t usable_cores() noexcept {
 
 }  // namespace
 
-Engine::Engine(Segment& segment, uint32_t rank, uint32_t ranks, std::chrono::nanoseconds timeout,
-               std::function<void()> progress)
+Steps::Steps(Segment& segment, uint32_t rank, uint32_t ranks, std::chrono::nanoseconds timeout,
+             std::function<void()> progress)
     : segment_(segment),
       rank_(rank),
       ranks_(ranks),
@@ -35,20 +35,20 @@ Engine::Engine(Segment& segment, uint32_t rank, uint32_t ranks, std::chrono::nan
       spin_limit_ns_(oversubscribed_ ? 1'000 : 20'000),
       spin_ns_(spin_limit_ns_) {}
 
-void Engine::on_late(std::chrono::nanoseconds after,
-                     std::function<void(std::span<const uint32_t>)> tell) {
-  late_ = tell ? after : std::chrono::nanoseconds(0);
-  tell_ = std::move(tell);
+void Steps::on_late(std::chrono::nanoseconds after,
+                    std::function<void(std::span<const uint32_t>)> callback) {
+  late_ = callback ? after : std::chrono::nanoseconds(0);
+  late_callback_ = std::move(callback);
 }
 
-void Engine::enter(const char* operation, uint64_t signature) {
+void Steps::enter(const char* operation, uint64_t signature) {
   operation_ = operation;
   signature_ = signature;
   ++calls_;
   check();
 }
 
-uint64_t Engine::begin_step() {
+uint64_t Steps::begin_step() {
   const uint64_t step = ++step_;
   ++stats_.steps;
   if (safe_ + 2 >= step) return step;
@@ -68,7 +68,7 @@ uint64_t Engine::begin_step() {
   return step;
 }
 
-void Engine::post(uint64_t step) {
+void Steps::post(uint64_t step) {
   Post& mine = segment_.post(rank_, step);
   mine.signature.store(signature_, std::memory_order_relaxed);
   segment_.line(rank_).core.store(static_cast<uint32_t>(::sched_getcpu()) + 1,
@@ -77,7 +77,7 @@ void Engine::post(uint64_t step) {
   if (segment_.header().sleepers.load(std::memory_order_seq_cst) > 0) wake(kAnyPosted, step);
 }
 
-bool Engine::all_posted(uint64_t step) noexcept {
+bool Steps::all_posted(uint64_t step) noexcept {
   for (uint32_t r = 0; r < ranks_; ++r) {
     if (segment_.post(r, step).flag.load(std::memory_order_seq_cst) != step) return false;
   }
@@ -85,7 +85,7 @@ bool Engine::all_posted(uint64_t step) noexcept {
 }
 
 // The last rank to post sees all posts at its first look, and wakes whoever sleeps for them.
-void Engine::wait_for_posts(uint64_t step) {
+void Steps::wait_for_posts(uint64_t step) {
   if (all_posted(step)) {
     if (segment_.header().sleepers.load(std::memory_order_seq_cst) > 0) wake(kAllPosted, step);
   } else {
@@ -104,15 +104,15 @@ void Engine::wait_for_posts(uint64_t step) {
   for (uint32_t r = 0; r < ranks_; ++r) check_signature(step, r);
 }
 
-void Engine::wait_for_post(uint64_t step, uint32_t rank) {
+void Steps::wait_for_post(uint64_t step, uint32_t rank) {
   Word& flag = segment_.post(rank, step).flag;
   wait([&] { return flag.load(std::memory_order_seq_cst) == step; }, {{segment_.key(flag), step}});
   check_signature(step, rank);
 }
 
-void Engine::finish_early(uint64_t step) { publish(segment_.finished(rank_), step); }
+void Steps::finish_early(uint64_t step) { publish(segment_.finished(rank_), step); }
 
-void Engine::wake(uint64_t key, uint64_t value) noexcept {
+void Steps::wake(uint64_t key, uint64_t value) noexcept {
   for (uint32_t r = 0; r < ranks_; ++r) {
     RankLine& line = segment_.line(r);
     if (r == rank_ || line.asleep.load(std::memory_order_seq_cst) == 0) continue;
@@ -128,7 +128,7 @@ void Engine::wake(uint64_t key, uint64_t value) noexcept {
   }
 }
 
-bool Engine::shares_core() noexcept {
+bool Steps::shares_core() noexcept {
   const auto here = static_cast<uint32_t>(::sched_getcpu()) + 1;
   segment_.line(rank_).core.store(here, std::memory_order_relaxed);
   if (oversubscribed_) return false;
@@ -138,12 +138,12 @@ bool Engine::shares_core() noexcept {
   return false;
 }
 
-void Engine::doze() noexcept {
+void Steps::doze() noexcept {
   ++stats_.sleeps;
   futex_wait(segment_.line(rank_).asleep, 1, progress_ ? nap_ : kSlice);
 }
 
-void Engine::settle() noexcept {
+void Steps::settle() noexcept {
   const int64_t waited = now_ns() - wait_began_;
   stats_.wait_ns += waited;
   if (waited < 4 * spin_limit_ns_) {
@@ -153,7 +153,7 @@ void Engine::settle() noexcept {
   }
 }
 
-void Engine::check_arrived(uint64_t step) {
+void Steps::check_arrived(uint64_t step) {
   for (uint32_t r = 0; r < ranks_; ++r) {
     if (segment_.post(r, step).flag.load(std::memory_order_seq_cst) == step) {
       check_signature(step, r);
@@ -161,7 +161,7 @@ void Engine::check_arrived(uint64_t step) {
   }
 }
 
-void Engine::look_around() {
+void Steps::look_around() {
   if (progress_) {
     progress_();
     nap_ = std::min(2 * nap_, kLongestNap);
@@ -186,7 +186,7 @@ void Engine::look_around() {
     }
   }
   const int64_t waited = now - wait_began_;
-  const bool late = late_.count() > 0 && waited >= late_.count() && told_ != wait_began_;
+  const bool late = late_.count() > 0 && waited >= late_.count() && warned_ != wait_began_;
   if (!late && waited < timeout_.count()) return;
   std::vector<uint32_t> absent;
   std::string missing;
@@ -197,8 +197,8 @@ void Engine::look_around() {
     }
   }
   if (late && !absent.empty()) {
-    told_ = wait_began_;
-    tell_(absent);
+    warned_ = wait_began_;
+    late_callback_(absent);
   }
   if (waited < timeout_.count()) return;
   fail(Error(ErrorKind::peer,
@@ -210,11 +210,11 @@ void Engine::look_around() {
                  "; find out what they do, or raise the timeout of this communicator"));
 }
 
-std::string Engine::where() const {
+std::string Steps::where() const {
   return std::string(operation_) + " (call " + std::to_string(calls_) + ")";
 }
 
-void Engine::check_signature(uint64_t step, uint32_t rank) {
+void Steps::check_signature(uint64_t step, uint32_t rank) {
   const uint64_t theirs = segment_.post(rank, step).signature.load(std::memory_order_relaxed);
   if (theirs == signature_) return;
   fail(Error(ErrorKind::usage, "the ranks do not call the same: rank " + std::to_string(rank_) +
@@ -224,12 +224,12 @@ void Engine::check_signature(uint64_t step, uint32_t rank) {
                                    "); make all ranks call the same in the same order"));
 }
 
-void Engine::fail(const Error& error) {
+void Steps::fail(const Error& error) {
   end_for_all(error);
   throw error;
 }
 
-bool Engine::end_for_all(const Error& error) noexcept {
+bool Steps::end_for_all(const Error& error) noexcept {
   if (!segment_.say_end(error)) return false;
   ended_here_.store(true, std::memory_order_release);
   for (uint32_t r = 0; r < ranks_; ++r) {
@@ -241,12 +241,12 @@ bool Engine::end_for_all(const Error& error) noexcept {
   return true;
 }
 
-void Engine::give_up() noexcept {
+void Steps::give_up() noexcept {
   end_for_all(Error(ErrorKind::peer, "rank " + std::to_string(rank_) + " could not go on in " +
                                          where() + "; its own error says why"));
 }
 
-void Engine::throw_broken() const {
+void Steps::throw_broken() const {
   const Header& h = segment_.header();
   const int64_t begin = now_ns();
   while (h.broken.load(std::memory_order_acquire) != 2 && now_ns() - begin < kLookNs)

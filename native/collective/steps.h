@@ -1,4 +1,4 @@
-// collective/engine.h - what all algorithms stand on: steps, posts, and waiting.
+// collective/steps.h - what all algorithms stand on: steps, posts, and waiting.
 //
 // A step is one round in which every rank of the communicator takes part. Before a rank writes the
 // shared memory of step t it knows that all have finished step t - 2, which used the same memory
@@ -39,23 +39,24 @@ inline constexpr uint64_t kAllPosted = 0;
 // The key of "some rank has posted step <target>".
 inline constexpr uint64_t kAnyPosted = 1;
 
-struct EngineStats {
+struct StepStats {
   uint64_t steps = 0;
   uint64_t sleeps = 0;
   int64_t wait_ns = 0;
 };
 
-class Engine {
+class Steps {
  public:
-  Engine(Segment& segment, uint32_t rank, uint32_t ranks, std::chrono::nanoseconds timeout,
-         std::function<void()> progress = {});
+  Steps(Segment& segment, uint32_t rank, uint32_t ranks, std::chrono::nanoseconds timeout,
+        std::function<void()> progress = {});
 
   Segment& shared() noexcept { return segment_; }
   uint32_t rank() const noexcept { return rank_; }
   uint32_t ranks() const noexcept { return ranks_; }
   bool oversubscribed() const noexcept { return oversubscribed_; }
-  const EngineStats& stats() const noexcept { return stats_; }
-  void on_late(std::chrono::nanoseconds after, std::function<void(std::span<const uint32_t>)> tell);
+  const StepStats& stats() const noexcept { return stats_; }
+  void on_late(std::chrono::nanoseconds after,
+               std::function<void(std::span<const uint32_t>)> callback);
 
   // What the next steps belong to, for the messages of errors: "allreduce" and the call's number.
   void enter(const char* operation, uint64_t signature);
@@ -211,9 +212,9 @@ class Engine {
   int64_t wait_began_ = 0;
   int64_t looked_ = 0;
   std::chrono::nanoseconds late_{0};
-  std::function<void(std::span<const uint32_t>)> tell_;
-  int64_t told_ = 0;  // the beginning of the wait that was told of
-  EngineStats stats_;
+  std::function<void(std::span<const uint32_t>)> late_callback_;
+  int64_t warned_ = 0;  // the beginning of the wait that was reported
+  StepStats stats_;
   std::atomic<bool> ended_here_{false};  // this rank said why the communicator ends
 };
 

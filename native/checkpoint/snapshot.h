@@ -1,10 +1,11 @@
-// checkpoint/image.h - a snapshot: the state of a rank, copied to memory as it will lie in the
+// checkpoint/snapshot.h - a snapshot: the state of a rank, copied to memory as it will lie in the
 // file.
 //
-// Read this room in this order: image.h (tensors to memory), write.h (memory to a file), transfer.h
-// (file to file, file to memory). A save copies every tensor once, into the very bytes of the file
-// (header, then tensors back to back), so nothing is serialised afterwards: the file is the memory,
-// block by block. A block is also the unit of checking (CRC32C) and of input and output.
+// Read this room in this order: snapshot.h (tensors to memory), write.h (memory to a file),
+// transfer.h (file to file, file to memory). A save copies every tensor once, into the very bytes
+// of the file (header, then tensors back to back), so nothing is serialised afterwards: the file is
+// the memory, block by block. A block is also the unit of checking (CRC32C) and of input and
+// output.
 //
 // Weights do not change between two updates, so in that window nothing need be copied in a hurry,
 // or at all: Copying::lazily lets the writer read blocks where they lie, and what an update is
@@ -12,9 +13,9 @@
 // copied too, and what was read of it is thrown away: the update waits for nobody.
 //
 // The memory is allocated and touched before the first save, as page faults would cost several
-// times the copy. Thread-safety: Memory is a value with one owner. Image: begin, copy, finish and
-// reserve belong to one thread; take, await_block, block and size may be called by others between
-// begin and the next begin.
+// times the copy. Thread-safety: Memory is a value with one owner. Snapshot: begin, copy, finish
+// and reserve belong to one thread; take, await_block, block and size may be called by others
+// between begin and the next begin.
 #pragma once
 
 #include <atomic>
@@ -59,7 +60,7 @@ class Memory {
 };
 
 // Memory of the caller that is to be copied; it must stay as it is from begin to the end of finish,
-// or of a copy of it, and remain readable until the image is written.
+// or of a copy of it, and remain readable until the snapshot is written.
 struct Piece {
   const std::byte* data = nullptr;
   uint64_t size = 0;
@@ -71,17 +72,17 @@ enum class Copying {
   lazily,         // by copy and finish, as far as no writer has read it by then
 };
 
-class Image {
+class Snapshot {
  public:
   // `threads` copy at once, the caller of finish among them; at least 1.
-  explicit Image(unsigned threads);
-  Image(const Image&) = delete;
-  Image& operator=(const Image&) = delete;
+  explicit Snapshot(unsigned threads);
+  Snapshot(const Snapshot&) = delete;
+  Snapshot& operator=(const Snapshot&) = delete;
 
-  // Makes room for an image of `bytes`, so that begin need not.
+  // Makes room for a snapshot of `bytes`, so that begin need not.
   void reserve(uint64_t bytes);
-  // Starts a new image: `header`, then the pieces back to back. Returns at once.
-  // Nobody may be reading the image before.
+  // Starts a new snapshot: `header`, then the pieces back to back. Returns at once.
+  // Nobody may be reading the snapshot before.
   void begin(std::span<const std::byte> header, std::vector<Piece> pieces, Copying copying);
   // Copies the blocks that these pieces lie in, by number, unless that is done.
   void copy(std::span<const uint32_t> pieces);
@@ -91,15 +92,15 @@ class Image {
 
   // Waits until the block is copied; false after `seconds`.
   bool await_block(uint64_t block, double seconds);
-  // The block with zeros to a multiple of kAlignment: where it lies in the image, or in `scratch`
-  // (empty, or kBlock bytes of the caller's) if it was not copied and will not be any more. Empty
-  // after `seconds`, or if another writer read the block and nobody has copied it.
+  // The block with zeros to a multiple of kAlignment: where it lies in the snapshot, or in
+  // `scratch` (empty, or kBlock bytes of the caller's) if it was not copied and will not be any
+  // more. Empty after `seconds`, or if another writer read the block and nobody has copied it.
   std::span<const std::byte> take(uint64_t block, std::span<std::byte> scratch, double seconds);
   // Whether a writer has read the block where it lies.
   bool was_taken(uint64_t block) const noexcept { return states_[block] == kTaken; }
   // Whether blocks may be read where they lie.
   bool is_lazy() const noexcept { return copying_ == Copying::lazily; }
-  // Bytes that were copied into the image since begin.
+  // Bytes that were copied into the snapshot since begin.
   uint64_t copied_bytes() const noexcept { return copied_bytes_; }
   uint64_t size() const noexcept { return size_; }
   uint64_t capacity() const noexcept { return memory_.size(); }
@@ -122,7 +123,7 @@ class Image {
   uint64_t size_ = 0;
   std::vector<std::byte> header_;
   std::vector<Piece> pieces_;
-  std::vector<uint64_t> starts_;  // offset of each piece in the image
+  std::vector<uint64_t> starts_;  // offset of each piece in the snapshot
   std::atomic<uint64_t> next_{0};
   Mutex mutex_;  // a block becomes kReady under it, and is awaited
   Condition copied_;

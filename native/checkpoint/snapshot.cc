@@ -1,4 +1,4 @@
-#include "checkpoint/image.h"
+#include "checkpoint/snapshot.h"
 
 #include <sys/mman.h>
 
@@ -94,9 +94,9 @@ Memory& Memory::operator=(Memory&& other) noexcept {
   return *this;
 }
 
-Image::Image(unsigned threads) : threads_(std::max(1u, threads)) {}
+Snapshot::Snapshot(unsigned threads) : threads_(std::max(1u, threads)) {}
 
-void Image::reserve(uint64_t bytes) {
+void Snapshot::reserve(uint64_t bytes) {
   if (bytes <= memory_.size()) return;
   helpers_.join();
   memory_ = Memory();  // given back first: both may not fit
@@ -105,7 +105,8 @@ void Image::reserve(uint64_t bytes) {
   ::madvise(memory_.data(), memory_.size(), MADV_DONTFORK);
 }
 
-void Image::begin(std::span<const std::byte> header, std::vector<Piece> pieces, Copying copying) {
+void Snapshot::begin(std::span<const std::byte> header, std::vector<Piece> pieces,
+                     Copying copying) {
   helpers_.join();
   std::vector<uint64_t> starts;
   starts.reserve(pieces.size() + 1);
@@ -128,11 +129,11 @@ void Image::begin(std::span<const std::byte> header, std::vector<Piece> pieces, 
   if (copying == Copying::in_background) start_helpers(1);
 }
 
-void Image::start_helpers(unsigned count) {
+void Snapshot::start_helpers(unsigned count) {
   helpers_.start(count, [this] { copy_blocks(); });
 }
 
-void Image::copy(std::span<const uint32_t> pieces) {
+void Snapshot::copy(std::span<const uint32_t> pieces) {
   for (const uint32_t piece : pieces) {
     const uint64_t begin = starts_[piece], end = begin + pieces_[piece].size;
     for (uint64_t at = begin / kBlock; at * kBlock < end; ++at) {
@@ -142,18 +143,18 @@ void Image::copy(std::span<const uint32_t> pieces) {
   }
 }
 
-void Image::finish() {
+void Snapshot::finish() {
   const unsigned running = helpers_.size();
   if (next_ < blocks() && running + 1 < threads_) start_helpers(threads_ - 1 - running);
   copy_blocks();
   helpers_.join();
 }
 
-void Image::copy_blocks() noexcept {
+void Snapshot::copy_blocks() noexcept {
   for (uint64_t index; (index = next_.fetch_add(1)) < blocks();) copy_unless_done(index);
 }
 
-bool Image::copy_unless_done(uint64_t index) {
+bool Snapshot::copy_unless_done(uint64_t index) {
   uint8_t open = kOpen;
   if (!states_[index].compare_exchange_strong(open, kClaimed)) return false;
   gather(index, memory_.data() + index * kBlock, stream_copy);
@@ -165,7 +166,7 @@ bool Image::copy_unless_done(uint64_t index) {
 }
 
 template <typename Copy>
-void Image::gather(uint64_t index, std::byte* to, const Copy& copy) const {
+void Snapshot::gather(uint64_t index, std::byte* to, const Copy& copy) const {
   const uint64_t begin = index * kBlock, end = std::min(size_, begin + kBlock);
   const uint64_t head = std::min<uint64_t>(header_.size(), end);
   if (begin < head) std::memcpy(to, header_.data() + begin, head - begin);
@@ -179,15 +180,15 @@ void Image::gather(uint64_t index, std::byte* to, const Copy& copy) const {
   }
 }
 
-bool Image::await_block(uint64_t block, double seconds) {
+bool Snapshot::await_block(uint64_t block, double seconds) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
   MutexLock lock(mutex_);
   while (states_[block] != kReady && copied_.wait_until(lock, end)) continue;
   return states_[block] == kReady;
 }
 
-std::span<const std::byte> Image::take(uint64_t block, std::span<std::byte> scratch,
-                                       double seconds) {
+std::span<const std::byte> Snapshot::take(uint64_t block, std::span<std::byte> scratch,
+                                          double seconds) {
   if (is_lazy() && !scratch.empty() && states_[block] == kOpen) {
     gather(block, scratch.data(), std::memcpy);
     const uint64_t size = this->block(block).size();
@@ -200,12 +201,12 @@ std::span<const std::byte> Image::take(uint64_t block, std::span<std::byte> scra
   return padded_block(block);
 }
 
-std::span<const std::byte> Image::block(uint64_t index) const noexcept {
+std::span<const std::byte> Snapshot::block(uint64_t index) const noexcept {
   const uint64_t begin = index * kBlock;
   return {memory_.data() + begin, std::min(size_ - begin, kBlock)};
 }
 
-std::span<const std::byte> Image::padded_block(uint64_t index) const noexcept {
+std::span<const std::byte> Snapshot::padded_block(uint64_t index) const noexcept {
   const uint64_t begin = index * kBlock;
   return {memory_.data() + begin, std::min(padded(size_) - begin, kBlock)};
 }

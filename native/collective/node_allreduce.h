@@ -1,24 +1,24 @@
-// collective/node_exchange.h - an allreduce between nodes that knows who has arrived.
+// collective/node_allreduce.h - an allreduce between nodes that knows who has arrived.
 //
-// One party a node; each brings its node's sum and gets the sum of all. A message is cut into
+// One rank a node; each brings its node's sum and gets the sum of all. A message is cut into
 // chunks, so that what comes before (the node's own reduction) and after (its broadcast) overlaps
-// with this. Of each chunk every party owns a share: it adds up the share of all and sends the sum
+// with this. Of each chunk every rank owns a share: it adds up the share of all and sends the sum
 // to all, so that every link carries the message once out and once in for each of the two halves.
 //
-// Those who wait have done their halves when the last party comes, so what is left is its message
-// out and the result in: if it owned a share too, its link would carry both halves. So the parties
-// that come last own nothing. Who they are all parties derive from the same facts without asking
+// Those who wait have done their halves when the last rank comes, so what is left is its message
+// out and the result in: if it owned a share too, its link would carry both halves. So the ranks
+// that come last own nothing. Who they are all ranks derive from the same facts without asking
 // anybody: on arrival each tells all others whom it has seen arrive; those seen by fewer than
 // `late` are last, unless so many came at the same time that there is no last
-// (late_parties). Their shares are divided among the owners.
-// A party that was there but whose node's sum came last (one rank of its node was late) hands the
+// (late_ranks). Their shares are divided among the owners.
+// A rank that was there but whose node's sum came last (one rank of its node was late) hands the
 // sums of its share to all others in pieces, each of which passes its piece on, for the same
 // reason.
 //
 // Every message is sent exactly once, between pairs and under tags that follow from the above;
-// calls on the same Peers may follow each other without a barrier.
-// Thread-safety: none. No MPI, no clock and no waiting in here: `Peers` is the transport, and the
-// caller's loop hands in what has come.
+// calls on the same Messages may follow each other without a barrier.
+// Thread-safety: none. No MPI, no clock and no waiting in here: `Messages` is the transport, and
+// the caller's loop hands in what has come.
 #pragma once
 
 #include <cstddef>
@@ -28,14 +28,14 @@
 
 namespace nostall::collective {
 
-// The parties' transport: MPI's point-to-point messages, or a simulation's. Messages from one party
+// The ranks' transport: MPI's point-to-point messages, or a simulation's. Messages from one rank
 // to another under one tag stay in order.
-class Peers {
+class Messages {
  public:
-  virtual ~Peers() = default;
+  virtual ~Messages() = default;
   // `data` stays as it is until the exchange is done.
   virtual void send(uint32_t to, uint32_t tag, const void* data, uint64_t bytes) = 0;
-  // Whatever comes is handed to NodeExchange::received with this cookie.
+  // Whatever comes is handed to NodeAllreduce::received with this cookie.
   virtual void receive(uint32_t from, uint32_t tag, void* data, uint64_t bytes,
                        uint64_t cookie) = 0;
   // into += from, or into = from where `first`.
@@ -52,26 +52,26 @@ struct Extent {
 // The part-th of `parts` nearly equal parts of `count` elements.
 Extent part_of(uint64_t count, uint32_t part, uint32_t parts) noexcept;
 
-// seen[i][j]: party i had seen j arrive when it arrived itself. Returns for each party whether it
+// seen[i][j]: rank i had seen j arrive when it arrived itself. Returns for each rank whether it
 // is late: seen by fewer than `late` others, and at most 2 * `late` are.
-std::vector<bool> late_parties(const std::vector<std::vector<bool>>& seen, uint32_t late);
+std::vector<bool> late_ranks(const std::vector<std::vector<bool>>& seen, uint32_t late);
 
-struct ExchangeShape {
+struct NodeAllreduceShape {
   uint32_t rank = 0, ranks = 1;
   uint64_t count = 0;     // elements of the message
   uint64_t element = 1;   // bytes
   uint32_t chunks = 1;    // at most 1024
   uint32_t window = 4;    // chunks under way at a time
-  uint32_t late = 1;      // parties that own nothing; 0: all own
-  bool in_order = false;  // sums repeat bit for bit: added in the order of parties
+  uint32_t late = 1;      // ranks that own nothing; 0: all own
+  bool in_order = false;  // sums repeat bit for bit: added in the order of ranks
 };
 
-class NodeExchange {
+class NodeAllreduce {
  public:
   // `in`: this node's sum, chunk by chunk as announced by ready(). `out` gets the result; it may
   // not overlap `in`. `finished(chunk)` is called when a chunk of it is complete.
-  NodeExchange(const ExchangeShape& shape, Peers& peers, const std::byte* in, std::byte* out,
-               std::function<void(uint32_t)> finished);
+  NodeAllreduce(const NodeAllreduceShape& shape, Messages& messages, const std::byte* in,
+                std::byte* out, std::function<void(uint32_t)> finished);
 
   // First: asks for the announcements. The caller then hands in those that are there already, by
   // received(), and calls announce().
@@ -80,7 +80,7 @@ class NodeExchange {
   // The node's sum of this chunk is in `in`.
   void ready(uint32_t chunk);
   void received(uint64_t cookie, uint64_t bytes);
-  // All of the result is there, and nothing is on its way to this party any more.
+  // All of the result is there, and nothing is on its way to this rank any more.
   bool done() const noexcept { return finished_chunks_ == shape_.chunks && expected_ == 0; }
 
   Extent chunk(uint32_t index) const noexcept {
@@ -90,11 +90,11 @@ class NodeExchange {
 
  private:
   enum Kind : uint32_t { announcement, contribution, extra, share, extra_share, piece };
-  // A sum that grows; in_order sums wait for their next party.
+  // A sum that grows; in_order sums wait for their next rank.
   struct Sum {
     std::byte* into = nullptr;
     uint32_t added = 0, next = 0;
-    std::vector<const std::byte*> waiting;  // by party, in_order only
+    std::vector<const std::byte*> waiting;  // by rank, in_order only
     std::vector<bool> came;
   };
   struct Chunk {
@@ -105,48 +105,48 @@ class NodeExchange {
     uint32_t missing = 0;  // messages until the result is complete
   };
 
-  uint32_t tag(Kind kind, uint32_t chunk, uint32_t party = 0) const noexcept {
-    return (chunk * shape_.ranks + party) * 6 + kind;
+  uint32_t tag(Kind kind, uint32_t chunk, uint32_t rank = 0) const noexcept {
+    return (chunk * shape_.ranks + rank) * 6 + kind;
   }
-  uint64_t cookie(Kind kind, uint32_t chunk, uint32_t from, uint32_t party = 0) const noexcept {
-    return ((uint64_t{chunk} * shape_.ranks + party) * shape_.ranks + from) * 6 + kind;
+  uint64_t cookie(Kind kind, uint32_t chunk, uint32_t from, uint32_t rank = 0) const noexcept {
+    return ((uint64_t{chunk} * shape_.ranks + rank) * shape_.ranks + from) * 6 + kind;
   }
   // In elements of the message.
-  Extent share_of(uint32_t chunk, uint32_t party) const noexcept;
-  // The piece of a late party's share that the owner with this place among owners adds up.
-  Extent extra_of(uint32_t chunk, uint32_t late_party, uint32_t place) const noexcept;
-  Extent piece_of(uint32_t chunk, uint32_t owner, uint32_t party) const noexcept;
+  Extent share_of(uint32_t chunk, uint32_t rank) const noexcept;
+  // The piece of a late rank's share that the owner with this place among owners adds up.
+  Extent extra_of(uint32_t chunk, uint32_t late_rank, uint32_t place) const noexcept;
+  Extent piece_of(uint32_t chunk, uint32_t owner, uint32_t rank) const noexcept;
   uint64_t extra_count(uint32_t chunk, uint32_t place) const noexcept;
   void gather_extra(uint32_t chunk, uint32_t place, std::byte* into);
   void scatter_extra(uint32_t chunk, uint32_t place, const std::byte* from);
 
   void expect(uint32_t from, Kind kind, uint32_t chunk, void* data, uint64_t bytes,
-              uint32_t party = 0) {
+              uint32_t rank = 0) {
     ++expected_;
-    peers_.receive(from, tag(kind, chunk, party), data, bytes, cookie(kind, chunk, from, party));
+    messages_.receive(from, tag(kind, chunk, rank), data, bytes, cookie(kind, chunk, from, rank));
   }
-  void arrived(uint32_t party);
+  void arrived(uint32_t rank);
   void decide();
   void open(uint32_t chunk);
   void brought(uint32_t chunk);
   void expect_results(uint32_t chunk);
-  void contribute(uint32_t chunk, uint32_t party);
+  void contribute(uint32_t chunk, uint32_t rank);
   void contribute_extra(uint32_t chunk);
-  void add(Sum& sum, const std::byte* from, uint64_t count, uint32_t party);
+  void add(Sum& sum, const std::byte* from, uint64_t count, uint32_t rank);
   void own_complete(uint32_t chunk);
   void extra_complete(uint32_t chunk);
   void share_came(uint32_t chunk, uint32_t from, uint64_t bytes);
   void one_less(uint32_t chunk);
 
-  const ExchangeShape shape_;
-  Peers& peers_;
+  const NodeAllreduceShape shape_;
+  Messages& messages_;
   const std::byte* const in_;
   std::byte* const out_;
   const std::function<void(uint32_t)> finished_;
   std::vector<std::vector<bool>> seen_;
-  std::vector<uint8_t> rows_;  // as sent: a byte a party
+  std::vector<uint8_t> rows_;  // as sent: a byte a rank
   std::vector<bool> present_, sendable_, late_;
-  std::vector<uint32_t> owners_, place_;  // place among owners, by party
+  std::vector<uint32_t> owners_, place_;  // place among owners, by rank
   uint32_t present_count_ = 0, finished_chunks_ = 0, opened_ = 0;
   uint64_t expected_ = 0;  // messages asked for that have not come
   bool decided_ = false;

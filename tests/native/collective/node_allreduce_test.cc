@@ -1,4 +1,4 @@
-#include "collective/node_exchange.h"
+#include "collective/node_allreduce.h"
 
 #include <gtest/gtest.h>
 
@@ -30,7 +30,7 @@ class Network {
   using Key = std::tuple<uint32_t, uint32_t, uint32_t>;  // from, to, tag
   std::map<Key, std::deque<Sent>> sent;
   std::map<Key, std::deque<Wanted>> wanted;
-  uint64_t bytes_out = 0;  // of the party that is watched
+  uint64_t bytes_out = 0;  // of the rank that is watched
   uint32_t watched = ~0U;
 
   std::vector<Key> ready() const {
@@ -48,9 +48,9 @@ class Network {
   }
 };
 
-class TestPeers final : public Peers {
+class TestMessages final : public Messages {
  public:
-  TestPeers(Network& network, uint32_t me) : network_(network), me_(me) {}
+  TestMessages(Network& network, uint32_t me) : network_(network), me_(me) {}
   void send(uint32_t to, uint32_t tag, const void* data, uint64_t bytes) override {
     network_.sent[{me_, to, tag}].push_back({data, bytes});
     if (me_ == network_.watched) network_.bytes_out += bytes;
@@ -76,10 +76,10 @@ class TestPeers final : public Peers {
   std::deque<std::vector<float>> memory_;
 };
 
-struct Party {
+struct Rank {
   std::vector<float> in, out;
-  std::unique_ptr<TestPeers> peers;
-  std::unique_ptr<NodeExchange> exchange;
+  std::unique_ptr<TestMessages> messages;
+  std::unique_ptr<NodeAllreduce> allreduce;
   std::vector<uint32_t> finished;
   bool here = false;
   uint32_t next = 0;  // chunk to be ready
@@ -87,32 +87,32 @@ struct Party {
 
 class Cluster {
  public:
-  Cluster(ExchangeShape shape, uint64_t seed) : shape_(shape), random_(seed) {
+  Cluster(NodeAllreduceShape shape, uint64_t seed) : shape_(shape), random_(seed) {
     shape_.element = sizeof(float);
-    parties_.resize(shape.ranks);
+    ranks_.resize(shape.ranks);
     for (uint32_t p = 0; p < shape.ranks; ++p) {
-      Party& party = parties_[p];
-      party.in.resize(shape.count);
-      for (uint64_t i = 0; i < shape.count; ++i) party.in[i] = value(p, i);
-      party.out.assign(shape.count, -1.0F);
-      party.peers = std::make_unique<TestPeers>(network_, p);
+      Rank& rank = ranks_[p];
+      rank.in.resize(shape.count);
+      for (uint64_t i = 0; i < shape.count; ++i) rank.in[i] = value(p, i);
+      rank.out.assign(shape.count, -1.0F);
+      rank.messages = std::make_unique<TestMessages>(network_, p);
       shape_.rank = p;
-      party.exchange = std::make_unique<NodeExchange>(
-          shape_, *party.peers, reinterpret_cast<const std::byte*>(party.in.data()),
-          reinterpret_cast<std::byte*>(party.out.data()),
-          [&party](uint32_t chunk) { party.finished.push_back(chunk); });
+      rank.allreduce = std::make_unique<NodeAllreduce>(
+          shape_, *rank.messages, reinterpret_cast<const std::byte*>(rank.in.data()),
+          reinterpret_cast<std::byte*>(rank.out.data()),
+          [&rank](uint32_t chunk) { rank.finished.push_back(chunk); });
     }
   }
   // Fractions whose sums depend on the order of adding.
-  static float value(uint32_t party, uint64_t i) {
-    return 1.0F / static_cast<float>(3 + party * 7 + i % 11);
+  static float value(uint32_t rank, uint64_t i) {
+    return 1.0F / static_cast<float>(3 + rank * 7 + i % 11);
   }
   Network& network() { return network_; }
-  Party& party(uint32_t p) { return parties_[p]; }
+  Rank& rank(uint32_t p) { return ranks_[p]; }
 
   void arrive(uint32_t p) {
-    Party& party = parties_[p];
-    party.exchange->listen();
+    Rank& rank = ranks_[p];
+    rank.allreduce->listen();
     for (bool more = true; more;) {
       more = false;
       for (const Network::Key& key : network_.ready()) {
@@ -123,11 +123,11 @@ class Cluster {
         }
       }
     }
-    party.here = true;
-    party.exchange->announce();
+    rank.here = true;
+    rank.allreduce->announce();
   }
   void bring_all(uint32_t p) {
-    while (parties_[p].next < shape_.chunks) parties_[p].exchange->ready(parties_[p].next++);
+    while (ranks_[p].next < shape_.chunks) ranks_[p].allreduce->ready(ranks_[p].next++);
   }
   void deliver(const Network::Key& key) {
     const Network::Sent sent = network_.sent[key].front();
@@ -136,7 +136,7 @@ class Cluster {
     network_.wanted[key].pop_front();
     ASSERT_LE(sent.bytes, wanted.bytes);
     if (sent.bytes > 0) std::memcpy(wanted.data, sent.data, sent.bytes);
-    parties_[std::get<1>(key)].exchange->received(wanted.cookie, sent.bytes);
+    ranks_[std::get<1>(key)].allreduce->received(wanted.cookie, sent.bytes);
   }
   bool deliver_any() {
     const auto ready = network_.ready();
@@ -154,14 +154,14 @@ class Cluster {
     for (;;) {
       std::vector<uint32_t> can_bring;
       for (uint32_t p = 0; p < shape_.ranks; ++p) {
-        if (parties_[p].here && parties_[p].next < shape_.chunks) can_bring.push_back(p);
+        if (ranks_[p].here && ranks_[p].next < shape_.chunks) can_bring.push_back(p);
       }
       const uint64_t choice = random_() % 4;
       if (arrived < order.size() && (choice == 0 || hurry)) {
         arrive(order[arrived++]);
       } else if (!can_bring.empty() && choice == 1) {
-        Party& party = parties_[can_bring[random_() % can_bring.size()]];
-        party.exchange->ready(party.next++);
+        Rank& rank = ranks_[can_bring[random_() % can_bring.size()]];
+        rank.allreduce->ready(rank.next++);
       } else if (!deliver_any() && can_bring.empty()) {
         if (arrived == order.size()) return;
         arrive(order[arrived++]);
@@ -169,41 +169,41 @@ class Cluster {
     }
   }
   void check() {
-    for (Party& party : parties_) {
-      ASSERT_TRUE(party.exchange->done());
-      std::sort(party.finished.begin(), party.finished.end());
+    for (Rank& rank : ranks_) {
+      ASSERT_TRUE(rank.allreduce->done());
+      std::sort(rank.finished.begin(), rank.finished.end());
       std::vector<uint32_t> all(shape_.chunks);
       std::iota(all.begin(), all.end(), 0U);
-      ASSERT_EQ(party.finished, all);
+      ASSERT_EQ(rank.finished, all);
       // All have the same, and the right sum.
-      ASSERT_EQ(party.out, parties_[0].out);
+      ASSERT_EQ(rank.out, ranks_[0].out);
     }
     for (uint64_t i = 0; i < shape_.count; ++i) {
       float sum = 0, in_order = value(0, i);
       for (uint32_t p = 0; p < shape_.ranks; ++p) sum += value(p, i);
       for (uint32_t p = 1; p < shape_.ranks; ++p) in_order += value(p, i);
       if (shape_.in_order) {
-        ASSERT_EQ(parties_[0].out[i], in_order) << i;
+        ASSERT_EQ(ranks_[0].out[i], in_order) << i;
       } else {
-        ASSERT_NEAR(parties_[0].out[i], sum, 1e-5F) << i;
+        ASSERT_NEAR(ranks_[0].out[i], sum, 1e-5F) << i;
       }
     }
     ASSERT_TRUE(network_.empty());
   }
 
  private:
-  ExchangeShape shape_;
+  NodeAllreduceShape shape_;
   Network network_;
-  std::vector<Party> parties_;
+  std::vector<Rank> ranks_;
   std::mt19937_64 random_;
 };
 
-TEST(NodeExchange, AddsUpInEveryOrderOfArrival) {
+TEST(NodeAllreduce, AddsUpInEveryOrderOfArrival) {
   std::vector<uint32_t> order{0, 1, 2, 3};
   uint64_t seed = 0;
   do {
     for (const uint32_t late : {0U, 1U, 2U}) {
-      ExchangeShape shape;
+      NodeAllreduceShape shape;
       shape.ranks = 4;
       shape.count = 57;
       shape.chunks = 2;
@@ -215,10 +215,10 @@ TEST(NodeExchange, AddsUpInEveryOrderOfArrival) {
   } while (std::next_permutation(order.begin(), order.end()));
 }
 
-TEST(NodeExchange, AnyShapeAndAnyInterleaving) {
+TEST(NodeAllreduce, AnyShapeAndAnyInterleaving) {
   std::mt19937_64 random(7);
   for (uint64_t seed = 1; seed <= 200; ++seed) {
-    ExchangeShape shape;
+    NodeAllreduceShape shape;
     shape.ranks = 1 + static_cast<uint32_t>(random() % 9);
     shape.count = random() % 3 == 0 ? random() % 5 : random() % 400;
     shape.chunks = 1 + static_cast<uint32_t>(random() % 4);
@@ -230,14 +230,14 @@ TEST(NodeExchange, AnyShapeAndAnyInterleaving) {
     Cluster cluster(shape, seed);
     cluster.run(order, random() % 4 == 0);
     ASSERT_NO_FATAL_FAILURE(cluster.check())
-        << "seed " << seed << ": " << shape.ranks << " parties, " << shape.count << " elements, "
+        << "seed " << seed << ": " << shape.ranks << " ranks, " << shape.count << " elements, "
         << shape.chunks << " chunks, " << shape.late << " late, in order " << shape.in_order;
   }
 }
 
-// The point of it: what the last party's link carries after its arrival.
-TEST(NodeExchange, TheLastPartySendsItsMessageOnce) {
-  ExchangeShape shape;
+// The point of it: what the last rank's link carries after its arrival.
+TEST(NodeAllreduce, TheLastPartySendsItsMessageOnce) {
+  NodeAllreduceShape shape;
   shape.ranks = 8;
   shape.count = 8 * 64;
   Cluster cluster(shape, 1);
@@ -251,13 +251,13 @@ TEST(NodeExchange, TheLastPartySendsItsMessageOnce) {
   cluster.bring_all(7);
   cluster.deliver_all();
   ASSERT_NO_FATAL_FAILURE(cluster.check());
-  EXPECT_TRUE(cluster.party(0).exchange->late()[7]);
+  EXPECT_TRUE(cluster.rank(0).allreduce->late()[7]);
   EXPECT_LE(cluster.network().bytes_out, shape.count * 4 + 8 * 8);  // and its announcements
 }
 
 // Its ranks were there, but its node's sum comes last: its share goes out in pieces.
-TEST(NodeExchange, ASumThatComesLastIsHandedOnByOthers) {
-  ExchangeShape shape;
+TEST(NodeAllreduce, ASumThatComesLastIsHandedOnByOthers) {
+  NodeAllreduceShape shape;
   shape.ranks = 8;
   shape.count = 8 * 64;
   shape.late = 0;
@@ -281,12 +281,12 @@ TEST(LateParties, AreThoseThatFewHaveSeen) {
     }
     return seen;
   };
-  EXPECT_EQ(late_parties(seen_in_order(4), 1), (std::vector<bool>{false, false, false, true}));
-  EXPECT_EQ(late_parties(seen_in_order(6), 2),
+  EXPECT_EQ(late_ranks(seen_in_order(4), 1), (std::vector<bool>{false, false, false, true}));
+  EXPECT_EQ(late_ranks(seen_in_order(6), 2),
             (std::vector<bool>{false, false, false, false, true, true}));
-  EXPECT_EQ(late_parties(seen_in_order(4), 0), std::vector<bool>(4, false));
+  EXPECT_EQ(late_ranks(seen_in_order(4), 0), std::vector<bool>(4, false));
   // All at once: nobody is last.
-  EXPECT_EQ(late_parties(std::vector<std::vector<bool>>(4, std::vector<bool>(4, false)), 1),
+  EXPECT_EQ(late_ranks(std::vector<std::vector<bool>>(4, std::vector<bool>(4, false)), 1),
             std::vector<bool>(4, false));
 }
 

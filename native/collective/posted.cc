@@ -1,0 +1,134 @@
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "collective/algorithms.h"
+
+namespace nostall::collective {
+namespace {
+
+// The stages of all ranks at `step`, from a byte offset on.
+std::vector<const std::byte*> stages(Steps& steps, uint64_t step, uint64_t posted, uint64_t at) {
+  std::vector<const std::byte*> all(steps.ranks());
+  for (uint32_t r = 0; r < steps.ranks(); ++r) all[r] = steps.shared().stage(r, step, posted) + at;
+  return all;
+}
+
+uint64_t elements_in(uint64_t bytes, uint64_t element) {
+  if (element > bytes) {
+    throw Error(ErrorKind::usage, "elements of " + std::to_string(element) +
+                                      " bytes do not fit the stage of " + std::to_string(bytes) +
+                                      " bytes");
+  }
+  return bytes / element;
+}
+
+void fold_to(std::byte* out, Steps& steps, uint64_t step, uint64_t count, const Reducer& reducer) {
+  const uint64_t bytes = count * reducer.element_bytes();
+  Segment& shared = steps.shared();
+  if (steps.ranks() == 1) {
+    copy(out, shared.stage(0, step, bytes), bytes, false);
+    return;
+  }
+  reducer.combine(out, shared.stage(0, step, bytes), shared.stage(1, step, bytes), count);
+  for (uint32_t r = 2; r < steps.ranks(); ++r) {
+    reducer.combine(out, out, shared.stage(r, step, bytes), count);
+  }
+}
+
+}  // namespace
+
+void posted_barrier(Steps& steps) {
+  const uint64_t step = steps.begin_step();
+  steps.post(step);
+  steps.wait_for_posts(step);
+}
+
+void posted_allreduce(Steps& steps, const Message& message) {
+  const uint64_t element = message.element();
+  const uint64_t piece = elements_in(kStageBytes, element);
+  uint64_t at = 0;
+  do {
+    const uint64_t n = std::min(piece, message.count - at), bytes = n * element;
+    const uint64_t step = steps.begin_step();
+    copy(steps.shared().stage(steps.rank(), step, bytes), message.in + at * element, bytes, false);
+    steps.post(step);
+    steps.wait_for_posts(step);
+    if (n > 0) fold_to(message.out + at * element, steps, step, n, *message.reducer);
+    at += n;
+  } while (at < message.count);
+}
+
+void posted_reduce(Steps& steps, const Message& message, uint32_t root) {
+  const uint64_t bytes = message.bytes();
+  const uint64_t step = steps.begin_step();
+  copy(steps.shared().stage(steps.rank(), step, bytes), message.in, bytes, false);
+  steps.post(step);
+  if (steps.rank() == root) {
+    steps.wait_for_posts(step);
+    if (bytes > 0) fold_to(message.out, steps, step, message.count, *message.reducer);
+  } else if (steps.shared().header().sleepers.load(std::memory_order_seq_cst) > 0 &&
+             steps.all_posted(step)) {
+    steps.wake(kAllPosted, step);
+  }
+  steps.finish_early(step);
+}
+
+void posted_broadcast(Steps& steps, const Message& message, uint32_t root) {
+  const uint64_t bytes = message.bytes();
+  const uint64_t step = steps.begin_step();
+  std::byte* stage = steps.shared().stage(root, step, bytes);
+  if (steps.rank() == root) {
+    copy(stage, message.in, bytes, false);
+    steps.post(step);
+  } else {
+    steps.post(step);
+    steps.wait_for_post(step, root);
+    copy(message.out, stage, bytes, false);
+  }
+  steps.finish_early(step);
+}
+
+// A piece of every rank's share at a time; each rank folds its own.
+void posted_reduce_scatter(Steps& steps, const Message& message) {
+  const uint64_t element = message.element();
+  const uint32_t ranks = steps.ranks();
+  const uint64_t piece = elements_in(kStageBytes / ranks, element);
+  uint64_t at = 0;
+  do {
+    const uint64_t n = std::min(piece, message.count - at), bytes = n * element;
+    const uint64_t step = steps.begin_step();
+    for (uint32_t r = 0; r < ranks; ++r) {
+      copy(steps.shared().stage(steps.rank(), step, bytes * ranks) + r * bytes,
+           message.in + (r * message.count + at) * element, bytes, false);
+    }
+    steps.post(step);
+    steps.wait_for_posts(step);
+    if (n > 0) {
+      std::byte* out = message.out + at * element;
+      message.reducer->fold(std::array{out},
+                            stages(steps, step, bytes * ranks, steps.rank() * bytes), n, false);
+    }
+    at += n;
+  } while (at < message.count);
+}
+
+void posted_allgather(Steps& steps, const Message& message) {
+  const uint64_t bytes = message.bytes();
+  uint64_t at = 0;
+  do {
+    const uint64_t n = std::min(kStageBytes, bytes - at);
+    const uint64_t step = steps.begin_step();
+    copy(steps.shared().stage(steps.rank(), step, n), message.in + at, n, false);
+    steps.post(step);
+    steps.wait_for_posts(step);
+    for (uint32_t i = 0; i < steps.ranks(); ++i) {
+      const uint32_t r = (steps.rank() + i) % steps.ranks();
+      std::byte* to = message.out + r * bytes + at;
+      if (to != message.in + at) copy(to, steps.shared().stage(r, step, n), n, false);
+    }
+    at += n;
+  } while (at < bytes);
+}
+
+}  // namespace nostall::collective
