@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nostall_bench.programs import child_environment
+import os
 
 
 def environment(rank: int, ranks: int, job: str) -> dict[str, str]:
@@ -10,12 +10,13 @@ def environment(rank: int, ranks: int, job: str) -> dict[str, str]:
 
     One thread of OpenMP, since the ranks share the cores.
     """
-    return child_environment(
-        RANK=str(rank),
-        WORLD_SIZE=str(ranks),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="localhost",
-        MASTER_PORT=job,
-        OMP_NUM_THREADS="1",
-    )
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": job,
+        "OMP_NUM_THREADS": "1",
+    }
