@@ -26,16 +26,17 @@ _COMMANDS = {
     "doctor": ("nostall.cli._doctor", "what this machine offers, and the ranks that are found"),
 }
 
-# Subcommands of subcommands, chosen by the next word.
-_NESTED = {("simulate", "sync"): "nostall.cli._simulate_sync"}
-
 # Commands of the package nostall-bench: entry points of this group, two words joined by a dot.
 _GROUP = "nostall.commands"
 _OF_BENCHMARKS = {
     "demo": "train on slow storage with torch's loader and with nostall",
     "bench": "measure nostall and its peers, side by side",
 }
-_NESTED_OF_BENCHMARKS = {("simulate", "collectives"), ("calibrate", "collectives")}
+_NESTED_OF_BENCHMARKS = {
+    ("simulate", "sync"),
+    ("simulate", "collectives"),
+    ("calibrate", "collectives"),
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,8 +56,9 @@ def _of_benchmarks(words: Sequence[str]) -> tuple[str, str, list[str]]:
 
     found = {point.name: point.value for point in metadata.entry_points(group=_GROUP)}
     if not found:
+        named = " ".join(w for w in words[:2] if not w.startswith("-"))
         raise UsageError(
-            f"nostall {words[0]} is a command of nostall-bench: pip install nostall-bench"
+            f"nostall {named} is a command of nostall-bench: pip install ./benchmarks in a checkout"
         )
     if words[0] in found:
         return found[words[0]], words[0], list(words[1:])
@@ -84,11 +86,8 @@ def _summary(module: str) -> str:
 
 def _choose(words: Sequence[str]) -> tuple[str, str, list[str]]:
     """Module, label and remaining words of a subcommand."""
-    two = tuple(words[:2])
-    if words[0] in _OF_BENCHMARKS or two in _NESTED_OF_BENCHMARKS:
+    if words[0] in _OF_BENCHMARKS or tuple(words[:2]) in _NESTED_OF_BENCHMARKS:
         return _of_benchmarks(words)
-    if two in _NESTED:
-        return _NESTED[two], " ".join(two), list(words[2:])
     return _COMMANDS[words[0]][0], words[0], list(words[1:])
 
 

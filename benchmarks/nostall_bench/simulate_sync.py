@@ -38,7 +38,7 @@ _WAYS: dict[str, Mode] = {
     "planned": "TOPO",
     "planned, own core": "SCP-TOPO",
 }
-_MEASURED = Path(__file__).parent / "machines" / "sync.json"
+_MEASURED = Path(__file__).with_suffix(".json")
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Outcome:
 def measured(path: str | os.PathLike[str] | None = None) -> Costs:
     """Costs from the JSON of ``nostall bench sync --input loader``.
 
-    None: those that come with nostall.
+    None: those that come with nostall-bench.
 
     Raises:
         UsageError: not such a file, or it has no negotiated runs.

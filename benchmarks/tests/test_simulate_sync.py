@@ -13,7 +13,7 @@ from sync_ranks import run_ranks
 
 from nostall.cli import main
 from nostall.errors import UsageError
-from nostall.simulate._sync import (
+from nostall_bench.simulate_sync import (
     MODES,
     Costs,
     Training,

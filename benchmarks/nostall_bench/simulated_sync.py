@@ -1,21 +1,20 @@
 """Predicts how the ways of synchronising gradients scale: negotiated as Horovod does, GS, NBCS, SCP,
 TOPO (planned) and SCP with TOPO [Pumma 2020, fig. 6.16]. The protocols are simulated, not the
 arithmetic; their costs come from ``nostall bench sync --json``, or else from a measurement that comes
-with nostall. Improvements are percent of samples/s over negotiated, median [least-most] over the random
-seeds; "thread" is the share of the run that the progress thread spends on its core, "spin" the share
-in which it only waits."""
+with nostall-bench. Improvements are percent of samples/s over negotiated, median [least-most] over the
+random seeds; "thread" is the share of the run that the progress thread spends on its core, "spin" the
+share in which it only waits."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nostall.errors import UsageError
-
-if TYPE_CHECKING:
-    from nostall.simulate._sync import Training
+from nostall_bench import harness
+from nostall_bench.simulate_sync import MODES, Point, Training, measured, sweep
+from nostall_bench.simulate_sync_plots import draw_scaling, draw_timeline
 
 _RANKS = (96, 192, 384, 768, 1536, 3072, 6144, 12288, 24576)
 
@@ -35,8 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", help="write everything to this file")
-    parser.add_argument("--plot", help="write improvement and CPU share to this image")
+    harness.add_files(parser, plot="improvement and CPU share")
     parser.add_argument("--timeline", help="draw the cycles of a few ranks to this image")
     parser.add_argument("--oversleep-ms", type=float, default=6.0, help="in that timeline")
 
@@ -45,8 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Simulates, prints the table, writes files."""
     from rich.console import Console
     from rich.progress import track
-
-    from nostall.simulate._sync import MODES, measured, sweep
 
     modes = list(MODES)
     if arguments.modes:
@@ -64,31 +60,21 @@ def run(arguments: argparse.Namespace) -> int:
             [ranks], training, costs,
             modes=modes, iterations=arguments.iterations, seeds=arguments.seeds,
         )  # fmt: skip
-    Console().print(_table(points))
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(
-                {
-                    "training": asdict(training),
-                    "costs": asdict(costs),
-                    "points": [asdict(p) for p in points],
-                },
-                file,
-                indent=1,
-            )
-    from nostall.simulate import _sync_plots as sync_plots
-
+    harness.console().print(_table(points))
+    harness.write(
+        arguments.json,
+        training=asdict(training),
+        costs=asdict(costs),
+        points=[asdict(p) for p in points],
+    )
     if arguments.plot:
-        sync_plots.scaling_figure(points).savefig(arguments.plot, dpi=110)
+        draw_scaling(points, arguments.plot)
     if arguments.timeline:
-        figure = sync_plots.timeline_figure(training, arguments.oversleep_ms / 1000)
-        figure.savefig(arguments.timeline, dpi=110)
+        draw_timeline(training, arguments.oversleep_ms / 1000, arguments.timeline)
     return 0
 
 
 def _training(words: list[str]) -> Training:
-    from nostall.simulate._sync import Training
-
     known = {f.name: f.type for f in fields(Training)}
     values: dict[str, Any] = {}
     for word in words:
@@ -102,23 +88,20 @@ def _training(words: list[str]) -> Training:
     return Training(**values)
 
 
-def _table(points: list[Any]) -> Any:
-    from rich.table import Table
-
-    table = Table(
-        title="Ways of synchronising gradients",
+def _table(points: list[Point]) -> Any:
+    table = harness.table(
+        "Ways of synchronising gradients",
+        *("way", "ranks", "ms a step", "faster", "thread", "spin"),
         caption="faster: samples/s over negotiated, median of the seeds (and range)\n"
         "thread: the progress thread's part of the run on its core\n"
         "spin: the part of the run in which that thread only waits",
     )
-    for heading in ("ranks", "way", "ms a step", "faster", "thread", "spin"):
-        table.add_column(heading, justify="left" if heading == "way" else "right")
     for p in points:
         for i, (mode, o) in enumerate(p.outcomes.items()):
             low, middle, high = p.improvement[mode]
             table.add_row(
-                "" if i else f"{p.ranks:,}",
                 mode,
+                "" if i else f"{p.ranks:,}",
                 f"{1000 * o.iteration:.1f}",
                 "" if mode == "negotiated" else f"{middle:+.1f} % ({low:+.1f} to {high:+.1f})",
                 f"{o.busy:.0%}",
