@@ -1,4 +1,4 @@
-"""What agreeing on gradients costs at scale: the protocols of the gradient engine, cycle by cycle.
+"""The cost of agreement on gradients at scale: the gradient engine's protocols, cycle by cycle.
 
 Discrete events without arithmetic: every rank has a training that produces groups of gradients, and
 a progress thread that sleeps, wakes late, agrees and reduces, as native/sync does
@@ -29,7 +29,7 @@ from nostall.errors import UsageError
 Floats = NDArray[np.float64]
 Mode = Literal["negotiated", "GS", "NBCS", "SCP", "TOPO", "SCP-TOPO"]
 MODES: tuple[Mode, ...] = ("negotiated", "GS", "NBCS", "SCP", "TOPO", "SCP-TOPO")
-#: what ``nostall bench sync`` calls them
+#: their names in ``nostall bench sync``
 _WAYS: dict[str, Mode] = {
     "negotiated": "negotiated",
     "negotiated GS": "GS",
@@ -43,14 +43,14 @@ _MEASURED = Path(__file__).with_suffix(".json")
 
 @dataclass(frozen=True)
 class Costs:
-    """What was measured of the engine. Times are seconds.
+    """Measured costs of the engine. Times are seconds.
 
     Attributes:
-        agree: one agreement among the ranks of a node that are all there.
+        agree: one agreement among ranks of a node that have all arrived.
         late: by mode, how late the thread woke beside training and input pipeline; entry i counts
-            [2**i, 2**(i+1)) microseconds, entry 0 less than 2. By mode, for a thread that spins has
-            used up its turn when it wakes. A mode that is not there is taken as negotiated, one
-            without counts wakes in time.
+            [2**i, 2**(i+1)) microseconds, entry 0 less than 2. It differs by mode: a thread that spins
+            has used up its time slice when it wakes. A mode that is missing counts as negotiated;
+            a mode without counts wakes in time.
     """
 
     agree: float
@@ -67,14 +67,15 @@ class Costs:
 
 @dataclass(frozen=True)
 class Training:
-    """What the ranks do in an iteration, and how the engine is set. Times are seconds.
+    """The work of the ranks in an iteration, and the settings of the engine. Times are seconds.
 
     Attributes:
         compute: forward and backward pass. jitter: standard deviation of it, as a part of it.
-        groups: of gradients that are reduced together. first: when the first of them is complete, as
-            a part of `compute`; the last is at its end, the others evenly between.
-        reduce: reduction of all groups, on one node. hop: more of every reduction and agreement for
-            each doubling of the ranks.
+        groups: number of groups of gradients that are reduced together. first: when the first group is
+            complete, as a part of `compute`; the last one is complete at its end, the others evenly
+            between.
+        reduce: reduction of all groups, on one node. hop: what each doubling of the ranks adds to every
+            reduction and agreement.
         window: the part of an iteration in which the input pipeline is active, too.
         contention: the part of a spinning thread's time that the training loses inside the window.
         partition: how much slower the training is without the progress thread's core.
@@ -188,10 +189,10 @@ class _Cluster:
         self.agree = costs.agree + 2 * training.hop * doublings
         self.reduce = training.reduce / training.groups + training.hop * doublings
         self.free = np.zeros(ranks)  # when each thread has ended its last cycle
-        self.previous = np.zeros(ranks)  # T_previous of each
+        self.previous = np.zeros(ranks)  # T_previous of each rank
         self.cycles = 0
         self.spin = self.working = self.latency = self.lost = 0.0
-        #: waits on the core in the last cycle: from when on each rank, until when
+        #: waits on the core in the last cycle: (begin on each rank, end)
         self.spun: list[tuple[Floats, float]] = []
         #: (sleep from, awake, done) of every cycle, for timelines
         self.history: list[tuple[Floats, Floats, Floats]] | None = None
@@ -204,7 +205,7 @@ class _Cluster:
         return np.asarray(begin + parts[:, None] * took[None, :])
 
     def cycle(self) -> Floats:
-        """Sleep, wake, agree: when each thread woke."""
+        """Sleeps, wakes and agrees; returns when each thread woke."""
         t, n = self.training, self.ranks
         sleep = np.maximum(0.0, t.cycle - self.previous)
         begin = self.free
@@ -218,7 +219,7 @@ class _Cluster:
         awake = begin + sleep + np.where(sleep > 0, self.late(n), 0.0)
         met = float(awake.max()) + self.agree
         if self.mode == "NBCS":
-            # Tests at every test_sleep from its own start; each may come late as well.
+            # Tests at every test_sleep from its own start; each test may be late as well.
             tests = np.maximum(1, np.ceil((met - awake) / t.test_sleep))
             done = awake + tests * t.test_sleep + self.late(n)
             done = np.maximum(done, met)
@@ -234,10 +235,10 @@ class _Cluster:
         return awake
 
     def negotiated(self, ready: Floats, begin: float) -> float:
-        """One iteration; when its last group is reduced."""
+        """Runs one iteration; returns when its last group is reduced."""
         t = self.training
         open_groups = list(range(t.groups))
-        delay = np.zeros(self.ranks)  # of the training, by threads that spun beside it
+        delay = np.zeros(self.ranks)  # lost to the training by threads that spun beside it
         window = begin + t.window * self.compute
         end = begin
         while open_groups:
@@ -263,7 +264,7 @@ class _Cluster:
         return end
 
     def planned(self, ready: Floats) -> float:
-        """One iteration without agreements: each thread wakes for its next complete group."""
+        """Runs an iteration without agreements: each thread wakes for its next complete group."""
         end = self.free
         for g in range(self.training.groups):
             asleep = ready[g] > end
@@ -313,9 +314,9 @@ def simulate_sync(
 
 @dataclass(frozen=True)
 class Point:
-    """All modes at one number of ranks, with the spread over seeds (least, median, most).
+    """All modes at one number of ranks, with the spread over random seeds (least, median, most).
 
-    `improvement` is percent of samples/s more than negotiated has in the run of the same seed.
+    `improvement` is percent of samples/s above negotiated, in the run of the same seed.
     """
 
     ranks: int

@@ -1,4 +1,4 @@
-"""Collectives of the ranks of one node, over shared memory, that know who has arrived.
+"""Collectives of the ranks of one node, over shared memory, in the order in which ranks arrive.
 
     from nostall.collective import Communicator
 
@@ -68,11 +68,11 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of the user's.
+    """An operation that the user defines.
 
     `function(left, right)` returns the elementwise result for two arrays of the same length; it must
-    be associative. Unless it is `commutative`, results keep the order of ranks. What it raises is
-    raised by the collective, whose result is then undefined on all ranks.
+    be associative. Unless it is `commutative`, results keep the order of ranks. The collective raises
+    what the function raises; its result is then undefined on all ranks.
     """
 
     function: Callable[[Array, Array], Array]
@@ -83,14 +83,14 @@ class Communicator:
     """The ranks of one node.
 
     Args:
-        job: the same text on all ranks of this communicator, and no other. By default this job's
-            communicators are told apart by the order in which each rank makes them.
+        job: a text that all ranks of this communicator pass, and no other communicator. By default the
+            communicators of a job are numbered in the order in which each rank makes them.
         rank, size: of this process on the node; by default from torchrun, mpirun or srun.
         order: "fixed" gives the same bits for any order of arrival (a left fold in the order of
             ranks); "any" lets large floating-point sums differ from call to call in their last bits.
-        timeout: seconds until a rank that does not come is an error.
-        window_bytes: shared memory through which early ranks run ahead; two of them, as needed.
-        arena_bytes: bound on the arrays of `empty` of a rank.
+        timeout: seconds after which a rank that does not arrive is an error.
+        window_bytes: size of the shared memory through which early ranks run ahead; up to two are used.
+        arena_bytes: limit on the arrays of `empty` of one rank.
         directory: where shared memory is.
 
     Calls from several threads take turns. A forked child cannot use its parent's communicator.
@@ -140,19 +140,19 @@ class Communicator:
         self.close()
 
     def close(self) -> None:
-        """Leaves. Arrays from `empty` stay valid."""
+        """Leaves the communicator. Arrays from `empty` stay valid."""
         if self._open is not None:
             self._open.leave()
         self._open = None
 
     def set_timeout(self, seconds: float) -> None:
-        """From the next call on, for this rank."""
+        """Sets the timeout of this rank, from the next call on."""
         self._live().set_timeout(seconds)
 
     def abort(self, what: str = "aborted it") -> None:
         """Ends the communicator for all ranks: calls under way, and later ones, raise PeerError.
 
-        `what` says in that error what this rank did.
+        `what` is the part of that error that says what this rank did.
         """
         self._live().abort(what)
 
@@ -216,7 +216,7 @@ class Communicator:
         *,
         algorithm: Literal["cooperative", "binomial"] = "cooperative",
     ) -> Array:
-        """Overwrites `array` with that of `root`, which may leave before the others come."""
+        """Overwrites `array` with that of `root`, which may leave before the others arrive."""
         self._live().broadcast(
             _address(array, writable=True), array.nbytes, self._root(root), algorithm
         )

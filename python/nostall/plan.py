@@ -1,4 +1,4 @@
-"""The future of a job: which rank reads which sample when, and what follows from it."""
+"""The plan of a job: which rank reads which sample when, and what follows from it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["Plan", "SubBatches"]
 class SubBatches:
     """The order that uses data several times while it is in memory [Pumma 2020, sec. 8.4.1].
 
-    `resident` global batches at a time are passed over `reuse` times: first as they come, then in
-    other batches, recombined from their sub-batches (the parts of a batch that one rank takes). Each
-    epoch is as long as ever but needs one `reuse`-th of the samples anew; `reuse` epochs have every
-    sample `reuse` times. Between two uses lie `resident` batches instead of an epoch's, which costs
-    convergence what `nostall bench reuse` measures.
+    `resident` global batches at a time are used `reuse` times: first in their own order, then as new
+    batches, recombined from their sub-batches (the parts of a batch that one rank takes). The length
+    of an epoch stays the same, but an epoch reads only one `reuse`-th of the samples; `reuse` epochs
+    use every sample `reuse` times. Between two uses of a sample lie `resident` batches instead of an
+    epoch; `nostall bench reuse` measures what this costs in convergence.
 
     Attributes:
         resident: global batches that are in memory together.
@@ -59,7 +59,7 @@ class Plan:
         world_size: ranks.
         epochs: E.
         seed: fixes the order.
-        drop_last: drop the samples that do not fill the world, then the last partial batch.
+        drop_last: drop the samples that do not divide among all ranks, then the last partial batch.
         order: "torch" (identical to DistributedSampler), "keyed" (a keyed permutation), "sequential",
             `SubBatches`, or a sequence of sample ids used in every epoch.
         scheme: how a global batch is divided [Böhringer 2020, sec. 4.1.3].
@@ -149,8 +149,8 @@ class Plan:
         return _native.rank_epoch(self.native, epoch, rank)
 
     def pass_of(self, epoch: int, batch: int) -> tuple[int, int, int, int]:
-        """Of a global batch of `SubBatches`: its chunk, which pass over it (0 is fresh), its place
-        in the pass, and how many batches the chunk has. Of other orders (0, 0, 0, 1)."""
+        """For a global batch of `SubBatches`: its chunk, which pass over it (0 is the first), its place
+        in the pass, and how many batches the chunk has. For other orders (0, 0, 0, 1)."""
         return _native.pass_of(self.native, epoch, batch)
 
     def reuse_distances(self, first_epoch: int = 0, epochs: int | None = None) -> NDArray[np.int64]:
@@ -179,13 +179,14 @@ class Plan:
     def node_access(
         self, first_rank: int, ranks: int
     ) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
-        """How often the node reads each sample (3.2.1), and when first (2**64 - 1: never)."""
+        """How often the node reads each sample, and its first access (2**64 - 1: never)."""
         return _native.node_access(self.native, first_rank, ranks)
 
     def place(
         self, sizes: NDArray[np.uint64], capacities: Sequence[int], *, first_rank: int, ranks: int
     ) -> tuple[NDArray[np.uint8], NDArray[np.uint64], list[int]]:
-        """HDMLP's rule (3.2.2): tier (255: none) and offset of each sample, bytes used by tier."""
+        """The rule of [Böhringer 2020, sec. 3.2.2]: tier (255: none) and offset of each sample, and the
+        bytes used by tier."""
         return _native.place(
             np.ascontiguousarray(sizes, dtype=np.uint64),
             self.native,

@@ -1,4 +1,4 @@
-"""Checkpoints that training does not feel, and that are complete or not there.
+"""Checkpoints in the background of a training, each of them complete or absent.
 
 ckpt = nostall.Checkpointer(fast="/nvme/ckpt", durable="/pfs/ckpt", keep=5, every=100)
 state = {"model": model, "optimizer": optimizer, "loader": loader}

@@ -1,4 +1,4 @@
-"""How a job takes its directories: who shares which, one rank clears each up, all agree on a name."""
+"""A job takes its directories: ranks find out which they share, one clears each up, all agree."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _log = logging.getLogger("nostall")
 
 @dataclass(frozen=True)
 class Begun:
-    """A job that has its directories; `run` is its name, which is in the ids of its saves.
+    """A job that has its directories; `run` is its name, which is part of the ids of its saves.
 
-    `nodes` is there if fast directories are the nodes' own, and `held` what they have together.
+    `nodes` is set if each node has a fast directory of its own; `held` is what they have together.
     `lineage` numbers the saves, on all ranks alike; `owned` are the directories that this rank
     clears up.
     """
@@ -53,8 +53,8 @@ def begin(
     """Takes the directories; all ranks of the job call it.
 
     Raises:
-        UsageError: another job has them, the ranks do not see the same durable one, or one of them
-            fails otherwise: then all do.
+        UsageError: another job has them, the ranks do not see the same durable directory, or one rank
+            fails otherwise; all ranks raise it.
     """
     with contextlib.ExitStack() as undo:
         for store in (fast, durable):
@@ -95,7 +95,7 @@ def _begin(
                 raise UsageError(f"rank {other} cannot begin: {theirs['error']}")
         return notes
 
-    # What one rank cannot do it says with the next gather, so that no other waits for it.
+    # A rank reports its failure with the next gather, so that no other rank waits for it.
     note: dict[str, Any] = {"token": run, "machine": machine()}
     readers = exposed(allgather)
     note["secret"] = secret.offer(rank, readers)
@@ -157,7 +157,7 @@ def _begin(
         nodes.check_ways()
         if nodes.leader:
             _settle(nodes, held)
-    gather(note)  # no rank looks before all nodes have settled
+    gather(note)  # no rank reads before all nodes have cleared up
     lineage = lineage_of(stores, owned, held, seen_by_all)
     return Begun(run, nodes, held, lineage, owned)
 
@@ -197,7 +197,7 @@ def _marker(store: Store, token: str) -> Any:
 
 
 def _groups(seen: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The ranks of each node, by whose marks each rank sees in its fast directory."""
+    """The ranks of each node, by the marks that each rank sees in its fast directory."""
     for rank, theirs in enumerate(seen):
         if rank not in theirs or any(list(seen[other]) != list(theirs) for other in theirs):
             raise UsageError(
@@ -208,7 +208,7 @@ def _groups(seen: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _settle(nodes: Nodes, held: Sequence[Held]) -> None:
-    """This node takes over manifests that it missed, and clears up what no manifest names."""
+    """Gives this node the manifests that it missed, and removes files that no manifest names."""
     store = nodes.store
     whole = newest(h.manifest for h in held if not h.lost)
     for h in held:
@@ -238,7 +238,7 @@ def undrained(
         whole = {h.manifest.id for h in held if not h.lost}
     there = {m.id: m for m in durable.manifests()}
     missed = {id for id, m in there.items() if not durable.has_all(m)}
-    # What has lost parts takes no place among those that are kept.
+    # A checkpoint with lost parts does not count among those that are kept.
     there = {id: m for id, m in there.items() if id not in missed or id not in whole}
     good = {m.id: m for m in on_fast if m.id in whole} | there
     stay = decide(good.values(), keep, begin_of_branch(fast, durable))

@@ -1,4 +1,4 @@
-"""`nostall.Checkpointer`: saves that the training hardly feels, restores that never mix or guess."""
+"""`nostall.Checkpointer`: saves in the background, and restores of complete checkpoints alone."""
 
 from __future__ import annotations
 
@@ -31,57 +31,57 @@ from nostall.job._world import find_world
 from nostall.observe import trace
 
 _log = logging.getLogger("nostall")
-# Checkpointers are told apart by their number in the process: ranks make them in the same order.
+# Checkpointers are numbered within the process; ranks make them in the same order.
 _made = itertools.count()
 
 
 class Checkpointer:
     """Saves the state of a training to a fast and a durable directory, and restores the newest.
 
-    A save copies the state once, to memory that is there already, and returns; a background thread
-    writes it to `fast`, another one drains it from there to `durable` at a limited rate. A checkpoint
-    exists once its manifest does, which appears by one rename after all parts of all ranks are on
-    their device. What a job that was killed leaves is continued or cleaned up by the next one.
+    A save copies the state once, to memory that was allocated before, and returns. A background thread
+    writes it to `fast`; another one drains it from there to `durable` at a limited rate. A checkpoint
+    exists once its manifest exists, which appears by one rename after all parts of all ranks are on
+    their device. The next job completes or removes what a killed job has left.
 
     Args:
         fast: a directory on fast storage (NVMe, /dev/shm), seen by all ranks or each node's own.
         durable: a directory on durable storage, seen by all ranks. One of both may be left out.
         keep: how many checkpoints stay, or a `Keep`.
-        every: only steps that this divides are saved; others make `save` return None at once.
+        every: only multiples of this step are saved; for others `save` returns None at once.
         level: what `save` waits for: ``"memory"`` (the copy), ``"fast"``, ``"durable"``.
         keep_fast: how many complete checkpoints stay on the fast tier for a fast restore.
-        rate: bytes a second of the drain, for example ``"200MB"``; None: as fast as it goes.
+        rate: bytes per second of the drain, for example ``"200MB"``; None: no limit.
         replicated: all ranks hold the same state (data parallelism): rank 0 writes it, all restore
             it, on any number of ranks.
-        snapshots: how many may be in memory at a time. Each takes the size of the state.
-        threads: threads that copy; at most 8 of the rank's share of the cores if None.
-        timeout: seconds after which a rank that does not come is given up.
-        patience: seconds that a save may wait for an earlier snapshot to be written, before this
-            checkpoint is given up with a warning: hanging storage does not stop the training.
-        priority: of background threads: ``"low"`` (nice 19); ``"idle"``, nearer to not being there, but
-            a busy machine may hold a snapshot for long; ``"normal"``.
-        verify: read a drained copy back before the fast one may go.
+        snapshots: how many may be in memory at the same time. Each has the size of the state.
+        threads: number of threads that copy; if None, the rank's share of the cores, at most 8.
+        timeout: seconds after which a rank that does not arrive fails the save.
+        patience: seconds that a save may wait until an earlier snapshot is written. Then this save
+            is given up with a warning, so that hanging storage does not stop the training.
+        priority: of background threads: ``"low"`` (nice 19); ``"idle"``, which disturbs least, but may
+            delay a write for long on a busy machine; ``"normal"``.
+        verify: read a drained copy back before the fast one may be removed.
         windows: write to durable storage while no loader of this process reads and no gradients are
-            under way, as far as that does not take half the time between two saves.
-        max_failures: after so many saves in a row that are safe nowhere, `save` raises IoError.
-        max_unsafe_seconds: and also once a save that is safe nowhere is so old, and no later one is
-            safe either.
-        on_failure: called with the words of that error instead of raising it, by `save` and `close`.
+            being reduced, as long as this delays a drain by less than half the time between two saves.
+        max_failures: after this many saves in a row that are safe nowhere, `save` raises IoError.
+        max_unsafe_seconds: `save` also raises once a save that is safe nowhere has this age, and no
+            later one is safe.
+        on_failure: called with the text of that error, in place of raising it, by `save` and `close`.
         partner: where each node has a fast directory of its own, the next node keeps a copy of what
-            this one writes there, so that losing one node loses nothing. Level fast waits for both
-            copies; should the second fail, the save is complete with the first alone, with a warning
-            and a word in `Saved.problems`: what is good is not thrown away.
+            this one writes there, so that the loss of one node loses nothing. Level fast waits for both
+            copies. If the second copy fails, the save is complete with the first alone, with a warning
+            and an entry in `Saved.problems`.
         rank, world_size, job: found as the loader finds them.
         gather: the job's allgather of bytes; found as the loader finds it.
 
     Raises:
-        UsageError: arguments that do not go together; a directory that another job uses.
+        UsageError: arguments that contradict each other; a directory that another job uses.
         IoError: a directory that cannot be made.
 
-    A restore of an older step, or a save of a step below the newest one, begins a branch: what came
-    after it is superseded. That stays, as the rules of `keep` want it for a branch by itself, until
-    `restore(step)` or ``nostall checkpoints branch`` goes back to it; `restore()` gives the newest of
-    the current branch, whatever clocks say.
+    A restore of an older step, or a save of a step below the newest one, begins a branch: later
+    checkpoints are superseded. They stay, because the rules of `keep` hold for each branch by itself,
+    and `restore(step)` or ``nostall checkpoints branch`` can go back to them. `restore()` gives the
+    newest checkpoint of the current branch, independent of clocks.
 
     Thread-safety: one thread, the training's, calls it.
     """
@@ -184,7 +184,7 @@ class Checkpointer:
         self._window_seconds: float | None = None
         self._optimizers: list[Any] = []
         if self.rank == 0 and self.fast is not None and self.durable is not None:
-            # What an earlier job left on the fast tier goes on its way.
+            # Drains what an earlier job left on the fast tier.
             held = {h.manifest.id: h for h in begun.held}
             on_nodes = begun.held if self._nodes is not None else None
             for manifest in undrained(self.fast, self.durable, keep, on_nodes):
@@ -204,7 +204,7 @@ class Checkpointer:
     # ------------------------------------------------------------------ saving
 
     def prepare(self, state: Any) -> None:
-        """Makes room for snapshots of `state`, so that the first save costs what later ones do."""
+        """Allocates snapshots of `state`, so that the first save is as fast as later ones."""
         if self.rank == 0 or not self.replicated:
             tree, leaves = encode(state)
             size = len(files.header(tree, leaves)) + sum(leaf.nbytes for leaf in leaves)
@@ -212,7 +212,7 @@ class Checkpointer:
                 snapshot.reserve(size + (1 << 20))
 
     def due(self, step: int) -> bool:
-        """Whether `save` does anything at this step."""
+        """Whether `save` saves at this step."""
         return self.every is None or step % self.every == 0
 
     def save(
@@ -234,19 +234,18 @@ class Checkpointer:
             step: 0 to 10**12 - 1; saving a step again replaces it.
             metric: for `Keep.best`.
             level: instead of the checkpointer's.
-            window: return before the tensors are copied; they are read while the training goes on,
-                until an update (they are immutable until then: "Understanding Scalability and
-                Fine-Grain Parallelism of Synchronous Data Parallel Training", section III); for level
-                memory. With `attach`, parameters and optimizer state are read later and all else is
-                copied by the call; without, nothing may change before `before_update` is called. A
-                torch tensor that does change is found, and the checkpoint is not kept.
-            force: also if the step is not due.
+            window: return before the tensors are copied. They are read while the training continues,
+                until an update; until then they do not change [Li 2019, sec. III]. For level memory.
+                With `attach`, parameters and optimizer state are read later, and everything else is
+                copied by the call. Without it, nothing may change before `before_update` is called.
+                If a torch tensor does change, the checkpoint is not kept.
+            force: save also if the step is not due.
 
         Raises:
             UsageError: the state holds what a checkpoint cannot, named by its place.
             IoError: level fast or durable was not reached, with the reasons; or the saves before it
-                are safe nowhere (`max_failures`, `max_unsafe_seconds`). This one is on its way all the
-                same.
+                are safe nowhere (`max_failures`, `max_unsafe_seconds`). This save continues in the
+                background all the same.
         """
         if type(step) is not int or not 0 <= step <= LARGEST_STEP:
             raise UsageError(f"step must be a number from 0 to {LARGEST_STEP}, not {step!r}")
@@ -263,8 +262,8 @@ class Checkpointer:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise UsageError(
-                f"this checkpointer is of process {self._pid}, and its threads are not in the forked "
-                f"process {os.getpid()}: make a checkpointer in the process that uses it"
+                f"this checkpointer belongs to process {self._pid}, and its threads are not in the "
+                f"forked process {os.getpid()}: make a checkpointer in the process that uses it"
             )
 
     def _save(
@@ -289,11 +288,11 @@ class Checkpointer:
         job = Job(saved, manifest, None, number)
         snapshot = leaves = None
         if self.rank == 0 or not self.replicated:
-            # A call that waits for storage does not wait for the copy: it is written as it is made.
+            # A call that waits for storage writes each block as soon as it is copied.
             window = window and wanted == "memory"
             now = wanted == "memory" and not window
             snapshot = self._snapshot(state() if callable(state) else state, job, window, now)
-            leaves = job.leaves  # the job lets go of them once it fails
+            leaves = job.leaves  # the job drops them once it fails
         self._engine.submit(job, awaited=wanted)
         self._history.append(saved)
         if wanted != "memory":
@@ -306,12 +305,12 @@ class Checkpointer:
         return saved
 
     def _is_complete(self, saved: Saved) -> bool:
-        """Whether a save of which this rank heard no good is a checkpoint all the same."""
+        """Whether a save that this rank knows no success of is complete all the same."""
         stores = [s for s in (self.fast, self.durable) if s is not None]
         return any(s.find(saved.step, saved.id) is not None for s in stores)
 
     def _snapshot(self, state: Any, job: Job, window: bool, now: bool) -> _native.Snapshot | None:
-        """Begins the snapshot of the job; the one it returns is to be finished."""
+        """Begins the snapshot of the job; the caller finishes the one that is returned."""
         tree, leaves = encode(state)
         guarded = guarded_addresses(leaves, self._optimizers, self._unsteady) if window else None
         leaves = files.layout(leaves, guarded)
@@ -331,7 +330,7 @@ class Checkpointer:
             if window:
                 copying, why = choose_copying(self._window_seconds, self._engine.write_seconds)
                 job.saved.copying = f"{copying.name}: {why}"
-            job.leaves = leaves  # among them copies with no other reference
+            job.leaves = leaves  # some are copies that have no other reference
             snapshot.begin(head, [(leaf.address, leaf.nbytes) for leaf in leaves], copying)
             if window:
                 job.window = Window(snapshot, leaves, guarded, job.saved, self._unsteady)
@@ -349,13 +348,13 @@ class Checkpointer:
         return None if now or window else snapshot
 
     def before_update(self) -> None:
-        """Copies what a save with `window` has not copied yet; at once if there is nothing."""
+        """Copies what a save with `window` has not copied yet; returns at once if nothing is left."""
         if self._window is not None:
             window, self._window = self._window, None
             self._window_seconds = window.close()
 
     def attach(self, optimizer: Any) -> None:
-        """Copies what a step of this torch optimizer is about to change before it does.
+        """Before each step of this torch optimizer, copies what the step is about to change.
 
         With `nostall.torch.DistributedOptimizer` and ``overlap_update`` that is a bucket at a time.
         """
@@ -368,9 +367,9 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Keeps background writing back meanwhile: the training needs storage or network itself.
+        """Holds background writing back inside a ``with``, while the training needs storage or network.
 
-        A block is delayed by a second at most, so that a checkpoint gets safe in any case.
+        A block is delayed by at most a second, so that every checkpoint becomes safe.
         """
         self._engine.gate.hold()
         try:
@@ -387,17 +386,17 @@ class Checkpointer:
         into: MutableMapping[str, Any] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Restored | None:
-        """The newest complete and undamaged checkpoint, from the fast tier if it is there.
+        """Restores the newest complete and undamaged checkpoint, from the fast tier if it is there.
 
         All ranks restore the same one. Damaged ones are passed over with a warning that says what is
         damaged. Nothing is unpickled.
 
         Args:
-            step: this one instead of the newest; if it is not the newest, a branch begins there, and
-                what came after it is superseded, with a warning.
-            into: a state as given to `save`. Objects with a load_state_dict get theirs, arrays and
-                tensors are filled where they are, all else is replaced: None takes whatever was
-                saved in its place. Nothing changes if anything does not fit.
+            step: restore this one instead of the newest; if it is not the newest, a branch begins
+                there, and later checkpoints are superseded, with a warning.
+            into: a state as given to `save`. Objects with a load_state_dict load their state, arrays
+                and tensors are filled in place, all other values are replaced; None takes whatever
+                was saved in its place. If anything does not fit, nothing changes.
             progress: called now and then with (bytes read, bytes in all).
 
         Returns:
@@ -429,7 +428,7 @@ class Checkpointer:
         return restored
 
     def _begin_branch(self, manifest: files.Manifest, behind: bool) -> None:
-        """Notes durably that the training went back, so that a next start does so too."""
+        """Writes durably that the training went back, so that the next start goes back too."""
         note = b""
         if self.rank == 0 and behind:
             number, abandoned = self._lineage.begin()
@@ -497,7 +496,7 @@ class Checkpointer:
         return list(self._history)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until all saves are written and drained.
+        """Waits until all saves are written and drained.
 
         Raises:
             PeerError: they are not after `timeout` seconds (the checkpointer's if None).
@@ -512,12 +511,12 @@ class Checkpointer:
             )
 
     def close(self, timeout: float | None = None) -> None:
-        """Waits for what is on its way, at most `timeout` seconds (the checkpointer's if None), and
-        up to 10 s more for the blocks in flight and for what storage says of the newest save.
+        """Waits for saves under way, at most `timeout` seconds (the checkpointer's if None), and up to
+        10 s more for the blocks in flight and for the storage's answer about the newest save.
 
-        What is not drained by then stays on the fast tier, with a warning, and is drained by the next
-        checkpointer of the same directories, or by ``nostall checkpoints drain``. A snapshot that is
-        on no storage by then is lost.
+        A checkpoint that is not drained by then stays on the fast tier, with a warning; the next
+        checkpointer of the same directories drains it, or ``nostall checkpoints drain``. A snapshot
+        that is on no storage by then is lost.
 
         Raises:
             IoError: the newest save is safe nowhere.
@@ -564,7 +563,7 @@ def _shut(
     durable: Store | None,
     timeout: float | None = None,
 ) -> None:
-    """Every snapshot gets on some storage; drains are left to the next start."""
+    """Writes every snapshot to some storage; leaves drains to the next start."""
     if os.getpid() != pid:
         return  # a forked child: the threads are its parent's
     engine.wait(drained=False, timeout=engine.settings.timeout if timeout is None else timeout)

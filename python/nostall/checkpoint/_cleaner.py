@@ -16,7 +16,7 @@ _log = logging.getLogger("nostall")
 
 
 def begin_of_branch(*stores: Store | None) -> Record | None:
-    """The newest note of a branch's begin in these directories."""
+    """The newest note in these directories that a branch began."""
     return newest(store.branch() for store in stores if store is not None)
 
 
@@ -35,11 +35,11 @@ class Cleaner:
         self.damaged: set[str] = set()
         # The durable storage as it was last read: it may hang when a snapshot needs room.
         self._durable: dict[str, Manifest] = {}
-        self._safe: set[str] = set()  # of those the ones with all their parts
+        self._safe: set[str] = set()  # those of them that have all parts
         self._begin: Record | None = None
 
     def begin(self) -> None:
-        """Looks at what an earlier job has left, for `make_room`."""
+        """Reads what an earlier job has left, for `make_room`."""
         try:
             if self.fast is not None and self.durable is not None:
                 self._look(self.fast, self.durable)
@@ -52,7 +52,7 @@ class Cleaner:
         return {m.id: m for m in store.manifests()}
 
     def staying(self, manifests: dict[str, Manifest]) -> dict[str, str]:
-        """The ids of those that the rules keep, each with the reason."""
+        """The ids of the checkpoints that the rules keep, each with the reason."""
         return self._staying(manifests, begin_of_branch(self.fast, self.durable))
 
     def _staying(self, manifests: dict[str, Manifest], begin: Record | None) -> dict[str, str]:
@@ -66,7 +66,7 @@ class Cleaner:
         return there
 
     def retain(self, waiting: set[str]) -> None:
-        """Removes what the rules no longer keep, but for ids that wait to be drained."""
+        """Removes what the rules no longer keep, except for ids that wait to be drained."""
         try:
             last = self.durable or self.fast
             assert last is not None
@@ -80,7 +80,7 @@ class Cleaner:
             _log.warning("old checkpoints stay: %s", error)
 
     def _trim_fast(self, fast: Store, durable: Store, waiting: set[str]) -> None:
-        """Of the fast tier stay the newest, and what is not durable yet and still wanted."""
+        """Keeps on the fast tier the newest, and those that are wanted and not durable yet."""
         there = self._look(fast, durable)
         wanted = self.staying(there | self._durable)
         good = self._in_order(there)
@@ -94,7 +94,7 @@ class Cleaner:
         )
 
     def _in_order(self, manifests: dict[str, Manifest]) -> list[Manifest]:
-        """Those that are not damaged, oldest first."""
+        """The checkpoints that are not damaged, oldest first."""
         good = [m for m in manifests.values() if m.id not in self.damaged]
         return sorted(good, key=lambda m: m.order)
 
@@ -103,11 +103,11 @@ class Cleaner:
         for manifest in sorted(manifests, key=lambda m: m.order):
             try:
                 store.remove(manifest.step, manifest.id)
-            except (Error, OSError) as error:  # others may go all the same
+            except (Error, OSError) as error:  # others may still be removed
                 _log.warning("an old checkpoint stays: %s", error)
 
     def make_room(self, fast: Store, size: int, coming: Manifest) -> None:
-        """Lets old fast copies go if the new one does not fit: durable ones, and what the rules
+        """Removes old fast copies if the new one does not fit: durable ones, and those that the rules
         retire once the new one is complete; never the newest."""
 
         def fits() -> bool:
@@ -126,8 +126,8 @@ class Cleaner:
                 return
             if manifest.id not in safe:
                 _log.warning(
-                    "%s is full: the checkpoint of step %d goes before the one that replaces it is "
-                    "complete",
+                    "%s is full: the checkpoint of step %d is removed before the one that replaces it "
+                    "is complete",
                     fast.root,
                     manifest.step,
                 )

@@ -17,7 +17,7 @@ def copy_all(
 ) -> None:
     """Copies each part by `copy(part, name)`, then makes the checkpoint complete in `durable`.
 
-    A further attempt has names of its own: other ranks may still be giving up the first one.
+    A second attempt uses other names, because other ranks may still be giving up the first.
     """
     names = {part.name: part.name for part in manifest.parts}
     if attempt and manifest.world_size > 1:
@@ -38,7 +38,7 @@ def copy_all(
 
 
 def read_back(path: Path, part: Part, priority: _native.Priority) -> None:
-    """Compares a copy with the checksums of its part.
+    """Reads a copy back and compares it with the checksums of its part.
 
     Raises:
         IoError: blocks of it are damaged.

@@ -1,7 +1,7 @@
-"""What happens behind `save`: one thread writes snapshots, one drains the fast tier to the durable.
+"""The background of `save`: one thread writes snapshots, one drains the fast tier to the durable.
 
-Both do their work in native code without the GIL and at low priority; here are only the decisions.
-All that a next start must know is in the directories (`store.py`), nothing in this process.
+Both work in native code, without the GIL and at low priority; this module makes the decisions.
+Everything that the next start must know is in the directories (`_store.py`), nothing in this process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PRIORITY = {
     "idle": _native.Priority.idle,
 }
 
-# Between two saves, as long as there was only one: seconds.
+# Seconds between two saves, assumed as long as there was only one.
 _INTERVAL = 60.0
 
 _log = logging.getLogger("nostall")
@@ -49,7 +49,7 @@ class Engine:
     ) -> None:
         self.fast, self.durable, self.rank = fast, durable, rank
         self.settings, self.nodes = settings, nodes
-        # Rank 0 clears up, and on a fast directory of a node's own the node's first rank.
+        # Rank 0 clears up; in a fast directory of a node's own the node's first rank does.
         self._cleans = nodes.leader if nodes is not None else rank == 0
         self._retain_due = self._retaining = False
         self.gate = _native.Gate()
@@ -64,7 +64,7 @@ class Engine:
         self._job: Job | None = None  # that is being written
         self._busy = 0  # jobs taken and not persisted
         self._snapshots: list[_native.Snapshot] = []
-        self._urgent = -1  # jobs up to this number are waited for
+        self._urgent = -1  # some thread waits for jobs up to this number
         self._urgent_drains: set[str] = set()
         self._writing: tuple[int, _native.SnapshotWrite] | None = None
         self._copying: tuple[str, _native.FileCopy] | None = None
@@ -77,13 +77,13 @@ class Engine:
     # ------------------------------------------------------------------ snapshots
 
     def add_snapshot(self, snapshot: _native.Snapshot) -> None:
-        """One more snapshot that can be in memory at a time."""
+        """Adds a snapshot, so that one more can be in memory at the same time."""
         with self._lock:
             self._snapshots.append(snapshot)
             self._lock.notify_all()
 
     def take_snapshot(self) -> _native.Snapshot | None:
-        """A free snapshot; waits for an earlier one to be written, at full speed.
+        """A free snapshot; waits until an earlier one is written, at full speed.
 
         None if that takes longer than `patience` seconds: the storage hangs.
         """
@@ -99,8 +99,8 @@ class Engine:
     # ------------------------------------------------------------------ asking
 
     def submit(self, job: Job, awaited: Level) -> None:
-        """Writes the snapshot as soon as the ones before it are written; at once and at full speed
-        if the caller waits for a level. Where no thread can be started the caller writes it."""
+        """Writes the snapshot as soon as the ones before it are written; at once and at full speed if
+        the caller waits for a level. If no thread can be started, the caller writes it."""
         job.saved._engine = self
         with self._lock:
             if awaited != "memory":
@@ -117,7 +117,7 @@ class Engine:
                 self._jobs.append(job)
                 self._lock.notify_all()
         if problem:
-            self._say(job.saved, f"step {job.saved.step} is written by the call of save: {problem}")
+            self._say(job.saved, f"step {job.saved.step} is written within save itself: {problem}")
             if job.window is not None:
                 job.window.close()
             elif job.snapshot is not None:
@@ -138,7 +138,7 @@ class Engine:
             self._postpone(drain, IoError(problem))
 
     def hurry(self, saved: Saved, level: Level) -> None:
-        """A thread waits: no rate, no gate, no low priority for what leads to that level."""
+        """Speeds up what leads to that level, for a waiting thread: no rate, gate or low priority."""
         with self._lock:
             if level == "durable":
                 self._urgent_drains.add(saved.id)
@@ -161,7 +161,7 @@ class Engine:
             writing[1].hurry()
 
     def wait(self, drained: bool, timeout: float) -> bool:
-        """Until all snapshots are persisted and, if asked, drained; whether that is so."""
+        """Waits until all snapshots are persisted and, if asked, drained; returns whether they are."""
 
         def done() -> bool:
             idle = not self._busy
@@ -177,9 +177,9 @@ class Engine:
             return self._lock.wait_for(done, timeout)
 
     def stop(self, timeout: float) -> None:
-        """Ends both threads, after the blocks in flight; what they leave is for the next start.
+        """Ends both threads, after the blocks in flight; the next start continues their work.
 
-        No level of a save that is left is reached any more: `Saved.wait` ends.
+        Saves that are left reach no further level, so `Saved.wait` ends.
         """
         with self._lock:
             self._stopping = True
@@ -208,7 +208,7 @@ class Engine:
     # ------------------------------------------------------------------ writing
 
     def _start(self, name: Literal["writer", "drain"]) -> str:
-        """Has a thread run; why it cannot be started, or ""."""
+        """Starts a thread; returns why it cannot be started, or ""."""
         if name in self._threads or self._stopping:
             return ""
         loop = self._write_loop if name == "writer" else self._drain_loop
@@ -270,7 +270,7 @@ class Engine:
             if store is self.durable:
                 saved._reach("durable")
             else:
-                # First in the queue, so that a thread that sees the level sees the drain as well.
+                # Queued first, so that a thread that sees the level also sees the drain.
                 if self.durable is not None:
                     whole = job.complete or self._complete(store, job.manifest)
                     self.submit_drain(Drain(whole, saved))
@@ -278,7 +278,7 @@ class Engine:
                     saved._miss("durable")
                 saved._reach("fast")
             self._release(job)
-            with self._lock:  # by the thread that may wait for the durable storage, if there is one
+            with self._lock:  # in the thread that may wait for the durable storage, if there is one
                 alone = bool(self._start("drain"))
                 self._retain_due = not alone
                 self._lock.notify_all()
@@ -295,7 +295,7 @@ class Engine:
         return whole
 
     def _write(self, store: Store, job: Job) -> str:
-        """The rank's part and the commit on one storage; why not, or ""."""
+        """Writes the rank's part to one storage and commits; returns why that failed, or ""."""
         manifest, settings = job.manifest, self.settings
         name = part_name(self.rank, manifest.id)
         mine: Part | str | None = job.failed or None
@@ -330,7 +330,7 @@ class Engine:
                     mine = Part(self.rank, name, written.size, tuple(written.crcs))
                 else:
                     mine = job.failed
-        except Exception as error:  # the other ranks hear of it at once
+        except Exception as error:  # notifies the other ranks at once
             mine = _words(error)
         finally:
             with self._lock:
@@ -368,14 +368,14 @@ class Engine:
         return reason
 
     def _parts_here(self, manifest: Manifest) -> int:
-        """Parts of a checkpoint that come to this fast directory."""
+        """How many parts of a checkpoint come to this fast directory."""
         if self.nodes is None:
             return manifest.world_size
         ranks = len(self.nodes.groups[self.nodes.node])
         return ranks if self.nodes.partner is None else 2 * ranks
 
     def _patience(self, size: int) -> float:
-        """How long a closed gate may delay a block of a file: all of them together at most half the
+        """How long a closed gate may delay a block of a file: all blocks together by at most half the
         time between two saves, so that a drain does not fall behind."""
         blocks = max(1, -(-size // _native.CHECKPOINT_BLOCK))
         return min(self.settings.gate_patience, self._interval / 2 / blocks)
@@ -390,7 +390,7 @@ class Engine:
                     return
                 drain = self._draining = self._drains.popleft() if self._drains else None
                 if drain is None:
-                    # What comes to be due from now on is done once more.
+                    # Retention that becomes due from now on runs once more.
                     self._retain_due, self._retaining = False, True
             if drain is None:
                 try:
@@ -414,7 +414,7 @@ class Engine:
                     self._lock.notify_all()
 
     def _leave(self, drain: Drain) -> None:
-        """The job ends before this is drained."""
+        """Logs that the job ends before this is drained."""
         assert self.fast is not None and self.durable is not None
         words = (
             f"the checkpoint of step {drain.manifest.step} stays in {self.fast.root}: the next start "
@@ -437,7 +437,7 @@ class Engine:
             drain.saved._miss("durable")
         if self.rank != 0 or isinstance(error, CorruptionError):
             return
-        # Rank 0 alone copies all parts then: the others have given this drain up.
+        # Rank 0 then copies all parts alone, because the other ranks have given this drain up.
         held = drain.held
         if held is None and self.nodes is not None:
             held = self.nodes.held(drain.manifest)
@@ -467,14 +467,14 @@ class Engine:
             drain.saved._reach("durable")
         self._retain()
         with self._lock:
-            # The storage works again: what it did not take before is tried once more.
+            # The storage works again, so failed drains are tried once more.
             again, self._postponed = self._postponed, []
             self._drains.extend(again)
 
     def _drain_alone(self, drain: Drain) -> None:
-        """All parts by this rank.
+        """Copies all parts, on this rank.
 
-        A further attempt has names of its own: other ranks may still be giving up the first one.
+        A second attempt uses other names, because other ranks may still be giving up the first.
         """
         assert self.durable is not None
         copy_all(
@@ -485,7 +485,7 @@ class Engine:
         )
 
     def _drain_together(self, drain: Drain) -> None:
-        """This rank's part; rank 0 completes the checkpoint."""
+        """Copies this rank's part; rank 0 completes the checkpoint."""
         durable, manifest = self.durable, drain.manifest
         assert durable is not None
         parts = tuple(p for p in manifest.parts if p.rank == self.rank)
@@ -520,8 +520,8 @@ class Engine:
             raise IoError(reason)
 
     def _copy(self, drain: Drain, part: Part, name: str) -> None:
-        """From this node, or from the first of those with a copy that gives an undamaged one; into
-        the file `name`."""
+        """Copies a part into the file `name`: from this node, or else from the first node that has an
+        undamaged copy."""
         nodes = self.nodes
         if nodes is None or drain.held is None:
             self._copy_here(drain, part, name)
@@ -544,7 +544,7 @@ class Engine:
         raise IoError("; ".join(problems))
 
     def _pace(self, drain: Drain) -> Callable[[int], None]:
-        """Called with the bytes that have come: waits as the rate wants it."""
+        """Called with the bytes received so far: waits to keep the rate."""
         began = time.monotonic()
 
         def wait(bytes: int) -> None:
@@ -592,7 +592,7 @@ class Engine:
             read_back(target, part, priority)
 
     def _superseded(self, manifest: Manifest) -> str:
-        """Why draining this one is a waste, by the rule of retention; or ""."""
+        """Why this checkpoint need not be drained, by the rule of retention; or ""."""
         assert self.fast is not None and self.durable is not None
         if self.rank != 0:
             return self.durable.aborted(manifest) or ""
@@ -631,5 +631,5 @@ class Engine:
 
 
 def _words(error: Exception) -> str:
-    """What an error says; of one that is not expected also its kind."""
+    """The text of an error, with its kind if it is not an expected one."""
     return str(error) if isinstance(error, Error | OSError) else f"{type(error).__name__}: {error}"

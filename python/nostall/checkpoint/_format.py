@@ -1,4 +1,4 @@
-"""What lies in a checkpoint's files: safetensors for the arrays, a manifest for the whole.
+"""The content of a checkpoint's files: safetensors for the arrays, a manifest for the whole.
 
 docs/formats/checkpoint.md describes both. Readers are total: any bytes give a value or an error.
 """
@@ -68,7 +68,7 @@ def parse(data: NDArray[np.uint8]) -> tuple[Any, dict[str, Stored]]:
     """The tree and the arrays of a file's bytes, uint8 of shape (bytes,).
 
     Raises:
-        CorruptionError: this is no file of ours.
+        CorruptionError: it is not a checkpoint file of nostall.
     """
     try:
         size = int.from_bytes(data[:8].tobytes(), "little")
@@ -87,7 +87,7 @@ def parse(data: NDArray[np.uint8]) -> tuple[Any, dict[str, Stored]]:
                 raise ValueError(f"{name} of shape {shape} has {end - begin} bytes")
             arrays[name] = Stored(body[begin:end], entry["dtype"], shape)
     except UNREADABLE as error:
-        raise CorruptionError(f"this is no checkpoint file of nostall: {error}") from error
+        raise CorruptionError(f"this is not a checkpoint file of nostall: {error}") from error
     return tree, arrays
 
 
@@ -164,7 +164,7 @@ class Manifest:
 
     @property
     def order(self) -> tuple[int, float, str]:
-        """Later saves are greater. Only version 1, without a number, takes a clock for it."""
+        """Orders saves: later ones are greater. Version 1 has no number and uses a clock."""
         return self.sequence, self.created if self.sequence < 0 else 0.0, self.id
 
     @property
@@ -235,7 +235,7 @@ class Manifest:
 class Branch:
     """The note that a training went back to the checkpoint `id` of `step`, before its next save.
 
-    It holds a number in the order of saves, and what of the lower ones is given up.
+    It holds a number in the order of saves, and which lower numbers are given up.
     """
 
     sequence: int
@@ -296,7 +296,7 @@ def _canonical(values: dict[str, Any]) -> bytes:
 
 
 def software() -> dict[str, str]:
-    """Versions of what wrote a checkpoint."""
+    """Versions of the software that wrote a checkpoint."""
     found = {
         "nostall": __version__,
         "python": platform.python_version(),

@@ -3,7 +3,7 @@
 A sequence number orders all saves of a directory: a clock may jump, and a step may be saved again by
 a training that went back. A manifest lists the sequence numbers that were given up on the way to it
 (`abandoned`); all else of a lower number is its own past. So a branch is known from the newest of its
-manifests alone, whichever others retention has removed.
+manifests alone, even if retention has removed others.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Protocol, TypeVar
 # Closed ranges of sequence numbers, in order, apart from each other.
 Ranges = tuple[tuple[int, int], ...]
 
-# A job's first save takes the next multiple of it, which is noted when the job begins: so the saves of
-# an earlier job that this one does not see (on a node that is gone) come before its own.
+# A job's first save takes the next multiple of it, which is noted when the job begins. So saves of an
+# earlier job that this job does not see (on a node that is gone) come before its own.
 STRIDE = 1 << 20
 # Manifests of version 1 have no number: theirs are negative, by their step.
 LEGACY = -(10**12)
-# From so many ranges on those are joined and dropped that can be.
+# From this many ranges on, ranges are joined or dropped if possible.
 _MOST_RANGES = 100
-# So many saves of a process are remembered.
+# The number of saves of a process that are remembered.
 _MOST_KNOWN = 10_000
 
 
 class Record(Protocol):
-    """What has a place in the order: a manifest, or the note of a branch's begin."""
+    """A member of the order: a manifest, or the note of a branch's begin."""
 
     @property
     def sequence(self) -> int: ...
@@ -53,8 +53,8 @@ S = TypeVar("S", bound=Saved)
 def add(ranges: Ranges, first: int, last: int, known: Iterable[int] = ()) -> Ranges:
     """The ranges with the numbers from `first` to `last`.
 
-    Many of them become fewer, as far as that changes nothing for the saves `known`: those below all
-    of these are dropped, then the oldest are joined where no save is between them.
+    Too many ranges are reduced without a change for the saves `known`: ranges below all of these are
+    dropped, then the oldest are joined if no save is between them.
     """
     if last < first:
         return ranges
@@ -87,7 +87,7 @@ def checked(values: object) -> Ranges:
     ranges: list[tuple[int, int]] = []
     for first, last in values:  # type: ignore[attr-defined]
         if type(first) is not int or type(last) is not int or first > last:
-            raise ValueError(f"{first!r} to {last!r} is no range of sequence numbers")
+            raise ValueError(f"{first!r} to {last!r} is not a range of sequence numbers")
         if ranges and first <= ranges[-1][1]:
             raise ValueError("ranges of sequence numbers overlap")
         ranges.append((first, last))
@@ -138,7 +138,7 @@ class Lineage:
         self.first = self._next = (max(seen, 0) // STRIDE + 1) * STRIDE
 
     def _past(self, last: int) -> list[tuple[int, int]]:
-        """What a save of number `last` or its branch's begin continues: steps rise."""
+        """The saves that number `last`, a save or a branch's begin, continues, by rising step."""
         line: list[tuple[int, int]] = []
         for number, step in sorted(self._known):
             if is_past(number, last, self._abandoned):
@@ -148,7 +148,7 @@ class Lineage:
         return line
 
     def _drop(self, step: int) -> list[tuple[int, int]]:
-        """Takes the saves from `step` on off the line."""
+        """Removes the saves from `step` on from the current line."""
         keep = len(self._line)
         while keep and self._line[keep - 1][1] >= step:
             keep -= 1
@@ -164,7 +164,7 @@ class Lineage:
         return add(ranges, first, self._highest, (number for number, _ in self._known))
 
     def save(self, step: int) -> tuple[int, Ranges]:
-        """The number of a save, and what it does not continue.
+        """The number of a save, and the numbers that it does not continue.
 
         A step below the newest one begins a branch; the newest step again replaces it.
         """
@@ -177,7 +177,7 @@ class Lineage:
         return number, self._abandoned
 
     def restored(self, saved: Saved) -> bool:
-        """The next save continues this one; whether that gives up any that the last one continued."""
+        """Lets the next save continue this one; returns whether that gives up any other save."""
         behind = not self._line or self._line[-1][0] != saved.sequence
         self._abandoned = self._give_up(saved.abandoned, saved.sequence + 1)
         self._line = self._past(saved.sequence)

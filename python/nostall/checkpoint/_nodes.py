@@ -1,9 +1,9 @@
-"""Nodes with a fast directory each: they complete checkpoints together, and help each other out.
+"""Nodes with a fast directory each: they complete checkpoints together and exchange parts.
 
-Every rank writes its part to its own node. Rank 0 hears from all ranks that their part is on its
-device, then has every node write the manifest; the first of these renames completes the checkpoint,
-for all parts are safe by then, and a node that misses the manifest takes it over from another one
-at the next start. With a partner, a part counts as safe when the next node has a copy of it too.
+Every rank writes its part to its own node, and reports to rank 0 when it is on its device. Then rank 0
+lets every node write the manifest. The first of these renames completes the checkpoint, because all
+parts are safe by then. A node that misses the manifest copies it from another node at the next start.
+With a partner, a part counts as safe when the next node has a copy of it too.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from nostall.job._stream import Listener, Stream, connect
 _log = logging.getLogger("nostall")
 _REMEMBERED = 1000  # saves
 _THREADS = 2
-# How much longer a rank waits for the answer once rank 0 completes the checkpoint: seconds.
+# Seconds that a rank waits longer for the answer, in which rank 0 completes the checkpoint.
 _PUBLISHING_SECONDS = 20.0
 
 
 class Outcome(NamedTuple):
-    """What became of a save: "" or why it is no checkpoint, and whether that is certain.
+    """The outcome of a save: "" or why it is not a checkpoint, and whether that is certain.
 
-    If it is not, the checkpoint may be complete, and its parts must stay. `manifest` is there if it
-    is complete, and `missed` are the nodes that may not have it.
+    If it is not, the checkpoint may be complete, and its parts must stay. `manifest` is set if it
+    is complete, and `missed` are the nodes that may lack it.
     """
 
     reason: str
@@ -145,12 +145,12 @@ class Nodes:
         return self._listener.address if self._listener is not None else None
 
     def close(self) -> None:
-        """Answers no other node any more."""
+        """Stops answering other nodes."""
         if self._listener is not None:
             self._listener.close()
 
     def check_ways(self) -> None:
-        """A rank that listens reaches rank 0 and its partner, and rank 0 all nodes.
+        """Checks that listening ranks reach rank 0 and their partners, and rank 0 all nodes.
 
         Raises:
             PeerError: one cannot be reached; with the remedy.
@@ -163,7 +163,7 @@ class Nodes:
                 connect(self.addresses[node], self._secret, self._timeout).close()
             except (Error, OSError) as error:
                 raise PeerError(
-                    f"node {node} of the job is not reached from {socket.gethostname()}: {error}; "
+                    f"node {node} of the job cannot be reached from {socket.gethostname()}: {error}; "
                     "NOSTALL_HOST, set on each node, is the address that it gives the others"
                 ) from error
 
@@ -180,7 +180,7 @@ class Nodes:
         try:
             answers[str(question["ask"])](question, stream)
         except (KeyError, TypeError, ValueError) as error:
-            stream.send({"error": f"a question that makes no sense: {error}"})
+            stream.send({"error": f"a question that cannot be understood: {error}"})
         except (Error, OSError) as error:
             with contextlib.suppress(OSError):
                 stream.send({"error": str(error)})
@@ -196,7 +196,7 @@ class Nodes:
             if outcome is None:
                 reason = "rank 0 did not decide in time"
                 outcome = Outcome(reason, id not in self._publishing)
-                if outcome.certain:  # and stays so: the rank's part goes
+                if outcome.certain:  # and this stays so: the rank removes its part
                     self._notes.setdefault(id, {})[rank] = {"failed": reason}
         answer: dict[str, Any] = {"reason": outcome.reason, "certain": outcome.certain}
         if outcome.manifest is not None and any(rank in self.groups[n] for n in outcome.missed):
@@ -246,7 +246,7 @@ class Nodes:
         return stream
 
     def nearest_first(self, holders: Sequence[int]) -> list[int]:
-        """This node, if it is among them; of the others each node asks another one first."""
+        """The nodes to ask: this one first if it is among them; each node begins elsewhere."""
         start = self.node % len(holders) if holders else 0
         turned = [*holders[start:], *holders[:start]]
         return sorted(turned, key=lambda node: node != self.node)
@@ -268,7 +268,7 @@ class Nodes:
         path: Path,
         pace: Callable[[int], None] | None = None,
     ) -> None:
-        """A part that another node has, checked, into the file `path`, as fast as `pace` lets it.
+        """Fetches a part of another node into the file `path`, checked, at the rate of `pace`.
 
         Raises:
             PeerError, IoError: the node does not have it any more.
@@ -284,7 +284,7 @@ class Nodes:
             raise IoError(f"cannot fetch {path} from node {node}: {error}") from error
 
     def give_partner(self, step: int, part: Part) -> str:
-        """Copies this rank's part to the next node; why not, or ""."""
+        """Copies this rank's part to the next node; returns why that failed, or ""."""
         if self.partner is None:
             return ""
         question = {"ask": "put", "step": step, "part": part.to_dict()}
@@ -297,7 +297,7 @@ class Nodes:
         return error
 
     def take_back(self, step: int, part: Part) -> None:
-        """The partner's copy of a part that no checkpoint will name."""
+        """Removes the partner's copy of a part that no checkpoint will name."""
         if self.partner is not None:
             with contextlib.suppress(Error, OSError):
                 self._ask(
@@ -358,7 +358,7 @@ class Nodes:
             self._changed.notify_all()
 
     def _decide(self, manifest: Manifest, stopped: Callable[[], bool]) -> Outcome:
-        """Waits for all ranks, then has the nodes complete the checkpoint."""
+        """Waits for all ranks, then lets the nodes complete the checkpoint."""
         writers = [0] if manifest.replicated else list(range(manifest.world_size))
         deadline = time.monotonic() + self._timeout
         notes: dict[int, Any] = {}
@@ -380,7 +380,7 @@ class Nodes:
         try:
             parts = tuple(Part.from_dict(notes[r]) for r in writers)
         except (KeyError, TypeError, ValueError) as error:
-            return Outcome(f"a rank's word cannot be read: {error}")
+            return Outcome(f"a rank's report cannot be read: {error}")
         whole = dataclasses.replace(manifest, parts=parts, spread=True)
         return self._publish_everywhere(whole)
 
@@ -415,7 +415,7 @@ class Nodes:
         return "", True
 
     def _publish_there(self, manifest: Manifest, node: int) -> tuple[str, bool]:
-        """As `_publish_here`, of another node: a question whose answer is lost may be heard."""
+        """As `_publish_here`, on another node, which may have acted although its answer is lost."""
         told = False
         try:
             with contextlib.closing(
@@ -438,7 +438,7 @@ def _checked(step: Any) -> int:
 def _receive(
     stream: Stream, path: Path, part: Part, pace: Callable[[int], None] | None = None
 ) -> None:
-    """A part into the file `path`: all of it, checked and on its device, or not at all."""
+    """Receives a part into the file `path`: complete, checked and on its device, or not at all."""
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
         stream.receive_file(partial, part.size, pace)

@@ -1,4 +1,4 @@
-"""From a checkpoint's files back to a state."""
+"""Reads a checkpoint's files back to a state."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Choice(NamedTuple):
 
 @dataclass
 class View:
-    """What a look into some directories finds: what could be restored, and what is damaged."""
+    """What some directories hold: checkpoints that could be restored, and damage."""
 
     choices: list[Choice]
     problems: list[str]
-    # The newest record, which tells the current branch: its number, what it gave up.
+    # The newest record, which defines the current branch: its number, and what it gave up.
     top: tuple[int, Ranges] | None
 
 
@@ -102,7 +102,7 @@ def in_order(choices: Iterable[Choice], top: tuple[int, Ranges] | None) -> list[
 
 
 def _settled(store: Store, entry: Entry) -> tuple[Entry, str]:
-    """The entry and its damage; once more where it was replaced while it was looked at."""
+    """The entry and its damage; read again if it was replaced meanwhile."""
     while True:
         damage = entry.damage if entry.manifest is None else store.missing(entry.manifest)
         now = store.read(entry.step, entry.name) if damage else entry
@@ -174,7 +174,7 @@ def load_into(target: MutableMapping[str, Any], state: Any) -> None:
 
 
 def _plan(value: Any, saved: Any, place: str, todo: list[Callable[[], object]]) -> bool:
-    """Notes how `value` takes its saved state where it is; False if it is to be replaced."""
+    """Notes how `value` is filled in place; False if it must be replaced."""
     if callable(getattr(value, "load_state_dict", None)):
         todo.append(lambda: value.load_state_dict(saved))
         return True
@@ -184,7 +184,7 @@ def _plan(value: Any, saved: Any, place: str, todo: list[Callable[[], object]]) 
     if isinstance(value, MutableMapping) and any(map(_is_in_place, value.values())):
         _plan_mapping(value, saved, place, todo)
         return True
-    # A tuple cannot be given another entry: it is replaced, unless all of them are filled.
+    # The entries of a tuple cannot change, so it is replaced unless all of them are filled.
     if (isinstance(value, list) and any(map(_is_in_place, value))) or (
         isinstance(value, tuple) and value and all(map(_is_array, value))
     ):
@@ -213,7 +213,7 @@ def _plan_mapping(
 
 
 def _is_in_place(value: Any) -> bool:
-    """Whether something in there takes its saved state where it is."""
+    """Whether something in there is filled in place."""
     if isinstance(value, MutableMapping):
         return any(map(_is_in_place, value.values()))
     if isinstance(value, list):
@@ -260,7 +260,7 @@ def _plan_fill(value: Any, saved: Any, todo: list[Callable[[], object]]) -> bool
 
 
 class _Reporter:
-    """Tells how far a long read is, five times a second."""
+    """Reports the progress of a long read, five times per second."""
 
     def __init__(
         self,

@@ -16,8 +16,8 @@ class Keep:
     """The newest `last` stay, every step that `every` divides, and the `best` by metric.
 
     `best` counts checkpoints saved with a metric; `mode` says whether the least or the greatest is
-    the best. The rule holds for each branch by itself; of a branch that was given up by going back
-    to an older checkpoint, only the newest `superseded` stay (None: what the rule keeps).
+    the best. The rule holds for each branch by itself. Of a superseded branch only the newest
+    `superseded` stay (None: those that the rule keeps).
     """
 
     last: int = 5
@@ -51,8 +51,8 @@ def decide(
 ) -> dict[str, str]:
     """The ids of the saves that stay, each with the reason.
 
-    `begin` is the newest begin of a branch, as for `branches`. What is `damaged` tells of branches,
-    and takes no place among those that are kept.
+    `begin` is the newest begin of a branch, as for `branches`. Damaged checkpoints show branches,
+    but do not count among those that are kept.
     """
     stay: dict[str, str] = {}
     current: set[str] = set()
@@ -69,7 +69,7 @@ def decide(
 
 
 def _of_branch(line: Sequence[Manifest], keep: Keep) -> dict[str, str]:
-    """Of the saves of one branch, newest first; a step that was saved again counts once."""
+    """The saves that stay of one branch, newest first; a step that was saved again counts once."""
     steps: dict[int, Manifest] = {}
     for manifest in line:
         steps.setdefault(manifest.step, manifest)

@@ -11,7 +11,7 @@ import numpy as np
 
 
 def rng_state() -> dict[str, Any]:
-    """Of Python's `random`, NumPy's global generator and, where imported, torch's (all devices)."""
+    """The states of Python's `random`, NumPy's generator and, if imported, torch's on all devices."""
     state: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -22,7 +22,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Continues all generators where `rng_state` was called."""
+    """Sets all generators to the states that `rng_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     if "torch" in state:

@@ -1,4 +1,4 @@
-"""A save and how far it has come; what travels between the training and the background threads."""
+"""A save and its progress, as the training and the background threads share them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from nostall.checkpoint._window import Window
 
 Level = Literal["memory", "fast", "durable"]
-# So long the storage may take to say whether a save is complete: seconds.
+# Seconds that the storage may take to answer whether a save is complete.
 _LOOK_SECONDS = 5.0
 _ORDER: dict[str, int] = {"memory": 0, "fast": 1, "durable": 2}
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How the engine writes; rates in bytes a second (0: any), times in seconds."""
+    """How checkpoints are written; rates in bytes per second (0: no limit), times in seconds."""
 
     keep: Keep
     keep_fast: int = 1
@@ -41,13 +41,13 @@ class Settings:
 
 
 class Saved:
-    """One call of `save`: what it cost, and how far its checkpoint has come.
+    """One call of `save`: its cost, and the progress of its checkpoint.
 
-    `seconds` is the call's, `copy_seconds` that of the copy in it, `waited_seconds` that of waiting
-    for an earlier snapshot to be written; `update_seconds` is what updates waited for the rest of a
-    copy (with `window`), `copied_bytes` what had to be copied at all, `copying` how and why.
-    `fast_seconds` and `durable_seconds` are from the call to the level, None before. `problems` says
-    what did not go as configured.
+    `seconds` is the time of the call, `copy_seconds` that of the copy in it, `waited_seconds` that of
+    waiting until an earlier snapshot was written. With `window`, `update_seconds` is the time that
+    updates waited for the rest of a copy; `copied_bytes` is what was copied, `copying` how and why.
+    `fast_seconds` and `durable_seconds` are the times from the call to the level, None before it.
+    `problems` lists what differed from the configuration.
     """
 
     def __init__(self, step: int, id: str, size: int) -> None:
@@ -76,11 +76,11 @@ class Saved:
         return self._level
 
     def wait(self, level: Level = "durable", timeout: float | None = None) -> None:
-        """Returns once the checkpoint is safe at `level`; meanwhile it is written at full speed.
+        """Waits until the checkpoint is safe at `level`, and lets it be written at full speed.
 
         Raises:
-            IoError: it will not get there; with the reasons.
-            PeerError: it has not got there in `timeout` seconds.
+            IoError: it will not reach the level, with the reasons.
+            PeerError: it has not reached the level in `timeout` seconds.
         """
         if self._engine is not None and not self._is_over(level):
             self._engine.hurry(self, level)
@@ -111,7 +111,7 @@ class Saved:
                 self.durable_seconds = seconds
             else:
                 self.fast_seconds = seconds
-            if _ORDER[level] > _ORDER[self._level]:  # the drain may have come first
+            if _ORDER[level] > _ORDER[self._level]:  # the drain may have been first
                 self._level = level
             self._changed.notify_all()
 
@@ -125,15 +125,15 @@ class Saved:
 
 
 class Failures:
-    """Tells the training when its checkpoints are safe nowhere.
+    """Raises in the training when its checkpoints are safe nowhere.
 
-    Before that a thread looks for the checkpoints on the storage, which may hang: one that is not
-    found in `_LOOK_SECONDS` counts as safe nowhere.
+    Before that a thread looks for the checkpoints on the storage, which may hang. A checkpoint that is
+    not found within `_LOOK_SECONDS` counts as safe nowhere.
 
     Args:
         most: saves in a row that may fail.
-        seconds: age of a save that is safe nowhere, while no later one is safe.
-        tell: called with the words; None: an IoError.
+        seconds: greatest age of a save that is safe nowhere, while no later one is safe.
+        tell: called with the text in place of raising an IoError; None raises.
     """
 
     def __init__(self, most: int, seconds: float, tell: Callable[[str], None] | None) -> None:
@@ -141,7 +141,7 @@ class Failures:
         self._looking: threading.Thread | None = None
 
     def tell(self, history: Sequence[Saved], is_complete: Callable[[Saved], bool]) -> None:
-        """Looks at all saves, oldest first.
+        """Checks all saves, oldest first.
 
         Raises:
             IoError: too many or too old ones are safe nowhere.
@@ -185,8 +185,7 @@ class Failures:
             )
 
     def _look(self, unsafe: list[Saved], is_complete: Callable[[Saved], bool]) -> str | None:
-        """None if one of them is complete all the same; else what kept the look from an answer, or
-        nothing."""
+        """None if one of them is complete all the same; else why that is not known, or ""."""
         answers: list[str | None] = []
 
         def look() -> None:
@@ -213,29 +212,29 @@ class Failures:
 
 
 def _problems(saves: Sequence[Saved]) -> str:
-    """Of the newest that says any, newest first."""
+    """The problems of the newest save that has any, newest first."""
     return next(("; ".join(s.problems) for s in saves if s.problems), "it is not written yet")
 
 
 @dataclasses.dataclass
 class Job:
-    """A snapshot on its way: `snapshot` is None where this rank writes nothing, `failed` says why a
-    rank that should has none."""
+    """A snapshot to be written. `snapshot` is None if this rank writes nothing; `failed` says why it
+    is missing where the rank should write."""
 
     saved: Saved
     manifest: Manifest
     snapshot: _native.Snapshot | None
     number: int
     failed: str = ""
-    window: Window | None = None  # of the snapshot, which is read while the training goes on
-    leaves: Any = None  # keeps what is read where it lies, until the job is done
+    window: Window | None = None  # of the snapshot, which is read while the training continues
+    leaves: Any = None  # keeps the memory that is read in place, until the job is done
     complete: Manifest | None = None  # once it is, where the storage may not have it
 
 
 @dataclasses.dataclass
 class Drain:
-    """A checkpoint that is complete on the fast tier; `alone`: by rank 0 for all ranks, as it was left
-    over by an earlier job or by an earlier attempt of all of them."""
+    """A checkpoint that is complete on the fast tier. `alone`: rank 0 drains it for all ranks, because
+    an earlier job or an earlier attempt of all ranks left it."""
 
     manifest: Manifest
     saved: Saved | None = None

@@ -1,4 +1,4 @@
-"""The command ``nostall``. Each subcommand is imported when it is chosen, so that --help is instant."""
+"""The command ``nostall``. A subcommand is imported only when it is chosen, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -14,22 +14,31 @@ from nostall.errors import Error, UsageError
 __all__ = ["main"]
 
 _COMMANDS = {
-    "index": ("nostall.cli._index", "build, check or show what is kept about a dataset"),
+    "index": ("nostall.cli._index", "build, check or show the index of a dataset"),
     "convert": ("nostall.cli._convert", "write a dataset as an LMDB database or as tar shards"),
-    "report": ("nostall.cli._report", "where a training waited, from its traces and statistics"),
-    "profile": ("nostall.cli._profile", "run a command, record it and report where it waited"),
-    "top": ("nostall.cli._top", "what the ranks of a recorded run are doing, live"),
+    "report": (
+        "nostall.cli._report",
+        "show where a training waited, from its traces and statistics",
+    ),
+    "profile": ("nostall.cli._profile", "run a command, record it, and report where it waited"),
+    "top": ("nostall.cli._top", "show live what the ranks of a recorded run are doing"),
     "checkpoints": ("nostall.cli._checkpoints", "list, verify, remove or drain checkpoints"),
     "calibrate": ("nostall.cli._calibrate", "measure this cluster's tiers, network and storage"),
-    "simulate": ("nostall.cli._simulate", "predict what a training costs on a given machine"),
-    "run": ("nostall.cli._run", "run an MPI program with our collectives, or profile its own"),
-    "doctor": ("nostall.cli._doctor", "what this machine offers, and the ranks that are found"),
+    "simulate": (
+        "nostall.cli._simulate",
+        "simulate a training; simulate sync: synchronisation of gradients",
+    ),
+    "run": (
+        "nostall.cli._run",
+        "run an MPI program with nostall's collectives, or profile them",
+    ),
+    "doctor": ("nostall.cli._doctor", "show what this machine offers, and the rank that is found"),
 }
 
 # Commands of the package nostall-bench: entry points of this group, two words joined by a dot.
 _GROUP = "nostall.commands"
 _OF_BENCHMARKS = {
-    "demo": "train on slow storage with torch's loader and with nostall",
+    "demo": "train on slow storage, with torch's loader and with nostall",
     "bench": "measure nostall and its peers, side by side",
 }
 _NESTED_OF_BENCHMARKS = {
@@ -92,8 +101,8 @@ def _choose(words: Sequence[str]) -> tuple[str, str, list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; its exit status: 0, an Error's `exit_code`, 130 for Ctrl-C, 141 for
-    output that nobody reads."""
+    """Runs one subcommand; its exit status: 0, an Error's `exit_code`, 130 for Ctrl-C, 141 if
+    the reader of the output has gone."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser().parse_known_args(words[:1])
     try:

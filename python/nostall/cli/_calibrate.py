@@ -30,9 +30,9 @@ from nostall.job._rendezvous import AllGather, find_rendezvous
 from nostall.job._world import World, find_world
 
 _SAMPLE_BYTES = 100_000
-# Writes to a disk between two flushes, so that its speed is told and not that of memory.
+# Writes to a disk between two flushes, so that the disk is measured and not memory.
 _FLUSH_EVERY = 32
-# One more thread is worth its place if it brings this much more of what the first one brings.
+# One more thread counts if it adds at least this share of what the first one gives.
 _WORTH = 0.1
 
 
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _allgather(world: World) -> AllGather:
-    """The job's, as a barrier too; alone it is the identity."""
+    """The allgather of the job, also used as a barrier; alone it is the identity."""
     if world.world_size == 1:
         return lambda mine: [mine]
     rounds = iter(range(1 << 30))
@@ -313,7 +313,7 @@ def _send(process: subprocess.Popen[bytes], line: bytes) -> None:
 
 
 def _beta(arguments: argparse.Namespace, files: Sequence[str], seconds: float) -> float:
-    """Bytes/s that one node can transform, from memory; 0 if the files are no images."""
+    """Bytes/s that one node can transform, from memory; 0 if the files are not images."""
     import nostall
     from nostall.loader import transforms as t
 

@@ -1,4 +1,4 @@
-"""Lists, verifies, removes or drains the checkpoints of directories; tries a restore without one."""
+"""Lists, verifies, removes or drains the checkpoints of directories, or tries a restore."""
 
 from __future__ import annotations
 
@@ -33,30 +33,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def action(name: str, help: str) -> argparse.ArgumentParser:
         return actions.add_parser(name, help=help, description=help)
 
-    ls = action("ls", "what is there, oldest first")
+    ls = action("ls", "list the checkpoints, oldest first")
     verify = action("verify", "read everything and compare checksums; exit status 5 for damage")
     rm = action("rm", "remove steps, or what branches that were given up have left; manifest first")
     branch = action("branch", "go back to a checkpoint: what came after it is superseded")
-    dry = action(
-        "restore-dry-run", "read what a restore would, in its order, and say what it finds"
-    )
+    dry = action("restore-dry-run", "read what a restore would read, and print what it finds")
     for parser_ in (ls, verify, rm, dry, branch):
         parser_.add_argument(
-            "directories", nargs="+", help="a fast one first, then the durable one"
+            "directories", nargs="+", help="directories: the fast one first, then the durable one"
         )
     for parser_ in (ls, verify, dry):
         parser_.add_argument("--step", type=int, help="only this one")
     which = rm.add_mutually_exclusive_group(required=True)
     which.add_argument("--step", type=int, action="append", help="may be repeated")
-    which.add_argument("--superseded", action="store_true", help="all that are superseded")
+    which.add_argument("--superseded", action="store_true", help="every superseded save")
     which = branch.add_mutually_exclusive_group(required=True)
-    which.add_argument("--step", type=int, help="the current branch's if several have it")
-    which.add_argument("--id", help="of the save, as ls shows it")
+    which.add_argument("--step", type=int, help="of several saves, the current branch's")
+    which.add_argument("--id", help="id of the save, as ls shows it")
     dry.add_argument("--rank", type=int, default=0)
-    drain = action("drain", "copy what is complete on the fast directory to the durable one")
+    drain = action("drain", "copy complete checkpoints from the fast directory to the durable one")
     drain.add_argument("fast")
     drain.add_argument("durable")
-    drain.add_argument("--rate", help='bytes a second, as "200MB"')
+    drain.add_argument("--rate", help='bytes per second, such as "200MB"')
     drain.add_argument("--keep", type=int, default=5, help="how many of the newest")
 
 
@@ -66,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _drain(arguments)
     for directory in arguments.directories:
         if not Path(directory).is_dir():
-            raise UsageError(f"{directory} is no directory")
+            raise UsageError(f"{directory} is not a directory")
     kinds = ["fast", "durable"] if len(arguments.directories) > 1 else ["durable"]
     stores = [
         Store(directory, kinds[min(i, len(kinds) - 1)])
@@ -250,7 +248,7 @@ def _outline(state: Any, name: str = "state", depth: int = 0) -> list[str]:
 def _drain(arguments: argparse.Namespace) -> int:
     fast, durable = Store(arguments.fast, "fast"), Store(arguments.durable, "durable")
     if not fast.root.is_dir():
-        raise UsageError(f"{fast.root} is no directory")
+        raise UsageError(f"{fast.root} is not a directory")
     rate = parse_size(arguments.rate) if arguments.rate else 0
 
     def copy(manifest: Manifest, part: Part, name: str) -> None:

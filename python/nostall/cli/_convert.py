@@ -1,5 +1,5 @@
-"""Writes a class-per-folder dataset as an LMDB database or as tar shards; run again after it was
-cut, it goes on."""
+"""Writes a class-per-folder dataset as an LMDB database or as tar shards. If it was interrupted, run
+it again to continue."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="lmdb: the image alone, a pickled (image, label), or Caffe's Datum",
     )
     parser.add_argument(
-        "--commit-size", default="128MiB", help="lmdb: samples of one transaction, in bytes"
+        "--commit-size", default="128MiB", help="lmdb: bytes of samples per transaction"
     )
-    parser.add_argument("--shard-size", default="256MiB", help="tar: of one archive at most")
-    parser.add_argument("--threads", type=int, default=8, help="that read the dataset ahead")
+    parser.add_argument("--shard-size", default="256MiB", help="tar: greatest size of an archive")
+    parser.add_argument(
+        "--threads", type=int, default=8, help="threads that read the dataset ahead"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,5 +1,5 @@
-"""Builds, checks or shows what nostall keeps about a dataset: the listing of a class-per-folder one,
-the places of the records of an LMDB database, tar shards or TFRecord files."""
+"""Builds, checks or shows the index of a dataset: the listing of a class-per-folder dataset, or the
+places of the records of an LMDB database, tar shards or TFRecord files."""
 
 from __future__ import annotations
 
@@ -31,18 +31,22 @@ _OPTIONS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nostall index``."""
     parser.add_argument("root", help="the dataset: a folder, a file, a pattern or a URL")
-    parser.add_argument("--index", help="where it is kept; beside the dataset if not given")
-    parser.add_argument("--check", action="store_true", help="only say whether it still holds")
-    parser.add_argument("--kind", choices=["folder", *_ENDINGS], help="found by names if not given")
-    parser.add_argument("--database", help="lmdb: a named database in it")
-    parser.add_argument("--values", help="lmdb, tfrecord: what a value is, as for the class")
-    parser.add_argument("--order", help="lmdb: of the samples: auto, key or number")
+    parser.add_argument("--index", help="file of the index; beside the dataset if not given")
+    parser.add_argument("--check", action="store_true", help="only check whether it is still valid")
+    parser.add_argument(
+        "--kind",
+        choices=["folder", *_ENDINGS],
+        help="derived from the names of the files if not given",
+    )
+    parser.add_argument("--database", help="lmdb: a named database in the file")
+    parser.add_argument("--values", help="lmdb, tfrecord: format of the values, as for the class")
+    parser.add_argument("--order", help="lmdb: order of the samples: auto, key or number")
     parser.add_argument("--image", help="tar: endings of samples, with commas; else the feature")
     parser.add_argument("--label", help="tar: ending of labels; else the feature; '' for none")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0, or 1 if what is kept does not hold (--check)."""
+    """0, or 1 if the index is not valid (--check)."""
     kind = arguments.kind or kind_of(arguments.root)
     given = [name for name in _OPTIONS["lmdb"] if getattr(arguments, name) is not None]
     for name in given:
@@ -62,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(
         f"{store.index_file or 'kept nowhere'}: {kind}, {len(store)} samples of "
         f"{store.total_bytes} bytes in {len(store.storage.paths)} files, index of "
-        f"{store.index_bytes} bytes ({store.index_bytes / len(store):.1f} a sample), "
+        f"{store.index_bytes} bytes ({store.index_bytes / len(store):.1f} per sample), "
         f"fingerprint {store.fingerprint:016x}, {how}"
     )
     return 0
@@ -79,7 +83,7 @@ def kind_of(root: str) -> str:
             return kind
     if path.is_dir() or path.is_file():
         return "folder"
-    raise UsageError(f"{root}: what kind of dataset it is cannot be told by its name: pass --kind")
+    raise UsageError(f"{root}: the name does not show what kind of dataset it is: pass --kind")
 
 
 def _opener(kind: str, arguments: argparse.Namespace) -> Callable[[], RecordStore]:

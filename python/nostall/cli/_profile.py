@@ -2,8 +2,9 @@
 
     nostall profile -o run -- torchrun --nproc-per-node 4 train.py
 
-Every process of the command that uses nostall's loaders records into the directory. With --mpi an
-unmodified MPI program is traced as well: its collectives, by libnostall_mpi.so, which replaces none.
+Every process of the command that uses nostall's loaders records into the directory. With --mpi the
+collectives of an unmodified MPI program are recorded as well, by libnostall_mpi.so, which then replaces
+none of them.
 
     nostall profile --mpi -o run -- mpirun -n 4 ./program     # and nostall report run/mpi: who is late
 """
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command; its exit status is ours."""
+    """Runs the command, and returns its exit status."""
     command = arguments.rest[1:] if arguments.rest[:1] == ["--"] else arguments.rest
     if not command:
         raise UsageError("there is no command to profile: nostall profile -- python train.py")
@@ -77,6 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
         run_page.save([found], page)
         print(page)
     except Error as error:
-        # The command's own result stands.
+        # The result of the command is returned all the same.
         print(f"nostall: {error}", file=sys.stderr)
     return 128 - status if status < 0 else status

@@ -1,9 +1,9 @@
 """Says where training waited: from recorded runs, from statistics, or from timelines.
 
 The directory of a run (NOSTALL_TRACE, nostall profile) becomes one self-contained HTML page; two become
-one page side by side. So do statistics (loader.stats().save(file), one file a rank). A Horovod
-timeline, or traces of the PyTorch profiler (one a rank), become a table, and the files named with -o;
-so does the directory of an MPI profile (nostall run --profile): who arrived when at its collectives.
+one page side by side. So do statistics (loader.stats().save(file), one file per rank). A Horovod
+timeline, or traces of the PyTorch profiler (one per rank), become a table, and the files named with -o.
+So does the directory of an MPI profile (nostall run --profile): which rank arrived when at collectives.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATTERN",
-        help="tensors that are no gradients, such as 'metric*'",
+        help="tensors that are not gradients, such as 'metric*'",
     )
 
 
@@ -55,7 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     if any(directories):
         if not all(directories):
             odd = arguments.files[directories.index(False)]
-            raise UsageError(f"{odd} is no directory of a run, others are: report them one by one")
+            raise UsageError(
+                f"{odd} is not the directory of a run, but others are: report them one by one"
+            )
         found_runs = [runs.read(f) for f in arguments.files]
         for found_run in found_runs:
             print(run_page.text(found_run))
@@ -73,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if any(traces):
         odd = arguments.files[traces.index(False)]
-        raise UsageError(f"{odd} is no timeline, the others are: report them one by one")
+        raise UsageError(f"{odd} is not a timeline, but the others are: report them one by one")
     outputs = arguments.output or ["nostall-report.html"]
     stats = [Stats.load(f) for f in arguments.files]
     for output in outputs:

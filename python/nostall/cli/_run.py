@@ -1,7 +1,7 @@
-"""``nostall run -- mpirun ...``: an unmodified MPI program, with our collectives and a profile of them.
+"""``nostall run -- mpirun ...``: an unmodified MPI program with nostall's collectives, and a profile.
 
 Loads libnostall_mpi.so into the program (LD_PRELOAD): MPI_Allreduce, MPI_Reduce, MPI_Bcast and
-MPI_Barrier are answered over shared memory, everything else by the MPI. The library is built for
+MPI_Barrier go over shared memory, everything else goes to the MPI. The library is built for
 one MPI; for another one configure with -DNOSTALL_MPI_PREFIX=PREFIX and pass --library.
 """
 
@@ -39,7 +39,7 @@ def environment(
 ) -> dict[str, str]:
     """The variables that load the library into a program and tell it what to do.
 
-    What LD_PRELOAD names already stays, before the library: allocators and sanitizers want to be first.
+    Libraries that LD_PRELOAD names already stay first, as allocators and sanitizers need it.
     """
     preload = " ".join(filter(None, [os.environ.get("LD_PRELOAD"), str(library)]))
     variables = {"LD_PRELOAD": preload, "NOSTALL_MPI": "replace" if replace else "off"}
@@ -53,8 +53,8 @@ def environment(
 def command(words: list[str], variables: Mapping[str, str]) -> list[str]:
     """The launcher's command line with the variables passed on to its ranks.
 
-    Open MPI's launcher passes none by itself (-x), MPICH's passes all but is not to load the library
-    itself (-genv), srun passes all.
+    Open MPI's launcher passes no variables by itself (-x). MPICH's passes all, but must not load the
+    library itself (-genv). srun passes all.
     """
     launcher = Path(words[0]).name
     if launcher not in ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun"):
@@ -71,18 +71,24 @@ def command(words: list[str], variables: Mapping[str, str]) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nostall run``."""
-    parser.add_argument("--profile", metavar="DIRECTORY", help="record every call; see report")
-    parser.add_argument("--keep-mpi", action="store_true", help="only profile, replace nothing")
+    parser.add_argument(
+        "--profile", metavar="DIRECTORY", help="record every call, for nostall report"
+    )
+    parser.add_argument(
+        "--keep-mpi", action="store_true", help="only profile the MPI's own collectives"
+    )
     parser.add_argument("--library", help="libnostall_mpi.so for another MPI")
-    parser.add_argument("--verbose", action="store_true", help="say at the end what was replaced")
+    parser.add_argument(
+        "--verbose", action="store_true", help="print at the end which calls were replaced"
+    )
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- mpirun ...")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Becomes the program."""
+    """Replaces this process by the program."""
     words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
     if not words:
-        raise UsageError("say what to run: nostall run -- mpirun -n 4 ./program")
+        raise UsageError("there is no program to run: nostall run -- mpirun -n 4 ./program")
     chosen = Path(arguments.library).absolute() if arguments.library else library()
     if not chosen.exists():
         raise UsageError(f"{chosen} does not exist")

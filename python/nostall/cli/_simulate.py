@@ -1,4 +1,4 @@
-"""Predicts what a training costs: on which machine, by which policy. SCENARIO is one that comes with
+"""Predicts the time of a training, by machine and by policy. SCENARIO is the name of a scenario of
 nostall (scenario-1 to scenario-4, environment) or a TOML file; see docs/guide/simulate.md."""
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nostall simulate``."""
     parser.add_argument("scenario", nargs="?", help="a name, or a TOML file")
-    parser.add_argument("--list", action="store_true", help="scenarios, machines and policies")
+    parser.add_argument("--list", action="store_true", help="list scenarios, machines and policies")
     parser.add_argument(
         "--mode", choices=["both", "as-published", "consistent"], default="both",
         help="the published model, the one that conserves bandwidth, or both",
     )  # fmt: skip
     parser.add_argument(
-        "--policy", action="append", metavar="NAME[,OPTION=VALUE]", help="only these; file.py:Class"
+        "--policy",
+        action="append",
+        metavar="NAME[,OPTION=VALUE]",
+        help="only these policies; file.py:Class for your own",
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="N, c, d.1, t, E, B, ..."
@@ -38,13 +41,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sweep", action="append", default=[], metavar="KEY=V1,V2", help="all combinations"
     )
     parser.add_argument("--no-sweep", action="store_true", help="ignore the scenario's own sweep")
-    parser.add_argument("--state", help="keeps finished points of a sweep, to go on after a break")
+    parser.add_argument(
+        "--state", help="file of the finished points of a sweep, to continue it later"
+    )
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument(
         "--price", action="append", default=[], metavar="KEY=PRICE", help="per unit and node"
     )
     parser.add_argument(
-        "--within", type=float, default=5.0, help="%% of the bound, for the cheapest machine"
+        "--within",
+        type=float,
+        default=5.0,
+        help="with --price: accept points within this %% of the bound",
     )
     parser.add_argument(
         "--check", metavar="RUN", help="predict the runs recorded in this directory, and compare"

@@ -1,6 +1,6 @@
 """Shows what the ranks of a recorded run are doing, live: nostall top RUN.
 
-The run records with NOSTALL_TRACE=RUN or nostall profile -o RUN. Each rank tells once a second.
+The run records with NOSTALL_TRACE=RUN or nostall profile -o RUN. Each rank writes once per second.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     home = Path(arguments.run)
     if not home.is_dir():
-        raise UsageError(f"{home} is no directory of a run: start one with NOSTALL_TRACE={home}")
+        raise UsageError(
+            f"{home} is not the directory of a run: start one with NOSTALL_TRACE={home}"
+        )
     console = Console()
     before = read(home)
     if arguments.once:
@@ -45,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read(home: Path) -> dict[str, dict[str, Any]]:
-    """The newest word of every loader, by file; files that are no such word are left out."""
+    """The newest record of every loader, by file; other files are left out."""
     found = {}
     for path in sorted(home.glob("*.live.json")):
         try:
@@ -58,7 +60,7 @@ def read(home: Path) -> dict[str, dict[str, Any]]:
 
 
 def table(now: dict[str, dict[str, Any]], before: dict[str, dict[str, Any]]) -> Any:
-    """A row a loader: since the last look where there was one, else since the start."""
+    """One row per loader: since the last look if there was one, else since the start."""
     from rich.table import Table
     from rich.text import Text
 

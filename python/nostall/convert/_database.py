@@ -38,11 +38,11 @@ def to_lmdb(
     threads: int = 8,
     progress: Progress | None = None,
 ) -> Converted:
-    """Writes `source` into the new database folder `dest`; a call after one that was cut goes on.
+    """Writes `source` into the new database folder `dest`; a second call continues an interrupted one.
 
     Keys are decimal numbers of equal length, in the order of the samples. The places of all values
-    are stored beside the database once it is complete: liblmdb fixes them at each commit, and tells
-    them to nobody, so that one scan of the tree at the end is what finds them.
+    are stored beside the database once it is complete. liblmdb fixes them at each commit and has no
+    call that returns them, so one scan of the tree at the end finds them.
 
     Args:
         source: the samples, for example an ``ImageFolder``.
@@ -50,8 +50,8 @@ def to_lmdb(
         values: ``"raw"`` (the sample; its label goes into the value of the key ``__labels__``, which
             ``nostall.LMDB`` knows), ``"pickled"`` ((bytes, int)), ``"datum"`` (Caffe's Datum,
             encoded). The latter two carry their labels and need ``values=`` again to be read.
-        commit_size: bytes of one transaction; what is lost if the conversion is killed.
-        threads: that read the source ahead.
+        commit_size: bytes of one transaction, which is what a killed conversion loses at most.
+        threads: threads that read the source ahead.
         progress: called with "writing" or "verifying", and the number of samples.
 
     Raises:

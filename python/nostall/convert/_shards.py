@@ -28,7 +28,7 @@ def to_tar(
     threads: int = 8,
     progress: Progress | None = None,
 ) -> Converted:
-    """Writes `source` into archives in the new folder `dest`; a call after one that was cut goes on.
+    """Writes `source` into archives in the new folder `dest`; a second call continues it.
 
     Sample i is the members ``i.jpg`` (or its own ending) and ``i.cls`` (the label as text) of
     ``shard-NNNNNN.tar``. Equal sources give equal archives.
@@ -37,7 +37,7 @@ def to_tar(
         source: an ``ImageFolder`` or ``FileList`` whose names end as images do.
         dest: the folder to be made; ``dest.partial`` exists until it is complete.
         shard_size: bytes of an archive at most, unless one sample is larger.
-        threads: that read the source ahead.
+        threads: threads that read the source ahead.
         progress: called with "writing" or "verifying", and the number of samples.
 
     Raises:
@@ -63,7 +63,7 @@ def to_tar(
 
 
 def _split(source: Source, limit: int) -> Iterator[range]:
-    """The samples of each shard: a function of the sizes alone, so that a later run agrees."""
+    """The samples of each shard: a function of the sizes alone, so that a later run gets the same."""
     label_bytes = np.array([len(str(x)) for x in source.labels], np.uint64)
     blocks = -(-source.sizes // _BLOCK) + -(-label_bytes // _BLOCK) + 2
     sizes = (blocks * _BLOCK).astype(np.int64).tolist()

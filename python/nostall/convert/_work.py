@@ -1,4 +1,4 @@
-"""What all conversions share: the unfinished folder, read-ahead, checksums, the final name."""
+"""The common part of conversions: the unfinished folder, read-ahead, checksums, the final name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import numpy as np
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.source._source import ImageFolder, Source
 
-#: Called with "writing" or "verifying" and how many samples have been.
+#: Called with "writing" or "verifying" and the number of samples so far.
 Progress = Callable[[str, int], object]
 
 _STATE = "nostall-convert.json"
@@ -64,7 +64,7 @@ class Work:
     ) -> None:
         if source.labels.dtype.kind == "f":
             raise UsageError(
-                f"{source!r} has floating-point labels, which what is converted to does not hold"
+                f"{source!r} has floating-point labels, which the new format cannot hold"
             )
         self.source = source
         self.dest = Path(dest).absolute()
@@ -125,7 +125,7 @@ class Work:
             )
 
     def check_room(self, written: int) -> None:
-        """Refuses to start what cannot end; `written` bytes of samples are there already.
+        """Refuses a conversion for which the disk is too small; `written` bytes are there already.
 
         Raises:
             IoError: the samples alone need more than the disk has.

@@ -1,4 +1,4 @@
-"""The ranks of a job: who is there, how they find each other, and the streams between nodes.
+"""The ranks of a job: their numbers, how they find each other, and the streams between nodes.
 
 Nothing here is public.
 """

@@ -1,4 +1,4 @@
-"""The nodes of a job: who is on which, what each keeps, and how its ranks are reached."""
+"""The nodes of a job: which rank is on which node, what each node keeps, how ranks are reached."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Cluster:
     """All nodes, as every rank of the job sees them.
 
     `node_of_rank` and `addresses` have one entry per rank, `capacities` (bytes) one per node.
-    `transport` is None where samples do not travel; `problem` says why if that was not asked for.
+    `transport` is None if samples do not travel; `problem` says why, unless the user asked for it.
     """
 
     node: int
@@ -59,7 +59,10 @@ def node_identity() -> str:
 
 
 def walls(nodes: Mapping[int, str]) -> str:
-    """What keeps ranks of one machine apart, in words; `nodes` has the node_identity of each rank."""
+    """Describes the namespaces that keep ranks of one machine apart.
+
+    `nodes` has the node_identity of each rank.
+    """
     first: dict[str, int] = {}
     for rank, node in nodes.items():
         machine, *spaces = node.split()
@@ -69,9 +72,9 @@ def walls(nodes: Mapping[int, str]) -> str:
         apart = [one.partition(":")[0] for one in spaces if one not in nodes[other].split()]
         if apart:
             return (
-                f"ranks {other} and {rank} are on one machine and share no cache, for their namespaces "
-                f"({', '.join(apart)}) differ: run them in one container, or with the host's network "
-                "and IPC"
+                f"ranks {other} and {rank} are on one machine and share no cache, because their "
+                f"namespaces ({', '.join(apart)}) differ: run them in one container, or with the "
+                "host's network and IPC"
             )
     return ""
 
@@ -90,11 +93,11 @@ def spans_nodes(world: World) -> bool:
 
 
 def check_alike(world: World, name: str, settings: Mapping[str, Any]) -> None:
-    """Compares `settings` with those of the rank that came first, and waits for none.
+    """Compares `settings` with those of the rank that arrived first, without waiting.
 
-    Only torch.distributed has a place where they can be left. Nothing is compared without it, for a
-    loader of other ranks than torch's, or where its store cannot do this: the comparison helps to
-    find mistakes, and is no reason to end a training.
+    The settings are left in the store of torch.distributed. Nothing is compared without it, with a
+    loader of other ranks than torch's, or if the store cannot do this: the comparison helps to find
+    mistakes, but must not end a training.
 
     Args:
         world: of the loader.
@@ -141,7 +144,7 @@ def join(
 ) -> Cluster:
     """Meets the other ranks; every rank of the job must call it.
 
-    Where one of them cannot exchange samples (no UCX), none does, and rank 0 says why.
+    If one of them cannot exchange samples (no UCX), none does, and rank 0 logs the reason.
 
     Args:
         world: this rank's place.
@@ -155,7 +158,7 @@ def join(
     """
     transport: _native.PeerTransport | None = None
     problem = ""
-    # A peer that goes is not an error here, and is told of in our own words.
+    # A peer that disconnects is not an error here, and has a message of its own.
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     try:
         transport = _native.PeerTransport(*ucx())

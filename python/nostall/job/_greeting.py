@@ -1,8 +1,8 @@
 """Proof that both ends of a connection know a secret, before anything else is read from it.
 
-The end that connects proves first, so a stranger who connects is given nothing to guess the secret
-from. The proofs are HMACs over the random numbers of both ends and what the connection is for, so
-none can be played back or used elsewhere. docs/formats/greeting.md has the bytes.
+The end that connects proves first, so a stranger that connects receives nothing from which the secret
+could be guessed. The proofs are HMACs over the random numbers of both ends and the purpose of the
+connection, so none can be played back or used elsewhere. docs/formats/greeting.md has the bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ANSWER = len(_MAGIC) + _NONCE
 _ACCEPTED, _REFUSED = b"\1", b"\0"
 _SECONDS = 10.0  # from a connection to its proof
 _GRACE = 0.5  # no greeting gives way before
-_GREETINGS = 256  # of those who have not proved yet that they belong to the job
+_GREETINGS = 256  # connections that have not proved the secret yet
 _RETRY_SECONDS = 0.1
 _BACKLOG = 1024
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -39,7 +39,7 @@ _log = logging.getLogger("nostall")
 
 
 class Closed(ConnectionError):
-    """The other side ended a connection in the midst of it."""
+    """The other side closed a connection before its end."""
 
 
 def read(connection: socket.socket, size: int, deadline: float) -> bytes:
@@ -71,11 +71,11 @@ def _limit(connection: socket.socket, deadline: float) -> None:
 def connect(
     address: tuple[str, int], secret: bytes, purpose: str, deadline: float
 ) -> socket.socket:
-    """To whoever listens at `address` for the same purpose and knows the secret.
+    """Connects to the listener at `address` that has the same purpose and knows the secret.
 
     Raises:
-        OSError: nobody does so far; a later attempt may succeed.
-        PeerError: the other side has another secret, or is no nostall of this release.
+        OSError: there is no such listener yet; a later attempt may succeed.
+        PeerError: the other side has another secret, or is not nostall of this release.
     """
     deadline = min(deadline, time.monotonic() + _SECONDS)
     connection = socket.create_connection(address, max(0.001, deadline - time.monotonic()))
@@ -85,7 +85,7 @@ def connect(
         write(connection, _MAGIC + mine + _digest(purpose), deadline)
         answer = read(connection, _ANSWER, deadline)
         if not answer.startswith(_MAGIC):
-            raise PeerError(f"{address[0]}:{address[1]} is no nostall of this release")
+            raise PeerError(f"{address[0]}:{address[1]} is not nostall of this release")
         both = mine + answer[len(_MAGIC) :]
         write(connection, _proof(secret, b"connects", purpose, both), deadline)
         if read(connection, 1, deadline) != _ACCEPTED:
@@ -113,17 +113,17 @@ class _Greeting:
     host: str
     ends: float
     mine: bytes = field(default_factory=lambda: secrets.token_bytes(_NONCE))
-    theirs: bytes = b""  # the random number of the end that connects, once it has come
+    theirs: bytes = b""  # the random number of the end that connects, once it has arrived
     got: bytes = b""
 
 
 class Door:
     """Listens, and lets in those that prove the secret.
 
-    All greetings are served by the thread that calls admit(), none is waited for: each has ten
-    seconds and one of 256 places. When these are taken, the oldest greeting of the host that has
-    most of them is ended once it is half a second old, so a host that floods the door displaces
-    itself, and ranks that come all at once do not displace each other.
+    The thread that calls admit() serves all greetings and waits for none of them. Each has ten
+    seconds and one of 256 places. When all places are taken, the host with the most greetings loses
+    its oldest one, if that is half a second old. So a host that floods the door displaces its own
+    greetings, and ranks that connect at the same time do not displace each other.
 
     Args:
         listening: a listening socket, which belongs to the door from now on.
@@ -155,9 +155,9 @@ class Door:
         return str(host), int(port)
 
     def admit(self, deadline: float) -> list[socket.socket]:
-        """Those that have proved themselves, at least one; none once the deadline has passed.
+        """The connections that have proved the secret: at least one, or none after the deadline.
 
-        None as well once another thread has called close().
+        Also none once another thread has called close().
         """
         admitted: list[socket.socket] = []
         while not admitted and not self._closed.is_set():
@@ -191,7 +191,7 @@ class Door:
             except OSError as error:
                 if self._closed.is_set():
                     return
-                # No descriptors are left, a connection broke off: that passes.
+                # No descriptors left, or a broken connection: later calls may succeed.
                 if not self._failing:
                     _log.warning(
                         "a connection for the %s is not accepted: %s", self._purpose, error
@@ -232,7 +232,7 @@ class Door:
         del self._greetings[connection]
 
     def _hear(self, connection: socket.socket) -> bool:
-        """Whether the connection has proved itself with what has come."""
+        """Whether the bytes so far prove the secret."""
         try:
             if not self._step(connection, self._greetings[connection]):
                 return False
@@ -251,7 +251,7 @@ class Door:
             raise ConnectionError("the other side closed the connection")
         greeting.got += got
         if not _MAGIC.startswith(greeting.got[: len(_MAGIC)]) and not greeting.theirs:
-            raise PeerError("it is no nostall of this release")
+            raise PeerError("it is not nostall of this release")
         if len(greeting.got) < wanted:
             return False
         whole, greeting.got = greeting.got, b""
@@ -276,7 +276,7 @@ class Door:
             raise ConnectionError("the other side takes nothing")
 
     def close(self) -> None:
-        """Lets nobody in any more and ends a wait in admit(); from any thread."""
+        """Admits no more connections and ends a wait in admit(); from any thread."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

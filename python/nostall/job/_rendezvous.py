@@ -1,7 +1,7 @@
 """How the ranks of a job tell each other where they are: one function, allgather of bytes.
 
-It is called once per loader, before any sample travels. Where torch.distributed or MPI runs already,
-theirs is used; by hand, a socket or a shared directory.
+It is called once per loader, before any sample travels. If torch.distributed or MPI runs already,
+their allgather is used; else a socket or a shared directory that the user names.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from nostall.job import _secret as secret
 AllGather = Callable[[bytes], list[bytes]]
 
 _TIMEOUT = 120.0
-_MEMBER_SECONDS = 10.0  # for what a rank says once it has proved itself
+_MEMBER_SECONDS = 10.0  # for a rank's message once it has proved the secret
 _RETRY_SECONDS = 0.05
 _LARGEST = 256 << 20
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """An allgather, and who besides the ranks can read what goes through it ("": nobody)."""
+    """An allgather, and which strangers can read what goes through it ("": none)."""
 
     gather: AllGather
     exposed: str = ""
@@ -48,7 +48,7 @@ class Rendezvous:
 
 
 def exposed(allgather: AllGather) -> str:
-    """Who besides the ranks can read what is gathered; "" for one that the user passed."""
+    """Which strangers can read what is gathered; "" for an allgather that the user passed."""
     return allgather.exposed if isinstance(allgather, Rendezvous) else ""
 
 
@@ -63,7 +63,8 @@ def find_rendezvous(
     """The allgather of this job, or None if nothing connects its ranks.
 
     NOSTALL_RENDEZVOUS (tcp://host:port or a directory) wins, then an initialised torch.distributed,
-    the store that torchrun offers, an initialised mpi4py. `name` tells apart what one job gathers.
+    the store that torchrun offers, an initialised mpi4py. `name` distinguishes the allgathers
+    of one job.
     """
     env = os.environ if environment is None else environment
     if where := options.value("job.rendezvous", env):
@@ -92,7 +93,7 @@ def find_rendezvous(
 
 
 def initialised_store(world_size: int | None = None) -> Any | None:
-    """The store of torch.distributed, if that runs, with `world_size` ranks if given."""
+    """The store of torch.distributed if it is initialised, with `world_size` ranks if given."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -113,7 +114,7 @@ def _by_store(store: Any, rank: int, world_size: int, name: str, timeout: float)
                 f"{error}"
             ) from error
         parts = [bytes(store.get(key)) for key in keys]
-        # Whoever reads last removes all: what was said there must not stay for strangers.
+        # The last reader removes all entries, so that strangers cannot read them later.
         if store.add(f"nostall/{name}/read", 1) == world_size:
             for key in keys:
                 with contextlib.suppress(Exception):  # not every store can
@@ -124,16 +125,16 @@ def _by_store(store: Any, rank: int, world_size: int, name: str, timeout: float)
 
 
 def _readers_of(store: Any) -> str:
-    """Who can read a store of torch; of one that is not known, whoever reaches it."""
+    """Which strangers can read a store of torch."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     if type(store).__name__ == "HashStore":  # in the memory of this process
         return ""
     if host := getattr(store, "host", ""):
-        return f"whoever reaches torch's store at {host}:{store.port}"
+        return f"every process that reaches torch's store at {host}:{store.port}"
     if path := getattr(store, "path", ""):
-        return f"whoever can open torch's store at {path}"
-    return f"whoever reaches torch's {type(store).__name__}"
+        return f"every process that can open torch's store at {path}"
+    return f"every process that reaches torch's {type(store).__name__}"
 
 
 def _by_hand(
@@ -145,7 +146,7 @@ def _by_hand(
         if not key:
             raise UsageError(
                 f"NOSTALL_RENDEZVOUS={where} needs NOSTALL_SECRET, the same on all ranks, so that "
-                "nobody else can join the job"
+                "no stranger can join the job"
             )
         address = (url.hostname, url.port)
         return Rendezvous(
@@ -228,7 +229,7 @@ def _collect(
                     _send(connection, part, deadline)
             except OSError as error:
                 raise PeerError(
-                    f"rank {rank} went while the ranks of the job met: {error}"
+                    f"rank {rank} disconnected while the ranks of the job met: {error}"
                 ) from error
     return ordered
 
@@ -240,11 +241,11 @@ def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
 def _receive(connection: socket.socket, deadline: float) -> bytes:
     (size,) = struct.unpack("<I", greeting.read(connection, 4, deadline))
     if size > _LARGEST:
-        raise PeerError(f"a rank says {size} bytes at the rendezvous")
+        raise PeerError(f"a rank announces {size} bytes at the rendezvous")
     return greeting.read(connection, size, deadline)
 
 
-# What tells the starts of a job apart: its id is the same after a requeue.
+# Distinguishes the starts of a job, whose id is the same after a requeue.
 _STARTS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 
 
@@ -253,9 +254,9 @@ def _by_files(
 ) -> list[bytes]:
     """Files in a directory that only this user can write to; they are gone at the end.
 
-    Files of an earlier job may be there. Rank 0 calls with a random number, the others answer to
-    it, each with one of its own, and rank 0's last word repeats all of these: so neither side takes
-    what was written before this meeting.
+    Files of an earlier job may be there. Rank 0 writes a random number; the others answer to it,
+    each with a number of its own; rank 0's last file repeats all of these. So no rank accepts a file
+    that was written before this meeting.
     """
     stem = "nostall-" + "".join(c if c.isalnum() else "_" for c in name)
     deadline = time.monotonic() + timeout
@@ -287,7 +288,7 @@ def _call(
         ranks = range(world_size)
         last = {"answers": [answers[r] for r in ranks], "parts": [parts[r] for r in ranks]}
         owned.write(f"{stem}-{number}-all", json.dumps(last).encode(), folder)
-        # Each rank removes its file when it has read the last word.
+        # Each rank removes its file when it has read the last one.
         while others.keys() & set(os.listdir(folder)) and time.monotonic() < deadline:
             time.sleep(_RETRY_SECONDS)
     finally:

@@ -1,8 +1,8 @@
-"""The job's secret: what a rank must know to be taken for one of the job.
+"""The job's secret: what a process must know to be accepted as a rank of the job.
 
-The user gives it (NOSTALL_SECRET), or the ranks agree on one where they meet. Where strangers can
-read what is said there, as in the store of torchrun, it is made from a key that only this user can
-read, if all ranks see the same one, and a random number of rank 0.
+The user gives it (NOSTALL_SECRET), or the ranks agree on one at their rendezvous. If strangers can
+read the rendezvous, as in the store of torchrun, the secret is made from a random number of rank 0
+and a key that only this user can read, provided that all ranks see the same key.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def given(environment: Mapping[str, str] | None = None) -> bytes:
 
 
 def offer(rank: int, exposed: str) -> dict[str, Any]:
-    """What a rank says where the ranks meet.
+    """What a rank writes at the rendezvous.
 
     Args:
         rank: of the job.
-        exposed: who can read it there besides the ranks; empty if nobody can.
+        exposed: which strangers can read it there; empty if none can.
     """
     mine: dict[str, Any] = {"given": bool(given())}
     if exposed and not mine["given"] and (key := _key()):
@@ -77,7 +77,7 @@ def settle(rank: int, offers: Sequence[Mapping[str, Any]], exposed: str) -> byte
 
 
 def _name(key: bytes) -> str:
-    """Tells keys apart and tells nothing about them."""
+    """A value that distinguishes keys and reveals nothing about them."""
     return hashlib.blake2b(key, digest_size=16, person=b"nostall key").hexdigest()
 
 
@@ -92,7 +92,7 @@ def _key() -> bytes:
             mine = f"key.{secrets.token_hex(8)}"
             owned.write(mine, secrets.token_bytes(_KEY), directory)
             try:
-                # Of ranks that start at once one makes it.
+                # If ranks start at the same time, one of them makes it.
                 with contextlib.suppress(FileExistsError):
                     os.link(mine, "key", src_dir_fd=directory, dst_dir_fd=directory)
             finally:

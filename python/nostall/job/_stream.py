@@ -70,11 +70,11 @@ class Stream:
         except ValueError as error:
             raise PeerError(f"a message on a checkpoint stream cannot be read: {error}") from error
         if not isinstance(message, dict):
-            raise PeerError("a message on a checkpoint stream is no table")
+            raise PeerError("a message on a checkpoint stream is not a table")
         return message
 
     def send_file(self, path: Path, size: int) -> None:
-        """Its first `size` bytes, without a copy in this process."""
+        """Sends the first `size` bytes of a file, without a copy in this process."""
         with open(path, "rb") as file:
             if self._socket.sendfile(file, 0, size) != size:
                 raise CorruptionError(f"{path} ends before its {size} bytes")
@@ -82,7 +82,7 @@ class Stream:
     def receive_file(
         self, path: Path, size: int, pace: Callable[[int], None] | None = None
     ) -> None:
-        """`size` bytes into a new file, on its device at the end.
+        """Receives `size` bytes into a new file, which is on its device at the end.
 
         `pace` is called with the bytes so far, and may wait.
         """
@@ -111,17 +111,17 @@ class Stream:
 
 
 def connect(address: tuple[str, int], secret: bytes, timeout: float) -> Stream:
-    """To the listener at `address`.
+    """Connects to the listener at `address`.
 
     Raises:
-        PeerError: it is not there, or of another job.
+        PeerError: there is none, or it belongs to another job.
     """
     deadline = time.monotonic() + timeout
     while True:
         try:
             return Stream(greeting.connect(address, secret, _PURPOSE, deadline), timeout)
         except OSError as error:
-            # A listener that strangers flood has ended the greeting: it goes better next time.
+            # A listener that is flooded by strangers ends greetings; the next attempt may succeed.
             ended = isinstance(error, ConnectionResetError | greeting.Closed)
             if not ended or time.monotonic() + _RETRY_SECONDS > deadline:
                 raise PeerError(f"cannot reach {address[0]}:{address[1]}: {error}") from error
@@ -129,7 +129,7 @@ def connect(address: tuple[str, int], secret: bytes, timeout: float) -> Stream:
 
 
 def machine() -> str:
-    """Tells apart the machines (network namespaces) of a job."""
+    """Distinguishes the machines (network namespaces) of a job."""
     known = [socket.gethostname()]
     with contextlib.suppress(OSError):
         known.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -141,9 +141,9 @@ def machine() -> str:
 def own_host(several: bool = False) -> str:
     """The address of this machine by which other nodes of the job reach it.
 
-    NOSTALL_HOST overrides it. On one machine that is the loopback address; where there are several,
-    the address of the interface towards the job's first node, or towards anywhere, and never a
-    loopback one, as which a machine often knows its own name.
+    NOSTALL_HOST overrides it. On one machine it is the loopback address. On several it is the address
+    of the interface towards the job's first node, or else of the default route. It is never a
+    loopback address, to which a machine often resolves its own name.
 
     Raises:
         UsageError: there is no such address.
@@ -177,7 +177,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _route_to(target: str) -> str:
-    """The own address on the way there; "" if there is none."""
+    """This machine's address on the route to that host; "" if there is none."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))  # sends nothing: only the route is asked for
@@ -200,9 +200,9 @@ def _interfaces() -> list[str]:
 class Listener:
     """Answers questions, each in a thread of its own, until closed.
 
-    Conversations are as many as the job has: a rank has a few at a time, and one that waits for a
-    decision keeps no other from being heard. Greetings, which anybody can begin, are limited in number
-    and time by `nostall.job._greeting.Door`.
+    The ranks of the job limit the number of conversations: each has a few at a time. One that waits for
+    a decision does not delay the others. Strangers can begin greetings, which are limited in number and
+    time by `nostall.job._greeting.Door`.
 
     Args:
         answer: given a question and its stream.
@@ -249,6 +249,6 @@ class Listener:
             _log.debug("a conversation about checkpoints ended: %s", error)
 
     def close(self) -> None:
-        """No more questions."""
+        """Answers no more questions."""
         self._closed.set()
         self._door.close()

@@ -1,4 +1,4 @@
-"""Which rank this process is, and of what: found from the launcher's environment."""
+"""The rank of this process and the size of its job, found from the launcher's environment."""
 
 from __future__ import annotations
 
@@ -140,13 +140,13 @@ def find_address(
     if host is None:
         return None
     if "MASTER_PORT" in env:
-        return host, _number(env, "MASTER_PORT", "whoever set MASTER_ADDR")
-    # Below the ports that the system gives to whoever asks for any.
+        return host, _number(env, "MASTER_PORT", "the launcher or script that set MASTER_ADDR")
+    # Below the ports that the system assigns to sockets without one.
     return host, 15_000 + int(hashlib.sha256(world.job.encode()).hexdigest(), 16) % 17_000
 
 
 def _given(environment: Mapping[str, str] | None) -> dict[str, str]:
-    """A variable that is empty is one that is not set."""
+    """An empty variable counts as one that is not set."""
     env = os.environ if environment is None else environment
     return {name: value for name, value in env.items() if value}
 
@@ -229,7 +229,7 @@ def _tasks_here(env: Mapping[str, str], name: str) -> int:
 
 
 def _launching_process(variable: str) -> str:
-    """The nearest ancestor that is no rank itself, by its pid and start: unique on the node.
+    """The nearest ancestor that is not a rank itself, by its pid and start: unique on the node.
 
     Shells and tracers between the launcher and a rank have the rank's `variable` in their environment.
     """
@@ -249,5 +249,5 @@ def _launching_process(variable: str) -> str:
 
 
 def _stat(pid: int | str) -> list[str]:
-    """Of /proc/PID/stat all from the state on: 1 is the parent, 19 when it began, in clock ticks."""
+    """The fields of /proc/PID/stat from the state on: 1 is the parent, 19 the start in clock ticks."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

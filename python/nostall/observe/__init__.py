@@ -1,4 +1,4 @@
-"""What happened: statistics of a loader, traces, metrics that are served, reports, timelines.
+"""What happened in a run: statistics of a loader, traces, served metrics, reports, timelines.
 
 Stats       what a loader counted, and where it waited
 trace       spans of all threads, recorded to a file

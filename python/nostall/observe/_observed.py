@@ -1,4 +1,4 @@
-"""What a loader offers to those that watch it."""
+"""What a loader offers to traces and metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Observed(Protocol):
     def dataset(self) -> Any: ...
 
     def settings(self) -> dict[str, Any]:
-        """What it was given, as far as a report needs it."""
+        """The loader's settings, as far as a report needs them."""
 
     def stats(self) -> Stats: ...
 

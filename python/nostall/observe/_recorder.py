@@ -1,4 +1,4 @@
-"""Keeps what happened to the last batches and epochs, and sums of what came before them."""
+"""Records the last batches and epochs of a loader, and sums of the earlier ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _POOLS = ("ram_tier", "file_tier", "staging", "io_buffers", "decoding")
 
-# What is kept whole: at most twice as many batches, 72 bytes each, and as many epochs.
+# Batches and epochs that are kept one by one: at most twice as many batches, 72 bytes each.
 _BATCHES = 1 << 15
 _EPOCHS = 500
 
@@ -53,7 +53,7 @@ class Recorder:
         return add_up(epochs), memory
 
     def begin_epoch(self, epoch: int) -> _Running:
-        """Ends the epoch before, if its iterator has not."""
+        """Ends the epoch before, if its iterator has not ended it."""
         if self._current is not None:
             self.end_epoch(self._current)
         self._current = _Running(epoch)
@@ -126,7 +126,7 @@ class Recorder:
 
 
 def _summed(epochs: list[EpochStats]) -> EpochStats:
-    """Epochs as one, which does not grow with their number."""
+    """Adds epochs up into one, whose size does not grow with their number."""
     total = add_up(epochs)
     return dataclasses.replace(total, substituted=sorted(set(total.substituted)))
 

@@ -1,4 +1,4 @@
-"""What a training waited for, and where its samples came from."""
+"""Statistics: what a training waited for, and the origins of its samples."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class EpochStats:
 
     @property
     def stall_fraction(self) -> float:
-        """Share of the epoch that the consumer waited."""
+        """Share of the epoch in which the consumer waited."""
         return self.stall_seconds / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -62,7 +62,7 @@ class BatchRecords:
     its origins.
 
     `time` is in seconds since the loader was made, `wait` in seconds; `ram`, `file`, `peer` and
-    `source` count samples; `queue` counts finished batches behind it.
+    `source` count samples; `queue` counts the finished batches behind this one.
     """
 
     epoch: list[float] = field(default_factory=list)
@@ -80,10 +80,10 @@ class BatchRecords:
 class Stats:
     """All epochs of one rank; `merge` adds ranks up.
 
-    `lower_bound_bytes` is the least that all ranks together must read from the source, with the
-    tiers as given, for the whole job (for the epochs so far, where it has no end). `loader` tells the
-    loaders of a process apart. `memory` holds the most bytes seen by pool, `peers` what was
-    exchanged with other nodes (nothing on one node).
+    `lower_bound_bytes` is the fewest bytes that all ranks together must read from the source with
+    these tiers, for the whole job (or for the epochs so far, if it has no end). `loader` is the name
+    of the loader within its process. `memory` holds the greatest number of bytes by pool, `peers` what
+    was exchanged with other nodes (nothing on one node).
     """
 
     rank: int
@@ -173,7 +173,7 @@ class Stats:
         Raises:
             IoError: the file cannot be read.
             CorruptionError: the file is not such JSON.
-            UsageError: it is another file of nostall's.
+            UsageError: it is another kind of file of nostall.
         """
         try:
             data = json.loads(Path(path).read_text())
@@ -221,7 +221,7 @@ class Stats:
         bad = sorted({s for e in self.epochs for s in e.substituted})
         if bad:
             some = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
-            line += f"\nreplaced, for they cannot be used: {len(bad)} samples ({some})"
+            line += f"\nreplaced, because they cannot be used: {len(bad)} samples ({some})"
         return line
 
     def __str__(self) -> str:
@@ -289,9 +289,9 @@ def _sum_origins(epochs: Sequence[EpochStats]) -> dict[str, OriginStats]:
 
 
 def by_loader(found: Iterable[T], stats: Callable[[T], Stats]) -> list[list[T]]:
-    """What belongs to one loader of a job, one of each rank: loaders are told apart by name.
+    """Groups statistics by loader, one of each rank; a loader is identified by its name.
 
-    A rank that comes twice for a name, as after a restart, begins another group.
+    A rank that occurs twice for a name, as after a restart, begins another group.
     """
     groups: list[list[T]] = []
     for item in sorted(found, key=lambda x: _number_last(stats(x).loader)):

@@ -35,7 +35,7 @@ LIVE_SECONDS = 1.0
 
 _loaders: weakref.WeakSet[Observed] = weakref.WeakSet()
 _server: ThreadingHTTPServer | None = None
-_refused = False  # the port of the environment: said once
+_refused = False  # the port of the environment: warned of once
 
 _HELP = {
     "nostall_batches_total": "Batches handed out.",
@@ -49,7 +49,7 @@ _HELP = {
 
 
 def add(loader: Observed) -> None:
-    """For loaders that start: their numbers are served from now on."""
+    """Called by loaders that start: serves their numbers from now on."""
     global _refused
     _loaders.add(loader)
     if _server is not None or _refused:
@@ -60,7 +60,7 @@ def add(loader: Observed) -> None:
         if port is not None:
             serve(port + loader.world.local_rank)
     except (Error, OverflowError) as error:
-        # Watching never ends what it watches.
+        # A failure to observe never ends the training.
         _refused = True
         logging.getLogger("nostall").warning(
             "%s; training goes on without metrics: set %s to a free port", error, VARIABLE
@@ -118,7 +118,7 @@ def _handler() -> type[BaseHTTPRequestHandler]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Says nothing: standard error is the training's."""
+            """Logs nothing: standard error belongs to the training."""
 
     return Handler
 
@@ -200,6 +200,6 @@ class Live:
         try:
             beside.write_text(json.dumps(data))
             beside.replace(self._path)
-        except Exception as error:  # watching never ends what it watches
+        except Exception as error:  # a failure to observe never ends the training
             self._next = float("inf")
             logging.getLogger("nostall").warning("cannot write %s: %s", self._path, error)

@@ -1,4 +1,4 @@
-"""Recording what a job does, one trace a rank, for ``nostall report`` and for Perfetto.
+"""Records what a job does, one trace per rank, for ``nostall report`` and for Perfetto.
 
 On by ``NOSTALL_TRACE=directory``, by ``nostall profile -- command``, or by `start`. Loaders record by
 themselves; a program names its own phases with `span`:
@@ -7,7 +7,7 @@ themselves; a program names its own phases with `span`:
         loss = model(images)
 
 A run's directory holds, for each rank, ``rank<r>.trace.json.gz`` (Chrome's format) and, for each of its
-loaders, ``rank<r>.<n>.run.json`` (what it was given, and its statistics).
+loaders, ``rank<r>.<n>.run.json`` (its settings and its statistics).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FORMAT = 1
 
 @dataclass
 class _Entry:
-    """A loader that records; its statistics can be had when it is gone."""
+    """A loader that records; its statistics outlive it."""
 
     loader: weakref.ref[Observed]
     settings: dict[str, Any]
@@ -62,7 +62,7 @@ class _Run:
 
 
 _run: _Run | None = None
-_refused = False  # the directory of the environment: said once
+_refused = False  # the directory of the environment: warned of once
 
 
 def start(directory: str | os.PathLike[str], rank: int | None = None, world: int = 1) -> None:
@@ -96,7 +96,7 @@ def start(directory: str | os.PathLike[str], rank: int | None = None, world: int
 
 
 def _claim(home: Path, rank: int) -> str:
-    """A name for this process's files: the rank's, unless another process of the rank has it."""
+    """A name for this process's files: the rank's, unless another process of the rank uses it."""
     for stem in (f"rank{rank}", f"rank{rank}.{os.getpid()}"):
         try:
             os.close(os.open(home / f"{stem}.trace.json.gz", os.O_CREAT | os.O_EXCL, 0o644))
@@ -166,8 +166,8 @@ def wanted() -> bool:
 def begin(loader: Observed, stats: Callable[[], Stats]) -> None:
     """For loaders: starts recording if ``NOSTALL_TRACE`` asks for it, and notes the loader.
 
-    `stats` gives its statistics and does not hold the loader. What fails here costs the record, not
-    the training.
+    `stats` gives its statistics and does not hold the loader. A failure here loses the record and does
+    not end the training.
     """
     global _refused
     directory = options.value("observe.trace")
@@ -187,7 +187,7 @@ def begin(loader: Observed, stats: Callable[[], Stats]) -> None:
 
 
 def keep(loader: Observed) -> None:
-    """For loaders that end: writes what the loader was given, and its statistics."""
+    """For loaders that end: writes the loader's settings and its statistics."""
     if _run is not None:
         for entry in [e for e in _run.entries if e.loader() is loader]:
             _write(_run, entry)
@@ -205,7 +205,7 @@ def _write(run: _Run, entry: _Entry) -> None:
         data = {"format": FORMAT, "kind": "run", **entry.settings, "stats": stats.to_dict()}
         path.write_text(json.dumps(data))
     except Exception as error:
-        # The training is over by now, or goes on: it does not fail for its record.
+        # The training does not fail because its record cannot be written.
         logging.getLogger("nostall").warning("cannot write %s: %s", path, error)
 
 

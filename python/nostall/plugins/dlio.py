@@ -5,13 +5,13 @@
         ++workload.reader.data_loader_sampler=index \\
         ++workload.checkpoint.checkpoint_mechanism_classname=nostall.plugins.dlio.Checkpointing
 
-`DataLoader` works the order out from the seed ahead of time, so its results belong to the OPEN
+`DataLoader` computes the order from the random seed ahead of time, so its results belong to the OPEN
 division of MLPerf Storage. `Reader` (``reader.reader_classname=nostall.plugins.dlio.Reader``) only
 reads a sample when one of DLIO's own loaders asks for it. ``NOSTALL_DLIO_TIERS`` holds the tiers
 ("auto" is the default, or "ram:20GiB,/nvme/cache:400GiB"), ``NOSTALL_DLIO_CHECKPOINT`` what a
 checkpoint waits for ("memory" or "durable", the default).
 
-Formats: npz, npy, jpeg, png with one sample a file, and tfrecord. Importing this module needs
+Formats: npz, npy, jpeg, png with one sample per file, and tfrecord. Importing this module needs
 dlio-benchmark 2.0 or later.
 """
 
@@ -42,7 +42,7 @@ except ImportError as error:
 
 __all__ = ["Checkpointing", "DataLoader", "Reader"]
 
-# Steps of one epoch that a checkpoint's number leaves room for.
+# The number of steps per epoch for which a checkpoint's number has room.
 _STEPS = 1_000_000
 
 
@@ -71,7 +71,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _source(format_type: Any, files: list[str], samples_per_file: int) -> nostall.source.Source:
-    """The samples of `files`, numbered as DLIO numbers them.
+    """The samples of `files`, in DLIO's numbering.
 
     Raises:
         UsageError: a format, or samples a file, that these plug-ins do not read.
@@ -83,7 +83,7 @@ def _source(format_type: Any, files: list[str], samples_per_file: int) -> nostal
         return nostall.TFRecord(files, values="raw", index=False)
     if samples_per_file != 1:
         raise UsageError(
-            f"{kind} files of {samples_per_file} samples: these plug-ins read one sample a file, or "
+            f"{kind} files of {samples_per_file} samples: these plug-ins read one sample per file, or "
             "tfrecord"
         )
     return nostall.FileList([os.path.abspath(f) for f in files], root="/")
@@ -208,15 +208,15 @@ class Reader(FormatReader):
 class Checkpointing(BaseCheckpointing):
     """`nostall.Checkpointer` in place of torch.save: each rank's state in ``rank<r>`` of the folder.
 
-    As DLIO's files, the ranks' checkpoints stand for themselves. If they wait for memory only, DLIO's
-    clock stops when the state is copied; it is on its device when DLIO ends.
+    Like DLIO's files, the ranks' checkpoints are independent of each other. If they wait for memory
+    only, DLIO's clock stops when the state is copied; it is on its device when DLIO ends.
     """
 
     _instance: Checkpointing | None = None
 
     @classmethod
     def get_instance(cls) -> Checkpointing:
-        """The process's one."""
+        """The plug-in of this process."""
         if cls._instance is None:
             cls._instance = cls()
         return cls._instance

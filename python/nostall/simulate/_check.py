@@ -1,8 +1,9 @@
-"""Holds the simulator against measured runs: `nostall bench nodes --record RUN/`, `nostall demo`.
+"""Compares the simulator with measured runs: `nostall bench nodes --record RUN/`, `nostall demo`.
 
-A record is one JSON file: the machine as it was measured beside the run, the training, and what the
-run took. The consumer's own time per batch is measured, for it is not the loader's; the waiting and
-the bytes by origin are predicted, by mode "consistent", the policy nostall and the run's own seed.
+A record is one JSON file: the machine as it was measured beside the run, the training, and the times
+of the run. The consumer's own time per batch is an input, because the loader does not determine it.
+The waits and the bytes by origin are predicted, with mode "consistent", the policy nostall and the
+run's random seed.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def record_run(
 def machine_of_run(
     *, nodes: int, source: Sequence[float], link: float, tiers: Sequence[int], staging: int
 ) -> dict[str, Any]:
-    """A record's environment: what was measured of the source (bytes/s for 1, 2, ... nodes), and
-    memory and loopback that are fast against it."""
+    """A record's environment: the measured source (bytes/s for 1, 2, ... nodes), and memory and
+    loopback, which are fast in comparison."""
     memory = 5000.0
     return {
         "N": nodes,
@@ -190,7 +191,7 @@ def _scenario(name: str, data: Mapping[str, Any], environment: Environment) -> S
 
 
 def text(found: Sequence[Checked]) -> str:
-    """A row per run: measured, predicted, errors."""
+    """One row per run: measured, predicted, errors."""
     lines = []
     for c in found:
         lines.append(

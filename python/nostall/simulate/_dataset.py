@@ -16,7 +16,7 @@ MB = 1e6
 
 @dataclass(frozen=True)
 class Dataset:
-    """`sizes` in MB, shape (F,); `clipped` samples were outside the bounds and moved to them."""
+    """`sizes` in MB, shape (F,); `clipped` counts samples that were moved to the bounds."""
 
     sizes: NDArray[np.float64]
     clipped: int = 0
@@ -106,7 +106,7 @@ def from_path(path: Path, place: Place) -> Dataset:
     """The sizes of the files of a folder, or of `numpy.save`d bytes (shape (F,)).
 
     Raises:
-        UsageError: there is nothing of the kind.
+        UsageError: there is neither.
     """
     from nostall.source._source import ImageFolder
 
@@ -121,6 +121,6 @@ def from_path(path: Path, place: Place) -> Dataset:
             raise place.error(f"{path} has negative sizes")
         return Dataset(stored / MB, 0, str(path))
     if not path.is_dir():
-        raise place.error(f"{path} is no folder")
+        raise place.error(f"{path} is not a folder")
     sizes = ImageFolder(str(path), index=False).sizes / MB
     return Dataset(np.ascontiguousarray(sizes), 0, str(path))

@@ -42,7 +42,7 @@ class Environment:
         b_fs: network bandwidth of a node to the parallel file system.
         t: aggregate random read throughput of the file system by the number of clients.
         classes: staging buffer, then storage classes, fastest first.
-        source: where the numbers are from.
+        source: the origin of the numbers.
     """
 
     N: int
@@ -60,11 +60,11 @@ class Environment:
 
     @property
     def local_capacity(self) -> float:
-        """D, MB: what one node keeps, the staging buffer left out."""
+        """D, MB: what one node keeps, without the staging buffer."""
         return sum(c.capacity for c in self.classes[1:])
 
     def native(self, step_seconds: float = 0.0) -> _native.Model:
-        """What the engines take; `step_seconds` are added to each batch.
+        """The model that the engines take; `step_seconds` are added to each batch.
 
         Raises:
             UsageError: a value cannot be; the message names the variable.

@@ -37,8 +37,8 @@ from nostall.simulate._environment import MB, Environment
 
 NO_NODE = 2**32 - 1
 
-# What a policy does to the order of the samples: nothing; deals a global batch to other nodes (sums
-# over it do not change, statistics over a node's part may); trains on other samples.
+# What a policy does to the order of the samples: nothing; deals a global batch to other nodes, so that
+# sums over the batch stay the same, but not statistics over a node's part; trains on other samples.
 Order = Literal["same", "same batches", "changed"]
 
 
@@ -48,10 +48,10 @@ class NotApplicable(UsageError):
 
 @dataclass(frozen=True)
 class Job:
-    """What a policy may know: everything.
+    """Everything that a policy may know.
 
     Attributes:
-        plan: the loader's own plan of the training, one rank a node.
+        plan: the loader's own plan of the training, with one rank per node.
         sizes: MB of every sample, shape (F,).
     """
 
@@ -80,8 +80,8 @@ class Job:
         return [int(c.capacity * MB) for c in self.environment.classes[1:]]
 
     def shares(self, classes: int) -> list[list[NDArray[np.uint32]]]:
-        """keep[node][class - 1]: sample k on node k mod N, into the first `classes` storage classes
-        in turn, as far as it fits."""
+        """keep[node][class - 1]: places sample k on node k mod N, into the first `classes` storage
+        classes in turn, as far as it fits."""
         keep = []
         for node in range(self.nodes):
             mine = np.arange(node, self.samples, self.nodes, dtype=np.uint32)
@@ -101,7 +101,7 @@ class Policy:
     Attributes:
         name: in scenario files and on the command line.
         title: in tables and plots.
-        follows: what of the literature it follows, and where it is simpler.
+        follows: the publication that it follows, and where it is simpler.
         order: what it does to the order of the samples.
     """
 
@@ -123,13 +123,13 @@ _POLICIES: dict[str, Callable[..., Policy]] = {}
 
 
 def register(policy: type[Policy]) -> type[Policy]:
-    """Makes a policy known by its name; a decorator."""
+    """Registers a policy by its name; a decorator."""
     _POLICIES[policy.name] = policy
     return policy
 
 
 def policies() -> dict[str, Callable[..., Policy]]:
-    """All that are known, by name."""
+    """All registered policies, by name."""
     return dict(_POLICIES)
 
 
@@ -159,7 +159,7 @@ def _from_file(name: str) -> type[Policy]:
     path, _, attribute = name.rpartition(":")
     if not Path(path).is_file():
         raise UsageError(f'policy "{name}": there is no file {path}')
-    # Known by that name from then on, so that its policies can go to other processes.
+    # Registered under that name, so that its policies can be sent to other processes.
     module_name = "nostall_policy_" + "".join(c if c.isalnum() else "_" for c in Path(path).stem)
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
@@ -182,7 +182,7 @@ def _memory_only(job: Job, what: str) -> None:
 class LowerBound(Policy):
     name = "lower-bound"
     title = "Lower bound"
-    follows = "PerfectPrefetcher: every sample is there at once; only computing takes time"
+    follows = "PerfectPrefetcher: every sample is available at once; only computing takes time"
 
     def layout(self, job: Job) -> Layout:
         layout = Layout()
@@ -292,7 +292,7 @@ class Lbann(Policy):
 def _within_room(
     owner: NDArray[np.uint32], sizes: NDArray[np.float64], room: float
 ) -> NDArray[np.uint32]:
-    """The owners, with what overfills a node given to the one with the most room; shape (F,)."""
+    """The owners; what overfills a node goes to the node with the most room; shape (F,)."""
     nodes = int(owner[owner != NO_NODE].max()) + 1 if (owner != NO_NODE).any() else 0
     held = np.array([sizes[owner == node].sum() for node in range(nodes)])
     for node in range(nodes):
@@ -332,7 +332,7 @@ class LocalityAware(Policy):
 class Hdmlp(Policy):
     name = "hdmlp"
     follows = (
-        "FrequencyPrefetcher (3.2.2): each node's threads fetch what it reads most often, in the "
+        "FrequencyPrefetcher: each node's threads fetch what it reads most often, in the "
         "order of first access; a sample may so be read twice from the file system"
     )
 
@@ -352,7 +352,7 @@ class Hdmlp(Policy):
 
 
 def _append_rest(job: Job, layout: Layout) -> None:
-    """What found no place follows in the order of its first access, for room that comes free."""
+    """Appends samples without a place, by first access, for room that becomes free."""
     classes = len(job.capacities)
     keep = []
     for node in range(job.nodes):
@@ -362,7 +362,7 @@ def _append_rest(job: Job, layout: Layout) -> None:
         rest[np.concatenate(lists) if lists else []] = False
         later = np.flatnonzero(rest).astype(np.uint32)
         later = later[np.argsort(first[later], kind="stable")]
-        # Dealt to the classes in the proportion of their room.
+        # Dealt to the classes in proportion to their room.
         total = max(1, sum(job.capacities))
         marks = np.cumsum([0, *job.capacities]) / total * len(later)
         turn = np.random.default_rng(node).permutation(len(later))

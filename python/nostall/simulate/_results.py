@@ -40,7 +40,7 @@ _HEADINGS = (
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
-    """The table's cells, a row per outcome."""
+    """The table's cells, one row per outcome."""
     cells: list[tuple[str, ...]] = []
     for o in outcomes:
         if math.isnan(o.seconds):
@@ -78,7 +78,7 @@ def text(scenario: Scenario, outcomes: Sequence[Outcome], bound: float | None = 
     lines = [
         f"{scenario.name}: {scenario.description}".rstrip(": "),
         f"S = {scenario.dataset.total / 1e3:.2f} GB in F = {len(scenario.dataset)} samples, "
-        f"E = {t.E}, B = {t.B}, N = {e.N}, D = {e.local_capacity / 1e3:.1f} GB a node",
+        f"E = {t.E}, B = {t.B}, N = {e.N}, D = {e.local_capacity / 1e3:.1f} GB per node",
     ]
     if scenario.dataset.clipped:
         lines.append(f"{scenario.dataset.clipped} sizes were outside their bounds and were clipped")

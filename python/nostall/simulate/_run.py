@@ -1,4 +1,4 @@
-"""Runs policies on a scenario and says what came out."""
+"""Runs policies on a scenario and returns their outcomes."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class Outcome:
     """One policy in one mode. Seconds and MB.
 
     Attributes:
-        seconds: run time, from the start; NaN where the policy cannot run (`why` says why).
+        seconds: run time, from the start; NaN if the policy cannot run (`why` gives the reason).
         ratio: to the lower bound.
         staged: MB into the staging buffers of all nodes by origin: the storage classes by name,
             "other nodes", "source".
-        kept_from_source: MB that were fetched from the source to be kept, beside those reads.
+        kept_from_source: MB that were fetched from the source to be kept, in addition.
         warm_seconds: when the last sample was put where it is kept.
         node_stall: seconds that each node waited for its own samples.
         batch_seconds: of each batch; shape (batches,).
         compute_seconds: of the slowest node, of each batch.
-        shuffle: where the policy changes the order.
+        shuffle: set if the policy changes the order.
     """
 
     policy: str
@@ -114,7 +114,7 @@ def simulate(
 ) -> list[Outcome]:
     """All policies of the scenario in the modes given, in the scenario's order.
 
-    `progress` is called with what comes next. Cost: seconds for millions of accesses.
+    `progress` is called with the name of the next run. Cost: seconds for millions of accesses.
 
     Raises:
         UsageError: an unknown mode, or values that cannot be.
@@ -187,7 +187,7 @@ def _outcome(policy: Policy, mode: Mode, **values: Any) -> Outcome:
 
 def read_once_bound(scenario: Scenario) -> float:
     """Sum over epochs of max(computing, bytes that must leave the source / its best rate), seconds:
-    what no policy that conserves bandwidth and keeps the order can beat.
+    a bound for all policies that conserve bandwidth and keep the order.
 
     The bytes are the read-once minimum: all of S in the first epoch, then what the nodes together
     cannot keep. The rate is t(gamma) at its best for up to N clients, or what their links carry.

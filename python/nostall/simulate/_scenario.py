@@ -44,7 +44,7 @@ class Training:
     seed: int = 0
 
     def plan(self, samples: int, nodes: int) -> Plan:
-        """The loader's plan with one rank a node.
+        """The loader's plan with one rank per node.
 
         Raises:
             UsageError: it cannot be planned.
@@ -70,8 +70,8 @@ class Training:
 
 @dataclass(frozen=True)
 class Step:
-    """What a training step costs beside computing and data: collectives by the number of nodes, the
-    gradient engine, a checkpoint every so many batches. Seconds."""
+    """Costs of a training step beside computing and data, in seconds: collectives by the number of
+    nodes, the gradient engine, and a checkpoint every `checkpoint_every` batches."""
 
     collectives: Curve = ()
     engine: float = 0.0

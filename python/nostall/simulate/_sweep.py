@@ -1,4 +1,4 @@
-"""Many machines or numbers of nodes: grids of variables, scaling, and what the cheapest one costs."""
+"""Many machines or numbers of nodes: grids of variables, scaling, and the cheapest machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Grid = Mapping[str, Sequence[Any]]
 
 @dataclass(frozen=True)
 class Point:
-    """One machine: the variables that were set, and what each policy takes on it.
+    """One machine: the variables that were set, and the run time of each policy on it.
 
     `seconds` is by policy's title and mode, "HDMLP/consistent"; NaN where it cannot run.
     """
@@ -82,7 +82,7 @@ def sweep(
 
     Args:
         grids: lists of values by variable; the union of their combinations is run.
-        state: a file that keeps finished points, one a line, so that an interrupted sweep goes on;
+        state: a file of finished points, one per line, from which an interrupted sweep continues;
             points of another scenario or of other modes in it are left alone.
         processes: how many points run at once.
         progress: called with (points done, points in all).
@@ -111,7 +111,7 @@ def sweep(
         for i in todo:
             finish(i, _point(machines[i], wanted[i], tuple(modes)))
     else:
-        # Forked, so that policies of the user's own files are there.
+        # Forked, so that policies from the user's own files are available.
         context = multiprocessing.get_context("fork")
         with ProcessPoolExecutor(min(processes, len(todo)), mp_context=context) as pool:
             futures = {pool.submit(_point, machines[i], wanted[i], tuple(modes)): i for i in todo}
@@ -158,7 +158,7 @@ def _load(state: str | os.PathLike[str], stamp: str) -> dict[str, Point]:
                 point = Point(**entry)
                 found[json.dumps(point.values, sort_keys=True)] = point
         except (ValueError, TypeError, KeyError, AttributeError):
-            continue  # the last line of a sweep that was killed: that point is run again
+            continue  # the last line of a killed sweep: its point is run again
     return found
 
 
@@ -198,8 +198,8 @@ def scaling(
 
 
 def price_of(values: Mapping[str, Any], prices: Mapping[str, float], nodes: int) -> float:
-    """What a machine costs: each priced variable's value times its price, on every node; the price
-    of N is that of a node.
+    """The price of a machine: each priced variable's value times its price, on every node. The price
+    of N is that of one node.
 
     Raises:
         UsageError: a price of something that the point does not set.

@@ -18,7 +18,7 @@ Curve = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class Place:
-    """Where in which file a value stands; makes the errors about it."""
+    """The place of a value in a file; makes the errors about it."""
 
     file: str
     key: str = ""

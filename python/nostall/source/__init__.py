@@ -1,9 +1,9 @@
 """Where samples come from: a folder, a list, or parts of a few large files or objects.
 
-    ImageFolder, FileList              one file a sample
-    LMDB, TarShards, TFRecord          places of samples found by a pass over the files, and kept
+    ImageFolder, FileList              one file per sample
+    LMDB, TarShards, TFRecord          places of samples found by one scan of the files, and stored
     HDF5, Parquet, ArrowIPC            through h5py and pyarrow
-    ObjectFolder                       one object a sample
+    ObjectFolder                       one object per sample
 
 Every path of the last two groups, and of TarShards and TFRecord, may also be a URL of an object
 store (``s3://bucket/key``).

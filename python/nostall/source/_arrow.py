@@ -31,10 +31,10 @@ _CONTINUATION = b"\xff\xff\xff\xff"
 class Parquet(Source):
     """Rows of Parquet files with a column of image bytes.
 
-    A row is not readable alone: its whole row group is unpacked. The last groups are kept unpacked,
-    and what else a group holds goes to the tiers while they have room; with a shuffled order and no
-    tiers every sample costs its group again, so convert such a data set (`nostall convert`) or give
-    it tiers. Opening reads the image column once, for the lengths of its values.
+    A row cannot be read alone: its whole row group is unpacked. The last groups are kept unpacked, and
+    the other rows of a group go to the tiers while they have room. With a shuffled order and without
+    tiers every sample costs a whole group, so convert such a data set (`nostall convert`) or give it
+    tiers. Opening reads the image column once, for the lengths of its values.
 
     Args:
         files: a list of files, a pattern, or a folder; or URLs of objects.
@@ -84,7 +84,7 @@ class _Groups(RowReader):
         self._group = np.zeros(0, np.uint32)  # of every sample
 
     def open(self, label: str | None) -> _native.Source:
-        """The native source, after a look at every row group."""
+        """The native source, after reading the metadata of every row group."""
         sizes: list[NDArray[np.uint64]] = []
         labels: list[NDArray[np.int64]] = []
         group: list[NDArray[np.uint32]] = []
@@ -173,16 +173,16 @@ def _open_parquet(path: str, file: Any) -> Any:
 
 
 def _told(file: Any, error: Exception, what: str) -> Exception:
-    """The object store's own error if it was that, else one that says the bytes are wrong."""
+    """The object store's own error if there was one, else one that says that the bytes are wrong."""
     return failure_of(file) or CorruptionError(f"{what}: {error}")
 
 
 class ArrowIPC(RecordStore):
     """Rows of uncompressed Arrow IPC files or streams with a column of image bytes.
 
-    The bytes lie in the files as they are, so they are read like any record store's. Opening looks
-    at local files only where their metadata is; objects are read once from end to end, and the
-    places kept for the next time.
+    The bytes lie in the files unchanged, so they are read like those of any record store. Opening reads
+    only the metadata of local files. Objects are read once from end to end, and the places are stored
+    for the next time.
 
     Args:
         files: a list of files, a pattern, or a folder (``*.arrow``); or URLs of objects.
@@ -262,7 +262,7 @@ def _arrow_places(path: str, image: str, label: str | None, store: Any) -> Place
 
 
 class _Watched(ObjectFile):
-    """Remembers where in the file the memory came from that it gave away."""
+    """Remembers to which place in the file the memory belongs that it returned."""
 
     def __init__(self, url: str, store: Any) -> None:
         super().__init__(url, store)
@@ -276,7 +276,7 @@ class _Watched(ObjectFile):
 
 
 def _pieces(path: str, file: Any) -> Iterator[tuple[Any, Held]]:
-    """The record batches as tables, and where their memory is from, if `file` knows it."""
+    """The record batches as tables, and the places of their memory in the file, if known."""
     import pyarrow
 
     ipc = _pyarrow("ipc", path)
@@ -404,7 +404,7 @@ def _check_columns(schema: Any, image: str, label: str | None, path: str) -> Non
     if label is not None:
         kind = schema.field(label).type
         if not (pyarrow.types.is_integer(kind) or pyarrow.types.is_boolean(kind)):
-            raise UsageError(f"{path}: column {label!r} is {kind}, no integers: pass label=None")
+            raise UsageError(f"{path}: column {label!r} is {kind}, not integers: pass label=None")
 
 
 def _pyarrow(module: str, files: Any) -> Any:

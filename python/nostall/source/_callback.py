@@ -1,4 +1,4 @@
-"""Samples that only a library of their own can take apart."""
+"""Samples that only a library can unpack."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class RowReader(ABC):
     """Reads samples for a native source; its methods are called by the loader's threads.
 
-    The native source holds the reader, so a reader must not hold its source: neither would ever
-    be let go of.
+    The native source holds the reader, so a reader must not hold its source: neither would ever be
+    freed.
     """
 
     def make_source(
@@ -49,4 +49,4 @@ class RowReader(ABC):
 
     @abstractmethod
     def describe(self, sample: int) -> str:
-        """What to call the sample in a message."""
+        """The name of the sample in a message."""

@@ -28,9 +28,9 @@ class HDF5(Source):
     """Samples of an HDF5 dataset: ``HDF5(path, "images", labels="labels")``.
 
     Where the bytes of a sample lie together in the file (contiguous, or chunks of whole samples
-    without filters), they are read straight from there, like any record store's. Compressed chunks
-    and samples of different lengths are read through the HDF5 library, one call at a time, for that
-    is what the library allows: fewer samples a second, of which many wait in tiers.
+    without filters), they are read straight from there, like those of any record store. Compressed
+    chunks and samples of different lengths are read through the HDF5 library, which allows one call at
+    a time. That gives fewer samples per second, so use tiers.
 
     Args:
         path: the file, or the URL of an object.
@@ -106,7 +106,7 @@ class _Library(RowReader):
         self._lock = threading.Lock()
 
     def open(self, labels: Any) -> _native.Source:
-        """The native source, after a look at the dataset."""
+        """The native source, after reading the metadata of the dataset."""
         with _open(self._path, self._store) as file:
             data = _dataset(file, self._path, self._name)
             _check_filters(data, self._path)
@@ -191,7 +191,7 @@ def _bytes_of(value: Any) -> NDArray[np.uint8]:
 
 
 class _Opened:
-    """An h5py file that says of a failing object store what that said."""
+    """An h5py file that raises a failing object store's own error."""
 
     def __init__(self, file: Any, source: Any) -> None:
         self.file, self.source = file, source
@@ -215,7 +215,7 @@ def _open(path: PathLike, store: Any) -> _Opened:
         ) from None
     source = as_file(os.fspath(path), store)
     try:
-        # Locks are of files; an object cannot be written to in place.
+        # Only files have locks; an object cannot be written to in place.
         options = {"locking": False} if isinstance(source, str) else {}
         return _Opened(h5py.File(source, "r", **options), source)
     except FileNotFoundError:
@@ -255,7 +255,7 @@ def _check_filters(data: Any, path: PathLike) -> None:
 
 
 def _places(data: Any) -> NDArray[np.uint64] | None:
-    """Where each sample starts in the file; None if its bytes do not lie there as they are."""
+    """Where each sample starts in the file; None if its bytes do not lie there unchanged."""
     if data.dtype.kind == "O" or data.external or data.is_virtual:
         return None
     n = len(data)
@@ -278,7 +278,7 @@ def _places(data: Any) -> NDArray[np.uint64] | None:
         found += count
 
     data.id.chunk_iter(visit)
-    return places if found == n else None  # chunks never written have no place
+    return places if found == n else None  # chunks that were never written have no place
 
 
 def _labels(file: Any, path: PathLike, labels: Any, n: int) -> NDArray[np.int64]:
@@ -290,7 +290,7 @@ def _labels(file: Any, path: PathLike, labels: Any, n: int) -> NDArray[np.int64]
         raise CorruptionError(f"{path}, dataset {labels}: {error}") from None
     values = np.asarray(read).reshape(-1)
     if values.dtype.kind not in "iub":
-        raise UsageError(f"{path}: labels of type {values.dtype} are no integers")
+        raise UsageError(f"{path}: labels of type {values.dtype} are not integers")
     if len(values) != n:
         raise UsageError(f"{path}: {len(values)} labels for {n} samples")
     return values.astype(np.int64)

@@ -1,4 +1,4 @@
-"""LMDB databases, read without liblmdb: the places of all values are found once and kept."""
+"""LMDB databases, read without liblmdb: the places of all values are found once and stored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _PAGE_HEADER = 16
 _NO_NUMBER = np.iinfo(np.uint64).max
 _THREADS = 8
-# What writers of datasets keep beside the samples.
+# Keys that writers of datasets add beside the samples.
 LABELS_KEY = b"__labels__"  # nostall convert: little-endian int64 by decimal key
 SPECIAL_KEYS = (b"__len__", b"__keys__", LABELS_KEY)
 Labels = Callable[[bytes], int] | Sequence[int] | None
@@ -67,7 +67,7 @@ class LMDB(RecordStore):
             first): native transforms take them as images.
 
     Raises:
-        UsageError: there is no such database, it allows several values a key, its data version is
+        UsageError: there is no such database, it allows several values per key, its data version is
             not 1, or the arguments contradict each other.
         CorruptionError: the database is damaged; with page and offset.
         IoError: it cannot be read, or is written to faster than it can be scanned.
@@ -198,7 +198,7 @@ class LMDB(RecordStore):
     def _shape(
         self, shapes: NDArray[np.uint32], records: _native.LmdbRecords, chosen: NDArray[np.int64]
     ) -> str:
-        """What the stamp says of samples that are pixels: one shape, or nothing if encoded."""
+        """The stamp's entry for samples that are pixels: one shape, or nothing if encoded."""
         other = np.flatnonzero((shapes != shapes[:1]).any(axis=1))
         if len(other):
             at = int(other[0])
@@ -206,7 +206,7 @@ class LMDB(RecordStore):
             raise UsageError(
                 f"{self.path}: the sample with the key {key!r} has the shape "
                 f"{tuple(shapes[at].tolist())} (zeros: encoded), others {tuple(shapes[0].tolist())}: "
-                "they are no images of one kind"
+                "they are not images of one kind"
             )
         if len(shapes) == 0 or shapes[0, 0] == 0:
             return ""
@@ -215,7 +215,7 @@ class LMDB(RecordStore):
     def _labels_of(
         self, records: _native.LmdbRecords, chosen: NDArray[np.int64]
     ) -> NDArray[np.int64] | None:
-        """What ``nostall convert`` wrote beside raw values; None where it did not."""
+        """The labels that ``nostall convert`` wrote beside raw values; None if it wrote none."""
         place = records.find(LABELS_KEY)
         if place is None:
             return None

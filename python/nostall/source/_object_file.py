@@ -1,4 +1,4 @@
-"""An object as a file that can be sought in, for libraries that read their formats themselves."""
+"""An object as a seekable file, for libraries that read their formats themselves."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ class ObjectFile(io.RawIOBase):
 
 
 def as_file(path: str, store: Any = None) -> Any:
-    """What a library opens: the path itself, or an `ObjectFile` where it is a URL."""
+    """What a library opens: the path itself, or an `ObjectFile` for a URL."""
     return ObjectFile(path, store) if is_url(path) else path
 
 
 def failure_of(file: Any) -> Error | None:
-    """Why the last reading failed, if it was the object store's doing and not the bytes'; once."""
+    """Why the last reading failed, if the object store failed and not the bytes; only once."""
     if not isinstance(file, ObjectFile):
         return None
     failure, file.failure = file.failure, None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ObjectFolder(RecordStore):
-    """One object a sample, one folder a class: ``ImageFolder`` on an object store.
+    """One object per sample, one folder per class: ``ImageFolder`` on an object store.
 
     Args:
         url: for example ``s3://bucket/train``.
@@ -26,7 +26,7 @@ class ObjectFolder(RecordStore):
         store: an ``obstore.store`` to use instead of what the environment says.
 
     Raises:
-        IoError: the listing fails, or an object goes away.
+        IoError: the listing fails, or an object disappears.
         UsageError: there is no such object.
     """
 

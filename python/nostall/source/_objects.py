@@ -2,9 +2,9 @@
 
 Credentials come from the standard places (environment, profile, container, instance); an endpoint
 from ``AWS_ENDPOINT_URL``. Pass an ``obstore.store`` of your own for anything else. An object that is
-replaced while a job reads it is noticed by its ETag. Every request ends within
-``NOSTALL_OBJECT_TIMEOUT_S`` (30) seconds, and is tried again ``NOSTALL_OBJECT_RETRIES`` (8) times at
-most where that can help.
+replaced while a job reads it is detected by its ETag. Every request ends within
+``NOSTALL_OBJECT_TIMEOUT_S`` (30) seconds. It is repeated at most ``NOSTALL_OBJECT_RETRIES`` (8) times
+if that can help.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nostall.errors import IoError, UsageError
 
 _SCHEMES = ("s3://", "s3a://", "gs://", "az://", "abfs://", "http://", "https://")
 _IN_FLIGHT = 32
-# Of one range whose body ends early: what the client's own retries do not cover.
+# Attempts for a range whose body ends early, which the client's own retries do not cover.
 _ATTEMPTS = 3
 
 
@@ -40,7 +40,7 @@ def split_url(url: str) -> tuple[str, str]:
     """The store's part of a URL (scheme and bucket) and the key in it."""
     match = re.match(r"([a-z0-9]+://[^/]+)/?(.*)", url)
     if not match:
-        raise UsageError(f"{url} is no URL of an object store")
+        raise UsageError(f"{url} is not a URL of an object store")
     return match[1], match[2]
 
 
@@ -76,7 +76,7 @@ def connect(root: str) -> Any:
 def _profile(root: str) -> dict[str, Any]:
     """Credentials of a profile (``~/.aws``), which the client itself does not read."""
     named = os.environ.get("AWS_PROFILE", "")
-    folder = Path(os.path.expanduser("~/.aws"))  # stays so where the user has no home
+    folder = Path(os.path.expanduser("~/.aws"))  # unexpanded if the user has no home
     there = named or (folder / "credentials").exists() or (folder / "config").exists()
     direct = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE")
     if not root.startswith(("s3://", "s3a://")) or not there or any(map(os.environ.get, direct)):
@@ -99,8 +99,8 @@ def _profile(root: str) -> dict[str, Any]:
 def list_objects(
     url: str, suffixes: tuple[str, ...] = (), store: Any = None
 ) -> list[tuple[str, Any]]:
-    """(URL, what the store says of it): the object itself if there is one of that name, those that
-    fit a pattern, or all below it; in order.
+    """(URL, the store's entry), in order: the object itself if there is one of that name, the objects
+    that match a pattern, or all objects below it.
 
     Raises:
         IoError: the store cannot be asked, with the URL.
@@ -245,7 +245,7 @@ def _obstore(url: str) -> Any:
 
 
 def _version(meta: Any) -> int:
-    """A number that another content of the object does not have: of its ETag, or its time."""
+    """A number that differs for another content of the object: from its ETag, or its time."""
     tag = meta.get("e_tag") or str(meta.get("last_modified"))
     return int.from_bytes(hashlib.sha256(tag.encode()).digest()[:8], "little", signed=True)
 
@@ -263,7 +263,7 @@ def _brief(error: Exception) -> str:
 
 
 def _failed(url: str, error: Exception) -> IoError:
-    """What to say of an error of the client's; `url` may go on with a place."""
+    """The message for an error of the client; `url` may be followed by a place."""
     kind = type(error).__name__
     text = _brief(error)
     if isinstance(error, FileNotFoundError):

@@ -1,4 +1,4 @@
-"""What record stores share: a storage, a table of places, and the table's stored form."""
+"""The common part of record stores: a storage, a table of places, and its stored form."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Progress = Callable[[int], object]
 PathLike = str | os.PathLike[str]
 
 _MAX_READ = "4MiB"
-# In a table's stamp, what follows is no condition but was found by the scan.
+# In a table's stamp, what follows is not a condition; the scan found it.
 FOUND = " found "
 
 
@@ -152,7 +152,7 @@ class RecordStore(Source):
         if error == 0:
             self.index_bytes = size
             return
-        # A data set that cannot be written to is the usual case, not a fault.
+        # A read-only data set is the usual case, not a fault.
         if -error not in (errno.EROFS, errno.EACCES, errno.EPERM):
             _log.warning("cannot store %s: %s", self.index_file, os.strerror(-error))
         self.index_file = ""
@@ -191,8 +191,7 @@ class RecordStore(Source):
 def shard_paths(
     paths: PathLike | Sequence[PathLike], suffixes: tuple[str, ...], store: Any = None
 ) -> list[str]:
-    """The files meant: a list, one file, a pattern, or a folder's files with those endings; URLs
-    likewise.
+    """The files of a list, one file, a pattern, or a folder's files with those endings; also URLs.
 
     Raises:
         UsageError: there are none.
@@ -231,7 +230,7 @@ def open_storage(
 
 
 def absolute(paths: Sequence[str]) -> list[str]:
-    """The paths as another process with another working directory must name them."""
+    """The paths, valid in a process with another working directory."""
     return [p if is_url(p) else str(Path(p).absolute()) for p in paths]
 
 

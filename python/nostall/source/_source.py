@@ -39,7 +39,7 @@ _INDEX_NAME = ".nostall-index"
 
 @dataclass(frozen=True)
 class Pixels:
-    """How the bytes of a sample that is not encoded are its pixels, uint8.
+    """How the bytes of an unencoded sample form pixels, uint8.
 
     `channels` is 1 (grey) or 3; `layout` "hwc" or "chw"; `order` "rgb", or "bgr" as OpenCV and Caffe
     have it.
@@ -74,7 +74,7 @@ class Source:
 
     Attributes:
         native: the native source, for the loader.
-        pixels: how samples are pixels; None where they are encoded images or anything else. May be
+        pixels: how unencoded samples form pixels; None for encoded images or anything else. May be
             set before the source is given to a loader.
     """
 
@@ -82,14 +82,14 @@ class Source:
     pixels: Pixels | None = None
     # Floating-point labels lie in the native source as the bits of float64.
     _label_type: np.dtype[Any] = np.dtype(np.int64)
-    # What it was opened with, to open it again in another process.
+    # The arguments of opening, to open it again in another process.
     _arguments: dict[str, Any]
 
     def __len__(self) -> int:
         return len(self.native)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles what it was opened with: unpickling opens it again, and compares."""
+        """Pickles the arguments of opening: unpickling opens the source again, and compares."""
         return _reopen, (type(self), self._arguments, self.fingerprint, self.pixels)
 
     @property
@@ -132,7 +132,7 @@ class Source:
         return self.native.fingerprint
 
     def describe(self, sample: int) -> str:
-        """What to call the sample in a message: its path."""
+        """The name of the sample in a message: its path."""
         return self.native.describe(sample)
 
     def read(self, sample: int) -> bytes:
@@ -145,25 +145,24 @@ class Source:
         return self.native.read(sample)
 
     def keep_sums(self) -> None:
-        """Keeps the checksums that were learned beside the index, where there is one."""
+        """Stores the learned checksums beside the index, if there is one."""
         error = self.native.keep_sums()
-        # A data set that cannot be written to is the usual case, not a fault.
+        # A read-only data set is the usual case, not a fault.
         if error != 0 and -error not in (errno.EROFS, errno.EACCES, errno.EPERM):
             _log.warning(
                 "cannot store the checksums of %s: %s", self.describe(0), os.strerror(-error)
             )
 
     def _open_sums(self, index: str) -> str:
-        """Takes the checksums that are kept beside the index; why not, if they are of another
-        content."""
+        """Loads the checksums beside the index; returns why not, if they are of other content."""
         return self.native.open_sums(f"{index}.sums") if index else ""
 
 
 class ImageFolder(Source):
     """One folder per class, as ``torchvision.datasets.ImageFolder`` sees it: same classes and order.
 
-    The listing is stored and reused while no directory has changed, so that the next start needs
-    none. A file rewritten in place is found out when it is read.
+    The listing is stored, and reused while no directory has changed. A file that was rewritten in place
+    is detected when it is read.
 
     Args:
         root: the data set.
@@ -228,7 +227,7 @@ class FileList(Source):
 
     Raises:
         IoError: a file cannot be examined, with its path.
-        UsageError: the list is empty, labels and paths differ in number, or labels are no numbers.
+        UsageError: the list is empty, labels and paths differ in number, or labels are not numbers.
     """
 
     def __init__(
@@ -275,11 +274,11 @@ def _numbers(labels: Any) -> NDArray[Any]:
     try:
         found = np.asarray(labels)
     except ValueError as error:
-        raise UsageError(f"labels must be one number a file: {error}") from None
+        raise UsageError(f"labels must be one number per file: {error}") from None
     if found.ndim != 1:
         raise UsageError(
-            f"labels must be one number a file, not an array of shape {found.shape}: look up what has "
-            "more in the training's loop, by labels=range(n)"
+            f"labels must be one number per file, not an array of shape {found.shape}: look up "
+            "other labels in the training's loop, by labels=range(n)"
         )
     if found.dtype.kind == "f" and found.dtype.itemsize <= 8:
         return found
@@ -307,7 +306,7 @@ def _reopen(
 
 
 def index_path(root: str, index: bool | str | os.PathLike[str] = True) -> str:
-    """Where the stored listing of `root` is kept; empty if there is to be none."""
+    """The file of the stored listing of `root`; empty for none."""
     if index is False:
         return ""
     if index is not True:
@@ -322,7 +321,7 @@ def index_path(root: str, index: bool | str | os.PathLike[str] = True) -> str:
 
 
 def cache_folder() -> Path | None:
-    """The user's folder for what can be made again; None if there can be none."""
+    """The user's cache folder; None if there can be none."""
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nostall"
         cache.mkdir(parents=True, exist_ok=True)

@@ -43,7 +43,7 @@ class TarShards(RecordStore):
         progress: called with the number of shards examined.
 
     Raises:
-        CorruptionError: a damaged or cut archive, or a label that is no number, with the offset.
+        CorruptionError: a damaged or cut archive, or a label that is not a number, with the offset.
         UsageError: there is no sample, no sample has a label, a member is sparse, an archive is
             compressed, or a sample has two images.
         IoError: a shard cannot be read.
@@ -145,7 +145,7 @@ class TarShards(RecordStore):
                 labels[i] = int(text)
             except (ValueError, OverflowError):
                 raise CorruptionError(
-                    f"{where} has the label {text[:40]!r} at offset {at}, which is no number"
+                    f"{where} has the label {text[:40]!r} at offset {at}, which is not a number"
                 ) from None
         return labels
 

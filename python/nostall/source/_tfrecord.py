@@ -32,9 +32,9 @@ class TFRecord(RecordStore):
         files: a list of files, a pattern (``train-*-of-01024``), a folder, or a URL of them.
         values: ``"example"`` (tf.train.Example: image and label features) or ``"raw"``.
         image, label: names of the features; `label` None where there is none.
-        check: ``"lengths"`` compares the checksums of the lengths while scanning and takes those of
-            the records along, which every later reading is compared with; ``"all"`` reads every
-            record once and compares at once.
+        check: ``"lengths"`` compares the checksums of the lengths while scanning, and collects those of
+            the records, with which every later reading is compared; ``"all"`` reads and compares
+            every record at once.
         index: True keeps the places beside the first file, or in the user's cache folder where that
             is read-only; a path keeps them there; False nowhere.
         direct, coalesce, max_read: as for ``LMDB``.

@@ -1,4 +1,4 @@
-"""For PyTorch: gradients that are reduced while backward runs, and our order for its own loader.
+"""For PyTorch: gradients reduced while backward runs, and the order of nostall for torch's loader.
 
     optimizer = nostall.torch.DistributedOptimizer(optimizer, model.named_parameters())
 

@@ -1,4 +1,4 @@
-"""Which rank aborted a process group, told through its store while others wait over Gloo."""
+"""Finds which rank aborted a process group, through its store, while other ranks wait over Gloo."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Doing:
 
 
 class Aborts:
-    """Of one group, on one rank. `end` ends what waits here; it is called once, on any thread.
+    """The aborts of one group, on one rank. `end` ends the waits here; any thread calls it, once.
 
-    Waits that take long are watched by one thread, whatever their number: it asks the store, and
-    calls `end` if a rank has aborted the group. Shorter ones cost no request.
+    One thread watches all long waits: it asks the store, and calls `end` if a rank has aborted the
+    group. Short waits cost no request.
 
-    `end` and `name`, the number of a rank in the job, are methods of the group, held weakly: the
-    thread keeps no group alive.
+    `end` and `name` (the number of a rank in the job) are methods of the group, held weakly, so that
+    the thread keeps no group alive.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Aborts:
         self.by: int | None = None  # as far as this rank knows
 
     def tell(self, rank: int) -> None:
-        """This rank aborts. The others learn of it if the store is still there."""
+        """Notes in the store, if it is still there, that this rank aborts."""
         with self._lock:
             ended, self.by = self.by is not None, rank if self.by is None else self.by
         if not ended:
-            with suppress(RuntimeError):  # what waits gets Gloo's error
+            with suppress(RuntimeError):  # waits get Gloo's error
                 self._store.set(_KEY, str(rank))
             self._end_waiting()
 
@@ -92,7 +92,7 @@ class Aborts:
             raise PeerError(f"rank {self.by} aborted the group; make a new one")
 
     def learn(self) -> None:
-        """Asks the store. Raises PeerError, having ended what waits here, if a rank aborted."""
+        """Asks the store. Raises PeerError, having ended the waits here, if a rank aborted."""
         store = self._store
         if self.by is None and store is not None:
             with suppress(RuntimeError):  # the store is gone: it is not known
@@ -123,7 +123,7 @@ class Aborts:
 
     @contextmanager
     def watching(self, doing: Doing) -> Iterator[None]:
-        """Around a wait that `end` ends. What it raises becomes as of `fail`."""
+        """Encloses a wait that `end` can end; its errors go through `fail`."""
         number = self._begin()
         try:
             yield

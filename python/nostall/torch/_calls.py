@@ -1,7 +1,7 @@
-"""Threads that are in native code for a process group.
+"""Counts the threads that are in native code for a process group.
 
-A thread that returns from native code while Python ends is ended there, inside of C++, which ends the
-process by SIGABRT. So the threads have to be back before.
+If a thread returns from native code while Python shuts down, Python ends it there, inside of C++, and
+the process aborts (SIGABRT). So all threads have to return before.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from nostall.errors import UsageError
 
 
 class Calls:
-    """Those of one group: `with calls:` around each."""
+    """The calls of one group: `with calls:` encloses each."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.Lock())
@@ -22,7 +22,7 @@ class Calls:
     def __enter__(self) -> None:
         with self._changed:
             if self._is_over:
-                raise UsageError("the process group ended with the program; it takes no more calls")
+                raise UsageError("the process group ended with the program and takes no more calls")
             self._inside += 1
 
     def __exit__(self, *_: object) -> None:
@@ -32,7 +32,7 @@ class Calls:
                 self._changed.notify_all()
 
     def refuse(self) -> bool:
-        """Further ones, from now on; whether one is under way."""
+        """Refuses further calls; returns whether one is under way."""
         with self._changed:
             self._is_over = True
             return self._inside > 0

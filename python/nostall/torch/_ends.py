@@ -1,7 +1,7 @@
-"""Which rank the other end of a connection is, told through the group's store.
+"""Finds the rank at the other end of a connection, through the group's store.
 
-Gloo's errors name an address. Every rank leaves word of the addresses of its own ends; they are read
-when an error has to be explained.
+Gloo's errors name an address. Every rank writes the addresses of its own ends to the store; they are
+read when an error has to be explained.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import Any
 
 _ADDRESS = re.compile(r"\[([0-9a-fA-F.:]+)\]:(\d+)")
-# Of what the transport tells, "[.../gloo/transport/tcp/pair.cc:534] Connection closed by peer ...".
-# What waits when another wait runs out is told without a place.
+# A message of the transport is "[.../gloo/transport/tcp/pair.cc:534] Connection closed by peer ...".
+# A wait that ends because another one timed out has a message without a place.
 _OTHERS = "Application timeout caused pair closure"
 _PLACE = re.compile(r"^\[[^]]*\bgloo/(?:transport|\w+\.\w+)[^]]*\] *")
 
 
 def publish(store: Any, rank: int) -> None:
-    """To be called when this rank is connected with the others."""
+    """Writes this rank's addresses; called once it is connected with the others."""
     store.set(_key(rank), json.dumps(_own_ends()))
 
 
 def transport_error(error: BaseException) -> str | None:
-    """What Gloo's transport says, without the place in its source; None if it is another error."""
+    """The message of Gloo's transport without the place in its source; None for another error."""
     text = str(error).partition("\n")[0]
     if text != _OTHERS and not _PLACE.match(text):
         return None
@@ -36,7 +36,7 @@ def transport_error(error: BaseException) -> str | None:
 
 
 def rank_at(text: str, store: Any, size: int) -> int | None:
-    """The rank whose address is in the text, if there is one and the store still tells."""
+    """The rank whose address is in the text, if there is one and the store still answers."""
     match = _ADDRESS.search(text)
     if match is None:
         return None
@@ -74,7 +74,7 @@ def _own_ends() -> list[str]:
 
 
 def _address(digits: str) -> str:
-    """Of the words of 32 bits, each in this machine's order, that the kernel shows."""
+    """Converts the kernel's words of 32 bits, each in this machine's byte order."""
     words = bytes.fromhex(digits)
     raw = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
     return _plain(ipaddress.ip_address(raw))

@@ -12,8 +12,8 @@ Node = tuple[list[int], int, int]
 def backward_graph(root: Any, numbers: Mapping[int, int]) -> list[Node]:
     """The graph that ``backward()`` from `root` will run, one node per function.
 
-    A function runs when all that use its output have run; among those that can, autograd takes the
-    one with the highest sequence number (the latest of the forward pass) first.
+    A function runs when all functions that use its output have run. Among those that can run, autograd
+    takes the one with the highest sequence number first, which is the latest of the forward pass.
 
     Args:
         root: a tensor with a gradient function, for example the loss.
@@ -45,5 +45,5 @@ def backward_graph(root: Any, numbers: Mapping[int, int]) -> list[Node]:
 def _priority(function: Any) -> int:
     sequence = getattr(function, "_sequence_nr", None)
     if hasattr(function, "variable") or sequence is None:
-        return (1 << 62) - 1  # gradients are stored as soon as they are there
+        return (1 << 62) - 1  # gradients are stored as soon as they are computed
     return min(int(sequence()), (1 << 62) - 1)

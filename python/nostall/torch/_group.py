@@ -72,9 +72,9 @@ _MESSAGES = ("send", "recv", "recv_anysource")
 _BITWISE = ("band", "bor", "bxor")
 # Between nodes a message travels in pieces of this size, each as soon as its node has reduced it.
 _PIECE_BYTES = 4 << 20
-# Half of the addresses that a process has: the bytes of all ranks of a node are mapped in each.
+# Half of a process's address space: each process maps the bytes of all ranks of its node.
 _MOST_SHARED_BYTES = 1 << 46
-# At the end of the program a thread that does not end is left behind after so many seconds.
+# Seconds after which a thread that does not end is left behind at the end of the program.
 _LAST_WAIT = 5.0
 Tensors = Sequence[torch.Tensor]
 
@@ -89,7 +89,7 @@ class Options:
     `shared_bytes` bounds each rank's tensors in shared memory (`nostall.torch.empty_shared`, DDP's
     buckets); it is the same on all ranks. Only what is used takes memory.
 
-    Raises UsageError for another `order`, or `shared_bytes` that are no int from 0 to 2**46.
+    Raises UsageError for another `order`, or if `shared_bytes` is not an int from 0 to 2**46.
     """
 
     order: Literal["any", "fixed"] = in_force("torch.order")
@@ -110,8 +110,8 @@ class Options:
 class _Work(dist.Work):  # type: ignore[misc]
     """An operation under way; wait() raises what it raised.
 
-    Waiting counts in `calls`. With `native` for one whose future is of native code, which makes
-    RuntimeError of all errors.
+    Waits count in `calls`. `native` marks an operation whose future is native; native futures turn all
+    errors into RuntimeError.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class _Work(dist.Work):  # type: ignore[misc]
         self._native = native
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Raises PeerError if a timeout is given and the operation outlasts it, and goes on."""
+        """Raises PeerError if a timeout is given and passes; the operation continues."""
         if _is_set(timeout) and not self._future.done():
             assert timeout is not None
             over = threading.Event()
@@ -138,7 +138,7 @@ class _Work(dist.Work):  # type: ignore[misc]
                 )
         try:
             if self._future.done():
-                self._future.wait()  # raises what there is
+                self._future.wait()  # raises the operation's error, if any
             else:
                 with self._calls:
                     self._future.wait()
@@ -163,8 +163,8 @@ class _Work(dist.Work):  # type: ignore[misc]
         return bool(self._future.done())
 
     def get_future(self) -> Future[list[torch.Tensor]]:
-        # Native code (DDP's reducer) sees the error of this one; a Future of Python's that has an
-        # exception is to it one that has a result.
+        # Native code (DDP's reducer) sees the error of this future. It takes a Python Future with an
+        # exception for one with a result.
         return self._future.then(lambda done: done.value())
 
     def result(self) -> list[torch.Tensor]:
@@ -172,14 +172,14 @@ class _Work(dist.Work):  # type: ignore[misc]
 
 
 class _Unfinished:
-    """Collectives over Gloo that may be under way. One is dropped when it was waited for."""
+    """Collectives over Gloo that may be under way. A collective is dropped once it was waited for."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._works: set[Any] = set()
 
     def add(self, work: Any) -> None:
-        """Also drops those that are done and were not waited for."""
+        """Also drops collectives that are done and were not waited for."""
         with self._lock:
             self._works = {w for w in self._works if not w.is_completed()} | {work}
 
@@ -197,11 +197,11 @@ class _Unfinished:
 
 
 class _Delegated(dist.Work):  # type: ignore[misc]
-    """One of Gloo's; waiting ends, and says which rank it was, if one aborts the group.
+    """An operation of Gloo. If a rank aborts the group, waits end with an error that names it.
 
-    A message has no future, and is completed once it was waited for, `limit` at most: Gloo's own
-    limit of messages is that of making the connections. Other operations have their own, and are
-    in `unfinished`.
+    A message has no future and is complete once it was waited for, for at most `limit`, because Gloo
+    applies to messages the timeout of making connections. Other operations have a timeout of their
+    own, and are in `unfinished`.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class _Delegated(dist.Work):  # type: ignore[misc]
             self._aborts.fail(error, self._doing)
 
 
-# Those that were not dropped. Python calls this before it ends threads wherever they are.
+# Groups that were not dropped. Python calls this before it ends threads at any point.
 _groups: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
@@ -291,7 +291,7 @@ def _keep_for_ever(group: Group) -> None:
 
 
 def _keep_all() -> None:
-    """In a forked child: Gloo would wait for threads that only the parent has, and be ended for it."""
+    """In a forked child, where Gloo would wait for threads that only the parent has."""
     for group in list(_groups):
         _keep_for_ever(group)
 
@@ -308,10 +308,10 @@ class Group(ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         self._rank, self._size, self._timeout = rank, size, timeout
         if size == 1:
-            # Torch gives groups whose ranks do not know of each other one name, and hence one store.
+            # Torch gives one name, and hence one store, to groups whose ranks do not know each other.
             store = HashStore()
         else:
-            # So that a group does not read what an earlier one of its name left there.
+            # So that a group does not read entries of an earlier group of the same name.
             life = (store.add("nostall life", 1) - 1) // size
             store = PrefixStore(f"nostall {life}", store)
         self._store = store
@@ -333,7 +333,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         )
         self._limit = timeout
         self._shared_bytes = options.shared_bytes
-        # All ranks are here now. Later they need not be: two of them may exchange a message.
+        # All ranks take part now. Later they need not: two of them may exchange a message.
         self._inner: dict[str, Any] = {}
         self._registered: list[Registered] = []
         self._delegated = _Unfinished()
@@ -354,7 +354,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self._lock = threading.Lock()
         self._calls = Calls()
         self._thread: threading.Thread | None = None
-        # Of a group that is dropped without shutdown().
+        # Runs if a group is dropped without shutdown().
         weakref.finalize(self, self._queue.put, None).atexit = False
         _groups.add(self)
 
@@ -373,7 +373,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         return self._rank
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Of all later operations."""
+        """Sets the timeout of all later operations."""
         self._timeout = timeout
         for backend in self._backends():
             if hasattr(backend, "set_timeout"):  # not in every release
@@ -619,10 +619,10 @@ class Group(ProcessGroup):  # type: ignore[misc]
     # Its end.
 
     def shutdown(self) -> None:
-        """Ends the group's threads, and Gloo's, when their work is done; leaves the others.
+        """Leaves the group. Ends its threads, and Gloo's, when their work is done.
 
-        Gloo goes with it although others may hold the group: what its threads still held would
-        need the GIL while Python ends, and end the process by SIGABRT.
+        Gloo is released although other objects may hold the group: objects that its threads hold
+        would need the GIL while Python shuts down, and abort the process (SIGABRT).
         """
         if os.getpid() != self._process:
             return  # it is the parent's
@@ -638,11 +638,11 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self._drop()
 
     def abort(self) -> None:
-        """Ends what is under way with PeerError, on all ranks, and the group.
+        """Ends the group, and every operation under way with PeerError, on all ranks.
 
-        Ranks that wait, within the node or over Gloo, learn of it within a second, through the
-        store or because ours hangs up; others when they next wait. A receive from any source goes
-        on to its timeout: Gloo has no way to end it.
+        Ranks that wait, within the node or over Gloo, get the error within a second, through the
+        store or because this rank closes its connections; other ranks get it when they next wait. A
+        receive from any source continues to its timeout, because Gloo cannot end it.
         """
         self._refuse_child()
         self._aborts.tell(self._rank)
@@ -651,7 +651,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self.shutdown()
 
     def end_with_program(self) -> None:
-        """As shutdown(), but what is under way ends now, with PeerError on all ranks of the node."""
+        """As shutdown(), but operations under way end now, with PeerError on all ranks of the node."""
         if os.getpid() != self._process:
             return
         is_called = self._calls.refuse()
@@ -664,7 +664,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
             for gloo in self._gloos():
                 hang_up(gloo)
         if not self._calls.wait(_LAST_WAIT):
-            _keep_for_ever(self)  # nothing wakes that thread any more
+            _keep_for_ever(self)  # that thread is not woken any more
             return
         self._node.close()
         thread, self._thread = self._thread, None
@@ -676,7 +676,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
             self._drop()
 
     def _drop(self) -> None:
-        """Gloo's last reference goes, which joins its threads."""
+        """Drops the last reference to Gloo, which joins its threads."""
         self._delegated.clear()
         self._inner.clear()
         self._heads = None
@@ -686,7 +686,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
     # How.
 
     def _operation(self, op: Any, tensors: Tensors) -> str | None:
-        """Our name of the operation, or None where torch's backends have to do it."""
+        """nostall's name of the operation, or None if torch's backends have to do it."""
         name = _OPERATIONS.get(op.op)
         kind = tensors[0].dtype
         if name is None or not _plain(tensors) or any(t.dtype != kind for t in tensors):
@@ -731,7 +731,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
             node.broadcast(piece.data_ptr(), piece.nbytes, 0)
 
     def _end_waiting(self) -> None:
-        """Of this rank, and of those that wait for it."""
+        """Aborts this rank's communicator, and ends the ranks that wait for it."""
         # On one node the aborting rank ends all waits: the errors name the first that does so.
         if not self._one_node or self._aborts.by == self._rank:
             with suppress(UsageError):  # it was closed
@@ -744,7 +744,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         return [*inner, *([] if self._heads is None else [self._heads])]
 
     def _backends(self) -> list[Any]:
-        """Torch's, that this group uses."""
+        """The backends of torch that this group uses."""
         return [*self._inner.values(), *([] if self._heads is None else [self._heads])]
 
     def _allgather(self, source: torch.Tensor, output: torch.Tensor) -> None:
@@ -775,19 +775,22 @@ class Group(ProcessGroup):  # type: ignore[misc]
         """The number in the job of a rank of this group."""
         try:
             return int(dist.get_global_rank(self, rank))
-        except (RuntimeError, ValueError):  # not a group of torch's tables: made by hand, or gone
+        except (
+            RuntimeError,
+            ValueError,
+        ):  # torch does not know the group: it was made by hand, or is destroyed
             return rank
 
     def _delegate_reduction(
         self, name: str, tensors: Tensors, results: Tensors, opts: Any, *arguments: Any
     ) -> Any:
-        """Gloo has no AVG of integers."""
+        """Computes AVG of integers, which Gloo lacks."""
         kind = results[0].dtype
         exact = not (kind.is_floating_point or kind.is_complex)
         if opts.reduceOp.op != ReduceOp.AVG or not exact or not _plain(results):
             return self._delegate(name, tensors, *arguments, opts)
         opts.reduceOp = ReduceOp.MIN if kind == torch.bool else ReduceOp.SUM
-        # Not all of Gloo's reductions have a future: what is asynchronous is waited for here too.
+        # Not all of Gloo's reductions have a future, so asynchronous ones are waited for here too.
         self._delegate(name, tensors, *arguments, opts).wait()
         if name != "reduce" or opts.rootRank == self._rank:
             for result in results:
@@ -797,7 +800,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         return _Work(future, self._calls)
 
     def _refuse(self) -> None:
-        """Raises what keeps this process from using the group, as far as it knows."""
+        """Raises if this process cannot use the group, as far as it knows."""
         self._refuse_child()
         self._aborts.refuse()
 
@@ -820,14 +823,14 @@ class Group(ProcessGroup):  # type: ignore[misc]
                 made = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
             else:
                 raise UsageError(
-                    f'the backend "nostall" has nothing for tensors on {device}: move them to the '
+                    f'the backend "nostall" has no backend for tensors on {device}: move them to the '
                     "CPU, or use a torch that has NCCL"
                 )
             self._keep(device, made)
         return self._inner[device]
 
     def _keep(self, device: str, backend: Any) -> None:
-        # Torch asks a group for the backends of its devices, for what these can do.
+        # Torch asks a group for the backends of its devices, to find out what they support.
         self._inner[device] = backend
         self._registered.append(Registered(backend))
         self._register_backend(
@@ -851,7 +854,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
             waits = self._queued > 0 or getattr(opts, "asyncOp", True)
             if waits and self._thread is None:
                 thread = threading.Thread(target=_serve, args=(self._queue,), daemon=True)
-                thread.start()  # may be refused: then nothing has changed
+                thread.start()  # may be refused; then nothing has changed
                 self._thread = thread
             self._queued += 1
         future: Future[list[torch.Tensor]] = Future()
@@ -884,11 +887,11 @@ class Group(ProcessGroup):  # type: ignore[misc]
 def _serve(waiting: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (run := waiting.get()) is not None:
         run()
-        del run  # and with it the tensors and the group, before the next wait
+        del run  # drops the tensors and the group with it before the next wait
 
 
 def _is_set(timeout: timedelta | None) -> bool:
-    """Whether it is a time; torch says -1 ms, or 0, for none."""
+    """Whether a timeout is given; torch passes -1 ms or 0 for none."""
     return timeout is not None and timeout > timedelta(0)
 
 
@@ -897,7 +900,7 @@ def _plain(tensors: Tensors) -> bool:
 
 
 def _divide(total: torch.Tensor, ranks: int) -> None:
-    """What AVG is of a sum; integers as NCCL rounds them, towards zero."""
+    """Turns a sum into AVG; integers are rounded towards zero, as by NCCL."""
     if total.dtype.is_floating_point or total.dtype.is_complex:
         total.div_(ranks)
     elif total.dtype != torch.bool:  # its sum is a minimum
@@ -914,9 +917,9 @@ def _copy_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
 
 
 def _hide_from_compiler() -> None:
-    """Compiled programs call a group, and compile nothing of it: what it does is not in tensors alone.
+    """Lets compiled programs call a group without compiling it, because it does more than tensor work.
 
-    torch._dynamo.disable says this too, but reads all of Dynamo at the first call.
+    torch._dynamo.disable does the same, but imports all of Dynamo at the first call.
     """
     methods = {n: m for n, m in vars(Group).items() if isinstance(m, types.FunctionType)}
     frames = torch._C._dynamo.eval_frame
@@ -948,7 +951,7 @@ def _create(options: Any, backend_options: object | None) -> Group:
 
 
 def register_backend() -> None:
-    """Makes ``torch.distributed.init_process_group("nostall")`` known; again is harmless.
+    """Registers ``torch.distributed.init_process_group("nostall")``; a second call is harmless.
 
     Under srun and mpirun it also sets the variables that this call reads.
     """

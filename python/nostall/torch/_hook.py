@@ -1,11 +1,11 @@
-"""A communication hook for DistributedDataParallel: its buckets, reduced by us.
+"""A communication hook for DistributedDataParallel: nostall reduces its buckets.
 
     model = DistributedDataParallel(model)            # over any backend
     model.register_comm_hook(nostall.torch.BucketReducer(), nostall.torch.reduce_bucket)
 
 For programs that stay with DistributedDataParallel and its process group: buckets of CPU gradients
-go through a group of the backend "nostall" of their own, compressed if so wished. Who can change
-the optimizer's line instead has `nostall.torch.DistributedOptimizer`, which needs no wrapper.
+go through a separate group of the backend "nostall", compressed on request. If you can change the
+optimizer's line, use `nostall.torch.DistributedOptimizer`, which needs no wrapper.
 """
 
 from datetime import timedelta
@@ -26,7 +26,7 @@ class BucketReducer:
         group: the process group that DistributedDataParallel uses; the default one if None.
         compression: ``"fp16"`` or ``"bf16"`` on the wire; float32 and float64 buckets only.
         order: ``"fixed"``: the same bits in every run.
-        timeout: seconds until ranks that do not come are an error.
+        timeout: seconds after which ranks that do not arrive are an error.
 
     Raises:
         UsageError: torch.distributed is not initialised, or an unknown compression.
@@ -52,20 +52,20 @@ class BucketReducer:
             backend="nostall",
             timeout=timedelta(seconds=timeout),
             pg_options=Options(order),
-            # Ranks outside of the group know nothing of it, and other groups make theirs meanwhile.
+            # Ranks outside of the group do not take part; other groups may be made meanwhile.
             use_local_synchronization=True,
         )
         self.ranks = dist.get_world_size(self.group)
 
 
-# torch looks at the annotations themselves: they may not be strings here.
+# torch reads the annotations themselves: they must not be strings here.
 def reduce_bucket(
     reducer: BucketReducer, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """The mean of a bucket over the ranks, as DistributedDataParallel asks for it.
 
     Each rank's part is scaled before it is added, as DistributedDataParallel itself does: without
-    compression and with the same order of sums, the bits are those it has without a hook.
+    compression and with the same order of sums, the bits are the same as without a hook.
     """
     gradients: torch.Tensor = bucket.buffer()
     wire = reducer.wire if gradients.dtype in (torch.float32, torch.float64) else None

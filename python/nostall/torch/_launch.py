@@ -1,4 +1,4 @@
-"""torch.distributed under srun and mpirun, which do not set the variables that it reads."""
+"""torch.distributed under srun and mpirun, which do not set its environment variables."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def init(**named: Any) -> None:
 def fill_environment() -> None:
     """Sets what ``init_process_group("nostall")`` reads, unless RANK or WORLD_SIZE is set.
 
-    Nothing is set where no launcher is found, or nothing says where rank 0 is.
+    Nothing is set if no launcher is found, or if the host of rank 0 is unknown.
     """
     if os.environ.get("RANK") or os.environ.get("WORLD_SIZE"):
         return

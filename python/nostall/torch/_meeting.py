@@ -10,7 +10,7 @@ from typing import Any
 from nostall.errors import PeerError
 
 _NODES = "nostall nodes"
-# Rank 0 says who is missing when its own wait is over, about when that of the others is.
+# Rank 0 names the missing ranks when its own wait ends, about when the wait of the others ends.
 _GRACE = timedelta(seconds=10)
 _NAMED = 8
 
@@ -18,13 +18,13 @@ _NAMED = 8
 def nodes_of_ranks(store: Any, rank: int, size: int, mine: str) -> list[str]:
     """The node of each rank; all ranks call this, with the node of their own.
 
-    Rank 0 reads what the others wrote and writes it as one value: three requests a rank in all,
-    not one for every other rank, with each kind of store. Where the store can, rank 0 reads with
-    one request too.
+    Rank 0 reads the entries of the others and writes them as one value: three requests per rank in
+    all, with each kind of store, not one per pair of ranks. If the store supports it, rank 0 reads
+    with one request too.
 
     Raises PeerError, which names the ranks that are missing, after the timeout of the store.
     """
-    if size == 1:  # nobody to ask
+    if size == 1:  # there is no other rank
         return [mine]
     if rank > 0:
         store.set(_key(rank), mine)
@@ -74,8 +74,8 @@ def _missing(store: Any, size: int, error: RuntimeError) -> str:
         return f"rank 0 could not read the nodes of the group's ranks: {_first_line(error)}"
     named = ", ".join(map(str, ranks[:_NAMED])) + (", ..." if len(ranks) > _NAMED else "")
     return (
-        f"{len(ranks)} of {size} ranks have not come to make the group: {named}; see why, or give "
-        "init_process_group a longer timeout"
+        f"{len(ranks)} of {size} ranks have not come to make the group: {named}; see their errors, or "
+        "give init_process_group a longer timeout"
     )
 
 

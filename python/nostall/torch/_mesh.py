@@ -1,7 +1,7 @@
 """Gloo's connections between the ranks of a group, made again where making them fails.
 
-Gloo connects every rank with every other when it is made, and one refused connection of them all
-fails it: on that rank at once, on those it leaves waiting after a timeout.
+Gloo connects every rank with every other when it is made. One refused connection makes it fail: on
+that rank at once, on the ranks that wait for it after a timeout.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from nostall.errors import PeerError, UsageError
 
 _log = logging.getLogger("nostall")
 _ATTEMPTS = 3
-# All ranks are at hand when they connect; a longer wait is for one that failed.
+# All ranks connect at the same time; a longer wait means that one of them failed.
 _LIMIT = timedelta(seconds=30)
-# No message has one of the last tags that there are.
+# No message uses one of the last tags.
 _HANG_UP_TAG = 2**31
 
 
@@ -38,7 +38,7 @@ def connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     for attempt in range(1, _ATTEMPTS + 1):
         among = PrefixStore(f"attempt {attempt}", store)
         made, why = _try(among, rank, size, timeout)
-        # Who began last is done one limit later; who began first has waited for one already.
+        # The rank that began last ends one limit later; the first one has waited for one limit already.
         failure = _agree(among, rank, size, why, 2 * _limit(timeout))
         if not failure:
             return made
@@ -60,10 +60,10 @@ def _forwarded(name: str) -> Any:
 
 
 class Registered(torch._C._distributed_c10d.Backend):  # type: ignore[misc]
-    """What torch finds in a group for a device: another backend, until that is dropped.
+    """Stands in a group for the backend of a device, until that backend is dropped.
 
-    Torch drops what a group has registered only with the group, and a reference to that, as
-    DistributedDataParallel keeps one, would keep Gloo's threads.
+    Torch drops a registered backend only with its group. A reference to the group, such as
+    DistributedDataParallel holds, would keep Gloo's threads.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -98,9 +98,9 @@ for _name, _member in inspect.getmembers(dist.ProcessGroupGloo):
 
 
 def hang_up(gloo: Any) -> None:
-    """Ends what is under way on this rank, and what others wait for it with, with Gloo's errors.
+    """Ends the operations under way on this rank, and those that wait for it, with Gloo's errors.
 
-    A message that is given up closes the connections of its context to all ranks, at once.
+    A message that is cancelled closes the connections of its context to all ranks, at once.
     """
     if gloo.size() == 1:
         return
@@ -125,17 +125,17 @@ def _try(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[Any, str
 
 
 def _limit(timeout: timedelta) -> timedelta:
-    """Of connecting. Releases of torch whose backends keep their first timeout connect with that."""
+    """The timeout of connecting. Some releases of torch keep the first timeout of a backend for it."""
     can_change = hasattr(dist.ProcessGroupGloo, "set_timeout")
     return min(timeout, _LIMIT) if can_change else timeout
 
 
 def _agree(store: Any, rank: int, size: int, why: str, limit: timedelta) -> str:
-    """What failed first, the same text on all ranks, or "".
+    """The first failure, the same text on all ranks, or "".
 
-    Raises PeerError if ranks do not say for `limit` how they fared.
+    Raises PeerError if a rank has not reported its result within `limit`.
     """
-    # The others may fail only because they waited for the first.
+    # Other ranks may fail only because they waited for the first.
     if why and store.add("failures", 1) == 1:
         store.set("failure", f"rank {rank} of {size} could not connect: {why}")
     store.set(f"rank {rank}", "")

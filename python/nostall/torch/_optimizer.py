@@ -25,16 +25,16 @@ from nostall.errors import UsageError
 from nostall.sync import Ranks, SyncOptions, find_ranks, make_engine
 from nostall.torch._graph import backward_graph
 
-# A pattern of gradients that came this often in a row is planned for.
+# A pattern of gradients is planned for once it came this often in a row.
 _STEADY = 3
-# Beside the gradients travel two numbers, of which only how many ranks gave them counts.
+# Two numbers travel beside the gradients; only the count of ranks that gave them matters.
 _SIGNS = ("(rank is active)", "(rank has sparse gradients)")
 
 _all: weakref.WeakSet[GradientSync] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """A forked child has zeros where the ranks' shared memory was: no gradients are better."""
+    """Drops gradients in a forked child, which has zeros in place of the ranks' shared memory."""
     for sync in list(_all):
         sync.drop_views()
 
@@ -48,7 +48,7 @@ class GradientSync:
     Attributes:
         engine: the native engine.
         plan: groups of parameter numbers, as they are reduced (mode ``"planned"``).
-        analysis: nodes, edges and seconds of the last look at autograd's graph.
+        analysis: nodes, edges and seconds of the last walk through autograd's graph.
         replans: how often the plan followed a changed graph.
     """
 
@@ -102,7 +102,7 @@ class GradientSync:
     # ------------------------------------------------------------------ while backward runs
 
     def ready(self, i: int, parameter: torch.Tensor) -> None:
-        """Parameter i has its gradient."""
+        """Called when parameter i has its gradient."""
         if self._paused:
             return
         self._passes_left[i] -= 1
@@ -124,7 +124,7 @@ class GradientSync:
 
     def _submit(self, i: int, gradient: torch.Tensor) -> None:
         parameter = self._parameters[i]
-        # A gradient of other strides keeps them, one with a graph keeps that.
+        # A gradient with other strides, or with a graph, stays in its own memory.
         if self._views and gradient.is_contiguous() and not gradient.requires_grad:
             place = self.engine.submit_in_place(i, gradient.data_ptr(), True)
             self._submitted[i] = parameter.grad = place.view(gradient.shape)
@@ -147,12 +147,12 @@ class GradientSync:
     # ------------------------------------------------------------------ the end of a step
 
     def finish(self) -> None:
-        """Gives zeros for what this rank has no gradient of, so that every group is complete."""
+        """Submits zeros for parameters without a gradient here, so that every group is complete."""
         for i, parameter in enumerate(self._parameters):
             if i in self._submitted:
                 continue
             gradient = parameter.grad
-            # Accumulated in passes that were fewer than announced: it counts all the same.
+            # Accumulated in fewer passes than announced: it counts all the same.
             if (
                 gradient is not None
                 and not gradient.is_sparse
@@ -175,8 +175,8 @@ class GradientSync:
     def wait(self) -> None:
         """Waits for all reductions; gradients that no rank had are None again.
 
-        If no rank has run backward since the last step they stay as they are, so that another step
-        is what it is without ranks.
+        If no rank has run backward since the last step, gradients stay as they are, so that another
+        step does the same as on one rank.
         """
         self.engine.wait()
         count = len(self._parameters)
@@ -213,7 +213,7 @@ class GradientSync:
             self._replan(present, order)
 
     def _replan(self, present: np.ndarray[Any, Any], order: list[int]) -> None:
-        """Follows the graph: all ranks see the same pattern, so all decide alike."""
+        """Changes the plan with the graph: all ranks see the same pattern, so all decide alike."""
         pattern = np.packbits(present).tobytes()
         if pattern == self._planned_pattern:
             self._pattern, self._seen = pattern, 0
@@ -223,7 +223,7 @@ class GradientSync:
         if self._planned_pattern is not None and self._seen < _STEADY:
             return
         if self._explicit and self._planned_pattern is None:
-            self._planned_pattern = pattern  # what plan_from() looked at
+            self._planned_pattern = pattern  # the graph that plan_from() walked
             return
         if pattern not in self._orders:
             agreed = self.engine.broadcast(np.array(order, np.uint32).tobytes(), 0)
@@ -236,14 +236,14 @@ class GradientSync:
         self._planned_pattern = pattern
 
     def _use(self, groups: list[list[int]]) -> None:
-        self._detach()  # else the buffers of both plans would be there
+        self._detach()  # else the buffers of both plans would take memory
         self.engine.set_plan(groups)
         self.plan = groups
 
     def plan_from(self, loss: torch.Tensor) -> None:
         """Plans the reductions from autograd's graph of this loss, before its backward pass.
 
-        All ranks call it; rank 0's order counts. Without it the first backward pass tells.
+        All ranks call it; the order of rank 0 is used. Without it the first backward pass gives it.
         """
         import time
 
@@ -266,7 +266,7 @@ class GradientSync:
         ]
 
     def make_dense(self) -> None:
-        """Ranks that negotiate have no moment to gather in: sparse gradients travel whole."""
+        """Makes sparse gradients dense: ranks that negotiate have no common moment to gather rows."""
         if self.options.mode != "planned":
             for i in self._sparse():
                 gradient = self._parameters[i].grad
@@ -276,7 +276,7 @@ class GradientSync:
                 self._submit(i, dense)
 
     def _gather_sparse(self) -> None:
-        """Every rank gets the rows of all, added up."""
+        """Gathers the rows of all ranks on every rank, added up."""
         mine = {}
         for i in self._sparse():
             gradient = self._parameters[i].grad
@@ -296,7 +296,7 @@ class GradientSync:
             ).coalesce()
 
     def join(self) -> None:
-        """For a rank that has no more data: gives zeros until no rank has any."""
+        """For a rank without more data: submits zeros until no rank has data."""
         while True:
             for i in range(len(self._parameters)):
                 self._submit_nothing(i)
@@ -308,7 +308,7 @@ class GradientSync:
             self._end()
 
     def broadcast_start(self, modules: Iterable[torch.Tensor]) -> None:
-        """Rank 0's values in all tensors."""
+        """Copies rank 0's values into the tensors of all ranks."""
         buffer = io.BytesIO()
         tensors = list(modules)
         if self.ranks.rank == 0:
@@ -335,18 +335,18 @@ class GradientSync:
             self._paused = before
 
     def close(self) -> None:
-        """Takes the hooks away, and gives the gradients memory of their own."""
+        """Removes the hooks, and gives the gradients memory of their own."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        # While they lie in the ranks' shared memory, this rank has not left the others.
+        # As long as they lie in the ranks' shared memory, this rank stays connected.
         self._detach()
         self._views = False
 
     def _detach(self) -> None:
         if not self._views:
             return
-        # The collector may come here in any mode. An inference tensor cannot be accumulated into,
+        # The collector may run this in any mode. An inference tensor cannot be accumulated into,
         # and a gradient with a graph keeps it.
         with torch.inference_mode(False), torch.enable_grad():
             for parameter in self._parameters:
@@ -354,7 +354,7 @@ class GradientSync:
                     parameter.grad = parameter.grad.clone()
 
     def drop_views(self) -> None:
-        """In a forked child: no gradients, instead of zeros that look like some."""
+        """In a forked child: drops the gradients, which would read as zeros."""
         if self._views:
             for parameter in self._parameters:
                 parameter.grad = None
@@ -421,7 +421,7 @@ class _Distributed:
         self.gradient_sync.plan_from(loss)
 
     def join(self) -> None:
-        """Called by a rank when its data ends, and by all in the end: the others may go on."""
+        """Called by each rank when its data ends; the other ranks may continue."""
         self.gradient_sync.join()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -479,7 +479,7 @@ def DistributedOptimizer(
         backward_passes_per_step: backward passes whose gradients add up before they are reduced.
         process_set: ranks that take part; all if None.
         broadcast: start from rank 0's parameters and optimizer state.
-        overlap_update: update each group as soon as it is reduced, while later ones still travel;
+        overlap_update: update each group once it is reduced, while later groups are being reduced;
             for optimizers whose update of a parameter needs that parameter's gradient alone.
 
     The returned optimizer has `synchronize`, `skip_synchronize`, `no_sync`, `plan_from`, `join`, and

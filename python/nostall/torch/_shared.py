@@ -1,4 +1,4 @@
-"""Gradients in the memory that all ranks of a node reach, where they are added without a copy.
+"""Gradients in shared memory of a node, where they are added without a copy.
 
     model = nostall.torch.DistributedDataParallel(model)       # over the backend "nostall"
     tensor = nostall.torch.empty_shared(1 << 20)               # for all_reduce by the program itself
@@ -50,14 +50,14 @@ def empty_shared(
 class DistributedDataParallel(parallel.DistributedDataParallel):  # type: ignore[misc]
     """torch's DistributedDataParallel, its buckets of gradients in shared memory.
 
-    Takes what torch's takes, by name; gradient_as_bucket_view is True unless it is given, so that
-    backward writes gradients where they will be added. A bucket for which there is no room is an
-    ordinary tensor, with a warning; so are, without one, buckets that torch makes anew within
-    join().
+    Takes the arguments of torch's class, by name. gradient_as_bucket_view is True unless it is given,
+    so that backward writes gradients where they will be added. A bucket without room is an ordinary
+    tensor, with a warning. Buckets that torch makes anew within join() are ordinary tensors, without
+    a warning.
 
     Raises:
         UsageError: the process group is not of the backend "nostall"; or, on all ranks, their models
-            differ (unless ``init_sync=False``, with which torch does not look either).
+            differ (unless ``init_sync=False``, with which torch does not compare them either).
     """
 
     _has_rebuilt_buckets: bool
@@ -73,8 +73,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):  # type: ignore
         self._shared = shared
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        # Once, when it has seen in which order gradients come, torch makes the buckets anew, in its
-        # forward. We do it just before, if it has any and nothing to tell other ranks first.
+        # Once torch has seen the order of gradients, it makes the buckets anew, in its
+        # forward. This does it just before, if there are buckets and no message to other ranks is due.
         none = self._use_python_reducer or self._delay_all_reduce_all_params
         if (
             torch.is_grad_enabled()
@@ -88,7 +88,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):  # type: ignore
 
 
 class _InSharedMemory(TorchDispatchMode):  # type: ignore[misc]
-    """Flat CPU tensors that are made meanwhile, natively too, lie in the group's shared memory."""
+    """Places flat CPU tensors that are made meanwhile, also native ones, in shared memory."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class _InSharedMemory(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _refuse_models_that_differ(module: torch.nn.Module, group: Group) -> None:
-    """Raises UsageError on all ranks. torch itself tells rank 0's difference to the others alone."""
+    """Raises UsageError on all ranks; torch itself raises on the ranks other than 0 alone."""
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     mine = [
         (name, f"{parameter.dtype} {tuple(parameter.shape)}".removeprefix("torch."))

@@ -4,9 +4,9 @@
     dcp.save(state, checkpoint_id=str(step), storage_writer=writer)        # or dcp.async_save
     step = nostall.torch.checkpoint.load(state, "/pfs/ckpt")
 
-What is saved by whom, and what goes where on loading, is PyTorch's own (FSDP, DTensor, planners).
-What is here: a checkpoint is complete through one rename, every byte has a CRC32C that loading
-compares, and metadata is JSON: no pickle from a file is executed.
+PyTorch decides which rank saves what, and what goes where on loading (FSDP, DTensor, planners). This
+module makes a checkpoint complete through one rename, compares a CRC32C of every byte on loading, and
+keeps metadata as JSON, so that no pickle from a file is executed.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
     Args:
         root: the directory.
         keep: how many stay, or a `Keep`.
-        threads: threads that copy.
+        threads: number of threads that copy.
 
     The step is the number at the end of ``checkpoint_id``. A step below the newest one begins a
-    branch: what came after it is superseded, and stays as the rules of `keep` want it for that branch.
-    Keep one writer for all saves: it keeps
-    its memory. One job at a time writes into a directory.
+    branch: later steps are superseded, and the rules of `keep` hold for that branch by itself. Use one
+    writer for all saves, because it keeps its memory. Only one job at a time may write into a
+    directory.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         return plan
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
-        """Gives all ranks the id of this save, and each its number."""
+        """Gives all ranks the id of this save, and each rank its number."""
         id = f"{secrets.token_hex(4)}-000000"
         return [
             dataclasses.replace(plan, storage_data={"id": id, "part": i, "parts": len(plans)})
@@ -120,7 +120,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         ]
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
-        """This rank's part, on its device when the future is there."""
+        """Writes this rank's part; the future completes when it is on its device."""
         done: Future[list[WriteResult]] = Future()
         if not plan.items:
             done.set_result([])
@@ -130,7 +130,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         for i, item in enumerate(plan.items):
             data = planner.resolve_data(item)
             if item.type == WriteItemType.BYTE_IO:
-                # Made by the planner just now; kept as values, so that loading needs no pickle.
+                # Just made by the planner; stored as values, so that loading needs no pickle.
                 data.seek(0)
                 state["objects"][str(i)] = torch.load(data, weights_only=False)
             else:
@@ -192,7 +192,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         return _STEP.search(os.fspath(checkpoint_id)) is not None
 
     def storage_meta(self) -> StorageMeta | None:
-        """None: all is in the manifest."""
+        """No metadata file: everything is in the manifest."""
         return None
 
 
@@ -348,14 +348,14 @@ def load(state: dict[str, Any], root: str | os.PathLike[str], **options: Any) ->
             problem = "; ".join(dict.fromkeys(map(str, damage)))
             _log.warning("passing over the checkpoint of step %d: %s", step, problem)
     if not problem and any(candidates(store, step) for step in store.steps()):
-        problem = "those that are there are of branches that were given up"
+        problem = "all checkpoints there are of branches that were given up"
     if problem:
         raise CorruptionError(f"no checkpoint in {os.fspath(root)} can be loaded: {problem}")
     return None
 
 
 def _gather(value: Any, options: dict[str, Any]) -> list[Any]:
-    """That of each rank which loads together with this one."""
+    """The value of each rank that loads together with this one."""
     group = options.get("process_group")
     if options.get("no_dist") or not dist.is_initialized() or dist.get_world_size(group) <= 1:
         return [value]

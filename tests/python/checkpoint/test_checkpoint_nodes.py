@@ -349,7 +349,7 @@ def test_what_one_node_cannot_begin_with_keeps_nobody_waiting(
         words = {
             "Nodes": "rank 1 cannot begin: no address is left",
             "_settle": "rank 1 cannot begin: the disk is gone",
-            "check_ways": "is not reached from .*NOSTALL_HOST",
+            "check_ways": "cannot be reached from .*NOSTALL_HOST",
         }[failing]
         for error in World(2).run(make):
             assert isinstance(error, UsageError) and re.search(words, str(error)), error

@@ -68,8 +68,8 @@ def test_without_a_common_key_it_is_said_who_can_read_it(
 ) -> None:
     monkeypatch.setenv("WARNED", "1")
     homes = [{"XDG_STATE_HOME": str(tmp_path / str(rank))} for rank in range(3)]
-    assert len(set(agree("whoever reaches torch's store at h:1", homes))) == 1
-    assert caplog.text.count("whoever reaches torch's store at h:1 can read it") == 1
+    assert len(set(agree("every process that reaches torch's store at h:1", homes))) == 1
+    assert caplog.text.count("every process that reaches torch's store at h:1 can read it") == 1
     assert "NOSTALL_SECRET" in caplog.text
 
 
@@ -122,7 +122,7 @@ def test_other_stores_of_torch_are_not_taken_for_private(tmp_path: Path) -> None
 
     file = torch.FileStore(str(tmp_path / "store"), 1)
     assert _readers_of(torch.PrefixStore("a", file)).endswith(f"at {tmp_path}/store")
-    assert _readers_of(torch.Store()) == "whoever reaches torch's Store"
+    assert _readers_of(torch.Store()) == "every process that reaches torch's Store"
     assert _readers_of(torch.HashStore()) == ""
 
 

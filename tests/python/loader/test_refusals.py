@@ -115,8 +115,8 @@ def test_floating_point_labels_keep_their_type_and_values(image_folder: Path) ->
 @pytest.mark.parametrize(
     ("labels", "told"),
     [
-        ([[1, 2], [3, 4]], r"one number a file, not an array of shape \(2, 2\)"),
-        ([[1, 2], [3]], "one number a file"),
+        ([[1, 2], [3, 4]], r"one number per file, not an array of shape \(2, 2\)"),
+        ([[1, 2], [3]], "one number per file"),
         (["cat", "dog"], r"not text \('cat'\): number the classes"),
         ([1j, 2j], "not complex128"),
         (np.array([2**63, 1], np.uint64), "not uint64"),

@@ -375,5 +375,5 @@ def test_an_unmodified_program_is_profiled(
 def test_the_launcher_passes_the_variables_on() -> None:
     words = ["srun", "-n", "2", "./program"]
     assert mpi.command(words, {"A": "1"}) == ["env", "A=1", *words]
-    with pytest.raises(UsageError, match="say what to run"):
+    with pytest.raises(UsageError, match="there is no program to run"):
         mpi.run(argparse.Namespace(words=[], library=None))

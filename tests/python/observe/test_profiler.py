@@ -114,8 +114,8 @@ def test_one_rank_alone_has_no_negotiation_delays(tmp_path: Path) -> None:
     assert got.ranks == []
     assert got.negotiation_average is None
     assert got.negotiation_missing is not None
-    assert "one file a rank" in got.negotiation_missing
-    assert any("ranks 1 lack" in n for n in got.notes)
+    assert "one file per rank" in got.negotiation_missing
+    assert any("ranks 1 are missing" in n for n in got.notes)
 
 
 def test_damaged_traces_tell_file_and_offset(tmp_path: Path) -> None:

@@ -70,7 +70,9 @@ def made(rank: int = 0, name: str = "nfs") -> Rank:
 
 def test_words_say_where_the_run_waited() -> None:
     text = runs.words(Run("run", [made()], None, []))
-    assert text.startswith("This run waited 60.0 % of its time, 12.0 of 20.0 s a rank: 60.0 % for")
+    assert text.startswith(
+        "This run waited 60.0 % of its time, 12.0 of 20.0 s per rank: 60.0 % for"
+    )
     assert "60.0 % for the source (/data, nfs)" in text
     assert "peers and checkpoints were not recorded" in text
 

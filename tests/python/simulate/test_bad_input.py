@@ -113,7 +113,7 @@ def test_sizes_of_real_data(image_folder: Path, tmp_path: Path) -> None:
     changed["dataset"] = {"path": "sizes.npy"}
     assert read_scenario(changed, Place(str(tmp_path / "mine.toml"))).dataset.total == 500
     changed["dataset"] = {"path": "nothing"}
-    with pytest.raises(UsageError, match=r"dataset.path: .* is no folder"):
+    with pytest.raises(UsageError, match=r"dataset.path: .* is not a folder"):
         read_scenario(changed, Place(str(tmp_path / "mine.toml")))
 
 

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of what a training waited for, and where its samples came from."""
+"""Writes one self-contained HTML page: what a training waited for, and the origins of its samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["figure", "page", "write"]
 
-# Okabe and Ito's colours, told apart by colour-blind readers too.
+# Okabe and Ito's colours, which colour-blind readers can distinguish.
 _COLOURS = {"ram": "#009E73", "file": "#F0E442", "peer": "#0072B2", "source": "#D55E00"}
 _NAMES = {"ram": "RAM tier", "file": "file tier", "peer": "other nodes", "source": "source"}
 _STYLE = """
@@ -103,7 +103,7 @@ def _draw_origins(axis: Any, stats: Sequence[Stats]) -> None:
     totals = [sum(s[i] for s in sums) for i in range(slots)]
     for origin, name in enumerate(_COLOURS):
         if not any(sums[origin]):
-            continue  # no room in the legend for what never was
+            continue  # leaves out of the legend what never occurred
         shares = [sums[origin][i] / t if t else 0.0 for i, t in enumerate(totals)]
         axis.bar(moments, shares, width, bottom=base, color=_COLOURS[name], label=_NAMES[name])
         base = [b + s for b, s in zip(base, shares, strict=True)]
@@ -128,7 +128,7 @@ def page(stats: Sequence[Stats]) -> str:
 
 
 def _section(stats: Sequence[Stats], named: bool) -> str:
-    """One loader's."""
+    """The section of one loader."""
     whole = merge(stats)
     svg = io.StringIO()
     drawn = figure(stats)
@@ -152,7 +152,7 @@ def _section(stats: Sequence[Stats], named: bool) -> str:
 
 
 def read_line(whole: Stats, ranks: int) -> str:
-    """What was read from the source, against the bound if all ranks are there."""
+    """What was read from the source, compared with the bound if all ranks are present."""
     line = f"read {whole.source_bytes / 1e6:.1f} MB from the source"
     if ranks == whole.world_size:
         line += f", lower bound {whole.lower_bound_bytes / 1e6:.1f} MB"

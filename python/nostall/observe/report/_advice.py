@@ -4,9 +4,9 @@ The model, epoch by epoch and on average over ranks:
 
     time = max(compute, bytes from the source / B, decoding / threads)
 
-with the compute time (the epoch without its waits), the bytes, the decoding time and the source's
-bandwidth B as this run measured them. A change replaces a term; its gain is the difference of the
-two times, so what the model does not explain counts neither before nor after.
+The compute time (the epoch without its waits), the bytes, the decoding time and the source's bandwidth
+B are those that this run measured. A change replaces a term. Its gain is the difference of the two
+times, so that time which the model does not explain cancels out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Term:
-    """One epoch of one rank on average: seconds of each term."""
+    """One epoch of one rank, on average: seconds of each term."""
 
     epoch: int
     actual: float
@@ -46,7 +46,7 @@ class Term:
 
 
 def bandwidth(run: Run) -> float:
-    """Bytes a second that the source gave all ranks together while they read; 0 if none did."""
+    """Bytes per second that the source gave all ranks together while they read; 0 if none read."""
     total = 0.0
     for rank in run.ranks:
         if rank.digest is not None:
@@ -63,7 +63,7 @@ def bandwidth(run: Run) -> float:
 
 
 def terms(run: Run, ranks: Sequence[Loader]) -> list[Term]:
-    """The model's terms of each epoch of one loader, of which `ranks` has what each rank left."""
+    """The model's terms of each epoch of one loader; `ranks` holds the record of each rank."""
     rate = bandwidth(run)
     by_epoch: dict[int, list[tuple[float, float, float, float]]] = {}
     for loader in ranks:
@@ -92,7 +92,7 @@ def _size(count: float) -> str:
 
 
 def advise(run: Run, most: int = 2) -> list[Advice]:
-    """The changes worth most, the best first; none that would gain less than a hundredth."""
+    """The changes that gain most, the best first; none that gains less than a hundredth."""
     total = run.seconds
     groups = run.loaders()
     found = [a for g in groups for a in _of_loader(run, g, named=len(groups) > 1)]
@@ -101,7 +101,7 @@ def advise(run: Run, most: int = 2) -> list[Advice]:
         found.append(
             _advice(
                 f"look at rank {late.rank}",
-                f"the others wait for it: it waits {late.average * 1e3:.1f} ms a round, the average "
+                f"the others wait for it: it waits {late.average * 1e3:.1f} ms per round, the average "
                 f"rank {(run.timeline.negotiation_average or 0) * 1e3:.1f} ms",
                 run.peers * total,
                 total,
@@ -174,7 +174,7 @@ def _of_loader(run: Run, ranks: Sequence[Loader], named: bool) -> list[Advice]:
             f"{threads} of {cores} cores of each rank decode",
             gain([replace(t, decode=t.decode * threads / cores) for t in rows]),
         )
-    # Decoding may run on the cores that compute: then it is their sum that takes the time.
+    # Decoding may run on the cores that compute; then the sum of both takes the time.
     unexplained = sum(max(0.0, t.actual - max(t.read, t.compute + t.decode)) for t in rows)
     if rows and unexplained > 0.1 * sum(t.actual for t in rows):
         staging = int(settings.get("staging_bytes", 256 << 20))

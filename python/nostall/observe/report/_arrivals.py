@@ -91,7 +91,7 @@ class Alpha:
 class Profile:
     """The calls of a job that all their ranks recorded, in the order of the first arrival.
 
-    `dropped` counts calls of single ranks that had no memory for them, `differing` those of whole
+    `dropped` counts calls that a rank had no memory to record. `differing` counts calls of whole
     communicators that are not in `calls` because the ranks' records contradict each other.
     """
 
@@ -134,7 +134,7 @@ def read(files: Sequence[Path]) -> Profile:
         raise UsageError(f"the profiles of ranks {missing} are missing; pass the whole directory")
     calls = []
     differing = 0
-    apart: set[int] = set()  # communicators of whose calls some did not fit together
+    apart: set[int] = set()  # communicators with calls whose records contradict each other
     for (name, _), parts in sorted(sides.items(), key=lambda item: item[0]):
         if len(parts) != sizes[name]:
             continue  # some rank's memory for records was full
@@ -194,7 +194,7 @@ def read_file(file: Path) -> tuple[dict[str, Any], NDArray[Any]]:
     if records["call"].size and records["call"].max() >= len(CALLS):
         raise CorruptionError(f"{file} has calls that this release does not know")
     drift = (last - first) / max(end - begin, 1)
-    with np.errstate(all="ignore"):  # times that no clock shows
+    with np.errstate(all="ignore"):  # times that cannot be
         for name in ("arrived", "left"):
             offset = first + drift * (records[name] - begin)
             records[name] += offset.astype(np.int64)
@@ -252,7 +252,7 @@ def _node_wide(call: Call, alpha: Alpha) -> tuple[float, float]:
 
 
 def late_ranks(profile: Profile) -> list[tuple[int, float, float]]:
-    """Of the calls of all ranks: (how often this rank is last, its mean lateness in s) by rank."""
+    """By rank, over calls of all ranks: how often it is last, and its mean lateness in s."""
     whole = [call for call in profile.calls if len(call.arrived) == profile.ranks]
     last = np.zeros(profile.ranks)
     late = np.zeros(profile.ranks)
@@ -284,7 +284,7 @@ def _cells(row: Row) -> list[str]:
 
 def _legend(alpha: Alpha) -> list[str]:
     return [
-        "time: what the calls took from a rank's arrival until it left, mean over ranks, summed",
+        "time: from a rank's arrival at a call until it left, mean over ranks, summed over calls",
         "worst: from the first rank's arrival to the last one's; average: mean distance of arrivals",
         "from their mean; both over alpha, the time of one message of the call's size, and averaged",
         f"over calls: alpha = {alpha.latency / 1e3:g} us + bytes / {alpha.bandwidth:g} GB/s",
@@ -308,7 +308,7 @@ def _notes(profile: Profile) -> list[str]:
 
 
 def text(profile: Profile, alpha: Alpha) -> str:
-    """The tables and what their columns are, for a terminal."""
+    """The tables and the meaning of their columns, for a terminal."""
     lines = [list(_HEADINGS), *(_cells(row) for row in table(profile, alpha))]
     widths = [max(len(line[i]) for line in lines) for i in range(len(_HEADINGS))]
     out = ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
@@ -369,7 +369,7 @@ def _page(profile: Profile, alpha: Alpha) -> str:
         f"{''.join(f'<p>{note}</p>' for note in _notes(profile))}"
         f"<table>{rows([_HEADINGS], 'th')}"
         f"{rows([_cells(r) for r in table(profile, alpha)], 'td')}</table>"
-        f"<h2>Who is late</h2><table>{rows([['rank', 'last', 'mean lateness, us']], 'th')}"
+        f"<h2>Which ranks are late</h2><table>{rows([['rank', 'last', 'mean lateness, us']], 'th')}"
         f"{rows(late, 'td')}</table><h2>Imbalance over the run</h2>{_plot(profile, alpha)}"
     )
 

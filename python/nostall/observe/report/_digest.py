@@ -1,6 +1,6 @@
-"""What one rank's trace says: its waits, what its threads did meanwhile, its phases.
+"""Digests one rank's trace: its waits, what its threads did meanwhile, its phases.
 
-Reads the files that `nostall.trace` writes, also ones that a killed job leaves.
+Reads the files that `nostall.trace` writes, also those of a killed job.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Spans:
         return float((self.end - self.begin).sum())
 
     def busy(self) -> float:
-        """Seconds in which at least one lasts."""
+        """Seconds in which at least one event lasts."""
         if not len(self.begin):
             return 0.0
         order = np.argsort(self.begin, kind="stable")
@@ -55,12 +55,12 @@ class Spans:
         return float(end[-1] - begin[0] - gaps)
 
     def active(self, begin: Float, end: Float) -> Float:
-        """How many last on average in each of the intervals [begin, end)."""
+        """How many events last, on average, in each of the intervals [begin, end)."""
         length = np.maximum(end - begin, 1e-12)
         return (self._integral(end) - self._integral(begin)) / length
 
     def _integral(self, moment: Float) -> Float:
-        """Of the number that last, from ever to each moment."""
+        """The integral over time of the number of events that last, up to each moment."""
 
         def ramps(edges: Float) -> Float:
             edges = np.sort(edges)
@@ -102,8 +102,8 @@ class Digest:
     def causes(self, threads: int) -> dict[str, float]:
         """Seconds of all waits for batches by cause (see docs/guide/diagnose.md).
 
-        In each wait, the busy share of the `threads` that transform counts as "decode"; the rest is
-        shared out among what the fetch threads were doing, "other" if they did nothing.
+        In each wait, the busy share of the `threads` that transform counts as "decode". The rest is
+        divided among what the fetch threads were doing, or is "other" if they did nothing.
         """
         waits = self.of("data", "wait for batch")
         length = waits.end - waits.begin
@@ -115,7 +115,7 @@ class Digest:
             for name, cause in FETCHING.items()
         }
         total = np.sum(list(active.values()), axis=0)
-        # Some thread must have been at it for a tenth of the wait to be blamed.
+        # A cause counts only if some thread was busy with it for a tenth of the wait.
         quiet = total < 0.1
         rest = length * (1 - decode)
         share = np.divide(rest, total, out=np.zeros_like(rest), where=~quiet)
@@ -156,7 +156,7 @@ def read(source: Source) -> Digest:
                 row += [float(args.get(v, 0)) for v in _VALUES]
                 key = (str(event["cat"]), str(event["name"]))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                continue  # not one of ours
+                continue  # not an event of nostall
             if key not in columns:
                 columns[key] = [array("d") for _ in row]
             for column, value in zip(columns[key], row, strict=True):

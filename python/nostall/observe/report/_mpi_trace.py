@@ -1,4 +1,4 @@
-"""Profiles of unmodified MPI programs as traces: one file of Chrome's format a rank."""
+"""Profiles of unmodified MPI programs as traces: one file of Chrome's format per rank."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _NAMES = tuple(f"MPI_{name.capitalize()}" for name in CALLS)
 
 
 def convert(files: Sequence[Path], directory: Path) -> list[Path]:
-    """Writes ``rank<r>.mpi.trace.json.gz`` for each profile of libnostall_mpi.so; the files.
+    """Writes ``rank<r>.mpi.trace.json.gz`` for each profile of libnostall_mpi.so; returns the files.
 
     A call is an event of category "peers", from this rank's arrival to its end, with its bytes,
     elements, communicator, number in the communicator, and whether nostall answered it. All times are
-    on rank 0's clock; since 1970 as this host has it, which should be rank 0's.
+    on rank 0's clock, since 1970 by the clock of this host, which should be rank 0's.
 
     Raises:
         CorruptionError: a file is not a profile. IoError: it cannot be read.

@@ -1,4 +1,4 @@
-"""The plots of a run's report, each with the table that says the same."""
+"""The plots of a run's report, each with a table of the same numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nostall.observe.report._run import CAUSE_NAMES, Run, percent
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours; hatches tell the bars apart without colour.
+# Okabe and Ito's colours; hatches distinguish the bars without colour.
 COLOURS = {
     "source": "#D55E00", "peer": "#0072B2", "tier": "#56B4E9", "others": "#CC79A7",
     "decode": "#E69F00", "other": "#999999", "peers": "#F0E442", "checkpoint": "#009E73",
@@ -23,7 +23,7 @@ HATCHES = {
     "source": "", "peer": "//", "tier": "\\\\", "others": "xx", "decode": "..", "other": "",
     "peers": "++", "checkpoint": "oo",
 }  # fmt: skip
-# All that a rank waits for: its data, by cause, the other ranks, and its checkpoints.
+# All waits of a rank: for data by cause, for the other ranks, and for checkpoints.
 WAITS = {**{c: CAUSE_NAMES[c] for c in CAUSES}, "peers": "other ranks", "checkpoint": "checkpoints"}
 _SLOTS = 60
 _TABLE = 24
@@ -63,7 +63,7 @@ def plots(run: Run) -> list[Plot]:
 
 
 def causes(run: Run) -> Plot:
-    """Waits by cause, a bar a rank."""
+    """Waits by cause, one bar per rank."""
     shares = []
     for r in run.ranks:
         waits = {
@@ -81,7 +81,7 @@ def causes(run: Run) -> Plot:
                 edgecolor="white", linewidth=0, label=name,
             )  # fmt: skip
         base += width
-    # A run that hardly waited must look like one.
+    # A run that hardly waited must look like that.
     most = max(10.0, 1.05 * float(base.max(initial=0)))
     axis.set(xlabel="% of the run", yticks=place, ylim=(len(shares) - 0.4, -0.6), xlim=(0.0, most))
     axis.set_yticklabels([f"rank {r.rank}" for r in run.ranks])
@@ -131,7 +131,7 @@ def heat(run: Run) -> Plot:
 
 
 def activity(digests: list[Digest]) -> Plot:
-    """How many threads, all ranks together, were busy with what."""
+    """How many threads of all ranks were busy, by kind of work."""
     edges, zero = _slots(digests)
     lines = {}
     for name, cause in (*FETCHING.items(), ("decode", "decode")):
@@ -191,7 +191,7 @@ def phases(digests: list[Digest]) -> list[Plot]:
             if key not in d.spans:
                 continue
             spans = d.spans[key]
-            # A picture has no room for more.
+            # The picture has no room for more.
             begin, end = spans.begin[:2000] + d.origin - zero, spans.end[:2000] + d.origin - zero
             axis.broken_barh(
                 list(zip(begin, end - begin, strict=True)), (line - 0.4, 0.8),
@@ -208,7 +208,7 @@ def phases(digests: list[Digest]) -> list[Plot]:
 
 
 def _plain(text: str) -> str:
-    """A label that matplotlib does not take for mathematics."""
+    """A label that matplotlib does not read as mathematics."""
     return text[:40].replace("$", r"\$")
 
 

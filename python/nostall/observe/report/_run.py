@@ -1,7 +1,7 @@
 """A recorded run: where each rank waited, in numbers and in words.
 
 `read` takes a directory that `nostall.trace` wrote. Horovod timelines and traces of the PyTorch
-profiler that lie beside say what ranks waited for each other.
+profiler in the same directory show how long ranks waited for each other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CAUSE_NAMES = {
 
 @dataclass
 class Loader:
-    """One loader of one rank: what it was given, and its statistics."""
+    """One loader of one rank: its settings and its statistics."""
 
     settings: dict[str, Any]
     stats: Stats
@@ -39,7 +39,7 @@ class Loader:
 
 @dataclass
 class Rank:
-    """All that one rank recorded."""
+    """Everything that one rank recorded."""
 
     rank: int
     loaders: list[Loader] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Rank:
 
     @property
     def threads(self) -> int:
-        """That transform, of all its loaders."""
+        """Threads that transform, of all loaders of the rank."""
         return sum(int(x.settings.get("threads", 1)) for x in self.loaders) or 1
 
     @property
@@ -58,7 +58,7 @@ class Rank:
         return sum(x.stats.seconds for x in self.loaders)
 
     def waits(self) -> dict[str, float]:
-        """Seconds of waiting for batches, by cause; without a trace by the sums of the statistics."""
+        """Seconds of waiting for batches, by cause; without a trace, from sums of the statistics."""
         if self.digest is not None:
             return self.digest.causes(self.threads)
         out = dict.fromkeys(CAUSES, 0.0)
@@ -90,7 +90,7 @@ class Rank:
 
 @dataclass
 class Run:
-    """All ranks of a run, and what ranks waited for each other if a timeline says so."""
+    """All ranks of a run, and how long ranks waited for each other if a timeline shows it."""
 
     path: str
     ranks: list[Rank]
@@ -99,27 +99,27 @@ class Run:
 
     @property
     def stats(self) -> list[Stats]:
-        """Of all loaders."""
+        """The statistics of all loaders."""
         return [x.stats for r in self.ranks for x in r.loaders]
 
     def loaders(self) -> list[list[Loader]]:
-        """Of each loader of the job what its ranks left: training's and validation's, for example."""
+        """The records of each loader of the job, for example of training and of validation."""
         return by_loader((x for r in self.ranks for x in r.loaders), lambda x: x.stats)
 
     @property
     def seconds(self) -> float:
-        """Of the ranks, on average."""
+        """Seconds of the run, on average over ranks."""
         return sum(r.seconds for r in self.ranks) / len(self.ranks)
 
     def causes(self) -> dict[str, float]:
-        """Share of the run that ranks waited for data, by cause, on average."""
+        """Share of the run in which ranks waited for data, by cause, on average."""
         total = sum(r.seconds for r in self.ranks)
         waits = [r.waits() for r in self.ranks]
         return {c: sum(w[c] for w in waits) / total if total else 0.0 for c in CAUSES}
 
     @property
     def data(self) -> float:
-        """Share of the run that ranks waited for data."""
+        """Share of the run in which ranks waited for data."""
         return sum(self.causes().values())
 
     def _phase(self, category: str) -> float | None:
@@ -129,7 +129,7 @@ class Run:
 
     @property
     def peers(self) -> float | None:
-        """Share of the run that ranks waited for each other; None if nothing says so."""
+        """Share of the run in which ranks waited for each other; None if that was not recorded."""
         spans = self._phase("peers")
         if spans is not None or self.timeline is None or not self.timeline.rounds:
             return spans
@@ -148,12 +148,12 @@ class Run:
 
     @property
     def checkpoints(self) -> float | None:
-        """Share of the run that ranks waited for checkpoints; None if none was recorded."""
+        """Share of the run in which ranks waited for checkpoints; None if none was recorded."""
         return self._phase("checkpoint")
 
     @property
     def waited(self) -> float:
-        """Share of the run that ranks waited, for whatever was recorded."""
+        """Share of the run in which ranks waited for anything that was recorded."""
         return self.data + (self.peers or 0.0) + (self.checkpoints or 0.0)
 
 
@@ -210,7 +210,7 @@ def read(directory: str | os.PathLike[str]) -> Run:
     without = [str(r.rank) for r in ranks.values() if r.digest is None]
     if without:
         notes.append(
-            f"ranks {', '.join(without)[:80]} left no trace: their waits are shared out by sums"
+            f"ranks {', '.join(without)[:80]} left no trace: their waits are divided by sums"
         )
     return Run(str(home), [ranks[r] for r in sorted(ranks)], timeline, notes)
 
@@ -227,7 +227,7 @@ def _loader(path: Path) -> Loader:
 
 
 def percent(share: float | None) -> str:
-    """A share for people."""
+    """A share as text."""
     return "not recorded" if share is None else f"{100 * share:.1f} %"
 
 
@@ -248,7 +248,7 @@ def words(run: Run) -> str:
     )
     text = (
         f"This run waited {percent(run.waited)} of its time, {run.waited * run.seconds:.1f} of "
-        f"{run.seconds:.1f} s a rank: {percent(run.data)} for data"
+        f"{run.seconds:.1f} s per rank: {percent(run.data)} for data"
         + (f" ({detail})" if detail else "")
     )
     for name, share in (("peers", run.peers), ("checkpoints", run.checkpoints)):

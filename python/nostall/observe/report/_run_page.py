@@ -20,19 +20,19 @@ def advice_lines(run: Run) -> list[str]:
     """What to change, one sentence each."""
     found = advise(run)
     if not found:
-        return ["Nothing that the model knows would make this run noticeably shorter."]
+        return ["No change that the model knows would make this run noticeably shorter."]
     return [_sentence(a) for a in found]
 
 
 def _sentence(a: Advice) -> str:
     return (
-        f"{a.change}: expected gain {a.gain:.1f} s a rank, {percent(a.share)} of the run, because "
+        f"{a.change}: expected gain {a.gain:.1f} s per rank, {percent(a.share)} of the run, because "
         f"{a.why}."
     )
 
 
 def text(run: Run) -> str:
-    """The answer for the terminal."""
+    """The summary for the terminal."""
     lines = [words(run), *(f"  -> {line}" for line in advice_lines(run))]
     lines += [f"note: {n}" for n in run.notes]
     return "\n".join("".join(c if c.isprintable() else "\ufffd" for c in x) for x in lines)

@@ -24,7 +24,7 @@ _SHOWN = 12
 
 
 def seconds(value: float | None) -> str:
-    """A duration for people."""
+    """A duration as text."""
     if value is None:
         return "not available"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
@@ -34,7 +34,7 @@ def seconds(value: float | None) -> str:
 
 
 def rate(value: float | None) -> str:
-    """A bandwidth for people, decimal units."""
+    """A bandwidth as text, in decimal units."""
     if value is None:
         return "not available"
     if math.isinf(value):
@@ -94,7 +94,7 @@ TENSOR_HEADINGS = (
 
 
 def tensor_rows(found: Analysis) -> list[tuple[str, ...]]:
-    """A row a tensor, in order of the first appearance in the file."""
+    """One row per tensor, in order of the first appearance in the file."""
     return [
         (
             t.name,
@@ -131,14 +131,14 @@ def _columns(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str
 
 
 def _visible(text: str) -> str:
-    """Names come from files: no control characters to the terminal."""
+    """Removes control characters from a name, because it comes from a file."""
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
 _LEGEND = (
     "round: from the end of one exchange of all gradients to that of the next",
     "feed-forward: from a round's start to its first negotiation",
-    "negotiation delay: of a round's rest, what a rank spends in no negotiation and no reduction",
+    "negotiation delay: time in the rest of a round without negotiation or reduction on a rank",
     "(back-propagation) window: from the end of a tensor's reduction to that of its round",
     "reaction bandwidth: size / window; immutable: size / the time from the round's start to the end",
     "of the reduction (worst), that and the window (best), the mean of both times (average)",
@@ -195,7 +195,7 @@ def as_csv(found: Analysis) -> str:
 
     def put(scope: str, name: object, metric: str, value: float | None) -> None:
         cell = "" if value is None else "unbounded" if math.isinf(value) else repr(value)
-        # A spreadsheet must not take a name for a formula.
+        # A spreadsheet must not read a name as a formula.
         label = str(name)
         rows.writerow((scope, "'" + label if label[:1] in "=+-@\t\r" else label, metric, cell))
 
@@ -251,7 +251,7 @@ def figure(found: Analysis) -> Figure:
     step = max(1, len(found.rounds) // 2000)
     rounds = found.rounds[::step]
     number = [r.round for r in rounds]
-    # Okabe and Ito's colours, and a marker each: told apart without colour as well.
+    # Okabe and Ito's colours, with a marker each, so that they differ without colour as well.
     times.plot(number, [r.feed_forward for r in rounds], "-", color="#0072B2", label="feed-forward")
     times.plot(
         number, [r.window_average for r in rounds], "--", color="#009E73", label="window, average"
@@ -331,11 +331,11 @@ def _summary(found: Analysis) -> str:
     share = found.feed_forward / length if length else 0.0
     words = (
         f"{len(found.rounds)} rounds of {seconds(length)} on average. In {share:.0%} of it no rank "
-        f"needs another: storage and network idle for {seconds(found.feed_forward)} a round."
+        f"needs another: storage and network idle for {seconds(found.feed_forward)} per round."
     )
     if found.negotiation_average is not None and length:
         words += (
-            f" Ranks then wait {seconds(found.negotiation_average)} a round for others "
+            f" Ranks then wait {seconds(found.negotiation_average)} per round for others "
             f"({found.negotiation_average / length:.0%})."
         )
     return words

@@ -1,7 +1,7 @@
 """Where synchronous data-parallel training waits, from timelines that other tools wrote.
 
 `analyze(files)` reads Horovod timelines, traces of the PyTorch profiler, plain or gzip, streamed
-in bounded memory, and gives the five metrics defined in docs/guide/timeline.md.
+in bounded memory, and computes the five metrics defined in docs/guide/timeline.md.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _kind(source: Source) -> str | None:
         return "horovod"
     if head.startswith(b"{") and b'"traceEvents"' in head:
         return "profiler"
-    # A timeline whose beginning was lost, or torn from a larger one.
+    # A timeline whose beginning was lost, or that was cut from a larger one.
     return "horovod" if b'"ph"' in head else None
 
 
@@ -55,8 +55,8 @@ def analyze(files: Sequence[str | os.PathLike[str]], exclude: Sequence[str] = ()
     """The metrics of one training.
 
     Args:
-        files: one Horovod timeline, or one trace a rank.
-        exclude: patterns (as in fnmatch) of tensors that are no gradients.
+        files: one Horovod timeline, or one trace per rank.
+        exclude: patterns (as in fnmatch) of tensors that are not gradients.
 
     Raises:
         UsageError: the files do not belong together.
@@ -74,6 +74,6 @@ def analyze(files: Sequence[str | os.PathLike[str]], exclude: Sequence[str] = ()
     if len(sources) != 1:
         raise UsageError(
             f"a Horovod timeline covers all ranks: pass one file, not {len(sources)}; "
-            "only traces of the profiler come one a rank"
+            "only traces of the profiler come one per rank"
         )
     return horovod.analyze(sources[0], exclude)

@@ -24,7 +24,7 @@ Rows = dict[str, Any]
 
 
 class _Rounds:
-    """Collects rows by round and hands over each round once no more rows can come."""
+    """Collects rows by round, and evaluates each round once no more rows of it can follow."""
 
     def __init__(self) -> None:
         self.metrics = Metrics()
@@ -33,7 +33,9 @@ class _Rounds:
         self.invalid = 0
         self.ticked_rounds = 0
         self._waiting: dict[int, list[Rows]] = {}
-        self._carried: list[Rows] = []  # operations that reduce nothing, begun after their round
+        self._carried: list[
+            Rows
+        ] = []  # operations without a reduction that began after their round
         self._next = 0
         self._start = NO_TIME
         self._always: set[int] | None = None  # reduced in every round so far
@@ -82,7 +84,7 @@ class _Rounds:
         always = self._always
         self._always = tensors if always is None else always & tensors
         if start == NO_TIME or always is None:
-            return  # the first round is warm-up, and where it starts is not in the file
+            return  # the first round is warm-up, and its start is not in the file
         if last and not always <= tensors:
             self.dropped_last = True
             return
@@ -156,7 +158,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 def analyze(source: Source, exclude: Sequence[str] = ()) -> Analysis:
     """The metrics of one Horovod timeline.
 
-    Tensors whose names match a pattern of `exclude` count as no gradients.
+    Tensors whose names match a pattern of `exclude` do not count as gradients.
 
     Raises:
         CorruptionError: the file holds no finished reduction.

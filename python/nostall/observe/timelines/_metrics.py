@@ -1,5 +1,4 @@
-"""The five metrics of section III of "Understanding Scalability and Fine-Grain Parallelism of
-Synchronous Data Parallel Training" (MLHPC 2019), round by round; docs/guide/timeline.md defines them.
+"""The five metrics of [Li 2019, sec. III], round by round; docs/guide/timeline.md defines them.
 
 All times are int64 nanoseconds until they are averaged.
 """
@@ -23,7 +22,7 @@ from nostall.observe.timelines._model import (
 NO_TIME = np.iinfo(np.int64).min
 # A delay is reported if it was measured in at least this share of the rounds.
 MEASURED = 0.9
-# Elements of a matrix of operations and ranks that is worked on at once.
+# Elements of a matrix of operations and ranks that are evaluated at a time.
 _BLOCK = 1 << 22
 
 Int = NDArray[np.int64]
@@ -72,7 +71,7 @@ def idle(ops: Operations, first: int, last: int) -> NDArray[np.float64]:
 
 
 class Metrics:
-    """Takes rounds in order and keeps sums: memory grows by one entry a round, tensor and rank."""
+    """Takes rounds in order and keeps sums: memory grows by one entry per round, tensor and rank."""
 
     def __init__(self, ranks: int = 0) -> None:
         self._windows = np.zeros(0)

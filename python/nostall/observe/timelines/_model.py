@@ -1,4 +1,4 @@
-"""What an analysis of a timeline finds: five metrics, each with where it was not measured."""
+"""The result of analysing a timeline: five metrics, and which of them were not measured."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RoundMetrics:
 
 @dataclass(frozen=True)
 class RankMetrics:
-    """Negotiation delay of one rank, in seconds a round."""
+    """Negotiation delay of one rank, in seconds per round."""
 
     rank: int
     average: float

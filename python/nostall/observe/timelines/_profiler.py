@@ -1,4 +1,4 @@
-"""Traces of the PyTorch profiler (Kineto), one file a rank, of DistributedDataParallel on Gloo or NCCL.
+"""Traces of the PyTorch profiler (Kineto) of DistributedDataParallel, one file per rank.
 
 Such a trace holds no negotiation: a rank is ready when it launches the all-reduce of a bucket
 (``c10d::allreduce_``). docs/guide/timeline.md says how that maps to the definitions.
@@ -23,8 +23,8 @@ from nostall.observe.timelines._model import Analysis
 from nostall.observe.timelines._stream import Source, damage_notes
 
 ONE_RANK = (
-    "not available: it takes the traces of all ranks to see who waits for whom; "
-    "pass one file a rank"
+    "not available: the traces of all ranks are needed to see which rank waits for which; "
+    "pass one file per rank"
 )
 _LAUNCH = "c10d::allreduce_"
 _FORWARD = "DistributedDataParallel.forward"
@@ -159,8 +159,8 @@ def _events(source: Source) -> tuple[dict[str, list[_Event]], dict[str, Any], li
 def _reductions(launches: list[_Event], runs: list[_Event]) -> tuple[list[_Reduction], int]:
     """Each launch with the execution it caused; the count of launches without one.
 
-    Executions are queued in the order of launches, but threads may begin them in another: of those
-    that begin after the launch, the first of the same size is taken.
+    Executions are queued in the order of launches, but threads may begin them in another order. Of
+    those that begin after the launch, the first of the same size is taken.
     """
     free = list(runs)
     out = []
@@ -278,12 +278,12 @@ def analyze(sources: Sequence[Source]) -> Analysis:
     for a, b in itertools.pairwise(traces):
         if a.rank == b.rank:
             raise UsageError(
-                f"{a.path} and {b.path} are both of rank {a.rank}: pass one file a rank"
+                f"{a.path} and {b.path} are both of rank {a.rank}: pass one file per rank"
             )
     world = max(t.world for t in traces)
     if len(traces) < world:
         some = ", ".join(str(r) for r in range(min(world, 4096)) if r not in numbers)
-        notes.append(f"traces of ranks {some[:60]} lack: who waits for them is not seen")
+        notes.append(f"traces of ranks {some[:60]} are missing: waits for these ranks are not seen")
     notes += _align(traces)
     counts = [len(t.rounds) for t in traces]
     if min(counts) != max(counts):

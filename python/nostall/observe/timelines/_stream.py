@@ -1,4 +1,4 @@
-"""Bytes of traces, compressed or not, and what the scanner says about their damage."""
+"""Bytes of traces, compressed or not, and what the scanner reports about damage."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Source:
             raise IoError(f"cannot read {self.path}: {error.strerror or error}") from error
 
     def _inflated(self, raw: BinaryIO, size: int) -> Iterator[bytes]:
-        """Members one after the other; what precedes a torn place is given out."""
+        """Reads gzip members one after the other; gives out what precedes a damaged place."""
         member = zlib.decompressobj(31)
         data = raw.read(size)
         while data:
@@ -74,7 +74,7 @@ class Source:
 
 
 def damage_notes(name: str, report: dict[str, Any]) -> list[str]:
-    """Sentences about bytes that are no events; offsets count uncompressed bytes."""
+    """Sentences about bytes that are not events; offsets count uncompressed bytes."""
     notes = []
     if report["cut_off"] >= 0:
         notes.append(f"{name}: the file is cut off in the event at byte {report['cut_off']}")
