@@ -26,7 +26,7 @@ _COMMANDS = {
     "calibrate": ("nostall.cli._calibrate", "measure this cluster's tiers, network and storage"),
     "simulate": (
         "nostall.cli._simulate",
-        "simulate a training; simulate sync: synchronisation of gradients",
+        "predict the time of a training on a given machine",
     ),
     "run": (
         "nostall.cli._run",
