@@ -2,7 +2,7 @@
 
     nostall.sync.reduce_gradients({"w": grad_w, "b": grad_b})      # NumPy, or anything np.asarray takes
 
-PyTorch users want ``nostall.torch.DistributedOptimizer``, which reduces while the backward pass runs.
+For PyTorch use ``nostall.torch.DistributedOptimizer``, which reduces while the backward pass runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WIRES = {"fp16": "float16", "bf16": "bfloat16"}
 #: (name, elements, type, type on the wire)
 Spec = tuple[str, int, str, str]
 
-# Engines are told apart by their number in the process: ranks make them in the same order.
+# Engines are numbered within the process; ranks make them in the same order.
 _made = itertools.count()
 _timelines = itertools.count()
 
@@ -41,7 +41,7 @@ class SyncOptions:
     """How gradients are reduced; the same on all ranks.
 
     Raises:
-        UsageError: a value that cannot be meant, with its option.
+        UsageError: an impossible value, with its option.
     """
 
     mode: Mode = in_force("sync.mode")
@@ -73,7 +73,7 @@ document(SyncOptions, "sync")
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who takes part: this rank among them, and what connects them (None: shared memory)."""
+    """The ranks that take part, this rank's place, and their transport (None: shared memory)."""
 
     rank: int
     ranks: int
@@ -82,7 +82,7 @@ class Ranks:
 
 
 def find_ranks(process_set: Sequence[int] | None = None, world: World | None = None) -> Ranks:
-    """All ranks of the job, or those of `process_set`, which this one must be in.
+    """All ranks of the job, or those of `process_set`, which must include this one.
 
     Ranks of one node meet in shared memory; of several nodes through torch.distributed.
 
@@ -110,10 +110,10 @@ def make_engine(
 ) -> tuple[_native.GradientEngine, list[Spec]]:
     """The engine for tensors of (name, elements, type), and their full description.
 
-    `shapes` of the first tensors are written into the timeline; of others, the elements.
+    The timeline holds the `shapes` of the first tensors, and the elements of the others.
 
     Raises:
-        PeerError: ranks have other tensors, with the first difference, or do not come.
+        PeerError: ranks have other tensors, with the first difference, or do not arrive.
     """
     wire = WIRES.get(options.compression or "")
     specs: list[Spec] = [
@@ -233,7 +233,7 @@ def _type_name(name: str, dtype: np.dtype[Any]) -> str:
 
 
 class _TorchTransport:
-    """Ranks of several nodes, by a torch.distributed group."""
+    """The transport between ranks of several nodes: a torch.distributed group."""
 
     def __init__(self, group: Any) -> None:
         import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""What `nostall calibrate` wrote, for those who start from it."""
+"""Reads the file that `nostall calibrate` wrote."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class Calibration:
                 beta=float(data["environment"].get("beta", 0.0)),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UsageError(f"{path} is no calibration: {error!r}") from error
+            raise UsageError(f"{path} is not a calibration: {error!r}") from error
 
     def seconds_per_byte(self, origin: str, readers: int) -> float:
-        """Of one reader among `readers` on each node; 0 where nothing was measured."""
+        """The speed of one reader among `readers` on each node; 0 if nothing was measured."""
         if origin == "source":
             speed = self.source[min(self.nodes, len(self.source)) - 1] / self.nodes
         elif origin == "peer":

@@ -1,4 +1,4 @@
-"""Global batches that grow while training converges (seed lmdbio-and-horovod, 8.4.3).
+"""Global batches that grow while training converges [Pumma 2020, sec. 8.4.3].
 
     batches = nostall.DynamicBatches(loader, threshold=0.01, limit=16)
     for epoch in batches.epochs():
@@ -6,9 +6,8 @@
             ...                        # batches.factor times the loader's batch
         batches.report(accuracy)
 
-A large batch is some of the plan's global batches one after the other, so the plan, its order and
-what the tiers hold stay as they are, and a change takes effect at a batch's boundary that is the same
-on all ranks.
+A large batch consists of consecutive global batches of the plan. So the plan, its order and the tiers
+stay the same, and a change takes effect at the same batch on all ranks.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ class DynamicBatches:
 
     Args:
         loader: a `DataLoader` whose batches are arrays or tensors. Its batch is the smallest one.
-        threshold: the batch grows when the reported value improved by less than this since the last
-            report: the convergence rate.
-        grow: times larger each time.
-        limit: at most so many of the loader's batches.
+        threshold: convergence rate below which the batch grows: the improvement of the reported value
+            since the last report.
+        grow: factor by which the batch grows each time.
+        limit: greatest number of the loader's batches in one.
         smaller_is_better: the reported value is a loss.
         sawtooth: with the order `SubBatches`: the batch grows with each pass over the data in
             memory, to at most all of it, and is small again when new data come. Reports grow it too.
@@ -44,7 +43,7 @@ class DynamicBatches:
         factor: how many of the loader's batches make one, by the reports.
 
     Raises:
-        UsageError: arguments that do not go together, named with their value.
+        UsageError: arguments that contradict each other, named with their value.
     """
 
     def __init__(
@@ -72,11 +71,11 @@ class DynamicBatches:
         self._agree = agree
 
     def report(self, value: float) -> int:
-        """How well the model does now; all ranks call it. The factor from the next batch on."""
+        """Takes the quality of the model; all ranks call it. Returns the next batches' factor."""
         value = self._agreed(float(value))
         if self._last is not None:
             better = self._last - value if self.smaller_is_better else value - self._last
-            # A value that is not a number is no progress either.
+            # A value that is not a number does not count as progress.
             if not better >= self.threshold:
                 self.factor = min(self.factor * self.grow, self.limit)
         self._last = value
@@ -103,7 +102,7 @@ class DynamicBatches:
         plan = self.loader.plan
         whole = plan.epoch_length // plan.native.global_batch
         _, turn, place, size = plan.pass_of(epoch, batch)
-        # Never across the end of a pass: what is fresh is not mixed with what is used again.
+        # Never across the end of a pass, so that fresh and reused data do not mix.
         grown = self.factor * int(self.grow**turn)
         return min(grown, self.limit, size - place, max(whole - batch, 1))
 
@@ -127,7 +126,7 @@ class DynamicBatches:
     # ------------------------------------------------------------------ resuming
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's state and what decides the next sizes; plain numbers."""
+        """The loader's state and the numbers that decide the next sizes."""
         return {
             "version": _STATE_VERSION,
             "loader": self.loader.state_dict(),

@@ -1,4 +1,4 @@
-"""The data loader: batches in the order of the seed, staged before they are asked for."""
+"""The data loader: batches in the order of the random seed, staged before the consumer needs them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _BOUNDED = 1024  # the lower bound is that of the whole job up to so many epochs
 
 _log = logging.getLogger("nostall")
 
-# Loaders are told apart by their number in the process: ranks make them in the same order.
+# Loaders are numbered within the process; ranks make them in the same order.
 _made = itertools.count()
 _made_in: dict[tuple[int, str], Iterator[int]] = collections.defaultdict(itertools.count)
 
@@ -55,7 +55,7 @@ _made_in: dict[tuple[int, str], Iterator[int]] = collections.defaultdict(itertoo
 Transforms = Sequence[Transform] | Callable[[Any], Any] | None
 
 
-# What programs that rebuild torch's loaders look for, and what does it here.
+# Attributes of torch's loader that other programs look for, and their replacements here.
 _SKIP = (
     "its plan has the order. To go on in the middle of an epoch, give it its load_state_dict() instead "
     "of skipping batches"
@@ -70,7 +70,7 @@ _OF_TORCH = {
 
 
 def _order_name(order: Order) -> str:
-    """What a state calls the order; a user's own is told from others by its ids."""
+    """The name of the order in a state; a user's own order is identified by its ids."""
     if isinstance(order, (str, SubBatches)):
         return str(order)
     return f"user {zlib.crc32(sample_ids(order).tobytes()):08x}"
@@ -153,36 +153,36 @@ class DataLoader:
 
     The order is that of ``torch.utils.data.DataLoader(dataset, batch_size, sampler=
     DistributedSampler(dataset, shuffle=shuffle, seed=seed, drop_last=drop_last),
-    drop_last=drop_last)`` with ``set_epoch`` called, bit for bit, whatever the caches, threads or
+    drop_last=drop_last)`` with ``set_epoch`` called, bit for bit, independent of caches, threads and
     failures. Native transforms draw from (seed, epoch, sample, occurrence), so they repeat exactly
-    too; what a Python callable draws is its own.
+    too. The random draws of Python callables are their own.
 
     Args:
         dataset: where samples come from, for example ``nostall.ImageFolder(path)``.
         batch_size: samples per rank and batch.
-        epochs: how many epochs the job has; None if it has no end: each iteration of the loader is
-            the next epoch, for as long as one is asked for. Many cost no more than few.
+        epochs: how many epochs the job has; None if it has no end: then each iteration of the loader
+            gives the next epoch. Many epochs cost no more than few.
         seed: fixes order and augmentation.
         transforms: a list from ``nostall.transforms`` (run natively), any callable (given the raw
             bytes of a sample as a uint8 array of shape (bytes,), or the decoded image if `decode`),
             or None for batches of raw bytes (`RawBatch`).
         shuffle: False gives samples in the order of the source; True if None, but a user's `order`
             is kept as it is.
-        drop_last: drop samples that do not fill the world, then the last partial batch.
+        drop_last: drop samples that do not divide among all ranks, then the last partial batch.
         tiers: storage classes of this node, fastest first, shared by all its ranks, for example
             ``["ram:20GiB", "/nvme/cache:400GiB"]``; ``"auto"`` or ``[]``. If None, those of
             nostall.toml, else ``"auto"``.
         order: ``"torch"``, ``"keyed"`` (O(1) memory), `SubBatches` (data used several times while
-            it is in memory), or the user's own sequence of sample ids, in which a sample may come
-            again: every occurrence has random draws of its own.
-        on_error: what a sample that cannot be read or decoded does: ``"raise"``, or
+            it is in memory), or the user's own sequence of sample ids, in which a sample may
+            occur again: every occurrence has random draws of its own.
+        on_error: what happens if a sample cannot be read or decoded: ``"raise"``, or
             ``"substitute"`` (another sample takes its place, the same on every rank; see `stats`).
-            It is about damage: what a callable of the user's raises ends the iteration.
-        options: all others, `LoaderOptions`.
-        rare: fields of `LoaderOptions`, in the place of those of `options`.
+            This is about damage; an exception of a user's callable ends the iteration.
+        options: all other options, a `LoaderOptions`.
+        rare: fields of `LoaderOptions`, which replace those of `options`.
 
     Raises:
-        UsageError: arguments that do not go together, named with their value.
+        UsageError: arguments that contradict each other, named with their value.
         PeerError: another rank of the node has a different plan, or died.
         CorruptionError: while iterating, a sample is unusable and on_error is ``"raise"``.
         TransformError: while iterating, a callable failed for a sample that is not damaged.
@@ -243,7 +243,7 @@ class DataLoader:
         self._finalizer = weakref.finalize(self, lambda: None)
 
     def _find_place(self) -> None:
-        """This rank's place in the job, and the names that loaders are told apart by."""
+        """This rank's place in the job, and the names of the loader."""
         chosen = self._options
         self.world = find_world(
             rank=chosen.rank,
@@ -254,7 +254,7 @@ class DataLoader:
         )
         job = chosen.job or ""
         self._name = f"loader {next(_made)}"
-        # What only some ranks make, alone or in a smaller world, shifts no numbers of the others.
+        # Loaders that only some ranks make do not shift the numbers of other loaders.
         self._twins = f"{job} loader {next(_made_in[self.world.world_size, job])}"
         self._job = job or f"{self.world.job} {self._name}"
         self._compared = False
@@ -323,7 +323,7 @@ class DataLoader:
             epoch, before = self._next_epoch(), self._position
             yield Epoch(self, epoch)
             if self._position == before:
-                # The body took nothing of this epoch: go on all the same.
+                # The body took nothing of this epoch: continue with the next one all the same.
                 self._position = (epoch + 1, 0)
                 self._resumed = False
 
@@ -398,7 +398,7 @@ class DataLoader:
                     labels[place] = self.dataset.native.labels[replacement]
                 yield data, self._array(self.dataset.as_labels(labels))
         finally:
-            # What is pending may belong to a later iteration by now: an abandoned one may end late.
+            # An abandoned iteration may end late; pending work may then belong to a later one.
             if pending is not None and self._recorder.is_current(running):
                 pending.drop()
             self._recorder.end_epoch(running)
@@ -486,7 +486,7 @@ class DataLoader:
     # ------------------------------------------------------------------ what happened
 
     def stats(self) -> Stats:
-        """What this rank's consumer waited for, and where its samples came from."""
+        """What this rank's consumer waited for, and the origins of its samples."""
         if self._loader is not None:
             self._peer_counts = self._loader.peers
         return self._recorder.stats(self._name, self._bound(), self._peer_counts)
@@ -512,7 +512,7 @@ class DataLoader:
 
     @property
     def name(self) -> str:
-        """Tells the loaders of a process apart: "loader 0" is the first that was made."""
+        """The name of the loader in its process: "loader 0" is the first that was made."""
         return self._name
 
     def totals(self) -> tuple[EpochStats, dict[str, int]]:
@@ -520,11 +520,11 @@ class DataLoader:
         return self._recorder.totals()
 
     def tell(self, live: Callable[[Recorder, int, int, int], None]) -> None:
-        """For recording: `live` hears of every batch."""
+        """For recording: `live` is called after every batch."""
         self._recorder.live = live
 
     def settings(self) -> dict[str, Any]:
-        """What this loader was given and chose, as plain data."""
+        """The settings of this loader, given or chosen, as plain data."""
         return {
             "rank": self.world.rank,
             "world_size": self.world.world_size,
@@ -560,12 +560,12 @@ class DataLoader:
 
     @property
     def plan(self) -> Plan:
-        """What this loader will read, and when; of 2**31 - 1 epochs where there is no end."""
+        """What this loader will read, and when; of 2**31 - 1 epochs if the job has no end."""
         return self._plan
 
     @property
     def batch_size(self) -> int:
-        """Samples per rank and batch; fixed, for the plan follows from it."""
+        """Samples per rank and batch; fixed, because the plan follows from it."""
         return self._batch_size
 
     @batch_size.setter
@@ -613,7 +613,7 @@ class DataLoader:
         return self._plan.native
 
     def _join(self) -> cluster.Cluster | None:
-        """Meets the ranks of other nodes, where there are any and samples may travel."""
+        """Connects to the ranks of other nodes, if there are any and samples may travel."""
         if self._options.peers == "off" or not any(t.capacity for t in self._tiers):
             return None
         if self._options.peers == "auto" and not cluster.spans_nodes(self.world):
@@ -642,7 +642,7 @@ class DataLoader:
         return joined
 
     def _alike(self) -> dict[str, Any]:
-        """What all ranks must have alike, by the names of arguments where it is one."""
+        """The settings that must be equal on all ranks, by the names of their arguments."""
         state = self.state_dict()
         for key in ("version", "epoch", "batch", "global_batch"):
             del state[key]
@@ -673,7 +673,7 @@ class DataLoader:
                 job_name=job_name,
                 local_rank=self.world.local_rank,
                 local_world=self.world.local_world_size,
-                # The stage of callables finds stand-ins itself: they must suit the callable.
+                # The stage of callables finds replacements itself, because they must suit the callable.
                 on_error="report"
                 if self._python and self._on_error == "substitute"
                 else self._on_error,
@@ -704,7 +704,7 @@ class DataLoader:
         return max(2, known or self._threads)
 
     def _expected(self) -> list[float]:
-        """Seconds a byte of each origin, as one fetch thread of this rank would see them."""
+        """Seconds per byte of each origin, for one fetch thread of this rank."""
         if self._calibration is None:
             return []
         readers = self.world.local_world_size * self._fetchers()

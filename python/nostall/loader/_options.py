@@ -1,4 +1,4 @@
-"""What a DataLoader may be told beside its own arguments; the checks are those of the one table."""
+"""The options of a DataLoader beside its own arguments; their checks are in the one table."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from nostall.job._rendezvous import AllGather
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """What a `DataLoader` is told less often; what is not given follows nostall.toml, else the default.
+    """Rarer options of `DataLoader`; one that is not given follows nostall.toml, else the default.
 
     Raises:
-        UsageError: a value that cannot be meant, with its option.
+        UsageError: an impossible value, with its option.
     """
 
     staging: int | str = in_force("loader.staging")

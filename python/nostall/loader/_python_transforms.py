@@ -44,7 +44,7 @@ class _Composed:
         return sample
 
 
-# False: samples as they are; True: decoded; Pixels: taken as such.
+# False: raw samples; True: decoded; Pixels: unpacked as pixels.
 Decode = bool | Pixels
 
 
@@ -56,10 +56,10 @@ def _decoded(raw: NDArray[np.uint8], decode: Decode) -> Any:
 
 @dataclass
 class _Failed:
-    """Stands in the place of a sample that gave no result.
+    """Takes the place of a sample that gave no result.
 
-    `damaged` says that the sample is bad, not the callable. An exception may not be picklable: from
-    another process only its text comes.
+    `damaged` says that the sample is bad, not the callable. An exception may not be picklable, so
+    another process sends only its text.
     """
 
     reason: str
@@ -93,7 +93,7 @@ def _apply(
     return results
 
 
-# Formats that the native decoder reads: whether such a sample is damaged can be told.
+# Formats that the native decoder reads, so that it can find whether a sample is damaged.
 _ENDINGS = (".jpg", ".jpeg", ".png", ".webp")
 _BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")
 
@@ -114,8 +114,8 @@ def _damaged(name: str, raw: NDArray[np.uint8]) -> bool:
 def takes_images(transforms: Any) -> bool:
     """Whether a callable, or the first step of it, is an image transform of a library.
 
-    Those of torchvision.transforms and albumentations take images, never the bytes of a file; a
-    function of the user's, also one inside ``Compose`` or ``Lambda``, takes what it takes.
+    Those of torchvision.transforms and albumentations take images, never the bytes of a file. A
+    user's function, also inside ``Compose`` or ``Lambda``, may take either.
     """
     steps = getattr(transforms, "transforms", transforms)
     if isinstance(steps, (list, tuple)) or type(steps).__name__ == "Sequential":
@@ -142,9 +142,9 @@ class PythonStage:
 
     The order of samples is that of the raw batches. A callable gets the sample's bytes, uint8 of
     shape (bytes,), or with `decode` the image, uint8 of shape (height, width, 3). With
-    ``workers="processes"`` it must be picklable; processes are spawned, never forked. What it raises
-    is a TransformError, unless the sample is damaged: it says so by CorruptionError, or the sample is
-    a JPEG, PNG or WebP image that cannot be decoded.
+    ``workers="processes"`` it must be picklable; processes are spawned, never forked. Its
+    exceptions become a TransformError, unless the sample is damaged: the callable raised
+    CorruptionError, or the sample is a JPEG, PNG or WebP image that cannot be decoded.
     """
 
     def __init__(
@@ -225,10 +225,10 @@ class PythonStage:
         self._pending.append((batch, raw, futures))
 
     def result(self, source: Source) -> tuple[_native.Batch, Any, Substituted, dict[int, int]]:
-        """The oldest batch, collated; waits for it.
+        """Waits for the oldest batch and returns it, collated.
 
         Beside the batch and its data: (bad sample, replacement, reason) of each substitution, and
-        by place in the batch the sample that stands there instead, whose label goes with it.
+        by place in the batch the replacement sample, whose label is used too.
 
         Raises:
             TransformError: the callable failed for a sample, with its path; or a process of
@@ -340,21 +340,21 @@ class PythonStage:
         )
 
     def drop(self) -> None:
-        """Drops what is pending; threads or processes stay for the next epoch."""
+        """Drops pending work; threads or processes stay for the next epoch."""
         for _, _, futures in self._pending:
             for future in futures:
                 future.cancel()
         self._pending.clear()
 
     def close(self) -> None:
-        """Drops what is pending and ends threads or processes."""
+        """Drops pending work and ends threads or processes."""
         self.drop()
         if self._executor is not None:
             self._executor.shutdown(wait=True, cancel_futures=True)
             self._executor = None
 
 
-# Results that stacking would take apart, or cannot stack.
+# Results that stacking would change, or cannot stack.
 _NO_ARRAYS = (dict, tuple, set, str, bytes)
 
 
