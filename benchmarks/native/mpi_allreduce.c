@@ -1,4 +1,4 @@
-/* Listing 4.1 of the thesis on arrival-aware collectives as a plain MPI program: build it with any
+/* [Mohammadalizadehbakhtevari 2021, listing 4.1] as a plain MPI program: build it with any
    mpicc and run it with and without libnostall_mpi.so.
      mpicc -O2 benchmarks/native/mpi_allreduce.c -o mpi_allreduce
      mpirun -n 2 ./mpi_allreduce [largest bytes]

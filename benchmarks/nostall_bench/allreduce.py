@@ -2,8 +2,8 @@
 
 With --operation reduce, of a reduce to rank 0, in which the other ranks may leave early.
 
-Listings 4.1 and 4.2 of the seed on arrival-aware collectives: a barrier, a computation of up to
-MIF times a message's latency, the allreduce. Times are medians over iterations and repeats: the
+[Mohammadalizadehbakhtevari 2021, listings 4.1 and 4.2]: a barrier, a computation of up to MIF times a
+message's latency, the allreduce. Times are medians over iterations and repeats: the
 mean over ranks in the call, and from the last arrival to the last completion; the table of ratios
 has the range over repeats. Engines take turns within one run. The bound is what the bytes that every
 rank must read and write (its message in, the result out) need at the rate at which all ranks

@@ -146,7 +146,7 @@ def _alpha_ns(count: int) -> float:
 
 
 def _measure(engine: Engine, settings: dict[str, Any], size: int, mif: float) -> dict[str, Any]:
-    """Listings 4.1 (mif 0) and 4.2 of the seed on arrival-aware collectives."""
+    """[Mohammadalizadehbakhtevari 2021, listing 4.1 (mif 0) or 4.2]."""
     count = size // 4
     buffer = engine.buffer(count)
     buffer[:] = 0

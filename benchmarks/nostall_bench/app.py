@@ -1,8 +1,8 @@
 """``nostall bench app``: what input costs a training, AlexNet with 1 to 8 threads and prefetch 0 or 1.
 
-The mini-application of the seed tensorflow-io (III.B): images of 224 x 224 x 3, labels one-hot or
-sparse, Adam. Each setting trains the same number of steps on files made cold before; the cost of input
-is its run time less that of the same steps on one batch that lies in memory (figures 6 to 8). The
+The mini-application of [Chien 2018, sec. III.B]: images of 224 x 224 x 3, labels one-hot or sparse,
+Adam. Each setting trains the same number of steps on files made cold before; the cost of input is its
+run time less that of the same steps on one batch that lies in memory [Chien 2018, fig. 6 to 8]. The
 disk's activity is sampled each second. On a GPU where there is one.
 """
 

@@ -1,7 +1,7 @@
 """``nostall bench checkpoint``: what checkpoints cost a training, on slow and on fast storage.
 
-The experiment of the seed tensorflow-io (IV.C, V.C, figures 9 and 10): iterations that update all of
-the state, a checkpoint every so many, to slow storage, to fast storage, and to fast storage with a
+The experiment of [Chien 2018, sec. IV.C and V.C, fig. 9 and 10]: iterations that update all of the
+state, a checkpoint every so many, to slow storage, to fast storage, and to fast storage with a
 copy to the slow one behind. The stall of a checkpoint is its call and what the steps after it take
 longer than steps without any checkpoint; "processor" is the processor time of a checkpoint, until it
 is durable.
@@ -214,7 +214,7 @@ def _table(rows: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace,
 
 
 def draw(rows: dict[str, list[dict[str, Any]]], path: str) -> None:
-    """Run times as bars, and writes over time, as figures 9 and 10 of the seed."""
+    """Run times as bars, and writes over time, as [Chien 2018, fig. 9 and 10]."""
     names = list(rows)
     shown = [n for n in names if n != "none"]
     size = (9, 3 + 1.3 * len(shown))

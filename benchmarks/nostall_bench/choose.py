@@ -1,7 +1,7 @@
 """``nostall calibrate collectives``: which algorithm of allreduce is fastest here, and when.
 
 Measures every algorithm for numbers of ranks and sizes, with ranks that arrive together and apart
-(listings 4.1 and 4.2 of the seed on arrival-aware collectives), in turns, and writes the table that
+([Mohammadalizadehbakhtevari 2021, listings 4.1 and 4.2]), in turns, and writes the table that
 nostall.collective, the torch backend and libnostall_mpi.so read (docs/formats/collectives.md).
 """
 

@@ -144,7 +144,7 @@ def forget(files: Iterable[str | os.PathLike[str]], drop_caches: bool = False) -
 def sequential(directory: str | os.PathLike[str], size: int = 256 << 20, runs: int = 6) -> float:
     """Bytes a second of one large file read from its beginning to its end, past the page cache.
 
-    The median of `runs` - 1, for the first is warm-up (table I of the seed tensorflow-io). Where the
+    The median of `runs` - 1, because the first is warm-up [Chien 2018, table I]. Where the
     file system has no direct reads, the cache is told to forget the file instead.
     """
     path = Path(directory, f".nostall-sequential-{os.getpid()}")

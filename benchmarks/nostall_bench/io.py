@@ -1,7 +1,7 @@
 """``nostall bench io``: how fast images come from storage, by pipeline, threads and device.
 
-The STREAM-like benchmark of the seed tensorflow-io (III.A): a list of images is shuffled, mapped by 1,
-2, 4, 8 threads (decode and resize to 224 x 224, or read only) and batched by 64; nothing computes. Six
+The STREAM-like benchmark of [Chien 2018, sec. III.A]: a list of images is shuffled, mapped by 1, 2, 4,
+8 threads (decode and resize to 224 x 224, or read only) and batched by 64; nothing computes. Six
 runs, the first is warm-up; caches are made cold before each. The bound beside is one large file read in
 order past the cache (table I), and the same files read by threads that do nothing else.
 """

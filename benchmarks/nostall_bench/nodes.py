@@ -151,7 +151,7 @@ def _record(
 
 
 def _scaling(rows: list[dict[str, Any]]) -> Table:
-    """Strong scaling as in Tables 5.7 and 5.8 of the seed: S_p = t_1 / t_p, and S_p / p."""
+    """Strong scaling as in [Böhringer 2020, tables 5.7 and 5.8]: S_p = t_1 / t_p, and S_p / p."""
     table = harness.table(
         "strong scaling of the time for all epochs",
         *("nodes", "tiers", "sharing", "all epochs, s", "speedup", "efficiency"),

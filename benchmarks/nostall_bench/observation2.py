@@ -1,4 +1,4 @@
-"""``nostall bench observation-2``: how unevenly nodes read samples (seed, 3.2.1, equation 3.8).
+"""``nostall bench observation-2``: how unevenly nodes read samples [Böhringer 2020, eq. 3.8].
 
 Every epoch is shuffled, so a node reads a sample about E/N times in E epochs, and some samples much
 more often. This computes the expected number of samples read more than (1 + delta) E/N times from the
@@ -14,7 +14,7 @@ from math import comb, floor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options; the defaults are the seed's."""
+    """The options; the defaults are those of [Böhringer 2020, sec. 3.2.1]."""
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=1000)
     parser.add_argument("--samples", type=int, default=10_000)

@@ -1,8 +1,8 @@
 """Input pipelines of ``nostall bench io`` and ``nostall bench app``, all doing the same work.
 
-Each is a function from a `Work` to an iterator of batches. "map" is the pipeline of the seed
-tensorflow-io (III): a shuffled list, mapped by a pool of threads, batched, with nothing or one batch
-prepared ahead; "tf.data" is TensorFlow's own, which the seed measured; "grain" is Grain with threads;
+Each is a function from a `Work` to an iterator of batches. "map" is the pipeline of
+[Chien 2018, sec. III]: a shuffled list, mapped by a pool of threads, batched, with nothing or one batch
+prepared ahead; "tf.data" is TensorFlow's own, which Chien measured; "grain" is Grain with threads;
 "torch" is torch's DataLoader with worker processes; "nostall" is this loader. Images that cannot
 be read or decoded are left out, or replaced (nostall), and counted.
 """
@@ -152,7 +152,7 @@ def nostall_loader(work: Work) -> Iterator[tuple[Any, list[int]]]:
 
 
 def tensorflow_data(work: Work) -> Iterator[tuple[Any, list[int]]]:
-    """TensorFlow's pipeline, as the seed's: shuffle, parallel map, ignore errors, batch, prefetch."""
+    """TensorFlow's pipeline, as published: shuffle, parallel map, ignore errors, batch, prefetch."""
     import tensorflow as tf
     import torch
 

@@ -2,10 +2,11 @@
 
 The demo's network learns the demo's pictures, kept in memory at --side pixels, in the order of a job
 of --ranks ranks: the order "torch"; sub-batches used again within processes, among --node ranks or
-among all (seed lmdbio-and-horovod, 8.4.1); and batches that grow when the accuracy gains less than
---threshold in an epoch, or with every pass over the data in memory (8.4.3), with the learning rate.
-Accuracy is that of other pictures, percent, median [least-most] of the seeds; distance is the median
-of samples between two uses; fresh is what leaves the source if only the resident batches are kept.
+among all [Pumma 2020, sec. 8.4.1]; and batches that grow when the accuracy gains less than
+--threshold in an epoch, or with every pass over the data in memory (sec. 8.4.3), with the learning
+rate. Accuracy is that of other pictures, percent, median [least-most] of the random seeds; distance
+is the median of samples between two uses; fresh is what leaves the source if only the resident
+batches are kept.
 """
 
 from __future__ import annotations

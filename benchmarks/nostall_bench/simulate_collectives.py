@@ -43,8 +43,9 @@ ENGINES: dict[str, tuple[str, tuple[str, ...]]] = {
     "ompi": ("mpi", ("smpi/coll-selector:ompi",)),
     "mpich": ("mpi", ("smpi/coll-selector:mpich",)),
 }
-# Who is late: a pattern of nostall-smpi and its options. The imbalance is the thesis's table 3.2
-# (Horovod, messages of 1 to 64 MB, Cedar): worst case 5.85 over all ranks, 1.84 within a node.
+# Which ranks are late: a pattern of nostall-smpi and its options. The imbalance is that of
+# [Mohammadalizadehbakhtevari 2021, table 3.2] (Horovod, messages of 1 to 64 MB, Cedar): worst case
+# 5.85 over all ranks, 1.84 within a node.
 PATTERNS: dict[str, tuple[str, ...]] = {
     "balanced": ("balanced",),
     "listing 4.2": ("random", "--imbalance", "5.85"),
@@ -222,7 +223,7 @@ def table(rows: Sequence[SimulatedCall]) -> str:
 
 
 def gains(rows: Sequence[SimulatedCall], base: str = "flat RSA") -> str:
-    """Table 6.1 of the seed arrival-aware-collectives: by how much each engine's mean time in the
+    """As [Mohammadalizadehbakhtevari 2021, table 6.1]: by how much each engine's mean time in the
     call is below that of `base`, on average over sizes, at most and at least; "" without `base`."""
     rows = _means(rows)
     times = {(r.ranks, r.per_node, r.pattern, r.engine, r.bytes): r.in_call for r in rows}

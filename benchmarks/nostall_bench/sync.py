@@ -1,15 +1,15 @@
 """``nostall bench sync``: gradient synchronisation in all its modes, and DDP, on real networks.
 
-Every run is a training of real processes on CPU, each network in each way, in turns, so that what else
-the machine does falls on all alike. Columns: CPU is the progress thread's share of the run, as are
-agree (on an order), copy (into and out of buckets; planned it is the thread that trains which copies)
-and reduce; involuntary and voluntary context switches (invol., vol.) are the process's, per step: what
-contention looks like (seed lmdbio-and-horovod 6.2.5). "no reduction" trains each rank for itself: what
-switches there are without any engine. The ranks' processes are the same for all runs of a network. With
---input loader the batches are decoded from JPEG files meanwhile. --delay-ms makes rank 0 late in every
-step (figures 6.8 to 6.12). A second table splits the engine's time into cycle latency (gradients are
-there, the thread sleeps), stalling (other ranks are not there), ordering, copies and reduction (6.2.3),
-and context switches by component.
+Every run is a training of real processes on CPU, each network in each way, in turns, so that what
+else the machine does falls on all alike. Columns: CPU is the progress thread's share of the run, as
+are agree (on an order), copy (into and out of buckets; planned it is the thread that trains which
+copies) and reduce; involuntary and voluntary context switches (invol., vol.) are the process's, per
+step: what contention looks like [Pumma 2020, sec. 6.2.5]. "no reduction" trains each rank for itself:
+what switches there are without any engine. The ranks' processes are the same for all runs of a
+network. With --input loader the batches are decoded from JPEG files meanwhile. --delay-ms makes rank
+0 late in every step [Pumma 2020, fig. 6.8 to 6.12]. A second table splits the engine's time into
+cycle latency (gradients are there, the thread sleeps), stalling (other ranks are not there),
+ordering, copies and reduction (sec. 6.2.3), and context switches by component.
 
 Horovod is a peer where it is built for this torch, with its own defaults; "negotiated 1 ms" is our
 engine's negotiation with the same cycle and the same fusion. In every run the ranks must end with the

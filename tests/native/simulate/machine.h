@@ -1,4 +1,4 @@
-// The small cluster of the seed clairvoyant-prefetching, 5.2.1.
+// The small cluster of [Böhringer 2020, sec. 5.2.1].
 #pragma once
 
 #include <vector>

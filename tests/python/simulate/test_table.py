@@ -1,4 +1,4 @@
-"""Table 5.1 of the seed clairvoyant-prefetching, and what the text says of the other scenarios."""
+"""[Böhringer 2020, table 5.1], and what the text says of the other scenarios."""
 
 from __future__ import annotations
 

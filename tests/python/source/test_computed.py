@@ -1,4 +1,4 @@
-"""Places by the thesis's arithmetic: right where its rule holds, refused with the reason where not."""
+"""Places by the arithmetic of [Pumma 2020, sec. 5.2.2]: right where its rule holds, else refused."""
 
 from __future__ import annotations
 
