@@ -1,5 +1,7 @@
 // nostall._native.Loader and its batches.
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/chrono.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -8,7 +10,6 @@
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <map>
@@ -147,44 +148,83 @@ std::map<std::string, uint64_t> peer_counts(stage::Loader& loader) {
   return out;
 }
 
-source::ReaderKind reader_kind(const std::string& name) {
-  if (name == "auto") return source::ReaderKind::automatic;
-  if (name == "pread") return source::ReaderKind::pread;
-  if (name == "io_uring") return source::ReaderKind::uring;
-  throw Error(ErrorKind::usage, "reader must be 'auto', 'pread' or 'io_uring', not '" + name + "'");
-}
+std::string string_of(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
 
-stage::OnError on_error_of(const std::string& name) {
-  if (name == "raise") return stage::OnError::raise;
-  if (name == "substitute") return stage::OnError::substitute;
-  if (name == "report") return stage::OnError::report;
-  throw Error(ErrorKind::usage, "on_error must be 'raise' or 'substitute', not '" + name + "'");
-}
+void bind_configs(nb::module_& m) {
+  nb::enum_<stage::OnError>(m, "OnError")
+      .value("raise_", stage::OnError::raise)
+      .value("substitute", stage::OnError::substitute)
+      .value("report", stage::OnError::report);
+  nb::enum_<stage::Sharing>(m, "Sharing")
+      .value("push", stage::Sharing::push)
+      .value("owners_read", stage::Sharing::owners_read);
+  nb::enum_<source::ReaderKind>(m, "ReaderKind")
+      .value("auto", source::ReaderKind::automatic)
+      .value("pread", source::ReaderKind::pread)
+      .value("io_uring", source::ReaderKind::uring);
+  nb::enum_<tier::TierKind>(m, "TierKind")
+      .value("ram", tier::TierKind::ram)
+      .value("file", tier::TierKind::file);
 
-stage::Sharing sharing_of(const std::string& name) {
-  if (name == "push") return stage::Sharing::push;
-  if (name == "owners-read") return stage::Sharing::owners_read;
-  throw Error(ErrorKind::usage, "sharing must be 'push' or 'owners-read', not '" + name + "'");
-}
-
-using TierTuple =
-    std::tuple<std::string, uint64_t, std::string, bool, bool>;  // TierSpec of nostall/sizes.py
-
-std::vector<tier::TierSpec> tiers_of(const std::vector<TierTuple>& tuples) {
-  std::vector<tier::TierSpec> tiers;
-  for (const auto& [kind, capacity, path, keep, modest] : tuples) {
-    if (kind != "ram" && kind != "file") {
-      throw Error(ErrorKind::usage, "a tier is 'ram' or 'file', not '" + kind + "'");
-    }
-    tiers.push_back(
-        {kind == "ram" ? tier::TierKind::ram : tier::TierKind::file, capacity, path, keep, modest});
-  }
-  return tiers;
+  using stage::LoaderConfig;
+  nb::class_<LoaderConfig>(m, "LoaderConfig", "What a loader does (native/stage/loader.h).")
+      .def(nb::init<>())
+      .def_rw("job", &LoaderConfig::job)
+      .def_rw("rank", &LoaderConfig::rank)
+      .def_rw("source", &LoaderConfig::source)
+      .def_rw("pipeline", &LoaderConfig::pipeline, nb::for_setter(nb::arg("pipeline").none()))
+      .def_rw("sharing", &LoaderConfig::sharing)
+      .def_rw("locality", &LoaderConfig::locality)
+      .def_rw("first_epoch", &LoaderConfig::first_epoch)
+      .def_rw("on_error", &LoaderConfig::on_error)
+      .def_rw("fetchers", &LoaderConfig::fetchers)
+      .def_rw("workers", &LoaderConfig::workers)
+      .def_rw("depth", &LoaderConfig::depth)
+      .def_rw("reader", &LoaderConfig::reader)
+      .def_rw("expected", &LoaderConfig::expected)
+      .def_rw("staging_bytes", &LoaderConfig::staging_bytes)
+      .def_rw("io_bytes", &LoaderConfig::io_bytes);
+  nb::class_<tier::TierSpec>(m, "TierSpec", "A storage class of a node.")
+      .def(nb::init<tier::TierKind, uint64_t, std::string, bool, bool>(), nb::arg("kind"),
+           nb::arg("capacity"), nb::arg("path"), nb::arg("keep"), nb::arg("modest"));
+  nb::class_<plan::Nodes>(m, "Nodes", "The node of each rank, and what each node keeps.")
+      .def(nb::init<>())
+      .def_rw("of_rank", &plan::Nodes::of_rank)
+      .def_rw("capacity", &plan::Nodes::capacity);
+  using stage::NodeSpec;
+  nb::class_<NodeSpec>(m, "NodeSpec", "A rank's node and its tiers (native/stage/node.h).")
+      .def(nb::init<>())
+      .def_rw("job", &NodeSpec::job)
+      .def_rw("local_rank", &NodeSpec::local_rank)
+      .def_rw("local_world", &NodeSpec::local_world)
+      .def_rw("tiers", &NodeSpec::tiers)
+      .def_rw("node", &NodeSpec::node)
+      .def_rw("nodes", &NodeSpec::nodes);
+  using peer::ExchangeConfig;
+  nb::class_<ExchangeConfig>(m, "ExchangeConfig", "How nodes are reached (native/peer/exchange.h).")
+      .def(nb::init<>())
+      .def_prop_rw(
+          "addresses",
+          [](const ExchangeConfig& c) {
+            std::vector<nb::bytes> out;
+            for (const std::string& a : c.addresses) out.emplace_back(a.data(), a.size());
+            return out;
+          },
+          [](ExchangeConfig& c, const std::vector<nb::bytes>& addresses) {
+            c.addresses.clear();
+            for (const nb::bytes& a : addresses) c.addresses.push_back(string_of(a));
+          })
+      .def_prop_rw(
+          "secret",
+          [](const ExchangeConfig& c) { return nb::bytes(c.secret.data(), c.secret.size()); },
+          [](ExchangeConfig& c, const nb::bytes& secret) { c.secret = string_of(secret); })
+      .def_rw("timeout", &ExchangeConfig::timeout);
 }
 
 }  // namespace
 
 void bind_stage(nb::module_& m) {
+  bind_configs(m);
   nb::class_<PyBatch>(m, "Batch", "One local batch, as the stage hands it out.")
       .def_prop_ro("epoch", [](const PyBatch& b) { return b.batch->position.epoch; })
       .def_prop_ro("index", [](const PyBatch& b) { return b.batch->position.batch; })
@@ -237,70 +277,15 @@ void bind_stage(nb::module_& m) {
   nb::class_<PyLoader>(m, "Loader", "The staging buffer of one rank (native/stage/loader.h).")
       .def(
           "__init__",
-          [](PyLoader* self, const plan::JobSpec& job, uint32_t rank,
-             std::shared_ptr<source::Source> source, std::shared_ptr<image::Pipeline> pipeline,
-             const std::vector<TierTuple>& tiers, const std::string& job_name, uint32_t local_rank,
-             uint32_t local_world, const std::string& on_error, uint32_t fetchers, uint32_t workers,
-             uint32_t depth, const std::string& reader, uint64_t staging_bytes, uint64_t io_bytes,
-             uint32_t first_epoch, bindings::PyTransport* transport, uint32_t node,
-             const std::vector<uint32_t>& node_of_rank, const std::vector<uint64_t>& capacities,
-             const std::vector<nb::bytes>& addresses, const nb::bytes& secret,
-             uint32_t peer_timeout_ms, const std::string& sharing, bool locality,
-             const std::vector<double>& expected) {
-            stage::LoaderConfig config;
-            config.job = job;
-            config.rank = rank;
-            config.source = std::move(source);
-            config.pipeline = std::move(pipeline);
-            config.on_error = on_error_of(on_error);
-            config.sharing = sharing_of(sharing);
-            config.locality = locality;
-            if (!expected.empty() && expected.size() != stage::kOrigins) {
-              throw Error(ErrorKind::usage, "a speed is expected of each origin, or of none");
-            }
-            std::copy(expected.begin(), expected.end(), config.expected.begin());
-            config.first_epoch = first_epoch;
-            config.local_rank = local_rank;
-            config.local_world = local_world;
-            config.fetchers = fetchers;
-            config.workers = workers;
-            config.depth = depth;
-            config.reader = reader_kind(reader);
-            config.staging_bytes = staging_bytes;
-            config.io_bytes = io_bytes;
-            const stage::NodeSpec spec{job_name,        local_rank, local_world,
-                                       tiers_of(tiers), node,       {node_of_rank, capacities}};
-            peer::ExchangeConfig peers;
-            peers.rank = rank;
-            peers.node_of_rank = node_of_rank;
-            for (const nb::bytes& a : addresses) peers.addresses.emplace_back(a.c_str(), a.size());
-            peers.secret = {secret.c_str(), secret.size()};
-            peers.timeout = std::chrono::milliseconds(peer_timeout_ms);
-            peers.epoch_length = std::max<uint64_t>(1, plan::epoch_length(job));
-            {
-              const nb::gil_scoped_release release;
-              stage::NodeTiers tiers_here =
-                  stage::attach_node_cache(job, rank, *config.source, spec, first_epoch);
-              config.cache = tiers_here.cache;
-              if (transport && config.cache) {
-                peers.plan = tiers_here.plan;
-                config.peers = std::make_shared<peer::Exchange>(
-                    transport->take(), std::move(peers), std::move(tiers_here.ownership),
-                    config.source->sizes(), config.cache);
-              }
-            }
-            new (self) PyLoader(std::move(config));
+          [](PyLoader* self, const stage::LoaderConfig& config, const stage::NodeSpec& node,
+             const peer::ExchangeConfig& peers, bindings::PyTransport* transport) {
+            stage::LoaderConfig attached = bindings::without_gil([&] {
+              return stage::attach(config, node, peers, transport ? transport->take() : nullptr);
+            });
+            new (self) PyLoader(std::move(attached));
           },
-          nb::kw_only(), nb::arg("job"), nb::arg("rank"), nb::arg("source"),
-          nb::arg("pipeline").none(), nb::arg("tiers"), nb::arg("job_name"), nb::arg("local_rank"),
-          nb::arg("local_world"), nb::arg("on_error"), nb::arg("fetchers"), nb::arg("workers"),
-          nb::arg("depth"), nb::arg("reader"), nb::arg("staging_bytes"), nb::arg("io_bytes"),
-          nb::arg("first_epoch") = 0, nb::arg("transport").none() = nb::none(), nb::arg("node") = 0,
-          nb::arg("node_of_rank") = std::vector<uint32_t>(),
-          nb::arg("capacities") = std::vector<uint64_t>(),
-          nb::arg("addresses") = std::vector<nb::bytes>(), nb::arg("secret") = nb::bytes("", 0),
-          nb::arg("peer_timeout_ms") = 10000, nb::arg("sharing") = "push",
-          nb::arg("locality") = false, nb::arg("expected") = std::vector<double>())
+          nb::arg("config"), nb::arg("node"), nb::arg("peers"), nb::arg("transport").none(),
+          "`transport` is None where samples do not travel between nodes.")
       .def("next", &next, "The next batch; waits for it with the GIL released.")
       .def(
           "seek",

@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -137,25 +138,42 @@ class PythonTransport : public sync::Transport {
   uint32_t rank_, ranks_;
 };
 
-sync::GradientOptions config_of(const std::string& mode, bool nonblocking,
-                                uint32_t global_sleep_every, std::vector<int> cores, double cycle,
-                                double test_sleep, uint64_t threshold, double warn, double timeout,
-                                bool mean, bool check_finite) {
-  using bindings::nanoseconds_of;
-  using bindings::Zero;
-  sync::GradientOptions config;
-  config.mode = mode == "planned" ? sync::Mode::planned : sync::Mode::negotiated;
-  config.nonblocking = nonblocking;
-  config.global_sleep_every = global_sleep_every;
-  config.cores = std::move(cores);
-  config.cycle = nanoseconds_of("the cycle of gradients", cycle, Zero::allowed);
-  config.test_sleep = nanoseconds_of("the test_sleep of gradients", test_sleep, Zero::allowed);
-  config.threshold_bytes = threshold;
-  config.warn = nanoseconds_of("the warn of gradients", warn, Zero::allowed);
-  config.timeout = nanoseconds_of("the timeout of gradients", timeout);
-  config.mean = mean;
-  config.check_finite = check_finite;
-  return config;
+// A duration in seconds.
+template <std::chrono::nanoseconds sync::GradientOptions::*Field>
+void bind_seconds(nb::class_<sync::GradientOptions>& options, const char* name,
+                  bindings::Zero zero = bindings::Zero::allowed) {
+  options.def_prop_rw(
+      name,
+      [](const sync::GradientOptions& o) {
+        return std::chrono::duration<double>(o.*Field).count();
+      },
+      [name, zero](sync::GradientOptions& o, double seconds) {
+        const std::string of = "the " + std::string(name) + " of gradients";
+        o.*Field = bindings::nanoseconds_of(of.c_str(), seconds, zero);
+      });
+}
+
+void bind_options(nb::module_& m) {
+  using sync::GradientOptions;
+  nb::enum_<sync::Mode>(m, "SyncMode")
+      .value("planned", sync::Mode::planned)
+      .value("negotiated", sync::Mode::negotiated);
+  nb::class_<GradientOptions> options(m, "GradientOptions",
+                                      "How gradients are reduced (native/sync/options.h).");
+  options.def(nb::init<>())
+      .def_rw("mode", &GradientOptions::mode)
+      .def_rw("mean", &GradientOptions::mean)
+      .def_rw("check_finite", &GradientOptions::check_finite)
+      .def_rw("threshold", &GradientOptions::threshold_bytes)
+      .def_rw("cores", &GradientOptions::cores)
+      .def_rw("timeline", &GradientOptions::timeline)
+      .def_rw("shapes", &GradientOptions::shapes)
+      .def_rw("global_sleep_every", &GradientOptions::global_sleep_every)
+      .def_rw("nonblocking", &GradientOptions::nonblocking);
+  bind_seconds<&GradientOptions::warn>(options, "warn");
+  bind_seconds<&GradientOptions::timeout>(options, "timeout", bindings::Zero::refused);
+  bind_seconds<&GradientOptions::cycle>(options, "cycle");
+  bind_seconds<&GradientOptions::test_sleep>(options, "test_sleep");
 }
 
 std::map<std::string, int64_t> stats_of(const sync::GradientEngine& engine) {
@@ -183,22 +201,15 @@ std::map<std::string, int64_t> stats_of(const sync::GradientEngine& engine) {
 }  // namespace
 
 void bind_sync(nb::module_& m) {
+  bind_options(m);
   const auto release = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<sync::GradientEngine>(m, "GradientEngine",
                                    "Reduces gradients over all ranks (native/sync).")
       .def(
           "__init__",
-          [](sync::GradientEngine* self, const Specs& tensors, const std::string& job,
-             uint32_t rank, uint32_t ranks, nb::object transport, bool fixed_order,
-             const std::string& mode, bool nonblocking, uint32_t global_sleep_every,
-             std::vector<int> cores, double cycle, double test_sleep, uint64_t threshold,
-             double warn, double timeout, bool mean, bool check_finite, const std::string& timeline,
-             std::vector<std::string> shapes) {
-            sync::GradientOptions config =
-                config_of(mode, nonblocking, global_sleep_every, std::move(cores), cycle,
-                          test_sleep, threshold, warn, timeout, mean, check_finite);
-            config.timeline = timeline;
-            config.shapes = std::move(shapes);
+          [](sync::GradientEngine* self, const Specs& tensors, const sync::GradientOptions& config,
+             const std::string& job, uint32_t rank, uint32_t ranks, nb::object transport,
+             bool fixed_order) {
             const auto specs = specs_of(tensors);
             std::unique_ptr<sync::Transport> connection;
             if (!transport.is_none()) connection = std::make_unique<PythonTransport>(transport);
@@ -214,11 +225,8 @@ void bind_sync(nb::module_& m) {
             }
             new (self) sync::GradientEngine(config, std::move(connection), specs);
           },
-          nb::arg("tensors"), nb::arg("job"), nb::arg("rank"), nb::arg("ranks"),
-          nb::arg("transport").none(), nb::arg("fixed_order"), nb::arg("mode"),
-          nb::arg("nonblocking"), nb::arg("global_sleep_every"), nb::arg("cores"), nb::arg("cycle"),
-          nb::arg("test_sleep"), nb::arg("threshold"), nb::arg("warn"), nb::arg("timeout"),
-          nb::arg("mean"), nb::arg("check_finite"), nb::arg("timeline"), nb::arg("shapes"))
+          nb::arg("tensors"), nb::arg("options"), nb::arg("job"), nb::arg("rank"), nb::arg("ranks"),
+          nb::arg("transport").none(), nb::arg("fixed_order"))
       .def(
           "set_plan",
           [](sync::GradientEngine& self, const Groups& groups) {

@@ -2,9 +2,30 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "stage/run.h"
 
 namespace nostall::stage {
+
+LoaderConfig attach(LoaderConfig config, const NodeSpec& node, peer::ExchangeConfig peers,
+                    std::unique_ptr<peer::Transport> transport) {
+  config.local_rank = node.local_rank;
+  config.local_world = node.local_world;
+  NodeTiers tiers =
+      attach_node_cache(config.job, config.rank, *config.source, node, config.first_epoch);
+  config.cache = tiers.cache;
+  if (transport && config.cache) {
+    peers.rank = config.rank;
+    peers.node_of_rank = node.nodes.of_rank;
+    peers.plan = tiers.plan;
+    peers.epoch_length = std::max<uint64_t>(1, plan::epoch_length(config.job));
+    config.peers = std::make_shared<peer::Exchange>(std::move(transport), std::move(peers),
+                                                    std::move(tiers.ownership),
+                                                    config.source->sizes(), config.cache);
+  }
+  return config;
+}
 
 Loader::Loader(LoaderConfig config)
     : config_(std::move(config)),

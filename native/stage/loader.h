@@ -35,6 +35,7 @@
 #include "plan/plan.h"
 #include "source/source.h"
 #include "stage/buffer.h"
+#include "stage/node.h"
 #include "stage/origin.h"
 #include "tier/node_cache.h"
 
@@ -72,6 +73,11 @@ struct LoaderConfig {
   uint64_t staging_bytes = uint64_t{256} << 20;
   uint64_t io_bytes = uint64_t{64} << 20;
 };
+
+// `config` with the cache that the ranks of `node` share and, with a transport, the exchange with
+// other nodes; `peers` names addresses, secret and timeout. Throws what attach_node_cache throws.
+LoaderConfig attach(LoaderConfig config, const NodeSpec& node, peer::ExchangeConfig peers,
+                    std::unique_ptr<peer::Transport> transport);
 
 struct Position {
   uint32_t epoch = 0;

@@ -1,4 +1,5 @@
 from collections.abc import Callable, Sequence
+import datetime
 import enum
 from typing import Annotated, overload
 
@@ -485,6 +486,159 @@ class PeerTransport:
     @property
     def address(self) -> bytes: ...
 
+class OnError(enum.Enum):
+    substitute = 1
+
+    report = 2
+
+class Sharing(enum.Enum):
+    push = 0
+
+    owners_read = 1
+
+class ReaderKind(enum.Enum):
+    auto = 0
+
+    pread = 1
+
+    io_uring = 2
+
+class TierKind(enum.Enum):
+    ram = 0
+
+    file = 1
+
+class LoaderConfig:
+    """What a loader does (native/stage/loader.h)."""
+
+    def __init__(self) -> None: ...
+    @property
+    def job(self) -> JobSpec: ...
+    @job.setter
+    def job(self, arg: JobSpec, /) -> None: ...
+    @property
+    def rank(self) -> int: ...
+    @rank.setter
+    def rank(self, arg: int, /) -> None: ...
+    @property
+    def source(self) -> Source: ...
+    @source.setter
+    def source(self, arg: Source, /) -> None: ...
+    @property
+    def pipeline(self) -> Pipeline: ...
+    @pipeline.setter
+    def pipeline(self, pipeline: Pipeline | None) -> None: ...
+    @property
+    def sharing(self) -> Sharing: ...
+    @sharing.setter
+    def sharing(self, arg: Sharing, /) -> None: ...
+    @property
+    def locality(self) -> bool: ...
+    @locality.setter
+    def locality(self, arg: bool, /) -> None: ...
+    @property
+    def first_epoch(self) -> int: ...
+    @first_epoch.setter
+    def first_epoch(self, arg: int, /) -> None: ...
+    @property
+    def on_error(self) -> OnError: ...
+    @on_error.setter
+    def on_error(self, arg: OnError, /) -> None: ...
+    @property
+    def fetchers(self) -> int: ...
+    @fetchers.setter
+    def fetchers(self, arg: int, /) -> None: ...
+    @property
+    def workers(self) -> int: ...
+    @workers.setter
+    def workers(self, arg: int, /) -> None: ...
+    @property
+    def depth(self) -> int: ...
+    @depth.setter
+    def depth(self, arg: int, /) -> None: ...
+    @property
+    def reader(self) -> ReaderKind: ...
+    @reader.setter
+    def reader(self, arg: ReaderKind, /) -> None: ...
+    @property
+    def expected(self) -> list[float]: ...
+    @expected.setter
+    def expected(self, arg: Sequence[float], /) -> None: ...
+    @property
+    def staging_bytes(self) -> int: ...
+    @staging_bytes.setter
+    def staging_bytes(self, arg: int, /) -> None: ...
+    @property
+    def io_bytes(self) -> int: ...
+    @io_bytes.setter
+    def io_bytes(self, arg: int, /) -> None: ...
+
+class TierSpec:
+    """A storage class of a node."""
+
+    def __init__(
+        self, kind: TierKind, capacity: int, path: str, keep: bool, modest: bool
+    ) -> None: ...
+
+class Nodes:
+    """The node of each rank, and what each node keeps."""
+
+    def __init__(self) -> None: ...
+    @property
+    def of_rank(self) -> list[int]: ...
+    @of_rank.setter
+    def of_rank(self, arg: Sequence[int], /) -> None: ...
+    @property
+    def capacity(self) -> list[int]: ...
+    @capacity.setter
+    def capacity(self, arg: Sequence[int], /) -> None: ...
+
+class NodeSpec:
+    """A rank's node and its tiers (native/stage/node.h)."""
+
+    def __init__(self) -> None: ...
+    @property
+    def job(self) -> str: ...
+    @job.setter
+    def job(self, arg: str, /) -> None: ...
+    @property
+    def local_rank(self) -> int: ...
+    @local_rank.setter
+    def local_rank(self, arg: int, /) -> None: ...
+    @property
+    def local_world(self) -> int: ...
+    @local_world.setter
+    def local_world(self, arg: int, /) -> None: ...
+    @property
+    def tiers(self) -> list[TierSpec]: ...
+    @tiers.setter
+    def tiers(self, arg: Sequence[TierSpec], /) -> None: ...
+    @property
+    def node(self) -> int: ...
+    @node.setter
+    def node(self, arg: int, /) -> None: ...
+    @property
+    def nodes(self) -> Nodes: ...
+    @nodes.setter
+    def nodes(self, arg: Nodes, /) -> None: ...
+
+class ExchangeConfig:
+    """How nodes are reached (native/peer/exchange.h)."""
+
+    def __init__(self) -> None: ...
+    @property
+    def addresses(self) -> list[bytes]: ...
+    @addresses.setter
+    def addresses(self, arg: Sequence[bytes], /) -> None: ...
+    @property
+    def secret(self) -> bytes: ...
+    @secret.setter
+    def secret(self, arg: bytes, /) -> None: ...
+    @property
+    def timeout(self) -> datetime.timedelta: ...
+    @timeout.setter
+    def timeout(self, arg: datetime.timedelta, /) -> None: ...
+
 class Batch:
     """One local batch, as the stage hands it out."""
 
@@ -529,34 +683,13 @@ class Loader:
 
     def __init__(
         self,
-        *,
-        job: JobSpec,
-        rank: int,
-        source: Source,
-        pipeline: Pipeline | None,
-        tiers: Sequence[tuple[str, int, str, bool, bool]],
-        job_name: str,
-        local_rank: int,
-        local_world: int,
-        on_error: str,
-        fetchers: int,
-        workers: int,
-        depth: int,
-        reader: str,
-        staging_bytes: int,
-        io_bytes: int,
-        first_epoch: int = 0,
-        transport: PeerTransport | None = None,
-        node: int = 0,
-        node_of_rank: Sequence[int] = [],
-        capacities: Sequence[int] = [],
-        addresses: Sequence[bytes] = [],
-        secret: bytes = ...,
-        peer_timeout_ms: int = 10000,
-        sharing: str = "push",
-        locality: bool = False,
-        expected: Sequence[float] = [],
-    ) -> None: ...
+        config: LoaderConfig,
+        node: NodeSpec,
+        peers: ExchangeConfig,
+        transport: PeerTransport | None,
+    ) -> None:
+        """`transport` is None where samples do not travel between nodes."""
+
     def next(self) -> Batch:
         """The next batch; waits for it with the GIL released."""
 
@@ -838,30 +971,80 @@ def open_communicator(
 def allocate_shared(communicator: Communicator, bytes: int) -> object:
     """Bytes that all ranks reach, or None if the arena has no room."""
 
+class SyncMode(enum.Enum):
+    planned = 0
+
+    negotiated = 1
+
+class GradientOptions:
+    """How gradients are reduced (native/sync/options.h)."""
+
+    def __init__(self) -> None: ...
+    @property
+    def mode(self) -> SyncMode: ...
+    @mode.setter
+    def mode(self, arg: SyncMode, /) -> None: ...
+    @property
+    def mean(self) -> bool: ...
+    @mean.setter
+    def mean(self, arg: bool, /) -> None: ...
+    @property
+    def check_finite(self) -> bool: ...
+    @check_finite.setter
+    def check_finite(self, arg: bool, /) -> None: ...
+    @property
+    def threshold(self) -> int: ...
+    @threshold.setter
+    def threshold(self, arg: int, /) -> None: ...
+    @property
+    def cores(self) -> list[int]: ...
+    @cores.setter
+    def cores(self, arg: Sequence[int], /) -> None: ...
+    @property
+    def timeline(self) -> str: ...
+    @timeline.setter
+    def timeline(self, arg: str, /) -> None: ...
+    @property
+    def shapes(self) -> list[str]: ...
+    @shapes.setter
+    def shapes(self, arg: Sequence[str], /) -> None: ...
+    @property
+    def global_sleep_every(self) -> int: ...
+    @global_sleep_every.setter
+    def global_sleep_every(self, arg: int, /) -> None: ...
+    @property
+    def nonblocking(self) -> bool: ...
+    @nonblocking.setter
+    def nonblocking(self, arg: bool, /) -> None: ...
+    @property
+    def warn(self) -> float: ...
+    @warn.setter
+    def warn(self, arg: float, /) -> None: ...
+    @property
+    def timeout(self) -> float: ...
+    @timeout.setter
+    def timeout(self, arg: float, /) -> None: ...
+    @property
+    def cycle(self) -> float: ...
+    @cycle.setter
+    def cycle(self, arg: float, /) -> None: ...
+    @property
+    def test_sleep(self) -> float: ...
+    @test_sleep.setter
+    def test_sleep(self, arg: float, /) -> None: ...
+
 class GradientEngine:
     """Reduces gradients over all ranks (native/sync)."""
 
     def __init__(
         self,
         tensors: Sequence[tuple[str, int, str, str]],
+        options: GradientOptions,
         job: str,
         rank: int,
         ranks: int,
         transport: object | None,
         fixed_order: bool,
-        mode: str,
-        nonblocking: bool,
-        global_sleep_every: int,
-        cores: Sequence[int],
-        cycle: float,
-        test_sleep: float,
-        threshold: int,
-        warn: float,
-        timeout: float,
-        mean: bool,
-        check_finite: bool,
-        timeline: str,
-        shapes: Sequence[str],
     ) -> None: ...
     def set_plan(self, groups: Sequence[Sequence[int]]) -> None: ...
     def broadcast(self, data: bytes, root: int) -> bytes: ...

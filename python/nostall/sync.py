@@ -120,26 +120,28 @@ def make_engine(
         (name, count, kind, wire if wire and kind in ("float32", "float64") else kind)
         for name, count, kind in tensors
     ]
+    native = _native.GradientOptions()
+    native.mode = _native.SyncMode[options.mode]
+    native.nonblocking = options.nonblocking
+    native.global_sleep_every = options.global_sleep_every
+    native.cores = options.cores
+    native.cycle = options.cycle
+    native.test_sleep = options.test_sleep
+    native.threshold = options.threshold
+    native.warn = options.warn
+    native.timeout = options.timeout
+    native.mean = options.mean
+    native.check_finite = options.check_finite
+    native.timeline = _timeline_file(options) if ranks.rank == 0 else ""
+    native.shapes = [str(list(shape)) for shape in shapes]
     engine = _native.GradientEngine(
         tensors=specs,
+        options=native,
         job=ranks.job,
         rank=ranks.rank,
         ranks=ranks.ranks,
         transport=ranks.transport,
         fixed_order=options.fixed_order,
-        mode=options.mode,
-        nonblocking=options.nonblocking,
-        global_sleep_every=options.global_sleep_every,
-        cores=list(options.cores),
-        cycle=options.cycle,
-        test_sleep=options.test_sleep,
-        threshold=options.threshold,
-        warn=options.warn,
-        timeout=options.timeout,
-        mean=options.mean,
-        check_finite=options.check_finite,
-        timeline=_timeline_file(options) if ranks.rank == 0 else "",
-        shapes=[str(list(shape)) for shape in shapes],
     )
     return engine, specs
 

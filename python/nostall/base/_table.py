@@ -50,7 +50,7 @@ def _number(what: str, *, zero: bool = False) -> Values:
 
     def wrong(value: Any) -> str | None:
         number = isinstance(value, (int, float, np.integer, np.floating))
-        good = number and not isinstance(value, bool) and 0 <= value < float("inf")
+        good = number and not isinstance(value, bool) and value >= 0
         return None if good and (zero or value) else f"must be {text}"
 
     def parse(given: str) -> Any:

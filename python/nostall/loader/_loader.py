@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import enum
 import functools
 import importlib
 import importlib.util
 import itertools
+import keyword
 import logging
 import operator
 import os
@@ -14,6 +16,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import numpy as np
@@ -101,6 +104,12 @@ def _lower_bound(
         epochs = min(epochs, max(recorder.epochs_begun, first_epoch + 1))
     spec = Plan(**{**planned, "epochs": epochs}).native
     return int(_native.source_bytes_lower_bound(spec, sizes, capacity, first_epoch))
+
+
+def _named(kind: type[enum.Enum], value: str) -> Any:
+    """The native enumerator of a value as people write it."""
+    name = value.replace("-", "_")
+    return kind[f"{name}_" if keyword.iskeyword(name) else name]
 
 
 def _end(loader: _native.Loader, learned: Source | None) -> None:
@@ -664,30 +673,9 @@ class DataLoader:
             if met is not None:
                 # Nodes on one machine, by NOSTALL_NODE, do not share memory.
                 job_name += f" node {met.node}"
+            transport = met.transport if met is not None else None
             self._loader = _native.Loader(
-                job=self._spec,
-                rank=self.world.rank,
-                source=self.dataset.native,
-                pipeline=self._pipeline,
-                tiers=[(t.kind, t.capacity, t.path, t.keep, t.modest) for t in self._tiers],
-                job_name=job_name,
-                local_rank=self.world.local_rank,
-                local_world=self.world.local_world_size,
-                # The stage of callables finds replacements itself, because they must suit the callable.
-                on_error="report"
-                if self._python and self._on_error == "substitute"
-                else self._on_error,
-                fetchers=self._fetchers(),
-                workers=self._threads,
-                depth=_READS_IN_FLIGHT,
-                reader=self._options.reader,
-                staging_bytes=self._staging,
-                io_bytes=self._reading,
-                first_epoch=self._first_epoch,
-                expected=self._expected(),
-                sharing=self._options.sharing,
-                locality=self._options.assignment == "locality",
-                **self._reach(met),
+                self._config(), self._node(met, job_name), self._reach(met), transport
             )
             self._finalizer.detach()
             learned = self.dataset if self.world.rank == 0 else None
@@ -710,19 +698,52 @@ class DataLoader:
         readers = self.world.local_world_size * self._fetchers()
         return [self._calibration.seconds_per_byte(origin, readers) for origin in ORIGINS]
 
+    def _config(self) -> _native.LoaderConfig:
+        chosen, config = self._options, _native.LoaderConfig()
+        config.job = self._spec
+        config.rank = self.world.rank
+        config.source = self.dataset.native
+        config.pipeline = self._pipeline
+        # The stage of callables finds replacements itself, because they must suit the callable.
+        report = self._python and self._on_error == "substitute"
+        on_error = "report" if report else self._on_error
+        config.on_error = _named(_native.OnError, on_error)
+        config.fetchers = self._fetchers()
+        config.workers = self._threads
+        config.depth = _READS_IN_FLIGHT
+        config.reader = _named(_native.ReaderKind, chosen.reader)
+        config.staging_bytes = self._staging
+        config.io_bytes = self._reading
+        config.first_epoch = self._first_epoch
+        if expected := self._expected():
+            config.expected = expected
+        config.sharing = _named(_native.Sharing, chosen.sharing)
+        config.locality = chosen.assignment == "locality"
+        return config
+
+    def _node(self, met: cluster.Cluster | None, job_name: str) -> _native.NodeSpec:
+        node = _native.NodeSpec()
+        node.job = job_name
+        node.local_rank = self.world.local_rank
+        node.local_world = self.world.local_world_size
+        node.tiers = [
+            _native.TierSpec(_named(_native.TierKind, t.kind), t.capacity, t.path, t.keep, t.modest)
+            for t in self._tiers
+        ]
+        if met is not None and met.transport is not None:
+            node.node = met.node
+            node.nodes.of_rank = met.node_of_rank
+            node.nodes.capacity = met.capacities
+        return node
+
     @staticmethod
-    def _reach(met: cluster.Cluster | None) -> dict[str, Any]:
-        if met is None or met.transport is None:
-            return {}
-        return {
-            "transport": met.transport,
-            "node": met.node,
-            "node_of_rank": met.node_of_rank,
-            "capacities": met.capacities,
-            "addresses": met.addresses,
-            "secret": met.secret,
-            "peer_timeout_ms": value("job.peer_timeout_ms"),
-        }
+    def _reach(met: cluster.Cluster | None) -> _native.ExchangeConfig:
+        peers = _native.ExchangeConfig()
+        if met is not None and met.transport is not None:
+            peers.addresses = met.addresses
+            peers.secret = met.secret
+            peers.timeout = timedelta(milliseconds=value("job.peer_timeout_ms"))
+        return peers
 
     def _stop_native(self) -> None:
         if self._loader is not None:
