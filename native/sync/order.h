@@ -1,10 +1,10 @@
 // sync/order.h - in which order gradients are reduced, and which of them together.
 //
 // The order follows from the graph that produces the gradients, so no rank has to ask another one
-// (seed lmdbio-and-horovod 6.3.4, Horovod-TOPO). Nodes run when all their parents have run; among
+// (Horovod-TOPO [Pumma 2020, sec. 6.3.4]). Nodes run when all their parents have run; among
 // those that can, the one of the highest priority first, then the least deep, then the first in the
 // list. Autograd's executor does just that with its nodes' sequence numbers; with equal priorities
-// it is the seed's rule: parents before children, siblings as they were added, others by depth.
+// it is the published rule: parents before children, siblings as they were added, others by depth.
 // Tensors that follow each other are fused up to a threshold, unless one depends on another.
 // Thread-safety: pure.
 #pragma once
