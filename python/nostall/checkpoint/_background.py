@@ -36,7 +36,7 @@ _INTERVAL = 60.0
 _log = logging.getLogger("nostall")
 
 
-class Engine:
+class BackgroundWriter:
     """The two threads and their queues, for one rank."""
 
     def __init__(
@@ -101,7 +101,7 @@ class Engine:
     def submit(self, job: Job, awaited: Level) -> None:
         """Writes the snapshot as soon as the ones before it are written; at once and at full speed if
         the caller waits for a level. If no thread can be started, the caller writes it."""
-        job.saved._engine = self
+        job.saved._background = self
         with self._lock:
             if awaited != "memory":
                 self._urgent = max(self._urgent, job.number)

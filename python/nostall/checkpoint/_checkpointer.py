@@ -16,15 +16,15 @@ from typing import Any, Literal
 from nostall import _native
 from nostall.base._sizes import parse_size
 from nostall.checkpoint import _format as files
+from nostall.checkpoint._background import BackgroundWriter
 from nostall.checkpoint._begin import begin, undrained
-from nostall.checkpoint._engine import Engine
 from nostall.checkpoint._restore import Restored, load_into
 from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._saved import Drain, Failures, Job, Level, Saved, Settings
 from nostall.checkpoint._search import Search
 from nostall.checkpoint._store import LARGEST_STEP, Store
 from nostall.checkpoint._tree import encode
-from nostall.checkpoint._window import Window, choose_copying, guarded_addresses
+from nostall.checkpoint._window import SaveWindow, choose_copying, guarded_addresses
 from nostall.errors import Error, IoError, PeerError, UsageError
 from nostall.job._rendezvous import AllGather, Rendezvous, exposed, find_rendezvous
 from nostall.job._world import find_world
@@ -172,14 +172,16 @@ class Checkpointer:
         self._run, self._nodes = begun.run, begun.nodes
         self._lineage, self._owned = begun.lineage, begun.owned
         self._failures = Failures(max_failures, max_unsafe_seconds, on_failure)
-        self._engine = Engine(self.fast, self.durable, self.rank, settings, self._nodes)
+        self._background = BackgroundWriter(
+            self.fast, self.durable, self.rank, settings, self._nodes
+        )
         self._snapshots = [_native.Snapshot(self._threads) for _ in range(snapshots)]
         for snapshot in self._snapshots:
-            self._engine.add_snapshot(snapshot)
+            self._background.add_snapshot(snapshot)
         self._saves = itertools.count()
         self._pid = os.getpid()
         self._history: deque[Saved] = deque(maxlen=1000)
-        self._window: Window | None = None
+        self._window: SaveWindow | None = None
         self._unsteady: set[str] = set()  # arrays that were seen to change within windows
         self._window_seconds: float | None = None
         self._optimizers: list[Any] = []
@@ -188,9 +190,11 @@ class Checkpointer:
             held = {h.manifest.id: h for h in begun.held}
             on_nodes = begun.held if self._nodes is not None else None
             for manifest in undrained(self.fast, self.durable, keep, on_nodes):
-                self._engine.submit_drain(Drain(manifest, alone=True, held=held.get(manifest.id)))
+                self._background.submit_drain(
+                    Drain(manifest, alone=True, held=held.get(manifest.id))
+                )
         self._closer = weakref.finalize(
-            self, _shut, os.getpid(), self._engine, self.fast, self.durable
+            self, _shut, os.getpid(), self._background, self.fast, self.durable
         )
         atexit.register(self._closer)
 
@@ -293,7 +297,7 @@ class Checkpointer:
             now = wanted == "memory" and not window
             snapshot = self._snapshot(state() if callable(state) else state, job, window, now)
             leaves = job.leaves  # the job drops them once it fails
-        self._engine.submit(job, awaited=wanted)
+        self._background.submit(job, awaited=wanted)
         self._history.append(saved)
         if wanted != "memory":
             if snapshot is not None:
@@ -316,31 +320,31 @@ class Checkpointer:
         leaves = files.layout(leaves, guarded)
         head = files.header(tree, leaves)
         began = time.perf_counter()
-        snapshot = self._engine.take_snapshot()
+        snapshot = self._background.take_snapshot()
         job.saved.waited_seconds = time.perf_counter() - began
         if snapshot is None:
             job.failed = (
-                f"the snapshot before is not written after {self._engine.settings.patience:g} s, its "
-                "storage hangs; snapshots=2 makes room for one more"
+                f"the snapshot before is not written after {self._background.settings.patience:g} "
+                "s, its storage hangs; snapshots=2 makes room for one more"
             )
             return None
         began = time.perf_counter()
         try:
             copying = _native.Copying.at_once if now else _native.Copying.in_background
             if window:
-                copying, why = choose_copying(self._window_seconds, self._engine.write_seconds)
+                copying, why = choose_copying(self._window_seconds, self._background.write_seconds)
                 job.saved.copying = f"{copying.name}: {why}"
             job.leaves = leaves  # some are copies that have no other reference
             snapshot.begin(head, [(leaf.address, leaf.nbytes) for leaf in leaves], copying)
             if window:
-                job.window = Window(snapshot, leaves, guarded, job.saved, self._unsteady)
+                job.window = SaveWindow(snapshot, leaves, guarded, job.saved, self._unsteady)
                 self._window = job.window
             elif now:
                 snapshot.finish()
         except BaseException:
             self._window = None
             snapshot.finish()  # no thread reads the leaves any more
-            self._engine.add_snapshot(snapshot)
+            self._background.add_snapshot(snapshot)
             raise
         job.snapshot = snapshot
         job.saved.bytes = snapshot.size
@@ -371,11 +375,11 @@ class Checkpointer:
 
         A block is delayed by at most a second, so that every checkpoint becomes safe.
         """
-        self._engine.gate.hold()
+        self._background.gate.hold()
         try:
             yield
         finally:
-            self._engine.gate.release()
+            self._background.gate.release()
 
     # ------------------------------------------------------------------ restoring
 
@@ -415,7 +419,7 @@ class Checkpointer:
             self.world_size,
             self._threads,
             self._allgather,
-            self._engine.damaged,
+            self._background.damaged,
         )
         restored = search.run(step, progress)
         if restored is None:
@@ -504,7 +508,7 @@ class Checkpointer:
         self._check_process()
         self.before_update()
         limit = self._timeout if timeout is None else timeout
-        if not self._engine.wait(drained=True, timeout=limit):
+        if not self._background.wait(drained=True, timeout=limit):
             raise PeerError(
                 f"checkpoints are not durable after {limit:g} s; what is on the fast tier is drained "
                 "by the next start"
@@ -535,7 +539,7 @@ class Checkpointer:
             self._closer.detach()
             _shut(
                 os.getpid(),
-                self._engine,
+                self._background,
                 self.fast,
                 self.durable,
                 max(0.0, deadline - time.monotonic()),
@@ -558,7 +562,7 @@ class Checkpointer:
 
 def _shut(
     pid: int,
-    engine: Engine,
+    background: BackgroundWriter,
     fast: Store | None,
     durable: Store | None,
     timeout: float | None = None,
@@ -566,10 +570,12 @@ def _shut(
     """Writes every snapshot to some storage; leaves drains to the next start."""
     if os.getpid() != pid:
         return  # a forked child: the threads are its parent's
-    engine.wait(drained=False, timeout=engine.settings.timeout if timeout is None else timeout)
-    engine.stop(timeout=5.0)
-    if engine.nodes is not None:
-        engine.nodes.close()
+    background.wait(
+        drained=False, timeout=background.settings.timeout if timeout is None else timeout
+    )
+    background.stop(timeout=5.0)
+    if background.nodes is not None:
+        background.nodes.close()
     for store in (fast, durable):
         if store is not None:
             store.disown()

@@ -14,9 +14,9 @@ from nostall.checkpoint._retention import Keep
 from nostall.errors import IoError, PeerError
 
 if TYPE_CHECKING:
-    from nostall.checkpoint._engine import Engine
+    from nostall.checkpoint._background import BackgroundWriter
     from nostall.checkpoint._nodes import Held
-    from nostall.checkpoint._window import Window
+    from nostall.checkpoint._window import SaveWindow
 
 Level = Literal["memory", "fast", "durable"]
 # Seconds that the storage may take to answer whether a save is complete.
@@ -68,7 +68,7 @@ class Saved:
         self._level: Level = "memory"
         self._ended: set[str] = set()  # levels that will not be reached any more
         self._changed = threading.Condition()
-        self._engine: Engine | None = None
+        self._background: BackgroundWriter | None = None
 
     @property
     def level(self) -> Level:
@@ -82,8 +82,8 @@ class Saved:
             IoError: it will not reach the level, with the reasons.
             PeerError: it has not reached the level in `timeout` seconds.
         """
-        if self._engine is not None and not self._is_over(level):
-            self._engine.hurry(self, level)
+        if self._background is not None and not self._is_over(level):
+            self._background.hurry(self, level)
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_over(level), timeout):
                 raise PeerError(
@@ -226,7 +226,7 @@ class Job:
     snapshot: _native.Snapshot | None
     number: int
     failed: str = ""
-    window: Window | None = None  # of the snapshot, which is read while the training continues
+    window: SaveWindow | None = None  # of the snapshot, which is read while the training continues
     leaves: Any = None  # keeps the memory that is read in place, until the job is done
     complete: Manifest | None = None  # once it is, where the storage may not have it
 

@@ -51,7 +51,7 @@ def tensors_of(optimizer: Any) -> Iterator[Any]:
                     yield value
 
 
-class Window:
+class SaveWindow:
     """One open window.
 
     Args:

@@ -44,8 +44,8 @@ def main(s: dict[str, Any]) -> None:
         if s["durable"]:
             ckpt.save(state_of(rank, 1), 1, level="durable")
             # What follows stays on the fast tier, however long the test takes.
-            ckpt._engine._patience = lambda size: 600.0
-            ckpt._engine.gate.hold()
+            ckpt._background._patience = lambda size: 600.0
+            ckpt._background.gate.hold()
         for step in (2, 3):
             saved = ckpt.save(state_of(rank, step), step, level="fast")
             assert saved is not None and not saved.problems, saved

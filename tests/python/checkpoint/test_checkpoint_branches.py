@@ -156,7 +156,7 @@ def test_saves_of_a_node_that_was_away_come_before_those_made_meanwhile(tmp_path
     with nostall.Checkpointer(fast, durable, level="durable") as ckpt:
         ckpt.save(state_of(1), 1)
     with nostall.Checkpointer(fast, durable, level="fast", keep=9) as ckpt:
-        ckpt._engine.submit_drain = lambda drain: None  # type: ignore[method-assign]
+        ckpt._background.submit_drain = lambda drain: None  # type: ignore[method-assign]
         for step in range(2, 7):
             ckpt.save(state_of(step), step)
     fast.rename(away)

@@ -125,7 +125,7 @@ def test_close_ends_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Store, "prepare", lambda *_: go.wait())
     ckpt = nostall.Checkpointer(durable=tmp_path)
     saved = ckpt.save(state_of(1), 1)
-    engine = ckpt._engine
+    engine = ckpt._background
     stop, waits = engine.stop, []
     wait = engine.wait
 
@@ -214,7 +214,7 @@ def test_after_the_end_nothing_is_waited_for(
     saves = [ckpt.save(state_of(step), step) for step in (1, 2, 3)]
     assert reached.wait(60)
     saves[0].wait("fast", 60)  # type: ignore[union-attr]
-    ckpt._engine.stop(0.0)
+    ckpt._background.stop(0.0)
     try:
         for saved in saves:
             assert saved is not None
@@ -222,7 +222,7 @@ def test_after_the_end_nothing_is_waited_for(
                 saved.wait("durable", 60)
     finally:
         go.set()
-        ckpt._engine.stop(60)
+        ckpt._background.stop(60)
         ckpt._closer()
 
 
@@ -374,7 +374,7 @@ def test_a_failed_drain_of_several_ranks_is_tried_again(
 
 def test_a_drain_that_the_end_stops_is_left_to_the_next_start(tmp_path: Path) -> None:
     with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
-        engine = ckpt._engine
+        engine = ckpt._background
 
         def stop(drain: Any) -> None:
             engine._stopping = True

@@ -477,7 +477,7 @@ def test_what_has_lost_parts_takes_no_place_among_those_that_are_kept(
 
     def restore(rank: int, gather: Any) -> Any:
         with make(rank, gather) as ckpt:
-            return ckpt.restore().step, ckpt._engine.damaged
+            return ckpt.restore().step, ckpt._background.damaged
 
     assert World(2).run(restore) == [(1, {*ids[1:]})] * 2
     (tmp_path / "durable").mkdir()

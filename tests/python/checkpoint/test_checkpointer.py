@@ -84,7 +84,7 @@ def test_a_window_may_outlive_a_save_that_fails(tmp_path: Path, copying: str) ->
         pytest.raises(IoError, match="safe nowhere"),
         nostall.Checkpointer(durable=tmp_path) as ckpt,
     ):
-        engine = ckpt._engine
+        engine = ckpt._background
         engine._write = lambda store, job: "the disk is full"  # type: ignore[method-assign]
         if copying == "lazily":
             ckpt._window_seconds, engine.write_seconds = 100.0, 0.1
@@ -108,7 +108,7 @@ def test_a_save_that_fails_early_is_copied_from_what_is_still_there(tmp_path: Pa
         pytest.raises(IoError, match="safe nowhere"),
         nostall.Checkpointer(durable=tmp_path) as ckpt,
     ):
-        engine = ckpt._engine
+        engine = ckpt._background
         engine._write = lambda store, job: "the disk is full"  # type: ignore[method-assign]
         submit, alive = engine.submit, []
 
@@ -132,10 +132,10 @@ def test_a_snapshot_that_fails_is_not_read_any_more(
 
     weights = np.ones(6_000_000)
     with nostall.Checkpointer(durable=tmp_path) as ckpt:
-        monkeypatch.setattr(nostall.checkpoint._checkpointer, "Window", fail)
+        monkeypatch.setattr(nostall.checkpoint._checkpointer, "SaveWindow", fail)
         with pytest.raises(RuntimeError, match="no window"):
             ckpt.save({"w": weights}, 1, window=True)
-        (snapshot,) = ckpt._engine._snapshots
+        (snapshot,) = ckpt._background._snapshots
         assert snapshot.copied_bytes >= weights.nbytes  # all is copied: nobody is at it any more
         ckpt.save({"w": weights}, 2, level="durable")
     assert steps_in(tmp_path) == [2]
@@ -209,7 +209,7 @@ def test_a_weight_that_changes_before_the_update_gives_no_torn_checkpoint(
         torn = []
         for step in range(4):
             ckpt._window_seconds = 100.0 if copying == "lazily" else 0.001
-            ckpt._engine.write_seconds = 0.1
+            ckpt._background.write_seconds = 0.1
             before = [
                 {name: tensor.clone() for name, tensor in part.items()}
                 for part in (model.state_dict(), average)
@@ -270,9 +270,11 @@ def test_buckets_are_copied_as_updates_reach_them(tmp_path: Path) -> None:
     with nostall.Checkpointer(durable=tmp_path) as ckpt:
         ckpt.attach(one)
         ckpt.attach(two)
-        ckpt._window_seconds, ckpt._engine.write_seconds = 100.0, 0.1
+        ckpt._window_seconds, ckpt._background.write_seconds = 100.0, 0.1
         with ckpt.hold():  # the writer gets nothing done meanwhile
-            ckpt._engine.settings = dataclasses.replace(ckpt._engine.settings, gate_patience=60.0)
+            ckpt._background.settings = dataclasses.replace(
+                ckpt._background.settings, gate_patience=60.0
+            )
             saved = ckpt.save({"a": first, "b": second}, 1, window=True)
             assert saved is not None and saved.copying.startswith("lazily")
             (snapshot,) = [w._snapshot for w in [ckpt._window] if w is not None]
@@ -292,7 +294,7 @@ def test_buckets_are_copied_as_updates_reach_them(tmp_path: Path) -> None:
 def test_a_window_that_is_long_enough_needs_no_copy(tmp_path: Path) -> None:
     weights = np.arange(3_000_000, dtype=np.float32)
     with nostall.Checkpointer(durable=tmp_path) as ckpt:
-        ckpt._window_seconds, ckpt._engine.write_seconds = 100.0, 0.1
+        ckpt._window_seconds, ckpt._background.write_seconds = 100.0, 0.1
         saved = ckpt.save({"w": weights}, 1, window=True)
         assert saved is not None
         deadline = time.monotonic() + 20
@@ -374,7 +376,7 @@ def test_retention_on_both_tiers(tmp_path: Path) -> None:
 
 def test_retention_that_gets_due_meanwhile_is_done_once_more(tmp_path: Path) -> None:
     with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
-        engine, calls = ckpt._engine, []
+        engine, calls = ckpt._background, []
 
         def due() -> None:
             with engine._lock:
@@ -430,7 +432,7 @@ def test_a_drain_goes_on_at_the_next_start(tmp_path: Path) -> None:
 def test_a_slow_drain_never_delays_saves_and_skips_what_is_superseded(tmp_path: Path) -> None:
     fast, durable = tmp_path / "fast", tmp_path / "durable"
     with nostall.Checkpointer(fast, durable, keep=1) as ckpt:
-        engine = ckpt._engine
+        engine = ckpt._background
         engine.settings = dataclasses.replace(engine.settings, gate_patience=600.0)
         engine._patience = lambda size: 600.0  # type: ignore[method-assign]
         with ckpt.hold():  # the drain gets nothing done
@@ -459,7 +461,7 @@ def test_hold_keeps_the_drain_back(tmp_path: Path) -> None:
 
 def test_the_drain_leaves_loaders_and_gradients_alone(tmp_path: Path) -> None:
     with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
-        engine = ckpt._engine
+        engine = ckpt._background
         engine.settings = dataclasses.replace(engine.settings, gate_patience=60.0)
         with _native.Activity():  # as a loader that reads, or an engine that reduces
             assert not _native.Activity.quiet()
@@ -478,7 +480,7 @@ def test_waiting_for_windows_takes_at_most_half_the_time_between_saves(tmp_path:
         nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt,
         _native.Activity(),  # for ever
     ):
-        engine = ckpt._engine
+        engine = ckpt._background
         ckpt.save(state_of(1), 1)
         assert engine._patience(1000 << 20) == pytest.approx(60 / 2 / 250)
         ckpt.save(state_of(2), 2)
