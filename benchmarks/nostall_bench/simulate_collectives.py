@@ -138,7 +138,7 @@ def missing() -> str | None:
     if shutil.which("smpirun") is None:
         return "simulated collectives need SimGrid's smpirun (Debian: libsimgrid-dev)"
     if find_native("nostall-smpi") is None:
-        return "nostall was built without SimGrid: install libsimgrid-dev and build it again"
+        return "nostall-bench was built without SimGrid: install libsimgrid-dev, then it again"
     return None
 
 

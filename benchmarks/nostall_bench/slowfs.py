@@ -39,13 +39,13 @@ def find_program() -> Path:
     """Path of ``nostall-slowfs``: beside the installed package, or in the checkout's build/dev.
 
     Raises:
-        UsageError: it was not built, because libfuse3 was missing when nostall was.
+        UsageError: it was not built, because libfuse3 was missing when nostall-bench was.
     """
     found = find_native("nostall-slowfs")
     if found:
         return found
     raise UsageError(
-        "nostall-slowfs is not installed: build nostall where libfuse3's headers are "
+        "nostall-slowfs is not installed: install nostall-bench again where libfuse3's headers are "
         "(Debian: apt install libfuse3-dev pkg-config)"
     )
 
