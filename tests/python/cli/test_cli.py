@@ -36,6 +36,18 @@ def test_interruption_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["doctor"]) == 130
 
 
+@pytest.mark.parametrize("words", ["bench", "demo --files 3", "simulate sync", "bench loader"])
+def test_commands_of_the_benchmarks_say_what_brings_them(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
+    assert main(words.split()) == 2
+    said = capsys.readouterr().err
+    named = words.partition(" --")[0]
+    assert said.startswith(f"nostall: nostall {named} is a command of nostall-bench: pip install")
+    assert said.count("\n") == 1
+
+
 def test_a_reader_that_goes_away_is_no_traceback() -> None:
     read, write = os.pipe()
     os.close(read)
