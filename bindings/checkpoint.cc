@@ -36,7 +36,7 @@ struct Working {
   std::optional<Activity> activity;
 };
 
-// Counts bytes that a long read has done, for whoever shows them.
+// Counts bytes that a long read has done, for a display of progress.
 struct Progress {
   std::atomic<uint64_t> bytes{0};
 };

@@ -140,7 +140,7 @@ void bind_collective(nb::module_& m) {
       .def_ro("bytes", &CommunicatorStats::bytes)
       .def_ro("sleeps", &CommunicatorStats::sleeps)
       .def_ro("wait_ns", &CommunicatorStats::wait_ns)
-      .def_ro("apart", &CommunicatorStats::apart);
+      .def_ro("imbalanced", &CommunicatorStats::imbalanced);
   const nb::call_guard<nb::gil_scoped_release> no_gil;
   nb::class_<Communicator>(m, "Communicator",
                            "Ranks of one node, on raw addresses (native/collective).")

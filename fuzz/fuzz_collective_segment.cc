@@ -91,7 +91,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       seen = segment.at_offset(offset)[length - 1];
       if (segment.arena_offset(segment.at_offset(offset), length) != offset) std::abort();
     }
-    segment.say_end(Error(ErrorKind::usage, "the end"));
+    segment.publish_error(Error(ErrorKind::usage, "the end"));
     const Error end = segment.end("");
     if (std::strlen(end.what()) > segment.header().message.size()) std::abort();
     if (end.kind() < ErrorKind::usage || end.kind() > ErrorKind::bug) std::abort();

@@ -1,3 +1,5 @@
+// Notices between nodes, the bounded wait of local leaders, and requests that outlive a failed
+// call.
 #include "between.h"
 
 #include <algorithm>

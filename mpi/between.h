@@ -1,13 +1,13 @@
-// mpi/between.h - what the first ranks of nodes do among each other, and how all learn that it
-// failed.
+// mpi/between.h - what the local leaders of nodes do among each other, and how all ranks learn that
+// it failed.
 //
 // They run the MPI's nonblocking operations on CommunicatorState::leaders and look around while
 // these last. An error there ends the node's communicator, so that its ranks, which wait in shared
 // memory, return the same class of error.
 //
 // A communicator that has ended on one node, by such an error, by one of its ranks or by the
-// program (MPIX_Comm_revoke), ends on all: the rank that ended it tells those of the other nodes by
-// a message on CommunicatorState::notices, for which a rank looks at the beginning of each call
+// program (MPIX_Comm_revoke), ends on all: the rank that ended it notifies those of the other nodes
+// by a message on CommunicatorState::notices, for which a rank looks at the beginning of each call
 // and, every few milliseconds, while it waits. No fault tolerance of the MPI is needed for that;
 // where the MPI itself knows that the communicator was revoked, it is asked too.
 // Thread-safety: as calls of the MPI on one communicator, but for notify_other_nodes.
@@ -27,19 +27,20 @@ namespace nostall::mpi {
 void listen(CommunicatorState& state) noexcept;
 // Whether any node is known to have ended it.
 bool has_ended(CommunicatorState& state) noexcept;
-// Tells the other nodes, if it was this rank that ended its node's communicator. From any thread.
+// Notifies the other nodes, if it was this rank that ended its node's communicator. From any
+// thread.
 void notify_other_nodes(CommunicatorState& state, const Error& why) noexcept;
 // Ends the node's communicator and throws if `result`, of the MPI between nodes, is an error.
 void check_between(CommunicatorState& state, const char* operation, int result);
 
-// For a first rank that waits for other nodes: listens, and throws if the node's communicator has
-// ended, or ends it after nine tenths of its timeout: before the others of the node, who wait for
-// this rank meanwhile, take it for the one that does not come. A look at the clock in most calls.
+// For a local leader that waits for other nodes: listens, and throws if the node's communicator has
+// ended. Times out at 90 % of the timeout, so that the other ranks of the node, which wait for this
+// one, do not blame it. A look at the clock in most calls.
 class Lookout {
  public:
   Lookout(CommunicatorState& state, const char* operation);
   void look();
-  // The wait begins anew: something has come, or this rank did something else.
+  // The wait begins anew: something was received, or this rank did something else.
   void restart();
 
  private:

@@ -1,3 +1,4 @@
+// Makes, keeps and frees the state of the program's communicators, as an attribute of each.
 #include <unistd.h>
 
 #include <algorithm>
@@ -177,8 +178,8 @@ std::optional<uint64_t> agree_on_name(const CommunicatorState& state, MPI_Comm c
   return name;
 }
 
-// Of a communicator over several nodes: who is on which, and what they talk on. False if the MPI
-// failed.
+// Of a communicator over several nodes: the node of each rank, and the communicators between nodes.
+// False if the MPI failed.
 bool set_up_nodes(CommunicatorState& state, MPI_Comm comm) {
   const int color = state.node_rank == 0 ? 0 : MPI_UNDEFINED;
   if (PMPI_Comm_split(comm, color, state.rank, &state.leaders) != MPI_SUCCESS) {

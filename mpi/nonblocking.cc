@@ -1,3 +1,4 @@
+// The queue of a communicator's nonblocking calls, and the thread that runs them.
 #include "nonblocking.h"
 
 #include <atomic>

@@ -2,8 +2,8 @@
 //
 // MPI_Iallreduce, MPI_Ireduce, MPI_Ibcast and MPI_Ibarrier become an entry of the communicator's
 // queue and a generalized request. A thread takes entries in the order of the calls, which MPI
-// makes the same on all ranks; so does whoever waits for one (MPI_Wait, MPI_Waitall), so that
-// nobody spins while there is work. Blocking calls of the same communicator run behind what is
+// makes the same on all ranks; so does a thread that waits for one (MPI_Wait, MPI_Waitall), so
+// that none spins while there is work. Blocking calls of the same communicator run behind what is
 // queued. Communicators have queues of their own, since ranks may call on them in different orders.
 //
 // A request ends from another thread than the program's: the MPI must provide MPI_THREAD_MULTIPLE.

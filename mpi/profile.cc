@@ -139,8 +139,8 @@ struct Comparison {
 
 struct Known {
   uint64_t name, ranks, node_ranks;
-  // A call was left out, and all later ones are: what is missing is the end and the others have
-  // the same numbers on all ranks. Its state is not `recorded` then.
+  // Once one record is dropped, all later ones are, so call numbers still match across ranks. The
+  // communicator's state is not `recorded` then.
   bool lost = false;
 };
 

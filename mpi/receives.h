@@ -9,8 +9,8 @@
 
 namespace nostall::mpi {
 
-// What came to a receive.
-struct Came {
+// A message that a receive got.
+struct Received {
   uint64_t cookie, bytes;
 };
 
@@ -21,9 +21,9 @@ class Receives {
     cookies_.push_back(cookie);
     return &requests_.emplace_back(MPI_REQUEST_NULL);
   }
-  // What has come since, in the order of MPI_Testsome. Returns the MPI's code; an error of a
+  // What was received since, in the order of MPI_Testsome. Returns the MPI's code; an error of a
   // receive is returned as its own.
-  int collect(std::vector<Came>& came) {
+  int collect(std::vector<Received>& received) {
     int count = 0;
     which_.resize(requests_.size());
     status_.resize(requests_.size());
@@ -34,7 +34,7 @@ class Receives {
     for (size_t i = 0; i < static_cast<size_t>(count); ++i) {
       int bytes = 0;
       PMPI_Get_count(&status_[i], MPI_BYTE, &bytes);
-      came.push_back({cookies_[static_cast<size_t>(which_[i])], static_cast<uint64_t>(bytes)});
+      received.push_back({cookies_[static_cast<size_t>(which_[i])], static_cast<uint64_t>(bytes)});
     }
     size_t kept = 0;
     for (size_t i = 0; i < requests_.size(); ++i) {

@@ -1,3 +1,5 @@
+// The part between nodes as collective::NodeAllreduce on MPI's messages, chunk by chunk between the
+// node's reduction and its broadcast.
 #include "two_level.h"
 
 #include <algorithm>
@@ -65,16 +67,16 @@ class LeaderMessages final : public collective::Messages {
     return memory_.emplace_back(buffer_of(bytes + 1)).get();
   }
 
-  // Hands on what has come; false if nothing has.
+  // Hands on what was received; false if nothing was.
   bool look(collective::NodeAllreduce& exchange) {
     start();
-    std::vector<Came> came;
-    check(receives_.collect(came));
-    if (came.empty()) {
+    std::vector<Received> received;
+    check(receives_.collect(received));
+    if (received.empty()) {
       lookout_.look();
       return false;
     }
-    for (const Came& message : came) exchange.received(message.cookie, message.bytes);
+    for (const Received& message : received) exchange.received(message.cookie, message.bytes);
     lookout_.restart();
     return true;
   }

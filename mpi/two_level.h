@@ -1,6 +1,6 @@
-// mpi/two_level.h - allreduce over several nodes whose inter-node part knows who has arrived.
+// mpi/two_level.h - allreduce over several nodes whose part between nodes goes by order of arrival.
 //
-// collective/node_allreduce.h among the first ranks of all nodes, over the MPI's point-to-point
+// collective/node_allreduce.h among the local leaders of all nodes, over the MPI's point-to-point
 // messages on CommunicatorState::leaders, instead of the MPI's own allreduce among them. Chosen by
 // NOSTALL_MPI_BETWEEN=exchange, which must be the same on all ranks. Needs a second buffer of the
 // message's size on those ranks, two with MPI_IN_PLACE.

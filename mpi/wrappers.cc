@@ -41,7 +41,7 @@ class Traced {
   const uint64_t arrived_;
 };
 
-// What a call returns whose node, or another one, has failed.
+// What a call returns when its node, or another one, has failed.
 int failed(CommunicatorState& state, MPI_Comm comm, const Error& error) {
   notify_other_nodes(state, error);
   return fail(comm, error);
@@ -340,7 +340,7 @@ NOSTALL_EXPORT int MPI_Bcast_c(void* buffer, MPI_Count count, MPI_Datatype type,
 
 #ifdef NOSTALL_ERR_REVOKED
 extern "C" int PMPIX_Comm_revoke(MPI_Comm comm);
-// Ranks that wait in shared memory cannot see what the MPI tells them.
+// Ranks that wait in shared memory do not see the MPI's notifications.
 NOSTALL_EXPORT int MPIX_Comm_revoke(MPI_Comm comm) {
   own::CommunicatorState* state = own::known_state_of(comm);
   if (state != nullptr && state->node) {

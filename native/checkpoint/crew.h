@@ -1,8 +1,8 @@
-// checkpoint/crew.h - threads of low priority that nobody has to wait for in vain.
+// checkpoint/crew.h - threads of low priority, helped by the caller that waits for them.
 //
 // On a machine whose cores are all busy a lowered thread may get a thousandth of the processor. The
-// caller, who waits at its own priority, lends a hand whenever the others got nothing done for a
-// while: that bounds how long a snapshot stays unwritten, and costs nothing on a machine with room.
+// caller waits at its own priority, and works too whenever the others got nothing done for a while:
+// that bounds how long a snapshot stays unwritten, and costs nothing on a machine with room.
 #pragma once
 
 #include <chrono>

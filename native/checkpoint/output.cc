@@ -1,3 +1,4 @@
+// A file written past the page cache where the system allows it, and made durable at its end.
 #include "checkpoint/output.h"
 
 #include <fcntl.h>

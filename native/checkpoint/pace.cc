@@ -1,3 +1,4 @@
+// The gate, the rate and the priorities of background writing.
 #include "checkpoint/pace.h"
 
 #include <sched.h>
@@ -29,7 +30,7 @@ bool Gate::wait_open(std::chrono::nanoseconds patience, bool considerate) {
   MutexLock lock(mutex_);
   if (is_open(considerate)) return true;
   const Clock::time_point began = Clock::now(), end = began + patience;
-  // Nobody tells when it gets quiet: that would cost those who are not to be disturbed.
+  // Polled: a notification would slow the foreground threads.
   while (!is_open(considerate) && Clock::now() < end) {
     opened_.wait_until(lock, considerate ? std::min(end, Clock::now() + kLook) : end);
   }

@@ -15,12 +15,12 @@
 
 namespace nostall::checkpoint {
 
-// Closed by those who need the storage, for as long as anyone holds it.
+// Closed by threads that need the storage, for as long as one of them holds it.
 class Gate {
  public:
   void hold();
   void release();
-  // Waits until nobody holds the gate and, if `considerate`, no loader reads and no gradient is
+  // Waits until no thread holds the gate and, if `considerate`, no loader reads and no gradient is
   // under way, or `patience` is over: a gate that is never opened must not keep a checkpoint from
   // becoming safe. False if patience ended it.
   bool wait_open(std::chrono::nanoseconds patience, bool considerate = false);
@@ -37,13 +37,13 @@ class Gate {
   std::chrono::nanoseconds waited_ NOSTALL_GUARDED_BY(mutex_){0};
 };
 
-// Lets `rate` bytes a second pass, all callers together; 0: any.
+// Lets `rate` bytes per second pass, all callers together; 0: any.
 class Pace {
  public:
   explicit Pace(uint64_t rate) : rate_(rate) {}
   // Sleeps until `bytes` more may pass; returns early once lift was called.
   void take(uint64_t bytes);
-  // No limit from now on: somebody waits for the end.
+  // No limit from now on: a caller waits for the end.
   void lift();
 
  private:
@@ -56,7 +56,7 @@ class Pace {
 enum class Priority {
   normal,
   low,   // nice 19, the lowest best-effort class of the disk
-  idle,  // only what nobody else wants, of processor and disk
+  idle,  // only processor and disk time that is left over
 };
 
 // Of the calling thread. What the system refuses stays as it was: priority is advice.

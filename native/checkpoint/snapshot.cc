@@ -1,3 +1,4 @@
+// Copies pieces to blocks, by helpers, by the caller or lazily; each block is copied once.
 #include "checkpoint/snapshot.h"
 
 #include <sys/mman.h>

@@ -10,7 +10,7 @@
 // Weights do not change between two updates, so in that window nothing need be copied in a hurry,
 // or at all: Copying::lazily lets the writer read blocks where they lie, and what an update is
 // about to reach is copied just before it (copy). A block that is being read at that moment is
-// copied too, and what was read of it is thrown away: the update waits for nobody.
+// copied too, and what was read of it is thrown away: the update does not wait.
 //
 // The memory is allocated and touched before the first save, as page faults would cost several
 // times the copy. Thread-safety: Memory is a value with one owner. Snapshot: begin, copy, finish
@@ -44,8 +44,8 @@ constexpr uint64_t blocks_of(uint64_t size) { return (size + kBlock - 1) / kBloc
 class Memory {
  public:
   Memory() = default;
-  // `size` is rounded up to whole blocks; touched by `threads` threads, by nobody for 0 (whoever
-  // fills it from a device has the time). Throws Error(io).
+  // `size` is rounded up to whole blocks; touched by `threads` threads, not at all for 0 (a copy
+  // from a device can touch it). Throws Error(io).
   Memory(uint64_t size, unsigned threads);
   ~Memory();
   Memory(Memory&& other) noexcept;
@@ -82,7 +82,7 @@ class Snapshot {
   // Makes room for a snapshot of `bytes`, so that begin need not.
   void reserve(uint64_t bytes);
   // Starts a new snapshot: `header`, then the pieces back to back. Returns at once.
-  // Nobody may be reading the snapshot before.
+  // No thread may be reading the snapshot before.
   void begin(std::span<const std::byte> header, std::vector<Piece> pieces, Copying copying);
   // Copies the blocks that these pieces lie in, by number, unless that is done.
   void copy(std::span<const uint32_t> pieces);
@@ -94,7 +94,7 @@ class Snapshot {
   bool await_block(uint64_t block, double seconds);
   // The block with zeros to a multiple of kAlignment: where it lies in the snapshot, or in
   // `scratch` (empty, or kBlock bytes of the caller's) if it was not copied and will not be any
-  // more. Empty after `seconds`, or if another writer read the block and nobody has copied it.
+  // more. Empty after `seconds`, or if another writer read the block and it is not copied.
   std::span<const std::byte> take(uint64_t block, std::span<std::byte> scratch, double seconds);
   // Whether a writer has read the block where it lies.
   bool was_taken(uint64_t block) const noexcept { return states_[block] == kTaken; }

@@ -1,3 +1,4 @@
+// Copies files with a checksum for each block, and reads them into memory that is checked.
 #include "checkpoint/transfer.h"
 
 #include <fcntl.h>

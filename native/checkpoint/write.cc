@@ -1,3 +1,4 @@
+// Threads that take a snapshot's blocks, checksum them and write them.
 #include "checkpoint/write.h"
 
 #include <algorithm>

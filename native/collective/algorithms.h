@@ -20,8 +20,8 @@ struct Message {
   uint64_t bytes() const noexcept { return count * element(); }
 };
 
-// exchange.cc: everyone shows its data, everyone reads it; results have the rank order of a left
-// fold. One step for messages that fit a stage, a step for each piece otherwise.
+// posted.cc: each rank posts its data and reads that of all others; sums are left folds in rank
+// order. One step for messages that fit a stage, a step for each piece otherwise.
 void posted_barrier(Steps& steps);
 void posted_allreduce(Steps& steps, const Message& message);
 void posted_reduce(Steps& steps, const Message& message, uint32_t root);  // one stage at most
@@ -31,10 +31,10 @@ void posted_allgather(Steps& steps, const Message& message);
 
 // chain.cc: a pipeline of segments through the step's window, in order of arrival or of rank.
 struct ChainShape {
-  int32_t root = -1;       // who gets the result; -1: all
+  int32_t root = -1;       // the rank that gets the result; -1: all
   bool broadcast = false;  // the root's data to all others
-  bool by_rank = false;    // the order of ranks, whoever comes first
-  bool whole = false;      // no segments: each rank hands on all of it (Algorithm 5.1)
+  bool by_rank = false;    // in the order of ranks, not of arrival
+  bool whole = false;      // no segments: each rank hands on all of it
 };
 void chain(Steps& steps, const Message& message, const ChainShape& shape);
 // How a message is cut for it. Segments grow where they would be more than a word counts beside its
@@ -46,10 +46,11 @@ struct Segments {
 inline constexpr uint64_t kMostSegments = (uint64_t{1} << 24) - 1;
 Segments segments_of(uint64_t count, uint64_t element, uint32_t ranks, bool whole, uint64_t window);
 
-// shared.cc: buffers that all ranks can reach are reduced where they are, by whoever is there.
+// shared.cc: buffers that all ranks can reach are reduced where they are, by the ranks that have
+// arrived.
 // The first to arrive chooses: if its buffers are shared all do this, else the chain (chain_after).
-// A rank without room for a shared copy of its own calls it all the same, with what it has, and all
-// turn to the chain: it may not fail for the order in which ranks happened to come.
+// If any rank cannot allocate in its arena, all ranks fall back to the chain, so the result does
+// not depend on arrival order.
 struct Arrival {
   uint64_t step;
   uint32_t place;  // 0: the first

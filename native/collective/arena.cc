@@ -1,3 +1,4 @@
+// First fit over whole pages; a map from offset to length of what is in use.
 #include "collective/arena.h"
 
 #include <algorithm>

@@ -1,3 +1,22 @@
+// A pipeline through shared memory: each rank adds its data to the sum of the ranks before it.
+//
+//   place     a rank's position in the chain, from 0: its order of arrival, or its rank
+//   segment   a part of the message, 8 to 512 KiB; it is handed on as a whole
+//   window    shared memory of one step, cut into slots
+//   slot      memory for one segment; the slot table says which slot holds which segment
+//   first     the rank at place 0; last: the rank at the highest place
+//
+// The first rank copies segment after segment into slots. The rank at place k waits until place
+// k - 1 has handed a segment on, adds its own data to it in the slot, and hands it on. What the
+// last rank hands on is the result; all ranks that want it copy it out. Each rank publishes two
+// numbers that only grow: segments handed on (progress), and segments copied out (copied).
+//
+// The first rank reuses the slot of a segment that all readers have copied out. It takes slots that
+// were not used yet only up to kAhead bytes, so that the window stays in cache, or without that
+// limit while a rank has not arrived: then it has nothing better to do.
+//
+// Early ranks have done their work when the last one arrives, so only one pass over its data
+// remains [Mohammadalizadehbakhtevari 2021, alg. 5.1, there without segments].
 #include <algorithm>
 #include <vector>
 
@@ -11,13 +30,12 @@ static_assert(kMostSegments < uint64_t{1} << kSegmentBits);
 constexpr uint64_t kSmallestSegment = 8 << 10, kLargestSegment = 64 << 10;
 // Two ranks have a short pipeline to fill, and move their data between caches faster in long runs.
 constexpr uint64_t kLargestOfTwo = 512 << 10;
-// While all are there, the head runs this far ahead of the tail at most: the window stays in cache.
+// The most by which the first rank runs ahead once all have arrived: the window stays in cache.
 constexpr uint64_t kAhead = 2 << 20;
-// From here on results go past the caches: nobody reads them before they would be displaced.
+// Larger results are written past the caches, which they would leave before they are read.
 constexpr uint64_t kStreamFrom = 16 << 20;
 
-// One rank's part in one chain. Place 0 copies its data to the window, the places after it add
-// theirs, the last place's results are copied out by all who want them.
+// One rank's part in one chain.
 class Link {
  public:
   Link(Steps& steps, const Message& message, const ChainShape& shape, const Arrival& arrival)
@@ -63,8 +81,8 @@ class Link {
     slot_bytes_ = (per_segment_ * element + kMinSlot - 1) / kMinSlot * kMinSlot;
     slots_ = window / slot_bytes_;
     ahead_ = std::min(slots_, std::max<uint64_t>(2, kAhead / slot_bytes_));
-    // Woken in batches; so small that chained sleepers can never all wait for more than the head
-    // may send.
+    // Woken in batches; so small that chained sleepers never all wait for more than the first
+    // rank may send.
     const uint64_t most = segments_ <= ahead_ ? segments_ : ahead_ / (2 * steps_.ranks());
     batch_ = std::max<uint64_t>(1, steps_.oversubscribed() ? most : std::min(segments_ / 4, most));
   }
@@ -88,8 +106,7 @@ class Link {
     return segment < known_input_;
   }
 
-  // The head takes memory that was used last and is free again; memory not used yet while some
-  // rank is still missing, for then there is nothing better to do than to run ahead.
+  // The slot that was used last and is free again; one not used yet while a rank has not arrived.
   bool slot_for(uint64_t segment) {
     if (next_slot_ >= 0) return true;
     if (fresh_ < ahead_ && take_fresh()) return true;
@@ -99,7 +116,7 @@ class Link {
       free_.pop_back();
       return true;
     }
-    return !everyone_arrived() && take_fresh();
+    return !all_arrived() && take_fresh();
   }
 
   bool take_fresh() {
@@ -129,7 +146,7 @@ class Link {
     for (; freed_ < done; ++freed_) free_.push_back(slot_of(freed_));
   }
 
-  bool everyone_arrived() {
+  bool all_arrived() {
     return (shared_.header().ticket[step_ % 2].value.load(std::memory_order_seq_cst) & 0x7fffu) ==
            steps_.ranks();
   }
@@ -180,7 +197,7 @@ class Link {
     mark_copied(segment + 1);
   }
 
-  // Only the head of a long message asks who has copied what.
+  // Read by the first rank alone, and only for messages longer than it may run ahead.
   void mark_copied(uint64_t segments) {
     if (segments_ > ahead_) steps_.publish(shared_.copied(steps_.rank(), step_), stamp(segments));
   }
@@ -207,7 +224,7 @@ class Link {
         {input, output});
   }
 
-  // Whose copying the head waits for before it can use a slot again.
+  // A reader that the first rank waits for before it can use a slot again.
   Want slowest_reader() {
     for (uint32_t r = 0; r < steps_.ranks(); ++r) {
       const bool reader = shape_.broadcast
@@ -230,7 +247,7 @@ class Link {
   const bool reads_, stream_;
   uint64_t per_segment_ = 0, slot_bytes_ = 0, segments_ = 0, slots_ = 0, ahead_ = 0, batch_ = 0;
   uint64_t known_results_ = 0, known_input_ = 0;
-  // The head's memory.
+  // Slots, of the first rank.
   std::vector<uint32_t> free_;
   uint64_t fresh_ = 0, freed_ = 0;
   int64_t next_slot_ = -1;

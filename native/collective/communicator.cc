@@ -1,3 +1,4 @@
+// The public calls: each checks its arguments, takes its turn, chooses an algorithm and runs it.
 #include "collective/communicator.h"
 
 #include <exception>
@@ -97,7 +98,7 @@ struct Communicator::Impl {
         phase(segment, config.rank, config.ranks) {}
 
   // One call's turn. If it ends by an exception after this rank has arrived, the others cannot
-  // finish it: they are told at once, not by their timeout.
+  // finish it: the communicator ends at once, not by their timeout.
   class NOSTALL_THREAD_ATTRIBUTE(scoped_lockable) Turn {
    public:
     Turn(Impl& impl, Call call, uint32_t root, uint16_t code, uint64_t count, uint64_t bytes)
@@ -108,7 +109,7 @@ struct Communicator::Impl {
     }
     ~Turn() NOSTALL_RELEASE() {
       if (std::uncaught_exceptions() > exceptions_ && steps_.stats().steps != begun_) {
-        steps_.give_up();
+        steps_.end_by_own_error();
       }
     }
     Turn(const Turn&) = delete;
@@ -151,7 +152,7 @@ struct Communicator::Impl {
     const MutexLock lock(arena_mutex);
     return arena.allocate(bytes);
   }
-  // nullptr also when the node has no memory: whoever asks can do without.
+  // nullptr also when the node has no memory: the caller can do without.
   std::byte* allocate_if_possible(uint64_t bytes) {
     try {
       return allocate(bytes);
@@ -211,9 +212,9 @@ void Communicator::allreduce(const void* in, void* out, uint64_t count, const Re
   const bool selects = !impl_->selection.empty() && !by_rank && bytes > kPostedBytes &&
                        options.algorithm == Algorithm::cooperative;
   if (!selects) return impl_->allreduce(message, options.algorithm, options.order);
-  const bool apart = impl_->phase.arrive(now_ns());
-  if (apart) ++impl_->stats.apart;
-  impl_->allreduce(message, impl_->selection.choose(bytes, apart), options.order);
+  const bool imbalanced = impl_->phase.arrive(now_ns());
+  if (imbalanced) ++impl_->stats.imbalanced;
+  impl_->allreduce(message, impl_->selection.choose(bytes, imbalanced), options.order);
   impl_->phase.leave(now_ns());
 }
 

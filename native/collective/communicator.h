@@ -9,19 +9,19 @@
 // buffers that overlap otherwise are refused. Counts are elements, 0 is allowed, and they may
 // exceed 2^31.
 //
-// Arrival: nobody waits for a rank whose data is not needed yet. With `cooperative`, ranks that are
-// there combine their data in segments; after the last arrival nothing is left but one pass over
-// its data. If the buffers of the first rank to arrive come from allocate(), everyone's are reduced
-// where they are, all ranks sharing the work; a rank that has others copies them there and back. If
-// its arena has no room for the copy, the call goes as with ordinary buffers on all ranks.
+// Arrival: no rank waits for data that is not needed yet. With `cooperative`, ranks that have
+// arrived combine their data in segments; after the last arrival nothing is left but one pass over
+// its data. If the buffers of the first rank to arrive come from allocate(), those of all are
+// reduced where they are, all ranks sharing the work; a rank that has others copies them there and
+// back. If its arena has no room for the copy, the call goes as with ordinary buffers on all ranks.
 //
 // Order: `fixed` gives a left fold in the order of ranks, the same bits for any arrival order, and
 // for predefined and user's operations alike. Operations that are not commutative always get it.
 // With `any`, floating-point sums of messages beyond kPostedBytes may differ from call to call in
 // their last bits (never between ranks).
 //
-// Errors: a rank that dies, leaves or does not come within the timeout ends the communicator for
-// all: every call, on every rank, throws Error(peer) that names it. Nobody hangs, and the kernel
+// Errors: a rank that dies, leaves or does not arrive within the timeout ends the communicator for
+// all: every call, on every rank, throws Error(peer) that names it. No rank hangs, and the kernel
 // frees the memory when the last process ends.
 // Thread-safety: calls of one communicator from several threads take turns. Ranks are processes or
 // threads. After a fork the child's calls throw Error(usage).
@@ -51,7 +51,7 @@ struct CommunicatorConfig {
   std::chrono::nanoseconds join_timeout{0};                     // unless this is given
   std::string directory = "/dev/shm";
   std::string selection;  // the text of a table of algorithms (selection.h), the same on all ranks
-  // Called now and then by a rank that waits, between its sleeps; an MPI's progress steps needs
+  // Called now and then by a rank that waits, between its sleeps; an MPI's progress engine needs
   // it.
   std::function<void()> progress;
 };
@@ -69,15 +69,15 @@ struct CallOptions {
 
 struct CommunicatorStats {
   uint64_t calls = 0;
-  uint64_t bytes = 0;   // this rank's input
-  uint64_t sleeps = 0;  // waits that outlasted the spin
-  int64_t wait_ns = 0;  // in those
-  uint64_t apart = 0;   // allreduces for which the table was asked for ranks that arrive apart
+  uint64_t bytes = 0;       // this rank's input
+  uint64_t sleeps = 0;      // waits that outlasted the spin
+  int64_t wait_ns = 0;      // in those
+  uint64_t imbalanced = 0;  // allreduces whose ranks the table took for imbalanced
 };
 
 class Communicator {
  public:
-  // Waits for all ranks. Throws Error(peer) when they do not come or have other arguments.
+  // Waits for all ranks. Throws Error(peer) when they do not join or have other arguments.
   explicit Communicator(const CommunicatorConfig& config);
   ~Communicator();
   Communicator(const Communicator&) = delete;
@@ -120,8 +120,8 @@ class Communicator {
   // its text, its number and, if it is usage, peer or stopped, its kind. From any thread, at any
   // time; false if the communicator had ended before.
   bool end(const Error& why) noexcept;
-  // Says goodbye as the destructor does, while memory of allocate() may keep this alive: others
-  // that still wait for this rank are told that it left. No call of this rank may follow.
+  // Leaves as the destructor does, while memory of allocate() may keep this alive: ranks that still
+  // wait for this one get an error that says so. No call of this rank may follow.
   void leave() noexcept;
   // Throws what calls would if the communicator has ended. From any thread.
   void check() const;

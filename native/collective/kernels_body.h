@@ -121,7 +121,7 @@ void run_to_two(void* dst, void* also, const void* left, const void* right, size
 template <Op op, typename T>
 constexpr Kernels kKernels{run<op, T>, run_to_two<op, T>};
 
-// Booleans are bytes that are 0 or not; what comes out is 0 or 1.
+// Booleans are bytes that are 0 or not; results are 0 or 1.
 template <Op op>
 constexpr Kernels bool_kernels() {
   constexpr Op logical = op == Op::sum || op == Op::max || op == Op::bor     ? Op::lor

@@ -1,3 +1,4 @@
+// The loops of kernels_body.h for any processor.
 #include "collective/kernels_body.h"
 
 namespace nostall::collective {

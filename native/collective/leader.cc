@@ -1,3 +1,11 @@
+// One rank, the leader, reduces what all have copied to shared memory, and publishes the result.
+//
+// A message is cut into pieces that fit a stage (the memory in which a rank posts its data for a
+// step). In each step every rank copies its piece to its stage and posts it. The leader folds the
+// stages into the step's result and publishes it; the ranks that want it copy it out.
+//   static leader   rank 0, or the root; it waits for all and folds in the order of ranks
+//   by arrival      the first rank to arrive, found by a ticket; it adds each stage as it is posted
+//                   [Mohammadalizadehbakhtevari 2021, alg. 4.1]
 #include <algorithm>
 #include <vector>
 
@@ -6,7 +14,7 @@
 namespace nostall::collective {
 namespace {
 
-// The leader's side of one piece. By arrival: adds what is there, whoever it is from. Otherwise
+// The leader's side of one piece. By arrival: adds the stages that are posted. Otherwise
 // waits for all and folds in rank order.
 void lead(Steps& steps, const Message& message, uint64_t step, uint64_t at, uint64_t n,
           bool by_arrival) {

@@ -1,3 +1,7 @@
+// The state machine of the allreduce between nodes; node_allreduce.h explains the algorithm.
+//
+// A chunk is opened when its messages may be expected, contributed to when this node's sum of it is
+// ready, and finished when all shares of it have been received.
 #include "collective/node_allreduce.h"
 
 #include <algorithm>
@@ -221,10 +225,10 @@ void NodeAllreduce::add(Sum& sum, const std::byte* from, uint64_t count, uint32_
     return;
   }
   sum.waiting.resize(shape_.ranks, nullptr);
-  sum.came.resize(shape_.ranks, false);
+  sum.received.resize(shape_.ranks, false);
   sum.waiting[rank] = from;
-  sum.came[rank] = true;
-  while (sum.next < shape_.ranks && sum.came[sum.next]) {
+  sum.received[rank] = true;
+  while (sum.next < shape_.ranks && sum.received[sum.next]) {
     messages_.fold(sum.into, sum.waiting[sum.next++], count, sum.added == 0);
     ++sum.added;
   }
@@ -282,7 +286,7 @@ void NodeAllreduce::share_came(uint32_t c, uint32_t from, uint64_t bytes) {
   const uint32_t me = shape_.rank;
   const Extent whole = share_of(c, from);
   if (bytes == whole.count * shape_.element) return one_less(c);
-  // A piece, to be passed on; it came to where the share begins.
+  // A piece, to be passed on; it was received where the share begins.
   const Extent mine = piece_of(c, from, me);
   std::byte* const base = out_ + whole.begin * shape_.element;
   std::byte* const place = out_ + mine.begin * shape_.element;

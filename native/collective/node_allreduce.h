@@ -1,24 +1,24 @@
-// collective/node_allreduce.h - an allreduce between nodes that knows who has arrived.
+// collective/node_allreduce.h - an allreduce between nodes by order of arrival.
 //
-// One rank a node; each brings its node's sum and gets the sum of all. A message is cut into
-// chunks, so that what comes before (the node's own reduction) and after (its broadcast) overlaps
-// with this. Of each chunk every rank owns a share: it adds up the share of all and sends the sum
-// to all, so that every link carries the message once out and once in for each of the two halves.
+// One rank for each node; each brings its node's sum and gets the sum of all. A message is cut into
+// chunks, so that the node's own reduction before and its broadcast after overlap with this. Every
+// rank owns a share of each chunk: it adds up that share of all ranks and sends the sum to all, so
+// that every link carries the message once out and once in for each of the two halves.
 //
-// Those who wait have done their halves when the last rank comes, so what is left is its message
-// out and the result in: if it owned a share too, its link would carry both halves. So the ranks
-// that come last own nothing. Who they are all ranks derive from the same facts without asking
-// anybody: on arrival each tells all others whom it has seen arrive; those seen by fewer than
-// `late` are last, unless so many came at the same time that there is no last
-// (late_ranks). Their shares are divided among the owners.
-// A rank that was there but whose node's sum came last (one rank of its node was late) hands the
-// sums of its share to all others in pieces, each of which passes its piece on, for the same
-// reason.
+// Early ranks have done their halves when the last rank arrives. What remains is the last rank's
+// message out and the result in; if it owned a share too, its link would carry both halves. So late
+// ranks own nothing, and their shares are divided among the owners. All ranks derive the late ones
+// from the same facts: on arrival each rank announces to all others which ranks it has seen arrive.
+// A rank seen by fewer than `late` others is late, unless too many arrived at the same time
+// (late_ranks).
+// A rank may arrive early while its node's sum is the last one to be ready, because one rank of its
+// node is late. It then hands the sums of its share to the others in pieces, and each passes its
+// piece on to all, for the same reason.
 //
 // Every message is sent exactly once, between pairs and under tags that follow from the above;
 // calls on the same Messages may follow each other without a barrier.
 // Thread-safety: none. No MPI, no clock and no waiting in here: `Messages` is the transport, and
-// the caller's loop hands in what has come.
+// the caller's loop hands in what was received.
 #pragma once
 
 #include <cstddef>
@@ -33,15 +33,15 @@ namespace nostall::collective {
 class Messages {
  public:
   virtual ~Messages() = default;
-  // `data` stays as it is until the exchange is done.
+  // `data` stays as it is until the allreduce is done.
   virtual void send(uint32_t to, uint32_t tag, const void* data, uint64_t bytes) = 0;
-  // Whatever comes is handed to NodeAllreduce::received with this cookie.
+  // What is received is handed to NodeAllreduce::received with this cookie.
   virtual void receive(uint32_t from, uint32_t tag, void* data, uint64_t bytes,
                        uint64_t cookie) = 0;
   // into += from, or into = from where `first`.
   virtual void fold(std::byte* into, const std::byte* from, uint64_t count, bool first) = 0;
   virtual void copy(std::byte* into, const std::byte* from, uint64_t bytes) = 0;
-  // Memory for what comes in, until the exchange is done.
+  // Memory for what is received, until the allreduce is done.
   virtual std::byte* scratch(uint64_t bytes) = 0;
 };
 
@@ -95,11 +95,11 @@ class NodeAllreduce {
     std::byte* into = nullptr;
     uint32_t added = 0, next = 0;
     std::vector<const std::byte*> waiting;  // by rank, in_order only
-    std::vector<bool> came;
+    std::vector<bool> received;
   };
   struct Chunk {
     bool open = false, expecting = false, ready = false, mine_last = false;
-    std::vector<bool> sent;  // to whom the contribution went
+    std::vector<bool> sent;  // ranks that have the contribution
     std::vector<std::byte*> contributions, extras, extra_shares;
     Sum own, extra;
     uint32_t missing = 0;  // messages until the result is complete
@@ -148,7 +148,7 @@ class NodeAllreduce {
   std::vector<bool> present_, sendable_, late_;
   std::vector<uint32_t> owners_, place_;  // place among owners, by rank
   uint32_t present_count_ = 0, finished_chunks_ = 0, opened_ = 0;
-  uint64_t expected_ = 0;  // messages asked for that have not come
+  uint64_t expected_ = 0;  // messages asked for and not received
   bool decided_ = false;
   std::vector<Chunk> chunks_;
 };

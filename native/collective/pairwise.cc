@@ -1,3 +1,15 @@
+// The textbook's algorithms, on messages between pairs of ranks.
+//
+// A channel leads from each rank to each other one: two chunks of memory, and two counters, of
+// chunks sent and of chunks received. Counters only grow, so they say which of the two chunks is
+// free.
+//   recursive doubling  in round i each rank swaps its whole sum with the rank whose number differs
+//                       in bit i: log2(p) rounds
+//   ring                p-th parts go round twice: summed on the first round, stored on the second
+//   RSA (Rabenseifner)  recursive halving of the message, then doubling back
+//   binomial            a tree: in round i the ranks with bit i send to those without
+// Numbers of ranks that are no power of two: the first ranks hand their data to a neighbour before,
+// and get the result after. Sums are combined in the order of ranks.
 #include <algorithm>
 #include <bit>
 #include <vector>
@@ -7,8 +19,8 @@
 namespace nostall::collective {
 namespace {
 
-// Messages between two ranks, through a ring of two chunks per direction. The counters of chunks
-// only grow, so these algorithms need no steps but one per call, to compare what is called.
+// Messages between two ranks. Since counters only grow, these algorithms need one step per call,
+// to compare what is called.
 class Pairs {
  public:
   explicit Pairs(Steps& steps) : steps_(steps), shared_(steps.shared()) {
@@ -23,7 +35,7 @@ class Pairs {
   Pairs& operator=(const Pairs&) = delete;
 
   // Sends and receives at the same time; whichever count is 0 is left out. `take(at, chunk, n)` is
-  // called for what comes in, n whole elements from element `at` on.
+  // called for what is received, n whole elements from element `at` on.
   template <typename Take>
   void exchange(uint32_t to, const std::byte* data, uint64_t send_count, uint32_t from,
                 uint64_t receive_count, uint64_t element, Take take) {
@@ -84,7 +96,7 @@ class Pairs {
   uint64_t step_ = 0;
 };
 
-// Adds what comes in to `sum`, on the side where it belongs in rank order.
+// Adds what is received to `sum`, on the side where it belongs in rank order.
 auto adding(std::byte* sum, const Reducer& reducer, bool from_the_left) {
   return [=, &reducer](uint64_t at, const std::byte* chunk, uint64_t n) {
     std::byte* here = sum + at * reducer.element_bytes();
@@ -105,8 +117,8 @@ void start_from_own(const Message& m) {
   if (m.in != m.out) copy(m.out, m.in, m.bytes(), false);
 }
 
-// Ranks beyond a power of two hand their data to a neighbour first and get the result last. Those
-// who stay are numbered anew, in order.
+// Ranks beyond a power of two hand their data to a neighbour first and get the result last. The
+// ranks that stay are numbered anew, in order.
 struct Folded {
   uint32_t power, extra;
   int64_t number;  // -1: has handed over
@@ -143,7 +155,7 @@ void recursive_doubling_allreduce(Steps& steps, const Message& m) {
   Pairs pairs(steps);
   start_from_own(m);
   const Folded f = fold_in(pairs, steps, m);
-  // What is sent must not change while what comes in is added.
+  // What is sent must not change while received data is added.
   std::vector<std::byte> before(f.number >= 0 ? m.bytes() : 0);
   for (uint32_t bit = 1; f.number >= 0 && bit < f.power; bit *= 2) {
     const uint32_t partner = static_cast<uint32_t>(f.number) ^ bit;

@@ -1,3 +1,9 @@
+// Collectives in which every rank posts its data and reads the data of all others.
+//
+// A rank copies its data to its stage (shared memory of its own for one step) and posts the step's
+// number; when all have posted, every rank folds the stages in the order of ranks. So nothing has
+// to be sent back, and results have the same bits for any order of arrival. Messages larger than a
+// stage take one step for each piece.
 #include <algorithm>
 #include <array>
 #include <vector>

@@ -1,3 +1,4 @@
+// Chooses the kernels for an operation and a type at the processor's best instruction set.
 #include "collective/reducer.h"
 
 #include <algorithm>

@@ -53,7 +53,7 @@ class Reducer {
   uint16_t code_;
 };
 
-// memcpy, or past the caches for data that nobody reads soon.
+// memcpy, or past the caches for data that is not read soon.
 void copy(void* dst, const void* src, uint64_t bytes, bool stream) noexcept;
 
 // Whether `op` is defined for `type`.

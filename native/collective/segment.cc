@@ -1,3 +1,8 @@
+// Lays out the shared memory, maps it once per process, and lets ranks join and leave.
+//
+// Joining: the first rank creates the file, the others get its descriptor (base/handover.h). Each
+// rank locks its own byte of the file, then counts itself as joined; the constructor returns when
+// all have. A rank whose lock is free and that did not mark itself as left is dead.
 #include "collective/segment.h"
 
 #include <fcntl.h>
@@ -217,14 +222,14 @@ void Segment::wait_for_all(std::chrono::steady_clock::time_point deadline,
 }
 
 // The destructor of what is not constructed does not run: the goodbye is said here, and before the
-// lock goes, so that nobody takes this rank for dead.
+// lock goes, so that no rank takes this one for dead.
 void Segment::stop_joining(const Error& error) {
-  say_end(error);
+  publish_error(error);
   line(config_.rank).left.store(1);
   throw error;
 }
 
-bool Segment::say_end(const Error& error) noexcept {
+bool Segment::publish_error(const Error& error) noexcept {
   Header& h = header();
   uint32_t none = 0;
   if (!h.broken.compare_exchange_strong(none, 1)) return false;
@@ -315,7 +320,7 @@ std::optional<uint64_t> Segment::arena_offset(const void* data, uint64_t bytes) 
 }
 
 bool Segment::is_dead(uint32_t rank) const noexcept {
-  // In this order: a goodbye comes before the lock goes.
+  // In this order: the mark of leaving is set before the lock goes.
   return !lock_.is_held_elsewhere(kFirstRank + rank) && line(rank).left.load() == 0;
 }
 

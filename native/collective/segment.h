@@ -9,9 +9,9 @@
 // Life: the first rank makes a file in /dev/shm that has no name, and hands it to the others until
 // all have joined (base/handover.h): the kernel frees the memory when the last process ends,
 // however it ends. Each rank holds a kernel lock on its own byte; a rank whose lock is gone, and
-// that did not say goodbye, is dead. Ranks that are threads of one process share one mapping. A
-// forked child does not inherit it. Thread-safety: the accessors are; create and the destructor
-// belong to one thread.
+// that did not mark itself as left, is dead. Ranks that are threads of one process share one
+// mapping. A forked child does not inherit it. Thread-safety: the accessors are; create and the
+// destructor belong to one thread.
 #pragma once
 
 #include <array>
@@ -42,11 +42,11 @@ struct alignas(kLine) PaddedWord {
   Word value;
 };
 
-// Written by its rank alone, but for `asleep`, which whoever wakes it clears.
+// Written by its rank alone, but for `asleep`, which the waking rank clears.
 struct alignas(kLine) RankLine {
   Atomic<uint32_t> asleep;  // futex word: 1 while its rank sleeps
   std::atomic<int32_t> pid;
-  std::atomic<uint32_t> left;                   // said goodbye
+  std::atomic<uint32_t> left;                   // has left in order
   std::atomic<uint32_t> core;                   // where it was last seen, plus 1
   std::array<Word, 2> want_key;                 // what it sleeps for: the key of a word ...
   std::array<Word, 2> want_target;              // ... and the value from which it wants to be woken
@@ -98,7 +98,7 @@ struct SegmentConfig {
 
 class Segment {
  public:
-  // Waits for all ranks. Throws Error(peer) when they do not come or do not agree, Error(io) when
+  // Waits for all ranks. Throws Error(peer) when they do not join or do not agree, Error(io) when
   // shared memory is full.
   Segment(const SegmentConfig& config, std::chrono::nanoseconds timeout);
   ~Segment();
@@ -162,18 +162,17 @@ class Segment {
     return offset >= arenas_ && offset - arenas_ <= all && bytes <= all - (offset - arenas_);
   }
 
-  // Names a word for those who sleep on it.
+  // Names a word for the ranks that sleep on it.
   uint64_t key(const Word& word) const noexcept {
     return static_cast<uint64_t>(reinterpret_cast<const std::byte*>(&word) - base_);
   }
-  // Says why the communicator ends for all its ranks, if none has said it before; true if this one
-  // did.
-  bool say_end(const Error& error) noexcept;
-  // Of this rank: it takes no further part.
+  // Publishes why the communicator ends for all its ranks; false if another error was first.
+  bool publish_error(const Error& error) noexcept;
+  // This rank takes no further part.
   void leave() noexcept;
-  // What say_end was told, with words before it; once header().broken is 2.
+  // The error given to publish_error, with words before it; once header().broken is 2.
   Error end(const std::string& before) const;
-  // Died without a goodbye. A system call.
+  // Died without leaving. A system call.
   bool is_dead(uint32_t rank) const noexcept;
   bool is_forked_child() const noexcept;
 
@@ -191,7 +190,7 @@ class Segment {
   void check() const;
   void wait_for_all(std::chrono::steady_clock::time_point deadline,
                     std::chrono::nanoseconds timeout);
-  // Tells the ranks that wait with this one why it does not, and throws.
+  // Publishes the error to the ranks that join with this one, and throws.
   [[noreturn]] void stop_joining(const Error& error);
   void allocate(uint64_t offset, uint64_t bytes);
   // Makes so many bytes of the file exist; why it cannot. Memory in no directory has no size of a

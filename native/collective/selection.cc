@@ -1,3 +1,4 @@
+// Reads the table of algorithms, and finds from arrival times whether ranks are balanced.
 #include "collective/selection.h"
 
 #include <unistd.h>

@@ -1,13 +1,13 @@
 // collective/selection.h - which algorithm an allreduce takes, from a table that was measured.
 //
 // `nostall calibrate collectives` writes the table (docs/formats/collectives.md): for numbers of
-// ranks, sizes of message, and ranks that arrive together or not, the algorithm that was fastest.
+// ranks, sizes of message, and balanced or imbalanced arrivals, the algorithm that was fastest.
 // Without a table all is `cooperative`.
 //
-// Together or not is measured while running, on one rank, from the times of all arrivals; the
-// others read its finding in shared memory. A finding of call c counts from call c + 2: who is
-// there has finished c + 1, which needed what that rank wrote before, so that all choose the same
-// without a message. Thread-safety: immutable; Phase belongs to one thread.
+// The imbalance is measured while running, on one rank, from the times of all arrivals; the others
+// read its finding in shared memory. A finding of call c counts from call c + 2: a rank that has
+// arrived there has finished c + 1, which needed what that rank wrote before, so that all choose
+// the same without a message. Thread-safety: immutable; Phase belongs to one thread.
 #pragma once
 
 #include <cstdint>
@@ -46,7 +46,7 @@ class Selection {
 // there; empty for "off". Throws Error(io) if the file that is named cannot be read.
 std::string selection_text();
 
-// Whether ranks arrive together, as seen by all of them at the same call.
+// Whether arrivals are imbalanced, as seen by all of them at the same call.
 class Phase {
  public:
   Phase(Segment& segment, uint32_t rank, uint32_t ranks)

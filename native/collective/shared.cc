@@ -1,3 +1,11 @@
+// An allreduce of buffers that lie in shared arenas: they are reduced where they are.
+//
+// Each rank posts the offsets of its input and output and counts itself as ready. When all are, the
+// message is cut into pieces of about 32 KiB. Every rank claims the next piece that is not taken
+// (one atomic counter), folds the inputs of all ranks in the order of ranks, and writes the result
+// to the outputs of all. A second counter says how many pieces are finished; the call ends when all
+// are. A rank that is slow, or not running, claims fewer pieces. If any buffer lies in no arena,
+// all ranks see that in the posted offsets and return before anything is written.
 #include <algorithm>
 #include <vector>
 
@@ -21,7 +29,7 @@ uint64_t bump(Word& word, uint64_t step) {
   }
 }
 
-// The last one to count wakes those who wait for all.
+// The last rank to count wakes the ranks that wait for all.
 void bump_and_wait(Steps& steps, Word& word, uint64_t step, uint64_t all, bool counts) {
   const uint64_t target = step << kCountBits24 | all;
   Segment& shared = steps.shared();

@@ -1,3 +1,4 @@
+// Packs a call into 64 bits, and describes such bits in messages of errors.
 #include "collective/signature.h"
 
 #include "collective/types.h"

@@ -1,3 +1,8 @@
+// Steps, posts, and the waiting of all algorithms.
+//
+// A wait spins, then sleeps on the futex word of its own rank. A publisher stores the value first
+// and looks for sleepers afterwards; a sleeper marks itself first and looks for the value
+// afterwards. So one of the two always sees the other, and no wake-up is lost.
 #include "collective/steps.h"
 
 #include <sched.h>
@@ -84,7 +89,7 @@ bool Steps::all_posted(uint64_t step) noexcept {
   return true;
 }
 
-// The last rank to post sees all posts at its first look, and wakes whoever sleeps for them.
+// The last rank to post sees all posts at its first look, and wakes the ranks that sleep for them.
 void Steps::wait_for_posts(uint64_t step) {
   if (all_posted(step)) {
     if (segment_.header().sleepers.load(std::memory_order_seq_cst) > 0) wake(kAllPosted, step);
@@ -143,7 +148,7 @@ void Steps::doze() noexcept {
   futex_wait(segment_.line(rank_).asleep, 1, progress_ ? nap_ : kSlice);
 }
 
-void Steps::settle() noexcept {
+void Steps::adapt_to_wait() noexcept {
   const int64_t waited = now_ns() - wait_began_;
   stats_.wait_ns += waited;
   if (waited < 4 * spin_limit_ns_) {
@@ -230,7 +235,7 @@ void Steps::fail(const Error& error) {
 }
 
 bool Steps::end_for_all(const Error& error) noexcept {
-  if (!segment_.say_end(error)) return false;
+  if (!segment_.publish_error(error)) return false;
   ended_here_.store(true, std::memory_order_release);
   for (uint32_t r = 0; r < ranks_; ++r) {
     uint32_t asleep = 1;
@@ -241,7 +246,7 @@ bool Steps::end_for_all(const Error& error) noexcept {
   return true;
 }
 
-void Steps::give_up() noexcept {
+void Steps::end_by_own_error() noexcept {
   end_for_all(Error(ErrorKind::peer, "rank " + std::to_string(rank_) + " could not go on in " +
                                          where() + "; its own error says why"));
 }

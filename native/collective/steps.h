@@ -4,8 +4,8 @@
 // shared memory of step t it knows that all have finished step t - 2, which used the same memory
 // (begin_step). Calls in which ranks leave early must say when they are finished (finish_early).
 //
-// Waiting: a short spin, whose length follows its success, then a futex. Who publishes a word looks
-// whether anybody sleeps, and wakes those who sleep for that word and value. Both sides use
+// Waiting: a short spin, whose length follows its success, then a futex. A publisher of a word
+// looks for sleepers, and wakes those that sleep for that word and value. Both sides use
 // sequentially consistent operations: either the publisher sees the sleeper or the sleeper sees the
 // value. A sleeper looks around every 50 ms for the deadline, a broken communicator and dead ranks.
 // Thread-safety: one thread at a time; ranks are threads or processes.
@@ -93,7 +93,7 @@ class Steps {
     if (ready() || spin(ready)) return;
     nap_ = kShortestNap;
     while (!sleep_once(ready, wants)) look_around();
-    settle();
+    adapt_to_wait();
   }
 
   // Ends the communicator for all its ranks, and throws.
@@ -101,8 +101,8 @@ class Steps {
   // As fail, without throwing; from any thread. False if it had ended before.
   bool end_for_all(const Error& error) noexcept;
   bool ended_here() const noexcept { return ended_here_.load(std::memory_order_acquire); }
-  // For the others, that this rank left the call by an error of its own.
-  void give_up() noexcept;
+  // Ends the communicator because this rank left the call by an error of its own.
+  void end_by_own_error() noexcept;
   void set_timeout(std::chrono::nanoseconds timeout) noexcept { timeout_ = timeout; }
 
  private:
@@ -131,8 +131,8 @@ class Steps {
         break;
       }
     } while (now - wait_began_ < spin_ns_);
-    // Ranks that share cores hand them to each other for less than a sleep costs; somebody else who
-    // gets one may keep it for long.
+    // Ranks that share cores hand them to each other for less than a sleep costs; another
+    // process that gets one may keep it for long.
     if (without_yield_ > 0) {
       --without_yield_;
       return false;
@@ -179,7 +179,7 @@ class Steps {
     spin_ns_ =
         longer ? std::min(2 * spin_ns_, spin_limit_ns_) : std::max(spin_ns_ / 2, kShortestSpin);
   }
-  void settle() noexcept;
+  void adapt_to_wait() noexcept;
   // Throws if the deadline has passed, the communicator is broken or a rank is gone.
   void look_around();
   [[noreturn]] void throw_broken() const;

@@ -1,3 +1,4 @@
+// Names and sizes of element types, operations and algorithms.
 #include "collective/types.h"
 
 #include <array>

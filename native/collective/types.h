@@ -46,8 +46,8 @@ inline constexpr int kOps = 10;
 
 enum class Algorithm : uint8_t {
   cooperative,         // ours; the default
-  arrival_leader,      // Algorithm 4.1: the first to arrive leads and reduces as data comes
-  arrival_chain,       // Algorithm 5.1: each rank adds to what arrived before it and hands on
+  arrival_leader,      // the first to arrive leads and reduces as data comes
+  arrival_chain,       // each rank adds to what arrived before it and hands on
   leader,              // static leader, two steps
   recursive_doubling,  // log2(p) exchanges of the whole message
   ring,                // 2(p-1) exchanges of a p-th

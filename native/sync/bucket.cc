@@ -1,3 +1,4 @@
+// A bucket's layout, copies in and out, and its memory through forks of the process.
 #include "sync/bucket.h"
 
 #include <pthread.h>
@@ -145,7 +146,7 @@ void Bucket::shape(std::span<const uint32_t> tensors) {
   clear_gaps();
 }
 
-// Tensors are written as they come; the gaps between them must be zero on all ranks.
+// Tensors are written as they are submitted; the gaps between them must be zero on all ranks.
 void Bucket::clear_gaps() noexcept {
   const uint64_t element = collective::size_of(wire_);
   for (size_t i = 0; i < tensors_.size(); ++i) {

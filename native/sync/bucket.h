@@ -1,8 +1,8 @@
 // sync/bucket.h - gradients side by side in one buffer, so that one reduction carries all of them.
 //
 // Layout, in elements of the wire's type: every tensor from a multiple of 64 bytes on, gaps zero,
-// then one number a tensor: how many ranks had a gradient for it. Ranks that have none give zeros
-// and say so; the sum tells all ranks alike.
+// then one number per tensor: how many ranks had a gradient for it. Ranks that have none give zeros
+// and say so; all ranks see the same counts in the sum.
 // Memory: its own, or held by others too (gradients that were left in it). What others hold is
 // never written again: renew() goes on in other memory.
 // Thread-safety: none, but take() of different tensors.
@@ -22,7 +22,7 @@ namespace nostall::sync {
 // From the transport where it has such memory, which keeps it connected; else, or where that is
 // full, from the heap.
 // A forked child does not inherit what the transport has mapped: it finds zeros of its own at these
-// addresses, so that whoever holds them may go on to read and write, and releases nothing.
+// addresses, so that their holders may go on to read and write, and releases nothing.
 class BucketMemory {
  public:
   BucketMemory(std::shared_ptr<Transport> transport, uint64_t bytes);

@@ -1,3 +1,4 @@
+// Conversions of floating-point arrays, one loop for each pair of types.
 #include "sync/convert.h"
 
 #include <bit>

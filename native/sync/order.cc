@@ -1,3 +1,4 @@
+// The walk of the graph in the executor's order, and the fusion of what follows each other.
 #include "sync/order.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Gathers the ranks' ticks of each reduction, and writes events in Horovod's format.
 #include "sync/timeline.h"
 
 #include <fcntl.h>

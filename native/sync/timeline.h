@@ -1,23 +1,22 @@
 // sync/timeline.h - what the engine reduces, as a timeline in Horovod's format, written by rank 0.
 //
-//   timeline = Timeline::open(path, transport, tensors, shapes);   // all ranks; null: nobody wants
-//   one timeline->add(tensors, ready, moments);                        // all ranks, after each
-//   reduction timeline->write();                                             // when all tensors
-//   were added
+//   timeline = Timeline::open(path, transport, tensors, shapes);  // all ranks; null: not wanted
+//   timeline->add(tensors, ready, moments);   // all ranks, after each reduction
+//   timeline->write();                        // when all tensors were added
 //
-// One pid a tensor: NEGOTIATE_ALLREDUCE from the first rank's gradient to the last rank's (planned)
-// or to the agreement (negotiated), with a tick at the moment at which each rank submitted; then
-// ALLREDUCE with QUEUE, MEMCPY_IN_FUSION_BUFFER, NOSTALL_ALLREDUCE and MEMCPY_OUT_FUSION_BUFFER as
-// rank 0's thread spent the time. What that thread did before the last rank was ready, waiting
-// included, is left to the negotiation. Times are microseconds since the file was opened; a step's
-// events are in the order of time. The array is closed by the destructor; of a killed job all steps
-// but the last are there. Tensors whose names begin with a parenthesis are signs of the engine's
-// user and left out.
+// One pid per tensor: NEGOTIATE_ALLREDUCE from the first rank's gradient to the last rank's
+// (planned) or to the agreement (negotiated), with a tick at the moment at which each rank
+// submitted; then ALLREDUCE with QUEUE, MEMCPY_IN_FUSION_BUFFER, NOSTALL_ALLREDUCE and
+// MEMCPY_OUT_FUSION_BUFFER as rank 0's thread spent the time. What that thread did before the last
+// rank was ready, waiting included, is left to the negotiation. Times are microseconds since the
+// file was opened; a step's events are in the order of time. The array is closed by the destructor;
+// of a killed job all steps but the last are there. Tensors whose names begin with a parenthesis
+// are signs of the engine's user and left out.
 //
-// Cost: one all_gather of 8 bytes a tensor for each reduction, for the ranks' ticks. Ranks of one
+// Cost: one all_gather of 8 bytes per tensor for each reduction, for the ranks' ticks. Ranks of one
 // boot of a kernel have one clock; those of others are placed by the end of the reduction.
 // Thread-safety: none, the engine's progress thread has it. A file that cannot be written any more
-// is given up with a warning.
+// ends with a warning.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +31,7 @@
 
 namespace nostall::sync {
 
-// Of one reduction on this rank, now_ns(). `agreed` is 0 where nobody negotiates.
+// Of one reduction on this rank, now_ns(). `agreed` is 0 with a planned order.
 struct Moments {
   int64_t agreed = 0, begin = 0, copied = 0, summed = 0, end = 0;
 };

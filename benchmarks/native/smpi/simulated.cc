@@ -65,11 +65,11 @@ void Mailroom::look(const Handler& handler) {
 }
 
 bool Mailroom::look_once(const Handler& handler) {
-  std::vector<mpi::Came> came;
+  std::vector<mpi::Received> received;
   if (receives_.requests().empty()) return false;
-  receives_.collect(came);
-  for (const mpi::Came& message : came) handler(message.cookie, message.bytes);
-  return !came.empty();
+  receives_.collect(received);
+  for (const mpi::Received& message : received) handler(message.cookie, message.bytes);
+  return !received.empty();
 }
 
 void Mailroom::wait(const Handler& handler) {
