@@ -70,6 +70,16 @@ def checkout(tmp_path: Path) -> Path:
             "def late():\n    from nostall.loader import DataLoader",
             "_wrong.py:2: job may not use loader",
         ),
+        (
+            "python/nostall/job/_wrong.py",
+            "def long():\n" + "    pass\n" * 80,
+            "_wrong.py:1: long has 81 lines, at most 80",
+        ),
+        (
+            "python/nostall/job/_wrong.py",
+            f"def wide({', '.join(f'p{i}=0' for i in range(13))}): pass",
+            "_wrong.py:1: wide has 13 parameters, at most 12",
+        ),
         ("python/nostall/newroom/_wrong.py", "", "python/nostall/newroom is not in the table"),
         (
             "python/nostall/cli/_wrong.py",
