@@ -55,7 +55,7 @@ std::function<void(uint64_t)> reporter(const Progress& progress) {
   };
 }
 
-// A Python object that is let go of with the GIL, from whatever thread.
+// A Python object that is released with the GIL, from any thread.
 class Held {
  public:
   explicit Held(nb::object object) : object_(std::move(object)) {}
@@ -183,7 +183,8 @@ class CallbackSource : public source::Source {
     if (labels_.size() != sizes_.size() ||
         (!group_.empty() &&
          (group_.size() != sizes_.size() || !std::is_sorted(group_.begin(), group_.end())))) {
-      throw Error(ErrorKind::usage, "a source needs a size, a label and a rising group a sample");
+      throw Error(ErrorKind::usage,
+                  "sizes, labels and groups need one entry per sample, and groups must be sorted");
     }
     for (const uint64_t s : sizes_) total_ += s;
   }
@@ -385,8 +386,8 @@ void bind_records(nb::module_& m) {
                                                std::move(read));
       },
       nb::arg("paths"), nb::arg("sizes"), nb::arg("versions"), nb::arg("read"),
-      "read(list of (file, offset, size)) -> list of buffers or exceptions; `versions` are other "
-      "numbers where the contents are others, like the times of files.");
+      "read(list of (file, offset, size)) -> list of buffers or exceptions; `versions` change with "
+      "the contents, like the times of files.");
 
   nb::class_<source::lmdb::Records>(m, "LmdbRecords", "What a scan of an LMDB tree found.")
       .def("__len__", &source::lmdb::Records::size)
@@ -440,7 +441,7 @@ void bind_records(nb::module_& m) {
             });
           },
           nb::arg("commit_every") = 0,
-          "First page of every value by the arithmetic of seed lmdbio-and-horovod 5.2.2 for a "
+          "First page of every value by the arithmetic of [Pumma 2020, sec. 5.2.2] for a "
           "writer that committed every so many records (0: once, at the end), and why it does not "
           "hold here (empty: it does).");
   m.def(
@@ -621,7 +622,7 @@ void bind_records(nb::module_& m) {
           [](const source::RecordSource& s) {
             return std::pair{s.cost().seconds_per_operation(), s.cost().seconds_per_byte()};
           },
-          "Seconds an operation and a byte, as measured so far.");
+          "Seconds per operation and per byte, as measured so far.");
   m.def(
       "record_source",
       [](const StoragePtr& storage, const source::RecordTable& table, uint64_t max_read,

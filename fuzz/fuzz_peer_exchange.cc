@@ -1,4 +1,4 @@
-// An exchange as a state machine, with a peer who knows the secret and lies: each input is a list
+// An exchange as a state machine, with a peer that knows the secret and lies: each input is a list
 // of messages, sealed or not, in and out of turn, with payloads that are right, wrong or of another
 // length, said again or with a bit changed, between losses of the link. Whatever it says, a sample
 // that is ready holds its own bytes or those of a push whose CRC32C was right, what is fetched is

@@ -1,11 +1,11 @@
-// base/activity.h - who in this process needs storage or network at the moment.
+// base/activity.h - whether work in this process needs storage or network at the moment.
 //
-// Rooms with a training that waits for them (the loader reading its source, the gradient engine
-// reducing) say so by an Activity for as long as they do; rooms that can wait (a checkpoint's
-// drain) look whether it is quiet, and use what is left over. Nobody knows anybody: this is the
-// process's register of what goes on, two words of memory. Thread-safety: all of it is thread-safe.
-// Cost: two atomic operations an Activity, two loads a look. A forked child sees what its parent
-// did at the fork; whoever waits for quiet has a limit of its own.
+// Foreground work (the loader reading its source, the gradient engine reducing) holds an Activity
+// while it lasts. Background work (a checkpoint's drain) polls quiet() and uses what is left over.
+// The two sides need no reference to each other: they share two words of memory per process.
+// Thread-safety: all of it is thread-safe. Cost: two atomic operations per Activity, two loads per
+// poll. A forked child starts with its parent's state; code that waits for quiet must have a
+// deadline of its own.
 #pragma once
 
 #include <atomic>
@@ -26,7 +26,7 @@ class Activity {
   Activity(const Activity&) = delete;
   Activity& operator=(const Activity&) = delete;
 
-  // Whether nothing goes on, and has not for `since`: between two reads of a row is no quiet.
+  // Whether no Activity lives, and none has for `since`. Shorter gaps, as between reads, are busy.
   static bool quiet(std::chrono::nanoseconds since = std::chrono::microseconds(500)) noexcept {
     return running().load() <= 0 && now_ns() - ended().load() >= since.count();
   }

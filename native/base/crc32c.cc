@@ -1,3 +1,8 @@
+// CRC32C. With SSE4.2, three blocks are summed side by side and then combined: a CRC is linear, so
+// the CRC of AB is that of A, advanced by the length of B, plus that of B. Without SSE4.2, each
+// byte is looked up in a table of 256 entries. Advancing is a product of polynomials modulo the
+// CRC's own; crc32c_between uses the same product to take a part of unknown bytes out of a known
+// whole.
 #include "base/crc32c.h"
 
 #include <array>
@@ -49,7 +54,7 @@ constexpr uint32_t power_of_x(uint64_t exponent) noexcept {
 constexpr uint64_t bits_of(uint64_t bytes) noexcept { return bytes % kOrder * 8 % kOrder; }
 
 #if defined(__x86_64__)
-// What a register becomes by kBytes bytes of zero, a byte of it at a time.
+// What kBytes bytes of zero do to a register, looked up one byte of the register at a time.
 template <uint64_t kBytes>
 struct Zeros {
   using Tables = std::array<std::array<uint32_t, 256>, 4>;

@@ -1,3 +1,4 @@
+// The texts of errors that come from the operating system and the standard library.
 #include "base/error.h"
 
 #include "base/refusal.h"

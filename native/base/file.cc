@@ -1,3 +1,4 @@
+// System calls on files, repeated after EINTR and after short transfers.
 #include "base/file.h"
 
 #include <fcntl.h>

@@ -1,3 +1,10 @@
+// Descriptors passed between processes over abstract Unix sockets (SCM_RIGHTS).
+//
+// A job has a few names for its turn and a few for each member. The turn is a bound socket: the
+// kernel gives a name to one process at a time and takes it back when that process ends. A member
+// that gives its files listens at one of its names; a thread accepts callers, compares their user
+// with its own (SO_PEERCRED), and answers with a fixed header and the descriptors. A caller asks
+// the members in turn, and the next one too when a member does not answer for kPatience.
 #include "base/handover.h"
 
 #include <fcntl.h>
@@ -115,7 +122,7 @@ void send_files(int socket, const std::vector<int>& files) noexcept {
     std::memcpy(CMSG_DATA(header), sent.data(), n * sizeof(int));
   }
   if (::sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0) return;
-  // Silence would tell the other side that there is no such process.
+  // Without an answer the other side would take this process for gone.
   Greeting refusal;
   refusal.refused = static_cast<uint64_t>(errno);
   ::send(socket, &refusal, sizeof refusal, MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -188,8 +195,8 @@ struct Handover::Giving {
     });
   }
   void answer() noexcept {
-    // Given up for a caller when no other descriptor is free: one that gets no answer takes this
-    // process for one that hangs.
+    // Closed to serve a caller when no other descriptor is free: without an answer the caller would
+    // take this process for one that hangs.
     Descriptor spare;
     while (!stopping.load()) {
       if (!spare) spare = Descriptor(::open("/dev/null", O_RDONLY | O_CLOEXEC));
@@ -236,7 +243,7 @@ Handover::Turn Handover::turn(Deadline deadline) const {
     for (;;) {
       Descriptor mine = take(wanted);
       if (mine) return Turn(std::move(mine));
-      // Whoever has it listens, and accepts nothing: the connection ends with the turn.
+      // The holder listens and accepts nothing: the connection ends with its turn.
       const Descriptor waiting = make_socket(SOCK_NONBLOCK);
       const Address address(wanted);
       if (::connect(waiting.get(), address.get(), address.size) == 0) {

@@ -1,11 +1,11 @@
 // base/handover.h - how processes of one user on a node share open files that have no name.
 //
-// Each process that has the files offers them at a name of its own, to processes of its user; who
-// comes finds one that is alive and gets its descriptors. The names are abstract sockets, which the
-// kernel removes with the process, however it ends: nothing is ever left in a file system, and
-// nobody can plant a file. Who else takes such a name first is told from us by the kernel; the next
-// of a few names is used then. Processes of one node must share a network namespace.
-// Thread-safety: a Handover belongs to one thread. A forked child may only destroy its copy.
+// Each process that has the files listens at a name of its own, for processes of its user. A
+// process that joins finds one that is alive and receives its descriptors. The names are abstract
+// sockets, which the kernel removes with the process, however it ends: nothing is left in a file
+// system, and no file can be planted. The kernel tells when another user has taken a name; then the
+// next of a few names is used. Processes of one node must share a network namespace. Thread-safety:
+// a Handover belongs to one thread. A forked child may only destroy its copy.
 #pragma once
 
 #include <chrono>
@@ -22,14 +22,14 @@ class Handover {
  public:
   using Deadline = std::chrono::steady_clock::time_point;
 
-  // `job` is the same for all that share, and for nobody else; `member` is below `members`.
+  // `job` is the same for all processes that share, and for no other; `member` is below `members`.
   Handover(const std::string& job, uint32_t member, uint32_t members);
   ~Handover();
   Handover(const Handover&) = delete;
   Handover& operator=(const Handover&) = delete;
 
-  // Held by one process at a time: by whoever looks for the files and makes them where there are
-  // none, and by whoever leaves. Ends with the object or the process.
+  // Held by one process at a time: by one that looks for the files and creates them if there are
+  // none, and by one that leaves. Ends with the object or the process.
   class Turn {
    public:
     explicit Turn(Descriptor socket) noexcept;

@@ -1,3 +1,4 @@
+// Free memory given back with malloc_trim, where the C library has it.
 #include "base/heap.h"
 
 #include <malloc.h>

@@ -1,3 +1,6 @@
+// Reads the limits of memory: /proc/meminfo, the control groups of this process (v1 and v2), the
+// free space of the shared-memory file system, and RLIMIT_AS. Missing files mean that there is no
+// such limit.
 #include "base/limits.h"
 
 #include <sys/statvfs.h>

@@ -1,3 +1,5 @@
+// Open-file-description locks (fcntl F_OFD_SETLK). Descriptors of lock files are registered, so
+// that a forked child closes its copies and never keeps the locks of its parent.
 #include "base/lock.h"
 
 #include <fcntl.h>

@@ -18,7 +18,7 @@ namespace nostall {
 
 enum class LockMode { shared, exclusive };
 // `unsupported`: the file system has no such locks (Lustre mounted without flock, some network and
-// user-space file systems); nobody else holds it, and nobody can.
+// user-space file systems): no process holds it, and none can.
 enum class Locked { yes, elsewhere, unsupported };
 
 class LockFile {
@@ -26,7 +26,7 @@ class LockFile {
   LockFile() = default;
   // Opens, and with `create` makes, the file; symbolic links are not followed.
   static Result<LockFile> open(const std::string& path, bool create);
-  // Of a file that is open: its locks are those of whoever else has what was opened.
+  // For a file that is open already: the locks belong to the open file, and are shared with it.
   explicit LockFile(const Descriptor& file);
   ~LockFile();
   LockFile(LockFile&& other) noexcept;
@@ -35,7 +35,7 @@ class LockFile {
   // At once: whether the lock was had (or changed from the other mode).
   Locked try_lock(uint64_t byte, LockMode mode) noexcept;
   void unlock(uint64_t byte) noexcept;
-  // Whether somebody else holds the byte exclusively.
+  // Whether another open file holds the byte exclusively.
   bool is_held_elsewhere(uint64_t byte) const noexcept;
   // Whether the path still names this file, and not a new one or none. Relative to `directory` as
   // in open_own.

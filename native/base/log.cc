@@ -1,3 +1,4 @@
+// The sink of this process, and standard error where there is none or it throws.
 #include "base/log.h"
 
 #include <cstdio>

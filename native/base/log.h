@@ -1,4 +1,4 @@
-// base/log.h - warnings from the core, handed to whoever listens (the bindings: Python's logging).
+// base/log.h - warnings from the core, handed to a sink (the bindings set Python's logging).
 #pragma once
 
 #include <functional>

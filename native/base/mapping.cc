@@ -1,3 +1,4 @@
+// Shared mappings of open files (mmap).
 #include "base/mapping.h"
 
 #include <sys/mman.h>

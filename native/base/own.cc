@@ -1,3 +1,6 @@
+// Files that only their user can open, files without a name, and descriptors that children do not
+// inherit. Every check is on the open descriptor (fstat), never on a path: a path may name another
+// file a moment later.
 #include "base/own.h"
 
 #include <fcntl.h>

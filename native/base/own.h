@@ -14,12 +14,12 @@ namespace nostall {
 inline constexpr int kByPath = -100;  // AT_FDCWD
 
 // Opens a file whose name other users can predict, in a directory where they may make files: it is
-// a regular file of this user, with one name, that nobody else may open, and no symbolic link. With
+// a regular file of this user, with one name, that no other user may open, and not a link. With
 // O_CREAT, what stands in its place is removed where the directory allows it, with a warning. An
 // Error names the file and what is wrong with it. `path` is relative to `directory` by its last
 // component if that is given, and is what messages show.
 Result<Descriptor> open_own(const std::string& path, int flags, int directory = kByPath);
-// A directory of this user that nobody else may enter, made if it is not there.
+// A directory of this user that no other user may enter; created if it is not there.
 Result<Descriptor> own_directory(const std::string& path);
 // A file in `directory` that has no name, so that nothing is left of it when the last process that
 // has it open ends, however it ends. Where the file system cannot make one it has a name for a

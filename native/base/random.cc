@@ -1,3 +1,5 @@
+// MT19937 and Philox4x32-10. Both must give the published streams bit for bit: orders and draws of
+// all releases depend on them.
 #include "base/random.h"
 
 namespace nostall {
@@ -39,7 +41,7 @@ std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> counter,
 
 uint64_t seed_of_occurrence(uint64_t seed, uint32_t occurrence) noexcept {
   if (occurrence == 0) return seed;
-  // No sample has a number this large: these draws are nobody else's.
+  // No sample has a number this large, so no other code makes these draws.
   constexpr uint32_t kStream = 0x6f636375;
   const auto words = philox4x32({occurrence, 0, 0, kStream},
                                 {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)});

@@ -7,7 +7,7 @@
 
 namespace nostall {
 
-// Of kind io; that there are no more threads is told with its remedy.
+// Of kind io. If the system refused a thread, the text says so and names the remedy.
 Error io_error(const std::system_error& error);
 
 }  // namespace nostall

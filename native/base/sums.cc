@@ -1,3 +1,4 @@
+// The table of checksums: zeroed pages from calloc, filled as samples are read.
 #include "base/sums.h"
 
 #include <algorithm>

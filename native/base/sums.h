@@ -1,4 +1,4 @@
-// base/sums.h - one checksum a sample, learned when it is read first and compared ever after.
+// base/sums.h - one checksum per sample, learned when it is read first and compared ever after.
 //
 // The checksum is the CRC32C of the sample's bytes; one of 0 is kept as 1, for 0 says that it is
 // not known yet. The words lie in memory of the table's own or in memory that processes share; the
@@ -23,7 +23,7 @@ class SampleSums {
   SampleSums() = default;
   // All unknown; memory is taken as checksums are learned. Throws std::bad_alloc.
   explicit SampleSums(uint64_t samples);
-  // Words of somebody else, who keeps them while this object lives.
+  // Words of another owner, which keeps them while this object lives.
   SampleSums(std::atomic<uint32_t>* words, uint64_t samples) noexcept
       : words_(words), samples_(samples) {}
 

@@ -1,4 +1,4 @@
-// image/bitmap.h - decoded pixels between two steps: 4 bytes a pixel, R G B and one ignored.
+// image/bitmap.h - decoded pixels between two steps: 4 bytes per pixel, R G B and one ignored.
 #pragma once
 
 #include <atomic>

@@ -1,3 +1,4 @@
+// Chooses the decoder by an image's first bytes, and limits what a header may promise.
 #include "image/decode.h"
 
 #include <cstring>

@@ -2,7 +2,7 @@
 //
 // Every function is total: any bytes give pixels or an Error of kind corruption. No decoder
 // allocates more than the header's size, which is checked against the caller's cap first.
-// Thread-safety: one Decoder a thread.
+// Thread-safety: one Decoder per thread.
 #pragma once
 
 #include <cstddef>

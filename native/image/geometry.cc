@@ -1,3 +1,5 @@
+// The coordinate arithmetic of each step, as torchvision and Python round it. Crops and resizes are
+// folded into the current stage; draws come from the sample's own generator in the order of steps.
 #include "image/geometry.h"
 
 #include <algorithm>

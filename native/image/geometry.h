@@ -1,8 +1,8 @@
 // image/geometry.h - what a list of steps does to coordinates, worked out before any pixel is read.
 //
 // A Stage is "take a box of the input, resize it, look at a window of the result". Crops move boxes
-// and windows, flips are kept to the end, and only a second resize starts a second stage: most
-// pipelines are one stage, whose box tells the decoder which region survives.
+// and windows, flips are kept to the end, and only a second resize starts a second stage. Most
+// pipelines are one stage, and its box tells the decoder which region survives.
 // Units: pixels; x to the right, y down. Thread-safety: values.
 #pragma once
 

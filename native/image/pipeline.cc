@@ -1,3 +1,9 @@
+// Compiles a list of steps, and applies it to one image at a time.
+//
+// apply() works out the geometry first, from the header's size and the sample's draws. Each stage
+// needs a box of its input; the first stage's box, and how far it is scaled down, tell the decoder
+// which region to decode and at which DCT scale. The last stage's rows go through flips, conversion
+// and normalisation straight into the batch, one row at a time.
 #include "image/pipeline.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Turns uint8 arrays of known layout into bitmaps; the layout is checked once, when it is given.
 #include "image/pixels.h"
 
 #include <string>

@@ -1,3 +1,6 @@
+// Pillow's antialiased bilinear filter in fixed point. A Filter has, per output position, the first
+// input and its weights; a resize applies one to rows and one to columns. The kernels exist in
+// portable code and for AVX2, and give the same bits.
 #include "image/resample.h"
 
 #include <algorithm>

@@ -1,4 +1,9 @@
-// The exchange's threads, and what other threads ask of them.
+// The exchange's threads, and the calls of other threads.
+//
+// The message thread owns all sessions, pending requests and the transport. Other threads hand it
+// commands (submit), which it runs between messages, and wait on conditions that it notifies. The
+// file thread reads and writes the file tier, and hands the results back as commands. tick() runs
+// every kTick: it drops ranks that missed a deadline, repeats hellos, and sends progress.
 #include "peer/engine.h"
 
 #include <pthread.h>
@@ -15,21 +20,21 @@ namespace nostall::peer {
 namespace {
 
 constexpr std::chrono::milliseconds kTick{20};
-// How long another node may take to tell how far it is, before it is taken to have nothing.
+// A node that has not sent its progress after this long is taken to have nothing.
 constexpr std::chrono::seconds kMeet{2};
-// With nothing asked and nothing to tell, the message thread looks around this often.
+// The interval of tick() while no request is open and no progress is to be sent.
 constexpr std::chrono::milliseconds kIdleTick{250};
 constexpr std::chrono::seconds kPushPatience{1};
-// At the end: how long to serve ranks that still ask, and to let the last words out.
+// At the end: how long to serve ranks that still ask, and to flush the last messages.
 constexpr std::chrono::seconds kLinger{1};
 constexpr std::chrono::milliseconds kFlush{5};
-// A rank that plans for longer than others is late for the first hello, but not lost.
+// The first hello may take this many timeouts: ranks do not finish planning at the same time.
 constexpr int kConnectTimeouts = 6;
-// Hellos to a rank that is not reached: at first this often, then after a quarter of the time since
-// it was lost, at last this seldom.
+// The pause between hellos to a rank that is not reached: a quarter of the time since it was lost,
+// within these two.
 constexpr std::chrono::seconds kHelloOften{1}, kHelloSeldom{5};
-// An attempt that led to nothing is begun anew, on a new connection: the system's own attempts for
-// an old one become so rare that they would outlast what they wait for.
+// After this long an attempt is repeated on a new connection: the kernel doubles the pause between
+// its retries of an old one, which would outlast a partition of the network.
 constexpr std::chrono::seconds kAttempt{5};
 // Progress rounds without anything to do, before sleeping.
 constexpr int kSpins = 50;
@@ -100,7 +105,7 @@ Exchange::Engine::~Engine() {
   transport_->wake();
   if (files_thread_.joinable()) files_thread_.join();
   if (thread_.joinable()) thread_.join();
-  // What is still under way ends now, while what its callbacks touch is there.
+  // Transfers under way end here, while the members that their callbacks use still exist.
   transport_.reset();
 }
 
@@ -127,7 +132,7 @@ Where Exchange::Engine::where(uint64_t sample, uint32_t epoch) const noexcept {
       return Where::source;
     }
     if (first < node.progress.load(std::memory_order_acquire)) return Where::there;
-    // A node may have kept samples of an earlier job: it is heard first.
+    // The node may have samples of an earlier job: wait for its first progress.
     if (!node.heard.load(std::memory_order_acquire) && Clock::now() < begun_ + kMeet) {
       return Where::awaited;
     }
@@ -143,7 +148,7 @@ bool Exchange::Engine::push_wanted(uint64_t sample) const noexcept {
       nodes_[ownership_.owner[sample]]->progress.load(std::memory_order_acquire)) {
     return true;
   }
-  // Its push was given up, or came later than its owner was ready to wait.
+  // Its push failed, or the owner's progress had passed the sample over before it arrived.
   if (!any_lacking_.load(std::memory_order_acquire)) return false;
   const MutexLock lock(absent_mutex_);
   return lacking_.contains(sample);
@@ -195,7 +200,7 @@ bool Exchange::Engine::push(uint64_t sample, std::span<const std::byte> bytes,
     const auto room = [&]() NOSTALL_REQUIRES(push_mutex_) {
       return pushing_ == 0 || pushing_ + bytes.size() <= config_.push_bytes;
     };
-    // Behind what waits for a node that is not there yet nothing moves.
+    // Pushes to a node that is not connected yet do not drain: do not wait for room.
     const bool moves = nodes_[owner]->linked.load(std::memory_order_acquire);
     if (!(moves ? push_room_.wait_for(lock, stop, kPushPatience, room) : room())) {
       ++count_.given_up;
@@ -384,7 +389,7 @@ void Exchange::Engine::say_to_all(Kind kind) {
   }
 }
 
-// Ranks end at about the same time: one that is first goes on serving those that still ask.
+// Ranks end at about the same time: the first one goes on serving those that still ask.
 void Exchange::Engine::say_goodbye() {
   leaving_ = true;
   say_to_all(Kind::done);
@@ -568,10 +573,11 @@ void Exchange::Engine::lose(uint32_t rank, const std::string& why, bool warn, bo
   peer.for_good = peer.for_good || for_good || peer.done;
   transport_->drop(rank);
   peer.out.reset();
-  // It may not know that it was lost: what it asks is answered still. Were its session ended here,
-  // it would lose this rank in turn, and end the one that this rank has begun by then.
+  // The rank may not know that it was dropped, so its requests are still answered. If its session
+  // ended here, it would drop this rank in turn, and with it the session that this rank begins
+  // next.
   if (peer.for_good) peer.in.reset();
-  // A transfer need not end when its connection does.
+  // A transfer may outlive its connection.
   peer.moving = 0;
   ++peer.losses;
   if (peer.link == Link::lost) return;

@@ -44,11 +44,11 @@ class Exchange::Engine final : public Receiver {
   struct Node {
     std::atomic<bool> alive{true};
     std::atomic<uint64_t> progress{0};
-    std::atomic<bool> heard{false};   // has told its progress
+    std::atomic<bool> heard{false};   // its progress is known
     std::atomic<bool> linked{false};  // its target can be asked now
     bool ending = false;  // one of its ranks asks nothing more: they may go without a warning
   };
-  // An action that needs the session to be ready, and for whom.
+  // An action that needs the session to be ready, and the fetches that it belongs to.
   struct Waiting {
     const FetchGroup* group = nullptr;  // null: of a push
     Clock::time_point deadline;
@@ -65,11 +65,11 @@ class Exchange::Engine final : public Receiver {
     std::unique_ptr<Session> in;   // this rank answers
     uint64_t accepted = 0;         // sessions that it began
     bool done = false;             // it asks nothing more
-    bool for_good = false;         // once lost it is not tried again: it left or broke the rules
+    bool for_good = false;         // not tried again once lost: it left or violated the protocol
     bool warned = false;           // of its other plan
-    uint64_t told = 0;             // progress that it heard from this rank last
+    uint64_t notified = 0;         // the progress that was sent to it last
     std::vector<Waiting> waiting;  // for the session to be ready
-    uint64_t losses = 0;           // how often its connection was given up
+    uint64_t losses = 0;           // how often its connection was dropped
     uint32_t moving = 0;           // payloads on their way to it or from it since then
     Clock::time_point moved{};     // when one of them ended last, or the first began
   };
@@ -99,10 +99,11 @@ class Exchange::Engine final : public Receiver {
   void heard_progress(uint32_t rank, uint64_t progress);
   bool reach(uint32_t rank);
   void say_hello(uint32_t rank) noexcept;
-  // Says hello again to a rank that is not reached; anew if the last attempt has led to nothing.
-  void knock(uint32_t rank);
-  // The session that a hello with this nonce leads to, and its challenge. Nothing is kept until the
-  // proof comes, so hellos, which anybody can send, cannot displace one another.
+  // Sends another hello to a rank that is not reached; on a new connection if the last attempt has
+  // led to nothing.
+  void retry_hello(uint32_t rank);
+  // The session that a hello with this nonce leads to, and its challenge. No state is kept before
+  // the proof: hellos are not authenticated, and must not displace one another.
   std::unique_ptr<Session> challenge(uint32_t from, const Nonce& nonce, HeaderBytes& sealed) const;
   void send(uint32_t rank, Session& session, Header header, std::span<const std::byte> payload,
             std::function<void(bool)> done);
@@ -113,7 +114,7 @@ class Exchange::Engine final : public Receiver {
   // Ends, as failed, what waits for a session and is chosen.
   template <typename Chosen>
   void end_waiting(Chosen&& chosen);
-  // Calls `done` when a payload has ended; a rank whose payloads do not end is dropped.
+  // Calls `done` when a payload has ended; a rank with a payload that does not end is dropped.
   std::function<void(bool)> watched(uint32_t rank, std::function<void(bool)> done);
   void ask(const std::shared_ptr<FetchGroup>& group, size_t index);
   void conclude(FetchGroup& group, size_t index, Outcome outcome);
@@ -121,16 +122,15 @@ class Exchange::Engine final : public Receiver {
   std::optional<uint32_t> target_of(uint32_t node) const;
   // No rank of its node that is asked rather than this one is reached.
   bool wanted(uint32_t rank) const;
-  // Tells other threads whether the node can be asked.
-  void settle(uint32_t node);
+  // Publishes to other threads whether the node can be asked.
+  void publish_link(uint32_t node);
   void violate(uint32_t rank, const std::string& why);
   uint64_t own_progress();
   void say_to_all(Kind kind);
   void say_goodbye();
   void leave() noexcept;
-  // Calls `work`, and warns of the first exception that comes out of one: one message or command
-  // fails, above all for lack of memory; what waits for its answer has a deadline, and all others
-  // go on.
+  // Calls `work`, and logs the first exception. A message or command may fail, for lack of memory
+  // above all; waits for its answer have a deadline, and other work goes on.
   template <typename Work>
   void guarded(Work&& work) noexcept {
     try {
@@ -145,7 +145,7 @@ class Exchange::Engine final : public Receiver {
   void run_files(std::stop_token stop);
   void submit_file(std::function<void()> work);
   void tell();
-  // Its owner is another node that can be reached and did not say that it will never have it.
+  // The owner is another node that can be reached and has not answered `never`.
   bool reachable(uint64_t sample) const noexcept;
 
   std::unique_ptr<Transport> transport_;
@@ -188,7 +188,8 @@ class Exchange::Engine final : public Receiver {
   StopCondition news_changed_;
 
   mutable Mutex absent_mutex_;
-  // Samples that their owner cannot have in this epoch, and that it should have, but has not.
+  // absent_: samples that their owner has no room for in this epoch. lacking_: samples that their
+  // owner should have by now, but does not.
   std::unordered_set<uint64_t> absent_ NOSTALL_GUARDED_BY(absent_mutex_), lacking_
       NOSTALL_GUARDED_BY(absent_mutex_);
   std::atomic<bool> any_absent_{false}, any_lacking_{false};

@@ -1,3 +1,4 @@
+// Checks the configuration of an exchange, and forwards its calls to the messenger.
 #include "peer/exchange.h"
 
 #include <string>

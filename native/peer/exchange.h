@@ -1,19 +1,19 @@
 // peer/exchange.h - samples travel between the tiers of nodes. Read this first.
 //
-// Who keeps what follows from the plan (plan/owners.h), so nobody is asked who has a sample: the
-// rank that reads one first pushes it to its owner, later readers fetch it from there. Whether it
-// is there already is known too: every reply and a notice now and then carry how far a node is
-// (`progress`: all it owns with an earlier first access is there), and a request is sent only for
-// what the owner has. A node is reached through one of its ranks; when that one goes, through
-// another; when none is left, where() says so and its samples come from the source again.
+// The plan says which node owns a sample (plan/owners.h), so no rank asks where a sample is. The
+// rank that reads a sample first pushes it to its owner; later readers fetch it from the owner. A
+// fetch is sent only if the owner has the sample: every reply, and a periodic notice, carry the
+// node's `progress`, the first access before which all that it owns is there. A node is reached
+// through one of its ranks; if that rank is lost, through another one. If none is left, where()
+// says so, and the node's samples come from the source.
 //
-// One thread per rank moves all messages and sleeps when there are none; a second one touches the
-// file tier for peers. The RAM tier is sent from where it lies and received to where it will lie.
-// Messages are authenticated (session.h); ones that are not are counted and ignored. A rank that
-// does not answer, lets bytes stand still on their way, or sends bytes that do not match their
-// CRC32C is dropped with a warning, and tried again every second to every five; one that breaks the
-// rules is dropped for good. While no rank of a node is reached, what it keeps comes from the
-// source. Thread-safety: all methods may be called from any thread.
+// One thread per rank moves all messages and sleeps when there are none; a second one reads and
+// writes the file tier for peers. Samples of the RAM tier are sent and received in place. Messages
+// are authenticated (session.h); others are counted and ignored. A rank that does not answer, whose
+// transfers stop, or that sends bytes with a wrong CRC32C is dropped with a warning, and tried
+// again every one to five seconds. A rank that violates the protocol is dropped for good. While no
+// rank of a node is reached, its samples come from the source. Thread-safety: all methods may be
+// called from any thread.
 #pragma once
 
 #include <atomic>
@@ -95,7 +95,7 @@ class Exchange {
   // that does not go together.
   Exchange(std::unique_ptr<Transport> transport, ExchangeConfig config, plan::Ownership ownership,
            std::span<const uint64_t> sizes, std::shared_ptr<tier::NodeCache> cache);
-  // Tells the others that this rank leaves; ends all fetches as failed.
+  // Notifies the others that this rank leaves; ends all fetches as failed.
   ~Exchange();
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
@@ -106,15 +106,15 @@ class Exchange {
   // The owner is another node that can be reached and, as far as is known, lacks the sample.
   bool push_wanted(uint64_t sample) const noexcept;
 
-  // Samples that owners had no memory for are asked for again: they may have it by now.
+  // Allows requests again for samples that their owners had no memory for.
   void try_again();
 
   // Sends the requests; finish() returns when each has its outcome. After a stop they fail soon.
   std::shared_ptr<FetchGroup> begin(std::vector<Fetch> requests);
   void finish(FetchGroup& group, std::stop_token stop);
 
-  // Hands the sample to its owner. `keep` keeps `bytes` alive. Waits while too much is under way;
-  // false if that took a second, or there is nobody to take it.
+  // Sends the sample to its owner. `keep` keeps `bytes` alive. Waits while too much is under way;
+  // false after a second, or if the owner cannot be reached.
   bool push(uint64_t sample, std::span<const std::byte> bytes, std::shared_ptr<void> keep,
             std::stop_token stop);
 

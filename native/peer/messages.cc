@@ -1,4 +1,19 @@
 // The exchange's side towards other ranks: what each message does.
+//
+// A session has an initiator, which asks, and a responder, which answers; two ranks may have one in
+// each direction. It begins with four messages (docs/formats/wire.md):
+//
+//   initiator                           responder
+//   hello (nonce, plan)      ------->
+//                            <-------   challenge (nonce, tag): no state is kept yet
+//   proof (nonce, tag)       ------->
+//                            <-------   welcome (progress): the session exists
+//
+// A responder derives its nonce from the initiator's, so it can check a proof without a table of
+// hellos. After the welcome the initiator sends fetch and push; the responder sends reply, and
+// progress whenever its node's progress has changed. A payload is received straight into its place
+// (a slot of the RAM tier, or the caller's buffer), compared with its CRC32C and with the sample's
+// checksum, and published.
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -10,7 +25,7 @@
 namespace nostall::peer {
 namespace {
 
-// A sample that cannot be read never becomes ready: after this long the samples behind it count.
+// A sample that cannot be read never becomes ready. After this long, progress passes it over.
 constexpr std::chrono::seconds kStuck{1};
 constexpr size_t kLookAhead = 4096;
 
@@ -49,7 +64,7 @@ Delivery Exchange::Engine::handle(std::span<const std::byte> bytes, uint64_t pay
     default:
       break;
   }
-  // Both ends may ask: which of the two sessions a message is of, its tag tells.
+  // Two ranks may have a session in each direction; the tag tells which one a message belongs to.
   const bool answers =
       header.kind == Kind::welcome || header.kind == Kind::reply || header.kind == Kind::progress;
   const bool asks = header.kind == Kind::fetch || header.kind == Kind::push;
@@ -125,14 +140,14 @@ void Exchange::Engine::say_hello(uint32_t rank) noexcept try {
   header.nonce = peer.nonce;
   if (reach(rank)) transport_->send(rank, encode(header), {}, nullptr);
 } catch (const std::exception& e) {
-  warn_once(e.what());  // it is said again by the clock
+  warn_once(e.what());  // tick() sends another one
 }
 
 void Exchange::Engine::on_hello(const Header& header) {
   Peer& peer = peers_.at(header.from);
   if (header.sample != config_.plan) {
     ++count_.refused;
-    // Once: anybody may say hello, and ranks repeat it.
+    // Once: hellos are not authenticated, and ranks repeat them.
     if (std::exchange(peer.warned, true)) return;
     log(LogLevel::warning, "rank " + std::to_string(header.from) + " has another plan than rank " +
                                std::to_string(config_.rank) +
@@ -150,7 +165,7 @@ std::unique_ptr<Session> Exchange::Engine::challenge(uint32_t from, const Nonce&
   header.kind = Kind::challenge;
   header.from = config_.rank;
   header.to = from;
-  // Another one after each session that was accepted: no proof is taken twice.
+  // Changes with each accepted session, so that no proof is accepted twice.
   header.nonce = derived_nonce(own_key_, from, peers_.at(from).accepted, nonce);
   auto session = std::make_unique<Session>(secret_, from, config_.rank, nonce, header.nonce);
   sealed = session->seal(header);
@@ -193,7 +208,7 @@ void Exchange::Engine::on_proof(const Header& header) {
   reply.progress = peer.told = own_progress();
   if (!reach(header.from)) return;
   send(header.from, *peer.in, reply, {}, nullptr);
-  // It is there again: the way back is not left to the clock.
+  // The rank is back: connect in the other direction now, not at the next tick.
   if (peer.link == Link::lost && wanted(header.from)) say_hello(header.from);
 }
 
@@ -291,7 +306,7 @@ Delivery Exchange::Engine::on_push(const Header& header) {
   }
 }
 
-// Of a sample that was claimed.
+// Where the payload of a claimed sample goes, and what follows when it has arrived.
 Delivery Exchange::Engine::into_tier(const Header& header) {
   const uint64_t sample = header.sample;
   const auto taken = [this, size = header.length] {
@@ -345,7 +360,7 @@ Delivery Exchange::Engine::into_tier(const Header& header) {
           })};
 }
 
-// All that this node owns and that has an earlier first access than this is there.
+// The first access before which all that this node owns is there.
 uint64_t Exchange::Engine::own_progress() {
   const Clock::time_point now = Clock::now();
   const auto settled = [&](plan::SampleId s) {

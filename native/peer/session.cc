@@ -1,3 +1,4 @@
+// Keys and tags by libsodium's BLAKE2b; replays are refused with a window of sequence numbers.
 #include "peer/session.h"
 
 #include <sodium.h>

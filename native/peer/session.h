@@ -1,10 +1,10 @@
-// peer/session.h - that a message is from the rank it says, of this job, and not seen before.
+// peer/session.h - checks that a message is from the rank it names, of this job, and is new.
 //
 // Every rank of a job has the job's secret. A session between an initiator and a responder begins
-// with a nonce from each side; its keys, one a direction, are derived from secret, nonces and
-// ranks, and every header from the challenge on carries its sequence number and a keyed BLAKE2b tag
-// over all of it. A tag that is right is the proof that the sender knows the secret. Nothing secret
-// is on the wire. The payload is tied to its header by CRC32C alone: who can change packets in
+// with a nonce from each side. Its keys, one per direction, are derived from secret, nonces and
+// ranks. Every header from the challenge on carries a sequence number and a keyed BLAKE2b tag over
+// the whole header; a correct tag proves that the sender knows the secret. The secret is never on
+// the wire. A payload is tied to its header by CRC32C alone: an attacker that can change packets in
 // flight can forge a payload (docs/guide/clusters.md). Thread-safety: a Session belongs to one
 // thread.
 #pragma once
@@ -25,7 +25,7 @@ using Tag = std::array<std::byte, kTagBytes>;
 
 Nonce random_nonce();
 Key random_key();
-// Looks random to whoever does not have the key; the same for the same arguments.
+// Not predictable without the key; the same for the same arguments.
 Nonce derived_nonce(const Key& key, uint32_t rank, uint64_t count, const Nonce& theirs);
 // A key from whatever the job calls its secret; at least 16 bytes, else Error(usage).
 Key key_of(std::string_view secret);

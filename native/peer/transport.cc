@@ -1,3 +1,4 @@
+// Loads the UCX transport with dlopen.
 #include "peer/transport.h"
 
 #include <dlfcn.h>

@@ -1,4 +1,4 @@
-// peer/transport.h - how messages travel between ranks: the one door between nostall and UCX.
+// peer/transport.h - messages between ranks: the only interface between nostall and UCX.
 //
 // A transport has no thread of its own. One thread at a time calls it, and sees its messages inside
 // progress(); wake() alone may be called from any thread. A message is a fixed header and a payload

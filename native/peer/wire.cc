@@ -1,3 +1,4 @@
+// Encodes and decodes the header at fixed offsets.
 #include "peer/wire.h"
 
 #include <algorithm>

@@ -29,7 +29,7 @@ enum class Kind : uint8_t {
   fetch = 5,      // initiator asks for `sample`
   reply = 6,      // responder: `status`, and the bytes if there are any
   push = 7,       // initiator hands over the bytes of `sample`
-  progress = 8,   // responder tells how far its node is
+  progress = 8,   // responder notifies how far its node is
   done = 9,       // either: asks nothing more, still answers
   leave = 10,     // either: answers nothing more
 };

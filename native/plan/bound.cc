@@ -1,3 +1,4 @@
+// The lower bound on source bytes, by a sweep over epochs with Belady's rule.
 #include "plan/bound.h"
 
 #include <algorithm>

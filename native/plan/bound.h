@@ -1,4 +1,4 @@
-// plan/bound.h - the fewest bytes that must leave the shared file system (design, invariant 3).
+// plan/bound.h - the fewest bytes that must leave the shared file system.
 #pragma once
 
 #include <cstdint>

@@ -1,3 +1,5 @@
+// Turns ownership into access frequencies, so that place() can stay one rule: an owned sample gets
+// a frequency above all others, and a sample of another node that is read once gets none.
 #include "plan/cluster.h"
 
 namespace nostall::plan {

@@ -1,3 +1,6 @@
+// Deals the samples of each global batch to ranks, in two passes. The first pass gives a sample to
+// a rank of its owner's node, in turn, while that rank has room. The second pass gives what is left
+// to the first rank with room. Every rank computes the whole deal and keeps its own part.
 #include "plan/locality.h"
 
 #include <algorithm>

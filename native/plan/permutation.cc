@@ -1,3 +1,7 @@
+// KeyedPermutation::fill: many consecutive positions at once, by vector code. A run of positions in
+// one row l has consecutive r, so each round is the same operation on every lane. Values outside
+// [0, n) are rare and are walked on one by one. The kernel is compiled for AVX2, AVX-512 and the
+// baseline from one source, and the best one is chosen at the first call.
 #include "plan/permutation.h"
 
 #include <algorithm>

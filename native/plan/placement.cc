@@ -1,3 +1,10 @@
+// Access counts of a node, and the greedy placement that follows from them.
+//
+// place() works in two steps. First it keeps residents: samples that a tier holds from an earlier
+// job stay where they are if they are still wanted. Then it goes through the tiers, fastest first.
+// A tier takes the samples of the highest access frequency that fit into its free bytes; these are
+// then laid out in the order of first access, each in the first gap that is large enough. Samples
+// that a tier does not take go on to the next one.
 #include "plan/placement.h"
 
 #include <algorithm>
@@ -56,12 +63,12 @@ NodeAccess node_access(const JobSpec& spec, uint32_t first_rank, uint32_t ranks,
 
 namespace {
 
-// Offsets for `records` in order, in what `taken` (sorted by offset) leaves free below `capacity`;
-// those that fit into no gap are dropped from the tier.
+// A free range of a tier, in bytes.
 struct Gap {
   uint64_t begin = 0, end = 0;
 };
 
+// What `taken` leaves free below `capacity`, in order.
 std::vector<Gap> gaps_between(std::vector<Gap> taken, uint64_t capacity) {
   std::sort(taken.begin(), taken.end(), [](Gap a, Gap b) { return a.begin < b.begin; });
   std::vector<Gap> gaps;

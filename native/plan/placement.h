@@ -1,4 +1,5 @@
-// plan/placement.h - which sample a node keeps in which tier, and where (HDMLP's rule, seed 3.2.2).
+// plan/placement.h - which sample a node keeps in which tier, and where: the rule of HDMLP
+// [Böhringer 2020, sec. 3.2.2].
 //
 // Highest access frequency into the fastest tier, then the next; samples of equal frequency by
 // first access; within a tier records lie in the order of first access, which is also the fill
@@ -34,8 +35,8 @@ struct TierShape {
 
 struct Placement {
   std::vector<uint8_t> tier;  // per sample: index of its tier, or kNoTier
-  std::vector<uint64_t>
-      offset;  // per sample: of its record in that tier (overhead included before it)
+  // Per sample: of its record in that tier (overhead included before it).
+  std::vector<uint64_t> offset;
   std::vector<uint64_t> used;               // per tier: bytes used, never above the capacity
   std::vector<std::vector<SampleId>> fill;  // per tier: samples in fill order
 };

@@ -1,3 +1,10 @@
+// Orders of samples, and each rank's share of them.
+//
+// "torch" repeats torch.randperm bit for bit: Fisher-Yates with MT19937, in two variants by size.
+// "keyed" is a permutation that is computed position by position (permutation.h). "sub_batch" takes
+// the order of a round and recombines its sub-batches (SubBatches in plan.h). All are then padded
+// or cut to the epoch's length as DistributedSampler does. A rank's share of a global batch depends
+// on the batch's size alone (batch_positions), so it is computed once for all full batches.
 #include "plan/plan.h"
 
 #include <algorithm>
@@ -36,7 +43,7 @@ void shuffle_narrow(Mt19937& random, std::vector<Index>& order) {
   }
 }
 
-// Element i takes the place of one not after it, whose value moves to place i.
+// Element i is put at a place not after it; the value of that place moves to place i.
 template <typename Index>
 void shuffle_wide(Mt19937& random, std::vector<Index>& order) {
   const uint64_t n = order.size();

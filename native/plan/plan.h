@@ -2,11 +2,11 @@
 // world).
 //
 // Read this first. A JobSpec fixes the order of all samples for all epochs. Everything else in this
-// room follows from it: which rank reads what (rank_string), how often (frequencies), what a node
-// keeps in which tier and at which offset (placement.h), who owns a sample among nodes (owners.h),
-// and the fewest bytes that must leave the shared file system (bound.h).
-// Nothing here touches a file, a clock or another process; every process computes the same plan.
-// Thread-safety: values and pure functions.
+// room follows from it: which rank reads what (rank_epoch), how often a node reads a sample and
+// what it keeps in which tier and at which offset (placement.h), which node owns a sample
+// (owners.h), and the fewest bytes that must leave the shared file system (bound.h). Nothing here
+// touches a file, a clock or another process; every process computes the same plan. Thread-safety:
+// values and pure functions.
 #pragma once
 
 #include <cstdint>
@@ -20,35 +20,35 @@ using SampleId = uint64_t;
 
 enum class OrderKind : uint8_t {
   torch,  // torch.randperm seeded with seed + epoch: identical to DistributedSampler, bit for bit
-  keyed,  // a keyed pseudo-random permutation (Feistel with cycle walking): O(1) memory a look-up
+  keyed,  // a keyed pseudo-random permutation (Feistel with cycle walking): look-ups in O(1) memory
   user,   // the user's own sequence, the same in every epoch
   sequential,  // 0, 1, 2, ...: DistributedSampler(shuffle=False)
-  // Data reuse by sub-batch shuffling (seed lmdbio-and-horovod, 8.4.1): samples are used several
+  // Data reuse by sub-batch shuffling [Pumma 2020, sec. 8.4.1]: samples are used several
   // times while they are in memory, in other batches each time. See SubBatches.
   sub_batch,
 };
 
-// OrderKind::sub_batch: `reuse` epochs make a round with one order "torch" of its own, that of seed
-// + round. Of it, `resident` global batches at a time form a chunk that is passed over `reuse`
-// times before the next one comes: first as it is, then in batches recombined from its sub-batches,
-// the parts of a batch that one rank takes. A sub-batch stays among the `together` ranks that hold
-// it: 1 moves nothing between processes, the ranks of a node nothing between nodes. A round's
-// batches are cut into epochs of equal length, so that epochs cost what they cost without reuse,
-// and every sample comes as often in a round as in as many epochs of "torch"; samples beyond the
-// last whole batch end every epoch. With reuse 1 it is "torch".
+// OrderKind::sub_batch. `reuse` epochs make a round. A round has one order "torch" of its own, with
+// the random seed `seed` + round. Each `resident` global batches of that order form a chunk, which
+// is passed over `reuse` times before the next chunk begins: first as it is, then in batches
+// recombined from its sub-batches. A sub-batch is the part of a batch that one rank takes; it stays
+// among the `together` ranks that hold it: with 1 nothing moves between processes, with the ranks
+// of a node nothing moves between nodes. A round's batches are cut into epochs of equal length, and
+// every sample comes as often in a round as in as many epochs of "torch". Samples beyond the last
+// whole batch end every epoch. With reuse 1 it is "torch".
 struct SubBatches {
   uint32_t reuse = 1;
   uint64_t resident = 1;
   uint32_t together = 1;
 };
 
-// How a global batch is divided among the ranks (seed clairvoyant-prefetching, 4.1.3).
+// How a global batch is divided among the ranks [Böhringer 2020, sec. 4.1.3].
 enum class Scheme : uint8_t {
   uniform,  // rank r takes positions r, r + world, ... of the batch
   whole,    // every rank takes the whole batch
-  // Half of the ranks take four times as much as the other half. The seed gives them
-  // 2*ceil(B/world) and ceil(B/world)/2, which is this ratio but adds up to more than the batch:
-  // here it is divided.
+  // Half of the ranks take four times as much as the other half. The thesis gives them
+  // 2*ceil(B/world) and ceil(B/world)/2, which has this ratio but adds up to more than the batch;
+  // here the batch is divided.
   imbalanced,
 };
 
@@ -64,8 +64,8 @@ struct JobSpec {
   // it. Kept from the first run when a job resumes on another number of ranks; 0 means `world`.
   uint32_t order_world = 0;
   uint64_t seed = 0;
-  bool drop_last =
-      false;  // drop the samples that do not fill the world, then the last partial batch
+  // Drop the samples that do not fill the world, then the last partial batch.
+  bool drop_last = false;
   OrderKind order = OrderKind::torch;
   Scheme scheme = Scheme::uniform;
   std::vector<SampleId> user_order;  // OrderKind::user only; ids below `samples`, any length

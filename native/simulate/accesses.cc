@@ -1,3 +1,4 @@
+// Access strings of all nodes, from each epoch's order and each node's share of it.
 #include "simulate/accesses.h"
 
 #include <string>

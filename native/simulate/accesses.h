@@ -1,4 +1,4 @@
-// simulate/accesses.h - every node's access string R (equation 3.1), batch by batch.
+// simulate/accesses.h - every node's access string R [Böhringer 2020, eq. 3.1], batch by batch.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ struct Accesses {
   uint64_t batches_per_epoch = 0;
 };
 
-// From the plan, or from layout.order where that is given. 4 bytes an access. Throws Error(usage)
-// if layout.order does not go with the plan.
+// From the plan, or from layout.order if that is given. 4 bytes per access. Throws Error(usage) if
+// layout.order does not go with the plan.
 Accesses accesses_of(const plan::JobSpec& spec, const Layout& layout);
 
 // [node][sample]: how often the node reads it. 4 bytes each.

@@ -1,3 +1,4 @@
+// Checks the arguments of both engines before they run.
 #include "simulate/check.h"
 
 #include <cmath>

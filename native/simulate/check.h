@@ -9,7 +9,7 @@
 
 namespace nostall::simulate {
 
-// Throws Error(usage), naming what does not.
+// Throws Error(usage) and names what does not go together.
 void check(const Model& model, const plan::JobSpec& spec, std::span<const double> sizes,
            const Layout& layout);
 

@@ -20,8 +20,8 @@ namespace {
 // With more nodes than this, devices of one class and outgoing links are one pool each: remote
 // reads are spread over so many that single ones do not stand out.
 constexpr uint32_t kSingleDevices = 64;
-// Of so many nodes some transfer ends all the time. What ends within this part of a batch is then
-// looked at together; what a transfer moved beyond its end counts for the next one of its kind.
+// With pooled devices, events within 1/64 of a batch are handled together. What a transfer moved
+// beyond its end is credited to the next transfer of its kind.
 constexpr double kMomentsABatch = 64;
 
 class Consistent {
@@ -158,7 +158,7 @@ class Consistent {
         const uint32_t sample = list[fill_next_[index]];
         if (layout_.cleanup) {
           if (reads_left_[node][sample] == 0) {
-            ++fill_next_[index];  // nobody here will read it again
+            ++fill_next_[index];  // this node will not read it again
             continue;
           }
           if (kept_mb_[index] + sizes_[sample] > model_.classes[j].capacity) break;
@@ -235,7 +235,7 @@ class Consistent {
       return classes_ - 1;
     }
     if (filling && claimed_[sample] != plan::kNoOwner && claimed_[sample] != node) {
-      // Another node is reading it just now: it hands it on.
+      // Another node is reading it now, and passes it on.
       take(out(claimed_[sample]), size);
       take(in(node), size);
       return classes_ - 1;

@@ -1,3 +1,5 @@
+// Copies by node, as sorted arrays, and for each sample and class the copy that was there first:
+// remote look-ups need one that exists, not all of them.
 #include "simulate/kept.h"
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // simulate/kept.h - which node holds which sample in which storage class, and since when.
 //
-// Thread-safety: none. Cost: 16 bytes a kept copy, 12 a sample and class; look-ups of a node's own
-// are a binary search in what it keeps.
+// Thread-safety: none. Cost: 16 bytes per kept copy, 12 per sample and class; look-ups of a node's
+// own copies are a binary search.
 #pragma once
 
 #include <cstdint>

@@ -1,3 +1,5 @@
+// Layouts of the policies: what HDMLP, nostall and the loaders they are compared with keep and
+// read.
 #include "simulate/layout.h"
 
 #include <algorithm>

@@ -45,10 +45,10 @@ struct Layout {
   std::vector<std::vector<uint32_t>> order;
 };
 
-// HDMLP (3.2.2): each node keeps what it reads most often, placed by the loader's own rule; fill
-// order is that of first access, or with in_order = false that of the access frequency. `bytes` has
-// one entry a sample; `capacities` one a class (class 1 on), bytes. O(nodes * (F + epochs * F)),
-// with OrderKind::keyed O(nodes * F + epochs * F).
+// HDMLP [Böhringer 2020, sec. 3.2.2]: each node keeps what it reads most often, placed by the
+// loader's own rule. Fill order is that of first access, or with in_order = false that of the
+// access frequency. `bytes` has one entry per sample, `capacities` one per class (class 1 on), in
+// bytes. O(nodes * (F + epochs * F)), with OrderKind::keyed O(nodes * F + epochs * F).
 Layout keep_frequent(const plan::JobSpec& spec, std::span<const uint64_t> bytes,
                      std::span<const uint64_t> capacities, bool in_order);
 

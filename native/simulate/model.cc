@@ -1,3 +1,4 @@
+// Checks of a model, interpolation, and the rates that follow from its curves.
 #include "simulate/model.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// simulate/model.h - the machine of the performance model (seed clairvoyant-prefetching,
-// Table 3.1).
+// simulate/model.h - the machine of the performance model [Böhringer 2020, table 3.1], in its
+// symbols and equations.
 //
 // Units: MB (10^6 bytes or any other, used throughout), MB/s, seconds.
 // Thread-safety: values and pure functions.

@@ -1,8 +1,10 @@
-// The seed's simulation. Where the text leaves a choice, the one that explains all rows of its
-// Table 5.1 within 1 % (docs/reproduce/simulation.md):
+// The simulation of [Böhringer 2020, sec. 4.1], event by event: each node has one reader for its
+// staging buffer and one for each storage class that it fills, every reader has a clock, and the
+// earliest one does its next read. Where the text leaves a choice, this is the reading that
+// explains all rows of table 5.1 within 1 % (docs/reproduce/simulation.md):
 //  - nodes are followed in the order of time; a read from the source takes s / min(b_fs, t(g) / g)
 //    with g the nodes that are fetching from it at the read's first moment;
-//  - the staging buffer is filled by one reader p_0 times as fast as a thread (equation 3.3), each
+//  - the staging buffer is filled by one reader p_0 times as fast as a thread (eq. 3.3), each
 //    other class by one reader as fast as one thread;
 //  - a batch begins when all nodes have ended the one before; readers start anew there;
 //  - a sample is read out of the staging buffer at r_0(p_0) / p_0 before it is consumed.
@@ -158,7 +160,7 @@ class Published {
     Stage& stage = stage_[node];
     advance(node, time, true);
     while (stage.next <= k) {
-      // Whatever waits for room waits no longer than for the sample that is wanted now.
+      // A wait for room ends at the latest when the sample that is wanted now is read.
       stage.clock = std::max(stage.clock, stage.held > 0 ? stage.clock : time);
       advance(node, stage.clock, true);
       if (stage.next <= k) read_ahead(node);
@@ -272,7 +274,7 @@ class Published {
     fill.clock = std::max(fill.clock, time);
   }
 
-  // The fastest of equations 3.5 to 3.7 among what there is at `time`.
+  // The fastest origin at `time` [Böhringer 2020, eq. 3.5 to 3.7].
   Fetch fetch_for(uint32_t node, uint32_t sample, double time) const {
     double speed = 0;
     size_t origin = classes_;

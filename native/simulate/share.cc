@@ -1,3 +1,5 @@
+// Progressive filling. All open flows have the same rate, which rises until a resource is full or a
+// flow reaches its cap; those flows are frozen at that rate, and the rest goes on.
 #include "simulate/share.h"
 
 #include <algorithm>
@@ -29,7 +31,7 @@ void Sharing::share(std::span<Flow> flows, std::span<const double> capacity) {
     for (size_t r = 0; r < left_.size(); ++r) {
       if (weight_[r] > kNothing) level = std::min(level, left_[r] / weight_[r]);
     }
-    // Flows that cannot use that level leave the others more: first they.
+    // Flows with a lower cap come first: they leave the others more.
     const size_t before = open_.size();
     std::erase_if(open_, [&](uint32_t f) {
       if (flows[f].cap > level) return false;

@@ -18,8 +18,9 @@ struct Flow {
 };
 
 // Raises all rates together; a flow stops where its cap or one of its resources is reached. So no
-// resource gives more than its capacity, and no flow could be faster without a slower one losing.
-// Thread-safety: none, scratch memory is kept. Cost: O(flows * demands) a resource that fills up.
+// resource gives more than its capacity, and no flow could be faster without making a slower one
+// slower. Thread-safety: none, scratch memory is kept. Cost: O(flows * demands) per resource that
+// fills up.
 class Sharing {
  public:
   void share(std::span<Flow> flows, std::span<const double> capacity);

@@ -1,15 +1,15 @@
-// simulate/simulate.h - what a training would cost: the performance model of the seed
-// clairvoyant-prefetching (3.1, 4.1), run on the loader's own plan.
+// simulate/simulate.h - what a training would cost: the performance model of [Böhringer 2020, sec.
+// 3.1 and 4.1], run on the loader's own plan.
 //
-// Read this first. A Model (model.h) is the machine, a plan::JobSpec the training (one rank a
+// Read this first. A Model (model.h) is the machine, a plan::JobSpec the training (one rank per
 // node), sizes are in MB, a Layout (layout.h) is what a policy decides. Two engines run them:
-//   published   the seed's simulation, sample by sample: every read takes what equations 3.5 to 3.7
-//               say when it starts, whoever else reads. Together, reads may take more than there
-//               is.
+//   published   the simulation of the thesis, sample by sample: every read takes what equations 3.5
+//               to 3.7 give at its start, whatever starts later. Together, reads may take more than
+//               there is.
 //   consistent  a fluid model, local batch by local batch: at every moment the source, each node's
 //               link and each storage class give what they have and no more, shared max-min fair.
-// Thread-safety: pure functions. Cost: published O(log N) an access and O(N) a read from the
-// source; consistent O(N * classes) a local batch.
+// Thread-safety: pure functions. Cost: published O(log N) per access and O(N) per read from the
+// source; consistent O(N * classes) per local batch.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@ struct Result {
   std::vector<double> epoch_source;  // [epoch]: MB from the source for its accesses
 };
 
-// `sizes`: MB, one a sample. spec.world is the number of nodes. Throws Error(usage) if the
+// `sizes`: MB, one per sample. spec.world is the number of nodes. Throws Error(usage) if the
 // arguments do not go together.
 Result published(const Model& model, const plan::JobSpec& spec, std::span<const double> sizes,
                  const Layout& layout);

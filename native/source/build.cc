@@ -1,3 +1,5 @@
+// The parallel passes that make record tables. Threads take blocks of consecutive records from one
+// counter, so that the reads of a thread follow each other.
 #include "source/build.h"
 
 #include <algorithm>

@@ -15,15 +15,15 @@
 namespace nostall::source {
 
 // Calls work(reader, i) for every i < count from up to `threads` threads; the first exception ends
-// all and is thrown here. `progress`, if given, is told how many are done, from this thread.
+// all and is thrown here. `progress`, if given, is called from this thread with the number done.
 void each_in_parallel(const Storage& storage, uint64_t count, unsigned threads,
                       const std::function<void(RangeReader&, uint64_t)>& work,
                       const std::function<void(uint64_t)>& progress = {});
 
 enum class PayloadKind : uint8_t { datum, pickled, example };
 
-// The payload of every record, in order; with the CRC32C of the records, where it is known, its
-// checksum too. Throws the Error of the first record that has none.
+// The payload of every record, in order. If `crc`, the CRC32C of every record, is given, payloads
+// have their checksums. Throws the Error of the first record without a payload.
 std::vector<Payload> find_payloads(const Storage& storage, std::span<const uint32_t> file,
                                    std::span<const uint64_t> offset,
                                    std::span<const uint64_t> length, PayloadKind kind,

@@ -1,3 +1,12 @@
+// Which pieces to read together, and the cost model that sets the limits.
+//
+// coalesce() sorts the pieces by place and extends the current range while the next piece is in the
+// same file, at most `gap` bytes behind the range's end, and the range stays within `bytes`.
+//
+// StorageCost fits time = operations * o + bytes * b by weighted least squares over the calls so
+// far: record() adds a call to the five sums of the normal equations, fit() solves them for o and
+// b, and limits() turns o / b, the bytes that take as long as one operation, into a gap and a read
+// size.
 #include "source/coalesce.h"
 
 #include <algorithm>
@@ -8,15 +17,15 @@ namespace {
 
 // A local flash disk, until something was measured.
 constexpr double kFirstOperation = 60e-6, kFirstByte = 1 / 1.5e9;
-// Of the sums, at every measurement: the last 30 or so count.
+// The sums are multiplied by this at every measurement: about the last 30 count.
 constexpr double kForget = 0.97;
-// What is outside of these was not measured.
+// Values outside of these are no measurements.
 constexpr double kLeastSeconds = 1e-9, kMostMeasured = 1e15;
 constexpr uint64_t kLeastBytes = 64 << 10, kMostGap = 1 << 20, kPage = 4096;
-// Standard deviation of the operations' share of a call's time, by the first guess: below it the
-// calls are alike.
+// Calls are alike while the standard deviation of the operations' share of a call's time (by the
+// first guess) is below this.
 constexpr double kLeastSpread = 0.1;
-constexpr double kBytesShare = 9.0;  // seconds of bytes a second of operations
+constexpr double kBytesShare = 9.0;  // seconds spent on bytes per second spent on operations
 
 }  // namespace
 
@@ -46,7 +55,7 @@ std::vector<Together> coalesce(std::vector<Piece>& pieces, CoalesceLimits limits
 void StorageCost::record(double operations, double bytes, double seconds) {
   const auto inside = [](double v, double least) { return v >= least && v <= kMostMeasured; };
   if (!inside(operations, 1.0) || !inside(bytes, 1.0) || !inside(seconds, kLeastSeconds)) return;
-  // Calls count alike, whether they were large or small; not by the time they took, or what came
+  // A call's weight does not depend on its size. It must not depend on its time either, or reads
   // from memory would outweigh a slow device for hundreds of calls.
   const double weight = 1.0 / (operations * kFirstOperation + bytes * kFirstByte);
   const double o = operations * weight, b = bytes * weight, t = seconds * weight;
@@ -61,7 +70,7 @@ void StorageCost::record(double operations, double bytes, double seconds) {
 StorageCost::Fit StorageCost::fit() const {
   const MutexLock lock(mutex_);
   if (sums_.bb == 0.0) return {kFirstOperation, kFirstByte};
-  // Where all calls were alike the two cannot be told apart: a little of the first guess decides.
+  // If all calls were alike the equations are singular: a little of the first guess is mixed in.
   const double ro = 0.01 * sums_.oo, rb = 0.01 * sums_.bb;
   const double scale = (sums_.ot + sums_.bt) / (sums_.oo * kFirstOperation + sums_.ob * kFirstByte +
                                                 sums_.ob * kFirstOperation + sums_.bb * kFirstByte);

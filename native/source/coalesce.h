@@ -1,7 +1,7 @@
 // source/coalesce.h - which pieces of a file to read together, and from when on that pays.
 //
-// Seed lmdbio-and-horovod 5.2.3 (COAL) reads what several iterations want in one operation, as much
-// as memory allows. Here the limits follow from what the storage was seen to cost.
+// LMDBIO-COAL [Pumma 2020, sec. 5.2.3] reads what several iterations want in one operation, as much
+// as memory allows. Here the limits follow from the measured cost of the storage.
 // Thread-safety: coalesce() is pure; a StorageCost may be used from any thread.
 #pragma once
 
@@ -33,21 +33,21 @@ struct Together {
 // Sorts `pieces` by place and cuts them into ranges; every piece is in exactly one.
 std::vector<Together> coalesce(std::vector<Piece>& pieces, CoalesceLimits limits);
 
-// What reading costs: seconds an operation and seconds a byte, fitted to what was measured (least
-// squares, older measurements weigh less), from a fast local disk to start with.
+// What reading costs: seconds per operation and seconds per byte, fitted to measurements (least
+// squares, older ones weigh less). The first guess is a fast local disk.
 class StorageCost {
  public:
-  // One call that made `operations` reads of `bytes` in all and took `seconds`.
+  // Records one call that made `operations` reads of `bytes` in all and took `seconds`.
   void record(double operations, double bytes, double seconds);
 
   double seconds_per_operation() const;
   double seconds_per_byte() const;
-  // The gap at which reading on costs as much as one more operation, and reads of such a size that
-  // nine tenths of their time is spent on bytes; the latter within [64 KiB, max_bytes].
-  // Reads that were all alike say what a read costs, not how that divides into operation and bytes;
-  // until they differed, no gap is longer than `piece`, the mean of what is wanted: whatever the
-  // truth is, that reads at most twice the bytes, or makes at most twice the operations. Gaps
-  // within a page, such as the headers of a tar, are what a device reads anyway.
+  // gap: the length at which reading on costs as much as one more operation. bytes: the size at
+  // which nine tenths of a read's time are spent on bytes, within [64 KiB, max_bytes].
+  // Reads of equal size show what a read costs, but not how the cost divides into operation and
+  // bytes. Until the sizes have differed, no gap is longer than `piece`, the mean wanted length: at
+  // worst this reads twice the bytes, or makes twice the operations. Gaps within a page, such as
+  // the headers of a tar, are always read through, for a device reads whole pages anyway.
   CoalesceLimits limits(uint64_t max_bytes, uint64_t piece = ~uint64_t{0}) const;
 
  private:
@@ -55,7 +55,7 @@ class StorageCost {
     double operation = 0.0, byte = 0.0;
   };
   Fit fit() const;
-  bool alike() const;  // whether the calls were, in bytes an operation
+  bool alike() const;  // whether all calls had about the same bytes per operation
 
   mutable Mutex mutex_;
   // Sums of products, of the normal equations.

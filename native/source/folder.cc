@@ -1,3 +1,6 @@
+// Samples that are files, and the adaptive reader. It starts with plain reads, one at a time. When
+// a read takes longer than a copy from memory would (choice.h), it goes over to io_uring; from then
+// on one batch in kProbeEvery is read plainly, to notice when the files have come into memory.
 #include "source/folder.h"
 
 #include <fcntl.h>

@@ -29,7 +29,7 @@ class FolderSource : public Source {
   const std::string& root() const noexcept { return root_; }
   int root_fd() const noexcept { return root_fd_.get(); }
   FileSystem& files() const noexcept { return files_; }
-  // Whether a ring of one of the readers had to be given up.
+  // Whether the kernel refused the ring of one of the readers (ring.h).
   std::atomic<bool>& ring_refused() const noexcept { return ring_refused_; }
 
  private:

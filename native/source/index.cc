@@ -1,3 +1,5 @@
+// The sample index and its stored form (docs/formats/index.md): a writer of little-endian numbers,
+// and a parser that checks every count against the bytes that are left before it takes memory.
 #include "source/index.h"
 
 #include <fcntl.h>

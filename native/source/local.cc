@@ -1,3 +1,7 @@
+// Local files as a Storage: opening them (buffered, and O_DIRECT where wanted), the plain reader,
+// and the adaptive reader. The latter reads plainly while reads come from the page cache, and goes
+// over to io_uring with many reads in flight when two reads in a row were slow enough to come from
+// a device.
 #include "source/local.h"
 
 #include <fcntl.h>
@@ -172,7 +176,7 @@ LocalFiles::LocalFiles(const std::vector<std::string>& paths, Direct direct) : p
     Opened o;
     const int fd = open_many(path, O_RDONLY | O_NONBLOCK);
     if (fd == -EMFILE) {
-      opened_.clear();  // whoever tells of it may need a descriptor
+      opened_.clear();  // reporting the error may need a descriptor
       throw Error(ErrorKind::io,
                   "cannot open " + path + ", file " + std::to_string(files_.size() + 1) + " of " +
                       std::to_string(paths.size()) +
@@ -187,8 +191,8 @@ LocalFiles::LocalFiles(const std::vector<std::string>& paths, Direct direct) : p
     if (!S_ISREG(s.st_mode)) {
       throw Error(ErrorKind::io, path + " is not a regular file: give the path of the file itself");
     }
-    // The flag was for pipes, whose opening would wait. io_uring takes it to mean that a read which
-    // would wait fails, on file systems (of networks, mostly) that cannot tell beforehand.
+    // The flag was for pipes, which block in open. With it, io_uring lets a read fail instead of
+    // wait on file systems (of networks, mostly) that cannot tell beforehand whether it would.
     if (::fcntl(fd, F_SETFL, O_RDONLY) != 0) throw io_error("cannot prepare", path, errno);
     // Ranges are asked for in full and ahead of need: the kernel's guesses only add bytes.
     static_cast<void>(::posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM));

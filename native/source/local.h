@@ -24,7 +24,7 @@ class LocalFiles : public Storage {
   // Offsets, lengths and addresses of direct reads are multiples of this.
   uint32_t alignment(uint32_t file) const noexcept { return opened_[file].alignment; }
   Direct policy() const noexcept { return policy_; }
-  // Whether a ring of one of the readers had to be given up.
+  // Whether the kernel refused the ring of one of the readers (ring.h).
   std::atomic<bool>& ring_refused() const noexcept { return ring_refused_; }
 
  private:
@@ -38,7 +38,7 @@ class LocalFiles : public Storage {
   mutable std::atomic<bool> ring_refused_{false};
 };
 
-// A buffer whose address suits direct I/O; grows, never shrinks.
+// A buffer aligned for direct I/O; grows, never shrinks.
 class AlignedBuffer {
  public:
   std::span<std::byte> take(size_t bytes);

@@ -1,3 +1,5 @@
+// Names of samples for messages: one scan fills a table of places and names, guarded by a mutex;
+// after a failed scan the next one is made no earlier than `again`.
 #include "source/names.h"
 
 #include <algorithm>

@@ -1,8 +1,8 @@
 // source/names.h - names of samples inside their files, for messages.
 //
-// They are found by another scan when a message first needs one, and kept from then on: a data set
-// that gives no trouble spends neither time nor memory on them. Where the scan fails, as it will on
-// a storage that does not answer, there are no names for a while, rather than a scan a message.
+// The first message that needs a name scans the files again; the names are kept from then on. So a
+// data set without errors spends neither time nor memory on names. If the scan fails, as it will on
+// a storage that does not answer, there are no names for a while: not every message starts a scan.
 // Thread-safety: any thread; a scan makes others wait. Errors: none, a name may be empty.
 #pragma once
 

@@ -1,3 +1,6 @@
+// Finds image and label in a Datum, a tf.train.Example or a pickle by reading tags and lengths
+// only. Protocol buffers are walked field by field, nested messages as ranges of their parent. A
+// pickle is read opcode by opcode with a small allow-list; any other opcode is an error.
 #include "source/payload.h"
 
 #include <algorithm>

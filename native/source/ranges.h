@@ -58,11 +58,11 @@ class Storage {
   virtual std::span<const StorageFile> files() const = 0;
   // `depth`: ranges that the reader may keep in flight at once.
   virtual std::unique_ptr<RangeReader> make_reader(ReaderKind kind, unsigned depth) const = 0;
-  // Whether a file is still the one that was opened; cheap enough to be asked once a read. An empty
-  // string, or what changed.
+  // An empty string if the file is still the one that was opened, else what changed. Cheap enough
+  // for one call per read.
   virtual std::string changed(uint32_t file) const = 0;
-  // The file's time now, if nothing but that is another one than when it was opened: it was written
-  // to, or only touched.
+  // The file's time now, if it is the only thing that changed since the file was opened: the file
+  // was written to, or only touched.
   virtual std::optional<int64_t> touched(uint32_t file) const {
     static_cast<void>(file);
     return {};
@@ -73,8 +73,8 @@ class Storage {
 
 // How local files are read past the page cache (O_DIRECT).
 enum class Direct : uint8_t {
-  // What is read once, where the page cache does not have it; and all of files that are larger
-  // together than memory, for pages of them are gone before they are wanted again.
+  // Reads that are needed once and are not in the page cache; and all reads if the files together
+  // are larger than memory, for their pages are evicted before they are wanted again.
   automatic,
   never,
   always,  // where the file system can

@@ -1,3 +1,10 @@
+// RecordSource and its reader. A call of the reader does the following:
+// 1. Samples wanted become pieces; coalesce() makes them ranges, as the measured cost suggests.
+// 2. Ranges are read in groups of bounded total size. A range of one sample is read straight to its
+//    place; others go through a buffer and are copied out.
+// 3. Pieces of a range that failed are read again one by one, since another sample's bytes may be
+//    the bad ones.
+// 4. Bytes before a sample are checked (CheckHead), and files are checked for changes afterwards.
 #include "source/records.h"
 
 #include <algorithm>
@@ -15,7 +22,7 @@ namespace {
 // Coalesced ranges start and end on such a boundary, as direct reads want it.
 constexpr uint64_t kBoundary = 4096;
 constexpr size_t kMaxHead = 4096;
-// Neighbours that are worth a look, however small they are.
+// At most this many neighbours are considered, however small they are.
 constexpr size_t kMostAround = 1024;
 // Samples of a file that are read again when it was touched.
 constexpr size_t kMostRemembered = 8;
@@ -204,7 +211,7 @@ class RecordReader : public Reader {
         if (source_.table().file_of(r.sample) != t.file) continue;
         r.error = kWrongBytes;
         r.why = source_.storage().files()[t.file].path + ": " + change +
-                "; open the data set again when nobody writes to it";
+                "; open the data set again when no process writes to it";
       }
     }
   }

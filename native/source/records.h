@@ -2,8 +2,8 @@
 //
 // A RecordTable says where every sample lies. It is made by a scanner (lmdb.h, tar.h, tfrecord.h)
 // or by the caller, and kept in a stored form (docs/formats/records.md): the provenance index of
-// seed lmdbio-and-horovod 5.2.2, with places instead of rules to compute them. parse_records is
-// total: any bytes give a table or an Error of kind corruption.
+// [Pumma 2020, sec. 5.2.2], with places instead of rules to compute them. parse_records is total:
+// any bytes give a table or an Error of kind corruption.
 // A RecordSource reads the samples of a table from a Storage: what is wanted at the same time and
 // lies close together is read in one operation.
 // Thread-safety: values; RecordSource is immutable after construction but for its measurements.
@@ -34,8 +34,8 @@ struct RecordTable {
   std::string kind;   // "lmdb", "tar", ...
   std::string stamp;  // what the places depend on: a table with another stamp is another one
   std::vector<StorageFile> files;
-  // One entry per sample each. `file` is empty where there is one file, `head` where no sample has
-  // bytes before it to check.
+  // One entry per sample. `file` is empty if there is only one file, `head` if no sample has bytes
+  // before it to check.
   std::vector<uint32_t> file;
   std::vector<uint64_t> offset, length;
   std::vector<int64_t> label;
@@ -55,8 +55,8 @@ using CheckHead = std::function<std::string(const RecordTable& table, uint64_t s
 // The name of a sample inside its file, for messages; may read. Empty: none.
 using NameOf = std::function<std::string(const RecordTable& table, uint64_t sample)>;
 
-// Whether a file of which the time changed still holds what the table was made from, by what the
-// format itself says of that.
+// Whether a file with a changed time still holds what the table was made from, by what the format
+// itself says.
 using SameFile = std::function<bool(RangeReader& reader, const RecordTable& table, uint32_t file)>;
 
 struct RecordOptions {
@@ -88,8 +88,8 @@ class RecordSource : public Source {
   const Storage& storage() const noexcept { return *storage_; }
   const RecordOptions& options() const noexcept { return options_; }
   // Why samples of a file cannot be read any more, or an empty string. A file that was touched is
-  // still the same if samples that were read of it before, or of which the checksum is known, are;
-  // `reader` reads them again.
+  // still the same if a few of its samples still have the checksums that are known; `reader` reads
+  // them again.
   std::string changed(uint32_t file, RangeReader& reader) const;
   // For changed(): a sample that was read while its file was the one that was opened.
   void remember(uint64_t sample, std::span<const std::byte> bytes) const;
@@ -118,7 +118,7 @@ class RecordSource : public Source {
   struct Content {
     std::atomic<uint32_t> count{0};  // of `remembered`
     std::vector<Remembered> remembered;
-    int64_t time = 0;  // another than when it was opened at which the content was the same
+    int64_t time = 0;  // a later time of the file at which the content was still the same
   };
   mutable Mutex contents_mutex_;
   mutable std::vector<Content> contents_;  // of each file; guarded, but for the counts

@@ -1,9 +1,9 @@
-// source/ring.h - an io_uring that can be given up.
+// source/ring.h - an io_uring that falls back to plain calls when the kernel refuses it.
 //
-// The kernel may refuse to take reads at any time (EAGAIN, EBUSY, ENOMEM: for a moment, or for
-// good). A ring that is refused for long ends what it has begun and is closed; what it did not get
-// to completes with ECANCELED, and the reader goes on with plain calls.
-// Thread-safety: a Ring belongs to one thread; `Refused` is shared by the readers of a source.
+// The kernel may refuse to take reads at any time (EAGAIN, EBUSY, ENOMEM), for a moment or for
+// good. A ring that is refused for long finishes what it has begun and is closed. Reads that it did
+// not begin complete with ECANCELED, and the reader continues with plain calls. Thread-safety: a
+// Ring belongs to one thread; `Refused` is shared by the readers of a source.
 #pragma once
 
 #include <liburing.h>
@@ -23,7 +23,7 @@ namespace nostall::source {
 
 class Ring {
  public:
-  // `refused` is set, with a warning, once a ring had to be given up.
+  // `refused` is set, with a warning, when a ring is closed because it was refused.
   explicit Ring(std::atomic<bool>& refused) : refused_(refused) {}
   ~Ring() { close(); }
   Ring(const Ring&) = delete;
@@ -41,7 +41,7 @@ class Ring {
   bool usable() const noexcept { return open_ && !refused_.load(std::memory_order_relaxed); }
 
   io_uring_sqe* next() noexcept { return io_uring_get_sqe(&ring_); }
-  // The entry is prepared; `data` is told when it has completed.
+  // Queues a prepared entry; `data` identifies its completion.
   void add(io_uring_sqe* entry, uint64_t data) noexcept {
     entry->user_data = data;
     queued_.push_back(data);

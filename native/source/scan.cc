@@ -1,3 +1,5 @@
+// Lists a folder in parallel and in torchvision's order. Directories are listed by several threads;
+// the results are put together by name afterwards, so the order does not depend on timing.
 #include "source/scan.h"
 
 #include <dirent.h>
@@ -76,7 +78,7 @@ std::vector<std::string> list_one(const std::string& root, const std::string& di
     const bool candidate = wanted(name, extensions);
     if (entry->d_type == DT_REG && !candidate) continue;
     if (::fstatat(fd, name.c_str(), &status, 0) != 0) {
-      // A dangling link that is no sample is nobody's business.
+      // A dangling link that is not a sample is passed over.
       if (errno == ENOENT && !candidate) continue;
       throw io_error("cannot examine", join(path, name), errno);
     }

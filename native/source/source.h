@@ -57,8 +57,8 @@ class Source {
   virtual std::span<const int64_t> labels() const = 0;
   virtual uint64_t total_bytes() const = 0;
   virtual uint64_t fingerprint() const = 0;
-  // Of where the data set lies and when it was changed last, as far as that is known without a look
-  // at its samples: another number is no other content, but a reason to look harder.
+  // A hash of where the data set lies and when it was changed last, as far as that is known without
+  // reading samples. Another stamp does not prove another content; it asks for a larger probe.
   virtual uint64_t stamp() const { return 0; }
   // Whether the same stamp means the same content, as with the ETags of objects.
   virtual bool stamp_tells_content() const { return false; }

@@ -1,3 +1,5 @@
+// The file of checksums (docs/formats/sums.md), and the probe: a few samples, drawn at random, are
+// read and compared before checksums of an earlier run are trusted.
 #include "source/sums.h"
 
 #include <algorithm>

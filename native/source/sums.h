@@ -50,7 +50,7 @@ bool another_version(const Probe& probe, bool same_stamp) noexcept;
 // Loads the checksums that are kept in `path` into source.sums() and probes them. Empty: they hold,
 // or there are none; else why they, and the index they lie beside, are of another content.
 std::string open_sums(const Source& source, const std::string& path);
-// What to say of a sample whose checksum was `then` and is `now`, and what to do.
+// The message for a sample with the checksum `now` that had `then`, with the remedy.
 std::string changed_text(const Source& source, uint32_t then, uint32_t now);
 // Keeps them there, if more are known than the file has. 0 or -errno.
 int keep_sums(const Source& source);

@@ -1,3 +1,5 @@
+// Walks a tar archive header by header. A header's size says where the next one is. pax and GNU
+// extension members are read first and override name and size of the member that follows.
 #include "source/tar.h"
 
 #include <algorithm>

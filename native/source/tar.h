@@ -16,7 +16,7 @@ namespace nostall::source {
 struct TarMember {
   std::string name;
   uint64_t offset = 0, size = 0;  // of its bytes
-  std::string content;            // of members whose name ends as asked for, at most 64 bytes
+  std::string content;            // of members with the suffix asked for, at most 64 bytes
 };
 
 // Regular files in the order of the archive. `keep_content`: a suffix like ".cls"; empty: none.

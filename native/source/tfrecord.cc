@@ -1,3 +1,4 @@
+// Walks a TFRecord file: length, CRC of the length, record, CRC of the record, repeated.
 #include "source/tfrecord.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Reads ahead while requests move forward by small steps, and little after a jump.
 #include "source/window.h"
 
 #include <algorithm>

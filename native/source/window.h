@@ -1,6 +1,6 @@
-// source/window.h - a look at a stretch of a file that moves along: for formats whose parts tell
-// where the next part is. Small jumps are read through, large ones skipped.
-// Thread-safety: belongs to one thread. Errors: none thrown; see get().
+// source/window.h - a moving read-ahead window on one file, for formats in which each part says
+// where the next one is. Small jumps are read through, large ones skipped. Thread-safety: belongs
+// to one thread. Errors: none thrown; see get().
 #pragma once
 
 #include <cstddef>

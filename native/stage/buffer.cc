@@ -1,3 +1,4 @@
+// Pooled buffers: free ones are kept by capacity.
 #include "stage/buffer.h"
 
 #include <algorithm>

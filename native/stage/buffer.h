@@ -1,9 +1,9 @@
 // stage/buffer.h - pooled memory for batches and for bytes on their way.
 //
-// A Buffer goes back to its pool when its last owner lets go of it, which may be a tensor that the
+// A Buffer goes back to its pool when its last owner releases it. That may be a tensor that the
 // user keeps for an hour, after the loader is gone. The pool keeps at most `keep_bytes` of free
-// buffers; it never refuses: what is in flight is bounded by the stage, what the user holds is the
-// user's. Thread-safety: all functions may be called from any thread.
+// buffers. It never refuses a request: the stage bounds what is in flight, and the user what it
+// keeps. Thread-safety: all functions may be called from any thread.
 #pragma once
 
 #include <cstddef>

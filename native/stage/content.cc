@@ -1,4 +1,4 @@
-// Whether bytes are still those that were read first (base/sums.h), wherever they come from.
+// Compares bytes of every origin with the checksums of those that were read first (base/sums.h).
 #include <new>
 
 #include "base/log.h"

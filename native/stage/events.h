@@ -17,7 +17,7 @@ inline const trace::Kind kReadTiers = trace::define("data", "take from tiers", {
 inline const trace::Kind kFetchPeers =
     trace::define("data", "fetch from peers", {"samples", "came", "bytes"});
 inline const trace::Kind kWaitOthers = trace::define("data", "wait for others", {"sample"});
-// A sample goes on to a file tier or to its owner.
+// A sample is written to a file tier or pushed to its owner.
 inline const trace::Kind kPassOn = trace::define("data", "pass on", {"sample", "bytes"});
 inline const trace::Kind kDecode =
     trace::define("data", "decode", {"sample", "bytes", "epoch", "batch"});

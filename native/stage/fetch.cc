@@ -1,4 +1,20 @@
-// The fetch threads: which way each sample comes, and how its bytes get where they are used.
+// The fetch threads: where each sample comes from, and how its bytes get to where they are used.
+//
+// A fetch thread takes a chunk of samples in plan order (take_chunk) and repeats four steps until
+// every sample of the chunk has its bytes or an error:
+// 1. route() looks at each open sample. A tier of this node may have it (done). Else it is to be
+//    read from the source, after claiming its place in the tier if it has one (source), or fetched
+//    from its owner's node (peer), or it will arrive by itself (wait): another rank of this node is
+//    reading it, or another node reads it first and will push it.
+// 2. prepare() gives a destination to each sample that is to be read or fetched: its slot of the
+//    RAM tier if this rank claimed it, else a transient buffer or its place in a raw batch.
+// 3. Fetches from peers start, the reads from the source run meanwhile, then the fetches finish. A
+//    sample that its owner failed to deliver stays open, and is read from the source next.
+// 4. If nothing was done in this pass, the thread waits a moment for other ranks.
+// A claim ends with settle_claim(): published with its bytes, or abandoned with the error. Copies
+// for file tiers and for owners are made last, when the batch has its samples.
+//
+// With Sharing::owners_read one more thread (own_loop) reads what this node owns, ahead of need.
 #include <algorithm>
 #include <cstring>
 #include <new>
@@ -12,20 +28,21 @@
 namespace nostall::stage {
 namespace {
 
-// How long to wait for another rank that reads a sample before reading it oneself: at most; while
-// no node makes any progress, or the consumer waits for that very batch; and at a stretch.
+// The longest wait for another node that reads a sample first; then this rank reads it itself.
 constexpr std::chrono::seconds kPatience{60};
+// The same while no node makes any progress.
 constexpr std::chrono::seconds kSilence{2};
+// One wait; then all samples are looked at again.
 constexpr std::chrono::milliseconds kSlice{10};
-// How long to wait when the batch is needed: reads of the sample from the source, and seconds for
-// the other node to have its turn of the processor.
+// The longest wait while the consumer waits for that batch: the time of this many reads of the
+// sample from the source, plus this many seconds in which the other node may not be scheduled.
 constexpr double kWaitForReads = 20.0, kWaitSeconds = 0.05;
-// The same for another rank of this node, which is reading it at this moment.
+// The longest wait for another rank of this node that is reading the sample.
 constexpr std::chrono::seconds kLocalPatience{10};
-// An origin that is avoided is tried again this often.
+// An origin that is avoided is tried again at this interval.
 constexpr int64_t kProbeNs = 2'000'000'000;
-// What is read beside the samples that are wanted, at most: bytes, and seconds at the source's
-// speed, for a batch waits behind it, and a stop.
+// Limits of what is read beside the wanted samples: bytes, and seconds at the source's speed, since
+// the batch, and a stop, wait for the read.
 constexpr uint64_t kMostBeside = uint64_t{16} << 20;
 constexpr double kBesideSeconds = 0.25;
 
@@ -41,7 +58,7 @@ void Loader::Run::fetch_loop(std::stop_token stop) {
   }
 }
 
-// This rank's part of what the node owns, read ahead of need in the order of first access.
+// Reads this rank's part of what the node owns, ahead of need, in the order of first access.
 void Loader::Run::own_loop(std::stop_token stop) {
   const std::unique_ptr<source::Reader> reader =
       config_.source->make_reader(config_.reader, config_.depth);
@@ -107,8 +124,7 @@ std::span<std::byte> Loader::Run::raw_destination(Fetch& fetch) {
   return {item.raw->data(), sizes_[item.sample]};
 }
 
-// A chunk goes round until every sample has its bytes: what the tiers have, then what can be read
-// or fetched now, and only when nothing else is left to do, waiting for what others bring.
+// The four steps above, until no sample of the chunk is open.
 void Loader::Run::fetch(std::vector<Fetch>& chunk, source::Reader& reader, std::stop_token stop) {
   std::vector<Fetch*> open;
   for (Fetch& f : chunk) open.push_back(&f);
@@ -165,8 +181,8 @@ void Loader::Run::fetch(std::vector<Fetch>& chunk, source::Reader& reader, std::
   }
 }
 
-// For a sample that another node reads first: as long as nobody needs the batch, or the source
-// would hardly be quicker.
+// Whether to go on waiting for a sample that another node reads first: yes while the consumer does
+// not wait for its batch, or the source would hardly be quicker.
 bool Loader::Run::worth_waiting(const Fetch& fetch, std::chrono::nanoseconds waited) {
   const double peer = speeds_[size_t(Origin::peer)].seconds_per_byte();
   const double source = speeds_[size_t(Origin::source)].seconds_per_byte();
@@ -210,17 +226,17 @@ Loader::Run::Route Loader::Run::route(Fetch& fetch) {
       fetch.to_file_tier = cache->kind(sample) == tier::TierKind::file;
       return elsewhere;
     }
-    // Somebody else was first, or the tier was given up since: then it stays empty for ever.
+    // Another rank was first; or the tier has failed since, and the sample stays empty.
     if (!cache->placed(sample)) return elsewhere;
   }
 }
 
-// The owner has it; is it also the place to get it from?
+// For a sample that its owner has: whether the owner or the source is faster.
 Loader::Run::Route Loader::Run::peer_or_source() {
   SpeedEstimate &peer = speeds_[size_t(Origin::peer)], &source = speeds_[size_t(Origin::source)];
   const Choice choice =
       choose({Candidate{}, {}, {true, peer.seconds_per_byte()}, {true, source.seconds_per_byte()}});
-  // Against the day when the slower one is faster again.
+  // The slower one is tried at times, for it may have become faster.
   if (choice.origin == Origin::source) return peer.stale(kProbeNs) ? Route::peer : Route::source;
   const double best = best_source_.load(std::memory_order_relaxed);
   const bool source_was_better =
@@ -228,7 +244,8 @@ Loader::Run::Route Loader::Run::peer_or_source() {
   return source_was_better && source.stale(kProbeNs) ? Route::source : Route::peer;
 }
 
-// A sample that is ready in a tier of this node; false if it is better, or must be, had elsewhere.
+// Takes a sample that is ready in a tier of this node; false if its bytes are wrong or another
+// origin is faster.
 bool Loader::Run::from_tier(Fetch& fetch) {
   tier::NodeCache& cache = *config_.cache;
   Task& task = *fetch.work.task;
@@ -271,16 +288,16 @@ void Loader::Run::wait_for_others(const Fetch& fetch, std::stop_token stop) {
     config_.cache->wait(sample, kSlice, stop);
   } else if (config_.peers) {
     config_.peers->wait_for_news(kSlice, stop);
-  }  // else it was settled since it was looked at
+  }  // else its state has changed since route()
 }
 
-// Where the bytes of a sample go: its slot of the RAM tier if this rank claimed it.
+// Sets where the bytes of a sample go: its slot of the RAM tier if this rank claimed it.
 bool Loader::Run::prepare(Fetch& fetch) {
   Task::Item& item = fetch.work.task->items[fetch.work.index];
   if (fetch.claimed && !fetch.to_file_tier) {
     fetch.into = config_.cache->ram_slot(item.sample);
     if (fetch.into.size() == sizes_[item.sample]) return true;
-    fetch.claimed = false;  // no memory to be had: the cache has said so
+    fetch.claimed = false;  // no memory: the cache has logged it
   }
   try {
     fetch.into = raw_destination(fetch);
@@ -291,7 +308,7 @@ bool Loader::Run::prepare(Fetch& fetch) {
   return true;
 }
 
-// Those for which there is no memory are finished, with that error.
+// Samples without memory for their bytes are finished with that error.
 void Loader::Run::prepare_all(std::vector<Fetch*>& fetches) {
   std::vector<Work> finished;
   std::erase_if(fetches, [&](Fetch* f) {
@@ -302,7 +319,7 @@ void Loader::Run::prepare_all(std::vector<Fetch*>& fetches) {
   finish(finished);
 }
 
-// The bytes of a sample are in `into`, or an errno says why not: settles the claim.
+// Ends the claim of a sample. Its bytes are in `into`, or `error` says why not.
 void Loader::Run::settle(Fetch& fetch, int error, std::string why) {
   Task::Item& item = fetch.work.task->items[fetch.work.index];
   item.read_error = error;
@@ -365,7 +382,7 @@ void Loader::Run::keep_beside(std::span<const Beside> beside,
                               std::span<const source::ReadRequest> requests) {
   for (size_t i = 0; i < beside.size(); ++i) {
     if (requests[i].error != 0) {
-      config_.cache->abandon(beside[i].sample);  // whoever needs it will say what is wrong
+      config_.cache->abandon(beside[i].sample);  // reported when a batch needs it
       continue;
     }
     own_bytes_ += beside[i].into.size();
@@ -447,7 +464,7 @@ std::shared_ptr<peer::FetchGroup> Loader::Run::ask_peers(std::span<Fetch* const>
   return config_.peers->begin(std::move(requests));
 }
 
-// Those that did not come go round again, without asking that owner; the others are finished.
+// Returns the samples that did not arrive: they are read from the source. The others are finished.
 std::vector<Loader::Run::Fetch*> Loader::Run::take_from_peers(std::span<Fetch* const> fetches,
                                                               const peer::FetchGroup& group) {
   std::vector<Fetch*> again;
@@ -492,7 +509,7 @@ std::vector<Loader::Run::Fetch*> Loader::Run::take_from_peers(std::span<Fetch* c
   return again;
 }
 
-// What is still to be done with bytes that the transform threads, or the consumer, get now.
+// Notes that bytes are to be written to a file tier or pushed, if they are.
 void Loader::Run::keep_copy(const Fetch& fetch, std::vector<Kept>& kept) {
   const Task::Item& item = fetch.work.task->items[fetch.work.index];
   const bool to_file_tier = fetch.claimed && fetch.to_file_tier;

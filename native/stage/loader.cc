@@ -1,3 +1,4 @@
+// Checks the configuration, and starts a Run at the first next() and after every seek.
 #include "stage/loader.h"
 
 #include <unistd.h>

@@ -4,22 +4,22 @@
 //   plan order -> fetch threads -> (raw bytes: RAM tier slot, or a transient buffer)
 //              -> transform threads -> (the sample's place in its batch) -> next()
 //
-// Fetch threads walk the rank's future ahead of everybody else. A sample that a tier of the node
-// holds is taken from there, any other is read from the source once, straight into its slot of the
-// RAM tier when it has one, so that the read for the stage also fills the tier. Transform threads
-// decode into the batch, whose buffer is pooled. With other nodes (peer/exchange.h) a sample is
-// read from the source by the rank that needs it first, pushed to its owner, and fetched from there
-// afterwards. The consumer gets batches in order, whatever order
-// they were finished in.
+// Fetch threads walk the rank's plan ahead of the transform threads and the consumer. A sample that
+// a tier of the node holds is taken from there. Any other sample is read from the source once,
+// straight into its slot of the RAM tier if it has one, so that the read for the stage also fills
+// the tier. Transform threads decode into the batch; its buffer comes from a pool. With other nodes
+// (peer/exchange.h) the rank that needs a sample first reads it from the source and pushes it to
+// its owner; later readers fetch it from the owner. The consumer gets batches in the plan's order,
+// whatever order they were finished in.
 //
 // Bounds: at most `staging_bytes` of batches are in flight (never fewer than two batches), at most
-// `io_bytes` of transient raw bytes; transform threads keep at most as much again for the next
-// images, and give back what a larger one took as soon as it is done; batches handed out belong to
-// the consumer. Nothing spins; every wait ends on stop. A stage that is full costs no CPU time.
+// `io_bytes` of transient raw bytes. Transform threads keep at most as much again for the next
+// images, and free what a larger image took as soon as it is done. Batches handed out belong to the
+// consumer. Nothing spins; every wait ends on stop. A stage that is full costs no CPU time.
 // Order: batch h of epoch e is what the plan says, whatever fails. A sample that cannot be read or
-// decoded ends the iteration (OnError::raise) or is replaced by another one that follows from
-// (seed, sample) alone, on every rank alike (OnError::substitute). Thread-safety: next(), seek()
-// and the destructor from one thread at a time.
+// decoded ends the iteration (OnError::raise), or is replaced by another one that follows from
+// (seed, sample) alone and so is the same on every rank (OnError::substitute).
+// Thread-safety: next(), seek() and the destructor from one thread at a time.
 #pragma once
 
 #include <array>
@@ -45,11 +45,11 @@ namespace nostall::stage {
 // left empty and its number goes to Batch::failures.
 enum class OnError : uint8_t { raise, substitute, report };
 
-// Who reads from the source what a node is to keep.
+// Which rank reads from the source what a node is to keep.
 enum class Sharing : uint8_t {
-  push,         // the rank that needs it first, which hands it to the owner: read once
-  owners_read,  // every owner for itself, ahead of need (HDMLP's rule, seed 3.2.2); the rank that
-                // needs it before the owner has it reads it too
+  push,         // the rank that needs it first, which pushes it to the owner: read once
+  owners_read,  // every owner for itself, ahead of need: the rule of HDMLP [Böhringer 2020, sec.
+                // 3.2.2]; a rank that needs it before the owner has it reads it too
 };
 
 struct LoaderConfig {
@@ -61,14 +61,14 @@ struct LoaderConfig {
   std::shared_ptr<peer::Exchange> peers;            // null: no other nodes
   Sharing sharing = Sharing::push;                  // with peers
   bool locality = false;     // with peers: deal samples to their owners' ranks (plan/locality.h)
-  uint32_t first_epoch = 0;  // of the placement; in it nobody owns anything yet
+  uint32_t first_epoch = 0;  // of the placement: no owner has its samples before it
   uint32_t local_rank = 0, local_world = 1;  // of the node, for Sharing::owners_read
   OnError on_error = OnError::raise;
   uint32_t fetchers = 2;  // threads that read
   uint32_t workers = 2;   // threads that transform; unused for raw batches
   uint32_t depth = 16;    // reads that one fetch thread keeps in flight
   source::ReaderKind reader = source::ReaderKind::automatic;
-  // What to expect of each origin before it was measured, seconds a byte; 0: not known.
+  // The speed to assume for each origin until it is measured, seconds per byte; 0: not known.
   std::array<double, kOrigins> expected{};
   uint64_t staging_bytes = uint64_t{256} << 20;
   uint64_t io_bytes = uint64_t{64} << 20;
@@ -140,7 +140,7 @@ class Loader {
   // Continues at `position`, dropping what was prepared for another one.
   void seek(Position position);
   Position position() const noexcept;
-  // Ends all threads and lets go of the tiers; a later next() throws Error(stopped).
+  // Ends all threads and releases the tiers; a later next() throws Error(stopped).
   void close();
 
   Memory memory() const;

@@ -1,3 +1,7 @@
+// Plans what this node keeps, and attaches to its cache. With several nodes, owners are chosen
+// first (plan/owners.h) and then each node's placement. The first rank of a node judges what kept
+// tiers hold: a probe of their samples against the source decides whether they are of today's
+// content.
 #include "stage/node.h"
 
 #include <algorithm>
@@ -10,8 +14,9 @@
 namespace nostall::stage {
 namespace {
 
-// Placement looks at all epochs of a job, but of one whose end is far or unknown at the next few:
-// that costs what a short job costs, and samples differ little in how often they come later.
+// Placement looks at all epochs of a job, but only at the next few if there are many or their
+// number is unknown. That costs as much as for a short job, and access counts differ little later
+// on.
 constexpr uint32_t kMostEpochs = 1024, kEpochsAhead = 16;
 
 plan::JobSpec placed_job(const plan::JobSpec& job, uint32_t first_epoch) {
@@ -39,7 +44,7 @@ const char* name_of(plan::OrderKind order) {
   return "unknown";
 }
 
-// What a rank was given, under the names of DataLoader's arguments where there are such.
+// The arguments of a rank as "name=value" lines, with the names of DataLoader's arguments.
 std::string arguments_of(const plan::JobSpec& job, const source::Source& source,
                          const NodeSpec& node, uint32_t first_epoch) {
   std::string text;
@@ -83,8 +88,8 @@ std::string arguments_of(const plan::JobSpec& job, const source::Source& source,
   return text;
 }
 
-// Takes out of a manifest what is not of the data set as it is now: all of it if that is another
-// version, whatever its names and sizes.
+// Removes the records of a manifest that are not of the data set as it is now: all of them if the
+// probe shows another version.
 void keep_this_content(const tier::TierSpec& spec, const source::Source& source,
                        tier::Manifest& manifest) {
   std::vector<tier::KeptRecord>& records = manifest.records;

@@ -26,7 +26,7 @@ struct NodeSpec {
 struct NodeTiers {
   std::shared_ptr<tier::NodeCache> cache;  // null: no tier has any capacity
   plan::Ownership ownership;               // empty if this node is alone
-  uint64_t plan = 0;                       // fingerprint of who owns what: the same on all nodes
+  uint64_t plan = 0;                       // fingerprint of all owners: the same on all nodes
 };
 
 // Plans what this node keeps where (plan/placement.h, plan/cluster.h), for epochs from

@@ -1,3 +1,4 @@
+// The running estimate of an origin's speed, and the choice among origins.
 #include "stage/origin.h"
 
 #include <algorithm>
@@ -7,8 +8,8 @@
 namespace nostall::stage {
 namespace {
 
-// How much slower than expected a measurement counts at most. One that waited for a process that
-// had no processor tells little of the origin; if that is slow indeed the next ones say so too.
+// A measurement counts as at most this many times slower than expected. It may have waited for a
+// process that was not scheduled; if the origin is really slow, the next ones show it too.
 constexpr double kMostAtOnce = 16.0;
 
 }  // namespace

@@ -1,5 +1,5 @@
-// stage/origin.h - where to fetch a sample from: the choice of equations 3.5 to 3.7 (seed
-// clairvoyant-prefetching), with speeds measured while running instead of tables typed in.
+// stage/origin.h - where to fetch a sample from: the choice of [Böhringer 2020, eq. 3.5 to 3.7],
+// with speeds measured while running instead of tables typed in.
 //
 // Thread-safety: choose() is pure; SpeedEstimate may be updated and read from any thread.
 #pragma once
@@ -15,18 +15,17 @@ enum class Origin : uint8_t { ram = 0, file = 1, peer = 2, source = 3 };
 inline constexpr size_t kOrigins = 4;
 
 // Running estimate of what one origin delivers to one reader, seconds per byte: r_j(p_j)/p_j for a
-// tier, min(b_c, r_j(p_j)/p_j) for a peer, min(b_fs, t(gamma)/gamma) for the source. Follows
-// changes with a weight of 1/16 per measurement, more the older the last one is: after kMemoryNs a
-// new one counts alone.
+// tier, min(b_c, r_j(p_j)/p_j) for a peer, min(b_fs, t(gamma)/gamma) for the source. A measurement
+// has a weight of 1/16, and more the older the last one is: after kMemoryNs it counts alone.
 class SpeedEstimate {
  public:
   void record(uint64_t bytes, int64_t nanoseconds) noexcept;
-  // True at most once every `nanoseconds` in which nothing was recorded: time to try this origin
-  // again although it was slow, for it may have changed.
+  // True at most once every `nanoseconds` in which nothing was recorded. Then a slow origin is
+  // tried again, for it may have become faster.
   bool stale(int64_t nanoseconds) noexcept;
-  // What to expect until something was recorded, which then counts like any measurement.
+  // Sets the estimate to use until the first measurement.
   void expect(double seconds_per_byte) noexcept { value_.store(seconds_per_byte); }
-  // Seconds a byte; 0 while nothing was measured.
+  // 0 while nothing was measured.
   double seconds_per_byte() const noexcept { return value_.load(std::memory_order_relaxed); }
 
  private:
@@ -46,9 +45,9 @@ struct Choice {
   std::string_view reason;
 };
 
-// A byte read from the source is a byte taken from every other node, so a copy in the tiers is left
-// only for a source that is this many times faster than this node's files, or than its peers: few
-// requests at a time make those look slower than they are.
+// A byte read from the source is taken from the bandwidth of every other node. So the source is
+// preferred to a copy in the tiers only if it is this many times faster than this node's files, or
+// than its peers: with few requests at a time peers look slower than they are.
 inline constexpr double kSourceAdvantage = 2.0;
 inline constexpr double kSourceAdvantageOverPeers = 8.0;
 
@@ -56,8 +55,8 @@ inline constexpr double kSourceAdvantageOverPeers = 8.0;
 // that was never measured is trusted in the order ram, file, peer, source.
 Choice choose(const std::array<Candidate, kOrigins>& candidates) noexcept;
 
-// Whether to hand a sample that was read from the source to its owner: not over a network so slow
-// that the owner had better read it for itself.
+// Whether to push a sample that was read from the source to its owner: not if the network is so
+// slow that the owner would read it faster itself.
 bool worth_pushing(double peer_seconds_per_byte, double source_seconds_per_byte) noexcept;
 
 }  // namespace nostall::stage

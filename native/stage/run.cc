@@ -15,8 +15,8 @@
 namespace nostall::stage {
 namespace {
 
-// Samples that fetching may be ahead of the consumer, when they cost no memory: enough to keep a
-// slow storage busy through a burst of compute, little enough that a seek stays cheap.
+// How many samples that cost no memory fetching may be ahead of the consumer: enough to keep slow
+// storage busy during a burst of compute, few enough that a seek stays cheap.
 constexpr uint64_t kMaxAhead = 16384;
 constexpr int64_t kPeerCheckNs = 500'000'000;
 constexpr size_t kMaxChunk = 4096;  // samples that one fetch thread holds at once
@@ -171,7 +171,7 @@ std::unique_ptr<Batch> Loader::Run::next(std::chrono::nanoseconds timeout) {
 void Loader::Run::plan_ahead(uint32_t epoch) {
   for (uint32_t e = epoch; e < std::min(epoch + 2, config_.job.epochs); ++e) {
     if (epochs_.contains(e)) continue;
-    // Deferred: where the system gives no more threads, to whoever needs the epoch.
+    // Deferred: if the system gives no more threads, the thread that needs the epoch plans it.
     epochs_.emplace(e, std::async(std::launch::async | std::launch::deferred, [this, e] {
                          auto planned = std::make_shared<const plan::RankEpoch>(
                              config_.peers && config_.locality && e > config_.first_epoch
@@ -228,7 +228,7 @@ Task* Loader::Run::open_task() {
   if (transformed()) {
     batch.bytes = task->items.size() * config_.pipeline->output().bytes();
   } else if (!task->items.empty()) {
-    // Before anybody can see the task: there may be no memory.
+    // Before other threads see the task: there may be no memory.
     batch.buffer = batch_pool_->take(batch.bytes);
   }
   ++opened_;
@@ -264,8 +264,8 @@ bool Loader::Run::may_take(const Task& task, uint64_t transient) const {
   return transient_ == 0 || transient_ + transient <= config_.io_bytes;
 }
 
-// A source whose samples have neighbours gets as many at once as make one good read; where tiers
-// keep them, read-around does that (claim_beside).
+// A source whose samples have neighbours is asked for as many at once as make one large read. If
+// tiers keep the neighbours, claim_beside() does that instead.
 bool Loader::Run::chunk_full(size_t samples, uint64_t bytes) const {
   if (samples < config_.depth) return false;
   return config_.cache || samples >= kMaxChunk || bytes >= config_.source->batch_bytes();

@@ -57,12 +57,12 @@ class Loader::Run {
     std::span<std::byte> into;
     bool claimed = false;  // this rank fills the tier with it
     bool to_file_tier = false;
-    bool patient = true;          // may wait for what another node brings
-    bool patient_locally = true;  // and for what another rank of this one reads
+    bool patient = true;          // may wait for a push of another node
+    bool patient_locally = true;  // and for a read of another rank of this node
     bool shunned = false;         // its owner failed to deliver: not asked again
   };
   enum class Route : uint8_t { done, source, peer, wait };
-  // Bytes that go on to a file tier or another node after their own batch has them.
+  // Bytes to write to a file tier or push to another node after their own batch has them.
   struct Kept {
     plan::SampleId sample = 0;
     bool to_file_tier = false, push = false;
@@ -77,7 +77,7 @@ class Loader::Run {
     std::span<std::byte> into;
   };
 
-  // The body of a thread: what it throws ends the run, and is thrown by next().
+  // Runs the body of a thread; an exception ends the run, and next() throws it.
   void guarded(const std::function<void()>& work) noexcept;
   void end_threads() noexcept;
   void fetch_loop(std::stop_token stop);
@@ -103,8 +103,8 @@ class Loader::Run {
   void prepare_all(std::vector<Fetch*>& fetches);
   void settle(Fetch& fetch, int error, std::string why);
   void read_source(std::span<Fetch* const> fetches, source::Reader& reader, std::stop_token stop);
-  // Samples beside those to read that the tiers have room for, claimed: reading on is cheaper than
-  // coming back (Source::around).
+  // Claims samples next to those to read that the tiers have room for: reading on is cheaper than
+  // reading them later (Source::around).
   std::vector<Beside> claim_beside(std::span<Fetch* const> fetches);
   void keep_beside(std::span<const Beside> beside, std::span<const source::ReadRequest> requests);
   std::shared_ptr<peer::FetchGroup> ask_peers(std::span<Fetch* const> fetches);
@@ -119,8 +119,8 @@ class Loader::Run {
   // Compares what was read with the samples' checksums, or learns them. Other bytes are read once
   // more: the request has its error if they are other bytes again.
   void compare(std::span<source::ReadRequest> requests, source::Reader& reader);
-  // The bytes of an item in the RAM tier if they are still right, else read anew; an empty span and
-  // the item's error if they cannot be had.
+  // The bytes of an item in the RAM tier if they still have their checksum, else read anew. An
+  // empty span, and the item's error, if they cannot be read.
   std::span<const std::byte> checked_view(Task::Item& item, source::Reader& reader);
   // Puts another sample in the place of a bad one, or records the error of the batch.
   void handle_bad(Work work, const std::string& reason, image::Scratch* scratch,
@@ -139,7 +139,7 @@ class Loader::Run {
   const std::shared_ptr<BufferPool> batch_pool_, raw_pool_;
   std::array<SpeedEstimate, kOrigins>& speeds_;
   image::HeldBytes& decoding_;
-  std::atomic<double> best_source_{0.0};  // seconds a byte, the best there was
+  std::atomic<double> best_source_{0.0};  // seconds per byte, the least so far
   std::atomic<uint64_t> own_bytes_{0};    // read for the tiers alone, not yet in any batch's count
   SampleSums& sums_;                      // the node's, or this process's where there are no tiers
   std::atomic<bool> warned_of_reading_{false}, warned_of_peers_{false};
@@ -155,7 +155,7 @@ class Loader::Run {
       NOSTALL_GUARDED_BY(mutex_);
   // Front: the next one to hand out.
   std::deque<std::unique_ptr<Task>> tasks_ NOSTALL_GUARDED_BY(mutex_);
-  int64_t asked_ = 0;  // since when the consumer waits, while recording; else 0; the consumer's
+  int64_t asked_ = 0;  // since when the consumer waits, while recording, else 0; consumer only
   uint64_t handed_out_ NOSTALL_GUARDED_BY(mutex_) = 0;  // batches, since the run began
   uint64_t opened_ NOSTALL_GUARDED_BY(mutex_) = 0;
   Position cursor_ NOSTALL_GUARDED_BY(mutex_);  // of the batch that fetching has reached

@@ -82,7 +82,7 @@ void Loader::Run::transform(Work work, image::Scratch& scratch, source::Reader& 
   work.task->batch->transform_ns += thread_cpu_ns() - begin;
 }
 
-// The bytes are there: raw samples are finished, others are the transform threads' work.
+// The bytes of these samples have arrived: raw ones are finished, others are queued for transforms.
 void Loader::Run::finish(std::span<const Work> works) {
   if (works.empty()) return;
   bool ready = false;

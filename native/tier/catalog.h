@@ -49,8 +49,8 @@ struct CatalogHeader {
   std::array<std::atomic<uint32_t>, kMaxTiers> failed_writes;
   std::array<Member, kMaxMembers> members;
   std::array<Bucket, kBuckets> buckets;
-  // "name=value" lines of what the job was given, for the message to a rank that disagrees; zeros
-  // behind. What is longer is cut.
+  // "name=value" lines of the job's arguments, for the message to a rank that disagrees; padded
+  // with zeros, cut if they are longer.
   std::array<char, kArgumentBytes> arguments;
 };
 

@@ -1,3 +1,5 @@
+// Paths of kept tiers, and the removal of tier files without a manifest: only such that no process
+// has locked, checked again under the lock.
 #include "tier/names.h"
 
 #include <fcntl.h>
@@ -40,7 +42,7 @@ void reclaim_kept_files(const std::string& directory, const Descriptor& at) {
     const auto file = open_own(path, O_RDWR, at.get());
     if (!file) continue;
     LockFile lock(file.value());
-    // Who made it meanwhile locks it before writing, and looks whether it still has its name.
+    // A job that made it meanwhile locks it before writing, and checks that it still has its name.
     if (lock.try_lock(kAlive, LockMode::exclusive) == Locked::yes &&
         lock.is_current(path, at.get())) {
       ::unlinkat(at.get(), path.c_str() + directory.size() + 1, 0);

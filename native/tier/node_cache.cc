@@ -1,3 +1,20 @@
+// The cache that the ranks of a node share: attaching, memory, waiting, leaving.
+//
+// Attaching (meet): ranks take turns (base/handover.h). The first one creates catalogue, arena and
+// tier files, reads what kept tiers hold, and offers all descriptors; later ones ask for them, map
+// them, and compare fingerprints. Each rank then holds a lock on its own byte of the catalogue
+// file. A rank that cannot share files works without tiers (go_without).
+//
+// States: one word per sample, changed by compare-and-swap. The word of a sample that is filling
+// names the claiming rank. A waiter sleeps on one of kBuckets futex words; publish, abandon and
+// fail increment the word and wake its waiters. A waiter that finds the claimer's lock free sets
+// the sample back to empty.
+//
+// Memory: the arena is a sparse file. A chunk is allocated before its first record is filled, if
+// every limit keeps its reserve; a refused chunk fails its samples until try_again().
+//
+// Leaving: under the turn, every rank writes the manifests of kept tiers, so that ranks that die
+// later lose only later records. The last rank flushes the tier files first.
 #include "tier/node_cache.h"
 
 #include <fcntl.h>
@@ -27,18 +44,18 @@
 namespace nostall::tier {
 namespace {
 
-// A waiter looks this often whether it was stopped or the reader died.
+// A waiter checks at this interval whether it was stopped or the claimer died.
 constexpr std::chrono::milliseconds kWaitSlice{20};
 constexpr std::chrono::seconds kLeavePatience{5};
 constexpr int kOpenAttempts = 20;
-// A tier whose writes failed so often takes no more bytes.
+// A tier takes no more bytes after this many failed writes.
 constexpr uint32_t kMaxFailedWrites = 16;
 
 uint32_t word_of(State state, uint32_t local_rank = 0) {
   return (local_rank << 2) | static_cast<uint32_t>(state);
 }
 State state_of(uint32_t word) { return static_cast<State>(word & 3u); }
-// A failed sample whose tier had no memory: it may be tried again.
+// A sample that failed because its tier had no memory: try_again() makes it empty.
 constexpr uint32_t kUnfilled = (1u << 2) | static_cast<uint32_t>(State::failed);
 
 // What the catalogue has room for, without a last line that is cut.
@@ -62,16 +79,16 @@ std::vector<std::pair<std::string, std::string>> lines_of(std::string_view text)
 
 enum class Chunk : uint32_t { untouched = 0, there = 1, refused = 2 };
 
-// What ranks hand over to those that come: then one file a tier, then the directory of each kept
-// one.
+// The files that an attached rank hands to one that attaches: these three, then one file per tier,
+// then the directory of each kept tier.
 enum Handed : size_t { kCatalogFile, kArenaFile, kKeptSamples, kFirstTier };
 
 using Kept = std::vector<std::vector<plan::Resident>>;
 
 const char* last_of(const std::string& path) { return path.c_str() + path.find_last_of('/') + 1; }
 
-// What kept tiers held when the first rank looked, for the ranks that come later: for each tier a
-// number and as many residents.
+// What kept tiers held when the first rank looked, for the ranks that attach later: for each tier a
+// count and that many residents.
 Descriptor shared_list(const Kept& kept) {
   std::vector<uint64_t> words;
   for (const auto& residents : kept) {
@@ -321,7 +338,7 @@ void NodeCacheImpl::meet(const Placer& place, std::chrono::nanoseconds timeout) 
   std::vector<std::vector<KeptRecord>> records(config_.tiers.size());
   // Ranks compute at the same time what does not depend on what earlier jobs left.
   if (!keeps) set_placement(place(kept));
-  // Of the waits for other ranks: what this one computes is no fault of theirs.
+  // The deadline covers waits for other ranks only, not what this rank computes itself.
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   std::optional<Handover::Turn> turn = handover_.turn(deadline);
   std::vector<Descriptor> files = handover_.ask(deadline);
@@ -344,8 +361,8 @@ void NodeCacheImpl::meet(const Placer& place, std::chrono::nanoseconds timeout) 
     arena_file_ = std::move(files[kArenaFile]);
     kept_samples_ = std::move(files[kKeptSamples]);
     take_tier_files(files);
-    // Given on while the turn lasts: the rank that gave them may leave before this one has placed
-    // its samples, and the next one would found another cache.
+    // Offered to others before the turn ends: the rank that gave the files may leave before this
+    // one has placed its samples, and the next rank would then create a second cache.
     try {
       give();
     } catch (const Error&) {
@@ -366,7 +383,7 @@ void NodeCacheImpl::meet(const Placer& place, std::chrono::nanoseconds timeout) 
     try {
       give();
     } catch (const Error&) {
-      if (config_.local_world > 1) throw;  // alone it need not be found
+      if (config_.local_world > 1) throw;  // a single rank need not be found
     }
   } else {
     map_shared();
@@ -553,7 +570,7 @@ void NodeCacheImpl::enter_member() {
   me.pid.store(::getpid());
   me.membership.store(Membership::joined);
   joined_ = true;
-  // A claim of an earlier process of this rank is nobody's.
+  // Claims of an earlier process of this rank are void.
   for (uint64_t s = 0; s < sizes_.size(); ++s) {
     uint32_t mine = word_of(State::filling, config_.local_rank);
     words_[s].compare_exchange_strong(mine, word_of(State::empty));
@@ -673,7 +690,8 @@ void NodeCacheImpl::load_residents(size_t t, std::span<const KeptRecord> records
   }
 }
 
-// ------------------------------------------------------------------------------- living
+// ------------------------------------------------------------------------------- memory and
+// waiting
 
 bool NodeCacheImpl::have_chunk(uint64_t chunk, size_t tier) {
   std::atomic<uint32_t>& word = chunk_words_[chunk];
@@ -797,7 +815,8 @@ void NodeCacheImpl::leave() noexcept {
     for (size_t t = 0; turn && t < config_.tiers.size(); ++t) {
       if (kept_files_[t]) write_manifest(t, last);
     }
-    // Before the turn ends: who comes next may use what was kept, who leaves next may be the last.
+    // Before the turn ends: the next rank to attach may use what was kept, and the next one to
+    // leave may be the last.
     lock_.unlock(kAlive);
     for (LockFile& kept : kept_files_) kept = LockFile();
     for (Descriptor& file : tier_files_) file.reset();

@@ -2,26 +2,25 @@
 //
 // All ranks of a job on one node attach to one catalogue and one RAM arena in shared memory and to
 // the same tier files; there is one copy of a sample on the node and no daemon. Where a sample
-// lives (tier, offset) is fixed by the plan's Placement, which every rank computes for itself and
-// whose fingerprint is compared at attach; the catalogue holds one state per sample:
+// lives (tier, offset) is fixed by the plan's Placement, which every rank computes for itself; its
+// fingerprint is compared at attach. The catalogue holds one state per sample:
 //
 //   empty --claim--> filling --publish--> ready
-//                       \----abandon----> empty      (the claimer could not read it)
-//                        \---fail-------> failed     (the tier cannot hold it: full disk, bad
-//                        record)
+//                       |------abandon--> empty    (the claimer could not read it)
+//                       `------fail-----> failed   (no room in the tier, or a bad record)
 //
-// A claim by a rank that died is taken back by whoever waits for it. Liveness is a lock that the
-// kernel drops when a process ends, however it ends. Nothing but a kept tier has a name: a rank
-// that attaches gets the files from one that has (base/handover.h), and memory and disk are free
-// again with the last process that had them, however it ended.
+// A rank that waits for a sample takes back the claim of a rank that died. Liveness is a lock that
+// the kernel drops when a process ends, however it ends. Nothing but a kept tier has a name: a rank
+// that attaches gets the files from one that is attached (base/handover.h), and memory and disk are
+// free again when the last process that had them has ended.
 //
 // Memory is taken chunk by chunk, as long as every limit keeps its reserve (base/limits.h); what is
 // there stays until the last rank leaves, for readers hold plain views of it.
 //
-// Failures degrade: no room in /dev/shm or on the disk, a record whose CRC32C is wrong: the sample
-// reads as `failed` from then on, with one warning per tier, and the caller goes to the source. One
-// for which there was no memory is empty again after try_again(). A rank that cannot share files
-// with the others has no tiers.
+// Failures degrade. If there is no room in /dev/shm or on the disk, or a record has a wrong CRC32C,
+// the sample is `failed` from then on, with one warning per tier, and the caller reads the source.
+// A sample that failed for want of memory is empty again after try_again(). A rank that cannot
+// share files with the others has no tiers.
 //
 // Thread-safety: all methods but attach/close are thread-safe and lock-free unless said otherwise.
 #pragma once
@@ -110,7 +109,7 @@ class NodeCache {
   virtual TierKind kind(uint64_t sample) const noexcept = 0;  // of a placed sample
   virtual bool placed(uint64_t sample) const noexcept = 0;
 
-  // empty -> filling for this rank; false if somebody else was first, or the sample is not placed.
+  // empty -> filling for this rank; false if another claim was first or the sample is not placed.
   virtual bool claim(uint64_t sample) noexcept = 0;
   // The sample's place in the RAM arena, to be filled between claim and publish. Empty span (and
   // state failed, one warning) if the memory cannot be had: the caller uses memory of its own.
@@ -131,11 +130,11 @@ class NodeCache {
   // (state failed, one warning) if it cannot be read or is not what was written.
   virtual bool file_read(uint64_t sample, std::span<std::byte> into) = 0;
 
-  // Checksums of samples, shared by the ranks of the node. Whoever fills a tier learns them before
-  // it publishes; whoever takes bytes out of the RAM tier compares them.
+  // Checksums of samples, shared by the ranks of the node. Code that fills a tier learns them
+  // before it publishes; code that takes bytes out of the RAM tier compares them.
   virtual SampleSums& sums() noexcept = 0;
-  // What a tier holds of a ready sample does not have the sample's checksum: ready -> failed, one
-  // warning a tier.
+  // The copy of a ready sample does not have the sample's checksum: ready -> failed, one warning
+  // per tier.
   virtual void reject(uint64_t sample) noexcept = 0;
 
   // Waits while the sample is `filling`, until the deadline or a stop; takes back the claim of a
@@ -143,7 +142,7 @@ class NodeCache {
   virtual State wait(uint64_t sample, std::chrono::nanoseconds timeout, std::stop_token stop) = 0;
 
   // A rank of this node that joined and then ended without leaving, if there is one. Cheap enough
-  // to be asked a few times a second.
+  // for a few calls per second.
   virtual std::optional<PeerFailure> dead_peer() const = 0;
 
   // Bytes of shared memory and of tier files in use by this node's ready and filling samples.

@@ -1,3 +1,4 @@
+// Records of tier files and their manifest, as docs/formats/tier.md defines them.
 #include "tier/record.h"
 
 #include <array>

@@ -1,3 +1,6 @@
+// A parser of one event, without recursion and without copies. The cursor has a sticky failure, so
+// the code reads fields one after the other and checks once. Values of fields that are not wanted
+// are passed over by counting brackets.
 #include "timeline/event.h"
 
 #include <algorithm>

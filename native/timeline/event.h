@@ -19,7 +19,7 @@ inline constexpr size_t kMaxEventBytes = 256 << 10;  // a longer one is skipped 
 // Strings are as in the file: escapes are not resolved (see `unescape`).
 struct Event {
   char phase = 0;             // "ph": B, E, X, i, M...; 0 if the object has none
-  int64_t pid = -1;           // -1: absent, or no integer
+  int64_t pid = -1;           // -1: absent, or not an integer
   int64_t time = kNoTime;     // "ts" in nanoseconds; kNoTime: absent, or beyond 290 years
   int64_t duration = 0;       // "dur" in nanoseconds
   std::string_view name;      // "name"

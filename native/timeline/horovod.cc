@@ -1,3 +1,6 @@
+// Assembles operations from events, tensor by tensor. Each tensor has a small state: the operation
+// that is open and its nesting. A burst ends when no operation is in flight; a tensor that is
+// reduced again in a later burst begins a new round (see the header).
 #include "timeline/horovod.h"
 
 #include <algorithm>

@@ -1,16 +1,16 @@
 // timeline/horovod.h - the operations of a Horovod timeline: negotiation, ready ticks, reduction.
 //
-// A timeline has one pid a tensor. An operation is NEGOTIATE_<OP> (first rank ready, an X event
+// A timeline has one pid per tensor. An operation is NEGOTIATE_<OP> (first rank ready, an X event
 // named by its number for each rank that becomes ready, end: all ready), then <OP> with nested
-// activities. The assembler gives one row an operation, in the order of completion, with the round
+// activities. The assembler gives one row per operation, in the order of completion, with the round
 // it belongs to:
 //
 //   A round ends where a tensor is reduced again. The new round begins with the burst of that
 //   operation, a burst being the operations that are in flight together; if the burst holds the
 //   tensor's previous operation, it begins with the operation itself.
 //
-// Memory: one entry a tensor, the ticks of open operations, and the operations of one burst. A file
-// with more than kMaxTensors tensors is refused (Error: corruption). Not thread-safe.
+// Memory: one entry per tensor, the ticks of open operations, and the operations of one burst. A
+// file with more than kMaxTensors tensors is refused (Error: corruption). Not thread-safe.
 #pragma once
 
 #include <cstdint>

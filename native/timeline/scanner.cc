@@ -1,3 +1,5 @@
+// Finds events in a stream. Whole events are parsed in place; the beginning of a cut one is carried
+// over to the next call. After damage the scan goes on at the next '{'.
 #include "timeline/scanner.h"
 
 #include <algorithm>
@@ -37,7 +39,7 @@ size_t Scanner::scan(std::string_view text, bool last) {
     }
     const uint64_t offset = consumed_ + at;
     if (b != '{') {
-      // Behind the array, the rest of its container is nobody's damage.
+      // After the array, the rest of its container is not damage.
       size_t next = at + 1;
       while (next < text.size() && !is_separator(text[next]) && text[next] != '{' &&
              text[next] != ']') {

@@ -1,8 +1,8 @@
 // timeline/scanner.h - events of a Chrome-format trace from a stream of bytes, in bounded memory.
 //
-// Takes `[{...}, {...}`, closed or not, one or many events a line, and objects with a "traceEvents"
-// array. Bytes that are no event are skipped up to the next '{' and counted, so one torn line costs
-// that line. Keeps at most kMaxEventBytes between calls. Not thread-safe.
+// Takes `[{...}, {...}`, closed or not, one or many events per line, and objects with a
+// "traceEvents" array. Bytes that are not an event are skipped up to the next '{' and counted, so
+// one torn line costs that line. Keeps at most kMaxEventBytes between calls. Not thread-safe.
 #pragma once
 
 #include <cstdint>

@@ -1,3 +1,9 @@
+// The rings of all threads and the background thread that empties them into a Writer.
+//
+// A ring has one writer, its thread, and one reader, the background thread; two counters that only
+// grow say how many events were written and read. A thread registers its ring at its first event.
+// Rings of threads that have ended are kept until they are empty. A forked child has the rings but
+// not the background thread, and stops recording.
 #include "trace/trace.h"
 
 #include <pthread.h>

@@ -9,7 +9,7 @@
 // (trace/writer.h). Off, which is the default, an event costs one relaxed load; on, two reads of
 // the clock and a store of 80 bytes, without a lock or a system call. A ring that is full drops
 // events and counts them: recording never waits. Kinds past kMaxKinds are recorded as one, "other".
-// Memory: kRingEvents * 80 bytes a thread.
+// Memory: kRingEvents * 80 bytes per thread.
 //
 // Thread-safety: all functions from any thread; start and stop one at a time. A forked child does
 // not record: the file is its parent's.
@@ -39,8 +39,8 @@ struct Kind {
 };
 
 // The same kind for the same category and name. Past kMaxKinds kinds that is the kind "other", with
-// one warning. Throws Error(usage) for more than kArguments arguments. Takes a lock: call it once a
-// kind.
+// one warning. Throws Error(usage) for more than kArguments arguments. Takes a lock: call it once
+// per kind.
 Kind define(std::string_view category, std::string_view name,
             std::initializer_list<std::string_view> arguments = {});
 

@@ -1,3 +1,4 @@
+// Formats events as JSON and compresses them with zlib, on the background thread.
 #include "trace/writer.h"
 
 #include <fcntl.h>

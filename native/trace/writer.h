@@ -1,4 +1,4 @@
-// trace/writer.h - events as Chrome's trace format (JSON), compressed, one file a rank.
+// trace/writer.h - events as Chrome's trace format (JSON), compressed, one file per rank.
 //
 //   {"schemaVersion": 1, "distributedInfo": {"backend": "nostall", "rank": 0, "world_size": 4},
 //    "host_name": "n1", "baseTimeNanoseconds": B, "traceEvents": [

@@ -19,7 +19,7 @@ namespace {
 
 constexpr unsigned kActiveMessage = 0x4e;
 constexpr std::chrono::seconds kCloseLimit{3};
-// UCX 1.13 ends the whole process when a peer goes while it is being connected.
+// UCX 1.13 ends the whole process if a peer ends while a connection to it is being made.
 constexpr unsigned kOldestMajor = 1, kOldestMinor = 18;
 
 void check(ucs_status_t status, const char* what) {
@@ -248,7 +248,7 @@ class UcxTransport final : public Transport {
     }
   }
 
-  // Of a closed endpoint, whose error handler is not called any more.
+  // For a closed endpoint; its error handler is not called any more.
   void forget(const Link* link) {
     std::erase_if(gone_, [&](const auto& gone) { return gone.first == link; });
     std::erase_if(links_, [&](const auto& kept) { return kept.get() == link; });

@@ -1,3 +1,4 @@
+// Reads one LMDB page: offsets of nodes, keys and values, each checked against the page's bounds.
 #include "source/lmdb/page.h"
 
 namespace nostall::source::lmdb {

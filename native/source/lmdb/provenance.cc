@@ -1,3 +1,7 @@
+// Replays how liblmdb assigns pages while records are added in key order. Edge models the right
+// edge of the B+ tree: adding a record takes the next pages of the file for its value, and for a
+// new leaf, branch page or root when one is full. A commit copies the pages on the way to the last
+// leaf.
 #include "source/provenance.h"
 
 #include <algorithm>

@@ -342,7 +342,7 @@ Error judged(const Storage& storage, const Error& error) {
   const std::string change = storage.changed(0);
   if (change.empty()) return error;
   return Error(ErrorKind::io, storage.files()[0].path + " is being written to (" + change +
-                                  "): open it again when nobody writes to it");
+                                  "): open it again when no process writes to it");
 }
 
 }  // namespace
@@ -380,7 +380,7 @@ Result<Records> scan(RangeReader& reader, const Storage& storage, std::string_vi
     if (attempt + 1 == kAttempts) {
       return Error(ErrorKind::io, storage.files()[0].path +
                                       " is being written to, faster than it can be examined: open "
-                                      "it when nobody writes to it");
+                                      "it when no process writes to it");
     }
   }
 }

@@ -496,7 +496,7 @@ TEST_F(StallTest, TransfersUnderWayEndBeforeWhatTheyTouch) {
   exchange_.reset();
 }
 
-// All ranks of a node hang: the others are not tried at the cost of whoever needs a sample.
+// All ranks of a node hang: a thread that needs a sample does not wait for each of them in turn.
 TEST_F(StallTest, ANodeThatHangsCostsOneTimeout) {
   start(1s, tier::TierKind::ram, 3);
   answering();
@@ -688,7 +688,7 @@ TEST_F(ReturnTest, AnotherRankOfTheNodeServesUntilThePreferredOneIsBack) {
   expect_fetched(session);
 }
 
-// Hellos can be sent by anybody, in the name of any rank.
+// Hellos are not authenticated: any process can send one in the name of any rank.
 TEST_F(ReturnTest, ForgedHellosKeepNobodyOut) {
   start();
   put(*cache_, 1);

@@ -17,7 +17,7 @@ using namespace std::chrono_literals;
 
 constexpr uint64_t kSamples = 32, kSide = 4, kBytes = kSide * kSide * 3, kBatch = 8;
 
-// Sample i is a picture whose values are i + 1; any may be changed.
+// Sample i is a picture with all values i + 1; any may be changed.
 class Pictures : public source::Source {
  public:
   Pictures() : sizes_(kSamples, kBytes), labels_(kSamples) {

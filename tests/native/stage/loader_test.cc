@@ -178,7 +178,7 @@ TEST(Loader, TimesOutWhenTheSourceIsSlow) {
   EXPECT_NE(loader.next(10s), nullptr);
 }
 
-// Somebody else's window: the stage is full until a batch is taken, which then has to be read.
+// A full stage is quiet, so that background work may run, until a batch is taken and read anew.
 TEST(Loader, IsQuietWhileItsStageIsFull) {
   const auto source = std::make_shared<MemorySource>(2000);
   source->delay = 20ms;
