@@ -128,23 +128,7 @@ std::map<std::string, uint64_t> peer_counts(stage::Loader& loader) {
   const peer::ExchangeStats s = peers->stats();
   out["nodes"] = peers->nodes();
   out["nodes_alive"] = peers->nodes_alive();
-  out["fetched"] = s.fetched;
-  out["fetched_bytes"] = s.fetched_bytes;
-  out["fetch_nanoseconds"] = s.fetch_nanoseconds;
-  out["asked_too_early"] = s.asked_too_early;
-  out["asked_in_vain"] = s.asked_in_vain;
-  out["pushed"] = s.pushed;
-  out["pushed_bytes"] = s.pushed_bytes;
-  out["pushes_given_up"] = s.pushes_given_up;
-  out["served"] = s.served;
-  out["served_bytes"] = s.served_bytes;
-  out["received"] = s.received;
-  out["received_bytes"] = s.received_bytes;
-  out["redundant"] = s.redundant;
-  out["refused"] = s.refused;
-  out["dropped_ranks"] = s.dropped_ranks;
-  out["returned_ranks"] = s.returned_ranks;
-  out["thread_nanoseconds"] = s.thread_nanoseconds;
+  for (const auto& [name, counter] : peer::counters_of_exchange<uint64_t>()) out[name] = s.*counter;
   return out;
 }
 

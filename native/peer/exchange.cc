@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "base/clock.h"
-#include "peer/engine.h"
+#include "peer/messenger.h"
 
 namespace nostall::peer {
 
@@ -23,18 +23,20 @@ Exchange::Exchange(std::unique_ptr<Transport> transport, ExchangeConfig config,
     throw Error(ErrorKind::usage,
                 "an exchange needs the node's tiers and an owner for each sample");
   }
-  engine_ = std::make_unique<Engine>(std::move(transport), std::move(config), std::move(ownership),
-                                     sizes, std::move(cache), news_);
+  messenger_ = std::make_unique<Messenger>(std::move(transport), std::move(config),
+                                           std::move(ownership), sizes, std::move(cache), events_);
 }
 
 Exchange::~Exchange() = default;
 
 Where Exchange::where(uint64_t sample, uint32_t epoch) const noexcept {
-  return engine_->where(sample, epoch);
+  return messenger_->where(sample, epoch);
 }
-bool Exchange::push_wanted(uint64_t sample) const noexcept { return engine_->push_wanted(sample); }
+bool Exchange::push_wanted(uint64_t sample) const noexcept {
+  return messenger_->push_wanted(sample);
+}
 
-void Exchange::try_again() { engine_->try_again(); }
+void Exchange::try_again() { messenger_->try_again(); }
 
 std::shared_ptr<FetchGroup> Exchange::begin(std::vector<Fetch> requests) {
   auto group = std::make_shared<FetchGroup>();
@@ -44,31 +46,31 @@ std::shared_ptr<FetchGroup> Exchange::begin(std::vector<Fetch> requests) {
     group->left_ = group->requests.size();
   }
   group->begun_ns_ = now_ns();
-  engine_->begin(group);
+  messenger_->begin(group);
   return group;
 }
 
 void Exchange::finish(FetchGroup& group, std::stop_token stop) {
-  engine_->finish(group, std::move(stop));
+  messenger_->finish(group, std::move(stop));
 }
 
 bool Exchange::push(uint64_t sample, std::span<const std::byte> bytes, std::shared_ptr<void> keep,
                     std::stop_token stop) {
-  return engine_->push(sample, bytes, std::move(keep), std::move(stop));
+  return messenger_->push(sample, bytes, std::move(keep), std::move(stop));
 }
 
-void Exchange::wait_for_news(std::chrono::nanoseconds timeout, std::stop_token stop) {
-  engine_->wait_for_news(timeout, std::move(stop));
+void Exchange::wait_for_progress(std::chrono::nanoseconds timeout, std::stop_token stop) {
+  messenger_->wait_for_progress(timeout, std::move(stop));
 }
 
-const plan::Ownership& Exchange::ownership() const noexcept { return engine_->ownership(); }
+const plan::Ownership& Exchange::ownership() const noexcept { return messenger_->ownership(); }
 std::span<const uint32_t> Exchange::node_of_rank() const noexcept {
-  return engine_->node_of_rank();
+  return messenger_->node_of_rank();
 }
-std::span<const uint64_t> Exchange::owned() const noexcept { return engine_->owned(); }
+std::span<const uint64_t> Exchange::owned() const noexcept { return messenger_->owned(); }
 
-ExchangeStats Exchange::stats() const { return engine_->stats(); }
-uint32_t Exchange::nodes() const noexcept { return engine_->nodes(); }
-uint32_t Exchange::nodes_alive() const noexcept { return engine_->nodes_alive(); }
+ExchangeStats Exchange::stats() const { return messenger_->stats(); }
+uint32_t Exchange::nodes() const noexcept { return messenger_->nodes(); }
+uint32_t Exchange::nodes_alive() const noexcept { return messenger_->nodes_alive(); }
 
 }  // namespace nostall::peer

@@ -16,6 +16,7 @@
 // called from any thread.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -23,6 +24,7 @@
 #include <span>
 #include <stop_token>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/mutex.h"
@@ -74,20 +76,48 @@ class FetchGroup {
   int64_t begun_ns_ = 0, ended_ns_ = 0;
 };
 
-struct ExchangeStats {
-  uint64_t fetched = 0, fetched_bytes = 0;
-  uint64_t asked_too_early = 0;  // fetches answered `not_yet`: false positives
-  uint64_t asked_in_vain = 0;    // fetches answered `never`
-  uint64_t pushed = 0, pushed_bytes = 0, pushes_given_up = 0;
-  uint64_t served = 0, served_bytes = 0;
-  uint64_t received = 0, received_bytes = 0;  // pushes taken
-  uint64_t redundant = 0;                     // pushes of what was there already
-  uint64_t refused = 0;                       // messages malformed or not authentic
-  uint64_t dropped_ranks = 0;
-  uint64_t returned_ranks = 0;      // that were dropped and are reached again
-  uint64_t fetch_nanoseconds = 0;   // summed over fetches, from request to bytes
-  uint64_t thread_nanoseconds = 0;  // CPU time of the two threads
+// What an exchange counts; Number is uint64_t, or atomic where threads count.
+template <typename Number>
+struct ExchangeCounters {
+  Number fetched{0}, fetched_bytes{0};
+  Number asked_too_early{0};  // fetches answered `not_yet`: false positives
+  Number asked_in_vain{0};    // fetches answered `never`
+  Number pushed{0}, pushed_bytes{0}, pushes_given_up{0};
+  Number served{0}, served_bytes{0};
+  Number received{0}, received_bytes{0};  // pushes taken
+  Number redundant{0};                    // pushes of what was there already
+  Number refused{0};                      // messages malformed or not authentic
+  Number dropped_ranks{0};
+  Number returned_ranks{0};      // that were dropped and are reached again
+  Number fetch_nanoseconds{0};   // summed over fetches, from request to bytes
+  Number thread_nanoseconds{0};  // CPU time of the two threads
 };
+using ExchangeStats = ExchangeCounters<uint64_t>;
+
+// All counters and their names, in one order for every Number.
+template <typename Number>
+constexpr auto counters_of_exchange() {
+  using C = ExchangeCounters<Number>;
+  return std::to_array<std::pair<const char*, Number C::*>>({
+      {"fetched", &C::fetched},
+      {"fetched_bytes", &C::fetched_bytes},
+      {"asked_too_early", &C::asked_too_early},
+      {"asked_in_vain", &C::asked_in_vain},
+      {"pushed", &C::pushed},
+      {"pushed_bytes", &C::pushed_bytes},
+      {"pushes_given_up", &C::pushes_given_up},
+      {"served", &C::served},
+      {"served_bytes", &C::served_bytes},
+      {"received", &C::received},
+      {"received_bytes", &C::received_bytes},
+      {"redundant", &C::redundant},
+      {"refused", &C::refused},
+      {"dropped_ranks", &C::dropped_ranks},
+      {"returned_ranks", &C::returned_ranks},
+      {"fetch_nanoseconds", &C::fetch_nanoseconds},
+      {"thread_nanoseconds", &C::thread_nanoseconds},
+  });
+}
 
 class Exchange {
  public:
@@ -119,9 +149,9 @@ class Exchange {
             std::stop_token stop);
 
   // Returns at the next sign of progress of any node, at the timeout or on stop.
-  void wait_for_news(std::chrono::nanoseconds timeout, std::stop_token stop);
+  void wait_for_progress(std::chrono::nanoseconds timeout, std::stop_token stop);
   // Grows with every sign of progress.
-  uint64_t news() const noexcept { return news_.load(std::memory_order_acquire); }
+  uint64_t progress_events() const noexcept { return events_.load(std::memory_order_acquire); }
 
   const plan::Ownership& ownership() const noexcept;
   std::span<const uint32_t> node_of_rank() const noexcept;
@@ -134,9 +164,9 @@ class Exchange {
   uint32_t nodes_alive() const noexcept;
 
  private:
-  class Engine;
-  std::atomic<uint64_t> news_{0};
-  std::unique_ptr<Engine> engine_;
+  class Messenger;
+  std::atomic<uint64_t> events_{0};
+  std::unique_ptr<Messenger> messenger_;
 };
 
 }  // namespace nostall::peer

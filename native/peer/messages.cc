@@ -20,7 +20,7 @@
 
 #include "base/crc32c.h"
 #include "base/log.h"
-#include "peer/engine.h"
+#include "peer/messenger.h"
 
 namespace nostall::peer {
 namespace {
@@ -31,13 +31,13 @@ constexpr size_t kLookAhead = 4096;
 
 }  // namespace
 
-Delivery Exchange::Engine::on_message(std::span<const std::byte> bytes, uint64_t payload) {
+Delivery Exchange::Messenger::on_message(std::span<const std::byte> bytes, uint64_t payload) {
   Delivery delivery;
   guarded([&] { delivery = handle(bytes, payload); });
   return delivery;
 }
 
-Delivery Exchange::Engine::handle(std::span<const std::byte> bytes, uint64_t payload) {
+Delivery Exchange::Messenger::handle(std::span<const std::byte> bytes, uint64_t payload) {
   const Result<Header> parsed = decode(bytes);
   const auto refuse = [&] {
     ++count_.refused;
@@ -75,14 +75,14 @@ Delivery Exchange::Engine::handle(std::span<const std::byte> bytes, uint64_t pay
   switch (header.kind) {
     case Kind::welcome:
       if (peer.link == Link::lost) {
-        ++count_.returned;
+        ++count_.returned_ranks;
         log(LogLevel::info, "rank " + std::to_string(config_.rank) + " reached rank " +
                                 std::to_string(header.from) + " again");
       }
       peer.link = Link::ready;
       peer.moved = Clock::now();
-      settle(config_.node_of_rank[header.from]);
-      tell();
+      publish_link(config_.node_of_rank[header.from]);
+      notify_progress();
       heard_progress(header.from, header.progress);
       for (const Waiting& w : std::exchange(peer.waiting, {})) w.action(true);
       return {};
@@ -106,15 +106,15 @@ Delivery Exchange::Engine::handle(std::span<const std::byte> bytes, uint64_t pay
   }
 }
 
-void Exchange::Engine::on_gone(uint32_t rank, const std::string& why) { lose(rank, why, true); }
+void Exchange::Messenger::on_gone(uint32_t rank, const std::string& why) { lose(rank, why, true); }
 
-void Exchange::Engine::violate(uint32_t rank, const std::string& why) {
+void Exchange::Messenger::violate(uint32_t rank, const std::string& why) {
   lose(rank, why, true, true);
 }
 
 // ---------------------------------------------------------------------------------- the handshake
 
-bool Exchange::Engine::reach(uint32_t rank) {
+bool Exchange::Messenger::reach(uint32_t rank) {
   try {
     transport_->connect(rank, config_.addresses[rank]);
     return true;
@@ -124,7 +124,7 @@ bool Exchange::Engine::reach(uint32_t rank) {
   }
 }
 
-void Exchange::Engine::say_hello(uint32_t rank) noexcept try {
+void Exchange::Messenger::send_hello(uint32_t rank) noexcept try {
   Peer& peer = peers_.at(rank);
   const Clock::time_point now = Clock::now();
   if (peer.hello_at == Clock::time_point{}) {
@@ -143,7 +143,7 @@ void Exchange::Engine::say_hello(uint32_t rank) noexcept try {
   warn_once(e.what());  // tick() sends another one
 }
 
-void Exchange::Engine::on_hello(const Header& header) {
+void Exchange::Messenger::on_hello(const Header& header) {
   Peer& peer = peers_.at(header.from);
   if (header.sample != config_.plan) {
     ++count_.refused;
@@ -159,8 +159,8 @@ void Exchange::Engine::on_hello(const Header& header) {
   if (reach(header.from)) transport_->send(header.from, sealed, {}, nullptr);
 }
 
-std::unique_ptr<Session> Exchange::Engine::challenge(uint32_t from, const Nonce& nonce,
-                                                     HeaderBytes& sealed) const {
+std::unique_ptr<Session> Exchange::Messenger::challenge(uint32_t from, const Nonce& nonce,
+                                                        HeaderBytes& sealed) const {
   Header header;
   header.kind = Kind::challenge;
   header.from = config_.rank;
@@ -172,7 +172,7 @@ std::unique_ptr<Session> Exchange::Engine::challenge(uint32_t from, const Nonce&
   return session;
 }
 
-void Exchange::Engine::on_challenge(const Header& header) {
+void Exchange::Messenger::on_challenge(const Header& header) {
   Peer& peer = peers_.at(header.from);
   // A hello that was repeated is answered twice.
   if (peer.link == Link::ready || peer.out || peer.hello_at == Clock::time_point{}) return;
@@ -191,7 +191,7 @@ void Exchange::Engine::on_challenge(const Header& header) {
   send(header.from, *peer.out, reply, {}, nullptr);
 }
 
-void Exchange::Engine::on_proof(const Header& header) {
+void Exchange::Messenger::on_proof(const Header& header) {
   Peer& peer = peers_.at(header.from);
   HeaderBytes sealed;
   auto session = challenge(header.from, header.nonce, sealed);
@@ -205,23 +205,23 @@ void Exchange::Engine::on_proof(const Header& header) {
   Header reply;
   reply.kind = Kind::welcome;
   reply.to = header.from;
-  reply.progress = peer.told = own_progress();
+  reply.progress = peer.notified = own_progress();
   if (!reach(header.from)) return;
   send(header.from, *peer.in, reply, {}, nullptr);
   // The rank is back: connect in the other direction now, not at the next tick.
-  if (peer.link == Link::lost && wanted(header.from)) say_hello(header.from);
+  if (peer.link == Link::lost && wanted(header.from)) send_hello(header.from);
 }
 
-void Exchange::Engine::send(uint32_t rank, Session& session, Header header,
-                            std::span<const std::byte> payload, std::function<void(bool)> done) {
+void Exchange::Messenger::send(uint32_t rank, Session& session, Header header,
+                               std::span<const std::byte> payload, std::function<void(bool)> done) {
   header.from = config_.rank;
   transport_->send(rank, session.seal(header), payload, std::move(done));
 }
 
 // ---------------------------------------------------------------------------------------- serving
 
-void Exchange::Engine::answer(const Header& request, Status status,
-                              std::span<const std::byte> bytes, std::shared_ptr<void> keep) {
+void Exchange::Messenger::answer(const Header& request, Status status,
+                                 std::span<const std::byte> bytes, std::shared_ptr<void> keep) {
   const auto found = peers_.find(request.from);
   if (found == peers_.end() || !found->second.in || !reach(request.from)) return;
   Header reply;
@@ -230,7 +230,7 @@ void Exchange::Engine::answer(const Header& request, Status status,
   reply.to = request.from;
   reply.request = request.request;
   reply.sample = request.sample;
-  reply.progress = found->second.told = own_progress();
+  reply.progress = found->second.notified = own_progress();
   reply.length = bytes.size();
   reply.crc = crc32c(bytes);
   if (status == Status::here &&
@@ -247,7 +247,7 @@ void Exchange::Engine::answer(const Header& request, Status status,
        watched(request.from, [keep = std::move(keep)](bool) {}));
 }
 
-void Exchange::Engine::on_fetch(const Header& request) {
+void Exchange::Messenger::on_fetch(const Header& request) {
   const uint64_t sample = request.sample;
   if (sample >= sizes_.size() || request.length != 0) {
     violate(request.from, "it asked for sample " + std::to_string(sample) + " of " +
@@ -287,7 +287,7 @@ void Exchange::Engine::on_fetch(const Header& request) {
   });
 }
 
-Delivery Exchange::Engine::on_push(const Header& header) {
+Delivery Exchange::Messenger::on_push(const Header& header) {
   const uint64_t sample = header.sample;
   if (sample >= sizes_.size() || header.length != sizes_[sample]) {
     violate(header.from, "it pushed " + std::to_string(header.length) + " bytes as sample " +
@@ -307,12 +307,12 @@ Delivery Exchange::Engine::on_push(const Header& header) {
 }
 
 // Where the payload of a claimed sample goes, and what follows when it has arrived.
-Delivery Exchange::Engine::into_tier(const Header& header) {
+Delivery Exchange::Messenger::into_tier(const Header& header) {
   const uint64_t sample = header.sample;
   const auto taken = [this, size = header.length] {
     ++count_.received;
     count_.received_bytes += size;
-    tell();
+    notify_progress();
   };
   const auto bad = [this, sample, from = header.from] {
     cache_->abandon(sample);
@@ -361,7 +361,7 @@ Delivery Exchange::Engine::into_tier(const Header& header) {
 }
 
 // The first access before which all that this node owns is there.
-uint64_t Exchange::Engine::own_progress() {
+uint64_t Exchange::Messenger::own_progress() {
   const Clock::time_point now = Clock::now();
   const auto settled = [&](plan::SampleId s) {
     const tier::State state = cache_->state(s);
@@ -384,16 +384,16 @@ uint64_t Exchange::Engine::own_progress() {
 
 // ----------------------------------------------------------------------------------------- asking
 
-void Exchange::Engine::heard_progress(uint32_t rank, uint64_t progress) {
+void Exchange::Messenger::heard_progress(uint32_t rank, uint64_t progress) {
   Node& node = *nodes_[config_.node_of_rank[rank]];
   std::atomic<uint64_t>& known = node.progress;
   uint64_t seen = known.load(std::memory_order_relaxed);
   while (seen < progress && !known.compare_exchange_weak(seen, progress)) {
   }
-  if (!node.heard.exchange(true, std::memory_order_acq_rel) || seen < progress) tell();
+  if (!node.heard.exchange(true, std::memory_order_acq_rel) || seen < progress) notify_progress();
 }
 
-Delivery Exchange::Engine::on_reply(const Header& header) {
+Delivery Exchange::Messenger::on_reply(const Header& header) {
   heard_progress(header.from, header.progress);
   const auto found = pending_.find(header.request);
   if (found == pending_.end()) return {};  // given up since
@@ -413,7 +413,7 @@ Delivery Exchange::Engine::on_reply(const Header& header) {
       (never ? absent_ : lacking_).insert(header.sample);
       (never ? any_absent_ : any_lacking_).store(true, std::memory_order_release);
     }
-    ++(never ? count_.in_vain : count_.too_early);
+    ++(never ? count_.asked_in_vain : count_.asked_too_early);
     const Pending p = pending;
     pending_.erase(found);
     conclude(*p.group, p.index, never ? Outcome::never : Outcome::not_yet);
@@ -430,7 +430,7 @@ Delivery Exchange::Engine::on_reply(const Header& header) {
             if (good) {
               ++count_.fetched;
               count_.fetched_bytes += into.size();
-              count_.fetch_ns +=
+              count_.fetch_nanoseconds +=
                   static_cast<uint64_t>(std::chrono::nanoseconds(Clock::now() - p.begun).count());
             }
             conclude(*p.group, p.index, good ? Outcome::here : Outcome::failed);

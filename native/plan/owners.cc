@@ -1,8 +1,8 @@
 // Chooses an owner for every sample, in three steps.
 //
 // 1. collect(): one pass over all epochs notes which node reads each sample in each epoch, and when
-//    each sample is read first. Rows are epoch-major, so that the scattered writes of one epoch stay
-//    within one row, which the caches hold.
+//    each sample is read first. Rows are epoch-major, so that the scattered writes of one epoch
+//    stay within one row, which the caches hold.
 // 2. The node that reads a sample most often is found by turning blocks of the rows to
 //    sample-major.
 // 3. Samples, the most frequently read first, are given to that node while it has room, else to the

@@ -46,7 +46,7 @@ struct SubBatches {
 enum class Scheme : uint8_t {
   uniform,  // rank r takes positions r, r + world, ... of the batch
   whole,    // every rank takes the whole batch
-  // Half of the ranks take four times as much as the other half. The thesis gives them
+  // Half of the ranks take four times as much as the other half. [Böhringer 2020] gives them
   // 2*ceil(B/world) and ceil(B/world)/2, which has this ratio but adds up to more than the batch;
   // here the batch is divided.
   imbalanced,

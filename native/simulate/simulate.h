@@ -3,9 +3,9 @@
 //
 // Read this first. A Model (model.h) is the machine, a plan::JobSpec the training (one rank per
 // node), sizes are in MB, a Layout (layout.h) is what a policy decides. Two engines run them:
-//   published   the simulation of the thesis, sample by sample: every read takes what equations 3.5
-//               to 3.7 give at its start, whatever starts later. Together, reads may take more than
-//               there is.
+//   published   the simulation of [Böhringer 2020, sec. 4.1], sample by sample: every read takes
+//               what equations 3.5 to 3.7 give at its start, whatever starts later. Together,
+//               reads may take more than there is.
 //   consistent  a fluid model, local batch by local batch: at every moment the source, each node's
 //               link and each storage class give what they have and no more, shared max-min fair.
 // Thread-safety: pure functions. Cost: published O(log N) per access and O(N) per read from the

@@ -27,7 +27,7 @@ struct Provenance {
   std::vector<uint64_t> sizes;   // bytes of every value, in the order they were added
 };
 
-// The facts that the finished database itself tells (the "one-time postprocessing" of the thesis).
+// The facts that the finished database itself tells (its "one-time postprocessing").
 Provenance derive(const Records& records);
 
 // First page of every value, in the order of `provenance.sizes`.

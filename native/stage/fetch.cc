@@ -130,11 +130,11 @@ void Loader::Run::fetch(std::vector<Fetch>& chunk, source::Reader& reader, std::
   for (Fetch& f : chunk) open.push_back(&f);
   const auto begun = std::chrono::steady_clock::now();
   auto heard = begun;
-  uint64_t news = config_.peers ? config_.peers->news() : 0;
+  uint64_t events = config_.peers ? config_.peers->progress_events() : 0;
   while (!open.empty() && !stop.stop_requested()) {
     const auto now = std::chrono::steady_clock::now();
-    if (config_.peers && config_.peers->news() != news) {
-      news = config_.peers->news();
+    if (config_.peers && config_.peers->progress_events() != events) {
+      events = config_.peers->progress_events();
       heard = now;
     }
     std::vector<Fetch*> to_read, from_peers, left;
@@ -287,7 +287,7 @@ void Loader::Run::wait_for_others(const Fetch& fetch, std::stop_token stop) {
       config_.cache->state(sample) == tier::State::filling) {
     config_.cache->wait(sample, kSlice, stop);
   } else if (config_.peers) {
-    config_.peers->wait_for_news(kSlice, stop);
+    config_.peers->wait_for_progress(kSlice, stop);
   }  // else its state has changed since route()
 }
 
@@ -302,7 +302,7 @@ bool Loader::Run::prepare(Fetch& fetch) {
   try {
     fetch.into = raw_destination(fetch);
   } catch (const std::bad_alloc&) {
-    settle(fetch, ENOMEM, source::read_error_text(ENOMEM));
+    settle_claim(fetch, ENOMEM, source::read_error_text(ENOMEM));
     return false;
   }
   return true;
@@ -320,7 +320,7 @@ void Loader::Run::prepare_all(std::vector<Fetch*>& fetches) {
 }
 
 // Ends the claim of a sample. Its bytes are in `into`, or `error` says why not.
-void Loader::Run::settle(Fetch& fetch, int error, std::string why) {
+void Loader::Run::settle_claim(Fetch& fetch, int error, std::string why) {
   Task::Item& item = fetch.work.task->items[fetch.work.index];
   item.read_error = error;
   item.read_why = std::move(why);
@@ -435,7 +435,7 @@ void Loader::Run::read_source(std::span<Fetch* const> fetches, source::Reader& r
     Fetch& f = *fetches[i];
     const source::ReadRequest& request = requests[i];
     const std::string why = request.error != 0 ? source::read_error_text(request) : std::string();
-    settle(f, request.error, why);
+    settle_claim(f, request.error, why);
     count(*f.work.task, Origin::source, request.error == 0 ? request.into.size() : 0,
           took / static_cast<int64_t>(fetches.size()));
     if (request.error == 0) {
@@ -477,7 +477,7 @@ std::vector<Loader::Run::Fetch*> Loader::Run::take_from_peers(std::span<Fetch* c
     const plan::SampleId sample = f.work.task->items[f.work.index].sample;
     const bool here = group.requests[i].outcome == peer::Outcome::here;
     if (here && sums_.agrees(sample, f.into)) {
-      settle(f, 0, {});
+      settle_claim(f, 0, {});
       bytes += f.into.size();
       count(*f.work.task, Origin::peer, f.into.size(), took / static_cast<int64_t>(fetches.size()));
       if (f.claimed && f.to_file_tier) keep_copy(f, kept);
@@ -490,7 +490,7 @@ std::vector<Loader::Run::Fetch*> Loader::Run::take_from_peers(std::span<Fetch* c
                                  "of the data set may be another one; the sample is read from the "
                                  "source instead");
     }
-    settle(f, EHOSTUNREACH, {});
+    settle_claim(f, EHOSTUNREACH, {});
     Task::Item& item = f.work.task->items[f.work.index];
     item.read_error = 0;  // of that owner, not of the sample
     item.raw.reset();

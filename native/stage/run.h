@@ -101,7 +101,7 @@ class Loader::Run {
   // False if there is no memory for the sample: it has its error then.
   bool prepare(Fetch& fetch);
   void prepare_all(std::vector<Fetch*>& fetches);
-  void settle(Fetch& fetch, int error, std::string why);
+  void settle_claim(Fetch& fetch, int error, std::string why);
   void read_source(std::span<Fetch* const> fetches, source::Reader& reader, std::stop_token stop);
   // Claims samples next to those to read that the tiers have room for: reading on is cheaper than
   // reading them later (Source::around).

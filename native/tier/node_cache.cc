@@ -690,8 +690,7 @@ void NodeCacheImpl::load_residents(size_t t, std::span<const KeptRecord> records
   }
 }
 
-// ------------------------------------------------------------------------------- memory and
-// waiting
+// ----------------------------------------------------------------------------- memory and waiting
 
 bool NodeCacheImpl::have_chunk(uint64_t chunk, size_t tier) {
   std::atomic<uint32_t>& word = chunk_words_[chunk];

@@ -210,19 +210,19 @@ void HorovodAssembler::complete(Tensor& tensor) {
   pending_.rows.push_back(tensor.open);
   pending_.tick_rank.insert(pending_.tick_rank.end(), tensor.ranks.begin(), tensor.ranks.end());
   pending_.tick_time.insert(pending_.tick_time.end(), tensor.times.begin(), tensor.times.end());
-  settle(tensor);
+  end_operation(tensor);
 }
 
 void HorovodAssembler::abandon(Tensor& tensor) {
   if (tensor.phase != Phase::ignored) {
     note(report_.abandoned, report_.first_abandoned, static_cast<uint64_t>(tensor.open.offset));
-    settle(tensor);
+    end_operation(tensor);
   }
   tensor.phase = Phase::idle;
   tensor.depth = 0;
 }
 
-void HorovodAssembler::settle(Tensor& tensor) {
+void HorovodAssembler::end_operation(Tensor& tensor) {
   tensor.phase = Phase::idle;
   tensor.depth = 0;
   if (reduces(tensor.open.kind) && --in_flight_ == 0) release();

@@ -104,7 +104,7 @@ class HorovodAssembler {
   void on_tick(const Event& event);
   void complete(Tensor& tensor);
   void abandon(Tensor& tensor);
-  void settle(Tensor& tensor);
+  void end_operation(Tensor& tensor);
   void assign_round(Tensor& tensor, uint32_t index);
   void release();
 

@@ -4,7 +4,7 @@
 // commands (submit), which it runs between messages, and wait on conditions that it notifies. The
 // file thread reads and writes the file tier, and hands the results back as commands. tick() runs
 // every kTick: it drops ranks that missed a deadline, repeats hellos, and sends progress.
-#include "peer/engine.h"
+#include "peer/messenger.h"
 
 #include <pthread.h>
 
@@ -41,9 +41,10 @@ constexpr int kSpins = 50;
 
 }  // namespace
 
-Exchange::Engine::Engine(std::unique_ptr<Transport> transport, ExchangeConfig config,
-                         plan::Ownership ownership, std::span<const uint64_t> sizes,
-                         std::shared_ptr<tier::NodeCache> cache, std::atomic<uint64_t>& news)
+Exchange::Messenger::Messenger(std::unique_ptr<Transport> transport, ExchangeConfig config,
+                               plan::Ownership ownership, std::span<const uint64_t> sizes,
+                               std::shared_ptr<tier::NodeCache> cache,
+                               std::atomic<uint64_t>& events)
     : transport_(std::move(transport)),
       config_(std::move(config)),
       secret_(key_of(config_.secret)),
@@ -52,7 +53,7 @@ Exchange::Engine::Engine(std::unique_ptr<Transport> transport, ExchangeConfig co
       sizes_(sizes),
       cache_(std::move(cache)),
       node_(config_.node_of_rank[config_.rank]),
-      news_(news) {
+      events_(events) {
   for (uint32_t r = 0; r < config_.node_of_rank.size(); ++r) {
     const uint32_t node = config_.node_of_rank[r];
     if (node >= config_.node_of_rank.size()) {
@@ -100,7 +101,7 @@ Exchange::Engine::Engine(std::unique_ptr<Transport> transport, ExchangeConfig co
   }
 }
 
-Exchange::Engine::~Engine() {
+Exchange::Messenger::~Messenger() {
   stop_.request_stop();
   transport_->wake();
   if (files_thread_.joinable()) files_thread_.join();
@@ -111,7 +112,7 @@ Exchange::Engine::~Engine() {
 
 // ------------------------------------------------------------------------- what other threads call
 
-bool Exchange::Engine::reachable(uint64_t sample) const noexcept {
+bool Exchange::Messenger::reachable(uint64_t sample) const noexcept {
   const uint32_t owner = ownership_.owner[sample];
   if (owner == plan::kNoOwner || owner == node_) return false;
   if (!nodes_[owner]->alive.load(std::memory_order_acquire)) return false;
@@ -120,7 +121,7 @@ bool Exchange::Engine::reachable(uint64_t sample) const noexcept {
   return !absent_.contains(sample);
 }
 
-Where Exchange::Engine::where(uint64_t sample, uint32_t epoch) const noexcept {
+Where Exchange::Messenger::where(uint64_t sample, uint32_t epoch) const noexcept {
   const uint32_t owner = ownership_.owner[sample], reader = ownership_.first_reader[sample];
   const uint64_t first = ownership_.first_access[sample];
   if (owner != node_) {
@@ -142,7 +143,7 @@ Where Exchange::Engine::where(uint64_t sample, uint32_t epoch) const noexcept {
   return nodes_[reader]->alive.load(std::memory_order_acquire) ? Where::awaited : Where::source;
 }
 
-bool Exchange::Engine::push_wanted(uint64_t sample) const noexcept {
+bool Exchange::Messenger::push_wanted(uint64_t sample) const noexcept {
   if (!reachable(sample)) return false;
   if (ownership_.first_access[sample] >=
       nodes_[ownership_.owner[sample]]->progress.load(std::memory_order_acquire)) {
@@ -154,13 +155,13 @@ bool Exchange::Engine::push_wanted(uint64_t sample) const noexcept {
   return lacking_.contains(sample);
 }
 
-void Exchange::Engine::try_again() {
+void Exchange::Messenger::try_again() {
   const MutexLock lock(absent_mutex_);
   absent_.clear();
   any_absent_.store(false, std::memory_order_release);
 }
 
-void Exchange::Engine::begin(const std::shared_ptr<FetchGroup>& group) {
+void Exchange::Messenger::begin(const std::shared_ptr<FetchGroup>& group) {
   submit([this, group] {
     for (size_t i = 0; i < group->requests.size(); ++i) {
       try {
@@ -172,7 +173,7 @@ void Exchange::Engine::begin(const std::shared_ptr<FetchGroup>& group) {
   });
 }
 
-void Exchange::Engine::finish(FetchGroup& group, std::stop_token stop) {
+void Exchange::Messenger::finish(FetchGroup& group, std::stop_token stop) {
   const std::stop_callback on_stop(stop, [&] {
     submit([this, &group] {
       end_waiting([&](const Waiting& w) { return w.group == &group; });
@@ -191,8 +192,8 @@ void Exchange::Engine::finish(FetchGroup& group, std::stop_token stop) {
   while (group.left_ > 0) group.done_.wait(lock);
 }
 
-bool Exchange::Engine::push(uint64_t sample, std::span<const std::byte> bytes,
-                            std::shared_ptr<void> keep, std::stop_token stop) {
+bool Exchange::Messenger::push(uint64_t sample, std::span<const std::byte> bytes,
+                               std::shared_ptr<void> keep, std::stop_token stop) {
   const uint32_t owner = ownership_.owner[sample];
   if (owner == plan::kNoOwner || owner == node_ || !nodes_[owner]->alive) return false;
   {
@@ -203,7 +204,7 @@ bool Exchange::Engine::push(uint64_t sample, std::span<const std::byte> bytes,
     // Pushes to a node that is not connected yet do not drain: do not wait for room.
     const bool moves = nodes_[owner]->linked.load(std::memory_order_acquire);
     if (!(moves ? push_room_.wait_for(lock, stop, kPushPatience, room) : room())) {
-      ++count_.given_up;
+      ++count_.pushes_given_up;
       return false;
     }
     pushing_ += bytes.size();
@@ -218,7 +219,7 @@ bool Exchange::Engine::push(uint64_t sample, std::span<const std::byte> bytes,
         ++count_.pushed;
         count_.pushed_bytes += size;
       } else {
-        ++count_.given_up;
+        ++count_.pushes_given_up;
       }
       {
         const MutexLock lock(push_mutex_);
@@ -256,51 +257,39 @@ bool Exchange::Engine::push(uint64_t sample, std::span<const std::byte> bytes,
   return true;
 }
 
-void Exchange::Engine::wait_for_news(std::chrono::nanoseconds timeout, std::stop_token stop) {
-  MutexLock lock(news_mutex_);
-  const uint64_t seen = news_.load(std::memory_order_relaxed);
-  news_changed_.wait_for(lock, stop, timeout,
-                         [&] { return news_.load(std::memory_order_relaxed) != seen; });
+void Exchange::Messenger::wait_for_progress(std::chrono::nanoseconds timeout,
+                                            std::stop_token stop) {
+  MutexLock lock(events_mutex_);
+  const uint64_t seen = events_.load(std::memory_order_relaxed);
+  progressed_.wait_for(lock, stop, timeout,
+                       [&] { return events_.load(std::memory_order_relaxed) != seen; });
 }
 
-void Exchange::Engine::tell() {
+void Exchange::Messenger::notify_progress() {
   {
-    const MutexLock lock(news_mutex_);
-    news_.fetch_add(1, std::memory_order_release);
+    const MutexLock lock(events_mutex_);
+    events_.fetch_add(1, std::memory_order_release);
   }
-  news_changed_.notify_all();
+  progressed_.notify_all();
 }
 
-ExchangeStats Exchange::Engine::stats() const {
-  ExchangeStats s;
-  s.fetched = count_.fetched;
-  s.fetched_bytes = count_.fetched_bytes;
-  s.asked_too_early = count_.too_early;
-  s.asked_in_vain = count_.in_vain;
-  s.pushed = count_.pushed;
-  s.pushed_bytes = count_.pushed_bytes;
-  s.pushes_given_up = count_.given_up;
-  s.served = count_.served;
-  s.served_bytes = count_.served_bytes;
-  s.received = count_.received;
-  s.received_bytes = count_.received_bytes;
-  s.redundant = count_.redundant;
-  s.refused = count_.refused;
-  s.dropped_ranks = count_.dropped;
-  s.returned_ranks = count_.returned;
-  s.fetch_nanoseconds = count_.fetch_ns;
-  s.thread_nanoseconds = count_.message_cpu_ns + count_.file_cpu_ns;
-  return s;
+ExchangeStats Exchange::Messenger::stats() const {
+  constexpr auto from = counters_of_exchange<std::atomic<uint64_t>>();
+  constexpr auto to = counters_of_exchange<uint64_t>();
+  ExchangeStats stats;
+  for (size_t i = 0; i < to.size(); ++i) stats.*to[i].second = count_.*from[i].second;
+  stats.thread_nanoseconds = message_cpu_ns_ + file_cpu_ns_;
+  return stats;
 }
 
-uint32_t Exchange::Engine::nodes_alive() const noexcept {
+uint32_t Exchange::Messenger::nodes_alive() const noexcept {
   return static_cast<uint32_t>(
       std::count_if(nodes_.begin(), nodes_.end(), [](const auto& n) { return n->alive.load(); }));
 }
 
 // ------------------------------------------------------------------------------------- the threads
 
-void Exchange::Engine::submit(std::function<void()> command) {
+void Exchange::Messenger::submit(std::function<void()> command) {
   bool first = false;
   {
     const MutexLock lock(commands_mutex_);
@@ -310,7 +299,7 @@ void Exchange::Engine::submit(std::function<void()> command) {
   if (first) transport_->wake();
 }
 
-void Exchange::Engine::warn_once(const char* what) noexcept try {
+void Exchange::Messenger::warn_once(const char* what) noexcept try {
   if (failed_.exchange(true)) return;
   log(LogLevel::warning, "rank " + std::to_string(config_.rank) +
                              " failed to send or receive a sample: " + what +
@@ -319,7 +308,7 @@ void Exchange::Engine::warn_once(const char* what) noexcept try {
   // No memory for the sentence either.
 }
 
-bool Exchange::Engine::run_commands() {
+bool Exchange::Messenger::run_commands() {
   std::vector<std::function<void()>> commands;
   {
     const MutexLock lock(commands_mutex_);
@@ -329,7 +318,7 @@ bool Exchange::Engine::run_commands() {
   return !commands.empty();
 }
 
-void Exchange::Engine::submit_file(std::function<void()> work) {
+void Exchange::Messenger::submit_file(std::function<void()> work) {
   {
     const MutexLock lock(files_mutex_);
     files_.push_back(std::move(work));
@@ -337,7 +326,7 @@ void Exchange::Engine::submit_file(std::function<void()> work) {
   files_ready_.notify_one();
 }
 
-void Exchange::Engine::run_files(std::stop_token stop) {
+void Exchange::Messenger::run_files(std::stop_token stop) {
   for (;;) {
     std::function<void()> work;
     {
@@ -349,13 +338,13 @@ void Exchange::Engine::run_files(std::stop_token stop) {
       files_.pop_front();
     }
     guarded(work);
-    count_.file_cpu_ns = static_cast<uint64_t>(thread_cpu_ns());
+    file_cpu_ns_ = static_cast<uint64_t>(thread_cpu_ns());
   }
 }
 
-void Exchange::Engine::run(std::stop_token stop) {
+void Exchange::Messenger::run(std::stop_token stop) {
   for (uint32_t node = 0; node < nodes_.size(); ++node) {
-    if (node != node_ && nodes_[node]->alive) say_hello(*target_of(node));
+    if (node != node_ && nodes_[node]->alive) send_hello(*target_of(node));
   }
   int idle = 0;
   while (!stop.stop_requested()) {
@@ -368,16 +357,16 @@ void Exchange::Engine::run(std::stop_token stop) {
     if (any) {
       idle = 0;
     } else if (++idle > kSpins) {
-      count_.message_cpu_ns = static_cast<uint64_t>(thread_cpu_ns());
+      message_cpu_ns_ = static_cast<uint64_t>(thread_cpu_ns());
       const auto left = std::chrono::ceil<std::chrono::milliseconds>(next_tick_ - Clock::now());
       if (left.count() > 0) transport_->wait(left);
     }
   }
-  guarded([this] { say_goodbye(); });
+  guarded([this] { finish_serving(); });
   leave();
 }
 
-void Exchange::Engine::say_to_all(Kind kind) {
+void Exchange::Messenger::send_to_all(Kind kind) {
   for (auto& [rank, peer] : peers_) {
     for (Session* session : {peer.out.get(), peer.in.get()}) {
       if (!session) continue;
@@ -390,9 +379,9 @@ void Exchange::Engine::say_to_all(Kind kind) {
 }
 
 // Ranks end at about the same time: the first one goes on serving those that still ask.
-void Exchange::Engine::say_goodbye() {
+void Exchange::Messenger::finish_serving() {
   leaving_ = true;
-  say_to_all(Kind::done);
+  send_to_all(Kind::done);
   const auto asked = [&] {
     return std::any_of(peers_.begin(), peers_.end(), [](const auto& p) {
       return p.second.in && !p.second.done && p.second.link != Link::lost;
@@ -403,7 +392,7 @@ void Exchange::Engine::say_goodbye() {
     run_commands();
     if (!transport_->progress(*this)) transport_->wait(kTick);
   }
-  say_to_all(Kind::leave);
+  send_to_all(Kind::leave);
   const auto flushed = Clock::now() + kFlush;
   while (Clock::now() < flushed) {
     if (!transport_->progress(*this)) transport_->wait(std::chrono::milliseconds(1));
@@ -411,7 +400,7 @@ void Exchange::Engine::say_goodbye() {
 }
 
 // What is still open ends with its link: every payload that was being received is concluded.
-void Exchange::Engine::leave() noexcept {
+void Exchange::Messenger::leave() noexcept {
   leaving_ = true;
   for (auto& [rank, peer] : peers_) {
     transport_->drop(rank);
@@ -431,11 +420,11 @@ void Exchange::Engine::leave() noexcept {
     if (p.receiving) guarded([&] { abandoned_.push_back(p.group); });
     conclude(*p.group, p.index, Outcome::failed);
   }
-  count_.message_cpu_ns = static_cast<uint64_t>(thread_cpu_ns());
+  message_cpu_ns_ = static_cast<uint64_t>(thread_cpu_ns());
 }
 
 // Deadlines, hellos that were lost, and notices of progress.
-void Exchange::Engine::tick() {
+void Exchange::Messenger::tick() {
   const Clock::time_point now = Clock::now();
   next_tick_ = now + kTick;
   std::vector<uint32_t> late;
@@ -455,7 +444,7 @@ void Exchange::Engine::tick() {
     conclude(*p.group, p.index, Outcome::failed);
   }
   const uint64_t progress = own_progress();
-  bool telling = false;
+  bool notified = false;
   for (auto& [rank, peer] : peers_) {
     const bool connecting = peer.link == Link::connecting && peer.hello_at != Clock::time_point{};
     if (connecting && now - peer.since > kConnectTimeouts * config_.timeout) {
@@ -463,14 +452,14 @@ void Exchange::Engine::tick() {
     } else if (connecting || (peer.link == Link::lost && !peer.for_good && wanted(rank))) {
       const Clock::duration pause =
           std::clamp<Clock::duration>((now - peer.since) / 4, kHelloOften, kHelloSeldom);
-      if (now - peer.hello_at >= pause) knock(rank);
+      if (now - peer.hello_at >= pause) retry_hello(rank);
     }
     if (peer.link != Link::lost && peer.moving > 0 && now - peer.moved > config_.timeout) {
       late.push_back(rank);
     }
-    if (peer.in && peer.link != Link::lost && peer.told != progress) {
-      telling = true;
-      peer.told = progress;
+    if (peer.in && peer.link != Link::lost && peer.notified != progress) {
+      notified = true;
+      peer.notified = progress;
       Header header;
       header.kind = Kind::progress;
       header.to = rank;
@@ -484,20 +473,20 @@ void Exchange::Engine::tick() {
     lose(rank, "it did not answer within " + std::to_string(config_.timeout.count()) + " ms", true);
   }
   end_waiting([&](const Waiting& w) { return now >= w.deadline; });
-  const bool busy = telling || !pending_.empty() || progress != plan::kNever;
+  const bool busy = notified || !pending_.empty() || progress != plan::kNever;
   next_tick_ = now + (busy ? kTick : kIdleTick);
 }
 
 // ------------------------------------------------------------------------------------------ links
 
-std::optional<uint32_t> Exchange::Engine::target_of(uint32_t node) const {
+std::optional<uint32_t> Exchange::Messenger::target_of(uint32_t node) const {
   for (const uint32_t rank : ranks_of_node_[node]) {
     if (peers_.at(rank).link != Link::lost) return rank;
   }
   return std::nullopt;
 }
 
-bool Exchange::Engine::wanted(uint32_t rank) const {
+bool Exchange::Messenger::wanted(uint32_t rank) const {
   for (const uint32_t other : ranks_of_node_[config_.node_of_rank[rank]]) {
     if (other == rank) return true;
     if (peers_.at(other).link != Link::lost) return false;
@@ -505,7 +494,7 @@ bool Exchange::Engine::wanted(uint32_t rank) const {
   return false;
 }
 
-void Exchange::Engine::knock(uint32_t rank) {
+void Exchange::Messenger::retry_hello(uint32_t rank) {
   Peer& peer = peers_.at(rank);
   const Clock::time_point now = Clock::now();
   if (now - peer.opened > kAttempt) {
@@ -514,10 +503,10 @@ void Exchange::Engine::knock(uint32_t rank) {
     peer.nonce = random_nonce();
     peer.out.reset();
   }
-  say_hello(rank);
+  send_hello(rank);
 }
 
-void Exchange::Engine::settle(uint32_t node) {
+void Exchange::Messenger::publish_link(uint32_t node) {
   const std::optional<uint32_t> target = target_of(node);
   nodes_[node]->linked.store(target && peers_.at(*target).link == Link::ready,
                              std::memory_order_release);
@@ -525,7 +514,7 @@ void Exchange::Engine::settle(uint32_t node) {
 }
 
 template <typename Chosen>
-void Exchange::Engine::end_waiting(Chosen&& chosen) {
+void Exchange::Messenger::end_waiting(Chosen&& chosen) {
   std::vector<Waiting> ended;
   for (auto& [rank, peer] : peers_) {
     const auto first = std::stable_partition(peer.waiting.begin(), peer.waiting.end(),
@@ -536,7 +525,8 @@ void Exchange::Engine::end_waiting(Chosen&& chosen) {
   for (const Waiting& w : ended) w.action(false);
 }
 
-std::function<void(bool)> Exchange::Engine::watched(uint32_t rank, std::function<void(bool)> done) {
+std::function<void(bool)> Exchange::Messenger::watched(uint32_t rank,
+                                                       std::function<void(bool)> done) {
   Peer& peer = peers_.at(rank);
   if (peer.moving++ == 0) peer.moved = Clock::now();
   // Also if the transport throws, and never calls what it was given.
@@ -551,8 +541,8 @@ std::function<void(bool)> Exchange::Engine::watched(uint32_t rank, std::function
   };
 }
 
-void Exchange::Engine::when_ready(uint32_t node, const FetchGroup* group,
-                                  std::function<void(uint32_t, bool)> action) {
+void Exchange::Messenger::when_ready(uint32_t node, const FetchGroup* group,
+                                     std::function<void(uint32_t, bool)> action) {
   if (!nodes_[node]->alive) {
     action(0, false);
     return;
@@ -565,10 +555,10 @@ void Exchange::Engine::when_ready(uint32_t node, const FetchGroup* group,
   }
   peer.waiting.push_back({group, Clock::now() + config_.timeout,
                           [rank, action = std::move(action)](bool ready) { action(rank, ready); }});
-  if (peer.hello_at == Clock::time_point{}) say_hello(rank);
+  if (peer.hello_at == Clock::time_point{}) send_hello(rank);
 }
 
-void Exchange::Engine::lose(uint32_t rank, const std::string& why, bool warn, bool for_good) {
+void Exchange::Messenger::lose(uint32_t rank, const std::string& why, bool warn, bool for_good) {
   Peer& peer = peers_.at(rank);
   peer.for_good = peer.for_good || for_good || peer.done;
   transport_->drop(rank);
@@ -586,10 +576,10 @@ void Exchange::Engine::lose(uint32_t rank, const std::string& why, bool warn, bo
   peer.link = Link::lost;
   peer.hello_at = peer.since = peer.opened = Clock::now();
   peer.nonce = random_nonce();
-  settle(owner);
+  publish_link(owner);
   const std::optional<uint32_t> target = target_of(owner);
   if (warn && !leaving_ && !nodes_[owner]->ending) {
-    ++count_.dropped;
+    ++count_.dropped_ranks;
     log(LogLevel::warning,
         "rank " + std::to_string(config_.rank) + " lost rank " + std::to_string(rank) + ": " + why +
             (target ? "; its node is asked through another rank"
@@ -599,7 +589,7 @@ void Exchange::Engine::lose(uint32_t rank, const std::string& why, bool warn, bo
   }
   if (target && target != before && peers_.at(*target).hello_at == Clock::time_point{} &&
       !leaving_) {
-    say_hello(*target);
+    send_hello(*target);
   }
   for (const Waiting& w : std::exchange(peer.waiting, {})) w.action(false);
   std::vector<uint64_t> open;
@@ -611,10 +601,10 @@ void Exchange::Engine::lose(uint32_t rank, const std::string& why, bool warn, bo
     pending_.erase(id);
     conclude(*p.group, p.index, Outcome::failed);
   }
-  tell();
+  notify_progress();
 }
 
-void Exchange::Engine::ask(const std::shared_ptr<FetchGroup>& group, size_t index) {
+void Exchange::Messenger::ask(const std::shared_ptr<FetchGroup>& group, size_t index) {
   const uint64_t sample = group->requests[index].sample;
   const uint32_t owner = ownership_.owner[sample];
   if (owner == plan::kNoOwner || owner == node_ ||
@@ -646,7 +636,7 @@ void Exchange::Engine::ask(const std::shared_ptr<FetchGroup>& group, size_t inde
   });
 }
 
-void Exchange::Engine::conclude(FetchGroup& group, size_t index, Outcome outcome) {
+void Exchange::Messenger::conclude(FetchGroup& group, size_t index, Outcome outcome) {
   const MutexLock lock(group.mutex_);
   group.requests[index].outcome = outcome;
   if (--group.left_ == 0) {

@@ -1,4 +1,4 @@
-// peer/engine.h - private to the room: the threads of an Exchange and what they know.
+// peer/messenger.h - private to the room: the threads of an Exchange and what they know.
 #pragma once
 
 #include <deque>
@@ -14,12 +14,12 @@
 
 namespace nostall::peer {
 
-class Exchange::Engine final : public Receiver {
+class Exchange::Messenger final : public Receiver {
  public:
-  Engine(std::unique_ptr<Transport> transport, ExchangeConfig config, plan::Ownership ownership,
-         std::span<const uint64_t> sizes, std::shared_ptr<tier::NodeCache> cache,
-         std::atomic<uint64_t>& news);
-  ~Engine() override;
+  Messenger(std::unique_ptr<Transport> transport, ExchangeConfig config, plan::Ownership ownership,
+            std::span<const uint64_t> sizes, std::shared_ptr<tier::NodeCache> cache,
+            std::atomic<uint64_t>& events);
+  ~Messenger() override;
 
   Where where(uint64_t sample, uint32_t epoch) const noexcept;
   bool push_wanted(uint64_t sample) const noexcept;
@@ -28,7 +28,7 @@ class Exchange::Engine final : public Receiver {
   void finish(FetchGroup& group, std::stop_token stop);
   bool push(uint64_t sample, std::span<const std::byte> bytes, std::shared_ptr<void> keep,
             std::stop_token stop);
-  void wait_for_news(std::chrono::nanoseconds timeout, std::stop_token stop);
+  void wait_for_progress(std::chrono::nanoseconds timeout, std::stop_token stop);
   const plan::Ownership& ownership() const noexcept { return ownership_; }
   std::span<const uint32_t> node_of_rank() const noexcept { return config_.node_of_rank; }
   std::span<const uint64_t> owned() const noexcept { return owned_; }
@@ -98,7 +98,7 @@ class Exchange::Engine final : public Receiver {
   Delivery into_tier(const Header& header);
   void heard_progress(uint32_t rank, uint64_t progress);
   bool reach(uint32_t rank);
-  void say_hello(uint32_t rank) noexcept;
+  void send_hello(uint32_t rank) noexcept;
   // Sends another hello to a rank that is not reached; on a new connection if the last attempt has
   // led to nothing.
   void retry_hello(uint32_t rank);
@@ -126,8 +126,8 @@ class Exchange::Engine final : public Receiver {
   void publish_link(uint32_t node);
   void violate(uint32_t rank, const std::string& why);
   uint64_t own_progress();
-  void say_to_all(Kind kind);
-  void say_goodbye();
+  void send_to_all(Kind kind);
+  void finish_serving();
   void leave() noexcept;
   // Calls `work`, and logs the first exception. A message or command may fail, for lack of memory
   // above all; waits for its answer have a deadline, and other work goes on.
@@ -144,7 +144,7 @@ class Exchange::Engine final : public Receiver {
   void submit(std::function<void()> command);
   void run_files(std::stop_token stop);
   void submit_file(std::function<void()> work);
-  void tell();
+  void notify_progress();
   // The owner is another node that can be reached and has not answered `never`.
   bool reachable(uint64_t sample) const noexcept;
 
@@ -183,9 +183,9 @@ class Exchange::Engine final : public Receiver {
   StopCondition push_room_;
   uint64_t pushing_ NOSTALL_GUARDED_BY(push_mutex_) = 0;  // bytes
 
-  std::atomic<uint64_t>& news_;
-  Mutex news_mutex_;  // taken to change news_, so that no waiter misses it
-  StopCondition news_changed_;
+  std::atomic<uint64_t>& events_;
+  Mutex events_mutex_;  // taken to change events_, so that no waiter misses it
+  StopCondition progressed_;
 
   mutable Mutex absent_mutex_;
   // absent_: samples that their owner has no room for in this epoch. lacking_: samples that their
@@ -194,13 +194,8 @@ class Exchange::Engine final : public Receiver {
       NOSTALL_GUARDED_BY(absent_mutex_);
   std::atomic<bool> any_absent_{false}, any_lacking_{false};
 
-  struct Counters {
-    std::atomic<uint64_t> fetched{0}, fetched_bytes{0}, too_early{0}, in_vain{0}, pushed{0},
-        pushed_bytes{0}, given_up{0}, served{0}, served_bytes{0}, received{0}, received_bytes{0},
-        redundant{0}, refused{0}, dropped{0}, returned{0}, fetch_ns{0}, message_cpu_ns{0},
-        file_cpu_ns{0};
-  };
-  Counters count_;
+  ExchangeCounters<std::atomic<uint64_t>> count_;  // but for thread_nanoseconds
+  std::atomic<uint64_t> message_cpu_ns_{0}, file_cpu_ns_{0};
   std::stop_source stop_;
   std::jthread files_thread_, thread_;
 };
