@@ -20,7 +20,6 @@
 #include "source/index.h"
 #include "source/lmdb.h"
 #include "source/names.h"
-#include "source/provenance.h"
 #include "source/tar.h"
 #include "source/tfrecord.h"
 
@@ -428,22 +427,9 @@ void bind_records(nb::module_& m) {
                    [](const source::lmdb::Records& r) { return r.snapshot.transaction; })
       .def_prop_ro("other_meta_used",
                    [](const source::lmdb::Records& r) { return r.snapshot.other_meta_used; })
-      .def("stamp", [](const source::lmdb::Records& r,
-                       const std::string& database) { return source::lmdb::stamp(r, database); })
-      .def(
-          "computed_pages",
-          [](const source::lmdb::Records& r, uint64_t commit_every) {
-            return without_gil([&] {
-              source::lmdb::Provenance facts = source::lmdb::derive(r);
-              facts.commit_every = commit_every;
-              const auto pages = source::lmdb::compute_pages(facts, r.snapshot.page_size);
-              return std::pair{pages, source::lmdb::verify(r, pages)};
-            });
-          },
-          nb::arg("commit_every") = 0,
-          "First page of every value by the arithmetic of [Pumma 2020, sec. 5.2.2] for a "
-          "writer that committed every so many records (0: once, at the end), and why it does not "
-          "hold here (empty: it does).");
+      .def("stamp", [](const source::lmdb::Records& r, const std::string& database) {
+        return source::lmdb::stamp(r, database);
+      });
   m.def(
       "scan_lmdb",
       [](const StoragePtr& storage, const std::string& database) {

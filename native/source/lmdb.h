@@ -62,10 +62,7 @@ struct Records {
   std::vector<std::string> databases;  // names of the databases that the scanned tree holds
   std::vector<Tree> database_trees;    // one each
   uint64_t pages_read = 0;             // branch and leaf pages
-  // Page numbers of the leaves, in key order, and their first records: prov-computed is held
-  // against them.
-  std::vector<uint64_t> leaf_page, leaf_first;
-  uint64_t first_branch_children = 0;  // of the lowest level, when it has more than one page
+  std::vector<uint64_t> leaf_page;     // page numbers of the leaves, in key order
 
   uint64_t size() const noexcept { return length.size(); }
   std::string_view key(uint64_t record) const noexcept {

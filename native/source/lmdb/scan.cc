@@ -148,9 +148,7 @@ class Scan {
     auto error = each_page(
         level, [&](const Expected& from, const Page& page) { return branch(from, page, below); });
     if (error) return error;
-    const bool several = level.size() > 1;
     level = std::move(below);
-    records_.first_branch_children = several ? first_children_ : 0;
     return {};
   }
 
@@ -161,7 +159,6 @@ class Scan {
       return broken_page(from.page, "should be a branch page");
     }
     if (!nodes || *nodes == 0) return broken_page(from.page, "has a damaged header");
-    if (below.empty()) first_children_ = *nodes;
     if (below.size() + *nodes > tree_.branch_pages + tree_.leaf_pages) {
       return broken("its branch pages refer to more pages than it has");
     }
@@ -193,7 +190,6 @@ class Scan {
     if (!nodes) return broken_page(from.page, "has a damaged header");
     if (auto error = check_nodes(from.page, page, *nodes)) return error;
     records_.leaf_page.push_back(from.page);
-    records_.leaf_first.push_back(records_.size());
     for (unsigned i = 0; i < *nodes; ++i) {
       const auto node = page.node(i);
       if ((entries_ > 0 && compare_keys(last_key_, node->key, tree_.flags) >= 0) ||
@@ -305,7 +301,7 @@ class Scan {
   std::string last_key_;
   std::vector<uint64_t> branch_page_;
   std::vector<std::pair<size_t, size_t>> places_;  // of one page's nodes
-  uint64_t entries_ = 0, first_children_ = 0;
+  uint64_t entries_ = 0;
 };
 
 // The description of a named database.
