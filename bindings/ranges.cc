@@ -1,6 +1,6 @@
 // Ranges read straight into memory that Python shares, for measurements: nothing of Python runs
 // while the storage works.
-#include "source/ranges.h"
+#include "records/ranges.h"
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -33,7 +33,7 @@ source::ReaderKind reader_of(const std::string& name) {
 
 class TimedReader {
  public:
-  TimedReader(std::shared_ptr<source::Storage> storage, const std::string& reader, unsigned depth)
+  TimedReader(std::shared_ptr<records::Storage> storage, const std::string& reader, unsigned depth)
       : storage_(std::move(storage)), reader_(storage_->make_reader(reader_of(reader), depth)) {}
 
   // Seconds that it took.
@@ -41,7 +41,7 @@ class TimedReader {
     if (length.size() != offset.size() || place.size() != offset.size()) {
       throw Error(ErrorKind::usage, "a range needs an offset, a length and a place");
     }
-    std::vector<source::RangeRead> ranges(offset.size());
+    std::vector<records::RangeRead> ranges(offset.size());
     for (size_t i = 0; i < ranges.size(); ++i) {
       const uint64_t at = place.data()[i], bytes = length.data()[i];
       if (at > into.size() || bytes > into.size() - at) {
@@ -54,7 +54,7 @@ class TimedReader {
     const int64_t begin = now_ns();
     reader_->read(ranges);
     const double seconds = static_cast<double>(now_ns() - begin) * 1e-9;
-    for (const source::RangeRead& r : ranges) {
+    for (const records::RangeRead& r : ranges) {
       if (r.error == 0) continue;
       throw Error(ErrorKind::io, "cannot read " + std::to_string(r.size()) + " bytes of " +
                                      storage_->files()[0].path + " at offset " +
@@ -67,8 +67,8 @@ class TimedReader {
   uint64_t bytes_read() const { return reader_->bytes_read(); }
 
  private:
-  std::shared_ptr<source::Storage> storage_;
-  std::unique_ptr<source::RangeReader> reader_;
+  std::shared_ptr<records::Storage> storage_;
+  std::unique_ptr<records::RangeReader> reader_;
 };
 
 }  // namespace
@@ -76,7 +76,7 @@ class TimedReader {
 void bind_ranges(nb::module_& m) {
   nb::class_<TimedReader>(m, "RangeReader",
                           "Reads ranges of a storage's first file; for one thread.")
-      .def(nb::init<std::shared_ptr<source::Storage>, const std::string&, unsigned>(),
+      .def(nb::init<std::shared_ptr<records::Storage>, const std::string&, unsigned>(),
            nb::arg("storage"), nb::arg("reader"), nb::arg("depth"))
       .def("read", &TimedReader::read, nb::arg("offset"), nb::arg("length"), nb::arg("place"),
            nb::arg("into"),

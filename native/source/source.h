@@ -2,8 +2,8 @@
 //
 // A Source is a fixed list of samples, ids 0..size()-1, the same on every process, each with a size
 // in bytes and a label, and a fingerprint over all of it. A Reader brings bytes of samples; each
-// thread that reads has its own. folder.h: samples that are files; records.h: samples that are
-// ranges of a few large files, found by the scanners of lmdb.h, tar.h and tfrecord.h.
+// thread that reads has its own. folder.h: samples that are files. Room records: samples that
+// are ranges of a few large files.
 // Thread-safety: Source is immutable after construction, but for what is known of checksums; a
 // Reader belongs to one thread.
 #pragma once

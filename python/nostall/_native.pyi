@@ -256,7 +256,7 @@ def python_storage(
     read: Callable,
 ) -> Storage:
     """
-    read(list of (file, offset, size)) -> list of buffers or exceptions; `versions` are other numbers where the contents are others, like the times of files.
+    read(list of (file, offset, size)) -> list of buffers or exceptions; `versions` change with the contents, like the times of files.
     """
 
 class LmdbRecords:
@@ -378,7 +378,7 @@ class RecordSource(Source):
     def table(self) -> RecordTable: ...
     @property
     def cost(self) -> tuple[float, float]:
-        """Seconds an operation and a byte, as measured so far."""
+        """Seconds per operation and per byte, as measured so far."""
 
 def record_source(
     storage: Storage,

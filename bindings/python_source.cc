@@ -1,0 +1,242 @@
+// Storages and sources that read by functions in Python. A reader takes the GIL for each call of its
+// function; the function's OSErrors become errors of the ranges or samples concerned.
+#include "python_source.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+
+#include "base/error.h"
+
+namespace nb = nanobind;
+
+namespace nostall::bindings {
+namespace {
+
+// A Python object that is released with the GIL, from any thread.
+class Held {
+ public:
+  explicit Held(nb::object object) : object_(std::move(object)) {}
+  ~Held() {
+    if (!nb::is_alive()) {
+      object_.release();  // the interpreter has gone, and its objects with it
+      return;
+    }
+    const nb::gil_scoped_acquire gil;
+    object_.reset();
+  }
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+  const nb::object& get() const { return object_; }
+
+ private:
+  nb::object object_;
+};
+
+// What one item of a Python function's answer is: an OSError's errno and text, or bytes.
+struct Answer {
+  std::optional<nb::ndarray<const uint8_t, nb::c_contig, nb::device::cpu>> array;
+  int error = 0;
+  std::string why;
+};
+
+Answer answer_of(nb::handle item) {
+  Answer a;
+  if (PyObject_IsInstance(item.ptr(), PyExc_BaseException) == 1) {
+    a.error = EIO;
+    a.why = nb::cast<std::string>(nb::str(item));
+    return a;
+  }
+  a.array.emplace();
+  if (!nb::try_cast(item, *a.array)) {
+    a.array.reset();
+    a.error = EIO;
+    a.why = "a reader in Python gave neither bytes nor an exception";
+  }
+  return a;
+}
+
+std::string error_text(nb::python_error& error) {
+  return nb::cast<std::string>(nb::str(error.value()));
+}
+
+// Ranges by a function: (list of (file, offset, size)) -> list of buffers or exceptions.
+class PythonStorage : public records::Storage {
+ public:
+  PythonStorage(std::vector<records::StorageFile> files, nb::object read)
+      : files_(std::move(files)), read_(std::make_shared<Held>(std::move(read))) {}
+
+  std::span<const records::StorageFile> files() const override { return files_; }
+  std::string changed(uint32_t) const override { return {}; }
+  bool times_tell_content() const override { return true; }
+  std::unique_ptr<records::RangeReader> make_reader(source::ReaderKind, unsigned) const override {
+    return std::make_unique<Reader>(read_);
+  }
+
+ private:
+  class Reader : public records::RangeReader {
+   public:
+    explicit Reader(std::shared_ptr<Held> read) : read_(std::move(read)) {}
+    std::string_view name() const override { return "python"; }
+    uint64_t bytes_read() const override { return bytes_; }
+
+    void read(std::span<records::RangeRead> ranges) override {
+      const nb::gil_scoped_acquire gil;
+      try {
+        nb::list asked;
+        for (const records::RangeRead& r : ranges) {
+          asked.append(nb::make_tuple(r.file, r.offset, r.size()));
+          bytes_ += r.size();
+        }
+        const nb::list answers = nb::cast<nb::list>(read_->get()(asked));
+        if (answers.size() != ranges.size()) throw std::runtime_error("wrong number of answers");
+        for (size_t i = 0; i < ranges.size(); ++i) fill(ranges[i], answer_of(answers[i]));
+      } catch (nb::python_error& error) {
+        fail(ranges, error_text(error));
+      } catch (const std::exception& error) {
+        fail(ranges, error.what());
+      }
+    }
+
+   private:
+    static void fail(std::span<records::RangeRead> ranges, const std::string& why) {
+      for (records::RangeRead& r : ranges) {
+        r.error = EIO;
+        r.why = why;
+      }
+    }
+    static void fill(records::RangeRead& r, const Answer& a) {
+      r.error = a.error;
+      r.why = a.why;
+      if (!a.array) return;
+      if (a.array->nbytes() != r.size()) {
+        r.error = source::kSizeChanged;
+        return;
+      }
+      const auto* bytes = static_cast<const std::byte*>(static_cast<const void*>(a.array->data()));
+      if (!r.head.empty()) std::memcpy(r.head.data(), bytes, r.head.size());
+      if (!r.into.empty()) std::memcpy(r.into.data(), bytes + r.head.size(), r.into.size());
+    }
+    std::shared_ptr<Held> read_;
+    uint64_t bytes_ = 0;
+  };
+
+  std::vector<records::StorageFile> files_;
+  std::shared_ptr<Held> read_;
+};
+
+// Samples by a function: (list of ids) -> list of buffers or exceptions. For stores that only their
+// own library can take apart.
+class CallbackSource : public source::Source {
+ public:
+  CallbackSource(std::vector<uint64_t> sizes, std::vector<int64_t> labels,
+                 std::vector<uint32_t> group, uint64_t fingerprint, nb::object read,
+                 nb::object describe)
+      : sizes_(std::move(sizes)),
+        labels_(std::move(labels)),
+        group_(std::move(group)),
+        fingerprint_(fingerprint),
+        read_(std::make_shared<Held>(std::move(read))),
+        describe_(std::make_shared<Held>(std::move(describe))) {
+    if (labels_.size() != sizes_.size() ||
+        (!group_.empty() &&
+         (group_.size() != sizes_.size() || !std::is_sorted(group_.begin(), group_.end())))) {
+      throw Error(ErrorKind::usage,
+                  "sizes, labels and groups need one entry per sample, and groups must be sorted");
+    }
+    for (const uint64_t s : sizes_) total_ += s;
+  }
+
+  uint64_t size() const override { return sizes_.size(); }
+  std::span<const uint64_t> sizes() const override { return sizes_; }
+  std::span<const int64_t> labels() const override { return labels_; }
+  uint64_t total_bytes() const override { return total_; }
+  uint64_t fingerprint() const override { return fingerprint_; }
+  std::string describe(uint64_t sample) const override {
+    const nb::gil_scoped_acquire gil;
+    try {
+      return nb::cast<std::string>(describe_->get()(sample));
+    } catch (nb::python_error& error) {
+      return "sample " + std::to_string(sample) + " (" + error_text(error) + ")";
+    }
+  }
+  std::unique_ptr<source::Reader> make_reader(source::ReaderKind, unsigned) const override {
+    return std::make_unique<Reader>(read_);
+  }
+  void around(uint64_t sample, std::vector<uint64_t>& out) const override {
+    if (group_.empty()) return;
+    const auto [begin, end] = std::equal_range(group_.begin(), group_.end(), group_[sample]);
+    for (auto it = begin; it != end; ++it) {
+      const auto other = static_cast<uint64_t>(it - group_.begin());
+      if (other != sample) out.push_back(other);
+    }
+  }
+
+ private:
+  class Reader : public source::Reader {
+   public:
+    explicit Reader(std::shared_ptr<Held> read) : read_(std::move(read)) {}
+    std::string_view name() const override { return "python"; }
+    void read(std::span<source::ReadRequest> requests) override {
+      const nb::gil_scoped_acquire gil;
+      std::string why;
+      try {
+        nb::list ids;
+        for (const source::ReadRequest& r : requests) ids.append(r.sample);
+        const nb::list answers = nb::cast<nb::list>(read_->get()(ids));
+        if (answers.size() != requests.size()) throw std::runtime_error("wrong number of answers");
+        for (size_t i = 0; i < requests.size(); ++i) fill(requests[i], answer_of(answers[i]));
+        return;
+      } catch (nb::python_error& error) {
+        why = error_text(error);
+      } catch (const std::exception& error) {
+        why = error.what();
+      }
+      for (source::ReadRequest& r : requests) {
+        r.error = EIO;
+        r.why = why;
+      }
+    }
+
+   private:
+    static void fill(source::ReadRequest& r, const Answer& a) {
+      r.error = a.error;
+      r.why = a.why;
+      if (!a.array) return;
+      if (a.array->nbytes() != r.into.size()) {
+        r.error = source::kWrongBytes;
+        r.why = "it has " + std::to_string(a.array->nbytes()) + " bytes instead of " +
+                std::to_string(r.into.size());
+      } else if (!r.into.empty()) {
+        std::memcpy(r.into.data(), a.array->data(), r.into.size());
+      }
+    }
+    std::shared_ptr<Held> read_;
+  };
+
+  std::vector<uint64_t> sizes_;
+  std::vector<int64_t> labels_;
+  std::vector<uint32_t> group_;
+  uint64_t fingerprint_, total_ = 0;
+  std::shared_ptr<Held> read_, describe_;
+};
+
+}  // namespace
+
+std::shared_ptr<records::Storage> python_storage(std::vector<records::StorageFile> files,
+                                                 nb::object read) {
+  return std::make_shared<PythonStorage>(std::move(files), std::move(read));
+}
+
+std::shared_ptr<source::Source> python_source(std::vector<uint64_t> sizes,
+                                              std::vector<int64_t> labels,
+                                              std::vector<uint32_t> group, uint64_t fingerprint,
+                                              nb::object read, nb::object describe) {
+  return std::make_shared<CallbackSource>(std::move(sizes), std::move(labels), std::move(group),
+                                          fingerprint, std::move(read), std::move(describe));
+}
+
+}  // namespace nostall::bindings

@@ -1,0 +1,26 @@
+// Storages and sources that read by functions in Python.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <memory>
+#include <vector>
+
+#include "records/ranges.h"
+#include "source/source.h"
+
+namespace nostall::bindings {
+
+// Ranges by a function: (list of (file, offset, size)) -> list of buffers or exceptions.
+std::shared_ptr<records::Storage> python_storage(std::vector<records::StorageFile> files,
+                                                 nanobind::object read);
+
+// Samples by a function: (list of ids) -> list of buffers or exceptions. For stores that only their
+// own library can take apart. Samples of one `group` (rising, or empty) are read together. Throws
+// Error(usage) if the columns do not go together.
+std::shared_ptr<source::Source> python_source(std::vector<uint64_t> sizes,
+                                              std::vector<int64_t> labels,
+                                              std::vector<uint32_t> group, uint64_t fingerprint,
+                                              nanobind::object read, nanobind::object describe);
+
+}  // namespace nostall::bindings

@@ -1,0 +1,69 @@
+// records/local.h - private to the room: files of this machine as a Storage.
+#pragma once
+
+#include <atomic>
+#include <string>
+#include <vector>
+
+#include "records/ranges.h"
+
+namespace nostall::records {
+
+class LocalFiles : public Storage {
+ public:
+  LocalFiles(const std::vector<std::string>& paths, Direct direct);
+
+  std::span<const StorageFile> files() const override { return files_; }
+  std::unique_ptr<RangeReader> make_reader(source::ReaderKind kind, unsigned depth) const override;
+  std::string changed(uint32_t file) const override;
+  std::optional<int64_t> touched(uint32_t file) const override;
+
+  int buffered(uint32_t file) const noexcept { return opened_[file].buffered.get(); }
+  // -1 where the file system has no direct I/O, or the caller wants none.
+  int direct(uint32_t file) const noexcept { return opened_[file].direct.get(); }
+  // Offsets, lengths and addresses of direct reads are multiples of this.
+  uint32_t alignment(uint32_t file) const noexcept { return opened_[file].alignment; }
+  Direct policy() const noexcept { return policy_; }
+  // Whether the kernel refused the ring of one of the readers (ring.h).
+  std::atomic<bool>& ring_refused() const noexcept { return ring_refused_; }
+
+ private:
+  struct Opened {
+    Descriptor buffered, direct;
+    uint32_t alignment = 4096;
+  };
+  std::vector<StorageFile> files_;
+  std::vector<Opened> opened_;
+  Direct policy_;
+  mutable std::atomic<bool> ring_refused_{false};
+};
+
+// A buffer aligned for direct I/O; grows, never shrinks.
+class AlignedBuffer {
+ public:
+  std::span<std::byte> take(size_t bytes);
+
+ private:
+  struct Free {
+    void operator()(std::byte* p) const noexcept;
+  };
+  std::unique_ptr<std::byte, Free> memory_;
+  size_t capacity_ = 0;
+};
+
+// A range as the device takes it: aligned outwards where the read is direct.
+struct AlignedRange {
+  uint64_t offset = 0;
+  size_t length = 0;
+  size_t skip = 0;  // bytes before the range's first one
+};
+AlignedRange align(uint64_t offset, uint64_t size, uint32_t alignment) noexcept;
+
+// One range by a plain system call; 0, an errno or kSizeChanged. `direct` needs a `bounce`.
+int read_now(const LocalFiles& files, const RangeRead& range, bool direct, AlignedBuffer& bounce);
+
+// Null, and the reason in `why`, where the kernel or the build has no io_uring.
+std::unique_ptr<RangeReader> make_uring_ranges(const LocalFiles& files, unsigned depth,
+                                               std::string& why);
+
+}  // namespace nostall::records

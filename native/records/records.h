@@ -1,0 +1,128 @@
+// records/records.h - samples that are ranges of a few large files: databases, archives, objects.
+//
+// A RecordTable says where every sample lies. It is made by a scanner (lmdb.h, tar.h, tfrecord.h)
+// or by the caller, and kept in a stored form (docs/formats/records.md): the provenance index of
+// [Pumma 2020, sec. 5.2.2], with places instead of rules to compute them. parse_records is total:
+// any bytes give a table or an Error of kind corruption.
+// A RecordSource reads the samples of a table from a Storage: what is wanted at the same time and
+// lies close together is read in one operation.
+// Thread-safety: values; RecordSource is immutable after construction but for its measurements.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/error.h"
+#include "base/mutex.h"
+#include "records/coalesce.h"
+#include "records/ranges.h"
+#include "source/source.h"
+
+namespace nostall::records {
+
+inline constexpr uint32_t kRecordsMagic = 0x52534e31;  // "1NSR"
+
+struct RecordTable {
+  std::string kind;   // "lmdb", "tar", ...
+  std::string stamp;  // what the places depend on: a table with another stamp is another one
+  std::vector<StorageFile> files;
+  // One entry per sample. `file` is empty if there is only one file, `head` if no sample has bytes
+  // before it to check.
+  std::vector<uint32_t> file;
+  std::vector<uint64_t> offset, length;
+  std::vector<int64_t> label;
+  std::vector<uint16_t> head;
+
+  uint64_t size() const noexcept { return length.size(); }
+  uint32_t file_of(uint64_t sample) const noexcept { return file.empty() ? 0 : file[sample]; }
+  uint64_t head_of(uint64_t sample) const noexcept { return head.empty() ? 0 : head[sample]; }
+};
+
+std::vector<std::byte> serialize_records(const RecordTable& table);
+Result<RecordTable> parse_records(std::span<const std::byte> bytes);
+
+// Looks at the bytes before a sample and returns why they cannot be right, or an empty string.
+using CheckHead = std::function<std::string(const RecordTable& table, uint64_t sample,
+                                            std::span<const std::byte> head)>;
+// The name of a sample inside its file, for messages; may read. Empty: none.
+using NameOf = std::function<std::string(const RecordTable& table, uint64_t sample)>;
+
+// Whether a file with a changed time still holds what the table was made from, by what the format
+// itself says.
+using SameFile = std::function<bool(RangeReader& reader, const RecordTable& table, uint32_t file)>;
+
+struct RecordOptions {
+  uint64_t max_read = uint64_t{4} << 20;  // bytes of one coalesced read
+  bool coalesce = true;
+  CheckHead check;
+  NameOf name;
+  SameFile same;  // empty: the format says nothing
+};
+
+class RecordSource : public source::Source {
+ public:
+  // Throws Error(corruption) if a sample lies outside its file.
+  RecordSource(std::shared_ptr<const Storage> storage, RecordTable table, RecordOptions options);
+
+  uint64_t size() const override { return table_.size(); }
+  std::span<const uint64_t> sizes() const override { return table_.length; }
+  std::span<const int64_t> labels() const override { return table_.label; }
+  uint64_t total_bytes() const override { return total_bytes_; }
+  uint64_t fingerprint() const override { return fingerprint_; }
+  uint64_t stamp() const override;
+  bool stamp_tells_content() const override { return storage_->times_tell_content(); }
+  std::string describe(uint64_t sample) const override;
+  std::unique_ptr<source::Reader> make_reader(source::ReaderKind kind,
+                                              unsigned depth) const override;
+  uint64_t batch_bytes() const override;
+  void around(uint64_t sample, std::vector<uint64_t>& out) const override;
+
+  const RecordTable& table() const noexcept { return table_; }
+  const Storage& storage() const noexcept { return *storage_; }
+  const RecordOptions& options() const noexcept { return options_; }
+  // Why samples of a file cannot be read any more, or an empty string. A file that was touched is
+  // still the same if a few of its samples still have the checksums that are known; `reader` reads
+  // them again.
+  std::string changed(uint32_t file, RangeReader& reader) const;
+  // For changed(): a sample that was read while its file was the one that was opened.
+  void remember(uint64_t sample, std::span<const std::byte> bytes) const;
+  StorageCost& cost() const noexcept { return cost_; }
+  // What to read together now.
+  CoalesceLimits limits() const {
+    return cost_.limits(options_.max_read, total_bytes_ / std::max<uint64_t>(1, size()));
+  }
+
+ private:
+  // Positions of samples by place, unless they lie in order anyway.
+  uint64_t place_of(uint64_t sample) const noexcept;
+  uint64_t sample_at(uint64_t place) const noexcept;
+
+  std::shared_ptr<const Storage> storage_;
+  RecordTable table_;
+  RecordOptions options_;
+  uint64_t total_bytes_ = 0, fingerprint_ = 0;
+  std::vector<uint32_t> by_place_, places_;
+  mutable StorageCost cost_;
+
+  struct Remembered {
+    uint64_t sample = 0;
+    uint32_t sum = 0;
+  };
+  struct Content {
+    std::atomic<uint32_t> count{0};  // of `remembered`
+    std::vector<Remembered> remembered;
+    int64_t time = 0;  // a later time of the file at which the content was still the same
+  };
+  mutable Mutex contents_mutex_;
+  mutable std::vector<Content> contents_;  // of each file; guarded, but for the counts
+};
+
+}  // namespace nostall::records

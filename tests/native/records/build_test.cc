@@ -1,0 +1,162 @@
+// The passes that make record tables, and the window they look through.
+#include "records/build.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <random>
+#include <thread>
+
+#include "../refuse.h"
+#include "../source/temporary.h"
+#include "memory_storage.h"
+#include "records/window.h"
+
+namespace nostall::records {
+namespace {
+
+using namespace source;
+using testing::HasSubstr;
+
+TEST(EachInParallel, GoesOnInTheCallerWhereNoThreadIsToBeHad) {
+  const MemoryStorage storage({"content"});
+  uint64_t sum = 0;
+  with_refused(kThreadCalls, EAGAIN, [&] {
+    each_in_parallel(storage, 100, 4, [&](RangeReader&, uint64_t i) { sum += i; });
+  });
+  EXPECT_EQ(sum, 4950u);
+}
+
+TEST(Window, GivesTheBytesOfAnyPlace) {
+  const std::string content = random_bytes(300'000, 1);
+  const MemoryStorage storage({"other", content});
+  const auto reader = storage.make_reader(ReaderKind::pread, 1);
+  std::mt19937_64 random(2);
+  for (const size_t ahead : {size_t{0}, size_t{1}, size_t{4096}, size_t{256} << 10}) {
+    Window window(*reader, storage, 1, ahead);
+    EXPECT_EQ(window.file_size(), content.size());
+    uint64_t at = 0;
+    for (int i = 0; i < 2000; ++i) {
+      at = i % 50 == 0 ? random() % content.size() : (at + random() % 900) % content.size();
+      const size_t size = random() % (std::min<uint64_t>(content.size() - at, 9000)) + 1;
+      const auto bytes = window.get(at, size);
+      ASSERT_EQ(std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size()),
+                content.substr(at, size));
+    }
+  }
+}
+
+TEST(Window, TellsOutsideFromUnreadable) {
+  MemoryStorage storage({random_bytes(10'000, 1)});
+  const auto reader = storage.make_reader(ReaderKind::pread, 1);
+  Window window(*reader, storage, 0);
+  const uint64_t most = ~uint64_t{0};
+  for (const auto& [offset, size] : std::vector<std::pair<uint64_t, size_t>>{
+           {10'000, 1}, {9'999, 2}, {most, 1}, {0, most}, {5, most}, {most, most}, {20'000, 0}}) {
+    EXPECT_TRUE(window.get(offset, size).empty());
+    EXPECT_FALSE(window.error());
+  }
+  storage.before = [](const RangeRead&) { return EIO; };
+  EXPECT_TRUE(window.get(0, 10).empty());
+  ASSERT_TRUE(window.error());
+  EXPECT_THAT(window.error()->what(), HasSubstr("memory/0 at offset 0"));
+  // Nothing of a read that failed is given afterwards.
+  EXPECT_TRUE(window.get(0, 10).empty());
+  storage.before = {};
+  EXPECT_EQ(window.get(0, 10).size(), 10u);
+  EXPECT_FALSE(window.error());
+  // A file that became shorter.
+  storage.content().resize(5000);
+  Window again(*reader, storage, 0);
+  EXPECT_TRUE(again.get(9'000, 1'000).empty());
+  EXPECT_TRUE(again.error());
+}
+
+TEST(Window, ReadsLittleWhereItJumps) {
+  const MemoryStorage storage({std::string(20 << 20, 'x')});
+  const auto reader = storage.make_reader(ReaderKind::pread, 1);
+  Window window(*reader, storage, 0);
+  for (uint64_t at = 0; at < 20 << 20; at += 1 << 20) window.get(at, 100);
+  EXPECT_LT(storage.bytes, 400'000u);
+  Window forward(*reader, storage, 0);
+  const uint64_t before = storage.ranges;
+  for (uint64_t at = 0; at + 100 <= 20 << 20; at += 100) forward.get(at, 100);
+  EXPECT_LT(storage.ranges - before, 200u);
+}
+
+TEST(EachInParallel, DoesEveryPieceOnce) {
+  const MemoryStorage storage({"x"});
+  for (const unsigned threads : {0u, 1u, 4u}) {
+    for (const uint64_t count : {0u, 1u, 3u, 1000u}) {
+      std::vector<std::atomic<int>> done(count);
+      uint64_t last = 12345;
+      each_in_parallel(
+          storage, count, threads, [&](RangeReader&, uint64_t i) { ++done[i]; },
+          [&](uint64_t n) { last = n; });
+      for (const auto& d : done) EXPECT_EQ(d, 1);
+      EXPECT_EQ(last, count);
+    }
+  }
+}
+
+TEST(EachInParallel, EndsWithTheFirstError) {
+  const MemoryStorage storage({"x"});
+  std::atomic<uint64_t> done{0};
+  try {
+    each_in_parallel(storage, uint64_t{1} << 60, 4, [&](RangeReader&, uint64_t i) {
+      if (i == 100) throw Error(ErrorKind::corruption, "the hundredth");
+      ++done;
+    });
+    FAIL();
+  } catch (const Error& e) {
+    EXPECT_STREQ(e.what(), "the hundredth");
+  }
+  EXPECT_GE(done, 1u);
+}
+
+TEST(EachInParallel, StopsWhenTheUserDoes) {
+  const MemoryStorage storage({"x"});
+  EXPECT_THROW(each_in_parallel(
+                   storage, uint64_t{1} << 60, 2,
+                   [&](RangeReader&, uint64_t) {
+                     std::this_thread::sleep_for(std::chrono::milliseconds(1));
+                   },
+                   [](uint64_t) { throw Error(ErrorKind::stopped, "stopped"); }),
+               Error);
+}
+
+TEST(FindPayloads, TakesRecordsOfManyFilesInOrder) {
+  std::vector<std::string> files(3);
+  std::vector<uint32_t> file;
+  std::vector<uint64_t> offset, length;
+  for (unsigned i = 0; i < 500; ++i) {
+    const unsigned f = i % 7 % 3;
+    const std::string image(1 + i % 90, static_cast<char>(i));
+    const std::string pickle = std::string("\x80\x03") + "C" + static_cast<char>(image.size()) +
+                               image + "M" + static_cast<char>(i) + static_cast<char>(i >> 8) +
+                               "\x86.";
+    file.push_back(f);
+    offset.push_back(files[f].size());
+    length.push_back(pickle.size());
+    files[f] += pickle;
+  }
+  const MemoryStorage storage(files);
+  for (const unsigned threads : {1u, 3u}) {
+    const auto payloads =
+        find_payloads(storage, file, offset, length, PayloadKind::pickled, "", "", threads);
+    ASSERT_EQ(payloads.size(), 500u);
+    for (unsigned i = 0; i < 500; ++i) {
+      ASSERT_EQ(payloads[i].label, i);
+      ASSERT_EQ(files[file[i]].substr(payloads[i].offset, payloads[i].length),
+                std::string(1 + i % 90, static_cast<char>(i)));
+    }
+  }
+  length[321] -= 1;
+  EXPECT_THROW(find_payloads(storage, file, offset, length, PayloadKind::pickled, "", "", 2),
+               Error);
+}
+
+}  // namespace
+}  // namespace nostall::records

@@ -1,0 +1,74 @@
+// When files of this machine are read past the page cache.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdlib>
+#include <filesystem>
+#include <string>
+
+#include "base/file.h"
+#include "records/ranges.h"
+
+namespace nostall::records {
+namespace {
+
+using namespace source;
+
+class DirectTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    std::string pattern = testing::TempDir() + "/directXXXXXX";
+    ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
+    folder_ = pattern;
+  }
+  void TearDown() override { std::filesystem::remove_all(folder_); }
+
+  // Mostly a hole: it has that size without taking the room.
+  std::string file(const std::string& name, uint64_t size) const {
+    std::string path = folder_ + "/" + name;
+    const Descriptor fd(::open(path.c_str(), O_CREAT | O_WRONLY, 0600));
+    EXPECT_EQ(::pwrite(fd.get(), "bytes", 5, 8192), 5);
+    EXPECT_EQ(::ftruncate(fd.get(), static_cast<off_t>(size)), 0);
+    return path;
+  }
+  bool has_direct(const std::string& path) const {
+    const Descriptor fd(::open(path.c_str(), O_RDONLY | O_DIRECT));
+    void* page = std::aligned_alloc(4096, 4096);
+    const bool can = static_cast<bool>(fd) && ::pread(fd.get(), page, 4096, 0) == 4096;
+    std::free(page);
+    return can;
+  }
+
+  std::string folder_;
+};
+
+// Bytes that one small read asks the storage for.
+uint64_t asked(const Storage& storage, bool once) {
+  std::array<std::byte, 5> bytes{};
+  const auto reader = storage.make_reader(ReaderKind::uring, 2);
+  RangeRead range;
+  range.offset = 8192;
+  range.into = bytes;
+  range.once = once;
+  reader->read({&range, 1});
+  EXPECT_EQ(range.error, 0);
+  EXPECT_EQ(bytes[0], std::byte{'b'});
+  return reader->bytes_read();
+}
+
+TEST_F(DirectTest, FilesLargerThanMemoryTogetherPassThePageCache) {
+  const uint64_t memory = static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES)) *
+                          static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+  const std::string a = file("a", memory / 2 + 8192), b = file("b", memory / 2 + 8192);
+  const uint64_t page = has_direct(a) ? 4096 : 5;
+  EXPECT_EQ(asked(*open_files({a}), false), 5u);
+  EXPECT_EQ(asked(*open_files({a}), true), page);
+  EXPECT_EQ(asked(*open_files({a, b}), false), page);
+  EXPECT_EQ(asked(*open_files({a, b}, Direct::never), true), 5u);
+}
+
+}  // namespace
+}  // namespace nostall::records
