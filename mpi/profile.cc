@@ -196,7 +196,7 @@ Profile* profile() {
 constexpr int kTag = 1;
 constexpr int kRounds = 20;
 
-// Who has the shortest round trip knows best what the other clock showed in its middle.
+// The shortest round trip bounds best what the other clock showed in its middle.
 Comparison compare_with(MPI_Comm comm, int rank_zero) {
   Comparison best;
   int64_t shortest = std::numeric_limits<int64_t>::max();

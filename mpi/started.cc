@@ -141,7 +141,7 @@ NOSTALL_EXPORT int MPI_Ibarrier(MPI_Comm comm, MPI_Request* request) {
   return own::ibarrier(comm, request, [&] { return PMPI_Ibarrier(comm, request); });
 }
 
-// Whoever waits for one of ours runs it instead of spinning.
+// A thread that waits for one of ours runs it instead of spinning.
 NOSTALL_EXPORT int MPI_Wait(MPI_Request* request, MPI_Status* status) {
   own::finish(*request);
   return PMPI_Wait(request, status);

@@ -49,7 +49,7 @@ class Write {
         std::shared_ptr<Gate> gate = nullptr, FileSystem& files = FileSystem::real());
   // Throws Error(io) with the path and the system's reason, Error(stopped) after stop.
   Written run();
-  // Somebody waits: the rate falls, the gate is passed over, and the caller writes blocks itself,
+  // A caller waits: the rate falls, the gate is passed over, and the caller writes blocks itself,
   // at its own priority, until none is left to take. run still ends by itself.
   void hurry();
   // run ends with Error(stopped), after the blocks in flight.

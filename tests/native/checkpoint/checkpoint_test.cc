@@ -281,7 +281,7 @@ TEST_F(CheckpointTest, ALazyImageIsWrittenFromWhereItLies) {
   EXPECT_EQ(written.crcs.size(), 4u);
   snapshot->finish();  // the update comes: there is nothing left to copy
   EXPECT_EQ(snapshot->copied_bytes(), 0u);
-  // Nobody has the state of the save any more.
+  // No one holds the state of the save any more.
   EXPECT_THROW(Write(snapshot, path("g"), {}).run(), Error);
 }
 

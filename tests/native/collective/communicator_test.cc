@@ -218,7 +218,7 @@ TEST(Communicator, ReducesSharedBuffersInPlaceAndOthersWithThem) {
   });
 }
 
-// Whoever comes first: with ordinary buffers all take the chain; with shared ones the rank that has
+// Whichever rank is first: with ordinary buffers all take the chain; with shared ones the rank that has
 // no room for a copy has all take it.
 TEST(Communicator, ReducesWithARankWhoseArenaIsFullInAnyOrderOfArrival) {
   for (const uint32_t first : {0U, 1U, 2U}) {
@@ -340,7 +340,7 @@ TEST(Communicator, RefusesAMessageOfMoreSegmentsThanAWordCounts) {
         c.broadcast(nowhere, kBytes, 0);
         ADD_FAILURE() << "rank " << r;
       } catch (const Error& error) {
-        // Who comes second may be told that the first one gave up.
+        // The second rank may get the error of the first one.
         EXPECT_THAT(error.what(), ::testing::AnyOf(::testing::HasSubstr("make the window larger"),
                                                    ::testing::HasSubstr("could not go on")));
       }

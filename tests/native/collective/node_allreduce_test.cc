@@ -285,7 +285,7 @@ TEST(LateParties, AreThoseThatFewHaveSeen) {
   EXPECT_EQ(late_ranks(seen_in_order(6), 2),
             (std::vector<bool>{false, false, false, false, true, true}));
   EXPECT_EQ(late_ranks(seen_in_order(4), 0), std::vector<bool>(4, false));
-  // All at once: nobody is last.
+  // All at once: no rank is last.
   EXPECT_EQ(late_ranks(std::vector<std::vector<bool>>(4, std::vector<bool>(4, false)), 1),
             std::vector<bool>(4, false));
 }

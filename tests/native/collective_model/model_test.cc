@@ -182,7 +182,7 @@ TEST_P(Schedules, OfThreeRanksAtRandomGiveTheResult) {
   EXPECT_EQ(found.schedules, schedules);
 }
 
-// That it would find one: who sleeps looks at the flag before he says that he sleeps.
+// That it would find one: a sleeper looks at the flag before it marks itself as asleep.
 TEST(Explorer, FindsALostWakeUp) {
   for (const bool looks_again : {false, true}) {
     model::Atomic<uint32_t> flag{0}, asleep{0};

@@ -56,7 +56,7 @@ class Scheduler {
     switch_to(choose(me, true), me);
   }
 
-  // The value was compared without a point in between: nobody else runs.
+  // The value was compared without a point in between: no other rank runs.
   void block(uint32_t me, const std::atomic<uint32_t>& word, uint32_t seen) noexcept {
     if (free_running_.load(std::memory_order_relaxed)) {
       ::sched_yield();
@@ -81,7 +81,7 @@ class Scheduler {
     State state = State::ready;
     const std::atomic<uint32_t>* waits_for = nullptr;
   };
-  static constexpr uint32_t kNobody = ~uint32_t{0};
+  static constexpr uint32_t kNone = ~uint32_t{0};
 
   void run_once() {
     for (const auto& rank : ranks_) rank->state = State::ready;
@@ -90,7 +90,7 @@ class Scheduler {
     preemptions_ = 0;
     history_.clear();
     remaining_ = ranks_.size();
-    ranks_[choose(kNobody, false)]->turn.release();
+    ranks_[choose(kNone, false)]->turn.release();
     all_done_.acquire();
   }
 
@@ -100,18 +100,18 @@ class Scheduler {
     ranks_[me]->state = State::done;
     if (!free_running_.load()) {
       const uint32_t next = choose(me, false);
-      if (next != kNobody) ranks_[next]->turn.release();
+      if (next != kNone) ranks_[next]->turn.release();
     }
     if (remaining_.fetch_sub(1) == 1) all_done_.release();
   }
 
   void switch_to(uint32_t next, uint32_t me) noexcept {
-    if (next == me || next == kNobody) return;
+    if (next == me || next == kNone) return;
     ranks_[next]->turn.release();
     ranks_[me]->turn.acquire();
   }
 
-  // Who goes on: `me` first if it can, then the others in order. Nobody can: all run freely.
+  // The next to run: `me` first if it can, then the others in order. If none can, all run freely.
   uint32_t choose(uint32_t me, bool may_stay) noexcept {
     options_.clear();
     if (may_stay) options_.push_back(me);
@@ -124,7 +124,7 @@ class Scheduler {
         return rank->state == State::blocked;
       });
       if (blocked) release_all(me);
-      return kNobody;
+      return kNone;
     }
     uint32_t taken = 0;
     if (limits_.seed != 0) {

@@ -5,7 +5,7 @@
 //   explorer.run(bodies);   // again and again, by a different schedule each time, until all are
 //   done
 //
-// Futexes have no timeout here: a lost wake-up leaves nobody who can run, and that is reported.
+// Futexes have no timeout here: a lost wake-up leaves no rank that can run, and that is reported.
 // Operations are sequentially consistent; what weaker orders allow is ThreadSanitizer's to find.
 // A thread that no scheduler runs may have random delays put in instead (Delays).
 #pragma once
@@ -77,8 +77,8 @@ struct Limits {
 struct Findings {
   uint64_t schedules = 0;
   bool exhausted = false;  // all schedules with so many preemptions were run
-  uint64_t deadlocks = 0;  // schedules after which nobody could run
-  std::string first;       // the first of these: who ran, as digits
+  uint64_t deadlocks = 0;  // schedules after which no rank could run
+  std::string first;       // the first of these: the ranks that ran, as digits
 };
 
 // Runs the bodies, each on a thread of its own, by one schedule after the other. They must do the

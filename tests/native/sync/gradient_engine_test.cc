@@ -148,7 +148,7 @@ TEST_P(Modes, AbsentGradientsAreZerosAndAllRanksKnow) {
       std::vector<std::vector<float>> gradients;
       for (const TensorSpec& spec : engine.tensors()) gradients.emplace_back(spec.count, 3.0f);
       for (uint32_t t = 0; t < 6; ++t) {
-        // Tensor t comes from ranks below t; nobody has tensor 0.
+        // Tensor t comes from ranks below t; no rank has tensor 0.
         engine.submit(t, gradients[t].data(), rank < t);
       }
       engine.wait();

@@ -18,7 +18,7 @@ std::vector<TensorSpec> tensors_of(size_t n, uint64_t count = 10) {
 }
 
 // Figure 6.13 in kind: reductions 0 and 1 side by side, 2 needs 0, 3 needs 2, 4 is as deep as 3 but
-// needs nobody's reduction.
+// needs no other reduction.
 std::vector<GraphNode> figure() {
   return {
       {{}, -1},   // 0: root
