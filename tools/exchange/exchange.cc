@@ -132,7 +132,7 @@ void measure(int in, int out, uint64_t bytes, uint64_t in_flight, uint64_t secon
   write_address(out, mine);
   const auto exchange = side.meet(1, {other, mine});
   while (exchange->where(0, 1) != peer::Where::there) {
-    exchange->wait_for_news(std::chrono::milliseconds(10), {});
+    exchange->wait_for_progress(std::chrono::milliseconds(10), {});
   }
   // Two groups in flight, as a loader's fetch threads have: one is awaited, one is under way.
   const uint64_t half = std::max<uint64_t>(1, in_flight / 2);
