@@ -260,7 +260,11 @@ void Scratch::trim(size_t most) noexcept {
   size_t used = 0;
   for (Buffer* buffer : impl_->buffers()) used += buffer->take_used();
   impl_->small_images = used > most ? 0 : std::min(impl_->small_images + 1, kSmallImages);
-  if (impl_->small_images < kSmallImages || bytes() <= most) return;
+  if (impl_->small_images >= kSmallImages) release_above(most);
+}
+
+void Scratch::release_above(size_t most) noexcept {
+  if (bytes() <= most) return;
   for (Buffer* buffer : impl_->buffers()) buffer->release();
 }
 

@@ -81,6 +81,8 @@ class Scratch {
   // kSmallImages needed no more: one large image must not cost its memory for the rest of the job,
   // nor must each of many large ones be given memory anew.
   void trim(size_t most) noexcept;
+  // Gives all of them back if they are more than `most`; for a thread without work.
+  void release_above(size_t most) noexcept;
   static constexpr int kSmallImages = 32;
   struct Impl;
   Impl& impl() noexcept { return *impl_; }

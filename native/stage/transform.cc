@@ -9,6 +9,11 @@
 #include "stage/run.h"
 
 namespace nostall::stage {
+namespace {
+// A thread that has had no image to decode for this long gives its memory back.
+constexpr auto kIdle = std::chrono::seconds(1);
+}  // namespace
+
 std::span<std::byte> Loader::Run::place_of(Work work) const {
   const Batch& batch = *work.task->batch;
   if (!transformed()) {
@@ -36,7 +41,10 @@ void Loader::Run::transform_loop(std::stop_token stop) {
       const auto startable = [&]() NOSTALL_REQUIRES(mutex_) {
         return !fetched_.empty() && fetched_.top().first.first < handed_out_ + max_staged_;
       };
-      if (!transformable_.wait(lock, stop, startable)) return;
+      if (!transformable_.wait_for(lock, stop, kIdle, startable)) {
+        scratch.release_above(keep);
+        if (!transformable_.wait(lock, stop, startable)) return;
+      }
       work = {fetched_.top().second, fetched_.top().first.second};
       fetched_.pop();
       Batch& batch = *work.task->batch;

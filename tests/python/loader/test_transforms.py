@@ -257,7 +257,7 @@ def test_memory_for_large_images_is_counted_and_given_back(tmp_path: Path) -> No
         before = resident()
         assert len(list(loader)) == 2
         assert loader.stats().memory["decoding"] >= 4 * side**2
-        # The threads that decode end with the last epoch, and their memory with them.
+        # Threads without work give it back after a second.
         deadline = time.monotonic() + 60
         while resident() - before >= side**2:
             assert time.monotonic() < deadline, "a quarter of what one image takes is still held"
