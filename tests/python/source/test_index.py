@@ -51,7 +51,7 @@ def test_build_check_show(
     out = capsys.readouterr().out
     shown = re.match(
         r"(\S+): (\w+), 200 samples of (\d+) bytes in (\d) files, index of (\d+) bytes "
-        r"\(([\d.]+) a sample\), fingerprint ([0-9a-f]{16}), made in",
+        r"\(([\d.]+) per sample\), fingerprint ([0-9a-f]{16}), made in",
         out,
     )
     assert shown, out
