@@ -1,7 +1,7 @@
 """The value of each option: the argument over the environment over nostall.toml over the default.
 
 The file is the one that NOSTALL_CONFIG names, else nostall.toml of the working directory if it is
-there; it is read again when it has changed. A variable that is empty counts as not set. Every value
+there and no other user can write it; it is read once in a process. A variable that is empty counts as not set. Every value
 is checked, and an error names where it came from.
 """
 
@@ -11,7 +11,9 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import logging
 import os
+import stat
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from nostall.base._table import TABLE, Option
 from nostall.errors import UsageError
 
 _ROWS = {option.key: option for option in TABLE}
+_log = logging.getLogger("nostall")
 _CONFIG = _ROWS["config.file"].variable
 _FILE = "nostall.toml"
 
@@ -125,26 +128,54 @@ def _checked(option: Option, given: Any, place: str) -> Any:
 
 
 def _read(environment: Mapping[str, str]) -> tuple[str, Mapping[str, Any]]:
-    named = environment.get(_CONFIG)
-    path = Path(named or _FILE)
-    try:
-        stat = path.stat()
-        return str(path), _parsed(str(path.absolute()), stat.st_ino, stat.st_mtime_ns, stat.st_size)
-    except (FileNotFoundError, NotADirectoryError):
-        if named:
-            raise UsageError(f"{_CONFIG}={named} is not there") from None
-        return str(path), {}
-    except OSError as error:
-        raise UsageError(f"the options of {path} cannot be read: {error.strerror}") from error
+    named = environment.get(_CONFIG, "")
+    return named or _FILE, _parsed(_place(named), bool(named))
 
 
 @functools.lru_cache(maxsize=8)
-def _parsed(path: str, _inode: int, _changed: int, _size: int) -> Mapping[str, Any]:
-    """Values by "section.name"."""
+def _place(named: str) -> str:
+    """The file's path from the root, found once: a program may change its directory later."""
+    return str(Path(named or _FILE).absolute())
+
+
+def _content(path: str, named: bool) -> str | None:
+    """The text of the file; None if there is none, or one that others may have written.
+
+    A file that nobody named counts only if it is this user's (or root's) and no other may write it:
+    working directories can be shared, and options name files that are written to.
+    """
     try:
-        content = tomllib.loads(Path(path).read_text())
+        # Without O_NONBLOCK a FIFO of that name would block for ever.
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        if named:
+            raise UsageError(f"{_CONFIG}={path} is not there") from None
+        return None
+    with open(file, encoding="utf-8") as text:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise UsageError(f"{path} is not a file")
+        foreign = status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022
+        if foreign and not named:
+            _log.warning(
+                "%s is not used, because other users can write it: chmod go-w, or set %s",
+                path,
+                _CONFIG,
+            )
+            return None
+        return text.read()
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(path: str, named: bool) -> Mapping[str, Any]:
+    """Values by "section.name", read once in a process."""
+    try:
+        written = _content(path, named)
+        content = tomllib.loads(written or "")
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not TOML: {error}") from error
+    except OSError as error:
+        raise UsageError(f"the options of {path} cannot be read: {error.strerror}") from error
     sections = list(dict.fromkeys(o.section for o in TABLE if o.file))
     values: dict[str, Any] = {}
     for section, keys in content.items():

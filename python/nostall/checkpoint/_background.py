@@ -459,6 +459,8 @@ class BackgroundWriter:
             return
         there = durable.find(manifest.step, manifest.id)
         if there is None or not durable.has_all(there):
+            if there is not None and manifest.world_size > 1 and not drain.alone:
+                raise IoError(f"{durable.root} lacks parts of step {manifest.step}, made before")
             if drain.alone or manifest.world_size == 1:
                 self._drain_alone(drain)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,11 +18,18 @@ def copy_all(
 ) -> None:
     """Copies each part by `copy(part, name)`, then makes the checkpoint complete in `durable`.
 
-    A second attempt uses other names, because other ranks may still be giving up the first.
+    A second attempt uses other names, because other ranks may still be giving up the first. So does
+    a copy that takes the place of one with lost parts: until it is complete, nothing that the old
+    manifest names is written to, and an interrupted copy is not taken for a whole one.
     """
+    before = durable.find(manifest.step, manifest.id)
+    taken = {part.name for part in before.parts} if before is not None else set()
     names = {part.name: part.name for part in manifest.parts}
-    if attempt and manifest.world_size > 1:
-        names = {p.name: part_name(p.rank, manifest.id, attempt) for p in manifest.parts}
+    if before is not None or (attempt > 0 and manifest.world_size > 1):
+        for number in itertools.count(max(attempt, 1)):
+            names = {p.name: part_name(p.rank, manifest.id, number) for p in manifest.parts}
+            if not taken & set(names.values()):
+                break
     copies = tuple(dataclasses.replace(p, name=names[p.name]) for p in manifest.parts)
     try:
         durable.prepare(manifest.step)
@@ -31,10 +39,13 @@ def copy_all(
     except StoppedError:
         raise
     except Exception:
-        if durable.lacks(manifest):
+        now = durable.find(manifest.step, manifest.id)
+        if durable.lacks(manifest) if now is None else now == before:
             for part in copies:
                 durable.discard(manifest.step, part.name)
         raise
+    for name in sorted(taken):
+        durable.discard(manifest.step, name)
 
 
 def read_back(path: Path, part: Part, priority: _native.Priority) -> None:

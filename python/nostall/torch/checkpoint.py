@@ -48,7 +48,7 @@ from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._saved import Settings
 from nostall.checkpoint._store import Store, part_name
 from nostall.checkpoint._tree import decode, encode
-from nostall.errors import CorruptionError, Error, UsageError
+from nostall.errors import CorruptionError, Error, IoError, UsageError
 
 __all__ = ["StorageReader", "StorageWriter", "load"]
 
@@ -331,8 +331,17 @@ def load(state: dict[str, Any], root: str | os.PathLike[str], **options: Any) ->
         UsageError: the ranks find different checkpoints, as in directories that are not shared.
     """
     store = Store(root, "durable")
-    mine = [(m.step, m.id) for m in candidates(store)]
-    found: list[list[tuple[int, str]]] = _gather(mine, options)
+    mine: list[tuple[int, str]] = []
+    failure = ""
+    try:
+        mine = [(m.step, m.id) for m in candidates(store)]
+    except (Error, OSError) as error:
+        failure = str(error)
+    gathered: list[tuple[list[tuple[int, str]], str]] = _gather((mine, failure), options)
+    for rank, (_, words) in enumerate(gathered):
+        if words:
+            raise IoError(f"rank {rank} cannot list the checkpoints in {os.fspath(root)}: {words}")
+    found = [saves for saves, _ in gathered]
     _refuse_different(store, [saves[0] if saves else None for saves in found])
     problem = ""
     for i, (step, id) in enumerate(found[0]):

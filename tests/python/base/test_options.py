@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import get_type_hints
 
@@ -20,16 +22,29 @@ from nostall.sync import SyncOptions
 ROOT = Path(__file__).parents[3]
 
 
+def forget() -> None:
+    """As in a process that has read no file yet."""
+    options._place.cache_clear()
+    options._parsed.cache_clear()
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text)
+    forget()
+
+
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("NOSTALL_CONFIG", raising=False)
-    return tmp_path
+    forget()
+    yield tmp_path
+    forget()
 
 
 def test_each_place_counts_before_the_next(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert options.find("sync.timeline").place == "default"
-    (home / "nostall.toml").write_text('[sync]\ntimeline = "file.json"\n[loader]\nthreads = 3\n')
+    write(home / "nostall.toml", '[sync]\ntimeline = "file.json"\n[loader]\nthreads = 3\n')
     assert options.find("sync.timeline").place == "nostall.toml: [sync] timeline"
     assert SyncOptions().timeline == "file.json"
     monkeypatch.setenv("NOSTALL_TIMELINE", "variable.json")
@@ -41,17 +56,42 @@ def test_each_place_counts_before_the_next(home: Path, monkeypatch: pytest.Monke
     assert SyncOptions().timeline == "file.json"
 
     other = home / "other.toml"
-    other.write_text('[sync]\ntimeline = "other.json"\n')
+    write(other, '[sync]\ntimeline = "other.json"\n')
     monkeypatch.setenv("NOSTALL_CONFIG", str(other))
     assert (SyncOptions().timeline, LoaderOptions().threads) == ("other.json", None)
-    other.write_text('[sync]\ntimeline = "changed.json"\n')
-    assert SyncOptions().timeline == "changed.json"
+
+
+def test_the_file_is_read_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(home / "nostall.toml", "[loader]\nthreads = 3\n")
+    assert LoaderOptions().threads == 3
+    elsewhere = home / "elsewhere"
+    elsewhere.mkdir()
+    (home / "nostall.toml").write_text("[loader]\nthreads = 4\n")
+    monkeypatch.chdir(elsewhere)  # where there is none
+    assert LoaderOptions().threads == 3
+
+
+@pytest.mark.parametrize("mode", [0o664, 0o646])
+def test_a_file_that_others_can_write_is_not_used(
+    mode: int, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = home / "nostall.toml"
+    write(path, "[loader]\nthreads = 3\n")
+    path.chmod(mode)
+    assert LoaderOptions().threads is None
+    assert "nostall.toml is not used, because other users can write it" in caplog.text
+    monkeypatch.setenv("NOSTALL_CONFIG", str(path))  # the user says so
+    assert LoaderOptions().threads == 3
+
+
+def test_a_pipe_in_the_files_place_is_refused(home: Path) -> None:
+    os.mkfifo(home / "nostall.toml")
+    with pytest.raises(UsageError, match="is not a file"):
+        LoaderOptions()
 
 
 def test_a_loader_follows_the_file(home: Path, image_folder: Path) -> None:
-    (home / "nostall.toml").write_text(
-        '[loader]\ntiers = ["ram:3MiB"]\nstaging = "5MiB"\nthreads = 3\n'
-    )
+    write(home / "nostall.toml", '[loader]\ntiers = ["ram:3MiB"]\nstaging = "5MiB"\nthreads = 3\n')
     source = nostall.ImageFolder(image_folder, index=False)
     with nostall.DataLoader(source, 4, threads=2) as loader:
         found = loader.settings()
@@ -81,7 +121,7 @@ def test_a_loader_follows_the_file(home: Path, image_folder: Path) -> None:
 def test_a_file_that_cannot_be_meant_is_refused(
     home: Path, image_folder: Path, text: str, told: str
 ) -> None:
-    (home / "nostall.toml").write_text(text)
+    write(home / "nostall.toml", text)
     with pytest.raises(UsageError, match=told) as caught:
         nostall.DataLoader(nostall.ImageFolder(image_folder, index=False), 4)
     assert "\n" not in str(caught.value)
@@ -108,7 +148,7 @@ def test_a_variable_that_cannot_be_meant_is_named(given: str) -> None:
 def test_doctor_prints_value_and_place_and_no_secret(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (home / "nostall.toml").write_text("[loader]\nthreads = 3\n")
+    write(home / "nostall.toml", "[loader]\nthreads = 3\n")
     monkeypatch.setenv("NOSTALL_SECRET", "0123456789abcdef")
     monkeypatch.setenv("NOSTALL_OBJECT_RETRIES", "many")
     monkeypatch.setenv("NOSTALL_RENDEVOUS", "/meet")

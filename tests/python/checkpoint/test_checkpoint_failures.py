@@ -20,7 +20,9 @@ import nostall
 import nostall.checkpoint._saved
 import nostall.checkpoint._store
 from nostall import _native
+from nostall.checkpoint._begin import undrained
 from nostall.checkpoint._cleaner import Cleaner
+from nostall.checkpoint._drain import copy_all
 from nostall.checkpoint._format import Manifest, Part
 from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._saved import Saved, Settings
@@ -271,18 +273,49 @@ def test_a_drain_survives_any_exception_and_tries_again(
     assert steps_in(tmp_path / "durable") == [1, 2]
 
 
+def damage(part: Path, how: str) -> None:
+    part.unlink() if how == "gone" else os.truncate(part, part.stat().st_size - 1)
+
+
 @pytest.mark.parametrize("how", ["gone", "cut"])
 def test_a_durable_copy_without_a_part_is_drained_again(tmp_path: Path, how: str) -> None:
-    two_tiers(tmp_path)
-    (part,) = (tmp_path / "durable" / "step-000000000003").glob("*.safetensors")
-    size = part.stat().st_size
-    part.unlink() if how == "gone" else os.truncate(part, size - 1)
+    _, durable = two_tiers(tmp_path)
+    (part,) = durable.directory(3).glob("*.safetensors")
+    damage(part, how)
     with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable", keep_fast=3) as ckpt:
         ckpt.wait(60)
-    assert part.stat().st_size == size
+    # Under a name of its own: what the old manifest names is never written to.
+    assert durable.has_all(durable.manifests()[-1])
+    assert part not in durable.directory(3).iterdir()
     with nostall.Checkpointer(durable=tmp_path / "durable") as ckpt:
         found = ckpt.restore()
     assert found is not None and (found.step, found.tier) == (3, "durable")
+
+
+@pytest.mark.parametrize("how", ["gone", "cut"])
+def test_a_drain_that_is_broken_off_is_not_taken_for_a_whole_copy(tmp_path: Path, how: str) -> None:
+    fast, durable = two_tiers(tmp_path)
+    manifest = fast.manifests()[-1]
+    (part,) = durable.directory(3).glob("*.safetensors")
+    damage(part, how)
+
+    def broken(part: Part, name: str) -> None:
+        # A copy has its full size before it has its bytes.
+        (durable.directory(3) / name).write_bytes(bytes(part.size))
+        raise StoppedError("the job ends")
+
+    with pytest.raises(StoppedError):
+        copy_all(durable, manifest, broken)
+    assert not durable.has_all(durable.manifests()[-1])
+    assert [m.step for m in undrained(fast, durable, Keep(5))] == [3]
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable", keep_fast=1) as ckpt:
+        ckpt.wait(60)
+        ckpt.save(state_of(4), 4, level="durable")
+        ckpt.wait(60)
+    with nostall.Checkpointer(durable=tmp_path / "durable") as ckpt:
+        found = ckpt.restore(step=3)
+    assert found is not None and found.state["step"] == 3
+    assert len(list(durable.directory(3).glob("*.safetensors"))) == 1
 
 
 def test_retention_that_fails_ends_nothing(
