@@ -176,7 +176,18 @@ void bind_options(nb::module_& m) {
   bind_seconds<&GradientOptions::test_sleep>(options, "test_sleep");
 }
 
-std::map<std::string, int64_t> stats_of(const sync::GradientEngine& engine) {
+// Its progress thread may be in Python, for a transport of Python's, when the last reference goes:
+// it needs the GIL to come to an end.
+class BoundEngine : public sync::GradientEngine {
+ public:
+  using GradientEngine::GradientEngine;
+  ~BoundEngine() {
+    const nb::gil_scoped_release unlocked;
+    stop();
+  }
+};
+
+std::map<std::string, int64_t> stats_of(const BoundEngine& engine) {
   const sync::GradientStats s = engine.stats();
   return {{"steps", int64_t(s.steps)},
           {"reductions", int64_t(s.reductions)},
@@ -203,11 +214,10 @@ std::map<std::string, int64_t> stats_of(const sync::GradientEngine& engine) {
 void bind_sync(nb::module_& m) {
   bind_options(m);
   const auto release = nb::call_guard<nb::gil_scoped_release>();
-  nb::class_<sync::GradientEngine>(m, "GradientEngine",
-                                   "Reduces gradients over all ranks (native/sync).")
+  nb::class_<BoundEngine>(m, "GradientEngine", "Reduces gradients over all ranks (native/sync).")
       .def(
           "__init__",
-          [](sync::GradientEngine* self, const Specs& tensors, const sync::GradientOptions& config,
+          [](BoundEngine* self, const Specs& tensors, const sync::GradientOptions& config,
              const std::string& job, uint32_t rank, uint32_t ranks, nb::object transport,
              bool fixed_order) {
             const auto specs = specs_of(tensors);
@@ -223,13 +233,13 @@ void bind_sync(nb::module_& m) {
               node.timeout = config.timeout;
               connection = sync::make_node_transport(node);
             }
-            new (self) sync::GradientEngine(config, std::move(connection), specs);
+            new (self) BoundEngine(config, std::move(connection), specs);
           },
           nb::arg("tensors"), nb::arg("options"), nb::arg("job"), nb::arg("rank"), nb::arg("ranks"),
           nb::arg("transport").none(), nb::arg("fixed_order"))
       .def(
           "set_plan",
-          [](sync::GradientEngine& self, const Groups& groups) {
+          [](BoundEngine& self, const Groups& groups) {
             sync::ReductionPlan plan;
             plan.groups = groups;
             self.set_plan(std::move(plan));
@@ -237,7 +247,7 @@ void bind_sync(nb::module_& m) {
           nb::arg("groups"), release)
       .def(
           "broadcast",
-          [](sync::GradientEngine& self, const nb::bytes& data, uint32_t root) {
+          [](BoundEngine& self, const nb::bytes& data, uint32_t root) {
             const auto in = bytes_of(data);
             const auto out = bindings::without_gil([&] { return self.broadcast(in, root); });
             return to_bytes(out);
@@ -245,7 +255,7 @@ void bind_sync(nb::module_& m) {
           nb::arg("data"), nb::arg("root"))
       .def(
           "all_gather",
-          [](sync::GradientEngine& self, const nb::bytes& data) {
+          [](BoundEngine& self, const nb::bytes& data) {
             const auto in = bytes_of(data);
             const auto all = bindings::without_gil([&] { return self.all_gather(in); });
             nb::list out;
@@ -255,14 +265,14 @@ void bind_sync(nb::module_& m) {
           nb::arg("data"))
       .def(
           "submit",
-          [](sync::GradientEngine& self, uint32_t tensor, uintptr_t address, bool present) {
+          [](BoundEngine& self, uint32_t tensor, uintptr_t address, bool present) {
             self.submit(tensor, reinterpret_cast<void*>(address), present);
           },
           nb::arg("tensor"), nb::arg("address"), nb::arg("present"), release,
           "The gradient's memory at `address` is read and written until wait() has returned.")
       .def(
           "submit_in_place",
-          [](sync::GradientEngine& self, uint32_t tensor, uintptr_t address, bool present) {
+          [](BoundEngine& self, uint32_t tensor, uintptr_t address, bool present) {
             auto place = bindings::without_gil([&] {
               return std::make_unique<std::shared_ptr<void>>(
                   self.submit_in_place(tensor, reinterpret_cast<const void*>(address), present));
@@ -277,20 +287,20 @@ void bind_sync(nb::module_& m) {
           "The flat torch tensor in which the result will be after wait().")
       .def(
           "wait",
-          [recorded = trace::define("peers", "wait for gradients")](sync::GradientEngine& self) {
+          [recorded = trace::define("peers", "wait for gradients")](BoundEngine& self) {
             const trace::Span span(recorded);
             self.wait();
           },
           release)
-      .def("wait_for", &sync::GradientEngine::wait_for, nb::arg("tensor"), release)
+      .def("wait_for", &BoundEngine::wait_for, nb::arg("tensor"), release)
       .def(
           "contributors",
-          [](const sync::GradientEngine& self) { return bindings::array_of(self.contributors()); },
+          [](const BoundEngine& self) { return bindings::array_of(self.contributors()); },
           nb::rv_policy::automatic)
       .def("stats", &stats_of)
       .def(
           "oversleeps",
-          [](const sync::GradientEngine& self) {
+          [](const BoundEngine& self) {
             const auto bins = self.stats().oversleeps;
             return bindings::array_of(std::vector<uint64_t>(bins.begin(), bins.end()));
           },

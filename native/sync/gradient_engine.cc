@@ -60,6 +60,11 @@ GradientEngine::~GradientEngine() {
     static_cast<void>(step_.release());
     return;
   }
+  stop();
+}
+
+void GradientEngine::stop() noexcept {
+  if (::getpid() != owner_ || !thread_.joinable()) return;
   {
     const MutexLock lock(step_->mutex);
     step_->stop = true;

@@ -89,6 +89,10 @@ class GradientEngine {
 
   GradientStats stats() const;
 
+  // Ends the progress thread, after the reduction that is under way; the destructor does so too.
+  // Nothing but the destructor may follow.
+  void stop() noexcept;
+
  private:
   void check_usable(const char* call) const;
   void check_quiet(const char* call) const NOSTALL_REQUIRES(step_->mutex);

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from sync_ranks import run_ranks
@@ -74,3 +77,41 @@ def test_bad_options_are_refused() -> None:
         find_ranks(world=World(0, 4, 0, 2, "job"))
     with pytest.raises(UsageError, match="process_set"):
         find_ranks([0, 9], World(0, 2, 0, 2, "job"))
+
+
+def test_an_engine_that_reduces_through_python_can_be_dropped_at_any_time() -> None:
+    code = """
+import threading, time
+import numpy as np
+from nostall import _native
+
+class Alone:
+    rank, ranks = 0, 1
+    def __init__(self):
+        self.entered = threading.Event()
+    def allreduce(self, data, kind):
+        self.entered.set()
+        time.sleep(0.2)
+    def all_gather(self, data):
+        self.entered.set()
+        return [data]
+    def broadcast(self, data, root):
+        return data
+
+for mode in (_native.SyncMode.planned, _native.SyncMode.negotiated):
+    options, transport = _native.GradientOptions(), Alone()
+    options.mode = mode
+    array = np.zeros(4, np.float32)
+    engine = _native.GradientEngine(
+        [("w", 4, "float32", "float32")], options, "job", 0, 1, transport, False
+    )
+    transport.entered.clear()
+    engine.submit(0, array.ctypes.data, True)
+    assert transport.entered.wait(60)
+    del engine
+print("dropped")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout == "dropped\n", done.stderr
