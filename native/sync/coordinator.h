@@ -31,10 +31,11 @@ class Coordinator {
 
   // Between steps, collective. Throws Error(usage) where plans are not followed.
   virtual void set_plan(ReductionPlan plan) = 0;
-  // The place of a tensor that is being submitted.
-  virtual Place enter(uint32_t tensor) NOSTALL_REQUIRES(step_.mutex) = 0;
-  // The gradient is at that place. True: the progress thread has to be woken.
-  virtual bool filled(uint32_t tensor, int64_t now) NOSTALL_REQUIRES(step_.mutex) = 0;
+  // With Step::mutex held, which clang can check in the implementations only: the place of a tensor
+  // that is being submitted.
+  virtual Place enter(uint32_t tensor) = 0;
+  // With Step::mutex held: the gradient is at that place. True: the progress thread has to be woken.
+  virtual bool filled(uint32_t tensor, int64_t now) = 0;
   // Waits until a bucket's turn has come on this rank; by the progress thread, which has reduced
   // the bucket of the call before. Throws Error(peer) for a stall.
   virtual Turn next() NOSTALL_EXCLUDES(step_.mutex) = 0;
