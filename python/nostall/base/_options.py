@@ -1,8 +1,8 @@
 """The value of each option: the argument over the environment over nostall.toml over the default.
 
 The file is the one that NOSTALL_CONFIG names, else nostall.toml of the working directory if it is
-there and no other user can write it; it is read once in a process. A variable that is empty counts as not set. Every value
-is checked, and an error names where it came from.
+there and no other user can write it; it is read once in a process. A variable that is empty counts
+as not set. Every value is checked, and an error names where it came from.
 """
 
 from __future__ import annotations
