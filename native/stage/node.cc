@@ -126,6 +126,8 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
     shapes.push_back({spec.capacity, tier::record_overhead(spec.kind)});
     any = any || spec.capacity > 0;
   }
+  // A node without tiers among others fetches what they keep.
+  any = any || !node.nodes.capacity.empty();
   if (!any || source.size() == 0) return {};
 
   const uint32_t first_rank = rank - node.local_rank;

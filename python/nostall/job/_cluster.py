@@ -141,16 +141,20 @@ def join(
     tiers: Sequence[TierSpec],
     allgather: AllGather,
     settings: Mapping[str, Any] | None = None,
+    *,
+    alone: bool = False,
 ) -> Cluster:
     """Meets the other ranks; every rank of the job must call it.
 
-    If one of them cannot exchange samples (no UCX), none does, and rank 0 logs the reason.
+    If one of them cannot exchange samples (no UCX) or is to stay alone, none does, and rank 0 logs
+    the reason. Where no node has tiers there is nothing to exchange.
 
     Args:
         world: this rank's place.
         tiers: of this node.
         allgather: of the job.
         settings: what all ranks must have alike, plain values.
+        alone: this rank is not to exchange samples.
 
     Raises:
         PeerError: ranks are missing.
@@ -158,18 +162,20 @@ def join(
     """
     transport: _native.PeerTransport | None = None
     problem = ""
-    # A peer that disconnects is not an error here, and has a message of its own.
-    os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
-    try:
-        transport = _native.PeerTransport(*ucx())
-    except Error as error:
-        problem = str(error)
+    if not alone:
+        # A peer that disconnects is not an error here, and has a message of its own.
+        os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
+        try:
+            transport = _native.PeerTransport(*ucx())
+        except Error as error:
+            problem = str(error)
     mine: dict[str, Any] = {
         "rank": world.rank,
         "node": node_identity(),
         "capacity": sum(t.capacity for t in tiers),
         "address": base64.b64encode(transport.address if transport else b"").decode(),
         "problem": problem,
+        "alone": alone,
         "settings": settings or {},
     }
     readers = exposed(allgather)
@@ -189,8 +195,10 @@ def join(
     capacities = [0] * len(names)
     for node, part in zip(node_of_rank, parts, strict=True):
         capacities[node] = part["capacity"]
-    problems = [(p["rank"], p["problem"]) for p in parts if p["problem"]]
-    reason = "rank {}: {}".format(*problems[0]) if problems and len(names) > 1 else ""
+    many = len(names) > 1 and any(capacities)
+    apart = {p["rank"]: 'it has peers="off"' if p["alone"] else p["problem"] for p in parts}
+    problems = [f"rank {rank}: {why}" for rank, why in apart.items() if why]
+    reason = problems[0] if many and problems and not all(p["alone"] for p in parts) else ""
     if reason and world.rank == 0:
         _log.warning("samples do not travel between nodes: %s", reason)
     return Cluster(
@@ -199,6 +207,6 @@ def join(
         capacities=capacities,
         addresses=[base64.b64decode(p["address"]) for p in parts],
         secret=secret.settle(world.rank, [p["secret"] for p in parts], readers),
-        transport=transport if len(names) > 1 and not problems else None,
+        transport=transport if many and not problems else None,
         problem=reason,
     )

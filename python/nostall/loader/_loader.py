@@ -622,15 +622,16 @@ class DataLoader:
         return self._plan.native
 
     def _join(self) -> cluster.Cluster | None:
-        """Connects to the ranks of other nodes, if there are any and samples may travel."""
-        if self._options.peers == "off" or not any(t.capacity for t in self._tiers):
+        """Meets the ranks of other nodes, if there are any and something connects them.
+
+        A rank that takes no samples from them meets them too, and says so: they need not wait for it.
+        """
+        peers, world = self._options.peers, self.world
+        if peers in ("auto", "off") and not cluster.spans_nodes(world):
             return None
-        if self._options.peers == "auto" and not cluster.spans_nodes(self.world):
-            return None
-        world = self.world
         allgather = (
-            self._options.peers
-            if callable(self._options.peers)
+            peers
+            if callable(peers)
             else find_rendezvous(world.rank, world.world_size, f"{self._name} {self._joins}")
         )
         if allgather is None:
@@ -638,14 +639,14 @@ class DataLoader:
                 "nothing connects the ranks: initialise torch.distributed or mpi4py first, set "
                 "NOSTALL_RENDEZVOUS, or pass peers="
             )
-            if self._options.peers == "on":
+            if peers == "on":
                 raise UsageError(f"samples cannot travel between nodes: {reason}")
-            if world.rank == 0:
+            if world.rank == 0 and peers == "auto":
                 _log.warning("samples do not travel between nodes: %s", reason)
             return None
-        joined = cluster.join(world, self._tiers, allgather, self._alike())
+        joined = cluster.join(world, self._tiers, allgather, self._alike(), alone=peers == "off")
         self._joins += 1
-        if joined.problem and self._options.peers == "on":
+        if joined.problem and peers == "on":
             raise UsageError(f"samples cannot travel between nodes: {joined.problem}")
         self.world = joined.settle(world)
         return joined

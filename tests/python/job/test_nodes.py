@@ -132,6 +132,21 @@ def test_nodes_alone_read_more(data: Path) -> None:
 
 
 @pytest.mark.multi
+def test_a_node_that_is_to_stay_alone_makes_no_other_wait(data: Path) -> None:
+    job = Job(data, 2, epochs=1, extra={"peers": "auto"}, per_rank={1: {"peers": "off"}})
+    said = [process.communicate(timeout=60) for process in job.start()]
+    assert 'samples do not travel between nodes: rank 1: it has peers="off"' in said[0][1]
+    assert all(json.loads(out.splitlines()[-1])["peers"] == {} for out, _ in said)
+
+
+@pytest.mark.multi
+def test_a_node_without_tiers_asks_those_that_have_some(data: Path) -> None:
+    results = Job(data, 2, extra={"peers": "auto"}, per_rank={1: {"tiers": []}}).run()
+    assert [r["peers"]["nodes"] for r in results] == [2, 2]
+    assert {r["batches"] for r in results} == {3 * 19}
+
+
+@pytest.mark.multi
 def test_a_killed_node_leaves_the_others_with_the_right_bytes(data: Path) -> None:
     """At 20 random points of the job; rank.py compares every sample with its file as well."""
     random = np.random.default_rng(8)

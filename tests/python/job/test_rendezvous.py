@@ -265,6 +265,7 @@ def test_without_ucx_samples_stay_where_they_are(
     def both(mine: bytes) -> list[bytes]:
         return [mine, mine.replace(b'"rank": 0', b'"rank": 1').replace(b'"node": "', b'"node": "2')]
 
-    joined = cluster.join(world, [], both)
+    tiers = parse_tiers(["ram:1MiB"], dataset_bytes=1, local_world_size=1)
+    joined = cluster.join(world, tiers, both)
     assert joined.transport is None
     assert "UCX cannot be loaded" in caplog.text
