@@ -82,8 +82,9 @@ bool switched_off() {
 std::chrono::nanoseconds timeout() {
   const char* seconds = std::getenv("NOSTALL_MPI_TIMEOUT");
   const double value = seconds == nullptr ? 0 : std::atof(seconds);
-  return value > 0 ? std::chrono::nanoseconds(static_cast<int64_t>(value * 1e9))
-                   : std::chrono::hours(24);
+  constexpr double kMost = 1e9;  // as the table of options says; more would overflow
+  return value > 0 && value <= kMost ? std::chrono::nanoseconds(static_cast<int64_t>(value * 1e9))
+                                     : std::chrono::hours(24);
 }
 
 // Bound on what a rank gets from MPI_Alloc_mem in shared memory; only addresses until then.

@@ -45,12 +45,16 @@ def _integer(least: int, most: int, what: str = "an integer") -> Values:
     return Values(text, wrong, parse)
 
 
-def _number(what: str, *, zero: bool = False) -> Values:
-    text = f"{what}, 0 or more" if zero else f"{what} above 0"
+_MOST_SECONDS = 10**9  # 31 years: clocks and time limits of other programs hold it
+
+
+def _seconds(*, zero: bool = False) -> Values:
+    least = "from 0" if zero else "above 0 and up"
+    text = f"a number of seconds {least} to {_MOST_SECONDS}"
 
     def wrong(value: Any) -> str | None:
         number = isinstance(value, (int, float, np.integer, np.floating))
-        good = number and not isinstance(value, bool) and value >= 0
+        good = number and not isinstance(value, bool) and 0 <= value <= _MOST_SECONDS
         return None if good and (zero or value) else f"must be {text}"
 
     def parse(given: str) -> Any:
@@ -85,11 +89,23 @@ def _or_none(values: Values) -> Values:
     return Values(f"{values.text}, or None", wrong, values.parse)
 
 
+def _is_bytes(value: Any) -> bool:
+    integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    return integer and bool(0 <= value < 2**63)
+
+
 def _is_tiers(value: Any) -> bool:
     def tier(item: Any) -> bool:
-        return isinstance(item, str) or hasattr(item, "capacity")
+        return isinstance(item, str) or _is_bytes(getattr(item, "capacity", None))
 
     return isinstance(value, str) or (isinstance(value, (list, tuple)) and all(map(tier, value)))
+
+
+def _is_cores(value: Any) -> bool:
+    def core(item: Any) -> bool:
+        return isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**31
+
+    return isinstance(value, (tuple, list)) and all(map(core, value))
 
 
 _FLAG = _of("True or False", lambda value: isinstance(value, (bool, np.bool_)))
@@ -98,14 +114,13 @@ _PATH = _of("a path", lambda value: isinstance(value, str) or hasattr(value, "__
 _FUNCTION = _of("a function", callable)
 _ANY = _of("see `help`", lambda _: True)
 _TIERS = _of('"auto", a tier as text, or a list of tiers', _is_tiers)
-_SIZE = _of(
-    'a size as "512MiB" or a number of bytes',
-    lambda value: isinstance(value, (str, int, np.integer)) and not isinstance(value, bool),
-)
+_SIZE = _of('a size as "512MiB" or a number of bytes', lambda v: isinstance(v, str) or _is_bytes(v))
 
 
 def _short_secret(given: Any) -> str | None:
-    size = len(str(given).encode())
+    if not isinstance(given, str):
+        return "must be text of at least 16 bytes"
+    size = len(given.encode())
     return (
         None
         if size >= 16
@@ -344,10 +359,7 @@ _SYNC = (
     ),
     _sync(
         "cores",
-        _of(
-            "a sequence of cores",
-            lambda v: isinstance(v, (tuple, list)) and all(isinstance(c, int) for c in v),
-        ),
+        _of("a sequence of cores", _is_cores),
         (),
         "keeps the progress thread on these cores, and the rest of the process off them",
         "all cores for all threads",
@@ -383,23 +395,23 @@ _SYNC = (
         False,
         "the first NaN or infinity is an error that names it",
     ),
-    _sync("cycle", _number("a number of seconds"), 0.005, "negotiated: seconds of a cycle"),
+    _sync("cycle", _seconds(), 0.005, "negotiated: seconds of a cycle"),
     _sync(
         "test_sleep",
-        _number("a number of seconds", zero=True),
+        _seconds(zero=True),
         0.0002,
         "negotiated: seconds from test to test",
     ),
     _sync(
         "warn",
-        _number("a number of seconds"),
+        _seconds(),
         60.0,
         "seconds after which a tensor that does not arrive is named",
         file=True,
     ),
     _sync(
         "timeout",
-        _number("a number of seconds"),
+        _seconds(),
         600.0,
         "seconds after which a tensor that does not arrive is an error",
         file=True,
@@ -517,7 +529,7 @@ _OTHERS = (
     _variable(
         "source.object_timeout_s",
         "NOSTALL_OBJECT_TIMEOUT_S",
-        _number("a number of seconds"),
+        _seconds(),
         30,
         "seconds that a request to an object store may take",
     ),
@@ -540,8 +552,9 @@ _OTHERS = (
         "dlio.tiers",
         "NOSTALL_DLIO_TIERS",
         _TEXT,
-        "auto",
+        "",
         "tiers of the plug-in for DLIO, separated by commas",
+        "those of [loader] tiers",
         file=False,
     ),
     _variable(
@@ -570,7 +583,7 @@ _MPI = (
     ),
     _mpi(
         "NOSTALL_MPI_TIMEOUT",
-        _number("a number of seconds"),
+        _seconds(),
         86_400,
         "seconds until a rank that does not arrive is an error, nine tenths of them until a node is",
     ),

@@ -8,8 +8,8 @@
 `DataLoader` computes the order from the random seed ahead of time, so its results belong to the OPEN
 division of MLPerf Storage. `Reader` (``reader.reader_classname=nostall.plugins.dlio.Reader``) only
 reads a sample when one of DLIO's own loaders asks for it. ``NOSTALL_DLIO_TIERS`` holds the tiers
-("auto" is the default, or "ram:20GiB,/nvme/cache:400GiB"), ``NOSTALL_DLIO_CHECKPOINT`` what a
-checkpoint waits for ("memory" or "durable", the default).
+("auto", or "ram:20GiB,/nvme/cache:400GiB"; by default those of nostall.toml, else "auto"),
+``NOSTALL_DLIO_CHECKPOINT`` what a checkpoint waits for ("memory" or "durable", the default).
 
 Formats: npz, npy, jpeg, png with one sample per file, and tfrecord. Importing this module needs
 dlio-benchmark 2.0 or later.
@@ -159,7 +159,10 @@ class DataLoader(BaseDataLoader):
 
 
 def _tiers(text: str) -> Any:
-    return text if text == "auto" else [t for t in text.split(",") if t]
+    """None, where nothing is said, leaves it to nostall.toml."""
+    if text in ("", "auto"):
+        return text or None
+    return [t for t in text.split(",") if t]
 
 
 class Reader(FormatReader):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -13,12 +15,14 @@ import pytest
 
 import nostall
 from nostall.base import _options as options
+from nostall.base._sizes import TierSpec
 from nostall.base._table import TABLE
 from nostall.cli import main
 from nostall.errors import UsageError
 from nostall.loader._options import LoaderArguments, LoaderOptions
 from nostall.sync import SyncOptions
 
+ANYTHING = ("loader.transforms", "loader.order")  # their own code refuses what cannot be meant
 ROOT = Path(__file__).parents[3]
 
 
@@ -143,6 +147,18 @@ def test_a_variable_that_cannot_be_meant_is_named(given: str) -> None:
     with pytest.raises(UsageError, match="NOSTALL_OBJECT_TIMEOUT_S must be a number of seconds"):
         options.value("source.object_timeout_s", {"NOSTALL_OBJECT_TIMEOUT_S": given + "s"})
     assert options.value("source.object_timeout_s", {"NOSTALL_OBJECT_TIMEOUT_S": "0.5"}) == 0.5
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, -1, -0.5, 1e300, 10**400])
+def test_no_option_takes_a_number_that_cannot_be_meant(home: Path, number: float) -> None:
+    taken = [o.key for o in TABLE if o.key not in ANYTHING and o.values.wrong(number) is None]
+    assert taken == []
+    tier = dataclasses.replace(TierSpec("ram", 1), capacity=number)  # type: ignore[arg-type]
+    for key, given in (("sync.cores", (number,)), ("loader.tiers", [tier])):
+        assert options.row(key).values.wrong(given), key
+    write(home / "nostall.toml", f"[source]\nobject_timeout_s = {number}\n")
+    with pytest.raises(UsageError, match="object_timeout_s must be a number of seconds above 0"):
+        options.value("source.object_timeout_s")
 
 
 def test_doctor_prints_value_and_place_and_no_secret(
