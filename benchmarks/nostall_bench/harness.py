@@ -12,11 +12,13 @@ import functools
 import json
 import os
 import platform
+import selectors
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Before anything is measured.
 _LOAD = os.getloadavg()[0]
+# The descriptor that a child of `children` writes to when it is ready.
+_GATE = "NOSTALL_BENCH_GATE"
 _PACKAGES = (
     *("nostall", "torch", "torchvision", "pillow", "numpy"),
     *("nvidia-dali-cuda120", "grain", "webdataset", "mosaicml-streaming"),
@@ -100,26 +104,21 @@ def child(
     """
     with tempfile.TemporaryDirectory(prefix="nostall-bench-") as folder:
         command = [*prefix, *_command(module, settings, Path(folder, "settings.json"))]
-        with subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=child_environment(**environment),
-            start_new_session=True,
-        ) as process:
-            try:
-                out, errors = process.communicate(timeout=timeout)
-            except subprocess.TimeoutExpired:
-                raise UsageError(f"{name} took more than {timeout:g} s") from None
-            finally:
-                # Whatever workers it has left behind end with its session.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-    if process.returncode or not out:
-        said = errors.strip().splitlines() or [f"exit status {process.returncode}"]
-        raise UsageError(f"{name} failed: {said[-1]}")
-    return json.loads(out.splitlines()[-1])
+        out, errors = Path(folder, "out"), Path(folder, "errors")
+        process = _start(command, out, errors, env=child_environment(**environment))
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise UsageError(f"{name} took more than {timeout:g} s") from None
+        finally:
+            _end(process)
+        answers = out.read_text().splitlines()
+        said = errors.read_text().strip().splitlines()
+    if process.returncode or not answers:
+        raise UsageError(
+            f"{name} failed: {said[-1] if said else f'exit status {process.returncode}'}"
+        )
+    return json.loads(answers[-1])
 
 
 def children(
@@ -134,45 +133,89 @@ def children(
     """Runs ``python -m module`` once for each of the settings, all at once; what each measured.
 
     Args:
-        timeout: seconds for each.
+        timeout: seconds for all of them.
         together: they wait in `ready` until all of them have come so far.
         environments: changes of this process's environment, one for each child.
 
     Raises:
         UsageError: one failed, with its own message above this one, or took too long.
     """
+    deadline = time.monotonic() + timeout
     failed = UsageError(f"a rank of {name} failed: see its message above")
-    started: list[subprocess.Popen[str]] = []
-    with tempfile.TemporaryDirectory(prefix="nostall-bench-") as folder:
+    started: list[subprocess.Popen[bytes]] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="nostall-bench-") as folder,
+        contextlib.ExitStack() as stack,
+    ):
+        here, there = os.pipe()
+        stack.callback(os.close, here)
+        stack.callback(os.close, there)
+        outputs = [Path(folder, f"{i}.out") for i in range(len(settings))]
         try:
             for i, mine in enumerate(settings):
-                started.append(
-                    subprocess.Popen(
-                        _command(module, mine, Path(folder, f"{i}.json")),
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        text=True,
-                        env=child_environment(**(environments[i] if environments else {})),
-                    )
+                changes = {_GATE: str(there), **(environments[i] if environments else {})}
+                process = _start(
+                    _command(module, mine, Path(folder, f"{i}.json")),
+                    outputs[i],
+                    stdin=subprocess.PIPE,
+                    env=child_environment(**changes),
+                    pass_fds=[there],
                 )
+                started.append(process)
             if together:
-                for process in started:
-                    if process.stdout is None or process.stdout.readline() != "ready\n":
-                        raise failed
+                if not _all_ready(here, started, deadline):
+                    raise failed
                 for process in started:
                     assert process.stdin is not None
-                    process.stdin.write("go\n")
-                    process.stdin.flush()
-            outputs = [process.communicate(timeout=timeout)[0] for process in started]
+                    process.stdin.close()
+            for process in started:
+                process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             raise UsageError(f"a rank of {name} took more than {timeout:g} s") from None
         finally:
             for process in started:
-                process.kill()
-                process.wait()
-    if any(process.returncode for process in started):
-        raise failed
-    return [json.loads(out.splitlines()[-1]) for out in outputs]
+                _end(process)
+        if any(process.returncode for process in started):
+            raise failed
+        return [json.loads(out.read_text().splitlines()[-1]) for out in outputs]
+
+
+def _start(
+    command: Sequence[str], out: Path, errors: Path | None = None, **options: Any
+) -> subprocess.Popen[bytes]:
+    """In a session of its own. Into files: a pipe's end is awaited as long as any process has it."""
+    with contextlib.ExitStack() as stack:
+        to = stack.enter_context(out.open("wb"))
+        wrong = stack.enter_context(errors.open("wb")) if errors else None
+        return subprocess.Popen(command, stdout=to, stderr=wrong, start_new_session=True, **options)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The process and what it has left behind in its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def _all_ready(gate: int, started: Sequence[subprocess.Popen[bytes]], deadline: float) -> bool:
+    """False if one ended first; after the deadline raises TimeoutExpired."""
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+        selector.register(gate, selectors.EVENT_READ)
+        for process in started:
+            pidfd = os.pidfd_open(process.pid)
+            stack.callback(os.close, pidfd)
+            selector.register(pidfd, selectors.EVENT_READ)
+        missing = len(started)
+        while missing:
+            found = selector.select(max(0.0, deadline - time.monotonic()))
+            if not found:
+                raise subprocess.TimeoutExpired("ready", 0)
+            if any(key.fd != gate for key, _ in found):
+                return False
+            missing -= len(os.read(gate, missing))
+    return True
 
 
 def _command(module: str, settings: Mapping[str, Any], path: Path) -> list[str]:
@@ -188,8 +231,8 @@ def answer(work: Callable[[dict[str, Any]], Any]) -> None:
 
 def ready() -> None:
     """In a child started by `children(together=True)`: waits until all have called it."""
-    print("ready", flush=True)
-    sys.stdin.readline()
+    os.write(int(os.environ[_GATE]), b".")
+    sys.stdin.read()
 
 
 # Numbers and tables

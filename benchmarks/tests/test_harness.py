@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from importlib import metadata
 from pathlib import Path
 
@@ -14,10 +16,15 @@ from nostall.errors import UsageError
 from nostall_bench import harness
 
 CHILD = """
-import sys
+import subprocess, sys, time
 from nostall_bench import harness
 
 def work(settings):
+    if "leaves" in settings:
+        left = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        return left.pid
+    if "late" in settings:
+        time.sleep(600)
     if "gate" in settings:
         harness.ready()
     if settings.get("fails"):
@@ -71,6 +78,19 @@ def test_a_child_answers_or_is_named(child: str) -> None:
         harness.child(child, {"fails": True}, name="the way")
 
 
+def test_nothing_is_awaited_but_the_child_itself(child: str) -> None:
+    """A process that it has left behind, in a session of its own, has its output open."""
+    left = [harness.child(child, {"leaves": True}), *harness.children(child, [{"leaves": True}])]
+    for number in left:
+        os.kill(number, signal.SIGKILL)
+
+
+@pytest.mark.multi
+def test_children_that_are_not_ready_in_time(child: str) -> None:
+    with pytest.raises(UsageError, match=r"a rank of the way took more than 0.5 s$"):
+        harness.children(child, [{"late": True}], name="the way", timeout=0.5, together=True)
+
+
 @pytest.mark.multi
 def test_children_run_at_once(child: str) -> None:
     # None goes on before all have come.
@@ -78,6 +98,11 @@ def test_children_run_at_once(child: str) -> None:
     assert harness.children(child, ranks, together=True) == [2, 4]
     with pytest.raises(UsageError, match="a rank of the way failed"):
         harness.children(child, [{"value": 1}, {"fails": True}], name="the way")
+    # One that ends before it is ready is not waited for.
+    with pytest.raises(UsageError, match="a rank of the way failed"):
+        harness.children(
+            child, [{"value": 1, "gate": True}, {"fails": True}], name="the way", together=True
+        )
 
 
 @pytest.mark.parametrize("word", [[], ["--help"]])
