@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+import prefork
 
 ROOT = Path(__file__).parents[3]
 
@@ -46,67 +46,61 @@ def layers(root: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """What the check reads, to be damaged."""
+# By what was added to a checkout, or put in place of a file: what the check says of it.
+DAMAGES = [
+    ("native/base/wrong.h", '#include "plan/plan.h"', "wrong.h:1: base/ may not use plan/"),
+    ("native/source/wrong.h", '#include "tier/node_cache.h"', "source/ may not use tier/"),
+    ("native/stage/wrong.h", "#include <nanobind/nanobind.h>", "no Python"),
+    ("native/newroom/wrong.h", "", "native/newroom is not in the table"),
+    ("native/base/CMakeLists.txt", "nostall_room(base DEPS plan)", "base may not link plan"),
+    ("python/nostall/job/_top.py", "import nostall", "_top.py:1: job may not use nostall"),
+    (
+        "python/nostall/job/_late.py",
+        "def late():\n    from nostall.loader import DataLoader",
+        "_late.py:2: job may not use loader",
+    ),
+    (
+        "python/nostall/job/_long.py",
+        "def long():\n" + "    pass\n" * 80,
+        "_long.py:1: long has 81 lines, at most 80",
+    ),
+    (
+        "python/nostall/job/_wide.py",
+        f"def wide({', '.join(f'p{i}=0' for i in range(13))}): pass",
+        "_wide.py:1: wide has 13 parameters, at most 12",
+    ),
+    ("python/nostall/newroom/_wrong.py", "", "python/nostall/newroom is not in the table"),
+    (
+        "python/nostall/cli/_wrong.py",
+        "def late():\n    from nostall_bench import slowfs",
+        "_wrong.py:2: cli may not use nostall_bench",
+    ),
+    (
+        "python/nostall/_version.py",
+        "import nostall_bench",
+        "_version.py:1: _version may not use nostall_bench",
+    ),
+    ("docs/architecture.md", "<!-- python rooms --><!-- end -->", "differs from layers.toml"),
+]
+
+
+def test_the_layers_are_checked(tmp_path: Path) -> None:
     leave = shutil.ignore_patterns("*.so", "__pycache__")
     for part in ("native", "python/nostall", "scripts", "docs"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=leave)
     assert layers(tmp_path).returncode == 0, layers(tmp_path).stdout
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("file", "line", "named"),
-    [
-        ("native/base/wrong.h", '#include "plan/plan.h"', "base/ may not use plan/"),
-        ("native/source/wrong.h", '#include "tier/node_cache.h"', "source/ may not use tier/"),
-        ("native/stage/wrong.h", "#include <nanobind/nanobind.h>", "no Python"),
-        ("native/newroom/wrong.h", "", "native/newroom is not in the table"),
-        ("native/base/CMakeLists.txt", "nostall_room(base DEPS plan)", "base may not link plan"),
-        ("python/nostall/job/_wrong.py", "import nostall", "job may not use nostall"),
-        (
-            "python/nostall/job/_wrong.py",
-            "def late():\n    from nostall.loader import DataLoader",
-            "_wrong.py:2: job may not use loader",
-        ),
-        (
-            "python/nostall/job/_wrong.py",
-            "def long():\n" + "    pass\n" * 80,
-            "_wrong.py:1: long has 81 lines, at most 80",
-        ),
-        (
-            "python/nostall/job/_wrong.py",
-            f"def wide({', '.join(f'p{i}=0' for i in range(13))}): pass",
-            "_wrong.py:1: wide has 13 parameters, at most 12",
-        ),
-        ("python/nostall/newroom/_wrong.py", "", "python/nostall/newroom is not in the table"),
-        (
-            "python/nostall/cli/_wrong.py",
-            "def late():\n    from nostall_bench import slowfs",
-            "_wrong.py:2: cli may not use nostall_bench",
-        ),
-        (
-            "python/nostall/_version.py",
-            "import nostall_bench",
-            "_version.py:1: _version may not use nostall_bench",
-        ),
-        ("docs/architecture.md", "<!-- python rooms --><!-- end -->", "differs from layers.toml"),
-    ],
-)
-def test_the_layers_are_checked(checkout: Path, file: str, line: str, named: str) -> None:
-    (checkout / file).parent.mkdir(exist_ok=True)
-    (checkout / file).write_text(line + "\n")
-    done = layers(checkout)
+    for file, text, _ in DAMAGES:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(text + "\n")
+    done = layers(tmp_path)
     assert done.returncode == 1
-    assert named in done.stdout
-
-
-def test_rooms_use_only_rooms_below_them(checkout: Path) -> None:
-    table = checkout / "scripts" / "layers.toml"
-    text = table.read_text()
-    table.write_text(text.replace('uses = ["base"]', 'uses = ["base", "sync"]', 1))
-    assert "native room trace uses sync, which is not below it" in layers(checkout).stdout
+    for file, _, named in DAMAGES:
+        assert named in done.stdout, file
+    # And no other file: each line is of one damage.
+    assert len(done.stdout.splitlines()) == len(DAMAGES), done.stdout
+    table = tmp_path / "scripts" / "layers.toml"
+    table.write_text(table.read_text().replace('uses = ["base"]', 'uses = ["base", "sync"]', 1))
+    assert "native room trace uses sync, which is not below it" in layers(tmp_path).stdout
 
 
 def reference(root: Path) -> subprocess.CompletedProcess[str]:
@@ -114,39 +108,30 @@ def reference(root: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "named"),
-    [
-        (
-            "examples/wrong.py",
-            "from nostall.job._world import World",
-            "nostall.job._world.World is not public",
-        ),
-        (
-            "docs/wrong.md",
-            "```python\nimport nostall.job\n```",
-            "docs/wrong.md: nostall.job is not public",
-        ),
-        (
-            "python/nostall/plan.py",
-            "__all__ = ['Plan']\nclass Plan: pass\n",
-            "nostall.Plan has no docstring",
-        ),
-        ("python/nostall/errors.py", "__all__ = []\n", "docs/reference.md differs"),
-    ],
-)
-def test_public_names_are_listed_and_others_not_shown(
-    tmp_path: Path, file: str, text: str, named: str
-) -> None:
+def test_public_names_are_listed_and_others_not_shown(tmp_path: Path) -> None:
     leave = shutil.ignore_patterns("*.so", "__pycache__")
     for part in ("python/nostall", "scripts", "docs", "examples"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=leave)
     shutil.copy(ROOT / "README.md", tmp_path)
     assert reference(tmp_path).returncode == 0, reference(tmp_path).stderr
-    (tmp_path / file).write_text(text)
+    (tmp_path / "python/nostall/errors.py").write_text("__all__ = []\n")
     done = reference(tmp_path)
     assert done.returncode == 1
-    assert named in done.stderr
+    assert "docs/reference.md differs" in done.stderr
+    for file, text in (
+        ("examples/wrong.py", "from nostall.job._world import World"),
+        ("docs/wrong.md", "```python\nimport nostall.job\n```"),
+        ("python/nostall/plan.py", "__all__ = ['Plan']\nclass Plan: pass\n"),
+    ):
+        (tmp_path / file).write_text(text)
+    done = reference(tmp_path)
+    assert done.returncode == 1
+    for named in (
+        "examples/wrong.py: nostall.job._world.World is not public",
+        "docs/wrong.md: nostall.job is not public",
+        "nostall.Plan has no docstring",
+    ):
+        assert named in done.stderr
 
 
 def test_public_names_can_be_imported() -> None:
@@ -158,5 +143,5 @@ def test_public_names_can_be_imported() -> None:
         found = f"importlib.import_module({module!r})" if module not in short else module
         code += f"m = {found}\nmissing = [n for n in m.__all__ if not hasattr(m, n)]\n"
         code += f"assert not missing, ({module!r}, missing)\n"
-    done = python(code)
+    done = prefork.run(["-c", code], torch=True)
     assert done.returncode == 0, done.stderr
