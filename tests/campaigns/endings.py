@@ -20,9 +20,10 @@ from pathlib import Path
 from campaigns.outcome import Outcome, Task
 from campaigns.private import SHM, bytes_in, private_storage
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "python" / "torch"))
 
-from torch_server import server
+import torch_server
 
 FULL = "200 programs of two ranks, 17 endings in turn"
 SMALL = 0.09
@@ -81,7 +82,7 @@ def run(task: Task) -> Outcome:
     statuses: dict[str, int] = {}
     for ending in itertools.islice(itertools.cycle(ENDINGS), task.count(200, len(ENDINGS))):
         seed, nodes = draw.randrange(1 << 30), draw.choice([1, 1, 2])
-        ended = server().run("end", 2, 100, ENDING=ending, SEED=str(seed), NODES=str(nodes))
+        ended = torch_server.run("end", 2, 100, ENDING=ending, SEED=str(seed), NODES=str(nodes))
         outcome.cases += 1
         case = f"{ending!r}, seed {seed}, {nodes} nodes"
         if tuple(ended.statuses) != ENDINGS[ending]:

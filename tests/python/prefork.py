@@ -6,14 +6,15 @@ is what subprocess.Popen([sys.executable, "-c", code, "7"], text=True, ...) is, 
 imports; a script's path may stand for "-c" and its code. The child is a process of its own: arguments,
 environment, directory, standard streams, process group, random numbers and `__main__` are those it is
 given, and no other file is open. What is read where a process starts is what the server started with:
-the search path of modules, what is preloaded, OMP_NUM_THREADS=1. Tests of start-up, of command lines
-and of launchers start real processes.
+the search path of modules, what is preloaded, OMP_NUM_THREADS=1, TORCH_CPP_LOG_LEVEL=ERROR. Tests of
+start-up, of command lines and of launchers start real processes.
 
 The modules of torch need a second to be taken down at the end of a process. A child that has torch
 does not: its threads and its functions of atexit are waited for, its main module is dropped, and the
 process leaves by exit(3). With `whole` it ends as Python ends.
 
-Run as a program this is the server; it ends, and its children with it, when its caller does.
+Run as a program this is the server. A caller's children end with it, and the server with the last
+caller.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import errno
 import functools
 import gc
 import json
@@ -36,6 +38,7 @@ import time
 import types
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,21 +49,30 @@ LARGEST = 1 << 20  # bytes of a request
 
 
 class Server:
+    """A connection to the server of this run's test processes, which is started if there is none.
+
+    Test processes that run side by side (pytest-xdist) have one server between them.
+    """
+
     def __init__(self, torch: bool) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        for one in (self._socket, theirs):
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * LARGEST)
         self._lock = threading.Lock()
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__)), str(theirs.fileno()), "torch" if torch else ""],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
-        theirs.close()
-        atexit.register(self.close)
+        # An abstract name, of which nothing is left when no process has the socket.
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"process {os.getpid()}")
+        name = f"\0nostall-prefork {os.getuid()} {run} {'torch' if torch else ''}"
+        while True:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * LARGEST)
+            try:
+                self._socket.connect(name)
+                # Empty: the server's last caller has gone, and it goes.
+                if self._socket.recv(1):
+                    break
+            except ConnectionRefusedError:
+                start(name, torch)
+            except ConnectionResetError:
+                pass
+            self._socket.close()
+        atexit.register(self._socket.close)
 
     def fork(self, request: dict[str, Any], files: list[int]) -> tuple[int, int]:
         """The child's number and a descriptor of it (pidfd_open(2))."""
@@ -72,14 +84,34 @@ class Server:
         assert answer and descriptors, "the server of processes ended; its errors are above"
         return int(answer), descriptors[0]
 
-    def close(self) -> None:
-        self._socket.close()
-        self._process.wait()
+
+def start(name: str, torch: bool) -> None:
+    """A server, unless another process starts it at this moment."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        try:
+            listening.bind(name)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return
+            raise
+        listening.listen(64)
+        number = listening.fileno()
+        threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+        server = subprocess.Popen(
+            [sys.executable, str(Path(__file__)), str(number), "torch" if torch else ""],
+            pass_fds=[number],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, **threads, **quiet},
+            start_new_session=True,
+        )
+    server.returncode = 0  # it ends with the last of its callers, which may be another one
 
 
 @functools.cache
 def server(torch: bool) -> Server:
-    """The one of this test process that has torch, or not, started at its first use."""
+    """The one that has torch, or not, connected to at its first use."""
     return Server(torch)
 
 
@@ -214,43 +246,65 @@ def run(
 # ---------------------------------------------------------------------- the server
 
 
-def serve(requests: socket.socket) -> dict[str, Any]:
-    """Returns in each child, with its request; the server's ends with the caller's."""
+@dataclass
+class Child:
+    number: int
+    told: int  # where its status goes
+    caller: socket.socket
+
+
+def serve(listening: socket.socket) -> dict[str, Any]:
+    """Returns in each child, with its request; the server ends when it has no caller any more."""
+    callers: set[socket.socket] = set()
+    children: dict[int, Child] = {}  # by pidfd
     with selectors.DefaultSelector() as selector:
-        selector.register(requests, selectors.EVENT_READ)
-        children: dict[int, tuple[int, int]] = {}  # by pidfd: number, and where the status goes
+        selector.register(listening, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
-                if key.fileobj is not requests:
-                    pidfd = int(key.fd)
-                    pid, told = children.pop(pidfd)
-                    selector.unregister(pidfd)
-                    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                    with contextlib.suppress(BrokenPipeError):  # the caller asks no more
-                        os.write(told, str(status).encode())
-                    os.close(told)
-                    os.close(pidfd)
+                if key.fileobj is listening:
+                    caller, _ = listening.accept()
+                    caller.send(b"+")
+                    callers.add(caller)
+                    selector.register(caller, selectors.EVENT_READ)
                     continue
-                message, files, _, _ = socket.recv_fds(requests, LARGEST, 3)
+                if key.fd in children:
+                    child = children.pop(key.fd)
+                    selector.unregister(key.fd)
+                    status = os.waitstatus_to_exitcode(os.waitpid(child.number, 0)[1])
+                    with contextlib.suppress(BrokenPipeError):  # the caller asks no more
+                        os.write(child.told, str(status).encode())
+                    os.close(child.told)
+                    os.close(key.fd)
+                    continue
+                caller = key.fileobj
+                assert isinstance(caller, socket.socket)
+                message, files, _, _ = socket.recv_fds(caller, LARGEST, 3)
                 if not message:
-                    for pid, _ in children.values():
-                        with contextlib.suppress(ProcessLookupError):
-                            os.killpg(pid, signal.SIGKILL)
-                    os._exit(0)
+                    for child in children.values():
+                        if child.caller is caller:
+                            with contextlib.suppress(ProcessLookupError):
+                                os.killpg(child.number, signal.SIGKILL)
+                    selector.unregister(caller)
+                    caller.close()
+                    callers.remove(caller)
+                    if not callers:
+                        os._exit(0)
+                    continue
                 told, out, err = files
                 pid = os.fork()
                 if pid == 0:
+                    os.setpgid(0, 0)  # on both sides: whichever comes first
                     os.dup2(out, 1)
                     os.dup2(err, 2)
                     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
                     return dict(json.loads(message))
-                os.setpgid(pid, pid)  # before its number is told
+                os.setpgid(pid, pid)
                 os.close(out)
                 os.close(err)
                 pidfd = os.pidfd_open(pid)
-                children[pidfd] = pid, told
+                children[pidfd] = Child(pid, told, caller)
                 selector.register(pidfd, selectors.EVENT_READ)
-                socket.send_fds(requests, [str(pid).encode()], [pidfd])
+                socket.send_fds(caller, [str(pid).encode()], [pidfd])
 
 
 def program(request: dict[str, Any]) -> None:

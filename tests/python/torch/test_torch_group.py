@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from mpis import launcher
-from torch_server import Ended, server
+from torch_server import Ended, run
 
 pytestmark = pytest.mark.multi
 RANK = Path(__file__).with_name("torch_rank.py")
@@ -23,7 +23,7 @@ def left_in_shared_memory() -> set[str]:
 
 def check(what: str, ranks: int, **environment: str) -> Ended:
     """Every rank ends with status 0."""
-    ended = server().run(what, ranks, 110, **environment)
+    ended = run(what, ranks, 110, **environment)
     assert ended.statuses == [0] * ranks, ended.stderr
     return ended
 
@@ -52,14 +52,14 @@ def test_fully_sharded_training_works() -> None:
 
 
 def test_the_death_of_a_rank_is_an_error_on_the_others() -> None:
-    ended = server().run("killed", 3)
+    ended = run("killed", 3)
     assert ended.stdout.count("was told") == 2, ended.stderr
     assert ended.statuses == [0, -signal.SIGKILL, 0]
 
 
 def test_the_death_of_a_rank_in_backward_is_an_error_on_the_others() -> None:
     before = left_in_shared_memory()
-    ended = server().run("killed_in_backward", 3)
+    ended = run("killed_in_backward", 3)
     assert ended.stdout.count("was told") == 2, ended.stderr
     left = left_in_shared_memory() - before
     deadline = time.monotonic() + 10
@@ -70,7 +70,7 @@ def test_the_death_of_a_rank_in_backward_is_an_error_on_the_others() -> None:
 
 
 def test_ranks_lost_between_nodes_are_named() -> None:
-    ended = server().run("lost_over_gloo", 3, NODES="3")
+    ended = run("lost_over_gloo", 3, NODES="3")
     assert ended.statuses == [0, 0, -signal.SIGKILL], ended.stderr
 
 
@@ -178,7 +178,7 @@ def test_the_timeout_holds_between_nodes() -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_program_ends_while_its_daemon_threads_wait(nodes: int) -> None:
-    ended = server().run("end", 2, ENDING="daemons wait", SEED="1", NODES=str(nodes))
+    ended = run("end", 2, ENDING="daemons wait", SEED="1", NODES=str(nodes))
     assert ended.statuses == [8, 8], ended.stderr
 
 

@@ -9,12 +9,10 @@ hand, one or all, with the reasons of torch's own skips:
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import prefork
 import pytest
 
 pytestmark = pytest.mark.multi
@@ -26,12 +24,8 @@ CHECKS = 126
 
 
 def run(ranks: int, *arguments: str) -> list[dict[str, Any]]:
-    result = subprocess.run(
-        [sys.executable, str(RUNNER), "--ranks", str(ranks), *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
-    )
+    words = [str(RUNNER), "--ranks", str(ranks), *arguments]
+    result = prefork.run(words, torch=True, whole=True)
     lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     assert lines, result.stderr[-4000:]
     return lines

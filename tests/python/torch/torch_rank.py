@@ -1,6 +1,6 @@
 """One rank; each function is what one may do.
 
-Started by torch_server.py, or as a program under a launcher, with the function's name as its argument.
+Started by torch_job.py, or as a program under a launcher, with the function's name as its argument.
 """
 
 from __future__ import annotations
@@ -938,7 +938,7 @@ def end(where: dict[str, Any]) -> int:
 
 
 def run(what: str, rank: int, size: int, port: int) -> int:
-    """For torch_server.py."""
+    """For torch_job.py."""
     # Makes torch's pool of threads anew, which is the parent's: threads of autograd that find it
     # so at one time get none, and end the process ("Invalid thread pool!").
     torch.set_num_threads(1)
