@@ -15,6 +15,7 @@
 #include "collective/communicator.h"
 #include "collective/selection.h"
 #include "module.h"
+#include "python_leaders.h"
 #include "seconds.h"
 #include "trace/trace.h"
 
@@ -80,6 +81,8 @@ class PyReducer {
   std::shared_ptr<UserOperation> user_;
   Reducer reducer_;
 };
+
+constexpr uint32_t kMostParts = 1024;
 
 const void* address(uintptr_t value) { return reinterpret_cast<const void*>(value); }
 void* writable(uintptr_t value) { return reinterpret_cast<void*>(value); }
@@ -168,6 +171,34 @@ void bind_collective(nb::module_& m) {
           },
           nb::arg("source"), nb::arg("target"), nb::arg("count"), nb::arg("reducer"),
           nb::arg("algorithm") = "cooperative", nb::arg("fixed") = false)
+      .def(
+          "two_level_allreduce",
+          [recorded = kind("allreduce")](Communicator& self, nb::object leaders, uintptr_t data,
+                                         uint64_t count, const PyReducer& reducer, bool fixed,
+                                         uint64_t part_bytes) {
+            std::optional<bindings::PythonLeaders> between;
+            if (!leaders.is_none()) between.emplace(leaders, "");
+            const Reducer& op = reducer.get();
+            auto* const all = static_cast<std::byte*>(writable(data));
+            try {
+              bindings::without_gil([&] {
+                trace::Span span(recorded);
+                span.values[0] = static_cast<int64_t>(count);
+                const uint32_t parts = parts_of(count * op.element_bytes(), part_bytes, kMostParts);
+                two_level_allreduce(self, between ? &*between : nullptr,
+                                    {all, all, count, &op, parts},
+                                    options_of("cooperative", fixed));
+              });
+            } catch (const Error&) {
+              if (between) between->raise();
+              throw;
+            }
+          },
+          nb::arg("leaders").none(), nb::arg("data"), nb::arg("count"), nb::arg("reducer"),
+          nb::arg("fixed"), nb::arg("part_bytes"),
+          "In place, over several nodes. `leaders` (None but on local rank 0): an object whose "
+          "start(address, count, type) begins their allreduce of elements and returns an object "
+          "with wait().")
       .def(
           "reduce",
           [recorded = kind("reduce")](Communicator& self, uintptr_t in, uintptr_t out,

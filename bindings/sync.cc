@@ -1,4 +1,4 @@
-// The gradient engine, on the transport of a node or on one that Python gives.
+// The gradient engine, on the transport of a node or, over several, on a network that Python gives.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
@@ -14,6 +14,7 @@
 #include "arrays.h"
 #include "base/error.h"
 #include "module.h"
+#include "python_leaders.h"
 #include "seconds.h"
 #include "sync/gradient_engine.h"
 #include "trace/trace.h"
@@ -55,47 +56,40 @@ nb::bytes to_bytes(std::span<const std::byte> b) {
   return nb::bytes(reinterpret_cast<const char*>(b.data()), b.size());
 }
 
-// Ranks that Python connects (several nodes, through torch.distributed): an object with rank,
-// ranks, allreduce(array, type), all_gather(bytes) and broadcast(bytes, root).
-class PythonTransport : public sync::Transport {
+// Ranks of several nodes that Python connects: an object with rank, ranks, node (a list of ranks),
+// all_gather(bytes), broadcast(bytes, root) and, on local leaders, allocate(bytes), release(address)
+// and start(address, count, type) (python_leaders.h).
+class PythonNetwork : public sync::Network {
  public:
-  explicit PythonTransport(nb::object object)
+  explicit PythonNetwork(nb::object object)
       : object_(std::move(object)),
         rank_(nb::cast<uint32_t>(object_.attr("rank"))),
-        ranks_(nb::cast<uint32_t>(object_.attr("ranks"))) {}
-  ~PythonTransport() override {
+        ranks_(nb::cast<uint32_t>(object_.attr("ranks"))),
+        node_(nb::cast<std::vector<uint32_t>>(object_.attr("node"))) {}
+  ~PythonNetwork() override {
     const nb::gil_scoped_acquire gil;
     object_.reset();
   }
   uint32_t rank() const override { return rank_; }
   uint32_t ranks() const override { return ranks_; }
-  void* allocate(uint64_t) override { return nullptr; }
-  void release(void*) noexcept override {}
+  const std::vector<uint32_t>& node() const override { return node_; }
 
-  void allreduce(void* data, uint64_t count, collective::DataType type) override {
-    call([&] {
-      const size_t bytes = count * collective::size_of(type);
-      nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> view(data, {bytes}, nb::none());
-      object_.attr("allreduce")(nb::cast(view), std::string(collective::name_of(type)));
-    });
+  void* allocate(uint64_t bytes) override {
+    uintptr_t address = 0;
+    call([&] { address = nb::cast<uintptr_t>(object_.attr("allocate")(bytes)); });
+    return reinterpret_cast<void*>(address);
   }
-  void all_and(std::span<uint64_t> words) override {
-    const auto all = all_gather(std::as_bytes(words));
-    for (const auto& other : all) {
-      for (size_t i = 0; i < words.size() && (i + 1) * 8 <= other.size(); ++i) {
-        uint64_t word = 0;
-        std::memcpy(&word, other.data() + i * 8, 8);
-        words[i] &= word;
-      }
+  void release(void* data) noexcept override {
+    const nb::gil_scoped_acquire gil;
+    try {
+      object_.attr("release")(reinterpret_cast<uintptr_t>(data));
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable("the release of gradients' memory");
     }
   }
-  int64_t all_min(int64_t value) override {
-    for (const auto& other : all_gather(std::as_bytes(std::span(&value, 1)))) {
-      int64_t theirs = value;
-      if (other.size() == sizeof theirs) std::memcpy(&theirs, other.data(), sizeof theirs);
-      value = std::min(value, theirs);
-    }
-    return value;
+  std::unique_ptr<collective::Leaders> leaders(collective::DataType type) override {
+    return std::make_unique<bindings::PythonLeaders>(object_,
+                                                     std::string(collective::name_of(type)));
   }
   std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> bytes) override {
     std::vector<std::vector<std::byte>> out;
@@ -113,11 +107,6 @@ class PythonTransport : public sync::Transport {
     });
     return out;
   }
-  void start_and(std::span<uint64_t>) override {
-    throw Error(ErrorKind::usage, "nonblocking agreement works between the ranks of one node only");
-  }
-  bool test() override { return true; }
-  int64_t own_cpu_ns() const override { return 0; }
 
  private:
   // Python's exceptions become errors of the engine: its thread must not end with one of theirs.
@@ -136,6 +125,7 @@ class PythonTransport : public sync::Transport {
 
   nb::object object_;
   uint32_t rank_, ranks_;
+  std::vector<uint32_t> node_;
 };
 
 // A duration in seconds.
@@ -176,7 +166,7 @@ void bind_options(nb::module_& m) {
   bind_seconds<&GradientOptions::test_sleep>(options, "test_sleep");
 }
 
-// Its progress thread may be in Python, for a transport of Python's, when the last reference goes:
+// Its progress thread may be in Python, for a network of Python's, when the last reference goes:
 // it needs the GIL to come to an end.
 class BoundEngine : public sync::GradientEngine {
  public:
@@ -218,25 +208,25 @@ void bind_sync(nb::module_& m) {
       .def(
           "__init__",
           [](BoundEngine* self, const Specs& tensors, const sync::GradientOptions& config,
-             const std::string& job, uint32_t rank, uint32_t ranks, nb::object transport,
+             const std::string& job, uint32_t rank, uint32_t ranks, nb::object network,
              bool fixed_order) {
             const auto specs = specs_of(tensors);
-            std::unique_ptr<sync::Transport> connection;
-            if (!transport.is_none()) connection = std::make_unique<PythonTransport>(transport);
+            sync::NodeTransportConfig node;
+            node.job = job;
+            node.rank = rank;
+            node.ranks = ranks;
+            node.fixed_order = fixed_order;
+            node.timeout = config.timeout;
+            std::unique_ptr<sync::Network> between;
+            if (!network.is_none()) between = std::make_unique<PythonNetwork>(network);
             const nb::gil_scoped_release unlocked;
-            if (!connection) {
-              sync::NodeTransportConfig node;
-              node.job = job;
-              node.rank = rank;
-              node.ranks = ranks;
-              node.fixed_order = fixed_order;
-              node.timeout = config.timeout;
-              connection = sync::make_node_transport(node);
-            }
-            new (self) BoundEngine(config, std::move(connection), specs);
+            auto transport = between ? sync::make_two_level_transport(node, std::move(between))
+                                     : sync::make_node_transport(node);
+            new (self) BoundEngine(config, std::move(transport), specs);
           },
           nb::arg("tensors"), nb::arg("options"), nb::arg("job"), nb::arg("rank"), nb::arg("ranks"),
-          nb::arg("transport").none(), nb::arg("fixed_order"))
+          nb::arg("network").none(), nb::arg("fixed_order"),
+          "`rank` of `ranks`: within the node, where there is a network between nodes.")
       .def(
           "set_plan",
           [](BoundEngine& self, const Groups& groups) {

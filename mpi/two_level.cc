@@ -1,32 +1,62 @@
-// The part between nodes as collective::NodeAllreduce on MPI's messages, chunk by chunk between the
-// node's reduction and its broadcast.
+// The two ways between local leaders: the MPI's own nonblocking allreduce, or
+// collective::NodeAllreduce on the MPI's messages.
 #include "two_level.h"
 
-#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "between.h"
 #include "collective/node_allreduce.h"
+#include "collective/two_level.h"
 #include "receives.h"
 
 namespace nostall::mpi {
 namespace {
 
 using collective::Extent;
+using collective::TwoLevelMessage;
 
 constexpr const char* kOperation = "allreduce";
-constexpr uint64_t kChunkBytes = 1 << 20;
-constexpr uint64_t kMostChunks = 64;
+constexpr uint64_t kPartBytes = 1 << 20;
+constexpr uint32_t kMostParts = 1024;
+constexpr uint32_t kMostPartsOfExchange = 64;
 constexpr size_t kAtOnce = 16;  // messages that leave at a time
 
 using Buffer = std::unique_ptr<std::byte[]>;
 Buffer buffer_of(uint64_t bytes) { return std::make_unique_for_overwrite<std::byte[]>(bytes); }
+
+// The MPI's allreduce of each part, in place.
+class MpiLeaders final : public collective::Leaders {
+ public:
+  MpiLeaders(CommunicatorState& state, MPI_Datatype type, MPI_Op op)
+      : state_(state), type_(type), op_(op), requests_(state, kOperation) {}
+
+  std::byte* begin(const TwoLevelMessage& message) override {
+    message_ = message;
+    return message.out;
+  }
+  void start(uint32_t part) override {
+    const Extent extent = message_.part(part);
+    requests_.start([&](MPI_Request* request) {
+      return PMPI_Iallreduce(MPI_IN_PLACE, message_.out + message_.offset(extent.begin),
+                             static_cast<int>(extent.count), type_, op_, state_.leaders, request);
+    });
+  }
+  void finish(uint32_t part) override { requests_.wait(part); }
+
+ private:
+  CommunicatorState& state_;
+  const MPI_Datatype type_;
+  const MPI_Op op_;
+  LeaderRequests requests_;
+  TwoLevelMessage message_;
+};
 
 class LeaderMessages final : public collective::Messages {
  public:
@@ -126,9 +156,65 @@ class LeaderMessages final : public collective::Messages {
   std::deque<Buffer> memory_;
 };
 
-}  // namespace
+// By order of arrival. What others send goes to the result while later parts of the input are still
+// needed, so the two are apart.
+class ArrivalLeaders final : public collective::Leaders {
+ public:
+  ArrivalLeaders(CommunicatorState& state, const collective::Reducer& reducer)
+      : state_(state), messages_(state, reducer) {}
 
-bool allreduces_by_arrival() noexcept {
+  std::byte* begin(const TwoLevelMessage& message) override {
+    message_ = message;
+    const uint64_t bytes = message.offset(message.count);
+    std::byte* const sums = messages_.scratch(bytes);
+    result_ = message.in == message.out ? messages_.scratch(bytes) : message.out;
+    finished_.assign(message.parts, false);
+    collective::NodeAllreduceShape shape;
+    int rank = 0, ranks = 1;
+    PMPI_Comm_rank(state_.leaders, &rank);
+    PMPI_Comm_size(state_.leaders, &ranks);
+    shape.rank = static_cast<uint32_t>(rank);
+    shape.ranks = static_cast<uint32_t>(ranks);
+    shape.count = message.count;
+    shape.element = message.reducer->element_bytes();
+    shape.chunks = message.parts;
+    exchange_.emplace(shape, messages_, sums, result_, [this](uint32_t c) { finished_[c] = true; });
+    state_.node->check();  // on one that has ended nothing is started
+    exchange_->listen();
+    while (messages_.look(*exchange_)) {
+    }
+    exchange_->announce();
+    return sums;
+  }
+  void start(uint32_t part) override {
+    messages_.restart();
+    exchange_->ready(part);
+    messages_.look(*exchange_);
+  }
+  void finish(uint32_t part) override {
+    messages_.restart();
+    while (!finished_[part]) messages_.look(*exchange_);
+    if (result_ == message_.out) return;
+    const Extent extent = message_.part(part);
+    const uint64_t at = message_.offset(extent.begin);
+    messages_.copy(message_.out + at, result_ + at, message_.offset(extent.count));
+  }
+  void end() override {
+    messages_.restart();
+    while (!exchange_->done()) messages_.look(*exchange_);
+    messages_.flush();
+  }
+
+ private:
+  CommunicatorState& state_;
+  LeaderMessages messages_;
+  std::optional<collective::NodeAllreduce> exchange_;
+  TwoLevelMessage message_;
+  std::byte* result_ = nullptr;
+  std::vector<bool> finished_;
+};
+
+bool is_by_arrival() noexcept {
   static const bool chosen = [] {
     const char* between = std::getenv("NOSTALL_MPI_BETWEEN");
     return between != nullptr && std::string_view(between) == "exchange";
@@ -136,62 +222,25 @@ bool allreduces_by_arrival() noexcept {
   return chosen;
 }
 
-void arrival_allreduce(CommunicatorState& state, const std::byte* in, std::byte* out,
-                       uint64_t count, const MpiReducer& reducer) {
-  collective::NodeAllreduceShape shape;
-  shape.count = count;
-  shape.element = reducer.element_bytes();
-  shape.chunks = static_cast<uint32_t>(
-      std::clamp<uint64_t>(count * shape.element / kChunkBytes, 1, kMostChunks));
-  const auto extent = [&](uint32_t c) { return collective::part_of(count, c, shape.chunks); };
-  if (state.node_rank != 0) {
-    for (uint32_t c = 0; c < shape.chunks; ++c) {
-      const Extent part = extent(c);
-      std::byte* const at = out + part.begin * shape.element;
-      state.node->reduce(in + part.begin * shape.element, at, part.count, reducer.get(), 0);
+}  // namespace
+
+void two_level_allreduce(CommunicatorState& state, const std::byte* in, std::byte* out,
+                         uint64_t count, MPI_Datatype type, MPI_Op op, const MpiReducer& reducer) {
+  const bool by_arrival = is_by_arrival();
+  const uint32_t parts = collective::parts_of(count * reducer.element_bytes(), kPartBytes,
+                                              by_arrival ? kMostPartsOfExchange : kMostParts);
+  const TwoLevelMessage message{in, out, count, &reducer.get(), parts};
+  std::optional<MpiLeaders> plain;
+  std::optional<ArrivalLeaders> arrival;
+  collective::Leaders* leaders = nullptr;
+  if (state.node_rank == 0) {
+    if (by_arrival) {
+      leaders = &arrival.emplace(state, reducer.get());
+    } else {
+      leaders = &plain.emplace(state, type, op);
     }
-    for (uint32_t c = 0; c < shape.chunks; ++c) {
-      const Extent part = extent(c);
-      state.node->broadcast(out + part.begin * shape.element, part.count * shape.element, 0);
-    }
-    return;
   }
-  int rank = 0, ranks = 1;
-  PMPI_Comm_rank(state.leaders, &rank);
-  PMPI_Comm_size(state.leaders, &ranks);
-  shape.rank = static_cast<uint32_t>(rank);
-  shape.ranks = static_cast<uint32_t>(ranks);
-  // What others send goes to the result while later chunks of the input are still needed.
-  const uint64_t bytes = count * shape.element;
-  std::vector<bool> finished(shape.chunks, false);
-  LeaderMessages peers(state, reducer.get());
-  std::byte* const sum = peers.scratch(bytes);
-  std::byte* const result = in == out ? peers.scratch(bytes) : out;
-  collective::NodeAllreduce exchange(shape, peers, sum, result,
-                                     [&](uint32_t c) { finished[c] = true; });
-  state.node->check();  // on one that has ended nothing is started
-  exchange.listen();
-  while (peers.look(exchange)) {
-  }
-  exchange.announce();
-  for (uint32_t c = 0; c < shape.chunks; ++c) {
-    const Extent part = extent(c);
-    const uint64_t at = part.begin * shape.element;
-    state.node->reduce(in + at, sum + at, part.count, reducer.get(), 0);
-    peers.restart();
-    exchange.ready(c);
-    peers.look(exchange);
-  }
-  for (uint32_t c = 0; c < shape.chunks; ++c) {
-    while (!finished[c]) peers.look(exchange);
-    const Extent part = extent(c);
-    const uint64_t at = part.begin * shape.element;
-    if (result != out) peers.copy(out + at, result + at, part.count * shape.element);
-    state.node->broadcast(out + at, part.count * shape.element, 0);
-    peers.restart();
-  }
-  while (!exchange.done()) peers.look(exchange);
-  peers.flush();
+  collective::two_level_allreduce(*state.node, leaders, message);
 }
 
 }  // namespace nostall::mpi

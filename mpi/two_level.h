@@ -1,18 +1,18 @@
-// mpi/two_level.h - allreduce over several nodes whose part between nodes goes by order of arrival.
+// mpi/two_level.h - allreduce over several nodes: collective/two_level.h, with the local leaders
+// connected by the MPI on CommunicatorState::leaders.
 //
-// collective/node_allreduce.h among the local leaders of all nodes, over the MPI's point-to-point
-// messages on CommunicatorState::leaders, instead of the MPI's own allreduce among them. Chosen by
-// NOSTALL_MPI_BETWEEN=exchange, which must be the same on all ranks. Needs a second buffer of the
-// message's size on those ranks, two with MPI_IN_PLACE.
+// They use the MPI's own nonblocking allreduce, or, with NOSTALL_MPI_BETWEEN=exchange on all ranks,
+// collective/node_allreduce.h over the MPI's point-to-point messages, by order of arrival. The
+// latter needs a second buffer of the message's size on the leaders, two with MPI_IN_PLACE.
 #pragma once
 
 #include "mpi_state.h"
 
 namespace nostall::mpi {
 
-bool allreduces_by_arrival() noexcept;
-// All ranks of a communicator over several nodes call this; `in` may be `out`.
-void arrival_allreduce(CommunicatorState& state, const std::byte* in, std::byte* out,
-                       uint64_t count, const MpiReducer& reducer);
+// All ranks of a communicator over several nodes call this; `in` may be `out`. `type` and `op` are
+// those that `reducer` was made of.
+void two_level_allreduce(CommunicatorState& state, const std::byte* in, std::byte* out,
+                         uint64_t count, MPI_Datatype type, MPI_Op op, const MpiReducer& reducer);
 
 }  // namespace nostall::mpi

@@ -16,9 +16,6 @@
 namespace nostall::mpi {
 namespace {
 
-// Between nodes a message travels in pieces, each as soon as its node has reduced it.
-constexpr uint64_t kPieceBytes = 1 << 20;
-
 // Times one call for the profile, and counts it.
 class Traced {
  public:
@@ -47,29 +44,6 @@ int failed(CommunicatorState& state, MPI_Comm comm, const Error& error) {
   return fail(comm, error);
 }
 
-// In the node to its first rank, among those of all nodes, and back; in pieces that overlap.
-void two_level_allreduce(CommunicatorState& state, const std::byte* in, std::byte* out,
-                         uint64_t count, MPI_Datatype type, MPI_Op op, const MpiReducer& reducer) {
-  const uint64_t element = reducer.element_bytes();
-  const uint64_t piece = kPieceBytes / element > 0 ? kPieceBytes / element : 1;
-  const bool leader = state.node_rank == 0;
-  LeaderRequests requests(state, "allreduce");
-  for (uint64_t at = 0; at < count; at += piece) {
-    const uint64_t n = std::min(piece, count - at);
-    state.node->reduce(in + at * element, out + at * element, n, reducer.get(), 0);
-    if (leader) {
-      requests.start([&](MPI_Request* request) {
-        return PMPI_Iallreduce(MPI_IN_PLACE, out + at * element, static_cast<int>(n), type, op,
-                               state.leaders, request);
-      });
-    }
-  }
-  for (uint64_t at = 0, i = 0; at < count; at += piece, ++i) {
-    if (leader) requests.wait(i);
-    state.node->broadcast(out + at * element, std::min(piece, count - at) * element, 0);
-  }
-}
-
 template <typename Pass>
 int allreduce(const void* send, void* receive, uint64_t count, MPI_Datatype type, MPI_Op op,
               MPI_Comm comm, Pass pass) {
@@ -94,9 +68,6 @@ int allreduce(const void* send, void* receive, uint64_t count, MPI_Datatype type
     const Outlast outlast(*state, out.memory());
     if (state->one_node) {
       state->node->allreduce(in.get(), out.get(), count, reducer->get());
-    } else if (allreduces_by_arrival()) {
-      arrival_allreduce(*state, static_cast<const std::byte*>(in.get()),
-                        static_cast<std::byte*>(out.get()), count, *reducer);
     } else {
       two_level_allreduce(*state, static_cast<const std::byte*>(in.get()),
                           static_cast<std::byte*>(out.get()), count, type, op, *reducer);

@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "collective/two_level.h"
 #include "collective/types.h"
 
 namespace nostall::sync {
@@ -61,5 +62,28 @@ struct NodeTransportConfig {
 
 // Ranks of one node, by collective/. Waits for all of them.
 std::unique_ptr<Transport> make_node_transport(const NodeTransportConfig& config);
+
+// What connects ranks of several nodes beside their shared memory.
+class Network {
+ public:
+  virtual ~Network() = default;
+  virtual uint32_t rank() const = 0;
+  virtual uint32_t ranks() const = 0;
+  // The ranks of this rank's node in ascending order; the first is its local leader.
+  virtual const std::vector<uint32_t>& node() const = 0;
+  // On local leaders: memory that leaders() can reduce, and its release. Gradients lie in it.
+  virtual void* allocate(uint64_t bytes) = 0;
+  virtual void release(void* data) noexcept = 0;
+  // On local leaders: the sum of elements of this type among them, for one allreduce.
+  virtual std::unique_ptr<collective::Leaders> leaders(collective::DataType type) = 0;
+  // As in Transport.
+  virtual std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> bytes) = 0;
+  virtual std::vector<std::byte> broadcast(std::span<const std::byte> bytes, uint32_t root) = 0;
+};
+
+// Ranks of several nodes: gradients in two levels (collective/two_level.h), control by the network
+// alone. `config` is of this rank on its node: job, rank and ranks are the node's.
+std::unique_ptr<Transport> make_two_level_transport(const NodeTransportConfig& config,
+                                                    std::unique_ptr<Network> network);
 
 }  // namespace nostall::sync

@@ -927,6 +927,19 @@ class Communicator:
         algorithm: str = "cooperative",
         fixed: bool = False,
     ) -> None: ...
+    def two_level_allreduce(
+        self,
+        leaders: object | None,
+        data: int,
+        count: int,
+        reducer: Reducer,
+        fixed: bool,
+        part_bytes: int,
+    ) -> None:
+        """
+        In place, over several nodes. `leaders` (None but on local rank 0): an object whose start(address, count, type) begins their allreduce of elements and returns an object with wait().
+        """
+
     def reduce(
         self,
         source: int,
@@ -1039,9 +1052,13 @@ class GradientEngine:
         job: str,
         rank: int,
         ranks: int,
-        transport: object | None,
+        network: object | None,
         fixed_order: bool,
-    ) -> None: ...
+    ) -> None:
+        """
+        `rank` of `ranks`: within the node, where there is a network between nodes.
+        """
+
     def set_plan(self, groups: Sequence[Sequence[int]]) -> None: ...
     def broadcast(self, data: bytes, root: int) -> bytes: ...
     def all_gather(self, data: bytes) -> list: ...

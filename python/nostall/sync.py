@@ -8,10 +8,11 @@ For PyTorch use ``nostall.torch.DistributedOptimizer``, which reduces while the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
@@ -31,8 +32,8 @@ WIRES = {"fp16": "float16", "bf16": "bfloat16"}
 #: (name, elements, type, type on the wire)
 Spec = tuple[str, int, str, str]
 
-# Engines are numbered within the process; ranks make them in the same order.
-_made = itertools.count()
+# Engines of the same ranks are numbered; those ranks make them in the same order.
+_made: Counter[tuple[int, ...]] = Counter()
 _timelines = itertools.count()
 
 
@@ -71,35 +72,75 @@ class SyncOptions:
 document(SyncOptions, "sync")
 
 
+class Network(Protocol):
+    """What connects ranks of several nodes beside their shared memory."""
+
+    rank: int
+    ranks: int
+    #: this node's ranks in ascending order, of which the first is the local leader
+    node: list[int]
+    #: nodes that take part
+    nodes: int
+    #: the same on this node's ranks, different for any other engine
+    job: str
+
+    def set_timeout(self, seconds: float) -> None: ...
+
+
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that take part, this rank's place, and their transport (None: shared memory)."""
+    """The ranks that take part, this rank's place, and their network (None: shared memory)."""
 
     rank: int
     ranks: int
     job: str
-    transport: Any = field(default=None, compare=False)
+    network: Network | None = field(default=None, compare=False)
+
+
+#: From the engine's name, the same on all its ranks, this rank and the number of ranks.
+Connect = Callable[[str, int, int], Network]
+_connect: Connect | None = None
+
+
+def connect_nodes_by(connect: Connect) -> None:
+    """Registers what connects ranks of several nodes; nostall.torch does it when it is imported."""
+    global _connect
+    _connect = connect
 
 
 def find_ranks(process_set: Sequence[int] | None = None, world: World | None = None) -> Ranks:
     """All ranks of the job, or those of `process_set`, which must include this one.
 
-    Ranks of one node meet in shared memory; of several nodes through torch.distributed.
+    Ranks of one node meet in shared memory; local leaders of several nodes through
+    torch.distributed.
 
     Raises:
-        UsageError: the ranks span nodes and torch.distributed is not initialised.
+        UsageError: the ranks span nodes, and nostall.torch is not imported or torch.distributed not
+            initialised.
     """
     world = world or find_world()
-    members = list(range(world.world_size)) if process_set is None else list(process_set)
+    members = list(range(world.world_size)) if process_set is None else sorted(process_set)
     if len(set(members)) != len(members) or any(not 0 <= m < world.world_size for m in members):
         raise UsageError(f"process_set {members} is not a set of ranks below {world.world_size}")
     if world.rank not in members:
         raise UsageError(f"rank {world.rank} is not in process_set {members}")
-    name = f"{world.job} gradients {next(_made)} {'-'.join(map(str, members))}"
-    transport = None
-    if world.local_world_size < world.world_size:
-        transport = _through_torch(members)
-    return Ranks(members.index(world.rank), len(members), name, transport)
+    number = _made[tuple(members)]
+    _made[tuple(members)] += 1
+    name = f"{world.job} gradients {number} {'-'.join(map(str, members))}"
+    rank, ranks = members.index(world.rank), len(members)
+    network = _network_of(name, rank, ranks) if world.local_world_size < world.world_size else None
+    return Ranks(rank, ranks, name, network)
+
+
+def _network_of(name: str, rank: int, ranks: int) -> Network | None:
+    if _connect is None:
+        raise UsageError(
+            "the ranks span several nodes: import nostall.torch and call "
+            "torch.distributed.init_process_group first, the gradient engine goes through it between "
+            "nodes"
+        )
+    network = _connect(name, rank, ranks)
+    return network if network.nodes > 1 else None
 
 
 def make_engine(
@@ -134,13 +175,17 @@ def make_engine(
     native.check_finite = options.check_finite
     native.timeline = _timeline_file(options) if ranks.rank == 0 else ""
     native.shapes = [str(list(shape)) for shape in shapes]
+    job, rank, size, network = ranks.job, ranks.rank, ranks.ranks, ranks.network
+    if network is not None:
+        network.set_timeout(options.timeout)
+        job, rank, size = network.job, network.node.index(rank), len(network.node)
     engine = _native.GradientEngine(
         tensors=specs,
         options=native,
-        job=ranks.job,
-        rank=ranks.rank,
-        ranks=ranks.ranks,
-        transport=ranks.transport,
+        job=job,
+        rank=rank,
+        ranks=size,
+        network=network,
         fixed_order=options.fixed_order,
     )
     return engine, specs
@@ -232,51 +277,3 @@ def _type_name(name: str, dtype: np.dtype[Any]) -> str:
     if dtype.name not in ("float16", "bfloat16", "float32", "float64"):
         raise UsageError(f"gradient {name} has type {dtype}: it must be floating point")
     return dtype.name
-
-
-class _TorchTransport:
-    """The transport between ranks of several nodes: a torch.distributed group."""
-
-    def __init__(self, group: Any) -> None:
-        import torch.distributed as dist
-
-        self._group = group
-        self.rank = dist.get_rank(group)
-        self.ranks = dist.get_world_size(group)
-
-    def allreduce(self, data: NDArray[np.uint8], kind: str) -> None:
-        import torch
-        import torch.distributed as dist
-
-        tensor = torch.from_numpy(data).view(getattr(torch, kind))
-        dist.all_reduce(tensor, group=self._group)
-
-    def all_gather(self, data: bytes) -> list[bytes]:
-        import torch.distributed as dist
-
-        out: list[bytes] = [b""] * self.ranks
-        dist.all_gather_object(out, data, group=self._group)
-        return out
-
-    def broadcast(self, data: bytes, root: int) -> bytes:
-        import torch.distributed as dist
-
-        box = [data if self.rank == root else None]
-        dist.broadcast_object_list(
-            box, src=dist.get_global_rank(self._group, root), group=self._group
-        )
-        return box[0] or b""
-
-
-def _through_torch(members: Sequence[int]) -> _TorchTransport:
-    try:
-        import torch.distributed as dist
-    except ImportError:
-        dist = None
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        raise UsageError(
-            "the ranks span several nodes: call torch.distributed.init_process_group first, the "
-            "gradient engine goes through it between nodes"
-        )
-    # A group of its own: its traffic must not mix with the user's.
-    return _TorchTransport(dist.new_group(list(members), backend="gloo"))

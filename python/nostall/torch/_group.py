@@ -3,9 +3,9 @@
     torch.distributed.init_process_group("nostall")
 
 CPU tensors of a group whose ranks share a node are reduced, gathered and broadcast over shared
-memory; a group over several nodes reduces within each node, then among one rank of each by Gloo, in
-pieces so that both overlap. Everything else is delegated to torch's own backends: point to point,
-scatter and sparse tensors to Gloo, GPU tensors to NCCL.
+memory; a group over several nodes reduces within each node, then among their local leaders by Gloo,
+in parts so that both overlap (native/collective/two_level.h). Everything else is delegated to torch's
+own backends: point to point, scatter and sparse tensors to Gloo, GPU tensors to NCCL.
 
 Operations of a group run in the order of their calls; asynchronous ones on a thread of the group.
 """
@@ -39,6 +39,7 @@ from nostall.errors import PeerError, UsageError
 from nostall.job._cluster import node_identity
 from nostall.torch import _ends as ends
 from nostall.torch._aborts import Aborts, Doing
+from nostall.torch._between import LeaderTensor
 from nostall.torch._calls import Calls
 from nostall.torch._launch import fill_environment
 from nostall.torch._meeting import nodes_of_ranks
@@ -70,8 +71,8 @@ _OPERATIONS = {
 }
 _MESSAGES = ("send", "recv", "recv_anysource")
 _BITWISE = ("band", "bor", "bxor")
-# Between nodes a message travels in pieces of this size, each as soon as its node has reduced it.
-_PIECE_BYTES = 4 << 20
+# Between nodes a message travels in parts of this size, each as soon as its node has reduced it.
+_PART_BYTES = 4 << 20
 # Half of a process's address space: each process maps the bytes of all ranks of its node.
 _MOST_SHARED_BYTES = 1 << 46
 # Seconds after which a thread that does not end is left behind at the end of the program.
@@ -340,13 +341,13 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self._keep("cpu", connect(PrefixStore("nostall cpu", store), rank, size, timeout))
         self._set_default_backend(ProcessGroup.BackendType.CUSTOM)
         self._fixed = options.order == "fixed"
-        heads = [nodes.index(name) for name in dict.fromkeys(nodes)]
-        self._one_node = len(heads) == 1
+        leaders = [nodes.index(name) for name in dict.fromkeys(nodes)]
+        self._one_node = len(leaders) == 1
         self._aborts = Aborts(store, rank, size, self._end_waiting, self._global_rank)
-        self._heads: Any = None
-        if not self._one_node and rank in heads:
-            among = PrefixStore("nostall heads", store)
-            self._heads = connect(among, heads.index(rank), len(heads), timeout)
+        self._leaders: Any = None
+        if not self._one_node and rank in leaders:
+            among = PrefixStore("nostall leaders", store)
+            self._leaders = connect(among, leaders.index(rank), len(leaders), timeout)
         if size > 1:
             ends.publish(store, rank)
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -679,7 +680,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         """Drops the last reference to Gloo, which joins its threads."""
         self._delegated.clear()
         self._inner.clear()
-        self._heads = None
+        self._leaders = None
         for registered in self._registered:
             registered.drop()
 
@@ -709,26 +710,17 @@ class Group(ProcessGroup):  # type: ignore[misc]
         return self._reducers[key]
 
     def _allreduce(self, flat: torch.Tensor, op: str) -> None:
-        node, heads, reducer = self._node._live(), self._heads, self._reducer(op, flat)
+        node, reducer, address = self._node._live(), self._reducer(op, flat), flat.data_ptr()
         if self._one_node:
-            address = flat.data_ptr()
             node.allreduce(address, address, flat.numel(), reducer, "cooperative", self._fixed)
             return
-        among = dist.AllreduceOptions()
-        among.reduceOp = next(k for k, v in _OPERATIONS.items() if v == op)
-        among.timeout = self._limit
-        pieces = flat.view(-1).split(max(1, _PIECE_BYTES // flat.element_size()))
-        works = []
-        for piece in pieces:
-            address = piece.data_ptr()
-            target = address if heads is not None else 0
-            node.reduce(address, target, piece.numel(), reducer, 0, "cooperative", self._fixed)
-            if heads is not None:
-                works.append(heads.allreduce([piece], among))
-        for i, piece in enumerate(pieces):
-            if heads is not None:
-                works[i].wait()
-            node.broadcast(piece.data_ptr(), piece.nbytes, 0)
+        leaders = None
+        if self._leaders is not None:
+            among = dist.AllreduceOptions()
+            among.reduceOp = next(k for k, v in _OPERATIONS.items() if v == op)
+            among.timeout = self._limit
+            leaders = LeaderTensor(flat, lambda part: self._leaders.allreduce([part], among))
+        node.two_level_allreduce(leaders, address, flat.numel(), reducer, self._fixed, _PART_BYTES)
 
     def _end_waiting(self) -> None:
         """Aborts this rank's communicator, and ends the ranks that wait for it."""
@@ -741,11 +733,11 @@ class Group(ProcessGroup):  # type: ignore[misc]
 
     def _gloos(self) -> list[Any]:
         inner = [gloo for device, gloo in self._inner.items() if device == "cpu"]
-        return [*inner, *([] if self._heads is None else [self._heads])]
+        return [*inner, *([] if self._leaders is None else [self._leaders])]
 
     def _backends(self) -> list[Any]:
         """The backends of torch that this group uses."""
-        return [*self._inner.values(), *([] if self._heads is None else [self._heads])]
+        return [*self._inner.values(), *([] if self._leaders is None else [self._leaders])]
 
     def _allgather(self, source: torch.Tensor, output: torch.Tensor) -> None:
         if output.nbytes != source.nbytes * self._size or output.dtype != source.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,6 +42,64 @@ reducer = GradientReducer({"x": np.zeros(2)}, process_set=mine)
 result = reducer({"x": np.full(2, float(rank))})["x"].tolist()
 """
     assert run_ranks(3, code) == [[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]
+
+
+@pytest.mark.multi
+def test_several_nodes_reduce_in_two_levels(tmp_path: Path) -> None:
+    code = f"""
+import json, os
+os.environ.update(NOSTALL_NODE=f"node {{rank // 2}}", LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+import numpy as np
+import torch, torch.distributed as dist
+import nostall.torch as nt
+from nostall.errors import PeerError
+from nostall.sync import GradientReducer, SyncOptions, reduce_gradients
+dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=rank, world_size=4)
+out = []
+
+# Ranks add 1, 10, 100, 1000; several parts, and a type that rounds.
+big = np.full(3 << 20, 10.0**rank)
+got = reduce_gradients({{"big": big, "half": np.full(5, rank, np.float16)}})
+out.append([np.unique(got["big"]).tolist(), np.unique(got["half"]).tolist()])
+
+# Between nodes, within one, and of a rank alone.
+for mine in ([0, 3], [1, 2]), ([0, 1], [2, 3]), ([0], [1, 2, 3]):
+    mine = next(m for m in mine if rank in m)
+    reducer = GradientReducer({{"x": np.zeros(2)}}, process_set=mine)
+    out.append(reducer({{"x": np.full(2, float(rank))}})["x"].tolist())
+
+# An optimizer's gradients.
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+optimizer = nt.DistributedOptimizer(optimizer, model.named_parameters())
+(model.weight.sum() * rank).backward()
+optimizer.synchronize()
+out.append(model.weight.grad.unique().tolist())
+
+# One that dies in its step.
+reducer = GradientReducer({{"x": np.zeros(2)}}, SyncOptions(timeout=60))
+dist.barrier()
+if rank == 3:
+    os._exit(0)
+try:
+    reducer({{"x": np.zeros(2)}})
+except PeerError as error:
+    out.append(str(error))
+print("RESULT " + json.dumps(out), flush=True)
+os._exit(0)
+"""
+    results = run_ranks(4, code, check=False)
+    assert results[3] == ""
+    sets = [1.5, 1.5, 1.5, 1.5], [0.5, 0.5, 2.5, 2.5], [0.0, 2.0, 2.0, 2.0]
+    for rank, (big, *of_sets, gradient, told) in enumerate(results[:3]):
+        assert big == [[277.75], [1.5]]
+        assert of_sets == [pytest.approx([one[rank]] * 2) for one in sets]
+        assert gradient == [1.5]
+        assert "in the reduction of x" in told
+    assert "this node, whose ranks are 2, 3 of all" in results[2][-1]
+    assert "connection between nodes failed" in results[0][-1]
+    assert "connection between nodes failed" in results[1][-1]
 
 
 @pytest.mark.multi
@@ -86,10 +145,19 @@ import numpy as np
 from nostall import _native
 
 class Alone:
-    rank, ranks = 0, 1
+    rank, ranks, node = 0, 1, [0]
     def __init__(self):
         self.entered = threading.Event()
-    def allreduce(self, data, kind):
+        self.memory = {}
+    def allocate(self, size):
+        memory = np.empty(size, np.uint8)
+        self.memory[memory.ctypes.data] = memory
+        return memory.ctypes.data
+    def release(self, address):
+        del self.memory[address]
+    def start(self, address, count, kind):
+        return self
+    def wait(self):
         self.entered.set()
         time.sleep(0.2)
     def all_gather(self, data):
@@ -99,16 +167,17 @@ class Alone:
         return data
 
 for mode in (_native.SyncMode.planned, _native.SyncMode.negotiated):
-    options, transport = _native.GradientOptions(), Alone()
+    options, network = _native.GradientOptions(), Alone()
     options.mode = mode
     array = np.zeros(4, np.float32)
     engine = _native.GradientEngine(
-        [("w", 4, "float32", "float32")], options, "job", 0, 1, transport, False
+        [("w", 4, "float32", "float32")], options, "job", 0, 1, network, False
     )
-    transport.entered.clear()
+    network.entered.clear()
     engine.submit(0, array.ctypes.data, True)
-    assert transport.entered.wait(60)
+    assert network.entered.wait(60)
     del engine
+    assert not network.memory
 print("dropped")
 """
     done = subprocess.run(

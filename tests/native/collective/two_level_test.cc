@@ -1,0 +1,140 @@
+// Nodes are communicators of threads; their local leaders meet in one more communicator.
+#include "collective/two_level.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+#include "ranks.h"
+
+namespace nostall::collective::testing {
+namespace {
+
+// An allreduce of each part at once, on a communicator of the leaders; fails in `fails_in`.
+class CommunicatorLeaders final : public Leaders {
+ public:
+  explicit CommunicatorLeaders(Communicator& among, uint32_t fails_in = ~uint32_t{0})
+      : among_(among), fails_in_(fails_in) {}
+  std::byte* begin(const TwoLevelMessage& message) override {
+    message_ = message;
+    sums_.resize(message.offset(message.count));
+    return sums_.data();
+  }
+  void start(uint32_t part) override {
+    if (part == fails_in_) throw Error(ErrorKind::peer, "the network is down");
+    started_.push_back(part);
+  }
+  void finish(uint32_t part) override {
+    ASSERT_EQ(started_.at(part), part);
+    const Extent extent = message_.part(part);
+    const uint64_t at = message_.offset(extent.begin);
+    among_.allreduce(sums_.data() + at, message_.out + at, extent.count, *message_.reducer);
+  }
+  void end() override { ended = true; }
+  bool ended = false;
+
+ private:
+  Communicator& among_;
+  const uint32_t fails_in_;
+  TwoLevelMessage message_;
+  std::vector<std::byte> sums_;
+  std::vector<uint32_t> started_;
+};
+
+// Runs `body(node communicator, leaders' communicator or null, rank of the job)` on all ranks of
+// nodes of these sizes; what each threw.
+template <typename Body>
+std::vector<std::string> run_nodes(const std::vector<uint32_t>& sizes, const Body& body) {
+  const std::string job = fresh_job();
+  const auto nodes = static_cast<uint32_t>(sizes.size());
+  std::vector<std::string> errors(std::accumulate(sizes.begin(), sizes.end(), size_t{0}));
+  std::vector<std::thread> threads;
+  uint32_t rank = 0;
+  for (uint32_t node = 0; node < nodes; ++node) {
+    for (uint32_t local = 0; local < sizes[node]; ++local, ++rank) {
+      threads.emplace_back([&, node, local, rank] {
+        try {
+          Communicator own(config_of(job + " node " + std::to_string(node), local, sizes[node]));
+          std::unique_ptr<Communicator> among;
+          if (local == 0) {
+            among = std::make_unique<Communicator>(config_of(job + " leaders", node, nodes));
+          }
+          body(own, among.get(), rank);
+        } catch (const Error& error) {
+          errors[rank] = error.what();
+        }
+      });
+    }
+  }
+  for (std::thread& t : threads) t.join();
+  return errors;
+}
+
+TEST(TwoLevel, SumsOverNodesOfAllSizes) {
+  const std::vector<uint32_t> sizes{2, 1, 3};
+  const auto errors = run_nodes(sizes, [](Communicator& node, Communicator* among, uint32_t rank) {
+    const Reducer sum(Op::sum, DataType::int64);
+    for (const uint64_t count : {uint64_t{0}, uint64_t{1}, uint64_t{5}, uint64_t{70'001}}) {
+      for (const uint32_t parts : {1U, 4U}) {
+        std::vector<int64_t> in(count), out(count, -1);
+        for (uint64_t i = 0; i < count; ++i) in[i] = static_cast<int64_t>(i) * (rank + 1);
+        const auto* from = reinterpret_cast<const std::byte*>(in.data());
+        for (auto* to : {reinterpret_cast<std::byte*>(out.data()), const_cast<std::byte*>(from)}) {
+          std::optional<CommunicatorLeaders> leaders;
+          if (among != nullptr) leaders.emplace(*among);
+          two_level_allreduce(node, leaders ? &*leaders : nullptr, {from, to, count, &sum, parts});
+          const auto* got = reinterpret_cast<const int64_t*>(to);
+          for (uint64_t i = 0; i < count; ++i) ASSERT_EQ(got[i], static_cast<int64_t>(i) * 21);
+          ASSERT_TRUE(!leaders || count == 0 || leaders->ended);
+        }
+      }
+    }
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+}
+
+TEST(TwoLevel, OrderWithinANodeCanBeFixed) {
+  // Only ((a + b) + c) keeps the 1.
+  const auto errors = run_nodes({3, 1}, [](Communicator& node, Communicator* among, uint32_t rank) {
+    const Reducer sum(Op::sum, DataType::float32);
+    const float mine[] = {1e30F, -1e30F, 1.0F, 2.0F};
+    std::vector<float> data(10'000, mine[rank]);
+    auto* const place = reinterpret_cast<std::byte*>(data.data());
+    std::optional<CommunicatorLeaders> leaders;
+    if (among != nullptr) leaders.emplace(*among);
+    two_level_allreduce(node, leaders ? &*leaders : nullptr, {place, place, data.size(), &sum, 2},
+                        {.order = Order::fixed});
+    for (const float value : data) ASSERT_EQ(value, 3.0F);
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+}
+
+TEST(TwoLevel, WhatALeaderThrowsIsThrownOnItsNode) {
+  const auto errors = run_nodes({3, 1}, [](Communicator& node, Communicator* among, uint32_t rank) {
+    if (rank == 3) return;  // the other node takes no part: the leader fails before it is needed
+    const Reducer sum(Op::sum, DataType::int64);
+    std::vector<int64_t> data(10'000);
+    auto* const place = reinterpret_cast<std::byte*>(data.data());
+    std::optional<CommunicatorLeaders> leaders;
+    if (among != nullptr) leaders.emplace(*among, 1);
+    two_level_allreduce(node, leaders ? &*leaders : nullptr, {place, place, data.size(), &sum, 3});
+  });
+  for (uint32_t rank = 0; rank < 3; ++rank) {
+    EXPECT_NE(errors[rank].find("the network is down"), std::string::npos) << errors[rank];
+  }
+}
+
+TEST(TwoLevel, PartsAreBounded) {
+  EXPECT_EQ(parts_of(0, 100, 8), 1U);
+  EXPECT_EQ(parts_of(399, 100, 8), 3U);
+  EXPECT_EQ(parts_of(10'000, 100, 8), 8U);
+}
+
+}  // namespace
+}  // namespace nostall::collective::testing
