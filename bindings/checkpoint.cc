@@ -46,6 +46,7 @@ class DirectoryLock {
  public:
   explicit DirectoryLock(const std::string& path) : lock_(LockFile::open(path, true).take()) {}
   Locked acquire() { return lock_.try_lock(0, LockMode::exclusive); }
+  int error_number() const { return lock_.error_number(); }
   void release() { lock_.unlock(0); }
 
  private:
@@ -207,10 +208,12 @@ void bind_checkpoint(nb::module_& m) {
   nb::enum_<Locked>(m, "Locked")
       .value("yes", Locked::yes)
       .value("elsewhere", Locked::elsewhere)
-      .value("unsupported", Locked::unsupported);
+      .value("unsupported", Locked::unsupported)
+      .value("failed", Locked::failed);
   nb::class_<DirectoryLock>(m, "DirectoryLock", "A lock that ends with its process.")
       .def(nb::init<const std::string&>(), nb::arg("path"))
       .def("acquire", &DirectoryLock::acquire, Unlocked(),
            "At once: whether it was had, or the file system has no locks.")
+      .def_prop_ro("error_number", &DirectoryLock::error_number, "Why acquire() failed, an errno.")
       .def("release", &DirectoryLock::release);
 }

@@ -7,6 +7,24 @@
 #include <cerrno>
 
 namespace nostall {
+namespace {
+
+static_assert(kByPath == AT_FDCWD);
+
+const char* name_in(int directory, const std::string& path) {
+  return path.c_str() + (directory == kByPath ? 0 : path.find_last_of('/') + 1);
+}
+
+// The call again for as long as signals interrupt it; 0, or -errno.
+template <typename Call>
+int uninterrupted(Call call) {
+  while (call() != 0) {
+    if (errno != EINTR) return -errno;
+  }
+  return 0;
+}
+
+}  // namespace
 
 Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
   if (this != &other) {
@@ -64,6 +82,33 @@ int FileSystem::allocate(int fd, uint64_t offset, uint64_t size) {
     const int error = ::posix_fallocate(fd, static_cast<off_t>(offset), static_cast<off_t>(size));
     if (error != EINTR) return -error;
   }
+}
+
+int FileSystem::reserve(int fd, uint64_t size) {
+  return uninterrupted([&] { return ::fallocate(fd, 0, 0, static_cast<off_t>(size)); });
+}
+
+int FileSystem::truncate(int fd, uint64_t size) {
+  return uninterrupted([&] { return ::ftruncate(fd, static_cast<off_t>(size)); });
+}
+
+int FileSystem::rename(const std::string& from, const std::string& to, int directory) {
+  const char *old = name_in(directory, from), *fresh = name_in(directory, to);
+  return ::renameat(directory, old, directory, fresh) == 0 ? 0 : -errno;
+}
+
+int FileSystem::unlink(const std::string& path, int directory) {
+  return ::unlinkat(directory, name_in(directory, path), 0) == 0 ? 0 : -errno;
+}
+
+int FileSystem::lock(int fd, short type, uint64_t byte) {
+  struct flock request {};
+  request.l_type = type;
+  request.l_whence = SEEK_SET;
+  request.l_start = static_cast<off_t>(byte);
+  request.l_len = 1;
+  const int error = uninterrupted([&] { return ::fcntl(fd, F_OFD_SETLK, &request); });
+  return error == -EACCES ? -EAGAIN : error;
 }
 
 int FileSystem::fsync(int fd) { return ::fsync(fd) == 0 ? 0 : -errno; }

@@ -1,8 +1,8 @@
 // base/file.h - file descriptors that close themselves, and the calls on them that can be replaced.
 //
-// Every read, write and allocation of the core's files goes through FileSystem, so that tests can
-// fail, tear, delay and fill them. Functions return 0 or a byte count, or -errno; they retry EINTR
-// and short transfers themselves.
+// Every read, write, allocation, rename and lock of the core's files goes through FileSystem, so that
+// tests can fail, tear, delay and fill them. Functions return 0 or a byte count, or -errno; they
+// retry EINTR and short transfers themselves.
 // Thread-safety: FileSystem implementations are thread-safe; a Descriptor is a value with one
 // owner.
 #pragma once
@@ -14,6 +14,8 @@
 #include <utility>
 
 namespace nostall {
+
+inline constexpr int kByPath = -100;  // AT_FDCWD
 
 class Descriptor {
  public:
@@ -41,7 +43,17 @@ class FileSystem {
   virtual int64_t pwrite(int fd, std::span<const std::byte> from, uint64_t offset);
   // Makes [offset, offset + size) of the file exist on its device; 0, or -errno (-ENOSPC).
   virtual int allocate(int fd, uint64_t offset, uint64_t size);
+  // Reserves room for the first `size` bytes, where the file system does so without writing zeros;
+  // 0, or -errno (-EOPNOTSUPP where it does not).
+  virtual int reserve(int fd, uint64_t size);
+  virtual int truncate(int fd, uint64_t size);
   virtual int fsync(int fd);
+  // With a `directory`, which is open, paths mean their last component in it.
+  virtual int rename(const std::string& from, const std::string& to, int directory = kByPath);
+  virtual int unlink(const std::string& path, int directory = kByPath);
+  // At once: F_RDLCK, F_WRLCK or F_UNLCK of one byte for the open file; 0, or -errno (-EAGAIN where
+  // another holds it).
+  virtual int lock(int fd, short type, uint64_t byte);
 
   // The operating system's own.
   static FileSystem& real();

@@ -10,18 +10,6 @@
 #include <utility>
 
 namespace nostall {
-namespace {
-
-struct flock request(uint64_t byte, short type) {
-  struct flock lock {};
-  lock.l_type = type;
-  lock.l_whence = SEEK_SET;
-  lock.l_start = static_cast<off_t>(byte);
-  lock.l_len = 1;
-  return lock;
-}
-
-}  // namespace
 
 Result<LockFile> LockFile::open(const std::string& path, bool create) {
   const int flags = O_RDWR | O_NOFOLLOW | O_NONBLOCK | (create ? O_CREAT : 0);
@@ -36,7 +24,7 @@ Result<LockFile> LockFile::open(const std::string& path, bool create) {
   return LockFile(file);
 }
 
-LockFile::LockFile(const Descriptor& file) : pid_(::getpid()) {
+LockFile::LockFile(const Descriptor& file, FileSystem& files) : files_(&files), pid_(::getpid()) {
   const NoForks held;
   fd_ = ::fcntl(file.get(), F_DUPFD_CLOEXEC, 0);
   if (fd_ < 0) throw io_error("cannot open", "a lock file once more", errno);
@@ -44,13 +32,18 @@ LockFile::LockFile(const Descriptor& file) : pid_(::getpid()) {
 }
 
 LockFile::LockFile(LockFile&& other) noexcept
-    : fd_(std::exchange(other.fd_, -1)), pid_(other.pid_) {}
+    : files_(other.files_),
+      fd_(std::exchange(other.fd_, -1)),
+      pid_(other.pid_),
+      error_number_(other.error_number_) {}
 
 LockFile& LockFile::operator=(LockFile&& other) noexcept {
   if (this != &other) {
     close();
+    files_ = other.files_;
     fd_ = std::exchange(other.fd_, -1);
     pid_ = other.pid_;
+    error_number_ = other.error_number_;
   }
   return *this;
 }
@@ -68,21 +61,30 @@ void LockFile::close() noexcept {
 }
 
 Locked LockFile::try_lock(uint64_t byte, LockMode mode) noexcept {
-  struct flock lock = request(byte, mode == LockMode::shared ? F_RDLCK : F_WRLCK);
-  while (::fcntl(fd_, F_OFD_SETLK, &lock) != 0) {
-    if (errno == EAGAIN || errno == EACCES) return Locked::elsewhere;
-    if (errno != EINTR) return Locked::unsupported;
+  error_number_ = -files_->lock(fd_, mode == LockMode::shared ? F_RDLCK : F_WRLCK, byte);
+  switch (error_number_) {
+    case 0:
+      return Locked::yes;
+    case EAGAIN:
+      return Locked::elsewhere;
+    case ENOLCK:
+    case ENOTSUP:
+    case EINVAL:
+    case ENOSYS:
+      return Locked::unsupported;
+    default:
+      return Locked::failed;
   }
-  return Locked::yes;
 }
 
-void LockFile::unlock(uint64_t byte) noexcept {
-  struct flock lock = request(byte, F_UNLCK);
-  ::fcntl(fd_, F_OFD_SETLK, &lock);
-}
+void LockFile::unlock(uint64_t byte) noexcept { files_->lock(fd_, F_UNLCK, byte); }
 
 bool LockFile::is_held_elsewhere(uint64_t byte) const noexcept {
-  struct flock lock = request(byte, F_RDLCK);
+  struct flock lock {};
+  lock.l_type = F_RDLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = static_cast<off_t>(byte);
+  lock.l_len = 1;
   return ::fcntl(fd_, F_OFD_GETLK, &lock) == 0 && lock.l_type == F_WRLCK;
 }
 

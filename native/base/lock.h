@@ -18,8 +18,8 @@ namespace nostall {
 
 enum class LockMode { shared, exclusive };
 // `unsupported`: the file system has no such locks (Lustre mounted without flock, some network and
-// user-space file systems): no process holds it, and none can.
-enum class Locked { yes, elsewhere, unsupported };
+// user-space file systems): no process holds it, and none can. `failed`: error_number() says why.
+enum class Locked { yes, elsewhere, unsupported, failed };
 
 class LockFile {
  public:
@@ -27,13 +27,14 @@ class LockFile {
   // Opens, and with `create` makes, the file; symbolic links are not followed.
   static Result<LockFile> open(const std::string& path, bool create);
   // For a file that is open already: the locks belong to the open file, and are shared with it.
-  explicit LockFile(const Descriptor& file);
+  explicit LockFile(const Descriptor& file, FileSystem& files = FileSystem::real());
   ~LockFile();
   LockFile(LockFile&& other) noexcept;
   LockFile& operator=(LockFile&& other) noexcept;
 
   // At once: whether the lock was had (or changed from the other mode).
   Locked try_lock(uint64_t byte, LockMode mode) noexcept;
+  int error_number() const noexcept { return error_number_; }  // of the last try_lock
   void unlock(uint64_t byte) noexcept;
   // Whether another open file holds the byte exclusively.
   bool is_held_elsewhere(uint64_t byte) const noexcept;
@@ -46,8 +47,10 @@ class LockFile {
 
  private:
   void close() noexcept;
+  FileSystem* files_ = nullptr;
   int fd_ = -1;
   int pid_ = 0;
+  int error_number_ = 0;
 };
 
 }  // namespace nostall

@@ -21,7 +21,6 @@
 namespace nostall {
 namespace {
 
-static_assert(kByPath == AT_FDCWD);
 constexpr int kReplaceAttempts = 20;
 
 // What keeps a file or directory from being this user's alone; empty if nothing does.

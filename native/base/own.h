@@ -11,8 +11,6 @@
 
 namespace nostall {
 
-inline constexpr int kByPath = -100;  // AT_FDCWD
-
 // Opens a file whose name other users can predict, in a directory where they may make files: it is
 // a regular file of this user, with one name, that no other user may open, and not a link. With
 // O_CREAT, what stands in its place is removed where the directory allows it, with a warning. An

@@ -24,11 +24,15 @@ Output::Output(const std::string& path, uint64_t size, bool direct, FileSystem& 
       direct_ = true;
     }
   }
-  // A full device is found here, before the training's time is spent; a file system that cannot
-  // reserve says so when it is written. (posix_fallocate would write zeros there.)
-  if (size > 0 && ::fallocate(buffered_.get(), 0, 0, static_cast<off_t>(size)) != 0 &&
-      errno == ENOSPC) {
-    throw io_error("no room for " + std::to_string(size) + " bytes of a checkpoint", path, ENOSPC);
+  // A device that is full, or fails, is found here, before the training's time is spent. A file
+  // system that does not reserve says so when it is written.
+  const int error = size > 0 ? -files_.reserve(buffered_.get(), size) : 0;
+  const bool unable = error == EOPNOTSUPP || error == ENOSYS || error == EINVAL || error == EPERM;
+  if (error != 0 && !unable) {
+    const bool full = error == ENOSPC || error == EDQUOT;
+    throw io_error((full ? "no room for " : "cannot reserve ") + std::to_string(size) +
+                       " bytes of a checkpoint",
+                   path, error);
   }
 }
 
@@ -55,8 +59,8 @@ int64_t Output::write_buffered(std::span<const std::byte> bytes, uint64_t offset
 }
 
 void Output::finish() {
-  if (::ftruncate(buffered_.get(), static_cast<off_t>(size_)) != 0) {
-    throw io_error("cannot set the size of the checkpoint's file", path_, errno);
+  if (const int error = files_.truncate(buffered_.get(), size_); error != 0) {
+    throw io_error("cannot set the size of the checkpoint's file", path_, -error);
   }
   if (const int error = files_.fsync(buffered_.get()); error < 0) {
     throw io_error("cannot make the checkpoint's file durable", path_, -error);

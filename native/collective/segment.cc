@@ -129,7 +129,11 @@ void Segment::open(std::chrono::steady_clock::time_point deadline) {
       std::this_thread::sleep_for(kJoinSlice / 4);
       continue;
     }
-    if (lock_.try_lock(kFirstRank + config_.rank, LockMode::exclusive) != Locked::yes) {
+    const Locked mine = lock_.try_lock(kFirstRank + config_.rank, LockMode::exclusive);
+    if (mine == Locked::unsupported || mine == Locked::failed) {
+      throw io_error("cannot lock", "the segment of \"" + config_.job + "\"", lock_.error_number());
+    }
+    if (mine == Locked::elsewhere) {
       throw Error(ErrorKind::usage, "rank " + std::to_string(config_.rank) + " of \"" +
                                         config_.job + "\" runs already, as process " +
                                         std::to_string(line(config_.rank).pid.load()) +

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdio>
 #include <cstring>
 #include <limits>
 #include <random>
@@ -179,8 +178,8 @@ int store_index(const std::string& path, std::span<const std::byte> bytes, FileS
     const int64_t written = files.pwrite(fd, bytes, 0);
     error = written < 0 ? static_cast<int>(written) : files.fsync(fd);
   }
-  if (error == 0 && std::rename(temporary.c_str(), path.c_str()) != 0) error = -errno;
-  if (error != 0) ::unlink(temporary.c_str());
+  if (error == 0) error = files.rename(temporary, path);
+  if (error != 0) files.unlink(temporary);
   return error;
 }
 

@@ -5,11 +5,13 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <filesystem>
 #include <vector>
 
 #include "base/lock.h"
+#include "base/log.h"
 
 namespace nostall::tier {
 namespace {
@@ -30,7 +32,7 @@ std::string kept_file_name(const std::string& tier_directory, uint64_t dataset) 
 
 std::string manifest_name(const std::string& tier_file) { return tier_file + ".manifest"; }
 
-void reclaim_kept_files(const std::string& directory, const Descriptor& at) {
+void reclaim_kept_files(const std::string& directory, const Descriptor& at, FileSystem& files) {
   namespace fs = std::filesystem;
   std::vector<std::string> found;
   std::error_code error;
@@ -41,11 +43,14 @@ void reclaim_kept_files(const std::string& directory, const Descriptor& at) {
   for (const std::string& path : found) {
     const auto file = open_own(path, O_RDWR, at.get());
     if (!file) continue;
-    LockFile lock(file.value());
+    LockFile lock(file.value(), files);
     // A job that made it meanwhile locks it before writing, and checks that it still has its name.
     if (lock.try_lock(kAlive, LockMode::exclusive) == Locked::yes &&
         lock.is_current(path, at.get())) {
-      ::unlinkat(at.get(), path.c_str() + directory.size() + 1, 0);
+      const int failed = -files.unlink(path, at.get());
+      if (failed != 0 && failed != ENOENT) {
+        log(LogLevel::warning, io_error("cannot remove the abandoned tier", path, failed).what());
+      }
     }
   }
 }

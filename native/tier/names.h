@@ -21,8 +21,8 @@ std::string manifest_name(const std::string& tier_file);
 inline constexpr uint64_t kAlive = (uint64_t{1} << 61) + 1;
 inline constexpr uint64_t kFirstMember = (uint64_t{1} << 61) + 16;
 
-// Removes the kept tier files without a manifest that no live process holds. `directory` is open as
-// `at`.
-void reclaim_kept_files(const std::string& directory, const Descriptor& at);
+// Removes the kept tier files without a manifest that no live process holds, and warns of one that
+// it cannot remove. `directory` is open as `at`.
+void reclaim_kept_files(const std::string& directory, const Descriptor& at, FileSystem& files);
 
 }  // namespace nostall::tier

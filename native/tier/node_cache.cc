@@ -85,8 +85,6 @@ enum Handed : size_t { kCatalogFile, kArenaFile, kKeptSamples, kFirstTier };
 
 using Kept = std::vector<std::vector<plan::Resident>>;
 
-const char* last_of(const std::string& path) { return path.c_str() + path.find_last_of('/') + 1; }
-
 // What kept tiers held when the first rank looked, for the ranks that attach later: for each tier a
 // count and that many residents.
 Descriptor shared_list(const Kept& kept) {
@@ -443,7 +441,7 @@ void NodeCacheImpl::set_placement(plan::Placement placement) {
 Descriptor NodeCacheImpl::create_catalog() {
   Descriptor file = memory_file("nostall-catalog").take();
   // The catalogue is touched everywhere: it must be there, or there is no cache.
-  int error = ::ftruncate(file.get(), static_cast<off_t>(catalog_bytes())) == 0 ? 0 : -errno;
+  int error = FileSystem::real().truncate(file.get(), catalog_bytes());
   if (error == 0) error = FileSystem::real().allocate(file.get(), 0, catalog_bytes());
   if (error != 0) throw io_error("no memory for", "the catalogue of the node's cache", -error);
   const Mapping mapped =
@@ -468,8 +466,8 @@ Descriptor NodeCacheImpl::create_arena() {
   std::string why;
   if (!file) {
     why = file.error().what();
-  } else if (::ftruncate(file.value().get(), static_cast<off_t>(arena_bytes_)) != 0) {
-    why = io_error("cannot size a file in", config_.shm_directory, errno).what();
+  } else if (const int error = files_.truncate(file.value().get(), arena_bytes_); error != 0) {
+    why = io_error("cannot size a file in", config_.shm_directory, -error).what();
   } else {
     return std::move(file).take();
   }
@@ -499,7 +497,7 @@ void NodeCacheImpl::map_shared() {
                     "; give all ranks the same data set and arguments");
   }
   // Not what is mapped: a forked child would keep its locks.
-  lock_ = LockFile(reopen(catalog_file_.get()).take());
+  lock_ = LockFile(reopen(catalog_file_.get()).take(), files_);
   catalog_ =
       Mapping::map(reopen(catalog_file_.get()).take(), "the catalogue", catalog_bytes()).take();
   header_ = reinterpret_cast<CatalogHeader*>(catalog_.data());
@@ -555,17 +553,20 @@ void NodeCacheImpl::check(const CatalogHeader& h) const {
 }
 
 void NodeCacheImpl::enter_member() {
-  if (lock_.try_lock(kFirstMember + config_.local_rank, LockMode::exclusive) != Locked::yes) {
+  const auto fail = [this] {
+    throw io_error("cannot lock", "the catalogue of the node's cache", lock_.error_number());
+  };
+  const Locked own = lock_.try_lock(kFirstMember + config_.local_rank, LockMode::exclusive);
+  if (own == Locked::elsewhere) {
     const int pid = header_->members[config_.local_rank].pid.load();
     throw Error(ErrorKind::usage, "local rank " + std::to_string(config_.local_rank) +
                                       " of job \"" + config_.job + "\" runs already, as process " +
                                       std::to_string(pid) +
                                       ": give each rank its own local_rank, or another job");
   }
+  if (own != Locked::yes) fail();
   // Until this rank leaves, no other one is the last.
-  if (lock_.try_lock(kAlive, LockMode::shared) != Locked::yes) {
-    throw io_error("cannot lock", "the catalogue of the node's cache", ENOLCK);
-  }
+  if (lock_.try_lock(kAlive, LockMode::shared) != Locked::yes) fail();
   Member& me = header_->members[config_.local_rank];
   me.pid.store(::getpid());
   me.membership.store(Membership::joined);
@@ -611,11 +612,11 @@ bool NodeCacheImpl::open_kept(size_t t) {
   };
   auto own = own_directory(directory);
   if (!own) return refuse(own.error().what());
-  reclaim_kept_files(directory, own.value());
+  reclaim_kept_files(directory, own.value(), files_);
   for (int attempt = 0; attempt < kOpenAttempts; ++attempt) {
     auto file = open_own(path, O_RDWR | O_CREAT, own.value().get());
     if (!file) return refuse(file.error().what());
-    LockFile lock(file.value());
+    LockFile lock(file.value(), files_);
     switch (lock.try_lock(kAlive, LockMode::exclusive)) {
       case Locked::elsewhere:
         return false;
@@ -623,6 +624,8 @@ bool NodeCacheImpl::open_kept(size_t t) {
         return refuse("the file system of " + spec.path +
                       " has no locks on bytes of a file (fcntl), so that two jobs could write one "
                       "kept tier");
+      case Locked::failed:
+        return refuse(io_error("cannot lock", path, lock.error_number()).what());
       case Locked::yes:
         break;
     }
@@ -644,10 +647,10 @@ bool NodeCacheImpl::open_kept(size_t t) {
 void NodeCacheImpl::shorten_kept(size_t t) {
   struct stat status {};
   const uint64_t capacity = config_.tiers[t].capacity;
-  if (::fstat(tier_files_[t].get(), &status) == 0 &&
-      static_cast<uint64_t>(status.st_size) > capacity &&
-      ::ftruncate(tier_files_[t].get(), static_cast<off_t>(capacity)) != 0) {
-    warn(t, io_error("cannot shorten", tier_paths_[t], errno).what());
+  if (::fstat(tier_files_[t].get(), &status) != 0) return;
+  if (static_cast<uint64_t>(status.st_size) <= capacity) return;
+  if (const int error = files_.truncate(tier_files_[t].get(), capacity); error != 0) {
+    warn(t, io_error("cannot shorten", tier_paths_[t], -error).what());
   }
 }
 
@@ -674,7 +677,7 @@ void NodeCacheImpl::take_tier_files(std::vector<Descriptor>& files) {
     if (!tier_files_[t]) disabled_[t] = true;
     kept_directories_[t] = std::move(files[kFirstTier + tiers + t]);
     if (!kept_directories_[t]) continue;
-    kept_files_[t] = LockFile(tier_files_[t]);
+    kept_files_[t] = LockFile(tier_files_[t], files_);
     tier_files_[t] = reopen(kept_files_[t].get()).take();
     tier_paths_[t] = kept_file_name(spec.path, config_.dataset);
   }
@@ -844,12 +847,10 @@ void NodeCacheImpl::write_manifest(size_t t, bool last) {
     const int64_t n = file ? files_.pwrite(fd, bytes, 0) : -file.error().error_number();
     error = n < 0 ? static_cast<int>(n) : files_.fsync(fd);
   }
-  if (error == 0 && ::renameat(directory, last_of(temporary), directory, last_of(path)) != 0) {
-    error = -errno;
-  }
+  if (error == 0) error = files_.rename(temporary, path, directory);
   if (error != 0) {
     warn(t, io_error("cannot keep the file tier: cannot write", path, -error).what());
-    ::unlinkat(directory, last_of(temporary), 0);
+    files_.unlink(temporary, directory);
   }
 }
 

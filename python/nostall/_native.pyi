@@ -881,12 +881,18 @@ class Locked(enum.Enum):
 
     unsupported = 2
 
+    failed = 3
+
 class DirectoryLock:
     """A lock that ends with its process."""
 
     def __init__(self, path: str) -> None: ...
     def acquire(self) -> Locked:
         """At once: whether it was had, or the file system has no locks."""
+
+    @property
+    def error_number(self) -> int:
+        """Why acquire() failed, an errno."""
 
     def release(self) -> None: ...
 

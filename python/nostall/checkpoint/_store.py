@@ -319,6 +319,9 @@ class Store:
                 "same time",
                 self.root,
             )
+        if got == _native.Locked.failed:
+            with io_errors("lock", self.root / ".lock"):
+                raise OSError(lock.error_number, os.strerror(lock.error_number))
         self._lock = lock
         try:
             self.branch()

@@ -13,6 +13,7 @@
 #include <functional>
 #include <vector>
 
+#include "../failing_files.h"
 #include "base/lock.h"
 #include "base/log.h"
 
@@ -140,10 +141,20 @@ TEST_F(OwnFile, WithoutANameIsGoneWithItsLastDescriptor) {
   EXPECT_THAT(unnamed_file(root_ / "none").error().what(), HasSubstr("none"));
 }
 
-TEST_F(OwnFile, LockTellsHeldFromImpossible) {
-  // The kernel locks no byte of what was not opened for writing: as a file system without locks.
-  LockFile unwritable{Descriptor(::open((root_ / "precious").c_str(), O_RDONLY | O_CLOEXEC))};
-  EXPECT_EQ(unwritable.try_lock(0, LockMode::exclusive), Locked::unsupported);
+TEST_F(OwnFile, LockTellsHeldFromImpossibleAndFailed) {
+  FailingFiles files;
+  LockFile lock(Descriptor(::open((root_ / "precious").c_str(), O_RDWR | O_CLOEXEC)), files);
+  for (const int error : {ENOLCK, ENOTSUP, EINVAL, ENOSYS}) {
+    files.errors["lock"] = error;
+    EXPECT_EQ(lock.try_lock(0, LockMode::exclusive), Locked::unsupported) << error;
+  }
+  for (const int error : {EIO, ESTALE, EDEADLK}) {
+    files.errors["lock"] = error;
+    EXPECT_EQ(lock.try_lock(0, LockMode::exclusive), Locked::failed);
+    EXPECT_EQ(lock.error_number(), error);
+  }
+  files.errors.clear();
+  EXPECT_EQ(lock.try_lock(0, LockMode::exclusive), Locked::yes);
   ::mkfifo(path_.c_str(), 0600);
   EXPECT_THAT(LockFile::open(path_, true).error().what(), HasSubstr("not a regular file"));
 }

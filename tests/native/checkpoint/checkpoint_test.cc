@@ -11,6 +11,7 @@
 #include <random>
 #include <thread>
 
+#include "../failing_files.h"
 #include "../refuse.h"
 #include "base/activity.h"
 #include "base/crc32c.h"
@@ -76,15 +77,11 @@ class Faulty : public FileSystem {
     if (delay_ > 0ms) std::this_thread::sleep_for(delay_);
     return FileSystem::pwrite(fd, from, offset);
   }
-  int fsync(int fd) override {
-    ++syncs_;
-    return fail_sync_ ? -EIO : FileSystem::fsync(fd);
-  }
   static bool is_direct(int fd) { return (::fcntl(fd, F_GETFL) & O_DIRECT) != 0; }
 
-  std::atomic<int> writes_{0}, syncs_{0};
+  std::atomic<int> writes_{0};
   int fail_at_ = 0, fail_with_ = EIO;
-  bool refuse_direct_ = false, fail_sync_ = false;
+  bool refuse_direct_ = false;
   std::chrono::milliseconds delay_{0};
 };
 
@@ -196,13 +193,30 @@ TEST_F(CheckpointTest, SaysWhatTheDiskRefused) {
   }
 }
 
-TEST_F(CheckpointTest, AFileThatWasNotSyncedIsAnError) {
-  Faulty files;
-  files.fail_sync_ = true;
+TEST_F(CheckpointTest, EveryCallThatFailsIsToldWithTheFile) {
   auto snapshot = snapshot_of(100);
   snapshot->finish();
-  Write write(snapshot, path("f"), {}, nullptr, files);
-  EXPECT_THROW(write.run(), Error);
+  const auto told = [&](const std::string& call, int error) -> std::string {
+    FailingFiles files;
+    files.errors[call] = error;
+    try {
+      Write(snapshot, path("f"), {}, nullptr, files).run();
+      return "";
+    } catch (const Error& e) {
+      EXPECT_EQ(e.kind(), ErrorKind::io);
+      EXPECT_EQ(e.error_number(), error);
+      EXPECT_THAT(e.what(), testing::HasSubstr(path("f")));
+      return e.what();
+    }
+  };
+  using testing::HasSubstr;
+  EXPECT_THAT(told("open", EROFS), HasSubstr("cannot make"));
+  EXPECT_THAT(told("reserve", ENOSPC), HasSubstr("no room for "));
+  EXPECT_THAT(told("reserve", EDQUOT), HasSubstr("no room for "));
+  EXPECT_THAT(told("reserve", EIO), HasSubstr("cannot reserve "));
+  EXPECT_EQ(told("reserve", EOPNOTSUPP), "");
+  EXPECT_THAT(told("truncate", EIO), HasSubstr("cannot set the size"));
+  EXPECT_THAT(told("fsync", EIO), HasSubstr("durable"));
 }
 
 TEST_F(CheckpointTest, HurryLiftsRateAndGate) {

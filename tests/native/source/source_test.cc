@@ -6,11 +6,13 @@
 #include <filesystem>
 #include <fstream>
 
+#include "../failing_files.h"
 #include "../refuse.h"
 #include "base/log.h"
 #include "source/choice.h"
 #include "source/folder.h"
 #include "source/scan.h"
+#include "temporary.h"
 
 namespace nostall::source {
 namespace {
@@ -24,6 +26,27 @@ SampleIndex small_index() {
   index.set_classes({"a", "b"});
   index.set_directories({{"", 5}, {"a", 6}});
   return index;
+}
+
+TEST(StoredIndex, TellsWhichCallFailedAndLeavesNothing) {
+  const TemporaryFolder folder;
+  const auto bytes = serialize_index(small_index(), 9);
+  const std::pair<const char*, int> cases[] = {
+      {"open", EROFS}, {"pwrite", ENOSPC}, {"fsync", EIO}, {"rename", EROFS}};
+  for (const auto& [call, error] : cases) {
+    FailingFiles files;
+    files.errors[call] = error;
+    EXPECT_EQ(store_index(folder.path("index"), bytes, files), -error) << call;
+    EXPECT_TRUE(std::filesystem::is_empty(folder.path())) << call;
+  }
+  EXPECT_EQ(store_index(folder.path("index"), bytes, FileSystem::real()), 0);
+  for (const auto& [call, error] : {std::pair{"open", EACCES}, std::pair{"pread", EIO}}) {
+    FailingFiles files;
+    files.errors[call] = error;
+    const auto loaded = load_bytes(folder.path("index"), kIndexMagic, 1 << 20, files);
+    ASSERT_FALSE(loaded);
+    EXPECT_EQ(loaded.error().error_number(), error);
+  }
 }
 
 TEST(Index, SurvivesTheRoundTrip) {

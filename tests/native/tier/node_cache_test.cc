@@ -12,6 +12,7 @@
 #include <mutex>
 #include <thread>
 
+#include "../failing_files.h"
 #include "base/error.h"
 #include "base/handover.h"
 #include "base/log.h"
@@ -446,6 +447,16 @@ TEST_F(NodeCacheTest, AFullTierTakesNoMoreOnAnyRankAndIsRead) {
   }
 }
 
+// Locks of kept tiers, and of nothing else, fail.
+class KeptLocksFail : public FileSystem {
+ public:
+  int lock(int fd, short type, uint64_t byte) override {
+    const auto file = fs::read_symlink("/proc/self/fd/" + std::to_string(fd));
+    return file.extension() == ".tier" ? -error : FileSystem::lock(fd, type, byte);
+  }
+  int error = 0;
+};
+
 class BrokenDisk : public FileSystem {
  public:
   int64_t pwrite(int, std::span<const std::byte>, uint64_t) override {
@@ -488,6 +499,98 @@ TEST_F(NodeCacheTest, WithoutSharedMemoryThereIsNoRamTier) {
   }
   ASSERT_EQ(warnings_.size(), 1u);
   EXPECT_NE(warnings_[0].find("there is no RAM tier"), std::string::npos) << warnings_[0];
+}
+
+TEST_F(NodeCacheTest, WithoutRoomForItsLengthThereIsNoRamTier) {
+  FailingFiles files;
+  files.errors["truncate"] = EIO;
+  auto c = config(0, 1);
+  c.files = &files;
+  const auto cache = attach(c);
+  EXPECT_FALSE(cache->claim(0));
+  ASSERT_EQ(warnings_.size(), 1u);
+  EXPECT_NE(warnings_[0].find("Input/output error; there is no RAM tier"), std::string::npos);
+}
+
+TEST_F(NodeCacheTest, ATierWhoseFileCannotBeLockedIsNotKept) {
+  const std::pair<int, const char*> cases[] = {{ENOLCK, "has no locks on bytes of a file"},
+                                               {EIO, "Input/output error"}};
+  for (const auto& [error, told] : cases) {
+    warnings_.clear();
+    KeptLocksFail files;
+    files.error = error;
+    auto c = config(0, 1, TierKind::file);
+    c.tiers[0].keep = true;
+    c.files = &files;
+    {
+      const auto cache = attach(c);
+      put(*cache, 2);
+      EXPECT_EQ(cache->state(2), State::ready);
+    }
+    ASSERT_EQ(warnings_.size(), 1u);
+    EXPECT_NE(warnings_[0].find(told), std::string::npos) << warnings_[0];
+    EXPECT_NE(warnings_[0].find("this tier is not kept"), std::string::npos);
+    EXPECT_TRUE(kept_records(c.tiers[0], c.dataset, kSamples).records.empty());
+  }
+}
+
+TEST_F(NodeCacheTest, ARankThatCannotLockTheCatalogueHasNoTiers) {
+  FailingFiles files;
+  files.errors["lock"] = EIO;
+  auto c = config(0, 1);
+  c.files = &files;
+  const auto cache = attach(c);
+  EXPECT_FALSE(cache->claim(0));
+  ASSERT_EQ(warnings_.size(), 1u);
+  EXPECT_NE(warnings_[0].find("cannot lock the catalogue of the node's cache: Input/output error"),
+            std::string::npos);
+}
+
+TEST_F(NodeCacheTest, WhatCannotBeKeptIsToldAndLeavesNothingHalfWritten) {
+  auto c = config(0, 1, TierKind::file);
+  c.tiers[0].keep = true;
+  { put(*attach(c), 2); }
+  const std::pair<const char*, int> cases[] = {
+      {"fsync", EIO}, {"pwrite", ENOSPC}, {"rename", EROFS}};
+  for (const auto& [call, error] : cases) {
+    warnings_.clear();
+    FailingFiles files;
+    c.files = &files;
+    auto cache = attach(c);
+    files.errors[call] = error;
+    cache.reset();
+    ASSERT_EQ(warnings_.size(), 1u);
+    EXPECT_NE(warnings_[0].find("cannot keep the file tier: cannot write"), std::string::npos);
+    EXPECT_NE(warnings_[0].find(std::strerror(error)), std::string::npos) << warnings_[0];
+    for (const auto& e : fs::recursive_directory_iterator(root_)) {
+      EXPECT_NE(e.path().extension(), ".tmp");
+    }
+    // The manifest of before holds.
+    EXPECT_EQ(kept_records(c.tiers[0], c.dataset, kSamples).records.size(), 1u);
+  }
+}
+
+TEST_F(NodeCacheTest, AKeptFileThatCannotBeCutOrRemovedIsTold) {
+  auto c = config(0, 1, TierKind::file);
+  c.tiers[0].keep = true;
+  { put(*attach(c), 9); }
+  FailingFiles files;
+  files.errors = {{"truncate", EIO}, {"unlink", EROFS}};
+  c.files = &files;
+  std::ofstream(root_ / "disk" / ("nostall-" + std::to_string(::geteuid())) / "1.tier").put('x');
+  for (const auto& e : fs::recursive_directory_iterator(root_ / "disk")) {
+    if (e.is_regular_file()) fs::permissions(e.path(), fs::perms(0600));
+  }
+  c.tiers[0].capacity = 200;
+  plan::Placement none;
+  none.tier.assign(kSamples, plan::kNoTier);
+  none.offset.assign(kSamples, 0);
+  none.used = {0};
+  none.fill.resize(1);
+  const auto cache = NodeCache::attach(c, std::vector<uint64_t>(kSamples, kSize), fixed(none), 2s);
+  ASSERT_EQ(warnings_.size(), 2u);
+  EXPECT_NE(warnings_[0].find("cannot remove the abandoned tier"), std::string::npos);
+  EXPECT_NE(warnings_[1].find("cannot shorten"), std::string::npos);
 }
 
 TEST_F(NodeCacheTest, APlacementBeyondTheCapacityIsRefused) {

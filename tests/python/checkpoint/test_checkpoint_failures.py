@@ -547,8 +547,13 @@ def test_a_file_system_without_locks_is_named_and_used(
         def release(self) -> None:
             pass
 
+        error_number = errno.EIO
+
     monkeypatch.setattr(_native, "DirectoryLock", NoLock)
     with pytest.raises(UsageError, match="another running job"):
+        nostall.Checkpointer(durable=tmp_path)
+    answer = _native.Locked.failed
+    with pytest.raises(IoError, match=r"cannot lock .*\.lock: Input/output error"):
         nostall.Checkpointer(durable=tmp_path)
     answer = _native.Locked.unsupported
     with nostall.Checkpointer(durable=tmp_path) as ckpt:
