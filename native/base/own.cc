@@ -5,6 +5,7 @@
 
 #include <fcntl.h>
 #include <pthread.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -165,6 +166,10 @@ void close_in_children(int fd) {
 }
 
 void close_with_children(Descriptor& file) noexcept {
+  // Closing may take for ever on storage that does not answer, and forks must not wait for that.
+  // Until the number is forgotten it must not name what another thread opens: it names this.
+  const Descriptor nothing(::eventfd(0, EFD_CLOEXEC));
+  if (nothing) ::dup3(nothing.get(), file.get(), O_CLOEXEC);
   const NoForks held;
   for (std::atomic<int>& slot : children().closed) {
     int expected = file.get();

@@ -4,13 +4,18 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <array>
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <future>
+#include <thread>
 #include <vector>
 
 #include "../failing_files.h"
@@ -157,6 +162,61 @@ TEST_F(OwnFile, LockTellsHeldFromImpossibleAndFailed) {
   EXPECT_EQ(lock.try_lock(0, LockMode::exclusive), Locked::yes);
   ::mkfifo(path_.c_str(), 0600);
   EXPECT_THAT(LockFile::open(path_, true).error().what(), HasSubstr("not a regular file"));
+}
+
+// Two connected sockets; closing the first waits until the second takes what was written, or is gone.
+struct Lingering {
+  Lingering() {
+    const Descriptor door(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof address;
+    auto* const at = reinterpret_cast<sockaddr*>(&address);
+    EXPECT_EQ(::bind(door.get(), at, size), 0);
+    EXPECT_EQ(::listen(door.get(), 1), 0);
+    EXPECT_EQ(::getsockname(door.get(), at, &size), 0);
+    here = Descriptor(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    EXPECT_EQ(::connect(here.get(), at, size), 0);
+    there = Descriptor(::accept4(door.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    const linger patience{1, 3600};
+    EXPECT_EQ(::setsockopt(here.get(), SOL_SOCKET, SO_LINGER, &patience, sizeof patience), 0);
+    const std::vector<char> much(1 << 20);
+    while (::send(here.get(), much.data(), much.size(), MSG_DONTWAIT) > 0) {
+    }
+  }
+  Descriptor here, there;
+};
+
+std::string named(int fd) {
+  std::error_code ignored;
+  return fs::read_symlink("/proc/self/fd/" + std::to_string(fd), ignored).string();
+}
+
+TEST_F(OwnFile, AForkDoesNotWaitForAFileThatIsSlowToClose) {
+  Lingering sockets;
+  const int number = sockets.here.get();
+  close_in_children(number);
+  const std::string before = named(number);
+  std::thread closing([&] { close_with_children(sockets.here); });
+  while (named(number) == before) std::this_thread::yield();
+  std::promise<int> forked;
+  std::thread parent([&] {
+    const pid_t child = ::fork();
+    if (child == 0) ::_exit(::fcntl(number, F_GETFD) == -1 ? 0 : 1);
+    int status = -1;
+    ::waitpid(child, &status, 0);
+    forked.set_value(status);
+  });
+  auto status = forked.get_future();
+  const bool in_time = status.wait_for(std::chrono::seconds(20)) == std::future_status::ready;
+  EXPECT_TRUE(sockets.here) << "it was not slow";
+  sockets.there.reset();
+  closing.join();
+  parent.join();
+  EXPECT_TRUE(in_time);
+  EXPECT_EQ(status.get(), 0) << "the child has the file";
+  EXPECT_EQ(named(number), "");
 }
 
 }  // namespace
