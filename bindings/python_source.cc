@@ -134,11 +134,12 @@ class CallbackSource : public source::Source {
  public:
   CallbackSource(std::vector<uint64_t> sizes, std::vector<int64_t> labels,
                  std::vector<uint32_t> group, uint64_t fingerprint, nb::object read,
-                 nb::object describe)
+                 nb::object describe, bool bounded)
       : sizes_(std::move(sizes)),
         labels_(std::move(labels)),
         group_(std::move(group)),
         fingerprint_(fingerprint),
+        bounded_(bounded),
         read_(std::make_shared<Held>(std::move(read))),
         describe_(std::make_shared<Held>(std::move(describe))) {
     if (labels_.size() != sizes_.size() ||
@@ -164,7 +165,7 @@ class CallbackSource : public source::Source {
     }
   }
   std::unique_ptr<source::Reader> make_reader(source::ReaderKind, unsigned) const override {
-    return std::make_unique<Reader>(read_);
+    return std::make_unique<Reader>(read_, bounded_);
   }
   void around(uint64_t sample, std::vector<uint64_t>& out) const override {
     if (group_.empty()) return;
@@ -178,7 +179,7 @@ class CallbackSource : public source::Source {
  private:
   class Reader : public source::Reader {
    public:
-    explicit Reader(std::shared_ptr<Held> read) : read_(std::move(read)) {}
+    Reader(std::shared_ptr<Held> read, bool bounded) : read_(std::move(read)), bounded_(bounded) {}
     std::string_view name() const override { return "python"; }
     void read(std::span<source::ReadRequest> requests) override {
       const nb::gil_scoped_acquire gil;
@@ -202,25 +203,29 @@ class CallbackSource : public source::Source {
     }
 
    private:
-    static void fill(source::ReadRequest& r, const Answer& a) {
+    void fill(source::ReadRequest& r, const Answer& a) const {
       r.error = a.error;
       r.why = a.why;
       if (!a.array) return;
-      if (a.array->nbytes() != r.into.size()) {
+      const size_t bytes = a.array->nbytes();
+      if (bounded_ ? bytes > r.into.size() : bytes != r.into.size()) {
         r.error = source::kWrongBytes;
-        r.why = "it has " + std::to_string(a.array->nbytes()) + " bytes instead of " +
+        r.why = "it has " + std::to_string(bytes) + " bytes instead of " +
                 std::to_string(r.into.size());
-      } else if (!r.into.empty()) {
-        std::memcpy(r.into.data(), a.array->data(), r.into.size());
+        return;
       }
+      if (bytes > 0) std::memcpy(r.into.data(), a.array->data(), bytes);
+      if (bytes < r.into.size()) std::memset(r.into.data() + bytes, 0, r.into.size() - bytes);
     }
     std::shared_ptr<Held> read_;
+    const bool bounded_;
   };
 
   std::vector<uint64_t> sizes_;
   std::vector<int64_t> labels_;
   std::vector<uint32_t> group_;
   uint64_t fingerprint_, total_ = 0;
+  const bool bounded_;
   std::shared_ptr<Held> read_, describe_;
 };
 
@@ -234,9 +239,10 @@ std::shared_ptr<records::Storage> python_storage(std::vector<records::StorageFil
 std::shared_ptr<source::Source> python_source(std::vector<uint64_t> sizes,
                                               std::vector<int64_t> labels,
                                               std::vector<uint32_t> group, uint64_t fingerprint,
-                                              nb::object read, nb::object describe) {
+                                              nb::object read, nb::object describe, bool bounded) {
   return std::make_shared<CallbackSource>(std::move(sizes), std::move(labels), std::move(group),
-                                          fingerprint, std::move(read), std::move(describe));
+                                          fingerprint, std::move(read), std::move(describe),
+                                          bounded);
 }
 
 }  // namespace nostall::bindings

@@ -21,6 +21,7 @@ std::shared_ptr<records::Storage> python_storage(std::vector<records::StorageFil
 std::shared_ptr<source::Source> python_source(std::vector<uint64_t> sizes,
                                               std::vector<int64_t> labels,
                                               std::vector<uint32_t> group, uint64_t fingerprint,
-                                              nanobind::object read, nanobind::object describe);
+                                              nanobind::object read, nanobind::object describe,
+                                              bool bounded);
 
 }  // namespace nostall::bindings

@@ -363,14 +363,14 @@ void bind_sources(nb::module_& m) {
       "callback_source",
       [](const Column<uint64_t>& sizes, const Column<int64_t>& labels,
          const Column<uint32_t>& group, uint64_t fingerprint, nb::callable read,
-         nb::callable describe) -> std::shared_ptr<source::Source> {
+         nb::callable describe, bool bounded) -> std::shared_ptr<source::Source> {
         return bindings::python_source(vector_of(sizes), vector_of(labels), vector_of(group),
-                                       fingerprint, std::move(read), std::move(describe));
+                                       fingerprint, std::move(read), std::move(describe), bounded);
       },
       nb::arg("sizes"), nb::arg("labels"), nb::arg("group"), nb::arg("fingerprint"),
-      nb::arg("read"), nb::arg("describe"),
+      nb::arg("read"), nb::arg("describe"), nb::arg("bounded"),
       "read(list of ids) -> list of buffers or exceptions; samples of a group (rising, or empty) "
-      "are read together.");
+      "are read together. If `bounded`, zeros follow a sample shorter than its size.");
 }
 
 }  // namespace

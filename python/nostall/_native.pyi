@@ -405,6 +405,7 @@ def callback_source(
     fingerprint: int,
     read: Callable,
     describe: Callable,
+    bounded: bool,
 ) -> Source:
     """
     read(list of ids) -> list of buffers or exceptions; samples of a group (rising, or empty) are read together.

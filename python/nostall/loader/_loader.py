@@ -29,6 +29,7 @@ from nostall.errors import UsageError
 from nostall.job import _cluster as cluster
 from nostall.job._rendezvous import find_rendezvous
 from nostall.job._world import find_world
+from nostall.loader._cached_items import ItemStage
 from nostall.loader._calibration import Calibration
 from nostall.loader._options import LoaderArguments, LoaderOptions, with_arguments
 from nostall.loader._python_transforms import PythonStage, takes_images
@@ -38,6 +39,7 @@ from nostall.observe import metrics, trace
 from nostall.observe._recorder import Recorder
 from nostall.observe._stats import ORIGINS
 from nostall.plan import Order, Plan, SubBatches, sample_ids
+from nostall.source._cached import Cached
 from nostall.source._source import Source
 
 if TYPE_CHECKING:
@@ -290,7 +292,22 @@ class DataLoader:
 
     def _transform_by(self, transforms: Transforms) -> None:
         chosen, pixels = self._options, self.dataset.pixels
-        if transforms is not None and not callable(transforms) and is_native(transforms):
+        if isinstance(self.dataset, Cached):
+            if transforms is not None:
+                raise UsageError(
+                    "transforms= is for samples as they are stored: pass what is to be done with each "
+                    "item of a Cached data set as its then="
+                )
+            self._python = ItemStage(
+                self.dataset,
+                workers=chosen.workers,
+                count=self._threads,
+                collate=chosen.collate,
+                output=self._output,
+                on_error=self._on_error,
+                seed=self.seed,
+            )
+        elif transforms is not None and not callable(transforms) and is_native(transforms):
             self._pipeline = compile_transforms(
                 transforms, dtype=chosen.dtype, layout=chosen.layout, pixels=pixels
             )
@@ -405,7 +422,10 @@ class DataLoader:
                 labels = batch.labels
                 for place, replacement in places.items():
                     labels[place] = self.dataset.native.labels[replacement]
-                yield data, self._array(self.dataset.as_labels(labels))
+                if isinstance(self.dataset, Cached):
+                    yield data  # labels are in its items
+                else:
+                    yield data, self._array(self.dataset.as_labels(labels))
         finally:
             # An abandoned iteration may end late; pending work may then belong to a later one.
             if pending is not None and self._recorder.is_current(running):

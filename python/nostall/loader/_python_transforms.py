@@ -21,6 +21,7 @@ import numpy as np
 from nostall import _native
 from nostall.errors import CorruptionError, IoError, TransformError, UsageError
 from nostall.loader.transforms import Transform
+from nostall.source import _items
 from nostall.source._source import Pixels, Source
 
 if TYPE_CHECKING:
@@ -44,13 +45,31 @@ class _Composed:
         return sample
 
 
-# False: raw samples; True: decoded; Pixels: unpacked as pixels.
-Decode = bool | Pixels
+@dataclass(frozen=True)
+class Items:
+    """Samples are records of items (source/_items.py); their pickles may hold these classes."""
+
+    pickles: frozenset[str]
 
 
-def _decoded(raw: NDArray[np.uint8], decode: Decode) -> Any:
+class Late:
+    """In the place of a sample's bytes: what gives them."""
+
+    def __init__(self, read: Callable[[], NDArray[np.uint8]]) -> None:
+        self.read = read
+
+
+# False: raw samples; True: decoded; Pixels: unpacked as pixels; Items: unpacked as items.
+Decode = bool | Pixels | Items
+
+
+def _decoded(raw: NDArray[np.uint8] | Late, decode: Decode) -> Any:
+    if isinstance(raw, Late):
+        raw = raw.read()
     if isinstance(decode, Pixels):
         return decode.image(raw)
+    if isinstance(decode, Items):
+        return _items.decode(raw, decode.pickles)
     return _native.decode_rgb(raw) if decode else raw
 
 
@@ -71,7 +90,7 @@ class _Failed:
 def _apply(
     function: Callable[[Any], Any],
     decode: Decode,
-    samples: Sequence[NDArray[np.uint8]],
+    samples: Sequence[NDArray[np.uint8] | Late],
     remote: bool,
 ) -> list[Any]:
     """The results of some samples, a `_Failed` in the place of each that failed."""
@@ -209,13 +228,14 @@ class PythonStage:
         if self._executor is None:
             raise UsageError("the stage of Python transforms was not started")
         share = max(1, -(-len(raw) // (2 * self._count)))
+        records = self._records(batch, raw)
         try:
             futures = [
                 self._executor.submit(
                     _apply,
                     self._function,
                     self._decode,
-                    [raw[i] for i in range(begin, min(begin + share, len(raw)))],
+                    records[begin : begin + share],
                     self._workers == "processes",
                 )
                 for begin in range(0, len(raw), share)
@@ -223,6 +243,13 @@ class PythonStage:
         except BrokenExecutor as error:
             raise self._worker_died() from error
         self._pending.append((batch, raw, futures))
+
+    def _records(self, batch: _native.Batch, raw: RawBatch) -> Sequence[NDArray[np.uint8] | Late]:
+        return [raw[i] for i in range(len(raw))]
+
+    def _read(self, source: Source, sample: int) -> NDArray[np.uint8]:
+        """The bytes of one sample, which may raise IoError or CorruptionError."""
+        return np.frombuffer(source.native.read(sample), dtype=np.uint8)
 
     def result(self, source: Source) -> tuple[_native.Batch, Any, Substituted, dict[int, int]]:
         """Waits for the oldest batch and returns it, collated.
@@ -314,12 +341,15 @@ class PythonStage:
     def _nothing(self, source: Source) -> Any:
         # A rank's share of the last batch may be empty after a resume on another number of ranks:
         # no samples, in the shape that the callable gives.
-        raw = np.frombuffer(source.native.read(0), dtype=np.uint8)
+        raw = self._read(source, 0)
         (value,) = _apply(self._function, self._decode, [raw], False)
         if isinstance(value, _Failed):
             self._refuse_fault(source, 0, raw, value)
             _, value = self._stand_in(source, 0, "the shape of an empty batch is not known")
-        return self._collate([value])[:0]
+        return self._empty(self._collate([value]))
+
+    def _empty(self, one: Any) -> Any:
+        return one[:0]
 
     def _stand_in(self, source: Source, bad: int, message: str) -> tuple[int, Any]:
         candidates = _native.stand_ins(self._seed, bad, len(source)).tolist()
@@ -327,7 +357,7 @@ class PythonStage:
             if candidate == bad:
                 continue
             try:
-                raw = np.frombuffer(source.native.read(candidate), dtype=np.uint8)
+                raw = self._read(source, candidate)
             except (IoError, CorruptionError):
                 continue
             (value,) = _apply(self._function, self._decode, [raw], False)

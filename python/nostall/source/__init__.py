@@ -4,12 +4,14 @@
     LMDB, TarShards, TFRecord          places of samples found by one scan of the files, and stored
     HDF5, Parquet, ArrowIPC            through h5py and pyarrow
     ObjectFolder                       one object per sample
+    Cached                             items of a data set in Python, made once
 
 Every path of the last two groups, and of TarShards and TFRecord, may also be a URL of an object
 store (``s3://bucket/key``).
 """
 
 from nostall.source._arrow import ArrowIPC, Parquet
+from nostall.source._cached import Cached
 from nostall.source._hdf5 import HDF5
 from nostall.source._lmdb import LMDB
 from nostall.source._object_folder import ObjectFolder
@@ -21,6 +23,7 @@ __all__ = [
     "HDF5",
     "LMDB",
     "ArrowIPC",
+    "Cached",
     "FileList",
     "ImageFolder",
     "ObjectFolder",

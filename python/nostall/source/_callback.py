@@ -29,8 +29,12 @@ class RowReader(ABC):
         labels: NDArray[np.int64],
         group: NDArray[np.uint32] | None,
         identity: Sequence[Any],
+        bounded: bool = False,
     ) -> _native.Source:
-        """A native source that calls this reader; samples of one group are cheaper together."""
+        """A native source that calls this reader; samples of one group are cheaper together.
+
+        If `bounded`, `sizes` are the most that samples may have: zeros follow a shorter one.
+        """
         digest = hashlib.sha256(repr(identity).encode())
         for column in (sizes, labels):
             digest.update(np.ascontiguousarray(column).tobytes())
@@ -41,6 +45,7 @@ class RowReader(ABC):
             fingerprint=int.from_bytes(digest.digest()[:8], "little"),
             read=self.read,
             describe=self.describe,
+            bounded=bounded,
         )
 
     @abstractmethod

@@ -1,0 +1,118 @@
+"""Batches of the items of a `Cached` data set."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from nostall import _native
+from nostall.errors import CorruptionError, TransformError
+from nostall.loader._python_transforms import Items, Late, PythonStage, Substituted
+from nostall.source._cached import Cached
+from nostall.source._item_record import is_left_out
+from nostall.source._items import collate, collate_items
+from nostall.source._source import Source
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from nostall.loader._loader import RawBatch
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+class ItemStage(PythonStage):
+    """Puts items together, after calling `then` of the data set with each.
+
+    Without `then` and the user's own collate= the arrays of a batch are filled from the records: no
+    item is made in between.
+    """
+
+    def __init__(
+        self,
+        source: Cached,
+        *,
+        workers: Literal["threads", "processes"],
+        count: int,
+        collate: Callable[[list[Any]], Any] | None,
+        output: str,
+        on_error: str,
+        seed: int,
+    ) -> None:
+        super().__init__(
+            source.then or _as_it_is,
+            decode=Items(source.pickles),
+            workers=workers if source.then else "threads",
+            count=count,
+            collate=collate or functools.partial(collate_items, output=output),
+            output=output,
+            on_error=on_error,
+            seed=seed,
+        )
+        self._source = source
+        self._output = output
+        self._plain = source.then is None and collate is None
+        self._whole: deque[Future[Any] | None] = deque()
+
+    def submit(self, batch: _native.Batch, raw: RawBatch) -> None:
+        if not self._plain or batch.failures or len(raw) == 0 or self._executor is None:
+            super().submit(batch, raw)
+            self._whole.append(None)
+            return
+        records = self._records(batch, raw)
+        self._whole.append(
+            self._executor.submit(_together, records, self._output, self._source.pickles)
+        )
+        self._pending.append((batch, raw, []))
+
+    def result(self, source: Source) -> tuple[_native.Batch, Any, Substituted, dict[int, int]]:
+        whole = self._whole.popleft()
+        if whole is None:
+            return super().result(source)
+        batch, _, _ = self._pending.popleft()
+        return batch, whole.result(), [], {}
+
+    def drop(self) -> None:
+        super().drop()
+        self._whole.clear()
+
+    def _records(self, batch: _native.Batch, raw: RawBatch) -> Sequence[NDArray[np.uint8] | Late]:
+        records: list[NDArray[np.uint8] | Late] = [raw[i] for i in range(len(raw))]
+        for i, sample in enumerate(batch.samples.tolist()):
+            if is_left_out(raw[i]):
+                late = Late(functools.partial(self._made, sample))
+                records[i] = late if self._workers == "threads" else late.read()
+        return records
+
+    def _made(self, sample: int) -> NDArray[np.uint8]:
+        try:
+            return np.frombuffer(self._source.make(sample), np.uint8)
+        except TransformError as error:
+            raise CorruptionError(str(error)) from None
+
+    def _read(self, source: Source, sample: int) -> NDArray[np.uint8]:
+        record = super()._read(source, sample)
+        return self._made(sample) if is_left_out(record) else record
+
+    def _empty(self, one: Any) -> Any:
+        if isinstance(one, dict):
+            return {key: self._empty(value) for key, value in one.items()}
+        if isinstance(one, tuple) and hasattr(one, "_fields"):
+            return type(one)(*map(self._empty, one))
+        if isinstance(one, list | tuple) and one and not isinstance(one[0], str | bytes):
+            return type(one)(map(self._empty, one))
+        return one[:0]
+
+
+def _together(
+    records: Sequence[NDArray[np.uint8] | Late], output: str, pickles: frozenset[str]
+) -> Any:
+    whole = [record.read() if isinstance(record, Late) else record for record in records]
+    return collate(whole, output, pickles)

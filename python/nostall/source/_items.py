@@ -1,0 +1,285 @@
+"""Records of items read: one by one, or put together as the arrays of a batch.
+
+Reading a record executes nothing; a pickle is read only if its class was allowed by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nostall.errors import CorruptionError, UsageError
+from nostall.source._item_record import PALETTE, Layout, Leaf, layout, values_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def _class_named(name: str) -> Any:
+    module, _, rest = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), rest)
+    except (ImportError, AttributeError, ValueError):
+        raise CorruptionError(
+            f"a record names the class {name}, which does not exist here"
+        ) from None
+    return found
+
+
+def decode(record: NDArray[np.uint8], allowed: frozenset[str] = frozenset()) -> Any:
+    """The item of a record, with memory of its own. `allowed` names classes that may be unpickled.
+
+    Raises:
+        CorruptionError: the bytes are no record.
+    """
+    found, record = layout(record)
+    return _built(found.tree, _read_all(found, record, allowed))
+
+
+def _read_all(found: Layout, record: NDArray[np.uint8], allowed: frozenset[str]) -> list[Any]:
+    return [
+        _read(leaf, data, allowed)
+        for leaf, data in zip(found.leaves, values_of(found, record), strict=True)
+    ]
+
+
+def _read(leaf: Leaf, data: NDArray[np.uint8], allowed: frozenset[str]) -> Any:
+    try:
+        return _READ[leaf.kind](leaf, data, allowed)
+    except CorruptionError:
+        raise
+    except Exception as error:  # whatever numpy, torch, PIL or a pickle say to such bytes
+        raise CorruptionError(f"a record has an impossible value: {error}") from error
+
+
+def _built(tree: Any, values: list[Any]) -> Any:
+    if isinstance(tree, int):
+        return values[tree]
+    if "d" in tree:
+        return {key: _built(child, values) for key, child in tree["d"]}
+    if "o" in tree:
+        return _record_class(tree["o"])(*[_built(child, values) for child in tree["v"]])
+    if "l" in tree:
+        return [_built(child, values) for child in tree["l"]]
+    return tuple(_built(child, values) for child in tree["u"])
+
+
+@functools.lru_cache(maxsize=256)
+def _record_class(name: str) -> Any:
+    found = _class_named(name)
+    if not (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):
+        raise CorruptionError(f"a record names {name} as a named tuple, which it is not")
+    return found
+
+
+Read = Callable[[Leaf, "NDArray[np.uint8]", frozenset[str]], Any]
+
+
+def _read_tensor(leaf: Leaf, data: NDArray[np.uint8], _: frozenset[str]) -> Any:
+    import torch
+
+    dtype, shape = leaf.arguments[-2:]
+    return torch.from_numpy(data.copy()).view(getattr(torch, dtype)).reshape(shape)
+
+
+def _read_vision(leaf: Leaf, data: NDArray[np.uint8], allowed: frozenset[str]) -> Any:
+    from torchvision import tv_tensors
+
+    tensor = _read_tensor(leaf, data, allowed)
+    name, more = leaf.arguments[:2]
+    if more:
+        return tv_tensors.BoundingBoxes(
+            tensor, format=more["format"], canvas_size=tuple(more["canvas_size"])
+        )
+    return getattr(tv_tensors, name)(tensor)
+
+
+def _read_array(leaf: Leaf, data: NDArray[np.uint8], _: frozenset[str]) -> Any:
+    numbers, shape = leaf.arguments
+    return data.copy().view(numbers).reshape(shape)
+
+
+def _read_picture(leaf: Leaf, data: NDArray[np.uint8], _: frozenset[str]) -> Any:
+    from PIL import Image
+
+    mode, size = leaf.arguments
+    if mode != "P":
+        return Image.frombytes(mode, size, data.tobytes())
+    picture = Image.frombytes("P", size, data[:-PALETTE].tobytes())
+    picture.putpalette(data[-PALETTE:].tobytes(), "RGB")
+    return picture
+
+
+# Without these no object can be made anew.
+_OBJECTS = frozenset(("builtins.object", "copyreg._reconstructor", "collections.OrderedDict"))
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds classes and functions that were allowed by name, and no others."""
+
+    def __init__(self, data: bytes, allowed: frozenset[str]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._allowed = allowed | _OBJECTS
+
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" not in self._allowed:
+            raise CorruptionError(
+                f"a pickle asks for {module}.{name}: if it may, name it in pickles= as well"
+            )
+        return super().find_class(module, name)
+
+
+def _read_pickle(leaf: Leaf, data: NDArray[np.uint8], allowed: frozenset[str]) -> Any:
+    if leaf.arguments[0] not in allowed:
+        raise CorruptionError(
+            f"a record holds a pickled {leaf.arguments[0]}, which was not allowed"
+        )
+    return _Unpickler(data.tobytes(), allowed).load()
+
+
+_READ: dict[str, Read] = {
+    "z": lambda leaf, data, allowed: None,
+    "b": lambda leaf, data, allowed: bool(data[0]),
+    "i": lambda leaf, data, allowed: int.from_bytes(data.tobytes(), "little", signed=True),
+    "f": lambda leaf, data, allowed: struct.unpack("<d", data.tobytes())[0],
+    "s": lambda leaf, data, allowed: data.tobytes().decode("utf-8", "surrogatepass"),
+    "y": lambda leaf, data, allowed: data.tobytes(),
+    "g": lambda leaf, data, allowed: data.copy().view(leaf.arguments[0])[0],
+    "n": _read_array,
+    "t": _read_tensor,
+    "v": _read_vision,
+    "p": _read_picture,
+    "k": _read_pickle,
+}
+
+
+def collate(
+    records: Sequence[NDArray[np.uint8]], output: str, allowed: frozenset[str] = frozenset()
+) -> Any:
+    """The items of a batch as one item of arrays, as torch's default_collate makes it.
+
+    Tensors, arrays and numbers get a first dimension; texts and bytes become lists; containers stay.
+    `output` is "torch", or "numpy" for arrays in the places of the tensors.
+
+    Raises:
+        CorruptionError: the bytes are no records.
+        UsageError: the items cannot be put together; says which.
+    """
+    layouts, wholes = zip(*(layout(record) for record in records), strict=True)
+    first = layouts[0]
+    if any(other is not first for other in layouts) or any(
+        leaf.kind not in _COLUMNS for leaf in first.leaves
+    ):
+        items = [
+            _built(found.tree, _read_all(found, whole, allowed))
+            for found, whole in zip(layouts, wholes, strict=True)
+        ]
+        return collate_items(items, output)
+    others: list[list[NDArray[np.uint8]]] = []
+    if not all(leaf.sized for leaf in first.leaves):
+        others = [values_of(first, whole) for whole in wholes]
+    columns: list[Any] = []
+    for i, leaf in enumerate(first.leaves):
+        if leaf.sized:
+            columns.append(_COLUMNS[leaf.kind](leaf, _column(wholes, leaf), output))
+        else:
+            columns.append([_read(leaf, values[i], frozenset()) for values in others])
+    return _gathered(first.tree, columns)
+
+
+def _column(wholes: Sequence[NDArray[np.uint8]], leaf: Leaf) -> NDArray[np.uint8]:
+    """The bytes of one value in every record, shape (n, size)."""
+    column = np.empty((len(wholes), leaf.size), np.uint8)
+    for to, whole in zip(column, wholes, strict=True):
+        to[:] = whole[leaf.begin : leaf.begin + leaf.size]
+    return column
+
+
+def _as_output(values: NDArray[Any], output: str) -> Any:
+    if output == "numpy" or values.dtype.kind not in "biuf":
+        return values
+    import torch
+
+    return torch.from_numpy(values)
+
+
+def _tensors(leaf: Leaf, column: NDArray[np.uint8], output: str) -> Any:
+    dtype, shape = leaf.arguments
+    if output == "numpy" and dtype in np.sctypeDict:
+        return column.view(dtype).reshape(len(column), *shape)
+    import torch
+
+    whole = torch.from_numpy(column).reshape(-1).view(getattr(torch, dtype))
+    return whole.reshape(len(column), *shape)
+
+
+_COLUMNS: dict[str, Callable[[Leaf, NDArray[np.uint8], str], Any]] = {
+    "t": _tensors,
+    "n": lambda leaf, column, output: _as_output(
+        column.view(leaf.arguments[0]).reshape(len(column), *leaf.arguments[1]), output
+    ),
+    "g": lambda leaf, column, output: _as_output(column.view(leaf.arguments[0])[:, 0], output),
+    "i": lambda leaf, column, output: _as_output(column.view(np.int64)[:, 0], output),
+    "f": lambda leaf, column, output: _as_output(column.view(np.float64)[:, 0], output),
+    "b": lambda leaf, column, output: _as_output(column.view(np.bool_)[:, 0], output),
+    "s": lambda leaf, column, output: None,
+    "y": lambda leaf, column, output: None,
+}
+
+
+def _gathered(tree: Any, columns: list[Any]) -> Any:
+    """As `_built`, but a tuple becomes a list: default_collate makes one."""
+    if isinstance(tree, int):
+        return columns[tree]
+    if "d" in tree:
+        return {key: _gathered(child, columns) for key, child in tree["d"]}
+    if "o" in tree:
+        return _record_class(tree["o"])(*[_gathered(child, columns) for child in tree["v"]])
+    return [_gathered(child, columns) for child in tree["l" if "l" in tree else "u"]]
+
+
+def collate_items(items: Sequence[Any], output: str) -> Any:
+    """Items put together as `collate` does with records.
+
+    Raises:
+        UsageError: they cannot be.
+    """
+    try:
+        if output == "numpy":
+            return _numpy_collate(items)
+        from torch.utils.data import default_collate
+
+        return default_collate(list(items))
+    except (TypeError, ValueError, RuntimeError, KeyError, IndexError) as error:
+        raise UsageError(
+            f"the items of a batch cannot be put together: {error}; pass collate=, which gets "
+            "their list"
+        ) from error
+
+
+def _numpy_collate(items: Sequence[Any]) -> Any:
+    first = items[0]
+    if isinstance(first, dict):
+        if any(item.keys() != first.keys() for item in items):
+            raise ValueError("dictionaries with other keys")
+        return {key: _numpy_collate([item[key] for item in items]) for key in first}
+    if isinstance(first, tuple | list):
+        if any(len(item) != len(first) for item in items):
+            raise ValueError("sequences of other lengths")
+        columns = [_numpy_collate(column) for column in zip(*items, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else columns
+    if isinstance(first, str | bytes):
+        return list(items)
+    if (
+        not isinstance(first, int | float | np.generic | np.ndarray)
+        and type(first).__module__ != "torch"
+    ):
+        raise TypeError(f"{type(first).__name__} makes no array")
+    return np.stack([np.asarray(item) for item in items])

@@ -1,0 +1,227 @@
+"""Processes that make the items of a data set in Python, and hand over their records.
+
+Each maker is a process with a copy of the data set, a pipe on which numbers of samples come, and a
+memory file into which it writes the record of each. A thread that wants an item takes a free maker and
+waits without the GIL. A maker ends when it is told to, and with this process, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import queue
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import connection, reduction
+from typing import TYPE_CHECKING, Any
+
+from nostall.errors import UsageError
+from nostall.source._item_writer import encode
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+_END = 10.0  # seconds that a maker may take to end
+# What a maker answers: whether the item was made, the length of its record or of the error's text.
+_ANSWER = struct.Struct("<?Q")
+
+
+class MakeError(Exception):
+    """An item was not made, and why."""
+
+
+def _write(file: int, data: bytes) -> None:
+    view, at = memoryview(data), 0
+    while at < len(view):
+        at += os.pwrite(file, view[at:], at)
+
+
+def _read(file: int, size: int) -> bytes:
+    parts: list[bytes] = []
+    at = 0
+    while at < size:
+        part = os.pread(file, size - at, at)
+        if not part:
+            break
+        parts.append(part)
+        at += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _said(error: Exception) -> str:
+    """An exception, and the line that raised it."""
+    if isinstance(error, UsageError):
+        return str(error)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno}, in {frame.name})"
+    )
+
+
+def _make(dataset: Any, pickles: Iterable[str], asked: Connection, memory: Any) -> None:
+    """What a maker does."""
+    file = memory if isinstance(memory, int) else memory.detach()
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    user = multiprocessing.parent_process()
+    assert user is not None
+    while True:
+        try:
+            # Other makers may hold this process's pipe open, so its end does not tell of the user's.
+            if asked not in connection.wait([asked, user.sentinel]):
+                return
+            sample = asked.recv()
+        except (EOFError, OSError, KeyboardInterrupt):
+            return
+        if sample is None:
+            return
+        try:
+            record, made = encode(dataset[sample], pickles), True
+        except KeyboardInterrupt:
+            return
+        except Exception as error:
+            record, made = _said(error).encode("utf-8", "replace"), False
+        _write(file, record)
+        try:
+            asked.send_bytes(_ANSWER.pack(made, len(record)))
+        except OSError:
+            return
+
+
+class _Maker:
+    """One process, and this process's ends of its pipe and its memory."""
+
+    def __init__(self, context: Any, dataset: Any, pickles: tuple[str, ...]) -> None:
+        self._file = os.memfd_create("nostall-items", os.MFD_CLOEXEC)
+        try:
+            self._pipe, theirs = context.Pipe()
+            fork = context.get_start_method() == "fork"
+            memory = self._file if fork else reduction.DupFd(self._file)
+            self._process = context.Process(
+                target=_make,
+                args=(dataset, pickles, theirs, memory),
+                name="nostall maker",
+                daemon=True,
+            )
+            self._process.start()
+        except BaseException:
+            os.close(self._file)
+            raise
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
+
+    def make(self, sample: int) -> bytes:
+        try:
+            self._pipe.send(sample)
+            made, size = _ANSWER.unpack(self._pipe.recv_bytes())
+        except (EOFError, OSError) as error:
+            self._process.join(_END)
+            raise _Died(
+                f"the process that made it ended with code {self._process.exitcode}: most often memory "
+                "ran out and the system killed it (dmesg says so), or a library in it crashed"
+            ) from error
+        record = _read(self._file, size)
+        if made:
+            return record
+        raise MakeError(record.decode("utf-8", "replace"))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._pipe.send(None)
+        self._pipe.close()
+        self._process.join(_END)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(_END)
+        os.close(self._file)
+
+
+class _Died(MakeError):
+    pass
+
+
+class Makers:
+    """The makers of one data set; any thread may call. They start here."""
+
+    def __init__(
+        self, dataset: Any, *, count: int, pickles: Sequence[str], start_method: str | None
+    ) -> None:
+        self._context = multiprocessing.get_context(start_method)
+        self._dataset, self._pickles = dataset, tuple(pickles)
+        self._owner = os.getpid()
+        self._free: queue.SimpleQueue[_Maker | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._all: list[_Maker] = []
+        self.count = count
+        try:
+            for _ in range(count):
+                self._free.put(self._start())
+        except BaseException:
+            self.close()
+            raise
+        self._threads = ThreadPoolExecutor(count, "nostall-makers")
+
+    def _start(self) -> _Maker:
+        maker = _Maker(self._context, self._dataset, self._pickles)
+        with self._lock:
+            self._all.append(maker)
+        return maker
+
+    def make(self, sample: int) -> bytes:
+        """The record of an item.
+
+        Raises:
+            MakeError: the data set raised, gave what cannot be stored, or its process died.
+        """
+        if os.getpid() != self._owner:
+            raise MakeError(
+                "a forked child has no processes to make items with: open the data set there"
+            )
+        maker = self._free.get()
+        if maker is None:
+            self._free.put(None)
+            raise MakeError("the data set is closed")
+        try:
+            return maker.make(sample)
+        except _Died:
+            with self._lock:
+                self._all.remove(maker)
+            maker.close()
+            maker = self._start()
+            raise
+        finally:
+            self._free.put(maker)
+
+    def make_all(self, samples: Sequence[int]) -> list[bytes | MakeError]:
+        """The records of some items, made side by side; in the place of one that was not, why."""
+        if len(samples) == 1:
+            return [self._attempt(samples[0])]
+        return list(self._threads.map(self._attempt, samples))
+
+    def _attempt(self, sample: int) -> bytes | MakeError:
+        try:
+            return self.make(sample)
+        except MakeError as error:
+            return error
+
+    def pids(self) -> list[int]:
+        with self._lock:
+            return [maker.pid for maker in self._all]
+
+    def close(self) -> None:
+        """Ends the processes; waits for items that are being made."""
+        if os.getpid() != self._owner:
+            return
+        self._free.put(None)
+        with self._lock:
+            ended, self._all = self._all, []
+        for maker in ended:
+            maker.close()

@@ -1,0 +1,368 @@
+"""Data sets in Python behind the tiers: each item made once, in the plan's order, by processes."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import numpy as np
+import prefork
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
+
+import nostall
+from nostall.errors import CorruptionError, IoError, TransformError, UsageError
+
+N = 50
+
+
+class Items(Dataset[Any]):
+    """Notes in a file which item was made by which process."""
+
+    def __init__(self, notes: Path | None = None, n: int = N) -> None:
+        self.notes, self.n = notes, n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> Any:
+        if self.notes is not None:
+            with self.notes.open("a") as file:
+                file.write(f"{i} {os.getpid()}\n")
+        return {"image": torch.full((3, 4), float(i)), "label": i % 7, "name": f"{i:03d}"}
+
+    def made(self) -> list[int]:
+        assert self.notes is not None
+        return [int(line.split()[0]) for line in self.notes.read_text().splitlines()]
+
+
+def as_torch_has_it(
+    dataset: Any, epoch: int, batch: int, collate: Any = default_collate
+) -> list[Any]:
+    sampler: Any = DistributedSampler(dataset, 1, 0, shuffle=True, seed=5)
+    sampler.set_epoch(epoch)
+    return list(DataLoader(dataset, batch, sampler=sampler, collate_fn=collate))
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+@pytest.fixture
+def cached() -> Any:
+    """Makes Cached data sets, and ends their processes."""
+    opened: list[nostall.Cached] = []
+
+    def make(dataset: Any, **options: Any) -> nostall.Cached:
+        opened.append(nostall.Cached(dataset, **{"makers": 2, **options}))
+        return opened[-1]
+
+    yield make
+    for source in opened:
+        source.close()
+
+
+Make = Callable[..., nostall.Cached]
+
+
+@pytest.mark.parametrize("tiers", [["ram:1MiB"], ["ram:4KiB"], []])
+def test_batches_are_those_of_torch(cached: Make, tiers: list[str]) -> None:
+    data = Items()
+    with nostall.DataLoader(cached(data), 8, epochs=3, seed=5, tiers=tiers) as loader:
+        for epoch in loader.epochs():
+            assert equal(list(epoch), as_torch_has_it(data, epoch.index, 8))
+
+
+def test_items_are_made_once_and_elsewhere(cached: Make, tmp_path: Path) -> None:
+    data = Items(tmp_path / "notes")
+    source = cached(data)
+    looked = len(data.made())
+    assert looked < N
+    with nostall.DataLoader(source, 8, epochs=3, tiers=["ram:1MiB"]) as loader:
+        for epoch in loader.epochs():
+            for _ in epoch:
+                pass
+    assert sorted(data.made()[looked:]) == list(range(N))
+    pids = {line.split()[1] for line in (tmp_path / "notes").read_text().splitlines()}
+    assert len(pids) <= 2
+    assert str(os.getpid()) not in pids
+
+
+def plus_one(item: Any) -> Any:
+    return item["image"] + 1, item["label"]
+
+
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+def test_then_is_called_in_every_epoch(cached: Make, workers: Any) -> None:
+    source = cached(Items(n=20), then=plus_one)
+    with nostall.DataLoader(
+        source, 8, epochs=2, seed=5, tiers=["ram:1MiB"], workers=workers, threads=1
+    ) as loader:
+        for epoch in loader.epochs():
+            wanted = as_torch_has_it(
+                Items(n=20), epoch.index, 8, lambda items: default_collate([*map(plus_one, items)])
+            )
+            assert equal(list(epoch), wanted)
+
+
+class Ragged(Items):
+    def __getitem__(self, i: int) -> Any:
+        return np.arange(i * 100, dtype=np.int32), i
+
+
+def test_a_users_collate_gets_the_items(cached: Make, caplog: pytest.LogCaptureFixture) -> None:
+    source = cached(Ragged())
+    with (
+        caplog.at_level(logging.WARNING),
+        nostall.DataLoader(
+            source,
+            8,
+            epochs=2,
+            seed=5,
+            tiers=["ram:2MiB"],
+            output="numpy",
+            collate=lambda items: items,
+        ) as loader,
+    ):
+        for epoch in loader.epochs():
+            for batch in epoch:
+                for values, i in batch:
+                    assert values.tolist() == list(range(i * 100))
+    assert not caplog.messages  # the largest is among those that were looked at
+
+
+def test_items_without_room_are_made_anew(
+    cached: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Noted(Ragged):
+        def __getitem__(self, i: int) -> Any:
+            super(Ragged, self).__getitem__(i)
+            return super().__getitem__(i)
+
+    data = Noted(tmp_path / "notes")
+    source = cached(data, max_bytes=10_000)
+    looked = len(data.made())
+    with (
+        caplog.at_level(logging.WARNING),
+        nostall.DataLoader(
+            source, 8, epochs=2, tiers=["ram:2MiB"], output="numpy", collate=lambda items: items
+        ) as loader,
+    ):
+        for epoch in loader.epochs():
+            seen = {i: len(values) for batch in epoch for values, i in batch}
+            assert seen == {i: i * 100 for i in range(N)}
+    assert len([m for m in caplog.messages if "max_bytes=" in m]) == 1
+    made = data.made()[looked:]
+    assert {i for i in made if made.count(i) > 1} == set(range(25, N))  # 25 * 400 bytes and more
+
+
+class Failing(Items):
+    def __getitem__(self, i: int) -> Any:
+        if i == 7:
+            raise ValueError("seven")
+        if i == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return i
+
+
+def test_an_item_that_raises_is_named(cached: Make) -> None:
+    data = Failing(n=8)
+    with pytest.raises(
+        TransformError, match=r"item 7 of Failing cannot be made: ValueError: seven .*line"
+    ):
+        cached(data)
+
+
+class FailingLate(Items):
+    """Only after it was looked at."""
+
+    def __init__(self, flag: Path, n: int) -> None:
+        super().__init__(None, n)
+        self.flag = flag
+
+    def __getitem__(self, i: int) -> Any:
+        if not self.flag.exists() or i not in (7, 8):
+            return i
+        if i == 7:
+            raise ValueError("seven")
+        return os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_items_that_raise_or_kill_end_the_epoch_or_are_replaced(
+    cached: Make, tmp_path: Path
+) -> None:
+    data = FailingLate(tmp_path / "flag", 20)
+    source = cached(data)
+    data.flag.touch()
+    with (
+        nostall.DataLoader(source, 5, tiers=[], shuffle=False) as loader,
+        pytest.raises(
+            CorruptionError, match=r"item 7 of FailingLate \(sample 7\).*ValueError: seven"
+        ),
+    ):
+        list(loader)
+    for tiers in ([], ["ram:1MiB"]):
+        with nostall.DataLoader(
+            source, 5, tiers=tiers, shuffle=False, on_error="substitute", epochs=2
+        ) as loader:
+            for epoch in loader.epochs():
+                values = torch.cat(list(epoch)).tolist()
+                assert [v for i, v in enumerate(values) if i not in (7, 8)] == [
+                    i for i in range(20) if i not in (7, 8)
+                ]
+                assert not {7, 8} & set(values)
+            assert loader.stats().epochs[0].substituted == [7, 8]
+    with pytest.raises(IoError, match="ended with code -9"):
+        source.read(8)
+
+
+class Random(Items):
+    def __getitem__(self, i: int) -> Any:
+        return torch.rand(3)
+
+
+def test_items_that_are_random_are_refused(cached: Make) -> None:
+    with pytest.raises(UsageError, match=r"not the same when it is made again.*then="):
+        cached(Random())
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        (iter([1]), {}, "__len__ and __getitem__"),
+        ([], {}, "empty"),
+        ([{1, 2}], {}, r"item 0 of list cannot be made: the item is a builtins\.set"),
+        ([1], {"makers": 0}, "makers=0"),
+        ([1], {"then": 3}, "then= is int"),
+        ([1], {"max_bytes": "much"}, "much"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    cached: Make, dataset: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((UsageError, TransformError), match=message):
+        cached(dataset, **options)
+
+
+def test_transforms_belong_into_then(cached: Make) -> None:
+    with pytest.raises(UsageError, match="then="):
+        nostall.DataLoader(cached([1, 2]), 1, transforms=lambda x: x)
+
+
+def test_one_item_by_its_number(cached: Make) -> None:
+    source = cached(Items())
+    assert equal(source[3], Items()[3])
+    assert equal(source[-1], Items()[N - 1])
+    with pytest.raises(IndexError):
+        source[N]
+    assert repr(source).startswith(f"<Cached Items: {N} items")
+
+
+def test_processes_end_with_their_source() -> None:
+    source = nostall.Cached(Items(), makers=2)
+    pids = source.maker_pids
+    assert len(pids) == 2
+    del source
+    gc.collect()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+ORPHANS = """
+import signal, nostall
+source = nostall.Cached(list(range(10)), makers=2, start_method="{method}")
+print(*source.maker_pids, flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_processes_end_when_their_user_is_killed(method: str) -> None:
+    process = prefork.Process(
+        ["-c", ORPHANS.format(method=method)], stdout=PIPE, env=dict(os.environ)
+    )
+    assert process.stdout is not None
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(pids) == 2
+    ended = [os.pidfd_open(pid) for pid in pids]
+    process.kill()
+    process.wait()
+    import select
+
+    for fd in ended:
+        assert select.select([fd], [], [], 30)[0], "a maker outlives its user"
+        os.close(fd)
+
+
+def test_it_goes_on_where_it_was_on_another_number_of_ranks(cached: Make) -> None:
+    source = cached(Items())
+    with nostall.DataLoader(source, 8, epochs=2, seed=5, tiers=[]) as loader:
+        whole = [batch["label"].tolist() for batch in loader]
+    with nostall.DataLoader(source, 8, epochs=2, seed=5, tiers=[]) as loader:
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+        state = loader.state_dict()
+    rest = []
+    for rank in range(2):
+        with nostall.DataLoader(
+            source, 4, epochs=2, seed=5, tiers=[], rank=rank, world_size=2, job=f"resume {rank}"
+        ) as loader:
+            loader.load_state_dict(state)
+            rest.append([batch["label"].tolist() for batch in loader])
+    assert [sorted(a + b) for a, b in zip(*rest, strict=True)] == [sorted(b) for b in whole[3:]]
+
+
+RANK = """
+import pathlib, sys, time, numpy as np, nostall
+class Items:
+    def __len__(self): return 40
+    def __getitem__(self, i):
+        with open(sys.argv[2], "a") as notes: notes.write(f"{i}\\n")
+        return np.full(100, i), i
+source = nostall.Cached(Items(), makers=1)
+open(sys.argv[2], "w").close()
+rank = int(sys.argv[1])
+with nostall.DataLoader(source, 4, epochs=3, tiers=["ram:1MiB"], output="numpy", rank=rank,
+                        world_size=2, local_rank=rank, local_world_size=2, job=sys.argv[3]) as loader:
+    for epoch in loader.epochs():
+        for values, i in epoch:
+            assert (values == i[:, None]).all()
+    print(loader.stats().source_bytes // source.room, flush=True)
+    # Ranks of a training stay together.
+    pathlib.Path(sys.argv[2] + " ended").touch()
+    while len(list(pathlib.Path(sys.argv[2]).parent.glob("* ended"))) < 2:
+        time.sleep(0.01)
+"""
+
+
+def test_ranks_of_a_node_make_each_item_once(tmp_path: Path) -> None:
+    ranks = [
+        prefork.Process(
+            ["-c", RANK, str(rank), str(tmp_path / f"{rank}"), f"twice {tmp_path}"], stdout=PIPE
+        )
+        for rank in range(2)
+    ]
+    made = [int(rank.communicate(60)[0]) for rank in ranks]
+    assert sum(made) == 40
+    items = [int(i) for rank in range(2) for i in (tmp_path / f"{rank}").read_text().split()]
+    assert sorted(items) == list(range(40))
+
+
+def test_the_example_trains(image_folder: Path) -> None:
+    example = Path(__file__).parents[3] / "examples" / "cached-dataset.py"
+    run = prefork.run([str(example), str(image_folder)], torch=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "epoch 2: loss" in run.stdout
