@@ -90,6 +90,9 @@ class Proxy:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = (
+                True  # else a body waits 40 ms for the client to have the headers
+            )
 
             def log_message(self, *args: Any) -> None:
                 pass
