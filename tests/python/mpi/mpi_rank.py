@@ -347,14 +347,18 @@ def forked() -> None:
 
 
 def killed_with_child() -> None:
-    """A rank dies while a child of it lives on."""
+    """A rank dies while a child of it lives on, which ends after the job."""
     data = np.ones(1 << 16)
     world.Allreduce(MPI.IN_PLACE, data)
     if rank == 1:
+        launcher = os.getppid()
         if os.fork() == 0:
             os.close(1)
             os.close(2)
-            time.sleep(15)
+            if "PMI_FD" in os.environ:
+                os.close(int(os.environ["PMI_FD"]))  # MPICH's launcher waits for its end
+            while os.path.exists(f"/proc/{launcher}"):
+                time.sleep(0.05)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     world.Allreduce(MPI.IN_PLACE, data)
