@@ -32,7 +32,6 @@ def proxy(server: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("NOSTALL_OBJECT_TIMEOUT_S", "1")
     monkeypatch.setenv("NOSTALL_OBJECT_RETRIES", "2")
     server.reset()
     yield server
