@@ -20,13 +20,14 @@ def parse(*options: str) -> argparse.Namespace:
 
 
 @pytest.mark.multi
+@pytest.mark.usefixtures("forked")
 def test_the_cost_of_input_is_the_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = make_dataset(tmp_path / "data", DatasetSpec(8, 2, 0, 0.3))
+    data = make_dataset(tmp_path / "data", DatasetSpec(4, 2, 0, 0.3))
     options = (
         "--dir", str(tmp_path), "--data", str(data), "--threads", "1", "--prefetch", "1",
-        "--batch-size", "4", "--dense", "16", "--runs", "2", "--pipelines", "nostall",
+        "--batch-size", "2", "--dense", "16", "--runs", "2", "--pipelines", "nostall",
     )  # fmt: skip
     assert app.run(parse(*options)) == 0
     memory, ours = json.loads((tmp_path / "app.json").read_text())["rows"]
@@ -35,7 +36,7 @@ def test_the_cost_of_input_is_the_difference(
     assert (tmp_path / "app.png").stat().st_size > 1000
     assert "cost of input" in capsys.readouterr().out
     with pytest.raises(UsageError, match="too few"):
-        app.run(parse(*options, "--batch-size", "5"))
+        app.run(parse(*options, "--batch-size", "3"))
 
 
 def test_the_model_is_alexnet() -> None:

@@ -14,7 +14,7 @@ from nostall_bench import sync, sync_horovod
 
 
 @pytest.mark.multi
-@pytest.mark.timeout(400)
+@pytest.mark.usefixtures("forked")
 def test_ways_are_measured_in_turns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ def parse(*options: str) -> argparse.Namespace:
 
 
 @pytest.mark.multi
+@pytest.mark.usefixtures("forked")
 def test_quick_measures_nostall_and_torch(tmp_path: Path) -> None:
     options = ("--quick", "--dir", str(tmp_path), "--modes", "transform")
     assert loader.run(parse(*options, "--loaders", "nostall", "torch, 0 workers, PIL")) == 0

@@ -118,6 +118,8 @@ def server(torch: bool) -> Server:
 class Process:
     """A child of the server, with the names of subprocess.Popen for what it has of it."""
 
+    stdin = None  # it is /dev/null
+
     def __init__(
         self,
         arguments: Sequence[str | os.PathLike[str]],

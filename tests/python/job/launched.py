@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import nostall
+from nostall.job._world import find_world
 
 data, out, *ways = sys.argv[1:]
 if ways == ["mpi"]:
@@ -20,6 +21,7 @@ if ways == ["mpi"]:
     rank = MPI.COMM_WORLD.rank
 else:
     rank = int(os.environ["RANK"])
+place = find_world()
 os.environ["NOSTALL_NODE"] = f"node {rank}"
 for way in ways:
     if way == "group":
@@ -35,5 +37,6 @@ for way in ways:
         MPI.COMM_WORLD.Barrier()
     folder = Path(out, way)
     folder.mkdir(exist_ok=True)
-    result = {"seen": seen, "source": stats.source_bytes, "peers": stats.peers}
+    result: dict[str, object] = {"seen": seen, "source": stats.source_bytes, "peers": stats.peers}
+    result["place"] = [place.rank, place.local_rank]
     Path(folder, f"{rank}.json").write_text(json.dumps(result))

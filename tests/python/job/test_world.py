@@ -115,24 +115,6 @@ def test_what_is_missing_or_wrong_is_named() -> None:
         find_world(rank=0, world_size=4, local_rank=2, local_world_size=2, environment={})
 
 
-@pytest.mark.multi
-def test_torchrun_itself() -> None:
-    code = (
-        "import os; from nostall.job._world import find_address, find_world; w = find_world(); "
-        "os.write(1, f'place {w.rank} {w.local_rank}\\n'.encode())"
-    )
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, "--standalone", "--no-python", sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    places = sorted(line for line in done.stdout.splitlines() if line.startswith("place"))
-    assert places == ["place 0 0", "place 1 1"]
-
-
 def test_mpich_itself() -> None:
     """Ranks behind a shell of their own are of one job on the node, and two jobs are two."""
     mpiexec = Path(__file__).parents[3] / "build" / "mpich" / "bin" / "mpiexec"

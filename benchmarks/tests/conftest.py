@@ -1,0 +1,49 @@
+"""What tests of several benchmarks share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import IO, Any
+
+import prefork
+import pytest
+
+
+def fork(
+    command: list[str],
+    *,
+    env: dict[str, str],
+    stdout: IO[Any],
+    stderr: IO[Any] | None = None,
+    **_: object,
+) -> prefork.Process:
+    """`python -m MODULE ...` in a child of the process that has read torch."""
+    python, option, module, *words = command
+    assert (python, option) == (sys.executable, "-m")
+    code = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    same = {name: os.environ[name] for name in prefork.AT_START if name in os.environ}
+    return prefork.Process(
+        ["-c", code, *words],
+        env={**{k: v for k, v in env.items() if k not in prefork.AT_START}, **same},
+        stdout=stdout.fileno(),
+        stderr=stderr.fileno() if stderr else None,
+        torch=True,
+    )
+
+
+class Subprocess:
+    """The module, but for how processes start."""
+
+    Popen = staticmethod(fork)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmark's children need not import torch, some seconds each."""
+    monkeypatch.setattr("nostall_bench.harness.subprocess", Subprocess())
+    monkeypatch.setattr("nostall_bench.sync.subprocess", Subprocess())
