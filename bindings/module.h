@@ -10,6 +10,7 @@ void bind_records(nanobind::module_& m);
 void bind_ranges(nanobind::module_& m);
 void bind_image(nanobind::module_& m);
 void bind_peer(nanobind::module_& m);
+void bind_fields(nanobind::module_& m);
 void bind_stage(nanobind::module_& m);
 void bind_timeline(nanobind::module_& m);
 void bind_trace(nanobind::module_& m);

@@ -18,6 +18,7 @@
 
 #include "arrays.h"
 #include "base/mutex.h"
+#include "dtypes.h"
 #include "module.h"
 #include "peer.h"
 #include "stage/loader.h"
@@ -33,39 +34,64 @@ constexpr std::chrono::milliseconds kSignalSlice{100};
 
 using Array = nb::ndarray<nb::numpy>;
 
-nb::dlpack::dtype dtype_of(image::Type type) {
-  switch (type) {
-    case image::Type::float16:
-      return {static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
-    case image::Type::float32:
-      return nb::dtype<float>();
-    case image::Type::uint8:
-      break;
-  }
-  return nb::dtype<uint8_t>();
-}
-
 // A batch and what is needed to give its memory a shape.
 struct PyBatch {
   std::unique_ptr<stage::Batch> batch;
-  std::optional<image::Output> output;
+  std::shared_ptr<const fields::Program> program;  // null: raw bytes
 };
 
+// An array over `offset` of the buffer. It owns the buffer, which returns to the pool when the last
+// tensor on it dies.
+Array view_of(const std::shared_ptr<stage::Buffer>& buffer, uint64_t offset,
+              std::span<const int64_t> shape, nb::dlpack::dtype type) {
+  const nb::capsule owner =
+      bindings::owner_of(std::make_unique<std::shared_ptr<stage::Buffer>>(buffer));
+  std::vector<size_t> sides(shape.begin(), shape.end());
+  void* data = buffer ? buffer->data() + offset : nullptr;
+  return Array(data, sides.size(), sides.data(), owner, nullptr, type);
+}
+
 Array data_of(const PyBatch& b) {
-  // The array owns the buffer: it returns to the pool when the last tensor on it dies.
-  nb::capsule owner =
-      bindings::owner_of(std::make_unique<std::shared_ptr<stage::Buffer>>(b.batch->buffer));
-  void* data = b.batch->buffer ? b.batch->buffer->data() : nullptr;
-  if (!b.output) {
-    const std::array<size_t, 1> shape{b.batch->bytes};
-    return Array(data, 1, shape.data(), owner, nullptr, nb::dtype<uint8_t>());
-  }
-  const image::Output& o = *b.output;
+  const auto bytes = static_cast<int64_t>(b.batch->bytes);
+  return view_of(b.batch->buffer, 0, {&bytes, 1}, nb::dtype<uint8_t>());
+}
+
+// One output: an array, or (values, offsets or lengths[, shapes]) if it is ragged.
+nb::object output_of(const PyBatch& b, size_t number) {
+  if (!b.program || number >= b.program->outputs().size()) throw nb::index_error();
+  const fields::Output& output = b.program->outputs()[number];
+  const nb::dlpack::dtype type = bindings::dtype_of(output.type);
   const size_t n = b.batch->samples.size();
-  const std::array<size_t, 4> shape = o.layout == image::Layout::chw
-                                          ? std::array<size_t, 4>{n, 3, o.height, o.width}
-                                          : std::array<size_t, 4>{n, o.height, o.width, 3};
-  return Array(data, 4, shape.data(), owner, nullptr, dtype_of(o.type));
+  if (output.form == fields::Form::dense) {
+    std::vector<int64_t> shape{static_cast<int64_t>(n)};
+    shape.insert(shape.end(), output.shape.begin(), output.shape.end());
+    return nb::cast(view_of(b.batch->buffer, b.program->region(number, n), shape, type));
+  }
+  const fields::Laid& laid = b.batch->laid[b.program->ragged_before(number)];
+  const auto& tail = b.batch->tail;
+  const nb::object values = nb::cast(view_of(tail, laid.values, laid.shape, type));
+  const nb::object counts =
+      nb::cast(view_of(tail, laid.counts, laid.counts_shape, nb::dtype<int64_t>()));
+  if (output.form == fields::Form::padded || output.by_rows()) {
+    return nb::make_tuple(values, counts);
+  }
+  const std::array<int64_t, 2> shapes{static_cast<int64_t>(n),
+                                      static_cast<int64_t>(output.shape.size())};
+  return nb::make_tuple(values, counts,
+                        nb::cast(view_of(tail, laid.shapes, shapes, nb::dtype<int64_t>())));
+}
+
+// The texts of a ragged output of bytes that are UTF-8.
+nb::list texts_of(const PyBatch& b, size_t number) {
+  if (!b.program || number >= b.program->outputs().size()) throw nb::index_error();
+  const fields::Laid& laid = b.batch->laid.at(b.program->ragged_before(number));
+  const auto* text = reinterpret_cast<const char*>(b.batch->tail->data() + laid.values);
+  const auto* offsets = reinterpret_cast<const int64_t*>(b.batch->tail->data() + laid.counts);
+  nb::list out;
+  for (size_t i = 0; i < b.batch->samples.size(); ++i) {
+    out.append(nb::str(text + offsets[i], static_cast<size_t>(offsets[i + 1] - offsets[i])));
+  }
+  return out;
 }
 
 // Threads of the loader may be about to log, which takes the GIL: never join them while holding it.
@@ -113,9 +139,7 @@ PyBatch next(const PyLoader& self) {
   for (;;) {
     std::unique_ptr<stage::Batch> batch = self.next();
     if (batch) {
-      PyBatch result{std::move(batch), std::nullopt};
-      if (self.config().pipeline) result.output = self.config().pipeline->output();
-      return result;
+      return PyBatch{std::move(batch), self.config().program};
     }
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
   }
@@ -156,7 +180,7 @@ void bind_configs(nb::module_& m) {
       .def_rw("job", &LoaderConfig::job)
       .def_rw("rank", &LoaderConfig::rank)
       .def_rw("source", &LoaderConfig::source)
-      .def_rw("pipeline", &LoaderConfig::pipeline, nb::for_setter(nb::arg("pipeline").none()))
+      .def_rw("program", &LoaderConfig::program, nb::for_setter(nb::arg("program").none()))
       .def_rw("sharing", &LoaderConfig::sharing)
       .def_rw("locality", &LoaderConfig::locality)
       .def_rw("first_epoch", &LoaderConfig::first_epoch)
@@ -213,8 +237,14 @@ void bind_stage(nb::module_& m) {
       .def_prop_ro("epoch", [](const PyBatch& b) { return b.batch->position.epoch; })
       .def_prop_ro("index", [](const PyBatch& b) { return b.batch->position.batch; })
       .def("__len__", [](const PyBatch& b) { return b.batch->samples.size(); })
-      .def_prop_ro("data", &data_of, nb::rv_policy::automatic,
-                   "Images (n, 3, height, width) or (n, height, width, 3), or raw bytes (total,).")
+      .def_prop_ro("data", &data_of, nb::rv_policy::automatic, "Raw bytes (total,).")
+      .def("output", &output_of, nb::arg("number"),
+           nb::sig("def output(self, number: int) -> typing.Any"),
+           "One output of the program: an array, or if it is ragged (values, offsets or lengths), "
+           "and "
+           "the shapes where more than the first dimension differs.")
+      .def("texts", &texts_of, nb::arg("number"),
+           nb::sig("def texts(self, number: int) -> list[str]"), "The same of texts, as a list.")
       .def_prop_ro(
           "labels", [](const PyBatch& b) { return bindings::array_of(b.batch->labels); },
           nb::rv_policy::automatic)

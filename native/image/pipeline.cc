@@ -8,11 +8,11 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cmath>
 #include <cstring>
 #include <string>
 
+#include "base/half.h"
 #include "image/decode.h"
 #include "image/geometry.h"
 #include "image/resample.h"
@@ -23,22 +23,6 @@ namespace {
 // A DCT scale is used while the box decoded has at least this many pixels for each one of the
 // result: the filter then still averages more than what the scaled transform has merged.
 constexpr int64_t kShrinkMargin = 2;
-
-// IEEE 754 binary16, rounded to nearest even.
-uint16_t to_half(float value) {
-  const auto bits = std::bit_cast<uint32_t>(value);
-  const uint32_t sign = (bits >> 16) & 0x8000u;
-  const float magnitude = std::bit_cast<float>(bits & 0x7fffffffu);
-  if (!(magnitude < 65520.0f)) {
-    return static_cast<uint16_t>(sign | (magnitude != magnitude ? 0x7e00u : 0x7c00u));
-  }
-  if (magnitude < 6.103515625e-5f) {  // subnormal: multiples of 2^-24
-    const auto steps = static_cast<uint32_t>(std::nearbyint(magnitude * 16777216.0f));
-    return static_cast<uint16_t>(sign | steps);
-  }
-  const auto m = std::bit_cast<uint32_t>(magnitude);
-  return static_cast<uint16_t>(sign | ((m - 0x38000000u + 0xfffu + ((m >> 13) & 1u)) >> 13));
-}
 
 struct StageBuffers {
   explicit StageBuffers(HeldBytes* counted) : narrow(counted), row(counted), padded(counted) {}
@@ -307,7 +291,7 @@ struct Pipeline::Impl {
         if (output.type == Type::float32) {
           std::memcpy(out + place(c, x) * 4, &value, 4);
         } else {
-          const uint16_t half = to_half(value);
+          const uint16_t half = half_of(value);
           std::memcpy(out + place(c, x) * 2, &half, 2);
         }
       }

@@ -1,9 +1,10 @@
 // source/source.h - where samples come from. Read this first.
 //
 // A Source is a fixed list of samples, ids 0..size()-1, the same on every process, each with a size
-// in bytes and a label, and a fingerprint over all of it. A Reader brings bytes of samples; each
-// thread that reads has its own. folder.h: samples that are files. Room records: samples that
-// are ranges of a few large files.
+// in bytes and a label, and a fingerprint over all of it. A Reader brings the bytes of samples, their
+// records; each thread that reads has its own. A record is made of fields: locate() says where they
+// lie, what they are is the business of room fields. folder.h: samples that are files. Room records:
+// samples that are ranges of a few large files.
 // Thread-safety: Source is immutable after construction, but for what is known of checksums; a
 // Reader belongs to one thread.
 #pragma once
@@ -16,6 +17,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <variant>
 #include <vector>
 
 #include "base/error.h"
@@ -34,6 +36,13 @@ struct ReadRequest {
 };
 inline constexpr int kSizeChanged = 10001;  // the file is shorter or longer than the index says
 inline constexpr int kWrongBytes = 10002;   // what was read cannot be the sample: see `why`
+
+// The bytes of one field of a sample: in its record, or in memory of the source, which columns known
+// from the index need not leave. A field that the sample lacks has none and is not present.
+struct FieldBytes {
+  std::span<const std::byte> bytes{};
+  bool present = true;
+};
 
 class Reader {
  public:
@@ -66,6 +75,15 @@ class Source {
   virtual std::string describe(uint64_t sample) const = 0;
   // `depth`: requests that the reader may keep in flight at once.
   virtual std::unique_ptr<Reader> make_reader(ReaderKind kind, unsigned depth) const = 0;
+
+  // How many fields a sample has: those of locate().
+  virtual uint32_t fields() const { return 2; }
+  // Where the fields of `sample` lie, given its record, as it was read: sets every element of `out`,
+  // fields() long. Total: any bytes, of any length, give spans inside `record` or inside the source's
+  // own memory, or an Error of kind corruption. Called from many threads. Two fields if a source does
+  // not say otherwise: the whole record, and the label as eight bytes in the order of the machine.
+  virtual Result<std::monostate> locate(uint64_t sample, std::span<const std::byte> record,
+                                        std::span<FieldBytes> out) const;
 
   // Bytes that one Reader::read should ask for at once so that neighbours are read together; 0
   // where samples have no neighbours.

@@ -46,8 +46,16 @@ Loader::Loader(LoaderConfig config)
                                       std::to_string(config_.job.world));
   }
   for (size_t o = 0; o < kOrigins; ++o) speeds_[o].expect(config_.expected[o]);
-  if (config_.on_error == OnError::report && config_.pipeline) {
+  if (config_.on_error == OnError::report && config_.program) {
     throw Error(ErrorKind::usage, "only batches of raw bytes can report bad samples");
+  }
+  for (size_t i = 0; config_.program && i < config_.program->fields().size(); ++i) {
+    const fields::Field& field = config_.program->fields()[i];
+    if (field.index >= config_.source->fields()) {
+      throw Error(ErrorKind::usage, "field " + field.name + " is number " +
+                                        std::to_string(field.index) + " of a source of " +
+                                        std::to_string(config_.source->fields()) + " fields");
+    }
   }
   if (config_.depth == 0) throw Error(ErrorKind::usage, "depth must be at least 1");
 }

@@ -7,12 +7,15 @@
 // Fetch threads walk the rank's plan ahead of the transform threads and the consumer. A sample that
 // a tier of the node holds is taken from there. Any other sample is read from the source once,
 // straight into its slot of the RAM tier if it has one, so that the read for the stage also fills
-// the tier. Transform threads decode into the batch; its buffer comes from a pool. With other nodes
+// the tier. Transform threads unpack the record's fields (fields/program.h) into the batch; its
+// buffer comes from a pool. Fields whose sizes differ are held until the batch is complete, and put
+// together by the thread that completes it. With other nodes
 // (peer/exchange.h) the rank that needs a sample first reads it from the source and pushes it to
 // its owner; later readers fetch it from the owner. The consumer gets batches in the plan's order,
 // whatever order they were finished in.
 //
-// Bounds: at most `staging_bytes` of batches are in flight (never fewer than two batches), at most
+// Bounds: at most `staging_bytes` of batches are in flight (never fewer than two batches; ragged
+// fields count as those of the largest batch so far, twice, for they are copied once), at most
 // `io_bytes` of transient raw bytes. Transform threads keep at most as much again for the next
 // images, and free what a larger image took as soon as it is done. Batches handed out belong to the
 // consumer. Nothing spins; every wait ends on stop. A stage that is full costs no CPU time.
@@ -30,7 +33,7 @@
 #include <string>
 #include <vector>
 
-#include "image/pipeline.h"
+#include "fields/program.h"
 #include "peer/exchange.h"
 #include "plan/plan.h"
 #include "source/source.h"
@@ -56,10 +59,10 @@ struct LoaderConfig {
   plan::JobSpec job;
   uint32_t rank = 0;
   std::shared_ptr<const source::Source> source;
-  std::shared_ptr<const image::Pipeline> pipeline;  // null: batches of raw bytes
-  std::shared_ptr<tier::NodeCache> cache;           // null: no tiers
-  std::shared_ptr<peer::Exchange> peers;            // null: no other nodes
-  Sharing sharing = Sharing::push;                  // with peers
+  std::shared_ptr<const fields::Program> program;  // null: batches of raw bytes
+  std::shared_ptr<tier::NodeCache> cache;          // null: no tiers
+  std::shared_ptr<peer::Exchange> peers;           // null: no other nodes
+  Sharing sharing = Sharing::push;                 // with peers
   bool locality = false;     // with peers: deal samples to their owners' ranks (plan/locality.h)
   uint32_t first_epoch = 0;  // of the placement: no owner has its samples before it
   uint32_t local_rank = 0, local_world = 1;  // of the node, for Sharing::owners_read
@@ -102,12 +105,14 @@ struct Failure {
   std::string reason;
 };
 
-// One local batch. Transformed: sample i lies at i * sample_bytes. Raw: at offsets[i], lengths[i]
-// long.
+// One local batch. Of a program: `buffer` is the slab, `tail` has the ragged outputs
+// (fields/program.h). Raw: sample i lies at offsets[i], lengths[i] long.
 struct Batch {
   Position position;
-  std::shared_ptr<Buffer> buffer;
-  uint64_t bytes = 0;  // of `buffer` in use
+  std::shared_ptr<Buffer> buffer;  // null if there is nothing in it
+  uint64_t bytes = 0;              // of `buffer` in use
+  std::shared_ptr<Buffer> tail;    // null if no output is ragged
+  std::vector<fields::Laid> laid;  // of each ragged output, in `tail`
   std::vector<plan::SampleId> samples;
   std::vector<int64_t> labels;
   std::vector<uint64_t> offsets, lengths;  // raw batches only

@@ -40,9 +40,13 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
       1, plan::batch_positions(config.job, config.rank, config.job.global_batch).size());
   const uint64_t mean_size =
       sizes_.empty() ? 1 : std::max<uint64_t>(1, config.source->total_bytes() / sizes_.size());
-  const uint64_t batch_bytes =
-      local * (transformed() ? config.pipeline->output().bytes() : mean_size);
-  max_staged_ = std::max<uint64_t>(2, config.staging_bytes / std::max<uint64_t>(1, batch_bytes));
+  slab_bytes_ = transformed() ? config.program->slab_bytes(local) : local * mean_size;
+  {
+    const MutexLock lock(mutex_);
+    // Until a batch has shown it: values as large as their records.
+    if (transformed() && config.program->ragged() > 0) most_ragged_ = 2 * local * mean_size;
+    set_most_staged();
+  }
   exhausted_ = cursor_.epoch >= config.job.epochs;
   if (!exhausted_) plan_ahead(cursor_.epoch);
   try {
@@ -72,6 +76,11 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
 }
 
 Loader::Run::~Run() { end_threads(); }
+
+void Loader::Run::set_most_staged() {
+  const uint64_t bytes = std::max<uint64_t>(1, slab_bytes_ + most_ragged_);
+  max_staged_ = std::max<uint64_t>(2, config_.staging_bytes / bytes);
+}
 
 void Loader::Run::end_threads() noexcept {
   stop_.request_stop();
@@ -226,7 +235,12 @@ Task* Loader::Run::open_task() {
     }
   }
   if (transformed()) {
-    batch.bytes = task->items.size() * config_.pipeline->output().bytes();
+    batch.bytes = config_.program->slab_bytes(task->items.size());
+    if (const size_t ragged = config_.program->ragged(); ragged > 0) {
+      task->ragged.resize(ragged * task->items.size());
+      task->holding.emplace(*batch_pool_);
+      if (task->items.empty()) complete(*task);
+    }
   } else if (!task->items.empty()) {
     // Before other threads see the task: there may be no memory.
     batch.buffer = batch_pool_->take(batch.bytes);

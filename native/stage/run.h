@@ -17,6 +17,23 @@
 
 namespace nostall::stage {
 
+// Memory for what is held until its batch is complete: small values share buffers.
+class Holding : public fields::Holder {
+ public:
+  explicit Holding(BufferPool& pool) : pool_(pool) {}
+  std::byte* take(size_t bytes) override;
+  uint64_t bytes() const;
+  void release() noexcept;
+
+ private:
+  BufferPool& pool_;
+  mutable Mutex mutex_;
+  std::vector<std::shared_ptr<Buffer>> buffers_ NOSTALL_GUARDED_BY(mutex_);
+  std::byte* free_ NOSTALL_GUARDED_BY(mutex_) = nullptr;  // what is left of the last shared one
+  size_t left_ NOSTALL_GUARDED_BY(mutex_) = 0;
+  uint64_t bytes_ NOSTALL_GUARDED_BY(mutex_) = 0;  // of all buffers
+};
+
 // A batch on its way. Items are written by the one thread that holds them; `left`, `ready` and
 // `error` belong to Run's mutex.
 struct Task {
@@ -34,7 +51,9 @@ struct Task {
   bool ready = false;
   std::optional<Error> error;
   std::unique_ptr<Batch> batch;
-  Mutex counters;  // of batch->origins, transform_ns and substitutions
+  std::vector<fields::Ragged> ragged;  // those of the first sample, those of the second, ...
+  std::optional<Holding> holding;      // of them
+  Mutex counters;                      // of batch->origins, transform_ns and substitutions
 };
 
 class Loader::Run {
@@ -86,6 +105,7 @@ class Loader::Run {
 
   // Takes the next samples in plan order; empty when stopped.
   std::vector<Fetch> take_chunk(std::stop_token stop);
+  void set_most_staged() NOSTALL_REQUIRES(mutex_);
   bool may_take(const Task& task, uint64_t transient) const NOSTALL_REQUIRES(mutex_);
   bool chunk_full(size_t samples, uint64_t bytes) const;
   Task* open_task() NOSTALL_REQUIRES(mutex_);
@@ -114,7 +134,14 @@ class Loader::Run {
   void pass_on(const Kept& kept, std::stop_token stop);
   std::span<std::byte> raw_destination(Fetch& fetch);
 
-  void transform(Work work, image::Scratch& scratch, source::Reader& reader);
+  void transform(Work work, fields::Scratch& scratch, source::Reader& reader);
+  // From the record of `sample` to its place in the batch.
+  Result<std::monostate> unpack(Work work, plan::SampleId sample, std::span<const std::byte> record,
+                                fields::Scratch& scratch);
+  // Puts the ragged values of a task together, of which every sample is done.
+  void complete(Task& task);
+  // Accounts for a sample that is transformed; completes its batch if it was the last one.
+  void settle(Task& task);
   void finish(std::span<const Work> works);
   // Compares what was read with the samples' checksums, or learns them. Other bytes are read once
   // more: the request has its error if they are other bytes again.
@@ -123,16 +150,17 @@ class Loader::Run {
   // empty span, and the item's error, if they cannot be read.
   std::span<const std::byte> checked_view(Task::Item& item, source::Reader& reader);
   // Puts another sample in the place of a bad one, or records the error of the batch.
-  void handle_bad(Work work, const std::string& reason, image::Scratch* scratch,
+  void handle_bad(Work work, const std::string& reason, fields::Scratch* scratch,
                   source::Reader& reader);
   bool read_whole(plan::SampleId sample, std::span<std::byte> into, source::Reader& reader,
                   std::string& reason);
+  // Of raw batches.
   std::span<std::byte> place_of(Work work) const;
   // What the draws for `sample`, in that place, depend on.
   image::SampleKey key_of(Work work, plan::SampleId sample) const;
   void count(Task& task, Origin origin, uint64_t bytes, int64_t nanoseconds);
 
-  bool transformed() const { return config_.pipeline != nullptr; }
+  bool transformed() const { return config_.program != nullptr; }
   uint64_t transient_bytes(plan::SampleId sample) const;
 
   const LoaderConfig& config_;
@@ -146,9 +174,12 @@ class Loader::Run {
   const std::span<const uint64_t> sizes_;
   uint64_t batches_per_epoch_ = 0;
   const uint32_t first_epoch_;  // of this run
-  uint64_t max_staged_ = 2;     // batches with a buffer, not yet handed out
+  uint64_t slab_bytes_ = 0;     // of a whole batch, about
 
   Mutex mutex_;
+  // Batches with a buffer, not yet handed out.
+  uint64_t max_staged_ NOSTALL_GUARDED_BY(mutex_) = 2;
+  uint64_t most_ragged_ NOSTALL_GUARDED_BY(mutex_) = 0;  // bytes of the largest batch so far
   StopCondition fetchable_, transformable_;
   Condition ready_;
   std::map<uint32_t, std::shared_future<std::shared_ptr<const plan::RankEpoch>>> epochs_

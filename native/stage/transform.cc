@@ -16,12 +16,8 @@ constexpr auto kIdle = std::chrono::seconds(1);
 
 std::span<std::byte> Loader::Run::place_of(Work work) const {
   const Batch& batch = *work.task->batch;
-  if (!transformed()) {
-    return {batch.buffer->data() + batch.offsets[work.index],
-            static_cast<size_t>(sizes_[work.task->items[work.index].sample])};
-  }
-  const size_t bytes = config_.pipeline->output().bytes();
-  return {batch.buffer->data() + work.index * bytes, bytes};
+  return {batch.buffer->data() + batch.offsets[work.index],
+          static_cast<size_t>(sizes_[work.task->items[work.index].sample])};
 }
 
 image::SampleKey Loader::Run::key_of(Work work, plan::SampleId sample) const {
@@ -30,7 +26,8 @@ image::SampleKey Loader::Run::key_of(Work work, plan::SampleId sample) const {
 }
 
 void Loader::Run::transform_loop(std::stop_token stop) {
-  image::Scratch scratch(&decoding_);
+  fields::Scratch scratch(&decoding_);
+  scratch.located.resize(config_.source->fields());
   const uint64_t keep = config_.io_bytes / std::max(1u, config_.workers);
   const std::unique_ptr<source::Reader> reader =
       config_.source->make_reader(source::ReaderKind::pread, 1);
@@ -48,21 +45,44 @@ void Loader::Run::transform_loop(std::stop_token stop) {
       work = {fetched_.top().second, fetched_.top().first.second};
       fetched_.pop();
       Batch& batch = *work.task->batch;
-      if (!batch.buffer) batch.buffer = batch_pool_->take(batch.bytes);
+      if (!batch.buffer && batch.bytes > 0) batch.buffer = batch_pool_->take(batch.bytes);
     }
     transform(work, scratch, *reader);
     scratch.trim(keep);
-    bool done = false;
-    {
-      const MutexLock lock(mutex_);
-      done = --work.task->left == 0;
-      work.task->ready = done;
-    }
-    if (done) ready_.notify_one();
+    settle(*work.task);
   }
 }
 
-void Loader::Run::transform(Work work, image::Scratch& scratch, source::Reader& reader) {
+void Loader::Run::settle(Task& task) {
+  {
+    const MutexLock lock(mutex_);
+    if (--task.left > 0) return;
+    // Once it is ready it may be handed out and gone at any time.
+    if (!task.holding) task.ready = true;
+  }
+  if (config_.program->ragged() > 0) {
+    complete(task);
+    const MutexLock lock(mutex_);
+    task.ready = true;
+  }
+  ready_.notify_one();
+}
+
+Result<std::monostate> Loader::Run::unpack(Work work, plan::SampleId sample,
+                                           std::span<const std::byte> record,
+                                           fields::Scratch& scratch) {
+  auto located = config_.source->locate(sample, record, scratch.located);
+  if (!located) return located;
+  Task& task = *work.task;
+  const size_t ragged = config_.program->ragged();
+  const fields::Place place{task.batch->buffer ? task.batch->buffer->data() : nullptr,
+                            task.items.size(), work.index,
+                            std::span(task.ragged).subspan(work.index * ragged, ragged),
+                            task.holding ? &*task.holding : nullptr};
+  return config_.program->apply(scratch.located, key_of(work, sample), scratch, place);
+}
+
+void Loader::Run::transform(Work work, fields::Scratch& scratch, source::Reader& reader) {
   Task::Item& item = work.task->items[work.index];
   const int64_t begin = thread_cpu_ns();
   trace::Span span(kDecode);
@@ -74,8 +94,7 @@ void Loader::Run::transform(Work work, image::Scratch& scratch, source::Reader& 
   if (item.read_error != 0) {
     handle_bad(work, item.read_why, &scratch, reader);
   } else {
-    const auto result =
-        config_.pipeline->apply(bytes, key_of(work, item.sample), scratch, place_of(work));
+    const auto result = unpack(work, item.sample, bytes, scratch);
     if (!result) handle_bad(work, result.error().what(), &scratch, reader);
   }
   item.raw.reset();
@@ -143,7 +162,7 @@ bool Loader::Run::read_whole(plan::SampleId sample, std::span<std::byte> into,
   return request.error == 0;
 }
 
-void Loader::Run::handle_bad(Work work, const std::string& reason, image::Scratch* scratch,
+void Loader::Run::handle_bad(Work work, const std::string& reason, fields::Scratch* scratch,
                              source::Reader& reader) {
   Task& task = *work.task;
   const plan::SampleId bad = task.items[work.index].sample;
@@ -178,8 +197,7 @@ void Loader::Run::handle_bad(Work work, const std::string& reason, image::Scratc
         continue;
       }
       const std::span<std::byte> bytes(raw->data(), sizes_[candidate]);
-      good = read_whole(candidate, bytes, reader, why) &&
-             config_.pipeline->apply(bytes, key_of(work, candidate), *scratch, place_of(work));
+      good = read_whole(candidate, bytes, reader, why) && unpack(work, candidate, bytes, *scratch);
     } else {
       good = read_whole(candidate, place_of(work).first(sizes_[candidate]), reader, why);
     }

@@ -11,9 +11,10 @@ Importing this package needs NumPy alone and starts nothing.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from nostall import errors
+from nostall import errors, fields
 from nostall._version import __version__
 from nostall.checkpoint import Checkpointer, Keep
+from nostall.fields import Schema
 from nostall.loader import DataLoader, DynamicBatches, LoaderOptions, RawBatch, transforms
 from nostall.observe import Stats, metrics, trace
 from nostall.plan import Plan, SubBatches
@@ -52,6 +53,7 @@ __all__ = [
     "Pixels",
     "Plan",
     "RawBatch",
+    "Schema",
     "Source",
     "Stats",
     "SubBatches",
@@ -59,6 +61,7 @@ __all__ = [
     "TarShards",
     "__version__",
     "errors",
+    "fields",
     "metrics",
     "trace",
     "transforms",

@@ -1,7 +1,7 @@
 from collections.abc import Callable, Sequence
 import datetime
 import enum
-from typing import Annotated, overload
+from typing import Annotated, Any, overload
 
 import numpy
 from numpy.typing import NDArray
@@ -408,7 +408,7 @@ def callback_source(
     bounded: bool,
 ) -> Source:
     """
-    read(list of ids) -> list of buffers or exceptions; samples of a group (rising, or empty) are read together.
+    read(list of ids) -> list of buffers or exceptions; samples of a group (rising, or empty) are read together. If `bounded`, zeros follow a sample shorter than its size.
     """
 
 class RangeReader:
@@ -476,6 +476,184 @@ def compile_pipeline(
 def decode_rgb(encoded: object, max_pixels: int = 178956970) -> object:
     """Decodes a JPEG, PNG or WebP image to uint8 RGB, height x width x 3."""
 
+class ScalarCodec(enum.Enum):
+    raw = 0
+
+    decimal = 1
+
+class ArrayCodec(enum.Enum):
+    raw = 0
+
+    npy = 1
+
+class ArrayMeaning(enum.Enum):
+    none = 0
+
+    xyxy = 1
+
+    xywh = 2
+
+    cxcywh = 3
+
+    keypoints = 4
+
+class ImageField:
+    """An image that a pipeline decodes."""
+
+    def __init__(self) -> None: ...
+    @property
+    def pipeline(self) -> Pipeline: ...
+    @pipeline.setter
+    def pipeline(self, arg: Pipeline, /) -> None: ...
+
+class BytesField:
+    """Bytes as they are."""
+
+    def __init__(self) -> None: ...
+
+class TextField:
+    """UTF-8, or JSON."""
+
+    def __init__(self) -> None: ...
+    @property
+    def json(self) -> bool: ...
+    @json.setter
+    def json(self, arg: bool, /) -> None: ...
+
+class ScalarField:
+    """A number."""
+
+    def __init__(self) -> None: ...
+    @property
+    def codec(self) -> ScalarCodec: ...
+    @codec.setter
+    def codec(self, arg: ScalarCodec, /) -> None: ...
+    @property
+    def stored(self) -> str | None: ...
+    @stored.setter
+    def stored(self, arg: str, /) -> None: ...
+    @property
+    def type(self) -> str: ...
+    @type.setter
+    def type(self, arg: str, /) -> None: ...
+
+class ArrayField:
+    """Numbers; -1 in `shape` is ragged."""
+
+    def __init__(self) -> None: ...
+    @property
+    def shape(self) -> list[int]: ...
+    @shape.setter
+    def shape(self, arg: Sequence[int], /) -> None: ...
+    @property
+    def codec(self) -> ArrayCodec: ...
+    @codec.setter
+    def codec(self, arg: ArrayCodec, /) -> None: ...
+    @property
+    def meaning(self) -> ArrayMeaning: ...
+    @meaning.setter
+    def meaning(self, arg: ArrayMeaning, /) -> None: ...
+    @property
+    def normalised(self) -> bool: ...
+    @normalised.setter
+    def normalised(self, arg: bool, /) -> None: ...
+    @property
+    def type(self) -> str: ...
+    @type.setter
+    def type(self, arg: str, /) -> None: ...
+
+class MaskField:
+    """A PNG image of integers."""
+
+    def __init__(self) -> None: ...
+    @property
+    def height(self) -> int: ...
+    @height.setter
+    def height(self, arg: int, /) -> None: ...
+    @property
+    def width(self) -> int: ...
+    @width.setter
+    def width(self, arg: int, /) -> None: ...
+    @property
+    def max_pixels(self) -> int: ...
+    @max_pixels.setter
+    def max_pixels(self, arg: int, /) -> None: ...
+    @property
+    def type(self) -> str: ...
+    @type.setter
+    def type(self, arg: str, /) -> None: ...
+
+class AudioField:
+    """A WAV file."""
+
+    def __init__(self) -> None: ...
+    @property
+    def channels(self) -> int: ...
+    @channels.setter
+    def channels(self, arg: int, /) -> None: ...
+    @property
+    def rate(self) -> int: ...
+    @rate.setter
+    def rate(self, arg: int, /) -> None: ...
+    @property
+    def frames(self) -> int: ...
+    @frames.setter
+    def frames(self, arg: int, /) -> None: ...
+    @property
+    def type(self) -> str: ...
+    @type.setter
+    def type(self, arg: str, /) -> None: ...
+
+class Field:
+    """A field of a source, and its kind (native/fields/program.h)."""
+
+    def __init__(self) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @name.setter
+    def name(self, arg: str, /) -> None: ...
+    @property
+    def index(self) -> int: ...
+    @index.setter
+    def index(self, arg: int, /) -> None: ...
+    @property
+    def kind(
+        self,
+    ) -> (
+        ImageField | BytesField | TextField | ScalarField | ArrayField | MaskField | AudioField
+    ): ...
+    @kind.setter
+    def kind(
+        self,
+        arg: ImageField
+        | BytesField
+        | TextField
+        | ScalarField
+        | ArrayField
+        | MaskField
+        | AudioField,
+        /,
+    ) -> None: ...
+    @property
+    def padded(self) -> bool: ...
+    @padded.setter
+    def padded(self, arg: bool, /) -> None: ...
+    @property
+    def fill(self) -> bytes | None: ...
+    @fill.setter
+    def fill(self, arg: bytes, /) -> None: ...
+
+class Program:
+    """Unpacks records (native/fields/program.h)."""
+
+    @property
+    def outputs(self) -> list[tuple[str, str, list[int], str]]:
+        """
+        (name, dtype, shape of one sample, form) of each; -1 in a shape is ragged.
+        """
+
+def compile_program(fields: Sequence[Field]) -> Program: ...
+
 class PeerTransport:
     """Messages between ranks (native/peer/transport.h); starts nothing."""
 
@@ -522,9 +700,9 @@ class LoaderConfig:
     @source.setter
     def source(self, arg: Source, /) -> None: ...
     @property
-    def pipeline(self) -> Pipeline: ...
-    @pipeline.setter
-    def pipeline(self, pipeline: Pipeline | None) -> None: ...
+    def program(self) -> Program: ...
+    @program.setter
+    def program(self, program: Program | None) -> None: ...
     @property
     def sharing(self) -> Sharing: ...
     @sharing.setter
@@ -646,9 +824,15 @@ class Batch:
     def __len__(self) -> int: ...
     @property
     def data(self) -> NDArray:
+        """Raw bytes (total,)."""
+
+    def output(self, number: int) -> Any:
         """
-        Images (n, 3, height, width) or (n, height, width, 3), or raw bytes (total,).
+        One output of the program: an array, or if it is ragged (values, offsets or lengths), and the shapes where more than the first dimension differs.
         """
+
+    def texts(self, number: int) -> list[str]:
+        """The same of texts, as a list."""
 
     @property
     def labels(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]: ...

@@ -308,6 +308,21 @@ _LOADER = (
         "they are stacked",
     ),
     _loader(
+        "fields",
+        _or_none(_of("a list of names", lambda v: isinstance(v, (list, tuple)) and len(v) > 0)),
+        None,
+        "the fields of a sample that batches have, by name; others are not unpacked, nor read where "
+        "the source can leave them out",
+        "all of the source",
+    ),
+    _loader(
+        "batch",
+        _or_none(_one_of("dict", "tuple")),
+        None,
+        "what a batch is: a mapping from the names of its fields, or a tuple in their order",
+        "`images, labels` of a source of images and labels, else a mapping",
+    ),
+    _loader(
         "reader", _one_of("auto", "io_uring", "pread"), "auto", "how files are read", file=True
     ),
     _loader(

@@ -33,6 +33,7 @@ from nostall.loader._cached_items import ItemStage
 from nostall.loader._calibration import Calibration
 from nostall.loader._options import LoaderArguments, LoaderOptions, with_arguments
 from nostall.loader._python_transforms import PythonStage, takes_images
+from nostall.loader._records import ByField, Records, one_image
 from nostall.loader.transforms import Transform, is_native
 from nostall.loader.transforms import compile as compile_transforms
 from nostall.observe import metrics, trace
@@ -57,7 +58,7 @@ _made = itertools.count()
 _made_in: dict[tuple[int, str], Iterator[int]] = collections.defaultdict(itertools.count)
 
 
-Transforms = Sequence[Transform] | Callable[[Any], Any] | None
+Transforms = Sequence[Transform] | ByField | Callable[[Any], Any] | None
 
 
 # Attributes of torch's loader that other programs look for, and their replacements here.
@@ -146,7 +147,7 @@ class RawBatch:
 
 
 class Epoch:
-    """One epoch of a loader: an iterable of (batch, labels), with its number as `index`."""
+    """One epoch of a loader: an iterable of its batches, with its number as `index`."""
 
     def __init__(self, loader: DataLoader, index: int) -> None:
         self._loader = loader
@@ -155,7 +156,7 @@ class Epoch:
     def __len__(self) -> int:
         return len(self._loader)
 
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+    def __iter__(self) -> Iterator[Any]:
         return self._loader._iterate(self.index)
 
 
@@ -221,7 +222,7 @@ class DataLoader:
                 'for example nostall.ImageFolder("/data/train")'
             )
         chosen = self._options = with_arguments(options, rare)
-        self.dataset = dataset
+        self.dataset = dataset if chosen.fields is None else dataset.select(chosen.fields)
         self._batch_size: int = checked("loader.batch_size", batch_size)
         self.epochs_total: int | None = checked("loader.epochs", epochs)
         self._last_epoch = _ENDLESS if self.epochs_total is None else self.epochs_total
@@ -238,7 +239,8 @@ class DataLoader:
         if self._output == "torch":
             # Here, so that the first batch does not wait for it.
             importlib.import_module("torch")
-        self._pipeline: _native.Pipeline | None = None
+        self._program: _native.Program | None = None
+        self._records: Records | None = None
         self._python: PythonStage | None = None
         self._transform_by(transforms)
         self._order_world = self.world.world_size
@@ -298,6 +300,8 @@ class DataLoader:
                     "transforms= is for samples as they are stored: pass what is to be done with each "
                     "item of a Cached data set as its then="
                 )
+            if chosen.fields or chosen.batch:
+                raise UsageError("fields= and batch= are not for items of a Cached data set")
             self._python = ItemStage(
                 self.dataset,
                 workers=chosen.workers,
@@ -307,9 +311,18 @@ class DataLoader:
                 on_error=self._on_error,
                 seed=self.seed,
             )
+        elif (
+            chosen.fields
+            or chosen.batch
+            or isinstance(transforms, Mapping)
+            or not self.dataset._pairs
+        ):
+            self._unpack_by(transforms)
         elif transforms is not None and not callable(transforms) and is_native(transforms):
-            self._pipeline = compile_transforms(
-                transforms, dtype=chosen.dtype, layout=chosen.layout, pixels=pixels
+            self._program = one_image(
+                compile_transforms(
+                    transforms, dtype=chosen.dtype, layout=chosen.layout, pixels=pixels
+                )
             )
         elif transforms is not None:
             decoded = takes_images(transforms) if chosen.decode is None else chosen.decode
@@ -324,6 +337,21 @@ class DataLoader:
                 seed=self.seed,
             )
         self._collate = None if self._python else chosen.collate
+
+    def _unpack_by(self, transforms: Transforms) -> None:
+        """Batches of several fields: a program for all of them."""
+        chosen, schema = self._options, self.dataset.schema
+        if chosen.fields is not None:
+            schema = schema.select(chosen.fields)
+        self._records = Records(
+            self.dataset,
+            schema,
+            transforms,
+            dtype=chosen.dtype,
+            layout=chosen.layout,
+            form=chosen.batch or "dict",
+        )
+        self._program = self._records.program
 
     # ------------------------------------------------------------------ iterating
 
@@ -353,7 +381,7 @@ class DataLoader:
                 self._position = (epoch + 1, 0)
                 self._resumed = False
 
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+    def __iter__(self) -> Iterator[Any]:
         """The next epoch (after `set_epoch` that one, after `load_state_dict` its rest)."""
         return self._iterate(self._next_epoch())
 
@@ -380,7 +408,7 @@ class DataLoader:
         epoch, batch = self._position
         return epoch if batch == 0 or self._resumed else epoch + 1
 
-    def _iterate(self, epoch: int) -> Iterator[tuple[Any, Any]]:
+    def _iterate(self, epoch: int) -> Iterator[Any]:
         if self._closed:
             raise UsageError("this loader is closed")
         if epoch >= self._last_epoch:
@@ -393,7 +421,7 @@ class DataLoader:
         self._position = (epoch, start)
         return self._batches_of(epoch, start)
 
-    def _batches_of(self, epoch: int, start: int) -> Iterator[tuple[Any, Any]]:
+    def _batches_of(self, epoch: int, start: int) -> Iterator[Any]:
         loader = self._stage()
         if start < self._batches:
             loader.seek(epoch, start)
@@ -419,6 +447,9 @@ class DataLoader:
                 wait = time.perf_counter() - began
                 self._recorder.batch(batch, wait, loader.memory, substituted)
                 self._position = (epoch, index + 1)
+                if self._records is not None:
+                    yield data
+                    continue
                 labels = batch.labels
                 for place, replacement in places.items():
                     labels[place] = self.dataset.native.labels[replacement]
@@ -436,10 +467,13 @@ class DataLoader:
 
     def _shaped(self, batch: _native.Batch) -> Any:
         data: Any
-        if self._pipeline is None:
+        if self._records is not None:
+            data = self._records.hand_out(batch, self._array)
+            return data if self._collate is None else self._collate(data)
+        if self._program is None:
             data = RawBatch(batch.data, batch.offsets, batch.lengths)
         else:
-            data = self._array(batch.data)
+            data = self._array(batch.output(0))
         return data if self._collate is None else self._collate([data[i] for i in range(len(data))])
 
     def _array(self, array: NDArray[Any]) -> Any:
@@ -566,7 +600,7 @@ class DataLoader:
             "name": self._name,
             "threads": self._threads,
             "fetchers": self._fetchers(),
-            "transforms": "native" if self._pipeline else "python" if self._python else "none",
+            "transforms": "native" if self._program else "python" if self._python else "none",
             "staging_bytes": self._staging,
             "tiers": [[t.kind, t.capacity, t.path] for t in self._tiers],
         }
@@ -724,7 +758,7 @@ class DataLoader:
         config.job = self._spec
         config.rank = self.world.rank
         config.source = self.dataset.native
-        config.pipeline = self._pipeline
+        config.program = self._program
         # The stage of callables finds replacements itself, because they must suit the callable.
         report = self._python and self._on_error == "substitute"
         on_error = "report" if report else self._on_error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
@@ -35,6 +35,8 @@ class LoaderOptions:
     decode: bool | None = in_force("loader.decode")
     workers: Literal["threads", "processes"] = in_force("loader.workers")
     collate: Callable[[list[Any]], Any] | None = in_force("loader.collate")
+    fields: Sequence[str] | None = in_force("loader.fields")
+    batch: Literal["dict", "tuple"] | None = in_force("loader.batch")
     reader: Literal["auto", "io_uring", "pread"] = in_force("loader.reader")
     peers: Literal["auto", "on", "off"] | AllGather = in_force("loader.peers")
     sharing: Literal["push", "owners-read"] = in_force("loader.sharing")
@@ -66,6 +68,8 @@ class LoaderArguments(TypedDict, total=False):
     decode: bool | None
     workers: Literal["threads", "processes"]
     collate: Callable[[list[Any]], Any] | None
+    fields: Sequence[str] | None
+    batch: Literal["dict", "tuple"] | None
     reader: Literal["auto", "io_uring", "pread"]
     peers: Literal["auto", "on", "off"] | AllGather
     sharing: Literal["push", "owners-read"]

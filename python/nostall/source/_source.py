@@ -15,6 +15,7 @@ import numpy as np
 
 from nostall import _native
 from nostall.errors import CorruptionError, IoError, UsageError
+from nostall.fields import Image, Scalar, Schema
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -80,6 +81,8 @@ class Source:
 
     native: _native.Source
     pixels: Pixels | None = None
+    # Whether its batches are `images, labels` unless the loader is told otherwise.
+    _pairs: bool = True
     # Floating-point labels lie in the native source as the bits of float64.
     _label_type: np.dtype[Any] = np.dtype(np.int64)
     # The arguments of opening, to open it again in another process.
@@ -91,6 +94,24 @@ class Source:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the arguments of opening: unpickling opens the source again, and compares."""
         return _reopen, (type(self), self._arguments, self.fingerprint, self.pixels)
+
+    @property
+    def schema(self) -> Schema:
+        """The fields of every sample, in the order of the native source."""
+        floating = self._label_type.kind == "f"
+        return Schema(
+            image=Image(),
+            label=Scalar(dtype=self._label_type.name, stored="float64" if floating else None),
+        )
+
+    def select(self, names: Sequence[str]) -> Source:
+        """A source that reads these fields alone, if that saves reading; else this one.
+
+        Raises:
+            UsageError: a field is not there.
+        """
+        self.schema.select(names)
+        return self
 
     @property
     def sizes(self) -> NDArray[np.uint64]:

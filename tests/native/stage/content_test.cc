@@ -85,8 +85,9 @@ class Content : public testing::TestWithParam<Way> {
     if (GetParam() == Way::transformed) {
       image::Options options;
       options.pixels = image::Pixels{kSide, kSide};
-      config.pipeline = std::make_shared<const image::Pipeline>(
-          image::Pipeline::compile(std::vector<image::Step>{image::Resize{kSide, kSide}}, options));
+      config.program = std::make_shared<const fields::Program>(
+          fields::Program::of_image(image::Pipeline::compile(
+              std::vector<image::Step>{image::Resize{kSide, kSide}}, options)));
     }
     if (!kind) return config;
     const uint64_t record = kBytes + tier::record_overhead(*kind);

@@ -241,9 +241,10 @@ TEST(Loader, RefusesAPlanForAnotherSource) {
   EXPECT_THROW(Loader loader(std::move(config)), Error);
 }
 
-std::shared_ptr<const image::Pipeline> small_images() {
+std::shared_ptr<const fields::Program> small_images() {
   const std::vector<image::Step> steps{image::Resize{8, 8}};
-  return std::make_shared<const image::Pipeline>(image::Pipeline::compile(steps));
+  return std::make_shared<const fields::Program>(
+      fields::Program::of_image(image::Pipeline::compile(steps)));
 }
 
 // Its readers cannot be made, as io_uring's cannot where the kernel forbids it.
@@ -273,7 +274,7 @@ TEST(Loader, ASampleBeyondMemoryIsABadSample) {
     const auto source = std::make_shared<MemorySource>(1);
     source->pretend(0, uint64_t{1} << 63);
     LoaderConfig config = config_for(source, 1, 1);
-    if (!raw) config.pipeline = small_images();
+    if (!raw) config.program = small_images();
     Loader loader(config);
     EXPECT_THROW(loader.next(10s), Error) << raw;
     EXPECT_EQ(source->reads, 0u);
@@ -313,7 +314,7 @@ TEST(Loader, ATierWithoutMemoryDoesNotOverdrawTheReadBuffers) {
     LoaderConfig config = config_for(source, 5000, 1);
     config.cache =
         tier::NodeCache::attach(node, source->sizes(), tier::fixed(in_the_first_tier(*source)));
-    config.pipeline = small_images();
+    config.program = small_images();
     config.job.global_batch = 10;
     config.staging_bytes = 1;
     config.io_bytes = 1000;

@@ -138,7 +138,8 @@ TEST(LoaderWithPeers, WhatANeighbourReadsAfterAPeerFailedIsGood) {
   config.source = std::make_shared<ImageSource>();
   config.job.samples = config.job.global_batch = kSamples;
   const std::vector<image::Step> steps{image::Resize{2, 2}};
-  config.pipeline = std::make_shared<const image::Pipeline>(image::Pipeline::compile(steps));
+  config.program = std::make_shared<const fields::Program>(
+      fields::Program::of_image(image::Pipeline::compile(steps)));
 
   tier::NodeCacheConfig tiers;
   tiers.job = "stage test";

@@ -1,0 +1,121 @@
+// nostall._native: the kinds of fields, Field and compile_program.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include <tuple>
+
+#include "fields/program.h"
+#include "module.h"
+
+namespace nb = nanobind;
+using namespace nostall;
+
+namespace {
+
+fields::Type type_named(const std::string& name) { return fields::type_named(name).take(); }
+
+// A property of a field of type fields::Type, by NumPy's name.
+template <typename T>
+void bind_type(nb::class_<T>& kind) {
+  kind.def_prop_rw(
+      "type", [](const T& k) { return std::string(fields::name_of(k.type)); },
+      [](T& k, const std::string& name) { k.type = type_named(name); });
+}
+
+void bind_kinds(nb::module_& m) {
+  nb::enum_<fields::Scalar::Codec>(m, "ScalarCodec")
+      .value("raw", fields::Scalar::Codec::raw)
+      .value("decimal", fields::Scalar::Codec::decimal);
+  nb::enum_<fields::Array::Codec>(m, "ArrayCodec")
+      .value("raw", fields::Array::Codec::raw)
+      .value("npy", fields::Array::Codec::npy);
+  nb::enum_<fields::Array::Meaning>(m, "ArrayMeaning")
+      .value("none", fields::Array::Meaning::none)
+      .value("xyxy", fields::Array::Meaning::xyxy)
+      .value("xywh", fields::Array::Meaning::xywh)
+      .value("cxcywh", fields::Array::Meaning::cxcywh)
+      .value("keypoints", fields::Array::Meaning::keypoints);
+  nb::class_<fields::Image>(m, "ImageField", "An image that a pipeline decodes.")
+      .def(nb::init<>())
+      .def_rw("pipeline", &fields::Image::pipeline);
+  nb::class_<fields::Bytes>(m, "BytesField", "Bytes as they are.").def(nb::init<>());
+  nb::class_<fields::Text>(m, "TextField", "UTF-8, or JSON.")
+      .def(nb::init<>())
+      .def_rw("json", &fields::Text::json);
+  auto scalar = nb::class_<fields::Scalar>(m, "ScalarField", "A number.");
+  scalar.def(nb::init<>())
+      .def_rw("codec", &fields::Scalar::codec)
+      .def_prop_rw(
+          "stored",
+          [](const fields::Scalar& s) -> std::optional<std::string> {
+            if (!s.stored) return std::nullopt;
+            return std::string(fields::name_of(*s.stored));
+          },
+          [](fields::Scalar& s, const std::string& name) { s.stored = type_named(name); });
+  bind_type(scalar);
+  auto array = nb::class_<fields::Array>(m, "ArrayField", "Numbers; -1 in `shape` is ragged.");
+  array.def(nb::init<>())
+      .def_rw("shape", &fields::Array::shape)
+      .def_rw("codec", &fields::Array::codec)
+      .def_rw("meaning", &fields::Array::meaning)
+      .def_rw("normalised", &fields::Array::normalised);
+  bind_type(array);
+  auto mask = nb::class_<fields::Mask>(m, "MaskField", "A PNG image of integers.");
+  mask.def(nb::init<>())
+      .def_rw("height", &fields::Mask::height)
+      .def_rw("width", &fields::Mask::width)
+      .def_rw("max_pixels", &fields::Mask::max_pixels);
+  bind_type(mask);
+  auto audio = nb::class_<fields::Audio>(m, "AudioField", "A WAV file.");
+  audio.def(nb::init<>())
+      .def_rw("channels", &fields::Audio::channels)
+      .def_rw("rate", &fields::Audio::rate)
+      .def_rw("frames", &fields::Audio::frames);
+  bind_type(audio);
+}
+
+}  // namespace
+
+void bind_fields(nb::module_& m) {
+  bind_kinds(m);
+  using fields::Field;
+  nb::class_<Field>(m, "Field", "A field of a source, and its kind (native/fields/program.h).")
+      .def(nb::init<>())
+      .def_rw("name", &Field::name)
+      .def_rw("index", &Field::index)
+      .def_rw("kind", &Field::kind)
+      .def_rw("padded", &Field::padded)
+      .def_prop_rw(
+          "fill",
+          [](const Field& f) -> std::optional<nb::bytes> {
+            if (!f.fill) return std::nullopt;
+            return nb::bytes(reinterpret_cast<const char*>(f.fill->data()), f.fill->size());
+          },
+          [](Field& f, const nb::bytes& fill) {
+            const auto* begin = reinterpret_cast<const std::byte*>(fill.c_str());
+            f.fill.emplace(begin, begin + fill.size());
+          });
+  nb::class_<fields::Program>(m, "Program", "Unpacks records (native/fields/program.h).")
+      .def_prop_ro(
+          "outputs",
+          [](const fields::Program& program) {
+            constexpr const char* kForms[] = {"dense", "ragged", "padded"};
+            std::vector<std::tuple<std::string, std::string, std::vector<int64_t>, std::string>>
+                out;
+            for (const fields::Output& o : program.outputs()) {
+              out.emplace_back(o.name, std::string(fields::name_of(o.type)), o.shape,
+                               kForms[static_cast<size_t>(o.form)]);
+            }
+            return out;
+          },
+          "(name, dtype, shape of one sample, form) of each; -1 in a shape is ragged.");
+  m.def(
+      "compile_program",
+      [](std::vector<Field> fields) { return fields::Program::compile(std::move(fields)); },
+      nb::arg("fields"));
+}

@@ -1,0 +1,38 @@
+// fields/decode.h - private to the room: the value of one field, by its kind.
+//
+// Total: any bytes give a value or an Error of kind corruption; they may throw std::bad_alloc.
+#pragma once
+
+#include <span>
+
+#include "fields/program.h"
+
+namespace nostall::fields {
+
+// Where a value goes: exactly as many bytes as it has, or a place to hold it.
+struct Destination {
+  std::span<std::byte> dense{};
+  Ragged* ragged = nullptr;
+  Holder* holder = nullptr;
+
+  // The memory for a value of that shape.
+  std::byte* begin(std::span<const int64_t> shape, size_t value_bytes) const;
+};
+
+using Decoded = Result<std::monostate>;
+Decoded decode(const Image& kind, const Output& output, std::span<const std::byte> bytes,
+               const image::SampleKey& key, Scratch& scratch, const Destination& to);
+Decoded decode(const Bytes& kind, const Output& output, std::span<const std::byte> bytes,
+               const image::SampleKey& key, Scratch& scratch, const Destination& to);
+Decoded decode(const Text& kind, const Output& output, std::span<const std::byte> bytes,
+               const image::SampleKey& key, Scratch& scratch, const Destination& to);
+Decoded decode(const Scalar& kind, const Output& output, std::span<const std::byte> bytes,
+               const image::SampleKey& key, Scratch& scratch, const Destination& to);
+Decoded decode(const Array& kind, const Output& output, std::span<const std::byte> bytes,
+               const image::SampleKey& key, Scratch& scratch, const Destination& to);
+Decoded decode(const Mask& kind, const Output& output, std::span<const std::byte> bytes,
+               const image::SampleKey& key, Scratch& scratch, const Destination& to);
+Decoded decode(const Audio& kind, const Output& output, std::span<const std::byte> bytes,
+               const image::SampleKey& key, Scratch& scratch, const Destination& to);
+
+}  // namespace nostall::fields

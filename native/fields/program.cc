@@ -1,0 +1,204 @@
+// Compiles fields to outputs, and applies them to one sample at a time. decode.h has the kinds;
+// tail.cc puts ragged values together.
+#include "fields/program.h"
+
+#include <algorithm>
+#include <new>
+
+#include "fields/decode.h"
+
+namespace nostall::fields {
+namespace {
+
+[[noreturn]] void usage(const Field& field, const std::string& what) {
+  throw Error(ErrorKind::usage, "field " + field.name + ": " + what);
+}
+
+Type type_of(image::Type type) {
+  switch (type) {
+    case image::Type::float16:
+      return Type::float16;
+    case image::Type::float32:
+      return Type::float32;
+    case image::Type::uint8:
+      break;
+  }
+  return Type::uint8;
+}
+
+// The type and shape of what each kind gives, with a check of its parameters.
+class Compiler {
+ public:
+  explicit Compiler(const Field& field) : field_(field) {}
+
+  Output operator()(const Image& image) {
+    if (!image.pipeline) usage(field_, "an image needs transforms, or is given as bytes");
+    const image::Output& o = image.pipeline->output();
+    const int64_t h = o.height, w = o.width;
+    return made(type_of(o.type), o.layout == image::Layout::chw ? std::vector<int64_t>{3, h, w}
+                                                                : std::vector<int64_t>{h, w, 3});
+  }
+  Output operator()(const Bytes&) { return made(Type::uint8, {kRagged}); }
+  Output operator()(const Text&) { return made(Type::uint8, {kRagged}); }
+  Output operator()(const Scalar& scalar) { return made(scalar.type, {}); }
+  Output operator()(const Array& array) {
+    if (array.shape.size() > kMostDims) {
+      usage(field_, "an array has at most " + std::to_string(kMostDims) + " dimensions");
+    }
+    for (const int64_t side : array.shape) {
+      if (side < 0 && side != kRagged) usage(field_, "a dimension of an array is negative");
+    }
+    const auto ragged = std::count(array.shape.begin(), array.shape.end(), kRagged);
+    if (array.codec == Array::Codec::raw && ragged > 1) {
+      usage(field_, "raw bytes tell one ragged dimension, not " + std::to_string(ragged) +
+                        ": store such arrays as .npy");
+    }
+    if (array.codec == Array::Codec::raw && ragged == 1 &&
+        std::find(array.shape.begin(), array.shape.end(), 0) != array.shape.end()) {
+      usage(field_, "raw bytes of a shape with a side of 0 do not tell its ragged dimension");
+    }
+    check_meaning(array);
+    return made(array.type, array.shape);
+  }
+  Output operator()(const Mask& mask) {
+    if (mask.type == Type::boolean || mask.type == Type::int8 || mask.type >= Type::float16) {
+      usage(field_, "the labels of a mask are integers of 8 bits or more, not " +
+                        std::string(name_of(mask.type)));
+    }
+    const auto side = [](uint32_t n) { return n == 0 ? kRagged : int64_t{n}; };
+    return made(mask.type, {side(mask.height), side(mask.width)});
+  }
+  Output operator()(const Audio& audio) {
+    if (audio.type != Type::float32 && audio.type != Type::int16) {
+      usage(field_, "sound is float32 or int16, not " + std::string(name_of(audio.type)));
+    }
+    if (audio.channels == 0) usage(field_, "sound has at least one channel");
+    const int64_t frames = audio.frames == 0 ? kRagged : static_cast<int64_t>(audio.frames);
+    if (audio.channels == 1) return made(audio.type, {frames});
+    return made(audio.type, {frames, audio.channels});
+  }
+
+ private:
+  void check_meaning(const Array& array) const {
+    using Meaning = Array::Meaning;
+    if (array.meaning == Meaning::none) return;
+    const int64_t last = array.shape.empty() ? 0 : array.shape.back();
+    const bool points = array.meaning == Meaning::keypoints;
+    const bool good = array.type == Type::float32 && array.shape.size() >= 2 &&
+                      (points ? last == 2 || last == 3 : last == 4 && array.shape.size() == 2);
+    if (!good)
+      usage(field_, points ? "keypoints are float32 of shape (n, 2 or 3) or (n, k, 2 or 3)"
+                           : "boxes are float32 of shape (n, 4)");
+  }
+  Output made(Type type, std::vector<int64_t> shape) const {
+    const bool dense = std::find(shape.begin(), shape.end(), kRagged) == shape.end();
+    const Form form = dense ? Form::dense : field_.padded ? Form::padded : Form::ragged;
+    return {field_.name, type, std::move(shape), form};
+  }
+  const Field& field_;
+};
+
+void check_size(const Field& field, const Output& output) {
+  constexpr uint64_t kMost = uint64_t{1} << 40;
+  uint64_t bytes = size_of(output.type);
+  for (const int64_t side : output.shape) {
+    if (side != kRagged &&
+        (__builtin_mul_overflow(bytes, static_cast<uint64_t>(side), &bytes) || bytes > kMost)) {
+      usage(field, "one sample of it would have more than a tebibyte");
+    }
+  }
+}
+
+uint64_t aligned(uint64_t bytes) {
+  return (bytes + Program::kAlignment - 1) / Program::kAlignment * Program::kAlignment;
+}
+
+}  // namespace
+
+void Scratch::trim(size_t most) noexcept {
+  image.trim(most);
+  if (labels.size() > most) labels.release();
+}
+
+void Scratch::release_above(size_t most) noexcept {
+  image.release_above(most);
+  if (labels.size() > most) labels.release();
+}
+
+Program Program::compile(std::vector<Field> fields) {
+  if (fields.empty()) throw Error(ErrorKind::usage, "a batch needs at least one field");
+  Program program;
+  for (const Field& field : fields) {
+    program.outputs_.push_back(std::visit(Compiler(field), field.kind));
+    check_size(field, program.outputs_.back());
+    if (program.outputs_.back().form != Form::dense) ++program.ragged_;
+  }
+  program.fields_ = std::move(fields);
+  return program;
+}
+
+Program Program::of_image(image::Pipeline pipeline) {
+  Field field;
+  field.kind = Image{std::make_shared<const image::Pipeline>(std::move(pipeline))};
+  return compile({std::move(field)});
+}
+
+uint64_t Program::slab_bytes(uint64_t samples) const noexcept {
+  return region(outputs_.size(), samples);
+}
+
+uint64_t Program::region(size_t output, uint64_t samples) const noexcept {
+  uint64_t begin = 0, end = 0;
+  for (size_t i = 0; i < output; ++i) {
+    if (outputs_[i].form != Form::dense) continue;
+    end = begin + samples * outputs_[i].bytes();
+    begin = aligned(end);
+  }
+  // The last region ends with its values.
+  return output == outputs_.size() ? end : begin;
+}
+
+size_t Program::ragged_before(size_t output) const noexcept {
+  return static_cast<size_t>(std::count_if(outputs_.begin(),
+                                           outputs_.begin() + static_cast<ptrdiff_t>(output),
+                                           [](const Output& o) { return o.form != Form::dense; }));
+}
+
+Result<std::monostate> Program::apply(std::span<const source::FieldBytes> located,
+                                      const image::SampleKey& key, Scratch& scratch,
+                                      const Place& place) const try {
+  size_t ragged = 0;
+  for (size_t i = 0; i < fields_.size(); ++i) {
+    const Field& field = fields_[i];
+    const Output& output = outputs_[i];
+    const auto failed = [&](const std::string& what) {
+      return Error(ErrorKind::corruption,
+                   field.name.empty() ? what : "field " + field.name + ": " + what);
+    };
+    if (field.index >= located.size()) {
+      return Error(ErrorKind::bug, "field " + field.name + " is none of its source's");
+    }
+    source::FieldBytes bytes = located[field.index];
+    if (!bytes.present) {
+      if (!field.fill) return failed("it is missing; give the schema's field a fill=, or drop it");
+      bytes.bytes = *field.fill;
+    }
+    Destination to;
+    if (output.form == Form::dense) {
+      const size_t size = output.bytes();
+      to.dense = {place.slab + region(i, place.samples) + place.index * size, size};
+    } else {
+      to.ragged = &place.ragged[ragged++];
+      to.holder = place.holder;
+    }
+    const auto result = std::visit(
+        [&](const auto& kind) { return decode(kind, output, bytes.bytes, key, scratch, to); },
+        field.kind);
+    if (!result) return failed(result.error().what());
+  }
+  return std::monostate{};
+} catch (const std::bad_alloc&) {
+  return Error(ErrorKind::corruption, "a sample that needs more memory than there is");
+}
+
+}  // namespace nostall::fields

@@ -1,0 +1,178 @@
+// fields/program.h - from the record of a sample to its values in a batch. Read this first.
+//
+// A source says where the fields of a sample lie in its record (source.h, locate()). A Program knows
+// what they are, and is compiled once from a list of fields, each with its kind and parameters. For
+// each sample it decodes every field and writes the values of dense outputs straight to their place
+// in the batch's slab. Values of ragged outputs, whose sizes differ from sample to sample, are held
+// until the batch is complete; then plan_tail() and lay_tail() put them one after the other, or pad
+// them to the longest.
+//
+//   slab of a batch of n samples: one region for each dense output, aligned to kAlignment bytes
+//   tail: for each ragged output its values, then its offsets or lengths, then (where more than the
+//   first dimension is ragged) the shapes of all samples
+//
+// Units: bytes, unless a name says otherwise. Randomness: draws depend on the SampleKey alone, so
+// that all images of a sample have the same ones. Thread-safety: a Program is immutable; each thread
+// brings its own Scratch.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "base/error.h"
+#include "fields/types.h"
+#include "image/pipeline.h"
+#include "source/source.h"
+
+namespace nostall::fields {
+
+// ---- The kinds of fields, and what the bytes of each must be.
+
+// An encoded image (or pixels, if the pipeline says so): dense, as the pipeline gives it.
+struct Image {
+  std::shared_ptr<const image::Pipeline> pipeline;
+};
+// Anything: uint8, (bytes,), ragged.
+struct Bytes {};
+// UTF-8: as Bytes, checked. JSON: UTF-8 too.
+struct Text {
+  bool json = false;
+};
+// One number: dense.
+struct Scalar {
+  enum class Codec : uint8_t { raw, decimal };
+  Type type = Type::int64;
+  Codec codec = Codec::raw;
+  std::optional<Type> stored;  // of raw bytes; if absent, `type`
+};
+// Numbers of one type. `raw` values have no header: their length gives one ragged dimension at most.
+// A .npy array must have the type and the shape.
+struct Array {
+  enum class Codec : uint8_t { raw, npy };
+  // What the numbers mean, checked: none may be NaN or infinite, if they mean anything.
+  enum class Meaning : uint8_t {
+    none,
+    xyxy,       // boxes (n, 4): left, top, right, bottom; right >= left, bottom >= top
+    xywh,       // boxes (n, 4): left, top, width, height; neither negative
+    cxcywh,     // boxes (n, 4): centre, width, height; neither negative
+    keypoints,  // (n, ..., 2 or 3): x, y and perhaps visibility
+  };
+  Type type = Type::float32;
+  std::vector<int64_t> shape{};  // with kRagged
+  Codec codec = Codec::raw;
+  Meaning meaning = Meaning::none;
+  bool normalised = false;  // coordinates are parts of the image: between 0 and 1
+};
+// A PNG image of integers (image/labels.h): (height, width), ragged where they are 0.
+struct Mask {
+  Type type = Type::uint8;
+  uint32_t height = 0, width = 0;
+  uint64_t max_pixels = image::Options{}.max_pixels;
+};
+// A WAV file (wav.h): (frames,) if there is one channel, else (frames, channels).
+struct Audio {
+  Type type = Type::float32;  // or int16
+  uint32_t channels = 1;      // 1: the mean of those that there are; else those, exactly
+  uint32_t rate = 0;          // frames per second that every sample must have; 0: any
+  uint64_t frames = 0;        // cut there, or filled up with zeros; 0: ragged
+};
+
+struct Field {
+  std::string name;    // in messages and outputs; may be empty if there is one field
+  uint32_t index = 0;  // among Source::locate()'s
+  std::variant<Image, Bytes, Text, Scalar, Array, Mask, Audio> kind{};
+  bool padded = false;  // instead of ragged, where the sizes differ
+  // What stands for a missing value, as it would be stored; absent: a sample without it is unusable.
+  std::optional<std::vector<std::byte>> fill{};
+};
+
+// ---- What is decoded.
+
+// Buffers that one thread reuses from sample to sample.
+struct Scratch {
+  explicit Scratch(image::HeldBytes* counted = nullptr) : image(counted), labels(counted) {}
+  // As of image::Scratch.
+  void trim(size_t most) noexcept;
+  void release_above(size_t most) noexcept;
+  image::Scratch image;
+  image::Buffer labels;
+  std::vector<source::FieldBytes> located;
+};
+
+// The value of one ragged output of one sample.
+struct Ragged {
+  const std::byte* values = nullptr;
+  uint64_t bytes = 0;
+  std::array<int64_t, kMostDims> shape{};
+};
+
+// Memory for ragged values of one batch; take() may be called from many threads.
+class Holder {
+ public:
+  virtual ~Holder() = default;
+  virtual std::byte* take(size_t bytes) = 0;  // throws std::bad_alloc
+};
+
+// A sample's place in its batch.
+struct Place {
+  std::byte* slab = nullptr;
+  uint64_t samples = 0, index = 0;  // of the batch; of the sample in it
+  std::span<Ragged> ragged{};       // one for each ragged output, in their order
+  Holder* holder = nullptr;         // used if there are ragged outputs
+};
+
+// Where a ragged output of a batch lies in its tail. Offsets, lengths and shapes are int64.
+struct Laid {
+  uint64_t values = 0;         // offsets of bytes in the tail
+  std::vector<int64_t> shape;  // of `values`
+  uint64_t counts = 0;         // (n + 1,) offsets of a ragged one, (n, ...) lengths of a padded
+  std::vector<int64_t> counts_shape;
+  uint64_t shapes = 0;  // ragged, not by rows: (n, dimensions)
+};
+
+class Program {
+ public:
+  static constexpr size_t kAlignment = 64;
+
+  // Throws Error(usage), with the field's name, if a field cannot be so.
+  static Program compile(std::vector<Field> fields);
+  // Of one image, the first field of its source.
+  static Program of_image(image::Pipeline pipeline);
+
+  const std::vector<Field>& fields() const noexcept { return fields_; }
+  // In the order of the fields, one each.
+  const std::vector<Output>& outputs() const noexcept { return outputs_; }
+  size_t ragged() const noexcept { return ragged_; }   // how many outputs are not dense
+  size_t ragged_before(size_t output) const noexcept;  // among the first `output` ones
+
+  // Bytes of the slab of a batch, and where the region of a dense output begins in it.
+  uint64_t slab_bytes(uint64_t samples) const noexcept;
+  uint64_t region(size_t output, uint64_t samples) const noexcept;
+
+  // Decodes one sample into its place. Total: any bytes give values or an Error of kind corruption
+  // that names the field; the sample's place is unspecified then.
+  Result<std::monostate> apply(std::span<const source::FieldBytes> located,
+                               const image::SampleKey& key, Scratch& scratch,
+                               const Place& place) const;
+
+  // The layout of the tail of a batch; `held` has ragged() values for each sample. `bytes` is its
+  // size. Throws std::bad_alloc if there can be no such memory.
+  std::vector<Laid> plan_tail(std::span<const Ragged> held, uint64_t samples,
+                              uint64_t& bytes) const;
+  void lay_tail(std::span<const Ragged> held, uint64_t samples, std::span<const Laid> laid,
+                std::byte* tail) const;
+
+ private:
+  std::vector<Field> fields_;
+  std::vector<Output> outputs_;
+  size_t ragged_ = 0;
+};
+
+}  // namespace nostall::fields

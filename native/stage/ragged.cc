@@ -1,0 +1,66 @@
+// Values whose sizes differ from sample to sample: held until their batch is complete, then put
+// together in one buffer.
+#include <algorithm>
+#include <utility>
+
+#include "stage/run.h"
+
+namespace nostall::stage {
+namespace {
+// Values larger than a part of it get buffers of their own.
+constexpr size_t kShared = size_t{256} << 10, kLarge = kShared / 4;
+constexpr size_t kAligned = 16;
+}  // namespace
+
+std::byte* Holding::take(size_t bytes) {
+  const size_t whole = (std::max<size_t>(1, bytes) + kAligned - 1) / kAligned * kAligned;
+  const MutexLock lock(mutex_);
+  if (whole > left_) {
+    const bool large = whole > kLarge;
+    buffers_.push_back(pool_.take(large ? whole : kShared));
+    Buffer& buffer = *buffers_.back();
+    bytes_ += buffer.capacity();
+    if (large) return buffer.data();
+    free_ = buffer.data();
+    left_ = buffer.capacity();
+  }
+  left_ -= whole;
+  return std::exchange(free_, free_ + whole);
+}
+
+uint64_t Holding::bytes() const {
+  const MutexLock lock(mutex_);
+  return bytes_;
+}
+
+void Holding::release() noexcept {
+  const MutexLock lock(mutex_);
+  buffers_.clear();
+  left_ = 0;
+}
+
+void Loader::Run::complete(Task& task) {
+  const fields::Program& program = *config_.program;
+  Batch& batch = *task.batch;
+  const uint64_t samples = task.items.size();
+  bool good = true;
+  if (samples > 0) {
+    const MutexLock lock(mutex_);
+    good = !task.error;
+  }
+  // A batch that has an error is never handed out, and its places may be empty.
+  if (!good) return task.holding->release();
+  uint64_t bytes = 0;
+  batch.laid = program.plan_tail(task.ragged, samples, bytes);
+  batch.tail = batch_pool_->take(bytes);
+  program.lay_tail(task.ragged, samples, batch.laid, batch.tail->data());
+  bytes += task.holding->bytes();
+  task.holding->release();
+  if (samples == 0) return;
+  const MutexLock lock(mutex_);
+  if (bytes <= most_ragged_) return;
+  most_ragged_ = bytes;
+  set_most_staged();
+}
+
+}  // namespace nostall::stage

@@ -1,0 +1,35 @@
+"""What a batch has of a field whose sizes differ from sample to sample."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Ragged(NamedTuple):
+    """Values of n samples, one after the other, without gaps.
+
+    Where the first dimension of a sample differs, `values` has the shape (rows of all, ...), and
+    sample i is ``values[offsets[i] : offsets[i + 1]]``. Where others do, `values` is flat, `offsets`
+    count values, and `shapes`, int64 of shape (n, dimensions), has the shape of each sample. `sample`
+    finds either. `offsets` is int64 of shape (n + 1,).
+    """
+
+    values: Any
+    offsets: Any
+    shapes: Any = None
+
+    def sample(self, i: int) -> Any:
+        """The values of sample i, in its own shape: a view."""
+        part = self.values[int(self.offsets[i]) : int(self.offsets[i + 1])]
+        return part if self.shapes is None else part.reshape(tuple(self.shapes[i].tolist()))
+
+
+class Padded(NamedTuple):
+    """Values of n samples, each filled up with zeros to the longest of the batch.
+
+    `values` has the shape (n, longest...). `lengths` is int64 of shape (n,) where the first dimension
+    of a sample differs, else (n, dimensions): the shape of each sample.
+    """
+
+    values: Any
+    lengths: Any

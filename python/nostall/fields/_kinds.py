@@ -1,0 +1,431 @@
+"""The kinds of fields: frozen descriptions, which the native core compiles and runs.
+
+Every kind says what the stored bytes must be, and what a batch of n samples has of them. A sample
+whose bytes are not so is unusable: the loader raises, or replaces it (`on_error`).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from nostall import _native
+from nostall.errors import UsageError
+from nostall.fields._batch import Padded, Ragged
+
+Shape = tuple[int | None, ...]
+
+
+def _of(kind: object, name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        known = ", ".join(f'"{c}"' for c in choices)
+        raise UsageError(f"{type(kind).__name__}: {name} {value!r} is not one of {known}")
+
+
+def _number(kind: object, name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+        raise UsageError(
+            f"{type(kind).__name__}: {name} {value!r} must be a whole number, {least} or more"
+        )
+
+
+class Kind:
+    """Base of the kinds of fields.
+
+    A subclass sets `dtype` and says by `_native_kind` what the core is to do.
+    """
+
+    fill: Any = None
+    padded: bool = False
+
+    def to_native(self, name: str, index: int) -> _native.Field:
+        """The field as the native core takes it; `index` is its place in the source."""
+        field = _native.Field()
+        field.name = name
+        field.index = index
+        field.kind = self._native_kind()
+        field.padded = self.padded
+        if self.fill is not None:
+            field.fill = self._stored(self.fill)
+        return field
+
+    def _native_kind(self) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} defines no native kind")
+
+    def _stored(self, fill: Any) -> bytes:
+        """The value that stands for a missing one, as it would be stored."""
+        if not isinstance(fill, bytes):
+            raise UsageError(
+                f"{type(self).__name__}: fill={type(fill).__name__} must be the bytes of a file"
+            )
+        return fill
+
+    def hand_out(self, batch: _native.Batch, number: int, array: Callable[[Any], Any]) -> Any:
+        """What a batch has of output `number`; `array` makes the arrays that the user wants."""
+        value = batch.output(number)
+        if not isinstance(value, tuple):
+            return array(value)
+        parts = [array(part) for part in value]
+        return Padded(*parts) if self.padded else Ragged(*parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Image(Kind):
+    """An encoded image: JPEG, PNG or WebP.
+
+    With transforms an array (n, 3, height, width) or (n, height, width, 3); without, its bytes as
+    they are: `Ragged`, uint8. All images of a sample have the same random draws.
+
+    Args:
+        fill: the bytes of an image file that stands for a missing one.
+    """
+
+    fill: bytes | None = None
+
+    def _native_kind(self) -> Any:
+        return _native.BytesField()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mask(Kind):
+    """A label for each pixel: a PNG image of one channel, grey of 1 to 16 bits or with a palette.
+
+    Labels are kept exactly: grey values unscaled, or the indices of the palette. An array
+    (n, height, width) if `size` is given, else `Ragged` or `Padded`.
+
+    Args:
+        dtype: of the labels; one that it cannot hold makes the sample unusable.
+        size: (height, width) in pixels that every mask must have.
+        padded: fill up to the largest of the batch, where sizes differ.
+        fill: the bytes of a PNG file that stands for a missing one.
+    """
+
+    dtype: str = "uint8"
+    size: tuple[int, int] | None = None
+    padded: bool = False
+    fill: bytes | None = None
+
+    _TYPES: ClassVar[tuple[str, ...]] = (
+        "uint8",
+        "uint16",
+        "int16",
+        "uint32",
+        "int32",
+        "uint64",
+        "int64",
+    )
+
+    def __post_init__(self) -> None:
+        _of(self, "dtype", self.dtype, self._TYPES)
+        if self.size is not None:
+            for side in self.size:
+                _number(self, "size", side, 1)
+
+    def _native_kind(self) -> Any:
+        kind = _native.MaskField()
+        kind.type = self.dtype
+        if self.size is not None:
+            kind.height, kind.width = self.size
+        return kind
+
+
+DTYPES = (
+    "bool",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+)
+
+
+class _Numbers(Kind):
+    """What kinds of arrays have in common."""
+
+    dtype: str = "float32"
+    codec: str = "npy"
+    _MEANING: ClassVar[str] = "none"
+
+    def _dimensions(self) -> Shape:
+        raise NotImplementedError
+
+    def _meaning(self) -> str:
+        return self._MEANING
+
+    def _check(self) -> None:
+        _of(self, "dtype", self.dtype, DTYPES)
+        _of(self, "codec", self.codec, ("raw", "npy"))
+        if not isinstance(self._dimensions(), tuple):
+            raise UsageError(
+                f"{type(self).__name__}: shape {self._dimensions()!r} must be a tuple, with None "
+                "where samples differ"
+            )
+        for side in self._dimensions():
+            if side is not None:
+                _number(self, "shape", side, 0)
+
+    def _native_kind(self) -> Any:
+        kind = _native.ArrayField()
+        kind.type = self.dtype
+        kind.shape = [-1 if side is None else side for side in self._dimensions()]
+        kind.codec = _native.ArrayCodec[self.codec]
+        kind.meaning = _native.ArrayMeaning[self._meaning()]
+        kind.normalised = bool(getattr(self, "normalised", False))
+        return kind
+
+    def _stored(self, fill: Any) -> bytes:
+        array = np.ascontiguousarray(fill, self.dtype)
+        wanted = self._dimensions()
+        if len(wanted) != array.ndim or any(
+            w is not None and w != s for w, s in zip(wanted, array.shape, strict=True)
+        ):
+            raise UsageError(
+                f"{type(self).__name__}: fill= has the shape {array.shape}, not {wanted}"
+            )
+        if self.codec == "raw":
+            return array.tobytes()
+        file = io.BytesIO()
+        np.save(file, array, allow_pickle=False)
+        return file.getvalue()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Array(_Numbers):
+    """Numbers of one type: an array (n, \\*shape), or `Ragged` or `Padded` where a side is None.
+
+    Args:
+        dtype: NumPy's name of the type; stored numbers must have it, in little-endian order.
+        shape: of one sample; None is a side that differs from sample to sample.
+        codec: "npy" for .npy files (pickled objects are refused), or "raw" for the numbers alone, of
+            which one side at most can differ.
+        padded: fill up to the largest of the batch, where sizes differ.
+        fill: an array that stands for a missing one.
+    """
+
+    dtype: str = "float32"
+    shape: Shape = (None,)
+    codec: Literal["raw", "npy"] = "npy"
+    padded: bool = False
+    fill: Any = None
+
+    def __post_init__(self) -> None:
+        self._check()
+
+    def _dimensions(self) -> Shape:
+        return self.shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boxes(_Numbers):
+    """Boxes of one sample, float32 (k, 4): `Ragged` of shape (boxes of all, 4), or `Padded`.
+
+    A sample is unusable if a number is NaN or infinite, or the size of a box is negative. Boxes
+    without an area are kept.
+
+    Args:
+        format: "xyxy" (left, top, right, bottom), "xywh" (left, top, width, height) or "cxcywh"
+            (centre, width, height), in pixels.
+        normalised: parts of the image's width and height instead of pixels; numbers outside 0 to 1
+            make the sample unusable.
+        codec: as of `Array`.
+        padded: fill up with boxes of zeros to the most of the batch.
+        fill: an array that stands for missing boxes: ``numpy.zeros((0, 4))`` for none.
+    """
+
+    format: Literal["xyxy", "xywh", "cxcywh"] = "xyxy"
+    normalised: bool = False
+    codec: Literal["raw", "npy"] = "npy"
+    padded: bool = False
+    fill: Any = None
+
+    def __post_init__(self) -> None:
+        _of(self, "format", self.format, ("xyxy", "xywh", "cxcywh"))
+        self._check()
+
+    def _dimensions(self) -> Shape:
+        return (None, 4)
+
+    def _meaning(self) -> str:
+        return self.format
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keypoints(_Numbers):
+    """Points of one sample, float32: (k, values), or (k, points, values) for k objects.
+
+    `Ragged` or `Padded`. A sample is unusable if a number is NaN or infinite.
+
+    Args:
+        points: points per object; None if the points of a sample are no objects.
+        values: 2 (x, y) or 3 (x, y, visibility), in pixels.
+        normalised: parts of the image's width and height instead of pixels.
+        codec: as of `Array`.
+        padded: fill up with zeros to the most of the batch.
+        fill: an array that stands for missing points.
+    """
+
+    points: int | None = None
+    values: Literal[2, 3] = 2
+    normalised: bool = False
+    codec: Literal["raw", "npy"] = "npy"
+    padded: bool = False
+    fill: Any = None
+
+    _MEANING: ClassVar[str] = "keypoints"
+
+    def __post_init__(self) -> None:
+        if self.values not in (2, 3):
+            raise UsageError(f"Keypoints: values {self.values!r} must be 2 or 3")
+        self._check()
+
+    def _dimensions(self) -> Shape:
+        return (None, self.values) if self.points is None else (None, self.points, self.values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scalar(Kind):
+    """One number: an array (n,).
+
+    Args:
+        dtype: NumPy's name of the type.
+        codec: "raw" for its bytes, little-endian, or "decimal" for text as in .cls files.
+        stored: the type of the raw bytes, where it is another one; a number that `dtype` cannot hold
+            makes the sample unusable.
+        fill: the number that stands for a missing one.
+    """
+
+    dtype: str = "int64"
+    codec: Literal["raw", "decimal"] = "raw"
+    stored: str | None = None
+    fill: float | None = None
+
+    def __post_init__(self) -> None:
+        _of(self, "dtype", self.dtype, DTYPES)
+        _of(self, "codec", self.codec, ("raw", "decimal"))
+        if self.stored is not None:
+            _of(self, "stored", self.stored, DTYPES)
+
+    def _native_kind(self) -> Any:
+        kind = _native.ScalarField()
+        kind.type = self.dtype
+        kind.codec = _native.ScalarCodec[self.codec]
+        if self.stored is not None:
+            kind.stored = self.stored
+        return kind
+
+    def _stored(self, fill: Any) -> bytes:
+        try:
+            number = np.array([fill], self.stored or self.dtype)
+        except (OverflowError, TypeError, ValueError):
+            raise UsageError(f"Scalar: fill={fill!r} is no {self.stored or self.dtype}") from None
+        return str(number[0].item()).encode() if self.codec == "decimal" else number.tobytes()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes(Kind):
+    """Bytes as they are: `Ragged`, uint8, or `Padded` with zeros.
+
+    Args:
+        padded: fill up to the longest of the batch.
+        fill: the bytes that stand for missing ones.
+    """
+
+    padded: bool = False
+    fill: bytes | None = None
+
+    def _native_kind(self) -> Any:
+        return _native.BytesField()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text(Kind):
+    """Text in UTF-8, without byte order mark: a list of n texts.
+
+    Args:
+        fill: the text that stands for a missing one.
+    """
+
+    fill: str | None = None
+
+    def _native_kind(self) -> Any:
+        return _native.TextField()
+
+    def _stored(self, fill: Any) -> bytes:
+        return str(fill).encode()
+
+    def hand_out(self, batch: _native.Batch, number: int, array: Callable[[Any], Any]) -> Any:
+        """A list of texts."""
+        return batch.texts(number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Json(Text):
+    """A JSON value in UTF-8: a list of n values, as ``json.loads`` gives them.
+
+    Args:
+        fill: the value that stands for a missing one; None: there is none.
+    """
+
+    fill: Any = None
+
+    def _native_kind(self) -> Any:
+        kind = _native.TextField()
+        kind.json = True
+        return kind
+
+    def _stored(self, fill: Any) -> bytes:
+        return json.dumps(fill).encode()
+
+    def hand_out(self, batch: _native.Batch, number: int, array: Callable[[Any], Any]) -> Any:
+        """A list of values."""
+        return [json.loads(text) for text in batch.texts(number)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audio(Kind):
+    """Sound in a WAV file: PCM of 8, 16, 24 or 32 bits, or float32.
+
+    Frames are (frames,) if `channels` is 1, else (frames, channels): an array if `frames` is given,
+    else `Ragged` or `Padded`.
+
+    Args:
+        dtype: "float32", from -1 to 1, or "int16".
+        channels: 1 mixes all to their mean; another number is what every file must have.
+        rate: frames per second that every file must have; None takes any.
+        frames: each sample is cut after so many, or filled up with zeros.
+        padded: fill up with zeros to the longest of the batch, where lengths differ.
+        fill: the bytes of a WAV file that stands for a missing one.
+    """
+
+    dtype: Literal["float32", "int16"] = "float32"
+    channels: int = 1
+    rate: int | None = None
+    frames: int | None = None
+    padded: bool = False
+    fill: bytes | None = None
+
+    def __post_init__(self) -> None:
+        _of(self, "dtype", self.dtype, ("float32", "int16"))
+        _number(self, "channels", self.channels, 1)
+        for name in ("rate", "frames"):
+            if getattr(self, name) is not None:
+                _number(self, name, getattr(self, name), 1)
+
+    def _native_kind(self) -> Any:
+        kind = _native.AudioField()
+        kind.type = self.dtype
+        kind.channels = self.channels
+        kind.rate = self.rate or 0
+        kind.frames = self.frames or 0
+        return kind

@@ -1,0 +1,149 @@
+"""Batches of records: today's sources by the names of their fields, and what is refused."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import nostall
+from nostall import fields as f
+from nostall import transforms as t
+from nostall.errors import UsageError
+
+STEPS = [t.RandomResizedCrop(16), t.RandomHorizontalFlip(), t.ToTensor()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("folder")
+    rng = np.random.default_rng(0)
+    for i in range(10):
+        path = root / "ab"[i % 2] / f"{i}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (20 + i, 30, 3), dtype=np.uint8)).save(path)
+    return root
+
+
+def batches(source: nostall.Source, **arguments: Any) -> list[Any]:
+    with nostall.DataLoader(source, 4, epochs=1, tiers=[], **arguments) as loader:
+        return list(loader)
+
+
+def test_a_mapping_has_the_values_of_images_and_labels(folder: Path) -> None:
+    source = nostall.ImageFolder(folder)
+    assert list(source.schema) == ["image", "label"]
+    pairs = batches(source, transforms=STEPS, output="numpy")
+    mappings = batches(source, transforms=STEPS, output="numpy", batch="dict")
+    chosen = batches(
+        source, transforms=STEPS, output="numpy", fields=["label", "image"], batch="tuple"
+    )
+    assert len(pairs) == len(mappings) == len(chosen) == 3
+    for (images, labels), mapping, (numbers, again) in zip(pairs, mappings, chosen, strict=True):
+        assert list(mapping) == ["image", "label"]
+        np.testing.assert_array_equal(mapping["image"], images)
+        np.testing.assert_array_equal(mapping["label"], labels)
+        assert mapping["label"].dtype == labels.dtype
+        np.testing.assert_array_equal(numbers, labels)
+        np.testing.assert_array_equal(again, images)
+
+
+def test_floating_labels_keep_their_type(folder: Path) -> None:
+    paths = sorted(folder.rglob("*.png"))
+    source = nostall.FileList(paths, np.linspace(0, 1, 10, dtype=np.float32))
+    for (_, labels), (numbers,) in zip(
+        batches(source, transforms=STEPS, output="numpy"),
+        batches(source, fields=["label"], batch="tuple", output="numpy"),
+        strict=True,
+    ):
+        assert numbers.dtype == np.float32
+        np.testing.assert_array_equal(numbers, labels)
+
+
+def test_images_without_transforms_are_their_bytes(folder: Path) -> None:
+    source = nostall.ImageFolder(folder)
+    for batch, (raw, _) in zip(
+        batches(source, batch="dict", output="numpy"), batches(source), strict=True
+    ):
+        images = batch["image"]
+        assert images.shapes is None
+        for i in range(len(raw)):
+            np.testing.assert_array_equal(images.sample(i), raw[i])
+
+
+def test_tensors_share_the_memory_of_the_batch(folder: Path) -> None:
+    torch = pytest.importorskip("torch")
+    (batch, *_) = batches(nostall.ImageFolder(folder), batch="dict", output="torch")
+    assert isinstance(batch["image"], f.Ragged)
+    assert batch["image"].values.dtype == torch.uint8
+    assert batch["label"].dtype == torch.int64
+    if not torch.cuda.is_available():  # where they are copied to pinned memory
+        ragged = batch["image"]
+        first, last = ragged.values.data_ptr(), ragged.offsets.data_ptr()
+        assert 0 < last - first < ragged.values.numel() + 64
+
+
+def test_collate_gets_the_batch(folder: Path) -> None:
+    source = nostall.ImageFolder(folder)
+    sums = batches(
+        source, fields=["label"], output="numpy", collate=lambda b: int(b["label"].sum())
+    )
+    assert sum(sums) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"fields": ["mask"]}, "there is no field 'mask': there are image, label"),
+        ({"fields": ["label", "label"]}, "named twice"),
+        ({"fields": "image"}, "must be a list of names"),
+        ({"fields": []}, "must be a list of names"),
+        ({"fields": ["label"], "transforms": STEPS}, "transforms are for images"),
+        ({"transforms": {"label": STEPS}}, "which is no image"),
+        ({"batch": "dict", "transforms": bytes}, "no callables"),
+        ({"batch": "list"}, "dict"),
+    ],
+)
+def test_what_cannot_be_is_refused(folder: Path, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        nostall.DataLoader(nostall.ImageFolder(folder), 4, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: f.Array(dtype="complex64"), "dtype 'complex64' is not one of"),
+        (lambda: f.Array(shape=[3]), "must be a tuple"),  # type: ignore[arg-type]
+        (lambda: f.Array(shape=(-1,)), "whole number"),
+        (lambda: f.Scalar(codec="text"), "codec 'text'"),  # type: ignore[arg-type]
+        (lambda: f.Boxes(format="ltrb"), "format 'ltrb'"),  # type: ignore[arg-type]
+        (lambda: f.Keypoints(values=4), "must be 2 or 3"),  # type: ignore[arg-type]
+        (lambda: f.Mask(dtype="float32"), "dtype 'float32'"),
+        (lambda: f.Audio(channels=0), "channels 0"),
+        (lambda: nostall.Schema(), "at least one field"),
+        (lambda: nostall.Schema({"": f.Text()}), "must be text"),
+        (lambda: nostall.Schema(image=f.Image), "is no kind"),  # type: ignore[arg-type]
+        (lambda: f.Scalar(fill="x").to_native("x", 0), "is no int64"),  # type: ignore[arg-type]
+        (lambda: f.Boxes(fill=np.zeros((2, 5))).to_native("x", 0), r"shape \(2, 5\)"),
+        (lambda: f.Image(fill=0).to_native("x", 0), "bytes of a file"),  # type: ignore[arg-type]
+    ],
+)
+def test_impossible_kinds_are_refused(make: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        make()
+
+
+def test_schemas_are_values() -> None:
+    schema = nostall.Schema(a=f.Text(), b=f.Scalar())
+    assert (
+        schema
+        == pickle.loads(pickle.dumps(schema))
+        == nostall.Schema({"a": f.Text(), "b": f.Scalar()})
+    )
+    assert hash(schema) == hash(nostall.Schema(a=f.Text(), b=f.Scalar()))
+    assert schema != nostall.Schema(b=f.Scalar(), a=f.Text())
+    assert list(schema.select(["b"])) == ["b"]
