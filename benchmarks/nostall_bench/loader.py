@@ -23,10 +23,10 @@ from nostall_bench.slowfs import SlowFS
 if TYPE_CHECKING:
     from rich.table import Table
 
-MODES = ("read", "transform", "cold")
+MODES = ("read", "transform", "cached", "cold")
 LIMIT = "limit (C++)"
 # Enough that an epoch's start and end, and what a loader has staged, do not decide.
-MEASURED_EPOCHS = {"read": 12, "transform": 2}
+MEASURED_EPOCHS = {"read": 12, "transform": 2, "cached": 2}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +92,7 @@ def _mode(
     rows: dict[str, dict[str, Any]] = {}
     runners = []
     limit = find_native("nostall-limit")
-    if mode != "cold":
+    if mode in ("read", "transform"):
         if limit is None:
             rows[LIMIT] = {"missing": "nostall-limit is not built"}
         else:
@@ -103,6 +103,8 @@ def _mode(
             rows[name] = {"missing": f"not installed: {', '.join(lacking)}"}
         elif mode == "cold" and hasattr(peers.module(name), "prepare"):
             rows[name] = {"missing": "needs the data in its own format"}
+        elif mode == "cached" and not hasattr(peers.module(name), "DATASETS"):
+            rows[name] = {"missing": "takes no data set in Python"}
         else:
             runners.append(name)
             rows[name] = {"runs": []}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 
@@ -21,14 +22,16 @@ def parse(*options: str) -> argparse.Namespace:
 @pytest.mark.multi
 @pytest.mark.usefixtures("forked")
 def test_quick_measures_nostall_and_torch(tmp_path: Path) -> None:
-    options = ("--quick", "--dir", str(tmp_path), "--modes", "transform")
+    options = ("--quick", "--dir", str(tmp_path), "--modes", "transform", "cached")
     assert loader.run(parse(*options, "--loaders", "nostall", "torch, 0 workers, PIL")) == 0
     result = json.loads((tmp_path / "loader.json").read_text())
-    rows = result["modes"]["transform"]
-    for name in ("nostall", "torch, 0 workers, PIL"):
-        assert "error" not in rows[name]
-        (only,) = rows[name]["runs"]
-        assert only["samples"] == loader.MEASURED_EPOCHS["transform"] * 128
+    for mode, name in itertools.product(
+        ("transform", "cached"), ("nostall", "torch, 0 workers, PIL")
+    ):
+        row = result["modes"][mode][name]
+        assert "error" not in row
+        (only,) = row["runs"]
+        assert only["samples"] == loader.MEASURED_EPOCHS[mode] * 128
         assert only["samples_per_s"] > 0
         assert only["pss_bytes"] > 0
     assert result["machine"]["cores"] >= 1

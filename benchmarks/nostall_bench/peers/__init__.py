@@ -3,6 +3,7 @@
 A module offers ``REQUIRES`` (import names), ``epochs(job)``, an iterator over epochs, each of which
 is an iterator over the number of samples per batch, and, where a loader needs a format of its own,
 ``prepare(data, work)``, which converts the class folders once and returns where the result lies.
+The mode "cached" is for those with ``DATASETS``, which take any map-style data set.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ SIDE = 224
 
 @dataclass(frozen=True)
 class Job:
-    """The work; `mode` is "read" (raw bytes) or "transform" (float32, 3 x 224 x 224)."""
+    """The work; `mode` is "read" (raw bytes), "transform" (float32, 3 x 224 x 224) or "cached"
+    (uint8, 3 x 224 x 224: a data set in Python without random parts)."""
 
     data: Path
     prepared: Path
