@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nostall import errors, fields
 from nostall._version import __version__
-from nostall.checkpoint import Checkpointer, Keep
+from nostall.checkpoint import Checkpointer, CheckpointOptions, Keep
 from nostall.fields import Schema
 from nostall.loader import DataLoader, DynamicBatches, LoaderOptions, RawBatch, transforms
 from nostall.observe import Stats, metrics, trace
@@ -28,6 +28,7 @@ from nostall.source import (
     ObjectFolder,
     Parquet,
     Pixels,
+    ReadOptions,
     Source,
     TarShards,
     TFRecord,
@@ -41,6 +42,7 @@ __all__ = [
     "LMDB",
     "ArrowIPC",
     "Cached",
+    "CheckpointOptions",
     "Checkpointer",
     "DataLoader",
     "DynamicBatches",
@@ -53,6 +55,7 @@ __all__ = [
     "Pixels",
     "Plan",
     "RawBatch",
+    "ReadOptions",
     "Schema",
     "Source",
     "Stats",

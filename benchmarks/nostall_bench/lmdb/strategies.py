@@ -66,8 +66,9 @@ def _load(me: Rank, task: Task, tiers: list[str]) -> None:
     share = Share(me, task)
     # Rank r of the loader's order has every R-th sample: the same global batches, dealt out anew.
     local = me.rank % share.per_node
+    reading = nostall.ReadOptions(direct="auto" if tiers else "always")
     loader = nostall.DataLoader(
-        nostall.LMDB(share.path, index=task.index_file, direct="auto" if tiers else "always"),
+        nostall.LMDB(share.path, index=task.index_file, reading=reading),
         share.size,
         order=task.order.ravel(),
         tiers=tiers,

@@ -18,13 +18,14 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from nostall.base._table import TABLE, Option
 from nostall.errors import UsageError
 
+T = TypeVar("T")
 _ROWS = {option.key: option for option in TABLE}
 _log = logging.getLogger("nostall")
 _CONFIG = _ROWS["config.file"].variable
@@ -98,6 +99,32 @@ def check_fields(given: Any, section: str) -> None:
     for field in dataclasses.fields(given):
         plain = checked(f"{section}.{field.name}", getattr(given, field.name))
         object.__setattr__(given, field.name, plain)
+
+
+def merged(
+    kind: type[T],
+    given: T | None,
+    arguments: Mapping[str, Any],
+    section: str,
+    owner: str,
+    hints: Mapping[str, str] | None = None,
+) -> T:
+    """The options with keyword arguments of `owner` in their place.
+
+    `hints` says of names that other libraries use what there is instead.
+
+    Raises:
+        UsageError: `given` is something else, or there is no such option.
+    """
+    if given is not None and not isinstance(given, kind):
+        raise UsageError(f"options must be nostall.{kind.__name__}, or None, not {given!r}")
+    fields = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for name in arguments:
+        if name not in fields:
+            hint = f": {hints[name]}" if hints and name in hints else ""
+            hint = hint or suggestion(name, names(section), "{}=")
+            raise UsageError(f"{owner} has no option {name}{hint}")
+    return dataclasses.replace(given or kind(), **arguments)  # type: ignore[type-var]
 
 
 def document(kind: Any, section: str) -> None:

@@ -101,6 +101,10 @@ def _is_tiers(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, (list, tuple)) and all(map(tier, value)))
 
 
+def _is_size(text: str) -> bool:
+    return re.fullmatch(r"(?i)\s*\d+(\.\d+)?\s*(b|[kmgt]|[kmgt]i?b)?\s*", text) is not None
+
+
 def _is_cores(value: Any) -> bool:
     def core(item: Any) -> bool:
         return isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**31
@@ -114,6 +118,10 @@ _PATH = _of("a path", lambda value: isinstance(value, str) or hasattr(value, "__
 _FUNCTION = _of("a function", callable)
 _ANY = _of("see `help`", lambda _: True)
 _TIERS = _of('"auto", a tier as text, or a list of tiers', _is_tiers)
+_RATE = _of(
+    'bytes per second, as "200MB" or a number of at least 1',
+    lambda v: (isinstance(v, str) and _is_size(v)) or (_is_bytes(v) and v > 0),
+)
 _SIZE = _of('a size as "512MiB" or a number of bytes', lambda v: isinstance(v, str) or _is_bytes(v))
 
 
@@ -189,6 +197,18 @@ def _sync(
     file: bool = False,
 ) -> Option:
     return Option("sync", name, values, default, text, otherwise, file=file)
+
+
+def _checkpoint(
+    name: str,
+    values: Values,
+    default: Any,
+    text: str,
+    otherwise: str = "",
+    *,
+    file: bool = False,
+) -> Option:
+    return Option("checkpoint", name, values, default, text, otherwise, file=file)
 
 
 def _mpi(variable: str, values: Values, default: Any, text: str, otherwise: str = "") -> Option:
@@ -445,6 +465,126 @@ _SYNC = (
     ),
 )
 
+_CHECKPOINT = (
+    _checkpoint(
+        "keep",
+        _either(_integer(1, 2**31 - 1), "a Keep", lambda v: hasattr(v, "superseded")),
+        5,
+        "how many checkpoints stay",
+    ),
+    _checkpoint("every", _COUNT, None, "only multiples of this step are saved", "every save"),
+    _checkpoint(
+        "level",
+        _one_of("memory", "fast", "durable"),
+        "memory",
+        "what `save` waits for: the copy in memory, or a directory that has the checkpoint",
+    ),
+    _checkpoint(
+        "keep_fast", _integer(1, 2**31 - 1), 1, "checkpoints that stay on the fast tier", file=True
+    ),
+    _checkpoint(
+        "rate",
+        _or_none(_RATE),
+        None,
+        "bytes per second of the drain from fast to durable",
+        "no limit",
+        file=True,
+    ),
+    _checkpoint(
+        "replicated",
+        _FLAG,
+        False,
+        "all ranks hold the same state: rank 0 writes it, all restore it, on any number of ranks",
+    ),
+    _checkpoint(
+        "snapshots",
+        _integer(1, 1024),
+        1,
+        "snapshots in memory at the same time, each of the size of the state",
+    ),
+    _checkpoint(
+        "partner",
+        _FLAG,
+        False,
+        "where each node has a fast directory of its own, the next node keeps a copy of it",
+    ),
+    _checkpoint(
+        "threads",
+        _or_none(_integer(1, 1024)),
+        None,
+        "threads that copy",
+        "the rank's share of the cores, at most 8",
+        file=True,
+    ),
+    _checkpoint(
+        "timeout",
+        _seconds(),
+        600.0,
+        "seconds after which a rank that does not arrive fails the save",
+        file=True,
+    ),
+    _checkpoint(
+        "patience",
+        _seconds(),
+        60.0,
+        "seconds that a save may wait until an earlier snapshot is written; then it is given up with "
+        "a warning, so that hanging storage does not stop the training",
+        file=True,
+    ),
+    _checkpoint(
+        "priority",
+        _one_of("normal", "low", "idle"),
+        "low",
+        "of background threads: low is nice 19; idle disturbs least, but may delay a write for long "
+        "on a busy machine",
+        file=True,
+    ),
+    _checkpoint(
+        "verify",
+        _FLAG,
+        True,
+        "read a drained copy back before the fast one may be removed",
+        file=True,
+    ),
+    _checkpoint(
+        "windows",
+        _FLAG,
+        True,
+        "write to durable storage while no loader of this process reads and no gradients are being "
+        "reduced, as long as this delays a drain by less than half the time between two saves",
+        file=True,
+    ),
+    _checkpoint(
+        "max_failures",
+        _integer(1, 2**31 - 1),
+        3,
+        "after this many saves in a row that are safe nowhere, `save` raises IoError",
+    ),
+    _checkpoint(
+        "max_unsafe_seconds",
+        _seconds(),
+        3600.0,
+        "`save` also raises once a save that is safe nowhere has this age, and no later one is safe",
+    ),
+    _checkpoint(
+        "on_failure",
+        _or_none(_FUNCTION),
+        None,
+        "called with the text of that error, in place of raising it, by `save` and `close`",
+        "it is raised",
+    ),
+    _checkpoint("rank", _RANK, None, "this rank", "found from the launcher"),
+    _checkpoint("world_size", _COUNT, None, "ranks of the job", "found from the launcher"),
+    _checkpoint("job", _or_none(_TEXT), None, "name of the job", "found from the launcher"),
+    _checkpoint(
+        "gather",
+        _or_none(_FUNCTION),
+        None,
+        "the job's allgather of bytes",
+        "found as the loader finds it",
+    ),
+)
+
 _JOB = (
     _variable(
         "config.file",
@@ -636,4 +776,4 @@ _MPI = (
     ),
 )
 
-TABLE: tuple[Option, ...] = (*_LOADER, *_SYNC, *_JOB, *_OTHERS, *_MPI)
+TABLE: tuple[Option, ...] = (*_LOADER, *_SYNC, *_CHECKPOINT, *_JOB, *_OTHERS, *_MPI)

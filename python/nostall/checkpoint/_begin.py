@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from nostall.job._rendezvous import AllGather, exposed
 from nostall.job._stream import machine
 
 _log = logging.getLogger("nostall")
+Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -79,56 +80,18 @@ def _begin(
     timeout: float,
 ) -> Begun:
     stores = [store for store in (fast, durable) if store is not None]
-    run = secrets.token_hex(4)
     if world_size == 1:
-        for store in stores:
-            store.own()
-            store.clean()
-        if partner:
-            _log.warning("partner=True has no effect: this job has one rank, so one node")
-        return Begun(run, None, [], lineage_of(stores, stores), stores)
-
-    def gather(note: dict[str, Any]) -> list[dict[str, Any]]:
-        notes = [json.loads(text) for text in allgather(json.dumps(note).encode())]
-        for other, theirs in enumerate(notes):
-            if theirs.get("error"):
-                raise UsageError(f"rank {other} cannot begin: {theirs['error']}")
-        return notes
-
-    # A rank reports its failure with the next gather, so that no other rank waits for it.
-    note: dict[str, Any] = {"token": run, "machine": machine()}
-    readers = exposed(allgather)
-    note["secret"] = secret.offer(rank, readers)
-    with _noting(note):
-        for store in stores:
-            with io_errors("make the directory", store.root):
-                store.make()
-                (store.root / f".run-{run}").touch()
-    notes = gather(note)
-    tokens, run = [n["token"] for n in notes], str(notes[0]["token"])
-    several = len({n["machine"] for n in notes}) > 1
-    key = secret.settle(rank, [n["secret"] for n in notes], readers)
-    note = {}
-    with _noting(note):
-        for s in stores:
-            note[s.kind] = [r for r, t in enumerate(tokens) if _marker(s, t).exists()]
-    seen = gather(note)
-    everybody = list(range(world_size))
-    if durable is not None:
-        for other, theirs in enumerate(seen):
-            if theirs["durable"] != everybody:
-                raise UsageError(
-                    f"rank {other} does not see rank 0's {durable.root}: all ranks must share the "
-                    "durable directory; the fast one may be each node's own"
-                )
-    groups = _groups([theirs["fast"] for theirs in seen]) if fast is not None else [everybody]
+        return _alone(stores, partner)
+    gather = _gathering(allgather)
+    met = _meet(stores, rank, allgather, gather)
+    groups = _groups_of(fast, durable, world_size, met, gather)
     nodes = None
-    note = {"address": None, "held": [], "seen": 0}
+    note: dict[str, Any] = {"address": None, "held": [], "seen": 0}
     owned: list[Store] = []
     with _noting(note):
         if len(groups) > 1 and fast is not None:
             nodes = Nodes(
-                fast, rank, groups, key, partner=partner, timeout=timeout, several=several
+                fast, rank, groups, met.key, partner=partner, timeout=timeout, several=met.several
             )
             undo.callback(nodes.close)
             note["address"] = nodes.address
@@ -149,7 +112,7 @@ def _begin(
     notes = gather(note)
     seen_by_all = max(int(theirs["seen"]) for theirs in notes)
     if nodes is None:
-        return Begun(run, None, [], lineage_of(stores, owned, (), seen_by_all), owned)
+        return Begun(met.run, None, [], lineage_of(stores, owned, (), seen_by_all), owned)
     nodes.addresses = [tuple(notes[group[0]]["address"]) for group in groups]
     held = together([notes[group[0]]["held"] for group in groups])
     note = {}
@@ -159,7 +122,81 @@ def _begin(
             _settle(nodes, held)
     gather(note)  # no rank reads before all nodes have cleared up
     lineage = lineage_of(stores, owned, held, seen_by_all)
-    return Begun(run, nodes, held, lineage, owned)
+    return Begun(met.run, nodes, held, lineage, owned)
+
+
+def _alone(stores: list[Store], partner: bool) -> Begun:
+    for store in stores:
+        store.own()
+        store.clean()
+    if partner:
+        _log.warning("partner=True has no effect: this job has one rank, so one node")
+    return Begun(secrets.token_hex(4), None, [], lineage_of(stores, stores), stores)
+
+
+def _gathering(allgather: AllGather) -> Gather:
+    """An allgather of notes. A rank reports its failure with the next one, so that no other rank
+    waits for it."""
+
+    def gather(note: dict[str, Any]) -> list[dict[str, Any]]:
+        notes = [json.loads(text) for text in allgather(json.dumps(note).encode())]
+        for other, theirs in enumerate(notes):
+            if theirs.get("error"):
+                raise UsageError(f"rank {other} cannot begin: {theirs['error']}")
+        return notes
+
+    return gather
+
+
+@dataclass(frozen=True)
+class _Met:
+    """The job's name, the marks of all ranks in their directories, and the job's secret.
+
+    `several`: the ranks are on more than one machine.
+    """
+
+    run: str
+    tokens: list[str]
+    several: bool
+    key: bytes
+
+
+def _meet(stores: Sequence[Store], rank: int, allgather: AllGather, gather: Gather) -> _Met:
+    """Makes the directories, and leaves a mark in each: ranks that see it share the directory."""
+    run = secrets.token_hex(4)
+    readers = exposed(allgather)
+    note: dict[str, Any] = {"token": run, "machine": machine()}
+    note["secret"] = secret.offer(rank, readers)
+    with _noting(note):
+        for store in stores:
+            with io_errors("make the directory", store.root):
+                store.make()
+                (store.root / f".run-{run}").touch()
+    notes = gather(note)
+    tokens = [str(n["token"]) for n in notes]
+    key = secret.settle(rank, [n["secret"] for n in notes], readers)
+    return _Met(tokens[0], tokens, len({n["machine"] for n in notes}) > 1, key)
+
+
+def _groups_of(
+    fast: Store | None, durable: Store | None, world_size: int, met: _Met, gather: Gather
+) -> list[list[int]]:
+    """The ranks of each node that shares a fast directory; one group of all if there is none."""
+    note: dict[str, Any] = {}
+    with _noting(note):
+        for s in (fast, durable):
+            if s is not None:
+                note[s.kind] = [r for r, t in enumerate(met.tokens) if _marker(s, t).exists()]
+    seen = gather(note)
+    everybody = list(range(world_size))
+    if durable is not None:
+        for other, theirs in enumerate(seen):
+            if theirs["durable"] != everybody:
+                raise UsageError(
+                    f"rank {other} does not see rank 0's {durable.root}: all ranks must share the "
+                    "durable directory; the fast one may be each node's own"
+                )
+    return _groups([theirs["fast"] for theirs in seen]) if fast is not None else [everybody]
 
 
 def lineage_of(

@@ -10,14 +10,21 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from typing import Any, Unpack
 
 from nostall import _native
+from nostall.base._options import checked
 from nostall.base._sizes import parse_size
 from nostall.checkpoint import _format as files
 from nostall.checkpoint._background import BackgroundWriter
 from nostall.checkpoint._begin import begin, undrained
+from nostall.checkpoint._nodes import Held
+from nostall.checkpoint._options import (
+    CheckpointArguments,
+    CheckpointOptions,
+    with_arguments,
+)
 from nostall.checkpoint._restore import Restored, load_into
 from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._saved import Drain, Failures, Job, Level, Saved, Settings
@@ -49,30 +56,15 @@ class Checkpointer:
         keep: how many checkpoints stay, or a `Keep`.
         every: only multiples of this step are saved; for others `save` returns None at once.
         level: what `save` waits for: ``"memory"`` (the copy), ``"fast"``, ``"durable"``.
-        keep_fast: how many complete checkpoints stay on the fast tier for a fast restore.
-        rate: bytes per second of the drain, for example ``"200MB"``; None: no limit.
         replicated: all ranks hold the same state (data parallelism): rank 0 writes it, all restore
             it, on any number of ranks.
         snapshots: how many may be in memory at the same time. Each has the size of the state.
-        threads: number of threads that copy; if None, the rank's share of the cores, at most 8.
-        timeout: seconds after which a rank that does not arrive fails the save.
-        patience: seconds that a save may wait until an earlier snapshot is written. Then this save
-            is given up with a warning, so that hanging storage does not stop the training.
-        priority: of background threads: ``"low"`` (nice 19); ``"idle"``, which disturbs least, but may
-            delay a write for long on a busy machine; ``"normal"``.
-        verify: read a drained copy back before the fast one may be removed.
-        windows: write to durable storage while no loader of this process reads and no gradients are
-            being reduced, as long as this delays a drain by less than half the time between two saves.
-        max_failures: after this many saves in a row that are safe nowhere, `save` raises IoError.
-        max_unsafe_seconds: `save` also raises once a save that is safe nowhere has this age, and no
-            later one is safe.
-        on_failure: called with the text of that error, in place of raising it, by `save` and `close`.
         partner: where each node has a fast directory of its own, the next node keeps a copy of what
             this one writes there, so that the loss of one node loses nothing. Level fast waits for both
             copies. If the second copy fails, the save is complete with the first alone, with a warning
             and an entry in `Saved.problems`.
-        rank, world_size, job: found as the loader finds them.
-        gather: the job's allgather of bytes; found as the loader finds it.
+        options: all other options, a `CheckpointOptions`.
+        rare: fields of `CheckpointOptions`, which replace those of `options`.
 
     Raises:
         UsageError: arguments that contradict each other; a directory that another job uses.
@@ -94,72 +86,34 @@ class Checkpointer:
         keep: int | Keep = 5,
         every: int | None = None,
         level: Level = "memory",
-        keep_fast: int = 1,
-        rate: int | str | None = None,
         replicated: bool = False,
         snapshots: int = 1,
-        threads: int | None = None,
-        timeout: float = 600.0,
-        patience: float = 60.0,
-        priority: Literal["normal", "low", "idle"] = "low",
-        verify: bool = True,
-        windows: bool = True,
-        max_failures: int = 3,
-        max_unsafe_seconds: float = 3600.0,
-        on_failure: Callable[[str], None] | None = None,
         partner: bool = False,
-        rank: int | None = None,
-        world_size: int | None = None,
-        job: str | None = None,
-        gather: AllGather | None = None,
+        options: CheckpointOptions | None = None,
+        **rare: Unpack[CheckpointArguments],
     ) -> None:
         if fast is None and durable is None:
             raise UsageError("a checkpointer needs fast=, durable= or both")
         roots = [os.path.realpath(root) for root in (fast, durable) if root is not None]
         if len(roots) > len(set(roots)):
             raise UsageError(f"fast and durable are the same directory, {roots[0]}")
-        counts = {"every": every, "snapshots": snapshots, "keep_fast": keep_fast}
-        counts |= {"threads": threads, "max_failures": max_failures}
-        for name, count in counts.items():
-            if count is None and name in ("every", "threads"):
-                continue
-            if type(count) is not int or count < 1:
-                raise UsageError(f"{name} must be a whole number of at least 1, not {count!r}")
-        times = {"timeout": timeout, "patience": patience, "max_unsafe_seconds": max_unsafe_seconds}
-        for name, seconds in times.items():
-            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-                raise UsageError(f"{name} must be a number of seconds above 0, not {seconds!r}")
-        flags = {"replicated": replicated, "verify": verify, "windows": windows}
-        for name, flag in {**flags, "partner": partner}.items():
-            if not isinstance(flag, bool):
-                raise UsageError(f"{name} must be True or False, not {flag!r}")
-        if on_failure is not None and not callable(on_failure):
-            raise UsageError(f"on_failure must be a function, not {on_failure!r}")
-        if priority not in ("normal", "low", "idle"):
-            raise UsageError(f'priority must be "normal", "low" or "idle", not {priority!r}')
-        self._check_level(level, fast is not None, durable is not None)
-        world = find_world(rank=rank, world_size=world_size, job=job)
+        chosen = self._options = with_arguments(options, rare)
+        self.level: Level = checked("checkpoint.level", level)
+        self._check_level(self.level, fast is not None, durable is not None)
+        self.every: int | None = checked("checkpoint.every", every)
+        self.replicated: bool = checked("checkpoint.replicated", replicated)
+        keep = checked("checkpoint.keep", keep)
+        count = checked("checkpoint.snapshots", snapshots)
+        partner = checked("checkpoint.partner", partner)
+        settings = self._settings(keep if isinstance(keep, Keep) else Keep(keep))
+        world = find_world(rank=chosen.rank, world_size=chosen.world_size, job=chosen.job)
         self.rank, self.world_size = world.rank, world.world_size
-        self.every, self.level, self.replicated = every, level, replicated
-        self._timeout = timeout
-        self._gather = gather
         self._name = f"checkpointer {next(_made)}"
         self._gathered = itertools.count()
         cores = len(os.sched_getaffinity(0))
-        self._threads = threads or max(1, min(8, cores // world.local_world_size))
+        self._threads = chosen.threads or max(1, min(8, cores // world.local_world_size))
         self.fast = Store(fast, "fast") if fast is not None else None
         self.durable = Store(durable, "durable") if durable is not None else None
-        keep = keep if isinstance(keep, Keep) else Keep(keep)
-        settings = Settings(
-            keep=keep,
-            keep_fast=keep_fast,
-            rate=0 if rate is None else parse_size(rate),
-            timeout=timeout,
-            patience=patience,
-            priority=priority,
-            verify=verify,
-            windows=windows,
-        )
         begun = begin(
             self.fast,
             self.durable,
@@ -167,15 +121,15 @@ class Checkpointer:
             self.world_size,
             Rendezvous(self._allgather, self._exposed()),
             partner=partner,
-            timeout=timeout,
+            timeout=chosen.timeout,
         )
         self._run, self._nodes = begun.run, begun.nodes
         self._lineage, self._owned = begun.lineage, begun.owned
-        self._failures = Failures(max_failures, max_unsafe_seconds, on_failure)
+        self._failures = Failures(chosen.max_failures, chosen.max_unsafe_seconds, chosen.on_failure)
         self._background = BackgroundWriter(
             self.fast, self.durable, self.rank, settings, self._nodes
         )
-        self._snapshots = [_native.Snapshot(self._threads) for _ in range(snapshots)]
+        self._snapshots = [_native.Snapshot(self._threads) for _ in range(count)]
         for snapshot in self._snapshots:
             self._background.add_snapshot(snapshot)
         self._saves = itertools.count()
@@ -185,23 +139,36 @@ class Checkpointer:
         self._unsteady: set[str] = set()  # arrays that were seen to change within windows
         self._window_seconds: float | None = None
         self._optimizers: list[Any] = []
-        if self.rank == 0 and self.fast is not None and self.durable is not None:
-            # Drains what an earlier job left on the fast tier.
-            held = {h.manifest.id: h for h in begun.held}
-            on_nodes = begun.held if self._nodes is not None else None
-            for manifest in undrained(self.fast, self.durable, keep, on_nodes):
-                self._background.submit_drain(
-                    Drain(manifest, alone=True, held=held.get(manifest.id))
-                )
+        self._drain_what_was_left(settings.keep, begun.held)
         self._closer = weakref.finalize(
             self, _shut, os.getpid(), self._background, self.fast, self.durable
         )
         atexit.register(self._closer)
 
+    def _settings(self, keep: Keep) -> Settings:
+        chosen = self._options
+        return Settings(
+            keep=keep,
+            keep_fast=chosen.keep_fast,
+            rate=0 if chosen.rate is None else parse_size(chosen.rate),
+            timeout=chosen.timeout,
+            patience=chosen.patience,
+            priority=chosen.priority,
+            verify=chosen.verify,
+            windows=chosen.windows,
+        )
+
+    def _drain_what_was_left(self, keep: Keep, held: Sequence[Held]) -> None:
+        """Drains what an earlier job left on the fast tier."""
+        if self.rank > 0 or self.fast is None or self.durable is None:
+            return
+        by_id = {h.manifest.id: h for h in held}
+        on_nodes = held if self._nodes is not None else None
+        for manifest in undrained(self.fast, self.durable, keep, on_nodes):
+            self._background.submit_drain(Drain(manifest, alone=True, held=by_id.get(manifest.id)))
+
     @staticmethod
     def _check_level(level: str, fast: bool, durable: bool) -> None:
-        if level not in ("memory", "fast", "durable"):
-            raise UsageError(f'level must be "memory", "fast" or "durable", not {level!r}')
         if (level == "fast" and not fast) or (level == "durable" and not durable):
             raise UsageError(f"level {level} needs {level}= to be given")
 
@@ -258,7 +225,7 @@ class Checkpointer:
         self._check_process()
         if not self._closer.alive:
             raise UsageError("this checkpointer is closed")
-        wanted = level or self.level
+        wanted: Level = checked("checkpoint.level", level or self.level)
         self._check_level(wanted, self.fast is not None, self.durable is not None)
         with trace.span("save", "checkpoint"):
             return self._save(state, step, metric, wanted, window)
@@ -303,7 +270,7 @@ class Checkpointer:
             if snapshot is not None:
                 snapshot.finish()
             del leaves
-            saved.wait(wanted, self._timeout + 10)
+            saved.wait(wanted, self._options.timeout + 10)
         saved.seconds = time.perf_counter() - began
         self._failures.tell(self._history, self._is_complete)
         return saved
@@ -477,14 +444,14 @@ class Checkpointer:
     def _exposed(self) -> str:
         if self.world_size == 1:
             return ""
-        return exposed(self._gather or self._find("exposed"))
+        return exposed(self._options.gather or self._find("exposed"))
 
     def _allgather(self, mine: bytes) -> list[bytes]:
-        gather = self._gather or self._find(f"{self._name} {next(self._gathered)}")
+        gather = self._options.gather or self._find(f"{self._name} {next(self._gathered)}")
         return gather(mine)
 
     def _find(self, name: str) -> AllGather:
-        gather = find_rendezvous(self.rank, self.world_size, name, timeout=self._timeout)
+        gather = find_rendezvous(self.rank, self.world_size, name, timeout=self._options.timeout)
         if gather is None:
             raise UsageError(
                 f"the {self.world_size} ranks of this job cannot find each other: start them with "
@@ -507,7 +474,7 @@ class Checkpointer:
         """
         self._check_process()
         self.before_update()
-        limit = self._timeout if timeout is None else timeout
+        limit = self._options.timeout if timeout is None else timeout
         if not self._background.wait(drained=True, timeout=limit):
             raise PeerError(
                 f"checkpoints are not durable after {limit:g} s; what is on the fast tier is drained "
@@ -528,7 +495,7 @@ class Checkpointer:
         self._check_process()
         if not self._closer.alive:
             return
-        limit = self._timeout if timeout is None else timeout
+        limit = self._options.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
         try:
             self.wait(limit)

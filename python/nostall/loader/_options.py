@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
-from nostall.base._options import check_fields, document, in_force, names, suggestion
-from nostall.errors import UsageError
+from nostall.base._options import check_fields, document, in_force, merged
 from nostall.job._rendezvous import AllGather
 
 
@@ -47,7 +45,6 @@ class LoaderOptions:
         check_fields(self, "loader")
 
 
-NAMES = tuple(field.name for field in dataclasses.fields(LoaderOptions))
 document(LoaderOptions, "loader")
 
 
@@ -99,14 +96,4 @@ def with_arguments(given: LoaderOptions | None, arguments: LoaderArguments) -> L
     Raises:
         UsageError: `given` is something else, or there is no such option.
     """
-    if given is not None and not isinstance(given, LoaderOptions):
-        raise UsageError(f"options must be nostall.LoaderOptions, or None, not {given!r}")
-    _refuse_unknown(name for name in arguments if name not in NAMES)
-    return dataclasses.replace(given or LoaderOptions(), **arguments)
-
-
-def _refuse_unknown(unknown: Iterable[str]) -> None:
-    for name in unknown:
-        hint = f": {_OF_TORCH[name]}" if name in _OF_TORCH else ""
-        hint = hint or suggestion(name, names("loader"), "{}=")
-        raise UsageError(f"DataLoader has no option {name}{hint}")
+    return merged(LoaderOptions, given, arguments, "loader", "DataLoader", _OF_TORCH)

@@ -15,6 +15,7 @@ from nostall.source._cached import Cached
 from nostall.source._hdf5 import HDF5
 from nostall.source._lmdb import LMDB
 from nostall.source._object_folder import ObjectFolder
+from nostall.source._records import ReadOptions
 from nostall.source._source import FileList, ImageFolder, Pixels, Source
 from nostall.source._tar import TarShards
 from nostall.source._tfrecord import TFRecord
@@ -29,6 +30,7 @@ __all__ = [
     "ObjectFolder",
     "Parquet",
     "Pixels",
+    "ReadOptions",
     "Source",
     "TFRecord",
     "TarShards",

@@ -15,11 +15,12 @@ from nostall.errors import CorruptionError, UsageError
 from nostall.source._objects import is_url
 from nostall.source._records import (
     FOUND,
-    Direct,
     PathLike,
     Progress,
+    ReadOptions,
     RecordStore,
     open_storage,
+    reading_of,
 )
 from nostall.source._source import Pixels
 
@@ -57,9 +58,7 @@ class LMDB(RecordStore):
         image, image_label: names of the features, for ``values="example"``.
         index: True keeps the places beside the database, or in the user's cache folder where that
             is read-only; a path keeps them there; False nowhere.
-        direct: whether reads go past the page cache.
-        coalesce: read neighbours together.
-        max_read: bytes of one such read at most.
+        reading: how the file is read.
         progress: called with the number of values examined (not for raw ones).
 
     Attributes:
@@ -85,9 +84,7 @@ class LMDB(RecordStore):
         image: str = "image/encoded",
         image_label: str = "image/class/label",
         index: bool | PathLike = True,
-        direct: Direct = "auto",
-        coalesce: bool = True,
-        max_read: int | str = "4MiB",
+        reading: ReadOptions | None = None,
         progress: Progress | None = None,
         store: Any = None,
     ) -> None:
@@ -97,6 +94,7 @@ class LMDB(RecordStore):
             )
         if order not in ("auto", "key", "number"):
             raise UsageError(f'order must be "auto", "key" or "number", not {order!r}')
+        chosen = reading_of(reading)
         self._arguments = {
             "path": path if is_url(os.fspath(path)) else str(Path(path).absolute()),
             "database": database,
@@ -107,14 +105,12 @@ class LMDB(RecordStore):
             "image": image,
             "image_label": image_label,
             "index": index,
-            "direct": direct,
-            "coalesce": coalesce,
-            "max_read": max_read,
+            "reading": reading,
             "store": store,
         }
         self.database = database
         self.path = data_file(path)
-        self.storage = open_storage([self.path], direct=direct, store=store)
+        self.storage = open_storage([self.path], direct=chosen.direct, store=store)
         self._values, self._order, self._label, self._keep = values, order, label, keep
         self._features = (image, image_label)
         self._progress = progress
@@ -131,8 +127,7 @@ class LMDB(RecordStore):
             stamp=lambda: _native.lmdb_stamp(self.storage, database) + options,
             scan=lambda: self._scan(options),
             index=False if index is True and by_function else index,
-            max_read=max_read,
-            coalesce=coalesce,
+            reading=chosen,
             page_size=self._page_size,
             database=database,
         )

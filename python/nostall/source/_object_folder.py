@@ -10,7 +10,7 @@ import numpy as np
 
 from nostall.errors import UsageError
 from nostall.source._objects import list_objects, open_objects
-from nostall.source._records import RecordStore
+from nostall.source._records import ReadOptions, RecordStore
 from nostall.source._source import IMAGE_EXTENSIONS
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class ObjectFolder(RecordStore):
                 file=np.arange(len(sizes), dtype=np.uint32),
             ),
             index=False,
-            coalesce=False,
+            reading=ReadOptions(coalesce=False),
         )
 
 

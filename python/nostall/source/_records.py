@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,7 +30,45 @@ Direct = Literal["auto", "never", "always"]
 Progress = Callable[[int], object]
 PathLike = str | os.PathLike[str]
 
-_MAX_READ = "4MiB"
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """How a record store reads its files.
+
+    Attributes:
+        direct: whether reads go past the page cache: ``"auto"`` where that is faster, ``"never"`` or
+            ``"always"``.
+        coalesce: read neighbours together.
+        max_read: bytes of one such read at most.
+
+    Raises:
+        UsageError: an impossible value, with its option.
+    """
+
+    direct: Direct = "auto"
+    coalesce: bool = True
+    max_read: int | str = "4MiB"
+
+    def __post_init__(self) -> None:
+        if self.direct not in ("auto", "never", "always"):
+            raise UsageError(f'direct must be "auto", "never" or "always", not {self.direct!r}')
+        if not isinstance(self.coalesce, bool):
+            raise UsageError(f"coalesce must be True or False, not {self.coalesce!r}")
+        parse_size(self.max_read)
+
+
+_READING = ReadOptions()
+
+
+def reading_of(given: ReadOptions | None) -> ReadOptions:
+    """The options, or the defaults for None; UsageError for something else."""
+    if given is None:
+        return _READING
+    if not isinstance(given, ReadOptions):
+        raise UsageError(f"reading must be nostall.ReadOptions, or None, not {given!r}")
+    return given
+
+
 # In a table's stamp, what follows is not a condition; the scan found it.
 FOUND = " found "
 
@@ -77,8 +116,7 @@ class RecordStore(Source):
         stamp: Callable[[], str],
         scan: Callable[[], _native.RecordTable],
         index: bool | PathLike,
-        max_read: int | str = _MAX_READ,
-        coalesce: bool = True,
+        reading: ReadOptions = _READING,
         page_size: Callable[[], int] = lambda: 0,
         database: str = "",
         sums: Callable[[], NDArray[np.uint32] | None] = lambda: None,
@@ -94,8 +132,8 @@ class RecordStore(Source):
             return _native.record_source(
                 storage=self.storage,
                 table=table,
-                max_read=parse_size(max_read),
-                coalesce=coalesce,
+                max_read=parse_size(reading.max_read),
+                coalesce=reading.coalesce,
                 page_size=page_size(),
                 database=database,
             )

@@ -11,12 +11,13 @@ import numpy as np
 from nostall import _native
 from nostall.errors import CorruptionError, UsageError
 from nostall.source._records import (
-    Direct,
     PathLike,
     Progress,
+    ReadOptions,
     RecordStore,
     absolute,
     open_storage,
+    reading_of,
     shard_paths,
 )
 from nostall.source._source import IMAGE_EXTENSIONS
@@ -39,7 +40,7 @@ class TarShards(RecordStore):
             names a file.
         index: True keeps the places beside the first shard, or in the user's cache folder where
             that is read-only; a path keeps them there; False nowhere.
-        direct, coalesce, max_read: as for ``LMDB``.
+        reading: how the files are read.
         progress: called with the number of shards examined.
 
     Raises:
@@ -56,21 +57,18 @@ class TarShards(RecordStore):
         image: Sequence[str] | None = None,
         label: str | Callable[[str], int] | None = "cls",
         index: bool | PathLike = True,
-        direct: Direct = "auto",
-        coalesce: bool = True,
-        max_read: int | str = "4MiB",
+        reading: ReadOptions | None = None,
         progress: Progress | None = None,
         store: Any = None,
     ) -> None:
         paths = absolute(shard_paths(shards, (".tar",), store))
+        chosen = reading_of(reading)
         self._arguments = {
             "shards": paths,
             "image": image,
             "label": label,
             "index": index,
-            "direct": direct,
-            "coalesce": coalesce,
-            "max_read": max_read,
+            "reading": reading,
             "store": store,
         }
         self._image = (
@@ -79,7 +77,7 @@ class TarShards(RecordStore):
             else tuple(e.removeprefix(".") for e in IMAGE_EXTENSIONS)
         )
         self._label = label
-        self.storage = open_storage(paths, direct=direct, store=store)
+        self.storage = open_storage(paths, direct=chosen.direct, store=store)
         named = label if isinstance(label, str) else "(function)" if label else ""
         stamp = f"image={','.join(self._image)} labels={named}"
         self._open(
@@ -87,8 +85,7 @@ class TarShards(RecordStore):
             stamp=lambda: stamp,
             scan=lambda: self._scan(stamp, progress),
             index=False if index is True and callable(label) else index,
-            max_read=max_read,
-            coalesce=coalesce,
+            reading=chosen,
         )
 
     def _scan(self, stamp: str, progress: Progress | None) -> _native.RecordTable:

@@ -10,12 +10,13 @@ import numpy as np
 from nostall import _native
 from nostall.errors import UsageError
 from nostall.source._records import (
-    Direct,
     PathLike,
     Progress,
+    ReadOptions,
     RecordStore,
     absolute,
     open_storage,
+    reading_of,
     shard_paths,
 )
 
@@ -37,7 +38,7 @@ class TFRecord(RecordStore):
             every record at once.
         index: True keeps the places beside the first file, or in the user's cache folder where that
             is read-only; a path keeps them there; False nowhere.
-        direct, coalesce, max_read: as for ``LMDB``.
+        reading: how the files are read.
         progress: called with the number of files, then records, examined.
 
     Raises:
@@ -55,9 +56,7 @@ class TFRecord(RecordStore):
         label: str | None = "image/class/label",
         check: Literal["lengths", "all"] = "lengths",
         index: bool | PathLike = True,
-        direct: Direct = "auto",
-        coalesce: bool = True,
-        max_read: int | str = "4MiB",
+        reading: ReadOptions | None = None,
         progress: Progress | None = None,
         store: Any = None,
     ) -> None:
@@ -66,6 +65,7 @@ class TFRecord(RecordStore):
         if check not in ("lengths", "all"):
             raise UsageError(f'check must be "lengths" or "all", not {check!r}')
         paths = absolute(shard_paths(files, (".tfrecord", ".tfrecords", ".tfrec"), store))
+        chosen = reading_of(reading)
         self._arguments = {
             "files": paths,
             "values": values,
@@ -73,12 +73,10 @@ class TFRecord(RecordStore):
             "label": label,
             "check": check,
             "index": index,
-            "direct": direct,
-            "coalesce": coalesce,
-            "max_read": max_read,
+            "reading": reading,
             "store": store,
         }
-        self.storage = open_storage(paths, direct=direct, store=store)
+        self.storage = open_storage(paths, direct=chosen.direct, store=store)
         stamp = f"values={values} check={check}"
         if values == "example":
             stamp += f" image={image} label={label}"
@@ -119,7 +117,6 @@ class TFRecord(RecordStore):
             stamp=lambda: stamp,
             scan=scan,
             index=index,
-            max_read=max_read,
-            coalesce=coalesce,
+            reading=chosen,
             sums=lambda: sums,
         )

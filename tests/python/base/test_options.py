@@ -17,6 +17,7 @@ import nostall
 from nostall.base import _options as options
 from nostall.base._sizes import TierSpec
 from nostall.base._table import TABLE
+from nostall.checkpoint._options import CheckpointArguments, CheckpointOptions
 from nostall.cli import main
 from nostall.errors import UsageError
 from nostall.loader._options import LoaderArguments, LoaderOptions
@@ -191,6 +192,13 @@ def test_the_table_has_every_default_argument_and_variable() -> None:
     assert daily | set(rare) == set(options.names("loader")) and not daily & set(rare)
     for name in daily - {"batch_size", "tiers"}:
         assert signature[name].default == options.row(f"loader.{name}").default
+    signature = inspect.signature(nostall.Checkpointer.__init__).parameters
+    daily = set(signature) - {"self", "fast", "durable", "options", "rare"}
+    rare = get_type_hints(CheckpointOptions)
+    assert rare == get_type_hints(CheckpointArguments)
+    assert daily | set(rare) == set(options.names("checkpoint")) and not daily & set(rare)
+    for name in daily:
+        assert signature[name].default == options.row(f"checkpoint.{name}").default
     assert set(get_type_hints(SyncOptions)) == set(options.names("sync"))
 
     # Nothing reads a variable but by the table, and what native code reads stands in it.

@@ -27,7 +27,8 @@ def test_few_small_records_of_many_on_slow_storage(tmp_path: Path) -> None:
             writing.put(b"%08d" % i, bytes(3_073))
     order = np.random.default_rng(0).permutation(many)[:few]
     with SlowFS(backing, tmp_path / "mnt", 66e6, 66e6, 0.5e-3) as slow:
-        store = nostall.LMDB(tmp_path / "mnt", index=False, direct="always")
+        reading = nostall.ReadOptions(direct="always")
+        store = nostall.LMDB(tmp_path / "mnt", index=False, reading=reading)
         before = slow.served_bytes
         with nostall.DataLoader(
             store, 50, order=order, tiers=[], output="numpy", peers="off", rank=0, world_size=1,

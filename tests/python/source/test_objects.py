@@ -140,7 +140,8 @@ def test_neighbours_are_read_together(proxy: Proxy, bucket: Any, tmp_path: Path)
     bucket.put_object(Key="a.tar", Body=(tmp_path / "a.tar").read_bytes())
     requests = {}
     for coalesce in (True, False):
-        source = nostall.TarShards(f"s3://{bucket.name}/a.tar", coalesce=coalesce)
+        reading = nostall.ReadOptions(coalesce=coalesce)
+        source = nostall.TarShards(f"s3://{bucket.name}/a.tar", reading=reading)
         proxy.reset()
         with nostall.DataLoader(
             source, 16, epochs=1, shuffle=False, tiers=["ram:8MiB"], output="numpy"
