@@ -4,9 +4,12 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <functional>
+#include <map>
 #include <memory>
 #include <string>
 
@@ -25,47 +28,207 @@ namespace image = nostall::image;
 }
 
 template <typename T>
-T get(const nb::dict& parameters, const char* name) {
+T parameter(const nb::dict& parameters, const char* name) {
   if (!parameters.contains(name)) usage(std::string("a step lacks its parameter ") + name);
   return nb::cast<T>(parameters[name]);
 }
 
-image::Step make_step(const std::string& name, const nb::dict& p) {
-  if (name == "Decode") return image::Decode{};
-  if (name == "Resize") {
-    return image::Resize{get<uint32_t>(p, "height"), get<uint32_t>(p, "width")};
-  }
-  if (name == "CenterCrop") {
-    return image::CenterCrop{get<uint32_t>(p, "height"), get<uint32_t>(p, "width")};
-  }
-  if (name == "RandomResizedCrop") {
-    return image::RandomResizedCrop{get<uint32_t>(p, "height"), get<uint32_t>(p, "width"),
-                                    get<std::array<double, 2>>(p, "scale"),
-                                    get<std::array<double, 2>>(p, "ratio")};
-  }
-  if (name == "RandomHorizontalFlip") return image::RandomHorizontalFlip{get<double>(p, "p")};
-  if (name == "RandomVerticalFlip") return image::RandomVerticalFlip{get<double>(p, "p")};
-  if (name == "ToTensor") return image::ToTensor{};
-  if (name == "Normalize") {
-    return image::Normalize{get<std::array<float, 3>>(p, "mean"),
-                            get<std::array<float, 3>>(p, "std")};
-  }
-  usage("no image step is named " + name);
-}
-
 constexpr const char* kTypes[] = {"uint8", "float16", "float32"};
 constexpr const char* kLayouts[] = {"chw", "hwc"};
+constexpr const char* kInterpolations[] = {"bilinear", "bicubic", "nearest", "nearest_exact"};
+constexpr const char* kPadModes[] = {"constant", "edge", "reflect", "symmetric"};
+constexpr const char* kPolicies[] = {"imagenet", "cifar10", "svhn"};
+constexpr const char* kMaskTypes[] = {"uint8", "uint16", "int16", "int32", "int64", "float32"};
+constexpr const char* kBoxFormats[] = {"xyxy", "xywh", "cxcywh"};
+
+template <typename T, size_t N>
+T choice(const char* what, const char* const (&names)[N], const std::string& name) {
+  std::string known;
+  for (size_t i = 0; i < N; ++i) {
+    if (name == names[i]) return static_cast<T>(i);
+    known += (i ? ", " : "") + std::string(names[i]);
+  }
+  usage(std::string(what) + " " + name + " is not one of " + known);
+}
 
 template <typename T, size_t N>
 std::optional<T> choice(const char* what, const char* const (&names)[N],
                         const std::optional<std::string>& name) {
   if (!name) return std::nullopt;
-  std::string known;
-  for (size_t i = 0; i < N; ++i) {
-    if (*name == names[i]) return static_cast<T>(i);
-    known += (i ? ", " : "") + std::string(names[i]);
+  return choice<T>(what, names, *name);
+}
+
+using Pair = std::array<double, 2>;
+
+// A step's parameters, each by the name that it has in nostall.transforms.
+class Parameters {
+ public:
+  explicit Parameters(const nb::dict& values) : values_(values) {}
+  template <typename T>
+  T get(const char* name) const {
+    return parameter<T>(values_, name);
   }
-  usage(std::string(what) + " " + *name + " is not one of " + known);
+  double p() const { return get<double>("p"); }
+  uint32_t height() const { return get<uint32_t>("height"); }
+  uint32_t width() const { return get<uint32_t>("width"); }
+  image::Interpolation interpolation() const {
+    return choice<image::Interpolation>("interpolation", kInterpolations,
+                                        get<std::string>("interpolation"));
+  }
+  image::PadMode pad_mode() const {
+    return choice<image::PadMode>("padding_mode", kPadModes, get<std::string>("padding_mode"));
+  }
+  image::Fill fill() const {
+    return {get<std::array<uint8_t, 3>>("fill"), get<uint16_t>("mask_fill")};
+  }
+
+ private:
+  const nb::dict& values_;
+};
+
+using Maker = image::Step (*)(const Parameters&);
+
+// In the order of image/steps.h.
+const std::map<std::string, Maker, std::less<>>& makers() {
+  using P = const Parameters&;
+  using image::Step;
+  static const std::map<std::string, Maker, std::less<>> all{
+      {"Decode", [](P) -> Step { return image::Decode{}; }},
+      {"Resize",
+       [](P p) -> Step {
+         return image::Resize{p.height(), p.width(), p.interpolation(), p.get<bool>("antialias")};
+       }},
+      {"CenterCrop",
+       [](P p) -> Step {
+         return image::CenterCrop{p.height(), p.width()};
+       }},
+      {"RandomResizedCrop",
+       [](P p) -> Step {
+         return image::RandomResizedCrop{p.height(),           p.width(),
+                                         p.get<Pair>("scale"), p.get<Pair>("ratio"),
+                                         p.interpolation(),    p.get<bool>("antialias")};
+       }},
+      {"RandomHorizontalFlip", [](P p) -> Step { return image::RandomHorizontalFlip{p.p()}; }},
+      {"RandomVerticalFlip", [](P p) -> Step { return image::RandomVerticalFlip{p.p()}; }},
+      {"Pad",
+       [](P p) -> Step {
+         return image::Pad{p.get<std::array<uint32_t, 4>>("padding"), p.pad_mode(), p.fill()};
+       }},
+      {"RandomCrop",
+       [](P p) -> Step {
+         return image::RandomCrop{p.height(),
+                                  p.width(),
+                                  p.get<std::array<uint32_t, 4>>("padding"),
+                                  p.get<bool>("pad_if_needed"),
+                                  p.pad_mode(),
+                                  p.fill()};
+       }},
+      {"RandomRotation",
+       [](P p) -> Step {
+         return image::RandomRotation{p.get<Pair>("degrees"), p.interpolation(),
+                                      p.get<std::optional<Pair>>("center"), p.fill()};
+       }},
+      {"RandomAffine",
+       [](P p) -> Step {
+         return image::RandomAffine{p.get<Pair>("degrees"),
+                                    p.get<Pair>("translate"),
+                                    p.get<Pair>("scale"),
+                                    p.get<std::array<double, 4>>("shear"),
+                                    p.interpolation(),
+                                    p.get<std::optional<Pair>>("center"),
+                                    p.fill()};
+       }},
+      {"RandomPerspective",
+       [](P p) -> Step {
+         return image::RandomPerspective{p.get<double>("distortion_scale"), p.p(),
+                                         p.interpolation(), p.fill()};
+       }},
+  };
+  return all;
+}
+
+const std::map<std::string, Maker, std::less<>>& color_makers() {
+  using P = const Parameters&;
+  using image::Step;
+  static const std::map<std::string, Maker, std::less<>> all{
+      {"ColorJitter",
+       [](P p) -> Step {
+         const auto range = [&p](const char* name) { return p.get<std::optional<Pair>>(name); };
+         return image::ColorJitter{range("brightness"), range("contrast"), range("saturation"),
+                                   range("hue")};
+       }},
+      {"Grayscale", [](P) -> Step { return image::Grayscale{}; }},
+      {"RandomGrayscale", [](P p) -> Step { return image::RandomGrayscale{p.p()}; }},
+      {"GaussianBlur",
+       [](P p) -> Step {
+         return image::GaussianBlur{p.get<std::array<uint32_t, 2>>("kernel"), p.get<Pair>("sigma")};
+       }},
+      {"RandomSolarize",
+       [](P p) -> Step {
+         return image::RandomSolarize{p.get<double>("threshold"), p.p()};
+       }},
+      {"RandomPosterize",
+       [](P p) -> Step {
+         return image::RandomPosterize{p.get<uint32_t>("bits"), p.p()};
+       }},
+      {"RandomInvert", [](P p) -> Step { return image::RandomInvert{p.p()}; }},
+      {"RandomAutocontrast", [](P p) -> Step { return image::RandomAutocontrast{p.p()}; }},
+      {"RandomEqualize", [](P p) -> Step { return image::RandomEqualize{p.p()}; }},
+      {"RandomAdjustSharpness",
+       [](P p) -> Step {
+         return image::RandomAdjustSharpness{p.get<double>("factor"), p.p()};
+       }},
+  };
+  return all;
+}
+
+const std::map<std::string, Maker, std::less<>>& other_makers() {
+  using P = const Parameters&;
+  using image::Step;
+  static const std::map<std::string, Maker, std::less<>> all{
+      {"RandAugment",
+       [](P p) -> Step {
+         return image::RandAugment{p.get<uint32_t>("num_ops"), p.get<uint32_t>("magnitude"),
+                                   p.get<uint32_t>("num_magnitude_bins"), p.interpolation(),
+                                   p.fill()};
+       }},
+      {"TrivialAugmentWide",
+       [](P p) -> Step {
+         return image::TrivialAugmentWide{p.get<uint32_t>("num_magnitude_bins"), p.interpolation(),
+                                          p.fill()};
+       }},
+      {"AutoAugment",
+       [](P p) -> Step {
+         const auto policy = p.get<std::string>("policy");
+         return image::AutoAugment{choice<image::Policy>("policy", kPolicies, policy),
+                                   p.interpolation(), p.fill()};
+       }},
+      {"ClampBoundingBoxes", [](P) -> Step { return image::ClampBoundingBoxes{}; }},
+      {"SanitizeBoundingBoxes",
+       [](P p) -> Step {
+         return image::SanitizeBoundingBoxes{p.get<double>("min_size"), p.get<double>("min_area")};
+       }},
+      {"ToTensor", [](P) -> Step { return image::ToTensor{}; }},
+      {"Normalize",
+       [](P p) -> Step {
+         return image::Normalize{p.get<std::array<float, 3>>("mean"),
+                                 p.get<std::array<float, 3>>("std")};
+       }},
+      {"RandomErasing",
+       [](P p) -> Step {
+         return image::RandomErasing{p.p(), p.get<Pair>("scale"), p.get<Pair>("ratio"),
+                                     p.get<std::array<float, 3>>("value"), p.get<bool>("noise")};
+       }},
+  };
+  return all;
+}
+
+image::Step make_step(const std::string& name, const nb::dict& parameters) {
+  for (const auto* table : {&makers(), &color_makers(), &other_makers()}) {
+    const auto found = table->find(name);
+    if (found != table->end()) return found->second(Parameters(parameters));
+  }
+  usage("no image step is named " + name);
 }
 
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -120,6 +283,143 @@ nb::object apply(const image::Pipeline& pipeline, nb::handle encoded, uint64_t s
   return to_numpy(std::move(data), {h, w, 3}, type);
 }
 
+nb::dlpack::dtype numpy_type(image::MaskType type) {
+  using Code = nb::dlpack::dtype_code;
+  const Code code = type == image::MaskType::float32  ? Code::Float
+                    : type <= image::MaskType::uint16 ? Code::UInt
+                                                      : Code::Int;
+  return {static_cast<uint8_t>(code), static_cast<uint8_t>(8 * image::size_of(type)), 1};
+}
+
+using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+std::span<const float> numbers(const Rows& rows) { return {rows.data(), rows.size()}; }
+
+// What apply_record() reads and writes, held until arrays are made of it.
+class Parts {
+ public:
+  Parts(const image::Pipeline& pipeline, const nb::dict& parts) : output_(pipeline.output()) {
+    const auto count = [&parts](const char* name) {
+      return parts.contains(name) ? nb::len(nb::list(parts[name])) : size_t{0};
+    };
+    keep_.resize(count("images") + count("masks"));
+    size_t kept = 0;
+    if (count("images") != 0) {
+      for (nb::handle encoded : nb::list(parts["images"])) {
+        images_.push_back({view(encoded, keep_[kept++]), place(output_.bytes()), std::nullopt});
+      }
+    }
+    if (count("masks") != 0) {
+      for (nb::handle item : nb::list(parts["masks"])) {
+        const auto [encoded, type] = nb::cast<std::pair<nb::object, std::string>>(item);
+        const auto mask_type = choice<image::MaskType>("mask dtype", kMaskTypes, type);
+        const size_t bytes = size_t{output_.height} * output_.width * image::size_of(mask_type);
+        masks_.push_back({view(encoded, keep_[kept++]), mask_type, place(bytes), std::nullopt});
+      }
+    }
+    if (count("boxes") != 0) add_boxes(nb::list(parts["boxes"]));
+    if (count("keypoints") != 0) add_keypoints(nb::list(parts["keypoints"]));
+  }
+
+  image::Record record() { return {images_, masks_, boxes_, keypoints_}; }
+
+  nb::dict arrays() {
+    nb::list images, masks, boxes, keypoints;
+    size_t next = 0;
+    const size_t h = output_.height, w = output_.width;
+    const bool chw = output_.layout == image::Layout::chw;
+    for (size_t i = 0; i < images_.size(); ++i, ++next) {
+      images.append(chw ? to_numpy(std::move(places_[next]), {3, h, w}, numpy_type(output_.type))
+                        : to_numpy(std::move(places_[next]), {h, w, 3}, numpy_type(output_.type)));
+    }
+    for (const image::Mask& mask : masks_) {
+      masks.append(to_numpy(std::move(places_[next++]), {h, w}, numpy_type(mask.type)));
+    }
+    for (const image::Boxes& each : boxes_) {
+      nb::object rows = to_numpy(std::move(places_[next++]), {each.count, 4}, nb::dtype<float>());
+      nb::object kept = to_numpy(std::move(places_[next++]), {each.count}, nb::dtype<uint32_t>());
+      boxes.append(nb::make_tuple(std::move(rows), std::move(kept)));
+    }
+    for (const image::Keypoints& each : keypoints_) {
+      keypoints.append(to_numpy(std::move(places_[next++]),
+                                {each.rows.size() / each.columns, each.columns},
+                                nb::dtype<float>()));
+    }
+    nb::dict all;
+    all["images"] = images;
+    all["masks"] = masks;
+    all["boxes"] = boxes;
+    all["keypoints"] = keypoints;
+    return all;
+  }
+
+ private:
+  std::span<std::byte> place(size_t bytes) {
+    places_.push_back(std::make_unique<std::byte[]>(bytes));
+    return {places_.back().get(), bytes};
+  }
+  template <typename T>
+  std::span<T> values(size_t count) {
+    return {reinterpret_cast<T*>(place(count * sizeof(T)).data()), count};
+  }
+  void add_boxes(const nb::list& items) {
+    for (nb::handle item : items) {
+      const auto [rows, format, normalised] = nb::cast<std::tuple<Rows, std::string, bool>>(item);
+      rows_.push_back(rows);
+      image::Boxes boxes;
+      boxes.rows = numbers(rows);
+      boxes.format = choice<image::BoxFormat>("box format", kBoxFormats, format);
+      boxes.normalised = normalised;
+      boxes.out = values<float>(rows.size());
+      boxes.kept = values<uint32_t>(rows.shape(0));
+      boxes_.push_back(boxes);
+    }
+  }
+  void add_keypoints(const nb::list& items) {
+    for (nb::handle item : items) {
+      const auto [rows, normalised] = nb::cast<std::pair<Rows, bool>>(item);
+      rows_.push_back(rows);
+      image::Keypoints points;
+      points.rows = numbers(rows);
+      points.columns = static_cast<uint32_t>(rows.shape(1));
+      points.normalised = normalised;
+      points.out = values<float>(rows.size());
+      keypoints_.push_back(points);
+    }
+  }
+
+  image::Output output_;
+  std::vector<Bytes> keep_;
+  std::vector<Rows> rows_;
+  std::vector<std::unique_ptr<std::byte[]>> places_;  // in the order of the arrays
+  std::vector<image::Picture> images_;
+  std::vector<image::Mask> masks_;
+  std::vector<image::Boxes> boxes_;
+  std::vector<image::Keypoints> keypoints_;
+};
+
+nb::dict apply_record(const image::Pipeline& pipeline, const nb::dict& parts, uint64_t seed,
+                      uint32_t epoch, uint64_t sample) {
+  Parts held(pipeline, parts);
+  {
+    const nb::gil_scoped_release release;
+    thread_local image::Scratch scratch;
+    auto result = pipeline.apply_record(held.record(), {seed, epoch, sample}, scratch);
+    scratch.trim(kKeptScratch);
+    std::move(result).take();
+  }
+  return held.arrays();
+}
+
+nb::list drawn(const image::Pipeline& pipeline, int64_t height, int64_t width, uint64_t seed,
+               uint32_t epoch, uint64_t sample) {
+  nb::list all;
+  for (const auto& action : pipeline.drawn({seed, epoch, sample}, width, height).take()) {
+    all.append(nb::make_tuple(action.name, action.values));
+  }
+  return all;
+}
+
 nb::object decode_rgb(nb::handle encoded, uint64_t max_pixels) {
   Bytes keep;
   const std::span<const std::byte> bytes = view(encoded, keep);
@@ -150,9 +450,9 @@ image::Pipeline compile(const std::vector<std::pair<std::string, nb::dict>>& ste
   options.layout = choice<image::Layout>("layout", kLayouts, layout);
   options.max_pixels = max_pixels;
   if (pixels) {
-    options.pixels = {get<uint32_t>(*pixels, "height"), get<uint32_t>(*pixels, "width"),
-                      get<uint32_t>(*pixels, "channels"), get<bool>(*pixels, "channels_first"),
-                      get<bool>(*pixels, "bgr")};
+    options.pixels = {parameter<uint32_t>(*pixels, "height"), parameter<uint32_t>(*pixels, "width"),
+                      parameter<uint32_t>(*pixels, "channels"),
+                      parameter<bool>(*pixels, "channels_first"), parameter<bool>(*pixels, "bgr")};
   }
   return image::Pipeline::compile(native, options);
 }
@@ -174,7 +474,17 @@ void bind_image(nb::module_& m) {
            nb::arg("epoch") = 0, nb::arg("sample") = 0, nb::arg("occurrence") = 0,
            "Decodes and transforms one image; random draws depend on the four numbers alone, of "
            "which "
-           "`occurrence` counts how often the epoch had the sample before.");
+           "`occurrence` counts how often the epoch had the sample before.")
+      .def("apply_record", &apply_record, nb::arg("parts"), nb::kw_only(), nb::arg("seed") = 0,
+           nb::arg("epoch") = 0, nb::arg("sample") = 0,
+           "Transforms a sample of several parts. `parts` may have: images, a list of encoded "
+           "images; masks, of (encoded PNG, dtype); boxes, of (float32 array (n, 4), format, "
+           "normalised); keypoints, of (float32 array (n, 2 or 3), normalised). Gives the same "
+           "names; boxes as (boxes, rows of the input that they were).")
+      .def("drawn", &drawn, nb::arg("height"), nb::arg("width"), nb::kw_only(), nb::arg("seed") = 0,
+           nb::arg("epoch") = 0, nb::arg("sample") = 0,
+           "What the steps are for one sample of height x width pixels: (name, numbers) of each "
+           "action.");
   m.def("compile_pipeline", &compile, nb::arg("steps"), nb::arg("dtype") = nb::none(),
         nb::arg("layout") = nb::none(), nb::arg("max_pixels") = max_pixels,
         nb::arg("pixels") = nb::none(),

@@ -51,6 +51,7 @@ class Buffer {
     bytes_.reset();
     count(0);
   }
+  uint8_t* data() const noexcept { return bytes_.get(); }
   size_t size() const noexcept { return size_; }
   // The most that was reserved since it was asked last.
   size_t take_used() noexcept { return std::exchange(used_, 0); }

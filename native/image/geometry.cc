@@ -1,131 +1,93 @@
-// The coordinate arithmetic of each step, as torchvision and Python round it. Crops and resizes are
-// folded into the current stage; draws come from the sample's own generator in the order of steps.
+// Crops and resizes are folded into the current stage; a crop that would bring back what an earlier
+// one took away, and one of another fill, start a new stage.
 #include "image/geometry.h"
 
-#include <algorithm>
-#include <cmath>
+#include <type_traits>
 
 namespace nostall::image {
 namespace {
 
-constexpr int kTries = 10;
-
-class Composer {
+class Folder {
  public:
-  Composer(int64_t width, int64_t height, SampleRandom& random) : random_(random) {
+  Folder(int64_t width, int64_t height) {
     const Box all{0, 0, width, height};
     geometry_.stages.push_back({all, width, height, all});
   }
 
-  void operator()(const Decode&) {}
-  void operator()(const ToTensor&) {}
-  void operator()(const Normalize&) {}
-  void operator()(const RandomHorizontalFlip& step) {
-    if (random_.uniform() < step.p) geometry_.mirror_x = !geometry_.mirror_x;
+  // Each says whether it took the action.
+  bool operator()(const Mirror& action) {
+    bool& mirror = action.vertical ? geometry_.mirror_y : geometry_.mirror_x;
+    mirror = !mirror;
+    return true;
   }
-  void operator()(const RandomVerticalFlip& step) {
-    if (random_.uniform() < step.p) geometry_.mirror_y = !geometry_.mirror_y;
+  bool operator()(const Crop& action) {
+    Box box = action.box;
+    const Box& window = last().window;
+    // Flips are applied last, so a box in mirrored coordinates is mirrored back.
+    if (geometry_.mirror_x) box.x = window.width - box.x - box.width;
+    if (geometry_.mirror_y) box.y = window.height - box.y - box.height;
+    const bool grows = box.x < 0 || box.y < 0 || box.x + box.width > window.width ||
+                       box.y + box.height > window.height;
+    const Stage& now = last();
+    const bool whole = window.x <= 0 && window.y <= 0 && window.x + window.width >= now.width &&
+                       window.y + window.height >= now.height;
+    if (grows && (!whole || (now.padded() && now.fill != action.fill.rgb))) add_stage();
+    if (grows) last().fill = action.fill.rgb;
+    Box& moved = last().window;
+    moved = {moved.x + box.x, moved.y + box.y, box.width, box.height};
+    return true;
   }
-  void operator()(const Resize& step) {
-    if (step.width != 0) {
-      resize(step.width, step.height);
-      return;
-    }
-    const int64_t w = width(), h = height(), edge = step.height;
-    // The longer edge is truncated, as torchvision does.
-    const auto longer = [edge](int64_t from, int64_t to) {
-      return static_cast<int64_t>(static_cast<double>(edge * from) / static_cast<double>(to));
-    };
-    if (w <= h) {
-      resize(edge, longer(h, w));
+  bool operator()(const Scale& action) {
+    if (action.width == geometry_.width() && action.height == geometry_.height()) return true;
+    if (last().resizes() || last().padded()) {
+      add_stage();
     } else {
-      resize(longer(w, h), edge);
+      const Stage& now = last();
+      const Box box{now.box.x + now.window.x, now.box.y + now.window.y, now.window.width,
+                    now.window.height};
+      geometry_.stages.back() = {box, box.width, box.height, {0, 0, box.width, box.height}};
     }
+    Stage& stage = geometry_.stages.back();
+    stage.width = stage.window.width = action.width;
+    stage.height = stage.window.height = action.height;
+    stage.interpolation = action.interpolation;
+    stage.antialias = action.antialias;
+    return true;
   }
-  void operator()(const CenterCrop& step) {
-    crop({offset(width(), step.width), offset(height(), step.height), step.width, step.height});
-  }
-  void operator()(const RandomResizedCrop& step) {
-    crop(random_box(step, width(), height(), random_));
-    resize(step.width, step.height);
+  bool operator()(const Erase&) { return true; }
+  bool operator()(const Clamp&) { return true; }
+  bool operator()(const Sanitize&) { return true; }
+  template <typename Other>
+  bool operator()(const Other&) {
+    return false;
   }
 
   Geometry take() { return std::move(geometry_); }
 
  private:
-  int64_t width() const { return geometry_.stages.back().window.width; }
-  int64_t height() const { return geometry_.stages.back().window.height; }
-
-  // Of a centre crop: Python's int(round((have - want) / 2.0)) inside, (want - have) // 2 of
-  // padding outside.
-  static int64_t offset(int64_t have, int64_t want) {
-    if (want > have) return -((want - have) / 2);
-    return static_cast<int64_t>(std::nearbyint(static_cast<double>(have - want) / 2));
+  Stage& last() { return geometry_.stages.back(); }
+  void add_stage() {
+    const int64_t width = geometry_.width(), height = geometry_.height();
+    const Box all{0, 0, width, height};
+    geometry_.stages.push_back({all, width, height, all});
   }
 
-  void crop(Box box) {
-    Box& window = geometry_.stages.back().window;
-    // Flips are applied last, so a box in mirrored coordinates is mirrored back.
-    if (geometry_.mirror_x) box.x = window.width - box.x - box.width;
-    if (geometry_.mirror_y) box.y = window.height - box.y - box.height;
-    window = {window.x + box.x, window.y + box.y, box.width, box.height};
-  }
-
-  void resize(int64_t w, int64_t h) {
-    if (w == width() && h == height()) return;
-    Stage& last = geometry_.stages.back();
-    if (last.resizes() || last.padded()) {
-      const Box all{0, 0, width(), height()};
-      geometry_.stages.push_back({all, w, h, {0, 0, w, h}});
-      return;
-    }
-    const Box box{last.box.x + last.window.x, last.box.y + last.window.y, width(), height()};
-    last = {box, w, h, {0, 0, w, h}};
-  }
-
-  SampleRandom& random_;
   Geometry geometry_;
 };
 
 }  // namespace
 
-Box random_box(const RandomResizedCrop& step, int64_t width, int64_t height, SampleRandom& random) {
-  std::array<double, 2 * kTries> shape;
-  for (double& draw : shape) draw = random.uniform();
-  const uint32_t down = random.next(), right = random.next();
-  const auto below = [](uint32_t draw, int64_t bound) {
-    return static_cast<int64_t>((uint64_t{draw} * static_cast<uint64_t>(bound)) >> 32);
-  };
-
-  const double area = static_cast<double>(width) * static_cast<double>(height);
-  const double low = std::log(step.ratio[0]), high = std::log(step.ratio[1]);
-  for (int i = 0; i < kTries; ++i) {
-    const double target = area * (step.scale[0] + (step.scale[1] - step.scale[0]) * shape[2 * i]);
-    const double ratio = std::exp(low + (high - low) * shape[2 * i + 1]);
-    const double w = std::nearbyint(std::sqrt(target * ratio));
-    const double h = std::nearbyint(std::sqrt(target / ratio));
-    if (w >= 1 && h >= 1 && w <= static_cast<double>(width) && h <= static_cast<double>(height)) {
-      const auto iw = static_cast<int64_t>(w), ih = static_cast<int64_t>(h);
-      return {below(right, width - iw + 1), below(down, height - ih + 1), iw, ih};
-    }
-  }
-  int64_t w = width, h = height;
-  const double ratio = static_cast<double>(width) / static_cast<double>(height);
-  if (ratio < step.ratio[0]) {
-    h = static_cast<int64_t>(std::nearbyint(static_cast<double>(w) / step.ratio[0]));
-  } else if (ratio > step.ratio[1]) {
-    w = static_cast<int64_t>(std::nearbyint(static_cast<double>(h) * step.ratio[1]));
-  }
-  w = std::clamp<int64_t>(w, 1, width);
-  h = std::clamp<int64_t>(h, 1, height);
-  return {(width - w) / 2, (height - h) / 2, w, h};
+bool Geometry::idle() const noexcept {
+  const Stage& stage = stages.front();
+  return stages.size() == 1 && !mirror_x && !mirror_y && !stage.resizes() && stage.window.x == 0 &&
+         stage.window.y == 0 && stage.window.width == stage.box.width &&
+         stage.window.height == stage.box.height && stage.box.x == 0 && stage.box.y == 0;
 }
 
-Geometry compose(const std::vector<Step>& steps, int64_t width, int64_t height,
-                 SampleRandom& random) {
-  Composer composer(width, height, random);
-  for (const Step& step : steps) std::visit(composer, step);
-  return composer.take();
+Geometry fold(const std::vector<Action>& actions, size_t& next, int64_t width, int64_t height) {
+  Folder folder(width, height);
+  while (next < actions.size() && std::visit(folder, actions[next])) ++next;
+  return folder.take();
 }
 
 }  // namespace nostall::image

@@ -1,4 +1,4 @@
-// image/geometry.h - what a list of steps does to coordinates, worked out before any pixel is read.
+// image/geometry.h - a run of crops, resizes and flips, folded before any pixel is read.
 //
 // A Stage is "take a box of the input, resize it, look at a window of the result". Crops move boxes
 // and windows, flips are kept to the end, and only a second resize starts a second stage. Most
@@ -10,19 +10,17 @@
 #include <cstdint>
 #include <vector>
 
-#include "base/random.h"
-#include "image/pipeline.h"
+#include "image/draw.h"
 
 namespace nostall::image {
-
-struct Box {
-  int64_t x = 0, y = 0, width = 0, height = 0;
-};
 
 struct Stage {
   Box box;                        // of the stage's input
   int64_t width = 0, height = 0;  // what the box is resized to
-  Box window;                     // of the resized image; what lies outside it is black
+  Box window;                     // of the resized image; what lies outside it is `fill`
+  Interpolation interpolation = Interpolation::bilinear;
+  bool antialias = true;
+  std::array<uint8_t, 3> fill{};
   bool resizes() const noexcept { return width != box.width || height != box.height; }
   bool padded() const noexcept {
     return window.x < 0 || window.y < 0 || window.x + window.width > width ||
@@ -33,15 +31,15 @@ struct Stage {
 struct Geometry {
   std::vector<Stage> stages;  // at least one
   bool mirror_x = false, mirror_y = false;
+  int64_t width() const noexcept { return stages.back().window.width; }
+  int64_t height() const noexcept { return stages.back().window.height; }
+  // Whether it gives its input.
+  bool idle() const noexcept;
 };
 
-// The geometry of one sample of `width` x `height` pixels. The number of draws of every step is
-// fixed: 22 for RandomResizedCrop, 1 for a random flip, none for the others.
-Geometry compose(const std::vector<Step>& steps, int64_t width, int64_t height,
-                 SampleRandom& random);
-
-// torchvision's RandomResizedCrop.get_params: ten tries at a random area and ratio, then the
-// largest central box of an allowed ratio.
-Box random_box(const RandomResizedCrop& step, int64_t width, int64_t height, SampleRandom& random);
+// Folds actions from `next` on, for a canvas of `width` x `height`, up to the first that changes
+// pixels in another way; `next` becomes its place. Actions on boxes or on finished values alone
+// are passed over.
+Geometry fold(const std::vector<Action>& actions, size_t& next, int64_t width, int64_t height);
 
 }  // namespace nostall::image

@@ -1,15 +1,15 @@
 // image/pipeline.h - from an encoded image to its place in the batch, in one pass. Read this first.
 //
-// A Pipeline is compiled once from a list of steps with torchvision's semantics and parameters,
-// then applied from many threads. Decoding, cropping and scaling are planned together: only the
-// region that survives is decoded, at the smallest DCT scale that does not harm the result;
-// resampling is antialiased bilinear (Pillow's); flip, conversion, normalisation and layout are one
-// last pass that writes into the batch. Randomness: every draw is a function of (seed, epoch,
-// sample), see base/random.h. Thread-safety: Pipeline is immutable; each thread brings its own
-// Scratch.
+// A Pipeline is compiled once from a list of steps (steps.h) with torchvision's semantics and
+// parameters, then applied from many threads. For each sample the steps become plain actions
+// (draw.h); every draw is a function of (seed, epoch, sample), see base/random.h. Decoding,
+// cropping and scaling are planned together: only the region that survives is decoded, at the
+// smallest DCT scale that does not harm the result. Colour and warps then touch that region alone,
+// with Pillow's arithmetic. Flip, conversion, normalisation and layout are one last pass that
+// writes into the batch. A sample with masks, boxes or keypoints is a Record (targets.h).
+// Thread-safety: Pipeline is immutable; each thread brings its own Scratch.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -20,35 +20,12 @@
 
 #include "base/error.h"
 #include "image/bitmap.h"
+#include "image/draw.h"
 #include "image/pixels.h"
+#include "image/steps.h"
+#include "image/targets.h"
 
 namespace nostall::image {
-
-// Steps, named and parametrised as in torchvision.transforms.
-struct Decode {};  // to RGB; implied at the start when absent
-struct Resize {
-  uint32_t height = 0, width = 0;  // width 0: the shorter edge becomes `height`, aspect kept
-};
-struct CenterCrop {
-  uint32_t height = 0, width = 0;
-};
-struct RandomResizedCrop {
-  uint32_t height = 0, width = 0;
-  std::array<double, 2> scale{0.08, 1.0};
-  std::array<double, 2> ratio{3.0 / 4.0, 4.0 / 3.0};
-};
-struct RandomHorizontalFlip {
-  double p = 0.5;
-};
-struct RandomVerticalFlip {
-  double p = 0.5;
-};
-struct ToTensor {};  // to float in [0, 1], channels first
-struct Normalize {
-  std::array<float, 3> mean{}, std{1, 1, 1};
-};
-using Step = std::variant<Decode, Resize, CenterCrop, RandomResizedCrop, RandomHorizontalFlip,
-                          RandomVerticalFlip, ToTensor, Normalize>;
 
 enum class Type : uint8_t { uint8, float16, float32 };
 enum class Layout : uint8_t { chw, hwc };
@@ -110,12 +87,22 @@ class Pipeline {
   Result<std::monostate> apply(std::span<const std::byte> encoded, const SampleKey& key,
                                Scratch& scratch, std::span<std::byte> out) const;
 
+  // The same for a sample of several parts, of which `out` places are given; sets the boxes' counts.
+  // Also an Error of kind corruption: pictures of different sizes, values of a mask that its type
+  // cannot hold, coordinates that are no numbers. Of kind usage: no picture, places of wrong size.
+  Result<std::monostate> apply_record(const Record& record, const SampleKey& key,
+                                      Scratch& scratch) const;
+
+  // What the steps are for a sample of `width` x `height`: a name and numbers for each action.
+  Result<std::vector<Description>> drawn(const SampleKey& key, int64_t width, int64_t height) const;
+
   Pipeline(Pipeline&&) noexcept;
   Pipeline& operator=(Pipeline&&) noexcept;
   ~Pipeline();
 
- private:
   struct Impl;
+
+ private:
   explicit Pipeline(std::unique_ptr<const Impl> impl);
   std::unique_ptr<const Impl> impl_;
 };

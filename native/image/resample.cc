@@ -1,4 +1,4 @@
-// Pillow's antialiased bilinear filter in fixed point. A Filter has, per output position, the first
+// Pillow's antialiased filters in fixed point. A Filter has, per output position, the first
 // input and its weights; a resize applies one to rows and one to columns. The kernels exist in
 // portable code and for AVX2, and give the same bits.
 #include "image/resample.h"
@@ -147,14 +147,23 @@ NOSTALL_AVX2 void planes_f32_avx2(const uint8_t* row, int64_t width, bool mirror
 }
 #endif
 
+double weight_of(Curve curve, double distance) {
+  const double x = std::abs(distance);
+  if (!curve.cubic) return std::max(0.0, 1.0 - x);
+  const double a = curve.antialias ? -0.5 : -0.75;  // Pillow's, torch's
+  if (x < 1) return ((a + 2) * x - (a + 3)) * x * x + 1;
+  return x < 2 ? (((x - 5) * x + 8) * x - 4) * a : 0.0;
+}
+
 constexpr Kernels kPortable{horizontal, vertical, planes_f32};
 
 }  // namespace
 
 void Filter::prepare(double low, double high, int64_t full, int64_t window_begin, int64_t results,
-                     int64_t origin, int64_t available) {
+                     int64_t origin, int64_t available, Curve curve) {
   const double scale = (high - low) / static_cast<double>(full);
-  const double support = std::max(1.0, scale);
+  const double stretch = curve.antialias ? std::max(1.0, scale) : 1.0;
+  const double support = (curve.cubic ? 2 : 1) * stretch;
   const auto floor_low = std::max(origin, static_cast<int64_t>(std::floor(low)));
   const auto ceil_high = std::min(origin + available, static_cast<int64_t>(std::ceil(high)));
   const auto widest = static_cast<int32_t>(std::ceil(support)) * 2 + 1;
@@ -168,30 +177,39 @@ void Filter::prepare(double low, double high, int64_t full, int64_t window_begin
   exact_.resize(static_cast<size_t>(taps));
   for (int64_t i = 0; i < results; ++i) {
     const double center = low + (static_cast<double>(window_begin + i) + 0.5) * scale;
-    int64_t begin = std::max(floor_low, static_cast<int64_t>(std::floor(center - support + 0.5)));
-    const int64_t end =
-        std::min(ceil_high, static_cast<int64_t>(std::floor(center + support + 0.5)));
+    const auto reach_low = static_cast<int64_t>(std::floor(center - support + 0.5));
+    const auto reach_high = static_cast<int64_t>(std::floor(center + support + 0.5));
+    int64_t begin = std::max(floor_low, reach_low);
+    const int64_t end = std::max(begin + 1, std::min(ceil_high, reach_high));
     // Kernels read `taps` inputs: near the end they start earlier, with weights of zero.
     begin = std::max(floor_low, std::min(begin, ceil_high - taps));
     double total = 0;
-    for (int64_t j = begin; j < end; ++j) {
-      const double distance = std::abs((static_cast<double>(j) - center + 0.5) / support);
-      const double weight = std::max(0.0, 1.0 - distance);
-      exact_[static_cast<size_t>(j - begin)] = weight;
+    const auto weigh = [&](int64_t from, int64_t at) {
+      const double weight = weight_of(curve, (static_cast<double>(from) - center + 0.5) / stretch);
+      exact_[static_cast<size_t>(at - begin)] += weight;
       total += weight;
+    };
+    std::fill(exact_.begin(), exact_.end(), 0.0);
+    if (curve.antialias) {
+      for (int64_t j = begin; j < end; ++j) weigh(j, j);
+    } else {
+      for (int64_t j = reach_low; j < reach_high; ++j) weigh(j, std::clamp(j, begin, end - 1));
     }
-    int16_t* rounded = &weights[static_cast<size_t>(i) * static_cast<size_t>(taps)];
-    const auto n = static_cast<int32_t>(end - begin);
-    int32_t rest = kOne, largest = 0;
-    for (int32_t j = 0; j < n; ++j) {
-      rounded[j] = static_cast<int16_t>(std::lround(exact_[static_cast<size_t>(j)] / total * kOne));
-      rest -= rounded[j];
-      if (rounded[j] > rounded[largest]) largest = j;
-    }
-    rounded[largest] = static_cast<int16_t>(rounded[largest] + rest);
+    store(static_cast<size_t>(i), static_cast<int32_t>(end - begin), total);
     first[static_cast<size_t>(i)] = static_cast<int32_t>(begin - origin);
-    count[static_cast<size_t>(i)] = n;
   }
+}
+
+void Filter::store(size_t result, int32_t n, double total) {
+  int16_t* rounded = &weights[result * static_cast<size_t>(taps)];
+  int32_t rest = kOne, largest = 0;
+  for (int32_t j = 0; j < n; ++j) {
+    rounded[j] = static_cast<int16_t>(std::lround(exact_[static_cast<size_t>(j)] / total * kOne));
+    rest -= rounded[j];
+    if (rounded[j] > rounded[largest]) largest = j;
+  }
+  rounded[largest] = static_cast<int16_t>(rounded[largest] + rest);
+  count[result] = n;
 }
 
 const Kernels& portable_kernels() noexcept { return kPortable; }

@@ -1,5 +1,5 @@
-// image/resample.h - antialiased bilinear resampling, Pillow's: two passes, horizontal first, 8
-// bits in between, a triangle filter as wide as the ratio when shrinking.
+// image/resample.h - bilinear and bicubic resampling, Pillow's: two passes, horizontal first, 8
+// bits in between, a filter as wide as the ratio when shrinking.
 //
 // Coefficients are 15-bit fixed-point numbers that sum to one exactly; results differ from Pillow's
 // by at most one level. The AVX2 and the portable kernels agree bit for bit.
@@ -13,6 +13,13 @@
 
 namespace nostall::image {
 
+// Which curve weighs the inputs. Without `antialias` it is as wide as when enlarging, and inputs
+// beyond the edge are the edge's, as torch's interpolate(antialias=False) has it.
+struct Curve {
+  bool cubic = false;
+  bool antialias = true;
+};
+
 // The filter of one axis: result i is the sum of `taps` inputs from first[i], weighted by
 // weights[i * taps ...]. `taps` is a multiple of 4; weights beyond count[i] are zero.
 struct Filter {
@@ -25,9 +32,12 @@ struct Filter {
   // which need not be whole, to `full` results. There are inputs
   // [origin, origin + available), among them all that the window needs; `first` counts from origin.
   void prepare(double low, double high, int64_t full, int64_t window_begin, int64_t results,
-               int64_t origin, int64_t available);
+               int64_t origin, int64_t available, Curve curve = {});
 
  private:
+  // Rounds the exact weights of a result, so that they sum to one.
+  void store(size_t result, int32_t n, double total);
+
   std::vector<double> exact_;
 };
 

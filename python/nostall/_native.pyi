@@ -462,6 +462,18 @@ class Pipeline:
         Decodes and transforms one image; random draws depend on the four numbers alone, of which `occurrence` counts how often the epoch had the sample before.
         """
 
+    def apply_record(self, parts: dict, *, seed: int = 0, epoch: int = 0, sample: int = 0) -> dict:
+        """
+        Transforms a sample of several parts. `parts` may have: images, a list of encoded images; masks, of (encoded PNG, dtype); boxes, of (float32 array (n, 4), format, normalised); keypoints, of (float32 array (n, 2 or 3), normalised). Gives the same names; boxes as (boxes, rows of the input that they were).
+        """
+
+    def drawn(
+        self, height: int, width: int, *, seed: int = 0, epoch: int = 0, sample: int = 0
+    ) -> list:
+        """
+        What the steps are for one sample of height x width pixels: (name, numbers) of each action.
+        """
+
 def compile_pipeline(
     steps: Sequence[tuple[str, dict]],
     dtype: str | None = None,

@@ -2,76 +2,94 @@
 
 Each transform is a frozen dataclass that only describes a step; `compile` turns a sequence of them
 into a `Pipeline`, which decodes and transforms an encoded image (JPEG, PNG, WebP) in one pass.
-Random draws depend on (seed, epoch, sample) alone. Sizes are in pixels, (height, width).
+Random draws depend on (seed, epoch, sample) alone. Geometry moves the masks, boxes and keypoints of
+a sample too.
+
+Units, of all of them: sizes and paddings are pixels, sizes in the order (height, width); angles are
+degrees; probabilities `p` are between 0 and 1; levels are 0 to 255. `fill` is the level of places
+that get no pixel: a number for images and masks, three numbers for images (masks get 0), or
+``{"image": ..., "mask": ...}``.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nostall.errors import UsageError
+from nostall.loader._color_steps import (
+    AutoAugment,
+    ColorJitter,
+    GaussianBlur,
+    Grayscale,
+    Normalize,
+    RandAugment,
+    RandomAdjustSharpness,
+    RandomAutocontrast,
+    RandomEqualize,
+    RandomErasing,
+    RandomGrayscale,
+    RandomInvert,
+    RandomPosterize,
+    RandomSolarize,
+    ToTensor,
+    TrivialAugmentWide,
+)
+from nostall.loader._geometry_steps import (
+    CenterCrop,
+    ClampBoundingBoxes,
+    Pad,
+    RandomAffine,
+    RandomCrop,
+    RandomHorizontalFlip,
+    RandomPerspective,
+    RandomResizedCrop,
+    RandomRotation,
+    RandomVerticalFlip,
+    Resize,
+    SanitizeBoundingBoxes,
+)
+from nostall.loader._steps import Step, Transform
 
 if TYPE_CHECKING:
     from nostall import _native
     from nostall.source._source import Pixels
 
 __all__ = [
+    "AutoAugment",
     "CenterCrop",
+    "ClampBoundingBoxes",
+    "ColorJitter",
     "Decode",
+    "GaussianBlur",
+    "Grayscale",
     "Normalize",
+    "Pad",
+    "RandAugment",
+    "RandomAdjustSharpness",
+    "RandomAffine",
+    "RandomAutocontrast",
+    "RandomCrop",
+    "RandomEqualize",
+    "RandomErasing",
+    "RandomGrayscale",
     "RandomHorizontalFlip",
+    "RandomInvert",
+    "RandomPerspective",
+    "RandomPosterize",
     "RandomResizedCrop",
+    "RandomRotation",
+    "RandomSolarize",
     "RandomVerticalFlip",
     "Resize",
+    "SanitizeBoundingBoxes",
     "ToTensor",
     "Transform",
+    "TrivialAugmentWide",
     "compile",
     "is_native",
 ]
-
-Size = int | tuple[int, int]
-Step = tuple[str, dict[str, Any]]
-
-
-class Transform:
-    """Base of the transforms that the native pipeline can run."""
-
-    def to_step(self) -> Step:
-        """The step's name and its parameters, as the native pipeline takes them."""
-        raise NotImplementedError(f"{type(self).__name__} defines no native step")
-
-
-def _side(owner: object, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
-        raise UsageError(
-            f"{type(owner).__name__}: size {value!r} must be a whole number from 1 to 65535"
-        )
-    return value
-
-
-def _sides(owner: object, size: object) -> tuple[int, int]:
-    if isinstance(size, (tuple, list)):
-        if len(size) not in (1, 2):
-            raise UsageError(f"{type(owner).__name__}: size {size!r} must be (height, width)")
-        return _side(owner, size[0]), _side(owner, size[-1])
-    return _side(owner, size), _side(owner, size)
-
-
-def _ascending(owner: object, name: str, value: Iterable[float]) -> tuple[float, float]:
-    pair = tuple(float(v) for v in value)
-    if len(pair) != 2 or not 0 < pair[0] <= pair[1] < math.inf:
-        raise UsageError(
-            f"{type(owner).__name__}: {name} {pair} must be two positive numbers, ascending"
-        )
-    return pair[0], pair[1]
-
-
-def _probability(owner: object, p: float) -> None:
-    if not 0 <= p <= 1:
-        raise UsageError(f"{type(owner).__name__}: p = {p} must be between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -80,112 +98,6 @@ class Decode(Transform):
 
     def to_step(self) -> Step:
         return "Decode", {}
-
-
-@dataclass(frozen=True)
-class Resize(Transform):
-    """Resizes, antialiased bilinear. An int is the shorter edge; the aspect is kept."""
-
-    size: Size
-
-    def __post_init__(self) -> None:
-        _sides(self, self.size)
-
-    def to_step(self) -> Step:
-        height, width = _sides(self, self.size)
-        pair = isinstance(self.size, (tuple, list)) and len(self.size) == 2
-        return "Resize", {"height": height, "width": width if pair else 0}
-
-
-@dataclass(frozen=True)
-class CenterCrop(Transform):
-    """Cuts the centre out; a smaller image gets black borders."""
-
-    size: Size
-
-    def __post_init__(self) -> None:
-        _sides(self, self.size)
-
-    def to_step(self) -> Step:
-        height, width = _sides(self, self.size)
-        return "CenterCrop", {"height": height, "width": width}
-
-
-@dataclass(frozen=True)
-class RandomResizedCrop(Transform):
-    """Cuts a box of random area and aspect ratio and resizes it to `size`."""
-
-    size: Size
-    scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (3.0 / 4.0, 4.0 / 3.0)
-
-    def __post_init__(self) -> None:
-        _sides(self, self.size)
-        object.__setattr__(self, "scale", _ascending(self, "scale", self.scale))
-        object.__setattr__(self, "ratio", _ascending(self, "ratio", self.ratio))
-
-    def to_step(self) -> Step:
-        height, width = _sides(self, self.size)
-        return "RandomResizedCrop", {
-            "height": height,
-            "width": width,
-            "scale": list(self.scale),
-            "ratio": list(self.ratio),
-        }
-
-
-@dataclass(frozen=True)
-class RandomHorizontalFlip(Transform):
-    """Mirrors left and right with probability `p`."""
-
-    p: float = 0.5
-
-    def __post_init__(self) -> None:
-        _probability(self, self.p)
-
-    def to_step(self) -> Step:
-        return "RandomHorizontalFlip", {"p": float(self.p)}
-
-
-@dataclass(frozen=True)
-class RandomVerticalFlip(Transform):
-    """Mirrors top and bottom with probability `p`."""
-
-    p: float = 0.5
-
-    def __post_init__(self) -> None:
-        _probability(self, self.p)
-
-    def to_step(self) -> Step:
-        return "RandomVerticalFlip", {"p": float(self.p)}
-
-
-@dataclass(frozen=True)
-class ToTensor(Transform):
-    """To floating point in [0, 1], channels first."""
-
-    def to_step(self) -> Step:
-        return "ToTensor", {}
-
-
-@dataclass(frozen=True)
-class Normalize(Transform):
-    """(value - mean) / std for each of the three channels; needs `ToTensor` before it."""
-
-    mean: Sequence[float]
-    std: Sequence[float]
-
-    def __post_init__(self) -> None:
-        for name in ("mean", "std"):
-            values = tuple(float(v) for v in getattr(self, name))
-            if len(values) != 3 or not all(math.isfinite(v) for v in values):
-                raise UsageError(f"Normalize: {name} {values} must be three finite numbers")
-            object.__setattr__(self, name, values)
-        if min(self.std) <= 0:
-            raise UsageError(f"Normalize: std {self.std} must be above zero")
-
-    def to_step(self) -> Step:
-        return "Normalize", {"mean": list(self.mean), "std": list(self.std)}
 
 
 def is_native(transforms: Iterable[object]) -> bool:

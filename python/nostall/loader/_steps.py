@@ -1,0 +1,136 @@
+"""What every transform is made of: its base, its checks, its parameters as the native core has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from nostall.errors import UsageError
+
+Size = int | tuple[int, int]
+Step = tuple[str, dict[str, Any]]
+Interpolation = Literal["bilinear", "bicubic", "nearest", "nearest_exact"]
+PaddingMode = Literal["constant", "edge", "reflect", "symmetric"]
+Fill = float | Sequence[float] | Mapping[str, Any]
+
+
+class Transform:
+    """Base of the transforms that the native pipeline can run."""
+
+    def to_step(self) -> Step:
+        """The step's name and its parameters, as the native pipeline takes them."""
+        raise NotImplementedError(f"{type(self).__name__} defines no native step")
+
+
+def _name(owner: object) -> str:
+    return type(owner).__name__
+
+
+def _side(owner: object, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65535:
+        raise UsageError(f"{_name(owner)}: size {value!r} must be a whole number from 1 to 65535")
+    return value
+
+
+def sides(owner: object, size: object) -> tuple[int, int]:
+    """(height, width) of a size, which may be one number for both."""
+    if isinstance(size, (tuple, list)):
+        if len(size) not in (1, 2):
+            raise UsageError(f"{_name(owner)}: size {size!r} must be (height, width)")
+        return _side(owner, size[0]), _side(owner, size[-1])
+    return _side(owner, size), _side(owner, size)
+
+
+def ascending(owner: object, name: str, value: Iterable[float]) -> tuple[float, float]:
+    """Two positive numbers, the lower first."""
+    pair = tuple(float(v) for v in value)
+    if len(pair) != 2 or not 0 < pair[0] <= pair[1] < math.inf:
+        raise UsageError(f"{_name(owner)}: {name} {pair} must be two positive numbers, ascending")
+    return pair[0], pair[1]
+
+
+def number_or_pair(
+    owner: object,
+    name: str,
+    value: float | Sequence[float],
+    *,
+    around: float = 0.0,
+    low: float = -math.inf,
+    high: float = math.inf,
+) -> tuple[float, float]:
+    """A range: (lowest, highest), or one number for `around` plus and minus it."""
+    if isinstance(value, (int, float)):
+        if value < 0:
+            raise UsageError(f"{_name(owner)}: {name} {value}, as one number, must not be negative")
+        pair = (max(low, around - value), float(around + value))
+    else:
+        pair = tuple(float(v) for v in value)  # type: ignore[assignment]
+    if len(pair) != 2 or not low <= pair[0] <= pair[1] <= high or math.inf in pair:
+        raise UsageError(
+            f"{_name(owner)}: {name} {value} must be a number, or two ascending ones, between {low} "
+            f"and {high}"
+        )
+    return pair
+
+
+def between(owner: object, name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise UsageError(f"{_name(owner)}: {name} = {value} must be between {low} and {high}")
+
+
+def whole(owner: object, name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise UsageError(
+            f"{_name(owner)}: {name} {value!r} must be a whole number from {low} to {high}"
+        )
+    return value
+
+
+def probability(owner: object, p: float) -> None:
+    between(owner, "p", p, 0, 1)
+
+
+def one_of(owner: object, name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise UsageError(f"{_name(owner)}: {name} {value!r} is not one of {', '.join(known)}")
+
+
+RESAMPLING = ("bilinear", "bicubic", "nearest", "nearest_exact")
+WARPING = ("bilinear", "bicubic", "nearest")
+
+
+def paddings(owner: object, padding: int | Sequence[int]) -> list[int]:
+    """[left, top, right, bottom] of one number, of (left and right, top and bottom), or of four."""
+    values = [padding] if isinstance(padding, int) else list(padding)
+    if len(values) not in (1, 2, 4):
+        raise UsageError(f"{_name(owner)}: padding {padding!r} must be one, two or four numbers")
+    whole_values = [whole(owner, "padding", value, 0, 65535) for value in values]
+    return whole_values * (4 // len(whole_values))
+
+
+def fills(owner: object, fill: Fill) -> dict[str, Any]:
+    """The fill of images and of masks."""
+    if isinstance(fill, Mapping):
+        unknown = set(fill) - {"image", "mask"}
+        if unknown:
+            raise UsageError(f"{_name(owner)}: fill has {unknown.pop()!r}, not image or mask")
+        image, mask = fill.get("image", 0), fill.get("mask", 0)
+    else:
+        image, mask = fill, fill if isinstance(fill, (int, float)) else 0
+    levels = [image] * 3 if isinstance(image, (int, float)) else list(image)
+    if len(levels) != 3 or not all(0 <= v <= 255 for v in levels):
+        raise UsageError(f"{_name(owner)}: fill {fill!r} must be one or three levels, 0 to 255")
+    return {
+        "fill": [int(v) for v in levels],
+        "mask_fill": whole(owner, "fill of masks", int(mask), 0, 65535),
+    }
+
+
+def centre(owner: object, center: Sequence[float] | None) -> list[float] | None:
+    if center is None:
+        return None
+    values = [float(v) for v in center]
+    if len(values) != 2 or not all(math.isfinite(v) for v in values):
+        raise UsageError(f"{_name(owner)}: center {center!r} must be (x, y) in pixels")
+    return values
