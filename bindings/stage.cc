@@ -252,6 +252,10 @@ void bind_stage(nb::module_& m) {
           "samples", [](const PyBatch& b) { return bindings::array_of(b.batch->samples); },
           nb::rv_policy::automatic)
       .def_prop_ro(
+          "occurrences", [](const PyBatch& b) { return bindings::array_of(b.batch->occurrences); },
+          nb::rv_policy::automatic,
+          "How often the epoch had each sample before; empty where none comes again.")
+      .def_prop_ro(
           "offsets", [](const PyBatch& b) { return bindings::array_of(b.batch->offsets); },
           nb::rv_policy::automatic)
       .def_prop_ro(

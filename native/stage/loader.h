@@ -115,6 +115,7 @@ struct Batch {
   std::vector<fields::Laid> laid;  // of each ragged output, in `tail`
   std::vector<plan::SampleId> samples;
   std::vector<int64_t> labels;
+  std::vector<uint32_t> occurrences;       // plan::RankEpoch's; empty where no sample comes again
   std::vector<uint64_t> offsets, lengths;  // raw batches only
   std::array<OriginCount, kOrigins> origins{};
   int64_t transform_ns = 0;  // CPU time of the transform threads

@@ -221,6 +221,10 @@ Task* Loader::Run::open_task() {
   batch.position = cursor_;
   batch.samples.assign(epoch->samples.begin() + static_cast<ptrdiff_t>(begin),
                        epoch->samples.begin() + static_cast<ptrdiff_t>(end));
+  if (!epoch->occurrences.empty()) {
+    batch.occurrences.assign(epoch->occurrences.begin() + static_cast<ptrdiff_t>(begin),
+                             epoch->occurrences.begin() + static_cast<ptrdiff_t>(end));
+  }
   batch.labels.reserve(batch.samples.size());
   const auto labels = config_.source->labels();
   for (size_t i = 0; i < batch.samples.size(); ++i) {

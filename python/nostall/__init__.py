@@ -15,7 +15,7 @@ from nostall import errors, fields
 from nostall._version import __version__
 from nostall.checkpoint import Checkpointer, CheckpointOptions, Keep
 from nostall.fields import Schema
-from nostall.loader import DataLoader, DynamicBatches, LoaderOptions, RawBatch, transforms
+from nostall.loader import Context, DataLoader, DynamicBatches, LoaderOptions, RawBatch, transforms
 from nostall.observe import Stats, metrics, trace
 from nostall.plan import Plan, SubBatches
 from nostall.source import (
@@ -44,6 +44,7 @@ __all__ = [
     "Cached",
     "CheckpointOptions",
     "Checkpointer",
+    "Context",
     "DataLoader",
     "DynamicBatches",
     "FileList",

@@ -851,6 +851,12 @@ class Batch:
     @property
     def samples(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
     @property
+    def occurrences(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+        """
+        How often the epoch had each sample before; empty where none comes again.
+        """
+
+    @property
     def offsets(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
     @property
     def lengths(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...

@@ -1,8 +1,9 @@
 """The data loader: the plan's batches, decoded, transformed and in order."""
 
 from nostall.loader import transforms
+from nostall.loader._context import Context
 from nostall.loader._dynamic_batches import DynamicBatches
 from nostall.loader._loader import DataLoader, RawBatch
 from nostall.loader._options import LoaderOptions
 
-__all__ = ["DataLoader", "DynamicBatches", "LoaderOptions", "RawBatch", "transforms"]
+__all__ = ["Context", "DataLoader", "DynamicBatches", "LoaderOptions", "RawBatch", "transforms"]

@@ -167,7 +167,7 @@ class DataLoader:
     DistributedSampler(dataset, shuffle=shuffle, seed=seed, drop_last=drop_last),
     drop_last=drop_last)`` with ``set_epoch`` called, bit for bit, independent of caches, threads and
     failures. Native transforms draw from (seed, epoch, sample, occurrence), so they repeat exactly
-    too. The random draws of Python callables are their own.
+    too. So do those of Python callables that use their `Context`.
 
     Args:
         dataset: where samples come from, for example ``nostall.ImageFolder(path)``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import traceback
 from collections import deque
@@ -20,6 +21,7 @@ import numpy as np
 
 from nostall import _native
 from nostall.errors import CorruptionError, IoError, TransformError, UsageError
+from nostall.loader._context import Context, takes_context
 from nostall.loader.transforms import Transform
 from nostall.source import _items
 from nostall.source._source import Pixels, Source
@@ -36,12 +38,12 @@ _BATCHES_AHEAD = 2
 class _Composed:
     """Calls one function after the other, as torchvision's Compose does; can be pickled."""
 
-    def __init__(self, steps: Iterable[Callable[[Any], Any]]) -> None:
-        self.steps = list(steps)
+    def __init__(self, steps: Iterable[Callable[..., Any]]) -> None:
+        self.steps = [(step, takes_context(step)) for step in steps]
 
-    def __call__(self, sample: Any) -> Any:
-        for step in self.steps:
-            sample = step(sample)
+    def __call__(self, sample: Any, context: Context) -> Any:
+        for step, takes in self.steps:
+            sample = step(sample, context=context) if takes else step(sample)
         return sample
 
 
@@ -88,21 +90,27 @@ class _Failed:
 
 
 def _apply(
-    function: Callable[[Any], Any],
+    function: Callable[[Any, Context], Any],
     decode: Decode,
     samples: Sequence[NDArray[np.uint8] | Late],
+    contexts: Sequence[Context],
     remote: bool,
 ) -> list[Any]:
-    """The results of some samples, a `_Failed` in the place of each that failed."""
+    """The results of some samples, a `_Failed` in the place of each that failed.
+
+    In a process of its own also draws from the process's generators are those of the sample.
+    """
     results: list[Any] = []
-    for raw in samples:
+    for raw, context in zip(samples, contexts, strict=True):
         try:
             sample = _decoded(raw, decode)
         except CorruptionError as error:
             results.append(_Failed(str(error), True))
             continue
         try:
-            results.append(function(sample))
+            if remote:
+                context.seed_all()
+            results.append(function(sample, context))
         except CorruptionError as error:
             results.append(_Failed(str(error), True))
         except Exception as error:
@@ -190,7 +198,7 @@ class PythonStage:
             )
         if callable(transforms):
             _refuse_native(getattr(transforms, "transforms", None))
-            self._function: Callable[[Any], Any] = transforms
+            steps = [transforms]
         else:
             steps = list(transforms)
             for step in steps:
@@ -199,7 +207,7 @@ class PythonStage:
                         f"transforms mixes native steps with Python callables: {step!r} is not "
                         "callable; pass only native ones, or only callables"
                     )
-            self._function = _Composed(steps)
+        self._function = _Composed(steps)
         self._decode = decode
         self._workers = workers
         self._count = count
@@ -228,7 +236,7 @@ class PythonStage:
         if self._executor is None:
             raise UsageError("the stage of Python transforms was not started")
         share = max(1, -(-len(raw) // (2 * self._count)))
-        records = self._records(batch, raw)
+        records, contexts = self._records(batch, raw), self._contexts(batch)
         try:
             futures = [
                 self._executor.submit(
@@ -236,6 +244,7 @@ class PythonStage:
                     self._function,
                     self._decode,
                     records[begin : begin + share],
+                    contexts[begin : begin + share],
                     self._workers == "processes",
                 )
                 for begin in range(0, len(raw), share)
@@ -243,6 +252,13 @@ class PythonStage:
         except BrokenExecutor as error:
             raise self._worker_died() from error
         self._pending.append((batch, raw, futures))
+
+    def _contexts(self, batch: _native.Batch) -> list[Context]:
+        samples, again = batch.samples.tolist(), batch.occurrences.tolist()
+        return [
+            Context(sample, batch.epoch, self._seed, occurrence)
+            for sample, occurrence in zip(samples, again or [0] * len(samples), strict=True)
+        ]
 
     def _records(self, batch: _native.Batch, raw: RawBatch) -> Sequence[NDArray[np.uint8] | Late]:
         return [raw[i] for i in range(len(raw))]
@@ -283,12 +299,12 @@ class PythonStage:
                 raise CorruptionError(
                     message + '; remove or repair the file, or pass on_error="substitute"'
                 ) from result.error
-            replacement, value = self._stand_in(source, bad, message)
+            replacement, value = self._stand_in(source, self._contexts(batch)[i], message)
             results[i] = value
             substituted.append((bad, replacement, message))
             places[i] = replacement
         if not results and not self._own_collate:
-            return batch, self._nothing(source), substituted, places
+            return batch, self._nothing(source, batch.epoch), substituted, places
         return batch, self._together(source, samples, results), substituted, places
 
     def _worker_died(self) -> TransformError:
@@ -338,29 +354,30 @@ class PythonStage:
                 "pass collate="
             ) from error
 
-    def _nothing(self, source: Source) -> Any:
+    def _nothing(self, source: Source, epoch: int) -> Any:
         # A rank's share of the last batch may be empty after a resume on another number of ranks:
         # no samples, in the shape that the callable gives.
-        raw = self._read(source, 0)
-        (value,) = _apply(self._function, self._decode, [raw], False)
+        raw, context = self._read(source, 0), Context(0, epoch, self._seed)
+        (value,) = _apply(self._function, self._decode, [raw], [context], False)
         if isinstance(value, _Failed):
             self._refuse_fault(source, 0, raw, value)
-            _, value = self._stand_in(source, 0, "the shape of an empty batch is not known")
+            _, value = self._stand_in(source, context, "the shape of an empty batch is not known")
         return self._empty(self._collate([value]))
 
     def _empty(self, one: Any) -> Any:
         return one[:0]
 
-    def _stand_in(self, source: Source, bad: int, message: str) -> tuple[int, Any]:
-        candidates = _native.stand_ins(self._seed, bad, len(source)).tolist()
+    def _stand_in(self, source: Source, bad: Context, message: str) -> tuple[int, Any]:
+        candidates = _native.stand_ins(self._seed, bad.sample, len(source)).tolist()
         for candidate in candidates:
-            if candidate == bad:
+            if candidate == bad.sample:
                 continue
             try:
                 raw = self._read(source, candidate)
             except (IoError, CorruptionError):
                 continue
-            (value,) = _apply(self._function, self._decode, [raw], False)
+            context = dataclasses.replace(bad, sample=candidate)
+            (value,) = _apply(self._function, self._decode, [raw], [context], False)
             if not isinstance(value, _Failed):
                 return candidate, value
             self._refuse_fault(source, candidate, raw, value)

@@ -1,0 +1,82 @@
+"""What the random draws of one sample depend on."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+_ALL = 2**64
+
+
+@dataclass(frozen=True)
+class Context:
+    """The sample that a callable is given, and generators that belong to it.
+
+    A callable with a parameter named `context` gets one. Draws from its generators are the same
+    whatever thread, process, rank or run makes them, and others in each epoch. Every call of a method
+    gives a generator at its beginning.
+
+    Attributes:
+        sample: the number of the sample in the data set.
+        epoch: the epoch.
+        occurrence: how often the epoch had the sample before, where the order repeats samples.
+        seed: that of the loader.
+    """
+
+    sample: int
+    epoch: int
+    seed: int
+    occurrence: int = 0
+
+    def numpy(self) -> np.random.Generator:
+        """A generator of NumPy."""
+        key = np.array([self.seed, self.epoch], np.uint64)
+        counter = np.array([0, self.occurrence, self.sample, 0], np.uint64)
+        return np.random.Generator(np.random.Philox(key=key, counter=counter))
+
+    def python(self) -> random.Random:
+        """A generator of the module random."""
+        return random.Random(self._number())
+
+    def torch(self) -> torch.Generator:
+        """A generator of torch, on the CPU."""
+        import torch
+
+        return torch.Generator().manual_seed(self._number())
+
+    def _number(self) -> int:
+        return int(self.numpy().integers(_ALL, dtype=np.uint64))
+
+    def seed_all(self) -> None:
+        """Sets this process's generators of random, NumPy and, if it is imported, torch."""
+        number = self._number()
+        random.seed(number)
+        np.random.seed(number & (2**32 - 1))
+        if "torch" in sys.modules:
+            sys.modules["torch"].manual_seed(number)
+
+
+@functools.lru_cache(maxsize=64)
+def _takes_context(function: Any) -> bool:
+    try:
+        return "context" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of a library, without a signature
+        return False
+
+
+def takes_context(function: Callable[..., Any]) -> bool:
+    """Whether a callable has a parameter named `context`."""
+    try:
+        return _takes_context(function)
+    except TypeError:  # it cannot be hashed
+        return bool(_takes_context.__wrapped__(function))

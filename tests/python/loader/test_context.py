@@ -1,0 +1,147 @@
+"""Random draws of Python callables: those of a sample's context repeat wherever it is drawn."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+
+import nostall
+
+
+def noise(raw: Any, context: nostall.Context) -> Any:
+    return np.array(
+        [
+            raw.size,
+            context.sample,
+            context.epoch,
+            context.numpy().integers(2**31),
+            context.python().randrange(2**31),
+            int(torch.randint(2**31, (1,), generator=context.torch())),
+        ]
+    )
+
+
+def drawn(
+    folder: Path, world: int = 1, order: Any = "torch", **options: Any
+) -> list[list[list[int]]]:
+    """Of two epochs, all samples of all ranks in the order of the global batches."""
+    epochs: list[list[list[int]]] = []
+    for rank in range(world):
+        with nostall.DataLoader(
+            nostall.ImageFolder(folder),
+            8 // world,
+            epochs=2,
+            seed=5,
+            tiers=[],
+            output="numpy",
+            rank=rank,
+            world_size=world,
+            job=f"context {rank} of {world}",
+            order=order,
+            **{"transforms": noise, **options},
+        ) as loader:
+            for epoch in loader.epochs():
+                rows = np.concatenate([values for values, _ in epoch]).tolist()
+                epochs.append(rows)
+    return [sorted(row for rank in range(world) for row in epochs[e + 2 * rank]) for e in range(2)]
+
+
+def test_draws_of_a_context_are_those_of_its_sample(image_folder: Path) -> None:
+    first, second = whole = drawn(image_folder, threads=1)
+    assert [row[1] for row in sorted(first, key=lambda r: r[1])] == list(range(61))
+    assert {row[2] for row in first} == {0}
+    assert {row[2] for row in second} == {1}
+    for column in (3, 4, 5):
+        assert len({row[column] for row in first + second}) == 2 * 61
+    assert drawn(image_folder, threads=4) == whole
+    assert drawn(image_folder, threads=1, workers="processes") == whole
+
+
+def test_they_are_the_same_on_any_number_of_ranks(image_folder: Path) -> None:
+    # 61 samples fill 2 ranks by one sample that comes twice.
+    one, two = drawn(image_folder), drawn(image_folder, world=2)
+    for a, b in zip(one, two, strict=True):
+        assert {tuple(r) for r in a} == {tuple(r) for r in b}
+
+
+def test_a_sample_that_comes_again_draws_anew(image_folder: Path) -> None:
+    rows = drawn(image_folder, order=[3, 3, 4, 3])[0]
+    assert len({row[3] for row in rows}) == 4
+    assert rows == drawn(image_folder, order=[3, 3, 4, 3])[0]
+
+
+def test_every_generator_begins_anew() -> None:
+    context = nostall.Context(sample=2**40, epoch=3, seed=2**64 - 1, occurrence=1)
+    for make in (lambda: context.numpy().random(), lambda: context.python().random()):
+        assert make() == make()
+    assert nostall.Context(1, 0, 0).numpy().random() != nostall.Context(0, 1, 0).numpy().random()
+    # Of this release and all later ones.
+    assert nostall.Context(7, 2, 5).numpy().integers(2**32, size=3).tolist() == GOLDEN
+
+
+GOLDEN = [3851132574, 1149438968, 1560962823]
+
+
+def of_the_process(raw: Any) -> Any:
+    return np.array(
+        [
+            raw.size,
+            random.randrange(2**31),
+            np.random.randint(2**31),
+            int(torch.randint(2**31, (1,))),
+        ]
+    )
+
+
+def test_draws_of_worker_processes_repeat(image_folder: Path) -> None:
+    options: dict[str, Any] = {"transforms": of_the_process, "workers": "processes"}
+    one = drawn(image_folder, threads=1, **options)
+    assert drawn(image_folder, threads=2, **options) == one
+    assert one[0] != one[1]
+
+
+class Steps:
+    """A callable object, and a step among others."""
+
+    def __call__(self, value: Any, *, context: nostall.Context) -> Any:
+        return np.array([len(np.atleast_1d(value)), context.sample])
+
+
+def test_steps_of_a_list_may_take_it_or_not(image_folder: Path) -> None:
+    rows = drawn(image_folder, transforms=[lambda raw: raw[:5], Steps()])[0]
+    assert rows == [[5, i] for i in range(61)]
+
+
+def test_then_of_a_cached_data_set_takes_it() -> None:
+    def then(item: Any, context: nostall.Context) -> Any:
+        return np.array([item, context.sample, context.epoch])
+
+    source = nostall.Cached([10, 11, 12], then=then, makers=1)
+    with nostall.DataLoader(source, 3, epochs=2, tiers=[], output="numpy") as loader:
+        for epoch in loader.epochs():
+            for batch in epoch:
+                assert sorted(batch.tolist()) == [[10 + i, i, epoch.index] for i in range(3)]
+    source.close()
+
+
+Form = Literal["threads", "processes"]
+
+
+@pytest.mark.parametrize("workers", ["threads", "processes"])
+def test_what_stands_in_draws_its_own(tmp_path: Path, image_folder: Path, workers: Form) -> None:
+    for i, path in enumerate(sorted(image_folder.rglob("*.jpg"))[:6]):
+        (tmp_path / "c").mkdir(exist_ok=True)
+        (tmp_path / "c" / f"{i}.jpg").write_bytes(b"" if i == 2 else path.read_bytes())
+    rows = drawn(
+        tmp_path, transforms=noise, on_error="substitute", threads=1, workers=workers, decode=True
+    )[0]
+    numbers = [row[1] for row in rows]
+    assert 2 not in numbers
+    (twice,) = {n for n in numbers if numbers.count(n) == 2}
+    same = [row for row in rows if row[1] == twice]
+    assert same[0] == same[1]
