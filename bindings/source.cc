@@ -61,6 +61,8 @@ std::optional<source::SampleIndex> reuse(const std::string& root, const std::str
 }  // namespace
 
 void bind_source(nb::module_& m) {
+  m.def("uring_problem", &source::uring_problem,
+        "Why this process cannot have an io_uring; empty if it can.");
   nb::class_<source::Source>(m, "Source", "A fixed list of samples (native/source/source.h).")
       .def("__len__", &source::Source::size)
       .def_prop_ro("sizes",

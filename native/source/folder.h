@@ -46,6 +46,8 @@ std::unique_ptr<Reader> make_pread_reader(const FolderSource& source);
 // Null, and the reason in `why`, where the kernel or the build has no io_uring.
 std::unique_ptr<Reader> make_uring_reader(const FolderSource& source, unsigned depth,
                                           std::string& why);
+// Why this process cannot have an io_uring; empty if it can.
+std::string uring_problem();
 // Whichever of the two suits the storage: see source/choice.h.
 std::unique_ptr<Reader> make_adaptive_reader(const FolderSource& source, unsigned depth);
 

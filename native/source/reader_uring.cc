@@ -150,11 +150,20 @@ std::unique_ptr<Reader> make_uring_reader(const FolderSource& source, unsigned d
   }
   return reader;
 }
+
+std::string uring_problem() {
+  std::atomic<bool> refused{false};
+  Ring ring(refused);
+  const int error = ring.start(1, 0);
+  return error < 0 ? "the kernel refuses it: " + std::generic_category().message(-error) : "";
+}
 #else
 std::unique_ptr<Reader> make_uring_reader(const FolderSource&, unsigned, std::string& why) {
-  why = "this build has no liburing";
+  why = uring_problem();
   return nullptr;
 }
+
+std::string uring_problem() { return "this build has no liburing"; }
 #endif
 
 }  // namespace nostall::source

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nostall import errors, fields
 from nostall._version import __version__
+from nostall.base._options import suggestion
 from nostall.checkpoint import Checkpointer, CheckpointOptions, Keep
 from nostall.fields import Schema
 from nostall.loader import Context, DataLoader, DynamicBatches, LoaderOptions, RawBatch, transforms
@@ -76,4 +77,4 @@ def __getattr__(name: str) -> Any:
     """`nostall.torch` is read when it is first asked for: it needs torch."""
     if name == "torch":
         return importlib.import_module("nostall.torch")
-    raise AttributeError(f"module 'nostall' has no attribute {name!r}")
+    raise AttributeError(f"module 'nostall' has no attribute {name!r}{suggestion(name, __all__)}")

@@ -164,6 +164,9 @@ class KeyedPermutation:
     def __call__(self, position: int) -> int: ...
     def inverse(self, sample: int) -> int: ...
 
+def uring_problem() -> str:
+    """Why this process cannot have an io_uring; empty if it can."""
+
 class Source:
     """A fixed list of samples (native/source/source.h)."""
 

@@ -157,6 +157,45 @@ def _warn_of(asked: int, memory: int) -> None:
     )
 
 
+def warn_of_tiers(tiers: Sequence[TierSpec], limits: Sequence[Limit], dataset_bytes: int) -> None:
+    """Warns of tiers that will not have what was asked for.
+
+    In memory: more than is free. In files: more than the file system has, or a directory whose parent
+    has to be made too, as where a disk is not mounted.
+    """
+    own = min((x.left for x in limits if x.kind != "shared_memory"), default=None)
+    for tier in tiers:
+        if tier.kind == "ram":
+            asked = min(tier.capacity, dataset_bytes)
+            if own is not None and own < asked and not tier.modest:
+                _log.warning(
+                    "a tier asks for %.1f GiB of memory and %.1f GiB are free: it takes what it can",
+                    asked / 2**30,
+                    own / 2**30,
+                )
+            continue
+        there = tier.path
+        while not os.path.isdir(there):
+            there = os.path.dirname(there)
+        disk = os.statvfs(there)
+        size = disk.f_frsize * disk.f_blocks
+        if there not in (tier.path, os.path.dirname(tier.path)):
+            _log.warning(
+                "tier %s is made in %s, because %s is not there: is a disk not mounted?",
+                tier.path,
+                there,
+                os.path.dirname(tier.path),
+            )
+        elif min(tier.capacity, dataset_bytes) > size:
+            _log.warning(
+                "tier %s asks for %s and its file system has %s: it takes what can be had; is a disk "
+                "not mounted?",
+                tier.path,
+                format_bytes(tier.capacity),
+                format_bytes(size),
+            )
+
+
 def parse_size(text: int | str) -> int:
     """Bytes in "20GiB", "1.5 GB", "512k" or a number.
 
@@ -214,6 +253,8 @@ def parse_tiers(
 def _parse_tier(text: str) -> TierSpec:
     keep = text.endswith(":keep")
     where, separator, size = text.removesuffix(":keep").rpartition(":")
+    if text == "auto":
+        raise UsageError('"auto" stands alone, not in a list: pass tiers="auto"')
     if not separator or not where:
         raise UsageError(
             f'"{text}" is not a tier: write "ram:20GiB", "/nvme/cache:400GiB" or '

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from nostall import _native
 from nostall.checkpoint._format import Manifest
 from nostall.checkpoint._retention import Keep
-from nostall.errors import IoError, PeerError
+from nostall.errors import IoError, PeerError, UsageError
 
 if TYPE_CHECKING:
     from nostall.checkpoint._background import BackgroundWriter
@@ -79,9 +79,16 @@ class Saved:
         """Waits until the checkpoint is safe at `level`, and lets it be written at full speed.
 
         Raises:
+            UsageError: the checkpointer has no durable directory, but `level` is durable.
             IoError: it will not reach the level, with the reasons.
             PeerError: it has not reached the level in `timeout` seconds.
         """
+        if level not in _ORDER:
+            raise UsageError(f'level must be "memory", "fast" or "durable", not {level!r}')
+        if level == "durable" and self._background is not None and not self._background.durable:
+            raise UsageError(
+                'the checkpointer has no durable directory: give it durable=, or wait("fast")'
+            )
         if self._background is not None and not self._is_over(level):
             self._background.hurry(self, level)
         with self._changed:

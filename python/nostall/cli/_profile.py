@@ -61,7 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         status = subprocess.call(words, env={**os.environ, trace.VARIABLE: str(home)})
     except OSError as error:
-        raise UsageError(f"cannot run {command[0]}: {error.strerror}") from error
+        remedy = f"nostall profile -- python {' '.join(command)}"
+        hint = f"; for a program of Python: {remedy}" if command[0].endswith(".py") else ""
+        raise UsageError(f"cannot run {command[0]}: {error.strerror}{hint}") from error
     if arguments.mpi:
         try:
             mpi_trace.convert(arrivals.find([str(calls)]), home)

@@ -30,7 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     home = Path(arguments.run)
     if not home.is_dir():
         raise UsageError(
-            f"{home} is not the directory of a run: start one with NOSTALL_TRACE={home}"
+            f"there is no directory {home}: a run makes it, for example nostall profile -o {home} -- "
+            "python train.py"
         )
     console = Console()
     before = read(home)

@@ -24,7 +24,14 @@ from numpy.typing import NDArray
 
 from nostall import _native
 from nostall.base._options import checked, value
-from nostall.base._sizes import TierSpec, defaults, parse_size, parse_tiers, within
+from nostall.base._sizes import (
+    TierSpec,
+    defaults,
+    parse_size,
+    parse_tiers,
+    warn_of_tiers,
+    within,
+)
 from nostall.errors import UsageError
 from nostall.job import _cluster as cluster
 from nostall.job._rendezvous import find_rendezvous
@@ -279,12 +286,13 @@ class DataLoader:
         """Sizes of tiers and buffers, and the threads."""
         ranks, size = self.world.local_world_size, self.dataset.total_bytes
         limits = _native.memory_limits()
-        self._tiers = within(
-            parse_tiers(tiers, dataset_bytes=size, local_world_size=ranks),
-            limits,
-            dataset_bytes=size,
-            memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        )
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        given = parse_tiers(tiers, dataset_bytes=size, local_world_size=ranks)
+        self._tiers = within(given, limits, dataset_bytes=size, memory=memory)
+        if self.world.local_rank == 0:
+            warn_of_tiers(
+                [t for t in given if t.capacity <= memory or t.kind == "file"], limits, size
+            )
         usual = defaults(limits, dataset_bytes=size, local_world_size=ranks)
         staging = self._options.staging
         self._staging = usual.staging if staging == "auto" else parse_size(staging)

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from nostall.base._sizes import TierSpec, defaults, format_bytes, parse_size, parse_tiers, within
+from nostall.base._sizes import (
+    TierSpec,
+    defaults,
+    format_bytes,
+    parse_size,
+    parse_tiers,
+    warn_of_tiers,
+    within,
+)
 from nostall.errors import UsageError
 
 
@@ -34,6 +42,30 @@ def test_sizes(text: int | str, expected: int) -> None:
     assert parse_size(text) == expected
 
 
+def test_a_tier_that_looks_like_an_unmounted_disk_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_tiers([TierSpec("file", 1 << 20, str(tmp_path / "new"))], [], 1 << 60)
+    assert not caplog.text
+    warn_of_tiers([TierSpec("file", 1 << 20, str(tmp_path / "nvme" / "cache"))], [], 1 << 60)
+    assert f"is made in {tmp_path}, because {tmp_path}/nvme is not there" in caplog.text
+    caplog.clear()
+    warn_of_tiers([TierSpec("file", 1 << 59, str(tmp_path))], [], 1 << 20)
+    assert not caplog.text
+    warn_of_tiers([TierSpec("file", 1 << 59, str(tmp_path))], [], 1 << 60)
+    assert "is a disk not mounted?" in caplog.text
+
+
+def test_a_tier_larger_than_the_free_memory_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    limits = [Left("machine", 9 << 30)]
+    warn_of_tiers([TierSpec("ram", 9 << 30)], limits, 1 << 40)
+    warn_of_tiers([TierSpec("ram", 10 << 30)], limits, 9 << 30)
+    warn_of_tiers([TierSpec("ram", 10 << 30, modest=True)], limits, 1 << 40)
+    assert not caplog.text
+    warn_of_tiers([TierSpec("ram", 10 << 30)], limits, 1 << 40)
+    assert "asks for 10.0 GiB of memory and 9.0 GiB are free" in caplog.text
+
+
 def test_sizes_are_written_in_decimal_units() -> None:
     assert [format_bytes(n) for n in (0, 999, 1000, 1_500_000, 2 * 10**12)] == [
         *("0 B", "999 B", "1.0 kB", "1.5 MB", "2000.0 GB"),
@@ -46,6 +78,11 @@ def test_sizes_are_written_in_decimal_units() -> None:
 def test_what_is_no_size_is_named(text: int | str) -> None:
     with pytest.raises(UsageError, match=re.escape(str(text)) or "is not a size"):
         parse_size(text)
+
+
+def test_auto_in_a_list_is_refused() -> None:
+    with pytest.raises(UsageError, match='pass tiers="auto"'):
+        tiers(["auto"])
 
 
 def test_tiers() -> None:

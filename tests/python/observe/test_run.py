@@ -53,7 +53,7 @@ def made(rank: int = 0, name: str = "nfs") -> Rank:
     ]  # fmt: skip
     columns = {n: [1.0] * 2 for n in BatchRecords.__dataclass_fields__}
     stats = Stats(rank, 1, epochs, BatchRecords(**columns), 800_000_000, {
-        "ram_tier": 0, "file_tier": 0, "staging": 1, "io_buffers": 1})  # fmt: skip
+        "ram_tier": 0, "file_tier": 0, "staging": 250 << 20, "io_buffers": 1})  # fmt: skip
     settings = {
         "threads": 1, "fetchers": 1, "cores": 1, "world_size": 1, "local_world_size": 1,
         "dataset_bytes": 800_000_000, "tiers": [], "storage": f"/data, {name}",
@@ -92,16 +92,19 @@ def test_the_model_is_the_slowest_of_its_terms() -> None:
 
 
 def test_a_larger_buffer_is_not_advised_where_decoding_takes_the_time() -> None:
-    def slow(decode: float) -> list[str]:
+    def slow(decode: float, staged: int = 250 << 20) -> list[str]:
         rank = made()
         loader = rank.loaders[0]
         assert loader.stats is not None
         epochs = [replace(e, decode_seconds=decode, origins={**e.origins, "source": OriginStats()})
                   for e in loader.stats.epochs]  # fmt: skip
-        rank.loaders[0] = replace(loader, stats=replace(loader.stats, epochs=epochs))
+        memory = {**loader.stats.memory, "staging": staged}
+        stats = replace(loader.stats, epochs=epochs, memory=memory)
+        rank.loaders[0] = replace(loader, stats=stats)
         return [a.change for a in advise(Run("run", [rank], None, []), most=9)]
 
     assert any("staging" in change for change in slow(0.0))
+    assert not any("staging" in change for change in slow(0.0, staged=100 << 20))
     assert not any("staging" in change for change in slow(6.0))
 
 

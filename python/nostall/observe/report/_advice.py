@@ -18,6 +18,10 @@ from dataclasses import dataclass, replace
 from nostall.base._sizes import format_bytes
 from nostall.observe.report._run import Loader, Run
 
+# Of the staging buffer's bytes, at the most: beyond this it counts as full. A batch may not fit in the
+# rest.
+_FULL = 0.75
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -178,10 +182,13 @@ def _of_loader(run: Run, ranks: Sequence[Loader], named: bool) -> list[Advice]:
     unexplained = sum(max(0.0, t.actual - max(t.read, t.compute + t.decode)) for t in rows)
     if rows and unexplained > 0.1 * sum(t.actual for t in rows):
         staging = int(settings.get("staging_bytes", 256 << 20))
-        offer(
-            f'staging="{_size(2 * staging)}" (at most this gain)',
-            "reading and decoding are fast enough on average, yet batches were waited for: a larger "
-            "staging buffer smooths bursts",
-            unexplained,
-        )
+        used = max((x.stats.memory["staging"] for x in ranks), default=0)
+        # More of what was never full would stay empty too.
+        if used > _FULL * staging:
+            offer(
+                f'staging="{_size(2 * staging)}" (at most this gain)',
+                "reading and decoding are fast enough on average, yet batches were waited for: a "
+                "larger staging buffer smooths bursts",
+                unexplained,
+            )
     return found
