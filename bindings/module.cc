@@ -73,6 +73,7 @@ NB_MODULE(_native, m) {
   bind_base(m);
   bind_plan(m);
   bind_source(m);
+  bind_composite(m);
   bind_records(m);
   bind_ranges(m);
   bind_image(m);

@@ -6,6 +6,7 @@
 void bind_base(nanobind::module_& m);
 void bind_plan(nanobind::module_& m);
 void bind_source(nanobind::module_& m);
+void bind_composite(nanobind::module_& m);
 void bind_records(nanobind::module_& m);
 void bind_ranges(nanobind::module_& m);
 void bind_image(nanobind::module_& m);

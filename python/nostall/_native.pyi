@@ -232,6 +232,46 @@ def open_files(
     root: str, paths: Sequence[str], labels: Sequence[int], threads: int
 ) -> FolderSource: ...
 
+class Column:
+    """One value of bytes a sample (native/source/composite.h)."""
+
+    def __init__(
+        self,
+        values: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        width: int,
+        ends: Annotated[
+            NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        present: Annotated[
+            NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+    ) -> None:
+        """
+        Values of `width` bytes, or if that is 0 of those between the n + 1 `ends`; `present` is 0 where a sample has none, or empty.
+        """
+
+class CompositeSource(Source):
+    def __init__(
+        self,
+        names: Sequence[str],
+        parts: Source | None,
+        part_of: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        columns: Sequence[Column],
+        labels: Annotated[
+            NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        samples: int,
+    ) -> None:
+        """
+        `names` of the fields of parts, then of the columns; `part_of` has the id of each sample's parts, 2**32 - 1 where there is none.
+        """
+
+    def select(self, fields: Sequence[int]) -> CompositeSource: ...
+
 class Storage:
     """Files or objects of which ranges are read."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -45,25 +45,29 @@ class Kind:
 
     def to_native(self, name: str, index: int) -> _native.Field:
         """The field as the native core takes it; `index` is its place in the source."""
-        field = _native.Field()
-        field.name = name
-        field.index = index
-        field.kind = self._native_kind()
-        field.padded = self.padded
+        native = _native.Field()
+        native.name = name
+        native.index = index
+        native.kind = self._native_kind()
+        native.padded = self.padded
         if self.fill is not None:
-            field.fill = self._stored(self.fill)
-        return field
+            native.fill = self.encode(self.fill)
+        return native
 
     def _native_kind(self) -> Any:
         raise NotImplementedError(f"{type(self).__name__} defines no native kind")
 
-    def _stored(self, fill: Any) -> bytes:
-        """The value that stands for a missing one, as it would be stored."""
-        if not isinstance(fill, bytes):
+    def encode(self, value: Any) -> bytes:
+        """The value as it is stored, for columns and for `fill`.
+
+        Raises:
+            UsageError: it is no value of this kind.
+        """
+        if not isinstance(value, bytes):
             raise UsageError(
-                f"{type(self).__name__}: fill={type(fill).__name__} must be the bytes of a file"
+                f"{type(self).__name__}: a value is the bytes of a file, not {type(value).__name__}"
             )
-        return fill
+        return value
 
     def hand_out(self, batch: _native.Batch, number: int, array: Callable[[Any], Any]) -> Any:
         """What a batch has of output `number`; `array` makes the arrays that the user wants."""
@@ -184,14 +188,17 @@ class _Numbers(Kind):
         kind.normalised = bool(getattr(self, "normalised", False))
         return kind
 
-    def _stored(self, fill: Any) -> bytes:
-        array = np.ascontiguousarray(fill, self.dtype)
+    def encode(self, value: Any) -> bytes:
+        try:
+            array = np.asarray(value, self.dtype, order="C")
+        except (TypeError, ValueError, OverflowError) as error:
+            raise UsageError(f"{type(self).__name__}: no array of {self.dtype}: {error}") from None
         wanted = self._dimensions()
         if len(wanted) != array.ndim or any(
             w is not None and w != s for w, s in zip(wanted, array.shape, strict=True)
         ):
             raise UsageError(
-                f"{type(self).__name__}: fill= has the shape {array.shape}, not {wanted}"
+                f"{type(self).__name__}: a value has the shape {array.shape}, not {wanted}"
             )
         if self.codec == "raw":
             return array.tobytes()
@@ -217,7 +224,7 @@ class Array(_Numbers):
     shape: Shape = (None,)
     codec: Literal["raw", "npy"] = "npy"
     padded: bool = False
-    fill: Any = None
+    fill: Any = field(default=None, compare=False)  # arrays have no one comparison
 
     def __post_init__(self) -> None:
         self._check()
@@ -247,7 +254,7 @@ class Boxes(_Numbers):
     normalised: bool = False
     codec: Literal["raw", "npy"] = "npy"
     padded: bool = False
-    fill: Any = None
+    fill: Any = field(default=None, compare=False)  # arrays have no one comparison
 
     def __post_init__(self) -> None:
         _of(self, "format", self.format, ("xyxy", "xywh", "cxcywh"))
@@ -280,7 +287,7 @@ class Keypoints(_Numbers):
     normalised: bool = False
     codec: Literal["raw", "npy"] = "npy"
     padded: bool = False
-    fill: Any = None
+    fill: Any = field(default=None, compare=False)  # arrays have no one comparison
 
     _MEANING: ClassVar[str] = "keypoints"
 
@@ -324,11 +331,14 @@ class Scalar(Kind):
             kind.stored = self.stored
         return kind
 
-    def _stored(self, fill: Any) -> bytes:
+    def encode(self, value: Any) -> bytes:
         try:
-            number = np.array([fill], self.stored or self.dtype)
+            number = np.array([value], self.stored or self.dtype)
         except (OverflowError, TypeError, ValueError):
-            raise UsageError(f"Scalar: fill={fill!r} is no {self.stored or self.dtype}") from None
+            number = None
+        whole = number is not None and number.dtype.kind in "biu"
+        if number is None or (whole and number[0] != value):
+            raise UsageError(f"Scalar: {value!r} is no {self.stored or self.dtype}")
         return str(number[0].item()).encode() if self.codec == "decimal" else number.tobytes()
 
 
@@ -361,8 +371,10 @@ class Text(Kind):
     def _native_kind(self) -> Any:
         return _native.TextField()
 
-    def _stored(self, fill: Any) -> bytes:
-        return str(fill).encode()
+    def encode(self, value: Any) -> bytes:
+        if not isinstance(value, str):
+            raise UsageError(f"Text: a value is text, not {type(value).__name__}")
+        return value.encode()
 
     def hand_out(self, batch: _native.Batch, number: int, array: Callable[[Any], Any]) -> Any:
         """A list of texts."""
@@ -384,8 +396,8 @@ class Json(Text):
         kind.json = True
         return kind
 
-    def _stored(self, fill: Any) -> bytes:
-        return json.dumps(fill).encode()
+    def encode(self, value: Any) -> bytes:
+        return json.dumps(value).encode()
 
     def hand_out(self, batch: _native.Batch, number: int, array: Callable[[Any], Any]) -> Any:
         """A list of values."""

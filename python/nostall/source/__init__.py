@@ -1,6 +1,7 @@
 """Where samples come from: a folder, a list, or parts of a few large files or objects.
 
     ImageFolder, FileList              one file per sample
+    Files                              several files per sample, and columns
     LMDB, TarShards, TFRecord          places of samples found by one scan of the files, and stored
     HDF5, Parquet, ArrowIPC            through h5py and pyarrow
     ObjectFolder                       one object per sample
@@ -12,6 +13,7 @@ store (``s3://bucket/key``).
 
 from nostall.source._arrow import ArrowIPC, Parquet
 from nostall.source._cached import Cached
+from nostall.source._files import Files
 from nostall.source._hdf5 import HDF5
 from nostall.source._lmdb import LMDB
 from nostall.source._object_folder import ObjectFolder
@@ -26,6 +28,7 @@ __all__ = [
     "ArrowIPC",
     "Cached",
     "FileList",
+    "Files",
     "ImageFolder",
     "ObjectFolder",
     "Parquet",

@@ -1,0 +1,71 @@
+// nostall._native.CompositeSource: parts of another source, and columns.
+#include "source/composite.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <span>
+
+#include "arrays.h"
+#include "module.h"
+
+namespace nb = nanobind;
+using namespace nostall;
+
+namespace {
+
+template <typename T>
+using Vector = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+template <typename T, typename Array>
+std::vector<T> copy_of(const Array& array) {
+  const auto* begin = reinterpret_cast<const T*>(array.data());
+  return {begin, begin + array.size()};
+}
+
+}  // namespace
+
+void bind_composite(nb::module_& m) {
+  using source::Column;
+  nb::class_<Column>(m, "Column", "One value of bytes a sample (native/source/composite.h).")
+      .def(
+          "__init__",
+          [](Column* self, const Vector<uint8_t>& values, uint64_t width,
+             const Vector<uint64_t>& ends, const Vector<uint8_t>& present) {
+            new (self) Column{copy_of<std::byte>(values), width, copy_of<uint64_t>(ends),
+                              copy_of<uint8_t>(present)};
+          },
+          nb::arg("values"), nb::arg("width"), nb::arg("ends"), nb::arg("present"),
+          "Values of `width` bytes, or if that is 0 of those between the n + 1 `ends`; `present` "
+          "is 0 "
+          "where a sample has none, or empty.");
+  using source::CompositeSource;
+  nb::class_<CompositeSource, source::Source>(m, "CompositeSource")
+      .def(
+          "__init__",
+          [](CompositeSource* self, std::vector<std::string> names,
+             std::shared_ptr<const source::Source> parts, const Vector<uint32_t>& part_of,
+             std::vector<Column> columns, const Vector<int64_t>& labels, uint64_t samples) {
+            CompositeSource::Table table{samples,
+                                         std::move(names),
+                                         std::move(parts),
+                                         copy_of<uint32_t>(part_of),
+                                         std::move(columns),
+                                         copy_of<int64_t>(labels)};
+            const nb::gil_scoped_release release;
+            new (self) CompositeSource(std::move(table));
+          },
+          nb::arg("names"), nb::arg("parts").none(), nb::arg("part_of"), nb::arg("columns"),
+          nb::arg("labels"), nb::arg("samples"),
+          "`names` of the fields of parts, then of the columns; `part_of` has the id of each "
+          "sample's "
+          "parts, 2**32 - 1 where there is none.")
+      .def(
+          "select",
+          [](const CompositeSource& s, const std::vector<uint32_t>& fields) {
+            return s.select(fields);
+          },
+          nb::arg("fields"), nb::call_guard<nb::gil_scoped_release>());
+}

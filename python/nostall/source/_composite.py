@@ -1,0 +1,195 @@
+"""Sources of several fields: parts of another source side by side, and columns in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nostall import _native
+from nostall.errors import IoError, UsageError
+from nostall.fields import Array, Boxes, Bytes, Keypoints, Kind, Scalar, Schema, Text
+from nostall.source._source import Source
+
+NO_PART = 2**32 - 1
+_NONE = np.zeros(0, np.uint64)
+
+
+class Composite(Source):
+    """Base of sources of several fields; a subclass sets `_arguments`, and calls `_compose`."""
+
+    native: _native.CompositeSource
+    _pairs = False
+    _schema: Schema
+    _selected: tuple[str, ...] | None = None
+
+    def _compose(
+        self,
+        parts: _native.Source | None,
+        part_of: NDArray[np.uint32],
+        kinds: Mapping[str, Kind],
+        columns: Mapping[str, tuple[Kind, _native.Column]],
+        samples: int,
+    ) -> None:
+        """Makes the native source; `part_of` has the shape (samples, kinds), NO_PART for none.
+
+        Raises:
+            UsageError: a part is missing, and its kind has no fill.
+        """
+        part_of = np.ascontiguousarray(part_of, np.uint32).reshape(samples, len(kinds))
+        for place, (name, kind) in enumerate(kinds.items()):
+            missing = part_of[:, place] == NO_PART
+            if kind.fill is None and missing.any():
+                raise UsageError(
+                    f"sample {int(np.argmax(missing))} has no {name}, as {int(missing.sum())} samples "
+                    f"in all: give the schema's field a fill=, as in {type(kind).__name__}(fill=...)"
+                )
+        self._schema = Schema({**kinds, **{name: kind for name, (kind, _) in columns.items()}})
+        self.native = _native.CompositeSource(
+            names=list(self._schema),
+            parts=parts,
+            part_of=part_of.reshape(-1),
+            columns=[column for _, column in columns.values()],
+            labels=np.zeros(0, np.int64),
+            samples=samples,
+        )
+
+    @property
+    def schema(self) -> Schema:
+        """The fields of every sample: those of parts, then the columns."""
+        return self._schema
+
+    def select(self, names: Sequence[str]) -> Composite:
+        """The same samples with these fields alone; the others are not read.
+
+        Raises:
+            UsageError: a field is not there.
+        """
+        chosen = self._schema.select(names)
+        if len(chosen) == len(self._schema):
+            return self
+        kept = [(i, name) for i, name in enumerate(self._schema) if name in chosen]
+        # Not copy.copy(), which would open the source again, by __reduce__.
+        narrowed = object.__new__(type(self))
+        narrowed.__dict__.update(self.__dict__)
+        narrowed.native = self.native.select([i for i, _ in kept])
+        narrowed._schema = self._schema.select([name for _, name in kept])
+        narrowed._selected = tuple(narrowed._schema)
+        return narrowed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the arguments of opening and the chosen fields."""
+        return _reopen, (type(self), self._arguments, self._selected, self.fingerprint)
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} of {', '.join(self._schema)}: {len(self)} samples, "
+            f"{self.total_bytes / 1e6:.1f} MB>"
+        )
+
+
+def _reopen(
+    kind: type[Composite],
+    arguments: dict[str, Any],
+    selected: tuple[str, ...] | None,
+    fingerprint: int,
+) -> Composite:
+    source = kind(**arguments)
+    if selected is not None:
+        source = source.select(selected)
+    if source.fingerprint != fingerprint:
+        raise IoError(
+            f"{source!r} changed since it was opened: start again, all must see the same files"
+        )
+    return source
+
+
+def make_column(name: str, values: Any, kind: Kind | None = None) -> tuple[Kind, _native.Column]:
+    """A column of one value a sample, None where there is none; and its kind, found if not given.
+
+    Numbers become `Scalar`, arrays of one shape and lists of arrays `Array`, texts `Text`, bytes
+    `Bytes`.
+
+    Raises:
+        UsageError: the values make no such column.
+    """
+    if kind is None:
+        kind = _kind_of(name, values)
+    if isinstance(kind, (Array, Boxes, Keypoints)) and kind.codec != "raw":
+        differing = sum(side is None for side in kind._dimensions())
+        if differing <= 1:
+            kind = dataclasses.replace(kind, codec="raw")
+    elif isinstance(kind, Scalar):
+        kind = dataclasses.replace(kind, codec="raw", stored=None)
+    try:
+        column = _dense(values, kind) or _encoded(values, kind)
+    except UsageError as error:
+        raise UsageError(f"column {name}: {error}") from None
+    return kind, column
+
+
+def _kind_of(name: str, values: Any) -> Kind:
+    if isinstance(values, np.ndarray) and values.dtype.kind in "biuf":
+        if values.ndim == 1:
+            return Scalar(dtype=values.dtype.name)
+        return Array(dtype=values.dtype.name, shape=values.shape[1:], codec="raw")
+    given = [value for value in values if value is not None]
+    if given and all(isinstance(value, str) for value in given):
+        return Text()
+    if given and all(isinstance(value, bytes) for value in given):
+        return Bytes()
+    try:
+        arrays = [np.asarray(value) for value in given]
+    except ValueError:
+        arrays = []
+    dtype = np.result_type(*{a.dtype for a in arrays}) if arrays else np.dtype(object)
+    if dtype.kind not in "biuf" or len({a.ndim for a in arrays}) > 1:
+        raise UsageError(
+            f"column {name} is neither of numbers, arrays of as many dimensions, texts nor bytes: "
+            f"say what it is by schema={{{name!r}: ...}}"
+        )
+    sides: list[set[int]] = [set(side) for side in zip(*(a.shape for a in arrays), strict=True)]
+    if not sides:
+        return Scalar(dtype=dtype.name)
+    shape = tuple(side.pop() if len(side) == 1 else None for side in sides)
+    return Array(dtype=dtype.name, shape=shape)
+
+
+def _dense(values: Any, kind: Kind) -> _native.Column | None:
+    """The column of numbers that need no loop; None if they do."""
+    shape: tuple[int | None, ...]
+    if isinstance(kind, Scalar):
+        shape = ()
+    elif type(kind) is Array:
+        shape = kind.shape
+    else:
+        return None
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in "biuf":
+        return None
+    if values.shape[1:] != shape or 0 in shape:
+        return None
+    stored = np.ascontiguousarray(values.astype(kind.dtype))
+    if stored.dtype.kind in "biu" and not np.array_equal(stored, values):
+        raise UsageError(f"its numbers are not all of type {kind.dtype}")
+    width = stored.dtype.itemsize * math.prod(values.shape[1:])
+    return _native.Column(stored.reshape(-1).view(np.uint8), width, _NONE, np.zeros(0, np.uint8))
+
+
+def _encoded(values: Any, kind: Kind) -> _native.Column:
+    missing = [value is None for value in values]
+    if kind.fill is None and any(missing):
+        raise UsageError(
+            f"sample {missing.index(True)} has no value: give its kind a fill=, as in "
+            f"{type(kind).__name__}(fill=...)"
+        )
+    stored = [b"" if value is None else kind.encode(value) for value in values]
+    ends = np.zeros(len(stored) + 1, np.uint64)
+    np.cumsum([len(value) for value in stored], out=ends[1:])
+    present = (
+        np.array([not m for m in missing], np.uint8) if any(missing) else np.zeros(0, np.uint8)
+    )
+    return _native.Column(np.frombuffer(b"".join(stored), np.uint8), 0, ends, present)

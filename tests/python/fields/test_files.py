@@ -1,0 +1,276 @@
+"""A source of several fields, end to end: files side by side and columns, with and without tiers."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import nostall
+from nostall import fields as f
+from nostall import transforms as t
+from nostall.errors import CorruptionError, IoError, UsageError
+
+SAMPLES = 11
+SCHEMA = {"mask": f.Mask(dtype="uint8"), "depth": f.Array(dtype="float32", shape=(None, 2))}
+BOXES = f.Boxes(fill=np.zeros((0, 4)))
+
+
+def sound(frames: int) -> bytes:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(8000)
+        out.writeframes(np.arange(frames, dtype="<i2").tobytes())
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("several")
+    rng = np.random.default_rng(0)
+    for name in ("images", "masks", "texts", "sounds", "depths"):
+        (root / name / "part").mkdir(parents=True)
+    for i in range(SAMPLES):
+        stem = f"part/{i:02}" if i % 2 else f"{i:02}"
+        size = (20 + i, 30)
+        Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)).save(
+            root / "images" / f"{stem}.png"
+        )
+        Image.fromarray(rng.integers(0, 21, size, dtype=np.uint8)).save(
+            root / "masks" / f"{stem}.png", optimize=True
+        )
+        (root / "texts" / f"{stem}.txt").write_text(f"sample {i} \u00e9")
+        (root / "sounds" / f"{stem}.wav").write_bytes(sound(5 + i))
+        np.save(root / "depths" / f"{stem}.npy", rng.random((i, 2), dtype=np.float32))
+    return root
+
+
+def columns() -> dict[str, Any]:
+    boxes = [np.full((i % 3, 4), i, np.float32) for i in range(SAMPLES)]
+    return {
+        "label": np.arange(SAMPLES) * 10,
+        "boxes": [None if i == 4 else b for i, b in enumerate(boxes)],
+        "target": np.arange(SAMPLES * 6, dtype=np.float64).reshape(SAMPLES, 2, 3),
+        "caption": [f"caption {i}" for i in range(SAMPLES)],
+        "about": [{"id": i} for i in range(SAMPLES)],
+    }
+
+
+def open_all(root: Path) -> nostall.Files:
+    names = {
+        "image": "images",
+        "mask": "masks",
+        "text": "texts",
+        "sound": "sounds",
+        "depth": "depths",
+    }
+    return nostall.Files(
+        names, columns(), schema={**SCHEMA, "boxes": BOXES, "about": f.Json()}, root=root
+    )
+
+
+def numbers(source: nostall.Files) -> list[int]:
+    return [int(name.rsplit("/", maxsplit=1)[-1]) for name in source.names]
+
+
+@pytest.mark.parametrize("tiers", [[], ["ram:4MiB"]])
+def test_every_field_of_every_sample_is_what_is_stored(root: Path, tiers: list[str]) -> None:
+    source = open_all(root)
+    assert source.names == sorted(source.names) and len(source) == SAMPLES
+    number = numbers(source)
+    given = columns()
+    with nostall.DataLoader(source, 4, epochs=2, seed=3, tiers=tiers, output="numpy") as loader:
+        for epoch in loader.epochs():
+            order, _ = loader.plan.rank_epoch(epoch.index, 0)
+            seen = 0
+            for batch in epoch:
+                samples = order[seen : seen + 4].tolist()
+                assert list(batch) == list(source.schema)
+                for place, sample in enumerate(samples):
+                    i, stem = number[sample], source.names[sample]
+                    image = (root / "images" / f"{stem}.png").read_bytes()
+                    assert batch["image"].sample(place).tobytes() == image
+                    mask = np.asarray(Image.open(root / "masks" / f"{stem}.png"))
+                    np.testing.assert_array_equal(batch["mask"].sample(place), mask)
+                    assert batch["text"][place] == f"sample {i} \u00e9"
+                    wanted = np.arange(5 + i, dtype=np.float32) / 32768
+                    np.testing.assert_array_equal(batch["sound"].sample(place), wanted)
+                    depth = np.load(root / "depths" / f"{stem}.npy")
+                    np.testing.assert_array_equal(batch["depth"].sample(place), depth)
+                    assert batch["label"][place] == sample * 10
+                    np.testing.assert_array_equal(batch["target"][place], given["target"][sample])
+                    assert batch["caption"][place] == f"caption {sample}"
+                    assert batch["about"][place] == {"id": sample}
+                    boxes = given["boxes"][sample]
+                    count = 0 if boxes is None else len(boxes)
+                    assert batch["boxes"].sample(place).shape == (count, 4)
+                    assert (batch["boxes"].sample(place) == sample).all()
+                    seen += 1
+            assert seen == SAMPLES
+
+
+def test_images_and_sizes_that_differ_are_padded(root: Path) -> None:
+    source = nostall.Files(
+        {"image": "images", "mask": "masks"},
+        schema={"mask": f.Mask(padded=True)},
+        root=root,
+    )
+    with nostall.DataLoader(
+        source, SAMPLES, epochs=1, shuffle=False, tiers=[], batch="tuple", output="torch"
+    ) as loader:
+        ((images, (masks, sizes)),) = list(loader)
+    torch = pytest.importorskip("torch")
+    assert masks.shape == (SAMPLES, 20 + SAMPLES - 1, 30)
+    assert sizes.dtype == torch.int64
+    assert sizes[:, 0].tolist() == [20 + i for i in numbers(source)]
+    assert len(images.offsets) == SAMPLES + 1
+
+
+def test_transforms_apply_to_every_image_with_one_draw(root: Path) -> None:
+    source = nostall.Files({"left": "images", "right": "images"}, root=root)
+    steps = [t.RandomResizedCrop(16), t.RandomHorizontalFlip()]
+    with nostall.DataLoader(
+        source, 4, epochs=1, transforms=steps, tiers=[], output="numpy"
+    ) as loader:
+        for batch in loader:
+            assert batch["left"].shape[1:] == (16, 16, 3)
+            np.testing.assert_array_equal(batch["left"], batch["right"])
+    with nostall.DataLoader(
+        source, 4, epochs=1, transforms={"left": steps}, tiers=[], output="numpy"
+    ) as loader:
+        assert isinstance(next(iter(loader))["right"], f.Ragged)
+    masked = nostall.Files(
+        {"image": "images", "mask": "masks"}, schema={"mask": f.Mask()}, root=root
+    )
+    with pytest.raises(UsageError, match="field mask: transforms move images alone"):
+        nostall.DataLoader(masked, 4, transforms=steps)
+
+
+def test_fields_that_are_not_chosen_are_not_read(root: Path, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{i}.txt" for i in range(4)]
+    others = [tmp_path / f"{i}.json" for i in range(4)]
+    for i in range(4):
+        paths[i].write_text(str(i))
+        others[i].write_text("[]")
+    source = nostall.Files({"text": paths, "other": others}, {"number": [7, 8, 9, 10]})
+    chosen = source.select(["number", "text"])
+    again = pickle.loads(pickle.dumps(chosen))
+    assert again.fingerprint == chosen.fingerprint != source.fingerprint
+    for path in others:
+        path.unlink()
+    assert chosen.total_bytes == 4 and list(chosen.schema) == ["text", "number"]
+    with nostall.DataLoader(
+        source, 4, epochs=1, shuffle=False, tiers=[], fields=["number", "text"], output="numpy"
+    ) as loader:
+        (batch,) = list(loader)
+    assert list(batch) == ["number", "text"]
+    assert batch["number"].tolist() == [7, 8, 9, 10] and batch["text"] == list("0123")
+    with nostall.DataLoader(
+        source, 4, epochs=1, shuffle=False, fields=["number"], output="numpy"
+    ) as loader:
+        assert [b["number"].tolist() for b in loader] == [[7, 8, 9, 10]]
+
+
+def test_a_bad_field_fails_with_the_sample_or_is_replaced_with_its_record(tmp_path: Path) -> None:
+    texts = [tmp_path / f"{i}.txt" for i in range(6)]
+    values = [tmp_path / f"{i}.json" for i in range(6)]
+    for i in range(6):
+        texts[i].write_text(str(i))
+        values[i].write_text(json.dumps(i))
+    values[3].write_text("{")  # of the same size
+    source = nostall.Files({"text": texts, "value": values}, {"number": np.arange(6)})
+    arguments: dict[str, Any] = {"epochs": 1, "tiers": [], "output": "numpy"}
+    with (
+        nostall.DataLoader(source, 6, **arguments) as loader,
+        pytest.raises(CorruptionError, match=r"3\.txt.*field value: it is not JSON at byte 1"),
+    ):
+        list(loader)
+    with nostall.DataLoader(source, 6, on_error="substitute", **arguments) as loader:
+        (batch,) = list(loader)
+        (epoch,) = loader.stats().epochs
+    assert batch["text"] == [str(n) for n in batch["value"]]
+    assert batch["number"].tolist() == batch["value"]
+    assert len(batch["value"]) == 6 and {0, 1, 2, 4, 5} == set(batch["value"])
+    assert 3 not in batch["value"] and list(epoch.substituted) == [3]
+
+
+def test_files_that_vanish_are_named(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{i}.txt" for i in range(2)]
+    others = [tmp_path / f"{i}.json" for i in range(2)]
+    for path in (*paths, *others):
+        path.write_text("1")
+    source = nostall.Files({"text": paths, "other": others})
+    others[1].unlink()
+    with (
+        nostall.DataLoader(source, 2, epochs=1, tiers=[]) as loader,
+        pytest.raises((IoError, CorruptionError), match=r"1\.json: No such file"),
+    ):
+        list(loader)
+
+
+def test_missing_files_are_refused_or_filled(root: Path, tmp_path: Path) -> None:
+    one = tmp_path / "one.txt"
+    one.write_text("one")
+    with pytest.raises(UsageError, match=r"sample 1 has no text, as 1 samples in all"):
+        nostall.Files({"text": [one, None]})
+    source = nostall.Files({"text": [one, None]}, schema={"text": f.Text(fill="none")})
+    with nostall.DataLoader(source, 2, epochs=1, shuffle=False, tiers=[]) as loader:
+        assert [batch["text"] for batch in loader] == [["one", "none"]]
+    with pytest.raises(UsageError, match=r"sample 0 has no mask, as 11 samples"):
+        nostall.Files(
+            {"image": "images", "mask": "masks/part"}, schema={"mask": f.Mask()}, root=root
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (({"a": []},), "fields need one value for each sample"),
+        (({}, {"a": [1, 2], "b": [1]}), "a has 2, b has 1"),
+        (({}, {"a": [1, "x"]}), "column a is neither of numbers"),
+        (({}, {"a": [1, None]}), "sample 1 has no value"),
+        (({}, {"a": [[1], [[2]]]}), "column a is neither of numbers"),
+        (({"a": ["x.npy"]},), r"give schema=\{'a': nostall.fields.Array"),
+        (({"a": ["x.txt"]}, {"a": [1]}), "among the files and among the columns"),
+        (({"a": ["x.txt"], "b": "/tmp"},), "either lists of paths or folders"),
+        (({"a": "/no/such/folder"},), "is not a folder"),
+    ],
+)
+def test_what_makes_no_data_set_is_refused(arguments: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        nostall.Files(*arguments)
+
+
+def test_kinds_of_columns(tmp_path: Path) -> None:
+    source = nostall.Files(
+        {},
+        {
+            "whole": [1, 2],
+            "real": [0.5, 1],
+            "flag": np.array([True, False]),
+            "points": [[[1, 2]], [[3, 4], [5, 6]]],
+            "planes": [np.zeros((1, 2), np.int8), np.zeros((2, 1), np.int8)],
+            "raw": [b"a", b"bc"],
+        },
+    )
+    assert source.schema == nostall.Schema(
+        whole=f.Scalar(dtype="int64"),
+        real=f.Scalar(dtype="float64"),
+        flag=f.Scalar(dtype="bool"),
+        points=f.Array(dtype="int64", shape=(None, 2), codec="raw"),
+        planes=f.Array(dtype="int8", shape=(None, None)),
+        raw=f.Bytes(),
+    )
+    with pytest.raises(UsageError, match=r"column a: .*not all of type uint8"):
+        nostall.Files({}, {"a": np.array([300])}, schema={"a": f.Scalar(dtype="uint8")})
+    with pytest.raises(UsageError, match=r"column a: Scalar: 1\.5 is no int64"):
+        nostall.Files({}, {"a": [1.5]}, schema={"a": f.Scalar()})
