@@ -12,6 +12,8 @@ from nostall.errors import UsageError
 from nostall_bench import app
 from nostall_bench.demo.dataset import DatasetSpec, make_dataset
 
+pytest_plugins = ["forked_children"]
+
 
 def parse(*options: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()

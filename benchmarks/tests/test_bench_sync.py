@@ -12,6 +12,8 @@ import pytest
 from nostall.errors import BugError, UsageError
 from nostall_bench import sync, sync_horovod
 
+pytest_plugins = ["forked_children"]
+
 
 @pytest.mark.multi
 @pytest.mark.usefixtures("forked")

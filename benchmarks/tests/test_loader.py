@@ -12,6 +12,8 @@ import pytest
 from nostall.errors import UsageError
 from nostall_bench import loader, peers
 
+pytest_plugins = ["forked_children"]
+
 
 def parse(*options: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()

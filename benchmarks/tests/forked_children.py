@@ -1,4 +1,4 @@
-"""What tests of several benchmarks share."""
+"""A fixture: children of a benchmark that are forked from the process that has read torch."""
 
 from __future__ import annotations
 
