@@ -341,7 +341,7 @@ class NoMemoryAtFirst final : public FileSystem {
 };
 
 TEST(Loader, WhatATierHadNoMemoryForIsKeptInALaterEpoch) {
-  constexpr uint32_t kEpochs = 4;
+  constexpr uint32_t kEpochs = 5;
   char pattern[] = "/tmp/nostall-stage-XXXXXX";
   ASSERT_NE(::mkdtemp(pattern), nullptr);
   set_log_sink([](LogLevel, const std::string&) {});
@@ -354,6 +354,8 @@ TEST(Loader, WhatATierHadNoMemoryForIsKeptInALaterEpoch) {
   node.shm_directory = pattern;
   node.files = &files;
   LoaderConfig config = config_for(source, 10, kEpochs);
+  // Far less than an epoch: a read of the first one is over before the third one begins.
+  config.staging_bytes = 250;
   config.cache =
       tier::NodeCache::attach(node, source->sizes(), tier::fixed(in_the_first_tier(*source)));
   std::array<uint64_t, kEpochs> from_tier{};
