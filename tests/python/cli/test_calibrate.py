@@ -24,7 +24,7 @@ FAST = ["--seconds", "0.15", "--max-threads", "2"]
 
 
 def command(*words: str | Path) -> list[str]:
-    return [sys.executable, "-m", "nostall", "calibrate", *map(str, words), *FAST]
+    return [sys.executable, "-m", "nostall", "calibrate", *FAST, *map(str, words)]
 
 
 def test_one_node(image_folder: Path, tmp_path: Path) -> None:
@@ -59,10 +59,13 @@ def test_two_nodes_share_the_storages_bandwidth(image_folder: Path, tmp_path: Pa
         "LOCAL_RANK": "0",
         "NOSTALL_UCX_TLS": "tcp",
     }
-    with SlowFS(image_folder, tmp_path / "mounts", 1e6, 1.5e6, 0.0, clients=2) as storage:
+    # So slow that a busy machine is fast beside it.
+    with SlowFS(image_folder, tmp_path / "mounts", 1e5, 1.5e5, 0.0, clients=2) as storage:
         started = [
             subprocess.Popen(
-                command(storage.mounts[rank], "--tiers", "ram:8MiB", "--out", out),
+                command(
+                    storage.mounts[rank], "--tiers", "ram:8MiB", "--out", out, "--seconds", "0.6"
+                ),
                 env={**environment, "RANK": str(rank), "NOSTALL_NODE": f"node {rank}"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -76,8 +79,8 @@ def test_two_nodes_share_the_storages_bandwidth(image_folder: Path, tmp_path: Pa
     found = Calibration.load(out)
     assert found.nodes == 2
     one, two = found.source
-    assert 0.5e6 < one < 1.6e6
-    assert one * 1.1 < two < 2.4e6
+    assert 0.5e5 < one < 1.6e5
+    assert one * 1.1 < two < 2.4e5
     assert found.network > 10e6
     assert found.seconds_per_byte("source", 2) == pytest.approx(2 / (two / 2))
     assert found.seconds_per_byte("file", 2) == 0

@@ -8,6 +8,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,9 @@ class Job:
     environment: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     per_rank: dict[int, dict[str, Any]] = field(default_factory=dict)
+    # No rank closes its loader before all have their batches: one that has closed is lost to a rank
+    # that a busy machine made late.
+    together: bool = False
 
     def start(self) -> Sequence[prefork.Process | subprocess.Popen[str]]:
         port = free_port()
@@ -51,6 +55,10 @@ class Job:
             key=lambda p: p.split("/"),
         )
         started: list[prefork.Process | subprocess.Popen[str]] = []
+        ended = ""
+        if self.together:
+            self._ended = tempfile.TemporaryDirectory(prefix="nostall-ended-")
+            ended = self._ended.name
         for rank in range(world):
             node = rank // self.ranks
             settings = {
@@ -64,6 +72,7 @@ class Job:
                 "world": world,
                 "ranks": self.ranks,
                 "job": f"cluster test {port}",
+                "ended": ended,
                 **self.extra,
                 **self.per_rank.get(rank, {}),
             }
@@ -74,7 +83,8 @@ class Job:
                 "NOSTALL_SECRET": secret,
                 "NOSTALL_NODE": f"node {node}",
                 "NOSTALL_UCX_TLS": "tcp",
-                "NOSTALL_PEER_TIMEOUT_MS": "3000",
+                # A machine that does other things must not make a peer look lost.
+                "NOSTALL_PEER_TIMEOUT_MS": "60000",
                 **self.environment,
             }
             pipe = subprocess.PIPE

@@ -31,6 +31,18 @@ def fork_and_forget(loader: nostall.DataLoader) -> None:
         time.sleep(0.01)
 
 
+def wait_for_all(s: dict) -> None:
+    """Until all ranks have come so far, where that is wanted."""
+    if not s["ended"]:
+        return
+    Path(s["ended"], str(s["rank"])).touch()
+    deadline = time.monotonic() + 60
+    while len(os.listdir(s["ended"])) < s["world"]:
+        if time.monotonic() > deadline:
+            raise SystemExit("other ranks do not end")
+        time.sleep(0.005)
+
+
 def main(s: dict) -> None:
     dataset = nostall.ImageFolder(s["root"], index=False)
     truth = [Path(s["truth"], p).read_bytes() for p in s["files"]]
@@ -83,6 +95,7 @@ def main(s: dict) -> None:
                     time.sleep(0.01)
             if s.get("stop_at") == batches:
                 state = loader.state_dict()
+                wait_for_all(s)
                 loader.close()
                 read = loader.stats().source_bytes
                 print(json.dumps({"state": state, "source_bytes": read}), flush=True)
@@ -100,6 +113,7 @@ def main(s: dict) -> None:
             break
         if s.get("fork_after") == epoch.index:
             fork_and_forget(loader)
+    wait_for_all(s)
     loader.close()  # until then the others may fetch from here
     stats = loader.stats().to_dict()
     timeline = stats.pop("batches")

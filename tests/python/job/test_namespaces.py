@@ -97,6 +97,7 @@ def test_samples_travel_between_hosts(hosts: list[list[str]], tmp_path: Path, sh
             commands=hosts,
             extra={"compute": 0.02},
             environment={"NOSTALL_UCX_DEVICES": "eth0"},
+            together=True,
         ).run(timeout=100)
         served = storage.served_bytes - before
     assert read_of_bound(results) <= 1.02

@@ -53,6 +53,7 @@ def test_the_source_is_read_once_and_every_sample_is_right(
         tiers=[f"ram:{int(share * size_of(data))}"],
         roots=slow.mounts,
         extra={"compute": 0.002},
+        together=True,
     )
     results = job.run()
     # The bound may keep samples in part; of so few and so small tiers the last one counts.
@@ -72,7 +73,7 @@ def test_the_source_is_read_once_and_every_sample_is_right(
 @pytest.mark.multi
 def test_eight_ranks_on_four_nodes_with_file_tiers(data: Path, tmp_path: Path) -> None:
     tiers = [f"ram:{size_of(data) // 8}", f"{tmp_path / 'tier'}:{size_of(data) // 4}"]
-    results = Job(data, 4, ranks=2, tiers=tiers, extra={"compute": 0.002}).run()
+    results = Job(data, 4, ranks=2, tiers=tiers, extra={"compute": 0.002}, together=True).run()
     assert {r["batches"] for r in results} == {3 * 19}
     assert sum(e["origins"]["file"]["samples"] for r in results for e in r["epochs"]) > 0
     assert sum(r["peers"]["fetched"] for r in results) > 0
@@ -118,7 +119,7 @@ def test_locality_keeps_the_bytes_and_spares_the_network(data: Path, slow: SlowF
 @pytest.mark.alone
 @pytest.mark.multi
 def test_a_forked_child_may_let_go_of_the_loader(data: Path) -> None:
-    results = Job(data, 2, extra={"fork_after": 1, "compute": 0.002}).run()
+    results = Job(data, 2, extra={"fork_after": 1, "compute": 0.002}, together=True).run()
     assert {r["batches"] for r in results} == {3 * 19}
     assert sum(r["peers"]["dropped_ranks"] for r in results) == 0
 
@@ -235,9 +236,9 @@ def test_tiers_that_were_kept_are_used_again_after_a_restart(
         r: {"tiers": [f"{tmp_path / str(r)}:{int(0.7 * size_of(data))}:keep"]} for r in range(2)
     }
     stop = {r: {**s, "stop_at": 25} for r, s in per_rank.items()}
-    stopped = Job(data, 2, roots=slow.mounts, per_rank=stop).run()
+    stopped = Job(data, 2, roots=slow.mounts, per_rank=stop, together=True).run()
     again = {"state": stopped[0]["state"]}
-    resumed = Job(data, 2, roots=slow.mounts, per_rank=per_rank, extra=again).run()
+    resumed = Job(data, 2, roots=slow.mounts, per_rank=per_rank, extra=again, together=True).run()
     assert sum(r["source_bytes"] for r in stopped) > 0.8 * size_of(data)
     assert sum(r["source_bytes"] for r in resumed) < 0.05 * size_of(data)
     assert {r["batches"] for r in resumed} == {3 * 19 - 25}
