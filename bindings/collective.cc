@@ -113,7 +113,7 @@ nb::object allocate(const std::shared_ptr<Communicator>& self, uint64_t bytes) {
 
 std::shared_ptr<Communicator> open(const std::string& job, uint32_t rank, uint32_t ranks,
                                    double timeout, uint64_t window_bytes, uint64_t arena_bytes,
-                                   const std::string& directory) {
+                                   const std::string& directory, const std::string& table) {
   CommunicatorConfig config;
   config.job = job;
   config.rank = rank;
@@ -122,7 +122,7 @@ std::shared_ptr<Communicator> open(const std::string& job, uint32_t rank, uint32
   config.arena_bytes = arena_bytes;
   config.timeout = bindings::nanoseconds_of("the timeout of a communicator", timeout);
   config.directory = directory;
-  config.selection = selection_text();
+  config.selection = selection_text(table);
   return std::make_shared<Communicator>(config);
 }
 
@@ -260,7 +260,7 @@ void bind_collective(nb::module_& m) {
       .def("stats", &Communicator::stats, no_gil);
   m.def("open_communicator", &open, nb::arg("job"), nb::arg("rank"), nb::arg("ranks"),
         nb::arg("timeout"), nb::arg("window_bytes"), nb::arg("arena_bytes"), nb::arg("directory"),
-        no_gil, "Waits for all ranks.");
+        nb::arg("table"), no_gil, "Waits for all ranks.");
   m.def("allocate_shared", &allocate, nb::arg("communicator"), nb::arg("bytes"),
         "Bytes that all ranks reach, or None if the arena has no room.");
 }

@@ -15,17 +15,14 @@
 
 #include <mpi.h>
 
-#include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
-#include "base/clock.h"
 #include "base/error.h"
+#include "calls.h"
 #include "collective/communicator.h"
 #include "nonblocking.h"
 
@@ -37,22 +34,6 @@
 #endif
 
 namespace nostall::mpi {
-
-enum class Call : uint8_t { allreduce, reduce, bcast, barrier };
-inline constexpr int kCalls = 4;
-const char* name_of(Call call) noexcept;
-
-// Why a call was left to the MPI.
-enum class Fallback : uint8_t {
-  no,
-  switched_off,
-  inter_communicator,
-  not_shared,
-  type,
-  multi_node
-};
-inline constexpr int kFallbacks = 6;
-const char* name_of(Fallback passed) noexcept;
 
 // A communicator of the program, as we see it; one attribute on it holds this.
 struct CommunicatorState {
@@ -95,53 +76,5 @@ int class_of(const Error& error) noexcept;
 int fail(MPI_Comm comm, const Error& error);
 // Frees what is kept; the program's communicators are about to end.
 void free_states();
-
-// An MPI operation on an MPI type, as collective/ knows it; nothing if the type has gaps.
-class MpiReducer {
- public:
-  // Valid until this thread's next call; null if the MPI has to do it.
-  static const MpiReducer* find(MPI_Datatype type, MPI_Op op);
-  const collective::Reducer& get() const noexcept { return *reducer_; }
-  size_t element_bytes() const noexcept { return reducer_->element_bytes(); }
-  // Computed here; otherwise by the MPI or the program.
-  bool has_kernel() const noexcept { return !operation_; }
-
- private:
-  static std::optional<MpiReducer> make(MPI_Datatype type, MPI_Op op);
-  struct Operation {
-    MPI_Datatype type;
-    MPI_Op op;
-  };
-  std::shared_ptr<Operation> operation_;  // at a fixed address: a user's operation points to it
-  std::optional<collective::Reducer> reducer_;
-};
-// Whether `count` elements lie in memory without gaps from the buffer's address on.
-bool is_contiguous(MPI_Datatype type, uint64_t* element_bytes);
-
-struct Counters {
-  std::array<std::atomic<uint64_t>, kCalls> ours{};
-  std::array<std::atomic<uint64_t>, kFallbacks> passed{};
-  std::atomic<uint64_t> background{0};                  // nonblocking calls that were ours
-  std::atomic<uint64_t> nonblocking{0}, persistent{0};  // left to the MPI
-  std::atomic<uint64_t> allocations{0};                 // of MPI_Alloc_mem that were ours
-};
-Counters& counters();
-
-// profile.cc: one record a call, in memory until MPI_Finalize. Off unless asked for.
-extern const bool asked_to_profile, reads_tsc;
-inline bool profiling() noexcept { return asked_to_profile; }
-// The time in the profile's own unit: the processor's counter where the kernel takes its own clock
-// from it, less than half of the cost of asking the kernel.
-inline uint64_t ticks() noexcept {
-#if defined(__x86_64__)
-  if (reads_tsc) return __builtin_ia32_rdtsc();
-#endif
-  return static_cast<uint64_t>(now_ns());
-}
-void profile_begin();  // at MPI_Init; estimates this node's clock against rank 0's
-void profile_end();    // at MPI_Finalize; estimates it again, and writes the file
-// A call that began at `arrived` and ends now.
-void record(Call call, CommunicatorState* state, uint64_t count, uint64_t bytes, uint64_t arrived,
-            bool ours) noexcept;
 
 }  // namespace nostall::mpi

@@ -4,6 +4,8 @@
 // Times are CLOCK_MONOTONIC of the rank's node. Each node's clock is compared with that of rank 0
 // by message round trips at the beginning and at the end; the reader interpolates between the two,
 // so that a drift does not matter.
+#include "profile.h"
+
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>

@@ -1,9 +1,10 @@
 // MPI's types and operations in terms of ours. What we have no kernel for (a user's operation,
 // MINLOC, Fortran's logicals) is computed by the MPI itself, MPI_Reduce_local.
+#include "reducers.h"
+
 #include <cstring>
 #include <utility>
-
-#include "mpi_state.h"
+#include <vector>
 
 namespace nostall::mpi {
 namespace {

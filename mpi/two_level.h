@@ -7,6 +7,7 @@
 #pragma once
 
 #include "mpi_state.h"
+#include "reducers.h"
 
 namespace nostall::mpi {
 

@@ -11,6 +11,7 @@
 #include "base/error.h"
 #include "between.h"
 #include "mpi_state.h"
+#include "profile.h"
 #include "two_level.h"
 
 namespace nostall::mpi {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "mpi_state.h"
+#include "reducers.h"
 
 #define NOSTALL_EXPORT extern "C" __attribute__((visibility("default")))
 

@@ -81,11 +81,10 @@ uint64_t Selection::hash() const noexcept {
   return hash.value();
 }
 
-std::string selection_text() {
-  const char* named = std::getenv("NOSTALL_COLLECTIVES");
-  if (named != nullptr && std::string_view(named) == "off") return {};
-  std::string path = named == nullptr ? "" : named;
-  if (named == nullptr) {
+std::string selection_text(std::string_view named) {
+  if (named == "off") return {};
+  std::string path(named);
+  if (named.empty()) {
     const char* cache = std::getenv("XDG_CACHE_HOME");
     const char* home = std::getenv("HOME");
     if (cache == nullptr && home == nullptr) return {};

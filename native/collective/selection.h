@@ -42,9 +42,10 @@ class Selection {
   std::vector<Row> rows_;  // by up_to
 };
 
-// The file that NOSTALL_COLLECTIVES names, else collectives.json of the user's cache, if it is
-// there; empty for "off". Throws Error(io) if the file that is named cannot be read.
-std::string selection_text();
+// The text of the file `named` (what NOSTALL_COLLECTIVES says); if that is empty, of
+// collectives.json of the user's cache, if it is there. Empty for "off". Throws Error(io) if the
+// file that is named cannot be read.
+std::string selection_text(std::string_view named);
 
 // Whether arrivals are imbalanced, as seen by all of them at the same call.
 class Phase {

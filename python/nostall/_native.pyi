@@ -1226,6 +1226,7 @@ def open_communicator(
     window_bytes: int,
     arena_bytes: int,
     directory: str,
+    table: str,
 ) -> Communicator:
     """Waits for all ranks."""
 

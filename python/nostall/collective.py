@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from nostall import _native
+from nostall.base._options import value
 from nostall.errors import UsageError
 from nostall.job._world import find_world
 
@@ -123,7 +124,14 @@ class Communicator:
         self._fixed = order == "fixed"
         self._reducers: dict[tuple[str, str], _native.Reducer] = {}
         self._open: _native.Communicator | None = _native.open_communicator(
-            job, rank, size, timeout, window_bytes, arena_bytes, directory
+            job,
+            rank,
+            size,
+            timeout,
+            window_bytes,
+            arena_bytes,
+            directory,
+            str(value("collective.table")),
         )
         self.rank = rank
         self.size = size

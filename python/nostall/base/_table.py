@@ -728,7 +728,7 @@ _OTHERS = (
         'table of algorithms, or "off"',
         "collectives.json of the user's cache",
         file=False,
-        reader="the native core, in Python and in libnostall_mpi.so",
+        reader="Python and libnostall_mpi.so",
     ),
 )
 
