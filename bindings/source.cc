@@ -135,7 +135,7 @@ void bind_source(nb::module_& m) {
 
   nb::class_<source::FolderSource, source::Source>(m, "FolderSource")
       .def_prop_ro("root", &source::FolderSource::root)
-      .def_prop_ro("classes", [](const source::FolderSource& s) { return s.index().classes(); });
+      .def_prop_ro("classes", [](const source::FolderSource& s) { return s.listing().classes(); });
 
   m.def(
       "open_folder",

@@ -148,8 +148,9 @@ Result<Descriptor> unnamed_file(const std::string& directory) {
 
 Result<Descriptor> memory_file(const std::string& name) {
   constexpr unsigned kNeverExecuted = 8;  // MFD_NOEXEC_SEAL: some sites demand it, Linux 6.3 on
-  int fd = ::memfd_create(name.c_str(), MFD_CLOEXEC | kNeverExecuted);
-  if (fd < 0 && errno == EINVAL) fd = ::memfd_create(name.c_str(), MFD_CLOEXEC);
+  constexpr unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+  int fd = ::memfd_create(name.c_str(), flags | kNeverExecuted);
+  if (fd < 0 && errno == EINVAL) fd = ::memfd_create(name.c_str(), flags);
   return opened(fd, "cannot make a file in memory for", name);
 }
 

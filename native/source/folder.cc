@@ -79,12 +79,11 @@ std::string read_error_text(const ReadRequest& request) {
 }
 
 FolderSource::FolderSource(std::string root, SampleIndex index, FileSystem& files)
-    : root_(std::move(root)), index_(std::move(index)), files_(files) {
+    : root_(std::move(root)), listing_(std::move(index)), files_(files) {
   const int fd = files_.open(root_, O_RDONLY | O_DIRECTORY);
   if (fd < 0) throw io_error("cannot open folder", root_, -fd);
   root_fd_ = Descriptor(fd);
-  fingerprint_ = index_.fingerprint();
-  give_back_free_memory(index_.size());
+  give_back_free_memory(listing_.size());
 }
 
 uint64_t FolderSource::stamp() const {
@@ -92,14 +91,14 @@ uint64_t FolderSource::stamp() const {
   const std::string where = std::filesystem::canonical(root_, error).string();
   Fnv hash;
   hash.text(error ? root_ : where);
-  for (const ListedDirectory& d : index_.directories()) {
+  for (const ListedDirectory& d : listing_.directories()) {
     hash.text(d.path).number(static_cast<uint64_t>(d.mtime_ns));
   }
   return hash.value();
 }
 
 std::string FolderSource::describe(uint64_t sample) const {
-  const std::string path(index_.path(sample));
+  const std::string path(listing_.path(sample));
   return path.starts_with('/') ? path : root_ + "/" + path;
 }
 

@@ -7,6 +7,7 @@
 
 #include "base/file.h"
 #include "source/index.h"
+#include "source/listing.h"
 #include "source/source.h"
 
 namespace nostall::source {
@@ -16,16 +17,17 @@ class FolderSource : public Source {
   // `root` is where the index's relative paths start. Throws Error(io) if it cannot be opened.
   FolderSource(std::string root, SampleIndex index, FileSystem& files = FileSystem::real());
 
-  uint64_t size() const override { return index_.size(); }
-  std::span<const uint64_t> sizes() const override { return index_.sizes(); }
-  std::span<const int64_t> labels() const override { return index_.labels(); }
-  uint64_t total_bytes() const override { return index_.total_bytes(); }
-  uint64_t fingerprint() const override { return fingerprint_; }
+  uint64_t size() const override { return listing_.size(); }
+  std::span<const uint64_t> sizes() const override { return listing_.sizes(); }
+  std::span<const int64_t> labels() const override { return listing_.labels(); }
+  uint64_t total_bytes() const override { return listing_.total_bytes(); }
+  uint64_t fingerprint() const override { return listing_.fingerprint(); }
   uint64_t stamp() const override;
   std::string describe(uint64_t sample) const override;
   std::unique_ptr<Reader> make_reader(ReaderKind kind, unsigned depth) const override;
+  Shareable* shareable() const override { return &listing_.block(); }
 
-  const SampleIndex& index() const noexcept { return index_; }
+  const Listing& listing() const noexcept { return listing_; }
   const std::string& root() const noexcept { return root_; }
   int root_fd() const noexcept { return root_fd_.get(); }
   FileSystem& files() const noexcept { return files_; }
@@ -34,10 +36,9 @@ class FolderSource : public Source {
 
  private:
   std::string root_;
-  SampleIndex index_;
+  Listing listing_;
   FileSystem& files_;
   Descriptor root_fd_;
-  uint64_t fingerprint_;
   mutable std::atomic<bool> ring_refused_{false};
 };
 

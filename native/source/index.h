@@ -2,7 +2,7 @@
 //
 // The stored form (docs/formats/index.md, version 1) is little-endian and ends in a CRC32C.
 // parse_index is the only code that reads it; it is total: any bytes give an index or an Error of
-// kind corruption. Thread-safety: values.
+// kind corruption. An index grows; listing.h holds one that is complete. Thread-safety: values.
 #pragma once
 
 #include <cstddef>
@@ -31,6 +31,9 @@ class SampleIndex {
   std::string_view path(uint64_t sample) const noexcept {
     return std::string_view(names_).substr(ends_[sample], ends_[sample + 1] - ends_[sample]);
   }
+  // All paths one after the other, and where each begins, with the end of the last.
+  std::string_view names() const noexcept { return names_; }
+  const std::vector<uint64_t>& ends() const noexcept { return ends_; }
   const std::vector<uint64_t>& sizes() const noexcept { return sizes_; }
   const std::vector<int64_t>& labels() const noexcept { return labels_; }
   const std::vector<std::string>& classes() const noexcept { return classes_; }

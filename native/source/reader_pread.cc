@@ -21,7 +21,7 @@ class PreadReader : public Reader {
 
  private:
   int read_one(const ReadRequest& request) {
-    path_.assign(source_.index().path(request.sample));  // for the terminating zero
+    path_.assign(source_.listing().path(request.sample));  // for the terminating zero
     int fd = -1;
     do {
       // Not to wait for a writer if a pipe took the file's place.

@@ -74,7 +74,7 @@ class UringReader : public Reader {
   void begin(ReadRequest& request, unsigned slot) {
     Slot& s = slots_[slot];
     s.request = &request;
-    s.path.assign(source_.index().path(request.sample));
+    s.path.assign(source_.listing().path(request.sample));
     s.parts[0] = {request.into.data(), request.into.size()};
     s.parts[1] = {&s.extra, 1};
     s.opened = s.read = 0;

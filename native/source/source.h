@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/shareable.h"
 #include "base/sums.h"
 
 namespace nostall::source {
@@ -94,6 +95,9 @@ class Source {
     static_cast<void>(sample);
     static_cast<void>(out);
   }
+
+  // What all processes of a node have alike, for one copy of it; null where it is not worth it.
+  virtual Shareable* shareable() const { return nullptr; }
 
   // Checksums of samples as far as this process knows them: from the file where they are kept
   // (sums.h), and from loaders, which learn them. Readers do not look at them.

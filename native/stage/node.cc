@@ -164,6 +164,7 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
   config.arguments = arguments_of(job, source, node, first_epoch);
   config.tiers = node.tiers;
   config.stamp = source.stamp();
+  config.listing = source.shareable();
   config.judge = [&source](const tier::TierSpec& spec, tier::Manifest& kept) {
     keep_this_content(spec, source, kept);
   };

@@ -79,9 +79,9 @@ std::vector<std::pair<std::string, std::string>> lines_of(std::string_view text)
 
 enum class Chunk : uint32_t { untouched = 0, there = 1, refused = 2 };
 
-// The files that an attached rank hands to one that attaches: these three, then one file per tier,
+// The files that an attached rank hands to one that attaches: these four, then one file per tier,
 // then the directory of each kept tier.
-enum Handed : size_t { kCatalogFile, kArenaFile, kKeptSamples, kFirstTier };
+enum Handed : size_t { kCatalogFile, kArenaFile, kKeptSamples, kListing, kFirstTier };
 
 using Kept = std::vector<std::vector<plan::Resident>>;
 
@@ -280,6 +280,7 @@ class NodeCacheImpl final : public NodeCache {
   bool open_kept(size_t tier);
   void shorten_kept(size_t tier);
   void take_tier_files(std::vector<Descriptor>& files);
+  void share_listing();
   void give();
   void load_residents(size_t tier, std::span<const KeptRecord> records);
   void leave() noexcept;
@@ -299,7 +300,7 @@ class NodeCacheImpl final : public NodeCache {
   LockFile lock_;
   Descriptor catalog_file_, arena_file_;
   Mapping catalog_, arena_;
-  Descriptor kept_samples_;
+  Descriptor kept_samples_, listing_;
   CatalogHeader* header_ = nullptr;
   std::atomic<uint32_t>* chunk_words_ = nullptr;
   std::atomic<uint32_t>* words_ = nullptr;
@@ -358,6 +359,7 @@ void NodeCacheImpl::meet(const Placer& place, std::chrono::nanoseconds timeout) 
     catalog_file_ = std::move(files[kCatalogFile]);
     arena_file_ = std::move(files[kArenaFile]);
     kept_samples_ = std::move(files[kKeptSamples]);
+    listing_ = std::move(files[kListing]);
     take_tier_files(files);
     // Offered to others before the turn ends: the rank that gave the files may leave before this
     // one has placed its samples, and the next rank would then create a second cache.
@@ -378,6 +380,7 @@ void NodeCacheImpl::meet(const Placer& place, std::chrono::nanoseconds timeout) 
       if (kept_files_[t]) load_residents(t, records[t]);
     }
     enter_member();
+    share_listing();
     try {
       give();
     } catch (const Error&) {
@@ -386,7 +389,16 @@ void NodeCacheImpl::meet(const Placer& place, std::chrono::nanoseconds timeout) 
   } else {
     map_shared();
     enter_member();
+    if (listing_ && config_.listing != nullptr) config_.listing->adopt(listing_);
   }
+}
+
+// Where there is no memory for the second copy that there is for a moment, every rank keeps its own.
+void NodeCacheImpl::share_listing() {
+  if (config_.listing == nullptr || config_.local_world == 1) return;
+  if (!config_.listing->is_shared() && refusal(config_.listing->size(), false)) return;
+  auto file = config_.listing->share();
+  if (file) listing_ = std::move(file).take();
 }
 
 // A cache that holds nothing, where the ranks cannot share one.
@@ -660,6 +672,7 @@ void NodeCacheImpl::give() {
   files[kCatalogFile] = catalog_file_.get();
   files[kArenaFile] = arena_file_.get();
   files[kKeptSamples] = kept_samples_.get();
+  files[kListing] = listing_.get();
   for (size_t t = 0; t < tiers; ++t) {
     files[kFirstTier + t] = kept_files_[t] ? kept_files_[t].get() : tier_files_[t].get();
     files[kFirstTier + tiers + t] = kept_directories_[t].get();

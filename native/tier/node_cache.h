@@ -38,6 +38,7 @@
 #include <vector>
 
 #include "base/file.h"
+#include "base/shareable.h"
 #include "base/sums.h"
 #include "plan/placement.h"
 #include "tier/record.h"
@@ -69,6 +70,7 @@ struct NodeCacheConfig {
   std::string proc_directory = "/proc";  // where the limits of memory are read (base/limits.h)
   FileSystem* files = nullptr;           // FileSystem::real() when null
   uint64_t stamp = 0;                    // Source::stamp(), for the manifests of kept tiers
+  Shareable* listing = nullptr;          // what every rank has alike: the node keeps one copy
   // Takes out of what a kept tier holds what is not of the content that is there now. Asked by the
   // first rank of the node alone; empty: all of it is.
   std::function<void(const TierSpec& spec, Manifest& kept)> judge{};
