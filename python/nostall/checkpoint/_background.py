@@ -459,12 +459,10 @@ class BackgroundWriter:
             return
         there = durable.find(manifest.step, manifest.id)
         if there is None or not durable.has_all(there):
-            if there is not None and manifest.world_size > 1 and not drain.alone:
-                raise IoError(f"{durable.root} lacks parts of step {manifest.step}, made before")
             if drain.alone or manifest.world_size == 1:
                 self._drain_alone(drain)
             else:
-                self._drain_together(drain)
+                self._drain_together(drain, damaged=there is not None)
         if drain.saved is not None:
             drain.saved._reach("durable")
         self._retain()
@@ -486,12 +484,16 @@ class BackgroundWriter:
             drain.attempt,
         )
 
-    def _drain_together(self, drain: Drain) -> None:
-        """Copies this rank's part; rank 0 completes the checkpoint."""
+    def _drain_together(self, drain: Drain, *, damaged: bool) -> None:
+        """Copies this rank's part; rank 0 completes the checkpoint.
+
+        `damaged`: the checkpoint is there and lacks parts. Its files are left as they are: rank 0, told
+        by this rank's word, copies all parts alone and beside them.
+        """
         durable, manifest = self.durable, drain.manifest
         assert durable is not None
-        parts = tuple(p for p in manifest.parts if p.rank == self.rank)
-        failed = ""
+        parts = () if damaged else tuple(p for p in manifest.parts if p.rank == self.rank)
+        failed = f"{durable.root} lacks parts of step {manifest.step}" if damaged else ""
         try:
             if parts:
                 durable.prepare(manifest.step)

@@ -508,7 +508,7 @@ class Store:
             return self._gather(manifest, writers, deadline, stopped)
         within = f"in {timeout:g} s"
         while time.monotonic() < deadline + _GRACE_SECONDS:
-            if self.find(manifest.step, manifest.id) is not None:
+            if not isinstance(mine, str) and self._completed(manifest, rank, left):
                 return ""
             if (reason := self.aborted(manifest)) is not None:
                 return reason
@@ -518,6 +518,20 @@ class Store:
             time.sleep(0.02)
         reason = f"rank 0 did not complete step {manifest.step} in {self.root} {within}"
         return self._give_up(manifest, rank, reason, left)
+
+    def _completed(self, manifest: Manifest, rank: int, left: bool) -> bool:
+        """Whether rank 0 has made the checkpoint complete; `left`: of this rank's word, too."""
+        if self.find(manifest.step, manifest.id) is None:
+            return False
+        if not left:
+            return True
+        try:
+            # Rank 0 takes all words first: a manifest beside one is of before, and lacks parts. A file
+            # that is opened is looked for, also where a client remembers names.
+            with self._note(manifest, rank).open():
+                return False
+        except FileNotFoundError:
+            return True
 
     def _give_up(self, manifest: Manifest, rank: int, reason: str, left: bool) -> str:
         """Takes a rank's word back; what rank 0 has taken by then stands."""

@@ -26,6 +26,7 @@ import nostall.checkpoint._begin
 import nostall.checkpoint._nodes
 import nostall.job._greeting
 import nostall.job._stream
+from nostall.checkpoint._background import BackgroundWriter, Drain
 from nostall.checkpoint._format import Manifest, Part
 from nostall.checkpoint._nodes import Nodes, Outcome, holdings, together
 from nostall.checkpoint._store import Store, part_name
@@ -438,6 +439,46 @@ def test_a_node_that_misses_the_manifest_drains_all_the_same(
     assert results == [([], 1, "fast", 0), ([], 1, "fast", 1)]
     durable = Store(tmp_path / "durable", "durable")
     assert [e.step for e in durable.entries()] == [1]
+
+
+@pytest.mark.parametrize("finders", [{0}, {1}, {0, 1}])
+def test_a_durable_copy_that_lacks_parts_is_acknowledged_by_no_rank_before_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finders: set[int]
+) -> None:
+    """`finders` see it before they drain; a network file system shows it to others later."""
+    monkeypatch.setenv("NOSTALL_HOST", "127.0.0.1")
+    make = checkpointer_of(tmp_path, durable=tmp_path / "durable", world_size=2)
+    durable = Store(tmp_path / "durable", "durable")
+    drain, drain_together = BackgroundWriter._drain, BackgroundWriter._drain_together
+    ready = threading.Barrier(2)
+
+    def damage(self: BackgroundWriter, work: Drain) -> None:
+        if work.manifest.step == 1 and not work.alone:
+            if self.rank == 0:
+                durable.prepare(1)
+                durable.publish(work.manifest)
+            ready.wait(60)
+        drain(self, work)
+
+    def late(self: BackgroundWriter, work: Drain, *, damaged: bool) -> None:
+        drain_together(self, work, damaged=damaged and self.rank in finders)
+
+    def work(rank: int, gather: Any) -> Any:
+        with make(rank, gather) as ckpt:
+            saved = ckpt.save({"rank": rank}, 1, level="fast")
+            with pytest.raises(IoError, match="lacks parts of step 1"):
+                saved.wait("durable", 60)
+            ckpt.save({"rank": rank}, 2, level="fast").wait("durable", 60)
+            ckpt.wait(60)
+            ready.wait(60)  # rank 0 fetches the part of rank 1
+            return saved.id
+
+    monkeypatch.setattr(BackgroundWriter, "_drain", damage)
+    monkeypatch.setattr(BackgroundWriter, "_drain_together", late)
+    first, second = World(2).run(work)
+    assert first == second
+    manifest = durable.find(1, first)
+    assert manifest is not None and durable.has_all(manifest)
 
 
 def test_a_copy_that_the_partner_does_not_take_is_a_problem_and_no_failure(
