@@ -7,6 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := build/stamps
 JOBS ?= $(shell nproc)
+# Tests at a time: many wait, for time limits, launchers or slow storage.
+WORKERS ?= $(shell expr $(JOBS) + 1)
 # Python's compiled modules are kept, whatever the environment says: the tests import thousands.
 export PYTHONDONTWRITEBYTECODE :=
 FUZZ_SECONDS ?= 15
@@ -83,7 +85,7 @@ demo: $(STAMPS)/demo-package $(STAMPS)/benchmarks
 
 test: native-test python-test
 
-native_tests = $(BIN)/ctest --test-dir build/$(1) --no-tests=error --output-on-failure -j $(JOBS) >build/$(1)/test.log || \
+native_tests = $(BIN)/ctest --test-dir build/$(1) --no-tests=error --output-on-failure -j $(WORKERS) >build/$(1)/test.log || \
   { cat build/$(1)/test.log; exit 1; }; tail -n 3 build/$(1)/test.log
 
 # In the package's build folder: what is tested is what is installed.
@@ -92,9 +94,6 @@ native-test: build
 	@$(BIN)/cmake build/wheel -DNOSTALL_TESTS=ON >/dev/null
 	@$(BIN)/cmake --build build/wheel -j $(JOBS) >build/wheel/build.log || (cat build/wheel/build.log; exit 1)
 	@$(call native_tests,wheel)
-
-# One more than cores: many tests wait, for time limits, launchers or slow storage.
-WORKERS = $(shell expr $(JOBS) + 1)
 
 python-test: build
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone"

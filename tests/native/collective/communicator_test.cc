@@ -48,13 +48,15 @@ TEST_P(Sizes, AllreduceGivesTheSumByEveryAlgorithm) {
   run_threads(GetParam(), [](Communicator& c) {
     Delays delays(c.rank());
     for (const uint64_t count : {0U, 1U, 7U, 1000U, 1025U, 20'000U, 300'001U}) {
+      const std::vector<int32_t> mine = values_of(c.rank(), count),
+                                 sum = sum_over(c.ranks(), count);
       for (const Algorithm algorithm : kAll) {
         for (const bool in_place : {false, true}) {
-          std::vector<int32_t> data = values_of(c.rank(), count), out(count, -1);
+          std::vector<int32_t> data = mine, out(count, -1);
           delays.maybe();
           int32_t* to = in_place ? data.data() : out.data();
           c.allreduce(data.data(), to, count, sum_of_ints(), {.algorithm = algorithm});
-          ASSERT_EQ(std::vector<int32_t>(to, to + count), sum_over(c.ranks(), count))
+          ASSERT_EQ(std::vector<int32_t>(to, to + count), sum)
               << name_of(algorithm) << " of " << count;
         }
       }
@@ -66,16 +68,17 @@ TEST_P(Sizes, ReduceGivesTheSumToTheRootAlone) {
   run_threads(GetParam(), [](Communicator& c) {
     Delays delays(c.rank());
     for (const uint64_t count : {0U, 1U, 5000U, 200'001U}) {
+      const std::vector<int32_t> mine = values_of(c.rank(), count),
+                                 sum = sum_over(c.ranks(), count);
       for (uint32_t root = 0; root < c.ranks(); ++root) {
         for (const Algorithm algorithm :
              {Algorithm::cooperative, Algorithm::arrival_leader, Algorithm::arrival_chain,
               Algorithm::leader, Algorithm::binomial}) {
-          std::vector<int32_t> data = values_of(c.rank(), count);
+          std::vector<int32_t> data = mine;
           delays.maybe();
           c.reduce(data.data(), c.rank() == root ? data.data() : nullptr, count, sum_of_ints(),
                    root, {.algorithm = algorithm});
-          ASSERT_EQ(data,
-                    c.rank() == root ? sum_over(c.ranks(), count) : values_of(c.rank(), count))
+          ASSERT_EQ(data, c.rank() == root ? sum : mine)
               << name_of(algorithm) << " of " << count << " to " << root;
         }
       }

@@ -518,7 +518,8 @@ TEST(RecordSource, NamesSamplesAndDataSets) {
 }
 
 TEST(RecordSource, BoundsWhatOneCallHolds) {
-  const Data large = regular(40, 1 << 20, 0), scattered = regular(150, 1000, 400'000);
+  // More than the 16 MiB that one call may hold.
+  const Data large = regular(20, 1 << 20, 0), scattered = regular(60, 1000, 400'000);
   for (const Data* d : {&large, &scattered}) {
     const RecordSource source(d->storage, d->table, {});
     // Storage on which it pays to read through a megabyte.
