@@ -7,29 +7,15 @@
 #include <cstring>
 #include <vector>
 
+#include "image/color_kernels.h"
+
 namespace nostall::image {
 namespace {
-
-// Image.blend of one value: single precision, cut off.
-uint8_t blend(int from, int to, float factor) {
-  const float value = static_cast<float>(from) + factor * static_cast<float>(to - from);
-  return value <= 0 ? 0 : value >= 255 ? 255 : static_cast<uint8_t>(value);
-}
-
-// convert("L").
-int grey(const uint8_t* p) { return (p[0] * 19595 + p[1] * 38470 + p[2] * 7471 + 0x8000) >> 16; }
 
 template <typename Change>
 void each_pixel(const Surface& surface, const Change& change) {
   uint8_t* p = surface.pixels;
   for (uint8_t* end = p + surface.bytes(); p != end; p += 4) change(p);
-}
-
-void saturate(const Surface& surface, float factor) {
-  each_pixel(surface, [factor](uint8_t* p) {
-    const int level = grey(p);
-    for (int c = 0; c < 3; ++c) p[c] = blend(level, p[c], factor);
-  });
 }
 
 struct Hsv {
@@ -103,35 +89,30 @@ void sharpen(const Surface& surface, Buffer& other, float factor) {
   uint8_t* copy = other.reserve(surface.bytes());
   std::memcpy(copy, surface.pixels, surface.bytes());
   for (int64_t y = 1; y + 1 < surface.height; ++y) {
-    const uint8_t* middle = copy + static_cast<size_t>(y) * stride;
-    uint8_t* out = surface.row(y);
-    for (size_t x = 4; x + 4 < stride; ++x) {
-      const uint8_t* p = middle + x;
-      const uint8_t *above = p - stride, *below = p + stride;
-      const int sum = above[-4] + above[0] + above[4] + p[-4] + 5 * p[0] + p[4] + below[-4] +
-                      below[0] + below[4];
-      out[x] = blend((2 * sum + 13) / 26, p[0], factor);
-    }
+    const uint8_t* row = copy + static_cast<size_t>(y) * stride;
+    sharpen_row(row - stride, row, row + stride, surface.row(y), stride - 8, factor);
   }
 }
 
-// torchvision's kernel, in 14 bits; sums to one.
+// torchvision's kernel, in 14 bits; sums to one, the same to both sides.
 std::vector<int32_t> gaussian(uint32_t size, double sigma) {
-  const double limit = (size - 1) / (2.0 * std::sqrt(2.0));
-  std::vector<double> exact(size);
+  const uint32_t half = size / 2;
+  const double step = 1 / (std::sqrt(2.0) * sigma);  // torchvision's places are so far apart
+  std::vector<double> exact(half + 1);
   double total = 0;
-  for (uint32_t i = 0; i < size; ++i) {
-    const double x = (size == 1 ? 0 : -limit + 2 * limit * i / (size - 1)) / sigma;
-    total += exact[i] = std::exp(-x * x);
+  for (uint32_t k = 0; k <= half; ++k) {
+    exact[k] = std::exp(-(k * step) * (k * step));
+    total += k == 0 ? exact[k] : 2 * exact[k];
   }
   constexpr int32_t kOne = 1 << 14;
   std::vector<int32_t> weights(size);
-  int32_t rest = kOne;
-  for (uint32_t i = 0; i < size; ++i) {
-    weights[i] = static_cast<int32_t>(std::lround(exact[i] / total * kOne));
-    rest -= weights[i];
+  int32_t middle = kOne;
+  for (uint32_t k = 1; k <= half; ++k) {
+    const auto weight = static_cast<int32_t>(std::lround(exact[k] / total * kOne));
+    weights[half - k] = weights[half + k] = weight;
+    middle -= 2 * weight;
   }
-  weights[size / 2] += rest;
+  weights[half] = middle;
   return weights;
 }
 
@@ -152,10 +133,13 @@ void blur_rows(const Surface& surface, const std::vector<int32_t>& across,
   std::vector<uint16_t> line(values + 2 * margin);
   for (int64_t y = 0; y < surface.height; ++y) {
     std::fill(sums.begin(), sums.end(), 64);
-    for (int64_t k = -half_y; k <= half_y; ++k) {
-      const int32_t weight = down[static_cast<size_t>(k + half_y)];
-      const uint8_t* row = &source[static_cast<size_t>(reflected(y + k, surface.height)) * values];
-      for (size_t x = 0; x < values; ++x) sums[x] += weight * row[x];
+    for (int64_t k = 0; k <= half_y; ++k) {
+      const auto row = [&](int64_t at) {
+        return &source[static_cast<size_t>(reflected(at, surface.height)) * values];
+      };
+      const int32_t weight = down[static_cast<size_t>(half_y + k)];
+      // The middle is counted twice by the sum of both sides; its weight is even.
+      add_weighted(sums.data(), row(y - k), row(y + k), k == 0 ? weight / 2 : weight, values);
     }
     uint16_t* inner = line.data() + margin;
     for (size_t x = 0; x < values; ++x) inner[x] = static_cast<uint16_t>(sums[x] >> 7);
@@ -164,10 +148,9 @@ void blur_rows(const Surface& surface, const std::vector<int32_t>& across,
       std::memcpy(inner + 4 * (surface.width - 1 + x), inner + 4 * (surface.width - 1 - x), 8);
     }
     std::fill(sums.begin(), sums.end(), 1 << 20);
-    for (size_t k = 0; k < across.size(); ++k) {
-      const int32_t weight = across[k];
-      const uint16_t* from = line.data() + 4 * k;
-      for (size_t x = 0; x < values; ++x) sums[x] += weight * from[x];
+    for (int64_t k = 0; k <= half_x; ++k) {
+      const int32_t weight = across[static_cast<size_t>(half_x + k)];
+      add_weighted(sums.data(), inner - 4 * k, inner + 4 * k, k == 0 ? weight / 2 : weight, values);
     }
     uint8_t* out = surface.row(y);
     for (size_t x = 0; x < values; ++x) out[x] = static_cast<uint8_t>(sums[x] >> 21);
@@ -215,10 +198,9 @@ std::array<std::array<uint32_t, 256>, 3> Colors::histogram() {
 
 void Colors::contrast(double factor) {
   flush();
-  uint64_t sum = 0;
-  each_pixel(surface_, [&sum](const uint8_t* p) { sum += static_cast<uint64_t>(grey(p)); });
-  const double pixels = static_cast<double>(surface_.width) * static_cast<double>(surface_.height);
-  const int mean = static_cast<int>(static_cast<double>(sum) / pixels + 0.5);
+  const size_t pixels = surface_.bytes() / 4;
+  const auto sum = static_cast<double>(sum_grey(surface_.pixels, pixels));
+  const int mean = static_cast<int>(sum / static_cast<double>(pixels) + 0.5);
   then([&](int v) { return blend(mean, v, static_cast<float>(factor)); });
 }
 
@@ -283,14 +265,13 @@ void Colors::apply(const Color& action) {
   flush();
   switch (action.tone) {
     case Tone::saturation:
-      return saturate(surface_, factor);
+      return saturate(surface_.pixels, surface_.bytes() / 4, factor);
     case Tone::hue:
       return turn_hue(surface_, action.amount);
     case Tone::sharpness:
       return sharpen(surface_, other_, factor);
     default:  // greyscale
-      return each_pixel(surface_,
-                        [](uint8_t* p) { p[0] = p[1] = p[2] = static_cast<uint8_t>(grey(p)); });
+      return saturate(surface_.pixels, surface_.bytes() / 4, 0);
   }
 }
 

@@ -5,7 +5,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 #include <vector>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 namespace nostall::image {
 namespace {
@@ -68,6 +73,7 @@ struct Place {
   double x, y;
 };
 Place place_of(const Projection& a, double x, double y) {
+  if (a[6] == 0 && a[7] == 0) return {a[0] * x + a[1] * y + a[2], a[3] * x + a[4] * y + a[5]};
   const double scale = a[6] * x + a[7] * y + 1;
   return {(a[0] * x + a[1] * y + a[2]) / scale, (a[3] * x + a[4] * y + a[5]) / scale};
 }
@@ -86,10 +92,26 @@ void nearest_to(const Warp& warp, int64_t width, int64_t height, const Put& put)
   }
 }
 
+// The four bytes of a pixel, or of a line between pixels.
+using Channels = float __attribute__((vector_size(16)));
+
+Channels channels(const uint8_t* p) {
+#if defined(__SSE2__)
+  int pixel;
+  std::memcpy(&pixel, p, 4);
+  const __m128i zero = _mm_setzero_si128();
+  const __m128i words = _mm_unpacklo_epi8(_mm_cvtsi32_si128(pixel), zero);
+  return _mm_cvtepi32_ps(_mm_unpacklo_epi16(words, zero));
+#else
+  return Channels{static_cast<float>(p[0]), static_cast<float>(p[1]), static_cast<float>(p[2]),
+                  static_cast<float>(p[3])};
+#endif
+}
+
 // Pillow's cubic: convolution with a = -1.
-float cubic(const float v[4], float d) {
-  const float p2 = v[2] - v[0], p3 = 2 * (v[0] - v[1]) + v[2] - v[3];
-  const float p4 = v[1] - v[0] - v[2] + v[3];
+Channels cubic(const Channels v[4], float d) {
+  const Channels p2 = v[2] - v[0], p3 = 2 * (v[0] - v[1]) + v[2] - v[3];
+  const Channels p4 = v[1] - v[0] - v[2] + v[3];
   return v[1] + d * (p2 + d * (p3 + d * p4));
 }
 
@@ -103,14 +125,32 @@ class Sampler {
     const auto [y, dy] = split(at.y - 0.5);
     const size_t left = column(x), right = column(x + 1);
     const uint8_t *above = row(y), *below = row(y + 1);
-    constexpr int kBits = 11;
-    const int wx = static_cast<int>(dx * (1 << kBits)), wy = static_cast<int>(dy * (1 << kBits));
+    const int w = static_cast<int>(dx * (1 << kBits));
+#if defined(__SSE2__)
+    const auto line = [&](const uint8_t* pixels) {
+      int l, r;
+      std::memcpy(&l, pixels + left, 4);
+      std::memcpy(&r, pixels + right, 4);
+      const __m128i pairs = _mm_unpacklo_epi8(_mm_cvtsi32_si128(l), _mm_cvtsi32_si128(r));
+      const __m128i weights = _mm_set1_epi32(w << 16 | ((1 << kBits) - w));
+      return _mm_madd_epi16(_mm_unpacklo_epi8(pairs, _mm_setzero_si128()), weights);
+    };
+    const __m128i top = line(above);
+    const __m128 step = _mm_cvtepi32_ps(_mm_sub_epi32(line(below), top));
+    const __m128 value = _mm_add_ps(_mm_cvtepi32_ps(top), _mm_mul_ps(step, _mm_set1_ps(dy)));
+    __m128i levels = _mm_srli_epi32(_mm_cvttps_epi32(value), kBits);
+    levels = _mm_packs_epi32(levels, levels);
+    const int pixel = _mm_cvtsi128_si32(_mm_packus_epi16(levels, levels));
+    std::memcpy(out, &pixel, 4);
+#else
     for (size_t c = 0; c < 3; ++c) {
-      const int top = (above[left + c] << kBits) + (above[right + c] - above[left + c]) * wx;
-      const int bottom = (below[left + c] << kBits) + (below[right + c] - below[left + c]) * wx;
-      out[c] = static_cast<uint8_t>(((top << kBits) + (bottom - top) * wy) >> (2 * kBits));
+      const int top = above[left + c] * ((1 << kBits) - w) + above[right + c] * w;
+      const int bottom = below[left + c] * ((1 << kBits) - w) + below[right + c] * w;
+      const float value = static_cast<float>(top) + static_cast<float>(bottom - top) * dy;
+      out[c] = static_cast<uint8_t>(static_cast<int>(value) >> kBits);
     }
     out[3] = 0;
+#endif
   }
   void bicubic(Place at, uint8_t* out) const {
     const auto [x, dx] = split(at.x - 0.5);
@@ -121,23 +161,25 @@ class Sampler {
       columns[i] = column(x - 1 + i);
       rows[i] = row(y - 1 + i);
     }
-    for (size_t c = 0; c < 3; ++c) {
-      float lines[4];
-      for (size_t j = 0; j < 4; ++j) {
-        float values[4];
-        for (size_t i = 0; i < 4; ++i) values[i] = rows[j][columns[i] + c];
-        lines[j] = cubic(values, dx);
-      }
-      const float value = cubic(lines, dy);
-      out[c] = value <= 0 ? 0 : value >= 255 ? 255 : static_cast<uint8_t>(value);
+    Channels lines[4];
+    for (size_t j = 0; j < 4; ++j) {
+      Channels values[4];
+      for (size_t i = 0; i < 4; ++i) values[i] = channels(rows[j] + columns[i]);
+      lines[j] = cubic(values, dx);
     }
-    out[3] = 0;
+    const Channels value = cubic(lines, dy);
+    for (int c = 0; c < 4; ++c) {
+      out[c] = value[c] <= 0 ? 0 : value[c] >= 255 ? 255 : static_cast<uint8_t>(value[c]);
+    }
   }
 
  private:
+  static constexpr int kBits = 11;  // of the weight of a column
+
+  // The whole number below a place that is at least -1, and the rest.
   static std::pair<int64_t, float> split(double at) {
-    const double low = std::floor(at);
-    return {static_cast<int64_t>(low), static_cast<float>(at - low)};
+    const int64_t low = static_cast<int64_t>(at + 1) - 1;
+    return {low, static_cast<float>(at - static_cast<double>(low))};
   }
   size_t column(int64_t x) const {
     return static_cast<size_t>(std::clamp<int64_t>(x, 0, from_.width - 1)) * 4;
