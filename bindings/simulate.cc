@@ -1,4 +1,4 @@
-// The simulator: machines, layouts and the two engines.
+// The simulator: machines, decisions and the two engines.
 #include "simulate/simulate.h"
 
 #include <nanobind/ndarray.h>
@@ -17,7 +17,7 @@ namespace {
 using Samples = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Megabytes = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Engine = simulate::Result (*)(const simulate::Model&, const plan::JobSpec&,
-                                    std::span<const double>, const simulate::Layout&);
+                                    std::span<const double>, const simulate::Decision&);
 
 std::vector<uint32_t> to_vector(const Samples& samples) {
   return {samples.data(), samples.data() + samples.size()};
@@ -25,9 +25,9 @@ std::vector<uint32_t> to_vector(const Samples& samples) {
 
 template <Engine engine>
 simulate::Result run(const simulate::Model& model, const plan::JobSpec& spec,
-                     const Megabytes& sizes, const simulate::Layout& layout) {
+                     const Megabytes& sizes, const simulate::Decision& decision) {
   return bindings::without_gil([&] {
-    return engine(model, spec, {sizes.data(), sizes.size()}, layout);
+    return engine(model, spec, {sizes.data(), sizes.size()}, decision);
   });
 }
 
@@ -65,22 +65,23 @@ void bind_layout(nb::module_& m) {
       .value("prefetch", simulate::Filling::prefetch)
       .value("reading", simulate::Filling::reading)
       .value("before", simulate::Filling::before);
-  nb::class_<simulate::Layout>(m, "Layout", "What a policy decides (native/simulate/layout.h).")
+  nb::class_<simulate::Decision>(m, "Decision",
+                                 "What a policy decides (native/simulate/decision.h).")
       .def(nb::init<>())
-      .def_rw("loading", &simulate::Layout::loading)
-      .def_rw("filling", &simulate::Layout::filling)
-      .def_rw("in_turn", &simulate::Layout::in_turn)
-      .def_rw("cleanup", &simulate::Layout::cleanup)
-      .def_prop_ro("nodes", [](const simulate::Layout& l) { return l.keep.size(); })
+      .def_rw("loading", &simulate::Decision::loading)
+      .def_rw("filling", &simulate::Decision::filling)
+      .def_rw("in_turn", &simulate::Decision::in_turn)
+      .def_rw("cleanup", &simulate::Decision::cleanup)
+      .def_prop_ro("nodes", [](const simulate::Decision& l) { return l.keep.size(); })
       .def(
           "kept",
-          [](const simulate::Layout& l, size_t node, size_t storage_class) {
+          [](const simulate::Decision& l, size_t node, size_t storage_class) {
             return bindings::array_of(l.keep.at(node).at(storage_class - 1));
           },
           nb::arg("node"), nb::arg("storage_class"), "What the node keeps there, in fill order.")
       .def(
           "set_kept",
-          [](simulate::Layout& l, const std::vector<std::vector<Samples>>& keep) {
+          [](simulate::Decision& l, const std::vector<std::vector<Samples>>& keep) {
             l.keep.clear();
             for (const auto& node : keep) {
               auto& lists = l.keep.emplace_back();
@@ -90,18 +91,18 @@ void bind_layout(nb::module_& m) {
           nb::arg("keep"), "keep[node][class - 1]: sample ids in fill order.")
       .def(
           "set_owner",
-          [](simulate::Layout& l, const Samples& owner) { l.owner = to_vector(owner); },
+          [](simulate::Decision& l, const Samples& owner) { l.owner = to_vector(owner); },
           nb::arg("owner"), "The node of every sample, 2**32 - 1 for none.")
       .def(
           "set_order",
-          [](simulate::Layout& l, const std::vector<Samples>& order) {
+          [](simulate::Decision& l, const std::vector<Samples>& order) {
             l.order.clear();
             for (const auto& list : order) l.order.push_back(to_vector(list));
           },
           nb::arg("order"), "order[epoch * nodes + node]: sample ids.")
       .def(
           "order",
-          [](const simulate::Layout& l, size_t index) {
+          [](const simulate::Decision& l, size_t index) {
             return bindings::array_of(l.order.at(index));
           },
           nb::arg("index"));
@@ -130,9 +131,9 @@ void bind_layout(nb::module_& m) {
             bindings::without_gil([&] { return simulate::first_readers(spec); }));
       },
       nb::arg("spec"));
-  m.def("read_own_only", &simulate::read_own_only, nb::arg("spec"), nb::arg("layout"),
+  m.def("read_own_only", &simulate::read_own_only, nb::arg("spec"), nb::arg("decision"),
         nb::call_guard<nb::gil_scoped_release>());
-  m.def("read_local_first", &simulate::read_local_first, nb::arg("spec"), nb::arg("layout"),
+  m.def("read_local_first", &simulate::read_local_first, nb::arg("spec"), nb::arg("decision"),
         nb::call_guard<nb::gil_scoped_release>());
 }
 
@@ -160,7 +161,7 @@ void bind_simulate(nb::module_& m) {
       .def_ro("kept_from_source", &simulate::Result::kept_from_source)
       .def_ro("epoch_source", &simulate::Result::epoch_source);
   m.def("simulate_published", &run<simulate::published>, nb::arg("model"), nb::arg("spec"),
-        nb::arg("sizes"), nb::arg("layout"));
+        nb::arg("sizes"), nb::arg("decision"));
   m.def("simulate_consistent", &run<simulate::consistent>, nb::arg("model"), nb::arg("spec"),
-        nb::arg("sizes"), nb::arg("layout"));
+        nb::arg("sizes"), nb::arg("decision"));
 }

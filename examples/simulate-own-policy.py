@@ -12,9 +12,9 @@ from dataclasses import replace
 import numpy as np
 
 from nostall.simulate import (
+    Decision,
     Filling,
     Job,
-    Layout,
     Policy,
     load_scenario,
     make_policy,
@@ -27,16 +27,16 @@ class Replicated(Policy):
     title = "Replicated"
     follows = "each node keeps the same samples, as many as fit, as it reads them"
 
-    def layout(self, job: Job) -> Layout:
+    def decide(self, job: Job) -> Decision:
         ends = np.cumsum(job.sizes)
         room = np.cumsum([0.0, *(c.capacity for c in job.environment.classes[1:])])
         marks = np.searchsorted(ends, room, side="right")
         ids = np.arange(job.samples, dtype=np.uint32)
         lists = [ids[a:b] for a, b in itertools.pairwise(marks)]
-        layout = Layout()
-        layout.filling = Filling.reading
-        layout.set_kept([lists] * job.nodes)
-        return layout
+        decision = Decision()
+        decision.filling = Filling.reading
+        decision.set_kept([lists] * job.nodes)
+        return decision
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@
 
 namespace nostall::simulate {
 
-Accesses accesses_of(const plan::JobSpec& spec, const Layout& layout) {
+Accesses accesses_of(const plan::JobSpec& spec, const Decision& decision) {
   const uint32_t nodes = spec.world;
-  if (!layout.order.empty() && layout.order.size() != uint64_t{spec.epochs} * nodes) {
+  if (!decision.order.empty() && decision.order.size() != uint64_t{spec.epochs} * nodes) {
     throw Error(ErrorKind::usage, "a policy's order needs one list for each of " +
                                       std::to_string(spec.epochs) + " epochs and " +
                                       std::to_string(nodes) + " nodes, not " +
-                                      std::to_string(layout.order.size()));
+                                      std::to_string(decision.order.size()));
   }
   Accesses accesses;
   accesses.batches_per_epoch = plan::batches_per_epoch(spec);
@@ -26,10 +26,10 @@ Accesses accesses_of(const plan::JobSpec& spec, const Layout& layout) {
       const plan::RankEpoch share = plan::rank_epoch(spec, order, node);
       std::vector<uint32_t>& mine = accesses.samples[node];
       const uint64_t before = mine.size();
-      if (layout.order.empty()) {
+      if (decision.order.empty()) {
         mine.insert(mine.end(), share.samples.begin(), share.samples.end());
       } else {
-        const auto& own = layout.order[uint64_t{epoch} * nodes + node];
+        const auto& own = decision.order[uint64_t{epoch} * nodes + node];
         if (own.size() != share.samples.size()) {
           throw Error(ErrorKind::usage, "node " + std::to_string(node) + " reads " +
                                             std::to_string(share.samples.size()) +

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "plan/plan.h"
-#include "simulate/layout.h"
+#include "simulate/decision.h"
 
 namespace nostall::simulate {
 
@@ -16,9 +16,9 @@ struct Accesses {
   uint64_t batches_per_epoch = 0;
 };
 
-// From the plan, or from layout.order if that is given. 4 bytes per access. Throws Error(usage) if
-// layout.order does not go with the plan.
-Accesses accesses_of(const plan::JobSpec& spec, const Layout& layout);
+// From the plan, or from decision.order if that is given. 4 bytes per access. Throws Error(usage) if
+// decision.order does not go with the plan.
+Accesses accesses_of(const plan::JobSpec& spec, const Decision& decision);
 
 // [node][sample]: how often the node reads it. 4 bytes each.
 std::vector<std::vector<uint32_t>> reads_of(const Accesses& accesses, uint64_t samples);

@@ -10,7 +10,7 @@
 namespace nostall::simulate {
 
 void check(const Model& model, const plan::JobSpec& spec, std::span<const double> sizes,
-           const Layout& layout) {
+           const Decision& decision) {
   validate(model);
   plan::validate(spec);
   const auto require = [](bool holds, const std::string& what) {
@@ -26,26 +26,26 @@ void check(const Model& model, const plan::JobSpec& spec, std::span<const double
     require(std::isfinite(sizes[s]) && sizes[s] >= 0,
             "the size of sample " + std::to_string(s) + " is " + std::to_string(sizes[s]));
   }
-  require(layout.owner.empty() || layout.owner.size() == sizes.size(),
-          "a policy names the owners of " + std::to_string(layout.owner.size()) +
+  require(decision.owner.empty() || decision.owner.size() == sizes.size(),
+          "a policy names the owners of " + std::to_string(decision.owner.size()) +
               " samples, not of " + std::to_string(sizes.size()));
-  for (const uint32_t owner : layout.owner) {
+  for (const uint32_t owner : decision.owner) {
     require(owner < model.nodes || owner == plan::kNoOwner,
             "a policy names node " + std::to_string(owner) + " of " + std::to_string(model.nodes));
   }
   // A thousandth: the plan counts whole bytes.
   constexpr double kRounding = 1.001;
-  for (size_t node = 0; node < layout.keep.size() && !layout.cleanup; ++node) {
-    for (size_t j = 0; j < layout.keep[node].size() && j + 1 < model.classes.size(); ++j) {
+  for (size_t node = 0; node < decision.keep.size() && !decision.cleanup; ++node) {
+    for (size_t j = 0; j < decision.keep[node].size() && j + 1 < model.classes.size(); ++j) {
       double mb = 0;
-      for (const uint32_t s : layout.keep[node][j]) mb += s < sizes.size() ? sizes[s] : 0;
+      for (const uint32_t s : decision.keep[node][j]) mb += s < sizes.size() ? sizes[s] : 0;
       require(mb <= model.classes[j + 1].capacity * kRounding + 1e-6,
               "a policy keeps " + std::to_string(mb) + " MB in storage class " +
                   std::to_string(j + 1) + " of node " + std::to_string(node) + ", which holds " +
                   std::to_string(model.classes[j + 1].capacity));
     }
   }
-  require(layout.filling == Filling::none || !layout.keep.empty(),
+  require(decision.filling == Filling::none || !decision.keep.empty(),
           "a policy fills storage classes without naming what they keep");
 }
 

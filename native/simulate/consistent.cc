@@ -27,15 +27,15 @@ constexpr double kMomentsABatch = 64;
 class Consistent {
  public:
   Consistent(const Model& model, const plan::JobSpec& spec, std::span<const double> sizes,
-             const Layout& layout)
+             const Decision& decision)
       : model_(model),
-        layout_(layout),
+        decision_(decision),
         sizes_(sizes),
         nodes_(model.nodes),
         classes_(model.classes.size()),
         pooled_(nodes_ > kSingleDevices),
-        accesses_(accesses_of(spec, layout)),
-        kept_(layout, spec.samples, nodes_, classes_) {
+        accesses_(accesses_of(spec, decision)),
+        kept_(decision, spec.samples, nodes_, classes_) {
     // Resources: the source, then by node its link to the source, in, out, and its devices.
     device_base_ = 1 + 3 * nodes_;
     const uint32_t places = pooled_ ? 1 : nodes_;
@@ -62,11 +62,11 @@ class Consistent {
     staged_to_.assign(nodes_, 0);
     held_.assign(nodes_, 0);
     fill_next_.assign(flows_.size(), 0);
-    if (layout.cleanup) {
+    if (decision.cleanup) {
       reads_left_ = reads_of(accesses_, sizes.size());
       kept_mb_.assign(flows_.size(), 0);
     }
-    claimed_.assign(layout.filling == Filling::reading ? sizes.size() : 0, plan::kNoOwner);
+    claimed_.assign(decision.filling == Filling::reading ? sizes.size() : 0, plan::kNoOwner);
     result_.node_stall.assign(nodes_, 0);
     result_.staged.assign(classes_ + 1, 0);
     result_.epoch_source.assign(spec.epochs, 0);
@@ -76,12 +76,12 @@ class Consistent {
     chunk_ = std::max(1e-9, total / static_cast<double>(nodes_) /
                                 static_cast<double>(accesses_.batches_per_epoch));
     const StorageClass& stage = model.classes[0];
-    const double threads = layout.loading == Loading::on_demand ? 1 : stage.threads;
+    const double threads = decision.loading == Loading::on_demand ? 1 : stage.threads;
     stage_cap_ = threads / model.stage_seconds();
   }
 
   Result run() {
-    training_ = layout_.filling != Filling::before;
+    training_ = decision_.filling != Filling::before;
     while (batch_ < accesses_.batches) {
       begin_transfers();
       if (!training_ && transfers_under_way_ == 0) {
@@ -119,8 +119,8 @@ class Consistent {
   void begin_transfers() {
     for (uint32_t node = 0; node < nodes_; ++node) {
       if (training_) begin_staging(node);
-      if (layout_.filling != Filling::prefetch && layout_.filling != Filling::before) continue;
-      for (size_t j = 1; j <= layout_.keep[node].size(); ++j) begin_fill(node, j);
+      if (decision_.filling != Filling::prefetch && decision_.filling != Filling::before) continue;
+      for (size_t j = 1; j <= decision_.keep[node].size(); ++j) begin_fill(node, j);
     }
     std::fill(surplus_.begin(), surplus_.end(), 0);
   }
@@ -130,7 +130,7 @@ class Consistent {
     while (!transfer.active && next_batch_[node] < accesses_.batches) {
       const uint64_t h = next_batch_[node];
       const bool ahead = h > batch_ || (h == batch_ && computing_);
-      if (ahead && layout_.loading != Loading::staged) return;
+      if (ahead && decision_.loading != Loading::staged) return;
       const auto [first, last] = range(node, h);
       double mb = 0;
       for (uint64_t k = first; k < last; ++k) mb += sizes_[accesses_.samples[node][k]];
@@ -139,7 +139,7 @@ class Consistent {
       ++next_batch_[node];
       const auto* samples = accesses_.samples[node].data();
       transfer.samples.assign(samples + first, samples + last);
-      if (mb > 0 && layout_.loading != Loading::perfect) {
+      if (mb > 0 && decision_.loading != Loading::perfect) {
         begin(node, 0, mb, h / accesses_.batches_per_epoch);
       } else {
         end_staging(node);
@@ -150,13 +150,13 @@ class Consistent {
   void begin_fill(uint32_t node, size_t j) {
     const size_t index = node * classes_ + j;
     Transfer& transfer = transfers_[index];
-    const auto& list = layout_.keep[node][j - 1];
+    const auto& list = decision_.keep[node][j - 1];
     while (!transfer.active && fill_next_[index] < list.size()) {
       double mb = 0;
       transfer.samples.clear();
       while (fill_next_[index] < list.size() && mb < chunk_) {
         const uint32_t sample = list[fill_next_[index]];
-        if (layout_.cleanup) {
+        if (decision_.cleanup) {
           if (reads_left_[node][sample] == 0) {
             ++fill_next_[index];  // this node will not read it again
             continue;
@@ -221,7 +221,7 @@ class Consistent {
 
   // The origin as in Result::staged: class - 1, then other nodes, then the source.
   size_t take_sample(uint32_t node, size_t j, uint32_t sample, double size) {
-    const bool filling = layout_.filling == Filling::reading && j == 0;
+    const bool filling = decision_.filling == Filling::reading && j == 0;
     const auto own = kept_.own(node, sample);
     if (own && own->since <= now_) {
       take(device(node, own->storage_class), size);
@@ -242,9 +242,9 @@ class Consistent {
     }
     take(0, size);
     take(link(node), size);
-    if (filling && !layout_.owner.empty() && layout_.owner[sample] != plan::kNoOwner) {
+    if (filling && !decision_.owner.empty() && decision_.owner[sample] != plan::kNoOwner) {
       claimed_[sample] = node;
-      const uint32_t owner = layout_.owner[sample];
+      const uint32_t owner = decision_.owner[sample];
       const auto copy = kept_.own(owner, sample);
       if (owner != node && copy) {
         take(out(node), size);
@@ -257,16 +257,16 @@ class Consistent {
 
   void end_staging(uint32_t node) {
     Transfer& transfer = transfers_[node * classes_];
-    if (layout_.filling == Filling::reading) {
+    if (decision_.filling == Filling::reading) {
       for (const uint32_t sample : transfer.samples) keep(node, sample);
       for (const uint32_t sample : transfer.from_source) {
         claimed_[sample] = plan::kNoOwner;
-        if (!layout_.owner.empty() && layout_.owner[sample] != plan::kNoOwner) {
-          keep(layout_.owner[sample], sample);
+        if (!decision_.owner.empty() && decision_.owner[sample] != plan::kNoOwner) {
+          keep(decision_.owner[sample], sample);
         }
       }
     }
-    if (layout_.cleanup) {
+    if (decision_.cleanup) {
       for (const uint32_t sample : transfer.samples) drop_after_last_read(node, sample);
     }
     if (staged_to_[node]++ == batch_ && !computing_) {
@@ -374,7 +374,7 @@ class Consistent {
   }
 
   const Model& model_;
-  const Layout& layout_;
+  const Decision& decision_;
   const std::span<const double> sizes_;
   const uint32_t nodes_;
   const size_t classes_;  // class 0 included; also the index of the source in Result::staged
@@ -409,9 +409,9 @@ class Consistent {
 }  // namespace
 
 Result consistent(const Model& model, const plan::JobSpec& spec, std::span<const double> sizes,
-                  const Layout& layout) {
-  check(model, spec, sizes, layout);
-  return Consistent(model, spec, sizes, layout).run();
+                  const Decision& decision) {
+  check(model, spec, sizes, decision);
+  return Consistent(model, spec, sizes, decision).run();
 }
 
 }  // namespace nostall::simulate

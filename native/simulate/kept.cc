@@ -10,26 +10,26 @@
 
 namespace nostall::simulate {
 
-Kept::Kept(const Layout& layout, uint64_t samples, uint32_t nodes, size_t classes) {
-  if (layout.keep.empty()) return;
-  if (layout.keep.size() != nodes) {
+Kept::Kept(const Decision& decision, uint64_t samples, uint32_t nodes, size_t classes) {
+  if (decision.keep.empty()) return;
+  if (decision.keep.size() != nodes) {
     throw Error(ErrorKind::usage, "a policy keeps samples on " +
-                                      std::to_string(layout.keep.size()) + " nodes of " +
+                                      std::to_string(decision.keep.size()) + " nodes of " +
                                       std::to_string(nodes));
   }
   first_.resize(classes - 1);
   shelves_.resize(nodes);
   std::vector<std::pair<uint32_t, uint8_t>> all;
   for (uint32_t node = 0; node < nodes; ++node) {
-    if (layout.keep[node].size() > classes - 1) {
+    if (decision.keep[node].size() > classes - 1) {
       throw Error(ErrorKind::usage, "a policy keeps samples in storage class " +
-                                        std::to_string(layout.keep[node].size()) + " of " +
+                                        std::to_string(decision.keep[node].size()) + " of " +
                                         std::to_string(classes - 1));
     }
     all.clear();
-    for (size_t j = 0; j < layout.keep[node].size(); ++j) {
-      if (!layout.keep[node][j].empty()) first_[j].resize(samples);
-      for (const uint32_t s : layout.keep[node][j]) {
+    for (size_t j = 0; j < decision.keep[node].size(); ++j) {
+      if (!decision.keep[node][j].empty()) first_[j].resize(samples);
+      for (const uint32_t s : decision.keep[node][j]) {
         if (s >= samples) {
           throw Error(ErrorKind::usage, "a policy keeps sample " + std::to_string(s) + " of " +
                                             std::to_string(samples));

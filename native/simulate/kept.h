@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-#include "simulate/layout.h"
+#include "simulate/decision.h"
 
 namespace nostall::simulate {
 
@@ -17,9 +17,9 @@ inline constexpr double kNotYet = std::numeric_limits<double>::infinity();
 
 class Kept {
  public:
-  // Throws Error(usage) if the layout keeps samples, nodes or classes that there are not, or one
+  // Throws Error(usage) if the decision keeps samples, nodes or classes that there are not, or one
   // sample twice on one node.
-  Kept(const Layout& layout, uint64_t samples, uint32_t nodes, size_t classes);
+  Kept(const Decision& decision, uint64_t samples, uint32_t nodes, size_t classes);
 
   struct Copy {
     size_t storage_class;  // from 1 on

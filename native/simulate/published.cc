@@ -23,14 +23,14 @@ namespace {
 class Published {
  public:
   Published(const Model& model, const plan::JobSpec& spec, std::span<const double> sizes,
-            const Layout& layout)
+            const Decision& decision)
       : model_(model),
-        layout_(layout),
+        decision_(decision),
         sizes_(sizes),
         nodes_(model.nodes),
         classes_(model.classes.size()),
-        accesses_(accesses_of(spec, layout)),
-        kept_(layout, spec.samples, nodes_, classes_) {
+        accesses_(accesses_of(spec, decision)),
+        kept_(decision, spec.samples, nodes_, classes_) {
     shares_.push_back(0);
     for (uint32_t g = 1; g <= nodes_; ++g) shares_.push_back(model.source_share(g));
     largest_share_ = *std::max_element(shares_.begin(), shares_.end());
@@ -38,7 +38,7 @@ class Published {
     begun_.assign(classes_, std::vector<double>(nodes_, -1.0));
     until_.assign(classes_, std::vector<double>(nodes_, -1.0));
     stage_.resize(nodes_);
-    if (layout.cleanup) reads_left_ = reads_of(accesses_, sizes.size());
+    if (decision.cleanup) reads_left_ = reads_of(accesses_, sizes.size());
     fills_.assign(nodes_, std::vector<Fill>(classes_));
     result_.node_stall.assign(nodes_, 0);
     result_.staged.assign(classes_ + 1, 0);
@@ -47,7 +47,7 @@ class Published {
 
   Result run(uint32_t epochs) {
     double start = 0;
-    if (layout_.filling == Filling::before) start = fill_before();
+    if (decision_.filling == Filling::before) start = fill_before();
     result_.initial_seconds = start;
     result_.warm_seconds = start;
     result_.batch_seconds.reserve(accesses_.batches);
@@ -89,10 +89,10 @@ class Published {
   // All nodes at once with t(N) / N each, or one after the other with t(1), p_0 threads each.
   double fill_before() {
     double slowest = 0, sum = 0;
-    const double per_mb = 1 / model_.source_share(layout_.in_turn ? 1 : nodes_);
-    for (uint32_t node = 0; node < nodes_ && !layout_.keep.empty(); ++node) {
+    const double per_mb = 1 / model_.source_share(decision_.in_turn ? 1 : nodes_);
+    for (uint32_t node = 0; node < nodes_ && !decision_.keep.empty(); ++node) {
       double mine = 0;
-      for (const auto& list : layout_.keep[node]) {
+      for (const auto& list : decision_.keep[node]) {
         for (const uint32_t s : list) {
           mine += sizes_[s];
           kept_.fill(node, s, *kept_.own(node, s), 0);
@@ -103,7 +103,7 @@ class Published {
       slowest = std::max(slowest, seconds);
       sum += seconds;
     }
-    return layout_.in_turn ? sum : slowest;
+    return decision_.in_turn ? sum : slowest;
   }
 
   double batch(uint64_t h, double start) {
@@ -149,8 +149,8 @@ class Published {
   double request(uint32_t node, uint64_t k, double time) {
     const uint32_t sample = accesses_.samples[node][k];
     const double size = sizes_[sample];
-    if (layout_.loading == Loading::perfect) return time;
-    if (layout_.loading == Loading::on_demand) {
+    if (decision_.loading == Loading::perfect) return time;
+    if (decision_.loading == Loading::on_demand) {
       advance(node, time, false);
       const Fetch fetch = fetch_for(node, sample, time);
       account(fetch, size);
@@ -171,7 +171,7 @@ class Published {
       stage.at.erase(stage.at.begin(), stage.at.begin() + static_cast<ptrdiff_t>(kWindow));
       stage.first += kWindow;
     }
-    if (layout_.cleanup) consume(node, sample, time);
+    if (decision_.cleanup) consume(node, sample, time);
     return there;
   }
 
@@ -187,13 +187,13 @@ class Published {
         reader = 0;
         earliest = stage.clock;
       }
-      if (layout_.filling == Filling::prefetch) {
-        for (size_t j = 1; j <= layout_.keep[node].size(); ++j) {
+      if (decision_.filling == Filling::prefetch) {
+        for (size_t j = 1; j <= decision_.keep[node].size(); ++j) {
           Fill& fill = fills_[node][j];
-          if (layout_.cleanup) skip_unwanted(node, j);
-          if (fill.next < layout_.keep[node][j - 1].size() &&
+          if (decision_.cleanup) skip_unwanted(node, j);
+          if (fill.next < decision_.keep[node][j - 1].size() &&
               (fill.clock < earliest || (reader == classes_ && fill.clock <= earliest)) &&
-              (!layout_.cleanup || fits(node, j))) {
+              (!decision_.cleanup || fits(node, j))) {
             reader = j;
             earliest = fill.clock;
           }
@@ -219,11 +219,11 @@ class Published {
     stage.at.push_back(stage.clock);
     stage.held += size;
     ++stage.next;
-    if (layout_.filling == Filling::reading) {
+    if (decision_.filling == Filling::reading) {
       keep_read(node, node, sample, stage.clock);
-      if (fetch.origin == classes_ && !layout_.owner.empty() &&
-          layout_.owner[sample] != plan::kNoOwner) {
-        keep_read(layout_.owner[sample], node, sample, stage.clock);
+      if (fetch.origin == classes_ && !decision_.owner.empty() &&
+          decision_.owner[sample] != plan::kNoOwner) {
+        keep_read(decision_.owner[sample], node, sample, stage.clock);
       }
     }
   }
@@ -239,7 +239,7 @@ class Published {
 
   void keep_next(uint32_t node, size_t j) {
     Fill& fill = fills_[node][j];
-    const uint32_t sample = layout_.keep[node][j - 1][fill.next++];
+    const uint32_t sample = decision_.keep[node][j - 1][fill.next++];
     const double size = sizes_[sample];
     const Fetch fetch = fetch_for(node, sample, fill.clock);
     note_source(node, j, fetch, fill.clock, 1);
@@ -254,13 +254,13 @@ class Published {
   // What the node will not read again is not fetched any more.
   void skip_unwanted(uint32_t node, size_t j) {
     Fill& fill = fills_[node][j];
-    const auto& list = layout_.keep[node][j - 1];
+    const auto& list = decision_.keep[node][j - 1];
     while (fill.next < list.size() && reads_left_[node][list[fill.next]] == 0) ++fill.next;
   }
 
   bool fits(uint32_t node, size_t j) const {
     const Fill& fill = fills_[node][j];
-    return fill.held + sizes_[layout_.keep[node][j - 1][fill.next]] <= model_.classes[j].capacity;
+    return fill.held + sizes_[decision_.keep[node][j - 1][fill.next]] <= model_.classes[j].capacity;
   }
 
   // cleanup_read: what the node will not read again makes room.
@@ -327,7 +327,7 @@ class Published {
   static constexpr uint64_t kWindow = 4096;
 
   const Model& model_;
-  const Layout& layout_;
+  const Decision& decision_;
   const std::span<const double> sizes_;
   const uint32_t nodes_;
   const size_t classes_;  // class 0 included; also the index of the source in Result::staged
@@ -348,9 +348,9 @@ class Published {
 }  // namespace
 
 Result published(const Model& model, const plan::JobSpec& spec, std::span<const double> sizes,
-                 const Layout& layout) {
-  check(model, spec, sizes, layout);
-  return Published(model, spec, sizes, layout).run(spec.epochs);
+                 const Decision& decision) {
+  check(model, spec, sizes, decision);
+  return Published(model, spec, sizes, decision).run(spec.epochs);
 }
 
 }  // namespace nostall::simulate

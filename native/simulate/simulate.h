@@ -2,7 +2,7 @@
 // 3.1 and 4.1], run on the loader's own plan.
 //
 // Read this first. A Model (model.h) is the machine, a plan::JobSpec the training (one rank per
-// node), sizes are in MB, a Layout (layout.h) is what a policy decides. Two engines run them:
+// node), sizes are in MB, a Decision (decision.h) is what a policy decides. Two engines run them:
 //   published   the simulation of [Böhringer 2020, sec. 4.1], sample by sample: every read takes
 //               what equations 3.5 to 3.7 give at its start, whatever starts later. Together,
 //               reads may take more than there is.
@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "plan/plan.h"
-#include "simulate/layout.h"
+#include "simulate/decision.h"
 #include "simulate/model.h"
 
 namespace nostall::simulate {
@@ -41,8 +41,8 @@ struct Result {
 // `sizes`: MB, one per sample. spec.world is the number of nodes. Throws Error(usage) if the
 // arguments do not go together.
 Result published(const Model& model, const plan::JobSpec& spec, std::span<const double> sizes,
-                 const Layout& layout);
+                 const Decision& decision);
 Result consistent(const Model& model, const plan::JobSpec& spec, std::span<const double> sizes,
-                  const Layout& layout);
+                  const Decision& decision);
 
 }  // namespace nostall::simulate

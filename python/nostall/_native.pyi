@@ -1428,8 +1428,8 @@ class Filling(enum.Enum):
 
     before = 3
 
-class Layout:
-    """What a policy decides (native/simulate/layout.h)."""
+class Decision:
+    """What a policy decides (native/simulate/decision.h)."""
 
     def __init__(self) -> None: ...
     @property
@@ -1495,17 +1495,17 @@ def keep_frequent(
     ],
     capacities: Sequence[int],
     in_order: bool = True,
-) -> Layout: ...
+) -> Decision: ...
 def keep_owned(
     spec: JobSpec,
     bytes: Annotated[
         NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
     ],
     capacities: Sequence[int],
-) -> Layout: ...
+) -> Decision: ...
 def first_readers(spec: JobSpec) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
-def read_own_only(spec: JobSpec, layout: Layout) -> None: ...
-def read_local_first(spec: JobSpec, layout: Layout) -> None: ...
+def read_own_only(spec: JobSpec, decision: Decision) -> None: ...
+def read_local_first(spec: JobSpec, decision: Decision) -> None: ...
 
 class SimulationResult:
     """Seconds and MB (simulate/simulate.h)."""
@@ -1539,7 +1539,7 @@ def simulate_published(
     sizes: Annotated[
         NDArray[numpy.float64], dict(shape=(None,), order="C", device="cpu", writable=False)
     ],
-    layout: Layout,
+    decision: Decision,
 ) -> SimulationResult: ...
 def simulate_consistent(
     model: Model,
@@ -1547,5 +1547,5 @@ def simulate_consistent(
     sizes: Annotated[
         NDArray[numpy.float64], dict(shape=(None,), order="C", device="cpu", writable=False)
     ],
-    layout: Layout,
+    decision: Decision,
 ) -> SimulationResult: ...

@@ -8,7 +8,7 @@ See docs/guide/simulate.md.
 
 from __future__ import annotations
 
-from nostall._native import Filling, Layout
+from nostall._native import Decision, Filling
 from nostall.simulate._dataset import Dataset
 from nostall.simulate._environment import Environment, StorageClass
 from nostall.simulate._policies import Job, NotApplicable, Policy, make_policy, policies, register
@@ -27,10 +27,10 @@ from nostall.simulate._sweep import Point, cheapest, scaling, sweep
 __all__ = [
     "MODES",
     "Dataset",
+    "Decision",
     "Environment",
     "Filling",
     "Job",
-    "Layout",
     "NotApplicable",
     "Outcome",
     "Point",

@@ -1,7 +1,7 @@
 """The policies [Böhringer 2020, sec. 4.1.4]: each decides what is kept where, how it gets there, and
 what is read.
 
-A policy is a class with a `layout` method. `register` makes it known to scenario files, and
+A policy is a class with a `decide` method. `register` makes it known to scenario files, and
 `policy.py:Class` names a policy of the user's own. See examples/simulate-own-policy.py.
 """
 
@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nostall._native import (
+    Decision,
     Filling,
-    Layout,
     Loading,
     Scheme,
     first_readers,
@@ -96,7 +96,7 @@ class Job:
 
 
 class Policy:
-    """Base of all policies; override `layout`.
+    """Base of all policies; override `decide`.
 
     Attributes:
         name: in scenario files and on the command line.
@@ -110,7 +110,7 @@ class Policy:
     follows: ClassVar[str] = ""
     order: Order = "same"
 
-    def layout(self, job: Job) -> Layout:
+    def decide(self, job: Job) -> Decision:
         """What the policy decides for this job.
 
         Raises:
@@ -184,10 +184,10 @@ class LowerBound(Policy):
     title = "Lower bound"
     follows = "PerfectPrefetcher: every sample is available at once; only computing takes time"
 
-    def layout(self, job: Job) -> Layout:
-        layout = Layout()
-        layout.loading = Loading.perfect
-        return layout
+    def decide(self, job: Job) -> Decision:
+        decision = Decision()
+        decision.loading = Loading.perfect
+        return decision
 
 
 @register
@@ -196,10 +196,10 @@ class Naive(Policy):
     title = "Naive"
     follows = "BasePolicy: each sample is read from the file system when it is wanted"
 
-    def layout(self, job: Job) -> Layout:
-        layout = Layout()
-        layout.loading = Loading.on_demand
-        return layout
+    def decide(self, job: Job) -> Decision:
+        decision = Decision()
+        decision.loading = Loading.on_demand
+        return decision
 
 
 @register
@@ -208,8 +208,8 @@ class StagingPool(Policy):
     title = "Staging pool"
     follows = "StagingPoolPrefetcher: double buffering, tf.data; reads ahead, keeps nothing"
 
-    def layout(self, job: Job) -> Layout:
-        return Layout()
+    def decide(self, job: Job) -> Decision:
+        return Decision()
 
 
 @register
@@ -225,14 +225,14 @@ class DeepIO(Policy):
         self.title = f"DeepIO ({'opportunistic' if opportunistic else 'ordered'})"
         self.order = "changed" if opportunistic else "same"
 
-    def layout(self, job: Job) -> Layout:
+    def decide(self, job: Job) -> Decision:
         _memory_only(job, self.title)
-        layout = Layout()
-        layout.filling = Filling.before
-        layout.set_kept(job.shares(1))
+        decision = Decision()
+        decision.filling = Filling.before
+        decision.set_kept(job.shares(1))
         if self.opportunistic:
-            read_own_only(job.plan.native, layout)
-        return layout
+            read_own_only(job.plan.native, decision)
+        return decision
 
 
 @register
@@ -245,15 +245,15 @@ class ParallelStaging(Policy):
     )
     order: Order = "changed"
 
-    def layout(self, job: Job) -> Layout:
+    def decide(self, job: Job) -> Decision:
         if len(job.environment.classes) < 2:
             raise NotApplicable("parallel staging needs local storage")
-        layout = Layout()
-        layout.filling = Filling.before
-        layout.in_turn = True
-        layout.set_kept(job.shares(len(job.environment.classes) - 1))
-        read_own_only(job.plan.native, layout)
-        return layout
+        decision = Decision()
+        decision.filling = Filling.before
+        decision.in_turn = True
+        decision.set_kept(job.shares(len(job.environment.classes) - 1))
+        read_own_only(job.plan.native, decision)
+        return decision
 
 
 @register
@@ -268,7 +268,7 @@ class Lbann(Policy):
         self.preloading = preloading
         self.title = f"LBANN store ({'preloading' if preloading else 'dynamic'})"
 
-    def layout(self, job: Job) -> Layout:
+    def decide(self, job: Job) -> Decision:
         _memory_only(job, self.title)
         room = job.nodes * job.environment.classes[1].capacity
         if job.sizes.sum() > room:
@@ -276,17 +276,17 @@ class Lbann(Policy):
                 f"the data set ({job.sizes.sum():.0f} MB) is larger than the memory of all nodes "
                 f"({room:.0f} MB)"
             )
-        layout = Layout()
+        decision = Decision()
         if self.preloading:
-            layout.filling = Filling.before
-            layout.set_kept(job.shares(1))
-            return layout
+            decision.filling = Filling.before
+            decision.set_kept(job.shares(1))
+            return decision
         owner = _within_room(first_readers(job.plan.native), job.sizes, room / job.nodes)
         ids = np.arange(job.samples, dtype=np.uint32)
-        layout.filling = Filling.reading
-        layout.set_owner(owner)
-        layout.set_kept([[ids[owner == node]] for node in range(job.nodes)])
-        return layout
+        decision.filling = Filling.reading
+        decision.set_owner(owner)
+        decision.set_kept([[ids[owner == node]] for node in range(job.nodes)])
+        return decision
 
 
 def _within_room(
@@ -317,15 +317,15 @@ class LocalityAware(Policy):
     )
     order: Order = "same batches"
 
-    def layout(self, job: Job) -> Layout:
+    def decide(self, job: Job) -> Decision:
         _memory_only(job, self.title)
         if job.plan.native.scheme == Scheme.whole:
             raise NotApplicable("every node reads the whole batch: there is nothing to deal")
-        layout = Layout()
-        layout.filling = Filling.before
-        layout.set_kept(job.shares(1))
-        read_local_first(job.plan.native, layout)
-        return layout
+        decision = Decision()
+        decision.filling = Filling.before
+        decision.set_kept(job.shares(1))
+        read_local_first(job.plan.native, decision)
+        return decision
 
 
 @register
@@ -343,20 +343,20 @@ class Hdmlp(Policy):
         details += ["cleanup"] if cleanup_read else []
         self.title = "HDMLP" + (f" ({', '.join(details)})" if details else "")
 
-    def layout(self, job: Job) -> Layout:
-        layout = keep_frequent(job.plan.native, job.bytes, job.capacities, self.in_order)
-        layout.cleanup = self.cleanup_read
+    def decide(self, job: Job) -> Decision:
+        decision = keep_frequent(job.plan.native, job.bytes, job.capacities, self.in_order)
+        decision.cleanup = self.cleanup_read
         if self.cleanup_read:
-            _append_rest(job, layout)
-        return layout
+            _append_rest(job, decision)
+        return decision
 
 
-def _append_rest(job: Job, layout: Layout) -> None:
+def _append_rest(job: Job, decision: Decision) -> None:
     """Appends samples without a place, by first access, for room that becomes free."""
     classes = len(job.capacities)
     keep = []
     for node in range(job.nodes):
-        lists = [layout.kept(node, j + 1) for j in range(classes)]
+        lists = [decision.kept(node, j + 1) for j in range(classes)]
         frequency, first = job.plan.node_access(node, 1)
         rest = frequency > 0
         rest[np.concatenate(lists) if lists else []] = False
@@ -370,7 +370,7 @@ def _append_rest(job: Job, layout: Layout) -> None:
             mine = np.sort(turn[(turn >= marks[j]) & (turn < marks[j + 1])])
             lists[j] = np.concatenate([lists[j], later[mine]])
         keep.append(lists)
-    layout.set_kept(keep)
+    decision.set_kept(keep)
 
 
 @register
@@ -385,12 +385,12 @@ class Nostall(Policy):
         self.copies = copies
         self.title = "nostall" if copies else "nostall (no copies)"
 
-    def layout(self, job: Job) -> Layout:
-        layout = keep_owned(job.plan.native, job.bytes, job.capacities)
+    def decide(self, job: Job) -> Decision:
+        decision = keep_owned(job.plan.native, job.bytes, job.capacities)
         if not self.copies and job.capacities:
             rooms = [sum(job.capacities)] * job.nodes
             owner = job.plan.owners(job.bytes, rooms, ranks_per_node=1)
             classes = range(1, len(job.capacities) + 1)
-            kept = [[layout.kept(node, j) for j in classes] for node in range(job.nodes)]
-            layout.set_kept([[k[owner[k] == n] for k in lists] for n, lists in enumerate(kept)])
-        return layout
+            kept = [[decision.kept(node, j) for j in classes] for node in range(job.nodes)]
+            decision.set_kept([[k[owner[k] == n] for k in lists] for n, lists in enumerate(kept)])
+        return decision

@@ -124,22 +124,22 @@ def simulate(
             raise UsageError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
     job = job_of(scenario)
     model = scenario.environment.native(scenario.step.seconds(scenario.environment.N))
-    bound = run_layout(model, job, LowerBound().layout(job), modes[0]).seconds
+    bound = run_decision(model, job, LowerBound().decide(job), modes[0]).seconds
     outcomes = []
     for policy in scenario.policies:
         began = time.perf_counter()
         try:
-            layout = policy.layout(job)
+            decision = policy.decide(job)
         except NotApplicable as error:
             outcomes += [_outcome(policy, mode, why=str(error)) for mode in modes]
             continue
         planned = time.perf_counter() - began
-        quality = shuffle_of(job.plan, layout, job.nodes) if shuffle else None
+        quality = shuffle_of(job.plan, decision, job.nodes) if shuffle else None
         for mode in modes:
             if progress:
                 progress(f"{policy.title}, {mode}")
             began = time.perf_counter()
-            result = run_layout(model, job, layout, mode)
+            result = run_decision(model, job, decision, mode)
             names = [c.name for c in scenario.environment.classes[1:]]
             outcomes.append(
                 _outcome(
@@ -166,12 +166,12 @@ def simulate(
     return outcomes
 
 
-def run_layout(
-    model: _native.Model, job: Job, layout: _native.Layout, mode: Mode
+def run_decision(
+    model: _native.Model, job: Job, decision: _native.Decision, mode: Mode
 ) -> _native.SimulationResult:
-    """One layout through one engine, without the GIL."""
+    """One decision through one engine, without the GIL."""
     engine = _native.simulate_published if mode == "as-published" else _native.simulate_consistent
-    return engine(model, job.plan.native, job.sizes, layout)
+    return engine(model, job.plan.native, job.sizes, decision)
 
 
 def _outcome(policy: Policy, mode: Mode, **values: Any) -> Outcome:
@@ -195,7 +195,7 @@ def read_once_bound(scenario: Scenario) -> float:
     job = job_of(scenario)
     environment = scenario.environment
     model = environment.native(scenario.step.seconds(environment.N))
-    computing = run_layout(model, job, LowerBound().layout(job), "consistent").epoch_seconds
+    computing = run_decision(model, job, LowerBound().decide(job), "consistent").epoch_seconds
     clients = range(1, environment.N + 1)
     rate = max(min(environment.throughput(g), g * environment.b_fs) for g in clients)
     room = environment.N * environment.local_capacity
@@ -206,11 +206,11 @@ def read_once_bound(scenario: Scenario) -> float:
     return seconds
 
 
-def shuffle_of(plan: Plan, layout: _native.Layout, nodes: int) -> Shuffle | None:
-    """How the layout's own order compares with the plan's; None if it is the plan's."""
+def shuffle_of(plan: Plan, decision: _native.Decision, nodes: int) -> Shuffle | None:
+    """How the decision's own order compares with the plan's; None if it is the plan's."""
     epochs = plan.native.epochs
     try:
-        layout.order(0)
+        decision.order(0)
     except IndexError:
         return None
     samples, batch = plan.native.samples, plan.native.global_batch
@@ -223,7 +223,7 @@ def shuffle_of(plan: Plan, layout: _native.Layout, nodes: int) -> Shuffle | None
         matched = np.ones(len(plan), dtype=bool)
         for node in range(nodes):
             planned, ends = plan.rank_epoch(epoch, node)
-            mine = layout.order(epoch * nodes + node)
+            mine = decision.order(epoch * nodes + node)
             seen[0, node, planned] = True
             seen[1, node, mine] = True
             at = np.searchsorted(ends, np.arange(len(mine)), side="right")

@@ -15,10 +15,10 @@ double sum(const std::vector<double>& values) {
   return std::accumulate(values.begin(), values.end(), 0.0);
 }
 
-Layout loading(Loading how) {
-  Layout layout;
-  layout.loading = how;
-  return layout;
+Decision loading(Loading how) {
+  Decision decision;
+  decision.loading = how;
+  return decision;
 }
 
 TEST(LowerBound, IsTheSlowestNodesBytesOverC) {
@@ -87,10 +87,10 @@ TEST(Consistent, EveryByteHasOneOrigin) {
   const plan::JobSpec spec = training(4000, 4);
   const std::vector<double> sizes = sizes_of(4000, 0.5);
   const std::vector<uint64_t> bytes = bytes_of(sizes), room = {300'000'000, 400'000'000};
-  for (const Layout& layout :
+  for (const Decision& decision :
        {keep_owned(spec, bytes, room), keep_frequent(spec, bytes, room, true)}) {
     for (const auto engine : {published, consistent}) {
-      const Result result = engine(model, spec, sizes, layout);
+      const Result result = engine(model, spec, sizes, decision);
       EXPECT_NEAR(sum(result.staged), 4 * sum(sizes), 1e-3);
       EXPECT_GE(result.seconds, sum(result.compute_seconds));
     }
@@ -111,17 +111,17 @@ TEST(Engines, FillBeforeTheTraining) {
   const Model model = small_cluster();
   const plan::JobSpec spec = training(4000, 2);
   const std::vector<double> sizes(4000, 0.5);
-  Layout layout;
-  layout.filling = Filling::before;
-  layout.keep.assign(4, {{}});
-  for (uint32_t s = 0; s < 4000; ++s) layout.keep[s % 4][0].push_back(s);
-  const Result all_at_once = published(model, spec, sizes, layout);
+  Decision decision;
+  decision.filling = Filling::before;
+  decision.keep.assign(4, {{}});
+  for (uint32_t s = 0; s < 4000; ++s) decision.keep[s % 4][0].push_back(s);
+  const Result all_at_once = published(model, spec, sizes, decision);
   EXPECT_NEAR(all_at_once.initial_seconds, 500 * (1 / 36.5 + 1.0 / 200) / 2, 1e-6);
   EXPECT_EQ(all_at_once.staged.back(), 0);
-  const Result fluid = consistent(model, spec, sizes, layout);
+  const Result fluid = consistent(model, spec, sizes, decision);
   EXPECT_NEAR(fluid.initial_seconds, 2000.0 / 146, 1e-6);
-  layout.in_turn = true;
-  EXPECT_NEAR(published(model, spec, sizes, layout).initial_seconds,
+  decision.in_turn = true;
+  EXPECT_NEAR(published(model, spec, sizes, decision).initial_seconds,
               2000 * (1.0 / 66 + 1.0 / 200) / 2, 1e-6);
 }
 
@@ -132,17 +132,17 @@ TEST(Engines, DropWhatIsNotReadAgain) {
   const plan::JobSpec spec = training(4000, 4);
   const std::vector<double> sizes = sizes_of(4000, 0.5);
   const std::vector<uint64_t> bytes = bytes_of(sizes), room = {100'000'000, 0};
-  Layout layout = keep_frequent(spec, bytes, room, true);
-  layout.cleanup = true;
+  Decision decision = keep_frequent(spec, bytes, room, true);
+  decision.cleanup = true;
   // More than fits follows; what fits at any time is a part of it.
   for (uint32_t s = 0; s < 4000; ++s) {
     for (uint32_t node = 0; node < 4; ++node) {
-      auto& list = layout.keep[node][0];
+      auto& list = decision.keep[node][0];
       if (std::find(list.begin(), list.end(), s) == list.end()) list.push_back(s);
     }
   }
   for (const auto engine : {published, consistent}) {
-    const Result result = engine(model, spec, sizes, layout);
+    const Result result = engine(model, spec, sizes, decision);
     EXPECT_NEAR(sum(result.staged), 4 * sum(sizes), 1e-3);
     // With room for 100 MB of 3000 a node, at most that much is spared in each epoch and more as
     // samples are dropped: most still comes from the source.
@@ -155,11 +155,11 @@ TEST(Engines, RefuseWhatDoesNotGoTogether) {
   const Model model = small_cluster();
   const plan::JobSpec spec = training(400, 1);
   const std::vector<double> sizes(400, 0.5), few(399, 0.5);
-  const auto refused = [&](const std::vector<double>& s, const Layout& layout,
+  const auto refused = [&](const std::vector<double>& s, const Decision& decision,
                            const std::string& names) {
     for (const auto engine : {published, consistent}) {
       try {
-        engine(model, spec, s, layout);
+        engine(model, spec, s, decision);
         FAIL() << names << " was not refused";
       } catch (const Error& error) {
         EXPECT_EQ(error.kind(), ErrorKind::usage);
@@ -171,42 +171,42 @@ TEST(Engines, RefuseWhatDoesNotGoTogether) {
   std::vector<double> negative = sizes;
   negative[7] = -1;
   refused(negative, {}, "sample 7");
-  Layout layout;
-  layout.keep = {{{0}}, {{1}}};
-  refused(sizes, layout, "2 nodes of 4");
-  layout.keep = {{{0, 0}}, {}, {}, {}};
-  refused(sizes, layout, "twice");
-  layout.keep = {{{400}}, {}, {}, {}};
-  refused(sizes, layout, "sample 400");
-  layout.keep = {{{}, {}, {1}}, {}, {}, {}};
-  refused(sizes, layout, "storage class 3");
-  Layout full;
+  Decision decision;
+  decision.keep = {{{0}}, {{1}}};
+  refused(sizes, decision, "2 nodes of 4");
+  decision.keep = {{{0, 0}}, {}, {}, {}};
+  refused(sizes, decision, "twice");
+  decision.keep = {{{400}}, {}, {}, {}};
+  refused(sizes, decision, "sample 400");
+  decision.keep = {{{}, {}, {1}}, {}, {}, {}};
+  refused(sizes, decision, "storage class 3");
+  Decision full;
   full.keep.assign(4, {{}, {}});
   for (uint32_t s = 0; s < 400; ++s) full.keep[2][1].push_back(s);
   Model small = model;
   small.classes[2].capacity = 100;  // and 200 MB are to be kept
   EXPECT_THROW(published(small, spec, sizes, full), Error);
-  layout = {};
-  layout.order = {{1}};
-  refused(sizes, layout, "one list for each");
-  layout = {};
-  layout.filling = Filling::prefetch;
-  refused(sizes, layout, "without naming");
-  layout = {};
-  layout.owner.assign(400, 4);
-  refused(sizes, layout, "node 4 of 4");
+  decision = {};
+  decision.order = {{1}};
+  refused(sizes, decision, "one list for each");
+  decision = {};
+  decision.filling = Filling::prefetch;
+  refused(sizes, decision, "without naming");
+  decision = {};
+  decision.owner.assign(400, 4);
+  refused(sizes, decision, "node 4 of 4");
 }
 
 TEST(Layouts, OwnOnlyReadsWhatItKeepsEquallyOften) {
   const plan::JobSpec spec = training(400, 2);
-  Layout layout;
-  layout.filling = Filling::before;
-  layout.keep.assign(4, {{}});
-  for (uint32_t s = 0; s < 200; ++s) layout.keep[s % 4][0].push_back(s);
-  read_own_only(spec, layout);
+  Decision decision;
+  decision.filling = Filling::before;
+  decision.keep.assign(4, {{}});
+  for (uint32_t s = 0; s < 200; ++s) decision.keep[s % 4][0].push_back(s);
+  read_own_only(spec, decision);
   for (uint32_t node = 0; node < 4; ++node) {
     std::vector<int> reads(400, 0);
-    for (const uint32_t s : layout.order[node]) {
+    for (const uint32_t s : decision.order[node]) {
       EXPECT_EQ(s % 4, node);
       EXPECT_LT(s, 200u);
       ++reads[s];
@@ -217,17 +217,17 @@ TEST(Layouts, OwnOnlyReadsWhatItKeepsEquallyOften) {
 
 TEST(Layouts, LocalFirstKeepsGlobalBatches) {
   const plan::JobSpec spec = training(400, 2);
-  Layout layout;
-  layout.keep.assign(4, {{}});
-  for (uint32_t s = 0; s < 400; ++s) layout.keep[s % 4][0].push_back(s);
-  read_local_first(spec, layout);
+  Decision decision;
+  decision.keep.assign(4, {{}});
+  for (uint32_t s = 0; s < 400; ++s) decision.keep[s % 4][0].push_back(s);
+  read_local_first(spec, decision);
   uint64_t local = 0;
   for (uint32_t epoch = 0; epoch < 2; ++epoch) {
     const std::vector<plan::SampleId> order = plan::epoch_order(spec, epoch);
     for (uint64_t h = 0; h < 5; ++h) {
       std::vector<uint64_t> planned(order.begin() + h * 80, order.begin() + (h + 1) * 80), dealt;
       for (uint32_t node = 0; node < 4; ++node) {
-        const auto& mine = layout.order[epoch * 4 + node];
+        const auto& mine = decision.order[epoch * 4 + node];
         dealt.insert(dealt.end(), mine.begin() + h * 20, mine.begin() + (h + 1) * 20);
         for (uint64_t k = h * 20; k < (h + 1) * 20; ++k) local += mine[k] % 4 == node;
       }

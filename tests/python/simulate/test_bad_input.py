@@ -153,13 +153,13 @@ def test_a_policy_that_keeps_too_much_is_named() -> None:
     class Wrong(Policy):
         name = "wrong"
 
-        def layout(self, job: Any) -> Any:
-            from nostall._native import Filling, Layout
+        def decide(self, job: Any) -> Any:
+            from nostall._native import Decision, Filling
 
-            layout = Layout()
-            layout.filling = Filling.prefetch
-            layout.set_kept([[np.array([job.samples], np.uint32)]] * job.nodes)
-            return layout
+            decision = Decision()
+            decision.filling = Filling.prefetch
+            decision.set_kept([[np.array([job.samples], np.uint32)]] * job.nodes)
+            return decision
 
     from dataclasses import replace
 

@@ -1,6 +1,6 @@
 // Layouts of the policies: what HDMLP, nostall and the loaders they are compared with keep and
 // read.
-#include "simulate/layout.h"
+#include "simulate/decision.h"
 
 #include <algorithm>
 #include <numeric>
@@ -35,10 +35,10 @@ plan::Nodes one_rank_a_node(const plan::JobSpec& spec, uint64_t capacity) {
 
 }  // namespace
 
-Layout keep_frequent(const plan::JobSpec& spec, std::span<const uint64_t> bytes,
-                     std::span<const uint64_t> capacities, bool in_order) {
-  Layout layout;
-  layout.filling = Filling::prefetch;
+Decision keep_frequent(const plan::JobSpec& spec, std::span<const uint64_t> bytes,
+                       std::span<const uint64_t> capacities, bool in_order) {
+  Decision decision;
+  decision.filling = Filling::prefetch;
   for (uint32_t node = 0; node < spec.world; ++node) {
     const plan::NodeAccess access = plan::node_access(spec, node, 1);
     auto lists = narrow(plan::place(bytes, access, shapes(capacities)).fill);
@@ -49,23 +49,23 @@ Layout keep_frequent(const plan::JobSpec& spec, std::span<const uint64_t> bytes,
         });
       }
     }
-    layout.keep.push_back(std::move(lists));
+    decision.keep.push_back(std::move(lists));
   }
-  return layout;
+  return decision;
 }
 
-Layout keep_owned(const plan::JobSpec& spec, std::span<const uint64_t> bytes,
-                  std::span<const uint64_t> capacities) {
-  Layout layout;
-  layout.filling = Filling::reading;
+Decision keep_owned(const plan::JobSpec& spec, std::span<const uint64_t> bytes,
+                    std::span<const uint64_t> capacities) {
+  Decision decision;
+  decision.filling = Filling::reading;
   plan::Ownership ownership = plan::owners(spec, bytes, one_rank_a_node(spec, total(capacities)));
   for (uint32_t node = 0; node < spec.world; ++node) {
     const plan::NodeAccess access =
         plan::cluster_access(spec, ownership, node, plan::node_access(spec, node, 1));
-    layout.keep.push_back(narrow(plan::place(bytes, access, shapes(capacities)).fill));
+    decision.keep.push_back(narrow(plan::place(bytes, access, shapes(capacities)).fill));
   }
-  layout.owner = std::move(ownership.owner);
-  return layout;
+  decision.owner = std::move(ownership.owner);
+  return decision;
 }
 
 std::vector<uint32_t> first_readers(const plan::JobSpec& spec) {
@@ -73,13 +73,13 @@ std::vector<uint32_t> first_readers(const plan::JobSpec& spec) {
   return plan::owners(spec, bytes, one_rank_a_node(spec, 0)).first_reader;
 }
 
-void read_own_only(const plan::JobSpec& spec, Layout& layout) {
-  layout.order.assign(uint64_t{spec.epochs} * spec.world, {});
+void read_own_only(const plan::JobSpec& spec, Decision& decision) {
+  decision.order.assign(uint64_t{spec.epochs} * spec.world, {});
   for (uint32_t node = 0; node < spec.world; ++node) {
     std::vector<uint32_t> own;
-    for (const auto& list : layout.keep[node]) own.insert(own.end(), list.begin(), list.end());
+    for (const auto& list : decision.keep[node]) own.insert(own.end(), list.begin(), list.end());
     for (uint32_t epoch = 0; epoch < spec.epochs; ++epoch) {
-      auto& order = layout.order[uint64_t{epoch} * spec.world + node];
+      auto& order = decision.order[uint64_t{epoch} * spec.world + node];
       const plan::RankEpoch share = plan::rank_epoch(spec, epoch, node);
       order.assign(share.samples.begin(), share.samples.end());
       if (own.empty()) continue;
@@ -94,23 +94,23 @@ void read_own_only(const plan::JobSpec& spec, Layout& layout) {
   }
 }
 
-void read_local_first(const plan::JobSpec& spec, Layout& layout) {
+void read_local_first(const plan::JobSpec& spec, Decision& decision) {
   plan::Ownership ownership;
   ownership.owner.assign(spec.samples, plan::kNoOwner);
   std::vector<uint32_t> node_of_rank(spec.world);
   std::iota(node_of_rank.begin(), node_of_rank.end(), 0);
   for (uint32_t node = 0; node < spec.world; ++node) {
-    for (const auto& list : layout.keep[node]) {
+    for (const auto& list : decision.keep[node]) {
       for (const uint32_t s : list) ownership.owner[s] = node;
     }
   }
-  layout.order.clear();
+  decision.order.clear();
   for (uint32_t epoch = 0; epoch < spec.epochs; ++epoch) {
     const std::vector<plan::SampleId> order = plan::epoch_order(spec, epoch);
     for (uint32_t node = 0; node < spec.world; ++node) {
       const plan::RankEpoch share =
           plan::local_rank_epoch(spec, order, node, ownership, node_of_rank);
-      layout.order.emplace_back(share.samples.begin(), share.samples.end());
+      decision.order.emplace_back(share.samples.begin(), share.samples.end());
     }
   }
 }

@@ -1,4 +1,4 @@
-// simulate/layout.h - what a policy decides: where samples are kept, how they get there, what is
+// simulate/decision.h - what a policy decides: where samples are kept, how they get there, what is
 // read.
 //
 // Thread-safety: values and pure functions.
@@ -27,7 +27,7 @@ enum class Filling : uint8_t {
   before,    // everything kept is fetched before the training begins
 };
 
-struct Layout {
+struct Decision {
   Loading loading = Loading::staged;
   Filling filling = Filling::none;
   // [node][class - 1]: the samples that the node keeps in that storage class, in fill order.
@@ -49,12 +49,12 @@ struct Layout {
 // loader's own rule. Fill order is that of first access, or with in_order = false that of the
 // access frequency. `bytes` has one entry per sample, `capacities` one per class (class 1 on), in
 // bytes. O(nodes * (F + epochs * F)), with OrderKind::keyed O(nodes * F + epochs * F).
-Layout keep_frequent(const plan::JobSpec& spec, std::span<const uint64_t> bytes,
-                     std::span<const uint64_t> capacities, bool in_order);
+Decision keep_frequent(const plan::JobSpec& spec, std::span<const uint64_t> bytes,
+                       std::span<const uint64_t> capacities, bool in_order);
 
 // nostall: owners and copies as the loader places them (plan/cluster.h), filled by the first read.
-Layout keep_owned(const plan::JobSpec& spec, std::span<const uint64_t> bytes,
-                  std::span<const uint64_t> capacities);
+Decision keep_owned(const plan::JobSpec& spec, std::span<const uint64_t> bytes,
+                    std::span<const uint64_t> capacities);
 
 // The node that reads each sample first; plan::kNoOwner if none does. Shape (F,).
 std::vector<uint32_t> first_readers(const plan::JobSpec& spec);
@@ -62,9 +62,9 @@ std::vector<uint32_t> first_readers(const plan::JobSpec& spec);
 // Every node reads nothing but what it keeps: the plan's order with each sample replaced by the
 // next one of a fresh shuffle of the node's own (DeepIO's opportunistic mode, parallel staging).
 // A node that keeps nothing keeps the plan's order.
-void read_own_only(const plan::JobSpec& spec, Layout& layout);
+void read_own_only(const plan::JobSpec& spec, Decision& decision);
 
 // Samples of each global batch to the nodes that keep them first (locality-aware loading).
-void read_local_first(const plan::JobSpec& spec, Layout& layout);
+void read_local_first(const plan::JobSpec& spec, Decision& decision);
 
 }  // namespace nostall::simulate
