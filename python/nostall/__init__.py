@@ -20,13 +20,16 @@ from nostall.loader import Context, DataLoader, DynamicBatches, LoaderOptions, R
 from nostall.observe import Stats, metrics, trace
 from nostall.plan import Plan, SubBatches
 from nostall.source import (
+    COCO,
     HDF5,
     LMDB,
+    VOC,
     ArrowIPC,
     Cached,
     FileList,
     Files,
     ImageFolder,
+    Manifest,
     ObjectFolder,
     Parquet,
     Pixels,
@@ -40,8 +43,10 @@ if TYPE_CHECKING:
     from nostall import torch as torch
 
 __all__ = [
+    "COCO",
     "HDF5",
     "LMDB",
+    "VOC",
     "ArrowIPC",
     "Cached",
     "CheckpointOptions",
@@ -54,6 +59,7 @@ __all__ = [
     "ImageFolder",
     "Keep",
     "LoaderOptions",
+    "Manifest",
     "ObjectFolder",
     "Parquet",
     "Pixels",

@@ -2,6 +2,7 @@
 
     ImageFolder, FileList              one file per sample
     Files                              several files per sample, and columns
+    Manifest, COCO, VOC                the same, described by a table or by annotations
     LMDB, TarShards, TFRecord          places of samples found by one scan of the files, and stored
     HDF5, Parquet, ArrowIPC            through h5py and pyarrow
     ObjectFolder                       one object per sample
@@ -16,6 +17,7 @@ from nostall.source._cached import Cached
 from nostall.source._files import Files
 from nostall.source._hdf5 import HDF5
 from nostall.source._lmdb import LMDB
+from nostall.source._manifests import COCO, VOC, Manifest
 from nostall.source._object_folder import ObjectFolder
 from nostall.source._records import ReadOptions
 from nostall.source._source import FileList, ImageFolder, Pixels, Source
@@ -23,13 +25,16 @@ from nostall.source._tar import TarShards
 from nostall.source._tfrecord import TFRecord
 
 __all__ = [
+    "COCO",
     "HDF5",
     "LMDB",
+    "VOC",
     "ArrowIPC",
     "Cached",
     "FileList",
     "Files",
     "ImageFolder",
+    "Manifest",
     "ObjectFolder",
     "Parquet",
     "Pixels",

@@ -1,0 +1,420 @@
+"""Data sets that a file describes: tables (CSV, JSON Lines), COCO, Pascal VOC."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+from xml.etree import ElementTree
+
+import numpy as np
+
+from nostall.errors import CorruptionError, IoError, UsageError
+from nostall.fields import Array, Boxes, Json, Keypoints, Kind, Mask, Scalar, Text
+from nostall.source._files import Files, PathLike
+
+_THREADS = 16
+
+
+def _text(path: PathLike) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CorruptionError(f"{path} is not UTF-8: {error}") from None
+    except OSError as error:
+        raise IoError(f"{path}: {error.strerror}") from None
+
+
+class Manifest(Files):
+    """One sample for each row of a table: a CSV or TSV file with a line of names, or JSON Lines.
+
+    Args:
+        path: the table; its ending (.csv, .tsv, .jsonl, .ndjson) says what it is.
+        files: the field of each column that names a file, ``{"image": "path"}``; or the columns, if the
+            fields are to have their names. An empty cell, or null, is a missing file.
+        columns: likewise, of the columns that are values themselves; if None, all others.
+        schema: the kinds of fields. Cells of a CSV file are numbers if all of a column are, and texts
+            otherwise; where the schema says array or JSON they are read as JSON.
+        root: where relative paths start; the folder of the table if None.
+
+    Raises:
+        IoError: a file cannot be examined, with its path.
+        CorruptionError: the table cannot be read, with its line.
+        UsageError: a column is not there, or the kind of a field is not known.
+    """
+
+    def __init__(
+        self,
+        path: PathLike,
+        files: Mapping[str, str] | Sequence[str] = (),
+        columns: Mapping[str, str] | Sequence[str] | None = None,
+        *,
+        schema: Mapping[str, Kind] | None = None,
+        root: PathLike | None = None,
+    ) -> None:
+        named = _by_field(files)
+        table = _table(path)
+        if columns is None:
+            columns = [name for name in table if name not in named.values()]
+        valued = _by_field(columns)
+        for name in (*named.values(), *valued.values()):
+            if name not in table:
+                raise UsageError(f"{path} has no column {name!r}; it has: {', '.join(table)}")
+        super().__init__(
+            {field: [_path(path, name, v) for v in table[name]] for field, name in named.items()},
+            {
+                field: _typed(path, name, table[name], (schema or {}).get(field))
+                for field, name in valued.items()
+            },
+            schema=schema,
+            root=root if root is not None else Path(path).absolute().parent,
+        )
+        self._arguments = {
+            "path": str(Path(path).absolute()),
+            "files": named,
+            "columns": valued,
+            "schema": schema,
+            "root": self.root,
+        }
+
+
+def _by_field(names: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
+    if isinstance(names, str):
+        raise UsageError(f"give the columns as a list or a mapping, not as the text {names!r}")
+    return dict(names) if isinstance(names, Mapping) else {name: name for name in names}
+
+
+def _table(path: PathLike) -> dict[str, list[Any]]:
+    """The columns of a table, by name."""
+    ending = os.path.splitext(os.fspath(path))[1].lower()
+    if ending in (".jsonl", ".ndjson"):
+        rows = list(_json_lines(path))
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        table = {name: [row.get(name) for row in rows] for name in names}
+    elif ending in (".csv", ".tsv"):
+        table = _csv(path, "," if ending == ".csv" else "\t")
+    else:
+        raise UsageError(f"{path} ends neither with .csv, .tsv, .jsonl nor .ndjson")
+    if not table or not next(iter(table.values())):
+        raise UsageError(f"{path} has no rows")
+    return table
+
+
+def _json_lines(path: PathLike) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise CorruptionError(f"{path}, line {number}: {error}") from None
+        if not isinstance(row, dict):
+            raise CorruptionError(f"{path}, line {number}: not an object, but {line[:40]!r}")
+        yield row
+
+
+def _csv(path: PathLike, delimiter: str) -> dict[str, list[Any]]:
+    reader = csv.reader(io.StringIO(_text(path), newline=""), delimiter=delimiter, strict=True)
+    try:
+        names = next(reader, [])
+        if len(set(names)) < len(names):
+            raise CorruptionError(f"{path} names a column twice: {', '.join(names)}")
+        rows = []
+        for row in reader:
+            if row and len(row) != len(names):
+                raise CorruptionError(
+                    f"{path}, line {reader.line_num}: {len(row)} cells for {len(names)} columns"
+                )
+            if row:
+                rows.append(row)
+    except csv.Error as error:
+        raise CorruptionError(f"{path}, line {reader.line_num}: {error}") from None
+    return {name: [row[i] for row in rows] for i, name in enumerate(names)}
+
+
+def _path(table: PathLike, column: str, value: Any) -> str | None:
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str):
+        raise CorruptionError(f"{table}, column {column}: {value!r} is no path")
+    return value
+
+
+def _typed(path: PathLike, column: str, cells: list[Any], kind: Kind | None) -> Any:
+    """The values of a column; cells of a CSV file are texts."""
+    if not all(isinstance(cell, str) for cell in cells):
+        return cells  # of JSON, which has types
+    if type(kind) is Text:
+        return cells
+    numbers = _numbers(cells, Scalar() if kind is None else kind)
+    if numbers is not None:
+        return numbers
+    if kind is None:
+        return cells
+    values: list[Any] = []
+    for row, cell in enumerate(cells):
+        try:
+            value = None if cell == "" else json.loads(cell)
+        except (ValueError, RecursionError) as error:
+            raise CorruptionError(f"{path}, row {row}, column {column}: {error}") from None
+        if value == [] and isinstance(kind, Array | Boxes | Keypoints):
+            value = np.zeros([side or 0 for side in kind._dimensions()], kind.dtype)
+        values.append(value)
+    return values
+
+
+def _numbers(cells: list[str], kind: Kind) -> Any:
+    if not isinstance(kind, Scalar):
+        return None
+    for number in (np.int64, np.float64):
+        try:
+            return np.array(cells, dtype=str).astype(number)
+        except (ValueError, OverflowError):
+            continue
+    return None
+
+
+class COCO(Files):
+    """Images with COCO's annotations, in the order of the images' numbers, as torchvision has them.
+
+    Fields: `image`; `image_id`; and, as far as the annotations have them, for the k annotations of an
+    image: `boxes` (float32, (k, 4), left, top, width, height), `labels` (int64, (k,), the numbers of
+    categories as they are), `area` (float64), `iscrowd` (uint8), `ids` (int64), `keypoints` (float32,
+    (k, points, 3)), `captions` (a list of texts), `segmentation` (a list of polygons or of run
+    lengths, only if asked for).
+
+    Args:
+        images: the folder of the images.
+        annotations: the JSON file.
+        segmentation: keep the outlines, in memory, for the field `segmentation`.
+
+    Attributes:
+        categories: the names of the categories by their numbers.
+
+    Raises:
+        IoError: a file cannot be examined, with its path.
+        CorruptionError: the annotations are not COCO's, with the place.
+    """
+
+    def __init__(
+        self, images: PathLike, annotations: PathLike, *, segmentation: bool = False
+    ) -> None:
+        try:
+            data = json.loads(_text(annotations))
+            listed = sorted(
+                ((int(i["id"]), str(i["file_name"])) for i in data["images"]), key=lambda i: i[0]
+            )
+            found = data.get("annotations", [])
+            self.categories = {int(c["id"]): str(c["name"]) for c in data.get("categories", [])}
+            of_image: dict[int, list[Any]] = defaultdict(list)
+            for annotation in found:
+                of_image[int(annotation["image_id"])].append(annotation)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise CorruptionError(
+                f"{annotations} is not a file of COCO's annotations: {type(error).__name__} {error}"
+            ) from None
+        numbers = [number for number, _ in listed]
+        if len(set(numbers)) < len(numbers):
+            raise CorruptionError(f"{annotations} has two images of one number")
+        if strange := of_image.keys() - set(numbers):
+            raise CorruptionError(
+                f"{annotations} has annotations of image {min(strange)}, and no such image"
+            )
+        columns: dict[str, Any] = {"image_id": np.array(numbers, np.int64)}
+        schema: dict[str, Kind] = {}
+        for field, (key, kind, take) in _COCO.items():
+            if not any(key in annotation for annotation in found):
+                continue
+            if field == "segmentation" and not segmentation:
+                continue
+            columns[field] = [
+                _taken(annotations, number, field, take, of_image[number]) for number in numbers
+            ]
+            schema[field] = kind
+        if any("keypoints" in annotation for annotation in found):
+            columns["keypoints"], schema["keypoints"] = _keypoints(
+                annotations, [of_image[number] for number in numbers]
+            )
+        super().__init__(
+            {"image": [name for _, name in listed]}, columns, schema=schema, root=images
+        )
+        self._arguments = {
+            "images": str(Path(images).absolute()),
+            "annotations": str(Path(annotations).absolute()),
+            "segmentation": segmentation,
+        }
+
+
+Take = Callable[[list[Any]], Any]
+
+
+def _taken(path: PathLike, image: int, field: str, take: Take, annotations: list[Any]) -> Any:
+    try:
+        return take(annotations)
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise CorruptionError(
+            f"{path}, annotations of image {image}: no {field} ({type(error).__name__}: {error})"
+        ) from None
+
+
+def _each(key: str, dtype: Any, width: tuple[int, ...] = ()) -> Take:
+    """The values of a key, of all annotations of an image, shape (k, *width)."""
+
+    def take(annotations: list[Any]) -> Any:
+        values = np.array([a[key] for a in annotations], dtype)
+        return values.reshape(len(annotations), *width)
+
+    return take
+
+
+def _keypoints(path: PathLike, of_images: Sequence[list[Any]]) -> tuple[list[Any], Kind]:
+    """The points of all annotations, shape (k, points, 3)."""
+    try:
+        points = {len(a["keypoints"]) for annotations in of_images for a in annotations}
+        if len(points) != 1 or (wide := points.pop()) % 3:
+            raise ValueError(f"lists of {sorted(points)} numbers")
+        take = _each("keypoints", np.float32, (wide // 3, 3))
+        return [take(annotations) for annotations in of_images], Keypoints(
+            points=wide // 3, values=3, codec="raw"
+        )
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise CorruptionError(
+            f"{path}: the annotations have no equal keypoints ({type(error).__name__}: {error})"
+        ) from None
+
+
+def _ragged(dtype: str) -> Array:
+    return Array(dtype=dtype, shape=(None,), codec="raw")
+
+
+_COCO: dict[str, tuple[str, Kind, Take]] = {
+    "boxes": ("bbox", Boxes(format="xywh", codec="raw"), _each("bbox", np.float32, (4,))),
+    "labels": ("category_id", _ragged("int64"), _each("category_id", np.int64)),
+    "area": ("area", _ragged("float64"), _each("area", np.float64)),
+    "iscrowd": ("iscrowd", _ragged("uint8"), _each("iscrowd", np.uint8)),
+    "ids": ("id", _ragged("int64"), _each("id", np.int64)),
+    "captions": ("caption", Json(), lambda annotations: [str(a["caption"]) for a in annotations]),
+    "segmentation": (
+        "segmentation",
+        Json(),
+        lambda annotations: [a["segmentation"] for a in annotations],
+    ),
+}
+
+VOC_CLASSES = (
+    "aeroplane",
+    "bicycle",
+    "bird",
+    "boat",
+    "bottle",
+    "bus",
+    "car",
+    "cat",
+    "chair",
+    "cow",
+    "diningtable",
+    "dog",
+    "horse",
+    "motorbike",
+    "person",
+    "pottedplant",
+    "sheep",
+    "sofa",
+    "train",
+    "tvmonitor",
+)
+
+
+class VOC(Files):
+    """A year of Pascal VOC, in the order of its list of images.
+
+    Fields of the task "detection": `image`; `boxes` (float32, (k, 4), left, top, right, bottom, as they
+    are in the file); `labels` (int64, (k,), places in `classes`); `difficult` and `truncated` (uint8,
+    (k,)). Of "segmentation": `image` and `mask` (the classes; 0 is the background, 255 the border).
+
+    Args:
+        root: the folder of the year, ``VOCdevkit/VOC2012``.
+        split: the list of images: "train", "val", "trainval", "test".
+        task: "detection" or "segmentation".
+        classes: their names, in the order of their labels.
+
+    Raises:
+        IoError: a file cannot be read, with its path.
+        CorruptionError: an annotation is not one, or names another class.
+    """
+
+    def __init__(
+        self,
+        root: PathLike,
+        split: str = "train",
+        *,
+        task: Literal["detection", "segmentation"] = "detection",
+        classes: Sequence[str] = VOC_CLASSES,
+    ) -> None:
+        if task not in ("detection", "segmentation"):
+            raise UsageError(f'task must be "detection" or "segmentation", not {task!r}')
+        folder = Path(root).absolute()
+        self.classes = list(classes)
+        detection = task == "detection"
+        listing = folder / "ImageSets" / ("Main" if detection else "Segmentation") / f"{split}.txt"
+        names = [line.split()[0] for line in _text(listing).splitlines() if line.strip()]
+        if not names:
+            raise UsageError(f"{listing} names no image")
+        files = {"image": [f"JPEGImages/{name}.jpg" for name in names]}
+        columns: dict[str, Any] = {}
+        schema: dict[str, Kind] = {}
+        if detection:
+            of_class = {name: i for i, name in enumerate(self.classes)}
+            with ThreadPoolExecutor(_THREADS) as threads:
+                objects = list(
+                    threads.map(
+                        lambda name: _objects(folder / "Annotations" / f"{name}.xml", of_class),
+                        names,
+                    )
+                )
+            for place, (field, kind) in enumerate(_VOC.items()):
+                columns[field], schema[field] = [found[place] for found in objects], kind
+        else:
+            files["mask"] = [f"SegmentationClass/{name}.png" for name in names]
+            schema["mask"] = Mask()
+        super().__init__(files, columns, schema=schema, root=folder)
+        self.names = names
+        self._arguments = {
+            "root": str(folder),
+            "split": split,
+            "task": task,
+            "classes": tuple(classes),
+        }
+
+
+_VOC: dict[str, Kind] = {
+    "boxes": Boxes(codec="raw"),
+    "labels": _ragged("int64"),
+    "difficult": _ragged("uint8"),
+    "truncated": _ragged("uint8"),
+}
+
+
+def _objects(path: Path, of_class: Mapping[str, int]) -> tuple[Any, ...]:
+    """The values of `_VOC` in one file."""
+    try:
+        found = ElementTree.fromstring(_text(path)).findall("object")
+        names = [str(o.findtext("name")) for o in found]
+        if strange := set(names) - of_class.keys():
+            raise CorruptionError(f"{path} names the class {min(strange)!r}: give classes=")
+        sides = ("xmin", "ymin", "xmax", "ymax")
+        boxes = [[float(o.findtext(f"bndbox/{side}") or "") for side in sides] for o in found]
+        flags = [
+            np.array([int(o.findtext(flag) or 0) for o in found], np.uint8)
+            for flag in ("difficult", "truncated")
+        ]
+    except (ElementTree.ParseError, ValueError, OverflowError) as error:
+        raise CorruptionError(f"{path} is no annotation of Pascal VOC: {error}") from None
+    labels = np.array([of_class[name] for name in names], np.int64)
+    return np.array(boxes, np.float32).reshape(-1, 4), labels, *flags

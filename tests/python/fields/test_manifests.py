@@ -1,0 +1,278 @@
+"""Tables, COCO and Pascal VOC as sources: the values of the files, in their order."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import nostall
+from nostall import fields as f
+from nostall.errors import CorruptionError, IoError, UsageError
+
+N = 5
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "images").mkdir()
+    for i in range(N):
+        Image.new("RGB", (8 + i, 6), (i, 2 * i, 3 * i)).save(tmp_path / "images" / f"{i}.png")
+    return tmp_path
+
+
+def samples(source: nostall.Source, **options: Any) -> dict[str, list[Any]]:
+    """The values of every field, of all samples in the order of the source."""
+    found: dict[str, list[Any]] = {name: [] for name in source.schema}
+    with nostall.DataLoader(
+        source, 2, shuffle=False, output="numpy", tiers=["ram:1MiB"], **options
+    ) as loader:
+        for batch in loader:
+            for name, values in batch.items():
+                if isinstance(values, f.Ragged):
+                    values = [values.sample(i) for i in range(len(values.offsets) - 1)]
+                found[name] += list(values)
+    return found
+
+
+def as_lists(values: list[Any]) -> list[Any]:
+    return [np.asarray(value).tolist() for value in values]
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl"])
+def test_a_table_gives_a_sample_a_row(root: Path, ending: str) -> None:
+    rows = [
+        {"path": f"images/{i}.png", "price": i / 4, "rank": i - 2, "title": f'a "{i}", é'}
+        for i in range(N)
+    ]
+    table = root / f"train.{ending}"
+    if ending == "jsonl":
+        table.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    else:
+        mark = "," if ending == "csv" else "\t"
+        quoted = ['"' + str(r["title"]).replace('"', '""') + '"' for r in rows]
+        lines = [
+            mark.join([str(r["path"]), str(r["price"]), str(r["rank"]), q])
+            for r, q in zip(rows, quoted, strict=True)
+        ]
+        table.write_text("\ufeff" + "\r\n".join([mark.join(rows[0]), *lines]) + "\r\n")
+    source = nostall.Manifest(table, {"image": "path"})
+    found = samples(source)
+    assert [bytes(image) for image in found["image"]] == [
+        (root / "images" / f"{i}.png").read_bytes() for i in range(N)
+    ]
+    assert found["price"] == [r["price"] for r in rows]
+    assert found["rank"] == [r["rank"] for r in rows]
+    assert np.asarray(found["rank"]).dtype == np.int64
+    assert found["title"] == [r["title"] for r in rows]
+    copy = pickle.loads(pickle.dumps(source.select(["rank"])))
+    assert samples(copy) == {"rank": found["rank"]}
+
+
+def test_cells_are_what_the_schema_says(root: Path) -> None:
+    table = root / "a.csv"
+    table.write_text(
+        'image,boxes,code,about,mask\nimages/0.png,"[[1,2,3,4],[0,0,1,1]]",007,"{""a"": 1}",\n'
+        "images/1.png,[],008,null,images/1.png\n"
+    )
+    source = nostall.Manifest(
+        table,
+        ["image", "mask"],
+        {"box": "boxes", "code": "code", "about": "about"},
+        schema={
+            "box": f.Boxes(),
+            "code": f.Text(),
+            "about": f.Json(fill=[]),
+            "mask": f.Bytes(fill=b""),
+        },
+    )
+    found = samples(source)
+    assert as_lists(found["box"]) == [[[1, 2, 3, 4], [0, 0, 1, 1]], []]
+    assert found["code"] == ["007", "008"]
+    assert found["about"][0] == {"a": 1}
+    assert found["mask"][0].size == 0
+    assert found["mask"][1].size > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "image,x\nimages/0.png\n", "line 2: 1 cells for 2 columns"),
+        ("a.csv", 'image\n"images/0.png', "line 2"),
+        ("a.csv", "image,image\na,b\n", "names a column twice"),
+        ("a.csv", "image\n", "no rows"),
+        ("a.csv", "", "no rows"),
+        ("a.csv", "picture\na\n", "no column 'image'; it has: picture"),
+        ("a.txt", "image\na\n", r"ends neither with \.csv"),
+        ("a.jsonl", '{"image": 3}\n', "3 is no path"),
+        ("a.jsonl", '{"image": "images/0.png"}\nnonsense\n', "line 2"),
+        ("a.jsonl", "[1]\n", "line 1: not an object"),
+        ("a.jsonl", '{"image": ' + "[" * 100_000 + "\n", "line 1"),
+        ("a.csv", "image\nimages/7.png\n", r"7\.png"),
+        ("a.csv", 'image,box\nimages/0.png,"[[1,2"\n', "row 0, column box"),
+    ],
+)
+def test_bad_tables_are_named_with_the_place(
+    root: Path, name: str, text: str, message: str
+) -> None:
+    (root / name).write_text(text)
+    schema = {"box": f.Boxes()} if "box" in text else None
+    with pytest.raises((UsageError, CorruptionError, IoError), match=message):
+        nostall.Manifest(root / name, ["image"], schema=schema)
+
+
+def test_a_table_that_is_not_text_is_refused(root: Path) -> None:
+    (root / "a.csv").write_bytes(b"image\n\xff\xfe\n")
+    with pytest.raises(CorruptionError, match="not UTF-8"):
+        nostall.Manifest(root / "a.csv", ["image"])
+    with pytest.raises(IoError, match=r"b\.csv"):
+        nostall.Manifest(root / "b.csv", ["image"])
+    with pytest.raises(UsageError, match="as a list or a mapping"):
+        nostall.Manifest(root / "a.csv", "image")
+
+
+def annotations(**more: Any) -> dict[str, Any]:
+    """Of five images, numbered backwards; the third has no annotation."""
+    found = []
+    for i in range(N):
+        for k in range(0 if i == 2 else 1 + i % 2):
+            found.append(
+                {
+                    "id": len(found) + 7,
+                    "image_id": 100 - i,
+                    "category_id": 3 + k,
+                    "bbox": [i, k, 2.5, 3],
+                    "area": 7.5,
+                    "iscrowd": k,
+                    "segmentation": [[0, 0, 1, k]],
+                }
+            )
+    return {
+        "images": [{"id": 100 - i, "file_name": f"{i}.png"} for i in range(N)],
+        "annotations": found,
+        "categories": [{"id": 3, "name": "cat"}, {"id": 4, "name": "dog"}],
+        **more,
+    }
+
+
+def coco(root: Path, data: Any, **options: Any) -> nostall.COCO:
+    (root / "coco.json").write_text(data if isinstance(data, str) else json.dumps(data))
+    return nostall.COCO(root / "images", root / "coco.json", **options)
+
+
+def test_coco_is_what_the_file_says_in_torchvisions_order(root: Path) -> None:
+    source = coco(root, annotations(), segmentation=True)
+    assert source.categories == {3: "cat", 4: "dog"}
+    found = samples(source)
+    assert found["image_id"] == [96, 97, 98, 99, 100]
+    assert as_lists(found["labels"]) == [[3], [3, 4], [], [3, 4], [3]]
+    assert as_lists(found["boxes"])[1] == [[3, 0, 2.5, 3], [3, 1, 2.5, 3]]
+    assert found["boxes"][2].shape == (0, 4)
+    assert as_lists(found["iscrowd"])[3] == [0, 1]
+    assert found["segmentation"][3] == [[[0, 0, 1, 0]], [[0, 0, 1, 1]]]
+    assert "segmentation" not in coco(root, annotations()).schema
+
+
+def test_captions_and_keypoints(root: Path) -> None:
+    data = annotations()
+    for i, annotation in enumerate(data["annotations"]):
+        annotation["caption"] = f"caption {i} é"
+        annotation["keypoints"] = [i] * 6
+    found = samples(coco(root, data))
+    numbers = [[5], [3, 4], [], [1, 2], [0]]
+    assert found["captions"] == [[f"caption {i} é" for i in row] for row in numbers]
+    assert as_lists(found["keypoints"])[0] == [[[5, 5, 5], [5, 5, 5]]]
+    assert found["keypoints"][2].shape == (0, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("{", "not a file of COCO"),
+        ("[]", "not a file of COCO"),
+        ({"images": [{"id": 1}]}, "KeyError 'file_name'"),
+        (annotations(images=[{"id": 100, "file_name": "0.png"}] * 2), "two images of one number"),
+        (annotations(images=[{"id": 100, "file_name": "0.png"}]), "of image 96, and no such image"),
+        (
+            annotations(annotations=[{"image_id": 100, "bbox": [1, 2, 3]}]),
+            "annotations of image 100: no boxes",
+        ),
+        (
+            annotations(
+                annotations=[
+                    {"image_id": 100, "bbox": [1, 2, 3, 4], "category_id": 3},
+                    {"image_id": 99, "bbox": [1, 2, 3, 4]},
+                ]
+            ),
+            "annotations of image 99: no labels",
+        ),
+        (
+            annotations(annotations=[{"image_id": 100, "keypoints": [1, 2]}]),
+            "no equal keypoints",
+        ),
+    ],
+)
+def test_bad_annotations_are_named_with_the_place(root: Path, data: Any, message: str) -> None:
+    with pytest.raises(CorruptionError, match=message):
+        coco(root, data)
+
+
+OBJECT = (
+    "<object><name>{}</name><difficult>1</difficult><bndbox><xmin>1</xmin><ymin>2</ymin>"
+    "<xmax>{}</xmax><ymax>4.5</ymax></bndbox></object>"
+)
+
+
+def voc(root: Path, objects: dict[str, str]) -> None:
+    for folder in ("JPEGImages", "SegmentationClass", "Annotations", "ImageSets/Main"):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    (root / "ImageSets" / "Segmentation").mkdir(exist_ok=True)
+    for name, inner in objects.items():
+        Image.new("RGB", (9, 7), (200, 3, 4)).save(root / "JPEGImages" / f"{name}.jpg")
+        mask = Image.fromarray(np.full((7, 9), 12, np.uint8), "L").convert("P")
+        mask.putdata([5] * 63)
+        mask.save(root / "SegmentationClass" / f"{name}.png")
+        (root / "Annotations" / f"{name}.xml").write_text(f"<annotation>{inner}</annotation>")
+    for sets in ("Main", "Segmentation"):
+        (root / "ImageSets" / sets / "train.txt").write_text("".join(f"{n}\n" for n in objects))
+
+
+def test_voc_is_what_its_files_say(tmp_path: Path) -> None:
+    voc(tmp_path, {"b": OBJECT.format("person", 9) + OBJECT.format("cat", 3), "a": ""})
+    source = nostall.VOC(tmp_path)
+    assert source.names == ["b", "a"]
+    found = samples(source)
+    person, cat = source.classes.index("person"), source.classes.index("cat")
+    assert as_lists(found["labels"]) == [[person, cat], []]
+    assert as_lists(found["boxes"]) == [[[1, 2, 9, 4.5], [1, 2, 3, 4.5]], []]
+    assert as_lists(found["difficult"]) == [[1, 1], []]
+    masks = samples(nostall.VOC(tmp_path, task="segmentation"))["mask"]
+    assert as_lists(masks) == [[[5] * 9] * 7] * 2
+    assert pickle.loads(pickle.dumps(source)).fingerprint == source.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [
+        (OBJECT.format("unicorn", 3), "names the class 'unicorn'"),
+        (OBJECT.format("cat", "wide"), "no annotation of Pascal VOC"),
+        ("<object>", "no annotation of Pascal VOC"),
+        ("<object><name>cat</name></object>", "no annotation of Pascal VOC"),
+    ],
+)
+def test_bad_voc_is_named(tmp_path: Path, inner: str, message: str) -> None:
+    voc(tmp_path, {"a": inner})
+    with pytest.raises(CorruptionError, match=rf"a\.xml.*{message}"):
+        nostall.VOC(tmp_path)
+
+
+def test_voc_without_its_list_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(IoError, match=r"val\.txt"):
+        nostall.VOC(tmp_path, "val")
+    with pytest.raises(UsageError, match="task must be"):
+        nostall.VOC(tmp_path, task="boxes")  # type: ignore[arg-type]
