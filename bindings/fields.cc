@@ -63,13 +63,16 @@ void bind_kinds(nb::module_& m) {
       .def_rw("shape", &fields::Array::shape)
       .def_rw("codec", &fields::Array::codec)
       .def_rw("meaning", &fields::Array::meaning)
-      .def_rw("normalised", &fields::Array::normalised);
+      .def_rw("normalised", &fields::Array::normalised)
+      .def_rw("pipeline", &fields::Array::pipeline)
+      .def_rw("rows_of", &fields::Array::rows_of);
   bind_type(array);
   auto mask = nb::class_<fields::Mask>(m, "MaskField", "A PNG image of integers.");
   mask.def(nb::init<>())
       .def_rw("height", &fields::Mask::height)
       .def_rw("width", &fields::Mask::width)
-      .def_rw("max_pixels", &fields::Mask::max_pixels);
+      .def_rw("max_pixels", &fields::Mask::max_pixels)
+      .def_rw("pipeline", &fields::Mask::pipeline);
   bind_type(mask);
   auto audio = nb::class_<fields::Audio>(m, "AudioField", "A WAV file.");
   audio.def(nb::init<>())

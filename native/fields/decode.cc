@@ -251,11 +251,9 @@ Decoded decode(const Scalar& kind, const Output&, std::span<const std::byte> byt
   return std::monostate{};
 }
 
-Decoded decode(const Array& kind, const Output& output, std::span<const std::byte> bytes,
-               const image::SampleKey&, Scratch&, const Destination& to) {
+Result<ArrayValues> read_array(const Array& kind, std::span<const std::byte> bytes) {
   std::span<const std::byte> values = bytes;
   std::array<int64_t, kMostDims> shape{};
-  const size_t dims = output.shape.size();
   if (kind.codec == Array::Codec::raw) {
     auto found = raw_shape(kind, bytes.size());
     if (!found) return found.error();
@@ -273,9 +271,42 @@ Decoded decode(const Array& kind, const Output& output, std::span<const std::byt
     values = npy.value().values;
   }
   if (kind.type == Type::boolean && !booleans(values)) return damaged("a bool that is not 0 or 1");
+  return ArrayValues{shape, values};
+}
+
+Decoded decode_rows(const Array& kind, std::span<const std::byte> bytes, const Scratch::Rows& boxes,
+                    const Destination& to) {
+  auto read = read_array(kind, bytes);
+  if (!read) return read.error();
+  auto& [shape, values] = read.value();
+  const auto rows = static_cast<uint64_t>(shape[0]);
+  if (rows != boxes.before) {
+    return damaged(std::to_string(rows) + " rows for " + std::to_string(boxes.before) + " boxes");
+  }
+  const size_t row = rows == 0 ? 0 : values.size() / rows;
+  if (boxes.moved) shape[0] = static_cast<int64_t>(boxes.kept.size());
+  const size_t size = row * static_cast<size_t>(shape[0]);
+  std::byte* out = to.begin({shape.data(), kind.shape.size()}, size);
+  if (size == 0) return std::monostate{};
+  if (!boxes.moved) {
+    std::memcpy(out, values.data(), size);
+    return std::monostate{};
+  }
+  for (const uint32_t kept : boxes.kept) {
+    std::memcpy(out, values.data() + kept * row, row);
+    out += row;
+  }
+  return std::monostate{};
+}
+
+Decoded decode(const Array& kind, const Output&, std::span<const std::byte> bytes,
+               const image::SampleKey&, Scratch&, const Destination& to) {
+  auto read = read_array(kind, bytes);
+  if (!read) return read.error();
+  const auto& [shape, values] = read.value();
   auto sound = check_meaning(kind, values.data(), values.size());
   if (!sound) return sound.error();
-  std::byte* out = to.begin({shape.data(), dims}, values.size());
+  std::byte* out = to.begin({shape.data(), kind.shape.size()}, values.size());
   if (!values.empty()) std::memcpy(out, values.data(), values.size());
   return std::monostate{};
 }

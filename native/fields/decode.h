@@ -3,6 +3,7 @@
 // Total: any bytes give a value or an Error of kind corruption; they may throw std::bad_alloc.
 #pragma once
 
+#include <array>
 #include <span>
 
 #include "fields/program.h"
@@ -19,7 +20,17 @@ struct Destination {
   std::byte* begin(std::span<const int64_t> shape, size_t value_bytes) const;
 };
 
+// An array as it is stored: its shape, and its values wherever they lie.
+struct ArrayValues {
+  std::array<int64_t, kMostDims> shape{};
+  std::span<const std::byte> values;
+};
+Result<ArrayValues> read_array(const Array& kind, std::span<const std::byte> bytes);
+
 using Decoded = Result<std::monostate>;
+// The rows of an array that go with boxes: those of the boxes that were kept.
+Decoded decode_rows(const Array& kind, std::span<const std::byte> bytes, const Scratch::Rows& boxes,
+                    const Destination& to);
 Decoded decode(const Image& kind, const Output& output, std::span<const std::byte> bytes,
                const image::SampleKey& key, Scratch& scratch, const Destination& to);
 Decoded decode(const Bytes& kind, const Output& output, std::span<const std::byte> bytes,

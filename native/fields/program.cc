@@ -6,6 +6,7 @@
 #include <new>
 
 #include "fields/decode.h"
+#include "fields/group.h"
 
 namespace nostall::fields {
 namespace {
@@ -58,9 +59,25 @@ class Compiler {
       usage(field_, "raw bytes of a shape with a side of 0 do not tell its ragged dimension");
     }
     check_meaning(array);
+    if (array.pipeline && array.meaning == Array::Meaning::none) {
+      usage(field_, "transforms are for images, masks, boxes and keypoints");
+    }
+    const bool first_ragged = !array.shape.empty() && array.shape.front() == kRagged;
+    if ((array.rows_of || array.pipeline) &&
+        (!first_ragged || std::count(array.shape.begin(), array.shape.end(), kRagged) != 1)) {
+      usage(field_, "of boxes, and of what goes with them, the first side alone is ragged");
+    }
     return made(array.type, array.shape);
   }
   Output operator()(const Mask& mask) {
+    if (mask.pipeline) {
+      if (!image_type_of(mask.type)) {
+        usage(field_, "transforms give masks of uint8, uint16, int16, int32 or int64, not " +
+                          std::string(name_of(mask.type)));
+      }
+      const image::Output& o = mask.pipeline->output();
+      return made(mask.type, {o.height, o.width});
+    }
     if (mask.type == Type::boolean || mask.type == Type::int8 || mask.type >= Type::float16) {
       usage(field_, "the labels of a mask are integers of 8 bits or more, not " +
                         std::string(name_of(mask.type)));
@@ -98,6 +115,11 @@ class Compiler {
   const Field& field_;
 };
 
+bool follows(const Field& field) {
+  const auto* array = std::get_if<Array>(&field.kind);
+  return array != nullptr && array->rows_of.has_value();
+}
+
 void check_size(const Field& field, const Output& output) {
   constexpr uint64_t kMost = uint64_t{1} << 40;
   uint64_t bytes = size_of(output.type);
@@ -134,6 +156,7 @@ Program Program::compile(std::vector<Field> fields) {
     if (program.outputs_.back().form != Form::dense) ++program.ragged_;
   }
   program.fields_ = std::move(fields);
+  program.find_groups();
   return program;
 }
 
@@ -164,37 +187,53 @@ size_t Program::ragged_before(size_t output) const noexcept {
                                            [](const Output& o) { return o.form != Form::dense; }));
 }
 
+Destination Program::destination(size_t output, const Place& place) const {
+  if (outputs_[output].form == Form::dense) {
+    const size_t size = outputs_[output].bytes();
+    return {
+        {place.slab + region(output, place.samples) + place.index * size, size}, nullptr, nullptr};
+  }
+  return {{}, &place.ragged[ragged_before(output)], place.holder};
+}
+
 Result<std::monostate> Program::apply(std::span<const source::FieldBytes> located,
                                       const image::SampleKey& key, Scratch& scratch,
                                       const Place& place) const try {
-  size_t ragged = 0;
+  scratch.rows.resize(fields_.size());
+  bool follow = false;
   for (size_t i = 0; i < fields_.size(); ++i) {
-    const Field& field = fields_[i];
-    const Output& output = outputs_[i];
-    const auto failed = [&](const std::string& what) {
-      return Error(ErrorKind::corruption,
-                   field.name.empty() ? what : "field " + field.name + ": " + what);
-    };
-    if (field.index >= located.size()) {
-      return Error(ErrorKind::bug, "field " + field.name + " is none of its source's");
+    if (grouped_[i] != 0) continue;
+    if (follows(fields_[i])) {
+      follow = true;
+      continue;
     }
-    source::FieldBytes bytes = located[field.index];
-    if (!bytes.present) {
-      if (!field.fill) return failed("it is missing; give the schema's field a fill=, or drop it");
-      bytes.bytes = *field.fill;
-    }
-    Destination to;
-    if (output.form == Form::dense) {
-      const size_t size = output.bytes();
-      to.dense = {place.slab + region(i, place.samples) + place.index * size, size};
-    } else {
-      to.ragged = &place.ragged[ragged++];
-      to.holder = place.holder;
-    }
+    auto bytes = bytes_of(fields_[i], located);
+    if (!bytes) return bytes.error();
     const auto result = std::visit(
-        [&](const auto& kind) { return decode(kind, output, bytes.bytes, key, scratch, to); },
-        field.kind);
-    if (!result) return failed(result.error().what());
+        [&](const auto& kind) {
+          return decode(kind, outputs_[i], bytes.value(), key, scratch, destination(i, place));
+        },
+        fields_[i].kind);
+    if (!result) return failed(fields_[i], result.error().what());
+  }
+  for (const Group& group : groups_) {
+    auto result = apply_group(group, located, key, scratch, place);
+    if (!result) return result;
+  }
+  // Behind the boxes that they go with.
+  for (size_t i = 0; follow && i < fields_.size(); ++i) {
+    if (!follows(fields_[i])) continue;
+    const Array& array = std::get<Array>(fields_[i].kind);
+    const size_t boxes = *array.rows_of;
+    Scratch::Rows& rows = scratch.rows[boxes];
+    if (grouped_[boxes] == 0) {
+      rows.moved = false;
+      rows.before = static_cast<uint64_t>(place.ragged[ragged_before(boxes)].shape[0]);
+    }
+    auto bytes = bytes_of(fields_[i], located);
+    if (!bytes) return bytes.error();
+    const auto result = decode_rows(array, bytes.value(), rows, destination(i, place));
+    if (!result) return failed(fields_[i], result.error().what());
   }
   return std::monostate{};
 } catch (const std::bad_alloc&) {

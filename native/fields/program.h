@@ -7,6 +7,9 @@
 // until the batch is complete; then plan_tail() and lay_tail() put them one after the other, or pad
 // them to the longest.
 //
+// Fields of kinds Image, Mask and Array (boxes, keypoints) that share a pipeline are a group: they are
+// transformed as one (image/targets.h), with one draw of its steps.
+//
 //   slab of a batch of n samples: one region for each dense output, aligned to kAlignment bytes
 //   tail: for each ragged output its values, then its offsets or lengths, then (where more than the
 //   first dimension is ragged) the shapes of all samples
@@ -35,7 +38,8 @@ namespace nostall::fields {
 
 // ---- The kinds of fields, and what the bytes of each must be.
 
-// An encoded image (or pixels, if the pipeline says so): dense, as the pipeline gives it.
+// An encoded image (or pixels, if the pipeline says so): dense, as the pipeline gives it. All images
+// of a group must have one size.
 struct Image {
   std::shared_ptr<const image::Pipeline> pipeline;
 };
@@ -69,12 +73,20 @@ struct Array {
   Codec codec = Codec::raw;
   Meaning meaning = Meaning::none;
   bool normalised = false;  // coordinates are parts of the image: between 0 and 1
+  // Boxes and keypoints: of the group that they belong to; null: they stay as they are stored. In a
+  // group the pipeline checks them.
+  std::shared_ptr<const image::Pipeline> pipeline{};
+  // Row i belongs to box i of the boxes that are that field of the program, and goes with it: there
+  // must be as many rows as boxes.
+  std::optional<uint32_t> rows_of{};
 };
-// A PNG image of integers (image/labels.h): (height, width), ragged where they are 0.
+// A PNG image of integers (image/labels.h): (height, width), ragged where they are 0. In a group it
+// has the size of the pipeline's images instead.
 struct Mask {
   Type type = Type::uint8;
   uint32_t height = 0, width = 0;
   uint64_t max_pixels = image::Options{}.max_pixels;
+  std::shared_ptr<const image::Pipeline> pipeline{};
 };
 // A WAV file (wav.h): (frames,) if there is one channel, else (frames, channels).
 struct Audio {
@@ -104,6 +116,21 @@ struct Scratch {
   image::Scratch image;
   image::Buffer labels;
   std::vector<source::FieldBytes> located;
+  // Of groups, whose parts are gathered first.
+  struct Gathered {
+    std::vector<image::Picture> pictures;
+    std::vector<image::Mask> masks;
+    std::vector<image::Boxes> boxes;
+    std::vector<image::Keypoints> keypoints;
+    std::vector<size_t> field_of_boxes;
+  } gathered;
+  struct Rows {
+    std::vector<float> values;   // aligned, as those of a record need not be
+    std::vector<uint32_t> kept;  // rows that stayed
+    uint64_t before = 0;         // rows that there were
+    bool moved = false;          // `kept` tells
+  };
+  std::vector<Rows> rows;  // of each field
 };
 
 // The value of one ragged output of one sample.
@@ -136,6 +163,8 @@ struct Laid {
   std::vector<int64_t> counts_shape;
   uint64_t shapes = 0;  // ragged, not by rows: (n, dimensions)
 };
+
+struct Destination;  // decode.h
 
 class Program {
  public:
@@ -170,8 +199,21 @@ class Program {
                 std::byte* tail) const;
 
  private:
+  struct Group {
+    std::shared_ptr<const image::Pipeline> pipeline;
+    std::vector<size_t> fields;  // two or more
+  };
+  void find_groups();
+  Destination destination(size_t output, const Place& place) const;
+  Result<std::monostate> apply_group(const Group& group,
+                                     std::span<const source::FieldBytes> located,
+                                     const image::SampleKey& key, Scratch& scratch,
+                                     const Place& place) const;
+
   std::vector<Field> fields_;
   std::vector<Output> outputs_;
+  std::vector<Group> groups_;
+  std::vector<uint8_t> grouped_;  // whether a field is in one
   size_t ragged_ = 0;
 };
 

@@ -43,12 +43,29 @@ class Kind:
     fill: Any = None
     padded: bool = False
 
-    def to_native(self, name: str, index: int) -> _native.Field:
-        """The field as the native core takes it; `index` is its place in the source."""
+    #: Whether transforms apply to it, together with the images of its sample.
+    transformed: ClassVar[bool] = False
+
+    def to_native(
+        self,
+        name: str,
+        index: int,
+        pipeline: _native.Pipeline | None = None,
+        rows_of: int | None = None,
+    ) -> _native.Field:
+        """The field as the native core takes it; `index` is its place in the source.
+
+        `pipeline` is that of its group, `rows_of` the place of the boxes that its rows go with.
+        """
         native = _native.Field()
         native.name = name
         native.index = index
-        native.kind = self._native_kind()
+        kind = self._native_kind()
+        if pipeline is not None:
+            kind = self._in_group(kind, pipeline)
+        if rows_of is not None:
+            kind.rows_of = rows_of
+        native.kind = kind
         native.padded = self.padded
         if self.fill is not None:
             native.fill = self.encode(self.fill)
@@ -56,6 +73,10 @@ class Kind:
 
     def _native_kind(self) -> Any:
         raise NotImplementedError(f"{type(self).__name__} defines no native kind")
+
+    def _in_group(self, kind: Any, pipeline: _native.Pipeline) -> Any:
+        kind.pipeline = pipeline
+        return kind
 
     def encode(self, value: Any) -> bytes:
         """The value as it is stored, for columns and for `fill`.
@@ -83,7 +104,7 @@ class Image(Kind):
     """An encoded image: JPEG, PNG or WebP.
 
     With transforms an array (n, 3, height, width) or (n, height, width, 3); without, its bytes as
-    they are: `Ragged`, uint8. All images of a sample have the same random draws.
+    they are: `Ragged`, uint8. Images that are transformed together have one size and the same draws.
 
     Args:
         fill: the bytes of an image file that stands for a missing one.
@@ -91,8 +112,15 @@ class Image(Kind):
 
     fill: bytes | None = None
 
+    transformed: ClassVar[bool] = True
+
     def _native_kind(self) -> Any:
         return _native.BytesField()
+
+    def _in_group(self, kind: Any, pipeline: _native.Pipeline) -> Any:
+        image = _native.ImageField()
+        image.pipeline = pipeline
+        return image
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +128,12 @@ class Mask(Kind):
     """A label for each pixel: a PNG image of one channel, grey of 1 to 16 bits or with a palette.
 
     Labels are kept exactly: grey values unscaled, or the indices of the palette. An array
-    (n, height, width) if `size` is given, else `Ragged` or `Padded`.
+    (n, height, width) if it is transformed with its image (by nearest pixels; labels of at most 16
+    bits in uint8, uint16, int16, int32 or int64) or `size` is given, else `Ragged` or `Padded`.
 
     Args:
         dtype: of the labels; one that it cannot hold makes the sample unusable.
-        size: (height, width) in pixels that every mask must have.
+        size: (height, width) in pixels that every mask must have, where it is not transformed.
         padded: fill up to the largest of the batch, where sizes differ.
         fill: the bytes of a PNG file that stands for a missing one.
     """
@@ -114,6 +143,7 @@ class Mask(Kind):
     padded: bool = False
     fill: bytes | None = None
 
+    transformed: ClassVar[bool] = True
     _TYPES: ClassVar[tuple[str, ...]] = (
         "uint8",
         "uint16",
@@ -218,6 +248,8 @@ class Array(_Numbers):
             which one side at most can differ.
         padded: fill up to the largest of the batch, where sizes differ.
         fill: an array that stands for a missing one.
+        rows_of: the name of the field of `Boxes` that it says something of, such as their classes: one
+            row for each box, which goes when the box goes (``SanitizeBoundingBoxes``).
     """
 
     dtype: str = "float32"
@@ -225,9 +257,12 @@ class Array(_Numbers):
     codec: Literal["raw", "npy"] = "npy"
     padded: bool = False
     fill: Any = field(default=None, compare=False)  # arrays have no one comparison
+    rows_of: str | None = None
 
     def __post_init__(self) -> None:
         self._check()
+        if self.rows_of is not None and (not self.shape or self.shape[0] is not None):
+            raise UsageError("Array: the first side of rows_of boxes is None: as many as boxes")
 
     def _dimensions(self) -> Shape:
         return self.shape
@@ -238,7 +273,7 @@ class Boxes(_Numbers):
     """Boxes of one sample, float32 (k, 4): `Ragged` of shape (boxes of all, 4), or `Padded`.
 
     A sample is unusable if a number is NaN or infinite, or the size of a box is negative. Boxes
-    without an area are kept.
+    without an area are kept. Transforms move boxes with their image, by torchvision's rules.
 
     Args:
         format: "xyxy" (left, top, right, bottom), "xywh" (left, top, width, height) or "cxcywh"
@@ -256,6 +291,8 @@ class Boxes(_Numbers):
     padded: bool = False
     fill: Any = field(default=None, compare=False)  # arrays have no one comparison
 
+    transformed: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         _of(self, "format", self.format, ("xyxy", "xywh", "cxcywh"))
         self._check()
@@ -271,7 +308,8 @@ class Boxes(_Numbers):
 class Keypoints(_Numbers):
     """Points of one sample, float32: (k, values), or (k, points, values) for k objects.
 
-    `Ragged` or `Padded`. A sample is unusable if a number is NaN or infinite.
+    `Ragged` or `Padded`. A sample is unusable if a number is NaN or infinite. Transforms move points
+    with their image.
 
     Args:
         points: points per object; None if the points of a sample are no objects.
@@ -289,6 +327,7 @@ class Keypoints(_Numbers):
     padded: bool = False
     fill: Any = field(default=None, compare=False)  # arrays have no one comparison
 
+    transformed: ClassVar[bool] = True
     _MEANING: ClassVar[str] = "keypoints"
 
     def __post_init__(self) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from nostall import _native
 from nostall.errors import UsageError
-from nostall.fields import Boxes, Image, Keypoints, Kind, Mask, Schema
+from nostall.fields import Boxes, Image, Kind, Schema
 from nostall.loader.transforms import Transform, is_native
 from nostall.loader.transforms import compile as compile_transforms
-from nostall.source._source import Pixels, Source
+from nostall.source._source import Source
 
-ByField = Mapping[str, Sequence[Transform]]
+ByField = Mapping[str | tuple[str, ...], Sequence[Transform]]
 
 
 def one_image(pipeline: _native.Pipeline) -> _native.Program:
@@ -26,7 +26,8 @@ def one_image(pipeline: _native.Pipeline) -> _native.Program:
 class Records:
     """Unpacks the chosen fields of a source, and hands them out as a mapping or a tuple.
 
-    `transforms` apply to every image, or, as a mapping, to the images that it names.
+    `transforms` is a list for all images, masks, boxes and keypoints of a sample as one, or a mapping
+    from a field, or a tuple of fields that are transformed as one, to such a list.
     """
 
     def __init__(
@@ -41,15 +42,17 @@ class Records:
     ) -> None:
         self._kinds: dict[str, Kind] = dict(schema)
         self._form = form
-        steps = _by_field(schema, transforms)
+        pipelines: dict[str, _native.Pipeline] = {}
+        for names, steps in _groups(schema, transforms):
+            pipeline = compile_transforms(steps, dtype=dtype, layout=layout, pixels=source.pixels)
+            pipelines.update(dict.fromkeys(names, pipeline))
         places = {name: i for i, name in enumerate(source.schema)}
-        fields = []
-        for name, kind in self._kinds.items():
-            field = kind.to_native(name, places[name])
-            if name in steps:
-                field.kind = _image(steps[name], dtype, layout, source.pixels)
-            fields.append(field)
-        self.program = _native.compile_program(fields)
+        self.program = _native.compile_program(
+            [
+                kind.to_native(name, places[name], pipelines.get(name), _boxes_of(schema, name))
+                for name, kind in schema.items()
+            ]
+        )
 
     def hand_out(self, batch: _native.Batch, array: Callable[[Any], Any]) -> Any:
         """The batch as a mapping by name, or as a tuple in the order of the schema."""
@@ -60,51 +63,52 @@ class Records:
         return values if self._form == "dict" else tuple(values.values())
 
 
-def _image(
-    steps: Sequence[Transform], dtype: str | None, layout: str | None, pixels: Pixels | None
-) -> _native.ImageField:
-    field = _native.ImageField()
-    field.pipeline = compile_transforms(steps, dtype=dtype, layout=layout, pixels=pixels)
-    return field
+def _boxes_of(schema: Schema, name: str) -> int | None:
+    """The place of the boxes that the rows of a field go with, if they are chosen too."""
+    boxes = getattr(schema[name], "rows_of", None)
+    if boxes is None or boxes not in schema:
+        return None
+    if not isinstance(schema[boxes], Boxes):
+        raise UsageError(f"field {name}: rows_of={boxes!r} is no field of Boxes")
+    return list(schema).index(boxes)
 
 
-def _by_field(schema: Schema, transforms: Any) -> dict[str, Sequence[Transform]]:
-    """The steps of every image that has some."""
-    images = [name for name, kind in schema.items() if isinstance(kind, Image)]
+def _groups(schema: Schema, transforms: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """Which fields are transformed as one, and by which steps."""
     if transforms is None:
-        return {}
-    each = transforms.values() if isinstance(transforms, Mapping) else [transforms]
-    if any(callable(steps) or not is_native(steps) for steps in each):
-        raise UsageError(
-            f"batches of the fields {', '.join(schema)} take lists of nostall.transforms, and no "
-            "callables: call them on the batch, or in collate="
-        )
+        return []
+    together = tuple(name for name, kind in schema.items() if kind.transformed)
+    groups: list[tuple[tuple[str, ...], Any]] = [(together, transforms)]
     if isinstance(transforms, Mapping):
-        for name in transforms:
-            if name not in images:
+        groups = [
+            ((names,) if isinstance(names, str) else tuple(names), steps)
+            for names, steps in transforms.items()
+        ]
+    seen: set[str] = set()
+    for names, steps in groups:
+        if callable(steps) or isinstance(steps, str) or not is_native(steps):
+            raise UsageError(
+                f"batches of the fields {', '.join(schema)} take lists of nostall.transforms, and no "
+                "callables: call them on the batch, or in collate="
+            )
+        for name in names:
+            if name not in together:
                 raise UsageError(
-                    f"transforms names the field {name!r}, which is no image of this loader"
-                    + (f": its images are {', '.join(images)}" if images else "")
+                    f"transforms names the field {name!r}, which is no image, mask, boxes or "
+                    f"keypoints of this loader: there are {', '.join(together) or 'none'}"
                 )
-        steps = dict(transforms)
-    else:
-        if not images:
+            if name in seen:
+                raise UsageError(f"transforms names the field {name!r} twice")
+            seen.add(name)
+        if not any(isinstance(schema[name], Image) for name in names):
             raise UsageError(
-                f"transforms are for images, and the fields {', '.join(schema)} have none: leave "
-                "transforms out"
+                f"transforms are for images, and there is none among {', '.join(names or schema)}: "
+                "name an image with them, or leave transforms out"
             )
-        steps = dict.fromkeys(images, transforms)
-    _refuse_targets(schema, steps.values())
-    return steps
-
-
-def _refuse_targets(schema: Schema, steps: Iterable[Sequence[Transform]]) -> None:
-    """Masks, boxes and points that would no longer lie on their images."""
-    if not any(steps):
-        return
-    for name, kind in schema.items():
-        if isinstance(kind, (Mask, Boxes, Keypoints)):
+    for name in together:
+        if name not in seen and not isinstance(schema[name], Image):
             raise UsageError(
-                f"field {name}: transforms move images alone, so that its {type(kind).__name__} would "
-                "not lie on them: leave transforms out, or the field (fields=)"
+                f"field {name}: transforms do not name it, so that it would not lie on its image: "
+                f"name them together, as in transforms={{('image', {name!r}): [...]}}"
             )
+    return groups

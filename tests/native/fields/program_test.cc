@@ -454,6 +454,91 @@ TEST(Sound, HeadersThatLie) {
   EXPECT_THAT(parse_wav(frames).error().what(), HasSubstr("another size"));
 }
 
+// An image of 4 x 2 pixels, a mask on it, boxes and their labels, mirrored as one.
+class Groups : public ::testing::Test {
+ protected:
+  Groups() {
+    const std::vector<image::Step> steps{image::RandomHorizontalFlip{1.0}, image::Resize{2, 4},
+                                         image::SanitizeBoundingBoxes{1, 1}};
+    pipeline_ = std::make_shared<const image::Pipeline>(image::Pipeline::compile(steps));
+    Array boxes{Type::float32, {kRagged, 4}};
+    boxes.meaning = Array::Meaning::xyxy;
+    boxes.pipeline = pipeline_;
+    Array labels{Type::int64, {kRagged}};
+    labels.rows_of = 3;
+    fields_ = {field(labels), field(Mask{Type::int64, 0, 0, 100, pipeline_}),
+               field(Image{pipeline_}), field(boxes)};
+    for (uint32_t i = 0; i < fields_.size(); ++i) fields_[i].index = i;
+    Memory pixels;
+    for (uint8_t v = 0; v < 24; ++v) pixels.push_back(std::byte{v});
+    located_ = {bytes_of<int64_t>({70, 71, 72}),
+                png(4, 2, 8, 0, bytes_of<uint8_t>({1, 2, 3, 4, 5, 6, 7, 8})),
+                png(4, 2, 8, SPNG_COLOR_TYPE_TRUECOLOR, pixels),
+                // The second one is empty.
+                bytes_of<float>({0, 0, 1, 2, 2, 0, 2, 2, 1, 0, 4, 1})};
+  }
+
+  // The error, or none, and the values.
+  std::string apply() {
+    const Program program = Program::compile(fields_);
+    slab_.resize(program.slab_bytes(1));
+    held_.resize(program.ragged());
+    std::vector<source::FieldBytes> located;
+    for (const Memory& m : located_) located.push_back({m, true});
+    const Place place{slab_.data(), 1, 0, held_, &heap_};
+    auto result = program.apply(located, {}, scratch_, place);
+    mask_ = slab_.data() + program.region(1, 1);
+    image_ = slab_.data() + program.region(2, 1);
+    return result ? "" : result.error().what();
+  }
+
+  std::shared_ptr<const image::Pipeline> pipeline_;
+  std::vector<Field> fields_;
+  std::vector<Memory> located_;
+  Memory slab_;
+  std::vector<Ragged> held_;
+  Heap heap_;
+  Scratch scratch_;
+  const std::byte *mask_ = nullptr, *image_ = nullptr;
+};
+
+TEST_F(Groups, AreTransformedAsOneAndRowsGoWithTheirBoxes) {
+  ASSERT_EQ(apply(), "");
+  EXPECT_THAT(integers(mask_, 8), ElementsAre(4, 3, 2, 1, 8, 7, 6, 5));
+  EXPECT_EQ(image_[0], std::byte{9});
+  EXPECT_EQ(held_[0].shape[0], 2);
+  EXPECT_THAT(integers(held_[0].values, 2), ElementsAre(70, 72));
+  EXPECT_EQ(held_[1].shape[0], 2);
+  std::vector<float> boxes(8);
+  ASSERT_EQ(held_[1].bytes, sizeof(float) * 8);
+  std::memcpy(boxes.data(), held_[1].values, held_[1].bytes);
+  EXPECT_THAT(boxes, ElementsAre(3, 0, 4, 2, 0, 0, 3, 1));
+}
+
+TEST_F(Groups, PartsThatDoNotFitAreErrorsWithTheirNames) {
+  const std::vector<Memory> good = located_;
+  located_[1] = png(3, 2, 8, 0, bytes_of<uint8_t>({1, 2, 3, 4, 5, 6}));
+  EXPECT_THAT(apply(), HasSubstr("fields it, it, it: "));
+  located_ = good;
+  located_[0] = bytes_of<int64_t>({70, 71});
+  EXPECT_THAT(apply(), HasSubstr("2 rows for 3 boxes"));
+  located_ = good;
+  located_[3] = bytes_of("1234567");
+  EXPECT_THAT(apply(), HasSubstr("7 bytes are no float32"));
+}
+
+TEST_F(Groups, WithoutAnImageOrBoxesAreRefused) {
+  std::vector<Field> fields = fields_;
+  EXPECT_THROW(Program::compile({fields[1]}), Error);
+  std::get<Array>(fields[0].kind).rows_of = 1;
+  EXPECT_THROW(Program::compile(fields), Error);
+  std::get<Array>(fields[0].kind).rows_of = 9;
+  EXPECT_THROW(Program::compile(fields), Error);
+  fields = fields_;
+  std::get<Mask>(fields[1].kind).type = Type::uint64;
+  EXPECT_THROW(Program::compile(fields), Error);
+}
+
 TEST(Programs, DenseRegionsAreAlignedAndApart) {
   Field a = field(Array{Type::uint8, {3}}), b = field(Scalar{}), c = field(Bytes{});
   b.index = 1;

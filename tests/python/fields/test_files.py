@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import prefork
 import pytest
 from PIL import Image
 
@@ -148,11 +149,103 @@ def test_transforms_apply_to_every_image_with_one_draw(root: Path) -> None:
         source, 4, epochs=1, transforms={"left": steps}, tiers=[], output="numpy"
     ) as loader:
         assert isinstance(next(iter(loader))["right"], f.Ragged)
-    masked = nostall.Files(
-        {"image": "images", "mask": "masks"}, schema={"mask": f.Mask()}, root=root
+
+
+def detection(root: Path) -> nostall.Files:
+    boxes = [np.array([[5, 5, 15, 15], [0, 0, 3, 3], [7, 7, 7, 9]], np.float32)] * SAMPLES
+    return nostall.Files(
+        {"image": "images", "mask": "masks"},
+        {"boxes": boxes, "classes": [np.array([1, 2, 3])] * SAMPLES},
+        schema={
+            "mask": f.Mask(dtype="int64"),
+            "boxes": f.Boxes(),
+            "classes": f.Array(dtype="int64", rows_of="boxes"),
+        },
+        root=root,
     )
-    with pytest.raises(UsageError, match="field mask: transforms move images alone"):
-        nostall.DataLoader(masked, 4, transforms=steps)
+
+
+def test_masks_and_boxes_move_with_their_image(root: Path) -> None:
+    source = detection(root)
+    steps = [
+        t.RandomHorizontalFlip(1.0),
+        t.CenterCrop(16),
+        t.SanitizeBoundingBoxes(min_size=1),
+    ]
+    with nostall.DataLoader(
+        source, 4, epochs=1, shuffle=False, transforms=steps, tiers=[], output="numpy"
+    ) as loader:
+        batches = list(loader)
+    sample = 0
+    for batch in batches:
+        for place in range(len(batch["mask"])):
+            stem = source.names[sample]
+            mask = np.asarray(Image.open(root / "masks" / f"{stem}.png"))[:, ::-1]
+            image = np.asarray(Image.open(root / "images" / f"{stem}.png"))[:, ::-1]
+            top, left = round((mask.shape[0] - 16) / 2), round((mask.shape[1] - 16) / 2)
+            np.testing.assert_array_equal(
+                batch["mask"][place], mask[top : top + 16, left : left + 16]
+            )
+            np.testing.assert_array_equal(
+                batch["image"][place], image[top : top + 16, left : left + 16]
+            )
+            # The second is cut off, the third has no width.
+            (box,) = batch["boxes"].sample(place)
+            assert box.tolist() == [
+                max(0, 30 - 15 - left),
+                max(0, 5 - top),
+                min(16, 30 - 5 - left),
+                min(16, 15 - top),
+            ]
+            assert batch["classes"].sample(place).tolist() == [1]
+            sample += 1
+    assert sample == SAMPLES
+
+
+def test_the_example_trains(root: Path, tmp_path: Path) -> None:
+    for name in ("images", "masks"):
+        (tmp_path / name).symlink_to(root / name)
+    (tmp_path / "boxes").mkdir()
+    for i in range(SAMPLES):
+        path = tmp_path / "boxes" / (f"part/{i:02}.npy" if i % 2 else f"{i:02}.npy")
+        path.parent.mkdir(exist_ok=True)
+        np.save(path, np.array([[2, 2, 28, 18]] * (i % 3), np.float32).reshape(-1, 4))
+    example = Path(__file__).parents[3] / "examples" / "segmentation.py"
+    run = prefork.run([str(example), str(tmp_path)], torch=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "epoch 2: loss" in run.stdout and "objects" in run.stdout
+
+
+def test_which_fields_are_transformed_together_is_checked(root: Path) -> None:
+    source, steps = detection(root), [t.CenterCrop(16)]
+    together: Any = {("image", "mask", "boxes"): steps}
+    with nostall.DataLoader(source, 4, epochs=1, transforms=together, tiers=[]) as loader:
+        assert tuple(next(iter(loader))["mask"].shape) == (4, 16, 16)
+    wrongly: list[tuple[Any, str]] = [
+        ({"image": steps}, "field mask: transforms do not name it"),
+        ({"mask": steps}, "there is none among mask"),
+        ({"classes": steps}, "which is no image, mask, boxes or keypoints"),
+        ({("image", "mask", "boxes"): steps, "image": steps}, "'image' twice"),
+    ]
+    for transforms, words in wrongly:
+        with pytest.raises(UsageError, match=words):
+            nostall.DataLoader(source, 4, transforms=transforms)
+    wrong = nostall.Files({}, {"a": [[1], [2]]}, schema={"a": f.Array(dtype="int64", rows_of="a")})
+    with pytest.raises(UsageError, match="rows_of='a' is no field of Boxes"):
+        nostall.DataLoader(wrong, 1)
+
+
+def test_rows_must_be_as_many_as_boxes() -> None:
+    source = nostall.Files(
+        {},
+        {"boxes": [np.zeros((2, 4)), np.zeros((1, 4))], "classes": [[1, 2], [3, 4]]},
+        schema={"boxes": f.Boxes(), "classes": f.Array(dtype="int64", rows_of="boxes")},
+    )
+    with (
+        nostall.DataLoader(source, 2, epochs=1, tiers=[]) as loader,
+        pytest.raises(CorruptionError, match=r"sample 1.*field classes: 2 rows for 1 boxes"),
+    ):
+        list(loader)
 
 
 def test_fields_that_are_not_chosen_are_not_read(root: Path, tmp_path: Path) -> None:
