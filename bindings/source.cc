@@ -1,5 +1,7 @@
 // Sources and what Python asks of them; factories list without the GIL.
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -12,6 +14,7 @@
 #include "source/folder.h"
 #include "source/scan.h"
 #include "source/sums.h"
+#include "source/view.h"
 
 namespace nb = nanobind;
 using namespace nostall;
@@ -97,9 +100,9 @@ void bind_source(nb::module_& m) {
               }
               const uint32_t now = sample_sum(bytes);
               if (!s.sums().agrees(sample, now)) {
-                throw Error(
-                    ErrorKind::corruption,
-                    s.describe(sample) + ": " + source::changed_text(s, s.sums().of(sample), now));
+                throw Error(ErrorKind::corruption,
+                            s.describe(sample) + ": " +
+                                source::changed_text(s, sample, s.sums().of(sample), now));
               }
             }
             return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
@@ -137,6 +140,40 @@ void bind_source(nb::module_& m) {
       .def_prop_ro("root", &source::FolderSource::root)
       .def_prop_ro("classes", [](const source::FolderSource& s) { return s.listing().classes(); });
 
+  nb::class_<source::ViewSource, source::Source>(m, "ViewSource")
+      .def_prop_ro(
+          "numbers",
+          [](const source::ViewSource& s) {
+            std::vector<uint64_t> numbers(s.size());
+            for (uint64_t i = 0; i < s.size(); ++i) numbers[i] = s.number(i);
+            return bindings::array_of(std::move(numbers));
+          },
+          nb::rv_policy::automatic,
+          "The place of every sample among those of all parts, laid end to end.")
+      .def(
+          "origin",
+          [](const source::ViewSource& s, uint64_t sample) {
+            if (sample >= s.size()) throw nb::index_error();
+            return s.origin(sample);
+          },
+          nb::arg("sample"), "The part of a sample, and its number there.");
+
+  m.def(
+      "open_view",
+      [](const std::vector<std::shared_ptr<source::Source>>& sources,
+         const std::vector<int64_t>& label_offsets, const std::optional<bindings::Ids>& numbers) {
+        if (label_offsets.size() != sources.size()) {
+          throw Error(ErrorKind::usage, "there must be an offset of labels a part");
+        }
+        std::vector<source::ViewSource::Part> parts;
+        for (size_t i = 0; i < sources.size(); ++i) parts.push_back({sources[i], label_offsets[i]});
+        std::optional<std::span<const uint64_t>> chosen;
+        if (numbers) chosen = std::span(numbers->data(), numbers->size());
+        const nb::gil_scoped_release release;
+        return std::make_shared<source::ViewSource>(std::move(parts), chosen);
+      },
+      nb::arg("sources"), nb::arg("label_offsets"), nb::arg("numbers").none(),
+      "Samples of other sources, by their numbers when these are laid end to end; all if None.");
   m.def(
       "open_folder",
       [](const std::string& root, const std::string& index_path,

@@ -24,12 +24,12 @@ void SampleSums::learn(const SampleSums& other) noexcept {
   for (uint64_t s = 0; s < std::min(samples_, other.samples_); ++s) {
     const uint32_t sum = other.of(s);
     uint32_t unknown = 0;
-    if (sum != 0) words_[s].compare_exchange_strong(unknown, sum, std::memory_order_relaxed);
+    if (sum != 0) word(s).compare_exchange_strong(unknown, sum, std::memory_order_relaxed);
   }
 }
 
 void SampleSums::forget() noexcept {
-  for (uint64_t s = 0; s < samples_; ++s) words_[s].store(0, std::memory_order_relaxed);
+  for (uint64_t s = 0; s < samples_; ++s) word(s).store(0, std::memory_order_relaxed);
 }
 
 uint64_t SampleSums::known() const noexcept {

@@ -26,16 +26,24 @@ class SampleSums {
   // Words of another owner, which keeps them while this object lives.
   SampleSums(std::atomic<uint32_t>* words, uint64_t samples) noexcept
       : words_(words), samples_(samples) {}
+  // Words that others own one by one; `owner` finds them, and outlives this object.
+  using Find = std::atomic<uint32_t>& (*)(const void* owner, uint64_t sample) noexcept;
+  SampleSums(Find find, const void* owner, uint64_t samples) noexcept
+      : samples_(samples), find_(find), owner_(owner) {}
 
   uint64_t size() const noexcept { return samples_; }
+  // Where the checksum of a sample lies.
+  std::atomic<uint32_t>& word(uint64_t sample) const noexcept {
+    return find_ ? find_(owner_, sample) : words_[sample];
+  }
   // 0: not known yet.
   uint32_t of(uint64_t sample) const noexcept {
-    return words_[sample].load(std::memory_order_relaxed);
+    return word(sample).load(std::memory_order_relaxed);
   }
   // Whether the sample has this checksum, which is learned if none is known.
   bool agrees(uint64_t sample, uint32_t sum) noexcept {
     uint32_t known = 0;
-    return words_[sample].compare_exchange_strong(known, sum, std::memory_order_relaxed) ||
+    return word(sample).compare_exchange_strong(known, sum, std::memory_order_relaxed) ||
            known == sum;
   }
   bool agrees(uint64_t sample, std::span<const std::byte> bytes) noexcept {
@@ -53,6 +61,8 @@ class SampleSums {
   std::unique_ptr<std::atomic<uint32_t>, Free> own_;
   std::atomic<uint32_t>* words_ = nullptr;
   uint64_t samples_ = 0;
+  Find find_ = nullptr;
+  const void* owner_ = nullptr;
 };
 
 static_assert(std::atomic<uint32_t>::is_always_lock_free);

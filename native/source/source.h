@@ -3,8 +3,8 @@
 // A Source is a fixed list of samples, ids 0..size()-1, the same on every process, each with a size
 // in bytes and a label, and a fingerprint over all of it. A Reader brings the bytes of samples, their
 // records; each thread that reads has its own. A record is made of fields: locate() says where they
-// lie, what they are is the business of room fields. folder.h: samples that are files. Room records:
-// samples that are ranges of a few large files.
+// lie, what they are is the business of room fields. folder.h: samples that are files. view.h: samples
+// of other sources in another choice. Room records: samples that are ranges of a few large files.
 // Thread-safety: Source is immutable after construction, but for what is known of checksums; a
 // Reader belongs to one thread.
 #pragma once
@@ -104,12 +104,19 @@ class Source {
   SampleSums& sums() const;
   // Where they are kept, empty if nowhere, and how many the file has.
   const std::string& sums_file() const noexcept { return sums_file_; }
+  // Where that of one sample is kept.
+  virtual const std::string& sums_file_of(uint64_t sample) const {
+    static_cast<void>(sample);
+    return sums_file_;
+  }
   uint64_t sums_kept() const noexcept { return sums_kept_; }
   // To be called before other threads know the source.
   void set_sums_file(const std::string& path) const { sums_file_ = path; }
   void set_sums_kept(uint64_t known) const noexcept { sums_kept_ = known; }
 
  private:
+  virtual SampleSums make_sums() const { return SampleSums(size()); }
+
   mutable std::once_flag sums_made_;
   mutable SampleSums sums_;
   mutable std::string sums_file_;

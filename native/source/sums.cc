@@ -55,7 +55,7 @@ std::vector<uint64_t> draw_numbers(uint64_t from, uint64_t seed, uint64_t count)
 }  // namespace
 
 SampleSums& Source::sums() const {
-  std::call_once(sums_made_, [this] { sums_ = SampleSums(size()); });
+  std::call_once(sums_made_, [this] { sums_ = make_sums(); });
   return sums_;
 }
 
@@ -162,12 +162,12 @@ std::string open_sums(const Source& source, const std::string& path) {
   return {};
 }
 
-std::string changed_text(const Source& source, uint32_t then, uint32_t now) {
+std::string changed_text(const Source& source, uint64_t sample, uint32_t then, uint32_t now) {
   std::array<char, 96> text{};
   std::snprintf(text.data(), text.size(),
                 "its bytes are not those that were read first (CRC32C %08x then, %08x now)", then,
                 now);
-  const std::string& file = source.sums_file();
+  const std::string& file = source.sums_file_of(sample);
   return text.data() + std::string(": restore it, or, if it was changed on purpose, ") +
          (file.empty() ? "start again" : "remove " + file + " and start again");
 }

@@ -51,7 +51,7 @@ bool another_version(const Probe& probe, bool same_stamp) noexcept;
 // or there are none; else why they, and the index they lie beside, are of another content.
 std::string open_sums(const Source& source, const std::string& path);
 // The message for a sample with the checksum `now` that had `then`, with the remedy.
-std::string changed_text(const Source& source, uint32_t then, uint32_t now);
+std::string changed_text(const Source& source, uint64_t sample, uint32_t then, uint32_t now);
 // Keeps them there, if more are known than the file has. 0 or -errno.
 int keep_sums(const Source& source);
 

@@ -22,7 +22,7 @@ void Loader::Run::compare(std::span<source::ReadRequest> requests, source::Reade
       continue;
     }
     r.error = source::kWrongBytes;
-    r.why = source::changed_text(*config_.source, sums_.of(r.sample), now);
+    r.why = source::changed_text(*config_.source, r.sample, sums_.of(r.sample), now);
   }
 }
 

@@ -211,6 +211,26 @@ class FolderSource(Source):
     @property
     def classes(self) -> list[str]: ...
 
+class ViewSource(Source):
+    @property
+    def numbers(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]:
+        """The place of every sample among those of all parts, laid end to end."""
+
+    def origin(self, sample: int) -> tuple[int, int]:
+        """The part of a sample, and its number there."""
+
+def open_view(
+    sources: Sequence[Source],
+    label_offsets: Sequence[int],
+    numbers: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ]
+    | None,
+) -> ViewSource:
+    """
+    Samples of other sources, by their numbers when these are laid end to end; all if None.
+    """
+
 def open_folder(
     root: str,
     index_path: str,

@@ -13,10 +13,9 @@ import numpy as np
 from nostall import _native
 from nostall.errors import CorruptionError, TransformError
 from nostall.loader._python_transforms import Items, Late, PythonStage, Substituted
-from nostall.source._cached import Cached
 from nostall.source._item_record import is_left_out
 from nostall.source._items import collate, collate_items
-from nostall.source._source import Source
+from nostall.source._source import ItemMaker, Source
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,7 +36,7 @@ class ItemStage(PythonStage):
 
     def __init__(
         self,
-        source: Cached,
+        source: ItemMaker,
         *,
         workers: Literal["threads", "processes"],
         count: int,

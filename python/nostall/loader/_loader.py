@@ -47,7 +47,6 @@ from nostall.observe import metrics, trace
 from nostall.observe._recorder import Recorder
 from nostall.observe._stats import ORIGINS
 from nostall.plan import Order, Plan, SubBatches, sample_ids
-from nostall.source._cached import Cached
 from nostall.source._source import Source
 
 if TYPE_CHECKING:
@@ -302,7 +301,7 @@ class DataLoader:
 
     def _transform_by(self, transforms: Transforms) -> None:
         chosen, pixels = self._options, self.dataset.pixels
-        if isinstance(self.dataset, Cached):
+        if (maker := self.dataset.item_maker) is not None:
             if transforms is not None:
                 raise UsageError(
                     "transforms= is for samples as they are stored: pass what is to be done with each "
@@ -311,7 +310,7 @@ class DataLoader:
             if chosen.fields or chosen.batch:
                 raise UsageError("fields= and batch= are not for items of a Cached data set")
             self._python = ItemStage(
-                self.dataset,
+                maker,
                 workers=chosen.workers,
                 count=self._threads,
                 collate=chosen.collate,
@@ -461,7 +460,7 @@ class DataLoader:
                 labels = batch.labels
                 for place, replacement in places.items():
                     labels[place] = self.dataset.native.labels[replacement]
-                if isinstance(self.dataset, Cached):
+                if self.dataset.item_maker is not None:
                     yield data  # labels are in its items
                 else:
                     yield data, self._array(self.dataset.as_labels(labels))

@@ -7,8 +7,9 @@
     HDF5, Parquet, ArrowIPC            through h5py and pyarrow
     ObjectFolder                       one object per sample
     Cached                             items of a data set in Python, made once
+    Subset, Filter, Split, Concat      views: samples of other sources, without copies
 
-Every path of the last two groups, and of TarShards and TFRecord, may also be a URL of an object
+Every path of the third and fourth group, and of TarShards and TFRecord, may also be a URL of an object
 store (``s3://bucket/key``).
 """
 
@@ -23,6 +24,7 @@ from nostall.source._records import ReadOptions
 from nostall.source._source import FileList, ImageFolder, Pixels, Source
 from nostall.source._tar import TarShards
 from nostall.source._tfrecord import TFRecord
+from nostall.source._views import Concat, Filter, Split, Subset, View
 
 __all__ = [
     "COCO",
@@ -31,8 +33,10 @@ __all__ = [
     "VOC",
     "ArrowIPC",
     "Cached",
+    "Concat",
     "FileList",
     "Files",
+    "Filter",
     "ImageFolder",
     "Manifest",
     "ObjectFolder",
@@ -40,6 +44,9 @@ __all__ = [
     "Pixels",
     "ReadOptions",
     "Source",
+    "Split",
+    "Subset",
     "TFRecord",
     "TarShards",
+    "View",
 ]

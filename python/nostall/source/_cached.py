@@ -19,7 +19,7 @@ from nostall.source._callback import RowReader
 from nostall.source._item_record import FORMAT, left_out
 from nostall.source._items import decode
 from nostall.source._makers import MakeError, Makers
-from nostall.source._source import Source
+from nostall.source._source import ItemMaker, Source
 
 _log = logging.getLogger("nostall")
 
@@ -174,6 +174,11 @@ class Cached(Source):
         if isinstance(record, MakeError):
             raise TransformError(f"item {sample} of {self._name} cannot be made: {record}")
         return record
+
+    @property
+    def item_maker(self) -> ItemMaker:
+        """The data set itself."""
+        return self
 
     @property
     def maker_pids(self) -> list[int]:

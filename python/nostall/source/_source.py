@@ -6,10 +6,10 @@ import errno
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
@@ -70,6 +70,16 @@ class Pixels:
         return np.ascontiguousarray(image[:, :, ::-1] if self.order == "bgr" else image)
 
 
+class ItemMaker(Protocol):
+    """Makes items of a user's data set, and says what is done with them."""
+
+    then: Callable[[Any], Any] | None
+    pickles: frozenset[str]
+
+    def make(self, sample: int) -> bytes:
+        """The record of an item, made anew."""
+
+
 class Source:
     """A fixed list of samples, the same on every process.
 
@@ -112,6 +122,11 @@ class Source:
         """
         self.schema.select(names)
         return self
+
+    @property
+    def item_maker(self) -> ItemMaker | None:
+        """What makes the samples, if they are items of a data set in Python; else None."""
+        return None
 
     @property
     def sizes(self) -> NDArray[np.uint64]:
