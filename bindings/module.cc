@@ -55,9 +55,9 @@ void translate(const std::exception_ptr& error, void*) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-  // At the end of a program, torch still holds a process group that nobody destroyed and tensors on
-  // our memory, and with them objects of this module: kept, not lost, so there is nothing to mend
-  // where nanobind would ask for it.
+  // At the end of a program, torch still holds a process group that was not destroyed, and tensors
+  // in our memory, and with them objects of this module. They are not leaks, so nanobind is not to
+  // warn of them.
   nb::set_leak_warnings(false);
   nb::register_exception_translator(translate);
   nostall::set_log_sink([](nostall::LogLevel level, const std::string& message) {

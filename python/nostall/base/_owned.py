@@ -1,4 +1,4 @@
-"""Files and directories that nobody but this user can have put there or can change."""
+"""Files and directories that only this user can have made and can change."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def read(name: str | Path, directory: int | None = None) -> bytes:
 
 
 def write(name: str, data: bytes, directory: int) -> None:
-    """Puts a whole file of mode 0600 in the place of whatever had the name."""
+    """Replaces the file of that name, or makes it, in one step, with mode 0600."""
     partial = f".{name}.{secrets.token_hex(4)}"
     fd = os.open(
         partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=directory

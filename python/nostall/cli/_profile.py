@@ -2,11 +2,11 @@
 
     nostall profile -o run -- torchrun --nproc-per-node 4 train.py
 
-Every process of the command that uses nostall's loaders records into the directory. With --mpi the
-collectives of an unmodified MPI program are recorded as well, by libnostall_mpi.so, which then replaces
-none of them.
+Every process of the command that uses nostall's loaders records into the directory. With --mpi
+libnostall_mpi.so records the collectives of an unmodified MPI program too, without replacing any;
+`nostall report run/mpi` then shows which ranks arrive late.
 
-    nostall profile --mpi -o run -- mpirun -n 4 ./program     # and nostall report run/mpi: who is late
+    nostall profile --mpi -o run -- mpirun -n 4 ./program     # then: nostall report run/mpi
 """
 
 from __future__ import annotations
