@@ -43,7 +43,7 @@ from nostall.torch._between import LeaderTensor
 from nostall.torch._calls import Calls
 from nostall.torch._launch import fill_environment
 from nostall.torch._meeting import nodes_of_ranks
-from nostall.torch._mesh import Registered, connect, hang_up
+from nostall.torch._mesh import Registered, connect, hang_up, registered
 
 _TYPES = {
     torch.float16: "float16",
@@ -68,6 +68,12 @@ _OPERATIONS = {
     ReduceOp.BAND: "band",
     ReduceOp.BOR: "bor",
     ReduceOp.BXOR: "bxor",
+}
+# What older releases of torch call them.
+_OLDER_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
 }
 _MESSAGES = ("send", "recv", "recv_anysource")
 _BITWISE = ("band", "bor", "bxor")
@@ -242,13 +248,27 @@ class _Delegated(dist.Work):  # type: ignore[misc]
         return bool(self._work.is_success())
 
     def exception(self) -> BaseException | None:
-        error: BaseException | None = self._work.exception()
+        error: BaseException | None
+        try:
+            error = self._work.exception()
+        except TypeError:  # releases of torch that cannot convert it
+            error = self._raised()
         try:
             if isinstance(error, RuntimeError):
                 self._aborts.fail(error, self._doing)
         except RuntimeError as named:
             return named
         return error
+
+    def _raised(self) -> BaseException | None:
+        """What a wait raises, of an operation that has ended."""
+        if not self._work.is_completed() or self._work.is_success():
+            return None
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            return error
+        return None
 
     def get_future(self) -> Future[Any]:
         self._watch()
@@ -336,7 +356,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self._shared_bytes = options.shared_bytes
         # All ranks take part now. Later they need not: two of them may exchange a message.
         self._inner: dict[str, Any] = {}
-        self._registered: list[Registered] = []
+        self._registered: list[Any] = []
         self._delegated = _Unfinished()
         self._keep("cpu", connect(PrefixStore("nostall cpu", store), rank, size, timeout))
         self._set_default_backend(ProcessGroup.BackendType.CUSTOM)
@@ -681,8 +701,10 @@ class Group(ProcessGroup):  # type: ignore[misc]
         self._delegated.clear()
         self._inner.clear()
         self._leaders = None
-        for registered in self._registered:
-            registered.drop()
+        for backend in self._registered:
+            if isinstance(backend, Registered):
+                backend.drop()
+        self._registered.clear()
 
     # How.
 
@@ -753,7 +775,9 @@ class Group(ProcessGroup):  # type: ignore[misc]
         doing = Doing(name, arguments[1] if name in ("send", "recv") else None)
         try:
             with self._calls:
-                work = getattr(self._inner_for(device), name)(*arguments)
+                inner = self._inner_for(device)
+                older = _OLDER_NAMES.get(name, name)
+                work = getattr(inner, name if hasattr(inner, name) else older)(*arguments)
         except RuntimeError as error:
             self._aborts.fail(error, doing)
         if device != "cpu":
@@ -824,7 +848,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
     def _keep(self, device: str, backend: Any) -> None:
         # Torch asks a group for the backends of its devices, to find out what they support.
         self._inner[device] = backend
-        self._registered.append(Registered(backend))
+        self._registered.append(registered(backend))
         self._register_backend(
             torch.device(device), ProcessGroup.BackendType.CUSTOM, self._registered[-1]
         )

@@ -83,6 +83,14 @@ class Registered(torch._C._distributed_c10d.Backend):  # type: ignore[misc]
         return str(self.backend.name())
 
 
+def registered(backend: Any) -> Any:
+    """What a group registers for the backend; itself where this torch's Backend has no constructor."""
+    try:
+        return Registered(backend)
+    except TypeError:
+        return backend
+
+
 _OWN = {"bound_device_id", "rank", "size"}
 _BENEATH = {
     "_allgather_base",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,8 +23,10 @@ def left_in_shared_memory() -> set[str]:
 
 
 def check(what: str, ranks: int, **environment: str) -> Ended:
-    """Every rank ends with status 0."""
+    """Every rank ends with status 0; skips what this release of torch lacks."""
     ended = run(what, ranks, 110, **environment)
+    if lacks := re.search(r"^torch lacks (.*)$", ended.stdout, re.M):
+        pytest.skip(f"torch lacks {lacks[1]}")
     assert ended.statuses == [0] * ranks, ended.stderr
     return ended
 
@@ -195,5 +198,6 @@ def test_a_group_that_nobody_destroyed_ends_without_warnings_of_leaks(
     )
     words = [sys.executable, "-c", program]
     result = subprocess.run(words, capture_output=True, text=True, timeout=100)
-    assert result.stdout == "done\n", result.stderr
+    # Some releases of Gloo print a line of their own.
+    assert result.stdout.splitlines()[-1] == "done", result.stderr
     assert "leaked" not in result.stderr
