@@ -70,7 +70,7 @@ def test_a_kept_cache_serves_once_until_dropped(backing: Path, tmp_path: Path) -
 
 @needs_fuse
 def test_one_client_gets_the_stated_bandwidth(backing: Path, tmp_path: Path) -> None:
-    with SlowFS(backing, tmp_path / "mnt", bandwidth=10 * MB) as fs:
+    with SlowFS(backing, tmp_path / "mnt", bandwidth=4 * MB) as fs:
 
         def measure() -> float:
             began, before = time.perf_counter(), fs.served_bytes
@@ -78,21 +78,21 @@ def test_one_client_gets_the_stated_bandwidth(backing: Path, tmp_path: Path) -> 
             assert fs.served_bytes - before == size
             return size / (time.perf_counter() - began)
 
-        reaches(10 * MB, measure)
+        reaches(4 * MB, measure)
 
 
 @needs_fuse
 def test_clients_together_saturate_at_the_aggregate(backing: Path, tmp_path: Path) -> None:
-    with SlowFS(backing, tmp_path / "mnt", bandwidth=10 * MB, aggregate=15 * MB, clients=2) as fs:
-        reaches(10 * MB, lambda: fs.measure(seconds=0.6)[0])
-        reaches(15 * MB, lambda: fs.measure(seconds=0.6)[1])
+    with SlowFS(backing, tmp_path / "mnt", bandwidth=4 * MB, aggregate=6 * MB, clients=2) as fs:
+        reaches(4 * MB, lambda: fs.measure(seconds=0.6)[0])
+        reaches(6 * MB, lambda: fs.measure(seconds=0.6)[1])
 
 
 @needs_fuse
 def test_two_clients_below_the_aggregate_do_not_disturb_each_other(
     backing: Path, tmp_path: Path
 ) -> None:
-    with SlowFS(backing, tmp_path / "mnt", bandwidth=8 * MB, clients=2) as fs:
+    with SlowFS(backing, tmp_path / "mnt", bandwidth=4 * MB, clients=2) as fs:
 
         def measure() -> float:
             began, before = time.perf_counter(), fs.served_bytes
@@ -103,7 +103,7 @@ def test_two_clients_below_the_aggregate_do_not_disturb_each_other(
                 thread.join()
             return (fs.served_bytes - before) / (time.perf_counter() - began)
 
-        reaches(16 * MB, measure)
+        reaches(8 * MB, measure)
 
 
 @needs_fuse
