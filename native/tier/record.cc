@@ -54,7 +54,7 @@ Result<uint32_t> read_record(FileSystem& files, int fd, uint64_t offset, uint64_
   std::array<std::byte, kRecordHeader> header{};
   const int64_t n = files.pread(fd, header, offset);
   const int64_t m = n == kRecordHeader ? files.pread(fd, into, offset + kRecordHeader) : n;
-  if (n < 0 || m < 0) return Error(ErrorKind::io, "cannot read a record", static_cast<int>(-m));
+  if (n < 0 || m < 0) return io_error("cannot read", "a record", static_cast<int>(-m));
   if (n != kRecordHeader || static_cast<size_t>(m) != into.size()) {
     return Error(ErrorKind::corruption, "a record is cut short");
   }

@@ -355,6 +355,93 @@ TEST_F(HostileTest, APushOfAnotherLengthIsDropped) {
   EXPECT_TRUE(dropped());
 }
 
+TEST_F(HostileTest, AFetchThatBringsBytesIsDropped) {
+  start();
+  put(*cache_, 1);
+  Session session = asking();
+  wire_->hear(Kind::welcome);
+  Header fetch = message(Kind::fetch, 1, 10);
+  wire_->say(session.seal(fetch), std::vector<std::byte>(10));
+  EXPECT_TRUE(dropped());
+  EXPECT_EQ(exchange_->stats().served, 0u);
+}
+
+TEST_F(HostileTest, AFileThatCannotBeReadIsAnsweredByNever) {
+  start(2s, tier::TierKind::file);
+  put(*cache_, 1);
+  files_.errors["pread"] = EIO;
+  Session session = asking();
+  wire_->hear(Kind::welcome);
+  Header fetch = message(Kind::fetch, 1);
+  wire_->say(session.seal(fetch));
+  EXPECT_EQ(wire_->hear(Kind::reply).status, Status::never);
+  EXPECT_EQ(cache_->state(1), tier::State::failed);
+  EXPECT_THAT(warnings(), Contains(HasSubstr("Input/output error")));
+  EXPECT_EQ(exchange_->nodes_alive(), 2u);
+}
+
+TEST_F(HostileTest, AFileThatCannotBeWrittenCostsTheSampleAlone) {
+  start(2s, tier::TierKind::file);
+  files_.errors["pwrite"] = EIO;
+  Session session = asking();
+  wire_->hear(Kind::welcome);
+  Header push = push_of(1);
+  wire_->say(session.seal(push), bytes_of(1));
+  EXPECT_TRUE(eventually([&] { return cache_->state(1) == tier::State::failed; }));
+  EXPECT_THAT(warnings(), Contains(HasSubstr("Input/output error; the sample is read from")));
+  EXPECT_EQ(exchange_->nodes_alive(), 2u);
+}
+
+class TierTest : public HostileTest, public testing::WithParamInterface<tier::TierKind> {};
+
+TEST_P(TierTest, APushThatDoesNotMatchItsChecksumLeavesTheSampleEmpty) {
+  start(2s, GetParam());
+  Session session = asking();
+  wire_->hear(Kind::welcome);
+  Header push = push_of(1);
+  push.crc ^= 1;
+  wire_->say(session.seal(push), bytes_of(1));
+  EXPECT_TRUE(dropped());
+  EXPECT_EQ(cache_->state(1), tier::State::empty);
+}
+
+TEST_P(TierTest, APushOfAnotherContentThanThisNodeReadIsNotTaken) {
+  start(2s, GetParam());
+  EXPECT_TRUE(cache_->sums().agrees(1, sample_sum(bytes_of(2))));
+  Session session = asking();
+  wire_->hear(Kind::welcome);
+  for (const uint64_t sample : {1, 2}) {
+    Header push = push_of(sample);
+    wire_->say(session.seal(push), bytes_of(sample));
+  }
+  EXPECT_TRUE(eventually([&] { return cache_->state(2) == tier::State::ready; }));
+  EXPECT_EQ(cache_->state(1), tier::State::empty);
+  EXPECT_EQ(exchange_->stats().dropped_ranks, 0u);
+}
+
+TEST_P(TierTest, WhatIsThereAlreadyOrNeverWillBeIsAnsweredAtOnce) {
+  start(2s, GetParam());
+  Session session = asking();
+  wire_->hear(Kind::welcome);
+  put(*cache_, 1);
+  Header push = push_of(1);
+  wire_->say(session.seal(push), bytes_of(1));
+  EXPECT_TRUE(eventually([&] { return exchange_->stats().redundant == 1; }));
+  cache_->reject(1);
+  for (const auto& [sample, status] :
+       {std::pair{uint64_t{1}, Status::never}, std::pair{uint64_t{2}, Status::not_yet}}) {
+    Header fetch = message(Kind::fetch, sample);
+    wire_->say(session.seal(fetch));
+    const Header reply = wire_->hear(Kind::reply);
+    EXPECT_EQ(reply.sample, sample);
+    EXPECT_EQ(reply.status, status);
+  }
+  EXPECT_EQ(exchange_->nodes_alive(), 2u);
+}
+
+INSTANTIATE_TEST_SUITE_P(Kinds, TierTest,
+                         testing::Values(tier::TierKind::ram, tier::TierKind::file));
+
 TEST_F(HostileTest, WithoutMemoryASampleFailsAndTheProcessGoesOn) {
   start();
   Session session = answering();
@@ -425,6 +512,31 @@ TEST_F(AnswerTest, AnAnswerTooLongIsNotTaken) {
               wire_->say(session.seal(reply), bytes);
             }),
             Outcome::failed);
+}
+
+TEST_F(AnswerTest, AnAnswerToNoRequestIsPassedOver) {
+  EXPECT_EQ(ask([&](Session& session, const Header& fetch) {
+              Header stray = reply_to(fetch, bytes_of(0));
+              stray.request += 1;
+              wire_->say(session.seal(stray), bytes_of(0));
+              Header reply = reply_to(fetch, bytes_of(0));
+              wire_->say(session.seal(reply), bytes_of(0));
+            }),
+            Outcome::here);
+  EXPECT_EQ(into_, bytes_of(0));
+  EXPECT_EQ(exchange_->stats().dropped_ranks, 0u);
+}
+
+TEST_F(AnswerTest, ASecondAnswerWhileTheFirstArrivesIsNotTaken) {
+  EXPECT_EQ(ask([&](Session& session, const Header& fetch) {
+              wire_->stalled = true;
+              for (int i = 0; i < 2; ++i) {
+                Header reply = reply_to(fetch, bytes_of(0));
+                wire_->say(session.seal(reply), bytes_of(0));
+              }
+            }),
+            Outcome::failed);
+  EXPECT_TRUE(alone());
 }
 
 TEST_F(AnswerTest, NeverMeansTheSource) {

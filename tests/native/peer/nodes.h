@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "../failing_files.h"
 #include "base/log.h"
 #include "parts.h"
 #include "peer/exchange.h"
@@ -46,7 +47,7 @@ class Nodes : public testing::Test {
   plan::Ownership ownership(uint32_t nodes) const { return ownership_of(kSamples, nodes); }
 
   std::shared_ptr<tier::NodeCache> cache_of(uint32_t node, tier::TierKind kind) {
-    return cache_below(root_ / ("node" + std::to_string(node)), "peer test", kind, sizes_);
+    return cache_below(root_ / ("node" + std::to_string(node)), "peer test", kind, sizes_, &files_);
   }
 
   void put(tier::NodeCache& cache, uint64_t sample) const {
@@ -79,6 +80,7 @@ class Nodes : public testing::Test {
     return group->requests[0].outcome;
   }
 
+  FailingFiles files_;
   std::filesystem::path root_;
   std::vector<uint64_t> sizes_;
   std::mutex mutex_;

@@ -25,7 +25,8 @@ inline plan::Ownership ownership_of(uint64_t samples, uint32_t nodes) {
 // One tier below `directory`, with room for all samples.
 inline std::shared_ptr<tier::NodeCache> cache_below(const std::filesystem::path& directory,
                                                     const std::string& job, tier::TierKind kind,
-                                                    const std::vector<uint64_t>& sizes) {
+                                                    const std::vector<uint64_t>& sizes,
+                                                    FileSystem* files = nullptr) {
   std::filesystem::create_directories(directory / "shm");
   plan::Placement placement;
   placement.fill.resize(1);
@@ -42,6 +43,7 @@ inline std::shared_ptr<tier::NodeCache> cache_below(const std::filesystem::path&
   c.plan = 22;
   c.tiers = {{kind, at, (directory / "disk").string(), false}};
   c.shm_directory = (directory / "shm").string();
+  c.files = files;
   return tier::NodeCache::attach(c, sizes, tier::fixed(placement));
 }
 

@@ -202,6 +202,62 @@ TEST_F(NodeCacheTest, RanksKeepOneCopyOfWhatTheyHaveAlike) {
   for (uint32_t r = 0; r < kRanks; ++r) EXPECT_EQ(listings[r]->is_shared(), r != 3) << r;
 }
 
+TEST_F(NodeCacheTest, AListingIsNotSharedWhereASecondCopyWouldUseAReserve) {
+  const fs::path proc = root_ / "proc";
+  fs::create_directories(proc / "self");
+  std::ofstream(proc / "meminfo") << "MemTotal: 80 kB\nMemAvailable: 10 kB\n";
+  Shareable first(1000), second(1000);
+  NodeCacheConfig a = config(0, 2), b = config(1, 2);
+  a.proc_directory = b.proc_directory = proc.string();
+  a.listing = &first;
+  b.listing = &second;
+  const auto one = attach(a), other = attach(b);
+  EXPECT_FALSE(first.is_shared());
+  EXPECT_FALSE(second.is_shared());
+}
+
+TEST_F(NodeCacheTest, ATierThatCanNeverTakeMoreIsGivenUpAtTheFirstFailure) {
+  for (const int error : {ENOSPC, EDQUOT, EROFS}) {
+    FailingFiles files;
+    files.errors["pwrite"] = error;
+    auto c = config(0, 1, TierKind::file);
+    c.files = &files;
+    const auto cache = attach(c);
+    put(*cache, 0);
+    EXPECT_EQ(cache->state(0), State::failed);
+    EXPECT_FALSE(cache->claim(1)) << error;
+    EXPECT_NE(warnings_.back().find("the tier takes no more samples"), std::string::npos);
+    EXPECT_NE(warnings_.back().find(std::strerror(error)), std::string::npos);
+  }
+}
+
+TEST_F(NodeCacheTest, EveryRankPlansWithWhatTheFirstOneFoundKept) {
+  const auto kept = [&](const std::string& job, uint32_t rank) {
+    auto c = config(rank, 2, TierKind::file);
+    c.job = job;
+    c.tiers[0].keep = true;
+    return c;
+  };
+  {
+    const auto before = attach(kept("before", 0));
+    put(*before, 2);
+    put(*before, 7);
+  }
+  std::vector<std::unique_ptr<NodeCache>> ranks;
+  for (const uint32_t rank : {0, 1}) {
+    std::vector<uint64_t> samples;
+    ranks.push_back(NodeCache::attach(
+        kept("after", rank), std::vector<uint64_t>(kSamples, kSize),
+        [&](std::span<const std::vector<plan::Resident>> found) {
+          for (const plan::Resident& r : found[0]) samples.push_back(r.sample);
+          return in_the_first_tier(TierKind::file);
+        },
+        2s));
+    EXPECT_EQ(samples, (std::vector<uint64_t>{2, 7})) << rank;
+    EXPECT_EQ(ranks[rank]->state(7), State::ready);
+  }
+}
+
 TEST_F(NodeCacheTest, AClaimIsExclusive) {
   std::vector<std::unique_ptr<NodeCache>> ranks;
   for (uint32_t r = 0; r < 4; ++r) ranks.push_back(attach(config(r, 4)));
