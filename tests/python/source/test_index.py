@@ -119,5 +119,8 @@ def test_what_does_not_go_together(tmp_path: Path, capsys: pytest.CaptureFixture
     make("tar", tmp_path / "data")
     assert main(["index", str(tmp_path / "data"), "--database", "x"]) != 0
     assert "--database does not go with a dataset of kind tar" in capsys.readouterr().err
-    assert main(["index", str(tmp_path / "train-0-of-3")]) != 0
+    absent = tmp_path / "train-0-of-3"
+    assert main(["index", str(absent)]) != 0
+    assert f"there is no {absent}" in capsys.readouterr().err
+    assert main(["index", str(tmp_path / "train-*-of-3")]) != 0
     assert "--kind" in capsys.readouterr().err
