@@ -60,6 +60,10 @@ class CompositeSource : public Source {
                                 std::span<FieldBytes> out) const override;
   uint64_t batch_bytes() const override;
   void around(uint64_t sample, std::vector<uint64_t>& out) const override;
+  // That of the parts.
+  Shareable* shareable() const override {
+    return table_->source ? table_->source->shareable() : nullptr;
+  }
 
  private:
   class PartsReader;

@@ -7,8 +7,9 @@
 
 namespace nostall::stage {
 namespace {
-// Values larger than a part of it get buffers of their own.
-constexpr size_t kShared = size_t{256} << 10, kLarge = kShared / 4;
+// Buffers that values share grow with what is held, so that a batch of little takes little. Values
+// larger than a part of one get buffers of their own.
+constexpr size_t kLeast = size_t{8} << 10, kMost = size_t{256} << 10, kPart = 4;
 constexpr size_t kAligned = 16;
 }  // namespace
 
@@ -16,8 +17,9 @@ std::byte* Holding::take(size_t bytes) {
   const size_t whole = (std::max<size_t>(1, bytes) + kAligned - 1) / kAligned * kAligned;
   const MutexLock lock(mutex_);
   if (whole > left_) {
-    const bool large = whole > kLarge;
-    buffers_.push_back(pool_.take(large ? whole : kShared));
+    const size_t shared = std::clamp<size_t>(bytes_, kLeast, kMost);
+    const bool large = whole > shared / kPart;
+    buffers_.push_back(pool_.take(large ? whole : shared));
     Buffer& buffer = *buffers_.back();
     bytes_ += buffer.capacity();
     if (large) return buffer.data();
@@ -54,7 +56,7 @@ void Loader::Run::complete(Task& task) {
   batch.laid = program.plan_tail(task.ragged, samples, bytes);
   batch.tail = batch_pool_->take(bytes);
   program.lay_tail(task.ragged, samples, batch.laid, batch.tail->data());
-  bytes += task.holding->bytes();
+  bytes = std::max<uint64_t>(batch.tail->capacity(), task.holding->bytes());
   task.holding->release();
   if (samples == 0) return;
   const MutexLock lock(mutex_);

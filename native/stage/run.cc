@@ -44,7 +44,7 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
   {
     const MutexLock lock(mutex_);
     // Until a batch has shown it: values as large as their records.
-    if (transformed() && config.program->ragged() > 0) most_ragged_ = 2 * local * mean_size;
+    if (transformed() && config.program->ragged() > 0) most_ragged_ = local * mean_size;
     set_most_staged();
   }
   exhausted_ = cursor_.epoch >= config.job.epochs;
@@ -78,8 +78,10 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
 Loader::Run::~Run() { end_threads(); }
 
 void Loader::Run::set_most_staged() {
+  // A batch has its ragged values where they are held or together, but for the one that is completed.
   const uint64_t bytes = std::max<uint64_t>(1, slab_bytes_ + most_ragged_);
-  max_staged_ = std::max<uint64_t>(2, config_.staging_bytes / bytes);
+  const uint64_t room = config_.staging_bytes - std::min(config_.staging_bytes, most_ragged_);
+  max_staged_ = std::max<uint64_t>(2, room / bytes);
 }
 
 void Loader::Run::end_threads() noexcept {

@@ -114,6 +114,57 @@ TEST(Loader, HandsOutThePlanWithTheRightBytes) {
   EXPECT_THROW(loader.next(1s), Error);
 }
 
+std::shared_ptr<const fields::Program> bytes_and_label() {
+  fields::Field bytes, label;
+  bytes.kind = fields::Bytes{};
+  label.name = "label";
+  label.kind = fields::Scalar{};
+  label.index = 1;
+  return std::make_shared<const fields::Program>(fields::Program::compile({bytes, label}));
+}
+
+TEST(Loader, HandsOutRaggedFieldsWithinItsBounds) {
+  constexpr uint64_t kSamples = 20000, kBatch = 100, kStaging = 256 << 10;
+  // What is staged at once, the consumer's batch, and what pooled buffers are larger than the little
+  // that is in them. Batches that were counted by their slabs alone would take twice as much.
+  constexpr uint64_t kBound = kStaging + kStaging / 2;
+  const auto source = std::make_shared<MemorySource>(kSamples);
+  source->broken = {17};
+  LoaderConfig config = config_for(source, kBatch, 1);
+  config.program = bytes_and_label();
+  config.on_error = OnError::substitute;
+  config.staging_bytes = kStaging;
+  Loader loader(config);
+  std::unique_ptr<Batch> batch = must_have(loader);
+  // Fetching goes far ahead, so that the transform threads are held up by the bounds alone. They
+  // have a moment to break them.
+  const auto deadline = std::chrono::steady_clock::now() + 60s;
+  while (source->reads < 16000 && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(1ms);
+  }
+  for (int i = 0; i < 300 && loader.memory().staging <= kBound; ++i) {
+    std::this_thread::sleep_for(1ms);
+  }
+  EXPECT_LE(loader.memory().staging, kBound);
+  uint64_t replaced = 0;
+  for (uint64_t h = 0; h < kSamples / kBatch; ++h) {
+    if (h > 0) batch = must_have(loader);
+    const auto* offsets =
+        reinterpret_cast<const int64_t*>(batch->tail->data() + batch->laid[0].counts);
+    const auto* labels = reinterpret_cast<const int64_t*>(batch->buffer->data());
+    replaced += batch->substitutions.size();
+    for (size_t i = 0; i < kBatch; ++i) {
+      const uint64_t s = batch->samples[i];
+      ASSERT_EQ(labels[i], static_cast<int64_t>(s * 3));
+      ASSERT_EQ(static_cast<uint64_t>(offsets[i + 1] - offsets[i]), s % 50 + 1);
+      for (int64_t k = offsets[i]; k < offsets[i + 1]; ++k) {
+        ASSERT_EQ(batch->tail->data()[k], std::byte(s % 251));
+      }
+    }
+  }
+  EXPECT_EQ(replaced, 1u);
+}
+
 TEST(Loader, GoesOnWhereTheSystemGivesNoMoreThreads) {
   const auto source = std::make_shared<MemorySource>(100);
   source->before_read = [refused = false]() mutable {
