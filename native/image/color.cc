@@ -122,20 +122,21 @@ int64_t reflected(int64_t i, int64_t size) {
 }
 
 // Columns first, into 7 more bits a level, then rows.
-void blur_rows(const Surface& surface, const std::vector<int32_t>& across,
+void blur_rows(const Surface& surface, Buffer& other, const std::vector<int32_t>& across,
                const std::vector<int32_t>& down) {
   const auto half_x = static_cast<int64_t>(across.size() / 2);
   const auto half_y = static_cast<int64_t>(down.size() / 2);
   const size_t values = surface.stride(), margin = static_cast<size_t>(half_x) * 4;
   std::vector<int32_t> sums(values);
   // Each input row is needed until `half_y` rows below it are done.
-  std::vector<uint8_t> source(surface.pixels, surface.pixels + surface.bytes());
+  uint8_t* source = other.reserve(surface.bytes());
+  std::memcpy(source, surface.pixels, surface.bytes());
   std::vector<uint16_t> line(values + 2 * margin);
   for (int64_t y = 0; y < surface.height; ++y) {
     std::fill(sums.begin(), sums.end(), 64);
     for (int64_t k = 0; k <= half_y; ++k) {
       const auto row = [&](int64_t at) {
-        return &source[static_cast<size_t>(reflected(at, surface.height)) * values];
+        return source + static_cast<size_t>(reflected(at, surface.height)) * values;
       };
       const int32_t weight = down[static_cast<size_t>(half_y + k)];
       // The middle is counted twice by the sum of both sides; its weight is even.
@@ -277,7 +278,7 @@ void Colors::apply(const Color& action) {
 
 void Colors::apply(const Blur& action) {
   flush();
-  blur_rows(surface_, gaussian(action.kernel[0], action.sigma),
+  blur_rows(surface_, other_, gaussian(action.kernel[0], action.sigma),
             gaussian(action.kernel[1], action.sigma));
 }
 

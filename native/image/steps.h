@@ -14,7 +14,7 @@
 namespace nostall::image {
 
 // How pixels between pixels are found. nearest is torch's (the pixel left of and above the place),
-// nearest_exact Pillow's (the pixel that the place lies in).
+// nearest_exact torch's and Pillow's (the pixel that the place lies in).
 enum class Interpolation : uint8_t { bilinear, bicubic, nearest, nearest_exact };
 enum class PadMode : uint8_t { constant, edge, reflect, symmetric };
 

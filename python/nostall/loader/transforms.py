@@ -51,6 +51,7 @@ from nostall.loader._geometry_steps import (
     SanitizeBoundingBoxes,
 )
 from nostall.loader._steps import Step, Transform
+from nostall.loader._torchvision import from_torchvision
 
 if TYPE_CHECKING:
     from nostall import _native
@@ -88,6 +89,7 @@ __all__ = [
     "Transform",
     "TrivialAugmentWide",
     "compile",
+    "from_torchvision",
     "is_native",
 ]
 

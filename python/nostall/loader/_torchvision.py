@@ -1,0 +1,169 @@
+"""Transforms of torchvision v2 as the native ones that do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from nostall.errors import UsageError
+from nostall.loader import _color_steps as c
+from nostall.loader import _geometry_steps as g
+from nostall.loader._steps import Transform
+
+_WARPING = {"nearest": "nearest", "bilinear": "bilinear", "bicubic": "bicubic"}
+_OF_PIL = {**_WARPING, "nearest": "nearest_exact", "nearest-exact": "nearest_exact"}
+_OF_TENSORS = {**_WARPING, "nearest-exact": "nearest_exact"}
+
+
+class _Unequal(Exception):
+    """A transform, or a parameter of it, that no native one equals."""
+
+
+def _only(condition: bool) -> None:
+    if not condition:
+        raise _Unequal
+
+
+def _fill(value: Any) -> Any:
+    if value is None:
+        return 0
+    _only(isinstance(value, (int, float, list, tuple)))
+    return value if isinstance(value, (int, float)) or len(value) == 3 else value[0]
+
+
+def _mode(names: dict[str, str], value: Any) -> Any:
+    name = getattr(value, "value", value)
+    _only(name in names)
+    return names[name]
+
+
+def _resampled(x: Any, tensors: bool) -> dict[str, Any]:
+    if not tensors:  # Pillow resizes antialiased, whatever is asked for
+        return {"interpolation": _mode(_OF_PIL, x.interpolation)}
+    return {"interpolation": _mode(_OF_TENSORS, x.interpolation), "antialias": bool(x.antialias)}
+
+
+def _warped(x: Any) -> dict[str, Any]:
+    return {"interpolation": _mode(_WARPING, x.interpolation), "fill": _fill(x.fill)}
+
+
+def _resize(x: Any, tensors: bool) -> Transform:
+    _only(x.size is not None and x.max_size is None)
+    size = x.size if isinstance(x.size, int) else tuple(x.size)
+    return g.Resize(size, **_resampled(x, tensors))
+
+
+def _random_crop(x: Any, _: bool) -> Transform:
+    # torchvision keeps its padding as left, right, top, bottom.
+    padding = None if x.padding is None else [x.padding[i] for i in (0, 2, 1, 3)]
+    return g.RandomCrop(tuple(x.size), padding, x.pad_if_needed, _fill(x.fill), x.padding_mode)
+
+
+def _rotation(x: Any, _: bool) -> Transform:
+    _only(not x.expand)
+    return g.RandomRotation(tuple(x.degrees), center=x.center, **_warped(x))
+
+
+def _erasing(x: Any, _: bool) -> Transform:
+    value: Any = "random" if x.value is None else x.value
+    return c.RandomErasing(x.p, tuple(x.scale), tuple(x.ratio), value)
+
+
+def _sanitize(x: Any, _: bool) -> Transform:
+    return g.SanitizeBoundingBoxes(x.min_size, x.min_area)
+
+
+# What gives the same on images of Pillow and on tensors; the second argument says which they are.
+_ANYWHERE: dict[str, Callable[[Any, bool], Transform]] = {
+    "Resize": _resize,
+    "CenterCrop": lambda x, _: g.CenterCrop(tuple(x.size)),
+    "RandomResizedCrop": lambda x, tensors: g.RandomResizedCrop(
+        tuple(x.size), tuple(x.scale), tuple(x.ratio), **_resampled(x, tensors)
+    ),
+    "RandomHorizontalFlip": lambda x, _: g.RandomHorizontalFlip(x.p),
+    "RandomVerticalFlip": lambda x, _: g.RandomVerticalFlip(x.p),
+    "Pad": lambda x, _: g.Pad(x.padding, _fill(x.fill), x.padding_mode),
+    "RandomCrop": _random_crop,
+    "ClampBoundingBoxes": lambda _, __: g.ClampBoundingBoxes(),
+    "SanitizeBoundingBoxes": _sanitize,
+    "RandomInvert": lambda x, _: c.RandomInvert(x.p),
+    "RandomPosterize": lambda x, _: c.RandomPosterize(x.bits, x.p),
+    "GaussianBlur": lambda x, _: c.GaussianBlur(tuple(x.kernel_size), tuple(x.sigma)),
+}
+
+# What gives the same on images of Pillow.
+_PIL: dict[str, Callable[[Any, bool], Transform]] = {
+    "RandomRotation": _rotation,
+    "RandomAffine": lambda x, _: g.RandomAffine(
+        tuple(x.degrees), x.translate, x.scale, x.shear, center=x.center, **_warped(x)
+    ),
+    "RandomPerspective": lambda x, _: g.RandomPerspective(x.distortion_scale, x.p, **_warped(x)),
+    "ColorJitter": lambda x, _: c.ColorJitter(x.brightness, x.contrast, x.saturation, x.hue),
+    "Grayscale": lambda x, _: c.Grayscale(x.num_output_channels),
+    "RandomGrayscale": lambda x, _: c.RandomGrayscale(x.p),
+    "RandomSolarize": lambda x, _: c.RandomSolarize(x.threshold, x.p),
+    "RandomAutocontrast": lambda x, _: c.RandomAutocontrast(x.p),
+    "RandomEqualize": lambda x, _: c.RandomEqualize(x.p),
+    "RandomAdjustSharpness": lambda x, _: c.RandomAdjustSharpness(x.sharpness_factor, x.p),
+    "RandAugment": lambda x, _: c.RandAugment(
+        x.num_ops, x.magnitude, x.num_magnitude_bins, **_warped(x)
+    ),
+    "TrivialAugmentWide": lambda x, _: c.TrivialAugmentWide(x.num_magnitude_bins, **_warped(x)),
+    "AutoAugment": lambda x, _: c.AutoAugment(x.policy.value, **_warped(x)),
+}
+
+# What gives the same on tensors of floating point.
+_FLOAT: dict[str, Callable[[Any, bool], Transform]] = {
+    "Normalize": lambda x, _: c.Normalize(x.mean, x.std),
+    "RandomErasing": _erasing,
+}
+
+
+def _flat(transforms: Any) -> Iterator[Any]:
+    if _name(transforms) == "Compose":
+        transforms = transforms.transforms
+    if isinstance(transforms, Iterable):
+        for transform in transforms:
+            yield from _flat(transform)
+    else:
+        yield transforms
+
+
+def _name(transform: Any) -> str | None:
+    """Of a class of torchvision's itself: what a subclass does is not known."""
+    kind = type(transform)
+    home = kind.__module__.startswith("torchvision.transforms.v2.")
+    return kind.__name__ if home else None
+
+
+def from_torchvision(transforms: Any) -> list[Transform] | None:
+    """The native transforms that do what those of ``torchvision.transforms.v2`` do, or None.
+
+    `transforms` is one, a list, or a ``Compose``, to be given an image of Pillow. Values agree as the
+    guide's table says; draws have torchvision's distribution, not its stream. None if one of them, or
+    a parameter, has no equal here: the transforms can still be passed to the loader as a callable.
+    """
+    found: list[Transform] = []
+    kind = "pil"
+    try:
+        for transform in _flat(transforms):
+            name = _name(transform)
+            if name in ("Identity", "ToPureTensor"):
+                continue
+            if name in ("ToImage", "PILToTensor"):
+                _only(kind != "float")
+                kind = "tensor"
+            elif name == "ToTensor" or (name == "ToDtype" and kind == "tensor"):
+                _only(kind != "float")
+                if name == "ToDtype":
+                    _only(str(transform.dtype) == "torch.float32" and transform.scale)
+                found.append(c.ToTensor())
+                kind = "float"
+            else:
+                known = _FLOAT if kind == "float" else _ANYWHERE
+                known = {**known, **_PIL} if kind == "pil" else known
+                _only(name in known)
+                found.append(known[str(name)](transform, kind == "tensor"))
+    except (_Unequal, UsageError):
+        return None
+    return found
