@@ -299,6 +299,15 @@ void bind_tables(nb::module_& m) {
       .def_prop_ro(
           "head", [](const records::RecordTable& t) { return array_of(std::vector(t.head)); },
           nb::rv_policy::automatic)
+      .def_ro("parts", &records::RecordTable::parts)
+      .def_prop_ro(
+          "part_offset",
+          [](const records::RecordTable& t) { return array_of(std::vector(t.part_offset)); },
+          nb::rv_policy::automatic)
+      .def_prop_ro(
+          "part_length",
+          [](const records::RecordTable& t) { return array_of(std::vector(t.part_length)); },
+          nb::rv_policy::automatic)
       .def(
           "store",
           [](const records::RecordTable& t, const std::string& path) {
@@ -311,8 +320,8 @@ void bind_tables(nb::module_& m) {
       "record_table",
       [](const std::string& kind, const std::string& stamp, const StoragePtr& storage,
          const Column<uint32_t>& file, const Column<uint64_t>& offset,
-         const Column<uint64_t>& length, const Column<int64_t>& label,
-         const Column<uint16_t>& head) {
+         const Column<uint64_t>& length, const Column<int64_t>& label, const Column<uint16_t>& head,
+         uint32_t parts, const Column<uint32_t>& part_offset, const Column<uint32_t>& part_length) {
         records::RecordTable t;
         t.kind = kind;
         t.stamp = stamp;
@@ -324,10 +333,17 @@ void bind_tables(nb::module_& m) {
         t.length = vector_of(length);
         t.label = vector_of(label);
         t.head = vector_of(head);
+        t.parts = parts;
+        t.part_offset = vector_of(part_offset);
+        t.part_length = vector_of(part_length);
         return t;
       },
       nb::arg("kind"), nb::arg("stamp"), nb::arg("storage"), nb::arg("file"), nb::arg("offset"),
-      nb::arg("length"), nb::arg("label"), nb::arg("head"));
+      nb::arg("length"), nb::arg("label"), nb::arg("head"), nb::arg("parts"),
+      nb::arg("part_offset"), nb::arg("part_length"),
+      "Of samples with `parts` fields, where each field begins in its record (2**32 - 1: the "
+      "sample "
+      "lacks it) and its length; 0 for images and labels.");
   m.def(
       "load_records",
       [](const std::string& path) {

@@ -26,6 +26,19 @@ std::shared_ptr<const MemoryStorage> storage() {
   return instance;
 }
 
+// Every field is inside of the record.
+void locate_all(const RecordSource& source, uint64_t sample, std::span<const std::byte> record) {
+  std::vector<FieldBytes> fields(source.fields());
+  require(bool(source.locate(sample, record, fields)));
+  if (source.table().parts == 0) return;
+  for (const FieldBytes& field : fields) {
+    require(field.present || field.bytes.empty());
+    if (field.bytes.empty()) continue;
+    require(field.bytes.data() >= record.data() &&
+            field.bytes.data() + field.bytes.size() <= record.data() + record.size());
+  }
+}
+
 void read_all(RecordTable table) {
   try {
     const RecordSource source(storage(), std::move(table), {});
@@ -47,6 +60,7 @@ void read_all(RecordTable table) {
       std::vector<uint64_t> around;
       source.around(i, around);
       for (const uint64_t s : around) require(s < source.size() && s != i);
+      locate_all(source, i, memory[i]);
     }
   } catch (const nostall::Error& e) {
     require(e.kind() == nostall::ErrorKind::corruption);

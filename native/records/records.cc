@@ -235,7 +235,31 @@ uint64_t fingerprint_of(const RecordTable& table) {
     hash.number(table.file_of(i)).number(table.offset[i]).number(table.length[i]);
     hash.number(static_cast<uint64_t>(table.label[i]));
   }
+  if (table.parts != 0) hash.number(table.parts);
+  for (size_t i = 0; i < table.part_offset.size(); ++i) {
+    hash.number(table.part_offset[i]).number(table.part_length[i]);
+  }
   return hash.value();
+}
+
+void check_parts(const RecordTable& table) {
+  const uint64_t count = table.size() * table.parts;
+  if (table.parts > kMostParts || table.part_offset.size() != count ||
+      table.part_length.size() != count) {
+    throw Error(ErrorKind::usage,
+                "a record table must have one part for every sample and field, "
+                "of at most " +
+                    std::to_string(kMostParts) + " fields");
+  }
+  for (uint64_t i = 0; i < count; ++i) {
+    const uint64_t length = table.length[i / table.parts];
+    const bool absent = table.part_offset[i] == kNoPart && table.part_length[i] == 0;
+    if (!absent && uint64_t{table.part_offset[i]} + table.part_length[i] > length) {
+      throw Error(ErrorKind::corruption, "field " + std::to_string(i % table.parts) +
+                                             " of sample " + std::to_string(i / table.parts) +
+                                             " is not inside its record");
+    }
+  }
 }
 
 }  // namespace
@@ -256,6 +280,7 @@ RecordSource::RecordSource(std::shared_ptr<const Storage> storage, RecordTable t
   if (n > std::numeric_limits<uint32_t>::max()) {
     throw Error(ErrorKind::usage, "a data set of records may have at most 2^32 - 1 samples");
   }
+  check_parts(table_);
   bool in_order = true;
   for (uint64_t i = 0; i < n; ++i) {
     const uint32_t file = table_.file_of(i);
@@ -357,6 +382,28 @@ std::string RecordSource::describe(uint64_t sample) const {
 std::unique_ptr<source::Reader> RecordSource::make_reader(source::ReaderKind kind,
                                                           unsigned depth) const {
   return std::make_unique<RecordReader>(*this, kind, depth);
+}
+
+Result<std::monostate> RecordSource::locate(uint64_t sample, std::span<const std::byte> record,
+                                            std::span<source::FieldBytes> out) const {
+  if (table_.parts == 0) return Source::locate(sample, record, out);
+  if (out.size() != table_.parts) {
+    return Error(ErrorKind::bug, "locate() is given another number of fields");
+  }
+  if (record.size() != table_.length[sample]) {
+    return Error(ErrorKind::corruption, "its record has " + std::to_string(record.size()) +
+                                            " bytes instead of " +
+                                            std::to_string(table_.length[sample]));
+  }
+  for (uint32_t f = 0; f < table_.parts; ++f) {
+    const size_t part = sample * table_.parts + f;
+    const bool present = table_.part_offset[part] != kNoPart;
+    out[f] = {{}, present};
+    if (present) {
+      out[f].bytes = record.subspan(table_.part_offset[part], table_.part_length[part]);
+    }
+  }
+  return std::monostate{};
 }
 
 uint64_t RecordSource::batch_bytes() const { return options_.coalesce ? limits().bytes : 0; }

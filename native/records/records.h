@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <span>
 #include <string>
@@ -29,6 +30,8 @@
 namespace nostall::records {
 
 inline constexpr uint32_t kRecordsMagic = 0x52534e31;  // "1NSR"
+inline constexpr uint32_t kNoPart = std::numeric_limits<uint32_t>::max();
+inline constexpr uint32_t kMostParts = 1024;
 
 struct RecordTable {
   std::string kind;   // "lmdb", "tar", ...
@@ -40,6 +43,11 @@ struct RecordTable {
   std::vector<uint64_t> offset, length;
   std::vector<int64_t> label;
   std::vector<uint16_t> head;
+  // Fields whose bytes are parts of the record; 0: a sample is one image and its label. Of each
+  // sample in turn, where each field begins in its record and its length; kNoPart and 0 if the
+  // sample lacks it.
+  uint32_t parts = 0;
+  std::vector<uint32_t> part_offset, part_length;
 
   uint64_t size() const noexcept { return length.size(); }
   uint32_t file_of(uint64_t sample) const noexcept { return file.empty() ? 0 : file[sample]; }
@@ -69,7 +77,7 @@ struct RecordOptions {
 
 class RecordSource : public source::Source {
  public:
-  // Throws Error(corruption) if a sample lies outside its file.
+  // Throws Error(corruption) if a sample lies outside its file, or a part outside its record.
   RecordSource(std::shared_ptr<const Storage> storage, RecordTable table, RecordOptions options);
 
   uint64_t size() const override { return table_.size(); }
@@ -82,6 +90,9 @@ class RecordSource : public source::Source {
   std::string describe(uint64_t sample) const override;
   std::unique_ptr<source::Reader> make_reader(source::ReaderKind kind,
                                               unsigned depth) const override;
+  uint32_t fields() const override { return table_.parts == 0 ? 2 : table_.parts; }
+  Result<std::monostate> locate(uint64_t sample, std::span<const std::byte> record,
+                                std::span<source::FieldBytes> out) const override;
   uint64_t batch_bytes() const override;
   void around(uint64_t sample, std::vector<uint64_t>& out) const override;
 

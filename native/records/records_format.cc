@@ -1,5 +1,5 @@
-// The stored form of a record table (docs/formats/records.md, version 1): columns as differences,
-// in variable-length numbers, so that a record takes 4 to 11 bytes.
+// The stored form of a record table (docs/formats/records.md, version 2): columns as differences,
+// in variable-length numbers, so that a record takes 4 to 11 bytes, and 2 to 4 more a part.
 #include <algorithm>
 #include <limits>
 
@@ -10,7 +10,7 @@ namespace nostall::records {
 namespace {
 
 constexpr uint32_t kMagic = kRecordsMagic;
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 constexpr uint64_t kMaxText = 65536;
 constexpr uint64_t kMaxPlace = uint64_t{1} << 62;  // no file is longer
 
@@ -92,6 +92,50 @@ Error damaged(const char* what) {
 
 enum Heads : uint64_t { kNoHeads = 0, kSameHeads = 1, kOwnHeads = 2 };
 
+// The parts of a sample, as differences to the end of the part before and to the length that the
+// same field had last. 0 stands for a part that is not there.
+class Parts {
+ public:
+  explicit Parts(uint32_t parts) : lengths_(parts) {}
+
+  void write(Writer& w, std::span<const uint32_t> offset, std::span<const uint32_t> length) {
+    int64_t end = 0;
+    for (size_t f = 0; f < lengths_.size(); ++f) {
+      if (offset[f] == kNoPart) {
+        w.varint(0);
+        continue;
+      }
+      w.varint(zigzag(int64_t{offset[f]} - end) + 1);
+      w.varint(zigzag(int64_t{length[f]} - static_cast<int64_t>(lengths_[f])));
+      lengths_[f] = length[f];
+      end = int64_t{offset[f]} + length[f];
+    }
+  }
+  // False if a part is outside of a record of `size` bytes.
+  bool read(Parser& p, uint64_t size, RecordTable& out) {
+    uint64_t end = 0;
+    for (uint64_t& last : lengths_) {
+      const uint64_t begin = p.varint();
+      if (begin == 0) {
+        out.part_offset.push_back(kNoPart);
+        out.part_length.push_back(0);
+        continue;
+      }
+      const uint64_t offset = end + static_cast<uint64_t>(unzigzag(begin - 1));
+      const uint64_t length = last + static_cast<uint64_t>(unzigzag(p.varint()));
+      if (offset >= kNoPart || length > kNoPart || offset + length > size) return false;
+      out.part_offset.push_back(static_cast<uint32_t>(offset));
+      out.part_length.push_back(static_cast<uint32_t>(length));
+      last = length;
+      end = offset + length;
+    }
+    return true;
+  }
+
+ private:
+  std::vector<uint64_t> lengths_;
+};
+
 }  // namespace
 
 std::vector<std::byte> serialize_records(const RecordTable& table) {
@@ -106,6 +150,7 @@ std::vector<std::byte> serialize_records(const RecordTable& table) {
     w.varint(f.size);
     w.varint(zigzag(f.mtime_ns));
   }
+  w.varint(table.parts);
   w.varint(table.size());
   w.varint(table.file.empty() ? 0 : 1);
   const bool same = std::adjacent_find(table.head.begin(), table.head.end(),
@@ -113,6 +158,7 @@ std::vector<std::byte> serialize_records(const RecordTable& table) {
   const Heads heads = table.head.empty() ? kNoHeads : same ? kSameHeads : kOwnHeads;
   w.varint(heads);
   if (heads == kSameHeads) w.varint(table.head.front());
+  Parts parts(table.parts);
   uint64_t file = 0, end = 0, length = 0;
   for (uint64_t i = 0; i < table.size(); ++i) {
     if (!table.file.empty()) {
@@ -124,6 +170,9 @@ std::vector<std::byte> serialize_records(const RecordTable& table) {
     w.varint(zigzag(static_cast<int64_t>(table.offset[i] - end)));
     w.varint(zigzag(static_cast<int64_t>(table.length[i] - length)));
     w.varint(zigzag(table.label[i]));
+    const size_t first = i * table.parts;
+    parts.write(w, std::span(table.part_offset).subspan(first, table.parts),
+                std::span(table.part_length).subspan(first, table.parts));
     length = table.length[i];
     end = table.offset[i] + length;
   }
@@ -153,7 +202,10 @@ Result<RecordTable> parse_records(std::span<const std::byte> bytes) {
     if (f.size > kMaxPlace) return damaged("a file is too long");
     t.files.push_back(std::move(f));
   }
-  const uint64_t n = p.count(3);
+  const uint64_t fields = p.varint();
+  if (fields > kMostParts) return damaged("too many fields");
+  t.parts = static_cast<uint32_t>(fields);
+  const uint64_t n = p.count(3 + fields);
   const uint64_t many = p.varint(), heads = p.varint();
   if (many > 1 || heads > kOwnHeads) return damaged("unknown columns");
   const uint64_t head = heads == kSameHeads ? p.varint() : 0;
@@ -165,6 +217,9 @@ Result<RecordTable> parse_records(std::span<const std::byte> bytes) {
   t.length.reserve(n);
   t.label.reserve(n);
   if (heads == kSameHeads) t.head.assign(n, static_cast<uint16_t>(head));
+  t.part_offset.reserve(n * fields);
+  t.part_length.reserve(n * fields);
+  Parts parts(t.parts);
   uint64_t file = 0, end = 0, length = 0;
   for (uint64_t i = 0; i < n; ++i) {
     if (many) {
@@ -187,6 +242,7 @@ Result<RecordTable> parse_records(std::span<const std::byte> bytes) {
     t.offset.push_back(offset);
     t.length.push_back(length);
     t.label.push_back(label);
+    if (!parts.read(p, length, t)) return damaged("a field cannot lie there");
     end = offset + length;
   }
   if (!p.ok() || !p.at_end()) return damaged("it is too long");

@@ -411,6 +411,12 @@ class RecordTable:
     def label(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]: ...
     @property
     def head(self) -> Annotated[NDArray[numpy.uint16], dict(shape=(None,))]: ...
+    @property
+    def parts(self) -> int: ...
+    @property
+    def part_offset(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+    @property
+    def part_length(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
     def store(self, path: str) -> tuple[int, int]:
         """Writes the stored form; (0 or -errno, bytes)."""
 
@@ -433,7 +439,18 @@ def record_table(
     head: Annotated[
         NDArray[numpy.uint16], dict(shape=(None,), order="C", device="cpu", writable=False)
     ],
-) -> RecordTable: ...
+    parts: int,
+    part_offset: Annotated[
+        NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    part_length: Annotated[
+        NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+) -> RecordTable:
+    """
+    Of samples with `parts` fields, where each field begins in its record (2**32 - 1: the sample lacks it) and its length; 0 for images and labels.
+    """
+
 def load_records(path: str) -> RecordTable: ...
 
 class RecordSource(Source):

@@ -127,16 +127,7 @@ class RecordStore(Source):
         table, why = self._stored(kind, stamp())
 
         def source(table: _native.RecordTable) -> _native.RecordSource:
-            if len(table) == 0:
-                raise UsageError(f"{self.storage.paths[0]} has no samples")
-            return _native.record_source(
-                storage=self.storage,
-                table=table,
-                max_read=parse_size(reading.max_read),
-                coalesce=reading.coalesce,
-                page_size=page_size(),
-                database=database,
-            )
+            return self._native_of(table, reading, page_size, database)
 
         if table is not None:
             self.native = source(table)
@@ -160,6 +151,24 @@ class RecordStore(Source):
             _log.warning("%s: %s; checksums are learned anew", self.storage.paths[0], why)
         if found is not None:
             self.keep_sums()
+
+    def _native_of(
+        self,
+        table: _native.RecordTable,
+        reading: ReadOptions,
+        page_size: Callable[[], int] = lambda: 0,
+        database: str = "",
+    ) -> _native.RecordSource:
+        if len(table) == 0:
+            raise UsageError(f"{self.storage.paths[0]} has no samples")
+        return _native.record_source(
+            storage=self.storage,
+            table=table,
+            max_read=parse_size(reading.max_read),
+            coalesce=reading.coalesce,
+            page_size=page_size(),
+            database=database,
+        )
 
     def _stored(self, kind: str, stamp: str) -> tuple[_native.RecordTable | None, str]:
         """The stored table, or why there is none that holds."""
@@ -205,6 +214,7 @@ class RecordStore(Source):
         label: NDArray[np.int64] | None = None,
         file: NDArray[np.uint32] | None = None,
         head: NDArray[np.uint16] | None = None,
+        parts: tuple[NDArray[np.uint32], NDArray[np.uint32]] | None = None,
     ) -> _native.RecordTable:
         if label is None:
             label = np.zeros(len(length), np.int64)
@@ -217,6 +227,9 @@ class RecordStore(Source):
             length=np.ascontiguousarray(length, np.uint64),
             label=np.ascontiguousarray(label, np.int64),
             head=np.ascontiguousarray([] if head is None else head, np.uint16),
+            parts=0 if parts is None else parts[0].shape[1],
+            part_offset=np.ascontiguousarray([] if parts is None else parts[0].ravel(), np.uint32),
+            part_length=np.ascontiguousarray([] if parts is None else parts[1].ravel(), np.uint32),
         )
 
     @property

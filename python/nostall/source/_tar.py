@@ -1,16 +1,19 @@
 """Tar shards as WebDataset writes them: members with the same name up to the first dot are one
-sample."""
+sample, an image and its label or all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from nostall import _native
 from nostall.errors import CorruptionError, UsageError
+from nostall.fields import Kind, Schema
 from nostall.source._records import (
+    FOUND,
     PathLike,
     Progress,
     ReadOptions,
@@ -21,6 +24,19 @@ from nostall.source._records import (
     shard_paths,
 )
 from nostall.source._source import IMAGE_EXTENSIONS
+from nostall.source._tar_members import (
+    NO_PART,
+    Endings,
+    Places,
+    all_endings,
+    as_text,
+    cover,
+    group_members,
+    parse_members,
+    schema_of,
+    split_members,
+    split_name,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,7 +45,7 @@ _THREADS = 8
 
 
 class TarShards(RecordStore):
-    """Images in tar archives, read member by member where they lie.
+    """Images in tar archives, or samples of several members, read where they lie.
 
     Args:
         shards: a list of archives, a pattern (``train-*.tar``), a folder, or a URL of them.
@@ -38,6 +54,13 @@ class TarShards(RecordStore):
         label: ending of the members that hold the label as text (``"cls"``), or a function of the
             sample's name, or None for 0. With a function the places are not kept, unless `index`
             names a file.
+        members: fields of several members: by name, the endings of the members of which a key has
+            one (``{"image": "jpg;png", "caption": "txt"}``); "all" makes every ending that there is
+            a field. What lies between the members of a key is read along. `image` and `label` are
+            not for these.
+        schema: the kinds of fields. Those that it does not have follow from the ending: jpg, jpeg,
+            png, webp; txt, text, transcript; cls, cls2, index, inx, id; json, jsn; npy, whose type
+            and shape are those of the first samples; wav; others are bytes.
         index: True keeps the places beside the first shard, or in the user's cache folder where
             that is read-only; a path keeps them there; False nowhere.
         reading: how the files are read.
@@ -46,9 +69,13 @@ class TarShards(RecordStore):
     Raises:
         CorruptionError: a damaged or cut archive, or a label that is not a number, with the offset.
         UsageError: there is no sample, no sample has a label, a member is sparse, an archive is
-            compressed, or a sample has two images.
+            compressed, a sample has two images, a key has two members for a field, the members of a
+            key do not follow each other, or one is missing without a ``fill`` in the schema.
         IoError: a shard cannot be read.
     """
+
+    _schema: Schema | None = None
+    _whole: TarShards | None = None  # what these fields were selected of
 
     def __init__(
         self,
@@ -56,6 +83,8 @@ class TarShards(RecordStore):
         *,
         image: Sequence[str] | None = None,
         label: str | Callable[[str], int] | None = "cls",
+        members: Mapping[str, str | Sequence[str]] | Literal["all"] | None = None,
+        schema: Mapping[str, Kind] | None = None,
         index: bool | PathLike = True,
         reading: ReadOptions | None = None,
         progress: Progress | None = None,
@@ -67,6 +96,8 @@ class TarShards(RecordStore):
             "shards": paths,
             "image": image,
             "label": label,
+            "members": members,
+            "schema": schema,
             "index": index,
             "reading": reading,
             "store": store,
@@ -77,7 +108,15 @@ class TarShards(RecordStore):
             else tuple(e.removeprefix(".") for e in IMAGE_EXTENSIONS)
         )
         self._label = label
+        self._reading = chosen
         self.storage = open_storage(paths, direct=chosen.direct, store=store)
+        if members is not None:
+            if image is not None or label != "cls":
+                raise UsageError("members= names all fields: image= and label= are not for it")
+            self._open_members(members, schema, index, progress)
+            return
+        if schema is not None:
+            raise UsageError("schema= says the kinds of fields, which members= names")
         named = label if isinstance(label, str) else "(function)" if label else ""
         stamp = f"image={','.join(self._image)} labels={named}"
         self._open(
@@ -87,6 +126,98 @@ class TarShards(RecordStore):
             index=False if index is True and callable(label) else index,
             reading=chosen,
         )
+
+    def _open_members(
+        self,
+        members: Mapping[str, str | Sequence[str]] | Literal["all"],
+        schema: Mapping[str, Kind] | None,
+        index: bool | PathLike,
+        progress: Progress | None,
+    ) -> None:
+        fields = parse_members(members)
+        stamp = f"members={as_text('all' if fields is None else fields)}"
+        self._pairs = False
+        self._open(
+            kind="tar",
+            stamp=lambda: stamp,
+            scan=lambda: self._scan_members(stamp, fields, progress),
+            index=index,
+            reading=self._reading,
+        )
+        if fields is None:
+            fields = {e: (e,) for e in json.loads(self.native.table.stamp.split(FOUND)[1])}
+        self._schema = schema_of(self.native, fields, schema)
+
+    def _scan_members(
+        self, stamp: str, fields: Endings | None, progress: Progress | None
+    ) -> _native.RecordTable:
+        file, offset, size, names, _ = _native.scan_tar(
+            storage=self.storage, keep="", threads=_THREADS, progress=progress
+        )
+        split = split_members(names)
+        if fields is None:
+            fields = all_endings(split)
+            stamp += FOUND + as_text(list(fields))
+        at = group_members(self.storage.paths, file, offset, split, fields)
+        if len(at) == 0:
+            raise UsageError(
+                f"{self.storage.paths[0]} has no samples: no member of a key ends with one of "
+                f".{', .'.join(e for endings in fields.values() for e in endings)}"
+            )
+        first = at.max(axis=1)
+        places = cover(offset[at], size[at], at >= 0, offset[first])
+        return self._members_table(stamp, places, file[first])
+
+    def _members_table(
+        self, stamp: str, places: Places, file: NDArray[np.uint32]
+    ) -> _native.RecordTable:
+        offset, length, inside, sizes = places
+        return self._table(
+            "tar",
+            stamp,
+            offset=offset,
+            length=length,
+            file=file if len(self.storage.paths) > 1 else None,
+            parts=(inside, sizes),
+        )
+
+    @property
+    def schema(self) -> Schema:
+        """The fields of every sample: image and label, or those of `members`."""
+        return super().schema if self._schema is None else self._schema
+
+    def select(self, names: Sequence[str]) -> TarShards:
+        """The same samples with these fields alone; members at the edges of a key that are not among
+        them are not read.
+
+        Raises:
+            UsageError: a field is not there.
+        """
+        chosen = self.schema.select(names)
+        if self._schema is None or len(chosen) == len(self._schema):
+            return self
+        kept = [i for i, name in enumerate(self._schema) if name in chosen]
+        table = self.native.table
+        inside = table.part_offset.reshape(-1, table.parts)[:, kept]
+        size = table.part_length.reshape(-1, table.parts)[:, kept].astype(np.uint64)
+        begin = table.offset[:, None] + inside
+        places = cover(begin, size, inside != NO_PART, table.offset)
+        # Not copy.copy(), which would open the source again, by __reduce__.
+        narrowed = object.__new__(type(self))
+        narrowed.__dict__.update(self.__dict__)
+        narrowed._whole = self._whole or self
+        narrowed._schema = self._schema.select([n for n in self._schema if n in chosen])
+        stamp = f"{table.stamp} fields={as_text(list(narrowed._schema))}"
+        narrowed.native = narrowed._native_of(
+            self._members_table(stamp, places, table.file), self._reading
+        )
+        return narrowed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles the arguments of opening, and the chosen fields."""
+        if self._whole is None:
+            return super().__reduce__()
+        return _select, (self._whole, tuple(self.schema))
 
     def _scan(self, stamp: str, progress: Progress | None) -> _native.RecordTable:
         keep = f".{self._label}" if isinstance(self._label, str) else ""
@@ -147,9 +278,5 @@ class TarShards(RecordStore):
         return labels
 
 
-def split_name(name: str) -> tuple[str, str]:
-    """WebDataset's rule: a sample's name, and its member's ending in lower case; the ending starts
-    after the first dot of the last part of the path."""
-    folder, slash, base = name.rpartition("/")
-    stem, _, ending = base.partition(".")
-    return f"{folder}{slash}{stem}", ending.lower()
+def _select(source: TarShards, names: tuple[str, ...]) -> TarShards:
+    return source.select(names)

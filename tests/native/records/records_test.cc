@@ -33,6 +33,9 @@ void expect_equal(const RecordTable& a, const RecordTable& b) {
   EXPECT_EQ(a.length, b.length);
   EXPECT_EQ(a.label, b.label);
   EXPECT_EQ(a.head, b.head);
+  EXPECT_EQ(a.parts, b.parts);
+  EXPECT_EQ(a.part_offset, b.part_offset);
+  EXPECT_EQ(a.part_length, b.part_length);
 }
 
 RecordTable small_table() {
@@ -45,6 +48,21 @@ RecordTable small_table() {
   t.length = {100, 0, 1000, 5000};
   t.label = {-1, 3, std::numeric_limits<int64_t>::max(), std::numeric_limits<int64_t>::min()};
   t.head = {0, 16, 16, 0};
+  return t;
+}
+
+// Of two samples with two fields: the second one lacks the first field.
+RecordTable members_table() {
+  RecordTable t;
+  t.kind = "tar";
+  t.stamp = "members=all";
+  t.files = {{"a.tar", 10240, 5}};
+  t.offset = {512, 2560};
+  t.length = {1030, 4};
+  t.label = {0, 7};
+  t.parts = 2;
+  t.part_offset = {1024, 0, kNoPart, 0};
+  t.part_length = {6, 300, 0, 4};
   return t;
 }
 
@@ -66,12 +84,43 @@ TEST(RecordTable, SurvivesTheRoundTrip) {
   far.offset = {uint64_t{1} << 62, 0, (uint64_t{1} << 62) - 1};
   far.length = {0, uint64_t{1} << 62, 1};
   far.label = {0, 0, 0};
-  for (const RecordTable& table : {small_table(), one_file, same_heads, no_heads, empty, far}) {
+  RecordTable long_parts = members_table();
+  long_parts.length = {uint64_t{1} << 40, kNoPart};
+  long_parts.part_offset = {kNoPart - 1, 1, 0, kNoPart};
+  long_parts.part_length = {kNoPart, kNoPart, kNoPart, 0};
+  for (const RecordTable& table :
+       {small_table(), one_file, same_heads, no_heads, empty, far, members_table(), long_parts}) {
     const auto bytes = serialize_records(table);
     const auto parsed = parse_records(bytes);
     ASSERT_TRUE(parsed) << parsed.error().what();
     expect_equal(parsed.value(), table);
     EXPECT_EQ(serialize_records(parsed.value()), bytes);
+  }
+}
+
+// Bytes made by hand from docs/formats/records.md.
+TEST(RecordTable, OfMembersIsStoredAsDocumented) {
+  const std::string golden(
+      "\x31\x4e\x53\x52\x02\x00\x00\x00\x03\x74\x61\x72\x0b\x6d\x65\x6d"
+      "\x62\x65\x72\x73\x3d\x61\x6c\x6c\x01\x05\x61\x2e\x74\x61\x72\x80"
+      "\x50\x0a\x02\x02\x00\x00\x80\x08\x8c\x10\x00\x81\x10\x0c\x8c\x10"
+      "\xd8\x04\xf4\x0f\x83\x10\x0e\x00\x01\xcf\x04\xb5\x0e\x59\x1c",
+      63);
+  const auto bytes = std::as_bytes(std::span(golden));
+  const auto parsed = parse_records(bytes);
+  ASSERT_TRUE(parsed) << parsed.error().what();
+  expect_equal(parsed.value(), members_table());
+  const auto written = serialize_records(members_table());
+  EXPECT_EQ(written, std::vector(bytes.begin(), bytes.end()));
+}
+
+TEST(RecordTable, RefusesMembersOutsideOfTheirRecord) {
+  for (const uint32_t offset : {1025u, 5000u, kNoPart - 1}) {
+    RecordTable t = members_table();
+    t.part_offset[0] = offset;
+    const auto parsed = parse_records(serialize_records(t));
+    ASSERT_FALSE(parsed) << offset;
+    EXPECT_THAT(parsed.error().what(), HasSubstr("a field cannot lie there"));
   }
 }
 
@@ -111,8 +160,10 @@ TEST(RecordTable, RefusesEveryCutAndFlippedByte) {
 }
 
 // Behind a checksum that is right: what is taken would be written the same.
-TEST(RecordTable, HasOneFormForEveryContent) {
-  const auto bytes = serialize_records(small_table());
+class OneForm : public testing::TestWithParam<bool> {};
+
+TEST_P(OneForm, ForEveryContent) {
+  const auto bytes = serialize_records(GetParam() ? members_table() : small_table());
   unsigned taken = 0;
   for (size_t i = 0; i + 4 < bytes.size(); ++i) {
     for (unsigned value = 0; value < 256; ++value) {
@@ -131,8 +182,12 @@ TEST(RecordTable, HasOneFormForEveryContent) {
   EXPECT_GT(taken, 1000u);
 }
 
-TEST(RecordTable, StandsNumbersThatOverflow) {
-  RecordTable t = small_table();
+INSTANTIATE_TEST_SUITE_P(RecordTable, OneForm, testing::Bool());
+
+class Overflow : public testing::TestWithParam<bool> {};
+
+TEST_P(Overflow, IsStoodOrRefused) {
+  RecordTable t = GetParam() ? members_table() : small_table();
   t.head.clear();
   auto bytes = serialize_records(t);
   // The file of the second sample: a step of the largest number from file 1.
@@ -150,6 +205,8 @@ TEST(RecordTable, StandsNumbersThatOverflow) {
     }
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(RecordTable, Overflow, testing::Bool());
 
 // Random records of a few files, in any order, some of them overlapping or empty.
 struct Data {
@@ -230,6 +287,38 @@ TEST(RecordSource, ReadsWhatPlainReadsRead) {
     }
     reader->read({});
   }
+}
+
+TEST(RecordSource, LocatesTheFieldsOfItsRecords) {
+  const auto storage =
+      std::make_shared<MemoryStorage>(std::vector<std::string>{random_bytes(10240, 3)});
+  const RecordSource source(storage, members_table(), {});
+  ASSERT_EQ(source.fields(), 2u);
+  std::vector<FieldBytes> fields(2);
+  const auto at = [&](size_t field) {
+    return std::string(reinterpret_cast<const char*>(fields[field].bytes.data()),
+                       fields[field].bytes.size());
+  };
+  Requests r(source, {0, 1});
+  source.make_reader(ReaderKind::pread, 1)->read(r.requests);
+  ASSERT_TRUE(source.locate(0, r.requests[0].into, fields));
+  EXPECT_EQ(at(0), storage->content().substr(512 + 1024, 6));
+  EXPECT_EQ(at(1), storage->content().substr(512, 300));
+  ASSERT_TRUE(source.locate(1, r.requests[1].into, fields));
+  EXPECT_FALSE(fields[0].present);
+  EXPECT_TRUE(fields[1].present);
+  EXPECT_EQ(at(1), storage->content().substr(2560, 4));
+  const auto cut = source.locate(0, r.requests[0].into.first(5), fields);
+  ASSERT_FALSE(cut);
+  EXPECT_EQ(cut.error().kind(), ErrorKind::corruption);
+
+  RecordTable other = members_table();
+  other.part_length[1] = 299;
+  EXPECT_NE(RecordSource(storage, other, {}).fingerprint(), source.fingerprint());
+  other.part_length[1] = 1031;
+  EXPECT_THROW(RecordSource(storage, other, {}), Error);
+  other.part_length.pop_back();
+  EXPECT_THROW(RecordSource(storage, other, {}), Error);
 }
 
 class RealRecords : public testing::TestWithParam<ReaderKind> {};

@@ -50,6 +50,18 @@ def test_tar_shards(shards: tuple[str, list[bytes], list[int]]) -> None:
     assert source.fingerprint == by_pattern.fingerprint == one_by_one.fingerprint
 
 
+def test_all_members_of_tar_shards(shards: tuple[str, list[bytes], list[int]]) -> None:
+    url, contents, labels = shards
+    wanted = {"image": "jpg", "label": "cls", "about": "json"}
+    source = nostall.TarShards(url, members=wanted)
+    with nostall.DataLoader(source, 24, epochs=1, shuffle=False, output="numpy") as loader:
+        (batch,) = list(loader)
+    assert [batch["image"].sample(i).tobytes() for i in range(24)] == contents
+    assert batch["label"].tolist() == labels
+    assert batch["about"] == [{"a": 1}] * 24
+    assert nostall.TarShards(url, members=wanted).index_reused
+
+
 def test_lmdb(bucket: Any, tmp_path: Path) -> None:
     contents = [*images(30), np.random.default_rng(0).bytes(200_000)]
     with lmdb.open(str(tmp_path / "db"), map_size=1 << 24) as env, env.begin(write=True) as t:

@@ -1,0 +1,250 @@
+"""All members of a key as one sample: which of them are fields, of which kind, and where they lie."""
+
+from __future__ import annotations
+
+import io
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.lib import format as npy_format
+from numpy.typing import NDArray
+
+from nostall import _native
+from nostall.errors import CorruptionError, UsageError
+from nostall.fields import Array, Audio, Bytes, Image, Json, Kind, Scalar, Schema, Text
+
+NO_PART = 2**32 - 1
+_MOST_FIELDS = 1024
+# Samples whose .npy members tell type and shape of all.
+_LOOKED_AT = 16
+
+_KINDS: dict[str, Kind] = {
+    **dict.fromkeys(("jpg", "jpeg", "png", "webp"), Image()),
+    **dict.fromkeys(("txt", "text", "transcript"), Text()),
+    **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), Scalar(codec="decimal")),
+    **dict.fromkeys(("json", "jsn"), Json()),
+    "wav": Audio(),
+}
+
+#: By the name of the field, the endings of its members.
+Endings = dict[str, tuple[str, ...]]
+
+
+def parse_members(members: Mapping[str, str | Sequence[str]] | str) -> Endings | None:
+    """The endings of every field, in lower case; None for "all".
+
+    Raises:
+        UsageError: there is no field, a field has no ending, or an ending is that of two fields.
+    """
+    if isinstance(members, str):
+        if members == "all":
+            return None
+        raise UsageError(f'members must be "all" or {{field: ending}}, not {members!r}')
+    fields: Endings = {}
+    owner: dict[str, str] = {}
+    for name, given in members.items():
+        listed = given.split(";") if isinstance(given, str) else list(given)
+        fields[name] = tuple(ending.strip().removeprefix(".").lower() for ending in listed)
+        if not all(fields[name]) or not fields[name]:
+            raise UsageError(f"members: field {name!r} needs endings, for example jpg;png")
+        for ending in fields[name]:
+            if ending in owner:
+                raise UsageError(f"members: .{ending} is named twice ({owner[ending]}, {name})")
+            owner[ending] = name
+    if not fields or len(fields) > _MOST_FIELDS:
+        raise UsageError(f"members must name 1 to {_MOST_FIELDS} fields, not {len(fields)}")
+    return fields
+
+
+def as_text(value: object) -> str:
+    """JSON without a space, for a table's stamp."""
+    return json.dumps(value, separators=(",", ":")).replace(" ", "\\u0020")
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """WebDataset's rule: a sample's name, and its member's ending in lower case; the ending starts
+    after the first dot of the last part of the path."""
+    folder, slash, base = name.rpartition("/")
+    stem, _, ending = base.partition(".")
+    return f"{folder}{slash}{stem}", ending.lower()
+
+
+def split_members(names: Sequence[str]) -> list[tuple[str, str] | None]:
+    """`split_name` of every member; None of those without a name before the dot, or nothing behind
+    it."""
+    found: list[tuple[str, str] | None] = []
+    for name in names:
+        key, ending = split_name(name)
+        found.append((key, ending) if ending and key and not key.endswith("/") else None)
+    return found
+
+
+def all_endings(split: Sequence[tuple[str, str] | None]) -> Endings:
+    """A field for every ending, named by it, in the order in which they come first.
+
+    Raises:
+        UsageError: there are too many.
+    """
+    endings = dict.fromkeys(member[1] for member in split if member is not None)
+    if len(endings) > _MOST_FIELDS:
+        raise UsageError(
+            f'{len(endings)} different endings are too many for members="all": name the fields'
+        )
+    return {ending: (ending,) for ending in endings}
+
+
+def group_members(
+    paths: Sequence[str],
+    file: NDArray[np.uint32],
+    offset: NDArray[np.uint64],
+    split: Sequence[tuple[str, str] | None],
+    fields: Endings,
+) -> NDArray[np.int64]:
+    """The member of every sample and field, shape (samples, fields), -1 for none.
+
+    Raises:
+        UsageError: a key has two members for a field, or its members do not follow each other.
+    """
+    place_of = {ending: i for i, endings in enumerate(fields.values()) for ending in endings}
+    none = array("q", [-1] * len(fields))
+    rows = array("q")
+    ended: set[str] = set()  # keys of this file with members that were chosen
+    shard, key, row = -1, "", -1  # the row of `key`, -1 while none of its members was chosen
+    for i, (number, member) in enumerate(zip(file.tolist(), split, strict=True)):
+        if member is None:
+            continue
+        if number != shard:
+            ended.clear()
+            shard, key, row = number, member[0], -1
+        elif member[0] != key:
+            if row >= 0:
+                ended.add(key)
+            before, key, row = key, member[0], -1
+        place = place_of.get(member[1])
+        if place is None:
+            continue
+        if key in ended:
+            raise UsageError(
+                f"{paths[shard]}: the members of {key!r} do not follow each other: "
+                f".{member[1]} at offset {int(offset[i])} comes after a member of {before!r}; "
+                "write the archive sorted by name"
+            )
+        if row < 0:
+            row = len(rows)
+            rows.extend(none)
+        if rows[row + place] >= 0:
+            first = split[rows[row + place]]
+            raise UsageError(
+                f"{paths[shard]}: {key!r} has two members for field {list(fields)[place]}: "
+                f".{first[1] if first else ''} and .{member[1]}, the second at offset "
+                f"{int(offset[i])}"
+            )
+        rows[row + place] = i
+    return np.frombuffer(rows, np.int64).reshape(-1, len(fields))
+
+
+Places = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint32]]
+
+
+def cover(
+    begin: NDArray[np.uint64],
+    size: NDArray[np.uint64],
+    present: NDArray[np.bool_],
+    otherwise: NDArray[np.uint64],
+) -> Places:
+    """(offset and length of every record, offset and length of every field in its record): a record
+    reaches from its first member to its last; one without any is at `otherwise`.
+
+    Raises:
+        UsageError: a record is too long.
+    """
+    some = present.any(axis=1)
+    offset = np.where(some, np.where(present, begin, np.uint64(2**64 - 1)).min(axis=1), otherwise)
+    end = np.where(present, begin + size, np.uint64(0)).max(axis=1)
+    length = np.where(some, end - offset, np.uint64(0))
+    if (length >= NO_PART).any():
+        raise UsageError(
+            f"sample {int(np.argmax(length))} has {int(length.max())} bytes: the members of a key "
+            "must lie within 4 GiB"
+        )
+    inside = np.where(present, begin - offset[:, None], np.uint64(NO_PART)).astype(np.uint32)
+    return offset, length, inside, np.where(present, size, np.uint64(0)).astype(np.uint32)
+
+
+def schema_of(
+    native: _native.RecordSource, fields: Endings, given: Mapping[str, Kind] | None
+) -> Schema:
+    """The kind of every field: the one given, else that of its endings.
+
+    Raises:
+        UsageError: `given` names another field, the endings of a field have several kinds, arrays
+            differ in type or dimensions, or a key lacks a field that has no fill.
+        CorruptionError: a .npy member is none.
+    """
+    given = given or {}
+    if unknown := given.keys() - fields.keys():
+        raise UsageError(
+            f"schema names the field {min(unknown)}, which has no members: there are "
+            f"{', '.join(fields)}"
+        )
+    table = native.table
+    present = table.part_offset.reshape(-1, table.parts) != NO_PART
+    kinds: dict[str, Kind] = {}
+    for place, (name, endings) in enumerate(fields.items()):
+        has = present[:, place]
+        kind = given.get(name)
+        missing = int(np.argmin(has))
+        if not has[missing] and (kind is None or kind.fill is None):
+            raise UsageError(
+                f"{native.describe(missing)}: its key has no member .{' or .'.join(endings)} (field "
+                f"{name}), as {int((~has).sum())} keys in all: give the schema's field a fill="
+            )
+        kinds[name] = kind or _kind_of(native, name, endings, place)
+    return Schema(kinds)
+
+
+def _kind_of(native: _native.RecordSource, name: str, endings: tuple[str, ...], place: int) -> Kind:
+    last = {ending.rpartition(".")[2] for ending in endings}
+    if last == {"npy"}:
+        return _array_of(native, name, place)
+    kinds = {_KINDS.get(ending, Bytes()) for ending in last}
+    if len(kinds) > 1 or (len(last) > 1 and "npy" in last):
+        raise UsageError(
+            f"the members of field {name} (.{', .'.join(endings)}) are of several kinds: give "
+            f"schema={{{name!r}: ...}}"
+        )
+    return kinds.pop()
+
+
+def _array_of(native: _native.RecordSource, name: str, place: int) -> Array:
+    """Type and shape of the first arrays; a side that differs among them is None."""
+    table = native.table
+    offset = table.part_offset.reshape(-1, table.parts)[:_LOOKED_AT, place].tolist()
+    length = table.part_length.reshape(-1, table.parts)[:_LOOKED_AT, place].tolist()
+    dtype = ""
+    shape: tuple[int | None, ...] = ()
+    for sample, (begin, size) in enumerate(zip(offset, length, strict=True)):
+        content = io.BytesIO(native.read(sample)[begin : begin + size])
+        try:
+            version = npy_format.read_magic(content)
+            read = {
+                (1, 0): npy_format.read_array_header_1_0,
+                (2, 0): npy_format.read_array_header_2_0,
+            }.get(version)
+            if read is None:
+                raise ValueError(f"version {version} is not read")
+            sides, _, found = read(content)
+        except ValueError as error:
+            raise CorruptionError(f"{native.describe(sample)}: field {name}: {error}") from None
+        if sample == 0:
+            dtype, shape = found.name, sides
+        if found.name != dtype or len(sides) != len(shape):
+            raise UsageError(
+                f"{native.describe(sample)}: field {name} is an array of {found.name} with "
+                f"{len(sides)} dimensions, the first one is of {dtype} with {len(shape)}: give "
+                f"schema={{{name!r}: ...}}"
+            )
+        shape = tuple(a if a == b else None for a, b in zip(shape, sides, strict=True))
+    return Array(dtype=dtype, shape=shape)
