@@ -396,9 +396,13 @@ void NodeCacheImpl::meet(const Placer& place, std::chrono::nanoseconds timeout) 
 // Where there is no memory for the second copy that there is for a moment, every rank keeps its own.
 void NodeCacheImpl::share_listing() {
   if (config_.listing == nullptr || config_.local_world == 1) return;
-  if (!config_.listing->is_shared() && refusal(config_.listing->size(), false)) return;
-  auto file = config_.listing->share();
-  if (file) listing_ = std::move(file).take();
+  try {
+    if (!config_.listing->is_shared() && refusal(config_.listing->size(), false)) return;
+    auto file = config_.listing->share();
+    if (file) listing_ = std::move(file).take();
+  } catch (const std::bad_alloc&) {
+    // Nothing has changed.
+  }
 }
 
 // A cache that holds nothing, where the ranks cannot share one.
@@ -816,7 +820,7 @@ void NodeCacheImpl::leave() noexcept {
     std::optional<Handover::Turn> turn;
     try {
       turn.emplace(handover_.turn(std::chrono::steady_clock::now() + kLeavePatience));
-    } catch (const Error&) {
+    } catch (const std::exception&) {
       // What a tier keeps is written by those that leave after this one.
     }
     for (uint64_t s = 0; s < sizes_.size(); ++s) {
@@ -836,7 +840,11 @@ void NodeCacheImpl::leave() noexcept {
     for (LockFile& kept : kept_files_) kept = LockFile();
     for (Descriptor& file : tier_files_) file.reset();
   } catch (const std::exception& e) {
-    log(LogLevel::warning, std::string("leaving the node's cache: ") + e.what());
+    try {
+      log(LogLevel::warning, std::string("leaving the node's cache: ") + e.what());
+    } catch (const std::bad_alloc&) {
+      // It has left, told or not.
+    }
   }
 }
 
