@@ -5,6 +5,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
+
 #include "arrays.h"
 #include "base/error.h"
 #include "module.h"
@@ -17,13 +19,17 @@
 namespace nb = nanobind;
 using namespace nostall;
 
+using Weights = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
 void bind_plan(nb::module_& m) {
   nb::enum_<plan::OrderKind>(m, "OrderKind")
       .value("torch", plan::OrderKind::torch)
       .value("keyed", plan::OrderKind::keyed)
       .value("user", plan::OrderKind::user)
       .value("sequential", plan::OrderKind::sequential)
-      .value("sub_batch", plan::OrderKind::sub_batch);
+      .value("sub_batch", plan::OrderKind::sub_batch)
+      .value("weighted", plan::OrderKind::weighted)
+      .value("repeated", plan::OrderKind::repeated);
   nb::enum_<plan::Scheme>(m, "Scheme")
       .value("uniform", plan::Scheme::uniform)
       .value("whole", plan::Scheme::whole)
@@ -40,6 +46,19 @@ void bind_plan(nb::module_& m) {
       .def_rw("drop_last", &plan::JobSpec::drop_last)
       .def_rw("order", &plan::JobSpec::order)
       .def_rw("scheme", &plan::JobSpec::scheme)
+      .def_rw("draws", &plan::JobSpec::draws)
+      .def_rw("replacement", &plan::JobSpec::replacement)
+      .def_rw("times", &plan::JobSpec::times)
+      .def_rw("steps", &plan::JobSpec::steps)
+      .def_prop_rw(
+          "weights",
+          [](const plan::JobSpec& spec) {
+            return bindings::array_of(spec.weights ? *spec.weights : std::vector<double>{});
+          },
+          [](plan::JobSpec& spec, const Weights& weights) {
+            spec.weights = std::make_shared<const std::vector<double>>(
+                weights.data(), weights.data() + weights.size());
+          })
       .def_prop_rw(
           "sub_batches",
           [](const plan::JobSpec& spec) {
@@ -68,6 +87,7 @@ void bind_plan(nb::module_& m) {
       "(chunk, pass over it, place in the pass, batches of the chunk) of a global batch.");
   m.def("epoch_length", &plan::epoch_length, nb::arg("spec"));
   m.def("batches_per_epoch", &plan::batches_per_epoch, nb::arg("spec"));
+  m.def("batches_in", &plan::batches_in, nb::arg("spec"), nb::arg("epoch"));
   m.def(
       "stand_ins",
       [](uint64_t seed, uint64_t bad, uint64_t samples) {

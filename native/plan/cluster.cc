@@ -2,12 +2,12 @@
 // a frequency above all others, and a sample of another node that is read once gets none.
 #include "plan/cluster.h"
 
+#include <algorithm>
+
 namespace nostall::plan {
 
-NodeAccess cluster_access(const JobSpec& spec, const Ownership& ownership, uint32_t node,
-                          NodeAccess own) {
-  // No node reads a sample this often by chance alone: every rank once in every epoch.
-  const uint32_t above_all = spec.epochs * spec.world + 1;
+NodeAccess cluster_access(const Ownership& ownership, uint32_t node, NodeAccess own) {
+  const uint32_t above_all = 1 + *std::max_element(own.frequency.begin(), own.frequency.end());
   for (SampleId s = 0; s < own.frequency.size(); ++s) {
     if (ownership.owner[s] == node) {
       own.frequency[s] += above_all;

@@ -10,7 +10,6 @@ namespace nostall::plan {
 // all others, whichever node reads them, and are there from their first access by any node on. The
 // room they leave holds copies of what the node itself reads at least twice, most often first.
 // `own` is the node's node_access. Pure, O(F).
-NodeAccess cluster_access(const JobSpec& spec, const Ownership& ownership, uint32_t node,
-                          NodeAccess own);
+NodeAccess cluster_access(const Ownership& ownership, uint32_t node, NodeAccess own);
 
 }  // namespace nostall::plan

@@ -62,20 +62,22 @@ Readers<Node> collect(const JobSpec& spec, std::span<const uint32_t> node_of_ran
     epoch_order_into(spec, epoch, order);
     const uint64_t at = uint64_t{epoch} * count;
     Node* row = &readers.rows[at];
-    const bool partial =
-        length < count || spec.order == OrderKind::user || spec.order == OrderKind::sub_batch;
+    const bool partial = repeats_or_leaves_out(spec);
     if (partial) readers.missing.resize(count * spec.epochs, true);
-    for (uint64_t begin = 0; begin < length; begin += spec.global_batch) {
-      const uint64_t size = std::min<uint64_t>(spec.global_batch, length - begin);
+    for (uint64_t begin = 0; begin < order.size(); begin += spec.global_batch) {
+      const uint64_t size = std::min<uint64_t>(spec.global_batch, order.size() - begin);
       const std::vector<Node> rest = size == spec.global_batch
                                          ? std::vector<Node>{}
                                          : node_of_position<Node>(spec, size, node_of_rank);
       const Node* node = rest.empty() ? full.data() : rest.data();
-      for (uint64_t p = 0; p < size; ++p) row[order[begin + p]] = node[p];
-      if (partial) {
-        for (uint64_t p = 0; p < size; ++p) {
-          readers.missing[at + order[begin + p]] = false;
+      for (uint64_t p = 0; p < size; ++p) {
+        const uint64_t sample = order[begin + p];
+        if (partial) {
+          // Again in the same epoch: the first reader fetches it.
+          if (!readers.missing[at + sample]) continue;
+          readers.missing[at + sample] = false;
         }
+        row[sample] = node[p];
       }
       const auto note = [&](std::vector<uint64_t>& times, uint64_t& left) {
         for (uint64_t p = 0; left > 0 && p < size; ++p) {

@@ -44,8 +44,9 @@ NodeAccess node_access(const JobSpec& spec, uint32_t first_rank, uint32_t ranks,
   for (uint32_t epoch = first_epoch; epoch < spec.epochs; ++epoch) {
     const KeyedPermutation permutation(spec.samples, spec.seed, epoch);
     if (!look_up) epoch_order_into(spec, epoch, order);
-    for (uint64_t begin = 0; begin < length; begin += spec.global_batch) {
-      const uint64_t size = std::min<uint64_t>(spec.global_batch, length - begin);
+    const uint64_t end = length_of(spec, epoch);
+    for (uint64_t begin = 0; begin < end; begin += spec.global_batch) {
+      const uint64_t size = std::min<uint64_t>(spec.global_batch, end - begin);
       const std::vector<uint64_t> rest =
           size == spec.global_batch ? std::vector<uint64_t>{} : owned(size);
       for (const uint64_t p : size == spec.global_batch ? full : rest) {

@@ -2,12 +2,14 @@
 //
 // "torch" repeats torch.randperm bit for bit: Fisher-Yates with MT19937, in two variants by size.
 // "keyed" is a permutation that is computed position by position (permutation.h). "sub_batch" takes
-// the order of a round and recombines its sub-batches (SubBatches in plan.h). All are then padded
+// the order of a round and recombines its sub-batches (SubBatches in plan.h). "weighted" draws
+// (sampling.h), "repeated" takes each sample of a "torch" order several times. All are then padded
 // or cut to the epoch's length as DistributedSampler does. A rank's share of a global batch depends
 // on the batch's size alone (batch_positions), so it is computed once for all full batches.
 #include "plan/plan.h"
 
 #include <algorithm>
+#include <bit>
 #include <limits>
 #include <numeric>
 
@@ -15,6 +17,7 @@
 #include "base/fnv.h"
 #include "base/random.h"
 #include "plan/permutation.h"
+#include "plan/sampling.h"
 
 namespace nostall::plan {
 namespace {
@@ -81,14 +84,23 @@ uint64_t order_world(const JobSpec& spec) {
 
 // Samples before padding and dropping.
 uint64_t base_length(const JobSpec& spec) {
-  return spec.order == OrderKind::user ? spec.user_order.size() : spec.samples;
+  switch (spec.order) {
+    case OrderKind::user:
+      return spec.user_order.size();
+    case OrderKind::weighted:
+      return spec.draws;
+    case OrderKind::repeated:
+      return repeated_length(spec.samples);
+    default:
+      return spec.samples;
+  }
 }
 
 // DistributedSampler's total_size.
 uint64_t sampler_length(const JobSpec& spec) {
   const uint64_t length = base_length(spec), world = order_world(spec);
   if (spec.scheme == Scheme::whole) return length;
-  if (spec.drop_last) return length / world * world;
+  if (spec.drop_last || spec.order == OrderKind::repeated) return length / world * world;
   return ceil_div(length, world) * world;
 }
 
@@ -156,6 +168,8 @@ void validate(const JobSpec& spec) {
   if (spec.global_batch == 0) fail("the batch size must be at least 1");
   if (spec.epochs == 0) fail("the number of epochs must be at least 1");
   if (spec.order == OrderKind::sub_batch) validate_sub_batches(spec);
+  if (spec.order == OrderKind::weighted) validate_weighted(spec);
+  if (spec.order == OrderKind::repeated && spec.times == 0) fail("a sample comes at least once");
   if (spec.order == OrderKind::user) {
     if (spec.user_order.empty()) fail("the user's order is empty");
     for (const SampleId id : spec.user_order) {
@@ -174,6 +188,22 @@ uint64_t epoch_length(const JobSpec& spec) {
 
 uint64_t batches_per_epoch(const JobSpec& spec) {
   return ceil_div(epoch_length(spec), spec.global_batch);
+}
+
+uint64_t batches_in(const JobSpec& spec, uint32_t epoch) {
+  const uint64_t batches = batches_per_epoch(spec);
+  if (spec.steps == 0) return batches;
+  return std::min(batches, spec.steps - std::min(spec.steps, epoch * batches));
+}
+
+uint64_t length_of(const JobSpec& spec, uint32_t epoch) {
+  return std::min(epoch_length(spec), batches_in(spec, epoch) * spec.global_batch);
+}
+
+bool repeats_or_leaves_out(const JobSpec& spec) {
+  return spec.order == OrderKind::user || spec.order == OrderKind::sub_batch ||
+         spec.order == OrderKind::weighted || spec.order == OrderKind::repeated || spec.steps > 0 ||
+         epoch_length(spec) < spec.samples;
 }
 
 namespace {
@@ -207,6 +237,15 @@ void fill_order(const JobSpec& spec, uint32_t epoch, std::vector<Id>& order) {
     case OrderKind::sequential:
       std::iota(order.begin(), order.end(), Id{0});
       break;
+    case OrderKind::weighted:
+      draw_weighted(spec, epoch, order);
+      break;
+    case OrderKind::repeated: {
+      std::vector<Id> drawn(spec.samples);
+      torch_randperm(spec.seed + epoch, drawn);
+      for (uint64_t i = 0; i < base; ++i) order[i] = drawn[i / spec.times];
+      break;
+    }
   }
   // Padding wraps around as often as it must; dropping cuts the tail.
   order.resize(length);
@@ -214,6 +253,7 @@ void fill_order(const JobSpec& spec, uint32_t epoch, std::vector<Id>& order) {
   if (spec.order == OrderKind::sub_batch && spec.sub_batches.reuse > 1) {
     recombine(spec, epoch, order);
   }
+  order.resize(length_of(spec, epoch));
 }
 
 }  // namespace
@@ -273,7 +313,7 @@ std::vector<uint64_t> batch_positions(const JobSpec& spec, uint32_t rank, uint64
 
 RankEpoch rank_epoch(const JobSpec& spec, const std::vector<SampleId>& order, uint32_t rank) {
   RankEpoch result;
-  const uint64_t batches = batches_per_epoch(spec);
+  const uint64_t batches = ceil_div(order.size(), spec.global_batch);
   result.batch_ends.reserve(batches);
   result.samples.reserve(spec.scheme == Scheme::whole ? order.size()
                                                       : order.size() / spec.world + batches);
@@ -301,7 +341,10 @@ RankEpoch rank_epoch(const JobSpec& spec, uint32_t epoch, uint32_t rank) {
 }
 
 std::vector<uint32_t> occurrences(const JobSpec& spec, std::span<const SampleId> order) {
-  if (spec.order != OrderKind::user) return {};
+  if (spec.order != OrderKind::user && spec.order != OrderKind::weighted &&
+      spec.order != OrderKind::repeated) {
+    return {};
+  }
   std::vector<uint32_t> seen(spec.samples), before(order.size());
   bool again = false;
   for (size_t i = 0; i < order.size(); ++i) {
@@ -325,7 +368,13 @@ uint64_t fingerprint(const JobSpec& spec) {
     hash.number(spec.sub_batches.reuse)
         .number(spec.sub_batches.resident)
         .number(spec.sub_batches.together);
+  } else if (spec.order == OrderKind::weighted) {
+    hash.number(spec.draws).number(spec.replacement);
+    for (const double weight : *spec.weights) hash.number(std::bit_cast<uint64_t>(weight));
+  } else if (spec.order == OrderKind::repeated) {
+    hash.number(spec.times);
   }
+  hash.number(spec.steps);
   return hash.value();
 }
 

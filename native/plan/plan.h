@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -26,6 +27,10 @@ enum class OrderKind : uint8_t {
   // Data reuse by sub-batch shuffling [Pumma 2020, sec. 8.4.1]: samples are used several
   // times while they are in memory, in other batches each time. See SubBatches.
   sub_batch,
+  weighted,  // drawn anew for every epoch by the samples' weights: sampling.h
+  // Repeated augmentation [Hoffer 2020], as in the RASampler of DeiT and timm: each sample of the
+  // order "torch" `times` times running, of which the epoch takes no more than the data set has.
+  repeated,
 };
 
 // OrderKind::sub_batch. `reuse` epochs make a round. A round has one order "torch" of its own, with
@@ -53,7 +58,7 @@ enum class Scheme : uint8_t {
 };
 
 // The version of the order algorithms below; part of the fingerprint of a plan.
-inline constexpr uint32_t kOrderVersion = 1;
+inline constexpr uint32_t kOrderVersion = 2;
 
 struct JobSpec {
   uint64_t samples = 0;       // F
@@ -70,6 +75,14 @@ struct JobSpec {
   Scheme scheme = Scheme::uniform;
   std::vector<SampleId> user_order;  // OrderKind::user only; ids below `samples`, any length
   SubBatches sub_batches;            // OrderKind::sub_batch only
+  // OrderKind::weighted only: one weight per sample, draws in an epoch, and whether a sample may be
+  // drawn again in it.
+  std::shared_ptr<const std::vector<double>> weights;
+  uint64_t draws = 0;
+  bool replacement = true;
+  uint32_t times = 1;  // OrderKind::repeated only
+  // Global batches of the job, if it ends within its last epoch; 0: with it.
+  uint64_t steps = 0;
 };
 
 // Throws Error(usage) with the offending value if the spec cannot be planned.
@@ -80,8 +93,14 @@ void validate(const JobSpec& spec);
 uint64_t epoch_length(const JobSpec& spec);
 // Global batches in one epoch.
 uint64_t batches_per_epoch(const JobSpec& spec);
+// The same of an epoch in which `steps` may end.
+uint64_t batches_in(const JobSpec& spec, uint32_t epoch);
+// Its samples.
+uint64_t length_of(const JobSpec& spec, uint32_t epoch);
+// Whether an epoch may have a sample several times, or not at all.
+bool repeats_or_leaves_out(const JobSpec& spec);
 
-// The order of one epoch: epoch_length(spec) sample ids. Global batch h is
+// The order of one epoch: length_of(spec, epoch) sample ids. Global batch h is
 // [h * global_batch, min((h + 1) * global_batch, length)) of it. O(F) time and memory.
 std::vector<SampleId> epoch_order(const JobSpec& spec, uint32_t epoch);
 
@@ -100,9 +119,9 @@ void epoch_order_into(const JobSpec& spec, uint32_t epoch, std::vector<uint32_t>
 std::vector<uint64_t> batch_positions(const JobSpec& spec, uint32_t rank, uint64_t size);
 
 // One rank's share of an epoch: its samples in order, and where each of its batches ends.
-// `batch_ends` has batches_per_epoch entries; a rank's batch may be empty (end equals start).
+// `batch_ends` has batches_in entries; a rank's batch may be empty (end equals start).
 // `occurrences` counts, for each of its samples, how often the epoch had it before, on any rank;
-// empty where no sample of a user's order comes again.
+// empty where no sample comes again.
 struct RankEpoch {
   std::vector<SampleId> samples;
   std::vector<uint64_t> batch_ends;
@@ -112,8 +131,9 @@ RankEpoch rank_epoch(const JobSpec& spec, uint32_t epoch, uint32_t rank);
 // The same, of an order that was computed already.
 RankEpoch rank_epoch(const JobSpec& spec, const std::vector<SampleId>& order, uint32_t rank);
 
-// Of each position of an epoch's order, how often its sample came before. Empty for orders that are
-// not the user's (what pads an epoch there draws as it did the first time), and where none repeats.
+// Of each position of an epoch's order, how often its sample came before. Empty where none repeats,
+// and for orders that name no sample twice of themselves: what pads an epoch there draws as it did
+// the first time.
 std::vector<uint32_t> occurrences(const JobSpec& spec, std::span<const SampleId> order);
 
 // 64-bit hash of everything that decides the order; ranks compare it before the first batch.

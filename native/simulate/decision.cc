@@ -61,7 +61,7 @@ Decision keep_owned(const plan::JobSpec& spec, std::span<const uint64_t> bytes,
   plan::Ownership ownership = plan::owners(spec, bytes, one_rank_a_node(spec, total(capacities)));
   for (uint32_t node = 0; node < spec.world; ++node) {
     const plan::NodeAccess access =
-        plan::cluster_access(spec, ownership, node, plan::node_access(spec, node, 1));
+        plan::cluster_access(ownership, node, plan::node_access(spec, node, 1));
     decision.keep.push_back(narrow(plan::place(bytes, access, shapes(capacities)).fill));
   }
   decision.owner = std::move(ownership.owner);

@@ -82,16 +82,19 @@ std::unique_ptr<Batch> Loader::next(std::chrono::nanoseconds timeout) {
   std::unique_ptr<Batch> batch = run_->next(timeout);
   if (batch) {
     position_ = {batch->position.epoch, batch->position.batch + 1};
-    if (position_.batch == batches_per_epoch()) position_ = {position_.epoch + 1, 0};
+    if (position_.batch == plan::batches_in(config_.job, position_.epoch)) {
+      position_ = {position_.epoch + 1, 0};
+    }
   }
   return batch;
 }
 
 void Loader::seek(Position position) {
-  if (position.batch >= batches_per_epoch() && position.batch != 0) {
+  const uint64_t batches = plan::batches_in(config_.job, position.epoch);
+  if (position.batch >= batches && position.batch != 0) {
     throw Error(ErrorKind::usage, "batch " + std::to_string(position.batch) +
-                                      " is not in an epoch of " +
-                                      std::to_string(batches_per_epoch()) + " batches");
+                                      " is not in an epoch of " + std::to_string(batches) +
+                                      " batches");
   }
   if (position == position_) return;
   run_.reset();

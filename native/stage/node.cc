@@ -5,6 +5,7 @@
 #include "stage/node.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "base/fnv.h"
 #include "base/log.h"
@@ -40,6 +41,10 @@ const char* name_of(plan::OrderKind order) {
       return "sequential";
     case plan::OrderKind::sub_batch:
       return "sub-batch";
+    case plan::OrderKind::weighted:
+      return "weighted";
+    case plan::OrderKind::repeated:
+      return "repeated";
   }
   return "unknown";
 }
@@ -60,6 +65,7 @@ std::string arguments_of(const plan::JobSpec& job, const source::Source& source,
   line("fingerprint of the data set", std::to_string(source.fingerprint()));
   line("batch_size", std::to_string(job.global_batch / std::max(1u, job.world)));
   line("epochs", std::to_string(job.epochs));
+  line("steps", std::to_string(job.steps));
   line("seed", std::to_string(job.seed));
   line("world_size", std::to_string(job.world));
   line("world of the order", std::to_string(job.order_world));
@@ -74,6 +80,13 @@ std::string arguments_of(const plan::JobSpec& job, const source::Source& source,
     order += " " + std::to_string(job.sub_batches.reuse) + "x" +
              std::to_string(job.sub_batches.resident) + "x" +
              std::to_string(job.sub_batches.together);
+  } else if (job.order == plan::OrderKind::weighted) {
+    Fnv hash;
+    for (const double weight : *job.weights) hash.number(std::bit_cast<uint64_t>(weight));
+    order += " " + std::to_string(job.draws) + (job.replacement ? " with" : " without") +
+             " replacement, hash of weights " + std::to_string(hash.value());
+  } else if (job.order == plan::OrderKind::repeated) {
+    order += " " + std::to_string(job.times) + " times";
   }
   line("order", order);
   line("scheme", std::to_string(static_cast<int>(job.scheme)));
@@ -148,7 +161,7 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
     std::vector<uint64_t> records(source.sizes().begin(), source.sizes().end());
     for (uint64_t& bytes : records) bytes += tier::record_overhead(tier::TierKind::file);
     attached.ownership = plan::owners(near, records, node.nodes, first_epoch);
-    access = plan::cluster_access(near, attached.ownership, node.node, std::move(access));
+    access = plan::cluster_access(attached.ownership, node.node, std::move(access));
     Fnv hash(plan::fingerprint(job));
     hash.number(first_epoch);
     for (const uint32_t of : node.nodes.of_rank) hash.number(of);

@@ -33,7 +33,6 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
       decoding_(decoding),
       sums_(config.cache ? config.cache->sums() : config.source->sums()),
       sizes_(config.source->sizes()),
-      batches_per_epoch_(plan::batches_per_epoch(config.job)),
       first_epoch_(start.epoch),
       cursor_(start) {
   const uint64_t local = std::max<uint64_t>(
@@ -252,7 +251,7 @@ Task* Loader::Run::open_task() {
     batch.buffer = batch_pool_->take(batch.bytes);
   }
   ++opened_;
-  if (++cursor_.batch == batches_per_epoch_) {
+  if (++cursor_.batch == plan::batches_in(config_.job, cursor_.epoch)) {
     cursor_ = {cursor_.epoch + 1, 0};
     exhausted_ = cursor_.epoch >= config_.job.epochs;
   }

@@ -172,7 +172,6 @@ class Loader::Run {
   SampleSums& sums_;                      // the node's, or this process's where there are no tiers
   std::atomic<bool> warned_of_reading_{false}, warned_of_peers_{false};
   const std::span<const uint64_t> sizes_;
-  uint64_t batches_per_epoch_ = 0;
   const uint32_t first_epoch_;  // of this run
   uint64_t slab_bytes_ = 0;     // of a whole batch, about
 

@@ -18,7 +18,7 @@ from nostall.checkpoint import Checkpointer, CheckpointOptions, Keep
 from nostall.fields import Schema
 from nostall.loader import Context, DataLoader, DynamicBatches, LoaderOptions, RawBatch, transforms
 from nostall.observe import Stats, metrics, trace
-from nostall.plan import Plan, SubBatches
+from nostall.plan import ClassBalanced, Plan, RepeatedAugmentation, SubBatches, Weighted
 from nostall.source import (
     COCO,
     HDF5,
@@ -55,6 +55,7 @@ __all__ = [
     "Cached",
     "CheckpointOptions",
     "Checkpointer",
+    "ClassBalanced",
     "Concat",
     "Context",
     "DataLoader",
@@ -72,6 +73,7 @@ __all__ = [
     "Plan",
     "RawBatch",
     "ReadOptions",
+    "RepeatedAugmentation",
     "Schema",
     "Source",
     "Split",
@@ -80,6 +82,7 @@ __all__ = [
     "Subset",
     "TFRecord",
     "TarShards",
+    "Weighted",
     "__version__",
     "errors",
     "fields",

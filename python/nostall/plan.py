@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from nostall import _native
 from nostall.errors import UsageError
 
-__all__ = ["Plan", "SubBatches"]
+__all__ = ["ClassBalanced", "Plan", "RepeatedAugmentation", "SubBatches", "Weighted"]
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,146 @@ class SubBatches:
         return f"sub_batch resident={self.resident} reuse={self.reuse} together={self.together}"
 
 
+class Weighted:
+    """The order that draws samples by weights, anew for every epoch.
+
+    With replacement each place of an epoch has sample i with the probability of its weight among all.
+    Without it no sample comes twice in an epoch: each next one is drawn by weight from those that are
+    left. Draws depend on (seed, epoch) alone.
+
+    Args:
+        weights: one number per sample, not negative.
+        samples: draws in an epoch. If None, with replacement as many as there are weights, without
+            it as many as have a weight above 0.
+        replacement: whether a sample may come several times in an epoch; each time it is augmented
+            in another way.
+
+    Raises:
+        UsageError: weights are negative, infinite, NaN, all 0, or not one per sample; too many draws.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[float] | NDArray[Any],
+        samples: int | None = None,
+        replacement: bool = True,
+    ) -> None:
+        found = np.asarray(weights)
+        if found.ndim != 1 or found.dtype.kind not in "biuf":
+            raise UsageError(
+                f"weights must be one number per sample, not {found.dtype} of shape {found.shape}"
+            )
+        self.weights = np.array(found, np.float64)
+        self.weights.setflags(write=False)
+        wrong = np.flatnonzero(~(np.isfinite(self.weights) & (self.weights >= 0)))
+        if wrong.size:
+            raise UsageError(
+                f"the weight of sample {wrong[0]} is {self.weights[wrong[0]]}: weights are finite and "
+                "not negative"
+            )
+        positive = int((self.weights > 0).sum())
+        if not positive:
+            raise UsageError("all weights are 0: no sample can be drawn")
+        _check_draws(samples)
+        self.replacement = bool(replacement)
+        usual = len(self.weights) if self.replacement else positive
+        self.samples: int = usual if samples is None else int(samples)
+        if not self.replacement and self.samples > positive:
+            raise UsageError(
+                f"{self.samples} samples cannot be drawn without replacement from {positive} that have "
+                "a weight: pass a smaller samples=, or replacement=True"
+            )
+
+    def __str__(self) -> str:
+        how = "with" if self.replacement else "without"
+        crc = zlib.crc32(self.weights.tobytes())
+        return f"weighted {crc:08x} samples={self.samples} {how} replacement"
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
+
+class ClassBalanced:
+    """The order in which every label has the same share on average.
+
+    It is `Weighted`, with replacement and for each sample the weight 1 / (samples with its label).
+
+    Args:
+        labels: integers, one per sample; those of the loader's data set if None.
+        samples: draws in an epoch; as many as there are samples if None.
+
+    Raises:
+        UsageError: labels are not integers.
+    """
+
+    def __init__(
+        self, labels: Sequence[int] | NDArray[Any] | None = None, samples: int | None = None
+    ) -> None:
+        self.labels = None if labels is None else np.asarray(labels)
+        self.samples = samples
+        _check_draws(samples)
+        if self.labels is not None:
+            self.weighted()
+
+    def weighted(self, labels: NDArray[Any] | None = None) -> Weighted:
+        """The weights; `labels` are used where the order was made without.
+
+        Raises:
+            UsageError: there are no labels, or they are not integers.
+        """
+        labels = labels if self.labels is None else self.labels
+        if labels is None:
+            raise UsageError(
+                "ClassBalanced() takes the labels of a loader's data set: pass labels="
+            )
+        if labels.ndim != 1 or labels.dtype.kind not in "biu" or not labels.size:
+            raise UsageError(
+                f"classes are balanced by integers, one per sample, not by {labels.dtype} of shape "
+                f"{labels.shape}"
+            )
+        _, kinds, counts = np.unique(labels, return_inverse=True, return_counts=True)
+        return Weighted(1.0 / counts[kinds], self.samples)
+
+    def __str__(self) -> str:
+        return "class-balanced"
+
+
+@dataclass(frozen=True)
+class RepeatedAugmentation:
+    """The order of repeated augmentation: that of the RASampler of DeiT and timm.
+
+    Each sample of the shuffled order comes `times` times running, so on different ranks, each time
+    augmented in another way. An epoch is not longer for it: of a data set of n samples it takes the
+    first ``n // 256 * 256`` places, cut to a multiple of the ranks (all n of fewer than 256), so about
+    one `times`-th of the samples. The shuffled order is "torch", which with seed 0 gives each rank what
+    RASampler gives it.
+
+    Attributes:
+        times: how often a sample comes in an epoch that has it.
+    """
+
+    times: int = 3
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.times, int) or not 1 <= self.times < 2**31:
+            raise UsageError(f"times must be an integer from 1 to {2**31 - 1}: {self.times!r}")
+
+    def __str__(self) -> str:
+        return f"repeated times={self.times}"
+
+
+def _check_draws(samples: Any) -> None:
+    if samples is not None and (
+        not isinstance(samples, (int, np.integer)) or not 1 <= samples < 2**63
+    ):
+        raise UsageError(f"samples must be an integer from 1 on, or None: {samples!r}")
+
+
+#: orders that are described, not named or written out
+DESCRIBED = (SubBatches, Weighted, ClassBalanced, RepeatedAugmentation)
+Described = SubBatches | Weighted | ClassBalanced | RepeatedAugmentation
 #: an order's name, its description, or the user's own sample ids
-Order = str | SubBatches | Sequence[int] | NDArray[np.integer[Any]]
+Order = str | Described | Sequence[int] | NDArray[np.integer[Any]]
 
 
 class Plan:
@@ -61,7 +200,9 @@ class Plan:
         seed: fixes the order.
         drop_last: drop the samples that do not divide among all ranks, then the last partial batch.
         order: "torch" (identical to DistributedSampler), "keyed" (a keyed permutation), "sequential",
-            `SubBatches`, or a sequence of sample ids used in every epoch.
+            `SubBatches`, `Weighted`, `ClassBalanced`, `RepeatedAugmentation`, or a sequence of sample
+            ids used in every epoch.
+        steps: global batches of the job, instead of `epochs`: the last epoch ends with them.
         scheme: how a global batch is divided [Böhringer 2020, sec. 4.1.3].
 
     Raises:
@@ -80,6 +221,7 @@ class Plan:
         order: Order = "torch",
         scheme: Literal["uniform", "whole", "imbalanced"] = "uniform",
         order_world: int | None = None,
+        steps: int | None = None,
     ) -> None:
         for name, value, least, beyond in (
             ("samples", samples, 0, 2**63),
@@ -87,6 +229,7 @@ class Plan:
             ("world_size", world_size, 1, 2**31),
             ("epochs", epochs, 1, 2**31),
             ("seed", seed, 0, 2**64),
+            ("steps", 1 if steps is None else steps, 1, 2**63),
         ):
             if not isinstance(value, (int, np.integer)) or not least <= value < beyond:
                 raise UsageError(
@@ -103,9 +246,8 @@ class Plan:
         if not hasattr(_native.Scheme, scheme):
             raise UsageError(f'scheme must be "uniform", "whole" or "imbalanced", not {scheme!r}')
         spec.scheme = getattr(_native.Scheme, scheme)
-        if isinstance(order, SubBatches):
-            spec.order = _native.OrderKind.sub_batch
-            spec.sub_batches = (order.reuse, order.resident, order.together)
+        if isinstance(order, DESCRIBED):
+            _describe(spec, order)
         elif not isinstance(order, str):
             spec.order = _native.OrderKind.user
             spec.user_order = sample_ids(order)
@@ -113,15 +255,22 @@ class Plan:
             spec.order = getattr(_native.OrderKind, order)
         else:
             raise UsageError(
-                f'order must be "torch", "keyed", "sequential", SubBatches or sample ids, not '
-                f"{order!r}"
+                'order must be "torch", "keyed", "sequential", SubBatches, Weighted, ClassBalanced, '
+                f"RepeatedAugmentation or sample ids, not {order!r}"
             )
         _native.validate(spec)
+        if steps is not None:
+            spec.steps = steps
+            spec.epochs = _epochs_of(steps, int(_native.batches_per_epoch(spec)))
         self.native = spec
 
     def __len__(self) -> int:
         """Global batches in one epoch."""
         return int(_native.batches_per_epoch(self.native))
+
+    def batches_in(self, epoch: int) -> int:
+        """Global batches in this epoch: fewer than in others if `steps` end in it."""
+        return int(_native.batches_in(self.native, epoch))
 
     @property
     def epoch_length(self) -> int:
@@ -213,6 +362,30 @@ class Plan:
                 self.native, np.ascontiguousarray(sizes, dtype=np.uint64), capacity, first_epoch
             )
         )
+
+
+def _describe(spec: _native.JobSpec, order: Described) -> None:
+    if isinstance(order, ClassBalanced):
+        order = order.weighted()
+    if isinstance(order, SubBatches):
+        spec.order = _native.OrderKind.sub_batch
+        spec.sub_batches = (order.reuse, order.resident, order.together)
+    elif isinstance(order, Weighted):
+        spec.order = _native.OrderKind.weighted
+        spec.weights, spec.draws = order.weights, order.samples
+        spec.replacement = order.replacement
+    else:
+        spec.order = _native.OrderKind.repeated
+        spec.times = order.times
+
+
+def _epochs_of(steps: int, batches: int) -> int:
+    if batches == 0:
+        raise UsageError("steps= counts batches, and an epoch has none: pass drop_last=False")
+    epochs = -(-steps // batches)
+    if epochs >= 2**31:
+        raise UsageError(f"steps={steps} are {epochs} epochs, more than a plan counts")
+    return epochs
 
 
 def sample_ids(order: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.uint64]:

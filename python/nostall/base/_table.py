@@ -256,7 +256,7 @@ _LOADER = (
         "storage classes of the node, fastest first",
         file=True,
     ),
-    _loader("order", _ANY, "torch", '"torch", "keyed", SubBatches, or sample ids'),
+    _loader("order", _ANY, "torch", '"torch", "keyed", an order that draws, or sample ids'),
     _loader(
         "on_error",
         _one_of("raise", "substitute"),
@@ -310,6 +310,13 @@ _LOADER = (
         _one_of("uniform", "whole", "imbalanced"),
         "uniform",
         "how a global batch is divided, as in `nostall.Plan`",
+    ),
+    _loader(
+        "steps",
+        _or_none(_integer(1, 2**63 - 1)),
+        None,
+        "batches of the job, instead of `epochs`: iterating the loader gives all of them",
+        "whole epochs",
     ),
     _loader(
         "decode",

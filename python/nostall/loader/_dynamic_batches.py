@@ -98,7 +98,7 @@ class DynamicBatches:
     def size_at(self, epoch: int, batch: int) -> int:
         """How many of the loader's batches the one that begins with `batch` has."""
         if not self.sawtooth:
-            return min(self.factor, len(self.loader) - batch)
+            return min(self.factor, self.loader.plan.batches_in(epoch) - batch)
         plan = self.loader.plan
         whole = plan.epoch_length // plan.native.global_batch
         _, turn, place, size = plan.pass_of(epoch, batch)

@@ -46,7 +46,7 @@ from nostall.loader.transforms import compile as compile_transforms
 from nostall.observe import metrics, trace
 from nostall.observe._recorder import Recorder
 from nostall.observe._stats import ORIGINS
-from nostall.plan import Order, Plan, SubBatches, sample_ids
+from nostall.plan import DESCRIBED, ClassBalanced, Order, Plan, sample_ids
 from nostall.source._source import Source
 
 if TYPE_CHECKING:
@@ -83,16 +83,16 @@ _OF_TORCH = {
 
 def _order_name(order: Order) -> str:
     """The name of the order in a state; a user's own order is identified by its ids."""
-    if isinstance(order, (str, SubBatches)):
+    if isinstance(order, (str, *DESCRIBED)):
         return str(order)
     return f"user {zlib.crc32(sample_ids(order).tobytes()):08x}"
 
 
 def _chosen_order(order: Order, shuffle: bool | None) -> Order:
-    named = isinstance(order, (str, SubBatches))
+    named = isinstance(order, (str, *DESCRIBED))
     if named and order == "torch" and shuffle is False:
         return "sequential"
-    shuffles = isinstance(order, SubBatches) or (named and order != "sequential")
+    shuffles = named and order != "sequential"
     if shuffle is not None and shuffle != shuffles:
         name = f'"{order}"' if named else "a sequence of sample ids"
         raise UsageError(
@@ -108,10 +108,9 @@ def _lower_bound(
     first_epoch: int,
     recorder: Recorder,
 ) -> int:
-    epochs = planned["epochs"]
-    if epochs > _BOUNDED:
-        epochs = min(epochs, max(recorder.epochs_begun, first_epoch + 1))
-    spec = Plan(**{**planned, "epochs": epochs}).native
+    spec = Plan(**planned).native
+    if spec.epochs > _BOUNDED:
+        spec.epochs = min(spec.epochs, max(recorder.epochs_begun, first_epoch + 1))
     return int(_native.source_bytes_lower_bound(spec, sizes, capacity, first_epoch))
 
 
@@ -160,7 +159,7 @@ class Epoch:
         self.index = index
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return self._loader.plan.batches_in(self.index)
 
     def __iter__(self) -> Iterator[Any]:
         return self._loader._iterate(self.index)
@@ -191,8 +190,9 @@ class DataLoader:
             ``["ram:20GiB", "/nvme/cache:400GiB"]``; ``"auto"`` or ``[]``. If None, those of
             nostall.toml, else ``"auto"``.
         order: ``"torch"``, ``"keyed"`` (O(1) memory), `SubBatches` (data used several times while
-            it is in memory), or the user's own sequence of sample ids, in which a sample may
-            occur again: every occurrence has random draws of its own.
+            it is in memory), `Weighted`, `ClassBalanced`, `RepeatedAugmentation`, or the user's own
+            sequence of sample ids. Where a sample occurs again in an epoch, every occurrence has
+            random draws of its own.
         on_error: what happens if a sample cannot be read or decoded: ``"raise"``, or
             ``"substitute"`` (another sample takes its place, the same on every rank; see `stats`).
             This is about damage; an exception of a user's callable ends the iteration.
@@ -231,11 +231,16 @@ class DataLoader:
         self.dataset = dataset if chosen.fields is None else dataset.select(chosen.fields)
         self._batch_size: int = checked("loader.batch_size", batch_size)
         self.epochs_total: int | None = checked("loader.epochs", epochs)
-        self._last_epoch = _ENDLESS if self.epochs_total is None else self.epochs_total
+        if chosen.steps is not None and epochs is not None:
+            raise UsageError(
+                f"epochs={epochs} and steps={chosen.steps} both say how long the job is: pass one"
+            )
         self.seed: int = checked("loader.seed", seed)
         self.drop_last: bool = checked("loader.drop_last", drop_last)
         self._on_error = checked("loader.on_error", on_error)
         self._order = _chosen_order(order, checked("loader.shuffle", shuffle))
+        if isinstance(self._order, ClassBalanced):
+            self._order = self._order.weighted(self.dataset.labels)
         self._order_name = _order_name(self._order)
         tiers = value("loader.tiers") if tiers is None else checked("loader.tiers", tiers)
         self._find_place()
@@ -363,8 +368,8 @@ class DataLoader:
     # ------------------------------------------------------------------ iterating
 
     def __len__(self) -> int:
-        """Batches of this rank in one epoch."""
-        return self._batches
+        """Batches of this rank in one epoch, or in the whole job if it was made with `steps`."""
+        return self._batches if self._options.steps is None else self._options.steps
 
     def epochs(self) -> Iterator[Epoch]:
         """The epochs from the current position to the end of the job.
@@ -372,7 +377,7 @@ class DataLoader:
         Raises:
             UsageError: the job has no end.
         """
-        if self.epochs_total is None:
+        if self.epochs_total is None and self._options.steps is None:
             raise UsageError(
                 "epochs() would not end, for this loader was made without epochs=: pass it, or iterate "
                 "the loader itself, which gives the next epoch each time"
@@ -389,8 +394,17 @@ class DataLoader:
                 self._resumed = False
 
     def __iter__(self) -> Iterator[Any]:
-        """The next epoch (after `set_epoch` that one, after `load_state_dict` its rest)."""
-        return self._iterate(self._next_epoch())
+        """The next epoch (after `set_epoch` that one, after `load_state_dict` its rest).
+
+        With `steps`: all batches that are left of them.
+        """
+        epoch = self._iterate(self._next_epoch())
+        return epoch if self._options.steps is None else self._steps_left(epoch)
+
+    def _steps_left(self, epoch: Iterator[Any]) -> Iterator[Any]:
+        yield from epoch
+        while self._next_epoch() < self._last_epoch:
+            yield from self._iterate(self._next_epoch())
 
     def set_epoch(self, epoch: int) -> None:
         """Makes `epoch` the next one to iterate, from its first batch.
@@ -401,11 +415,11 @@ class DataLoader:
         epoch = operator.index(epoch)  # not one of NumPy: it goes into the state
         if not 0 <= epoch < self._last_epoch:
             raise UsageError(
-                f"epoch {epoch} is not among the job's {self.epochs_total} epochs: pass epochs="
+                f"epoch {epoch} is not among the job's {self._last_epoch} epochs: pass epochs="
                 f"{epoch + 1} or more to DataLoader, the plan needs to know them"
             )
         if self._resumed and epoch == self._ended:
-            self._position = (epoch, self._batches)
+            self._position = (epoch, self._plan.batches_in(epoch))
         if self._resumed and epoch == self._position[0]:
             return
         self._resumed = False
@@ -418,10 +432,13 @@ class DataLoader:
     def _iterate(self, epoch: int) -> Iterator[Any]:
         if self._closed:
             raise UsageError("this loader is closed")
+        steps = self._options.steps
         if epoch >= self._last_epoch:
             raise UsageError(
                 f"all {self.epochs_total} epochs of this job were iterated; pass a larger epochs= "
                 "to DataLoader, or none, or go back with set_epoch"
+                if steps is None
+                else f"all {steps} steps of this job were iterated: pass a larger steps= to DataLoader"
             )
         start = self._position[1] if self._resumed and epoch == self._position[0] else 0
         self._resumed = False
@@ -430,20 +447,21 @@ class DataLoader:
 
     def _batches_of(self, epoch: int, start: int) -> Iterator[Any]:
         loader = self._stage()
-        if start < self._batches:
+        batches = self._plan.batches_in(epoch)
+        if start < batches:
             loader.seek(epoch, start)
         running = self._recorder.begin_epoch(epoch)
         fetched = start
         pending = self._python.start() if self._python else None
         try:
-            for index in range(start, self._batches):
+            for index in range(start, batches):
                 if not self._recorder.is_current(running):
                     raise UsageError(
                         "another iteration of this loader has begun: a loader has one position"
                     )
                 began = time.perf_counter()
                 if pending is not None:
-                    while fetched < self._batches and pending.wants_more():
+                    while fetched < batches and pending.wants_more():
                         batch = loader.next()
                         pending.submit(batch, RawBatch(batch.data, batch.offsets, batch.lengths))
                         fetched += 1
@@ -469,7 +487,7 @@ class DataLoader:
             if pending is not None and self._recorder.is_current(running):
                 pending.drop()
             self._recorder.end_epoch(running)
-        if self._position == (epoch, self._batches):
+        if self._position == (epoch, batches):
             self._position = (epoch + 1, 0)
 
     def _shaped(self, batch: _native.Batch) -> Any:
@@ -536,17 +554,20 @@ class DataLoader:
                     f"{key}={mine[key]}{hint}"
                 )
         epoch, batch = int(state["epoch"]), int(state["batch"])
-        if not (0 <= epoch <= self._last_epoch and 0 <= batch <= self._batches):
+        inside = 0 <= epoch <= self._last_epoch and 0 <= batch <= self._batches
+        steps = self._options.steps
+        if not inside or (steps is not None and epoch * self._batches + batch > steps):
+            length = f"{self.epochs_total} epochs of {self._batches} batches"
             raise UsageError(
                 f"the loader's state is at epoch {epoch}, batch {batch}, outside this job of "
-                f"{self.epochs_total} epochs of {self._batches} batches"
+                + (length if steps is None else f"{steps} steps")
             )
         self._stop_native()
         self._order_world = int(state["order_world"])
         self._spec = self._make_spec()
         self._batches = int(_native.batches_per_epoch(self._spec))
         self._ended = None
-        if batch == self._batches:
+        if batch and batch == self._plan.batches_in(epoch):
             self._ended = epoch
             epoch, batch = epoch + 1, 0
         self._position = (epoch, batch)
@@ -654,6 +675,7 @@ class DataLoader:
 
     def __repr__(self) -> str:
         end = "" if self.epochs_total is None else f", epochs={self.epochs_total}"
+        end = end if self._options.steps is None else f", steps={self._options.steps}"
         tiers = ", ".join(
             f"{tier.path or tier.kind}:{tier.capacity / 2**20:.0f}MiB" for tier in self._tiers
         )
@@ -672,14 +694,16 @@ class DataLoader:
             "samples": len(self.dataset),
             "batch_size": self._batch_size,
             "world_size": self.world.world_size,
-            "epochs": self._last_epoch,
+            "epochs": _ENDLESS if self.epochs_total is None else self.epochs_total,
             "seed": self.seed,
             "drop_last": self.drop_last,
             "order": self._order,
             "scheme": self._options.scheme,
             "order_world": self._order_world,
+            "steps": self._options.steps,
         }
         self._plan = Plan(**self._planned)
+        self._last_epoch = int(self._plan.native.epochs)
         return self._plan.native
 
     def _join(self) -> cluster.Cluster | None:
@@ -720,6 +744,7 @@ class DataLoader:
         return {
             "batch_size": self.batch_size,
             "epochs": self.epochs_total,
+            "steps": self._options.steps,
             **state,
             "sharing": self._options.sharing,
             "assignment": self._options.assignment,

@@ -30,6 +30,7 @@ class LoaderOptions:
     dtype: Literal["uint8", "float16", "float32"] | None = in_force("loader.dtype")
     layout: Literal["chw", "hwc"] | None = in_force("loader.layout")
     scheme: Literal["uniform", "whole", "imbalanced"] = in_force("loader.scheme")
+    steps: int | None = in_force("loader.steps")
     decode: bool | None = in_force("loader.decode")
     workers: Literal["threads", "processes"] = in_force("loader.workers")
     collate: Callable[[list[Any]], Any] | None = in_force("loader.collate")
@@ -62,6 +63,7 @@ class LoaderArguments(TypedDict, total=False):
     dtype: Literal["uint8", "float16", "float32"] | None
     layout: Literal["chw", "hwc"] | None
     scheme: Literal["uniform", "whole", "imbalanced"]
+    steps: int | None
     decode: bool | None
     workers: Literal["threads", "processes"]
     collate: Callable[[list[Any]], Any] | None
