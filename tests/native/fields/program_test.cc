@@ -113,14 +113,14 @@ struct Got {
   template <typename T>
   std::vector<T> as() const {
     std::vector<T> out(values.size() / sizeof(T));
-    std::memcpy(out.data(), values.data(), out.size() * sizeof(T));
+    if (!out.empty()) std::memcpy(out.data(), values.data(), out.size() * sizeof(T));
     return out;
   }
 };
 
 std::vector<int64_t> integers(const std::byte* from, size_t count) {
   std::vector<int64_t> out(count);
-  std::memcpy(out.data(), from, count * sizeof(int64_t));
+  if (count != 0) std::memcpy(out.data(), from, count * sizeof(int64_t));
   return out;
 }
 
