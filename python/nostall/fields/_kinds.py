@@ -318,6 +318,8 @@ class Keypoints(_Numbers):
         codec: as of `Array`.
         padded: fill up with zeros to the most of the batch.
         fill: an array that stands for missing points.
+        rows_of: the name of the field of `Boxes` of the same objects. Points cannot lose what boxes
+            lose: ``SanitizeBoundingBoxes`` is refused beside them.
     """
 
     points: int | None = None
@@ -326,6 +328,7 @@ class Keypoints(_Numbers):
     codec: Literal["raw", "npy"] = "npy"
     padded: bool = False
     fill: Any = field(default=None, compare=False)  # arrays have no one comparison
+    rows_of: str | None = None
 
     transformed: ClassVar[bool] = True
     _MEANING: ClassVar[str] = "keypoints"
@@ -426,9 +429,12 @@ class Json(Text):
 
     Args:
         fill: the value that stands for a missing one; None: there is none.
+        rows_of: the name of the field of `Boxes` that it lists something of. It cannot lose what they
+            lose: ``SanitizeBoundingBoxes`` is refused beside it.
     """
 
     fill: Any = None
+    rows_of: str | None = None
 
     def _native_kind(self) -> Any:
         kind = _native.TextField()

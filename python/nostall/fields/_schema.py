@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import Any
 
 from nostall.errors import UsageError
 from nostall.fields._kinds import Kind
@@ -52,6 +54,8 @@ class Schema(Mapping[str, Kind]):
     def select(self, names: Iterable[str]) -> Schema:
         """The schema of these fields alone, in the order of `names`.
 
+        A field whose boxes (`rows_of`) are left out goes with none.
+
         Raises:
             UsageError: one of them is not there, or is named twice.
         """
@@ -64,4 +68,10 @@ class Schema(Mapping[str, Kind]):
             if name in chosen:
                 raise UsageError(f"field {name!r} is named twice")
             chosen[name] = self._fields[name]
-        return Schema(chosen)
+        return Schema({name: _without(kind, self.keys() - chosen) for name, kind in chosen.items()})
+
+
+def _without(kind: Any, left_out: Set[str]) -> Kind:
+    if getattr(kind, "rows_of", None) in left_out:
+        kind = dataclasses.replace(kind, rows_of=None)
+    return kind  # type: ignore[no-any-return]

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from nostall import _native
 from nostall.errors import UsageError
-from nostall.fields import Boxes, Image, Kind, Schema
-from nostall.loader.transforms import Transform, is_native
+from nostall.fields import Array, Boxes, Image, Kind, Schema
+from nostall.loader.transforms import SanitizeBoundingBoxes, Transform, is_native
 from nostall.loader.transforms import compile as compile_transforms
 from nostall.source._source import Source
 
@@ -43,7 +43,10 @@ class Records:
         self._kinds: dict[str, Kind] = dict(schema)
         self._form = form
         pipelines: dict[str, _native.Pipeline] = {}
+        _check_rows(source.schema)
         for names, steps in _groups(schema, transforms):
+            if any(isinstance(step, SanitizeBoundingBoxes) for step in steps):
+                _check_followers(schema, names)
             pipeline = compile_transforms(steps, dtype=dtype, layout=layout, pixels=source.pixels)
             pipelines.update(dict.fromkeys(names, pipeline))
         places = {name: i for i, name in enumerate(source.schema)}
@@ -65,12 +68,28 @@ class Records:
 
 def _boxes_of(schema: Schema, name: str) -> int | None:
     """The place of the boxes that the rows of a field go with, if they are chosen too."""
-    boxes = getattr(schema[name], "rows_of", None)
-    if boxes is None or boxes not in schema:
+    kind = schema[name]
+    if not isinstance(kind, Array) or kind.rows_of is None or kind.rows_of not in schema:
         return None
-    if not isinstance(schema[boxes], Boxes):
-        raise UsageError(f"field {name}: rows_of={boxes!r} is no field of Boxes")
-    return list(schema).index(boxes)
+    return list(schema).index(kind.rows_of)
+
+
+def _check_rows(schema: Schema) -> None:
+    for name, kind in schema.items():
+        boxes = getattr(kind, "rows_of", None)
+        if boxes is not None and not isinstance(schema.get(boxes), Boxes):
+            raise UsageError(f"field {name}: rows_of={boxes!r} is no field of Boxes")
+
+
+def _check_followers(schema: Schema, names: Sequence[str]) -> None:
+    """Refuses what says something of boxes, and cannot lose what boxes that are taken out lose."""
+    for name, kind in schema.items():
+        boxes = getattr(kind, "rows_of", None)
+        if boxes in names and not isinstance(kind, Array):
+            raise UsageError(
+                f"field {name}: SanitizeBoundingBoxes takes out rows of {boxes!r}, and a field of "
+                f"{type(kind).__name__} cannot follow: leave {name!r} out by fields="
+            )
 
 
 def _groups(schema: Schema, transforms: Any) -> list[tuple[tuple[str, ...], Any]]:

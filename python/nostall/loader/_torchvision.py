@@ -70,6 +70,7 @@ def _erasing(x: Any, _: bool) -> Transform:
 
 
 def _sanitize(x: Any, _: bool) -> Transform:
+    _only(x.labels_getter == "default")
     return g.SanitizeBoundingBoxes(x.min_size, x.min_area)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import os
@@ -241,6 +242,8 @@ class COCO(Files):
             columns["keypoints"], schema["keypoints"] = _keypoints(
                 annotations, [of_image[number] for number in numbers]
             )
+        if "boxes" in schema:
+            schema = {name: _beside_boxes(kind) for name, kind in schema.items()}
         super().__init__(
             {"image": [name for _, name in listed]}, columns, schema=schema, root=images
         )
@@ -287,6 +290,13 @@ def _keypoints(path: PathLike, of_images: Sequence[list[Any]]) -> tuple[list[Any
         raise CorruptionError(
             f"{path}: the annotations have no equal keypoints ({type(error).__name__}: {error})"
         ) from None
+
+
+def _beside_boxes(kind: Kind) -> Kind:
+    """The kind of a field that has one row, or one item, for each box."""
+    if isinstance(kind, Array | Json | Keypoints):
+        return dataclasses.replace(kind, rows_of="boxes")
+    return kind
 
 
 def _ragged(dtype: str) -> Array:
@@ -379,7 +389,8 @@ class VOC(Files):
                     )
                 )
             for place, (field, kind) in enumerate(_VOC.items()):
-                columns[field], schema[field] = [found[place] for found in objects], kind
+                columns[field] = [found[place] for found in objects]
+                schema[field] = _beside_boxes(kind)
         else:
             files["mask"] = [f"SegmentationClass/{name}.png" for name in names]
             schema["mask"] = Mask()

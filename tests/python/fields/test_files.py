@@ -233,6 +233,14 @@ def test_which_fields_are_transformed_together_is_checked(root: Path) -> None:
     wrong = nostall.Files({}, {"a": [[1], [2]]}, schema={"a": f.Array(dtype="int64", rows_of="a")})
     with pytest.raises(UsageError, match="rows_of='a' is no field of Boxes"):
         nostall.DataLoader(wrong, 1)
+    kind = f.Array(dtype="int64", rows_of="bboxes")
+    boxes = [np.zeros((1, 4))] * 2
+    wrong = nostall.Files(
+        {}, {"a": [[1], [2]], "boxes": boxes}, schema={"a": kind, "boxes": f.Boxes()}
+    )
+    for chosen in (None, ["a"]):
+        with pytest.raises(UsageError, match="field a: rows_of='bboxes' is no field of Boxes"):
+            nostall.DataLoader(wrong, 1, fields=chosen)
 
 
 def test_rows_must_be_as_many_as_boxes() -> None:

@@ -13,6 +13,7 @@ from PIL import Image
 
 import nostall
 from nostall import fields as f
+from nostall import transforms as t
 from nostall.errors import CorruptionError, IoError, UsageError
 
 N = 5
@@ -188,6 +189,51 @@ def test_captions_and_keypoints(root: Path) -> None:
     assert found["captions"] == [[f"caption {i} é" for i in row] for row in numbers]
     assert as_lists(found["keypoints"])[0] == [[[5, 5, 5], [5, 5, 5]]]
     assert found["keypoints"][2].shape == (0, 2, 3)
+
+
+SANITIZED: list[t.Transform] = [t.CenterCrop(6), t.SanitizeBoundingBoxes(min_size=1)]
+
+
+def test_what_is_said_of_boxes_goes_with_them(root: Path) -> None:
+    data = annotations()
+    for annotation in data["annotations"]:  # the first box of each image has no width
+        annotation["bbox"] = [2, 1, 3 * annotation["iscrowd"], 3]
+    found = samples(coco(root, data), transforms=SANITIZED)
+    assert as_lists(found["labels"]) == [[], [4], [], [4], []]
+    assert as_lists(found["ids"]) == [[], [11], [], [9], []]
+    assert as_lists(found["iscrowd"]) == [[], [1], [], [1], []]
+    assert [len(boxes) for boxes in found["boxes"]] == [0, 1, 0, 1, 0]
+    alone = samples(coco(root, data).select(["labels"]))
+    assert as_lists(alone["labels"]) == [[3], [3, 4], [], [3, 4], [3]]
+    for annotation in data["annotations"]:
+        del annotation["bbox"]
+    assert as_lists(samples(coco(root, data))["labels"]) == as_lists(alone["labels"])
+
+
+def test_labels_of_voc_go_with_their_boxes(tmp_path: Path) -> None:
+    voc(tmp_path, {"a": OBJECT.format("person", 1) + OBJECT.format("cat", 6)})
+    source = nostall.VOC(tmp_path)
+    found = samples(source, transforms=SANITIZED)
+    assert as_lists(found["labels"]) == [[source.classes.index("cat")]]
+    assert [len(found[name][0]) for name in ("boxes", "difficult", "truncated")] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("field", ["captions", "keypoints", "segmentation"])
+def test_what_cannot_go_with_boxes_is_refused(root: Path, field: str) -> None:
+    data = annotations()
+    for annotation in data["annotations"]:
+        annotation["caption"], annotation["keypoints"] = "a", [1] * 6
+    source = coco(root, data, segmentation=True)
+    with pytest.raises(UsageError, match=f"field {field}: .* by fields="):
+        samples(source.select(["image", "boxes", "labels", field]), transforms=SANITIZED)
+    with nostall.DataLoader(
+        source, 2, transforms=SANITIZED, fields=["image", "boxes", "labels"], tiers=[], epochs=1
+    ) as loader:
+        assert len(list(loader)) == 3
+    with nostall.DataLoader(
+        source, 2, transforms=SANITIZED[:1], fields=["image", "boxes", field], tiers=[], epochs=1
+    ) as loader:
+        assert len(list(loader)) == 3
 
 
 @pytest.mark.parametrize(
