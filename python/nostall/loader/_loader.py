@@ -390,14 +390,16 @@ class DataLoader:
             yield Epoch(self, epoch)
             if self._position == before:
                 # The body took nothing of this epoch: continue with the next one all the same.
-                self._position = (epoch + 1, 0)
+                self._position = self._after(epoch)
                 self._resumed = False
 
     def __iter__(self) -> Iterator[Any]:
         """The next epoch (after `set_epoch` that one, after `load_state_dict` its rest).
 
-        With `steps`: all batches that are left of them.
+        With `steps`: all batches that are left of them, after the last one that was handed out.
         """
+        if self._options.steps is not None:
+            self._resumed = self._is_inside()
         epoch = self._iterate(self._next_epoch())
         return epoch if self._options.steps is None else self._steps_left(epoch)
 
@@ -424,6 +426,16 @@ class DataLoader:
             return
         self._resumed = False
         self._position = (epoch, 0)
+
+    def _is_inside(self) -> bool:
+        """Whether batches of the position's epoch are left."""
+        epoch, batch = self._position
+        return epoch < self._last_epoch and batch < self._plan.batches_in(epoch)
+
+    def _after(self, epoch: int) -> tuple[int, int]:
+        """The position after all batches of an epoch; one that `steps` cuts short is not over."""
+        batches = self._plan.batches_in(epoch)
+        return (epoch + 1, 0) if batches == self._batches else (epoch, batches)
 
     def _next_epoch(self) -> int:
         epoch, batch = self._position
@@ -488,7 +500,7 @@ class DataLoader:
                 pending.drop()
             self._recorder.end_epoch(running)
         if self._position == (epoch, batches):
-            self._position = (epoch + 1, 0)
+            self._position = self._after(epoch)
 
     def _shaped(self, batch: _native.Batch) -> Any:
         data: Any
@@ -567,7 +579,7 @@ class DataLoader:
         self._spec = self._make_spec()
         self._batches = int(_native.batches_per_epoch(self._spec))
         self._ended = None
-        if batch and batch == self._plan.batches_in(epoch):
+        if batch and batch == self._batches:
             self._ended = epoch
             epoch, batch = epoch + 1, 0
         self._position = (epoch, batch)

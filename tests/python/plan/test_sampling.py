@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from pathlib import Path
@@ -287,6 +288,37 @@ def test_a_loader_of_steps(tmp_path: Path) -> None:
         ended.load_state_dict(state)
         with pytest.raises(UsageError, match="all 19 steps"):
             iter(ended)
+
+
+def test_steps_that_end_within_an_epoch_can_be_extended(tmp_path: Path) -> None:
+    with numbered(tmp_path, 16, epochs=3) as whole:
+        wanted = taken(b for epoch in whole.epochs() for b in epoch)
+    with numbered(tmp_path, 16, steps=6) as loader:  # 4 batches in an epoch
+        assert taken(loader) == wanted[:24]
+        state = loader.state_dict()
+    assert (state["epoch"], state["batch"]) == (1, 2)
+    with numbered(tmp_path, 16, steps=6) as same:
+        same.load_state_dict(state)
+        with pytest.raises(UsageError, match="all 6 steps"):
+            iter(same)
+    with numbered(tmp_path, 16, steps=9) as longer:
+        longer.load_state_dict(state)
+        assert taken(longer) == wanted[24:36]
+    with numbered(tmp_path, 16, steps=6) as untouched:
+        for _ in untouched.epochs():
+            pass
+        assert untouched.position == (1, 2)
+
+
+def test_steps_in_slices(tmp_path: Path) -> None:
+    with numbered(tmp_path, 16, epochs=3) as whole:
+        wanted = taken(b for epoch in whole.epochs() for b in epoch)
+    with numbered(tmp_path, 16, steps=10) as loader:  # 4 batches in an epoch
+        found = [taken(itertools.islice(loader, 3)) for _ in range(4)]
+        assert [len(part) for part in found] == [12, 12, 12, 4]
+        assert sum(found, []) == wanted[:40]
+        with pytest.raises(UsageError, match="all 10 steps"):
+            iter(loader)
 
 
 def test_growing_batches_of_drawn_orders(tmp_path: Path) -> None:
