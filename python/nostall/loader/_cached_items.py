@@ -47,7 +47,7 @@ class ItemStage(PythonStage):
     ) -> None:
         super().__init__(
             source.then or _as_it_is,
-            decode=Items(source.pickles),
+            decode=Items(source.pickles, source.modules),
             workers=workers if source.then else "threads",
             count=count,
             collate=collate or functools.partial(collate_items, output=output),
@@ -57,6 +57,7 @@ class ItemStage(PythonStage):
         )
         self._source = source
         self._output = output
+        self._own_collate = collate is not None
         self._plain = source.then is None and collate is None
         self._whole: deque[Future[Any] | None] = deque()
 
@@ -75,8 +76,14 @@ class ItemStage(PythonStage):
         whole = self._whole.popleft()
         if whole is None:
             return super().result(source)
-        batch, _, _ = self._pending.popleft()
-        return batch, whole.result(), [], {}
+        batch, raw, _ = self._pending.popleft()
+        try:
+            return batch, whole.result(), [], {}
+        except CorruptionError:
+            # One by one, so that the bad one is named or replaced.
+            super().submit(batch, raw)
+            self._pending.rotate()
+            return super().result(source)
 
     def drop(self) -> None:
         super().drop()
@@ -86,9 +93,19 @@ class ItemStage(PythonStage):
         records: list[NDArray[np.uint8] | Late] = [raw[i] for i in range(len(raw))]
         for i, sample in enumerate(batch.samples.tolist()):
             if is_left_out(raw[i]):
-                late = Late(functools.partial(self._made, sample))
-                records[i] = late if self._workers == "threads" else late.read()
+                records[i] = Late(functools.partial(self._made, sample))
+                if self._workers == "processes":
+                    records[i] = self._made_here(sample)
         return records
+
+    def _made_here(self, sample: int) -> NDArray[np.uint8] | Late:
+        try:
+            return self._made(sample)
+        except CorruptionError as error:
+            return Late(functools.partial(_unmade, str(error)))
+
+    def _together(self, source: Source, samples: Any, results: list[Any]) -> Any:
+        return self._collate(results)
 
     def _made(self, sample: int) -> NDArray[np.uint8]:
         try:
@@ -108,6 +125,10 @@ class ItemStage(PythonStage):
         if isinstance(one, list | tuple) and one and not isinstance(one[0], str | bytes):
             return type(one)(map(self._empty, one))
         return one[:0]
+
+
+def _unmade(why: str) -> NDArray[np.uint8]:
+    raise CorruptionError(why)
 
 
 def _together(

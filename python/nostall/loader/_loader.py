@@ -297,6 +297,12 @@ class DataLoader:
             warn_of_tiers(
                 [t for t in given if t.capacity <= memory or t.kind == "file"], limits, size
             )
+        maker = self.dataset.item_maker
+        if maker is not None and maker.version is None and any(t.keep for t in self._tiers):
+            raise UsageError(
+                "a kept tier may hold items of an earlier state of the data set: pass version= to "
+                "Cached, and change it whenever an item changes"
+            )
         usual = defaults(limits, dataset_bytes=size, local_world_size=ranks)
         staging = self._options.staging
         self._staging = usual.staging if staging == "auto" else parse_size(staging)

@@ -49,9 +49,13 @@ class _Composed:
 
 @dataclass(frozen=True)
 class Items:
-    """Samples are records of items (source/_items.py); their pickles may hold these classes."""
+    """Samples are records of items (source/_items.py).
+
+    Their pickles may hold the classes `pickles`; their named tuples are of `modules`.
+    """
 
     pickles: frozenset[str]
+    modules: frozenset[str]
 
 
 class Late:
@@ -71,6 +75,7 @@ def _decoded(raw: NDArray[np.uint8] | Late, decode: Decode) -> Any:
     if isinstance(decode, Pixels):
         return decode.image(raw)
     if isinstance(decode, Items):
+        _items.admit(decode.modules)  # another process may not have them
         return _items.decode(raw, decode.pickles)
     return _native.decode_rgb(raw) if decode else raw
 

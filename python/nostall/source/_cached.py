@@ -16,8 +16,8 @@ from nostall.base._sizes import parse_size
 from nostall.errors import CorruptionError, TransformError, UsageError
 from nostall.job._world import find_world
 from nostall.source._callback import RowReader
-from nostall.source._item_record import FORMAT, left_out
-from nostall.source._items import decode
+from nostall.source._item_record import FORMAT, left_out, modules_of
+from nostall.source._items import admit, decode
 from nostall.source._makers import MakeError, Makers
 from nostall.source._source import ItemMaker, Source
 
@@ -77,6 +77,8 @@ class Cached(Source):
         max_bytes: the room for one item in tiers and buffers, in bytes or as in "2MiB". Larger items
             are made anew in each epoch. If None, the size of all items if some that are made at the
             start are of one size, else a quarter more than the largest of them.
+        version: names the state of the data set, as a text or a number. Tiers that are kept for later
+            jobs need it: change it when an item changes.
         pickles: classes, as "module.Class", whose objects may be stored by pickle.
         start_method: of the processes, as multiprocessing has it; its default if None.
 
@@ -93,6 +95,7 @@ class Cached(Source):
         then: Callable[[Any], Any] | None = None,
         makers: int | None = None,
         max_bytes: int | str | None = None,
+        version: str | int | None = None,
         pickles: Sequence[str] = (),
         start_method: str | None = None,
     ) -> None:
@@ -112,10 +115,12 @@ class Cached(Source):
             "then": then,
             "makers": makers,
             "max_bytes": max_bytes,
+            "version": version,
             "pickles": tuple(pickles),
             "start_method": start_method,
         }
         self.then = then
+        self.version = version
         self.pickles = frozenset(pickles)
         self._name = type(dataset).__name__
         count = makers if makers is not None else _cores()
@@ -140,6 +145,8 @@ class Cached(Source):
         else:
             room = -(-int(largest * _SPREAD) // _PAGE) * _PAGE
         self.room = -(-room // _ROUND) * _ROUND
+        self.modules = frozenset().union(*map(modules_of, records.values()))
+        admit(self.modules)
         self.native = _Reader(self._makers, self.room, self._name).make_source(
             sizes=np.full(samples, self.room, np.uint64),
             labels=np.zeros(samples, np.int64),
@@ -147,6 +154,7 @@ class Cached(Source):
             identity=[
                 FORMAT,
                 self._name,
+                self.version,
                 [(sample, zlib.crc32(record)) for sample, record in records.items()],
             ],
             bounded=True,

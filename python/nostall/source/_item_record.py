@@ -31,6 +31,8 @@ BEGIN = 64  # the values begin at a multiple of it
 LARGEST = 2**32 - 1
 MODES = ("1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB", "I", "F", "I;16")
 PALETTE = 768
+# Tensors of torchvision that keep their kind.
+VISION = ("Image", "Mask", "Video", "BoundingBoxes")
 
 Template = Any  # what JSON can hold
 
@@ -221,3 +223,23 @@ def values_of(found: Layout, record: NDArray[np.uint8]) -> list[NDArray[np.uint8
         values.append(record[at : at + size])
         at += size
     return values
+
+
+def modules_of(record: bytes) -> frozenset[str]:
+    """The modules of the named tuples in a record that this job's own process made."""
+    found: set[str] = set()
+
+    def look(t: Template) -> None:
+        if isinstance(t, list):
+            return
+        if isinstance(t, dict):
+            if "o" in t:
+                found.add(t["o"].split(":")[0])
+            for child in t["v"] if "o" in t else t.get("l") or t.get("u") or []:
+                look(child)
+            for _, child in t.get("d", []):
+                look(child)
+
+    length, _ = HEAD.unpack_from(record)
+    look(json.loads(record[HEAD.size : HEAD.size + length]))
+    return frozenset(found)

@@ -19,13 +19,19 @@ from nostall.source._item_record import (
     LENGTH,
     MODES,
     PALETTE,
+    VISION,
     Template,
     aligned,
 )
 
 
+def _home(kind: type) -> str:
+    # What a spawned process calls the program that the user started.
+    return "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
+
+
 def _name_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+    return f"{_home(kind)}.{kind.__qualname__}"
 
 
 class _Writer:
@@ -58,7 +64,7 @@ class _Writer:
             fields = [
                 self.take(v, f"{where}.{f}") for f, v in zip(value._fields, value, strict=True)
             ]
-            return {"o": _name_of(kind), "v": fields}
+            return {"o": f"{_home(kind)}:{kind.__qualname__}", "v": fields}
         if kind is list or kind is tuple:
             return {
                 "l" if kind is list else "u": [
@@ -90,6 +96,8 @@ class _Writer:
         return None
 
     def _array(self, value: Any, where: str) -> Template:
+        if isinstance(value, np.ndarray) and type(value) not in (np.ndarray, np.memmap):
+            raise UsageError(f"{where} is a {_name_of(type(value))}: give a plain array of it")
         if value.dtype.kind not in "biufcSUmM":
             raise UsageError(
                 f"{where} is an array of type {value.dtype}, which is not numbers: convert it"
@@ -112,7 +120,7 @@ class _Writer:
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             return template
         name = _name_of(kind)
-        if not name.startswith("torchvision.tv_tensors."):
+        if not name.startswith("torchvision.tv_tensors.") or kind.__name__ not in VISION:
             raise UsageError(f"{where} is a {name}: give a plain tensor of it")
         more = {}
         if kind.__name__ == "BoundingBoxes":
@@ -121,6 +129,8 @@ class _Writer:
 
     def _picture(self, value: Any, where: str) -> Template:
         data = value.tobytes()
+        if "transparency" in value.info or (value.mode == "P" and value.palette.mode != "RGB"):
+            raise UsageError(f"{where} is an image with transparency: convert it to RGBA or RGB")
         if value.mode == "P":
             palette = bytes(value.getpalette("RGB") or b"")
             data += palette.ljust(PALETTE, b"\0")

@@ -10,26 +10,30 @@ import importlib
 import io
 import pickle
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nostall.errors import CorruptionError, UsageError
-from nostall.source._item_record import PALETTE, Layout, Leaf, layout, values_of
+from nostall.source._item_record import PALETTE, VISION, Layout, Leaf, layout, values_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+def admit(modules: frozenset[str]) -> None:
+    """Imports the modules of named tuples that the data set of this job gives."""
+    for module in modules:
+        importlib.import_module(module)
+
+
 def _class_named(name: str) -> Any:
-    module, _, rest = name.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), rest)
-    except (ImportError, AttributeError, ValueError):
-        raise CorruptionError(
-            f"a record names the class {name}, which does not exist here"
-        ) from None
+    module, _, rest = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in rest.split("."):
+        found = getattr(found, part, None)
     return found
 
 
@@ -75,7 +79,9 @@ def _built(tree: Any, values: list[Any]) -> Any:
 def _record_class(name: str) -> Any:
     found = _class_named(name)
     if not (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):
-        raise CorruptionError(f"a record names {name} as a named tuple, which it is not")
+        raise CorruptionError(
+            f"a record names {name} as a named tuple, and there is none of that name"
+        )
     return found
 
 
@@ -98,6 +104,8 @@ def _read_vision(leaf: Leaf, data: NDArray[np.uint8], allowed: frozenset[str]) -
         return tv_tensors.BoundingBoxes(
             tensor, format=more["format"], canvas_size=tuple(more["canvas_size"])
         )
+    if name not in VISION:
+        raise CorruptionError(f"a record names the tensor {name} of torchvision")
     return getattr(tv_tensors, name)(tensor)
 
 
@@ -175,7 +183,7 @@ def collate(
     layouts, wholes = zip(*(layout(record) for record in records), strict=True)
     first = layouts[0]
     if any(other is not first for other in layouts) or any(
-        leaf.kind not in _COLUMNS for leaf in first.leaves
+        not _is_column(leaf, output) for leaf in first.leaves
     ):
         items = [
             _built(found.tree, _read_all(found, whole, allowed))
@@ -194,6 +202,13 @@ def collate(
     return _gathered(first.tree, columns)
 
 
+def _is_column(leaf: Leaf, output: str) -> bool:
+    """Whether the values of a batch make one array, or a list of texts."""
+    if leaf.kind in ("n", "g") and output == "torch":
+        return leaf.arguments[0].kind in "biufc"  # default_collate refuses others
+    return leaf.kind in _COLUMNS
+
+
 def _column(wholes: Sequence[NDArray[np.uint8]], leaf: Leaf) -> NDArray[np.uint8]:
     """The bytes of one value in every record, shape (n, size)."""
     column = np.empty((len(wholes), leaf.size), np.uint8)
@@ -203,7 +218,7 @@ def _column(wholes: Sequence[NDArray[np.uint8]], leaf: Leaf) -> NDArray[np.uint8
 
 
 def _as_output(values: NDArray[Any], output: str) -> Any:
-    if output == "numpy" or values.dtype.kind not in "biuf":
+    if output == "numpy":
         return values
     import torch
 

@@ -14,6 +14,7 @@ import queue
 import struct
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -121,6 +122,9 @@ class _Maker:
     def make(self, sample: int) -> bytes:
         try:
             self._pipe.send(sample)
+            # Another maker may hold the pipe's other end: its end does not tell of the process's.
+            if self._pipe not in connection.wait([self._pipe, self._process.sentinel]):
+                raise EOFError
             made, size = _ANSWER.unpack(self._pipe.recv_bytes())
         except (EOFError, OSError) as error:
             self._process.join(_END)
@@ -133,7 +137,11 @@ class _Maker:
             return record
         raise MakeError(record.decode("utf-8", "replace"))
 
+    def kill(self) -> None:
+        self._process.kill()
+
     def close(self) -> None:
+        """Only while no thread makes an item with it."""
         with contextlib.suppress(OSError):
             self._pipe.send(None)
         self._pipe.close()
@@ -160,6 +168,7 @@ class Makers:
         self._free: queue.SimpleQueue[_Maker | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._all: list[_Maker] = []
+        self._closed = False
         self.count = count
         try:
             for _ in range(count):
@@ -192,13 +201,18 @@ class Makers:
         try:
             return maker.make(sample)
         except _Died:
-            with self._lock:
-                self._all.remove(maker)
-            maker.close()
-            maker = self._start()
+            maker = self._instead_of(maker)
             raise
         finally:
             self._free.put(maker)
+
+    def _instead_of(self, dead: _Maker) -> _Maker:
+        with self._lock:
+            if self._closed:
+                return dead
+            self._all.remove(dead)
+        dead.close()
+        return self._start()
 
     def make_all(self, samples: Sequence[int]) -> list[bytes | MakeError]:
         """The records of some items, made side by side; in the place of one that was not, why."""
@@ -217,11 +231,22 @@ class Makers:
             return [maker.pid for maker in self._all]
 
     def close(self) -> None:
-        """Ends the processes; waits for items that are being made."""
+        """Ends the processes; items that are being made have some seconds to be finished."""
         if os.getpid() != self._owner:
             return
-        self._free.put(None)
         with self._lock:
-            ended, self._all = self._all, []
-        for maker in ended:
-            maker.close()
+            if self._closed:
+                return
+            self._closed = True
+            everyone = list(self._all)
+        deadline = time.monotonic() + _END
+        for _ in everyone:
+            try:
+                maker = self._free.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                for busy in everyone:
+                    busy.kill()
+                maker = self._free.get()  # its thread is told at once
+            if maker is not None:
+                maker.close()
+        self._free.put(None)

@@ -75,6 +75,8 @@ class ItemMaker(Protocol):
 
     then: Callable[[Any], Any] | None
     pickles: frozenset[str]
+    modules: frozenset[str]
+    version: str | int | None
 
     def make(self, sample: int) -> bytes:
         """The record of an item, made anew."""

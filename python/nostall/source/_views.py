@@ -41,6 +41,8 @@ class View(Source):
     classes: list[str]
     then: Callable[[Any], Any] | None
     pickles: frozenset[str]
+    modules: frozenset[str]
+    version: str | int | None
 
     def __init__(
         self,
@@ -62,6 +64,9 @@ class View(Source):
         if self._makers:
             self.then = self._makers[0].then
             self.pickles = self._makers[0].pickles
+            self.modules = frozenset().union(*(maker.modules for maker in self._makers))
+            versions = [maker.version for maker in self._makers]
+            self.version = None if None in versions else str(versions)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the parts and the numbers: unpickling opens the parts again, and compares."""

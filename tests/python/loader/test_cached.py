@@ -6,6 +6,8 @@ import gc
 import logging
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE
@@ -19,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_co
 
 import nostall
 from nostall.errors import CorruptionError, IoError, TransformError, UsageError
+from nostall.source import _makers
 
 N = 50
 
@@ -366,3 +369,105 @@ def test_the_example_trains(image_folder: Path) -> None:
     run = prefork.run([str(example), str(image_folder)], torch=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert "epoch 2: loss" in run.stdout
+
+
+@pytest.mark.parametrize("then", [None, plus_one])
+def test_a_share_without_samples_has_no_items(cached: Make, then: Any) -> None:
+    source = cached(Items(n=9), then=then)
+    with nostall.DataLoader(source, 4, seed=5, tiers=[]) as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+    sizes = []
+    for rank in range(2):
+        with nostall.DataLoader(
+            source, 2, seed=5, tiers=[], rank=rank, world_size=2, job=f"none {rank}"
+        ) as loader:
+            loader.load_state_dict(state)
+            *_, last = loader
+            values = last["image"] if isinstance(last, dict) else last[0]
+            assert values.shape[1:] == (3, 4)
+            sizes.append(len(values))
+    assert sizes == [1, 0]
+
+
+class Late(Ragged):
+    """Items without room that cannot be made again."""
+
+    def __init__(self, flag: Path) -> None:
+        super().__init__(None, 10)
+        self.flag = flag
+
+    def __getitem__(self, i: int) -> Any:
+        if self.flag.exists() and i == 9:
+            raise ValueError("nine")
+        return torch.zeros(100 if i == 9 else 3)
+
+
+def first_three(item: Any) -> Any:
+    return item[:3]
+
+
+@pytest.mark.parametrize(
+    ("then", "workers"), [(None, "threads"), (first_three, "threads"), (first_three, "processes")]
+)
+def test_items_without_room_that_fail_later_are_replaced(
+    cached: Make, tmp_path: Path, then: Any, workers: Any
+) -> None:
+    data = Late(tmp_path / "flag")
+    source = cached(data, then=then, max_bytes=256)
+    with nostall.DataLoader(
+        source, 1, epochs=2, tiers=["ram:1MiB"], workers=workers, threads=1, on_error="substitute"
+    ) as loader:
+        for epoch in loader.epochs():
+            shapes = {tuple(batch.shape) for batch in epoch}
+            data.flag.touch()
+        assert shapes == {(1, 3)}
+        assert loader.stats().epochs[1].substituted == [9]
+
+
+def test_kept_tiers_need_a_version(cached: Make, tmp_path: Path) -> None:
+    source = cached([1, 2, 3])
+    with pytest.raises(UsageError, match="version="):
+        nostall.DataLoader(source, 1, tiers=[f"{tmp_path}:1MiB:keep"])
+    prints = [cached([1, 2, 3], version=version).fingerprint for version in (1, 2)]
+    assert len({*prints, source.fingerprint}) == 3
+    with nostall.DataLoader(
+        cached([1, 2], version="a"), 1, tiers=[f"{tmp_path}:1MiB:keep"]
+    ) as loader:
+        assert len(list(loader)) == 2
+
+
+class Slow(Items):
+    def __getitem__(self, i: int) -> Any:
+        if self.notes is not None and self.notes.exists():
+            with self.notes.open("a") as file:
+                file.write("begun")
+            time.sleep(3600)
+        return i
+
+
+def test_closing_tells_those_who_wait(
+    cached: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_makers, "_END", 0.2)
+    source = cached(Slow(tmp_path / "notes"), makers=1)
+    (tmp_path / "notes").touch()
+    told: list[Exception] = []
+
+    def make() -> None:
+        try:
+            source.make(0)
+        except TransformError as error:
+            told.append(error)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    while not (tmp_path / "notes").read_text():
+        time.sleep(0.01)
+    source.close()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert "ended with code -9" in str(told[0])
+    with pytest.raises(TransformError, match="closed"):
+        source.make(0)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 import datetime
 import struct
-from typing import Any
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -125,6 +127,12 @@ def test_what_is_read_may_be_written_to() -> None:
     values += 1
 
 
+def with_transparency() -> Any:
+    picture = Image.new("P", (2, 2))
+    picture.info["transparency"] = 0
+    return picture
+
+
 @pytest.mark.parametrize(
     ("item", "message"),
     [
@@ -134,6 +142,8 @@ def test_what_is_read_may_be_written_to() -> None:
         (torch.zeros(2).to_sparse(), "not dense"),
         ({(1, 2): 3}, "key"),
         (2**70, "builtins.int"),
+        (np.ma.masked_array([1, 2], [True, False]), "MaskedArray: give a plain array"),
+        (with_transparency(), "with transparency"),
     ],
 )
 def test_what_cannot_be_stored_is_refused_by_its_place(item: Any, message: str) -> None:
@@ -273,3 +283,31 @@ def test_the_format_is_what_the_page_says() -> None:
     assert record[8 : 8 + len(template)] == template
     assert record[64:96] == b"\1\0\2\0".ljust(16, b"\0") + b"\2".ljust(16, b"\0")
     assert record[96:] == b"ab"
+
+
+class Outer:
+    class Inner(NamedTuple):
+        a: int
+
+
+def test_named_tuples_of_classes_come_back() -> None:
+    assert again(Outer.Inner(3)) == Outer.Inner(3)
+
+
+def test_a_record_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "not_imported_yet.py").write_text(
+        "import collections\nP = collections.namedtuple('P', 'a')"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    template = b'{"o":"not_imported_yet:P","v":["i"]}'
+    record = struct.pack("<II", len(template), 80) + template.ljust(56) + bytes(16)
+    with pytest.raises(CorruptionError, match="none of that name"):
+        decode(array(record))
+    assert "not_imported_yet" not in sys.modules
+
+
+def test_arrays_of_text_and_complex_numbers_are_put_together_as_torch_does() -> None:
+    with pytest.raises(UsageError, match="cannot be put together"):
+        collate([array(encode(np.array(["a"])))], "torch")
+    batch = collate([array(encode(np.array([1j])))] * 2, "torch")
+    assert torch.equal(batch, default_collate([np.array([1j])] * 2))
