@@ -240,7 +240,9 @@ class DataLoader:
         self._on_error = checked("loader.on_error", on_error)
         self._order = _chosen_order(order, checked("loader.shuffle", shuffle))
         if isinstance(self._order, ClassBalanced):
-            self._order = self._order.weighted(self.dataset.labels)
+            # Before fields= leaves the labels out.
+            labels = dataset.labels if self._order.labels is None else None
+            self._order = self._order.weighted(labels)
         self._order_name = _order_name(self._order)
         tiers = value("loader.tiers") if tiers is None else checked("loader.tiers", tiers)
         self._find_place()

@@ -26,6 +26,7 @@ class Composite(Source):
     _pairs = False
     _schema: Schema
     _selected: tuple[str, ...] | None = None
+    _labels: NDArray[np.int64] | None = None
 
     def _compose(
         self,
@@ -57,6 +58,17 @@ class Composite(Source):
             labels=np.zeros(0, np.int64),
             samples=samples,
         )
+        if "label" in columns:
+            self._labels = _integers(*columns["label"])
+
+    @property
+    def labels(self) -> NDArray[Any]:
+        """The column of integers named `label`, as int64.
+
+        Raises:
+            UsageError: there is none, or a sample lacks it.
+        """
+        return super().labels if self._labels is None else self._labels
 
     @property
     def schema(self) -> Schema:
@@ -106,6 +118,30 @@ def _reopen(
             f"{source!r} changed since it was opened: start again, all must see the same files"
         )
     return source
+
+
+class _Column(_native.Column):
+    """A column whose bytes can be had again."""
+
+    def __init__(
+        self,
+        values: NDArray[np.uint8],
+        width: int,
+        ends: NDArray[np.uint64],
+        present: NDArray[np.uint8],
+    ) -> None:
+        super().__init__(values, width, ends, present)
+        self.stored = values
+        self.whole = not present.size
+
+
+def _integers(kind: Kind, column: _native.Column) -> NDArray[np.int64] | None:
+    """The values of a column that has an integer for each sample; None of others."""
+    if not isinstance(kind, Scalar) or np.dtype(kind.dtype).kind not in "biu":
+        return None
+    if not isinstance(column, _Column) or not column.whole:
+        return None
+    return column.stored.view(np.dtype(kind.dtype).newbyteorder("<")).astype(np.int64)
 
 
 def make_column(name: str, values: Any, kind: Kind | None = None) -> tuple[Kind, _native.Column]:
@@ -176,7 +212,7 @@ def _dense(values: Any, kind: Kind) -> _native.Column | None:
     if stored.dtype.kind in "biu" and not np.array_equal(stored, values):
         raise UsageError(f"its numbers are not all of type {kind.dtype}")
     width = stored.dtype.itemsize * math.prod(values.shape[1:])
-    return _native.Column(stored.reshape(-1).view(np.uint8), width, _NONE, np.zeros(0, np.uint8))
+    return _Column(stored.reshape(-1).view(np.uint8), width, _NONE, np.zeros(0, np.uint8))
 
 
 def _encoded(values: Any, kind: Kind) -> _native.Column:
@@ -192,4 +228,4 @@ def _encoded(values: Any, kind: Kind) -> _native.Column:
     present = (
         np.array([not m for m in missing], np.uint8) if any(missing) else np.zeros(0, np.uint8)
     )
-    return _native.Column(np.frombuffer(b"".join(stored), np.uint8), 0, ends, present)
+    return _Column(np.frombuffer(b"".join(stored), np.uint8), 0, ends, present)

@@ -150,7 +150,18 @@ class Source:
 
     @property
     def labels(self) -> NDArray[Any]:
-        """Label of every sample, shape (n,): int64, or the floating-point type that was given."""
+        """Label of every sample, shape (n,): int64, or the floating-point type that was given.
+
+        Of samples with several fields it is the column of integers named `label`.
+
+        Raises:
+            UsageError: the samples have no labels.
+        """
+        if not self._pairs or self.item_maker is not None:
+            raise UsageError(
+                f"{self!r} has no labels of its own: pass labels= to ClassBalanced, mask= to Filter; "
+                "of a source of several fields a column of integers named label counts as labels"
+            )
         return self.as_labels(self.native.labels)
 
     def as_labels(self, native: NDArray[np.int64]) -> NDArray[Any]:

@@ -104,6 +104,17 @@ class View(Source):
         return {name: self.__dict__[name] for name in names if name in self.__dict__}
 
     @property
+    def labels(self) -> NDArray[Any]:
+        """Label of every sample, as the parts have them.
+
+        Raises:
+            UsageError: the samples have no labels.
+        """
+        if self._pairs and not self._makers:
+            return super().labels
+        return np.concatenate([part.labels for part in self.parts])[self.native.numbers]
+
+    @property
     def class_to_idx(self) -> dict[str, int]:
         """The label of each class."""
         return {name: i for i, name in enumerate(self.classes)}

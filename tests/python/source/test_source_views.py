@@ -152,6 +152,58 @@ def test_records_of_several_fields(tmp_path: Path) -> None:
         nostall.Concat([one, two], offset_labels=True)
 
 
+def test_labels_of_samples_with_several_fields(tmp_path: Path) -> None:
+    def make(**columns: Any) -> nostall.Files:
+        return nostall.Files({}, columns, root=tmp_path)
+
+    labelled = make(value=np.arange(6), label=[0, 0, 0, 0, 1, 1])
+    assert labelled.labels.tolist() == [0, 0, 0, 0, 1, 1]
+    assert make(label=np.arange(3, dtype=np.uint8)).labels.tolist() == [0, 1, 2]
+    assert labelled.select(["value"]).labels.tolist() == [0, 0, 0, 0, 1, 1]
+    chosen = pickle.loads(pickle.dumps(nostall.Filter(labelled, labels=[1])))
+    assert (chosen.native.numbers.tolist(), chosen.labels.tolist()) == ([4, 5], [1, 1])
+    assert nostall.Concat([chosen, labelled]).labels.tolist() == [1, 1, 0, 0, 0, 0, 1, 1]
+    train, rest = nostall.Split(labelled, 0.5, stratify=True)
+    assert sorted(train.labels.tolist()) == sorted(rest.labels.tolist()) == [0, 0, 1]
+    with nostall.DataLoader(
+        labelled, 2, order=nostall.ClassBalanced(), fields=["value"], output="numpy"
+    ) as loader:
+        same = nostall.ClassBalanced([0, 0, 0, 0, 1, 1]).weighted()
+        assert loader.plan.epoch_order(0).tolist() == order_of(same)
+
+
+def order_of(order: Any) -> list[int]:
+    return nostall.Plan(samples=6, batch_size=2, epochs=1, order=order).epoch_order(0).tolist()
+
+
+def test_samples_without_labels_are_not_chosen_by_them(tmp_path: Path) -> None:
+    gap = {"label": nostall.fields.Scalar(fill=0)}
+    items = nostall.Cached(Numbers(0), makers=1, max_bytes=512)
+    try:
+        for source in (
+            nostall.Files({}, {"value": np.arange(6)}, root=tmp_path),
+            nostall.Files({}, {"label": ["a", "b", "c"]}, root=tmp_path),
+            nostall.Files({}, {"label": [1, None, 2]}, schema=gap, root=tmp_path),
+            items,
+        ):
+            for shown in (source, nostall.Subset(source, range(3))):
+                choices: list[Callable[[Any], Any]] = [
+                    lambda s: s.labels,
+                    lambda s: nostall.Filter(s, labels=[0]),
+                    lambda s: nostall.Split(s, 0.5, stratify=True),
+                    lambda s: nostall.DataLoader(s, 2, order=nostall.ClassBalanced()),
+                ]
+                for choose in choices:
+                    with pytest.raises(
+                        UsageError, match=r"no labels of its own: pass labels= .*mask="
+                    ):
+                        choose(shown)
+                named = nostall.ClassBalanced([0] * len(shown))
+                nostall.DataLoader(shown, 2, order=named, epochs=1).close()
+    finally:
+        items.close()
+
+
 # ---------------------------------------------------------------------------------------- training
 
 
