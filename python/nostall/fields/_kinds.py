@@ -184,6 +184,27 @@ DTYPES = (
 )
 
 
+def exact(value: Any, dtype: Any) -> np.ndarray:
+    """The array of this type; fractions are rounded to floating point, and nothing else.
+
+    Raises:
+        ValueError, TypeError, OverflowError: the type cannot hold it.
+    """
+    if isinstance(value, np.ndarray) and value.dtype == dtype:
+        return np.ascontiguousarray(value)
+    with np.errstate(invalid="ignore", over="ignore"):
+        array = np.asarray(value, dtype, order="C")
+    given = np.asarray(value)
+    whole = array.dtype.kind in "biu"
+    if given.dtype.kind in "SU" and given.size:
+        raise ValueError("texts are no numbers")
+    if whole and not np.array_equal(array, given):
+        raise ValueError("it has numbers that the type cannot hold")
+    if not whole and np.isinf(array).any() and not np.array_equal(np.isinf(given), np.isinf(array)):
+        raise ValueError("it has numbers that are too large")
+    return array
+
+
 class _Numbers(Kind):
     """What kinds of arrays have in common."""
 
@@ -220,7 +241,7 @@ class _Numbers(Kind):
 
     def encode(self, value: Any) -> bytes:
         try:
-            array = np.asarray(value, self.dtype, order="C")
+            array = exact(value, self.dtype)
         except (TypeError, ValueError, OverflowError) as error:
             raise UsageError(f"{type(self).__name__}: no array of {self.dtype}: {error}") from None
         wanted = self._dimensions()
@@ -379,7 +400,7 @@ class Scalar(Kind):
         except (OverflowError, TypeError, ValueError):
             number = None
         whole = number is not None and number.dtype.kind in "biu"
-        if number is None or (whole and number[0] != value):
+        if isinstance(value, str) or number is None or (whole and number[0] != value):
             raise UsageError(f"Scalar: {value!r} is no {self.stored or self.dtype}")
         return str(number[0].item()).encode() if self.codec == "decimal" else number.tobytes()
 
@@ -416,7 +437,10 @@ class Text(Kind):
     def encode(self, value: Any) -> bytes:
         if not isinstance(value, str):
             raise UsageError(f"Text: a value is text, not {type(value).__name__}")
-        return value.encode()
+        try:
+            return value.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"Text: {error}") from None
 
     def hand_out(self, batch: _native.Batch, number: int, array: Callable[[Any], Any]) -> Any:
         """A list of texts."""

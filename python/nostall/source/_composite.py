@@ -179,10 +179,13 @@ def _kind_of(name: str, values: Any) -> Kind:
     if given and all(isinstance(value, bytes) for value in given):
         return Bytes()
     try:
-        arrays = [np.asarray(value) for value in given]
+        arrays = [_as_array(value) for value in given]
     except ValueError:
         arrays = []
     dtype = np.result_type(*{a.dtype for a in arrays}) if arrays else np.dtype(object)
+    if dtype.kind == "f" and all(a.dtype.kind in "biu" for a in arrays):  # int64 and uint64
+        signed = any(a.dtype.kind == "i" and a.size and a.min() < 0 for a in arrays)
+        dtype = np.dtype(object if signed else np.uint64)
     if dtype.kind not in "biuf" or len({a.ndim for a in arrays}) > 1:
         raise UsageError(
             f"column {name} is neither of numbers, arrays of as many dimensions, texts nor bytes: "
@@ -193,6 +196,17 @@ def _kind_of(name: str, values: Any) -> Kind:
         return Scalar(dtype=dtype.name)
     shape = tuple(side.pop() if len(side) == 1 else None for side in sides)
     return Array(dtype=dtype.name, shape=shape)
+
+
+def _as_array(value: Any) -> np.ndarray:
+    """The array; integers stay integers if one type holds them, and are objects if none does."""
+    array = np.asarray(value)
+    rounded = array.dtype.kind == "f" and not hasattr(value, "dtype") and array.size
+    if rounded and array.max() >= 2**63:
+        given = np.asarray(value, object)
+        if all(isinstance(number, int) for number in given.flat):
+            return given.astype(np.uint64) if given.min() >= 0 else given
+    return array
 
 
 def _dense(values: Any, kind: Kind) -> _native.Column | None:
@@ -222,7 +236,12 @@ def _encoded(values: Any, kind: Kind) -> _native.Column:
             f"sample {missing.index(True)} has no value: give its kind a fill=, as in "
             f"{type(kind).__name__}(fill=...)"
         )
-    stored = [b"" if value is None else kind.encode(value) for value in values]
+    stored = []
+    for sample, value in enumerate(values):
+        try:
+            stored.append(b"" if value is None else kind.encode(value))
+        except UsageError as error:
+            raise UsageError(f"sample {sample}: {error}") from None
     ends = np.zeros(len(stored) + 1, np.uint64)
     np.cumsum([len(value) for value in stored], out=ends[1:])
     present = (

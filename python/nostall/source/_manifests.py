@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ import numpy as np
 
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.fields import Array, Boxes, Json, Keypoints, Kind, Mask, Scalar, Text
+from nostall.fields._kinds import exact
 from nostall.source._files import Files, PathLike
 
 _THREADS = 16
@@ -40,8 +42,9 @@ class Manifest(Files):
         files: the field of each column that names a file, ``{"image": "path"}``; or the columns, if the
             fields are to have their names. An empty cell, or null, is a missing file.
         columns: likewise, of the columns that are values themselves; if None, all others.
-        schema: the kinds of fields. Cells of a CSV file are numbers if all of a column are, and texts
-            otherwise; where the schema says array or JSON they are read as JSON.
+        schema: the kinds of fields. Cells of a CSV file are decimal numbers if all of a column are and
+            int64, uint64 or, with fractions, float64 holds them, and texts otherwise; where the schema
+            says array or JSON they are read as JSON. Values of JSON Lines have the types they have.
         root: where relative paths start; the folder of the table if None.
 
     Raises:
@@ -91,10 +94,14 @@ def _by_field(names: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
     return dict(names) if isinstance(names, Mapping) else {name: name for name in names}
 
 
+def _is_json(path: PathLike) -> bool:
+    return os.path.splitext(os.fspath(path))[1].lower() in (".jsonl", ".ndjson")
+
+
 def _table(path: PathLike) -> dict[str, list[Any]]:
     """The columns of a table, by name."""
     ending = os.path.splitext(os.fspath(path))[1].lower()
-    if ending in (".jsonl", ".ndjson"):
+    if _is_json(path):
         rows = list(_json_lines(path))
         names = list(dict.fromkeys(name for row in rows for name in row))
         table = {name: [row.get(name) for row in rows] for name in names}
@@ -144,41 +151,81 @@ def _path(table: PathLike, column: str, value: Any) -> str | None:
         return None
     if not isinstance(value, str):
         raise CorruptionError(f"{table}, column {column}: {value!r} is no path")
-    return value
+    return _encodable(value, f"{table}, column {column}")
+
+
+def _encodable(path: str, where: str) -> str:
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise CorruptionError(f"{where}: {path!r} is no path ({error})") from None
+    return path
 
 
 def _typed(path: PathLike, column: str, cells: list[Any], kind: Kind | None) -> Any:
-    """The values of a column; cells of a CSV file are texts."""
-    if not all(isinstance(cell, str) for cell in cells):
-        return cells  # of JSON, which has types
+    """The values of a column; cells of a CSV file are texts, those of JSON have types."""
     if type(kind) is Text:
         return cells
-    numbers = _numbers(cells, Scalar() if kind is None else kind)
-    if numbers is not None:
-        return numbers
+    if _is_json(path):
+        if kind is None and all(type(cell) is int for cell in cells):
+            return _integers(cells)
+        return [_shaped(cell, kind) for cell in cells]
     if kind is None:
-        return cells
+        return _numbers(cells)
     values: list[Any] = []
     for row, cell in enumerate(cells):
         try:
-            value = None if cell == "" else json.loads(cell)
+            value = None if cell == "" else _parsed(cell, kind)
         except (ValueError, RecursionError) as error:
             raise CorruptionError(f"{path}, row {row}, column {column}: {error}") from None
-        if value == [] and isinstance(kind, Array | Boxes | Keypoints):
-            value = np.zeros([side or 0 for side in kind._dimensions()], kind.dtype)
-        values.append(value)
+        values.append(_shaped(value, kind))
+    if isinstance(kind, Scalar) and all(type(value) is int for value in values):
+        return _integers(values)
     return values
 
 
-def _numbers(cells: list[str], kind: Kind) -> Any:
-    if not isinstance(kind, Scalar):
-        return None
-    for number in (np.int64, np.float64):
+_INTEGER = re.compile(r"[ \t]*[+-]?[0-9]+[ \t]*")
+_DECIMAL = re.compile(r"[ \t]*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?[ \t]*")
+_NO_NUMBER = re.compile(r"[ \t]*[+-]?(nan|inf|infinity)[ \t]*", re.IGNORECASE)
+
+
+def _parsed(cell: str, kind: Kind) -> Any:
+    if isinstance(kind, Scalar):
+        if _INTEGER.fullmatch(cell):
+            return int(cell)
+        if _DECIMAL.fullmatch(cell) or _NO_NUMBER.fullmatch(cell):
+            return float(cell)
+    return json.loads(cell)
+
+
+def _shaped(value: Any, kind: Kind | None) -> Any:
+    """The empty list with the dimensions of its kind."""
+    if value == [] and isinstance(kind, Array | Boxes | Keypoints):
+        return np.zeros([side or 0 for side in kind._dimensions()], kind.dtype)
+    return value
+
+
+def _numbers(cells: list[str]) -> Any:
+    """The numbers, if all cells are and a type holds them as they are; else the texts."""
+    if all(_INTEGER.fullmatch(cell) for cell in cells):
         try:
-            return np.array(cells, dtype=str).astype(number)
-        except (ValueError, OverflowError):
+            found = _integers([int(cell) for cell in cells])
+        except ValueError:  # more digits than Python reads
+            return cells
+        return found if isinstance(found, np.ndarray) else cells
+    if all(_DECIMAL.fullmatch(cell) for cell in cells):
+        return np.array([float(cell) for cell in cells])
+    return cells
+
+
+def _integers(values: list[int]) -> Any:
+    """An array of the first type that holds them all; the list if there is none."""
+    for dtype in (np.int64, np.uint64):
+        try:
+            return np.array(values, dtype)
+        except OverflowError:
             continue
-    return None
+    return values
 
 
 class COCO(Files):
@@ -209,13 +256,17 @@ class COCO(Files):
         try:
             data = json.loads(_text(annotations))
             listed = sorted(
-                ((int(i["id"]), str(i["file_name"])) for i in data["images"]), key=lambda i: i[0]
+                (
+                    (_whole(i["id"]), _encodable(str(i["file_name"]), str(annotations)))
+                    for i in data["images"]
+                ),
+                key=lambda i: i[0],
             )
             found = data.get("annotations", [])
-            self.categories = {int(c["id"]): str(c["name"]) for c in data.get("categories", [])}
+            self.categories = {_whole(c["id"]): str(c["name"]) for c in data.get("categories", [])}
             of_image: dict[int, list[Any]] = defaultdict(list)
             for annotation in found:
-                of_image[int(annotation["image_id"])].append(annotation)
+                of_image[_whole(annotation["image_id"])].append(annotation)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CorruptionError(
                 f"{annotations} is not a file of COCO's annotations: {type(error).__name__} {error}"
@@ -254,6 +305,12 @@ class COCO(Files):
         }
 
 
+def _whole(number: Any) -> int:
+    if not isinstance(number, str) and int(number) != number:
+        raise ValueError(f"{number!r} is no whole number")
+    return int(number)
+
+
 Take = Callable[[list[Any]], Any]
 
 
@@ -270,7 +327,7 @@ def _each(key: str, dtype: Any, width: tuple[int, ...] = ()) -> Take:
     """The values of a key, of all annotations of an image, shape (k, *width)."""
 
     def take(annotations: list[Any]) -> Any:
-        values = np.array([a[key] for a in annotations], dtype)
+        values = exact([a[key] for a in annotations], dtype)
         return values.reshape(len(annotations), *width)
 
     return take

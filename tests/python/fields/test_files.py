@@ -373,5 +373,5 @@ def test_kinds_of_columns(tmp_path: Path) -> None:
     )
     with pytest.raises(UsageError, match=r"column a: .*not all of type uint8"):
         nostall.Files({}, {"a": np.array([300])}, schema={"a": f.Scalar(dtype="uint8")})
-    with pytest.raises(UsageError, match=r"column a: Scalar: 1\.5 is no int64"):
+    with pytest.raises(UsageError, match=r"column a: sample 0: Scalar: 1\.5 is no int64"):
         nostall.Files({}, {"a": [1.5]}, schema={"a": f.Scalar()})

@@ -100,6 +100,92 @@ def test_cells_are_what_the_schema_says(root: Path) -> None:
     assert found["mask"][1].size > 0
 
 
+def column(root: Path, name: str, text: str, kind: f.Kind | None = None) -> list[Any]:
+    """The values of the column x of a table of two rows."""
+    (root / name).write_text(text)
+    schema = None if kind is None else {"x": kind}
+    source = nostall.Manifest(root / name, columns=["x"], schema=schema)
+    return samples(source)["x"]
+
+
+BIG = 2**63 + 1
+
+
+@pytest.mark.parametrize(
+    ("cells", "kind", "values", "dtype"),
+    [
+        (["7", str(BIG)], None, [7, BIG], "uint64"),
+        (["7", str(BIG)], f.Scalar(dtype="uint64"), [7, BIG], "uint64"),
+        (["-7", str(BIG)], None, ["-7", str(BIG)], None),
+        (["7", str(2**64)], None, ["7", str(2**64)], None),
+        (["7" * 5000, "1"], None, ["7" * 5000, "1"], None),
+        (["7", "-8"], None, [7, -8], "int64"),
+        (["007", " +8"], None, [7, 8], "int64"),
+        (["7", "-.5e1"], None, [7, -5], "float64"),
+        (["7", "1_0"], None, ["7", "1_0"], None),
+        (["7", "\u0661"], None, ["7", "\u0661"], None),
+        (["7", "nan"], None, ["7", "nan"], None),
+        (["7", "inf"], f.Scalar(dtype="float32"), [7, np.inf], "float32"),
+        (["007", ""], f.Scalar(fill=-1), [7, -1], "int64"),
+        (["", str(BIG)], f.Scalar(dtype="uint64", fill=0), [0, BIG], "uint64"),
+        (["true", "false"], f.Scalar(dtype="bool"), [True, False], "bool"),
+        (["007", "8"], f.Text(), ["007", "8"], None),
+    ],
+)
+def test_cells_keep_their_values(
+    root: Path, cells: list[str], kind: f.Kind | None, values: list[Any], dtype: str | None
+) -> None:
+    found = column(root, "a.tsv", "x\ty\n" + "".join(f"{c}\t\n" for c in cells), kind)
+    assert found == values
+    assert dtype is None or all(value.dtype == dtype for value in found)
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        (["007", "008"], None),
+        (["1", ""], None),
+        ([7, BIG], "uint64"),
+        ([7, -8], "int64"),
+        ([[7, BIG], [1, 2]], "uint64"),
+        ([[7, 2.5], [1, 2]], "float64"),
+    ],
+)
+def test_json_lines_keep_their_types(root: Path, values: list[Any], dtype: str | None) -> None:
+    found = column(root, "a.jsonl", "".join(json.dumps({"x": v}) + "\n" for v in values))
+    assert as_lists(found) == values
+    assert dtype is None or all(value.dtype == dtype for value in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "cells", "kind", "message"),
+    [
+        ("a.csv", ["7", "1_0"], f.Scalar(), "row 1, column x"),
+        ("a.csv", ["7", "1.5"], f.Scalar(), r"column x: sample 1: .* 1\.5 is no int64"),
+        ("a.csv", ["7", str(2**64)], f.Scalar(), "column x: sample 1: .* is no int64"),
+        ("a.csv", ["[7]", "[1.5]"], f.Array(dtype="int64"), "column x: sample 1: .* cannot hold"),
+        ("a.csv", ["[7]", "[1e99]"], f.Array(), "column x: sample 1: .* too large"),
+        ("a.jsonl", ['"7"', '"8"'], f.Scalar(dtype="float64"), "column x: sample 0: .* '7' is no"),
+        ("a.jsonl", ['["7"]', '["8"]'], f.Array(), "column x: sample 0: .* texts are no numbers"),
+        ("a.jsonl", ["-7", str(BIG)], None, "column x is neither of numbers"),
+        ("a.jsonl", [f"[-7, {BIG}]", "[1, 2]"], None, "column x is neither of numbers"),
+        ("a.jsonl", ['"a"', '"\\ud800"'], None, "column x: sample 1: Text: .*surrogates"),
+    ],
+)
+def test_values_that_a_type_cannot_hold_are_refused(
+    root: Path, name: str, cells: list[str], kind: f.Kind | None, message: str
+) -> None:
+    lines = [f'{{"x": {cell}}}' if name == "a.jsonl" else cell for cell in cells]
+    head = [] if name == "a.jsonl" else ["x"]
+    with pytest.raises((UsageError, CorruptionError), match=message):
+        column(root, name, "\n".join([*head, *lines]) + "\n", kind)
+
+
+def test_empty_boxes_of_json_lines_have_their_shape(root: Path) -> None:
+    found = column(root, "a.jsonl", '{"x": []}\n{"x": [[1, 2, 3, 4]]}\n', f.Boxes())
+    assert as_lists(found) == [[], [[1, 2, 3, 4]]]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -113,6 +199,7 @@ def test_cells_are_what_the_schema_says(root: Path) -> None:
         ("a.jsonl", '{"image": 3}\n', "3 is no path"),
         ("a.jsonl", '{"image": "images/0.png"}\nnonsense\n', "line 2"),
         ("a.jsonl", "[1]\n", "line 1: not an object"),
+        ("a.jsonl", '{"image": "\\ud800.png"}\n', "column image: .* is no path"),
         ("a.jsonl", '{"image": ' + "[" * 100_000 + "\n", "line 1"),
         ("a.csv", "image\nimages/7.png\n", r"7\.png"),
         ("a.csv", 'image,box\nimages/0.png,"[[1,2"\n', "row 0, column box"),
@@ -257,6 +344,12 @@ def test_what_cannot_go_with_boxes_is_refused(root: Path, field: str) -> None:
             ),
             "annotations of image 99: no labels",
         ),
+        (
+            annotations(annotations=[{"image_id": 100, "category_id": 1.9}]),
+            "annotations of image 100: no labels .*cannot hold",
+        ),
+        (annotations(annotations=[{"image_id": 99.5}]), "99.5 is no whole number"),
+        (annotations(images=[{"id": 100, "file_name": "\ud800.png"}]), "is no path"),
         (
             annotations(annotations=[{"image_id": 100, "keypoints": [1, 2]}]),
             "no equal keypoints",
