@@ -8,6 +8,7 @@
 
 namespace nostall {
 namespace {
+constexpr int kTries = 16;  // of a call that signals interrupt
 
 static_assert(kByPath == AT_FDCWD);
 
@@ -85,7 +86,12 @@ int FileSystem::allocate(int fd, uint64_t offset, uint64_t size) {
 }
 
 int FileSystem::reserve(int fd, uint64_t size) {
-  return uninterrupted([&] { return ::fallocate(fd, 0, 0, static_cast<off_t>(size)); });
+  // Where signals come at short intervals the call may never come to its end.
+  for (int tries = 0; tries < kTries; ++tries) {
+    if (::fallocate(fd, 0, 0, static_cast<off_t>(size)) == 0) return 0;
+    if (errno != EINTR) break;
+  }
+  return -errno;
 }
 
 int FileSystem::truncate(int fd, uint64_t size) {

@@ -27,9 +27,8 @@ Output::Output(const std::string& path, uint64_t size, bool direct, FileSystem& 
   // A device that is full, or fails, is found here, before the training's time is spent. A file
   // system that does not reserve says so when it is written.
   const int error = size > 0 ? -files_.reserve(buffered_.get(), size) : 0;
-  const bool unable = error == EOPNOTSUPP || error == ENOSYS || error == EINVAL || error == EPERM;
-  if (error != 0 && !unable) {
-    const bool full = error == ENOSPC || error == EDQUOT;
+  const bool full = error == ENOSPC || error == EDQUOT || error == EFBIG;
+  if (full || error == EIO) {
     throw io_error((full ? "no room for " : "cannot reserve ") + std::to_string(size) +
                        " bytes of a checkpoint",
                    path, error);

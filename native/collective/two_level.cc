@@ -37,6 +37,9 @@ void two_level_allreduce(Communicator& node, Leaders* leaders, const TwoLevelMes
   } catch (const Error& error) {
     if (leaders != nullptr) node.end(error);
     throw;
+  } catch (const std::exception& error) {
+    if (leaders != nullptr) node.end(Error(ErrorKind::peer, error.what()));
+    throw;
   }
 }
 

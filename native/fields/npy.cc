@@ -8,6 +8,8 @@
 
 namespace nostall::fields {
 namespace {
+// Bytes that an array of an empty side would have if that side were 1.
+constexpr uint64_t kMostOfNothing = uint64_t{1} << 20;
 
 Error damaged(const std::string& what) {
   return Error(ErrorKind::corruption, "it is no .npy array that can be read: " + what);
@@ -163,8 +165,10 @@ Result<Npy> parse_npy(std::span<const std::byte> bytes) {
   uint64_t size = size_of(out.type);
   bool empty = false;
   for (size_t d = 0; d < out.dims; ++d) empty = empty || out.shape[d] == 0;
-  for (size_t d = 0; d < out.dims && !empty; ++d) {
-    if (__builtin_mul_overflow(size, static_cast<uint64_t>(out.shape[d]), &size)) {
+  for (size_t d = 0; d < out.dims; ++d) {
+    // The sides of an array without values count too: a batch may be padded to them.
+    const auto side = static_cast<uint64_t>(std::max<int64_t>(1, out.shape[d]));
+    if (__builtin_mul_overflow(size, side, &size) || (empty && size > kMostOfNothing)) {
       return damaged("its shape is impossible");
     }
   }

@@ -112,6 +112,13 @@ std::vector<int32_t> gaussian(uint32_t size, double sigma) {
     weights[half - k] = weights[half + k] = weight;
     middle -= 2 * weight;
   }
+  // What rounding has added to a flat kernel is taken from the sides: no weight may be negative.
+  for (uint32_t k = half; k >= 1 && middle < 0; --k) {
+    if (weights[half - k] == 0) continue;
+    --weights[half - k];
+    --weights[half + k];
+    middle += 2;
+  }
   weights[half] = middle;
   return weights;
 }

@@ -16,6 +16,9 @@
 namespace nostall::image {
 namespace {
 
+// Of one side of a mask on its way: what a thread keeps for its tables stays small.
+constexpr int64_t kLongest = int64_t{1} << 20;
+
 class Mover {
  public:
   Mover(const MaskValues& values, uint64_t max_pixels, MaskBuffers& buffers)
@@ -25,6 +28,7 @@ class Mover {
 
   // Each says whether it could be done.
   bool operator()(const Crop& action) {
+    if (action.box.width > kLongest || action.box.height > kLongest) return false;
     ++fills_;
     const int64_t filled = -(fills_ * 65536 + action.fill.mask);
     crop(b_.columns, action.box.x, action.box.width, filled);
@@ -32,6 +36,7 @@ class Mover {
     return true;
   }
   bool operator()(const Scale& action) {
+    if (action.width > kLongest || action.height > kLongest) return false;
     const Interpolation how = action.interpolation == Interpolation::nearest_exact
                                   ? Interpolation::nearest_exact
                                   : Interpolation::nearest;
@@ -48,6 +53,10 @@ class Mover {
     return true;
   }
   bool operator()(const Border& action) {
+    if (width() + action.left + action.right > kLongest ||
+        height() + action.top + action.bottom > kLongest) {
+      return false;
+    }
     const auto grow = [&](std::vector<int64_t>& table, int64_t before, int64_t after) {
       const int64_t size = length(table);
       pick(table, before + size + after,
@@ -205,10 +214,9 @@ Result<std::monostate> move_mask(const MaskValues& values, const Drawing& drawin
   Mover mover(values, max_pixels, buffers);
   for (const Action& action : drawing.actions) {
     if (!std::visit(mover, action)) {
-      return Error(ErrorKind::corruption, "a mask of so odd a shape that a warp of it needs " +
-                                              std::to_string(mover.width()) + "x" +
-                                              std::to_string(mover.height()) +
-                                              " values: raise max_pixels if it is genuine");
+      return Error(ErrorKind::corruption,
+                   "a mask of so odd a shape (" + std::to_string(mover.width()) + "x" +
+                       std::to_string(mover.height()) + ") that a step would make it too large");
     }
   }
   uint16_t refused = 0;

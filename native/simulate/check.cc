@@ -16,6 +16,7 @@ void check(const Model& model, const plan::JobSpec& spec, std::span<const double
   const auto require = [](bool holds, const std::string& what) {
     if (!holds) throw Error(ErrorKind::usage, what);
   };
+  require(spec.steps == 0, "the simulation is of whole epochs: leave steps out");
   require(spec.world == model.nodes,
           "the training has " + std::to_string(spec.world) +
               " nodes, the environment N = " + std::to_string(model.nodes));

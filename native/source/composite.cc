@@ -16,7 +16,9 @@ namespace {
 void check(const Column& column, const std::string& name, uint64_t samples) {
   bool good = column.present.empty() || column.present.size() == samples;
   if (column.width != 0) {
-    good = good && column.ends.empty() && column.values.size() == column.width * samples;
+    uint64_t bytes = 0;
+    good = good && column.ends.empty() && !__builtin_mul_overflow(column.width, samples, &bytes) &&
+           column.values.size() == bytes;
   } else {
     good = good && column.ends.size() == samples + 1 && column.ends.front() == 0 &&
            column.ends.back() == column.values.size() &&

@@ -21,6 +21,11 @@ class ViewReader : public Reader {
         places_(source.parts().size()) {}
 
   void read(std::span<ReadRequest> requests) override {
+    for (const size_t part : asked_) {  // left behind by a reader that threw
+      shares_[part].clear();
+      places_[part].clear();
+    }
+    asked_.clear();
     for (size_t i = 0; i < requests.size(); ++i) {
       const auto [part, sample] = source_.origin(requests[i].sample);
       if (shares_[part].empty()) asked_.push_back(part);
@@ -35,10 +40,7 @@ class ViewReader : public Reader {
         requests[places_[part][k]].error = share[k].error;
         requests[places_[part][k]].why = std::move(share[k].why);
       }
-      share.clear();
-      places_[part].clear();
     }
-    asked_.clear();
   }
   std::string_view name() const override { return "view"; }
 

@@ -15,6 +15,7 @@ size_t possible(size_t bytes) {
   if (bytes > static_cast<size_t>(std::numeric_limits<ptrdiff_t>::max())) throw std::bad_alloc();
   return std::max<size_t>(bytes, 1);
 }
+constexpr size_t kSlack = size_t{64} << 10;
 }  // namespace
 
 Buffer::Buffer(size_t capacity)
@@ -30,9 +31,10 @@ std::shared_ptr<Buffer> BufferPool::take(size_t bytes) {
   std::unique_ptr<Buffer> buffer;
   {
     const MutexLock lock(mutex_);
-    // The smallest that fits, so that ragged batches do not pin the largest buffers.
+    // The smallest that fits, and none that is much larger: a few bytes must not take the slab of a
+    // batch.
     const auto best = free_.lower_bound(bytes);
-    if (best != free_.end()) {
+    if (best != free_.end() && best->first <= 2 * bytes + kSlack) {
       buffer = std::move(best->second);
       free_bytes_ -= buffer->capacity();
       free_.erase(best);

@@ -11,6 +11,7 @@ namespace nostall::stage {
 
 LoaderConfig attach(LoaderConfig config, const NodeSpec& node, peer::ExchangeConfig peers,
                     std::unique_ptr<peer::Transport> transport) {
+  plan::validate(config.job);
   config.local_rank = node.local_rank;
   config.local_world = node.local_world;
   NodeTiers tiers =

@@ -53,8 +53,16 @@ void Loader::Run::complete(Task& task) {
   // A batch that has an error is never handed out, and its places may be empty.
   if (!good) return task.holding->release();
   uint64_t bytes = 0;
-  batch.laid = program.plan_tail(task.ragged, samples, bytes);
-  batch.tail = batch_pool_->take(bytes);
+  try {
+    batch.laid = program.plan_tail(task.ragged, samples, bytes);
+    batch.tail = batch_pool_->take(bytes);
+  } catch (const std::bad_alloc&) {
+    if (samples == 0) throw;
+    task.holding->release();
+    const MutexLock lock(mutex_);
+    task.error = no_memory_;
+    return;
+  }
   program.lay_tail(task.ragged, samples, batch.laid, batch.tail->data());
   bytes = std::max<uint64_t>(batch.tail->capacity(), task.holding->bytes());
   task.holding->release();

@@ -313,6 +313,8 @@ TEST(Npy, WhatNumPyWritesIsRead) {
   EXPECT_EQ(parse_npy(npy("|b1", "()", bytes_of("\x01"))).take().dims, 0u);
   EXPECT_EQ(parse_npy(npy("<f4", "(6,)", values, "True")).take().dims, 1u);
   EXPECT_EQ(parse_npy(npy("<i8", "(0, 5)", {})).take().values.size(), 0u);
+  // A batch would be padded to the other side.
+  EXPECT_FALSE(parse_npy(npy("<i8", "(1099511627776, 0)", {})));
 }
 
 TEST(Npy, WhateverElseIsRefused) {

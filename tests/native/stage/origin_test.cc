@@ -97,6 +97,13 @@ TEST(BufferPool, ReusesWhatComesBackAndOutlivesItsOwner) {
   std::memset(held->data(), 1, 64);
 }
 
+TEST(BufferPool, DoesNotPinALargeBufferForAFewBytes) {
+  const auto pool = std::make_shared<BufferPool>(10'000'000);
+  { const auto large = pool->take(8'000'000); }
+  EXPECT_LT(pool->take(1000)->capacity(), 100'000u);
+  EXPECT_EQ(pool->take(6'000'000)->capacity(), 8'000'000u);
+}
+
 TEST(BufferPool, KeepsNoMoreFreeBytesThanItWasTold) {
   const auto pool = std::make_shared<BufferPool>(50);
   {

@@ -435,3 +435,24 @@ def test_draws_are_those_of_every_release(
     first = t.compile(steps).drawn(67, 90, seed=7, epoch=2, sample=11)[0]
     assert first[0] == name
     np.testing.assert_allclose(first[1], numbers, atol=1e-6)
+
+
+def png(pixels: Any) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_the_flattest_blur_has_no_negative_weight() -> None:
+    image = np.zeros((300, 300, 3), np.uint8)
+    image[150] = 255
+    pipeline = t.compile([t.Resize((300, 300)), t.GaussianBlur(295, (5000, 5000))])
+    assert int(pipeline.apply(png(image)).max()) <= 2
+
+
+def test_a_mask_that_would_be_a_million_pixels_long_is_refused() -> None:
+    pipeline = t.compile([t.Resize(1024), t.CenterCrop(224)])
+    narrow = np.zeros((65535, 1), np.uint8)
+    parts = {"images": [png(np.zeros((65535, 1, 3), np.uint8))], "masks": [(png(narrow), "uint8")]}
+    with pytest.raises(errors.CorruptionError, match="so odd a shape"):
+        pipeline.apply_record(parts)
