@@ -29,7 +29,8 @@ class DynamicBatches:
     """A loader whose batches grow.
 
     Args:
-        loader: a `DataLoader` whose batches are arrays or tensors. Its batch is the smallest one.
+        loader: a `DataLoader` whose batches are pairs of arrays or tensors. Its batch is the smallest
+            one.
         threshold: convergence rate below which the batch grows: the improvement of the reported value
             since the last report.
         grow: factor by which the batch grows each time.
@@ -63,6 +64,12 @@ class DynamicBatches:
             raise UsageError(f"limit must be an integer from 1 on, not {limit!r}")
         if sawtooth and not loader.plan.reuses:
             raise UsageError("sawtooth follows the reuse of data: pass order=SubBatches(...)")
+        if loader._records is not None or loader.dataset.item_maker is not None:
+            what = "items of Cached" if loader._records is None else "several fields"
+            raise UsageError(
+                f"batches of {what} cannot be joined: DynamicBatches needs pairs of arrays, as a data "
+                "set of images and labels gives them without fields= and batch="
+            )
         self.loader = loader
         self.threshold, self.grow, self.limit = threshold, grow, limit
         self.smaller_is_better, self.sawtooth = smaller_is_better, sawtooth

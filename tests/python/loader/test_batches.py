@@ -149,6 +149,20 @@ def test_wrong_arguments_are_named(image_folder: Path) -> None:
     ):
         with pytest.raises(UsageError, match=match):
             nostall.DynamicBatches(source, **wrong)
+    items = nostall.Cached([(np.zeros(2), 1), (np.ones(2), 0)], makers=1)
+    for several, options in (
+        (items, {}),
+        (nostall.Subset(items, [1]), {}),
+        (nostall.Files({}, {"a": [1, 2], "b": [3, 4]}), {}),
+        (nostall.ImageFolder(image_folder, index=False), {"batch": "tuple"}),
+        (nostall.ImageFolder(image_folder, index=False), {"fields": ["image", "label"]}),
+    ):
+        with (
+            nostall.DataLoader(several, 1, tiers=[], **options) as refused,
+            pytest.raises(UsageError, match=r"several fields|items of Cached"),
+        ):
+            nostall.DynamicBatches(refused)
+    items.close()
     batches = nostall.DynamicBatches(source)
     with pytest.raises(UsageError, match="sawtooth"):
         batches.load_state_dict({**batches.state_dict(), "sawtooth": True})
