@@ -114,6 +114,19 @@ def test_sampler_resumes_on_another_world() -> None:
         nostall.torch.BatchSampler(50, 12, seed=4, rank=0, world_size=1).load_state_dict(state)
 
 
+def test_items_of_cached_are_items_and_fields_are_refused() -> None:
+    items = [("a", 1), ("b", 2), ("c", 3)]
+    cached = nostall.Cached(items, makers=1)
+    try:
+        assert [nostall.torch.Dataset(cached)[i] for i in range(3)] == items
+        chosen = nostall.torch.Dataset(nostall.Subset(cached, [2, 0]), lambda item: item[1])
+        assert [chosen[0], chosen[1]] == [3, 1]
+    finally:
+        cached.close()
+    with pytest.raises(UsageError, match=r"fields a, b, .*nostall\.DataLoader"):
+        nostall.torch.Dataset(nostall.Files({}, {"a": [1, 2], "b": [3, 4]}))
+
+
 def test_unreadable_item_names_its_path(image_folder: Path, tmp_path: Path) -> None:
     victim = tmp_path / "x.jpg"
     victim.write_bytes(b"12345")
