@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from nostall import _native
-from nostall.errors import UsageError
+from nostall.errors import IoError, UsageError
 from nostall.fields import Audio, Image, Json, Kind, Scalar, Text
 from nostall.source._composite import NO_PART, Composite, make_column
 
@@ -47,9 +47,9 @@ class Files(Composite):
         names: of the samples, where the files are of folders: their paths without the ending.
 
     Raises:
-        IoError: a file cannot be examined, with its path.
-        UsageError: fields differ in length, a value is missing without a ``fill`` in the schema, or
-            the kind of a field is not known.
+        IoError: a file or folder cannot be examined, with its path.
+        UsageError: fields differ in length, a value is missing without a ``fill`` in the schema, the
+            kind of a field is not known, or a link leads to a folder that it lies in.
     """
 
     def __init__(
@@ -121,8 +121,10 @@ def _tree(folder: str) -> dict[str, str]:
     found: dict[str, str] = {}
     if not Path(folder).is_dir():
         raise UsageError(f"{folder} is not a folder; a list of paths, or a folder, is needed")
-    for where, folders, files in os.walk(folder, followlinks=True):
+    for where, folders, files in os.walk(folder, onerror=_refuse, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in folders:
+            _check_link(os.path.join(where, name), folder)
         for name in files:
             if name.startswith("."):
                 continue
@@ -132,6 +134,25 @@ def _tree(folder: str) -> dict[str, str]:
                 raise UsageError(f"{found[stem]} and {path} are two files of one sample and field")
             found[stem] = path
     return found
+
+
+def _refuse(error: OSError) -> None:
+    raise IoError(f"{error.filename}: {error.strerror}") from None
+
+
+def _check_link(path: str, top: str) -> None:
+    """Refuses a link to a folder that it lies in, below `top`."""
+    if not os.path.islink(path):
+        return
+    try:
+        target = os.stat(path)
+        above = path
+        while len(above) > len(top):
+            above = os.path.dirname(above)
+            if os.path.samestat(target, os.stat(above)):
+                raise UsageError(f"{path} is a link to {above}, in which it lies: it has no end")
+    except OSError as error:
+        _refuse(error)
 
 
 def _by_ending(name: str, paths: Sequence[str | None]) -> Kind:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import pickle
 import wave
 from pathlib import Path
@@ -316,6 +318,40 @@ def test_files_that_vanish_are_named(tmp_path: Path) -> None:
         pytest.raises((IoError, CorruptionError), match=r"1\.json: No such file"),
     ):
         list(loader)
+
+
+def test_folders_that_cannot_be_listed_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a" / "closed").mkdir(parents=True)
+    (tmp_path / "a" / "1.txt").write_text("1")
+    listed = os.scandir
+
+    def scandir(path: Any) -> Any:  # the superuser's tests list folders that nobody can read
+        if str(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(IoError, match="a/closed: Permission denied"):
+        nostall.Files({"text": "a"}, root=tmp_path)
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_links_are_followed_unless_they_have_no_end(tmp_path: Path, slash: str) -> None:
+    for name in ("a/b", "other"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "1.txt").write_text("1")
+    (tmp_path / "a" / "b" / "link").symlink_to(tmp_path / "other")
+    (tmp_path / "a" / "again").symlink_to("b")
+    source = nostall.Files({"text": f"a{slash}"}, root=tmp_path)
+    assert source.names == ["again/1", "again/link/1", "b/1", "b/link/1"]
+    for target in (tmp_path / "a", tmp_path / "a" / "b", tmp_path):
+        loop = tmp_path / "a" / "b" / "loop"
+        loop.symlink_to(target)
+        with pytest.raises(UsageError, match=r"loop.* is a link to .*it has no end"):
+            nostall.Files({"text": f"a{slash}"}, root=tmp_path)
+        loop.unlink()
 
 
 def test_missing_files_are_refused_or_filled(root: Path, tmp_path: Path) -> None:
