@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # What samples of one loader have in common: those of every source, those of arrays.
 _KINDS = ("_label_type", "pixels", "schema")
 _ARRAYS = ("dtype", "pixel_shape")
+_APART = ". Pass offset_labels=True to give each source labels of its own"
 # Epoch of the keyed permutation that divides; no training has so many.
 _DIVIDING = 2**32 - 1
 
@@ -34,11 +35,15 @@ class View(Source):
         parts: the sources that hold the samples; none of them is a view.
         then: of views of `Cached`: what is called with each item, at first that of the data set. May
             be set before the view is given to a loader.
-        classes: names of the classes, where the parts have them; `dtype` and `pixel_shape` likewise.
+        classes: names of the classes, where the parts have them; `categories`, `dtype` and
+            `pixel_shape` likewise.
+        names: of the samples, where all parts have them.
     """
 
     native: _native.ViewSource
     classes: list[str]
+    categories: dict[int, str]
+    names: list[str]
     then: Callable[[Any], Any] | None
     pickles: frozenset[str]
     modules: frozenset[str]
@@ -100,7 +105,7 @@ class View(Source):
 
     def _kept(self) -> dict[str, Any]:
         """What may have been set on this view."""
-        names = ("pixels", "classes", "then")
+        names = ("pixels", "classes", "categories", "names", "then")
         return {name: self.__dict__[name] for name in names if name in self.__dict__}
 
     @property
@@ -241,12 +246,16 @@ class Concat(View):
             if first is not None:
                 first = [name for classes in lists for name in classes or ()]
         else:
+            hint = _APART if sources[0]._pairs else ""
             for number, source in enumerate(sources[1:], 1):
-                _refuse_other_classes(first, getattr(source, "classes", None), number)
+                _refuse_other_classes(first, getattr(source, "classes", None), number, hint)
         _lay(self, sources, added)
         _take_over(self, sources[0])
         if first is not None:
             self.classes = list(first)
+        named = [_names_of(source) for source in sources]
+        if any(named):
+            self.names = [n for names in named for n in names] if all(named) else []
 
 
 def Split(
@@ -320,13 +329,23 @@ def _show(view: View, source: Source, ids: NDArray[np.uint64]) -> None:
     _take_over(view, source)
     if (classes := getattr(source, "classes", None)) is not None:
         view.classes = list(classes)
+    if names := _names_of(source):
+        view.names = [names[i] for i in ids.tolist()]
 
 
 def _take_over(view: View, source: Source) -> None:
     """What may have been set on a source after it was opened."""
     view.pixels = source.pixels
+    if (categories := getattr(source, "categories", None)) is not None:
+        view.categories = dict(categories)
     if (maker := source.item_maker) is not None:
         view.then = maker.then
+
+
+def _names_of(source: Source) -> list[str]:
+    """The names of the samples; of none if the source has none."""
+    names: list[str] = getattr(source, "names", [])
+    return names if len(names) == len(source) else []
 
 
 def _lay(view: View, sources: list[Source], added: list[int]) -> None:
@@ -370,6 +389,8 @@ def _refuse_unlike(one: Source, other: Source, number: int) -> None:
                 f"Concat cannot put unlike samples together: the first source has {what} {ours}, "
                 f"source {number} has {what} {theirs}"
             )
+    _refuse_other_fills(one.schema, other.schema, number)
+    _refuse_other_categories(one, other, number)
     ours, theirs = one.item_maker, other.item_maker
     if (ours is None) != (theirs is None):
         raise UsageError(
@@ -385,14 +406,43 @@ def _refuse_unlike(one: Source, other: Source, number: int) -> None:
                 )
 
 
-def _refuse_other_classes(ours: list[str] | None, theirs: list[str] | None, number: int) -> None:
+def _refuse_other_fills(ours: Schema, theirs: Schema, number: int) -> None:
+    for name, kind in ours.items():
+        fills = [k.fill if k.fill is None else k.encode(k.fill) for k in (kind, theirs[name])]
+        if fills[0] != fills[1]:
+            raise UsageError(
+                f"Concat cannot put unlike samples together: field {name} of the first source has "
+                f"fill={kind.fill!r}, that of source {number} has fill={theirs[name].fill!r}"
+            )
+
+
+def _refuse_other_categories(one: Source, other: Source, number: int) -> None:
+    ours, theirs = (getattr(source, "categories", None) for source in (one, other))
+    if ours == theirs:
+        return
+    if ours is None or theirs is None:
+        lacking = "the first source" if ours is None else f"source {number}"
+        raise UsageError(
+            f"Concat cannot tell whether labels mean the same: {lacking} has no categories, the other "
+            "has"
+        )
+    at = min(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
+    raise UsageError(
+        f"the sources of a Concat have other categories: {at} is {ours.get(at)!r} in the first and "
+        f"{theirs.get(at)!r} in source {number}"
+    )
+
+
+def _refuse_other_classes(
+    ours: list[str] | None, theirs: list[str] | None, number: int, hint: str
+) -> None:
     if ours == theirs:
         return
     if ours is None or theirs is None:
         lacking = "the first source" if ours is None else f"source {number}"
         raise UsageError(
             f"Concat cannot tell whether labels mean the same: {lacking} has no classes, the other "
-            "has. Pass offset_labels=True to give each source labels of its own"
+            f"has{hint}"
         )
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
     differ = (
@@ -400,10 +450,7 @@ def _refuse_other_classes(ours: list[str] | None, theirs: list[str] | None, numb
         if at is None
         else f"label {at} is {ours[at]!r} in the first and {theirs[at]!r} in source {number}"
     )
-    raise UsageError(
-        f"the sources of a Concat have other classes ({differ}): pass offset_labels=True to give each "
-        "source labels of its own"
-    )
+    raise UsageError(f"the sources of a Concat have other classes: {differ}{hint}")
 
 
 def _offsets(sources: list[Source]) -> list[int]:

@@ -266,6 +266,15 @@ def test_coco_is_what_the_file_says_in_torchvisions_order(root: Path) -> None:
     assert "segmentation" not in coco(root, annotations()).schema
 
 
+def test_views_keep_categories_and_refuse_others(root: Path) -> None:
+    source = coco(root, annotations())
+    view = pickle.loads(pickle.dumps(nostall.Subset(source, [3, 1])))
+    assert view.categories == source.categories == nostall.Concat([view, source]).categories
+    other = coco(root, annotations(categories=[{"id": 3, "name": "cat"}, {"id": 4, "name": "cow"}]))
+    with pytest.raises(UsageError, match=r"4 is 'dog' in the first and 'cow' in source 1"):
+        nostall.Concat([source, other])
+
+
 def test_captions_and_keypoints(root: Path) -> None:
     data = annotations()
     for i, annotation in enumerate(data["annotations"]):
@@ -393,6 +402,11 @@ def test_voc_is_what_its_files_say(tmp_path: Path) -> None:
     masks = samples(nostall.VOC(tmp_path, task="segmentation"))["mask"]
     assert as_lists(masks) == [[[5] * 9] * 7] * 2
     assert pickle.loads(pickle.dumps(source)).fingerprint == source.fingerprint
+    assert nostall.Subset(source, [1]).classes == source.classes
+    assert nostall.Concat([source, nostall.Subset(source, [1])]).names == ["b", "a", "a"]
+    other = nostall.VOC(tmp_path, classes=("cat", "person"))
+    with pytest.raises(UsageError, match=r"label 0 is 'aeroplane' .* and 'cat' in source 1$"):
+        nostall.Concat([source, other])
 
 
 @pytest.mark.parametrize(

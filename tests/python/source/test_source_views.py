@@ -152,6 +152,31 @@ def test_records_of_several_fields(tmp_path: Path) -> None:
         nostall.Concat([one, two], offset_labels=True)
 
 
+def test_views_keep_names_of_samples(tmp_path: Path) -> None:
+    for i in range(4):
+        (tmp_path / f"{i}.txt").write_text("x")
+    source = nostall.Files({"text": tmp_path})
+    view = nostall.Subset(nostall.Subset(source, [3, 2, 0]), [0, 2])
+    assert pickle.loads(pickle.dumps(view)).names == ["3", "0"]
+    assert nostall.Concat([view, source]).names == ["3", "0", "0", "1", "2", "3"]
+
+
+def test_concat_compares_fills(tmp_path: Path) -> None:
+    def make(fill: Any) -> nostall.Files:
+        kind = nostall.fields.Array(dtype="float32", shape=(2,), fill=fill)
+        value = [[1.0, 2.0], [1.0, 2.0] if fill is None else None]
+        return nostall.Files({}, {"value": value}, schema={"value": kind}, root=tmp_path)
+
+    zeros = make([0.0, 0.0])
+    assert len(nostall.Concat([zeros, make(np.zeros(2))])) == 4
+    for other in (make([0.0, 1.0]), make(None)):
+        for pair in ([zeros, other], [other, zeros]):
+            with pytest.raises(
+                UsageError, match=r"field value of the first source has fill=.*1 has"
+            ):
+                nostall.Concat(pair)
+
+
 def test_labels_of_samples_with_several_fields(tmp_path: Path) -> None:
     def make(**columns: Any) -> nostall.Files:
         return nostall.Files({}, columns, root=tmp_path)
