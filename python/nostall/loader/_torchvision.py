@@ -142,7 +142,8 @@ def from_torchvision(transforms: Any) -> list[Transform] | None:
 
     `transforms` is one, a list, or a ``Compose``, to be given an image of Pillow. Values agree as the
     guide's table says; draws have torchvision's distribution, not its stream. None if one of them, or
-    a parameter, has no equal here: the transforms can still be passed to the loader as a callable.
+    a parameter, has no equal here, or if they end with a tensor of bytes, which would have its channels
+    last: the transforms can still be passed to the loader as a callable.
     """
     found: list[Transform] = []
     kind = "pil"
@@ -165,6 +166,7 @@ def from_torchvision(transforms: Any) -> list[Transform] | None:
                 known = {**known, **_PIL} if kind == "pil" else known
                 _only(name in known)
                 found.append(known[str(name)](transform, kind == "tensor"))
+        _only(kind != "tensor")  # its batches would be channels last
     except (_Unequal, UsageError):
         return None
     return found

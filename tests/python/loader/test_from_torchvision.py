@@ -93,6 +93,9 @@ def test_each_gives_what_torchvision_gives(transform: Any) -> None:
         [v2.ToImage(), v2.ToDtype(torch.float32)],
         [v2.ToDtype(torch.float32, scale=True)],
         [v2.Resize(9), lambda image: image],
+        [v2.Resize((8, 8)), v2.PILToTensor()],  # channels first, where bytes have them last
+        [v2.Resize((8, 8)), v2.ToImage()],
+        [v2.ToImage(), v2.Resize((8, 8)), v2.ToPureTensor()],
         v2.SanitizeBoundingBoxes(labels_getter=None),
         v2.SanitizeBoundingBoxes(labels_getter=lambda sample: sample["classes"]),
         type("Mine", (v2.Resize,), {})(9),
