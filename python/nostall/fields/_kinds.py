@@ -294,7 +294,8 @@ class Boxes(_Numbers):
     """Boxes of one sample, float32 (k, 4): `Ragged` of shape (boxes of all, 4), or `Padded`.
 
     A sample is unusable if a number is NaN or infinite, or the size of a box is negative. Boxes
-    without an area are kept. Transforms move boxes with their image, by torchvision's rules.
+    without an area are kept. Transforms move boxes with their image, by torchvision's rules, and
+    refuse of these only NaN and infinity; ``SanitizeBoundingBoxes`` takes all of them out.
 
     Args:
         format: "xyxy" (left, top, right, bottom), "xywh" (left, top, width, height) or "cxcywh"

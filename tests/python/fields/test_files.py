@@ -245,6 +245,26 @@ def test_which_fields_are_transformed_together_is_checked(root: Path) -> None:
             nostall.DataLoader(wrong, 1, fields=chosen)
 
 
+def test_transforms_keep_boxes_of_negative_size_unless_they_take_them_out(root: Path) -> None:
+    source = nostall.Files(
+        {"image": "images"},
+        {"boxes": [np.array([[5, 5, 2, 9]], np.float32)] * SAMPLES},
+        schema={"boxes": f.Boxes()},
+        root=root,
+    )
+    cut: list[t.Transform] = [t.Resize((8, 8))]
+    for steps, left in ((cut, SAMPLES), ([*cut, t.SanitizeBoundingBoxes(0)], 0)):
+        with nostall.DataLoader(
+            source, SAMPLES, epochs=1, transforms=steps, tiers=[], output="numpy"
+        ) as loader:
+            assert len(next(iter(loader))["boxes"].values) == left
+    with (
+        nostall.DataLoader(source, SAMPLES, epochs=1, fields=["boxes"], tiers=[]) as loader,
+        pytest.raises(CorruptionError, match="box 0 has a size of -3"),
+    ):
+        list(loader)
+
+
 def test_rows_must_be_as_many_as_boxes() -> None:
     source = nostall.Files(
         {},
