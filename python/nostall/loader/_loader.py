@@ -101,6 +101,34 @@ def _chosen_order(order: Order, shuffle: bool | None) -> Order:
     return order
 
 
+def _refuse_idle(given: LoaderArguments, dataset: Source, transforms: Transforms) -> None:
+    """Refuses arguments that would do nothing; what stands in nostall.toml may be for other loaders.
+
+    Raises:
+        UsageError: there is one.
+    """
+    idle = {name: given.get(name) for name in ("dtype", "layout", "decode")}
+    idle["workers"] = "processes" if given.get("workers") == "processes" else None
+    idle = {name: chosen for name, chosen in idle.items() if chosen is not None}
+    if not idle:
+        return
+    maker = dataset.item_maker
+    native = isinstance(transforms, Mapping) or (
+        transforms is not None and not callable(transforms) and is_native(transforms)
+    )
+    called = transforms is not None and not native
+    used = {"dtype": native, "layout": native, "decode": called, "workers": called}
+    if maker is not None:
+        used = {"workers": maker.then is not None}
+    for name, chosen in idle.items():
+        if not used.get(name, False):
+            goes = "native transforms" if name in ("dtype", "layout") else "a callable"
+            raise UsageError(
+                f"{name}={chosen!r} does nothing here: it goes with {goes}"
+                + (", and of items with then=" if name == "workers" else "")
+            )
+
+
 def _lower_bound(
     planned: dict[str, Any],
     sizes: NDArray[np.uint64],
@@ -255,6 +283,7 @@ class DataLoader:
         self._program: _native.Program | None = None
         self._records: Records | None = None
         self._python: PythonStage | None = None
+        _refuse_idle(rare, self.dataset, transforms)
         self._transform_by(transforms)
         self._order_world = self.world.world_size
         self._spec = self._make_spec()

@@ -62,6 +62,43 @@ def test_nonsense_is_refused_in_a_sentence(
     assert "\n" not in str(caught.value)
 
 
+def flat(image: Any) -> Any:
+    return image.ravel()[:1]
+
+
+def test_options_that_would_do_nothing_are_refused(
+    image_folder: Path,
+) -> None:
+    fields = {"fields": ["image"]}
+    for idle, arguments in (
+        ({"dtype": "float32"}, {}),
+        ({"layout": "chw"}, {}),
+        ({"dtype": "float32"}, {"transforms": flat}),
+        ({"layout": "chw"}, {"transforms": flat}),
+        ({"dtype": "float32"}, fields),
+        ({"decode": True}, {}),
+        ({"decode": False}, {"transforms": CROP}),
+        ({"decode": True}, {**fields, "transforms": CROP}),
+        ({"workers": "processes"}, {}),
+        ({"workers": "processes"}, {"transforms": CROP}),
+    ):
+        (name,) = idle
+        with pytest.raises(UsageError, match=rf"{name}=.* does nothing here: it goes with"):
+            make(image_folder, **idle, **arguments)
+    items = nostall.Cached([1, 2], makers=1)
+    try:
+        for idle in ({"dtype": "uint8"}, {"layout": "chw"}, {"decode": True}):
+            with pytest.raises(UsageError, match="does nothing here"):
+                nostall.DataLoader(items, 1, **idle)
+        with pytest.raises(UsageError, match=r"workers='processes' does nothing .* then="):
+            nostall.DataLoader(items, 1, workers="processes")
+    finally:
+        items.close()
+    # None is no choice, and options from elsewhere may be for other loaders.
+    make(image_folder, dtype=None, decode=None, workers="threads").close()
+    make(image_folder, options=nostall.LoaderOptions(dtype="uint8")).close()
+
+
 def test_a_tier_larger_than_the_machine_keeps_a_small_data_set(image_folder: Path) -> None:
     with make(image_folder, tiers="ram:99999GiB", epochs=2) as loader:
         assert sum(len(y) for epoch in loader.epochs() for _, y in epoch) == 2 * 61
