@@ -598,6 +598,8 @@ class DataLoader:
                         f": with {self.world.world_size} ranks pass batch_size="
                         f"{state[key] / self.world.world_size:g}"
                     )
+                if key == "dataset" and not self.dataset._pairs:
+                    hint = ": it is another data set, or was read with another fields="
                 raise UsageError(
                     f"the loader's state was saved with {key}={state.get(key)}, but this loader has "
                     f"{key}={mine[key]}{hint}"

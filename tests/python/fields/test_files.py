@@ -303,6 +303,17 @@ def test_fields_that_are_not_chosen_are_not_read(root: Path, tmp_path: Path) -> 
         assert [b["number"].tolist() for b in loader] == [[7, 8, 9, 10]]
 
 
+def test_a_state_of_other_fields_is_refused_with_a_hint() -> None:
+    source = nostall.Files({}, {"a": [1, 2, 3], "b": [4, 5, 6]})
+    with nostall.DataLoader(source, 1, epochs=1, tiers=[]) as loader:
+        state = loader.state_dict()
+    with (
+        nostall.DataLoader(source, 1, epochs=1, tiers=[], fields=["a"]) as other,
+        pytest.raises(UsageError, match=r"with dataset=\d+, but .* with another fields="),
+    ):
+        other.load_state_dict(state)
+
+
 def test_a_bad_field_fails_with_the_sample_or_is_replaced_with_its_record(tmp_path: Path) -> None:
     texts = [tmp_path / f"{i}.txt" for i in range(6)]
     values = [tmp_path / f"{i}.json" for i in range(6)]
