@@ -116,6 +116,8 @@ def _pictures(folder: Path, files: int, side: int) -> tuple[NDArray[np.float32],
 class _Memory:
     """Arrays as a `DataLoader` gives them: what `DynamicBatches` needs of one."""
 
+    gives_pairs = True
+
     def __init__(self, images: Any, labels: Any, plan: Plan) -> None:
         self.plan, self.position = plan, (0, 0)
         self.world = World(0, 1, 0, 1, "memory")

@@ -64,11 +64,11 @@ class DynamicBatches:
             raise UsageError(f"limit must be an integer from 1 on, not {limit!r}")
         if sawtooth and not loader.plan.reuses:
             raise UsageError("sawtooth follows the reuse of data: pass order=SubBatches(...)")
-        if loader._records is not None or loader.dataset.item_maker is not None:
-            what = "items of Cached" if loader._records is None else "several fields"
+        if not loader.gives_pairs:
             raise UsageError(
-                f"batches of {what} cannot be joined: DynamicBatches needs pairs of arrays, as a data "
-                "set of images and labels gives them without fields= and batch="
+                "batches of several fields, and of items of Cached, cannot be joined: DynamicBatches "
+                "needs pairs of arrays, as a data set of images and labels gives them without fields= "
+                "and batch="
             )
         self.loader = loader
         self.threshold, self.grow, self.limit = threshold, grow, limit

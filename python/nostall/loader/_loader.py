@@ -665,6 +665,11 @@ class DataLoader:
         """For recording: `live` is called after every batch."""
         self._recorder.live = live
 
+    @property
+    def gives_pairs(self) -> bool:
+        """Whether batches are pairs, of samples and of labels: neither several fields nor items."""
+        return self._records is None and self.dataset.item_maker is None
+
     def settings(self) -> dict[str, Any]:
         """The settings of this loader, given or chosen, as plain data."""
         return {
