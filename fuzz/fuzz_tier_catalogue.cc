@@ -23,8 +23,8 @@ using namespace std::chrono_literals;
 constexpr uint64_t kSamples = 8;
 constexpr auto kLimit = 200ms;
 
-// The catalogue, the arena, what is kept, one file of a tier and its directory (Handed in
-// node_cache.cc): what a rank that is alone hands to the next one.
+// The catalogue, the arena, what is kept, the listing, one file of a tier and its directory (Handed
+// in node_cache.cc): what a rank that is alone hands to the next one.
 struct Job {
   Job() {
     char pattern[] = "/tmp/nostall-fuzz-XXXXXX";
@@ -45,7 +45,7 @@ struct Job {
     const auto cache = NodeCache::attach(config, sizes, fixed(placement));
     Handover asks("tiers " + config.shm_directory + " " + config.job, 1, 2);
     const auto files = asks.ask(std::chrono::steady_clock::now() + 10s);
-    if (files.size() != 5) std::abort();
+    if (files.size() != 6) std::abort();
     catalogue.resize(std::filesystem::file_size("/proc/self/fd/" + std::to_string(files[0].get())));
     FileSystem::real().pread(files[0].get(), catalogue, 0);
   }
@@ -87,7 +87,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const Descriptor kept = file_of(std::as_bytes(std::span(data + at, size - at)));
 
   Handover liar("tiers " + job.config.shm_directory + " " + job.config.job, 0, 2);
-  liar.give({catalogue.get(), memory.get(), kept.get(), -1, -1});
+  liar.give({catalogue.get(), memory.get(), kept.get(), -1, -1, -1});
   NodeCacheConfig config = job.config;
   config.local_rank = 1;
   try {
