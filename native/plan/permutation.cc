@@ -77,14 +77,14 @@ Row best_row() {
 
 }  // namespace
 
-void KeyedPermutation::fill(std::span<uint32_t> out) const noexcept {
+void KeyedPermutation::fill(std::span<uint32_t> out, uint64_t first) const noexcept {
   static const Row evaluate = best_row();
   const uint32_t n = static_cast<uint32_t>(n_);
-  uint32_t done = 0;
-  for (uint32_t row = 0; done < out.size(); ++row) {
-    const auto count = static_cast<uint32_t>(std::min<uint64_t>(b_, out.size() - done));
+  uint32_t row = static_cast<uint32_t>(first / b_), column = static_cast<uint32_t>(first % b_);
+  for (uint32_t done = 0; done < out.size(); ++row, column = 0) {
+    const auto count = static_cast<uint32_t>(std::min<uint64_t>(b_ - column, out.size() - done));
     uint32_t* values = out.data() + done;
-    evaluate(keys_, {a_, b_}, row, 0, values, count);
+    evaluate(keys_, {a_, b_}, row, column, values, count);
     for (uint32_t i = 0; i < count; ++i) {
       if (values[i] >= n) values[i] = static_cast<uint32_t>((*this)(values[i]));
     }

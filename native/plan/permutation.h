@@ -39,9 +39,9 @@ class KeyedPermutation {
     return position;
   }
 
-  // The samples at positions 0, 1, ... of `out`, which holds at most n; n below kFillBelow. The
-  // same values, several at a time: about 2 ns each.
-  void fill(std::span<uint32_t> out) const noexcept;
+  // The samples at positions first, first + 1, ..., all below n; n below kFillBelow. The same values,
+  // several at a time: about 2 ns each.
+  void fill(std::span<uint32_t> out, uint64_t first = 0) const noexcept;
   static constexpr uint64_t kFillBelow = uint64_t{1} << 31;
 
   // The position of `sample`.

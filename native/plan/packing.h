@@ -1,0 +1,82 @@
+// plan/packing.h - documents packed into units of one length, before the run.
+//
+// A unit is what training consumes at one place of a batch: a list of pieces of documents. Lengths
+// of all documents are known, so packing is a decision over the whole data set, a pure function of
+// (lengths, PackSpec): the same units on every rank and every machine (docs/formats/units.md).
+// Best fit costs one pass to count lengths and one to write; it counts rooms of units and searches
+// none. Memory beside the result: 4 bytes a document. Thread-safety: values and pure functions.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace nostall::plan {
+
+// Tokens of a unit, at most.
+inline constexpr uint32_t kMostCapacity = 1u << 24;
+
+// The version of the algorithms below; part of the fingerprint of a packing.
+inline constexpr uint32_t kPackingVersion = 1;
+
+enum class Packing : uint8_t {
+  // Documents end to end in a seeded order, cut every `capacity` tokens.
+  concatenate,
+  // Best-fit decreasing over all documents: the longest first, each into the unit with the least
+  // room that takes it. Documents no longer than a unit stay whole.
+  best_fit,
+};
+
+// What happens to documents longer than a unit.
+enum class LongDocuments : uint8_t {
+  split,   // units of their own, and a rest that is packed
+  cut,     // to the length of a unit; the other tokens are not used
+  refuse,  // Error(usage)
+};
+
+struct PackSpec {
+  uint32_t capacity = 0;  // tokens of a unit
+  Packing packing = Packing::best_fit;
+  LongDocuments longer = LongDocuments::split;
+  uint64_t seed = 0;  // which documents of a length come first; the order of `concatenate`
+};
+
+// Its length follows from that of its document: Units::length_of.
+struct Piece {
+  uint32_t document = 0;
+  uint32_t begin = 0;  // its first token in the document
+  bool operator==(const Piece&) const = default;
+};
+
+struct Units {
+  uint32_t capacity = 0;
+  LongDocuments longer = LongDocuments::split;
+  uint64_t tokens = 0;           // of all pieces
+  std::vector<uint64_t> begins;  // unit u has the pieces [begins[u], begins[u + 1])
+  std::vector<Piece> pieces;
+
+  uint64_t size() const noexcept { return begins.size() - 1; }
+  std::span<const Piece> operator[](uint64_t unit) const noexcept {
+    return std::span(pieces).subspan(begins[unit], begins[unit + 1] - begins[unit]);
+  }
+  // Tokens of a piece: of a document with `length` tokens, after `filled` tokens of its unit.
+  uint32_t length_of(Piece piece, uint32_t length, uint32_t filled) const noexcept {
+    if (longer == LongDocuments::cut) length = std::min(length, capacity);
+    return std::min(length - piece.begin, capacity - filled);
+  }
+  // The share of positions that no token takes.
+  double waste() const noexcept {
+    const double positions = static_cast<double>(size()) * capacity;
+    return positions > 0 ? 1.0 - static_cast<double>(tokens) / positions : 0.0;
+  }
+};
+
+// Empty documents are in no unit. Throws Error(usage) for a capacity of 0 or beyond kMostCapacity, 2^31
+// documents or more, and for a long document that is to be refused, by its number and length.
+Units pack(std::span<const uint32_t> lengths, const PackSpec& spec);
+
+// 64-bit hash of everything beside the lengths that decides the units.
+uint64_t fingerprint(const PackSpec& spec) noexcept;
+
+}  // namespace nostall::plan
