@@ -18,15 +18,26 @@ from typing import TYPE_CHECKING, Any
 from nostall.errors import UsageError
 from nostall_bench import harness
 from nostall_bench.programs import find_native, run_limit
+from nostall_bench.records import FIELDS, make, paths
 from nostall_bench.slowfs import SlowFS
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-MODES = ("read", "transform", "cached", "cold")
+MODES = ("read", "transform", "fields", "recipe", "cached", "cold")
 LIMIT = "limit (C++)"
+# What nostall-limit calls the modes that it has.
+LIMITS = {
+    "read": "read",
+    "transform": "transform",
+    "image + mask": "mask",
+    "image + boxes": "boxes",
+    "image + text": "text",
+    "array": "array",
+    "wav": "wav",
+}
 # Enough that an epoch's start and end, and what a loader has staged, do not decide.
-MEASURED_EPOCHS = {"read": 12, "transform": 2, "cached": 2}
+MEASURED_EPOCHS = dict.fromkeys((*MODES, *FIELDS), 2) | {"read": 12, "array": 20, "wav": 12}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dir", default="nostall-bench", help="where dataset and results go")
     parser.add_argument("--data", help="class folders of JPEG files; synthetic ones if not given")
     parser.add_argument("--files", type=int, default=4000, help="synthetic files (95 KB each)")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=["read", "transform"])
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=MODES,
+        default=["read", "transform"],
+        help='"fields" stands for one mode for each kind of sample',
+    )
     parser.add_argument("--loaders", nargs="+", help="names or parts of names; all if not given")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -60,12 +77,15 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         data = harness.dataset(home, arguments.files, given=arguments.data)
     files = [path for path, _ in peers.listing(data)]
+    modes = [m for given in arguments.modes for m in (FIELDS if given == "fields" else (given,))]
+    if "fields" in arguments.modes:
+        make(_fields_of(home, data), files)
     result: dict[str, Any] = {
         "dataset": {"files": len(files), "bytes": sum(Path(f).stat().st_size for f in files)},
         "repeats": repeats,
         "modes": {},
     }
-    for mode in arguments.modes:
+    for mode in modes:
         rows = _mode(mode, chosen, data, files, home, arguments, repeats, console)
         result["modes"][mode] = rows
         console.print(table(mode, rows))
@@ -73,6 +93,11 @@ def run(arguments: argparse.Namespace) -> int:
     _plot(result["modes"], home / "loader.png")
     console.print(f"plot {home / 'loader.png'}, numbers {home / 'loader.json'}")
     return 0
+
+
+def measured_epochs(mode: str, quick: bool) -> int:
+    """How many epochs of a mode other than "cold" count."""
+    return 1 if quick else MEASURED_EPOCHS[mode]
 
 
 def _mode(
@@ -92,19 +117,17 @@ def _mode(
     rows: dict[str, dict[str, Any]] = {}
     runners = []
     limit = find_native("nostall-limit")
-    if mode in ("read", "transform"):
+    if mode in LIMITS:
         if limit is None:
             rows[LIMIT] = {"missing": "nostall-limit is not built"}
         else:
             runners.append(LIMIT)
     for name in chosen:
+        if mode not in peers.LOADERS[name].modes:
+            continue
         lacking = peers.absent(name)
         if lacking:
             rows[name] = {"missing": f"not installed: {', '.join(lacking)}"}
-        elif mode == "cold" and hasattr(peers.module(name), "prepare"):
-            rows[name] = {"missing": "needs the data in its own format"}
-        elif mode == "cached" and not hasattr(peers.module(name), "DATASETS"):
-            rows[name] = {"missing": "takes no data set in Python"}
         else:
             runners.append(name)
             rows[name] = {"runs": []}
@@ -138,7 +161,7 @@ def _mode(
             row = rows.setdefault(label, {"runs": []})
             try:
                 if name == LIMIT and limit is not None:
-                    run = _run_limit(limit, files, mode, arguments.threads)
+                    run = _run_limit(limit, files, mode, _fields_of(home, data), arguments)
                 else:
                     run = _run_worker(name, mode, where, home, arguments, tiers, storage)
                 row["runs"].append(run)
@@ -151,12 +174,23 @@ def _mode(
     return rows
 
 
-def _run_limit(program: Path, files: list[str], mode: str, threads: int) -> dict[str, float]:
+def _fields_of(home: Path, data: Path) -> Path:
+    return home / f"fields-{data.name}"
+
+
+def _run_limit(
+    program: Path, files: list[str], mode: str, fields: Path, arguments: argparse.Namespace
+) -> dict[str, float]:
     import random
 
-    shuffled = list(files)
-    random.Random(0).shuffle(shuffled)
-    line = run_limit(program, shuffled, threads, MEASURED_EPOCHS[mode], mode)
+    samples = (
+        ["\t".join(s.values()) for s in paths(fields, files, mode)]
+        if mode in FIELDS
+        else list(files)
+    )
+    random.Random(0).shuffle(samples)
+    epochs = measured_epochs(mode, arguments.quick)
+    line = run_limit(program, samples, arguments.threads, epochs, LIMITS[mode])
     return {
         "samples_per_s": line["samples_per_s"],
         "cpu_ms_per_sample": line["cpu_ms_per_sample"],
@@ -175,11 +209,11 @@ def _run_worker(
     from nostall_bench import peers
 
     module = peers.module(name)
-    prepared = (
-        module.prepare(data, home / data.name.join(("prepared-", "")))
-        if hasattr(module, "prepare")
-        else data
-    )
+    prepared = data
+    if mode in FIELDS:
+        prepared = _fields_of(home, data)
+    elif hasattr(module, "prepare"):
+        prepared = module.prepare(data, home / f"prepared-{data.name}")
     cold = storage is not None
     settings = {
         "loader": name,
@@ -189,7 +223,7 @@ def _run_worker(
         "threads": arguments.threads,
         "tiers": tiers,
         "warm": 0 if cold else 1,
-        "measured": arguments.epochs if cold else MEASURED_EPOCHS[mode],
+        "measured": arguments.epochs if cold else measured_epochs(mode, arguments.quick),
         "ahead": 0 if cold else 1,
     }
     before = 0
@@ -223,7 +257,8 @@ def table(mode: str, rows: dict[str, dict[str, Any]]) -> Table:
     limit = rows.get(LIMIT, {}).get("samples_per_s", {}).get("median")
     if limit:
         headings.append("of the limit")
-    out = harness.table(f"loaders: {mode}", *headings, "nostall / this")
+    headings += ["nostall / this", "by CPU"]
+    out = harness.table(f"loaders: {mode}", *headings)
     for name, row in sorted(
         rows.items(), key=lambda item: -item[1].get("samples_per_s", {}).get("median", 0)
     ):
@@ -249,7 +284,10 @@ def table(mode: str, rows: dict[str, dict[str, Any]]) -> Table:
             if ours
             else ""
         )
-        out.add_row(*cells, f"{ratio:.2f}{spread}" if ratio else "")
+        cpu = row["cpu_ms_per_sample"]["median"]
+        our_cpu = ours["cpu_ms_per_sample"]["median"] if ours else 0  # 0: less than a tick
+        by_cpu = f"{cpu / our_cpu:.2f}" if our_cpu else ""
+        out.add_row(*cells, f"{ratio:.2f}{spread}" if ratio else "", by_cpu)
     return out
 
 

@@ -22,15 +22,18 @@ def find_native(name: str) -> Path | None:
 
 
 def run_limit(
-    program: Path, files: Sequence[str], threads: int, epochs: int, mode: str
+    program: Path, samples: Sequence[str], threads: int, epochs: int, mode: str
 ) -> dict[str, float]:
-    """What nostall-limit measures: so many threads that read the files, or also decode them.
+    """What nostall-limit measures: so many threads that read samples, and make what the mode says.
+
+    Args:
+        samples: the paths of each, with tabs between them.
 
     Raises:
         UsageError: it failed.
     """
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as listing:
-        listing.write("\n".join(files) + "\n")
+        listing.write("\n".join(samples) + "\n")
         listing.flush()
         done = subprocess.run(
             [str(program), listing.name, str(threads), str(epochs), mode],

@@ -70,7 +70,7 @@ def measure(settings: dict[str, Any]) -> list[dict[str, float]]:
         epochs=warm + measured + settings["ahead"],
         threads=settings["threads"],
         tiers=tuple(settings["tiers"]),
-        variant=peers.LOADERS[settings["loader"]][1],
+        variant=peers.LOADERS[settings["loader"]].variant,
     )
     root = os.getpid()
     rows = []

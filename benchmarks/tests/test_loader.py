@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from nostall.errors import UsageError
 from nostall_bench import loader, peers
+from nostall_bench.records import FIELDS
 
 pytest_plugins = ["forked_children"]
 
@@ -24,18 +24,24 @@ def parse(*options: str) -> argparse.Namespace:
 @pytest.mark.multi
 @pytest.mark.usefixtures("forked")
 def test_quick_measures_nostall_and_torch(tmp_path: Path) -> None:
-    options = ("--quick", "--dir", str(tmp_path), "--modes", "transform", "cached")
-    assert loader.run(parse(*options, "--loaders", "nostall", "torch, 0 workers, PIL")) == 0
+    modes = ("transform", "fields", "recipe", "cached")
+    options = ("--quick", "--dir", str(tmp_path), "--threads", "1", "--modes", *modes)
+    names = ("nostall", "torch, workers, PIL", "NumPy")
+    assert loader.run(parse(*options, "--loaders", *names)) == 0
     result = json.loads((tmp_path / "loader.json").read_text())
-    for mode, name in itertools.product(
-        ("transform", "cached"), ("nostall", "torch, 0 workers, PIL")
-    ):
-        row = result["modes"][mode][name]
-        assert "error" not in row
-        (only,) = row["runs"]
-        assert only["samples"] == loader.MEASURED_EPOCHS[mode] * 128
-        assert only["samples_per_s"] > 0
-        assert only["pss_bytes"] > 0
+    assert [*result["modes"]] == ["transform", *FIELDS, "recipe", "cached"]
+    for mode, rows in result["modes"].items():
+        torch = "torch, workers, " + ("NumPy" if mode in ("array", "wav") else "PIL")
+        assert {"nostall", torch} <= set(rows)
+        assert (loader.LIMIT in rows) == (mode in loader.LIMITS)
+        assert ("nostall, tar shards" in rows) == (mode in FIELDS)
+        for name, row in rows.items():
+            assert "error" not in row, row
+            (only,) = row["runs"]
+            assert only["samples_per_s"] > 0
+            if name != loader.LIMIT:
+                assert only["samples"] == 128
+                assert only["pss_bytes"] > 0
     assert result["machine"]["cores"] >= 1
 
 

@@ -1,9 +1,15 @@
-// nostall-limit: what this machine can do with no loader at all. Threads take JPEG files from a
-// list one by one, open, read and close them, decode a random region and write it, resampled,
-// flipped and normalised, into float batches; nothing is ordered, cached, staged or shared.
-// The decoding is its own plain libjpeg loop; the resampling kernels are the image room's.
+// nostall-limit: what this machine can do with no loader at all. Threads take samples from a list
+// one by one, open, read and close their files, decode a random region of a JPEG and write it,
+// resampled, flipped and normalised, into float batches; nothing is ordered, cached, staged or
+// shared. The decoding is its own plain libjpeg loop; the resampling kernels are the image room's.
 //
-//   nostall-limit LIST THREADS EPOCHS read|decode|transform
+//   nostall-limit LIST THREADS EPOCHS MODE
+//
+// A line of the list has the paths of a sample's files, with tabs between them. The modes "read",
+// "decode" and "transform" are for JPEG files; "mask" (a PNG of one channel and 8 bits), "boxes"
+// (.npy, float32) and "text" for a JPEG file, transformed, and such a file beside it; "array" (.npy,
+// numbers) and "wav" (PCM of 16 bits, one channel) for such files alone.
+//
 // prints {"samples_per_s", "cpu_ms_per_sample", "mode", "threads"}: JSON, on one line.
 #include <fcntl.h>
 #include <stdio.h>
@@ -13,16 +19,22 @@
 
 // jpeglib.h needs stdio.h before it.
 #include <jpeglib.h>
+#include <spng.h>
 
 #include <algorithm>
 #include <atomic>
 #include <charconv>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <iostream>
+#include <memory>
+#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/clock.h"
@@ -36,9 +48,151 @@ namespace {
 using nostall::image::Box;
 
 constexpr int64_t kSide = 224, kBatch = 64;
+constexpr int64_t kFrames = 48'000;
 constexpr int64_t kMargin = 2;
 
-enum class Mode { read, decode, transform };
+enum class Mode { read, decode, transform, mask, boxes, text, array, wav };
+constexpr std::string_view kModes[] = {"read",  "decode", "transform", "mask",
+                                       "boxes", "text",   "array",     "wav"};
+
+// The bytes of a file, in memory that is used again.
+class Contents {
+ public:
+  void read(const std::string& path) {
+    const nostall::Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    struct stat status {};
+    if (!file || fstat(file.get(), &status) != 0) throw std::runtime_error("cannot open " + path);
+    size_ = static_cast<size_t>(status.st_size);
+    if (bytes_.size() < size_) bytes_.resize(size_);
+    if (pread(file.get(), bytes_.data(), size_, 0) != status.st_size) {
+      throw std::runtime_error("cannot read " + path);
+    }
+  }
+  const unsigned char* data() const { return bytes_.data(); }
+  size_t size() const { return size_; }
+  // Behind a header of `bytes` bytes.
+  const unsigned char* behind(size_t bytes) const {
+    if (size_ < bytes) throw std::runtime_error("a file is shorter than its header");
+    return bytes_.data() + bytes;
+  }
+
+ private:
+  std::vector<unsigned char> bytes_;
+  size_t size_ = 0;
+};
+
+// What was cut out of an image.
+struct Cut {
+  Box box;
+  bool mirror = false;
+};
+
+// What lies beside an image, or stands alone.
+class Companion {
+ public:
+  explicit Companion(Mode mode) : mode_(mode), png_(nullptr, &spng_ctx_free) {}
+
+  void sample(const std::string& path, const Cut& cut) {
+    file_.read(path);
+    place_ = filled_++ % kBatch;
+    if (mode_ == Mode::mask) mask(cut);
+    if (mode_ == Mode::boxes) boxes(cut);
+    if (mode_ == Mode::text) append(file_.data(), file_.size());
+    if (mode_ == Mode::array) array();
+    if (mode_ == Mode::wav) sound();
+  }
+
+ private:
+  void mask(const Cut& cut) {
+    png_.reset(spng_ctx_new(0));
+    size_t size = 0;
+    spng_ihdr header{};
+    if (spng_set_png_buffer(png_.get(), file_.data(), file_.size()) != 0 ||
+        spng_get_ihdr(png_.get(), &header) != 0 ||
+        spng_decoded_image_size(png_.get(), SPNG_FMT_RAW, &size) != 0 ||
+        size != size_t{header.width} * header.height) {
+      throw std::runtime_error("a mask is no PNG of one channel and 8 bits");
+    }
+    uint8_t* labels = labels_.reserve(size);
+    if (spng_decode_image(png_.get(), labels, size, SPNG_FMT_RAW, 0) != 0) {
+      throw std::runtime_error("a mask cannot be decoded");
+    }
+    batch_.resize(kBatch * kSide * kSide * sizeof(int64_t));
+    int64_t columns[kSide];
+    for (int64_t x = 0; x < kSide; ++x) {
+      const int64_t from = cut.mirror ? kSide - 1 - x : x;
+      columns[x] = cut.box.x + from * cut.box.width / kSide;
+    }
+    auto* out = reinterpret_cast<int64_t*>(batch_.data()) + place_ * kSide * kSide;
+    for (int64_t y = 0; y < kSide; ++y) {
+      const uint8_t* row = labels + (cut.box.y + y * cut.box.height / kSide) * header.width;
+      for (int64_t x = 0; x < kSide; ++x) *out++ = row[columns[x]];
+    }
+  }
+
+  void boxes(const Cut& cut) {
+    const unsigned char* values = file_.behind(header_of_array());
+    const size_t rows = (file_.size() - header_of_array()) / (4 * sizeof(float));
+    const float scale[2] = {static_cast<float>(kSide) / static_cast<float>(cut.box.width),
+                            static_cast<float>(kSide) / static_cast<float>(cut.box.height)};
+    const float origin[2] = {static_cast<float>(cut.box.x), static_cast<float>(cut.box.y)};
+    for (size_t row = 0; row < rows; ++row) {
+      float box[4];
+      std::memcpy(box, values + row * sizeof box, sizeof box);
+      for (size_t i = 0; i < 4; ++i) {
+        box[i] = std::clamp((box[i] - origin[i % 2]) * scale[i % 2], 0.0f, float{kSide});
+      }
+      if (cut.mirror) {
+        box[0] = std::exchange(box[2], kSide - box[0]);
+        box[0] = kSide - box[0];
+      }
+      append(box, sizeof box);
+    }
+  }
+
+  void array() {
+    const unsigned char* values = file_.behind(header_of_array());
+    const size_t size = file_.size() - header_of_array();
+    batch_.resize(std::max(batch_.size(), kBatch * size));
+    std::memcpy(batch_.data() + static_cast<size_t>(place_) * size, values, size);
+  }
+
+  void sound() {
+    constexpr size_t kHeader = 44;
+    const unsigned char* values = file_.behind(kHeader);
+    const auto there = std::min<size_t>(kFrames, (file_.size() - kHeader) / sizeof(int16_t));
+    batch_.resize(kBatch * kFrames * sizeof(float));
+    float* out = reinterpret_cast<float*>(batch_.data()) + place_ * kFrames;
+    for (size_t i = 0; i < there; ++i) {
+      int16_t value;
+      std::memcpy(&value, values + i * sizeof value, sizeof value);
+      out[i] = static_cast<float>(value) / 32768.0f;
+    }
+    std::fill(out + there, out + kFrames, 0.0f);
+  }
+
+  // Of a .npy file of version 1: what stands in front of the values.
+  size_t header_of_array() const {
+    const unsigned char* begin = file_.behind(10);
+    if (std::memcmp(begin - 10, "\x93NUMPY\1", 7) != 0) throw std::runtime_error("no .npy file");
+    return 10 + (begin[-2] | size_t{begin[-1]} << 8);
+  }
+
+  void append(const void* from, size_t size) {
+    if (place_ == 0) used_ = 0;
+    batch_.resize(std::max(batch_.size(), used_ + size));
+    std::memcpy(batch_.data() + used_, from, size);
+    used_ += size;
+  }
+
+  Mode mode_;
+  Contents file_;
+  std::unique_ptr<spng_ctx, decltype(&spng_ctx_free)> png_;
+  nostall::image::Buffer labels_;
+  std::vector<unsigned char> batch_;
+  int64_t filled_ = 0, place_ = 0;
+  size_t used_ = 0;
+};
 
 class Worker {
  public:
@@ -57,35 +211,27 @@ class Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  void sample(const std::string& path, uint32_t epoch, uint64_t index) {
-    read(path);
-    if (mode_ == Mode::read) return;
+  Cut sample(const std::string& path, uint32_t epoch, uint64_t index) {
+    file_.read(path);
+    if (mode_ == Mode::read) return {};
     nostall::SampleRandom random(0, epoch, index);
-    jpeg_mem_src(&jpeg_, bytes_.data(), size_);
+    jpeg_mem_src(&jpeg_, file_.data(), file_.size());
     jpeg_read_header(&jpeg_, TRUE);
     const nostall::image::RandomResizedCrop crop{kSide, kSide};
     const Box box = mode_ == Mode::decode
                         ? Box{0, 0, jpeg_.image_width, jpeg_.image_height}
                         : random_box(crop, jpeg_.image_width, jpeg_.image_height, random);
     decode(box);
-    if (mode_ == Mode::transform) transform(box, random.uniform() < 0.5);
+    if (mode_ == Mode::decode) return {};
+    const bool mirror = random.uniform() < 0.5;
+    transform(box, mirror);
+    return {box, mirror};
   }
 
  private:
-  void read(const std::string& path) {
-    const nostall::Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
-    struct stat status {};
-    if (!file || fstat(file.get(), &status) != 0) throw std::runtime_error("cannot open " + path);
-    size_ = static_cast<size_t>(status.st_size);
-    if (bytes_.size() < size_) bytes_.resize(size_);
-    if (pread(file.get(), bytes_.data(), size_, 0) != status.st_size) {
-      throw std::runtime_error("cannot read " + path);
-    }
-  }
-
   void decode(const Box& box) {
     shrink_ = 0;
-    while (shrink_ < 3 && mode_ == Mode::transform &&
+    while (shrink_ < 3 && mode_ != Mode::decode &&
            std::min(box.width, box.height) >> (shrink_ + 1) >= 2 * kSide) {
       ++shrink_;
     }
@@ -151,8 +297,7 @@ class Worker {
   Mode mode_;
   std::vector<float> batch_;
   int64_t filled_ = 0;
-  std::vector<unsigned char> bytes_;
-  size_t size_ = 0;
+  Contents file_;
   jpeg_decompress_struct jpeg_{};
   jpeg_error_mgr errors_{};
   unsigned shrink_ = 0;
@@ -171,21 +316,33 @@ unsigned number(const char* name, const std::string& text) {
   return value;
 }
 
+std::vector<std::vector<std::string>> listed(const std::string& path, size_t files) {
+  std::vector<std::vector<std::string>> samples;
+  std::ifstream list(path);
+  for (std::string line; std::getline(list, line);) {
+    if (line.empty()) continue;
+    std::istringstream parts(line);
+    std::vector<std::string>& sample = samples.emplace_back();
+    for (std::string part; std::getline(parts, part, '\t');) sample.push_back(part);
+    if (sample.size() != files) {
+      throw std::runtime_error("a line of " + path + " has not " + std::to_string(files) +
+                               " paths: " + line);
+    }
+  }
+  if (samples.empty()) throw std::runtime_error("no path in " + path);
+  return samples;
+}
+
 int measure(const std::vector<std::string>& arguments) {
   const unsigned threads = number("THREADS", arguments[1]), epochs = number("EPOCHS", arguments[2]);
   const std::string& name = arguments[3];
-  if (name != "read" && name != "decode" && name != "transform") {
-    throw std::runtime_error("mode " + name + " is none of read, decode, transform");
-  }
-  const Mode mode = name == "read" ? Mode::read : name == "decode" ? Mode::decode : Mode::transform;
-  std::vector<std::string> paths;
-  std::ifstream list(arguments[0]);
-  for (std::string line; std::getline(list, line);) {
-    if (!line.empty()) paths.push_back(line);
-  }
-  if (paths.empty()) throw std::runtime_error("no path in " + arguments[0]);
+  const auto known = std::find(std::begin(kModes), std::end(kModes), name);
+  if (known == std::end(kModes)) throw std::runtime_error("there is no mode " + name);
+  const auto mode = static_cast<Mode>(known - std::begin(kModes));
+  const bool alone = mode >= Mode::array, beside = mode >= Mode::mask && !alone;
+  const std::vector<std::vector<std::string>> samples = listed(arguments[0], beside ? 2 : 1);
 
-  const uint64_t total = uint64_t{epochs} * paths.size();
+  const uint64_t total = uint64_t{epochs} * samples.size();
   std::atomic<uint64_t> next{0};
   std::atomic<int64_t> cpu{0};
   std::vector<std::string> failures(threads);
@@ -195,8 +352,12 @@ int measure(const std::vector<std::string>& arguments) {
     workers.emplace_back([&, t] {
       try {
         Worker worker(mode);
+        Companion companion(mode);
         for (uint64_t i = next++; i < total; i = next++) {
-          worker.sample(paths[i % paths.size()], static_cast<uint32_t>(i / paths.size()), i);
+          const std::vector<std::string>& paths = samples[i % samples.size()];
+          Cut cut;
+          if (!alone) cut = worker.sample(paths[0], static_cast<uint32_t>(i / samples.size()), i);
+          if (alone || beside) companion.sample(paths.back(), cut);
         }
       } catch (const std::exception& error) {
         failures[t] = error.what();
@@ -209,9 +370,9 @@ int measure(const std::vector<std::string>& arguments) {
   for (const std::string& failure : failures) {
     if (!failure.empty()) throw std::runtime_error(failure);
   }
-  const auto samples = static_cast<double>(total);
-  std::cout << "{\"samples_per_s\": " << samples / seconds
-            << ", \"cpu_ms_per_sample\": " << static_cast<double>(cpu) * 1e-6 / samples
+  const auto done = static_cast<double>(total);
+  std::cout << "{\"samples_per_s\": " << done / seconds
+            << ", \"cpu_ms_per_sample\": " << static_cast<double>(cpu) * 1e-6 / done
             << ", \"mode\": \"" << name << "\", \"threads\": " << threads << "}\n";
   return 0;
 }
@@ -219,7 +380,12 @@ int measure(const std::vector<std::string>& arguments) {
 }  // namespace
 
 int main(int argc, char** argv) try {
-  if (argc != 5) throw std::runtime_error("usage: LIST THREADS EPOCHS read|decode|transform");
+  if (argc != 5) {
+    std::string modes;
+    for (const std::string_view mode : kModes)
+      modes += (modes.empty() ? "" : "|") + std::string(mode);
+    throw std::runtime_error("usage: LIST THREADS EPOCHS " + modes);
+  }
   return measure(std::vector<std::string>(argv + 1, argv + argc));
 } catch (const std::exception& error) {
   std::cerr << "nostall-limit: " << error.what() << "\n";

@@ -3,7 +3,6 @@
 A module offers ``REQUIRES`` (import names), ``epochs(job)``, an iterator over epochs, each of which
 is an iterator over the number of samples per batch, and, where a loader needs a format of its own,
 ``prepare(data, work)``, which converts the class folders once and returns where the result lies.
-The mode "cached" is for those with ``DATASETS``, which take any map-style data set.
 """
 
 from __future__ import annotations
@@ -14,6 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
+
+from nostall_bench.records import FIELDS
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
@@ -22,8 +24,9 @@ SIDE = 224
 
 @dataclass(frozen=True)
 class Job:
-    """The work; `mode` is "read" (raw bytes), "transform" (float32, 3 x 224 x 224) or "cached"
-    (uint8, 3 x 224 x 224: a data set in Python without random parts)."""
+    """The work; `mode` is "read" (raw bytes), "transform" (float32, 3 x 224 x 224), "recipe" (the
+    same, with the augmentation of ResNet's recipe A1), "cached" (uint8, 3 x 224 x 224: a data set in
+    Python without random parts) or one of `FIELDS`, whose files lie in `prepared`."""
 
     data: Path
     prepared: Path
@@ -36,23 +39,41 @@ class Job:
     variant: str = ""
 
 
-# Name in the tables -> (module, variant).
-LOADERS: dict[str, tuple[str, str]] = {
-    "nostall": ("nostall_loader", ""),
-    "torch, 0 workers, PIL": ("torch_loader", "0 pil"),
-    "torch, 2 workers, PIL": ("torch_loader", "2 pil"),
-    "torch, 0 workers, decode_jpeg": ("torch_loader", "0 tv"),
-    "torch, 2 workers, decode_jpeg": ("torch_loader", "2 tv"),
-    "DALI, CPU": ("dali", ""),
-    "Grain": ("grain_loader", ""),
-    "WebDataset, 2 workers": ("webdataset_loader", "2"),
-    "MosaicML Streaming, 2 workers": ("streaming_loader", "2"),
+class Loader(NamedTuple):
+    """The module of a loader, the variant that `Job` gets, and the modes that it has."""
+
+    module: str
+    variant: str
+    modes: tuple[str, ...]
+
+
+_IMAGES = ("read", "transform", "cold")
+_PICTURES = tuple(mode for mode in FIELDS if mode.startswith("image"))
+_OTHERS = tuple(mode for mode in FIELDS if not mode.startswith("image"))
+
+# By the name in the tables. "workers": as many processes as `Job.threads`.
+LOADERS = {
+    "nostall": Loader("nostall_loader", "", (*_IMAGES, "cached", "recipe", *FIELDS)),
+    "nostall, tar shards": Loader("nostall_loader", "tar", tuple(FIELDS)),
+    "torch, 0 workers, PIL": Loader("torch_loader", "0 pil", (*_IMAGES, "cached")),
+    "torch, workers, PIL": Loader(
+        "torch_loader", "all pil", (*_IMAGES, "cached", "recipe", *_PICTURES)
+    ),
+    "torch, 0 workers, decode_jpeg": Loader("torch_loader", "0 tv", (*_IMAGES, "cached")),
+    "torch, workers, decode_jpeg": Loader(
+        "torch_loader", "all tv", (*_IMAGES, "cached", "recipe", *_PICTURES)
+    ),
+    "torch, workers, NumPy": Loader("torch_loader", "all tv", _OTHERS),
+    "DALI, CPU": Loader("dali", "", (*_IMAGES, "recipe", *FIELDS)),
+    "Grain": Loader("grain_loader", "", _IMAGES),
+    "WebDataset, workers": Loader("webdataset_loader", "", ("read", "transform", *FIELDS)),
+    "MosaicML Streaming, workers": Loader("streaming_loader", "", ("read", "transform")),
 }
 
 
 def module(name: str) -> ModuleType:
     """The module of the loader called `name` in `LOADERS`."""
-    return importlib.import_module(f"nostall_bench.peers.{LOADERS[name][0]}")
+    return importlib.import_module(f"nostall_bench.peers.{LOADERS[name].module}")
 
 
 def absent(name: str) -> list[str]:

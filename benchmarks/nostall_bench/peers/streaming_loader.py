@@ -50,7 +50,7 @@ def epochs(job: Job) -> Iterator[Iterator[int]]:
             batch_size=job.batch_size,
         ),
         batch_size=job.batch_size,
-        num_workers=int(job.variant),
+        num_workers=job.threads,
         persistent_workers=True,
         collate_fn=raw_collate if job.mode == "read" else None,
     )

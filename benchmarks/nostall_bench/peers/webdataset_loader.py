@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from nostall_bench.peers import Job, listing
-from nostall_bench.peers.torch_loader import decoder, raw_collate
+from nostall_bench.peers.torch_loader import collate_records, decoder, raw_collate, record
+from nostall_bench.records import FIELDS, shards
 
 REQUIRES = ("webdataset", "torch", "torchvision")
 _PER_SHARD = 250
@@ -43,24 +44,31 @@ def epochs(job: Job) -> Iterator[Iterator[int]]:
     from torch.utils.data import DataLoader
 
     torch.set_num_threads(1)
-    shards = sorted(str(p) for p in job.prepared.glob("*.tar"))
-    decode = decoder("tv")
-
-    def image(data: bytes) -> Any:
-        return decode(data) if job.mode == "transform" else data
-
-    dataset = (
-        webdataset.WebDataset(shards, shardshuffle=len(shards), empty_check=False)
-        .shuffle(1000)
-        .to_tuple("jpg", "cls")
-        .map_tuple(image, int)
+    records = job.mode in FIELDS
+    archives = (
+        shards(job.prepared, [p for p, _ in listing(job.data)], job.mode)
+        if records
+        else sorted(str(p) for p in job.prepared.glob("*.tar"))
     )
+    samples = webdataset.WebDataset(
+        archives, shardshuffle=len(archives), empty_check=False
+    ).shuffle(1000)
+    if records:
+        endings = [ending for _, ending in FIELDS[job.mode]]
+        fields = [field for field, _ in FIELDS[job.mode]]
+        make = record(job.mode, "tv")
+        dataset = samples.to_tuple(*endings).map(
+            lambda found: make(dict(zip(fields, map(io.BytesIO, found), strict=True)))
+        )
+    else:
+        decode = decoder("tv") if job.mode == "transform" else bytes
+        dataset = samples.to_tuple("jpg", "cls").map_tuple(decode, int)
     loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_size=job.batch_size,
-        num_workers=int(job.variant),
+        num_workers=job.threads,
         persistent_workers=True,
-        collate_fn=raw_collate if job.mode == "read" else None,
+        collate_fn=collate_records if records else raw_collate if job.mode == "read" else None,
     )
     for _ in range(job.epochs):
-        yield (len(labels) for _, labels in loader)
+        yield (len(batch[-1]) for batch in loader)
