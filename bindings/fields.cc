@@ -7,6 +7,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <tuple>
 
 #include "fields/program.h"
@@ -103,6 +104,11 @@ void bind_fields(nb::module_& m) {
             const auto* begin = reinterpret_cast<const std::byte*>(fill.c_str());
             f.fill.emplace(begin, begin + fill.size());
           });
+  nb::class_<fields::BatchMix>(m, "BatchMix", "What is mixed when a batch is complete.")
+      .def(nb::init<>())
+      .def_rw("mixing", &fields::BatchMix::mixing)
+      .def_rw("images", &fields::BatchMix::images)
+      .def_rw("labels", &fields::BatchMix::labels);
   nb::class_<fields::Program>(m, "Program", "Unpacks records (native/fields/program.h).")
       .def_prop_ro(
           "outputs",
@@ -119,6 +125,8 @@ void bind_fields(nb::module_& m) {
           "(name, dtype, shape of one sample, form) of each; -1 in a shape is ragged.");
   m.def(
       "compile_program",
-      [](std::vector<Field> fields) { return fields::Program::compile(std::move(fields)); },
-      nb::arg("fields"));
+      [](std::vector<Field> fields, std::optional<fields::BatchMix> mix) {
+        return fields::Program::compile(std::move(fields), std::move(mix));
+      },
+      nb::arg("fields"), nb::arg("mix") = nb::none());
 }

@@ -1,4 +1,4 @@
-// nostall._native: Pipeline, compile_pipeline, decode_rgb.
+// nostall._native: Pipeline, compile_pipeline, decode_rgb, Mixing.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
@@ -14,6 +14,7 @@
 #include <string>
 
 #include "base/random.h"
+#include "image/mix.h"
 #include "image/pipeline.h"
 #include "module.h"
 
@@ -457,9 +458,91 @@ image::Pipeline compile(const std::vector<std::pair<std::string, nb::dict>>& ste
   return image::Pipeline::compile(native, options);
 }
 
+constexpr const char* kMixers[] = {"mixup", "cutmix"};
+
+image::Mixing make_mixing(const std::vector<std::tuple<std::string, double, double>>& mixers,
+                          double p, uint32_t classes, uint32_t shift) {
+  image::Mixing mixing{{}, p, classes, shift};
+  for (const auto& [kind, alpha, weight] : mixers) {
+    mixing.mixers.push_back({choice<image::Mixer::Kind>("mixer", kMixers, kind), alpha, weight});
+  }
+  image::validate(mixing);
+  return mixing;
+}
+
+using Images = nb::ndarray<nb::ndim<4>, nb::c_contig, nb::device::cpu>;
+using Labels = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// Mixes the images of a batch that was made elsewhere. Gives lam and the targets.
+nb::tuple mix(const image::Mixing& mixing, const Images& images, const Labels& labels,
+              uint64_t seed, uint32_t epoch, uint64_t batch) {
+  const auto same = [&](image::Type type) { return images.dtype() == numpy_type(type); };
+  image::Output output;
+  const bool planes = images.shape(1) == 3;
+  output.layout = planes ? image::Layout::chw : image::Layout::hwc;
+  output.height = static_cast<uint32_t>(images.shape(planes ? 2 : 1));
+  output.width = static_cast<uint32_t>(images.shape(planes ? 3 : 2));
+  output.type = same(image::Type::float32)   ? image::Type::float32
+                : same(image::Type::float16) ? image::Type::float16
+                                             : image::Type::uint8;
+  if (!same(output.type) || (!planes && images.shape(3) != 3)) {
+    usage(
+        "images that are mixed are uint8, float16 or float32, (n, 3, height, width) or (n, "
+        "height, width, 3)");
+  }
+  const size_t n = images.shape(0);
+  if (labels.size() != n) usage("there must be as many labels as images");
+  const std::span<const int64_t> classes(labels.data(), n);
+  for (const int64_t label : classes) {
+    if (mixing.classes > 0 && (label < 0 || label >= mixing.classes)) {
+      usage("the label " + std::to_string(label) +
+            " is not below num_classes=" + std::to_string(mixing.classes));
+    }
+  }
+  auto targets = std::make_unique<std::byte[]>(n * mixing.classes * sizeof(float));
+  image::Mixture mixture;
+  {
+    const nb::gil_scoped_release release;
+    mixture = image::draw_mixture(mixing, output.width, output.height, seed, epoch, batch);
+    image::mix_images(mixture, mixing.shift, output, static_cast<std::byte*>(images.data()), n);
+    if (mixing.classes > 0) {
+      image::mix_labels(mixture, mixing.shift, classes, mixing.classes,
+                        reinterpret_cast<float*>(targets.get()));
+    }
+  }
+  return nb::make_tuple(
+      mixture.lam, to_numpy(std::move(targets), {n, size_t{mixing.classes}}, nb::dtype<float>()));
+}
+
+void bind_mixing(nb::module_& m) {
+  nb::class_<image::Mixing>(m, "Mixing", "MixUp and CutMix of whole batches (native/image/mix.h).")
+      .def_ro("classes", &image::Mixing::classes)
+      .def_ro("shift", &image::Mixing::shift)
+      .def(
+          "drawn",
+          [](const image::Mixing& mixing, int64_t height, int64_t width, uint64_t seed,
+             uint32_t epoch, uint64_t batch) {
+            const auto drawn = image::draw_mixture(mixing, width, height, seed, epoch, batch);
+            constexpr const char* kKinds[] = {"none", "mixup", "cutmix"};
+            const image::Box& box = drawn.box;
+            return std::make_tuple(std::string(kKinds[static_cast<size_t>(drawn.kind)]), drawn.lam,
+                                   std::make_tuple(box.x, box.y, box.width, box.height));
+          },
+          nb::arg("height"), nb::arg("width"), nb::kw_only(), nb::arg("seed") = 0,
+          nb::arg("epoch") = 0, nb::arg("batch") = 0,
+          "What a global batch gets: none, mixup or cutmix; lam; the box (x, y, width, height).")
+      .def("apply", &mix, nb::arg("images"), nb::arg("labels"), nb::kw_only(), nb::arg("seed") = 0,
+           nb::arg("epoch") = 0, nb::arg("batch") = 0,
+           "Mixes the images of a local batch in place. Gives lam, and the targets (n, classes).");
+  m.def("compile_mixing", &make_mixing, nb::arg("mixers"), nb::kw_only(), nb::arg("p"),
+        nb::arg("classes"), nb::arg("shift"),
+        "Of (\"mixup\" or \"cutmix\", alpha, weight), of which each batch gets one.");
+}
+
 }  // namespace
 
 void bind_image(nb::module_& m) {
+  bind_mixing(m);
   const uint64_t max_pixels = image::Options{}.max_pixels;
   nb::class_<image::Pipeline>(m, "Pipeline", "Compiled transforms of encoded images.")
       .def_prop_ro("height", [](const image::Pipeline& p) { return p.output().height; })

@@ -243,6 +243,9 @@ void bind_stage(nb::module_& m) {
            "One output of the program: an array, or if it is ragged (values, offsets or lengths), "
            "and "
            "the shapes where more than the first dimension differs.")
+      .def_prop_ro(
+          "lam", [](const PyBatch& b) { return b.batch->mixture.lam; },
+          "How much of each sample is its own, where the program mixes them; else 1.")
       .def("texts", &texts_of, nb::arg("number"),
            nb::sig("def texts(self, number: int) -> list[str]"), "The same of texts, as a list.")
       .def_prop_ro(

@@ -147,7 +147,7 @@ void Scratch::release_above(size_t most) noexcept {
   if (labels.size() > most) labels.release();
 }
 
-Program Program::compile(std::vector<Field> fields) {
+Program Program::compile(std::vector<Field> fields, std::optional<BatchMix> mix) {
   if (fields.empty()) throw Error(ErrorKind::usage, "a batch needs at least one field");
   Program program;
   for (const Field& field : fields) {
@@ -157,6 +157,8 @@ Program Program::compile(std::vector<Field> fields) {
   }
   program.fields_ = std::move(fields);
   program.find_groups();
+  program.mix_ = std::move(mix);
+  program.check_mix();
   return program;
 }
 

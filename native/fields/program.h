@@ -22,6 +22,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -31,6 +32,7 @@
 
 #include "base/error.h"
 #include "fields/types.h"
+#include "image/mix.h"
 #include "image/pipeline.h"
 #include "source/source.h"
 
@@ -105,6 +107,13 @@ struct Field {
   std::optional<std::vector<std::byte>> fill{};
 };
 
+// What is mixed when a batch is complete (image/mix.h).
+struct BatchMix {
+  image::Mixing mixing;
+  std::vector<uint32_t> images;    // fields: images of one group
+  std::optional<uint32_t> labels;  // a field of integers; absent: the labels of the source
+};
+
 // ---- What is decoded.
 
 // Buffers that one thread reuses from sample to sample.
@@ -171,12 +180,12 @@ class Program {
   static constexpr size_t kAlignment = 64;
 
   // Throws Error(usage), with the field's name, if a field cannot be so.
-  static Program compile(std::vector<Field> fields);
+  static Program compile(std::vector<Field> fields, std::optional<BatchMix> mix = std::nullopt);
   // Of one image, the first field of its source.
   static Program of_image(image::Pipeline pipeline);
 
   const std::vector<Field>& fields() const noexcept { return fields_; }
-  // In the order of the fields, one each.
+  // In the order of the fields, one each; behind them the targets of a mix that has classes.
   const std::vector<Output>& outputs() const noexcept { return outputs_; }
   size_t ragged() const noexcept { return ragged_; }   // how many outputs are not dense
   size_t ragged_before(size_t output) const noexcept;  // among the first `output` ones
@@ -191,6 +200,13 @@ class Program {
                                const image::SampleKey& key, Scratch& scratch,
                                const Place& place) const;
 
+  bool mixes() const noexcept { return mix_.has_value(); }
+  // Mixes a batch of which all samples are in their places; `labels` are those of its source, one for
+  // each. An Error of kind usage for a label that is no class, with the sample's name by `describe`.
+  Result<image::Mixture> mix(std::byte* slab, std::span<const int64_t> labels, uint64_t seed,
+                             uint32_t epoch, uint64_t batch,
+                             const std::function<std::string(size_t)>& describe) const;
+
   // The layout of the tail of a batch; `held` has ragged() values for each sample. `bytes` is its
   // size. Throws std::bad_alloc if there can be no such memory.
   std::vector<Laid> plan_tail(std::span<const Ragged> held, uint64_t samples,
@@ -204,6 +220,7 @@ class Program {
     std::vector<size_t> fields;  // two or more
   };
   void find_groups();
+  void check_mix();
   Destination destination(size_t output, const Place& place) const;
   Result<std::monostate> apply_group(const Group& group,
                                      std::span<const source::FieldBytes> located,
@@ -214,6 +231,7 @@ class Program {
   std::vector<Output> outputs_;
   std::vector<Group> groups_;
   std::vector<uint8_t> grouped_;  // whether a field is in one
+  std::optional<BatchMix> mix_;
   size_t ragged_ = 0;
 };
 

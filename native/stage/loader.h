@@ -9,7 +9,7 @@
 // straight into its slot of the RAM tier if it has one, so that the read for the stage also fills
 // the tier. Transform threads unpack the record's fields (fields/program.h) into the batch; its
 // buffer comes from a pool. Fields whose sizes differ are held until the batch is complete, and put
-// together by the thread that completes it. With other nodes
+// together by the thread that completes it, which also mixes the batch (image/mix.h). With other nodes
 // (peer/exchange.h) the rank that needs a sample first reads it from the source and pushes it to
 // its owner; later readers fetch it from the owner. The consumer gets batches in the plan's order,
 // whatever order they were finished in.
@@ -113,6 +113,7 @@ struct Batch {
   uint64_t bytes = 0;              // of `buffer` in use
   std::shared_ptr<Buffer> tail;    // null if no output is ragged
   std::vector<fields::Laid> laid;  // of each ragged output, in `tail`
+  image::Mixture mixture;          // of a program that mixes
   std::vector<plan::SampleId> samples;
   std::vector<int64_t> labels;
   std::vector<uint32_t> occurrences;       // plan::RankEpoch's; empty where no sample comes again

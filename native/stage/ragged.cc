@@ -42,16 +42,37 @@ void Holding::release() noexcept {
 }
 
 void Loader::Run::complete(Task& task) {
+  {
+    const MutexLock lock(mutex_);
+    // A batch that has an error is never handed out, and its places may be empty.
+    if (task.error) {
+      if (task.holding) task.holding->release();
+      return;
+    }
+  }
+  if (config_.program->mixes()) mix(task);
+  if (config_.program->ragged() > 0) lay(task);
+}
+
+void Loader::Run::mix(Task& task) {
+  Batch& batch = *task.batch;
+  auto mixture = config_.program->mix(batch.buffer->data(), batch.labels, config_.job.seed,
+                                      batch.position.epoch, batch.position.batch, [&](size_t i) {
+                                        return config_.source->describe(batch.samples[i]) +
+                                               " (sample " + std::to_string(batch.samples[i]) + ")";
+                                      });
+  if (mixture) {
+    batch.mixture = mixture.value();
+    return;
+  }
+  const MutexLock lock(mutex_);
+  task.error = mixture.error();
+}
+
+void Loader::Run::lay(Task& task) {
   const fields::Program& program = *config_.program;
   Batch& batch = *task.batch;
   const uint64_t samples = task.items.size();
-  bool good = true;
-  if (samples > 0) {
-    const MutexLock lock(mutex_);
-    good = !task.error;
-  }
-  // A batch that has an error is never handed out, and its places may be empty.
-  if (!good) return task.holding->release();
   uint64_t bytes = 0;
   try {
     batch.laid = program.plan_tail(task.ragged, samples, bytes);

@@ -244,7 +244,7 @@ Task* Loader::Run::open_task() {
     if (const size_t ragged = config_.program->ragged(); ragged > 0) {
       task->ragged.resize(ragged * task->items.size());
       task->holding.emplace(*batch_pool_);
-      if (task->items.empty()) complete(*task);
+      if (task->items.empty()) lay(*task);
     }
   } else if (!task->items.empty()) {
     // Before other threads see the task: there may be no memory.

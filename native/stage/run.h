@@ -138,8 +138,12 @@ class Loader::Run {
   // From the record of `sample` to its place in the batch.
   Result<std::monostate> unpack(Work work, plan::SampleId sample, std::span<const std::byte> record,
                                 fields::Scratch& scratch);
-  // Puts the ragged values of a task together, of which every sample is done.
+  // Whether a batch needs more than its samples.
+  bool completes() const { return config_.program->ragged() > 0 || config_.program->mixes(); }
+  // Puts the ragged values of a task together, of which every sample is done, and mixes it.
   void complete(Task& task);
+  void lay(Task& task);
+  void mix(Task& task);
   // Accounts for a sample that is transformed; completes its batch if it was the last one.
   void settle(Task& task);
   void finish(std::span<const Work> works);

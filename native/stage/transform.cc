@@ -58,10 +58,15 @@ void Loader::Run::settle(Task& task) {
     const MutexLock lock(mutex_);
     if (--task.left > 0) return;
     // Once it is ready it may be handed out and gone at any time.
-    if (!task.holding) task.ready = true;
+    if (!completes()) task.ready = true;
   }
-  if (config_.program->ragged() > 0) {
+  if (completes()) {
+    const int64_t begin = thread_cpu_ns();
     complete(task);
+    {
+      const MutexLock lock(task.counters);
+      task.batch->transform_ns += thread_cpu_ns() - begin;
+    }
     const MutexLock lock(mutex_);
     task.ready = true;
   }

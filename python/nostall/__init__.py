@@ -16,7 +16,15 @@ from nostall._version import __version__
 from nostall.base._options import suggestion
 from nostall.checkpoint import Checkpointer, CheckpointOptions, Keep
 from nostall.fields import Schema
-from nostall.loader import Context, DataLoader, DynamicBatches, LoaderOptions, RawBatch, transforms
+from nostall.loader import (
+    Context,
+    DataLoader,
+    DynamicBatches,
+    LoaderOptions,
+    MixedLabels,
+    RawBatch,
+    transforms,
+)
 from nostall.observe import Stats, metrics, trace
 from nostall.plan import ClassBalanced, Plan, RepeatedAugmentation, SubBatches, Weighted
 from nostall.source import (
@@ -67,6 +75,7 @@ __all__ = [
     "Keep",
     "LoaderOptions",
     "Manifest",
+    "MixedLabels",
     "ObjectFolder",
     "Parquet",
     "Pixels",

@@ -549,6 +549,40 @@ class RangeReader:
     def bytes_read(self) -> int:
         """Of the storage, alignment included."""
 
+class Mixing:
+    """MixUp and CutMix of whole batches (native/image/mix.h)."""
+
+    @property
+    def classes(self) -> int: ...
+    @property
+    def shift(self) -> int: ...
+    def drawn(
+        self, height: int, width: int, *, seed: int = 0, epoch: int = 0, batch: int = 0
+    ) -> tuple[str, float, tuple[int, int, int, int]]:
+        """
+        What a global batch gets: none, mixup or cutmix; lam; the box (x, y, width, height).
+        """
+
+    def apply(
+        self,
+        images: Annotated[NDArray, dict(shape=(None, None, None, None), order="C", device="cpu")],
+        labels: Annotated[
+            NDArray[numpy.int64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        *,
+        seed: int = 0,
+        epoch: int = 0,
+        batch: int = 0,
+    ) -> tuple:
+        """
+        Mixes the images of a local batch in place. Gives lam, and the targets (n, classes).
+        """
+
+def compile_mixing(
+    mixers: Sequence[tuple[str, float, float]], *, p: float, classes: int, shift: int
+) -> Mixing:
+    """Of ("mixup" or "cutmix", alpha, weight), of which each batch gets one."""
+
 class Pipeline:
     """Compiled transforms of encoded images."""
 
@@ -778,6 +812,23 @@ class Field:
     @fill.setter
     def fill(self, arg: bytes, /) -> None: ...
 
+class BatchMix:
+    """What is mixed when a batch is complete."""
+
+    def __init__(self) -> None: ...
+    @property
+    def mixing(self) -> Mixing: ...
+    @mixing.setter
+    def mixing(self, arg: Mixing, /) -> None: ...
+    @property
+    def images(self) -> list[int]: ...
+    @images.setter
+    def images(self, arg: Sequence[int], /) -> None: ...
+    @property
+    def labels(self) -> int | None: ...
+    @labels.setter
+    def labels(self, arg: int | None, /) -> None: ...
+
 class Program:
     """Unpacks records (native/fields/program.h)."""
 
@@ -787,7 +838,7 @@ class Program:
         (name, dtype, shape of one sample, form) of each; -1 in a shape is ragged.
         """
 
-def compile_program(fields: Sequence[Field]) -> Program: ...
+def compile_program(fields: Sequence[Field], mix: BatchMix | None = None) -> Program: ...
 
 class PeerTransport:
     """Messages between ranks (native/peer/transport.h); starts nothing."""
@@ -964,6 +1015,12 @@ class Batch:
     def output(self, number: int) -> Any:
         """
         One output of the program: an array, or if it is ragged (values, offsets or lengths), and the shapes where more than the first dimension differs.
+        """
+
+    @property
+    def lam(self) -> float:
+        """
+        How much of each sample is its own, where the program mixes them; else 1.
         """
 
     def texts(self, number: int) -> list[str]:

@@ -4,6 +4,15 @@ from nostall.loader import transforms
 from nostall.loader._context import Context
 from nostall.loader._dynamic_batches import DynamicBatches
 from nostall.loader._loader import DataLoader, RawBatch
+from nostall.loader._mixing import MixedLabels
 from nostall.loader._options import LoaderOptions
 
-__all__ = ["Context", "DataLoader", "DynamicBatches", "LoaderOptions", "RawBatch", "transforms"]
+__all__ = [
+    "Context",
+    "DataLoader",
+    "DynamicBatches",
+    "LoaderOptions",
+    "MixedLabels",
+    "RawBatch",
+    "transforms",
+]

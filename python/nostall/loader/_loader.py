@@ -38,6 +38,7 @@ from nostall.job._rendezvous import find_rendezvous
 from nostall.job._world import find_world
 from nostall.loader._cached_items import ItemStage
 from nostall.loader._calibration import Calibration
+from nostall.loader._mixing import Mix, split
 from nostall.loader._options import LoaderArguments, LoaderOptions, with_arguments
 from nostall.loader._python_transforms import PythonStage, takes_images
 from nostall.loader._records import ByField, Records, one_image
@@ -46,7 +47,14 @@ from nostall.loader.transforms import compile as compile_transforms
 from nostall.observe import metrics, trace
 from nostall.observe._recorder import Recorder
 from nostall.observe._stats import ORIGINS
-from nostall.plan import DESCRIBED, ClassBalanced, Order, Plan, sample_ids
+from nostall.plan import (
+    DESCRIBED,
+    ClassBalanced,
+    Order,
+    Plan,
+    RepeatedAugmentation,
+    sample_ids,
+)
 from nostall.source._source import Source
 
 if TYPE_CHECKING:
@@ -343,6 +351,7 @@ class DataLoader:
 
     def _transform_by(self, transforms: Transforms) -> None:
         chosen, pixels = self._options, self.dataset.pixels
+        self._mix: Mix | None = None
         if (maker := self.dataset.item_maker) is not None:
             if transforms is not None:
                 raise UsageError(
@@ -368,12 +377,18 @@ class DataLoader:
         ):
             self._unpack_by(transforms)
         elif transforms is not None and not callable(transforms) and is_native(transforms):
+            steps = self._take_mix(transforms)
             self._program = one_image(
-                compile_transforms(
-                    transforms, dtype=chosen.dtype, layout=chosen.layout, pixels=pixels
-                )
+                compile_transforms(steps, dtype=chosen.dtype, layout=chosen.layout, pixels=pixels),
+                self._mix,
             )
         elif transforms is not None:
+            transforms = self._take_mix(transforms)
+            if self._mix is not None and chosen.collate is not None:
+                raise UsageError(
+                    f"{type(self._mix.step).__name__} is done to arrays of images, and collate= makes "
+                    "the batches of callables: mix them in collate=, or leave it out"
+                )
             decoded = takes_images(transforms) if chosen.decode is None else chosen.decode
             self._python = PythonStage(
                 transforms,
@@ -387,6 +402,24 @@ class DataLoader:
             )
         self._collate = None if self._python else chosen.collate
 
+    @property
+    def _shift(self) -> int:
+        """From a sample to the one before it that is another, in this order."""
+        order = self._order
+        return order.times if isinstance(order, RepeatedAugmentation) else 1
+
+    def _take_mix(self, transforms: Any) -> Any:
+        """Takes the step for batches off the steps for samples."""
+        steps, for_batches = split(transforms)
+        if for_batches is not None:
+            self._mix = Mix(for_batches, self._shift)
+            if self._mix.native.classes and self.dataset._label_type.kind == "f":
+                raise UsageError(
+                    f"{type(self._mix.step).__name__}: num_classes= is for labels that are classes, "
+                    f"and those of {self.dataset!r} are {self.dataset._label_type}: leave it out"
+                )
+        return steps
+
     def _unpack_by(self, transforms: Transforms) -> None:
         """Batches of several fields: a program for all of them."""
         chosen, schema = self._options, self.dataset.schema
@@ -399,6 +432,7 @@ class DataLoader:
             dtype=chosen.dtype,
             layout=chosen.layout,
             form=chosen.batch or "dict",
+            shift=self._shift,
         )
         self._program = self._records.program
 
@@ -530,7 +564,7 @@ class DataLoader:
                 if self.dataset.item_maker is not None:
                     yield data  # labels are in its items
                 else:
-                    yield data, self._array(self.dataset.as_labels(labels))
+                    yield data, self._labelled(batch, data, self.dataset.as_labels(labels))
         finally:
             # An abandoned iteration may end late; pending work may then belong to a later one.
             if pending is not None and self._recorder.is_current(running):
@@ -549,6 +583,15 @@ class DataLoader:
         else:
             data = self._array(batch.output(0))
         return data if self._collate is None else self._collate([data[i] for i in range(len(data))])
+
+    def _labelled(self, batch: _native.Batch, data: Any, labels: NDArray[Any]) -> Any:
+        if self._mix is None:
+            return self._array(labels)
+        if self._program is not None:
+            targets = batch.output(1) if self._mix.native.classes else None
+            return self._mix.labelled(batch.lam, targets, labels, self._array)
+        lam, targets = self._mix.images_of(data, labels, self.seed, batch.epoch, batch.index)
+        return self._mix.labelled(lam, targets, labels, self._array)
 
     def _array(self, array: NDArray[Any]) -> Any:
         if self._output == "numpy":

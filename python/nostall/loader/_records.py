@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from nostall import _native
 from nostall.errors import UsageError
 from nostall.fields import Array, Boxes, Image, Kind, Schema
+from nostall.loader._mixing import Mix, split
 from nostall.loader.transforms import SanitizeBoundingBoxes, Transform, is_native
 from nostall.loader.transforms import compile as compile_transforms
 from nostall.source._source import Source
@@ -15,12 +18,12 @@ from nostall.source._source import Source
 ByField = Mapping[str | tuple[str, ...], Sequence[Transform]]
 
 
-def one_image(pipeline: _native.Pipeline) -> _native.Program:
-    """The program of a source whose records are images."""
+def one_image(pipeline: _native.Pipeline, mix: Mix | None = None) -> _native.Program:
+    """The program of a source whose records are images; targets of a mix are its output 1."""
     field = _native.Field()
     field.kind = _native.ImageField()
     field.kind.pipeline = pipeline
-    return _native.compile_program([field])
+    return _native.compile_program([field], None if mix is None else mix.of_batch([0], None))
 
 
 class Records:
@@ -39,12 +42,27 @@ class Records:
         dtype: str | None,
         layout: str | None,
         form: Literal["dict", "tuple"],
+        shift: int,
     ) -> None:
         self._kinds: dict[str, Kind] = dict(schema)
         self._form = form
+        self._mix: Mix | None = None
+        mixed: _native.BatchMix | None = None
         pipelines: dict[str, _native.Pipeline] = {}
         _check_rows(source.schema)
-        for names, steps in _groups(schema, transforms):
+        for names, every_step in _groups(schema, transforms):
+            steps, for_batches = split(every_step)
+            if for_batches is not None:
+                if self._mix is not None:
+                    raise UsageError(
+                        "two lists of transforms mix batches, whose labels are one: one can"
+                    )
+                self._mix = Mix(for_batches, shift)
+                self._labels = self._mix.labels_in(schema)
+                fields = list(schema)
+                mixed = self._mix.of_batch(
+                    _to_mix(schema, names, self._mix), fields.index(self._labels)
+                )
             if any(isinstance(step, SanitizeBoundingBoxes) for step in steps):
                 _check_followers(schema, names)
             pipeline = compile_transforms(steps, dtype=dtype, layout=layout, pixels=source.pixels)
@@ -54,7 +72,8 @@ class Records:
             [
                 kind.to_native(name, places[name], pipelines.get(name), _boxes_of(schema, name))
                 for name, kind in schema.items()
-            ]
+            ],
+            mixed,
         )
 
     def hand_out(self, batch: _native.Batch, array: Callable[[Any], Any]) -> Any:
@@ -62,8 +81,25 @@ class Records:
         values = {
             name: kind.hand_out(batch, number, array)
             for number, (name, kind) in enumerate(self._kinds.items())
+            if self._mix is None or name != self._labels
         }
+        if self._mix is not None:
+            labels = np.asarray(batch.output(list(self._kinds).index(self._labels)))
+            targets = batch.output(len(self._kinds)) if self._mix.native.classes else None
+            mixed = self._mix.labelled(batch.lam, targets, labels, array)
+            values = {name: values.get(name, mixed) for name in self._kinds}
         return values if self._form == "dict" else tuple(values.values())
+
+
+def _to_mix(schema: Schema, names: Sequence[str], mix: Mix) -> list[int]:
+    """The places of the images that are mixed."""
+    for name in names:
+        if not isinstance(schema[name], Image):
+            raise UsageError(
+                f"{type(mix.step).__name__} mixes images, and {name!r}, which is transformed with "
+                f"them, is of {type(schema[name]).__name__}: leave it out by fields="
+            )
+    return [list(schema).index(name) for name in names]
 
 
 def _boxes_of(schema: Schema, name: str) -> int | None:

@@ -50,6 +50,7 @@ from nostall.loader._geometry_steps import (
     Resize,
     SanitizeBoundingBoxes,
 )
+from nostall.loader._mixing import CutMix, MixUp, RandomChoice
 from nostall.loader._steps import Step, Transform
 from nostall.loader._torchvision import from_torchvision
 
@@ -62,15 +63,18 @@ __all__ = [
     "CenterCrop",
     "ClampBoundingBoxes",
     "ColorJitter",
+    "CutMix",
     "Decode",
     "GaussianBlur",
     "Grayscale",
+    "MixUp",
     "Normalize",
     "Pad",
     "RandAugment",
     "RandomAdjustSharpness",
     "RandomAffine",
     "RandomAutocontrast",
+    "RandomChoice",
     "RandomCrop",
     "RandomEqualize",
     "RandomErasing",
