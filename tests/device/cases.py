@@ -1,0 +1,86 @@
+"""Tests that run on the simulated accelerator: many in one process, which is not pytest's own.
+
+A process that has imported simdev has no other accelerator, so that pytest's must not. A file of
+such tests has functions case_*(), and is both: a test file, and the program that runs them.
+
+    CASES = cases.names(globals())
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_on_the_device(case: str) -> None:
+        cases.check(__file__, case)
+
+    if __name__ == "__main__":
+        cases.main(globals())
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
+
+import prefork
+import pytest
+
+LIMIT = 250.0  # seconds for all cases of a file
+
+
+def names(module: Mapping[str, Any]) -> list[str]:
+    return [name for name in module if name.startswith("case_")]
+
+
+def supported() -> bool:
+    import torch
+
+    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 15)
+
+
+def run(file: str, *arguments: str) -> Any:
+    """The file as a program on the device."""
+    if not supported():
+        pytest.skip("the simulated accelerator needs torch 2.15")
+    return prefork.run([file, *arguments], timeout=LIMIT, torch=True)
+
+
+@functools.cache
+def results(file: str) -> dict[str, str]:
+    done = run(file)
+    lines = done.stdout.splitlines()
+    assert lines and lines[-1].startswith("{"), (done.returncode, done.stdout, done.stderr)
+    return dict(json.loads(lines[-1]))
+
+
+def check(file: str, case: str) -> None:
+    failure = results(file)[case]
+    assert not failure, failure
+
+
+def main(module: Mapping[str, Any]) -> None:
+    """Runs the case that is named, else all of them; what a case leaves is not the next one's."""
+    import simdev
+    import torch
+
+    if len(sys.argv) > 1:
+        module[sys.argv[1]]()
+        return
+    failures = {}
+    for name in names(module):
+        print(name, file=sys.stderr, flush=True)
+        failures[name] = ""
+        try:
+            module[name]()
+        except BaseException:
+            failures[name] = traceback.format_exc()
+        simdev.release_all()
+        for device in range(torch.accelerator.device_count()):
+            torch.accelerator.synchronize(device)
+        left = simdev.reports()
+        if left and not failures[name]:
+            failures[name] = "reports that the case did not expect: " + "\n".join(left)
+    print(json.dumps(failures), flush=True)

@@ -1,0 +1,190 @@
+"""The simulated accelerator "simdev": torch's PrivateUse1 device, built when it is first imported.
+
+Device memory cannot be touched by the host; streams are threads that tests slow down and hold; what
+no event orders, what record_stream was not told of and what the host touches before it has waited
+for its copy is reported, whatever the timing. What runs here ran on no GPU.
+
+    import simdev
+    with simdev.held(stream):  # its tasks wait
+        ...
+    assert simdev.reports() == []
+
+A process that imports it has no other accelerator (torch has one PrivateUse1 device, and prefers it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+BUILD = HERE.parents[2] / "build" / "simdev"
+SOURCES = ("runtime.cc", "backend.cc")
+
+
+def _command(source: str, to: Path) -> list[str]:
+    where = Path(torch.__file__).parent
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    includes = [where / "include", where / "include" / "torch" / "csrc" / "api" / "include"]
+    return [
+        *("nice", "-n", "5"),
+        *compiler,
+        *("-std=c++20", "-O1", "-fPIC", "-Wall", "-c", str(HERE / source), "-o", str(to)),
+        *(word for path in includes for word in ("-isystem", str(path))),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+    ]
+
+
+@functools.cache
+def built() -> Path:
+    """The library, which test processes build once between them for these sources and this torch."""
+    stamp = hashlib.sha256(f"{torch.__version__} {sysconfig.get_platform()}".encode())
+    for name in (*SOURCES, "runtime.h", "__init__.py"):
+        stamp.update((HERE / name).read_bytes())
+    library = BUILD / f"libsimdev-{stamp.hexdigest()[:16]}.so"
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with open(BUILD / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if library.exists():
+            return library
+        objects = [BUILD / f"{source}.o" for source in SOURCES]
+        for source, to in zip(SOURCES, objects, strict=True):
+            subprocess.run(_command(source, to), check=True)
+        lib = Path(torch.__file__).parent / "lib"
+        unfinished = library.with_suffix(".new")
+        link = [*_command("", unfinished)[:4], "-shared", *map(str, objects), "-o", str(unfinished)]
+        link += [f"-L{lib}", f"-Wl,-rpath,{lib}", "-ltorch", "-ltorch_cpu", "-lc10"]
+        subprocess.run(link, check=True)
+        unfinished.replace(library)
+    return library
+
+
+def _load() -> ctypes.CDLL:
+    torch.utils.rename_privateuse1_backend("simdev")
+    library = ctypes.CDLL(str(built()))
+    library.simdev_speed.argtypes = [ctypes.c_int, ctypes.c_double, ctypes.c_double]
+    library.simdev_capacity.argtypes = [ctypes.c_int, ctypes.c_size_t]
+    library.simdev_fail_after.argtypes = [ctypes.c_uint64]
+    library.simdev_reports.restype = ctypes.c_char_p
+    return library
+
+
+_library = _load()
+
+
+class Device(ModuleType):
+    """torch.simdev: what torch asks a device's module for."""
+
+    Stream = torch.Stream
+    Event = torch.Event
+
+    is_available = staticmethod(lambda: True)
+    is_initialized = staticmethod(lambda: True)
+    _lazy_init = staticmethod(lambda: None)
+    _is_in_bad_fork = staticmethod(lambda: False)
+    manual_seed_all = staticmethod(lambda seed: None)
+    device_count = staticmethod(lambda: 2)  # kDevices
+    current_device = staticmethod(torch.accelerator.current_device_index)
+    set_device = staticmethod(torch.accelerator.set_device_index)
+    synchronize = staticmethod(torch.accelerator.synchronize)
+    current_stream = staticmethod(torch.accelerator.current_stream)
+    get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
+
+    @staticmethod
+    def stream(stream: torch.Stream) -> Any:
+        return stream
+
+    @staticmethod
+    def device(index: Any) -> Any:
+        return torch.accelerator.device_index(getattr(index, "index", index))
+
+    @staticmethod
+    def get_rng_state(device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    @staticmethod
+    def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+
+torch._register_device_module("simdev", Device("torch.simdev"))
+torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+
+def _number(stream: torch.Stream | None) -> int:
+    if stream is None:
+        stream = torch.accelerator.current_stream()
+    return stream.stream_id or stream.device_index
+
+
+def hold(stream: torch.Stream | None = None) -> None:
+    """The stream begins no further task until it is released."""
+    _library.simdev_hold(_number(stream), 1)
+
+
+def release(stream: torch.Stream | None = None) -> None:
+    _library.simdev_hold(_number(stream), 0)
+
+
+def release_all() -> None:
+    """Every stream runs at full speed, every device has its memory, and nothing is refused."""
+    _library.simdev_reset()
+
+
+@contextlib.contextmanager
+def held(stream: torch.Stream | None = None) -> Iterator[None]:
+    number = _number(stream)
+    _library.simdev_hold(number, 1)
+    try:
+        yield
+    finally:
+        _library.simdev_hold(number, 0)
+
+
+def speed(seconds: float, bytes_per_second: float = 0, stream: torch.Stream | None = None) -> None:
+    """What each task of the stream takes, and of streams that are made later on its device."""
+    _library.simdev_speed(_number(stream), seconds, bytes_per_second)
+
+
+def capacity(size: int, device: int = 0) -> None:
+    """Memory of the device in bytes."""
+    _library.simdev_capacity(device, size)
+
+
+def refuse_pinning(refuse: bool) -> None:
+    """Whether new pinned memory is refused, as by `ulimit -l`."""
+    _library.simdev_refuse_pinning(int(refuse))
+
+
+def host_by_thread(each: bool) -> None:
+    """Whether what one host thread waited for is unknown to the others."""
+    _library.simdev_host_by_thread(int(each))
+
+
+def fail_after(tasks: int) -> None:
+    """The `tasks`-th task from now on is refused: the device is lost."""
+    _library.simdev_fail_after(tasks)
+
+
+def reports() -> list[str]:
+    """What went wrong since the last call."""
+    text: bytes = _library.simdev_reports()
+    return text.decode().splitlines()
+
+
+if sys.platform != "linux":
+    raise ImportError("simdev needs memfd_create, which only Linux has")
