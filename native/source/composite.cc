@@ -106,8 +106,7 @@ CompositeSource::CompositeSource(std::shared_ptr<const Table> table, std::vector
   }
   chosen_parts_ = static_cast<size_t>(std::lower_bound(chosen_.begin(), chosen_.end(), parts()) -
                                       chosen_.begin());
-  const bool neighbours = table_->source && table_->source->batch_bytes() > 0;
-  if (neighbours) sample_of_.assign(table_->source->size(), kNoPart);
+  if (chosen_parts_ > 0) sample_of_.assign(table_->source->size(), kNoPart);
   sizes_.reserve(size());
   Fnv hash;
   for (const uint32_t field : chosen_) hash.text(table_->names[field]);
@@ -119,7 +118,7 @@ CompositeSource::CompositeSource(std::shared_ptr<const Table> table, std::vector
       hash.word(part);
       if (part == kNoPart) continue;
       bytes += table_->source->sizes()[part];
-      if (neighbours) sample_of_[part] = static_cast<uint32_t>(s);
+      sample_of_[part] = static_cast<uint32_t>(s);
     }
     sizes_.push_back(bytes);
     total_ += bytes;

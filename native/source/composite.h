@@ -78,7 +78,7 @@ class CompositeSource : public Source {
   std::vector<uint32_t> chosen_;  // numbers of fields; those of parts first
   size_t chosen_parts_ = 0;       // how many of them are of parts
   std::vector<uint64_t> sizes_;
-  std::vector<uint32_t> sample_of_;  // of each part, where parts have neighbours; else empty
+  std::vector<uint32_t> sample_of_;  // of each part; empty without parts
   uint64_t total_ = 0, fingerprint_ = 0;
 };
 

@@ -1,22 +1,46 @@
-"""Images in columns: Parquet, and Arrow IPC files as Hugging Face keeps them."""
+"""Rows of columns: Parquet, and Arrow IPC files as Hugging Face keeps them."""
 
 from __future__ import annotations
 
 import os
 import threading
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nostall.errors import CorruptionError, IoError, UsageError
+from nostall.fields import Image, Kind, Scalar
 from nostall.source._callback import RowReader
+from nostall.source._columns import (
+    Column,
+    Gathered,
+    Names,
+    Rows,
+    check_same,
+    classes_of,
+    column_of,
+    compose_columns,
+    gathered_columns,
+    leaf_of,
+    rows_of,
+)
+from nostall.source._composite import Composite
+from nostall.source._hugging_face import dataset_files
 from nostall.source._object_file import ObjectFile, as_file, failure_of
 from nostall.source._objects import is_url
-from nostall.source._records import PathLike, RecordStore, absolute, open_storage, shard_paths
-from nostall.source._source import Source
+from nostall.source._records import (
+    PathLike,
+    ReadOptions,
+    RecordStore,
+    absolute,
+    open_storage,
+    shard_paths,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,23 +52,28 @@ _FILE_MAGIC = b"ARROW1"
 _CONTINUATION = b"\xff\xff\xff\xff"
 
 
-class Parquet(Source):
-    """Rows of Parquet files with a column of image bytes.
+class Parquet(Composite):
+    """Rows of Parquet files: a column of images and one of labels, or with `columns` any columns.
 
-    A row cannot be read alone: its whole row group is unpacked. The last groups are kept unpacked, and
-    the other rows of a group go to the tiers while they have room. With a shuffled order and without
-    tiers every sample costs a whole group, so convert such a data set (`nostall convert`) or give it
-    tiers. Opening reads the image column once, for the lengths of its values.
+    A row cannot be read alone: the columns of its whole row group are unpacked. The last ones are kept
+    unpacked, and the other rows of a group go to the tiers while they have room. With a shuffled order
+    and without tiers every sample costs a whole group, so convert such a data set (`nostall convert`)
+    or give it tiers. Opening reads the chosen columns once: numbers stay in memory, of others the
+    lengths.
 
     Args:
         files: a list of files, a pattern, or a folder; or URLs of objects.
         image: the column: binary, or a struct with a binary field ``bytes`` (Hugging Face).
         label: an integer column; None for 0.
-        kept: bytes of unpacked groups to keep.
+        columns: instead of `image` and `label`, the names of the columns, or by the name of the field
+            that of its column, or "all". ``a.b`` is the field ``b`` of the structs of column ``a``.
+        schema: the kinds of fields. Those that it does not have follow from the columns' types.
+        kept: bytes of unpacked columns to keep.
         store: for URLs, an ``obstore.store`` that has them; made from the environment if None.
 
     Raises:
-        UsageError: there is no such column, it is of another type, or a row has no image.
+        UsageError: there is no such column, it is of a type that is not read or of another type in
+            another file, or a row has no value and its kind no ``fill``.
         CorruptionError: a file is damaged, with its path.
         IoError: a file cannot be opened.
     """
@@ -55,6 +84,8 @@ class Parquet(Source):
         *,
         image: str = "image",
         label: str | None = "label",
+        columns: Names | None = None,
+        schema: Mapping[str, Kind] | None = None,
         kept: int = _KEPT_BYTES,
         store: Any = None,
     ) -> None:
@@ -64,52 +95,87 @@ class Parquet(Source):
             "files": paths,
             "image": image,
             "label": label,
+            "columns": columns,
+            "schema": schema,
             "kept": kept,
             "store": store,
         }
-        self.native = _Groups(paths, image, kept, store).open(label)
+        pairs = _is_pair(image, label, columns, schema)
+        groups = _Groups(paths, kept, store)
+        if columns is None:
+            _check_columns(groups.schema(0), image, label, paths[0])
+            columns = {"image": image, **({} if label is None else {"label": label})}
+            schema = (
+                {"image": Image(), "label": Scalar()} if label is not None else {"image": Image()}
+            )
+        gathered = gathered_columns(groups.schema(0), columns, schema, paths[0])
+        rows = groups.gather(gathered)
+        compose_columns(self, gathered, rows, groups.parts, pairs)
+
+
+def _is_pair(
+    image: str, label: str | None, columns: Names | None, schema: Mapping[str, Kind] | None
+) -> bool:
+    if columns is None and schema is not None:
+        raise UsageError("schema= says the kinds of fields, which columns= names")
+    if columns is not None and (image, label) != ("image", "label"):
+        raise UsageError("columns= names all fields: image= and label= are not for it")
+    return columns is None
 
 
 class _Groups(RowReader):
-    """Row groups of Parquet files, the last ones unpacked; see ``Parquet``."""
+    """Columns of row groups of Parquet files, the last ones unpacked; see ``Parquet``.
 
-    def __init__(self, paths: list[str], image: str, kept: int, store: Any) -> None:
-        self._paths, self._column, self._kept, self._store = paths, image, kept, store
+    Sample `row` of field `i` is the part ``i * rows + row``.
+    """
+
+    def __init__(self, paths: list[str], kept: int, store: Any) -> None:
+        self._paths, self._kept, self._store = paths, kept, store
         self._lock = threading.Lock()
-        self._groups: OrderedDict[int, tuple[Any, int]] = OrderedDict()
+        self._unpacked: OrderedDict[tuple[int, int], tuple[NDArray[np.uint8], Rows]] = OrderedDict()
         self._opened: dict[int, Any] = {}
         self._pid = os.getpid()
         self._of_group: list[tuple[int, int]] = []  # (file, row group in it)
-        self._first: list[int] = []  # sample
-        self._group = np.zeros(0, np.uint32)  # of every sample
+        self._first: list[int] = []  # row
+        self._columns: list[Column] = []  # of the fields that are parts
+        self._rows = 0
 
-    def open(self, label: str | None) -> _native.Source:
-        """The native source, after reading the metadata of every row group."""
-        sizes: list[NDArray[np.uint64]] = []
-        labels: list[NDArray[np.int64]] = []
-        group: list[NDArray[np.uint32]] = []
-        total = 0
+    def schema(self, number: int) -> Any:
+        """The Arrow schema of a file."""
+        return self._open(number).schema_arrow
+
+    def gather(self, gathered: Sequence[Gathered]) -> int:
+        """Reads the columns once; returns the number of rows."""
         for number, path in enumerate(self._paths):
-            file = self._open(number)
-            _check_columns(file.schema_arrow, self._column, label, path)
-            for i in range(file.num_row_groups):
+            schema = self.schema(number)
+            for g in gathered:
+                same = column_of(schema, g.column.path, path)
+                check_same(g.column, same, (self._paths[0], path))
+            for i in range(self._open(number).num_row_groups):
                 where = f"{path}, row group {i}"
-                rows = _binary(self._columns(number, i, self._column), where)
-                sizes.append(_lengths(rows))
-                if label is not None:
-                    labels.append(_integers(self._columns(number, i, label), where))
-                group.append(np.full(len(rows), len(self._of_group), np.uint32))
+                for g in gathered:
+                    g.add(self._read(number, i, g.column), where)
                 self._of_group.append((number, i))
-                self._first.append(total)
-                total += len(rows)
-        if total == 0:
+                self._first.append(self._rows)
+                self._rows += self._open(number).metadata.row_group(i).num_rows
+        if self._rows == 0:
             raise UsageError(f"{self._paths[0]} has no rows")
-        self._group = np.concatenate(group)
+        return self._rows
+
+    def parts(self, gathered: Sequence[Gathered]) -> _native.Source:
+        """The native source of the values of these columns."""
+        self._columns = [g.column for g in gathered]
+        counts = np.diff([*self._first, self._rows])
+        group = np.repeat(np.arange(len(counts)), counts)
         return self.make_source(
-            sizes=np.concatenate(sizes),
-            labels=np.concatenate(labels) if labels else np.zeros(total, np.int64),
-            group=self._group,
-            identity=("parquet", [Path(p).name for p in self._paths], self._column, label),
+            sizes=np.concatenate([g.rows()[1] for g in gathered]).astype(np.uint64),
+            labels=np.zeros(len(gathered) * self._rows, np.int64),
+            group=np.concatenate([group + i * len(counts) for i in range(len(gathered))]),
+            identity=(
+                "parquet",
+                [Path(p).name for p in self._paths],
+                [(g.column.path, str(g.column)) for g in gathered],
+            ),
         )
 
     def _open(self, number: int) -> Any:
@@ -118,38 +184,46 @@ class _Groups(RowReader):
             self._opened[number] = file, _open_parquet(self._paths[number], file)
         return self._opened[number][1]
 
-    def _columns(self, number: int, group: int, name: str) -> Any:
+    def _read(self, number: int, group: int, column: Column) -> Any:
         try:
-            return self._open(number).read_row_group(group, columns=[name]).column(name)
+            return self._open(number).read_row_group(group, columns=[column.path])
         except IoError:
             raise
         except Exception as error:  # pyarrow's errors have no common base
             where = f"{self._paths[number]}, row group {group}"
             raise _told(self._opened.get(number, ("",))[0], error, where) from None
 
-    def _unpacked(self, group: int) -> Any:
-        if group in self._groups:
-            self._groups.move_to_end(group)
-            return self._groups[group][0]
+    def _values(self, field: int, group: int) -> tuple[NDArray[np.uint8], Rows]:
+        """The bytes of a column in a row group, and where the rows lie in them."""
+        if (found := self._unpacked.get((field, group))) is not None:
+            self._unpacked.move_to_end((field, group))
+            return found
         if self._pid != os.getpid():
             # Files that were open while the process forked share their place with the parent's.
             self._opened, self._pid = {}, os.getpid()
         number, inside = self._of_group[group]
-        column = self._columns(number, inside, self._column)
-        rows = _binary(column, f"row group {inside}").combine_chunks()
-        self._groups[group] = rows, int(rows.nbytes)
-        while len(self._groups) > 1 and sum(n for _, n in self._groups.values()) > self._kept:
-            self._groups.popitem(last=False)
-        return rows
+        column = self._columns[field]
+        table = self._read(number, inside, column)
+        array = leaf_of(table.column(column.names[0]).combine_chunks(), column)
+        rows = rows_of(array, column, f"row group {inside}")
+        data = np.frombuffer(rows.data if rows.data is not None else b"", np.uint8)
+        self._unpacked[field, group] = data, rows
+        while len(self._unpacked) > 1 and self._kept < sum(
+            data.nbytes for data, _ in self._unpacked.values()
+        ):
+            self._unpacked.popitem(last=False)
+        return data, rows
 
     def read(self, samples: list[int]) -> list[Any]:
         answers: dict[int, Any] = {}
         with self._lock:
             for sample in sorted(samples):
-                group = int(self._group[sample])
+                field, row = divmod(sample, self._rows)
+                group = bisect_right(self._first, row) - 1
                 try:
-                    row = self._unpacked(group)[sample - self._first[group]]
-                    answers[sample] = np.frombuffer(row.as_buffer() or b"", np.uint8)
+                    data, rows = self._values(field, group)
+                    begin = rows.begin[row - self._first[group]]
+                    answers[sample] = data[begin : begin + rows.length[row - self._first[group]]]
                 except IoError as error:
                     answers[sample] = error
                 except Exception as error:
@@ -157,10 +231,10 @@ class _Groups(RowReader):
         return [answers[s] for s in samples]
 
     def describe(self, sample: int) -> str:
-        group = int(self._group[sample])
+        row = sample % self._rows
+        group = bisect_right(self._first, row) - 1
         number, inside = self._of_group[group]
-        row = sample - self._first[group]
-        return f"{self._paths[number]}, row group {inside}, row {row}"
+        return f"{self._paths[number]}, row group {inside}, row {row - self._first[group]}"
 
 
 def _open_parquet(path: str, file: Any) -> Any:
@@ -177,24 +251,35 @@ def _told(file: Any, error: Exception, what: str) -> Exception:
     return failure_of(file) or CorruptionError(f"{what}: {error}")
 
 
-class ArrowIPC(RecordStore):
-    """Rows of uncompressed Arrow IPC files or streams with a column of image bytes.
+class ArrowIPC(RecordStore, Composite):
+    """Rows of uncompressed Arrow IPC files: images and labels, or with `columns` any columns.
 
     The bytes lie in the files unchanged, so they are read like those of any record store. Opening reads
-    only the metadata of local files. Objects are read once from end to end, and the places are stored
-    for the next time.
+    only the metadata of local files. Objects are read once from end to end; of images and labels the
+    places are stored for the next time.
 
     Args:
-        files: a list of files, a pattern, or a folder (``*.arrow``); or URLs of objects.
+        files: a list of files, a pattern, or a folder (``*.arrow``); or URLs of objects; or a folder of
+            Hugging Face's `datasets`: what ``save_to_disk`` wrote, or one of its cache.
         image: the column: binary, or a struct with a binary field ``bytes`` (Hugging Face).
         label: an integer column; None for 0.
+        columns: instead of `image` and `label`, the names of the columns, or by the name of the field
+            that of its column, or "all". ``a.b`` is the field ``b`` of the structs of column ``a``.
+        schema: the kinds of fields. Those that it does not have follow from the columns' types.
+        split: of a folder of `datasets` that has several.
         store: for URLs, an ``obstore.store`` that has them; made from the environment if None.
 
+    Attributes:
+        classes: the names of the labels, where the files have Hugging Face's description of them.
+
     Raises:
-        UsageError: there is no such column, it is of another type, or the file is compressed.
+        UsageError: there is no such column, it is of a type that is not read or of another type in
+            another file, a row has no value and its kind no ``fill``, or the file is compressed.
         CorruptionError: a file is damaged, with its path.
         IoError: a file cannot be opened.
     """
+
+    classes: list[str] | None = None
 
     def __init__(
         self,
@@ -202,12 +287,27 @@ class ArrowIPC(RecordStore):
         *,
         image: str = "image",
         label: str | None = "label",
+        columns: Names | None = None,
+        schema: Mapping[str, Kind] | None = None,
+        split: str | None = None,
         store: Any = None,
     ) -> None:
         _pyarrow("ipc", files)
-        paths = absolute(shard_paths(files, (".arrow",), store))
-        self._arguments = {"files": paths, "image": image, "label": label, "store": store}
+        found = dataset_files(files, split)
+        paths = absolute(shard_paths(files, (".arrow",), store) if found is None else found)
+        self._arguments = {
+            "files": paths,
+            "image": image,
+            "label": label,
+            "columns": columns,
+            "schema": schema,
+            "store": store,
+        }
         self.storage = open_storage(paths, store=store)
+        if not _is_pair(image, label, columns, schema):
+            assert columns is not None
+            self._open_columns(paths, columns, schema, store)
+            return
 
         def scan() -> _native.RecordTable:
             parts = [_arrow_places(path, image, label, store) for path in paths]
@@ -225,6 +325,44 @@ class ArrowIPC(RecordStore):
         stamp = f"{image} {label}"
         self._open(kind="arrow", stamp=lambda: stamp, scan=scan, index=is_url(paths[0]))
 
+    def _open_columns(
+        self, paths: list[str], names: Names, schema: Mapping[str, Kind] | None, store: Any
+    ) -> None:
+        gathered: list[Gathered] = []
+        counts: list[int] = []
+
+        def take(number: int, path: str, table: Any, held: Held) -> None:
+            if number == len(counts):
+                counts.append(0)
+                if number == 0:
+                    gathered.extend(gathered_columns(table.schema, names, schema, path))
+                    self.classes = classes_of(table.schema, "label")
+                for g in gathered:
+                    same = column_of(table.schema, g.column.path, path)
+                    check_same(g.column, same, (paths[0], path))
+            for g in gathered:
+                g.add(table, path, counts[number], lambda data: _place(data, held, path))
+            counts[number] += len(table)
+
+        for number, path in enumerate(paths):
+            _each_piece(path, store, partial(take, number, path))
+        if sum(counts) == 0:
+            raise UsageError(f"{paths[0]} has no rows")
+
+        def parts(read: Sequence[Gathered]) -> _native.Source:
+            begin, length = (np.concatenate([g.rows()[i] for g in read]) for i in range(2))
+            file = np.tile(np.repeat(np.arange(len(paths), dtype=np.uint32), counts), len(read))
+            table = self._table(
+                "arrow",
+                f"columns {[(g.column.path, str(g.column)) for g in read]}",
+                offset=begin.astype(np.uint64),
+                length=length.astype(np.uint64),
+                file=file if len(paths) > 1 else None,
+            )
+            return self._native_of(table, ReadOptions())
+
+        compose_columns(self, gathered, sum(counts), parts, pairs=False)
+
 
 Places = tuple["NDArray[np.uint64]", "NDArray[np.uint64]", "NDArray[np.int64]"]
 # (address, bytes, offset in the file) of memory that holds a part of the file
@@ -232,6 +370,22 @@ Held = list[tuple[int, int, int]]
 
 
 def _arrow_places(path: str, image: str, label: str | None, store: Any) -> Places:
+    parts: list[Places] = []
+
+    def take(table: Any, held: Held) -> None:
+        _check_columns(table.schema, image, label, path)
+        parts.append(_table_places(table, held, image, label, path))
+
+    _each_piece(path, store, take)
+    if sum(len(p[0]) for p in parts) == 0:
+        raise UsageError(f"{path} has no rows")
+    offset, length, labels = (np.concatenate(c) for c in zip(*parts, strict=True))
+    return offset, length, labels
+
+
+def _each_piece(path: str, store: Any, take: Callable[[Any, Held], None]) -> None:
+    """Calls `take` with every record batch of a file as a table, the first of them empty, and with the
+    places of its memory."""
     import pyarrow
 
     if is_url(path):
@@ -247,18 +401,12 @@ def _arrow_places(path: str, image: str, label: str | None, store: Any) -> Place
             (table, [(whole.address, whole.size, 0)])
             for table, _ in _pieces(path, pyarrow.BufferReader(whole))
         )
-    parts: list[Places] = []
     with file:
         try:
             for table, held in pieces:
-                _check_columns(table.schema, image, label, path)
-                parts.append(_table_places(table, held, image, label, path))
+                take(table, held)
         except (pyarrow.ArrowException, OSError) as error:
             raise _told(file, error, f"{path} cannot be read as Arrow IPC") from None
-    if sum(len(p[0]) for p in parts) == 0:
-        raise UsageError(f"{path} has no rows")
-    offset, length, labels = (np.concatenate(c) for c in zip(*parts, strict=True))
-    return offset, length, labels
 
 
 class _Watched(ObjectFile):
@@ -350,11 +498,6 @@ def _offsets(chunk: Any) -> NDArray[np.int64]:
         return np.zeros(len(chunk) + 1, np.int64)
     ends = np.frombuffer(buffer, kind)[chunk.offset : chunk.offset + len(chunk) + 1]
     return ends.astype(np.int64)
-
-
-def _lengths(column: Any) -> NDArray[np.uint64]:
-    parts = [np.diff(_offsets(chunk)) for chunk in column.chunks]
-    return np.concatenate(parts).astype(np.uint64) if parts else np.zeros(0, np.uint64)
 
 
 def _binary(column: Any, where: str) -> Any:

@@ -13,30 +13,33 @@ from numpy.typing import NDArray
 from nostall import _native
 from nostall.errors import IoError, UsageError
 from nostall.fields import Array, Boxes, Bytes, Keypoints, Kind, Scalar, Schema, Text
-from nostall.source._source import Source
+from nostall.source._source import Pixels, Source
 
 NO_PART = 2**32 - 1
 _NONE = np.zeros(0, np.uint64)
 
 
 class Composite(Source):
-    """Base of sources of several fields; a subclass sets `_arguments`, and calls `_compose`."""
+    """Base of sources of several fields; a subclass sets `_arguments`, and calls `_compose`, or is of
+    images and labels as any `Source`."""
 
-    native: _native.CompositeSource
-    _pairs = False
-    _schema: Schema
+    _schema: Schema | None = None
     _selected: tuple[str, ...] | None = None
     _labels: NDArray[np.int64] | None = None
 
     def _compose(
         self,
         parts: _native.Source | None,
-        part_of: NDArray[np.uint32],
+        part_of: NDArray[np.uint32] | NDArray[np.int64],
         kinds: Mapping[str, Kind],
         columns: Mapping[str, tuple[Kind, _native.Column]],
         samples: int,
+        *,
+        pairs: bool = False,
     ) -> None:
         """Makes the native source; `part_of` has the shape (samples, kinds), NO_PART for none.
+
+        If `pairs`, its batches are `images, labels` unless the loader is told otherwise.
 
         Raises:
             UsageError: a part is missing, and its kind has no fill.
@@ -49,17 +52,18 @@ class Composite(Source):
                     f"sample {int(np.argmax(missing))} has no {name}, as {int(missing.sum())} samples "
                     f"in all: give the schema's field a fill=, as in {type(kind).__name__}(fill=...)"
                 )
+        self._pairs = pairs
+        if "label" in columns:
+            self._labels = _integers(*columns["label"])
         self._schema = Schema({**kinds, **{name: kind for name, (kind, _) in columns.items()}})
         self.native = _native.CompositeSource(
             names=list(self._schema),
             parts=parts,
             part_of=part_of.reshape(-1),
             columns=[column for _, column in columns.values()],
-            labels=np.zeros(0, np.int64),
+            labels=np.zeros(0, np.int64) if self._labels is None or not pairs else self._labels,
             samples=samples,
         )
-        if "label" in columns:
-            self._labels = _integers(*columns["label"])
 
     @property
     def labels(self) -> NDArray[Any]:
@@ -73,17 +77,18 @@ class Composite(Source):
     @property
     def schema(self) -> Schema:
         """The fields of every sample: those of parts, then the columns."""
-        return self._schema
+        return super().schema if self._schema is None else self._schema
 
-    def select(self, names: Sequence[str]) -> Composite:
+    def select(self, names: Sequence[str]) -> Source:
         """The same samples with these fields alone; the others are not read.
 
         Raises:
             UsageError: a field is not there.
         """
-        chosen = self._schema.select(names)
-        if len(chosen) == len(self._schema):
+        chosen = self.schema.select(names)
+        if self._schema is None or len(chosen) == len(self._schema):
             return self
+        assert isinstance(self.native, _native.CompositeSource)
         kept = [(i, name) for i, name in enumerate(self._schema) if name in chosen]
         # Not copy.copy(), which would open the source again, by __reduce__.
         narrowed = object.__new__(type(self))
@@ -95,9 +100,12 @@ class Composite(Source):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the arguments of opening and the chosen fields."""
-        return _reopen, (type(self), self._arguments, self._selected, self.fingerprint)
+        fixed = (self.fingerprint, self.pixels)
+        return _reopen, (type(self), self._arguments, self._selected, *fixed)
 
     def __repr__(self) -> str:
+        if self._schema is None:
+            return super().__repr__()
         return (
             f"<{type(self).__name__} of {', '.join(self._schema)}: {len(self)} samples, "
             f"{self.total_bytes / 1e6:.1f} MB>"
@@ -109,14 +117,16 @@ def _reopen(
     arguments: dict[str, Any],
     selected: tuple[str, ...] | None,
     fingerprint: int,
-) -> Composite:
-    source = kind(**arguments)
+    pixels: Pixels | None,
+) -> Source:
+    source: Source = kind(**arguments)
     if selected is not None:
         source = source.select(selected)
     if source.fingerprint != fingerprint:
         raise IoError(
             f"{source!r} changed since it was opened: start again, all must see the same files"
         )
+    source.pixels = pixels
     return source
 
 
