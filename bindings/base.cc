@@ -1,9 +1,17 @@
-// nostall._native.memory_limits.
+// nostall._native.memory_limits and kernels.
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <map>
+#include <string>
+
+#include "base/crc32c.h"
 #include "base/limits.h"
+#include "collective/kernels.h"
+#include "image/resample.h"
 #include "module.h"
+#include "plan/permutation.h"
 
 namespace nb = nanobind;
 using namespace nostall;
@@ -38,4 +46,15 @@ void bind_base(nb::module_& m) {
       nb::arg("shm") = "/dev/shm", nb::arg("proc") = "/proc",
       nb::call_guard<nb::gil_scoped_release>(),
       "The limits of memory that bind this process, as they stand.");
+  m.def(
+      "kernels",
+      [] {
+        return std::map<std::string, std::string>{
+            {"checksums", crc32c_kernel()},
+            {"images", image::kernels().name},
+            {"orders", plan::KeyedPermutation::kernel()},
+            {"reductions", collective::reduction_kernel()},
+        };
+      },
+      "Which instructions each kind of vector code uses on this processor.");
 }

@@ -1,5 +1,5 @@
-// CRC32C. With SSE4.2, three blocks are summed side by side and then combined: a CRC is linear, so
-// the CRC of AB is that of A, advanced by the length of B, plus that of B. Without SSE4.2, each
+// CRC32C. With the instruction (SSE4.2, ARM's CRC32), three blocks are summed side by side and then combined: a CRC is linear, so
+// the CRC of AB is that of A, advanced by the length of B, plus that of B. Without it, each
 // byte is looked up in a table of 256 entries. Advancing is a product of polynomials modulo the
 // CRC's own; crc32c_between uses the same product to take a part of unknown bytes out of a known
 // whole.
@@ -7,6 +7,12 @@
 
 #include <array>
 #include <cstring>
+
+#include "base/processor.h"
+
+#if defined(__aarch64__)
+#include <arm_acle.h>
+#endif
 
 namespace nostall {
 namespace {
@@ -54,6 +60,30 @@ constexpr uint32_t power_of_x(uint64_t exponent) noexcept {
 constexpr uint64_t bits_of(uint64_t bytes) noexcept { return bytes % kOrder * 8 % kOrder; }
 
 #if defined(__x86_64__)
+#define NOSTALL_CRC __attribute__((target("sse4.2,crc32")))
+constexpr const char* kInstruction = "SSE4.2";
+NOSTALL_CRC inline uint64_t add(uint64_t crc, uint64_t word) noexcept {
+  return __builtin_ia32_crc32di(crc, word);
+}
+NOSTALL_CRC inline uint32_t add(uint32_t crc, uint8_t byte) noexcept {
+  return __builtin_ia32_crc32qi(crc, byte);
+}
+#elif defined(__aarch64__)
+#if defined(__clang__)
+#define NOSTALL_CRC __attribute__((target("crc")))
+#else
+#define NOSTALL_CRC __attribute__((target("+crc")))
+#endif
+constexpr const char* kInstruction = "CRC32";
+NOSTALL_CRC inline uint64_t add(uint64_t crc, uint64_t word) noexcept {
+  return __crc32cd(static_cast<uint32_t>(crc), word);
+}
+NOSTALL_CRC inline uint32_t add(uint32_t crc, uint8_t byte) noexcept {
+  return __crc32cb(crc, byte);
+}
+#endif
+
+#if defined(NOSTALL_CRC)
 // What kBytes bytes of zero do to a register, looked up one byte of the register at a time.
 template <uint64_t kBytes>
 struct Zeros {
@@ -83,19 +113,18 @@ uint64_t word_at(const std::byte* p) noexcept {
 
 // The instruction takes three cycles, but one can begin in each: three blocks side by side.
 template <uint64_t kBlock>
-__attribute__((target("sse4.2"))) uint32_t three_blocks(const std::byte* p, uint32_t crc) noexcept {
+NOSTALL_CRC uint32_t three_blocks(const std::byte* p, uint32_t crc) noexcept {
   uint64_t a = crc, b = 0, c = 0;
   for (const std::byte* const end = p + kBlock; p < end; p += 8) {
-    a = __builtin_ia32_crc32di(a, word_at(p));
-    b = __builtin_ia32_crc32di(b, word_at(p + kBlock));
-    c = __builtin_ia32_crc32di(c, word_at(p + 2 * kBlock));
+    a = add(a, word_at(p));
+    b = add(b, word_at(p + kBlock));
+    c = add(c, word_at(p + 2 * kBlock));
   }
   const uint32_t both = Zeros<kBlock>::after(a) ^ static_cast<uint32_t>(b);
   return Zeros<kBlock>::after(both) ^ static_cast<uint32_t>(c);
 }
 
-__attribute__((target("sse4.2"))) uint32_t by_instruction(std::span<const std::byte> bytes,
-                                                          uint32_t crc) noexcept {
+NOSTALL_CRC uint32_t by_instruction(std::span<const std::byte> bytes, uint32_t crc) noexcept {
   constexpr uint64_t kLong = 4096, kShort = 256;
   const std::byte* p = bytes.data();
   size_t left = bytes.size();
@@ -104,9 +133,9 @@ __attribute__((target("sse4.2"))) uint32_t by_instruction(std::span<const std::b
     crc = three_blocks<kShort>(p, crc);
   }
   uint64_t c = crc;
-  for (; left >= 8; left -= 8, p += 8) c = __builtin_ia32_crc32di(c, word_at(p));
+  for (; left >= 8; left -= 8, p += 8) c = add(c, word_at(p));
   auto narrow = static_cast<uint32_t>(c);
-  for (; left > 0; --left, ++p) narrow = __builtin_ia32_crc32qi(narrow, uint8_t(*p));
+  for (; left > 0; --left, ++p) narrow = add(narrow, uint8_t(*p));
   return narrow;
 }
 #endif
@@ -123,10 +152,17 @@ uint32_t crc32c_between(uint32_t whole, std::span<const std::byte> before, uint6
 
 uint32_t crc32c(std::span<const std::byte> bytes, uint32_t crc) noexcept {
   crc = ~crc;
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("sse4.2")) return ~by_instruction(bytes, crc);
+#if defined(NOSTALL_CRC)
+  if (processor().crc32c) return ~by_instruction(bytes, crc);
 #endif
   return ~portable(bytes, crc);
+}
+
+const char* crc32c_kernel() noexcept {
+#if defined(NOSTALL_CRC)
+  if (processor().crc32c) return kInstruction;
+#endif
+  return "portable";
 }
 
 }  // namespace nostall

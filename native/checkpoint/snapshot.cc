@@ -14,6 +14,8 @@
 #include <immintrin.h>
 #endif
 
+#include "base/processor.h"
+
 namespace nostall::checkpoint {
 namespace {
 
@@ -45,7 +47,7 @@ __attribute__((target("avx2"))) void stream_avx2(std::byte* to, const std::byte*
 void stream_copy(std::byte* to, const std::byte* from, uint64_t size) noexcept {
   if (size == 0) return;
 #if defined(__x86_64__)
-  if (size >= 4096 && __builtin_cpu_supports("avx2")) return stream_avx2(to, from, size);
+  if (size >= 4096 && processor().avx2) return stream_avx2(to, from, size);
 #endif
   std::memcpy(to, from, size);
 }

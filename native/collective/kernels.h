@@ -21,6 +21,8 @@ struct Kernels {
 Kernels find_portable_kernels(Op op, DataType type) noexcept;
 // As above; falls back to the portable ones on processors without AVX2.
 Kernels find_kernels(Op op, DataType type) noexcept;
+// Which of the two: "AVX2" or "portable".
+const char* reduction_kernel() noexcept;
 
 // memcpy by whole cache lines: lines that another core has written come from there at up to twice
 // memcpy's rate, which depends on how the two addresses lie to each other (measured on Zen 4).

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "base/processor.h"
 #include "collective/kernels.h"
 
 #if defined(__AVX512F__)
@@ -35,8 +36,7 @@ void copy_wide(std::byte* to, const std::byte* from, size_t bytes) noexcept {
 void copy_lines(void* dst, const void* src, size_t bytes) noexcept {
 #if defined(__AVX512F__)
   constexpr size_t kWorth = 1024;
-  static const bool wide = __builtin_cpu_supports("avx512f");
-  if (wide && bytes >= kWorth) {
+  if (processor().avx512 && bytes >= kWorth) {
     return copy_wide(static_cast<std::byte*>(dst), static_cast<const std::byte*>(src), bytes);
   }
 #endif

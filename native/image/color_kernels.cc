@@ -4,6 +4,8 @@
 
 #include <cstring>
 
+#include "base/processor.h"
+
 namespace nostall::image {
 namespace {
 
@@ -11,10 +13,6 @@ namespace {
 #define NOSTALL_INLINE static inline __attribute__((always_inline))
 
 #if defined(__x86_64__)
-bool has_avx2() noexcept {
-  static const bool has = __builtin_cpu_supports("avx2");
-  return has;
-}
 template <typename Kernel, typename... Arguments>
 __attribute__((target("avx2"))) auto run_avx2(Arguments... arguments) {
   return Kernel::run(arguments...);
@@ -24,7 +22,7 @@ __attribute__((target("avx2"))) auto run_avx2(Arguments... arguments) {
 template <typename Kernel, typename... Arguments>
 auto run_best(Arguments... arguments) {
 #if defined(__x86_64__)
-  if (has_avx2()) return run_avx2<Kernel>(arguments...);
+  if (processor().avx2) return run_avx2<Kernel>(arguments...);
 #endif
   return Kernel::run(arguments...);
 }

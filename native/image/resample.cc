@@ -7,6 +7,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "base/processor.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -155,7 +157,7 @@ double weight_of(Curve curve, double distance) {
   return x < 2 ? (((x - 5) * x + 8) * x - 4) * a : 0.0;
 }
 
-constexpr Kernels kPortable{horizontal, vertical, planes_f32};
+constexpr Kernels kPortable{"portable", horizontal, vertical, planes_f32};
 
 }  // namespace
 
@@ -216,9 +218,8 @@ const Kernels& portable_kernels() noexcept { return kPortable; }
 
 const Kernels& kernels() noexcept {
 #if defined(__x86_64__)
-  static constexpr Kernels kAvx2{horizontal_avx2, vertical_avx2, planes_f32_avx2};
-  static const bool has_avx2 = __builtin_cpu_supports("avx2");
-  if (has_avx2) return kAvx2;
+  static constexpr Kernels kAvx2{"AVX2", horizontal_avx2, vertical_avx2, planes_f32_avx2};
+  if (processor().avx2) return kAvx2;
 #endif
   return kPortable;
 }

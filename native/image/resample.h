@@ -42,6 +42,7 @@ struct Filter {
 };
 
 struct Kernels {
+  const char* name;
   // One or two rows of 4-byte pixels through `filter` (b, out_b may repeat a, out_a).
   void (*horizontal)(const Filter& filter, const uint8_t* a, const uint8_t* b, uint8_t* out_a,
                      uint8_t* out_b);

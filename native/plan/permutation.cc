@@ -1,10 +1,12 @@
 // KeyedPermutation::fill: many consecutive positions at once, by vector code. A run of positions in
 // one row l has consecutive r, so each round is the same operation on every lane. Values outside
 // [0, n) are rare and are walked on one by one. The kernel is compiled for AVX2, AVX-512 and the
-// baseline from one source, and the best one is chosen at the first call.
+// baseline from one source, and each call chooses the best one.
 #include "plan/permutation.h"
 
 #include <algorithm>
+
+#include "base/processor.h"
 
 namespace nostall::plan {
 namespace {
@@ -47,7 +49,10 @@ void row_plain(const Keys& keys, Bounds bounds, uint32_t row, uint32_t column, u
   forward_row(keys, bounds, row, column, out, count);
 }
 
-using Row = void (*)(const Keys&, Bounds, uint32_t, uint32_t, uint32_t*, uint32_t);
+struct Kernel {
+  const char* name;
+  void (*row)(const Keys&, Bounds, uint32_t, uint32_t, uint32_t*, uint32_t);
+};
 
 #if defined(__x86_64__)
 __attribute__((target("avx2"))) void row_avx2(const Keys& keys, Bounds bounds, uint32_t row,
@@ -67,29 +72,31 @@ __attribute__((target(NOSTALL_WIDE))) void row_avx512(const Keys& keys, Bounds b
 }
 #endif
 
-Row best_row() {
+Kernel best() noexcept {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) return row_avx512;
-  if (__builtin_cpu_supports("avx2")) return row_avx2;
+  if (processor().avx512) return {"AVX-512", row_avx512};
+  if (processor().avx2) return {"AVX2", row_avx2};
 #endif
-  return row_plain;
+  return {"portable", row_plain};
 }
 
 }  // namespace
 
 void KeyedPermutation::fill(std::span<uint32_t> out, uint64_t first) const noexcept {
-  static const Row evaluate = best_row();
+  const Kernel kernel = best();
   const uint32_t n = static_cast<uint32_t>(n_);
   uint32_t row = static_cast<uint32_t>(first / b_), column = static_cast<uint32_t>(first % b_);
   for (uint32_t done = 0; done < out.size(); ++row, column = 0) {
     const auto count = static_cast<uint32_t>(std::min<uint64_t>(b_ - column, out.size() - done));
     uint32_t* values = out.data() + done;
-    evaluate(keys_, {a_, b_}, row, column, values, count);
+    kernel.row(keys_, {a_, b_}, row, column, values, count);
     for (uint32_t i = 0; i < count; ++i) {
       if (values[i] >= n) values[i] = static_cast<uint32_t>((*this)(values[i]));
     }
     done += count;
   }
 }
+
+const char* KeyedPermutation::kernel() noexcept { return best().name; }
 
 }  // namespace nostall::plan

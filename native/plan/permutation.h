@@ -42,6 +42,8 @@ class KeyedPermutation {
   // The samples at positions first, first + 1, ..., all below n; n below kFillBelow. The same values,
   // several at a time: about 2 ns each.
   void fill(std::span<uint32_t> out, uint64_t first = 0) const noexcept;
+  // What it computes with here: "AVX-512", "AVX2" or "portable".
+  static const char* kernel() noexcept;
   static constexpr uint64_t kFillBelow = uint64_t{1} << 31;
 
   // The position of `sample`.

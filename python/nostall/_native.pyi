@@ -28,6 +28,9 @@ class MemoryLimit:
 def memory_limits(shm: str = "/dev/shm", proc: str = "/proc") -> list[MemoryLimit]:
     """The limits of memory that bind this process, as they stand."""
 
+def kernels() -> dict[str, str]:
+    """Which instructions each kind of vector code uses on this processor."""
+
 class OrderKind(enum.Enum):
     torch = 0
 

@@ -50,6 +50,7 @@ def findings() -> Iterator[tuple[str, str]]:
     """(what, how it stands) in the order of the way of a sample."""
     yield "nostall", f"{__version__}, Python {platform.python_version()}, {platform.release()}"
     yield "cores", str(len(os.sched_getaffinity(0)))
+    yield "vector code", ", ".join(f"{use} by {by}" for use, by in _native.kernels().items())
     yield "io_uring", _io_uring()
     limits = _native.memory_limits()
     for limit in limits:

@@ -96,6 +96,22 @@ def test_doctor_names_what_is_absent_and_how_to_get_it(
     assert re.search(r"^io_uring +(works here$|.*reads use threads)", out, re.M)
 
 
+def test_vector_code_is_chosen_where_the_processor_has_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # The same results come without it, only later: no other test would see a build that lost it.
+    text = Path("/proc/cpuinfo").read_text()
+    found = re.search(r"^(flags|Features)\s*: (.*)$", text, re.M)
+    assert found, text
+    has = set(found[2].split())
+    checksums = "SSE4.2" if "sse4_2" in has else "CRC32" if "crc32" in has else "portable"
+    wide = "AVX2" if "avx2" in has else "portable"
+    widest = "AVX-512" if {"avx512f", "avx512dq"} <= has else wide
+    assert main(["doctor"]) == 0
+    said = f"checksums by {checksums}, images by {wide}, orders by {widest}, reductions by {wide}"
+    assert re.search(rf"^vector code +{said}$", capsys.readouterr().out, re.M)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
