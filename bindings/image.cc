@@ -237,8 +237,8 @@ using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::
 // The bytes of a bytes object or of anything that is an array of uint8; `keep` holds them.
 std::span<const std::byte> view(nb::handle source, Bytes& keep) {
   if (PyBytes_Check(source.ptr())) {
-    return {reinterpret_cast<const std::byte*>(PyBytes_AS_STRING(source.ptr())),
-            static_cast<size_t>(PyBytes_GET_SIZE(source.ptr()))};
+    return {reinterpret_cast<const std::byte*>(PyBytes_AsString(source.ptr())),
+            static_cast<size_t>(PyBytes_Size(source.ptr()))};
   }
   if (!nb::try_cast<Bytes>(source, keep)) usage("encoded images are bytes or arrays of uint8");
   return {reinterpret_cast<const std::byte*>(keep.data()), keep.size()};
