@@ -70,7 +70,8 @@ void bind_layout(nb::module_& m) {
       .def(nb::init<>())
       .def_rw("loading", &simulate::Decision::loading)
       .def_rw("filling", &simulate::Decision::filling)
-      .def_rw("in_turn", &simulate::Decision::in_turn)
+      .def_rw("stage_remote", &simulate::Decision::stage_remote)
+      .def_rw("stage_source", &simulate::Decision::stage_source)
       .def_rw("cleanup", &simulate::Decision::cleanup)
       .def_prop_ro("nodes", [](const simulate::Decision& l) { return l.keep.size(); })
       .def(

@@ -24,7 +24,8 @@ enum class Filling : uint8_t {
   prefetch,  // each node's threads fetch what it keeps, in the order of its lists (HDMLP)
   reading,   // a read for the staging buffer fills the reader's copy and, from the source, the
              // owner's (nostall; LBANN's dynamic store, where the owner reads first)
-  before,    // everything kept is fetched before the training begins
+  before,    // everything kept is fetched before the training begins; as published, what the
+             // decision's owners keep elsewhere comes from there
 };
 
 struct Decision {
@@ -34,9 +35,11 @@ struct Decision {
   std::vector<std::vector<std::vector<uint32_t>>> keep;
   // Filling::reading: the node that gets what was read from the source, plan::kNoOwner for none.
   std::vector<uint32_t> owner;
-  // Filling::before: nodes fetch one after the other instead of all at once. In the as-published
-  // model only; sharing the source truly, it makes no difference to the sum.
-  bool in_turn = false;
+  // As-published alone: whether the staging buffer is filled from other nodes and from the source as
+  // well as from the node's own classes. A sample that it cannot be filled with is read when it is
+  // wanted, from anywhere.
+  bool stage_remote = true;
+  bool stage_source = true;
   // Drop a kept sample after the node's own last access; the lists may then hold more than fits,
   // and go on as room comes free. Filling::prefetch only.
   bool cleanup = false;

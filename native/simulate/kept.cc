@@ -64,7 +64,9 @@ std::optional<Kept::Remote> Kept::remote(uint32_t sample, double time) const {
   for (size_t j = 0; j < first_.size(); ++j) {
     if (first_[j].empty()) continue;
     const First& first = first_[j][sample];
-    if (first.since <= time) return Remote{j + 1, first.node};
+    if (first.since <= time && first.since < kNotYet) {
+      return Remote{j + 1, first.node, first.since};
+    }
   }
   return std::nullopt;
 }

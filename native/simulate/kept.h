@@ -32,8 +32,10 @@ class Kept {
   struct Remote {
     size_t storage_class;
     uint32_t node;
+    double since;
   };
-  // The fastest class of any node that holds the sample at `time`.
+  // The fastest class of any node that holds the sample at `time`; at kNotYet: that will hold it, as
+  // far as fill has told.
   std::optional<Remote> remote(uint32_t sample, double time) const;
 
   void fill(uint32_t node, uint32_t sample, const Copy& copy, double time);

@@ -8,8 +8,8 @@
 //               reads may take more than there is.
 //   consistent  a fluid model, local batch by local batch: at every moment the source, each node's
 //               link and each storage class give what they have and no more, shared max-min fair.
-// Thread-safety: pure functions. Cost: published O(log N) per access and O(N) per read from the
-// source; consistent O(N * classes) per local batch.
+// Thread-safety: pure functions. Cost: published O(N log R) per read from the source, with R reads
+// before it; consistent O(N * classes) per local batch.
 #pragma once
 
 #include <cstdint>

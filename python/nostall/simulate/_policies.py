@@ -94,6 +94,16 @@ class Job:
             keep.append(lists)
         return keep
 
+    def last_class_shares(self) -> list[list[NDArray[np.uint32]]]:
+        """keep[node][class - 1]: sample k on node k mod N in the last class, as far as it fits."""
+        ids = np.arange(self.samples, dtype=np.uint32)
+        none = np.empty(0, dtype=np.uint32)
+        between = [none] * (len(self.environment.classes) - 2)
+        room = self.environment.classes[-1].capacity
+        shares = [ids[node :: self.nodes] for node in range(self.nodes)]
+        fits = [int(np.searchsorted(np.cumsum(self.sizes[s]), room, "right")) for s in shares]
+        return [[*between, share[:fit]] for share, fit in zip(shares, fits, strict=True)]
+
 
 class Policy:
     """Base of all policies; override `decide`.
@@ -117,6 +127,14 @@ class Policy:
             NotApplicable: it cannot run such a job.
         """
         raise NotImplementedError
+
+    def decide_as_published(self, job: Job) -> Decision:
+        """What the published program decides, where that is something else; for mode as-published.
+
+        Raises:
+            NotApplicable: it cannot run such a job.
+        """
+        return self.decide(job)
 
 
 _POLICIES: dict[str, Callable[..., Policy]] = {}
@@ -229,6 +247,7 @@ class DeepIO(Policy):
         _memory_only(job, self.title)
         decision = Decision()
         decision.filling = Filling.before
+        decision.stage_source = False
         decision.set_kept(job.shares(1))
         if self.opportunistic:
             read_own_only(job.plan.native, decision)
@@ -240,18 +259,36 @@ class ParallelStaging(Policy):
     name = "parallel-staging"
     title = "Parallel data staging"
     follows = (
-        "Kurth et al.: disjoint shares are staged to all local storage, one node after the other, "
-        "before the training; each node trains on its own"
+        "Kurth et al.: disjoint shares are staged to all local storage before the training; each node "
+        "trains on its own; as published, the last storage class alone is used, and filled up from "
+        "the other nodes"
     )
     order: Order = "changed"
 
     def decide(self, job: Job) -> Decision:
         if len(job.environment.classes) < 2:
             raise NotApplicable("parallel staging needs local storage")
+        return self._reading_own(job, job.shares(len(job.environment.classes) - 1))
+
+    def decide_as_published(self, job: Job) -> Decision:
+        if len(job.environment.classes) < 2:
+            raise NotApplicable("parallel staging needs local storage")
+        keep = job.last_class_shares()
+        room = job.environment.classes[-1].capacity
+        for node, lists in enumerate(keep):
+            others = np.flatnonzero(np.arange(job.samples) % job.nodes != node).astype(np.uint32)
+            held = job.sizes[lists[-1]].sum() + np.cumsum(job.sizes[others])
+            fits = int(np.searchsorted(held, room, side="right"))
+            lists[-1] = np.concatenate([lists[-1], others[:fits]])
+        decision = self._reading_own(job, keep)
+        decision.stage_source = False
+        decision.set_owner(np.arange(job.samples, dtype=np.uint32) % job.nodes)
+        return decision
+
+    def _reading_own(self, job: Job, keep: list[list[NDArray[np.uint32]]]) -> Decision:
         decision = Decision()
         decision.filling = Filling.before
-        decision.in_turn = True
-        decision.set_kept(job.shares(len(job.environment.classes) - 1))
+        decision.set_kept(keep)
         read_own_only(job.plan.native, decision)
         return decision
 
@@ -277,6 +314,7 @@ class Lbann(Policy):
                 f"({room:.0f} MB)"
             )
         decision = Decision()
+        decision.stage_source = False
         if self.preloading:
             decision.filling = Filling.before
             decision.set_kept(job.shares(1))
@@ -286,6 +324,18 @@ class Lbann(Policy):
         decision.filling = Filling.reading
         decision.set_owner(owner)
         decision.set_kept([[ids[owner == node]] for node in range(job.nodes)])
+        return decision
+
+    def decide_as_published(self, job: Job) -> Decision:
+        decision = self.decide(job)
+        if not self.preloading:
+            # Each node's part of the first epoch, by threads of the store, beside the training.
+            decision.filling = Filling.prefetch
+            kept = [decision.kept(node, 1) for node in range(job.nodes)]
+            first = [job.plan.node_access(node, 1)[1] for node in range(job.nodes)]
+            decision.set_kept(
+                [[k[np.argsort(f[k], kind="stable")]] for k, f in zip(kept, first, strict=True)]
+            )
         return decision
 
 
@@ -313,7 +363,8 @@ class LocalityAware(Policy):
     title = "Locality-aware loading"
     follows = (
         "Yang and Cong: memory holds the nodes' shares from the start; samples of a global batch "
-        "go to the nodes that hold them first"
+        "go to the nodes that hold them first; as published, the last storage class holds the "
+        "shares, and no sample goes to another node"
     )
     order: Order = "same batches"
 
@@ -325,6 +376,13 @@ class LocalityAware(Policy):
         decision.filling = Filling.before
         decision.set_kept(job.shares(1))
         read_local_first(job.plan.native, decision)
+        return decision
+
+    def decide_as_published(self, job: Job) -> Decision:
+        self.decide(job)
+        decision = Decision()
+        decision.filling = Filling.before
+        decision.set_kept(job.last_class_shares())
         return decision
 
 
@@ -349,6 +407,37 @@ class Hdmlp(Policy):
         if self.cleanup_read:
             _append_rest(job, decision)
         return decision
+
+    def decide_as_published(self, job: Job) -> Decision:
+        if self.cleanup_read:
+            decision = self.decide(job)
+        else:
+            decision = Decision()
+            decision.filling = Filling.prefetch
+            rooms = [c.capacity for c in job.environment.classes]
+            decision.set_kept([self._fill_order(job, n, rooms) for n in range(job.nodes)])
+        decision.stage_remote = False
+        return decision
+
+    def _fill_order(self, job: Job, node: int, rooms: list[float]) -> list[NDArray[np.uint32]]:
+        """[class - 1]: all samples by frequency, cut at the capacities of all classes, that of the
+        staging buffer too; each part by first access; then into the classes from the first on."""
+        frequency, first = job.plan.node_access(node, 1)
+        order = np.argsort(-frequency.astype(np.int64), kind="stable").astype(np.uint32)
+        if self.in_order:
+            begin = 0
+            for room in rooms:
+                held = np.cumsum(job.sizes[order[begin:]])
+                end = begin + int(np.searchsorted(held, room, side="right")) + 1
+                part = order[begin:end]
+                order[begin:end] = part[np.argsort(first[part], kind="stable")]
+                begin = end
+        lists = []
+        for room in rooms[1:]:
+            fits = int(np.searchsorted(np.cumsum(job.sizes[order]), room, side="right"))
+            lists.append(order[:fits])
+            order = order[fits:]
+        return lists
 
 
 def _append_rest(job: Job, decision: Decision) -> None:

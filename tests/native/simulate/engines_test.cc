@@ -91,7 +91,11 @@ TEST(Consistent, EveryByteHasOneOrigin) {
        {keep_owned(spec, bytes, room), keep_frequent(spec, bytes, room, true)}) {
     for (const auto engine : {published, consistent}) {
       const Result result = engine(model, spec, sizes, decision);
-      EXPECT_NEAR(sum(result.staged), 4 * sum(sizes), 1e-3);
+      // As published, a sample that comes too late is read a second time.
+      EXPECT_GE(sum(result.staged), 4 * sum(sizes) - 1e-3);
+      if (engine == consistent) {
+        EXPECT_NEAR(sum(result.staged), 4 * sum(sizes), 1e-3);
+      }
       EXPECT_GE(result.seconds, sum(result.compute_seconds));
     }
   }
@@ -120,9 +124,15 @@ TEST(Engines, FillBeforeTheTraining) {
   EXPECT_EQ(all_at_once.staged.back(), 0);
   const Result fluid = consistent(model, spec, sizes, decision);
   EXPECT_NEAR(fluid.initial_seconds, 2000.0 / 146, 1e-6);
-  decision.in_turn = true;
-  EXPECT_NEAR(published(model, spec, sizes, decision).initial_seconds,
-              2000 * (1.0 / 66 + 1.0 / 200) / 2, 1e-6);
+  // As published, what has an owner elsewhere comes from there.
+  for (uint32_t s = 0; s < 4000; ++s) {
+    decision.owner.push_back(s % 4);
+    if (s % 4 != 3) decision.keep[3][0].push_back(s);
+  }
+  const Result copied = published(model, spec, sizes, decision);
+  EXPECT_NEAR(copied.initial_seconds,
+              all_at_once.initial_seconds + 1500 * (1.0 / 10000 + 1.0 / 200) / 2, 1e-6);
+  EXPECT_NEAR(copied.kept_from_nodes, 1500, 1e-6);
 }
 
 TEST(Engines, DropWhatIsNotReadAgain) {
@@ -143,7 +153,7 @@ TEST(Engines, DropWhatIsNotReadAgain) {
   }
   for (const auto engine : {published, consistent}) {
     const Result result = engine(model, spec, sizes, decision);
-    EXPECT_NEAR(sum(result.staged), 4 * sum(sizes), 1e-3);
+    EXPECT_GE(sum(result.staged), 4 * sum(sizes) - 1e-3);
     // With room for 100 MB of 3000 a node, at most that much is spared in each epoch and more as
     // samples are dropped: most still comes from the source.
     EXPECT_GT(result.staged.back(), 2 * sum(sizes));

@@ -53,8 +53,10 @@ def test_no_policy_beats_the_bounds(machine: dict[str, Any], epochs: int, batch:
         if o.mode == "consistent" and keeps_order:
             assert o.seconds >= bound * (1 - 1e-9), o.title
         if o.policy != "lower-bound":
-            read = sum(v for _, v in o.staged)
-            assert read == pytest.approx(_accessed(one, o), rel=1e-6)
+            read, accessed = sum(v for _, v in o.staged), _accessed(one, o)
+            assert read >= accessed * (1 - 1e-6)
+            # As published, what would come too late is read a second time.
+            assert o.mode == "as-published" or read <= accessed * (1 + 1e-6)
 
 
 def _accessed(one: Any, outcome: Any) -> float:
@@ -172,9 +174,9 @@ def test_cleanup_keeps_within_the_room() -> None:
 def test_lbann_stays_within_the_memory_of_every_node() -> None:
     one = with_values(scenario(policies=["lbann"]), {"d.1": 1200 * 0.4 / 4 * 1.02})
     assert one.dataset.total < 4 * one.environment.classes[1].capacity
-    found = simulate(one)[0]
-    assert found.seconds > 0
-    assert dict(found.staged)["source"] == pytest.approx(one.dataset.total, rel=0.02)
+    published, consistent = simulate(one)
+    assert published.kept_from_source == pytest.approx(one.dataset.total, rel=0.02)
+    assert dict(consistent.staged)["source"] == pytest.approx(one.dataset.total, rel=0.02)
 
 
 def test_owners_alone_keep_every_sample_once() -> None:
