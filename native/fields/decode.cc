@@ -200,6 +200,37 @@ Result<std::array<int64_t, kMostDims>> raw_shape(const Array& kind, uint64_t siz
   return shape;
 }
 
+int16_t pcm16(float value) {
+  // Of float32 files values beyond 1 may come; NaN is silence.
+  const float scaled = std::nearbyint(value * 32768.0f);
+  return static_cast<int16_t>(scaled != scaled ? 0.0f : std::clamp(scaled, -32768.0f, 32767.0f));
+}
+
+// The first `frames` frames, by pieces that a cache holds.
+void write_sound(const Audio& kind, const Wav& wav, uint64_t frames, std::byte* out) {
+  std::array<float, 4096> piece;
+  const uint64_t most = piece.size() / wav.channels;
+  for (uint64_t begin = 0; begin < frames; begin += most) {
+    const uint64_t count = std::min(most, frames - begin);
+    wav.read(begin * wav.channels, std::span(piece).first(count * wav.channels));
+    if (kind.channels == 1 && wav.channels > 1) {
+      for (uint64_t f = 0; f < count; ++f) {
+        float sum = 0;
+        for (uint32_t c = 0; c < wav.channels; ++c) sum += piece[f * wav.channels + c];
+        piece[f] = sum / static_cast<float>(wav.channels);
+      }
+    }
+    const uint64_t values = count * kind.channels;
+    if (kind.type == Type::float32) {
+      std::memcpy(out, piece.data(), values * sizeof(float));
+    } else {
+      for (uint64_t i = 0; i < values; ++i)
+        store<int16_t>(pcm16(piece[i]), out + i * sizeof(int16_t));
+    }
+    out += values * size_of(kind.type);
+  }
+}
+
 }  // namespace
 
 std::byte* Destination::begin(std::span<const int64_t> shape, size_t value_bytes) const {
@@ -357,32 +388,13 @@ Decoded decode(const Audio& kind, const Output&, std::span<const std::byte> byte
   const size_t size = size_of(kind.type), width = size * kind.channels;
   const std::array<int64_t, 2> shape{static_cast<int64_t>(frames), kind.channels};
   std::byte* out = to.begin({shape.data(), kind.channels == 1 ? size_t{1} : 2}, frames * width);
-  const auto put = [&](float value, std::byte* at) {
-    if (kind.type == Type::float32) {
-      std::memcpy(at, &value, sizeof value);
-    } else {
-      // Of float32 files values beyond 1 may come; NaN is silence.
-      const float scaled = std::nearbyint(value * 32768.0f);
-      const auto whole =
-          static_cast<int16_t>(scaled != scaled ? 0.0f : std::clamp(scaled, -32768.0f, 32767.0f));
-      std::memcpy(at, &whole, sizeof whole);
-    }
-  };
   const bool same = wav.channels == kind.channels &&
                     ((kind.type == Type::int16 && wav.coding == Wav::Coding::pcm16) ||
                      (kind.type == Type::float32 && wav.coding == Wav::Coding::float32));
   if (same) {
     if (there != 0) std::memcpy(out, wav.values.data(), there * width);
   } else {
-    for (uint64_t f = 0; f < there; ++f) {
-      if (kind.channels != 1) {
-        for (uint32_t c = 0; c < kind.channels; ++c) put(wav.at(f, c), out + f * width + c * size);
-        continue;
-      }
-      float sum = 0;
-      for (uint32_t c = 0; c < wav.channels; ++c) sum += wav.at(f, c);
-      put(sum / static_cast<float>(wav.channels), out + f * width);
-    }
+    write_sound(kind, wav, there, out);
   }
   std::memset(out + there * width, 0, (frames - there) * width);
   return std::monostate{};

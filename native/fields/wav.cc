@@ -1,7 +1,7 @@
 // Chunks are walked until the values are found; those that are not known are passed over.
 #include "fields/wav.h"
 
-#include <bit>
+#include <array>
 #include <cstring>
 #include <string>
 #include <string_view>
@@ -38,6 +38,17 @@ size_t width_of(Wav::Coding coding) {
       break;
   }
   return 4;
+}
+
+using Three = std::array<std::byte, 3>;
+
+template <typename Stored, typename To>
+void convert(const std::byte* from, std::span<float> out, To to) {
+  for (size_t i = 0; i < out.size(); ++i) {
+    Stored value;
+    std::memcpy(&value, from + i * sizeof value, sizeof value);
+    out[i] = to(value);
+  }
 }
 
 Result<Wav> parse_format(std::span<const std::byte> chunk) {
@@ -77,21 +88,26 @@ Result<Wav> parse_format(std::span<const std::byte> chunk) {
 
 }  // namespace
 
-float Wav::at(uint64_t frame, uint32_t channel) const noexcept {
-  const size_t i = (frame * channels + channel) * width_of(coding);
+void Wav::read(uint64_t first, std::span<float> out) const noexcept {
+  const std::byte* from = values.data() + first * width_of(coding);
   switch (coding) {
     case Coding::pcm8:  // the only one without a sign
-      return static_cast<float>(std::to_integer<int>(values[i]) - 128) / 128.0f;
+      return convert<uint8_t>(
+          from, out, [](uint8_t value) { return static_cast<float>(value - 128) / 128.0f; });
     case Coding::pcm16:
-      return static_cast<float>(static_cast<int16_t>(little(values, i, 2))) / 32768.0f;
+      return convert<int16_t>(from, out,
+                              [](int16_t value) { return static_cast<float>(value) / 32768.0f; });
     case Coding::pcm24:
-      return static_cast<float>(static_cast<int32_t>(little(values, i, 3) << 8)) / 2147483648.0f;
+      return convert<Three>(from, out, [](Three value) {
+        return static_cast<float>(static_cast<int32_t>(little(value, 0, 3) << 8)) / 2147483648.0f;
+      });
     case Coding::pcm32:
-      return static_cast<float>(static_cast<int32_t>(little(values, i, 4))) / 2147483648.0f;
+      return convert<int32_t>(
+          from, out, [](int32_t value) { return static_cast<float>(value) / 2147483648.0f; });
     case Coding::float32:
       break;
   }
-  return std::bit_cast<float>(little(values, i, 4));
+  if (!out.empty()) std::memcpy(out.data(), from, out.size_bytes());
 }
 
 Result<Wav> parse_wav(std::span<const std::byte> bytes) {

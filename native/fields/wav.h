@@ -17,8 +17,8 @@ struct Wav {
   uint32_t channels = 0, rate = 0;    // frames per second
   uint64_t frames = 0;                // of one value per channel
   std::span<const std::byte> values;  // frames * channels, interleaved
-  // A value in [-1, 1); of float32 as it is.
-  float at(uint64_t frame, uint32_t channel) const noexcept;
+  // The values from `first` on, interleaved, each in [-1, 1); of float32 as they are.
+  void read(uint64_t first, std::span<float> out) const noexcept;
 };
 
 // Error(corruption) if it is no such file, or its chunks promise more than there is.

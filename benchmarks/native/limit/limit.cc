@@ -15,6 +15,7 @@
 #include <stdio.h>
 #include <sys/stat.h>
 #include <sys/types.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 // jpeglib.h needs stdio.h before it.
@@ -68,6 +69,21 @@ class Contents {
       throw std::runtime_error("cannot read " + path);
     }
   }
+  // The file behind its first `header` bytes, straight to where it belongs.
+  template <typename Place>
+  void read_into(const std::string& path, size_t header, Place&& place) {
+    const nostall::Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    struct stat status {};
+    if (!file || fstat(file.get(), &status) != 0) throw std::runtime_error("cannot open " + path);
+    const auto size = static_cast<size_t>(status.st_size);
+    if (size < header) throw std::runtime_error(path + " is shorter than its header");
+    size_ = header;
+    if (bytes_.size() < header) bytes_.resize(header);
+    const iovec parts[2] = {{bytes_.data(), header}, {place(size - header), size - header}};
+    if (preadv(file.get(), parts, 2, 0) != status.st_size) {
+      throw std::runtime_error("cannot read " + path);
+    }
+  }
   const unsigned char* data() const { return bytes_.data(); }
   size_t size() const { return size_; }
   // Behind a header of `bytes` bytes.
@@ -93,12 +109,12 @@ class Companion {
   explicit Companion(Mode mode) : mode_(mode), png_(nullptr, &spng_ctx_free) {}
 
   void sample(const std::string& path, const Cut& cut) {
-    file_.read(path);
     place_ = filled_++ % kBatch;
+    if (mode_ == Mode::array) return array(path);
+    file_.read(path);
     if (mode_ == Mode::mask) mask(cut);
     if (mode_ == Mode::boxes) boxes(cut);
     if (mode_ == Mode::text) append(file_.data(), file_.size());
-    if (mode_ == Mode::array) array();
     if (mode_ == Mode::wav) sound();
   }
 
@@ -150,11 +166,13 @@ class Companion {
     }
   }
 
-  void array() {
-    const unsigned char* values = file_.behind(header_of_array());
-    const size_t size = file_.size() - header_of_array();
-    batch_.resize(std::max(batch_.size(), kBatch * size));
-    std::memcpy(batch_.data() + static_cast<size_t>(place_) * size, values, size);
+  void array(const std::string& path) {
+    constexpr size_t kHeader = 128;  // as NumPy writes it
+    file_.read_into(path, kHeader, [this](size_t size) {
+      batch_.resize(std::max(batch_.size(), kBatch * size));
+      return batch_.data() + static_cast<size_t>(place_) * size;
+    });
+    if (header_of_array() != kHeader) throw std::runtime_error(path + " has a longer header");
   }
 
   void sound() {

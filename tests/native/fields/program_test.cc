@@ -438,6 +438,24 @@ TEST(Sound, ChannelsAndFrames) {
   EXPECT_THAT(batch_of(field(kind), {stereo}).error, HasSubstr("2 channels, not 3"));
 }
 
+TEST(Sound, LongOnesAreWhole) {
+  std::vector<int16_t> values(10001 * 3);
+  for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<int16_t>(i * 7919);
+  const auto at = [&](size_t i) { return static_cast<float>(values[i]) / 32768.0f; };
+  const auto stored = std::as_bytes(std::span(values));
+  const Memory three = wav(1, 16, 3, {stored.begin(), stored.end()});
+  Audio kind;
+  kind.channels = 3;
+  const std::vector<float> apart = batch_of(field(kind), {three}).as<float>();
+  const std::vector<float> mixed = batch_of(field(Audio{}), {three}).as<float>();
+  ASSERT_EQ(apart.size(), values.size());
+  ASSERT_EQ(mixed.size(), values.size() / 3);
+  for (size_t i = 0; i < values.size(); ++i) ASSERT_EQ(apart[i], at(i)) << i;
+  for (size_t f = 0; f < mixed.size(); ++f) {
+    ASSERT_EQ(mixed[f], (at(3 * f) + at(3 * f + 1) + at(3 * f + 2)) / 3.0f) << f;
+  }
+}
+
 TEST(Sound, HeadersThatLie) {
   const Memory values = bytes_of<int16_t>({1, 2, 3, 4});
   const Memory good = wav(1, 16, 2, values);
