@@ -5,6 +5,7 @@
     Manifest, COCO, VOC                the same, described by a table or by annotations
     LMDB, TarShards, TFRecord          places of samples found by one scan of the files, and stored
     HDF5, Parquet, ArrowIPC            through h5py and pyarrow
+    Arrays                             rows of arrays of NumPy
     ObjectFolder                       one object per sample
     Cached                             items of a data set in Python, made once
     Subset, Filter, Split, Concat      views: samples of other sources, without copies
@@ -19,6 +20,7 @@ from nostall.source._files import Files
 from nostall.source._hdf5 import HDF5
 from nostall.source._lmdb import LMDB
 from nostall.source._manifests import COCO, VOC, Manifest
+from nostall.source._numpy import Arrays
 from nostall.source._object_folder import ObjectFolder
 from nostall.source._records import ReadOptions
 from nostall.source._source import FileList, ImageFolder, Pixels, Source
@@ -31,6 +33,7 @@ __all__ = [
     "HDF5",
     "LMDB",
     "VOC",
+    "Arrays",
     "ArrowIPC",
     "Cached",
     "Concat",

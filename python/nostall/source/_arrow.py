@@ -35,7 +35,7 @@ from nostall.source._object_file import ObjectFile, as_file, failure_of
 from nostall.source._objects import is_url
 from nostall.source._records import (
     PathLike,
-    ReadOptions,
+    PlacedRows,
     RecordStore,
     absolute,
     open_storage,
@@ -303,11 +303,11 @@ class ArrowIPC(RecordStore, Composite):
             "schema": schema,
             "store": store,
         }
-        self.storage = open_storage(paths, store=store)
         if not _is_pair(image, label, columns, schema):
             assert columns is not None
             self._open_columns(paths, columns, schema, store)
             return
+        self.storage = open_storage(paths, store=store)
 
         def scan() -> _native.RecordTable:
             parts = [_arrow_places(path, image, label, store) for path in paths]
@@ -352,14 +352,15 @@ class ArrowIPC(RecordStore, Composite):
         def parts(read: Sequence[Gathered]) -> _native.Source:
             begin, length = (np.concatenate([g.rows()[i] for g in read]) for i in range(2))
             file = np.tile(np.repeat(np.arange(len(paths), dtype=np.uint32), counts), len(read))
-            table = self._table(
+            return PlacedRows(
                 "arrow",
                 f"columns {[(g.column.path, str(g.column)) for g in read]}",
+                paths,
                 offset=begin.astype(np.uint64),
                 length=length.astype(np.uint64),
-                file=file if len(paths) > 1 else None,
-            )
-            return self._native_of(table, ReadOptions())
+                file=file,
+                store=store,
+            ).native
 
         compose_columns(self, gathered, sum(counts), parts, pairs=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from nostall.errors import UsageError
 from nostall.fields import Array, Audio, Boxes, Bytes, Image, Keypoints, Kind, Scalar, Text
 from nostall.source._composite import NO_PART, Composite, make_column
+from nostall.source._source import Pixels, Source
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,8 +39,8 @@ def kind_of_bytes(value: bytes) -> Kind:
     return Bytes()
 
 
-def chosen_columns(schema: Any, names: Names) -> dict[str, str]:
-    """The column of every field.
+def chosen_columns(names: Names, every: Callable[[], list[str]]) -> dict[str, str]:
+    """The column of every field; `every` names all columns.
 
     Raises:
         UsageError: there is none.
@@ -49,13 +50,90 @@ def chosen_columns(schema: Any, names: Names) -> dict[str, str]:
     elif isinstance(names, str):
         if names != "all":
             raise UsageError(f'columns must be "all", names, or {{field: column}}, not {names!r}')
-        found = [path for part in schema for path in _paths(part.name, part.type)]
-        chosen = dict(zip(found, found, strict=True))
+        chosen = {name: name for name in every()}
     else:
         chosen = {name: name for name in names}
     if not chosen:
         raise UsageError("columns must name at least one column")
     return chosen
+
+
+def check_fields(schema: Mapping[str, Kind] | None, fields: Iterable[str]) -> dict[str, Kind]:
+    """The given kinds.
+
+    Raises:
+        UsageError: one of them is of a field that there is not.
+    """
+    given = dict(schema or {})
+    if unknown := given.keys() - set(fields):
+        raise UsageError(f"schema names the field {min(unknown)}, which has no column")
+    return given
+
+
+def fitting(given: Kind, dtype: str, shape: tuple[int | None, ...]) -> Kind | None:
+    """`given` for arrays whose numbers lie in the file as they are; None if they are not of it."""
+    if not isinstance(given, (Array, Boxes, Keypoints)) or given.dtype != dtype:
+        return None
+    pairs = itertools.zip_longest(given._dimensions(), shape, fillvalue=-1)
+    if not all(w is None or s is None or w == s for w, s in pairs):
+        return None
+    return dataclasses.replace(given, codec="raw")
+
+
+def pixels_of(shape: tuple[int | None, ...], dtype: Any) -> Pixels | None:
+    """How samples of this shape are pixels; None if they are none."""
+    if dtype != np.uint8 or len(shape) not in (2, 3) or None in shape:
+        return None
+    height, width, channels = (int(side or 0) for side in (*shape, 1)[:3])
+    if channels in (1, 3):
+        return Pixels(height, width, channels)
+    if height in (1, 3):
+        return Pixels(width, channels, height, layout="chw")
+    return None
+
+
+def array_kind(
+    source: Source,
+    field: str,
+    dtype: Any,
+    shape: tuple[int | None, ...],
+    given: Kind | None,
+    where: str,
+) -> Kind:
+    """The kind of a field whose numbers lie in the file as they are; pixels can be an image, of which
+    `source` is told.
+
+    Raises:
+        UsageError: they are no numbers, or not of the given kind.
+    """
+    if dtype.kind not in "iufb" or dtype.itemsize > 8 or not dtype.isnative:
+        raise UsageError(f"{where}: elements of type {dtype} are no field: write it as numbers")
+    if given is None:
+        return Array(dtype=dtype.name, shape=shape, codec="raw")
+    if isinstance(given, Image) and (pixels := pixels_of(shape, dtype)) is not None:
+        if source.pixels not in (None, pixels):
+            raise UsageError(f"{where}: its pixels are not of the shape of another image's")
+        source.pixels = pixels
+        return given
+    if (kind := fitting(given, dtype.name, shape)) is None:
+        raise UsageError(
+            f"{where} is {dtype.name} of shape {shape}, which field {field} is not: {given!r}"
+        )
+    return kind
+
+
+def as_texts(values: NDArray[Any], where: str) -> Any:
+    """Texts of an array that has them as NumPy keeps them; other arrays as they are.
+
+    Raises:
+        UsageError: one is not UTF-8.
+    """
+    if values.dtype.kind not in "SU":
+        return values
+    try:
+        return [v.decode() if isinstance(v, bytes) else v for v in values.tolist()]
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{where}: {error.object!r} is not UTF-8") from None
 
 
 def _paths(name: str, kind: Any) -> list[str]:
@@ -362,11 +440,8 @@ def kind_for(
         shape = tuple(None if side == -1 else side for side in sides)
         if given is None:
             return Array(dtype=column.dtype, shape=shape, codec="raw")
-        if isinstance(given, (Array, Boxes, Keypoints)) and given.dtype == column.dtype:
-            wanted = given._dimensions()
-            pairs = itertools.zip_longest(wanted, shape, fillvalue=-1)
-            if all(w is None or s is None or w == s for w, s in pairs):
-                return dataclasses.replace(given, codec="raw")
+        if (kind := fitting(given, column.dtype, shape)) is not None:
+            return kind
     elif given is None:
         return Text() if _is_text(column.leaf) else kind_of_bytes(first)
     elif isinstance(given, (Text, Bytes)) or not _is_text(column.leaf):
@@ -384,10 +459,10 @@ def gathered_columns(
     Raises:
         UsageError: a column is not there or not read, or `kinds` names a field that is none.
     """
-    given = dict(kinds or {})
-    chosen = chosen_columns(schema, names)
-    if unknown := given.keys() - chosen.keys():
-        raise UsageError(f"schema names the field {min(unknown)}, which has no column")
+    chosen = chosen_columns(
+        names, lambda: [path for part in schema for path in _paths(part.name, part.type)]
+    )
+    given = check_fields(kinds, chosen)
     return [
         Gathered(field, column_of(schema, path, where), given.get(field), where)
         for field, path in chosen.items()

@@ -1,31 +1,41 @@
-"""HDF5 datasets, one sample per first index."""
+"""HDF5 datasets, one sample, or one field of it, per first index."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nostall import _native
 from nostall.errors import CorruptionError, Error, IoError, UsageError
+from nostall.fields import Bytes, Kind, Text
 from nostall.source._callback import RowReader
+from nostall.source._columns import (
+    Names,
+    array_kind,
+    as_texts,
+    check_fields,
+    chosen_columns,
+    kind_of_bytes,
+    pixels_of,
+)
+from nostall.source._composite import Composite, make_column
 from nostall.source._object_file import as_file, failure_of
-from nostall.source._records import PathLike, RecordStore, absolute, open_storage
-from nostall.source._source import Pixels, Source
+from nostall.source._records import PathLike, PlacedRows, absolute
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from nostall import _native
-
 _ROWS_AT_ONCE = 256
 
 
-class HDF5(Source):
-    """Samples of an HDF5 dataset: ``HDF5(path, "images", labels="labels")``.
+class HDF5(Composite):
+    """Samples of an HDF5 dataset: ``HDF5(path, "images", labels="labels")``; or, with `columns`, of
+    several: row i of each is a field of sample i.
 
     Where the bytes of a sample lie together in the file (contiguous, or chunks of whole samples
     without filters), they are read straight from there, like those of any record store. Compressed
@@ -36,65 +46,145 @@ class HDF5(Source):
         path: the file, or the URL of an object.
         dataset: its name; shape (n, ...) of numbers, or (n,) of variable-length bytes.
         labels: name of the labels' dataset, shape (n,), or a sequence; 0 for all if None.
+        columns: instead of `dataset` and `labels`, the names of the datasets, or by the name of the
+            field that of its dataset, or "all". Numbers and texts of shape (n,) are held in memory.
+        schema: the kinds of fields. Those that it does not have follow from the datasets' types.
+            ``Image()`` takes uint8 of shape (n, h, w, 1 or 3), or (n, 1 or 3, h, w), as pixels.
         store: for a URL, an ``obstore.store`` that has it; made from the environment if None.
 
     Attributes:
-        pixel_shape, dtype: of one sample.
+        pixel_shape, dtype: of one sample of `dataset`.
         pixels: set where a sample is uint8 of shape (h, w), (h, w, 1 or 3) or (1 or 3, h, w): native
             transforms take such samples as images, RGB.
-        through_library: whether the HDF5 library reads the samples.
+        through_library: whether the HDF5 library reads samples, or some of their fields.
 
     Raises:
-        UsageError: no such dataset, an unsupported kind, or a filter that is not installed.
+        UsageError: no such dataset, an unsupported kind, datasets of different lengths, or a filter
+            that is not installed.
         CorruptionError: the file is damaged.
         IoError: it cannot be opened.
     """
 
+    pixel_shape: tuple[int, ...] = ()
+    dtype: Any = None
+
     def __init__(
         self,
         path: PathLike,
-        dataset: str,
+        dataset: str | None = None,
         *,
         labels: str | Sequence[int] | NDArray[Any] | None = None,
+        columns: Names | None = None,
+        schema: Mapping[str, Kind] | None = None,
         store: Any = None,
     ) -> None:
         path = absolute([os.fspath(path)])[0]
-        self._arguments = {"path": path, "dataset": dataset, "labels": labels, "store": store}
+        self._arguments = {
+            "path": path,
+            "dataset": dataset,
+            "labels": labels,
+            "columns": columns,
+            "schema": schema,
+            "store": store,
+        }
+        if (dataset is None) == (columns is None) or (columns is not None and labels is not None):
+            raise UsageError("HDF5 needs either a dataset, and perhaps labels=, or columns=")
+        if schema is not None and columns is None:
+            raise UsageError("schema= says the kinds of fields, which columns= names")
         with _open(path, store) as file:
+            if columns is not None:
+                self._open_columns(file, path, columns, schema, store)
+                return
+            assert dataset is not None
             data = _dataset(file, path, dataset)
             self.pixel_shape, self.dtype = tuple(data.shape[1:]), data.dtype
-            self.through_library = _places(data) is None
-        self.pixels = _pixels(self.pixel_shape, self.dtype)
-        if self.through_library:
-            self.native = _Library(path, dataset, store).open(labels)
-        else:
-            self.native = _Placed(path, dataset, labels, store).native
-
-
-class _Placed(RecordStore):
-    """Samples whose bytes lie together; see ``HDF5``."""
-
-    def __init__(self, path: str, dataset: str, labels: Any, store: Any) -> None:
-        with _open(path, store) as file:
-            data = _dataset(file, path, dataset)
-            places = _places(data)
-            if places is None:
-                raise IoError(f"{path} changed its layout since it was opened")
             label = _labels(file, path, labels, len(data))
-            length = int(np.prod(data.shape[1:], dtype=np.int64)) * data.dtype.itemsize
-        self.storage = open_storage([path], store=store)
-        self._open(
-            kind="hdf5",
-            stamp=lambda: dataset,
-            scan=lambda: self._table(
-                "hdf5",
-                dataset,
-                offset=places,
-                length=np.full(len(places), length, np.uint64),
-                label=label,
-            ),
-            index=False,
-        )
+            self.pixels = pixels_of(self.pixel_shape, self.dtype)
+            self.native, self.through_library = _native_of(data, path, store, label)
+
+    def _open_columns(
+        self,
+        file: Any,
+        path: str,
+        names: Names,
+        schema: Mapping[str, Kind] | None,
+        store: Any,
+    ) -> None:
+        chosen = chosen_columns(names, lambda: _all_datasets(file))
+        given = check_fields(schema, chosen)
+        data = {field: _dataset(file, path, name) for field, name in chosen.items()}
+        lengths = {chosen[field]: len(values) for field, values in data.items()}
+        if len(set(lengths.values())) > 1:
+            told = ", ".join(f"{name} has {n}" for name, n in lengths.items())
+            raise UsageError(f"{path}: datasets need one row for each sample: {told}")
+        rows = len(next(iter(data.values())))
+        kinds: dict[str, Kind] = {}
+        columns = {}
+        sources = []
+        self.through_library = False
+        for field, values in data.items():
+            where = f"{path}, dataset {chosen[field]}"
+            if values.ndim == 1 and not _is_variable(values):
+                columns[field] = make_column(field, _in_memory(values, where), given.get(field))
+                continue
+            kinds[field] = self._kind(field, values, given.get(field), where)
+            native, library = _native_of(values, path, store, np.zeros(rows, np.int64))
+            if field not in given and kinds[field] == Bytes():
+                kinds[field] = kind_of_bytes(native.read(0))
+            self.through_library |= library
+            sources.append(native)
+        parts = None
+        if sources:
+            parts = _native.open_view(sources, [0] * len(sources), None)
+        part_of = np.arange(len(sources) * rows).reshape(len(sources), rows).T
+        self._compose(parts, part_of, kinds, columns, rows)
+
+    def _kind(self, field: str, values: Any, given: Kind | None, where: str) -> Kind:
+        dtype = values.dtype
+        shape: tuple[int | None, ...] = tuple(values.shape[1:])
+        if _is_variable(values):
+            of = dtype.metadata["vlen"]
+            dtype, shape = np.dtype(of), (None,)
+        if dtype.kind in "SU" or (dtype == np.uint8 and shape == (None,)):
+            return given or (Text() if dtype.kind in "SU" else Bytes())
+        return array_kind(self, field, dtype, shape, given, where)
+
+
+def _all_datasets(file: Any) -> list[str]:
+    import h5py
+
+    names: list[str] = []
+    file.visititems(lambda n, o: names.append(n) if isinstance(o, h5py.Dataset) else None)
+    return names
+
+
+def _in_memory(values: Any, where: str) -> Any:
+    """One number or text for each sample."""
+    try:
+        return as_texts(values[...], where)
+    except OSError as error:
+        raise CorruptionError(f"{where}: {error}") from None
+
+
+def _native_of(
+    data: Any, path: str, store: Any, label: NDArray[np.int64]
+) -> tuple[_native.Source, bool]:
+    """The native source of the rows of a dataset, and whether the library reads them."""
+    places = _places(data)
+    name = data.name.removeprefix("/")
+    if places is None:
+        return _Library(path, name, store).open(data, label), True
+    length = int(np.prod(data.shape[1:], dtype=np.int64)) * data.dtype.itemsize
+    placed = PlacedRows(
+        "hdf5",
+        f"{name} {data.dtype} {data.shape[1:]}",
+        [path],
+        offset=places,
+        length=np.full(len(places), length, np.uint64),
+        label=label,
+        store=store,
+    )
+    return placed.native, False
 
 
 class _Library(RowReader):
@@ -105,20 +195,17 @@ class _Library(RowReader):
         self._opened: tuple[int, Any] | None = None
         self._lock = threading.Lock()
 
-    def open(self, labels: Any) -> _native.Source:
-        """The native source, after reading the metadata of the dataset."""
-        with _open(self._path, self._store) as file:
-            data = _dataset(file, self._path, self._name)
-            _check_filters(data, self._path)
-            n = len(data)
-            label = _labels(file, self._path, labels, n)
-            rows = int(data.chunks[0]) if data.chunks else 1
-            return self.make_source(
-                sizes=self._sizes(data),
-                labels=label,
-                group=(np.arange(n) // rows).astype(np.uint32) if rows > 1 else None,
-                identity=("hdf5", Path(self._path).name, self._name),
-            )
+    def open(self, data: Any, label: NDArray[np.int64]) -> _native.Source:
+        """The native source of the dataset, which is open."""
+        _check_filters(data, self._path)
+        n = len(data)
+        rows = int(data.chunks[0]) if data.chunks else 1
+        return self.make_source(
+            sizes=self._sizes(data),
+            labels=label,
+            group=(np.arange(n) // rows).astype(np.uint32) if rows > 1 else None,
+            identity=("hdf5", Path(self._path).name, self._name, str(data.dtype), data.shape),
+        )
 
     def _sizes(self, data: Any) -> NDArray[np.uint64]:
         n = len(data)
@@ -167,17 +254,6 @@ def _said(error: Exception) -> Error:
     return (
         error if isinstance(error, IoError) else CorruptionError(f"the HDF5 library says: {error}")
     )
-
-
-def _pixels(shape: tuple[int, ...], dtype: Any) -> Pixels | None:
-    if dtype != np.uint8 or len(shape) not in (2, 3):
-        return None
-    height, width, channels = shape if len(shape) == 3 else (*shape, 1)
-    if channels in (1, 3):
-        return Pixels(height, width, channels)
-    if height in (1, 3):
-        return Pixels(width, channels, height, layout="chw")
-    return None
 
 
 def _is_variable(data: Any) -> bool:
@@ -230,9 +306,8 @@ def _dataset(file: Any, path: PathLike, name: str) -> Any:
 
     data = file.get(name)
     if not isinstance(data, h5py.Dataset):
-        names: list[str] = []
-        file.visititems(lambda n, o: names.append(n) if isinstance(o, h5py.Dataset) else None)
-        raise UsageError(f"{path} has no dataset {name!r}; it has: {', '.join(names) or 'none'}")
+        names = ", ".join(_all_datasets(file)) or "none"
+        raise UsageError(f"{path} has no dataset {name!r}; it has: {names}")
     if data.ndim == 0 or len(data) == 0:
         raise UsageError(f"{path}, dataset {name}: shape {data.shape} has no samples")
     if data.dtype.kind not in "iufbSV" and not _is_variable(data):

@@ -239,6 +239,30 @@ class RecordStore(Source):
         return table.file, table.offset, table.length
 
 
+class PlacedRows(RecordStore):
+    """Samples whose places the caller knows; they are stored nowhere.
+
+    `stamp` says what they are, for the fingerprint.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        stamp: str,
+        paths: Sequence[str],
+        *,
+        offset: NDArray[np.uint64],
+        length: NDArray[np.uint64],
+        label: NDArray[np.int64] | None = None,
+        file: NDArray[np.uint32] | None = None,
+        store: Any = None,
+    ) -> None:
+        self.storage = open_storage(paths, store=store)
+        file = file if len(paths) > 1 else None
+        table = self._table(kind, stamp, offset=offset, length=length, label=label, file=file)
+        self.native = self._native_of(table, _READING)
+
+
 def shard_paths(
     paths: PathLike | Sequence[PathLike], suffixes: tuple[str, ...], store: Any = None
 ) -> list[str]:
