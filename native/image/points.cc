@@ -102,6 +102,12 @@ class BoxMover {
     const Row c = to_corners(b_, format_);
     const auto p = project(a.to_result, c[0], c[1]), q = project(a.to_result, c[2], c[1]);
     const auto r = project(a.to_result, c[2], c[3]), s = project(a.to_result, c[0], c[3]);
+    // A corner on the horizon of a perspective has no place, and so has the box.
+    for (const auto& corner : {p, q, r, s}) {
+      if (!std::isnan(corner[0]) && !std::isnan(corner[1])) continue;
+      b_.fill(std::numeric_limits<float>::quiet_NaN());
+      return true;
+    }
     clamp({std::min({p[0], q[0], r[0], s[0]}), std::min({p[1], q[1], r[1], s[1]}),
            std::max({p[0], q[0], r[0], s[0]}), std::max({p[1], q[1], r[1], s[1]})},
           canvas_);
@@ -188,10 +194,26 @@ void follow(Canvas& canvas, const Action& action) {
   std::visit([&canvas](const auto& a) { canvas.after(a); }, action);
 }
 
-Error no_number(const char* what, size_t row, const char* remedy) {
-  return Error(ErrorKind::corruption, std::string(what) + " " + std::to_string(row) +
-                                          " has a coordinate that is NaN or infinite" + remedy);
+bool finite(const Row& row) {
+  return std::all_of(row.begin(), row.end(), [](float v) { return std::isfinite(v); });
 }
+
+// Why a box is none; empty if it is one.
+std::string fault_of(const Row& row, BoxFormat format) {
+  if (!finite(row)) return "has a coordinate that is NaN or infinite";
+  const bool corners = format == BoxFormat::xyxy;
+  for (size_t i = 2; i < 4; ++i) {
+    const float size = corners ? row[i] - row[i - 2] : row[i];
+    if (size < 0) return "has a size of " + std::to_string(size);
+  }
+  return {};
+}
+
+Error bad(const char* what, size_t row, const std::string& fault, const char* remedy) {
+  return Error(ErrorKind::corruption,
+               std::string(what) + " " + std::to_string(row) + " " + fault + remedy);
+}
+constexpr const char* kMend = ": mend it, or add SanitizeBoundingBoxes";
 
 }  // namespace
 
@@ -210,8 +232,8 @@ std::optional<Error> move_boxes(const Drawing& drawing, bool sanitizes, Boxes& b
   for (size_t i = 0; i < rows; ++i) {
     Row row;
     std::copy_n(&boxes.rows[4 * i], 4, row.begin());
-    if (!std::all_of(row.begin(), row.end(), [](float v) { return std::isfinite(v); })) {
-      if (!sanitizes) return no_number("box", i, ": mend it, or add SanitizeBoundingBoxes");
+    if (const std::string fault = fault_of(row, boxes.format); !fault.empty()) {
+      if (!sanitizes) return bad("box", i, fault, kMend);
       row.fill(std::numeric_limits<float>::quiet_NaN());
     }
     if (boxes.normalised) {
@@ -225,6 +247,7 @@ std::optional<Error> move_boxes(const Drawing& drawing, bool sanitizes, Boxes& b
       follow(canvas, action);
     }
     if (!stays) continue;
+    if (!finite(row)) return bad("box", i, "has no place behind the transforms", kMend);
     if (boxes.normalised) {
       row = {row[0] / out_width, row[1] / out_height, row[2] / out_width, row[3] / out_height};
     }
@@ -249,7 +272,8 @@ std::optional<Error> move_keypoints(const Drawing& drawing, const Keypoints& key
   for (size_t i = 0; i < keypoints.rows.size(); i += columns) {
     float x = keypoints.rows[i], y = keypoints.rows[i + 1];
     if (!std::isfinite(x) || !std::isfinite(y)) {
-      return no_number("keypoint", i / columns, ": mend it, or give it visibility 0 and a place");
+      return bad("keypoint", i / columns, "has a coordinate that is NaN or infinite",
+                 ": mend it, or give it visibility 0 and a place");
     }
     if (keypoints.normalised) {
       x *= start.width;

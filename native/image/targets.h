@@ -10,7 +10,8 @@
 //   boxes      crops, pads, rotations and perspective clamp them to the canvas, and make upright
 //              boxes of turned ones. None is removed but by SanitizeBoundingBoxes; a box that ends
 //              outside the canvas is then empty (width or height 0). A coordinate that is NaN or
-//              infinite is an error, unless the steps have SanitizeBoundingBoxes, which removes it.
+//              infinite is an error, and so is a negative size, and a place that a perspective leaves
+//              undefined, unless SanitizeBoundingBoxes removes the box.
 //   keypoints  never clamped, never removed. A third column is a visibility: it becomes 0 for a
 //              point that is not on the final canvas, and is copied else.
 //

@@ -293,9 +293,9 @@ class Array(_Numbers):
 class Boxes(_Numbers):
     """Boxes of one sample, float32 (k, 4): `Ragged` of shape (boxes of all, 4), or `Padded`.
 
-    A sample is unusable if a number is NaN or infinite, or the size of a box is negative. Boxes
-    without an area are kept. Transforms move boxes with their image, by torchvision's rules, and
-    refuse of these only NaN and infinity; ``SanitizeBoundingBoxes`` takes all of them out.
+    A sample is unusable if a number is NaN or infinite, or the size of a box is negative, unless
+    ``SanitizeBoundingBoxes`` takes such boxes out. Boxes without an area are kept. Transforms move
+    boxes with their image, by torchvision's rules.
 
     Args:
         format: "xyxy" (left, top, right, bottom), "xywh" (left, top, width, height) or "cxcywh"
