@@ -20,6 +20,8 @@ from nostall_bench.records import FIELDS
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 SIDE = 224
+# Of MixUp in the recipe.
+ALPHA, CLASSES = 0.2, 1000
 
 
 @dataclass(frozen=True)

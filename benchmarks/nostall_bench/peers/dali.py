@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from nostall_bench.peers import MEAN, SIDE, STD, Job, listing, sized
+from nostall_bench.peers import ALPHA, CLASSES, MEAN, SIDE, STD, Job, listing, sized
 from nostall_bench.records import FIELDS, FRAMES, paths
 
 REQUIRES = ("nvidia.dali",)
@@ -41,6 +41,19 @@ def _erased(image: Any) -> Any:
         shape=shape * fn.cast(fn.random.coin_flip(), dtype=types.FLOAT),
         axis_names="HW",
     )
+
+
+def _mixed(image: Any, label: Any) -> tuple[Any, Any]:
+    """MixUp, with draws for each sample."""
+    from nvidia.dali import fn
+
+    other = fn.batch_permutation()
+    share = fn.random.beta(alpha=ALPHA, beta=ALPHA)
+
+    def mix(mine: Any) -> Any:
+        return mine * share + fn.permute_batch(mine, indices=other) * (1 - share)
+
+    return mix(image), mix(fn.one_hot(label, num_classes=CLASSES))
 
 
 def _records(job: Job) -> tuple[Any, ...]:
@@ -115,7 +128,7 @@ def epochs(job: Job) -> Iterator[Iterator[int]]:
                 data = rand_augment.rand_augment(data, n=2, m=9)
             data = _normalised(data, fn.random.coin_flip())
             if recipe:
-                data = _erased(data)
+                data, labels = _mixed(_erased(data), labels)
         return data, labels
 
     pipe = pipeline()

@@ -8,7 +8,7 @@ from typing import Any
 import nostall
 from nostall import fields
 from nostall import transforms as t
-from nostall_bench.peers import MEAN, SIDE, STD, Job, listing, torch_loader
+from nostall_bench.peers import ALPHA, CLASSES, MEAN, SIDE, STD, Job, listing, torch_loader
 from nostall_bench.records import FIELDS, FRAMES, SHAPE, paths, shards
 
 REQUIRES = ("nostall",)
@@ -44,7 +44,10 @@ def _transforms(mode: str) -> list[Any] | None:
     )
     if mode == "recipe":
         crop = t.RandomResizedCrop(SIDE, interpolation="bicubic")
-        return [crop, flip, t.RandAugment(), *normalised, t.RandomErasing()]
+        return [
+            *(crop, flip, t.RandAugment(), *normalised, t.RandomErasing()),
+            t.MixUp(alpha=ALPHA, num_classes=CLASSES),
+        ]
     if mode == "transform" or mode.startswith("image"):
         return [crop, flip, *normalised]
     return None

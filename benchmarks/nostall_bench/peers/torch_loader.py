@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nostall_bench.peers import MEAN, SIDE, STD, Job, listing
+from nostall_bench.peers import ALPHA, CLASSES, MEAN, SIDE, STD, Job, listing
 from nostall_bench.records import FIELDS, FRAMES, paths
 
 REQUIRES = ("torch", "torchvision")
@@ -184,6 +184,17 @@ def raw_collate(samples: list[tuple[Any, int]]) -> tuple[list[Any], list[int]]:
     return [s[0] for s in samples], [s[1] for s in samples]
 
 
+def collate_mixed(samples: list[tuple[Any, int]]) -> Any:
+    """Torchvision's MixUp of the samples: images and probabilities of classes."""
+    from torch.utils.data import default_collate
+    from torchvision.transforms import v2
+
+    return v2.MixUp(alpha=ALPHA, num_classes=CLASSES)(*default_collate(samples))
+
+
+_COLLATE = {"read": raw_collate, "recipe": collate_mixed}
+
+
 def epochs(job: Job) -> Iterator[Iterator[int]]:
     """Shuffled globally, worker processes that stay."""
     import torch
@@ -200,7 +211,7 @@ def epochs(job: Job) -> Iterator[Iterator[int]]:
         generator=torch.Generator().manual_seed(job.seed),
         num_workers=workers,
         persistent_workers=workers > 0,
-        collate_fn=collate_records if records else raw_collate if job.mode == "read" else None,
+        collate_fn=collate_records if records else _COLLATE.get(job.mode),
     )
     for _ in range(job.epochs):
         yield (len(batch[-1]) for batch in loader)
