@@ -1,9 +1,9 @@
-"""A data set of your own behind nostall's tiers: its items are made once, and kept for all epochs.
+"""A data set of your own: torch's loader calls it in each epoch, nostall makes its items once.
 
-    python examples/cached-dataset.py /data/train
+    python examples/cached-dataset.py /data
 
-The data set below decodes an image and cuts it to a square; that is the slow part, done once for
-each image. What is random is done in each epoch, by `then=`.
+The folder has images/. What is the same in each epoch (decode, resize, cut) stays in the data set;
+what is random is done in each epoch, by `then=`.
 """
 
 import sys
@@ -12,24 +12,25 @@ from pathlib import Path
 import torch
 from PIL import Image
 from torch.utils.data import Dataset
+from torch.utils.data.distributed import DistributedSampler
 from torchvision.transforms import v2
 
 import nostall
 
+BATCH, EPOCHS = 4, 3
+
 
 class Pictures(Dataset):
     def __init__(self, root):
-        self.paths = sorted(Path(root).rglob("*.jpg"))
-        self.classes = sorted({path.parent.name for path in self.paths})
+        self.paths = sorted(Path(root, "images").glob("*.jpg"))
         self.prepare = v2.Compose([v2.Resize(40), v2.CenterCrop(40), v2.PILToTensor()])
 
     def __len__(self):
         return len(self.paths)
 
     def __getitem__(self, i):
-        path = self.paths[i]
-        with Image.open(path) as image:
-            return self.prepare(image.convert("RGB")), self.classes.index(path.parent.name)
+        with Image.open(self.paths[i]) as image:
+            return {"image": self.prepare(image.convert("RGB")), "label": i % 3}
 
 
 augment = v2.Compose(
@@ -38,26 +39,38 @@ augment = v2.Compose(
 
 
 def then(item):
-    image, label = item
-    return augment(image), label
+    return {"image": augment(item["image"]), "label": item["label"]}
+
+
+def batches_of_torch(data):
+    sampler = DistributedSampler(data, 1, 0, seed=0)
+    loader = torch.utils.data.DataLoader(data, BATCH, sampler=sampler)
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        yield from loader
+
+
+def batches_of_nostall(data, then=None):
+    cached = nostall.Cached(data, then=then)
+    with nostall.DataLoader(cached, BATCH, epochs=EPOCHS, seed=0) as loader:
+        for epoch in loader.epochs():
+            yield from epoch
 
 
 def main(root):
-    dataset = Pictures(root)
-    loader = nostall.DataLoader(nostall.Cached(dataset, then=then), batch_size=16, epochs=3, seed=0)
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.LazyLinear(len(dataset.classes)))
-    optimizer = None
-    for epoch in loader.epochs():
-        total = 0.0
-        for images, labels in epoch:
-            loss = torch.nn.functional.cross_entropy(model(images), labels)
-            optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            total += loss.item()
-        print(f"epoch {epoch.index}: loss {total / len(loader):.3f}")
-    print(loader.stats())
+    data = Pictures(root)
+    for theirs, ours in zip(batches_of_torch(data), batches_of_nostall(data), strict=True):
+        assert torch.equal(ours["image"], theirs["image"])
+        assert torch.equal(ours["label"], theirs["label"])
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for batch in batches_of_nostall(data, then):
+        loss = torch.nn.functional.cross_entropy(model(batch["image"]), batch["label"])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(f"cached data set: loss {loss.item():.3f}, the same batches")
 
 
 if __name__ == "__main__":

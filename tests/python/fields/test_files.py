@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import prefork
 import pytest
 from PIL import Image
 
@@ -202,20 +201,6 @@ def test_masks_and_boxes_move_with_their_image(root: Path) -> None:
             assert batch["classes"].sample(place).tolist() == [1]
             sample += 1
     assert sample == SAMPLES
-
-
-def test_the_example_trains(root: Path, tmp_path: Path) -> None:
-    for name in ("images", "masks"):
-        (tmp_path / name).symlink_to(root / name)
-    (tmp_path / "boxes").mkdir()
-    for i in range(SAMPLES):
-        path = tmp_path / "boxes" / (f"part/{i:02}.npy" if i % 2 else f"{i:02}.npy")
-        path.parent.mkdir(exist_ok=True)
-        np.save(path, np.array([[2, 2, 28, 18]] * (i % 3), np.float32).reshape(-1, 4))
-    example = Path(__file__).parents[3] / "examples" / "segmentation.py"
-    run = prefork.run([str(example), str(tmp_path)], torch=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    assert "epoch 2: loss" in run.stdout and "objects" in run.stdout
 
 
 def test_which_fields_are_transformed_together_is_checked(root: Path) -> None:

@@ -364,13 +364,6 @@ def test_ranks_of_a_node_make_each_item_once(tmp_path: Path) -> None:
     assert sorted(items) == list(range(40))
 
 
-def test_the_example_trains(image_folder: Path) -> None:
-    example = Path(__file__).parents[3] / "examples" / "cached-dataset.py"
-    run = prefork.run([str(example), str(image_folder)], torch=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    assert "epoch 2: loss" in run.stdout
-
-
 @pytest.mark.parametrize("then", [None, plus_one])
 def test_a_share_without_samples_has_no_items(cached: Make, then: Any) -> None:
     source = cached(Items(n=9), then=then)
