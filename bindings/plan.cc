@@ -2,15 +2,20 @@
 #include "plan/plan.h"
 
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
+#include <optional>
 
 #include "arrays.h"
 #include "base/error.h"
 #include "module.h"
 #include "plan/bound.h"
+#include "plan/mixture.h"
 #include "plan/owners.h"
 #include "plan/permutation.h"
 #include "plan/placement.h"
@@ -20,8 +25,54 @@ namespace nb = nanobind;
 using namespace nostall;
 
 using Weights = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Buckets = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+namespace {
+
+void bind_mixture(nb::module_& m) {
+  using Changes = std::vector<std::pair<uint64_t, std::vector<double>>>;
+  nb::enum_<plan::AtEnd>(m, "AtEnd")
+      .value("repeat", plan::AtEnd::repeat)
+      .value("stop", plan::AtEnd::stop)
+      .value("reweight", plan::AtEnd::reweight);
+  nb::class_<plan::Mixture>(m, "Mixture", "Sources in one order by weights (plan/mixture.h).")
+      .def(
+          "__init__",
+          [](plan::Mixture* self, std::vector<uint64_t> samples, const Changes& changes,
+             plan::AtEnd at_end) {
+            plan::Mixture::Spec spec{std::move(samples), {}, at_end};
+            for (const auto& [place, weights] : changes) spec.changes.push_back({place, weights});
+            bindings::without_gil([&] { new (self) plan::Mixture(std::move(spec)); });
+          },
+          nb::arg("samples"), nb::arg("changes"), nb::arg("at_end"))
+      .def_prop_ro(
+          "end",
+          [](const plan::Mixture& mixture) -> std::optional<uint64_t> {
+            if (mixture.end() == plan::Mixture::kEndless) return std::nullopt;
+            return mixture.end();
+          },
+          "Places until the mixture ends; None if sources repeat.")
+      .def(
+          "counts",
+          [](const plan::Mixture& mixture, uint64_t place) {
+            return bindings::array_of(bindings::without_gil([&] { return mixture.counts(place); }));
+          },
+          nb::arg("place"), "Places that each source had before this one.")
+      .def("fingerprint", &plan::Mixture::fingerprint, nb::arg("place") = plan::Mixture::kEndless,
+           "64-bit hash of all that decides the places before this one.");
+  m.def(
+      "mixture_shares",
+      [](const std::vector<double>& weights) {
+        const plan::Shares shares = plan::shares_of(weights);
+        return std::pair{shares.of, shares.period};
+      },
+      nb::arg("weights"), "Places of each source in a period, and the period.");
+}
+
+}  // namespace
 
 void bind_plan(nb::module_& m) {
+  bind_mixture(m);
   nb::enum_<plan::OrderKind>(m, "OrderKind")
       .value("torch", plan::OrderKind::torch)
       .value("keyed", plan::OrderKind::keyed)
@@ -29,7 +80,9 @@ void bind_plan(nb::module_& m) {
       .value("sequential", plan::OrderKind::sequential)
       .value("sub_batch", plan::OrderKind::sub_batch)
       .value("weighted", plan::OrderKind::weighted)
-      .value("repeated", plan::OrderKind::repeated);
+      .value("repeated", plan::OrderKind::repeated)
+      .value("mixture", plan::OrderKind::mixture)
+      .value("bucketed", plan::OrderKind::bucketed);
   nb::enum_<plan::Scheme>(m, "Scheme")
       .value("uniform", plan::Scheme::uniform)
       .value("whole", plan::Scheme::whole)
@@ -58,6 +111,23 @@ void bind_plan(nb::module_& m) {
           [](plan::JobSpec& spec, const Weights& weights) {
             spec.weights = std::make_shared<const std::vector<double>>(
                 weights.data(), weights.data() + weights.size());
+          })
+      .def_prop_rw(
+          "mixture",
+          [](const plan::JobSpec& spec) {
+            return std::const_pointer_cast<plan::Mixture>(spec.mixture);
+          },
+          [](plan::JobSpec& spec, std::shared_ptr<plan::Mixture> mixture) {
+            spec.mixture = std::move(mixture);
+          })
+      .def_prop_rw(
+          "buckets",
+          [](const plan::JobSpec& spec) {
+            return bindings::array_of(spec.buckets ? *spec.buckets : std::vector<uint32_t>{});
+          },
+          [](plan::JobSpec& spec, const Buckets& buckets) {
+            spec.buckets = std::make_shared<const std::vector<uint32_t>>(
+                buckets.data(), buckets.data() + buckets.size());
           })
       .def_prop_rw(
           "sub_batches",

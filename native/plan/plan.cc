@@ -16,6 +16,8 @@
 #include "base/error.h"
 #include "base/fnv.h"
 #include "base/random.h"
+#include "plan/buckets.h"
+#include "plan/mixture.h"
 #include "plan/permutation.h"
 #include "plan/sampling.h"
 
@@ -91,6 +93,10 @@ uint64_t base_length(const JobSpec& spec) {
       return spec.draws;
     case OrderKind::repeated:
       return repeated_length(spec.samples);
+    case OrderKind::mixture:
+      return spec.mixture->end() == Mixture::kEndless
+                 ? ceil_div(spec.draws, spec.global_batch) * spec.global_batch
+                 : spec.mixture->end();
     default:
       return spec.samples;
   }
@@ -105,6 +111,19 @@ uint64_t sampler_length(const JobSpec& spec) {
 }
 
 void fail(const std::string& what) { throw Error(ErrorKind::usage, what); }
+
+void validate_mixture(const JobSpec& spec) {
+  if (!spec.mixture) fail("there is no mixture to take the order of");
+  uint64_t samples = 0;
+  for (const uint64_t of_source : spec.mixture->spec().samples) samples += of_source;
+  if (samples != spec.samples) {
+    fail("the sources of the mixture have " + std::to_string(samples) +
+         " samples, and the data set has " + std::to_string(spec.samples));
+  }
+  if (spec.mixture->end() == Mixture::kEndless && spec.draws == 0) {
+    fail("an epoch of a mixture has at least one sample");
+  }
+}
 
 void validate_sub_batches(const JobSpec& spec) {
   const SubBatches& s = spec.sub_batches;
@@ -169,6 +188,8 @@ void validate(const JobSpec& spec) {
   if (spec.epochs == 0) fail("the number of epochs must be at least 1");
   if (spec.order == OrderKind::sub_batch) validate_sub_batches(spec);
   if (spec.order == OrderKind::weighted) validate_weighted(spec);
+  if (spec.order == OrderKind::mixture) validate_mixture(spec);
+  if (spec.order == OrderKind::bucketed) validate_buckets(spec);
   if (spec.order == OrderKind::repeated && spec.times == 0) fail("a sample comes at least once");
   if (spec.order == OrderKind::user) {
     if (spec.user_order.empty()) fail("the user's order is empty");
@@ -202,8 +223,8 @@ uint64_t length_of(const JobSpec& spec, uint32_t epoch) {
 
 bool repeats_or_leaves_out(const JobSpec& spec) {
   return spec.order == OrderKind::user || spec.order == OrderKind::sub_batch ||
-         spec.order == OrderKind::weighted || spec.order == OrderKind::repeated || spec.steps > 0 ||
-         epoch_length(spec) < spec.samples;
+         spec.order == OrderKind::weighted || spec.order == OrderKind::repeated ||
+         spec.order == OrderKind::mixture || spec.steps > 0 || epoch_length(spec) < spec.samples;
 }
 
 namespace {
@@ -246,6 +267,14 @@ void fill_order(const JobSpec& spec, uint32_t epoch, std::vector<Id>& order) {
       for (uint64_t i = 0; i < base; ++i) order[i] = drawn[i / spec.times];
       break;
     }
+    case OrderKind::mixture: {
+      const bool endless = spec.mixture->end() == Mixture::kEndless;
+      spec.mixture->fill<Id>(spec.seed, epoch, endless ? epoch * length : 0, order);
+      break;
+    }
+    case OrderKind::bucketed:
+      fill_bucketed(spec, epoch, order);
+      break;
   }
   // Padding wraps around as often as it must; dropping cuts the tail.
   order.resize(length);
@@ -342,7 +371,7 @@ RankEpoch rank_epoch(const JobSpec& spec, uint32_t epoch, uint32_t rank) {
 
 std::vector<uint32_t> occurrences(const JobSpec& spec, std::span<const SampleId> order) {
   if (spec.order != OrderKind::user && spec.order != OrderKind::weighted &&
-      spec.order != OrderKind::repeated) {
+      spec.order != OrderKind::repeated && spec.order != OrderKind::mixture) {
     return {};
   }
   std::vector<uint32_t> seen(spec.samples), before(order.size());
@@ -373,6 +402,10 @@ uint64_t fingerprint(const JobSpec& spec) {
     for (const double weight : *spec.weights) hash.number(std::bit_cast<uint64_t>(weight));
   } else if (spec.order == OrderKind::repeated) {
     hash.number(spec.times);
+  } else if (spec.order == OrderKind::mixture) {
+    hash.number(spec.draws).number(spec.mixture->fingerprint());
+  } else if (spec.order == OrderKind::bucketed) {
+    for (const uint32_t bucket : *spec.buckets) hash.word(bucket);
   }
   hash.number(spec.steps);
   return hash.value();

@@ -17,6 +17,8 @@
 
 namespace nostall::plan {
 
+class Mixture;
+
 using SampleId = uint64_t;
 
 enum class OrderKind : uint8_t {
@@ -31,6 +33,8 @@ enum class OrderKind : uint8_t {
   // Repeated augmentation [Hoffer 2020], as in the RASampler of DeiT and timm: each sample of the
   // order "torch" `times` times running, of which the epoch takes no more than the data set has.
   repeated,
+  mixture,   // samples of several sources by weights: mixture.h
+  bucketed,  // batches of samples of like length: buckets.h
 };
 
 // OrderKind::sub_batch. `reuse` epochs make a round. A round has one order "torch" of its own, with
@@ -58,7 +62,7 @@ enum class Scheme : uint8_t {
 };
 
 // The version of the order algorithms below; part of the fingerprint of a plan.
-inline constexpr uint32_t kOrderVersion = 2;
+inline constexpr uint32_t kOrderVersion = 3;
 
 struct JobSpec {
   uint64_t samples = 0;       // F
@@ -78,9 +82,12 @@ struct JobSpec {
   // OrderKind::weighted only: one weight per sample, draws in an epoch, and whether a sample may be
   // drawn again in it.
   std::shared_ptr<const std::vector<double>> weights;
+  // Also the places of an epoch of a mixture without an end, which are rounded up to whole batches.
   uint64_t draws = 0;
   bool replacement = true;
-  uint32_t times = 1;  // OrderKind::repeated only
+  uint32_t times = 1;                                    // OrderKind::repeated only
+  std::shared_ptr<const Mixture> mixture;                // OrderKind::mixture only
+  std::shared_ptr<const std::vector<uint32_t>> buckets;  // OrderKind::bucketed only: one a sample
   // Global batches of the job, if it ends within its last epoch; 0: with it.
   uint64_t steps = 0;
 };

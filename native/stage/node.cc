@@ -10,6 +10,7 @@
 #include "base/fnv.h"
 #include "base/log.h"
 #include "plan/cluster.h"
+#include "plan/mixture.h"
 #include "source/sums.h"
 
 namespace nostall::stage {
@@ -45,6 +46,10 @@ const char* name_of(plan::OrderKind order) {
       return "weighted";
     case plan::OrderKind::repeated:
       return "repeated";
+    case plan::OrderKind::mixture:
+      return "mixture";
+    case plan::OrderKind::bucketed:
+      return "bucketed";
   }
   return "unknown";
 }
@@ -87,6 +92,13 @@ std::string arguments_of(const plan::JobSpec& job, const source::Source& source,
              " replacement, hash of weights " + std::to_string(hash.value());
   } else if (job.order == plan::OrderKind::repeated) {
     order += " " + std::to_string(job.times) + " times";
+  } else if (job.order == plan::OrderKind::mixture) {
+    order += " of " + std::to_string(job.draws) + " samples, hash " +
+             std::to_string(job.mixture->fingerprint());
+  } else if (job.order == plan::OrderKind::bucketed) {
+    Fnv hash;
+    for (const uint32_t bucket : *job.buckets) hash.word(bucket);
+    order += ", hash of buckets " + std::to_string(hash.value());
   }
   line("order", order);
   line("scheme", std::to_string(static_cast<int>(job.scheme)));

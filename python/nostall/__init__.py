@@ -26,7 +26,7 @@ from nostall.loader import (
     transforms,
 )
 from nostall.observe import Stats, metrics, trace
-from nostall.plan import ClassBalanced, Plan, RepeatedAugmentation, SubBatches, Weighted
+from nostall.plan import Buckets, ClassBalanced, Plan, RepeatedAugmentation, SubBatches, Weighted
 from nostall.source import (
     COCO,
     HDF5,
@@ -41,6 +41,7 @@ from nostall.source import (
     Filter,
     ImageFolder,
     Manifest,
+    Mixture,
     ObjectFolder,
     Parquet,
     Pixels,
@@ -62,6 +63,7 @@ __all__ = [
     "VOC",
     "Arrays",
     "ArrowIPC",
+    "Buckets",
     "Cached",
     "CheckpointOptions",
     "Checkpointer",
@@ -78,6 +80,7 @@ __all__ = [
     "LoaderOptions",
     "Manifest",
     "MixedLabels",
+    "Mixture",
     "ObjectFolder",
     "Parquet",
     "Pixels",

@@ -31,6 +31,32 @@ def memory_limits(shm: str = "/dev/shm", proc: str = "/proc") -> list[MemoryLimi
 def kernels() -> dict[str, str]:
     """Which instructions each kind of vector code uses on this processor."""
 
+class AtEnd(enum.Enum):
+    repeat = 0
+
+    stop = 1
+
+    reweight = 2
+
+class Mixture:
+    """Sources in one order by weights (plan/mixture.h)."""
+
+    def __init__(
+        self, samples: Sequence[int], changes: Sequence[tuple[int, Sequence[float]]], at_end: AtEnd
+    ) -> None: ...
+    @property
+    def end(self) -> int | None:
+        """Places until the mixture ends; None if sources repeat."""
+
+    def counts(self, place: int) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]:
+        """Places that each source had before this one."""
+
+    def fingerprint(self, place: int = 18446744073709551615) -> int:
+        """64-bit hash of all that decides the places before this one."""
+
+def mixture_shares(weights: Sequence[float]) -> tuple[list[int], int]:
+    """Places of each source in a period, and the period."""
+
 class OrderKind(enum.Enum):
     torch = 0
 
@@ -45,6 +71,10 @@ class OrderKind(enum.Enum):
     weighted = 5
 
     repeated = 6
+
+    mixture = 7
+
+    bucketed = 8
 
 class Scheme(enum.Enum):
     uniform = 0
@@ -116,6 +146,20 @@ class JobSpec:
         self,
         arg: Annotated[
             NDArray[numpy.float64], dict(shape=(None,), order="C", device="cpu", writable=False)
+        ],
+        /,
+    ) -> None: ...
+    @property
+    def mixture(self) -> Mixture: ...
+    @mixture.setter
+    def mixture(self, arg: Mixture, /) -> None: ...
+    @property
+    def buckets(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]: ...
+    @buckets.setter
+    def buckets(
+        self,
+        arg: Annotated[
+            NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
         ],
         /,
     ) -> None: ...

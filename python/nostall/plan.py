@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,15 @@ from numpy.typing import NDArray
 from nostall import _native
 from nostall.errors import UsageError
 
-__all__ = ["ClassBalanced", "Plan", "RepeatedAugmentation", "SubBatches", "Weighted"]
+__all__ = [
+    "Buckets",
+    "ClassBalanced",
+    "Mixed",
+    "Plan",
+    "RepeatedAugmentation",
+    "SubBatches",
+    "Weighted",
+]
 
 
 @dataclass(frozen=True)
@@ -175,6 +184,102 @@ class RepeatedAugmentation:
         return f"repeated times={self.times}"
 
 
+class Buckets:
+    """The order whose global batches have samples of like length, each of one bucket.
+
+    All ranks take from the same bucket at each step, so that none waits for longer samples of another,
+    and little is padded. Samples are shuffled within their bucket and batches among each other, anew
+    for every epoch, which has every sample once. What buckets have beyond whole batches makes batches
+    of neighbouring buckets.
+
+    Args:
+        lengths: one number per sample; the bytes of the records of a loader's data set if None.
+        bounds: the greatest length of each bucket but the last, rising; or the number of buckets, which
+            then have about as many samples each.
+
+    Raises:
+        UsageError: lengths are not numbers, or bounds do not rise.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[float] | NDArray[Any] | None = None,
+        bounds: int | Sequence[float] = 16,
+    ) -> None:
+        self.lengths = None if lengths is None else np.asarray(lengths)
+        if isinstance(bounds, (int, np.integer)):
+            if not 1 <= bounds <= 2**16:
+                raise UsageError(f"bounds= must be 1 to {2**16} buckets, or a sequence: {bounds}")
+        elif any(not a < b for a, b in itertools.pairwise(bounds)) or len(bounds) >= 2**16:
+            raise UsageError(f"the bounds of buckets must rise: {list(bounds)[:20]}")
+        self.bounds = bounds
+        if self.lengths is not None and (
+            self.lengths.ndim != 1 or self.lengths.dtype.kind not in "biuf" or not self.lengths.size
+        ):
+            raise UsageError(
+                f"lengths must be one number per sample, not {self.lengths.dtype} of shape "
+                f"{self.lengths.shape}"
+            )
+
+    def of(self, sizes: NDArray[Any]) -> Buckets:
+        """These buckets, of `sizes` where no lengths were given."""
+        return self if self.lengths is not None else Buckets(sizes, self.bounds)
+
+    @property
+    def numbers(self) -> NDArray[np.uint32]:
+        """The bucket of each sample, the shortest first.
+
+        Raises:
+            UsageError: there are no lengths.
+        """
+        if self.lengths is None:
+            raise UsageError("Buckets() takes the sizes of a loader's data set: pass lengths=")
+        bounds: Any = self.bounds
+        if isinstance(bounds, (int, np.integer)):
+            at = np.arange(1, bounds) * len(self.lengths) // bounds
+            bounds = np.unique(np.partition(self.lengths, at)[at]) if len(at) else []
+        return np.searchsorted(bounds, self.lengths).astype(np.uint32)
+
+    def __str__(self) -> str:
+        return f"bucketed {zlib.crc32(self.numbers.tobytes()):08x}"
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """The order of `nostall.Mixture`: sources end to end, each with its share of every prefix.
+
+    Attributes:
+        sources: the number of samples of each source.
+        schedule: the weights, one for each source, from a global batch on; the first are for batch 0.
+        at_end: what happens when a source has no samples left: "repeat", "stop" or "reweight".
+        samples: places of an epoch of a mixture that repeats, rounded up to whole global batches; as
+            many as there are samples if None.
+    """
+
+    sources: tuple[int, ...]
+    schedule: tuple[tuple[int, tuple[float, ...]], ...]
+    at_end: Literal["repeat", "stop", "reweight"] = "repeat"
+    samples: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_draws(self.samples)
+        if self.at_end not in ("repeat", "stop", "reweight"):
+            raise UsageError(f'at_end must be "repeat", "stop" or "reweight", not {self.at_end!r}')
+        if self.samples is not None and self.at_end != "repeat":
+            raise UsageError(
+                f'samples={self.samples} does not go with at_end="{self.at_end}", which says how long '
+                "an epoch is"
+            )
+
+    def to_native(self, global_batch: int) -> _native.Mixture:
+        """The places of the mixture, of batches of this size."""
+        changes = [(step * global_batch, list(weights)) for step, weights in self.schedule]
+        return _native.Mixture(list(self.sources), changes, getattr(_native.AtEnd, self.at_end))
+
+    def __str__(self) -> str:
+        return f"mixture at_end={self.at_end} samples={self.samples}"
+
+
 def _check_draws(samples: Any) -> None:
     if samples is not None and (
         not isinstance(samples, (int, np.integer)) or not 1 <= samples < 2**63
@@ -183,8 +288,8 @@ def _check_draws(samples: Any) -> None:
 
 
 #: orders that are described, not named or written out
-DESCRIBED = (SubBatches, Weighted, ClassBalanced, RepeatedAugmentation)
-Described = SubBatches | Weighted | ClassBalanced | RepeatedAugmentation
+DESCRIBED = (SubBatches, Weighted, ClassBalanced, RepeatedAugmentation, Buckets, Mixed)
+Described = SubBatches | Weighted | ClassBalanced | RepeatedAugmentation | Buckets | Mixed
 #: an order's name, its description, or the user's own sample ids
 Order = str | Described | Sequence[int] | NDArray[np.integer[Any]]
 
@@ -200,8 +305,8 @@ class Plan:
         seed: fixes the order.
         drop_last: drop the samples that do not divide among all ranks, then the last partial batch.
         order: "torch" (identical to DistributedSampler), "keyed" (a keyed permutation), "sequential",
-            `SubBatches`, `Weighted`, `ClassBalanced`, `RepeatedAugmentation`, or a sequence of sample
-            ids used in every epoch.
+            `SubBatches`, `Weighted`, `ClassBalanced`, `RepeatedAugmentation`, `Buckets`, `Mixed`, or a
+            sequence of sample ids used in every epoch.
         steps: global batches of the job, instead of `epochs`: the last epoch ends with them.
         scheme: how a global batch is divided [Böhringer 2020, sec. 4.1.3].
 
@@ -256,7 +361,7 @@ class Plan:
         else:
             raise UsageError(
                 'order must be "torch", "keyed", "sequential", SubBatches, Weighted, ClassBalanced, '
-                f"RepeatedAugmentation or sample ids, not {order!r}"
+                f"RepeatedAugmentation, Buckets, Mixed or sample ids, not {order!r}"
             )
         _native.validate(spec)
         if steps is not None:
@@ -301,6 +406,27 @@ class Plan:
         """For a global batch of `SubBatches`: its chunk, which pass over it (0 is the first), its place
         in the pass, and how many batches the chunk has. For other orders (0, 0, 0, 1)."""
         return _native.pass_of(self.native, epoch, batch)
+
+    def consumed(self, epoch: int, batch: int) -> NDArray[np.uint64]:
+        """Of the order `Mixed`: the samples that each source gave before this global batch.
+
+        Of epochs that are padded it counts what they have without.
+        """
+        mixture, whole = self.native.mixture, self.epoch_length
+        place = batch * self.native.global_batch
+        if mixture.end is None:
+            return mixture.counts(epoch * whole + place)
+        ended = min(mixture.end, whole)
+        return epoch * mixture.counts(ended) + mixture.counts(min(place, ended))
+
+    def mixed_before(self, epoch: int, batch: int) -> int:
+        """Of the order `Mixed`: 64 bits over all that decides what comes before this global batch."""
+        mixture = self.native.mixture
+        if mixture.end is not None:
+            return int(mixture.fingerprint())
+        return int(
+            mixture.fingerprint(epoch * self.epoch_length + batch * self.native.global_batch)
+        )
 
     def reuse_distances(self, first_epoch: int = 0, epochs: int | None = None) -> NDArray[np.int64]:
         """Samples between two uses of a sample, over all ranks, for every use but each first one.
@@ -374,6 +500,13 @@ def _describe(spec: _native.JobSpec, order: Described) -> None:
         spec.order = _native.OrderKind.weighted
         spec.weights, spec.draws = order.weights, order.samples
         spec.replacement = order.replacement
+    elif isinstance(order, Buckets):
+        spec.order = _native.OrderKind.bucketed
+        spec.buckets = order.numbers
+    elif isinstance(order, Mixed):
+        spec.order = _native.OrderKind.mixture
+        spec.mixture = order.to_native(spec.global_batch)
+        spec.draws = sum(order.sources) if order.samples is None else order.samples
     else:
         spec.order = _native.OrderKind.repeated
         spec.times = order.times

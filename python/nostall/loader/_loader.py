@@ -49,12 +49,15 @@ from nostall.observe._recorder import Recorder
 from nostall.observe._stats import ORIGINS
 from nostall.plan import (
     DESCRIBED,
+    Buckets,
     ClassBalanced,
+    Mixed,
     Order,
     Plan,
     RepeatedAugmentation,
     sample_ids,
 )
+from nostall.source._mixture import Mixture
 from nostall.source._source import Source
 
 if TYPE_CHECKING:
@@ -94,6 +97,13 @@ def _order_name(order: Order) -> str:
     if isinstance(order, (str, *DESCRIBED)):
         return str(order)
     return f"user {zlib.crc32(sample_ids(order).tobytes()):08x}"
+
+
+def _order_of(dataset: Mixture, order: Order) -> Mixed:
+    if not isinstance(order, str) or order != "torch":
+        raise UsageError("a Mixture has an order of its own: leave order= and shuffle= out")
+    mixing = dataset.mixing
+    return Mixed(mixing.sources, mixing.schedule, mixing.at_end, mixing.samples)
 
 
 def _chosen_order(order: Order, shuffle: bool | None) -> Order:
@@ -279,6 +289,10 @@ class DataLoader:
             # Before fields= leaves the labels out.
             labels = dataset.labels if self._order.labels is None else None
             self._order = self._order.weighted(labels)
+        if isinstance(self._order, Buckets):
+            self._order = self._order.of(dataset.sizes)
+        if isinstance(dataset, Mixture):
+            self._order = _order_of(dataset, self._order)
         self._order_name = _order_name(self._order)
         tiers = value("loader.tiers") if tiers is None else checked("loader.tiers", tiers)
         self._find_place()
@@ -616,8 +630,14 @@ class DataLoader:
             "samples": len(self.dataset),
             "dataset": self.dataset.fingerprint,
             "drop_last": self.drop_last,
-            "order": self._order_name,
+            "order": self._order_before(epoch, batch),
         }
+
+    def _order_before(self, epoch: int, batch: int) -> str:
+        """The name of the order: of a mixture, of that what comes before this global batch."""
+        if not isinstance(self._order, Mixed):
+            return self._order_name
+        return f"{self._order_name} {self._plan.mixed_before(epoch, batch):016x}"
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues exactly where `state` was taken, on any number of ranks.
@@ -633,6 +653,8 @@ class DataLoader:
                 f"{_STATE_VERSION}"
             )
         mine = self.state_dict()
+        if "epoch" in state and "batch" in state:
+            mine["order"] = self._order_before(int(state["epoch"]), int(state["batch"]))
         for key in ("seed", "global_batch", "samples", "dataset", "drop_last", "order"):
             if state.get(key) != mine[key]:
                 hint = ""
@@ -674,7 +696,20 @@ class DataLoader:
         """What this rank's consumer waited for, and the origins of its samples."""
         if self._loader is not None:
             self._peer_counts = self._loader.peers
-        return self._recorder.stats(self._name, self._bound(), self._peer_counts)
+        return self._recorder.stats(
+            self._name, self._bound(), self._peer_counts, self._taken_of_sources()
+        )
+
+    def _taken_of_sources(self) -> dict[str, dict[str, int]]:
+        """What all ranks took of the sources of a mixture."""
+        if not isinstance(self.dataset, Mixture):
+            return {}
+        mixing = self.dataset.mixing
+        taken = self._plan.consumed(*self._position).tolist()
+        return {
+            name: {"samples": count, "epoch": count // samples}
+            for name, count, samples in zip(mixing.names, taken, mixing.sources, strict=True)
+        }
 
     def _bound(self) -> Callable[[], int]:
         """A function for the fewest bytes of the job, or of its epochs so far where it has no end.
@@ -845,6 +880,9 @@ class DataLoader:
             "epochs": self.epochs_total,
             "steps": self._options.steps,
             **state,
+            "order": f"{self._order_name} {self._plan.fingerprint}"
+            if isinstance(self._order, Mixed)
+            else self._order_name,
             "sharing": self._options.sharing,
             "assignment": self._options.assignment,
         }

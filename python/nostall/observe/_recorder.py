@@ -108,7 +108,11 @@ class Recorder:
         return self._current is running
 
     def stats(
-        self, loader: str, lower_bound: Callable[[], int], peers: dict[str, int] | None = None
+        self,
+        loader: str,
+        lower_bound: Callable[[], int],
+        peers: dict[str, int] | None = None,
+        sources: dict[str, dict[str, int]] | None = None,
     ) -> Stats:
         epochs = list(self._epochs)
         if self._current is not None:
@@ -122,6 +126,7 @@ class Recorder:
             memory=dict(zip(_POOLS, self._memory, strict=True)),
             peers=peers or {},
             loader=loader,
+            sources=sources or {},
         )
 
 

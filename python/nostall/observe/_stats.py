@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-FORMAT = 3
+FORMAT = 4
 
 T = TypeVar("T")
 
@@ -83,7 +83,8 @@ class Stats:
     `lower_bound_bytes` is the fewest bytes that all ranks together must read from the source with
     these tiers, for the whole job (or for the epochs so far, if it has no end). `loader` is the name
     of the loader within its process. `memory` holds the greatest number of bytes by pool, `peers` what
-    was exchanged with other nodes (nothing on one node).
+    was exchanged with other nodes (nothing on one node). `sources` has, for each source of a mixture,
+    the "samples" that all ranks together took of it in the whole job, and the "epoch" of the source.
     """
 
     rank: int
@@ -94,6 +95,7 @@ class Stats:
     memory: dict[str, int]
     peers: dict[str, int] = field(default_factory=dict)
     loader: str = ""
+    sources: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -158,6 +160,7 @@ class Stats:
                 memory=data["memory"],
                 peers=data["peers"],
                 loader=data["loader"],
+                sources=data["sources"],
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise CorruptionError(f"damaged statistics: {error}") from error
@@ -364,4 +367,9 @@ def merge(ranks: Sequence[Stats]) -> Stats:
             for name in dict.fromkeys(name for s in ranks for name in s.peers)
         },
         loader=ranks[0].loader,
+        # Of all ranks together, as each of them has it.
+        sources=max(
+            (s.sources for s in ranks),
+            key=lambda counts: sum(c["samples"] for c in counts.values()),
+        ),
     )

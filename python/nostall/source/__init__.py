@@ -9,6 +9,7 @@
     ObjectFolder                       one object per sample
     Cached                             items of a data set in Python, made once
     Subset, Filter, Split, Concat      views: samples of other sources, without copies
+    Mixture                            the same, in an order by weights
 
 Every path of the third and fourth group, and of TarShards and TFRecord, may also be a URL of an object
 store (``s3://bucket/key``).
@@ -20,6 +21,7 @@ from nostall.source._files import Files
 from nostall.source._hdf5 import HDF5
 from nostall.source._lmdb import LMDB
 from nostall.source._manifests import COCO, VOC, Manifest
+from nostall.source._mixture import Mixture
 from nostall.source._numpy import Arrays
 from nostall.source._object_folder import ObjectFolder
 from nostall.source._records import ReadOptions
@@ -42,6 +44,7 @@ __all__ = [
     "Filter",
     "ImageFolder",
     "Manifest",
+    "Mixture",
     "ObjectFolder",
     "Parquet",
     "Pixels",

@@ -318,6 +318,11 @@ def _check(source: Any, what: str) -> None:
             f"{what} takes data sets of nostall, not {type(source).__name__}: open one, for example "
             'nostall.ImageFolder("/data/train"), or put it into nostall.Cached'
         )
+    if hasattr(source, "mixing"):
+        raise UsageError(
+            f"{what} does not go with a Mixture, which has an order of its own: choose samples of its "
+            "sources, and mix those"
+        )
 
 
 def _show(view: View, source: Source, ids: NDArray[np.uint64]) -> None:

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import nostall
-from nostall import ClassBalanced, Plan, RepeatedAugmentation, Weighted
+from nostall import Buckets, ClassBalanced, Plan, RepeatedAugmentation, Weighted
 from nostall.errors import UsageError
+from nostall.plan import Mixed
 
 WEIGHTS = [0.0, 1.0, 2.5, 0.125, 0.0, 7.0, 1e-3, 3.0]
 # Of the format: seed 7, epochs 0 and 1.
@@ -142,10 +143,15 @@ ALL: list[tuple[Any, int]] = [
     (Weighted(np.arange(300.0), samples=500), 300),
     (Weighted(np.arange(300.0), samples=200, replacement=False), 300),
     (RepeatedAugmentation(3), 300),
+    (Buckets(np.arange(300) % 17, 4), 300),
+    (Mixed((100, 200), ((0, (0.5, 0.5)), (7, (0.1, 0.9)))), 300),
+    (Mixed((100, 200), ((0, (0.5, 0.5)),), at_end="stop"), 300),
 ]
 
 
-@pytest.mark.parametrize(("order", "samples"), ALL, ids=["weighted", "without", "repeated"])
+@pytest.mark.parametrize(
+    ("order", "samples"), ALL, ids=["weighted", "without", "repeated", "bucketed", "mixed", "stop"]
+)
 def test_what_follows_from_the_order(order: Any, samples: int) -> None:
     sizes = np.arange(1, samples + 1, dtype=np.uint64)
     plan = Plan(samples=samples, batch_size=5, world_size=4, epochs=3, seed=2, order=order)

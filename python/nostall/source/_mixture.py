@@ -1,0 +1,168 @@
+"""Mixtures: samples of several sources in one order, each with its share of every prefix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from nostall.errors import UsageError
+from nostall.source._source import Source
+from nostall.source._views import Concat
+
+Weighting = Mapping[Source, float]
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """How the sources of a mixture are mixed, in samples: what its order is made of."""
+
+    names: tuple[str, ...]
+    sources: tuple[int, ...]
+    schedule: tuple[tuple[int, tuple[float, ...]], ...]
+    at_end: Literal["repeat", "stop", "reweight"]
+    samples: int | None
+
+
+class Mixture(Concat):
+    """Samples of several sources by weights: ``Mixture({web: 0.7, code: 0.2, books: 0.1})``.
+
+    After any number of samples each source has given its share of them, to less than one sample: there
+    is no chance in it. Samples of a source come in a shuffled order, a new one whenever the source
+    begins again. A loader's `order` follows from the mixture, whose place is a counter, so a job goes
+    on exactly on another number of ranks.
+
+    Args:
+        weights: of each source, from the first global batch on; their sum may be anything. A source
+            of weight 0 gives no samples until the schedule says otherwise.
+        names: of the sources, in statistics; "0", "1", ... if None.
+        per: what weights count: "samples", "bytes", or "tokens" of sources that know theirs.
+        temperature: weights are raised to the power 1 / temperature: 1 leaves them, more evens them
+            out.
+        schedule: other weights from a global batch of the job on (of each epoch, unless sources
+            repeat): ``{10_000: {web: 0.5, code: 0.5}}``. A source that is not named there has weight 0.
+        at_end: what happens when a source has no samples left: "repeat" (it begins again, in another
+            order), "stop" (the epoch ends), or "reweight" (the others go on by their weights; an epoch
+            has every sample once).
+        samples: length of an epoch where sources repeat, rounded up to whole global batches; as many
+            as all sources have if None.
+        offset_labels: as of `Concat`.
+
+    Raises:
+        UsageError: weights are negative, infinite, NaN or all 0; sources are unlike.
+
+    Attributes:
+        mixing: the weights in samples.
+    """
+
+    mixing: Mixing
+
+    def __init__(
+        self,
+        weights: Weighting,
+        *,
+        names: Sequence[str] | None = None,
+        per: Literal["samples", "bytes", "tokens"] = "samples",
+        temperature: float = 1.0,
+        schedule: Mapping[int, Weighting] | None = None,
+        at_end: Literal["repeat", "stop", "reweight"] = "repeat",
+        samples: int | None = None,
+        offset_labels: bool = False,
+    ) -> None:
+        if not isinstance(weights, Mapping):
+            raise UsageError("Mixture takes a mapping from sources to weights")
+        sources = list(weights)
+        super().__init__(sources, offset_labels=offset_labels)
+        if not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
+            raise UsageError(f"temperature must be a number above 0: {temperature!r}")
+        named = tuple(map(str, range(len(sources)) if names is None else names))
+        if len(set(named)) != len(sources):
+            raise UsageError(f"names= must be {len(sources)} different names: {list(named)}")
+        later = dict(schedule or {})
+        for step in later:
+            if not isinstance(step, (int, np.integer)) or not 0 < step < 2**40:
+                raise UsageError(f"the schedule changes at a global batch from 1 on: {step!r}")
+        steps = [(0, weights), *sorted(later.items())]
+        costs = [_cost(source, per) for source in sources]
+        self.mixing = Mixing(
+            named,
+            tuple(len(source) for source in sources),
+            tuple(
+                (int(step), _in_samples(sources, given, costs, temperature, step))
+                for step, given in steps
+            ),
+            at_end,
+            samples,
+        )
+        self._given = (weights, later)
+        self._options: dict[str, Any] = {
+            "names": names,
+            "per": per,
+            "temperature": temperature,
+            "at_end": at_end,
+            "samples": samples,
+            "offset_labels": offset_labels,
+        }
+
+    def changed(self, step: int, weights: Weighting) -> Mixture:
+        """This mixture with other weights from a global batch on, the same before it.
+
+        A loader of the changed mixture goes on from a state of this one that was taken at that batch or
+        before.
+
+        Raises:
+            UsageError: the mixture changes after that step, or weights are bad.
+        """
+        first, later = self._given
+        if any(at > step for at in later):
+            raise UsageError(f"the mixture changes after step {step}: {sorted(later)}")
+        return Mixture(first, schedule={**later, step: weights}, **self._options)
+
+    def _kept(self) -> dict[str, Any]:
+        return {**super()._kept(), "mixing": self.mixing}
+
+
+def _cost(source: Source, per: str) -> float:
+    """What a sample of the source counts on average."""
+    if per == "samples":
+        return 1.0
+    if per == "bytes":
+        return max(1, source.total_bytes) / len(source)
+    if per != "tokens":
+        raise UsageError(f'per must be "samples", "bytes" or "tokens", not {per!r}')
+    tokens = getattr(source, "tokens", None)
+    if not tokens:
+        raise UsageError(f'{source!r} does not know its tokens: weigh samples, or per="bytes"')
+    return float(tokens) / len(source)
+
+
+def _in_samples(
+    sources: Sequence[Source],
+    given: Weighting,
+    costs: Sequence[float],
+    temperature: float,
+    step: int,
+) -> tuple[float, ...]:
+    for source, weight in given.items():
+        if source not in sources:
+            raise UsageError(
+                f"the schedule names {source!r} from step {step} on, which is not in the mixture: give "
+                "it the weight 0 at first"
+            )
+        if not isinstance(weight, (int, float, np.number)) or not 0 <= weight < math.inf:
+            raise UsageError(
+                f"the weight of {source!r} is {weight!r}: weights are finite and not negative"
+            )
+    found = []
+    for source, cost in zip(sources, costs, strict=True):
+        weight = float(given.get(source, 0.0))
+        if temperature != 1.0:
+            # 12 digits: the last ones of a power differ between machines.
+            weight = float(f"{weight ** (1.0 / temperature):.12g}")
+        found.append(weight / cost)
+    if not any(found):
+        raise UsageError(f"all weights of the mixture are 0 from step {step} on")
+    return tuple(found)

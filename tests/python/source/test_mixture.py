@@ -1,0 +1,223 @@
+"""Mixtures of sources: shares over every prefix, other weights later, ends, and resume."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nostall
+from nostall.errors import UsageError
+from nostall.plan import Mixed
+
+SIZES = {"web": 60, "code": 25, "books": 9}
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> dict[str, nostall.FileList]:
+    """Label 100 s + i is sample i of source s; a sample of source s has s + 1 bytes."""
+    made = {}
+    for s, (name, count) in enumerate(SIZES.items()):
+        root = tmp_path / name
+        root.mkdir()
+        for i in range(count):
+            (root / f"{i:03d}").write_bytes(bytes([s]) * (s + 1))
+        paths = [f"{i:03d}" for i in range(count)]
+        made[name] = nostall.FileList(paths, range(100 * s, 100 * s + count), root=root)
+    return made
+
+
+def weighted(sources: dict[str, Any], *weights: float) -> dict[Any, float]:
+    return dict(zip(sources.values(), weights, strict=True))
+
+
+def load(dataset: nostall.Source, batch: int = 5, **options: Any) -> nostall.DataLoader:
+    return nostall.DataLoader(
+        dataset, batch, **{"output": "numpy", "tiers": "ram:1MiB", "seed": 3, **options}
+    )
+
+
+def taken(batches: Any) -> list[int]:
+    return [label for _, labels in batches for label in labels.tolist()]
+
+
+def test_each_prefix_has_its_shares(sources: dict[str, Any]) -> None:
+    weights = (0.6, 0.3, 0.1)
+    mixture = nostall.Mixture(weighted(sources, *weights), names=list(sources), samples=40)
+    with load(mixture, steps=60) as loader:
+        labels = taken(loader)
+        stats = loader.stats()
+    assert len(labels) == 300
+    had = [0, 0, 0]
+    for n, label in enumerate(labels, 1):
+        had[label // 100] += 1
+        assert all(abs(h - n * w) < 1 for h, w in zip(had, weights, strict=True))
+    assert stats.sources == {
+        "web": {"samples": 180, "epoch": 3},
+        "code": {"samples": 90, "epoch": 3},
+        "books": {"samples": 30, "epoch": 3},
+    }
+    again = nostall.Stats.from_dict(stats.to_dict())
+    assert again.sources == stats.sources
+    # Each source comes whole before it comes again, in another order.
+    books = [label for label in labels if label >= 200]
+    assert sorted(books[:9]) == sorted(books[9:18]) == list(range(200, 209))
+    assert books[:9] != books[9:18]
+
+
+def test_goes_on_on_other_ranks_with_other_weights_from_there(sources: dict[str, Any]) -> None:
+    begun = nostall.Mixture(weighted(sources, 0.5, 0.5, 0), samples=30)
+    changed = begun.changed(7, weighted(sources, 0.2, 0, 0.8))
+    with load(changed, 6, steps=20) as whole:
+        wanted = taken(whole)
+    with load(begun, 6, steps=20) as loader:
+        batches = iter(loader)
+        first = taken(next(batches) for _ in range(7))
+        state = loader.state_dict()
+        late = taken(next(batches) for _ in range(2))
+        too_late = loader.state_dict()
+    assert first == wanted[:42]
+    assert late != wanted[42:54]
+    ranks = []
+    for rank in (0, 1):
+        with load(changed, 3, steps=20, rank=rank, world_size=2, peers="off") as half:
+            half.load_state_dict(state)
+            ranks.append(taken(half))
+    assert [v for pair in zip(*ranks, strict=True) for v in pair] == wanted[42:]
+    with load(changed, 6, steps=20) as refused, pytest.raises(UsageError, match="order="):
+        refused.load_state_dict(too_late)
+    with pytest.raises(UsageError, match="changes after step 3"):
+        changed.changed(3, weighted(sources, 1, 0, 0))
+
+
+def test_an_epoch_may_end_with_its_sources(sources: dict[str, Any]) -> None:
+    with load(
+        nostall.Mixture(weighted(sources, 1, 1, 1), at_end="reweight"), epochs=2, drop_last=False
+    ) as loader:
+        one, two = (taken(epoch) for epoch in loader.epochs())
+    everything = sorted(100 * s + i for s, n in enumerate(SIZES.values()) for i in range(n))
+    assert sorted(one) == sorted(two) == everything
+    assert one != two
+    assert {label // 100 for label in one[27:50]} == {0, 1}
+    assert {label // 100 for label in one[80:]} == {0}
+    with load(nostall.Mixture(weighted(sources, 1, 1, 1), at_end="stop"), epochs=1) as loader:
+        (only,) = (taken(epoch) for epoch in loader.epochs())
+    assert 27 <= len(only) <= 29
+    assert only == one[: len(only)]
+
+
+def test_weights_may_count_bytes_or_be_evened_out(sources: dict[str, Any]) -> None:
+    def shares(**options: Any) -> list[float]:
+        (_, weights), *_ = nostall.Mixture(weighted(sources, 4, 4, 1), **options).mixing.schedule
+        return [w / sum(weights) for w in weights]
+
+    assert shares() == pytest.approx([4 / 9, 4 / 9, 1 / 9])
+    assert shares(temperature=2) == pytest.approx([2 / 5, 2 / 5, 1 / 5])
+    third = 4 + 2 + 1 / 3
+    assert shares(per="bytes") == pytest.approx([4 / third, 2 / third, 1 / 3 / third])
+
+
+def test_a_pickled_mixture_has_the_same_order(sources: dict[str, Any]) -> None:
+    mixture = nostall.Mixture(weighted(sources, 3, 2, 1), samples=20)
+    again = pickle.loads(pickle.dumps(mixture))
+    with load(mixture, epochs=1) as one, load(again, epochs=1) as other:
+        assert taken(one) == taken(other)
+
+
+@pytest.mark.parametrize(
+    ("weights", "options", "what"),
+    [
+        ((1, -1, 1), {}, "is -1: weights are finite and not negative"),
+        ((1, math.nan, 1), {}, "is nan: weights are finite"),
+        ((math.inf, 1, 1), {}, "is inf: weights are finite"),
+        ((0, 0, 0), {}, "all weights of the mixture are 0"),
+        ((1, 1, "2"), {}, "is '2': weights are finite"),
+        ((1, 1, 1), {"temperature": 0}, "temperature must be a number above 0"),
+        ((1, 1, 1), {"names": ["a", "a", "b"]}, "3 different names"),
+        ((1, 1, 1), {"at_end": "end"}, 'at_end must be "repeat", "stop" or "reweight"'),
+        ((1, 1, 1), {"at_end": "stop", "samples": 9}, "says how long an epoch is"),
+        ((1, 1, 1), {"per": "tokens"}, "does not know its tokens"),
+        ((1, 1, 1), {"per": "words"}, 'per must be "samples"'),
+        ((1, 1, 1), {"schedule": {0: {}}}, "changes at a global batch from 1 on: 0"),
+        ((1, 1, 1), {"schedule": {5: {}}}, "all weights of the mixture are 0 from step 5 on"),
+        ((1, 1, 1), {"samples": 0}, "samples must be an integer from 1 on"),
+    ],
+)
+def test_what_makes_no_mixture_is_refused(
+    sources: dict[str, Any], weights: Any, options: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(UsageError, match=what):
+        load(nostall.Mixture(weighted(sources, *weights), **options), epochs=1)
+
+
+def test_a_mixture_is_the_last_thing_that_is_made_of_sources(sources: dict[str, Any]) -> None:
+    mixture = nostall.Mixture(weighted(sources, 1, 1, 1))
+    for made in (
+        lambda: nostall.Subset(mixture, [0]),
+        lambda: nostall.Concat([mixture]),
+        lambda: nostall.Mixture({mixture: 1}),
+    ):
+        with pytest.raises(UsageError, match="has an order of its own"):
+            made()
+    for order in ({"order": "keyed"}, {"shuffle": False}, {"order": [1, 2]}):
+        with pytest.raises(UsageError, match="has an order of its own"):
+            load(mixture, epochs=1, **order)
+    web, other = sources["web"], sources["code"]
+    with pytest.raises(UsageError, match="not in the mixture: give it the weight 0"):
+        nostall.Mixture({web: 1}, schedule={3: {other: 1}})
+
+
+def test_a_view_is_a_source_of_a_mixture(sources: dict[str, Any]) -> None:
+    half = nostall.Subset(sources["web"], range(0, 60, 2))
+    with load(nostall.Mixture({half: 0.5, sources["books"]: 0.5}), epochs=1) as loader:
+        labels = taken(loader)
+    assert sorted({label for label in labels if label < 100}) == sorted(
+        {int(v) for v in range(0, 60, 2)} & set(labels)
+    )
+    assert abs(sum(label >= 200 for label in labels) - len(labels) / 2) < 1
+
+
+def test_plans_of_mixtures_need_no_data() -> None:
+    order = Mixed((10, 1000), ((0, (1, 3)), (50, (1, 1))), samples=64)
+    plan = nostall.Plan(samples=1010, batch_size=8, world_size=4, epochs=9, order=order)
+    assert len(plan) == 2
+    for epoch, batch in ((0, 0), (3, 1), (8, 2)):
+        before = np.concatenate(
+            [plan.epoch_order(e) for e in range(epoch)]
+            + [plan.epoch_order(epoch)[: 32 * batch], np.zeros(0, np.uint64)]
+        )
+        assert plan.consumed(epoch, batch).tolist() == [
+            int((before < 10).sum()),
+            int((before >= 10).sum()),
+        ]
+
+
+def test_buckets_keep_like_lengths_together(sources: dict[str, Any]) -> None:
+    lengths = np.random.default_rng(0).integers(1, 500, 203)
+    order = nostall.Buckets(lengths, [100, 200, 300])
+    plan = nostall.Plan(samples=203, batch_size=2, world_size=3, order=order, epochs=2, seed=1)
+    for epoch in range(2):
+        ids = plan.epoch_order(epoch)
+        kinds = np.searchsorted([100, 200, 300], lengths[ids])[: 203 // 6 * 6].reshape(-1, 6)
+        mixed = [len(set(batch)) > 1 for batch in kinds.tolist()]
+        assert sum(mixed) <= 3
+        assert sorted(ids[:203].tolist()) == list(range(203))
+    assert len(np.unique(nostall.Buckets(lengths, 7).numbers)) == 7
+    for bad in ([3, 3], 0, [2, 1]):
+        with pytest.raises(UsageError, match="bounds"):
+            nostall.Buckets(lengths, bad)
+    with pytest.raises(UsageError, match="one number per sample"):
+        nostall.Buckets(np.zeros((2, 2)))
+    with pytest.raises(UsageError, match="pass lengths="):
+        nostall.Plan(samples=3, order=nostall.Buckets())
+    # A loader's own sizes: here each source has one.
+    together = nostall.Concat(list(sources.values()))
+    with load(together, 3, epochs=1, order=nostall.Buckets(bounds=[1, 2])) as loader:
+        batches = [
+            {label // 100 for label in labels.tolist()} for _, labels in next(loader.epochs())
+        ]
+    assert sum(len(batch) > 1 for batch in batches) <= 2
