@@ -11,50 +11,56 @@ Importing this package needs NumPy alone and starts nothing.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from nostall import errors, fields
 from nostall._version import __version__
-from nostall.base._options import suggestion
-from nostall.checkpoint import Checkpointer, CheckpointOptions, Keep
-from nostall.fields import Schema
-from nostall.loader import (
-    Context,
-    DataLoader,
-    DynamicBatches,
-    LoaderOptions,
-    MixedLabels,
-    RawBatch,
-    transforms,
-)
-from nostall.observe import Stats, metrics, trace
-from nostall.plan import Buckets, ClassBalanced, Plan, RepeatedAugmentation, SubBatches, Weighted
-from nostall.source import (
-    COCO,
-    HDF5,
-    LMDB,
-    VOC,
-    Arrays,
-    ArrowIPC,
-    Cached,
-    Concat,
-    FileList,
-    Files,
-    Filter,
-    ImageFolder,
-    Manifest,
-    Mixture,
-    ObjectFolder,
-    Parquet,
-    Pixels,
-    ReadOptions,
-    Source,
-    Split,
-    Subset,
-    TarShards,
-    TFRecord,
-)
 
 if TYPE_CHECKING:
+    from nostall import errors, fields
     from nostall import torch as torch
+    from nostall.checkpoint import Checkpointer, CheckpointOptions, Keep
+    from nostall.fields import Schema
+    from nostall.loader import (
+        Context,
+        DataLoader,
+        DynamicBatches,
+        LoaderOptions,
+        MixedLabels,
+        RawBatch,
+        transforms,
+    )
+    from nostall.observe import Stats, metrics, trace
+    from nostall.plan import (
+        Buckets,
+        ClassBalanced,
+        Plan,
+        RepeatedAugmentation,
+        SubBatches,
+        Weighted,
+    )
+    from nostall.source import (
+        COCO,
+        HDF5,
+        LMDB,
+        VOC,
+        Arrays,
+        ArrowIPC,
+        Cached,
+        Concat,
+        FileList,
+        Files,
+        Filter,
+        ImageFolder,
+        Manifest,
+        Mixture,
+        ObjectFolder,
+        Parquet,
+        Pixels,
+        ReadOptions,
+        Source,
+        Split,
+        Subset,
+        TarShards,
+        TFRecord,
+    )
 
 __all__ = [
     "COCO",
@@ -106,8 +112,32 @@ __all__ = [
 ]
 
 
+# Each name is read from its room when it is first asked for, as a program needs but some of them.
+_NAMES = {
+    "checkpoint": "Checkpointer CheckpointOptions Keep",
+    "fields": "Schema",
+    "loader": "Context DataLoader DynamicBatches LoaderOptions MixedLabels RawBatch transforms",
+    "observe": "Stats metrics trace",
+    "plan": "Buckets ClassBalanced Plan RepeatedAugmentation SubBatches Weighted",
+    "source": "COCO HDF5 LMDB VOC Arrays ArrowIPC Cached Concat FileList Files Filter ImageFolder "
+    "Manifest Mixture ObjectFolder Parquet Pixels ReadOptions Source Split Subset TarShards TFRecord",
+}
+_ROOM = {name: room for room, names in _NAMES.items() for name in names.split()}
+_ROOMS = {*_NAMES, "collective", "convert", "errors", "job", "simulate", "sync", "torch"}
+
+
 def __getattr__(name: str) -> Any:
-    """`nostall.torch` is read when it is first asked for: it needs torch."""
-    if name == "torch":
-        return importlib.import_module("nostall.torch")
+    """What is not read yet; `nostall.torch` needs torch."""
+    if name in _ROOMS:
+        return importlib.import_module(f"nostall.{name}")
+    if name in _ROOM:
+        value = getattr(importlib.import_module(f"nostall.{_ROOM[name]}"), name)
+        globals()[name] = value
+        return value
+    from nostall.base._options import suggestion
+
     raise AttributeError(f"module 'nostall' has no attribute {name!r}{suggestion(name, __all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -145,3 +145,28 @@ def test_public_names_can_be_imported() -> None:
         code += f"assert not missing, ({module!r}, missing)\n"
     done = prefork.run(["-c", code], torch=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_is_read_when_it_is_asked_for() -> None:
+    done = python(
+        """
+import sys, numpy
+before = set(sys.modules)
+import nostall
+assert not any(m.startswith("nostall.") and m != "nostall._version" for m in sys.modules), "eager"
+assert set(nostall.__all__) <= set(dir(nostall))
+for name in nostall.__all__:
+    assert getattr(nostall, name) is not None, name
+    assert name in vars(nostall), f"{name} is looked up again"
+from nostall import *
+from nostall.loader import DataLoader as same
+assert DataLoader is same and nostall.collective.__name__ == "nostall.collective"
+try:
+    nostall.DataLoder
+except AttributeError as error:
+    assert "DataLoader" in str(error), error
+else:
+    raise AssertionError("found what is not there")
+"""
+    )
+    assert done.returncode == 0, done.stderr
