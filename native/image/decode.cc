@@ -12,6 +12,13 @@ bool starts_with(std::span<const std::byte> bytes, size_t at, std::string_view t
          std::memcmp(bytes.data() + at, text.data(), text.size()) == 0;
 }
 
+// "P1" to "P6" and white space.
+bool is_pnm(std::span<const std::byte> bytes) {
+  if (bytes.size() < 3 || bytes[0] != std::byte{'P'}) return false;
+  const auto kind = static_cast<char>(bytes[1]), space = static_cast<char>(bytes[2]);
+  return kind >= '1' && kind <= '6' && (space == ' ' || (space >= '\t' && space <= '\r'));
+}
+
 }  // namespace
 
 std::optional<Error> refuse_size(const char* format, int64_t width, int64_t height,
@@ -37,8 +44,14 @@ Result<Bitmap> decode(std::span<const std::byte> encoded, uint64_t max_pixels, c
   if (starts_with(encoded, 0, "RIFF") && starts_with(encoded, 8, "WEBP")) {
     return decode_webp(encoded, max_pixels, plan, buffer);
   }
+  if (starts_with(encoded, 0, "BM")) return decode_bmp(encoded, max_pixels, plan, buffer);
+  if (is_pnm(encoded)) return decode_pnm(encoded, max_pixels, plan, buffer);
+  if (starts_with(encoded, 0, {"II*\0", 4}) || starts_with(encoded, 0, {"MM\0*", 4})) {
+    return decode_tiff(encoded, max_pixels, plan, buffer);
+  }
   return Error(ErrorKind::corruption,
-               std::to_string(encoded.size()) + " bytes that are not a JPEG, PNG or WebP image");
+               std::to_string(encoded.size()) +
+                   " bytes that are not a JPEG, PNG, WebP, BMP, PNM or TIFF image");
 }
 
 }  // namespace nostall::image

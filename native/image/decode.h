@@ -1,4 +1,4 @@
-// image/decode.h - the three decoders behind one call: header first, then the region wanted.
+// image/decode.h - the decoders behind one call: header first, then the region wanted.
 //
 // Every function is total: any bytes give pixels or an Error of kind corruption. No decoder
 // allocates more than the header's size, which is checked against the caller's cap first.
@@ -27,8 +27,8 @@ using Plan = std::function<Wanted(int64_t width, int64_t height)>;
 
 // Decodes what `plan` wants, or more, into `buffer`; the Bitmap says where its pixels lie.
 // Truncation gives the same verdict for every region: JPEG needs an end-of-image marker behind its
-// first scan header, WebP all bytes of its RIFF header's size, PNG is always decoded whole. Damage
-// inside a JPEG is found in the rows down to the end of the region.
+// first scan header, WebP all bytes of its RIFF header's size, the others are always decoded whole.
+// Damage inside a JPEG is found in the rows down to the end of the region.
 Result<Bitmap> decode(std::span<const std::byte> encoded, uint64_t max_pixels, const Plan& plan,
                       Buffer& buffer);
 
@@ -38,6 +38,12 @@ Result<Bitmap> decode_jpeg(std::span<const std::byte> encoded, uint64_t max_pixe
 Result<Bitmap> decode_png(std::span<const std::byte> encoded, uint64_t max_pixels, const Plan& plan,
                           Buffer& buffer);
 Result<Bitmap> decode_webp(std::span<const std::byte> encoded, uint64_t max_pixels,
+                           const Plan& plan, Buffer& buffer);
+Result<Bitmap> decode_bmp(std::span<const std::byte> encoded, uint64_t max_pixels, const Plan& plan,
+                          Buffer& buffer);
+Result<Bitmap> decode_pnm(std::span<const std::byte> encoded, uint64_t max_pixels, const Plan& plan,
+                          Buffer& buffer);
+Result<Bitmap> decode_tiff(std::span<const std::byte> encoded, uint64_t max_pixels,
                            const Plan& plan, Buffer& buffer);
 
 // The Error for a header that promises too much or nothing, if it does.

@@ -101,7 +101,7 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class Image(Kind):
-    """An encoded image: JPEG, PNG or WebP.
+    """An encoded image: JPEG, PNG, WebP, BMP, PNM or TIFF.
 
     With transforms an array (n, 3, height, width) or (n, height, width, 3); without, its bytes as
     they are: `Ragged`, uint8. Images that are transformed together have one size and the same draws.

@@ -1,7 +1,7 @@
 """Image transforms with torchvision's names and parameters, run by the native pipeline.
 
 Each transform is a frozen dataclass that only describes a step; `compile` turns a sequence of them
-into a `Pipeline`, which decodes and transforms an encoded image (JPEG, PNG, WebP) in one pass.
+into a `Pipeline`, which decodes and transforms an encoded image in one pass.
 Random draws depend on (seed, epoch, sample) alone. Geometry moves the masks, boxes and keypoints of
 a sample too.
 

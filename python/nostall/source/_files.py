@@ -13,16 +13,14 @@ from nostall import _native
 from nostall.errors import IoError, UsageError
 from nostall.fields import Audio, Image, Json, Kind, Scalar, Text
 from nostall.source._composite import NO_PART, Composite, make_column
+from nostall.source._source import IMAGE_EXTENSIONS
 
 PathLike = str | os.PathLike[str]
 _THREADS = 16
 
 #: The kind of a file by its ending, where the schema does not say it.
 _BY_ENDING: dict[str, Kind] = {
-    ".jpg": Image(),
-    ".jpeg": Image(),
-    ".png": Image(),
-    ".webp": Image(),
+    **dict.fromkeys(IMAGE_EXTENSIONS, Image()),
     ".wav": Audio(),
     ".txt": Text(),
     ".json": Json(),
@@ -40,7 +38,7 @@ class Files(Composite):
         columns: by the name of the field, one value for each sample (None where it has none): an
             array, or a list of numbers, arrays, texts or bytes. They stay in memory.
         schema: the kinds of fields. Those that it does not have follow from the first file's ending
-            (.jpg, .jpeg, .png, .webp, .wav, .txt, .json, .cls), or from the column's values.
+            (those of images, .wav, .txt, .json, .cls), or from the column's values.
         root: where relative paths start; the working directory if None.
 
     Attributes:

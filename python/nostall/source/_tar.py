@@ -58,9 +58,9 @@ class TarShards(RecordStore):
             one (``{"image": "jpg;png", "caption": "txt"}``); "all" makes every ending that there is
             a field. What lies between the members of a key is read along. `image` and `label` are
             not for these.
-        schema: the kinds of fields. Those that it does not have follow from the ending: jpg, jpeg,
-            png, webp; txt, text, transcript; cls, cls2, index, inx, id; json, jsn; npy, whose type
-            and shape are those of the first samples; wav; others are bytes.
+        schema: the kinds of fields. Those that it does not have follow from the ending: jpg, png
+            and the other images of `ImageFolder`; txt, text, transcript; cls, cls2, index, inx, id;
+            json, jsn; npy, whose type and shape are those of the first samples; wav; others are bytes.
         index: True keeps the places beside the first shard, or in the user's cache folder where
             that is read-only; a path keeps them there; False nowhere.
         reading: how the files are read.

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from nostall import _native
 from nostall.errors import CorruptionError, UsageError
 from nostall.fields import Array, Audio, Bytes, Image, Json, Kind, Scalar, Schema, Text
+from nostall.source._source import IMAGE_EXTENSIONS
 
 NO_PART = 2**32 - 1
 _MOST_FIELDS = 1024
@@ -21,7 +22,7 @@ _MOST_FIELDS = 1024
 _LOOKED_AT = 16
 
 _KINDS: dict[str, Kind] = {
-    **dict.fromkeys(("jpg", "jpeg", "png", "webp"), Image()),
+    **dict.fromkeys((ending[1:] for ending in IMAGE_EXTENSIONS), Image()),
     **dict.fromkeys(("txt", "text", "transcript"), Text()),
     **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), Scalar(codec="decimal")),
     **dict.fromkeys(("json", "jsn"), Json()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,6 +63,86 @@ def test_other_jpegs_decode_as_pillow_does(mode: str, progressive: bool) -> None
 def test_webp_decodes_as_pillow_does(options: dict[str, Any]) -> None:
     data = encode(photo(91, 47), "WEBP", **options)
     np.testing.assert_array_equal(_native.decode_rgb(data), np.asarray(pillow(data)))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "P", "1", "RGBA"])
+@pytest.mark.parametrize("size", [(53, 31), (1, 1), (8, 3)])
+@pytest.mark.parametrize("format", ["BMP", "PPM", "TIFF"])
+def test_uncompressed_images_decode_as_pillow_does(
+    format: str, size: tuple[int, int], mode: str
+) -> None:
+    image = photo(*size).convert("L" if (format, mode) == ("PPM", "P") else mode)
+    data = encode(image, format)
+    np.testing.assert_array_equal(_native.decode_rgb(data), np.asarray(pillow(data)))
+
+
+@pytest.mark.parametrize(
+    "compression", ["tiff_lzw", "tiff_deflate", "packbits", "tiff_adobe_deflate"]
+)
+def test_compressed_tiffs_decode_as_pillow_does(compression: str) -> None:
+    data = encode(photo(70, 51), "TIFF", compression=compression)
+    np.testing.assert_array_equal(_native.decode_rgb(data), np.asarray(pillow(data)))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"P2\n# two rows\n3 2 9\n0 1 2 # of three\n7 8 9\n",
+        b"P3 2 1 255 0 1 2 253 254 255",
+        b"P1\n4 2\n0110\n1 0 0 1\n",
+        b"P6\n2 1\n1000\n" + bytes(np.array([0, 1, 499, 500, 999, 1000], ">u2").tobytes()),
+        b"P5 4 1 3\n" + bytes([0, 1, 2, 3]),
+    ],
+)
+def test_portable_maps_decode_as_pillow_does(data: bytes) -> None:
+    np.testing.assert_array_equal(_native.decode_rgb(data), np.asarray(pillow(data)))
+
+
+def bmp(bits: int, rows: bytes, *, height: int = 1, masks: tuple[int, ...] = ()) -> bytes:
+    """Two pixels wide; what Pillow cannot write."""
+    table = b"".join(m.to_bytes(4, "little") for m in masks)
+    info = struct.pack("<IiiHHIIiiII", 40, 2, height, 1, bits, 3 if masks else 0, 0, 0, 0, 0, 0)
+    start = 14 + len(info) + len(table)
+    return struct.pack("<2sIHHI", b"BM", start + len(rows), 0, 0, start) + info + table + rows
+
+
+def test_other_bmps_decode_as_pillow_does() -> None:
+    short, wide = struct.pack("<2H", 0x7FE0, 0x1234), struct.pack("<2I", 0x80FF40, 0x010203)
+    for data in (
+        bmp(16, short),
+        bmp(16, short, masks=(0xF800, 0x7E0, 0x1F)),
+        bmp(32, wide),
+        bmp(32, wide, masks=(0xFF0000, 0xFF00, 0xFF)),
+        bmp(24, bytes(range(1, 9)) + bytes(range(11, 19)), height=-2),
+    ):
+        np.testing.assert_array_equal(_native.decode_rgb(data), np.asarray(pillow(data)))
+    # In an order that Pillow does not read.
+    reversed_masks = _native.decode_rgb(bmp(32, wide, masks=(0xFF, 0xFF00, 0xFF0000)))
+    np.testing.assert_array_equal(reversed_masks, [[[0x40, 0xFF, 0x80], [3, 2, 1]]])
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (encode(photo(20, 20), "BMP")[:-1], "BMP: the file has 1253 of its 1254 bytes"),
+        (encode(photo(9, 9).convert("P"), "BMP")[:70], "the palette is cut off"),
+        (bmp(24, bytes(8))[:30] + b"\x01" + bmp(24, bytes(8))[31:], "compression 1"),
+        (bmp(7, bytes(8)), "pixels of 7 bits"),
+        (bmp(24, b"", height=2**31 - 1), "raise max_pixels"),
+        (encode(photo(20, 20), "PPM")[:-1], "PNM: the file has"),
+        (b"P5 2 2 65535\n" + bytes(8), "16-bit grey"),
+        (b"P6 2 x 255\n" + bytes(12), "header is damaged"),
+        (b"P3 2 1 255 0 1 2 253 254", "truncated|is missing"),
+        (b"P6 100000 100000 255\n", "raise max_pixels"),
+        (encode(photo(20, 20), "TIFF")[:-200], "TIFF: "),
+        (encode(Image.fromarray(np.zeros((4, 4), np.uint16)), "TIFF"), "16 bits a value"),
+        (b"II*\0" + bytes(8), "TIFF: "),
+        (b"GIF89a", "not a JPEG, PNG, WebP, BMP, PNM or TIFF image"),
+    ],
+)
+def test_damaged_and_unknown_images_are_named(data: bytes, message: str) -> None:
+    with pytest.raises(errors.CorruptionError, match=message):
+        _native.decode_rgb(data)
 
 
 @pytest.mark.parametrize("source", [(450, 375), (100, 80), (31, 300), (224, 224), (301, 224)])
