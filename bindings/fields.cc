@@ -81,6 +81,22 @@ void bind_kinds(nb::module_& m) {
       .def_rw("rate", &fields::Audio::rate)
       .def_rw("frames", &fields::Audio::frames);
   bind_type(audio);
+  nb::enum_<fields::Tokens::Part>(m, "TokenPart")
+      .value("ids", fields::Tokens::Part::ids)
+      .value("labels", fields::Tokens::Part::labels)
+      .value("positions", fields::Tokens::Part::positions)
+      .value("segments", fields::Tokens::Part::segments)
+      .value("lengths", fields::Tokens::Part::lengths);
+  auto tokens = nb::class_<fields::Tokens>(m, "TokensField", "A part of a unit of tokens.");
+  tokens.def(nb::init<>())
+      .def_rw("part", &fields::Tokens::part)
+      .def_prop_rw(
+          "stored", [](const fields::Tokens& t) { return std::string(fields::name_of(t.stored)); },
+          [](fields::Tokens& t, const std::string& name) { t.stored = type_named(name); })
+      .def_rw("length", &fields::Tokens::length)
+      .def_rw("pad", &fields::Tokens::pad)
+      .def_rw("vocabulary", &fields::Tokens::vocabulary);
+  bind_type(tokens);
 }
 
 }  // namespace

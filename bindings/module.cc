@@ -76,6 +76,7 @@ NB_MODULE(_native, m) {
   bind_composite(m);
   bind_records(m);
   bind_ranges(m);
+  bind_tokens(m);
   bind_image(m);
   bind_fields(m);
   bind_peer(m);

@@ -9,6 +9,7 @@ void bind_source(nanobind::module_& m);
 void bind_composite(nanobind::module_& m);
 void bind_records(nanobind::module_& m);
 void bind_ranges(nanobind::module_& m);
+void bind_tokens(nanobind::module_& m);
 void bind_image(nanobind::module_& m);
 void bind_peer(nanobind::module_& m);
 void bind_fields(nanobind::module_& m);

@@ -45,5 +45,7 @@ Decoded decode(const Mask& kind, const Output& output, std::span<const std::byte
                const image::SampleKey& key, Scratch& scratch, const Destination& to);
 Decoded decode(const Audio& kind, const Output& output, std::span<const std::byte> bytes,
                const image::SampleKey& key, Scratch& scratch, const Destination& to);
+Decoded decode(const Tokens& kind, const Output& output, std::span<const std::byte> bytes,
+               const image::SampleKey& key, Scratch& scratch, const Destination& to);
 
 }  // namespace nostall::fields

@@ -7,6 +7,7 @@
 
 #include "fields/decode.h"
 #include "fields/group.h"
+#include "source/unit.h"
 
 namespace nostall::fields {
 namespace {
@@ -93,6 +94,17 @@ class Compiler {
     const int64_t frames = audio.frames == 0 ? kRagged : static_cast<int64_t>(audio.frames);
     if (audio.channels == 1) return made(audio.type, {frames});
     return made(audio.type, {frames, audio.channels});
+  }
+  Output operator()(const Tokens& tokens) {
+    if (tokens.type != Type::int32 && tokens.type != Type::int64) {
+      usage(field_, "tokens are int32 or int64, not " + std::string(name_of(tokens.type)));
+    }
+    if (tokens.stored == Type::boolean || tokens.stored >= Type::float16) {
+      usage(field_, "tokens are stored as integers, not as " + std::string(name_of(tokens.stored)));
+    }
+    if (tokens.length > source::kMostUnit) usage(field_, "a unit has at most 2^30 tokens");
+    if (tokens.part == Tokens::Part::lengths) return made(Type::int32, {kRagged});
+    return made(tokens.type, {tokens.length == 0 ? kRagged : static_cast<int64_t>(tokens.length)});
   }
 
  private:

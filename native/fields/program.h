@@ -97,11 +97,27 @@ struct Audio {
   uint32_t rate = 0;          // frames per second that every sample must have; 0: any
   uint64_t frames = 0;        // cut there, or filled up with zeros; 0: ragged
 };
+// A part of a unit of tokens (source/unit.h).
+struct Tokens {
+  enum class Part : uint8_t {
+    ids,
+    labels,     // the id behind each, `ignored` behind the last one of a document
+    positions,  // in the segment, from 0
+    segments,   // the segment's number in the unit, from 1; 0 where the unit is filled up
+    lengths,    // of the segments, then of what is filled up: int32, (n,), ragged
+  };
+  Part part = Part::ids;
+  Type type = Type::int64;     // or int32
+  Type stored = Type::uint16;  // of integers
+  uint64_t length = 0;         // tokens of every unit, filled up with `pad`; 0: ragged
+  int64_t pad = 0, ignored = -100;
+  uint64_t vocabulary = 0;  // ids below it alone are sound; 0: any
+};
 
 struct Field {
   std::string name;    // in messages and outputs; may be empty if there is one field
   uint32_t index = 0;  // among Source::locate()'s
-  std::variant<Image, Bytes, Text, Scalar, Array, Mask, Audio> kind{};
+  std::variant<Image, Bytes, Text, Scalar, Array, Mask, Audio, Tokens> kind{};
   bool padded = false;  // instead of ragged, where the sizes differ
   // What stands for a missing value, as it would be stored; absent: a sample without it is unusable.
   std::optional<std::vector<std::byte>> fill{};

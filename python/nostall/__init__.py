@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         ArrowIPC,
         Cached,
         Concat,
+        Documents,
         FileList,
         Files,
         Filter,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
         Manifest,
         Mixture,
         ObjectFolder,
+        Packed,
         Parquet,
         Pixels,
         ReadOptions,
@@ -60,6 +62,9 @@ if TYPE_CHECKING:
         Subset,
         TarShards,
         TFRecord,
+        Tokens,
+        Units,
+        Windows,
     )
 
 __all__ = [
@@ -77,6 +82,7 @@ __all__ = [
     "Concat",
     "Context",
     "DataLoader",
+    "Documents",
     "DynamicBatches",
     "FileList",
     "Files",
@@ -88,6 +94,7 @@ __all__ = [
     "MixedLabels",
     "Mixture",
     "ObjectFolder",
+    "Packed",
     "Parquet",
     "Pixels",
     "Plan",
@@ -102,7 +109,10 @@ __all__ = [
     "Subset",
     "TFRecord",
     "TarShards",
+    "Tokens",
+    "Units",
     "Weighted",
+    "Windows",
     "__version__",
     "errors",
     "fields",
@@ -119,8 +129,9 @@ _NAMES = {
     "loader": "Context DataLoader DynamicBatches LoaderOptions MixedLabels RawBatch transforms",
     "observe": "Stats metrics trace",
     "plan": "Buckets ClassBalanced Plan RepeatedAugmentation SubBatches Weighted",
-    "source": "COCO HDF5 LMDB VOC Arrays ArrowIPC Cached Concat FileList Files Filter ImageFolder "
-    "Manifest Mixture ObjectFolder Parquet Pixels ReadOptions Source Split Subset TarShards TFRecord",
+    "source": "COCO HDF5 LMDB VOC Arrays ArrowIPC Cached Concat Documents FileList Files Filter "
+    "ImageFolder Manifest Mixture ObjectFolder Packed Parquet Pixels ReadOptions Source Split Subset "
+    "TarShards TFRecord Tokens Units Windows",
 }
 _ROOM = {name: room for room, names in _NAMES.items() for name in names.split()}
 _ROOMS = {*_NAMES, "collective", "convert", "errors", "job", "simulate", "sync", "torch"}

@@ -596,6 +596,127 @@ class RangeReader:
     def bytes_read(self) -> int:
         """Of the storage, alignment included."""
 
+class TokenIndex:
+    """Extents and documents (native/tokens/stream.h)."""
+
+    @property
+    def stamp(self) -> str: ...
+    @property
+    def paths(self) -> list[str]: ...
+    @property
+    def sizes(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
+    @property
+    def times(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]: ...
+    def store(self, path: str) -> tuple[int, int]:
+        """Writes the stored form; (0 or -errno, bytes)."""
+
+def load_tokens(path: str) -> TokenIndex: ...
+def token_index(
+    storage: Storage,
+    stamp: str,
+    width: int,
+    file: Annotated[
+        NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    offset: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    tokens: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    begins: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+) -> TokenIndex:
+    """Documents that begin at these tokens."""
+
+def scan_tokens(
+    storage: Storage,
+    stamp: str,
+    width: int,
+    file: Annotated[
+        NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    offset: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    tokens: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    end: int | None,
+    vocabulary: int,
+    threads: int,
+    progress: Callable | None,
+) -> TokenIndex:
+    """
+    Documents end with the id `end`, if any, and with their extent; reads all ids once.
+    """
+
+class TokenStream:
+    """Ids of files as one stream (native/tokens/stream.h)."""
+
+    def __init__(self, storage: Storage, index: TokenIndex) -> None: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def documents(self) -> int: ...
+    @property
+    def fingerprint(self) -> int: ...
+    @property
+    def lengths(self) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+        """Tokens of each document."""
+
+    def begin(self, arg: int, /) -> int: ...
+    def read(self, begin: int, count: int) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """The bytes of these ids."""
+
+class UnitSource(Source):
+    def segments(self, unit: int) -> list[tuple[int, int]]:
+        """(first token in the stream, tokens) of each segment."""
+
+    @property
+    def waste(self) -> float:
+        """The share of positions of packed units that no token takes."""
+
+def token_windows(
+    stream: TokenStream,
+    length: int,
+    stride: int,
+    by_document: bool,
+    partial: bool,
+    overlap: bool,
+    fields: int,
+) -> UnitSource: ...
+def token_documents(
+    stream: TokenStream, length: int, longer: str, overlap: bool, fields: int
+) -> UnitSource: ...
+def token_pieces(
+    stream: TokenStream,
+    offsets: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    pieces: Annotated[
+        NDArray[numpy.uint32], dict(shape=(None, 3), order="C", device="cpu", writable=False)
+    ],
+    overlap: bool,
+    fields: int,
+) -> UnitSource:
+    """
+    `pieces`: document, first token in it and tokens of each; `offsets`: where the pieces of each unit begin, and their number.
+    """
+
+def token_packed(
+    stream: TokenStream,
+    capacity: int,
+    packing: str,
+    longer: str,
+    seed: int,
+    overlap: bool,
+    fields: int,
+) -> UnitSource: ...
+
 class Mixing:
     """MixUp and CutMix of whole batches (native/image/mix.h)."""
 
@@ -820,6 +941,46 @@ class AudioField:
     @type.setter
     def type(self, arg: str, /) -> None: ...
 
+class TokenPart(enum.Enum):
+    ids = 0
+
+    labels = 1
+
+    positions = 2
+
+    segments = 3
+
+    lengths = 4
+
+class TokensField:
+    """A part of a unit of tokens."""
+
+    def __init__(self) -> None: ...
+    @property
+    def part(self) -> TokenPart: ...
+    @part.setter
+    def part(self, arg: TokenPart, /) -> None: ...
+    @property
+    def stored(self) -> str: ...
+    @stored.setter
+    def stored(self, arg: str, /) -> None: ...
+    @property
+    def length(self) -> int: ...
+    @length.setter
+    def length(self, arg: int, /) -> None: ...
+    @property
+    def pad(self) -> int: ...
+    @pad.setter
+    def pad(self, arg: int, /) -> None: ...
+    @property
+    def vocabulary(self) -> int: ...
+    @vocabulary.setter
+    def vocabulary(self, arg: int, /) -> None: ...
+    @property
+    def type(self) -> str: ...
+    @type.setter
+    def type(self, arg: str, /) -> None: ...
+
 class Field:
     """A field of a source, and its kind (native/fields/program.h)."""
 
@@ -836,7 +997,14 @@ class Field:
     def kind(
         self,
     ) -> (
-        ImageField | BytesField | TextField | ScalarField | ArrayField | MaskField | AudioField
+        ImageField
+        | BytesField
+        | TextField
+        | ScalarField
+        | ArrayField
+        | MaskField
+        | AudioField
+        | TokensField
     ): ...
     @kind.setter
     def kind(
@@ -847,7 +1015,8 @@ class Field:
         | ScalarField
         | ArrayField
         | MaskField
-        | AudioField,
+        | AudioField
+        | TokensField,
         /,
     ) -> None: ...
     @property

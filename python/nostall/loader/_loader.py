@@ -631,6 +631,7 @@ class DataLoader:
             "dataset": self.dataset.fingerprint,
             "drop_last": self.drop_last,
             "order": self._order_before(epoch, batch),
+            **self.dataset.extent,
         }
 
     def _order_before(self, epoch: int, batch: int) -> str:
@@ -655,16 +656,20 @@ class DataLoader:
         mine = self.state_dict()
         if "epoch" in state and "batch" in state:
             mine["order"] = self._order_before(int(state["epoch"]), int(state["batch"]))
-        for key in ("seed", "global_batch", "samples", "dataset", "drop_last", "order"):
+        extent = self.dataset.extent
+        for key in ("seed", "global_batch", *extent, "samples", "dataset", "drop_last", "order"):
             if state.get(key) != mine[key]:
                 hint = ""
+                if key in extent and key in state:
+                    grew = extent[key] - state[key]
+                    hint = f": the files {'grew' if grew > 0 else 'shrank'} by {abs(grew)} {key}"
                 if key == "global_batch" and key in state:
                     hint = (
                         f": with {self.world.world_size} ranks pass batch_size="
                         f"{state[key] / self.world.world_size:g}"
                     )
                 if key == "dataset" and not self.dataset._pairs:
-                    hint = ": it is another data set, or was read with another fields="
+                    hint = ": it is another data set, or was opened with other options or fields="
                 raise UsageError(
                     f"the loader's state was saved with {key}={state.get(key)}, but this loader has "
                     f"{key}={mine[key]}{hint}"

@@ -7,6 +7,8 @@
     HDF5, Parquet, ArrowIPC            through h5py and pyarrow
     Arrays                             rows of arrays of NumPy
     ObjectFolder                       one object per sample
+    Tokens                             files of token ids, no source itself:
+    Windows, Documents, Packed, Units  what a training takes of them
     Cached                             items of a data set in Python, made once
     Subset, Filter, Split, Concat      views: samples of other sources, without copies
     Mixture                            the same, in an order by weights
@@ -28,6 +30,8 @@ from nostall.source._records import ReadOptions
 from nostall.source._source import FileList, ImageFolder, Pixels, Source
 from nostall.source._tar import TarShards
 from nostall.source._tfrecord import TFRecord
+from nostall.source._tokens import Tokens
+from nostall.source._units import Documents, Packed, Units, Windows
 from nostall.source._views import Concat, Filter, Split, Subset, View
 
 __all__ = [
@@ -39,6 +43,7 @@ __all__ = [
     "ArrowIPC",
     "Cached",
     "Concat",
+    "Documents",
     "FileList",
     "Files",
     "Filter",
@@ -46,6 +51,7 @@ __all__ = [
     "Manifest",
     "Mixture",
     "ObjectFolder",
+    "Packed",
     "Parquet",
     "Pixels",
     "ReadOptions",
@@ -54,5 +60,8 @@ __all__ = [
     "Subset",
     "TFRecord",
     "TarShards",
+    "Tokens",
+    "Units",
     "View",
+    "Windows",
 ]

@@ -184,6 +184,11 @@ class Source:
         """The name of the sample in a message: its path."""
         return self.native.describe(sample)
 
+    @property
+    def extent(self) -> dict[str, int]:
+        """Sizes that a loader's state keeps beside the fingerprint, to say what changed."""
+        return {}
+
     def read(self, sample: int) -> bytes:
         """The bytes of one sample.
 

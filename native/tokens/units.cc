@@ -1,0 +1,275 @@
+// Segments of units, and the reader that puts their records together.
+#include "tokens/units.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/crc32c.h"
+#include "base/fnv.h"
+
+namespace nostall::tokens {
+namespace {
+
+[[noreturn]] void usage(const std::string& what) { throw Error(ErrorKind::usage, what); }
+
+void append(std::byte*& to, uint32_t word) {
+  std::memcpy(to, &word, sizeof word);
+  to += sizeof word;
+}
+
+// One thread's reader: the ranges of all requests of a call in one call of the storage.
+class UnitReader : public source::Reader {
+ public:
+  UnitReader(const UnitSource& source, source::ReaderKind kind, unsigned depth)
+      : source_(source), reader_(source.stream().storage().make_reader(kind, depth)) {}
+
+  void read(std::span<source::ReadRequest> requests) override {
+    ranges_.clear();
+    owner_.clear();
+    const Stream& stream = source_.stream();
+    for (size_t i = 0; i < requests.size(); ++i) {
+      source::ReadRequest& request = requests[i];
+      request.error = 0;
+      request.why.clear();
+      source_.segments(request.sample, segments_);
+      std::byte* to = request.into.data();
+      for (size_t s = 0; s < segments_.size();) {
+        // Segments that follow each other in the stream are one range.
+        const uint64_t begin = segments_[s].begin;
+        uint64_t ids = 0;
+        do {
+          ids += segments_[s++].ids();
+        } while (s < segments_.size() && segments_[s].begin == begin + ids);
+        stream.ranges(begin, ids, to, ranges_);
+        to += ids * stream.width();
+      }
+      for (size_t r = owner_.size(); r < ranges_.size(); ++r) ranges_[r].once = request.once;
+      owner_.resize(ranges_.size(), i);
+      finish(request, to);
+    }
+    reader_->read(ranges_);
+    for (size_t r = 0; r < ranges_.size(); ++r) {
+      if (ranges_[r].error == 0) continue;
+      requests[owner_[r]].error = ranges_[r].error;
+      requests[owner_[r]].why = std::move(ranges_[r].why);
+    }
+    check_files(requests);
+  }
+  std::string_view name() const override { return reader_->name(); }
+
+ private:
+  // What lies behind the ids.
+  void finish(const source::ReadRequest& request, std::byte* to) const {
+    const size_t ids = static_cast<size_t>(to - request.into.data());
+    for (size_t pad = source::unit_table(ids, 1) - ids; pad > 0; --pad) *to++ = std::byte{0};
+    for (const Segment& s : segments_) append(to, 2 * s.length + (s.next ? 1 : 0));
+    append(to, static_cast<uint32_t>(segments_.size()));
+  }
+
+  // Bytes of a file that was written to meanwhile may be anything.
+  void check_files(std::span<source::ReadRequest> requests) {
+    const records::Storage& storage = source_.stream().storage();
+    files_.clear();
+    for (const records::RangeRead& range : ranges_) {
+      if (std::find(files_.begin(), files_.end(), range.file) == files_.end()) {
+        files_.push_back(range.file);
+      }
+    }
+    for (const uint32_t file : files_) {
+      const std::string change = storage.changed(file);
+      if (change.empty()) continue;
+      for (size_t r = 0; r < ranges_.size(); ++r) {
+        if (ranges_[r].file != file) continue;
+        requests[owner_[r]].error = source::kWrongBytes;
+        requests[owner_[r]].why = storage.files()[file].path + ": " + change +
+                                  "; open the tokens again when no process writes to it";
+      }
+    }
+  }
+
+  const UnitSource& source_;
+  std::unique_ptr<records::RangeReader> reader_;
+  std::vector<records::RangeRead> ranges_;
+  std::vector<size_t> owner_;  // of each range, the number of its request
+  std::vector<Segment> segments_;
+  std::vector<uint32_t> files_;
+};
+
+}  // namespace
+
+Pieces whole_documents(const Documents& documents, uint64_t length, Long longer) {
+  Pieces made;
+  for (uint64_t d = 0; d < documents.size(); ++d) {
+    uint32_t left = documents.length(d);
+    const auto most =
+        static_cast<uint32_t>(length == 0 ? left : std::min<uint64_t>(length, source::kMostUnit));
+    if (left > most && longer == Long::refuse) {
+      usage("document " + std::to_string(d) + " has " + std::to_string(left) +
+            " tokens, more than the length of " + std::to_string(length) +
+            ": pass longer=\"cut\" or \"split\", or a larger length");
+    }
+    for (uint32_t begin = 0; left > 0;) {
+      const uint32_t taken = std::min(left, most);
+      made.pieces.push_back({static_cast<uint32_t>(d), begin, taken});
+      begin += taken;
+      left = longer == Long::split ? left - taken : 0;
+    }
+  }
+  return made;
+}
+
+UnitSource::UnitSource(std::shared_ptr<const Stream> stream,
+                       std::variant<Windows, Pieces, plan::Units> rule, bool overlap,
+                       uint32_t fields)
+    : stream_(std::move(stream)), rule_(std::move(rule)), overlap_(overlap), fields_(fields) {
+  Fnv hash(stream_->fingerprint());
+  hash.number(overlap ? 1 : 0).number(rule_.index());
+  if (const auto* windows = std::get_if<Windows>(&rule_)) {
+    if (windows->length == 0 || windows->length >= source::kMostUnit || windows->stride == 0) {
+      usage("a window has 1 to 2^30 - 1 tokens, and a stride of 1 or more");
+    }
+    hash.number(windows->length).number(windows->stride).number(windows->by_document ? 1 : 0);
+    hash.number(windows->partial ? 1 : 0);
+  } else if (const auto* pieces = std::get_if<Pieces>(&rule_)) {
+    check(*pieces);
+    hash.number(crc32c(std::as_bytes(std::span(pieces->offsets))));
+    hash.number(crc32c(std::as_bytes(std::span(pieces->pieces)))).number(pieces->pieces.size());
+  } else {
+    const auto& packed = std::get<plan::Units>(rule_);
+    hash.number(packed.capacity).number(static_cast<uint64_t>(packed.longer));
+    hash.number(crc32c(std::as_bytes(std::span(packed.begins))));
+    hash.number(crc32c(std::as_bytes(std::span(packed.pieces)))).number(packed.pieces.size());
+  }
+  fingerprint_ = hash.value();
+  sizes_.resize(units());
+  if (sizes_.empty()) {
+    usage("there is not one unit in " + std::to_string(stream_->tokens()) +
+          " tokens: pass a smaller length, or keep what is left over");
+  }
+  labels_.resize(sizes_.size());
+  std::vector<Segment> found;
+  for (uint64_t u = 0; u < sizes_.size(); ++u) {
+    segments(u, found);
+    uint64_t ids = 0;
+    for (const Segment& s : found) ids += s.ids();
+    if (ids > source::kMostUnit) usage("unit " + std::to_string(u) + " has more than 2^30 tokens");
+    sizes_[u] = source::unit_bytes(ids, stream_->width(), found.size());
+    total_bytes_ += sizes_[u];
+  }
+}
+
+uint64_t UnitSource::units() const {
+  if (const auto* pieces = std::get_if<Pieces>(&rule_)) return pieces->units();
+  if (const auto* packed = std::get_if<plan::Units>(&rule_)) return packed->size();
+  const auto* windows = std::get_if<Windows>(&rule_);
+  // A window needs a label for its last token.
+  const uint64_t extra = overlap_ ? 1 : 0;
+  const uint64_t usable = stream_->tokens() - std::min(stream_->tokens(), extra);
+  if (usable == 0) return 0;
+  const uint64_t beyond = usable - std::min(usable, windows->length);
+  if (windows->partial) {
+    // Until the stream is covered; strides longer than a window may pass its end.
+    return std::min(1 + (beyond + windows->stride - 1) / windows->stride,
+                    1 + (usable - 1) / windows->stride);
+  }
+  return usable < windows->length ? 0 : 1 + beyond / windows->stride;
+}
+
+void UnitSource::check(const Pieces& rule) const {
+  const Documents& documents = stream_->documents();
+  if (documents.size() > (uint64_t{1} << 32)) usage("pieces are of at most 2^32 documents");
+  if (!rule.offsets.empty() &&
+      (rule.offsets.front() != 0 || rule.offsets.back() != rule.pieces.size() ||
+       !std::is_sorted(rule.offsets.begin(), rule.offsets.end()))) {
+    usage("the offsets of units must rise from 0 to the number of pieces");
+  }
+  for (const Piece& p : rule.pieces) {
+    if (p.document >= documents.size() ||
+        uint64_t{p.begin} + p.length > documents.length(p.document)) {
+      usage("a piece of " + std::to_string(p.length) + " tokens from token " +
+            std::to_string(p.begin) + " on is not inside document " + std::to_string(p.document));
+    }
+    if (p.length >= source::kMostUnit) usage("a piece has more than 2^30 - 1 tokens");
+  }
+}
+
+void UnitSource::segments(uint64_t unit, std::vector<Segment>& out) const {
+  out.clear();
+  std::visit([&](const auto& rule) { segments_of(rule, unit, out); }, rule_);
+}
+
+void UnitSource::segments_of(const Windows& rule, uint64_t unit, std::vector<Segment>& out) const {
+  const uint64_t begin = unit * rule.stride, tokens = stream_->tokens();
+  const uint64_t usable = tokens - (overlap_ ? 1 : 0);
+  const uint64_t end = std::min(begin + rule.length, usable);
+  if (!rule.by_document) {
+    out.push_back({begin, static_cast<uint32_t>(end - begin), overlap_});
+    return;
+  }
+  const Documents& documents = stream_->documents();
+  uint64_t at = begin;
+  for (uint64_t d = documents.at(begin); at < end; ++d) {
+    const uint64_t last = std::min(documents.end(d), end);
+    if (last == at) continue;  // a document without tokens
+    const bool next = overlap_ && last < documents.end(d);
+    out.push_back({at, static_cast<uint32_t>(last - at), next});
+    at = last;
+  }
+}
+
+void UnitSource::append_piece(const Piece& piece, std::vector<Segment>& out) const {
+  const Documents& documents = stream_->documents();
+  const uint64_t begin = documents.begin(piece.document) + piece.begin;
+  const bool next = overlap_ && begin + piece.length < documents.end(piece.document);
+  out.push_back({begin, piece.length, next});
+}
+
+void UnitSource::segments_of(const Pieces& rule, uint64_t unit, std::vector<Segment>& out) const {
+  const uint64_t first = rule.offsets.empty() ? unit : rule.offsets[unit];
+  const uint64_t end = rule.offsets.empty() ? unit + 1 : rule.offsets[unit + 1];
+  for (uint64_t i = first; i < end; ++i) append_piece(rule.pieces[i], out);
+}
+
+void UnitSource::segments_of(const plan::Units& rule, uint64_t unit,
+                             std::vector<Segment>& out) const {
+  uint32_t filled = 0;
+  for (const plan::Piece& p : rule[unit]) {
+    const uint32_t length = rule.length_of(p, stream_->documents().length(p.document), filled);
+    append_piece({p.document, p.begin, length}, out);
+    filled += length;
+  }
+}
+
+uint64_t UnitSource::stamp() const {
+  Fnv hash;
+  for (const records::StorageFile& f : stream_->storage().files()) {
+    hash.text(f.path).number(static_cast<uint64_t>(f.mtime_ns));
+  }
+  return hash.value();
+}
+
+std::string UnitSource::describe(uint64_t sample) const {
+  std::vector<Segment> found;
+  segments(sample, found);
+  uint64_t tokens = 0;
+  for (const Segment& s : found) tokens += s.length;
+  if (found.empty()) return "a unit without tokens";
+  if (found.size() == 1 || std::holds_alternative<Windows>(rule_)) {
+    return stream_->describe(found.front().begin, tokens);
+  }
+  return stream_->describe(found.front().begin, found.front().length) + " and " +
+         std::to_string(found.size() - 1) + " more pieces";
+}
+
+std::unique_ptr<source::Reader> UnitSource::make_reader(source::ReaderKind kind,
+                                                        unsigned depth) const {
+  return std::make_unique<UnitReader>(*this, kind, depth);
+}
+
+Result<std::monostate> UnitSource::locate(uint64_t, std::span<const std::byte> record,
+                                          std::span<source::FieldBytes> out) const {
+  std::fill(out.begin(), out.end(), source::FieldBytes{record, true});
+  return std::monostate{};
+}
+
+}  // namespace nostall::tokens

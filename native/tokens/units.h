@@ -1,0 +1,102 @@
+// tokens/units.h - units of a token stream as samples: windows, whole documents, packed pieces.
+//
+// A unit is a list of segments: runs of tokens of one document, or of the stream where documents do
+// not count. Its record (source/unit.h) has the ids of all segments, and with `overlap` one id more
+// for each segment that is cut out of a longer document, which the last shifted label needs. What
+// the units are follows from the index alone: a window is computed when it is needed, pieces lie in
+// a table of 12 bytes each.
+// Thread-safety: immutable after construction.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "plan/packing.h"
+#include "source/source.h"
+#include "source/unit.h"
+#include "tokens/stream.h"
+
+namespace nostall::tokens {
+
+// Unit u is the `length` tokens from u * stride on.
+struct Windows {
+  uint64_t length = 1, stride = 1;
+  bool by_document = false;  // segments end with their document; else a window is one segment
+  bool partial = false;      // the last window may have fewer; else what is left is left out
+};
+
+// `length` tokens of a document, from its token `begin` on.
+struct Piece {
+  uint32_t document = 0, begin = 0, length = 0;
+};
+// Unit u is pieces [offsets[u], offsets[u + 1]), or piece u if there are no offsets.
+struct Pieces {
+  std::vector<uint64_t> offsets;
+  std::vector<Piece> pieces;
+  uint64_t units() const noexcept { return offsets.empty() ? pieces.size() : offsets.size() - 1; }
+};
+
+// What becomes of a document that is longer than a unit.
+enum class Long : uint8_t { cut, split, refuse };
+// One unit a document, none for one without tokens, and several for one that is split. `length` 0:
+// of any length. Throws Error(usage), with its number, for one that is refused.
+Pieces whole_documents(const Documents& documents, uint64_t length, Long longer);
+
+struct Segment {
+  uint64_t begin = 0;  // in the stream
+  uint32_t length = 0;
+  bool next = false;  // the token behind it is read too
+
+  uint64_t ids() const noexcept { return uint64_t{length} + (next ? 1 : 0); }
+};
+
+class UnitSource : public source::Source {
+ public:
+  // Packed units (plan/packing.h) are those of documents().length(). `fields`: how many fields are unpacked from each record. Throws Error(usage) if there is no
+  // unit, or a piece lies outside its document.
+  UnitSource(std::shared_ptr<const Stream> stream, std::variant<Windows, Pieces, plan::Units> rule,
+             bool overlap, uint32_t fields);
+
+  uint64_t size() const override { return sizes_.size(); }
+  std::span<const uint64_t> sizes() const override { return sizes_; }
+  std::span<const int64_t> labels() const override { return labels_; }
+  uint64_t total_bytes() const override { return total_bytes_; }
+  uint64_t fingerprint() const override { return fingerprint_; }
+  uint64_t stamp() const override;
+  bool stamp_tells_content() const override { return stream_->storage().times_tell_content(); }
+  std::string describe(uint64_t sample) const override;
+  std::unique_ptr<source::Reader> make_reader(source::ReaderKind kind,
+                                              unsigned depth) const override;
+  uint32_t fields() const override { return fields_; }
+  // Every field is the whole record.
+  Result<std::monostate> locate(uint64_t sample, std::span<const std::byte> record,
+                                std::span<source::FieldBytes> out) const override;
+  Shareable* shareable() const override { return stream_->documents().shareable(); }
+
+  const Stream& stream() const noexcept { return *stream_; }
+  const std::variant<Windows, Pieces, plan::Units>& rule() const noexcept { return rule_; }
+  // Replaces `out` by the segments of a unit.
+  void segments(uint64_t unit, std::vector<Segment>& out) const;
+
+ private:
+  void segments_of(const Windows& rule, uint64_t unit, std::vector<Segment>& out) const;
+  void segments_of(const Pieces& rule, uint64_t unit, std::vector<Segment>& out) const;
+  void segments_of(const plan::Units& rule, uint64_t unit, std::vector<Segment>& out) const;
+  void append_piece(const Piece& piece, std::vector<Segment>& out) const;
+  uint64_t units() const;
+  void check(const Pieces& rule) const;
+
+  std::shared_ptr<const Stream> stream_;
+  std::variant<Windows, Pieces, plan::Units> rule_;
+  bool overlap_;
+  uint32_t fields_;
+  std::vector<uint64_t> sizes_;
+  std::vector<int64_t> labels_;
+  uint64_t total_bytes_ = 0, fingerprint_ = 0;
+};
+
+}  // namespace nostall::tokens

@@ -1,0 +1,63 @@
+"""What batches have of units of tokens: the kinds of `Windows`, `Documents` and `Packed`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from nostall import _native
+from nostall.errors import UsageError
+from nostall.fields._kinds import Kind
+
+PARTS = {
+    "ids": "ids",
+    "labels": "labels",
+    "positions": "positions",
+    "segments": "segments",
+    "cu_seqlens": "lengths",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitPart(Kind):
+    """A part of a unit: ids, labels, positions, segments (n, length), or cu_seqlens (segments + 1,).
+
+    Args:
+        part: which one.
+        stored: NumPy's name of the type of ids in the files.
+        dtype: of what a batch has; cu_seqlens are int32.
+        length: of every unit; None where they differ.
+        pad: the id that fills a unit up.
+        vocabulary: ids below it alone are sound; None for any.
+    """
+
+    part: Literal["ids", "labels", "positions", "segments", "cu_seqlens"]
+    stored: str
+    dtype: str = "int64"
+    length: int | None = None
+    pad: int = 0
+    vocabulary: int | None = None
+
+    def _native_kind(self) -> Any:
+        kind = _native.TokensField()
+        kind.part = _native.TokenPart[PARTS[self.part]]
+        kind.type = self.dtype
+        kind.stored = self.stored
+        kind.length = self.length or 0
+        kind.pad = self.pad
+        kind.vocabulary = self.vocabulary or 0
+        return kind
+
+    def encode(self, value: Any) -> bytes:
+        raise UsageError("units of tokens have no columns, and none of them is missing")
+
+    def hand_out(self, batch: _native.Batch, number: int, array: Callable[[Any], Any]) -> Any:
+        if self.part != "cu_seqlens":
+            return super().hand_out(batch, number, array)
+        lengths = batch.output(number)[0]
+        ends = np.zeros(len(lengths) + 1, np.int32)
+        np.cumsum(lengths, out=ends[1:])
+        return array(ends)

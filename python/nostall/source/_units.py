@@ -1,0 +1,263 @@
+"""Units of token streams as samples: windows, whole documents, and packed pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from nostall import _native
+from nostall.errors import UsageError
+from nostall.fields import Schema
+from nostall.fields._tokens import PARTS, UnitPart
+from nostall.source._source import Source
+from nostall.source._tokens import Tokens
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_FIELDS = ("ids", "labels")
+
+
+class Units(Source):
+    """Units of a token stream, planned beforehand: sample i is the pieces of unit i, in their order.
+
+    A piece is a run of tokens of one document, and a segment of its unit. A batch has of n units:
+
+    ==============  ==============================================================================
+    `ids`           (n, length)
+    `labels`        (n, length): the id after each; -100 behind a document's last one, and where
+                    the unit is filled up
+    `positions`     (n, length): from 0 in every segment
+    `segments`      (n, length): the segment's number in its unit, from 1; 0 where it is filled up
+    `cu_seqlens`    (segments + 1,) int32: where segments begin in all ids of the batch, laid end to
+                    end, and their number; what fills a unit up is a segment
+    ==============  ==============================================================================
+
+    Args:
+        tokens: the stream.
+        length: tokens of a unit; shorter ones are filled up. None for any: then a batch has
+            `Ragged` values.
+        offsets: where the pieces of each unit begin among all, then their number, shape (units + 1,).
+        pieces: the document of each piece, its first token there, and its tokens, shape (m, 3).
+        fields: what a batch has, of the above.
+        dtype: of it, ``"int64"`` or ``"int32"``.
+        pad: the id that fills units up.
+
+    Raises:
+        UsageError: a piece is not inside its document, or there is no unit.
+    """
+
+    _pairs = False
+    native: _native.UnitSource
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        length: int | None,
+        offsets: NDArray[Any] | Sequence[int],
+        pieces: NDArray[Any],
+        *,
+        fields: Sequence[str] = _FIELDS,
+        dtype: Literal["int64", "int32"] = "int64",
+        pad: int = 0,
+    ) -> None:
+        self._describe(tokens, length, fields, dtype, pad)
+        self._arguments |= {"offsets": offsets, "pieces": pieces}
+        self.native = _native.token_pieces(
+            tokens.native,
+            np.ascontiguousarray(offsets, np.uint64),
+            np.ascontiguousarray(pieces, np.uint32),
+            "labels" in fields,
+            len(self._schema),
+        )
+
+    def _describe(
+        self,
+        tokens: Tokens,
+        length: int | None,
+        fields: Sequence[str],
+        dtype: str,
+        pad: int,
+    ) -> None:
+        """Takes the arguments that all kinds of units have."""
+        if not isinstance(tokens, Tokens):
+            raise UsageError(
+                f"units are of nostall.Tokens, not of {type(tokens).__name__}: open the files by it"
+            )
+        if length is not None and not 1 <= length < 2**30:
+            raise UsageError(f"length={length} must be a number of tokens, 1 to 2**30 - 1")
+        if dtype not in ("int64", "int32"):
+            raise UsageError(f'dtype must be "int64" or "int32", not {dtype!r}')
+        unknown = [name for name in fields if name not in PARTS]
+        if unknown or not fields:
+            raise UsageError(f"fields={fields!r}: a unit has {', '.join(PARTS)}")
+        self.tokens = tokens
+        self._arguments = {
+            "tokens": tokens,
+            "length": length,
+            "fields": tuple(fields),
+            "dtype": dtype,
+            "pad": pad,
+        }
+        self._schema = Schema(
+            {
+                name: UnitPart(
+                    part=name,  # type: ignore[arg-type]
+                    stored=tokens.dtype,
+                    dtype=dtype,
+                    length=length,
+                    pad=pad,
+                    vocabulary=tokens.vocabulary,
+                )
+                for name in fields
+            }
+        )
+
+    @property
+    def schema(self) -> Schema:
+        """The fields that were chosen."""
+        return self._schema
+
+    @property
+    def extent(self) -> dict[str, int]:
+        """How many tokens the stream has."""
+        return {"tokens": len(self.tokens)}
+
+    def segments(self, unit: int) -> list[tuple[int, int]]:
+        """(first token in the stream, tokens) of each segment of a unit."""
+        return self.native.segments(range(len(self))[unit])
+
+
+class Windows(Units):
+    """Windows of the same length over a token stream: window w begins at token ``w * stride``.
+
+    With labels, windows overlap by one token: the last label of a window is the first id of the next.
+
+    Args:
+        tokens: the stream.
+        length: tokens of a window.
+        stride: tokens from one beginning to the next; None for `length`.
+        documents: divide windows where documents end: labels, positions and segments do not go
+            across. Else a window is one segment.
+        remainder: what is left over at the end of the stream: ``"drop"`` it, or ``"pad"`` a window.
+        fields, dtype, pad: as of `Units`.
+
+    Raises:
+        UsageError: the stream is shorter than a window.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        length: int,
+        *,
+        stride: int | None = None,
+        documents: bool = False,
+        remainder: Literal["drop", "pad"] = "drop",
+        fields: Sequence[str] = _FIELDS,
+        dtype: Literal["int64", "int32"] = "int64",
+        pad: int = 0,
+    ) -> None:
+        self._describe(tokens, length, fields, dtype, pad)
+        if remainder not in ("drop", "pad"):
+            raise UsageError(f'remainder must be "drop" or "pad", not {remainder!r}')
+        if stride is not None and stride < 1:
+            raise UsageError(f"stride={stride} must be a number of tokens, 1 or more")
+        self._arguments |= {"stride": stride, "documents": documents, "remainder": remainder}
+        self.native = _native.token_windows(
+            stream=tokens.native,
+            length=length,
+            stride=length if stride is None else stride,
+            by_document=documents,
+            partial=remainder == "pad",
+            overlap="labels" in fields,
+            fields=len(self._schema),
+        )
+
+
+class Documents(Units):
+    """Whole documents of a token stream, one a unit; those without tokens are left out.
+
+    Args:
+        tokens: the stream.
+        length: tokens of every unit, filled up; None leaves documents as long as they are.
+        longer: what becomes of a document of more than `length` tokens: ``"cut"``, ``"split"`` into
+            several units, or ``"refuse"``.
+        fields, dtype, pad: as of `Units`.
+
+    Raises:
+        UsageError: there is no document, or one is too long and refused.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        length: int | None = None,
+        *,
+        longer: Literal["cut", "split", "refuse"] = "cut",
+        fields: Sequence[str] = _FIELDS,
+        dtype: Literal["int64", "int32"] = "int64",
+        pad: int = 0,
+    ) -> None:
+        self._describe(tokens, length, fields, dtype, pad)
+        self._arguments |= {"longer": longer}
+        self.native = _native.token_documents(
+            stream=tokens.native,
+            length=length or 0,
+            longer=longer,
+            overlap="labels" in fields,
+            fields=len(self._schema),
+        )
+
+
+class Packed(Units):
+    """Documents packed into units of one length, planned over all of them before the run.
+
+    The packing is a function of the lengths of all documents and of these arguments
+    (docs/formats/units.md), so it is the same on all ranks and in every epoch; what an epoch changes
+    is the order of the units.
+
+    Args:
+        tokens: the stream.
+        length: tokens of a unit.
+        packing: ``"best-fit"`` (best-fit decreasing: documents stay whole), or ``"concatenate"``
+            (documents in a random order, end to end, cut every `length` tokens).
+        longer: what becomes of a document of more than `length` tokens: ``"split"``, ``"cut"`` or
+            ``"refuse"``.
+        seed: which documents of the same length come first; the order of ``"concatenate"``.
+        fields, dtype, pad: as of `Units`.
+
+    Raises:
+        UsageError: there is no document, or one is too long and refused.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        length: int,
+        *,
+        packing: Literal["best-fit", "concatenate"] = "best-fit",
+        longer: Literal["split", "cut", "refuse"] = "split",
+        seed: int = 0,
+        fields: Sequence[str] = _FIELDS,
+        dtype: Literal["int64", "int32"] = "int64",
+        pad: int = 0,
+    ) -> None:
+        self._describe(tokens, length, fields, dtype, pad)
+        self._arguments |= {"packing": packing, "longer": longer, "seed": seed}
+        self.native = _native.token_packed(
+            stream=tokens.native,
+            capacity=length,
+            packing=packing,
+            longer=longer,
+            seed=seed,
+            overlap="labels" in fields,
+            fields=len(self._schema),
+        )
+
+    @property
+    def waste(self) -> float:
+        """The share of all positions that are filled up."""
+        return self.native.waste

@@ -1,0 +1,212 @@
+"""Batches of token units: their values against brute force, every token once, on all worlds alike."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nostall
+from nostall.errors import CorruptionError, UsageError
+
+ALL = ("ids", "labels", "positions", "segments", "cu_seqlens")
+# No two tokens are alike, so that a batch tells which ones it has.
+IDS = np.random.default_rng(1).permutation(3001).astype(np.uint16)
+LENGTHS = [1, 300, 2, 64, 65, 31, 1000, 33, 500, 128, 876, 1]
+BEGINS = np.concatenate([[0], np.cumsum(LENGTHS)])
+
+Make = Callable[..., nostall.Units]
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> nostall.Tokens:
+    folder = tmp_path_factory.mktemp("tokens")
+    for number, (begin, length) in enumerate(zip(BEGINS, LENGTHS, strict=False)):
+        IDS[begin : begin + length].tofile(folder / f"{number:02d}.bin")
+    return nostall.Tokens(str(folder / "*.bin"), dtype="uint16")
+
+
+def made(name: str, tokens: nostall.Tokens, **options: Any) -> nostall.Units:
+    kinds: dict[str, Callable[[], nostall.Units]] = {
+        "windows": lambda: nostall.Windows(tokens, 64, remainder="pad", **options),
+        "windows of documents": lambda: nostall.Windows(
+            tokens, 64, documents=True, remainder="pad", **options
+        ),
+        "documents": lambda: nostall.Documents(tokens, 64, longer="split", **options),
+        "packed": lambda: nostall.Packed(tokens, 64, **options),
+        "concatenated": lambda: nostall.Packed(tokens, 64, packing="concatenate", **options),
+    }
+    return kinds[name]()
+
+
+KINDS = ("windows", "windows of documents", "documents", "packed", "concatenated")
+
+
+def loader(units: nostall.Units, batch: int, **options: Any) -> nostall.DataLoader:
+    given = {"epochs": 1, "seed": 4, "tiers": [], "output": "numpy"} | options
+    return nostall.DataLoader(units, batch, **given)
+
+
+def alone(units: nostall.Units, batch: int, rank: int, world: int, **options: Any) -> Any:
+    """A rank of its own node, in this process."""
+    place = {"rank": rank, "world_size": world, "local_rank": 0, "local_world_size": 1}
+    return loader(units, batch, job=f"units-{id(units)}-{world}-{rank}", **place, **options)
+
+
+def expected(units: nostall.Units, unit: int) -> dict[str, np.ndarray]:
+    """A unit of 64 by brute force; cu_seqlens are the lengths of its segments here."""
+    values = {name: np.zeros(64, np.int64) for name in ALL[:4]}
+    values["labels"][:] = -100
+    values["ids"][:] = 7  # what fills up
+    stream = isinstance(units, nostall.Windows) and not units._arguments["documents"]
+    at, lengths = 0, []
+    for number, (begin, length) in enumerate(units.segments(unit)):
+        here = slice(at, at + length)
+        values["ids"][here] = IDS[begin : begin + length]
+        values["positions"][here] = np.arange(length)
+        values["segments"][here] = number + 1
+        last = len(IDS) if stream else BEGINS[np.searchsorted(BEGINS, begin, "right")]
+        follow = IDS[begin + 1 : min(begin + 1 + length, last)]
+        values["labels"][at : at + len(follow)] = follow
+        at += length
+        lengths.append(length)
+    values["cu_seqlens"] = np.array(lengths + ([64 - at] if at < 64 else []))
+    return values
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_those_of_brute_force(kind: str, dtype: Any, tokens: nostall.Tokens) -> None:
+    units = made(kind, tokens, fields=ALL, dtype=dtype, pad=7)
+    with loader(units, 5, shuffle=False) as batches:
+        at = 0
+        for batch in batches:
+            wanted = [expected(units, u % len(units)) for u in range(at, at + len(batch["ids"]))]
+            for name in ALL[:4]:
+                assert batch[name].dtype == dtype
+                assert np.array_equal(batch[name], [w[name] for w in wanted]), name
+            ends = np.cumsum(np.concatenate([w["cu_seqlens"] for w in wanted]))
+            assert batch["cu_seqlens"].dtype == np.int32
+            assert batch["cu_seqlens"].tolist() == [0, *ends]
+            at += len(wanted)
+    assert at == len(units)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_token_comes_once_an_epoch_on_all_worlds(kind: str, tokens: nostall.Tokens) -> None:
+    units = made(kind, tokens, fields=("ids", "segments"))
+    steps: list[list[bytes]] = []
+    for world in (1, 2, 3, 6):
+        batches = []
+        for rank in range(world):
+            with alone(units, 6 // world, rank, world, drop_last=False) as part:
+                batches.append([batch["ids"][batch["segments"] > 0] for batch in part])
+        # What fills the last batch up depends on the world.
+        steps.append(
+            [np.sort(np.concatenate(step)).tobytes() for step in zip(*batches, strict=True)][:-1]
+        )
+        if world == 1:
+            seen = np.concatenate([ids for rank in batches for ids in rank])
+            assert np.array_equal(np.sort(seen), np.arange(len(IDS)))
+    assert all(other == steps[0] for other in steps)
+
+
+def test_a_resumed_job_continues_on_any_world(tokens: nostall.Tokens) -> None:
+    units = nostall.Packed(tokens, 64)
+    with alone(units, 12, 0, 1, epochs=3) as whole:
+        batches = [batch["ids"] for epoch in whole.epochs() for batch in epoch]
+        per_epoch = len(whole)
+    state = None
+    with alone(units, 12, 0, 1, epochs=3) as head:
+        for _ in zip(range(3), head, strict=False):
+            pass
+        state = head.state_dict()
+    for world in (2, 4):
+        parts = []
+        for rank in range(world):
+            with alone(units, 12 // world, rank, world, epochs=3) as part:
+                part.load_state_dict(state)
+                parts.append([batch["ids"] for epoch in part.epochs() for batch in epoch])
+        for step, ranks in enumerate(zip(*parts, strict=True)):
+            joined = np.empty_like(batches[3 + step])
+            for rank, ids in enumerate(ranks):
+                joined[rank::world] = ids
+            assert np.array_equal(joined, batches[3 + step])
+        assert len(parts[0]) == 3 * per_epoch - 3
+
+
+def test_tiers_give_the_same_units(tokens: nostall.Tokens) -> None:
+    units = nostall.Packed(tokens, 64, fields=ALL)
+    seen = []
+    for tiers in ([], ["ram:4MiB"]):
+        with loader(units, 7, epochs=2, tiers=tiers) as batches:
+            seen.append([b[name].tobytes() for e in batches.epochs() for b in e for name in ALL])
+            origins = batches.stats().epochs[1]
+        if tiers:
+            assert origins.origins["source"].samples == 0
+    assert seen[0] == seen[1]
+
+
+def test_documents_may_stay_as_long_as_they_are(tokens: nostall.Tokens) -> None:
+    with loader(nostall.Documents(tokens), 5, shuffle=False) as batches:
+        batch = next(iter(batches))
+    assert np.diff(batch["ids"].offsets).tolist() == LENGTHS[:5]
+    assert np.array_equal(batch["ids"].values, IDS[: sum(LENGTHS[:5])])
+    assert batch["labels"].values[0] == -100
+
+
+def test_an_id_outside_the_vocabulary_names_its_place(tmp_path: Path) -> None:
+    IDS.tofile(tmp_path / "a.bin")
+    tokens = nostall.Tokens(tmp_path / "a.bin", dtype="uint16", vocabulary=3001)
+    changed = IDS.copy()
+    changed[100] = 3001
+    times = (tmp_path / "a.bin").stat()
+    with (tmp_path / "a.bin").open("r+b") as file:
+        file.write(changed.tobytes())
+    os.utime(tmp_path / "a.bin", ns=(times.st_atime_ns, times.st_mtime_ns))
+    with (
+        loader(nostall.Windows(tokens, 64), 4, shuffle=False) as batches,
+        pytest.raises(
+            CorruptionError, match=r"tokens 64 to 128 of .*its token 36 is 3001, outside"
+        ),
+    ):
+        list(batches)
+
+
+def test_a_document_that_is_too_long_may_be_refused(tokens: nostall.Tokens) -> None:
+    for kind in (nostall.Documents, nostall.Packed):
+        with pytest.raises(UsageError, match="document 1 has 300 tokens"):
+            kind(tokens, 64, longer="refuse")
+    cut = nostall.Documents(tokens, 64, longer="cut")
+    assert [sum(n for _, n in cut.segments(u)) for u in range(len(cut))] == [
+        min(length, 64) for length in LENGTHS
+    ]
+
+
+def test_pieces_may_be_the_users_own(tokens: nostall.Tokens) -> None:
+    units = nostall.Units(tokens, 64, [0, 2, 3], np.array([[1, 3, 10], [3, 0, 64 - 10], [6, 0, 5]]))
+    with loader(units, 2, shuffle=False) as batches:
+        batch = next(iter(batches))
+    ids = np.concatenate([IDS[4:14], IDS[BEGINS[3] : BEGINS[3] + 54]])
+    assert np.array_equal(batch["ids"][0], ids)
+    assert batch["ids"][1, 5:].tolist() == [0] * 59
+    with pytest.raises(UsageError, match="not inside document 1"):
+        nostall.Units(tokens, 64, [0, 1], np.array([[1, 299, 2]]))
+
+
+def test_options_that_cannot_be_are_refused(tokens: nostall.Tokens) -> None:
+    for match, options in {
+        "fields=": {"fields": ("ids", "masks")},
+        "dtype must be": {"dtype": "int16"},
+        "length=0": {"length": 0},
+        "stride=0": {"stride": 0},
+        "remainder must be": {"remainder": "keep"},
+    }.items():
+        with pytest.raises(UsageError, match=match):
+            nostall.Windows(tokens, **{"length": 64} | options)
+    with pytest.raises(UsageError, match="not one unit"):
+        nostall.Windows(tokens, 3001)

@@ -1,0 +1,210 @@
+"""Token files of every format give the same stream; damage is named."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from object_server import Proxy, upload
+
+import nostall
+from nostall.errors import CorruptionError, IoError, UsageError
+
+pytest_plugins = ["object_fixtures"]
+
+IDS = np.random.default_rng(0).integers(1, 900, 5000).astype(np.uint16)
+ENDS = (700, 701, 2048, 4999)  # where the id 0 ends a document
+IDS[list(ENDS)] = 0
+
+
+def megatron(path: Path, documents: list[np.ndarray], dtype: Any = np.uint16) -> None:
+    """Writes path.bin and path.idx, as Megatron's IndexedDatasetBuilder does."""
+    codes = {"uint8": 1, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
+    lengths = np.array([len(d) for d in documents], np.int32)
+    size = np.dtype(dtype).itemsize
+    pointers = np.zeros(len(lengths), np.int64)
+    np.cumsum(lengths[:-1] * size, out=pointers[1:])
+    Path(f"{path}.bin").write_bytes(b"".join(d.astype(dtype).tobytes() for d in documents))
+    Path(f"{path}.idx").write_bytes(
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QBQQ", 1, codes[np.dtype(dtype).name], len(lengths), len(lengths) + 1)
+        + lengths.tobytes()
+        + pointers.tobytes()
+        + np.arange(len(lengths) + 1, dtype=np.int64).tobytes()
+    )
+
+
+def documents() -> list[np.ndarray]:
+    return np.split(IDS, [end + 1 for end in ENDS[:-1]])
+
+
+def nanogpt(folder: Path) -> nostall.Tokens:
+    IDS.tofile(folder / "train.bin")
+    return nostall.Tokens(folder / "train.bin", dtype="uint16", end=0)
+
+
+def wide(folder: Path) -> nostall.Tokens:
+    IDS.astype(np.uint32).tofile(folder / "train.bin")
+    return nostall.Tokens(folder / "train.bin", dtype="uint32", end=0, vocabulary=900)
+
+
+def numpy_file(folder: Path) -> nostall.Tokens:
+    np.save(folder / "train.npy", IDS.astype(np.int32))
+    return nostall.Tokens(folder / "train.npy", end=0)
+
+
+def olmo(folder: Path) -> nostall.Tokens:
+    IDS.tofile(folder / "train.npy")  # raw, whatever its name says
+    return nostall.Tokens(folder / "train.npy", dtype="uint16", end=0)
+
+
+def megatron_file(folder: Path) -> nostall.Tokens:
+    megatron(folder / "train", documents(), np.int32)
+    return nostall.Tokens(folder / "train.bin")
+
+
+def many(folder: Path) -> nostall.Tokens:
+    for number, part in enumerate(documents()):
+        megatron(folder / f"part-{number}", [part])
+    (folder / "part-1x.bin").write_bytes(b"")
+    (folder / "part-1x.idx").write_bytes(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 0, 0))
+    return nostall.Tokens(str(folder / "part-*.bin"))
+
+
+@pytest.mark.parametrize("made", [nanogpt, wide, numpy_file, olmo, megatron_file, many])
+def test_formats_give_one_stream(made: Callable[[Path], nostall.Tokens], tmp_path: Path) -> None:
+    tokens = made(tmp_path)
+    assert len(tokens) == len(IDS)
+    assert np.array_equal(tokens.read(0, len(IDS)), IDS)
+    assert tokens.lengths.tolist() == [len(d) for d in documents()]
+    for number, document in enumerate(documents()):
+        assert np.array_equal(tokens.document(number), document)
+    again = pickle.loads(pickle.dumps(tokens))
+    assert again.index_reused and again.fingerprint == tokens.fingerprint
+    assert Path(tokens.index_file).stat().st_size < 1000
+
+
+def test_rows_are_documents(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", IDS.reshape(50, 100))
+    tokens = nostall.Tokens(tmp_path / "a.npy")
+    assert tokens.lengths.tolist() == [100] * 50
+    assert np.array_equal(tokens.document(7), IDS[700:800])
+
+
+def test_objects_are_read_as_files_are(bucket: Any, proxy: Proxy, tmp_path: Path) -> None:
+    megatron(tmp_path / "train", documents())
+    upload(bucket, tmp_path)
+    there = nostall.Tokens(f"s3://{bucket.name}/train.idx")
+    here = nostall.Tokens(tmp_path / "train.bin")
+    assert there.fingerprint == here.fingerprint
+    units = [nostall.Windows(tokens, 64, documents=True) for tokens in (there, here)]
+    assert len(units[0]) == len(units[1]) == (len(IDS) - 1) // 64
+    assert all(units[0].read(u) == units[1].read(u) for u in range(len(units[0])))
+
+
+def test_the_index_is_that_of_the_files(tmp_path: Path) -> None:
+    first = nanogpt(tmp_path)
+    assert not first.index_reused
+    assert nostall.Tokens(tmp_path / "train.bin", dtype="uint16", end=0).index_reused
+    assert not nostall.Tokens(tmp_path / "train.bin", dtype="uint16", end=1).index_reused
+    Path(first.index_file).write_bytes(b"nothing")
+    assert not nanogpt(tmp_path).index_reused
+    IDS[:100].tofile(tmp_path / "train.bin")
+    assert len(nostall.Tokens(tmp_path / "train.bin", dtype="uint16", end=0)) == 100
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    with pytest.raises(CorruptionError, match=r"odd.bin has 3 bytes, which are no ids of 2 bytes"):
+        nostall.Tokens(tmp_path / "odd.bin", dtype="uint16")
+    with pytest.raises(UsageError, match="pass their type"):
+        nostall.Tokens(tmp_path / "odd.bin")
+    (tmp_path / "empty.bin").write_bytes(b"")
+    with pytest.raises(UsageError, match="has no tokens"):
+        nostall.Tokens(tmp_path / "empty.bin", dtype="uint16")
+    IDS.tofile(tmp_path / "a.bin")
+    with pytest.raises(
+        CorruptionError, match=r"a.bin: token \d+ is \d+, outside the vocabulary of 300"
+    ):
+        nostall.Tokens(tmp_path / "a.bin", dtype="uint16", vocabulary=300)
+    np.save(tmp_path / "f.npy", IDS.astype(np.float32))
+    with pytest.raises(UsageError, match="whole numbers"):
+        nostall.Tokens(tmp_path / "f.npy")
+    cut = (tmp_path / "f.npy").read_bytes()[:-3]
+    (tmp_path / "f.npy").write_bytes(cut.replace(b"<f4", b"<i4"))
+    with pytest.raises(CorruptionError, match="it was cut"):
+        nostall.Tokens(tmp_path / "f.npy")
+
+
+def test_an_index_that_disagrees_is_refused(tmp_path: Path) -> None:
+    megatron(tmp_path / "a", documents())
+    data, index = (tmp_path / "a.bin").read_bytes(), (tmp_path / "a.idx").read_bytes()
+
+    def refused(match: str, data: bytes = data, index: bytes = index) -> None:
+        (tmp_path / "a.bin").write_bytes(data)
+        (tmp_path / "a.idx").write_bytes(index)
+        with pytest.raises(CorruptionError, match=match):
+            nostall.Tokens(tmp_path / "a.bin", index=False)
+
+    refused("index and data disagree", data=data[:-2])
+    refused("index and data disagree", data=data + b"\0\0")
+    refused("fewer than those of 4 sequences", index=index[:-1])
+    refused("does not begin with MMIDIDX", index=b"x" + index)
+    refused("version 9", index=index[:9] + b"\x09" + index[10:])
+    refused("code 6", index=index[:17] + b"\x06" + index[18:])
+    refused("do not lie one after the other", index=index[:34] + b"\x01\x00\x00\x00" + index[38:])
+    refused("not made of its sequences", index=index[:-1] + b"\x01")
+    (tmp_path / "a.idx").unlink()
+    with pytest.raises(IoError, match=r"a\.idx"):
+        nostall.Tokens(tmp_path / "a.bin", format="megatron")
+
+
+def test_resume_says_what_changed(tmp_path: Path) -> None:
+    def loader() -> nostall.DataLoader:
+        tokens = nostall.Tokens(tmp_path / "a.bin", dtype="uint16")
+        return nostall.DataLoader(nostall.Windows(tokens, 64), 4, epochs=2, tiers=[])
+
+    IDS.tofile(tmp_path / "a.bin")
+    with loader() as before:
+        next(iter(before))
+        state = before.state_dict()
+    with loader() as same:
+        same.load_state_dict(state)
+    for count, what in ((4000, "shrank by 1000 tokens"), (5000, None), (5001, "grew by 1 tokens")):
+        np.resize(IDS, count).tofile(tmp_path / "a.bin")
+        with loader() as after:
+            if what is None:
+                after.load_state_dict(state)
+                continue
+            with pytest.raises(
+                UsageError,
+                match=f"tokens=5000, but this loader has tokens={count}: the files {what}",
+            ):
+                after.load_state_dict(state)
+
+
+def test_a_file_that_changes_under_a_loader_is_named(tmp_path: Path) -> None:
+    IDS.tofile(tmp_path / "a.bin")
+    tokens = nostall.Tokens(tmp_path / "a.bin", dtype="uint16")
+    with nostall.DataLoader(nostall.Windows(tokens, 64), 4, epochs=1, tiers=[]) as loader:
+        with open(tmp_path / "a.bin", "ab") as file:
+            file.write(b"ab")
+        with pytest.raises(CorruptionError, match=r"a\.bin: its size changed from 10000 to 10002"):
+            list(loader)
+
+
+def test_the_state_is_small(tmp_path: Path) -> None:
+    IDS.tofile(tmp_path / "a.bin")
+    tokens = nostall.Tokens(tmp_path / "a.bin", dtype="uint16")
+    with nostall.DataLoader(nostall.Windows(tokens, 64), 4, epochs=1, tiers=[]) as loader:
+        large = {"epoch": 9, "batch": 10**6, "seed": 1234, "global_batch": 4096, "samples": 10**9}
+        large |= {"order_world": 512, "tokens": 10**12, "dataset": 2**64 - 1}
+        state = loader.state_dict()
+        assert large.keys() < state.keys()
+        assert len(json.dumps(state | large, separators=(",", ":"))) < 200
