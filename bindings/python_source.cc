@@ -231,6 +231,22 @@ class CallbackSource : public source::Source {
 
 }  // namespace
 
+stage::TakeMemory python_memory(nb::object take) {
+  return [take = std::make_shared<Held>(std::move(take))](size_t bytes) {
+    const nb::gil_scoped_acquire gil;
+    nb::object given;
+    try {
+      given = take->get()(bytes);
+    } catch (nb::python_error& error) {
+      throw Error(ErrorKind::usage, "memory for a batch: " + error_text(error));
+    }
+    const auto array = nb::cast<nb::ndarray<uint8_t, nb::c_contig, nb::device::cpu>>(given);
+    if (array.nbytes() < bytes) throw std::bad_alloc();
+    auto* data = static_cast<std::byte*>(static_cast<void*>(array.data()));
+    return std::shared_ptr<std::byte>(data, [kept = std::make_shared<Held>(given)](std::byte*) {});
+  };
+}
+
 std::shared_ptr<records::Storage> python_storage(std::vector<records::StorageFile> files,
                                                  nb::object read) {
   return std::make_shared<PythonStorage>(std::move(files), std::move(read));

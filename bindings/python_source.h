@@ -8,12 +8,16 @@
 
 #include "records/ranges.h"
 #include "source/source.h"
+#include "stage/buffer.h"
 
 namespace nostall::bindings {
 
 // Ranges by a function: (list of (file, offset, size)) -> list of buffers or exceptions.
 std::shared_ptr<records::Storage> python_storage(std::vector<records::StorageFile> files,
                                                  nanobind::object read);
+
+// Memory by a function: (bytes) -> a uint8 array of so many, aligned to 64.
+stage::TakeMemory python_memory(nanobind::object take);
 
 // Samples by a function: (list of ids) -> list of buffers or exceptions. For stores that only their
 // own library can take apart. Samples of one `group` (rising, or empty) are read together. Throws

@@ -21,6 +21,7 @@
 #include "dtypes.h"
 #include "module.h"
 #include "peer.h"
+#include "python_source.h"
 #include "stage/loader.h"
 #include "stage/node.h"
 
@@ -145,6 +146,12 @@ PyBatch next(const PyLoader& self) {
   }
 }
 
+std::optional<PyBatch> next_soon(const PyLoader& self) {
+  std::unique_ptr<stage::Batch> batch = self.next();
+  if (!batch) return std::nullopt;
+  return PyBatch{std::move(batch), self.config().program};
+}
+
 std::map<std::string, uint64_t> peer_counts(stage::Loader& loader) {
   std::map<std::string, uint64_t> out;
   const auto& peers = loader.config().peers;
@@ -191,7 +198,16 @@ void bind_configs(nb::module_& m) {
       .def_rw("reader", &LoaderConfig::reader)
       .def_rw("expected", &LoaderConfig::expected)
       .def_rw("staging_bytes", &LoaderConfig::staging_bytes)
-      .def_rw("io_bytes", &LoaderConfig::io_bytes);
+      .def_rw("io_bytes", &LoaderConfig::io_bytes)
+      .def_rw("keep_bytes", &LoaderConfig::keep_bytes)
+      .def(
+          "take_batch_memory",
+          [](LoaderConfig& c, nb::callable take) {
+            c.batch_memory = bindings::python_memory(std::move(take));
+          },
+          nb::arg("take"),
+          "`take` gives the memory of batches: (bytes) -> a uint8 array of so many. It is called "
+          "from the stage's threads.");
   nb::class_<tier::TierSpec>(m, "TierSpec", "A storage class of a node.")
       .def(nb::init<tier::TierKind, uint64_t, std::string, bool, bool>(), nb::arg("kind"),
            nb::arg("capacity"), nb::arg("path"), nb::arg("keep"), nb::arg("modest"));
@@ -293,7 +309,14 @@ void bind_stage(nb::module_& m) {
             return out;
           },
           "(place, reason) of samples that on_error=\"report\" left empty.")
-      .def_prop_ro("queue", [](const PyBatch& b) { return b.batch->queue; });
+      .def_prop_ro("queue", [](const PyBatch& b) { return b.batch->queue; })
+      .def(
+          "release",
+          [](PyBatch& b) {
+            b.batch->buffer.reset();
+            b.batch->tail.reset();
+          },
+          "Gives the memory back, once no array is over it; its outputs are then gone.");
 
   nb::class_<PyLoader>(m, "Loader", "The staging buffer of one rank (native/stage/loader.h).")
       .def(
@@ -308,6 +331,7 @@ void bind_stage(nb::module_& m) {
           nb::arg("config"), nb::arg("node"), nb::arg("peers"), nb::arg("transport").none(),
           "`transport` is None where samples do not travel between nodes.")
       .def("next", &next, "The next batch; waits for it with the GIL released.")
+      .def("next_soon", &next_soon, "The same, or None after a tenth of a second.")
       .def(
           "seek",
           [](const PyLoader& l, uint32_t epoch, uint64_t batch) {

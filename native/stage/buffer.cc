@@ -18,13 +18,9 @@ size_t possible(size_t bytes) {
 constexpr size_t kSlack = size_t{64} << 10;
 }  // namespace
 
-Buffer::Buffer(size_t capacity)
-    : capacity_(capacity),
-      memory_(static_cast<std::byte*>(
-          ::operator new (possible(capacity), std::align_val_t{kAlignment}))) {}
-
-void Buffer::Free::operator()(std::byte* p) const noexcept {
-  ::operator delete (p, std::align_val_t{kAlignment});
+std::shared_ptr<std::byte> take_from_heap(size_t bytes) {
+  return {static_cast<std::byte*>(::operator new (possible(bytes), std::align_val_t{kAlignment})),
+          [](std::byte* p) { ::operator delete (p, std::align_val_t{kAlignment}); }};
 }
 
 std::shared_ptr<Buffer> BufferPool::take(size_t bytes) {
@@ -41,7 +37,7 @@ std::shared_ptr<Buffer> BufferPool::take(size_t bytes) {
     }
   }
   if (!buffer) {
-    buffer = std::make_unique<Buffer>(bytes);
+    buffer = std::make_unique<Buffer>(bytes, take_);
     const MutexLock lock(mutex_);
     bytes_ += buffer->capacity();
   }

@@ -8,33 +8,39 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
+#include <utility>
 
 #include "base/mutex.h"
 
 namespace nostall::stage {
 
+// Where buffers get `bytes` from, aligned to 64 bytes; called from any thread. Throws std::bad_alloc
+// or Error.
+using TakeMemory = std::function<std::shared_ptr<std::byte>(size_t bytes)>;
+std::shared_ptr<std::byte> take_from_heap(size_t bytes);
+
 class Buffer {
  public:
-  explicit Buffer(size_t capacity);
+  explicit Buffer(size_t capacity, const TakeMemory& take = take_from_heap)
+      : capacity_(capacity), memory_(take(capacity)) {}
   std::byte* data() noexcept { return memory_.get(); }
   size_t capacity() const noexcept { return capacity_; }
 
  private:
-  struct Free {
-    void operator()(std::byte* p) const noexcept;
-  };
   size_t capacity_;
-  std::unique_ptr<std::byte, Free> memory_;
+  std::shared_ptr<std::byte> memory_;
 };
 
 class BufferPool : public std::enable_shared_from_this<BufferPool> {
  public:
   // Create with std::make_shared.
-  explicit BufferPool(uint64_t keep_bytes) : keep_bytes_(keep_bytes) {}
+  explicit BufferPool(uint64_t keep_bytes, TakeMemory take = take_from_heap)
+      : keep_bytes_(keep_bytes), take_(std::move(take)) {}
 
-  // At least `bytes` long, aligned to 64 bytes. Throws std::bad_alloc.
+  // At least `bytes` long, aligned to 64 bytes. Throws what TakeMemory throws.
   std::shared_ptr<Buffer> take(size_t bytes);
   // Bytes in all buffers that live: free ones and ones in use.
   uint64_t bytes() const;
@@ -43,6 +49,7 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   void put_back(std::unique_ptr<Buffer> buffer) noexcept;
 
   const uint64_t keep_bytes_;
+  const TakeMemory take_;
   mutable Mutex mutex_;
   // By capacity: there may be thousands.
   std::multimap<size_t, std::unique_ptr<Buffer>> free_ NOSTALL_GUARDED_BY(mutex_);

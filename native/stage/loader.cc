@@ -31,7 +31,9 @@ LoaderConfig attach(LoaderConfig config, const NodeSpec& node, peer::ExchangeCon
 
 Loader::Loader(LoaderConfig config)
     : config_(std::move(config)),
-      batch_pool_(std::make_shared<BufferPool>(config_.staging_bytes)),
+      batch_pool_(std::make_shared<BufferPool>(
+          config_.keep_bytes > 0 ? config_.keep_bytes : config_.staging_bytes,
+          config_.batch_memory)),
       raw_pool_(std::make_shared<BufferPool>(config_.io_bytes)),
       owner_pid_(::getpid()) {
   plan::validate(config_.job);

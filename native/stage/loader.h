@@ -75,6 +75,8 @@ struct LoaderConfig {
   std::array<double, kOrigins> expected{};
   uint64_t staging_bytes = uint64_t{256} << 20;
   uint64_t io_bytes = uint64_t{64} << 20;
+  TakeMemory batch_memory = take_from_heap;  // of batches: a device may want it page-locked
+  uint64_t keep_bytes = 0;                   // of batches' memory that is free; 0: staging_bytes
 };
 
 // `config` with the cache that the ranks of `node` share and, with a transport, the exchange with

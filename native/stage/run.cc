@@ -243,7 +243,7 @@ Task* Loader::Run::open_task() {
     batch.bytes = config_.program->slab_bytes(task->items.size());
     if (const size_t ragged = config_.program->ragged(); ragged > 0) {
       task->ragged.resize(ragged * task->items.size());
-      task->holding.emplace(*batch_pool_);
+      task->holding.emplace(*raw_pool_);  // of the heap: batch memory may be page-locked
       if (task->items.empty()) lay(*task);
     }
   } else if (!task->items.empty()) {

@@ -1149,6 +1149,14 @@ class LoaderConfig:
     def io_bytes(self) -> int: ...
     @io_bytes.setter
     def io_bytes(self, arg: int, /) -> None: ...
+    @property
+    def keep_bytes(self) -> int: ...
+    @keep_bytes.setter
+    def keep_bytes(self, arg: int, /) -> None: ...
+    def take_batch_memory(self, take: Callable) -> None:
+        """
+        `take` gives the memory of batches: (bytes) -> a uint8 array of so many. It is called from the stage's threads.
+        """
 
 class TierSpec:
     """A storage class of a node."""
@@ -1272,6 +1280,10 @@ class Batch:
 
     @property
     def queue(self) -> int: ...
+    def release(self) -> None:
+        """
+        Gives the memory back, once no array is over it; its outputs are then gone.
+        """
 
 class Loader:
     """The staging buffer of one rank (native/stage/loader.h)."""
@@ -1287,6 +1299,9 @@ class Loader:
 
     def next(self) -> Batch:
         """The next batch; waits for it with the GIL released."""
+
+    def next_soon(self) -> Batch | None:
+        """The same, or None after a tenth of a second."""
 
     def seek(self, epoch: int, batch: int) -> None: ...
     @property

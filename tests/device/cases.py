@@ -15,6 +15,7 @@ such tests has functions case_*(), and is both: a test file, and the program tha
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import json
 import sys
@@ -66,6 +67,7 @@ def main(module: Mapping[str, Any]) -> None:
     import simdev
     import torch
 
+    faulthandler.dump_traceback_later(LIMIT - 50, exit=True)
     if len(sys.argv) > 1:
         module[sys.argv[1]]()
         return

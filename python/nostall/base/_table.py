@@ -122,6 +122,7 @@ _RATE = _of(
     'bytes per second, as "200MB" or a number of at least 1',
     lambda v: (isinstance(v, str) and _is_size(v)) or (_is_bytes(v) and v > 0),
 )
+_DEVICE = _of("a device of torch, or its name", lambda v: isinstance(v, str) or hasattr(v, "type"))
 _SIZE = _of('a size as "512MiB" or a number of bytes', lambda v: isinstance(v, str) or _is_bytes(v))
 
 
@@ -290,6 +291,20 @@ _LOADER = (
         None,
         "arrays of batches",
         "torch where it is installed",
+    ),
+    _loader(
+        "device",
+        _or_none(_DEVICE),
+        None,
+        'the accelerator that batches are sent to, as "cuda" or "cuda:1"',
+        "they stay on the host",
+    ),
+    _loader(
+        "device_ahead",
+        _SIZE,
+        "256MiB",
+        "bytes of batches on the device ahead of the consumer; one batch may always be there",
+        file=True,
     ),
     _loader(
         "dtype",

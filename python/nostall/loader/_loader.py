@@ -15,7 +15,7 @@ import os
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
@@ -36,6 +36,7 @@ from nostall.errors import UsageError
 from nostall.job import _cluster as cluster
 from nostall.job._rendezvous import find_rendezvous
 from nostall.job._world import find_world
+from nostall.loader._ahead import Ahead, Finish, Hand, Here, Made, finished_there, place_of
 from nostall.loader._cached_items import ItemStage
 from nostall.loader._calibration import Calibration
 from nostall.loader._mixing import Mix, split
@@ -302,6 +303,8 @@ class DataLoader:
         if self._output == "torch":
             # Here, so that the first batch does not wait for it.
             importlib.import_module("torch")
+        self._place = None if chosen.device is None else place_of(chosen.device, self._output)
+        self._finish: Finish | None = None
         self._program: _native.Program | None = None
         self._records: Records | None = None
         self._python: PythonStage | None = None
@@ -315,6 +318,7 @@ class DataLoader:
         self._resumed = False
         self._ended: int | None = None  # the epoch that the loaded state had just ended
         self._loader: _native.Loader | None = None
+        self._ahead: Ahead | None = None  # of the last iteration
         self._closed = False
         self._recorder = Recorder(self.world.rank, self.world.world_size)
         self._finalizer = weakref.finalize(self, lambda: None)
@@ -360,6 +364,7 @@ class DataLoader:
         staging = self._options.staging
         self._staging = usual.staging if staging == "auto" else parse_size(staging)
         self._reading = usual.reading
+        self._device_bytes = parse_size(self._options.device_ahead)
         cores = len(os.sched_getaffinity(0))
         self._threads = self._options.threads or max(1, cores // ranks)
 
@@ -391,10 +396,13 @@ class DataLoader:
         ):
             self._unpack_by(transforms)
         elif transforms is not None and not callable(transforms) and is_native(transforms):
-            steps = self._take_mix(transforms)
+            steps, dtype, layout = self._take_mix(transforms), chosen.dtype, chosen.layout
+            if self._place is not None and self._mix is None and chosen.collate is None:
+                steps, self._finish = finished_there(steps, dtype, layout)
+            if self._finish is not None:
+                dtype, layout = "uint8", "hwc"
             self._program = one_image(
-                compile_transforms(steps, dtype=chosen.dtype, layout=chosen.layout, pixels=pixels),
-                self._mix,
+                compile_transforms(steps, dtype=dtype, layout=layout, pixels=pixels), self._mix
             )
         elif transforms is not None:
             transforms = self._take_mix(transforms)
@@ -415,6 +423,11 @@ class DataLoader:
                 seed=self.seed,
             )
         self._collate = None if self._python else chosen.collate
+        if self._place is not None and not (self._program or self._python or self._collate):
+            raise UsageError(
+                f"device={str(chosen.device)!r} takes batches of arrays, and those of this loader are "
+                "bytes as they are stored: pass transforms=, fields= or collate="
+            )
 
     @property
     def _shift(self) -> int:
@@ -543,13 +556,17 @@ class DataLoader:
         return self._batches_of(epoch, start)
 
     def _batches_of(self, epoch: int, start: int) -> Iterator[Any]:
+        if self._ahead is not None:
+            self._ahead.close()
         loader = self._stage()
         batches = self._plan.batches_in(epoch)
         if start < batches:
             loader.seek(epoch, start)
         running = self._recorder.begin_epoch(epoch)
-        fetched = start
-        pending = self._python.start() if self._python else None
+        made = functools.partial(self._made, loader, batches - start, running)
+        here, ahead = made(), None
+        if self._place is not None:
+            self._ahead = ahead = Ahead(self._place, self._finish, made, self._device_bytes)
         try:
             for index in range(start, batches):
                 if not self._recorder.is_current(running):
@@ -557,55 +574,101 @@ class DataLoader:
                         "another iteration of this loader has begun: a loader has one position"
                     )
                 began = time.perf_counter()
-                if pending is not None:
-                    while fetched < batches and pending.wants_more():
-                        batch = loader.next()
-                        pending.submit(batch, RawBatch(batch.data, batch.offsets, batch.lengths))
-                        fetched += 1
-                    batch, data, substituted, places = pending.result(self.dataset)
+                if ahead is not None:
+                    one, value = ahead.take()
                 else:
-                    batch = loader.next()
-                    data, substituted, places = self._shaped(batch), [], {}
+                    one = next(here)
+                    value = one.value(Here(self._array))
                 wait = time.perf_counter() - began
-                self._recorder.batch(batch, wait, loader.memory, substituted)
+                self._recorder.batch(one.batch, wait, loader.memory, one.substituted)
                 self._position = (epoch, index + 1)
-                if self._records is not None:
-                    yield data
-                    continue
-                labels = batch.labels
-                for place, replacement in places.items():
-                    labels[place] = self.dataset.native.labels[replacement]
-                if self.dataset.item_maker is not None:
-                    yield data  # labels are in its items
-                else:
-                    yield data, self._labelled(batch, data, self.dataset.as_labels(labels))
+                yield value
         finally:
-            # An abandoned iteration may end late; pending work may then belong to a later one.
-            if pending is not None and self._recorder.is_current(running):
-                pending.drop()
+            if ahead is not None:
+                ahead.close()
+            here.close()
             self._recorder.end_epoch(running)
         if self._position == (epoch, batches):
             self._position = self._after(epoch)
 
-    def _shaped(self, batch: _native.Batch) -> Any:
-        data: Any
+    def _made(
+        self,
+        loader: _native.Loader,
+        count: int,
+        running: Any,
+        waited: Callable[[], None] | None = None,
+    ) -> Generator[Made, None, None]:
+        """The next `count` batches; `waited` is called now and then while one is waited for."""
+
+        def following() -> _native.Batch:
+            while waited is not None:
+                waited()
+                if (batch := loader.next_soon()) is not None:
+                    return batch
+            return loader.next()
+
+        pending = self._python.start() if self._python else None
+        fetched = 0
+        try:
+            for _ in range(count):
+                if pending is None:
+                    batch = following()
+                    yield Made(batch, [], functools.partial(self._value, batch, None, {}))
+                    continue
+                while fetched < count and pending.wants_more():
+                    batch = following()
+                    pending.submit(batch, RawBatch(batch.data, batch.offsets, batch.lengths))
+                    fetched += 1
+                batch, data, substituted, places = pending.result(self.dataset)
+                yield Made(batch, substituted, functools.partial(self._value, batch, data, places))
+        finally:
+            # An abandoned iteration may end late; pending work may then belong to a later one.
+            if pending is not None and self._recorder.is_current(running):
+                pending.drop()
+
+    def _value(self, batch: _native.Batch, made: Any, places: dict[int, int], to: Hand) -> Any:
+        """What the user is handed of a batch; `made` is what callables made of it."""
         if self._records is not None:
-            data = self._records.hand_out(batch, self._array)
-            return data if self._collate is None else self._collate(data)
-        if self._program is None:
-            data = RawBatch(batch.data, batch.offsets, batch.lengths)
-        else:
+            if self._collate is None:
+                return self._records.hand_out(batch, to.array)
+            return to.tree(self._collate(self._records.hand_out(batch, self._array)))
+        data = self._shaped(batch, to) if self._python is None else made
+        if self.dataset.item_maker is not None:
+            return to.tree(data)  # labels are in its items
+        labels = batch.labels
+        for place, replacement in places.items():
+            labels[place] = self.dataset.native.labels[replacement]
+        # Before what callables made is sent: it may be mixed in place.
+        beside = self._labelled(batch, data, self.dataset.as_labels(labels), to.array)
+        return data if self._is_native else to.tree(data), beside
+
+    @property
+    def _is_native(self) -> bool:
+        """Whether the arrays of a batch lie in the stage's memory."""
+        return self._program is not None and self._collate is None
+
+    def _shaped(self, batch: _native.Batch, to: Hand) -> Any:
+        if self._is_native:
+            return to.images(batch.output(0))
+        data: Any = RawBatch(batch.data, batch.offsets, batch.lengths)
+        if self._program is not None:
             data = self._array(batch.output(0))
         return data if self._collate is None else self._collate([data[i] for i in range(len(data))])
 
-    def _labelled(self, batch: _native.Batch, data: Any, labels: NDArray[Any]) -> Any:
+    def _labelled(
+        self,
+        batch: _native.Batch,
+        data: Any,
+        labels: NDArray[Any],
+        array: Callable[[NDArray[Any]], Any],
+    ) -> Any:
         if self._mix is None:
-            return self._array(labels)
+            return array(labels)
         if self._program is not None:
             targets = batch.output(1) if self._mix.native.classes else None
-            return self._mix.labelled(batch.lam, targets, labels, self._array)
+            return self._mix.labelled(batch.lam, targets, labels, array)
         lam, targets = self._mix.images_of(data, labels, self.seed, batch.epoch, batch.index)
-        return self._mix.labelled(lam, targets, labels, self._array)
+        return self._mix.labelled(lam, targets, labels, array)
 
     def _array(self, array: NDArray[Any]) -> Any:
         if self._output == "numpy":
@@ -944,6 +1007,9 @@ class DataLoader:
         config.staging_bytes = self._staging
         config.io_bytes = self._reading
         config.first_epoch = self._first_epoch
+        if self._place is not None and self._is_native:
+            config.take_batch_memory(self._place.memory)
+            config.keep_bytes = 2 * self._staging  # beside what is staged, what is being copied
         if expected := self._expected():
             config.expected = expected
         config.sharing = _named(_native.Sharing, chosen.sharing)
@@ -975,6 +1041,9 @@ class DataLoader:
         return peers
 
     def _stop_native(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
         if self._loader is not None:
             self._peer_counts = self._loader.peers
             self._finalizer()

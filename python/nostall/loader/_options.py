@@ -27,6 +27,8 @@ class LoaderOptions:
     job: str | None = in_force("loader.job")
     threads: int | None = in_force("loader.threads")
     output: Literal["torch", "numpy"] | None = in_force("loader.output")
+    device: Any = in_force("loader.device")
+    device_ahead: int | str = in_force("loader.device_ahead")
     dtype: Literal["uint8", "float16", "float32"] | None = in_force("loader.dtype")
     layout: Literal["chw", "hwc"] | None = in_force("loader.layout")
     scheme: Literal["uniform", "whole", "imbalanced"] = in_force("loader.scheme")
@@ -60,6 +62,8 @@ class LoaderArguments(TypedDict, total=False):
     job: str | None
     threads: int | None
     output: Literal["torch", "numpy"] | None
+    device: Any
+    device_ahead: int | str
     dtype: Literal["uint8", "float16", "float32"] | None
     layout: Literal["chw", "hwc"] | None
     scheme: Literal["uniform", "whole", "imbalanced"]
@@ -83,7 +87,8 @@ _OF_TORCH = {
     "sampler": "the order follows from seed=, shuffle= and drop_last=, or pass order=",
     "batch_sampler": "the order follows from seed=, shuffle= and drop_last=, or pass order=",
     "prefetch_factor": "pass staging=, in bytes",
-    "pin_memory": "tensors are pinned by themselves where CUDA is there",
+    "pin_memory": "tensors are pinned by themselves where CUDA is there, or pass device=",
+    "pin_memory_device": "pass device=",
     "persistent_workers": "threads stay for all epochs by themselves",
     "generator": "pass seed=",
     "timeout": "a file system that does not answer is the kernel's to time out",

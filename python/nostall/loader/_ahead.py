@@ -1,0 +1,302 @@
+"""Batches that go to a device: a thread sends them there, ahead of the consumer.
+
+What a device is stands behind `Place`, so that this room knows no framework; a framework's own room
+has a module `_device` with a function `place`, which is imported where a loader has device=.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nostall.errors import UsageError
+from nostall.loader._color_steps import Normalize, ToTensor
+from nostall.loader.transforms import Transform
+
+if TYPE_CHECKING:
+    from nostall import _native
+
+_log = logging.getLogger("nostall")
+
+_COPYING = 2  # batches whose copies may be under way while the next one is sent
+
+
+class Finish(NamedTuple):
+    """What a device does to images that reach it as uint8 (n, height, width, 3).
+
+    Each value becomes value * scale + offset in float32, rounded after each of the two operations as
+    on the host, and is then converted to `dtype` and laid out as `layout`.
+    """
+
+    scale: tuple[float, ...]
+    offset: tuple[float, ...]
+    dtype: str
+    layout: str
+
+
+def finished_there(
+    steps: Sequence[Transform], dtype: str | None, layout: str | None
+) -> tuple[Sequence[Transform], Finish | None]:
+    """The steps that the host does, and what is left for the device: a quarter of the bytes travels.
+
+    That is ToTensor and what follows it, if those are Normalize alone.
+    """
+    tensor = next((i for i, step in enumerate(steps) if isinstance(step, ToTensor)), None)
+    if tensor is None or dtype == "uint8":
+        return steps, None
+    scale, offset = np.full(3, 1.0 / 255), np.zeros(3)
+    for step in steps[tensor + 1 :]:
+        if not isinstance(step, Normalize):
+            return steps, None
+        # As the pipeline folds them (native/image/compile.cc): given in float32, folded in float64.
+        mean, std = (
+            np.asarray(values, np.float32).astype(np.float64) for values in (step.mean, step.std)
+        )
+        scale, offset = scale / std, (offset - mean) / std
+    factors, terms = (tuple(values.astype(np.float32).tolist()) for values in (scale, offset))
+    return steps[:tensor], Finish(factors, terms, dtype or "float32", layout or "chw")
+
+
+class Hand(Protocol):
+    """What makes of the arrays of a batch what the user is handed."""
+
+    def array(self, array: NDArray[Any]) -> Any:
+        """One array of the batch, which may lie in its memory."""
+
+    def images(self, array: NDArray[Any]) -> Any:
+        """The images of the batch, which may be left to finish."""
+
+    def tree(self, value: Any) -> Any:
+        """What a callable made: arrays and tensors in dicts, lists and tuples."""
+
+
+class Here:
+    """Nothing is done but to make arrays what the user wants."""
+
+    def __init__(self, array: Callable[[NDArray[Any]], Any]) -> None:
+        self.array = self.images = array
+
+    def tree(self, value: Any) -> Any:
+        return value
+
+
+class Sending(Hand, Protocol):
+    """One batch on its way to a device."""
+
+    @property
+    def bytes(self) -> int:
+        """Of the device's memory."""
+
+    def sent(self) -> None:
+        """All of the batch was given."""
+
+    def is_copied(self, wait: bool) -> bool:
+        """Whether the host's memory is free again; `wait` waits until it is."""
+
+    def hand_over(self) -> None:
+        """From now on the batch belongs to the caller's current stream, which waits for it."""
+
+
+class Place(Protocol):
+    """A device."""
+
+    def memory(self, size: int) -> NDArray[np.uint8]:
+        """Host memory that the device copies from while the host goes on, aligned to 64 bytes."""
+
+    def begin(self, finish: Finish | None) -> Sending: ...
+
+    def is_full(self, error: BaseException) -> bool:
+        """Whether the error says that the device has no memory left."""
+
+
+def place_of(device: Any, output: str) -> Place | None:
+    """The device, or None where batches stay on the host.
+
+    Raises:
+        UsageError: it does not exist, or `output` has no devices.
+    """
+    if output != "torch":
+        raise UsageError(
+            f"device={str(device)!r} gives tensors of torch: leave output={output!r} out"
+        )
+    place: Place | None = importlib.import_module(f"nostall.{output}._device").place(device)
+    return place
+
+
+@dataclass(slots=True)
+class Made:
+    """A batch that the host has finished; `value` makes of it what the user is handed."""
+
+    batch: _native.Batch
+    substituted: list[Any]
+    value: Callable[[Hand], Any]
+
+
+class Stopped(Exception):
+    """The consumer takes no more batches."""
+
+
+class Ahead:
+    """A thread that sends batches, at most `limit` bytes of them before the consumer takes them.
+
+    One batch may always be ahead. Where the device has no memory for more, fewer are: that is said
+    once. What fails is raised by `take` in its turn. Memory of a batch goes back to the stage when
+    its copy is done.
+
+    `made` gives the batches; its argument is a function that it calls now and then while it waits for
+    one, and that raises `Stopped`.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        finish: Finish | None,
+        made: Callable[[Callable[[], None]], Generator[Made, None, None]],
+        limit: int,
+    ) -> None:
+        self._place = place
+        self._finish = finish
+        self._limit = limit
+        self._process = os.getpid()
+        self._changed = threading.Condition()
+        self._ready: collections.deque[tuple[Made, Any, Sending]] = collections.deque()
+        self._ahead = 0  # bytes of _ready
+        self._wanted = False  # the consumer waits
+        self._stop = False
+        self._error: BaseException | None = None
+        self._copying: collections.deque[tuple[Made, Sending]] = collections.deque()
+        self._thread = threading.Thread(
+            target=self._run, args=(made,), name="nostall-device", daemon=True
+        )
+        self._thread.start()
+
+    def take(self) -> tuple[Made, Any]:
+        """The next batch and what the user is handed; waits for it to be sent, not for its copy."""
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"this loader belongs to process {self._process}; a forked child must make its own"
+            )
+        with self._changed:
+            while not self._ready:
+                if self._error is not None:
+                    raise self._error
+                self._wanted = True
+                self._changed.notify_all()
+                self._changed.wait()
+            self._wanted = False
+            made, value, sending = self._ready.popleft()
+            self._ahead -= sending.bytes
+            self._changed.notify_all()
+        sending.hand_over()
+        return made, value
+
+    def close(self) -> None:
+        """Ends the thread; waits for copies that are under way, for they read the stage's memory."""
+        if os.getpid() != self._process or threading.current_thread() is self._thread:
+            return
+        with self._changed:
+            self._stop = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._ready.clear()
+
+    # ------------------------------------------------------------------ in the thread
+
+    def _run(self, made: Callable[[Callable[[], None]], Generator[Made, None, None]]) -> None:
+        error: BaseException = Stopped()
+        batches = made(self._waited)
+        try:
+            for batch in batches:
+                sending, value = self._send(batch)
+                self._copying.append((batch, sending))
+                with self._changed:
+                    self._ready.append((batch, value, sending))
+                    self._ahead += sending.bytes
+                    self._changed.notify_all()
+                self._give_back(_COPYING)
+                self._wait_for_room(sending.bytes)
+        except BaseException as failed:
+            error = failed
+        try:
+            batches.close()
+            self._give_back(0)
+        except BaseException as failed:
+            error = error if not isinstance(error, Stopped) else failed
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def _waited(self) -> None:
+        if self._stop:
+            raise Stopped
+        while self._copying and self._copying[0][1].is_copied(False):
+            self._copying.popleft()[0].batch.release()
+
+    def _give_back(self, most: int) -> None:
+        """Waits until at most so many copies are under way; gives back what is free."""
+        while len(self._copying) > most:
+            batch, sending = self._copying.popleft()
+            sending.is_copied(True)
+            batch.batch.release()
+        with contextlib.suppress(Stopped):
+            self._waited()
+
+    def _wait_for_room(self, size: int) -> None:
+        """`size` is what the next batch may take."""
+
+        def is_full() -> bool:
+            return bool(self._ready) and self._ahead + size > self._limit and not self._stop
+
+        if not is_full():
+            return
+        self._give_back(0)  # none waits for the consumer
+        with self._changed:
+            self._changed.wait_for(lambda: not is_full())
+
+    def _send(self, made: Made) -> tuple[Sending, Any]:
+        last = False
+        while True:
+            sending = self._place.begin(self._finish)
+            try:
+                value = made.value(sending)
+                sending.sent()
+            except Exception as error:
+                with contextlib.suppress(Exception):
+                    # Copies under way read the batch's memory; what they wrote is dropped.
+                    sending.sent()
+                    sending.is_copied(True)
+                if last or not self._place.is_full(error):
+                    raise
+                last = self._wait_for_memory(error)
+                continue
+            return sending, value
+
+    def _wait_for_memory(self, error: Exception) -> bool:
+        """Waits until the device may have room; True if nothing but the consumer can make any."""
+        with self._changed:
+            count = len(self._ready)
+            if count == 0:
+                self._changed.wait_for(lambda: self._wanted or self._stop)
+                return True
+            if self._limit > self._ahead:
+                self._limit = self._ahead
+                _log.warning(
+                    "the device has no memory for more than %d batches ahead of the consumer (%s): "
+                    "fewer are sent ahead",
+                    count,
+                    str(error).partition("\n")[0],
+                )
+            self._changed.wait_for(lambda: len(self._ready) < count or self._stop)
+        if self._stop:
+            raise Stopped
+        return False

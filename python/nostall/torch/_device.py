@@ -1,0 +1,199 @@
+"""An accelerator of torch as a place for batches, through what all of its devices have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nostall.errors import UsageError
+from nostall.loader._ahead import Finish
+
+_log = logging.getLogger("nostall")
+
+_ALIGNED = 64
+
+
+def place(name: Any) -> Device | None:
+    """The device of this name; None, and one sentence, where torch has no streams for it.
+
+    Raises:
+        UsageError: there is none.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"device={name!r}: {str(error).partition(chr(10))[0]}") from None
+    if device.type == "cpu":
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        _log.warning(
+            "device=%s: batches stay on the host, for torch's accelerator here is %s",
+            str(device),
+            accelerator or "none",
+        )
+        return None
+    count = torch.accelerator.device_count()
+    if count == 0 or (device.index or 0) >= count:
+        raise UsageError(f"device={str(device)!r}: torch finds {count} {device.type} devices")
+    if device.index is None:
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return Device(device)
+
+
+@contextlib.contextmanager
+def _current(stream: torch.Stream) -> Iterator[None]:
+    """As `with stream`, which keeps in the stream what to go back to: here threads share it."""
+    device = torch.accelerator.current_device_index()
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(device)
+
+
+class Device:
+    """Copies go on a stream of their own; its memory is that of torch's allocators."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.Stream(device=device)
+        self._pins = True
+        self._kept: list[torch.Tensor] = []
+        self._finishes: dict[Finish, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def memory(self, size: int) -> NDArray[np.uint8]:
+        if self._pins:
+            try:
+                # The stream names the device: pinning for another one would open that one too.
+                with _current(self.stream):
+                    pinned = torch.empty(max(1, size), dtype=torch.uint8, pin_memory=True)
+                memory: NDArray[np.uint8] = pinned.numpy()
+                return memory
+            except RuntimeError as error:
+                self._give_up_pinning(error)
+        whole = np.empty(size + _ALIGNED, np.uint8)
+        begin = -whole.ctypes.data % _ALIGNED
+        return whole[begin : begin + size]
+
+    def pinned(self, host: torch.Tensor) -> torch.Tensor:
+        """The tensor in page-locked memory, where there is some."""
+        if not self._pins or host.is_pinned():
+            return host
+        try:
+            with _current(self.stream):
+                return host.pin_memory()
+        except RuntimeError as error:
+            self._give_up_pinning(error)
+            return host
+
+    def _give_up_pinning(self, error: RuntimeError) -> None:
+        if self._pins:
+            self._pins = False
+            _log.warning(
+                "host memory cannot be page-locked (%s): batches are copied from ordinary memory, and "
+                "each copy holds up the thread that sends them",
+                str(error).partition("\n")[0],
+            )
+
+    def begin(self, finish: Finish | None) -> Sending:
+        return Sending(self, finish)
+
+    def is_full(self, error: BaseException) -> bool:
+        return isinstance(error, torch.OutOfMemoryError)
+
+    def numbers(self, finish: Finish) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scale and offset on the device."""
+        if finish not in self._finishes:
+            shape = (3, 1, 1) if finish.layout == "chw" else (3,)
+            host = self.pinned(torch.tensor([finish.scale, finish.offset]).view(2, *shape))
+            self._kept.append(host)  # until it has been copied, and for no less
+            scale, offset = host.to(self.device, non_blocking=True)
+            self._finishes[finish] = scale, offset
+        return self._finishes[finish]
+
+
+class Sending:
+    """One batch: host tensors that copies read, device tensors that they fill, and the event."""
+
+    def __init__(self, to: Device, finish: Finish | None) -> None:
+        self._to = to
+        self._finish = finish
+        self._host: list[torch.Tensor] = []
+        self._tensors: list[torch.Tensor] = []
+        self._copied = torch.Event(device=to.device)
+        self.bytes = 0
+
+    def array(self, array: NDArray[Any]) -> torch.Tensor:
+        return self._keep(self._copy(torch.from_numpy(array)))
+
+    def images(self, array: NDArray[Any]) -> torch.Tensor:
+        if self._finish is None:
+            return self.array(array)
+        with _current(self._to.stream):
+            scale, offset = self._to.numbers(self._finish)
+            images = self._copy(torch.from_numpy(array))
+            if self._finish.layout == "chw":
+                images = images.permute(0, 3, 1, 2)
+            finished = images.to(torch.float32, memory_format=torch.contiguous_format)
+            # Two operations: one that fuses them would round once.
+            finished.mul_(scale).add_(offset)
+            return self._keep(finished.to(getattr(torch, self._finish.dtype)))
+
+    def tree(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._keep(self._copy(value))
+        if isinstance(value, np.ndarray):
+            return self.array(value) if value.dtype.kind in "biufc" else value
+        if isinstance(value, dict):
+            return type(value)((key, self.tree(each)) for key, each in value.items())
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(self.tree, value))
+        if isinstance(value, list | tuple):
+            return type(value)(map(self.tree, value))
+        return value
+
+    def _copy(self, host: torch.Tensor) -> torch.Tensor:
+        host = self._to.pinned(host)
+        self._host.append(host)
+        with _current(self._to.stream):
+            return host.to(self._to.device, non_blocking=True)
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._tensors.append(tensor)
+        self.bytes += tensor.nbytes
+        return tensor
+
+    def sent(self) -> None:
+        self._copied.record(self._to.stream)
+
+    def is_copied(self, wait: bool) -> bool:
+        if wait:
+            self._copied.synchronize()
+        elif not self._copied.query():
+            return False
+        self._host.clear()
+        return True
+
+    def hand_over(self) -> None:
+        current = torch.accelerator.current_stream(self._to.device)
+        self.wait_on(current)
+        for tensor in self._tensors:
+            use_on(tensor, current)
+        self._tensors.clear()
+
+    def wait_on(self, stream: torch.Stream) -> None:
+        stream.wait_event(self._copied)
+
+
+def use_on(tensor: torch.Tensor, stream: torch.Stream) -> None:
+    """Its memory goes back to the stream of copies when `stream` has used it, not before."""
+    tensor.record_stream(stream)

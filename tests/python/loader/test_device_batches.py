@@ -1,0 +1,489 @@
+"""DataLoader(device=...) on the simulated device: the same batches in order, and what fails."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "device"))
+
+import cases
+import pytest
+import torch
+
+import nostall
+from nostall import transforms as t
+from nostall.errors import UsageError
+
+SIZE = (24, 32)
+FLOATS = [t.Resize(SIZE), t.ToTensor(), t.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])]
+
+
+@functools.cache
+def folder() -> Path:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+    from conftest import write_jpeg
+
+    held = tempfile.TemporaryDirectory()
+    folder.held = held  # type: ignore[attr-defined]
+    for i in range(37):
+        write_jpeg(Path(held.name) / f"class{i % 3}" / f"{i:03d}.jpg", i)
+    return Path(held.name)
+
+
+def loader(steps: Any = FLOATS, size: int = 4, **more: Any) -> Any:
+    return nostall.DataLoader(
+        nostall.ImageFolder(folder(), index=False),
+        size,
+        epochs=3,
+        seed=1,
+        transforms=steps,
+        tiers=[],
+        **more,
+    )
+
+
+def flat(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from flat(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from flat(each)
+
+
+def batches(**more: Any) -> list[list[torch.Tensor]]:
+    with loader(**more) as source:
+        return [
+            [tensor.cpu() for tensor in flat(batch)] for epoch in source.epochs() for batch in epoch
+        ]
+
+
+def same(**more: Any) -> None:
+    """The batches of the device are those of the host, bit for bit, and nothing is reported."""
+    import simdev
+
+    with loader(device="simdev", **more) as source:
+        for batch in source:
+            assert {tensor.device.type for tensor in flat(batch)} == {"simdev"}
+    for here, there in zip(batches(**more), batches(device="simdev", **more), strict=True):
+        for mine, theirs in zip(here, there, strict=True):
+            assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
+            assert mine.equal(theirs)
+    assert simdev.reports() == []
+
+
+@contextlib.contextmanager
+def warnings() -> Iterator[list[str]]:
+    """What the logger of nostall says meanwhile."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("nostall").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("nostall").removeHandler(handler)
+
+
+def used() -> int:
+    torch.accelerator.synchronize()
+    return torch.accelerator.memory_allocated()
+
+
+def on_side(batches: Any) -> torch.Stream:
+    """The stream on which a running iteration's loader copies."""
+    return batches._place.stream
+
+
+# ---------------------------------------------------------------------------- the same batches
+
+
+def case_floats_are_made_on_the_device_with_the_same_bits() -> None:
+    same()
+    for dtype in ("float16", "float32"):
+        for layout in ("chw", "hwc"):
+            same(dtype=dtype, layout=layout)
+    same(steps=[t.Resize(SIZE), t.ToTensor()])
+
+
+def case_a_quarter_of_the_bytes_travels() -> None:
+    from nostall.torch import _device
+
+    seen = []
+    copy = _device.Sending._copy
+
+    def watched(self: Any, host: torch.Tensor) -> torch.Tensor:
+        seen.append((host.dtype, host.is_pinned()))
+        return copy(self, host)
+
+    with mock.patch.object(_device.Sending, "_copy", watched):
+        batches(device="simdev")
+    assert {kind for kind, _ in seen} == {torch.uint8, torch.int64}
+    # Images lie in page-locked memory when they are decoded.
+    assert all(pinned for kind, pinned in seen if kind is torch.uint8)
+
+
+def case_other_batches() -> None:
+    same(steps=[t.Resize(SIZE)])  # uint8
+    erasing = [*FLOATS, t.RandomErasing(p=1.0)]
+    same(steps=erasing)
+    same(steps=[*FLOATS, t.MixUp(num_classes=3)])
+    same(steps=[*FLOATS, t.CutMix()])
+    same(fields=["image", "label"], steps={"image": FLOATS})
+    same(fields=["image", "label"], steps={"image": FLOATS}, batch="tuple")
+    same(steps=lambda raw: torch.full((3,), float(len(raw))))
+    same(steps=FLOATS, collate=lambda samples: {"all": torch.stack(samples), "n": len(samples)})
+
+
+def case_ragged_fields() -> None:
+    """The bytes of files, whose lengths differ: values and offsets."""
+    same(fields=["image", "label"], steps=None)
+
+
+def case_an_epoch_again_after_a_break() -> None:
+    with loader(device="simdev") as source:
+        whole = [labels.cpu().tolist() for _, labels in source]
+        source.set_epoch(0)
+        for index, (_, labels) in enumerate(source):
+            assert labels.cpu().tolist() == whole[index]
+            if index == 3:
+                break
+        state = source.state_dict()
+        assert state["batch"] == 4
+    with loader(device="simdev") as source:
+        source.load_state_dict(state)
+        assert [labels.cpu().tolist() for _, labels in source] == whole[4:]
+
+
+def case_two_iterations_of_one_loader() -> None:
+    with loader(device="simdev") as source:
+        first = iter(source)
+        next(first)
+        assert len(list(source)) == len(source)
+        with pytest.raises(UsageError, match="another iteration"):
+            next(first)
+
+
+# ---------------------------------------------------------------------------- order and lifetimes
+
+
+def consume(stream: torch.Stream | None = None) -> list[float]:
+    """Sums of all batches, where copies wait until the consumer has asked for their use."""
+    import simdev
+
+    sums = []
+    with loader(device="simdev", size=8) as source, stream or contextlib.nullcontext():
+        for images, labels in source:
+            side = on_side(source)
+            with simdev.held(side):
+                total = images.sum() + labels.sum()
+            sums.append(total.item())
+            del images, labels
+    return sums
+
+
+def case_a_consumer_on_another_stream() -> None:
+    import simdev
+
+    expected = consume()
+    assert consume(torch.Stream(device="simdev")) == expected
+    assert simdev.reports() == []
+
+
+def case_consumers_on_several_streams() -> None:
+    """Each batch belongs to the stream that was current when it was handed over."""
+    import simdev
+
+    expected = consume()
+    streams = [torch.Stream(device="simdev") for _ in range(3)]
+    sums = []
+    with loader(device="simdev", size=8) as source:
+        running = iter(source)
+        for index in range(len(source)):
+            with streams[index % 3]:
+                images, labels = next(running)
+                sums.append((images.sum() + labels.sum()).item())
+    assert sums == expected
+    assert (reports := simdev.reports()) == [], reports
+
+
+def slow_consumer() -> list[str]:
+    """Batches are used late, and dropped at once."""
+    import simdev
+
+    consumer = torch.accelerator.current_stream()
+    with loader(device="simdev", size=8, device_ahead=1) as source:
+        held = []
+        for images, labels in source:
+            if len(held) < 2:
+                simdev.hold(consumer)
+                held.append((images * 2, labels * 2))
+                del images, labels
+                continue
+            simdev.release(consumer)
+    simdev.release(consumer)
+    torch.accelerator.synchronize()
+    return simdev.reports()
+
+
+def case_a_batch_is_kept_until_its_consumer_has_used_it() -> None:
+    assert slow_consumer() == []
+
+
+def case_without_the_wait_for_the_copy() -> None:
+    import simdev
+
+    from nostall.torch import _device
+
+    wait = mock.patch.object(_device.Sending, "wait_on", lambda self, stream: None)
+    with wait, loader(device="simdev") as source:
+        running = iter(source)
+        with simdev.held(on_side(source)):
+            images, _ = next(running)
+            total = images.sum()
+        running.close()
+    assert any("no event" in line for line in simdev.reports())
+    del total
+
+
+def case_without_record_stream() -> None:
+    from nostall.torch import _device
+
+    with mock.patch.object(_device, "use_on", lambda tensor, stream: None):
+        assert any("no event" in line for line in slow_consumer())
+
+
+def case_without_the_fence_before_memory_is_reused() -> None:
+    import simdev
+
+    from nostall.torch import _device
+
+    def at_once(self: Any, wait: bool) -> bool:
+        self._host.clear()
+        return True
+
+    with mock.patch.object(_device.Sending, "is_copied", at_once):
+        slab = 4 * 3 * SIZE[0] * SIZE[1]
+        with loader(device="simdev", staging=2 * slab, device_ahead=1) as source:
+            running = iter(source)
+            next(running)
+            with simdev.held(on_side(source)):
+                for _ in range(6):
+                    next(running)
+    assert any("reused" in line for line in simdev.reports())
+
+
+def case_memory_is_taken_once() -> None:
+    """Memory of all 27 batches is that of a few of them, page-locked or on the device."""
+    pinned = []
+    from nostall.torch import _device
+
+    memory = _device.Device.memory
+
+    def counted(self: Any, size: int) -> Any:
+        pinned.append(size)
+        return memory(self, size)
+
+    with mock.patch.object(_device.Device, "memory", counted):
+        slab = 4 * 3 * SIZE[0] * SIZE[1]
+        before = torch.accelerator.memory_stats()["num_device_alloc"]
+        with loader(device="simdev", drop_last=True, staging=4 * slab, device_ahead=1) as source:
+            count = 0
+            for epoch in source.epochs():
+                for images, labels in epoch:
+                    torch.accelerator.synchronize()
+                    del images, labels
+                    count += 1
+    assert count == 27
+    # Four batches staged, two being copied, one that is sent.
+    assert len(pinned) <= 7, pinned
+    # Bytes, images and labels of a batch that is used, one ahead, one that is made, one that was
+    # dropped; and what images are multiplied by.
+    assert torch.accelerator.memory_stats()["num_device_alloc"] - before <= 4 * 3 + 1
+
+
+def case_the_next_batch_costs_no_wait_for_its_copy() -> None:
+    """next() returns while the copies of all batches are held."""
+    import simdev
+
+    expected = batches()[0][0].sum().item()
+    with loader(device="simdev") as source:
+        running = iter(source)
+        with simdev.held(on_side(source)):
+            images, _ = next(running)
+            assert not on_side(source).query()
+            total = images.sum()
+        assert total.item() == pytest.approx(expected, rel=1e-5)
+
+
+# ---------------------------------------------------------------------------- faults
+
+
+def case_no_memory_while_ahead() -> None:
+    import simdev
+
+    one = 8 * 3 * SIZE[0] * SIZE[1] * 4
+    expected = batches(size=8)
+    before = used()
+    torch.accelerator.empty_cache()
+    simdev.capacity(before + 3 * one)
+    with warnings() as said:
+        found = []
+        with loader(device="simdev", size=8) as source:
+            for epoch in source.epochs():
+                for images, labels in epoch:
+                    # Until the thread has found that there is room for no more.
+                    while not said and not found:
+                        threading.Event().wait(0.001)
+                    found.append([images.cpu(), labels.cpu()])
+    assert len(said) == 1 and "fewer are sent ahead" in said[0], said
+    for mine, theirs in zip(expected, found, strict=True):
+        assert all(a.equal(b) for a, b in zip(mine, theirs, strict=True))
+
+
+def case_a_consumer_that_keeps_all_batches() -> None:
+    import simdev
+
+    one = 8 * 3 * SIZE[0] * SIZE[1] * 4
+    torch.accelerator.empty_cache()
+    simdev.capacity(used() + 4 * one)
+    kept = []
+    with loader(device="simdev", size=8) as source:
+        with pytest.raises(torch.OutOfMemoryError):
+            kept.extend(source)
+        assert 1 <= len(kept) <= 4
+        kept.clear()
+
+
+def case_a_bound_in_bytes() -> None:
+    """One batch is ahead where the bound is smaller than two."""
+    before = used()
+    one = 4 * 3 * SIZE[0] * SIZE[1] * 4
+    with loader(device="simdev", device_ahead=1) as source:
+        for images, labels in source:
+            del images, labels
+            torch.accelerator.synchronize()
+            # One ahead and one that is being made, with what it is made of.
+            assert torch.accelerator.memory_allocated() - before < 3.5 * one
+
+
+def case_pinning_refused() -> None:
+    import simdev
+
+    steps = [t.Resize((171, 91)), *FLOATS[1:]]  # of a size that nothing keeps
+    expected = batches(steps=steps)
+    simdev.refuse_pinning(True)
+    with warnings() as said:
+        found = batches(steps=steps, device="simdev")
+    assert len(said) == 1 and "page-locked" in said[0], said
+    for mine, theirs in zip(expected, found, strict=True):
+        assert all(a.equal(b) for a, b in zip(mine, theirs, strict=True))
+
+
+def case_an_early_end() -> None:
+    import simdev
+
+    with loader(device="simdev") as source:
+        running = iter(source)
+        with simdev.held(on_side(source)):
+            next(running)
+            # What is under way reads memory of the stage: the end waits for it.
+            ending = threading.Thread(target=running.close)
+            ending.start()
+            ending.join(0.2)
+            assert ending.is_alive()
+        ending.join()
+        assert len(list(source)) == len(source)
+    assert not [thread for thread in threading.enumerate() if thread.name == "nostall-device"]
+
+
+def case_an_error_in_a_copy() -> None:
+    import simdev
+
+    with loader(device="simdev") as source:
+        running = iter(source)
+        next(running)
+        simdev.fail_after(1)
+        with pytest.raises(RuntimeError, match="device lost"):
+            for _ in range(100):
+                next(running)
+    simdev.reports()
+
+
+def case_an_error_of_a_callable_comes_in_its_turn() -> None:
+    def fails(raw: Any, context: Any) -> torch.Tensor:
+        if context.sample == 5:
+            raise ValueError("no such thing")
+        return torch.ones(2)
+
+    with loader(fails, device="simdev", shuffle=False) as source:
+        running = iter(source)
+        next(running)
+        with pytest.raises(nostall.errors.TransformError, match="no such thing"):
+            next(running)
+
+
+def case_a_forked_child_is_refused() -> None:
+    with loader(device="simdev") as source:
+        running = iter(source)
+        next(running)
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                next(running)
+            except UsageError as error:
+                os.write(write, str(error).encode())
+            os._exit(0)
+        os.close(write)
+        assert b"forked child must make its own" in os.read(read, 4096)
+        os.close(read)
+        assert os.waitpid(child, 0)[1] == 0
+        next(running)
+
+
+def case_devices_that_are_not_there() -> None:
+    with warnings() as said:
+        found = batches(device="meta")
+    assert len(said) == 1 and "batches stay on the host" in said[0], said
+    assert found[0][0].device.type == "cpu"
+    with pytest.raises(UsageError, match="torch finds 2 simdev devices"):
+        loader(device="simdev:2")
+    with pytest.raises(UsageError, match="nonsense"):
+        loader(device="nonsense")
+    with pytest.raises(UsageError, match="leave output='numpy' out"):
+        loader(device="simdev", output="numpy")
+    with pytest.raises(UsageError, match="bytes as they are stored"):
+        nostall.DataLoader(nostall.ImageFolder(folder()), 4, device="simdev")
+
+
+def case_a_second_device() -> None:
+    with loader(device="simdev:1") as source:
+        images, labels = next(iter(source))
+        assert images.device.index == labels.device.index == 1
+        assert torch.accelerator.current_device_index() == 0
+
+
+# ---------------------------------------------------------------------------- for pytest
+
+CASES = cases.names(globals())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_the_simulated_device(case: str) -> None:
+    cases.check(__file__, case)
+
+
+if __name__ == "__main__":
+    cases.main(globals())
