@@ -120,7 +120,7 @@ class BackgroundWriter:
             self._say(job.saved, f"step {job.saved.step} is written within save itself: {problem}")
             if job.window is not None:
                 job.window.close()
-            elif job.snapshot is not None:
+            elif job.snapshot is not None and job.arriving is None:
                 job.snapshot.finish()
             self._write_one(job)
 
@@ -251,6 +251,12 @@ class BackgroundWriter:
 
     def _persist(self, job: Job) -> None:
         saved = job.saved
+        if job.arriving is not None and job.snapshot is not None:
+            try:
+                job.arriving.take(job.snapshot)
+            except Exception as error:
+                job.failed = f"a copy from the device failed: {_words(error)}"
+            job.arriving = job.leaves = None
         for store in (self.fast, self.durable):
             if store is None:
                 continue

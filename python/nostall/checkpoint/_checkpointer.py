@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import os
+import sys
 import time
 import weakref
 from collections import deque
@@ -19,6 +20,7 @@ from nostall.base._sizes import parse_size
 from nostall.checkpoint import _format as files
 from nostall.checkpoint._background import BackgroundWriter
 from nostall.checkpoint._begin import begin, undrained
+from nostall.checkpoint._device import DeviceCopies
 from nostall.checkpoint._nodes import Held
 from nostall.checkpoint._options import (
     CheckpointArguments,
@@ -136,6 +138,7 @@ class Checkpointer:
         self._pid = os.getpid()
         self._history: deque[Saved] = deque(maxlen=1000)
         self._window: SaveWindow | None = None
+        self._device_streams: dict[Any, Any] = {}  # of copies, by device
         self._unsteady: set[str] = set()  # arrays that were seen to change within windows
         self._window_seconds: float | None = None
         self._optimizers: list[Any] = []
@@ -282,7 +285,11 @@ class Checkpointer:
 
     def _snapshot(self, state: Any, job: Job, window: bool, now: bool) -> _native.Snapshot | None:
         """Begins the snapshot of the job; the caller finishes the one that is returned."""
-        tree, leaves = encode(state)
+        copies = DeviceCopies(self._device_streams)
+        tree, leaves = encode(state, copies.host)
+        if copies:
+            leaves = copies.enqueue(sys.modules["torch"], leaves)
+            window = now = False
         guarded = guarded_addresses(leaves, self._optimizers, self._unsteady) if window else None
         leaves = files.layout(leaves, guarded)
         head = files.header(tree, leaves)
@@ -297,7 +304,8 @@ class Checkpointer:
             return None
         began = time.perf_counter()
         try:
-            copying = _native.Copying.at_once if now else _native.Copying.in_background
+            now_or_later = now or bool(copies)  # not by a thread that begins at once
+            copying = _native.Copying.at_once if now_or_later else _native.Copying.in_background
             if window:
                 copying, why = choose_copying(self._window_seconds, self._background.write_seconds)
                 job.saved.copying = f"{copying.name}: {why}"
@@ -308,6 +316,9 @@ class Checkpointer:
                 self._window = job.window
             elif now:
                 snapshot.finish()
+            elif copies:
+                job.arriving = copies
+                job.saved.copying = "from the device, before its next work"
         except BaseException:
             self._window = None
             snapshot.finish()  # no thread reads the leaves any more
@@ -316,7 +327,7 @@ class Checkpointer:
         job.snapshot = snapshot
         job.saved.bytes = snapshot.size
         job.saved.copy_seconds = time.perf_counter() - began
-        return None if now or window else snapshot
+        return None if now or window or copies else snapshot
 
     def before_update(self) -> None:
         """Copies what a save with `window` has not copied yet; returns at once if nothing is left."""

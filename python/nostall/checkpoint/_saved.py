@@ -15,6 +15,7 @@ from nostall.errors import IoError, PeerError, UsageError
 
 if TYPE_CHECKING:
     from nostall.checkpoint._background import BackgroundWriter
+    from nostall.checkpoint._device import DeviceCopies
     from nostall.checkpoint._nodes import Held
     from nostall.checkpoint._window import SaveWindow
 
@@ -234,6 +235,7 @@ class Job:
     number: int
     failed: str = ""
     window: SaveWindow | None = None  # of the snapshot, which is read while the training continues
+    arriving: DeviceCopies | None = None  # what the snapshot is made of, once it is copied
     leaves: Any = None  # keeps the memory that is read in place, until the job is done
     complete: Manifest | None = None  # once it is, where the storage may not have it
 

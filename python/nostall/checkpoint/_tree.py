@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +78,8 @@ class Leaf:
 
 
 class _Encoder:
-    def __init__(self) -> None:
+    def __init__(self, host: Callable[[Any, Any], Any] | None) -> None:
+        self._host = host
         self.leaves: list[Leaf] = []
         self._names: set[str] = set()
         self._seen: dict[tuple[Any, ...], str] = {}
@@ -164,7 +165,7 @@ class _Encoder:
         tensor = value.detach()
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
         if tensor.device.type != "cpu":
-            tensor = tensor.cpu()
+            tensor = tensor.cpu() if self._host is None else self._host(torch, tensor)
         name = str(tensor.dtype).removeprefix("torch.")
         node: dict[str, Any] = {"kind": "torch"}
         nbytes = tensor.numel() * tensor.element_size()
@@ -200,13 +201,15 @@ class _Encoder:
         return {"$tensor": name, **node}
 
 
-def encode(state: Any) -> tuple[Any, list[Leaf]]:
+def encode(state: Any, host: Callable[[Any, Any], Any] | None = None) -> tuple[Any, list[Leaf]]:
     """The state as JSON values, and its arrays.
+
+    ``host(torch, tensor)`` gives the memory of a device's tensor on the host; None: a copy, at once.
 
     Raises:
         UsageError: something that a checkpoint cannot hold, named by its place.
     """
-    encoder = _Encoder()
+    encoder = _Encoder(host)
     return encoder.encode(state, ()), encoder.leaves
 
 
