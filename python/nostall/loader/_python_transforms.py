@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import pickle
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -169,6 +170,17 @@ def _refuse_native(steps: Any) -> None:
             )
 
 
+def _check_pickles(function: _Composed) -> None:
+    """Spawned processes get it by pickle."""
+    try:
+        pickle.dumps(function)
+    except Exception as error:
+        raise UsageError(
+            f'workers="processes" cannot send the callable to its processes: {error}. Make it a '
+            'function of a module, not a lambda or a function within one, or use workers="threads"'
+        ) from error
+
+
 class PythonStage:
     """Applies `transforms` to every sample and makes batches of the results.
 
@@ -213,6 +225,8 @@ class PythonStage:
                         "callable; pass only native ones, or only callables"
                     )
         self._function = _Composed(steps)
+        if workers == "processes":
+            _check_pickles(self._function)
         self._decode = decode
         self._workers = workers
         self._count = count

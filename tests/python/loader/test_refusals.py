@@ -250,6 +250,17 @@ def test_an_error_of_the_callable_is_its_own(
     assert not isinstance(caught.value, CorruptionError)
 
 
+def test_a_callable_that_processes_cannot_get_is_refused(image_folder: Path) -> None:
+    with pytest.raises(UsageError, match="function of a module, not a lambda"):
+        make(image_folder, transforms=lambda raw: raw, workers="processes")
+    items = nostall.Cached([1, 2], makers=1, then=lambda item: item)
+    try:
+        with pytest.raises(UsageError, match="function of a module, not a lambda"):
+            nostall.DataLoader(items, 1, workers="processes")
+    finally:
+        items.close()
+
+
 @pytest.mark.multi
 def test_an_error_in_another_process_comes_with_its_lines(image_folder: Path) -> None:
     with (
