@@ -134,9 +134,9 @@ def _cost(source: Source, per: str) -> float:
     if per != "tokens":
         raise UsageError(f'per must be "samples", "bytes" or "tokens", not {per!r}')
     tokens = getattr(source, "tokens", None)
-    if not tokens:
+    if tokens is None:
         raise UsageError(f'{source!r} does not know its tokens: weigh samples, or per="bytes"')
-    return float(tokens) / len(source)
+    return len(tokens) / len(source)
 
 
 def _in_samples(

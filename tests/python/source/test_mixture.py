@@ -221,3 +221,31 @@ def test_buckets_keep_like_lengths_together(sources: dict[str, Any]) -> None:
             {label // 100 for label in labels.tolist()} for _, labels in next(loader.epochs())
         ]
     assert sum(len(batch) > 1 for batch in batches) <= 2
+
+
+def test_units_of_token_streams_mix_and_go_on(tmp_path: Path) -> None:
+    streams = []
+    for name, length, documents in (("a", 13, 40), ("b", 29, 60)):
+        ids = np.full((documents, length), 7, np.uint16)
+        ids[:, -1] = 0
+        np.save(tmp_path / f"{name}.npy", ids)
+        streams.append(nostall.Tokens(tmp_path / f"{name}.npy", index=False))
+    packed = [nostall.Packed(stream, 32) for stream in streams]
+    mixture = nostall.Mixture(dict(zip(packed, (0.5, 0.5), strict=True)), per="tokens", samples=24)
+    (_, weights), *_ = mixture.mixing.schedule
+    costs = [len(stream) / len(units) for stream, units in zip(streams, packed, strict=True)]
+    assert weights == pytest.approx([0.5 / cost for cost in costs])
+
+    def ids_of(batches: Any) -> list[Any]:
+        return [batch["ids"].tolist() for batch in batches]
+
+    with load(mixture, 4, steps=9) as loader:
+        wanted = ids_of(loader)
+        assert sum(s["samples"] for s in loader.stats().sources.values()) == 36
+    with load(mixture, 4, steps=9) as begun:
+        batches = iter(begun)
+        first = ids_of(next(batches) for _ in range(5))
+        state = begun.state_dict()
+    with load(mixture, 4, steps=9) as resumed:
+        resumed.load_state_dict(state)
+        assert first + ids_of(resumed) == wanted

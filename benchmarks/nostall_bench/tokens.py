@@ -1,0 +1,202 @@
+"""``nostall bench tokens``: sequences of token ids, this loader and its peers on the same file.
+
+Each measurement is a fresh process that takes batches of int64 for some seconds, after the first ones.
+The modes: "windows" (shuffled windows of one length, in the page cache), "packed" (documents packed
+into sequences, with segments and positions), "cold" (windows on slowed storage, against its bandwidth).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nostall.errors import UsageError
+from nostall_bench import harness
+from nostall_bench.programs import find_native
+from nostall_bench.slowfs import SlowFS
+from nostall_bench.token_peers import LOADERS, Job, make
+from nostall_bench.worker import cpu_seconds, pss_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+LIMIT = "limit (C++)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``nostall bench tokens``."""
+    parser.add_argument("--dir", default="nostall-bench", help="where the tokens go")
+    parser.add_argument("--tokens", type=int, default=100_000_000, help="of 16 bits, synthetic")
+    parser.add_argument("--cold-tokens", type=int, default=16_000_000, help="of the mode cold")
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences")
+    parser.add_argument("--modes", nargs="+", choices=LOADERS, default=list(LOADERS))
+    parser.add_argument("--loaders", nargs="+", help="names or parts of names; all if not given")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--seconds", type=float, default=3, help="of one measurement")
+    parser.add_argument("--bandwidth", type=float, default=20, help="of cold storage, MB/s")
+    parser.add_argument("--latency-ms", type=float, default=1.0, help="of cold storage")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one process")
+    harness.add_files(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures and prints a table for each mode."""
+    home = Path(arguments.dir).absolute()
+    rows: dict[str, dict[str, Any]] = {}
+    for mode in arguments.modes:
+        tokens = arguments.cold_tokens if mode == "cold" else arguments.tokens
+        folder = home / f"tokens-{tokens}"
+        folder.mkdir(parents=True, exist_ok=True)
+        make(folder / "tokens.bin", tokens)
+        names = harness.matching(LOADERS[mode], arguments.loaders)
+        if mode == "cold":
+            rows[mode] = _cold(folder, names, arguments)
+        else:
+            (folder / "tokens.bin").read_bytes()
+            rows[mode] = _warm(mode, folder, names, arguments)
+        harness.console().print(table(mode, rows[mode], arguments))
+        harness.write(arguments.json, modes=rows, settings=_plain(arguments))
+    return 0
+
+
+def _plain(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(arguments).items() if name != "run"}
+
+
+def _warm(
+    mode: str, folder: Path, names: list[str], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    rows: dict[str, Any] = {name: {"runs": []} for name in (LIMIT, *names)}
+    for name in harness.turns(rows, arguments.repeats):
+        _one(rows[name], name, mode, folder, arguments)
+    return rows
+
+
+def _cold(folder: Path, names: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
+    rows: dict[str, Any] = {name: {"runs": []} for name in names}
+    rate = arguments.bandwidth * 1e6
+    with (
+        tempfile.TemporaryDirectory(prefix="nostall-bench-") as scratch,
+        SlowFS(folder, Path(scratch, "mount"), rate, rate, arguments.latency_ms / 1e3) as storage,
+    ):
+        for name in harness.turns(names, arguments.repeats):
+            storage.drop_caches()
+            _one(rows[name], name, "cold", storage.mountpoint, arguments)
+    return rows
+
+
+def _one(
+    row: dict[str, Any], name: str, mode: str, folder: Path, arguments: argparse.Namespace
+) -> None:
+    """Adds one measurement to the row of a loader, or what stands against it."""
+    try:
+        row["runs"].append(
+            _limit(folder, arguments)
+            if name == LIMIT
+            else harness.child(
+                "nostall_bench.tokens",
+                {**_plain(arguments), "loader": name, "mode": mode, "folder": str(folder)},
+                name=name,
+                timeout=arguments.timeout,
+            )
+        )
+    except UsageError as error:
+        row["error"] = str(error)
+
+
+def _limit(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    program = find_native("nostall-limit-tokens")
+    if program is None:
+        raise UsageError("nostall-limit-tokens is not built")
+    settings = (arguments.length, arguments.batch_size, arguments.threads, arguments.seconds)
+    done = subprocess.run(
+        [str(program), str(folder / "tokens.bin"), *map(str, settings)],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise UsageError(done.stderr.strip())
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def table(mode: str, rows: dict[str, Any], arguments: argparse.Namespace) -> Table:
+    """Speeds, and their share of the limit of this run: the program's, or the storage's."""
+    limit = arguments.bandwidth * 1e6 / 2 / 1e6  # ids of 16 bits
+    if mode != "cold":
+        limit = _millions(rows[LIMIT]["runs"]) if rows[LIMIT]["runs"] else 0.0
+    out = harness.table(
+        f"tokens, {mode}: sequences of {arguments.length}, batches of {arguments.batch_size}",
+        *("loader", "M tokens/s", "of the limit", "wasted", "CPU ns a token", "memory MB"),
+    )
+    for name, row in rows.items():
+        runs = row["runs"]
+        if not runs:
+            out.add_row(name, row["error"])
+            continue
+        speeds = [r["tokens_per_s"] / 1e6 for r in runs]
+        measured = name != LIMIT
+        out.add_row(
+            name,
+            harness.spread(speeds, "{:.1f}"),
+            f"{_millions(runs) / limit:.3f}" if limit else "",
+            harness.spread((r["waste"] for r in runs), "{:.3%}")
+            if mode == "packed" and measured
+            else "",
+            harness.spread((r["cpu_ns"] for r in runs), "{:.2f}") if measured else "",
+            harness.spread((r["pss_bytes"] / 1e6 for r in runs), "{:.0f}") if measured else "",
+        )
+    return out
+
+
+def _millions(runs: list[dict[str, float]]) -> float:
+    return harness.median(runs, "tokens_per_s") / 1e6
+
+
+def _measure(settings: dict[str, Any]) -> dict[str, float]:
+    """Takes batches of one loader for some seconds; on cold storage from its very first one."""
+    job = Job(
+        Path(settings["folder"], "tokens.bin"),
+        settings["length"],
+        settings["batch_size"],
+        settings["threads"],
+        "",
+    )
+    mode, name, root = settings["mode"], settings["loader"], os.getpid()
+    needed = "grain" if "Grain" in name else "torch"
+    if importlib.util.find_spec(needed) is None:
+        raise UsageError(f"{needed} is not installed")
+    __import__(needed)
+    batches = LOADERS[mode][name](job)
+    for _ in range(0 if mode == "cold" else 20):
+        next(batches)
+    # A cold measurement ends with the epoch: what comes again is no work of the storage.
+    most = settings["cold_tokens"] // (job.length * job.batch) if mode == "cold" else 1 << 62
+    places, tokens, seconds, cpu = 0, 0, 0.0, cpu_seconds(root)
+    began = time.perf_counter()
+    for positions, used in itertools.islice(batches, most):
+        places, tokens = places + positions, tokens + used
+        seconds = time.perf_counter() - began
+        if seconds >= settings["seconds"]:
+            break
+    return {
+        "tokens_per_s": tokens / seconds,
+        "waste": 1 - tokens / places,
+        "cpu_ns": (cpu_seconds(root) - cpu) * 1e9 / tokens,
+        "pss_bytes": pss_bytes(root),
+    }
+
+
+if __name__ == "__main__":
+    harness.answer(_measure)
+    os._exit(0)

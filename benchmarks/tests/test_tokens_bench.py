@@ -1,0 +1,78 @@
+"""``nostall bench tokens`` and ``nostall demo tokens``, small; their peers give what they stand for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nostall_bench import demo, slowfs, token_peers, tokens
+from nostall_bench.demo import tokens as demo_tokens
+
+pytest_plugins = ["forked_children"]
+
+
+def parse(module: Any, *words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+@pytest.mark.multi
+@pytest.mark.usefixtures("forked")
+def test_a_small_run_measures_windows_and_packing(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    words = ["--dir", str(tmp_path), "--tokens", "60000", "--length", "128", "--seconds", "0.05"]
+    words += ["--modes", "windows", "packed", "--loaders", "nostall", "--repeats", "1"]
+    assert tokens.run(parse(tokens, *words, "--json", str(out))) == 0
+    modes = json.loads(out.read_text())["modes"]
+    for mode in ("windows", "packed"):
+        assert set(modes[mode]) == {tokens.LIMIT, "nostall"}
+        for row in modes[mode].values():
+            assert "error" not in row
+            assert row["runs"][0]["tokens_per_s"] > 0
+    assert modes["windows"]["nostall"]["runs"][0]["waste"] == 0
+    assert modes["packed"]["nostall"]["runs"][0]["waste"] < 0.05
+
+
+def test_peers_give_batches_of_the_data(tmp_path: Path) -> None:
+    data = tmp_path / "tokens.bin"
+    token_peers.make(data, 20_000)
+    job = token_peers.Job(data, 100, 3, 1, "")
+    ways = token_peers.LOADERS["windows"]
+    for name in ("nanoGPT's get_batch", "torch, memory map", "Megatron's dataset"):
+        assert list(islice(ways[name](job), 70)) == [(300, 300)] * 70
+    # Megatron's samples are the shuffled documents end to end: every id once, to a sample's length.
+    megatron = token_peers._Megatron(job)
+    found = np.concatenate([megatron[i] for i in range(len(megatron))])
+    assert len(found) == 20_000
+    ids = np.fromfile(data, np.uint16)
+    assert np.array_equal(np.sort(found), np.sort(ids))
+    ends = np.flatnonzero(ids == token_peers.END)
+    first = int(megatron._order[0])
+    begin = 0 if first == 0 else int(ends[first - 1]) + 1
+    document = ids[begin : int(ends[first]) + 1]
+    assert np.array_equal(found[: len(document)], document)
+
+
+@pytest.mark.multi
+@pytest.mark.usefixtures("forked")
+@pytest.mark.skipif(slowfs.missing() is not None, reason=str(slowfs.missing()))
+@pytest.mark.timeout(300)
+def test_the_demo_trains_on_the_same_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = demo_tokens.text()
+    monkeypatch.setattr(demo_tokens, "text", lambda: files[:200])
+    words = ["tokens", "--dir", str(tmp_path), "--steps", "3", "--bandwidth", "200"]
+    assert demo.run(parse(demo, *words, "--latency-ms", "0", "--workers", "1")) == 0
+    results = json.loads((tmp_path / "tokens" / "demo.json").read_text())
+    assert results["torch"]["loss"] == results["nostall"]["loss"]
+    for loader in ("torch", "nostall"):
+        assert results[loader]["storage_bytes"] > 0
+        assert 0 < results[loader]["stalled"] < results[loader]["seconds"]
