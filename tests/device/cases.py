@@ -18,6 +18,8 @@ from __future__ import annotations
 import faulthandler
 import functools
 import json
+import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Mapping
@@ -42,11 +44,19 @@ def supported() -> bool:
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 15)
 
 
-def run(file: str, *arguments: str) -> Any:
+def start(file: str, *arguments: str | os.PathLike[str], **options: Any) -> prefork.Process:
     """The file as a program on the device."""
     if not supported():
         pytest.skip("the simulated accelerator needs torch 2.15")
-    return prefork.run([file, *arguments], timeout=LIMIT, torch=True)
+    pipes = {"stdout": prefork.PIPE, "stderr": prefork.PIPE}
+    return prefork.Process([file, *arguments], torch=True, **pipes, **options)
+
+
+def run(file: str, *arguments: str) -> Any:
+    """The same, to its end."""
+    with start(file, *arguments) as process:
+        out, err = process.communicate(timeout=LIMIT)
+    return subprocess.CompletedProcess(process.args, process.returncode or 0, out, err)
 
 
 @functools.cache
