@@ -31,10 +31,14 @@ void bind_type(nb::class_<T>& kind) {
 void bind_kinds(nb::module_& m) {
   nb::enum_<fields::Scalar::Codec>(m, "ScalarCodec")
       .value("raw", fields::Scalar::Codec::raw)
-      .value("decimal", fields::Scalar::Codec::decimal);
+      .value("decimal", fields::Scalar::Codec::decimal)
+      .value("varint", fields::Scalar::Codec::varint)
+      .value("msgpack", fields::Scalar::Codec::msgpack);
   nb::enum_<fields::Array::Codec>(m, "ArrayCodec")
       .value("raw", fields::Array::Codec::raw)
-      .value("npy", fields::Array::Codec::npy);
+      .value("npy", fields::Array::Codec::npy)
+      .value("varint", fields::Array::Codec::varint)
+      .value("msgpack", fields::Array::Codec::msgpack);
   nb::enum_<fields::Array::Meaning>(m, "ArrayMeaning")
       .value("none", fields::Array::Meaning::none)
       .value("xyxy", fields::Array::Meaning::xyxy)

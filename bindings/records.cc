@@ -257,6 +257,38 @@ void bind_scans(nb::module_& m) {
       "`crc`, the CRC32C of every record or empty, gives them, else zeros.");
 }
 
+void bind_members(nb::module_& m) {
+  nb::enum_<records::MembersKind>(m, "MembersKind")
+      .value("example", records::MembersKind::example)
+      .value("npz", records::MembersKind::npz)
+      .value("msgpack", records::MembersKind::msgpack);
+  m.def(
+      "find_members",
+      [](const StoragePtr& storage, const Column<uint32_t>& file, const Column<uint64_t>& offset,
+         const Column<uint64_t>& length, records::MembersKind kind,
+         const std::vector<std::string>& names, unsigned threads, const Progress& progress) {
+        records::MembersFound found;
+        without_gil([&] {
+          found =
+              records::find_all_members(*storage, span_of(file), span_of(offset), span_of(length),
+                                        kind, names, threads, reporter(progress));
+        });
+        nb::list told;
+        for (size_t i = 0; i < found.names.size(); ++i) {
+          const std::string type(records::name_of(found.types[i]));
+          told.append(nb::make_tuple(found.names[i], type, found.lists[i] != 0, found.least[i],
+                                     found.most[i]));
+        }
+        return nb::make_tuple(told, array_of(std::move(found.offset)),
+                              array_of(std::move(found.length)));
+      },
+      nb::arg("storage"), nb::arg("file"), nb::arg("offset"), nb::arg("length"), nb::arg("kind"),
+      nb::arg("names"), nb::arg("threads"), nb::arg("progress").none(),
+      "(members, offset, length): for every member (name, type, whether a list, fewest and most "
+      "numbers); and where each lies in the file, of record 0, of record 1, ..., 2**64 - 1 for "
+      "none. Without `names` all that there are.");
+}
+
 void bind_tables(nb::module_& m) {
   nb::class_<records::RecordTable>(m, "RecordTable")
       .def_ro("kind", &records::RecordTable::kind)
@@ -395,6 +427,7 @@ void bind_records(nb::module_& m) {
   bind_storage(m);
   bind_lmdb(m);
   bind_scans(m);
+  bind_members(m);
   bind_tables(m);
   bind_sources(m);
 }

@@ -50,6 +50,12 @@ const Program& program_of(unsigned choice) {
           Program::compile({field(Scalar{Type::float16, Scalar::Codec::decimal, {}}, padded)}));
       made.push_back(Program::compile(
           {field(Scalar{Type::int32, Scalar::Codec::raw, Type::float64}, padded)}));
+      made.push_back(Program::compile(
+          {field(Array{Type::float32, {kRagged, kRagged}, Array::Codec::msgpack}, padded)}));
+      made.push_back(Program::compile(
+          {field(Array{Type::int16, {kRagged, 2}, Array::Codec::varint}, padded)}));
+      made.push_back(
+          Program::compile({field(Scalar{Type::uint8, Scalar::Codec::msgpack, {}}, padded)}));
     }
     return made;
   }();

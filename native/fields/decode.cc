@@ -11,6 +11,7 @@
 
 #include "base/half.h"
 #include "fields/npy.h"
+#include "fields/numbers.h"
 #include "fields/text.h"
 #include "fields/wav.h"
 #include "image/labels.h"
@@ -137,6 +138,20 @@ bool store_as(Type type, auto number, std::byte* out) {
   return store<double>(number, out);
 }
 
+// A number that is stored as another format has it.
+Decoded decode_coded(const Scalar& kind, std::span<const std::byte> bytes, const Destination& to) {
+  auto numbers = kind.codec == Scalar::Codec::varint ? parse_varints(bytes, kind.type)
+                                                     : parse_msgpack(bytes, kind.type, {});
+  if (!numbers) return numbers.error();
+  const std::vector<std::byte>& values = numbers.value().values;
+  const bool list = kind.codec == Scalar::Codec::msgpack && numbers.value().dims != 0;
+  if (list || values.size() != size_of(kind.type)) {
+    return damaged(std::to_string(values.size() / size_of(kind.type)) + " numbers, not one");
+  }
+  std::memcpy(to.dense.data(), values.data(), values.size());
+  return std::monostate{};
+}
+
 std::string number_text(double value) {
   std::string text = std::to_string(value);
   if (std::isnan(value)) text = "NaN";
@@ -241,6 +256,12 @@ std::byte* Destination::begin(std::span<const int64_t> shape, size_t value_bytes
   return memory;
 }
 
+bool store_number(Type type, int64_t number, std::byte* out) { return store_as(type, number, out); }
+bool store_number(Type type, uint64_t number, std::byte* out) {
+  return store_as(type, number, out);
+}
+bool store_number(Type type, double number, std::byte* out) { return store_as(type, number, out); }
+
 Decoded decode(const Image& kind, const Output&, std::span<const std::byte> bytes,
                const image::SampleKey& key, Scratch& scratch, const Destination& to) {
   return kind.pipeline->apply(bytes, key, scratch.image, to.dense);
@@ -265,6 +286,7 @@ Decoded decode(const Text& kind, const Output&, std::span<const std::byte> bytes
 Decoded decode(const Scalar& kind, const Output&, std::span<const std::byte> bytes,
                const image::SampleKey&, Scratch&, const Destination& to) {
   if (kind.codec == Scalar::Codec::decimal) return parse_number(bytes, kind.type, to.dense.data());
+  if (kind.codec != Scalar::Codec::raw) return decode_coded(kind, bytes, to);
   const Type stored = kind.stored.value_or(kind.type);
   if (bytes.size() != size_of(stored)) {
     return damaged(std::to_string(bytes.size()) + " bytes are no number of type " +
@@ -283,33 +305,52 @@ Decoded decode(const Scalar& kind, const Output&, std::span<const std::byte> byt
 }
 
 Result<ArrayValues> read_array(const Array& kind, std::span<const std::byte> bytes) {
-  std::span<const std::byte> values = bytes;
-  std::array<int64_t, kMostDims> shape{};
-  if (kind.codec == Array::Codec::raw) {
-    auto found = raw_shape(kind, bytes.size());
-    if (!found) return found.error();
-    shape = found.value();
-  } else {
+  const auto no_such = [&](Type type, std::span<const int64_t> shape) {
+    return damaged("it is " + std::string(name_of(type)) + " of shape " + text_of(shape) +
+                   ", not " + std::string(name_of(kind.type)) + " of shape " + text_of(kind.shape));
+  };
+  ArrayValues array;
+  array.values = bytes;
+  if (kind.codec == Array::Codec::npy) {
     auto npy = parse_npy(bytes);
     if (!npy) return npy.error();
     const std::span<const int64_t> found(npy.value().shape.data(), npy.value().dims);
     if (npy.value().type != kind.type || !fits(found, kind.shape)) {
-      return damaged("it is " + std::string(name_of(npy.value().type)) + " of shape " +
-                     text_of(found) + ", not " + std::string(name_of(kind.type)) + " of shape " +
-                     text_of(kind.shape));
+      return no_such(npy.value().type, found);
     }
-    shape = npy.value().shape;
-    values = npy.value().values;
+    array.shape = npy.value().shape;
+    array.values = npy.value().values;
+  } else if (kind.codec == Array::Codec::msgpack) {
+    auto numbers = parse_msgpack(bytes, kind.type, kind.shape);
+    if (!numbers) return numbers.error();
+    const std::span<const int64_t> found(numbers.value().shape.data(), numbers.value().dims);
+    if (!fits(found, kind.shape)) return no_such(kind.type, found);
+    array.shape = numbers.value().shape;
+    array.converted = std::move(numbers.value().values);
+    array.values = array.converted;
+  } else {
+    if (kind.codec == Array::Codec::varint) {
+      auto numbers = parse_varints(bytes, kind.type);
+      if (!numbers) return numbers.error();
+      array.converted = std::move(numbers.value().values);
+      array.values = array.converted;
+    }
+    auto found = raw_shape(kind, array.values.size());
+    if (!found) return found.error();
+    array.shape = found.value();
   }
-  if (kind.type == Type::boolean && !booleans(values)) return damaged("a bool that is not 0 or 1");
-  return ArrayValues{shape, values};
+  if (kind.type == Type::boolean && !booleans(array.values)) {
+    return damaged("a bool that is not 0 or 1");
+  }
+  return array;
 }
 
 Decoded decode_rows(const Array& kind, std::span<const std::byte> bytes, const Scratch::Rows& boxes,
                     const Destination& to) {
   auto read = read_array(kind, bytes);
   if (!read) return read.error();
-  auto& [shape, values] = read.value();
+  auto& shape = read.value().shape;
+  const std::span<const std::byte> values = read.value().values;
   const auto rows = static_cast<uint64_t>(shape[0]);
   if (rows != boxes.before) {
     return damaged(std::to_string(rows) + " rows for " + std::to_string(boxes.before) + " boxes");
@@ -334,7 +375,8 @@ Decoded decode(const Array& kind, const Output&, std::span<const std::byte> byte
                const image::SampleKey&, Scratch&, const Destination& to) {
   auto read = read_array(kind, bytes);
   if (!read) return read.error();
-  const auto& [shape, values] = read.value();
+  const auto& shape = read.value().shape;
+  const std::span<const std::byte> values = read.value().values;
   auto sound = check_meaning(kind, values.data(), values.size());
   if (!sound) return sound.error();
   std::byte* out = to.begin({shape.data(), kind.shape.size()}, values.size());

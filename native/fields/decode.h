@@ -5,6 +5,7 @@
 
 #include <array>
 #include <span>
+#include <vector>
 
 #include "fields/program.h"
 
@@ -24,6 +25,7 @@ struct Destination {
 struct ArrayValues {
   std::array<int64_t, kMostDims> shape{};
   std::span<const std::byte> values;
+  std::vector<std::byte> converted;  // they, where they are not stored as they are
 };
 Result<ArrayValues> read_array(const Array& kind, std::span<const std::byte> bytes);
 

@@ -51,11 +51,12 @@ class Compiler {
       if (side < 0 && side != kRagged) usage(field_, "a dimension of an array is negative");
     }
     const auto ragged = std::count(array.shape.begin(), array.shape.end(), kRagged);
-    if (array.codec == Array::Codec::raw && ragged > 1) {
+    const bool bare = array.codec == Array::Codec::raw || array.codec == Array::Codec::varint;
+    if (bare && ragged > 1) {
       usage(field_, "raw bytes tell one ragged dimension, not " + std::to_string(ragged) +
                         ": store such arrays as .npy");
     }
-    if (array.codec == Array::Codec::raw && ragged == 1 &&
+    if (bare && ragged == 1 &&
         std::find(array.shape.begin(), array.shape.end(), 0) != array.shape.end()) {
       usage(field_, "raw bytes of a shape with a side of 0 do not tell its ragged dimension");
     }

@@ -51,17 +51,17 @@ struct Bytes {};
 struct Text {
   bool json = false;
 };
-// One number: dense.
+// One number: dense. A varint is a signed one of protocol buffers.
 struct Scalar {
-  enum class Codec : uint8_t { raw, decimal };
+  enum class Codec : uint8_t { raw, decimal, varint, msgpack };
   Type type = Type::int64;
   Codec codec = Codec::raw;
   std::optional<Type> stored;  // of raw bytes; if absent, `type`
 };
-// Numbers of one type. `raw` values have no header: their length gives one ragged dimension at most.
-// A .npy array must have the type and the shape.
+// Numbers of one type. `raw` values and varints have no header: their number gives one ragged
+// dimension at most. A .npy array must have the type and the shape, lists of MessagePack the shape.
 struct Array {
-  enum class Codec : uint8_t { raw, npy };
+  enum class Codec : uint8_t { raw, npy, varint, msgpack };
   // What the numbers mean, checked: none may be NaN or infinite, if they mean anything.
   enum class Meaning : uint8_t {
     none,

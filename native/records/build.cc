@@ -5,12 +5,14 @@
 #include <algorithm>
 #include <atomic>
 #include <exception>
+#include <map>
 #include <optional>
 
 #include "base/crc32c.h"
 #include "base/crew.h"
 #include "base/mutex.h"
 #include "base/sums.h"
+#include "records/records.h"
 #include "records/tar.h"
 #include "records/tfrecord.h"
 #include "records/window.h"
@@ -178,6 +180,117 @@ std::vector<Payload> find_payloads(const Storage& storage, std::span<const uint3
       progress ? [&](uint64_t done) { progress(std::min(n, done * kPayloadsAtOnce)); }
                : std::function<void(uint64_t)>());
   return payloads;
+}
+
+namespace {
+
+[[noreturn]] void refuse(const Storage& storage, uint32_t file, uint64_t offset,
+                         const std::string& what) {
+  throw Error(ErrorKind::usage, "the record at offset " + std::to_string(offset) + " of " +
+                                    storage.files()[file].path + " " + what);
+}
+
+bool is_number(MemberType type) { return type == MemberType::integer || type == MemberType::real; }
+
+// Adds what one member is to what is known of its name.
+void join(MembersFound& found, size_t place, const Member& member, const Storage& storage,
+          uint32_t file, uint64_t offset) {
+  MemberType& type = found.types[place];
+  if (member.type == MemberType::unread) {
+    refuse(storage, file, offset,
+           "has a value of \"" + member.name +
+               "\" that is not read: several byte strings, numbers that are not packed, a "
+               "compressed array, or a list that is not of numbers; name the other fields");
+  }
+  if (type == MemberType::none) {
+    type = member.type;
+    found.lists[place] = member.list ? 1 : 0;
+  } else if ((type != member.type && !(is_number(type) && is_number(member.type))) ||
+             (found.lists[place] != 0) != member.list) {
+    const auto text = [](MemberType t, bool list) {
+      return std::string(list ? "a list of " : "") + std::string(name_of(t));
+    };
+    refuse(storage, file, offset,
+           "has " + text(member.type, member.list) + " in \"" + member.name +
+               "\", records before it have " + text(type, found.lists[place] != 0));
+  } else if (type != member.type) {
+    type = MemberType::real;
+  }
+  found.least[place] = std::min(found.least[place], member.count);
+  found.most[place] = std::max(found.most[place], member.count);
+}
+
+}  // namespace
+
+MembersFound find_all_members(const Storage& storage, std::span<const uint32_t> file,
+                              std::span<const uint64_t> offset, std::span<const uint64_t> length,
+                              MembersKind kind, const std::vector<std::string>& names,
+                              unsigned threads, const std::function<void(uint64_t)>& progress) {
+  const uint64_t n = length.size();
+  const uint64_t chunks = (n + kPayloadsAtOnce - 1) / kPayloadsAtOnce;
+  const auto file_of = [&](uint64_t i) { return file.empty() ? 0 : file[i]; };
+  MembersFound found;
+  std::map<std::string, size_t, std::less<>> place_of;
+  const auto place = [&](const std::string& name) {
+    const auto [it, made] = place_of.try_emplace(name, found.names.size());
+    if (made) {
+      found.names.push_back(name);
+      found.types.push_back(MemberType::none);
+      found.lists.push_back(0);
+      found.least.push_back(std::numeric_limits<uint32_t>::max());
+      found.most.push_back(0);
+    }
+    return it->second;
+  };
+  for (const std::string& name : names) place(name);
+  struct Found {
+    uint64_t record = 0;
+    Member member;
+  };
+  std::vector<std::vector<Found>> all(chunks);
+  each_in_parallel(
+      storage, chunks, threads,
+      [&](RangeReader& reader, uint64_t chunk) {
+        std::optional<Window> window;
+        const uint64_t end = std::min(n, (chunk + 1) * kPayloadsAtOnce);
+        for (uint64_t i = chunk * kPayloadsAtOnce; i < end; ++i) {
+          if (!window || window->file() != file_of(i)) {
+            window.emplace(reader, storage, file_of(i), kPayloadAhead);
+          }
+          for (Member& member : find_members(*window, offset[i], length[i], kind).take()) {
+            const bool wanted =
+                names.empty() || std::find(names.begin(), names.end(), member.name) != names.end();
+            if (wanted) all[chunk].push_back({i, std::move(member)});
+          }
+        }
+      },
+      progress ? [&](uint64_t done) { progress(std::min(n, done * kPayloadsAtOnce)); }
+               : std::function<void(uint64_t)>());
+  for (const std::vector<Found>& some : all) {
+    for (const Found& f : some) {
+      const size_t at = place(f.member.name);
+      if (found.names.size() > kMostParts) {
+        refuse(storage, file_of(f.record), offset[f.record],
+               "has more than " + std::to_string(kMostParts) + " values: name the fields");
+      }
+      if (f.member.type != MemberType::none) {
+        join(found, at, f.member, storage, file_of(f.record), offset[f.record]);
+      }
+    }
+  }
+  const size_t fields = found.names.size();
+  found.offset.assign(n * fields, kNoMember);
+  found.length.assign(n * fields, 0);
+  for (std::vector<Found>& some : all) {
+    for (const Found& f : some) {
+      const uint64_t at = f.record * fields + place(f.member.name);
+      const bool there = f.member.type != MemberType::none;
+      found.offset[at] = there ? f.member.offset : kNoMember;
+      found.length[at] = there ? f.member.length : 0;
+    }
+    some = {};
+  }
+  return found;
 }
 
 }  // namespace nostall::records

@@ -5,10 +5,12 @@
 
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "records/members.h"
 #include "records/payload.h"
 #include "records/ranges.h"
 
@@ -51,5 +53,26 @@ std::vector<Payload> find_payloads(const Storage& storage, std::span<const uint3
                                    unsigned threads,
                                    const std::function<void(uint64_t)>& progress = {},
                                    std::span<const uint32_t> crc = {});
+
+// Members of all records, by name.
+struct MembersFound {
+  std::vector<std::string> names;
+  // Of each name: what all its members are, and the fewest and most numbers that one has.
+  std::vector<MemberType> types;
+  std::vector<uint8_t> lists;
+  std::vector<uint32_t> least, most;
+  // Of record 0, of record 1, ...: where each member lies in the file; where there is none, offset
+  // is kNoMember.
+  std::vector<uint64_t> offset, length;
+};
+inline constexpr uint64_t kNoMember = std::numeric_limits<uint64_t>::max();
+
+// The members `names`, or if there are none, all that any record has, in the order in which they
+// come first. Throws Error(usage) if one is of several types, or of one that is not read, and the
+// Error of the first record that cannot be taken apart.
+MembersFound find_all_members(const Storage& storage, std::span<const uint32_t> file,
+                              std::span<const uint64_t> offset, std::span<const uint64_t> length,
+                              MembersKind kind, const std::vector<std::string>& names,
+                              unsigned threads, const std::function<void(uint64_t)>& progress = {});
 
 }  // namespace nostall::records

@@ -467,6 +467,33 @@ def find_payloads(
     (offset, length, label, shape, sums) of the image in every record; shape is (n * 3,): channels, height, width of pixels that are not encoded, else zeros; sums are checksums where `crc`, the CRC32C of every record or empty, gives them, else zeros.
     """
 
+class MembersKind(enum.Enum):
+    example = 0
+
+    npz = 1
+
+    msgpack = 2
+
+def find_members(
+    storage: Storage,
+    file: Annotated[
+        NDArray[numpy.uint32], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    offset: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    length: Annotated[
+        NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
+    ],
+    kind: MembersKind,
+    names: Sequence[str],
+    threads: int,
+    progress: Callable | None,
+) -> tuple:
+    """
+    (members, offset, length): for every member (name, type, whether a list, fewest and most numbers); and where each lies in the file, of record 0, of record 1, ..., 2**64 - 1 for none. Without `names` all that there are.
+    """
+
 class RecordTable:
     @property
     def kind(self) -> str: ...
@@ -806,10 +833,18 @@ class ScalarCodec(enum.Enum):
 
     decimal = 1
 
+    varint = 2
+
+    msgpack = 3
+
 class ArrayCodec(enum.Enum):
     raw = 0
 
     npy = 1
+
+    varint = 2
+
+    msgpack = 3
 
 class ArrayMeaning(enum.Enum):
     none = 0

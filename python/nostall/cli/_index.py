@@ -23,7 +23,7 @@ _ENDINGS = {
     "tfrecord": (".tfrecord", ".tfrecords", ".tfrec"),
 }
 _OPTIONS = {
-    "lmdb": ("database", "values", "order", "image", "label"),
+    "lmdb": ("database", "values", "order"),
     "tar": ("image", "label"),
     "tfrecord": ("values", "image", "label"),
 }
@@ -42,16 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--database", help="lmdb: a named database in the file")
     parser.add_argument("--values", help="lmdb, tfrecord: format of the values, as for the class")
     parser.add_argument("--order", help="lmdb: order of the samples: auto, key or number")
-    parser.add_argument("--image", help="tar: endings of samples, with commas; else the feature")
-    parser.add_argument("--label", help="tar: ending of labels; else the feature; '' for none")
+    parser.add_argument("--image", help="tar: endings of samples, with commas; tfrecord: feature")
+    parser.add_argument("--label", help="tar: ending of labels; tfrecord: feature; '' for none")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """0, or 1 if the index is not valid (--check)."""
     kind = arguments.kind or kind_of(arguments.root)
-    given = [name for name in _OPTIONS["lmdb"] if getattr(arguments, name) is not None]
-    for name in given:
-        if name not in _OPTIONS.get(kind, ()):
+    for name in sorted({name for names in _OPTIONS.values() for name in names}):
+        if getattr(arguments, name) is not None and name not in _OPTIONS.get(kind, ()):
             raise UsageError(f"--{name} does not go with a dataset of kind {kind}")
     if kind == "folder":
         return _folder(arguments)
@@ -97,8 +96,6 @@ def _opener(kind: str, arguments: argparse.Namespace) -> Callable[[], RecordStor
         if (value := getattr(arguments, name)) is not None:
             options[name] = value
     if kind == "lmdb":
-        if "label" in options:  # of the class, labels themselves
-            options["image_label"] = options.pop("label")
         return lambda: LMDB(arguments.root, **options)
     if options.get("label") == "":
         options["label"] = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -19,6 +20,7 @@ from nostall.errors import UsageError
 from nostall.fields._batch import Padded, Ragged
 
 Shape = tuple[int | None, ...]
+ArrayCodec = Literal["raw", "npy", "varint", "msgpack"]
 
 
 def _of(kind: object, name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -32,6 +34,26 @@ def _number(kind: object, name: str, value: object, least: int) -> None:
         raise UsageError(
             f"{type(kind).__name__}: {name} {value!r} must be a whole number, {least} or more"
         )
+
+
+def _varint(number: int) -> bytes:
+    """An integer as protocol buffers have it."""
+    rest, out = int(number) & 2**64 - 1, bytearray()
+    while rest > 0x7F:
+        out.append(rest & 0x7F | 0x80)
+        rest >>= 7
+    return bytes([*out, rest])
+
+
+def _msgpack(value: Any) -> bytes:
+    """A number, or lists of them, as MessagePack has them, each at its full width."""
+    if isinstance(value, list):
+        return b"\xdd" + struct.pack(">I", len(value)) + b"".join(map(_msgpack, value))
+    if isinstance(value, bool):
+        return b"\xc3" if value else b"\xc2"
+    if isinstance(value, float):
+        return b"\xcb" + struct.pack(">d", value)
+    return struct.pack(">Bq", 0xD3, value) if value < 2**63 else struct.pack(">BQ", 0xCF, value)
 
 
 class Kind:
@@ -220,7 +242,7 @@ class _Numbers(Kind):
 
     def _check(self) -> None:
         _of(self, "dtype", self.dtype, DTYPES)
-        _of(self, "codec", self.codec, ("raw", "npy"))
+        _of(self, "codec", self.codec, ("raw", "npy", "varint", "msgpack"))
         if not isinstance(self._dimensions(), tuple):
             raise UsageError(
                 f"{type(self).__name__}: shape {self._dimensions()!r} must be a tuple, with None "
@@ -253,6 +275,10 @@ class _Numbers(Kind):
             )
         if self.codec == "raw":
             return array.tobytes()
+        if self.codec == "varint":
+            return b"".join(_varint(number) for number in array.ravel().tolist())
+        if self.codec == "msgpack":
+            return _msgpack(array.tolist())
         file = io.BytesIO()
         np.save(file, array, allow_pickle=False)
         return file.getvalue()
@@ -265,8 +291,9 @@ class Array(_Numbers):
     Args:
         dtype: NumPy's name of the type; stored numbers must have it, in little-endian order.
         shape: of one sample; None is a side that differs from sample to sample.
-        codec: "npy" for .npy files (pickled objects are refused), or "raw" for the numbers alone, of
-            which one side at most can differ.
+        codec: "npy" for .npy files (pickled objects are refused); "raw" for the numbers alone, and
+            "varint" for integers as protocol buffers have them, of which one side at most can differ;
+            or "msgpack" for lists of MessagePack.
         padded: fill up to the largest of the batch, where sizes differ.
         fill: an array that stands for a missing one.
         rows_of: the name of the field of `Boxes` that it says something of, such as their classes: one
@@ -275,7 +302,7 @@ class Array(_Numbers):
 
     dtype: str = "float32"
     shape: Shape = (None,)
-    codec: Literal["raw", "npy"] = "npy"
+    codec: ArrayCodec = "npy"
     padded: bool = False
     fill: Any = field(default=None, compare=False)  # arrays have no one comparison
     rows_of: str | None = None
@@ -309,7 +336,7 @@ class Boxes(_Numbers):
 
     format: Literal["xyxy", "xywh", "cxcywh"] = "xyxy"
     normalised: bool = False
-    codec: Literal["raw", "npy"] = "npy"
+    codec: ArrayCodec = "npy"
     padded: bool = False
     fill: Any = field(default=None, compare=False)  # arrays have no one comparison
 
@@ -347,7 +374,7 @@ class Keypoints(_Numbers):
     points: int | None = None
     values: Literal[2, 3] = 2
     normalised: bool = False
-    codec: Literal["raw", "npy"] = "npy"
+    codec: ArrayCodec = "npy"
     padded: bool = False
     fill: Any = field(default=None, compare=False)  # arrays have no one comparison
     rows_of: str | None = None
@@ -370,20 +397,21 @@ class Scalar(Kind):
 
     Args:
         dtype: NumPy's name of the type.
-        codec: "raw" for its bytes, little-endian, or "decimal" for text as in .cls files.
+        codec: "raw" for its bytes, little-endian, "decimal" for text as in .cls files, "varint" for
+            an integer as protocol buffers have it, or "msgpack" for a number of MessagePack.
         stored: the type of the raw bytes, where it is another one; a number that `dtype` cannot hold
             makes the sample unusable.
         fill: the number that stands for a missing one.
     """
 
     dtype: str = "int64"
-    codec: Literal["raw", "decimal"] = "raw"
+    codec: Literal["raw", "decimal", "varint", "msgpack"] = "raw"
     stored: str | None = None
     fill: float | None = None
 
     def __post_init__(self) -> None:
         _of(self, "dtype", self.dtype, DTYPES)
-        _of(self, "codec", self.codec, ("raw", "decimal"))
+        _of(self, "codec", self.codec, ("raw", "decimal", "varint", "msgpack"))
         if self.stored is not None:
             _of(self, "stored", self.stored, DTYPES)
 
@@ -403,7 +431,12 @@ class Scalar(Kind):
         whole = number is not None and number.dtype.kind in "biu"
         if isinstance(value, str) or number is None or (whole and number[0] != value):
             raise UsageError(f"Scalar: {value!r} is no {self.stored or self.dtype}")
-        return str(number[0].item()).encode() if self.codec == "decimal" else number.tobytes()
+        if self.codec == "raw":
+            return number.tobytes()
+        plain = number[0].item()
+        if self.codec == "decimal":
+            return str(plain).encode()
+        return _varint(plain) if self.codec == "varint" else _msgpack(plain)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,9 +64,11 @@ def check_fields(schema: Mapping[str, Kind] | None, fields: Iterable[str]) -> di
     Raises:
         UsageError: one of them is of a field that there is not.
     """
-    given = dict(schema or {})
-    if unknown := given.keys() - set(fields):
-        raise UsageError(f"schema names the field {min(unknown)}, which has no column")
+    given, known = dict(schema or {}), list(fields)
+    if unknown := given.keys() - set(known):
+        raise UsageError(
+            f"schema names the field {min(unknown)}, which is none of {', '.join(known)}"
+        )
     return given
 
 

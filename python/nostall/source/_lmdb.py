@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,13 +12,16 @@ import numpy as np
 
 from nostall import _native
 from nostall.errors import CorruptionError, UsageError
+from nostall.fields import Kind
+from nostall.source._columns import Names
+from nostall.source._members import fields_of, find_fields, members_stamp
 from nostall.source._objects import is_url
+from nostall.source._parts import PartsStore, as_text, cover, short_head
 from nostall.source._records import (
     FOUND,
     PathLike,
     Progress,
     ReadOptions,
-    RecordStore,
     open_storage,
     reading_of,
 )
@@ -30,13 +33,17 @@ if TYPE_CHECKING:
 _PAGE_HEADER = 16
 _NO_NUMBER = np.iinfo(np.uint64).max
 _THREADS = 8
+_PAIRS = ("raw", "datum", "pickled", "example")
+_FIELDS = ("npz", "msgpack", "npy")
+# The features of an example that are image and label.
+_IMAGE, _LABEL = "image/encoded", "image/class/label"
 # Keys that writers of datasets add beside the samples.
 LABELS_KEY = b"__labels__"  # nostall convert: little-endian int64 by decimal key
 SPECIAL_KEYS = (b"__len__", b"__keys__", LABELS_KEY)
 Labels = Callable[[bytes], int] | Sequence[int] | None
 
 
-class LMDB(RecordStore):
+class LMDB(PartsStore):
     """The records of an LMDB database ([Pumma 2020, ch. 3 to 5] is about reading them).
 
     The scan reads branch and leaf pages only, no large values. The places are stored beside the
@@ -47,7 +54,8 @@ class LMDB(RecordStore):
         database: a named database in it; the main one if empty.
         values: what a value is: ``"raw"`` (the sample itself), ``"datum"`` (Caffe's Datum: image and
             label), ``"pickled"`` (a pickled (bytes, int), or bytes alone; nothing is executed),
-            ``"example"`` (tf.train.Example).
+            ``"example"`` (tf.train.Example), or fields: ``"npz"`` (without compression),
+            ``"msgpack"`` (a map or a list), ``"npy"`` (one field, ``array``).
         label: one integer per sample, or a function of the key; if None what the value says, or, of
             raw values, what the key ``__labels__`` holds (``nostall convert``), or 0.
             With a function the places are not kept, unless `index` names a file.
@@ -55,7 +63,10 @@ class LMDB(RecordStore):
             sample with key "10" is the eleventh), ``"key"`` as the database sorts them, ``"auto"``
             the first where it can be.
         keep: which keys are samples; all but ``__len__``, ``__keys__`` and ``__labels__`` if None.
-        image, image_label: names of the features, for ``values="example"``.
+        members: of ``"npz"``, ``"msgpack"`` and ``"example"`` the names of the values that are fields,
+            or by the name of the field that of its value, or "all". Of an example without it the
+            features ``image/encoded`` and ``image/class/label`` are images and labels.
+        schema: the kinds of fields. Those that it does not have follow from the values.
         index: True keeps the places beside the database, or in the user's cache folder where that
             is read-only; a path keeps them there; False nowhere.
         reading: how the file is read.
@@ -77,23 +88,21 @@ class LMDB(RecordStore):
         path: PathLike,
         *,
         database: str = "",
-        values: Literal["raw", "datum", "pickled", "example"] = "raw",
+        values: Literal["raw", "datum", "pickled", "example", "npz", "msgpack", "npy"] = "raw",
         label: Labels = None,
         order: Literal["auto", "key", "number"] = "auto",
         keep: Callable[[bytes], bool] | None = None,
-        image: str = "image/encoded",
-        image_label: str = "image/class/label",
+        members: Names | None = None,
+        schema: Mapping[str, Kind] | None = None,
         index: bool | PathLike = True,
         reading: ReadOptions | None = None,
         progress: Progress | None = None,
         store: Any = None,
     ) -> None:
-        if values not in ("raw", "datum", "pickled", "example"):
-            raise UsageError(
-                f'values must be "raw", "datum", "pickled" or "example", not {values!r}'
-            )
-        if order not in ("auto", "key", "number"):
-            raise UsageError(f'order must be "auto", "key" or "number", not {order!r}')
+        if members is None and values in ("npz", "msgpack"):
+            members = "all"
+        has_fields = members is not None or values == "npy"
+        _check_options(values, label, order, members, has_fields or schema is None)
         chosen = reading_of(reading)
         self._arguments = {
             "path": path if is_url(os.fspath(path)) else str(Path(path).absolute()),
@@ -102,8 +111,8 @@ class LMDB(RecordStore):
             "label": label,
             "order": order,
             "keep": keep,
-            "image": image,
-            "image_label": image_label,
+            "members": members,
+            "schema": schema,
             "index": index,
             "reading": reading,
             "store": store,
@@ -112,11 +121,13 @@ class LMDB(RecordStore):
         self.path = data_file(path)
         self.storage = open_storage([self.path], direct=chosen.direct, store=store)
         self._values, self._order, self._label, self._keep = values, order, label, keep
-        self._features = (image, image_label)
+        self._members, self._reading, self._pairs = members, chosen, not has_fields
         self._progress = progress
         options = f" values={values} order={order}"
-        if values == "example":
-            options += f" image={image} label={image_label}"
+        if members is not None:
+            options += f" {members_stamp(members)}"
+        elif values == "example":
+            options += f" image={_IMAGE} label={_LABEL}"
         if label is not None:
             options += f" label={'function' if callable(label) else _digest(label)}"
         if keep is not None:
@@ -131,6 +142,9 @@ class LMDB(RecordStore):
             page_size=self._page_size,
             database=database,
         )
+        if has_fields:
+            self._schema = fields_of(self, schema)
+            return
         self.pixels = _pixels(self.native.table.stamp)
         if label is not None and not callable(label) and len(label) != len(self):
             raise UsageError(f"{len(label)} labels were given for {len(self)} samples")
@@ -153,6 +167,8 @@ class LMDB(RecordStore):
         offset, length = records.offset[chosen], records.length[chosen]
         own = records.own_pages[chosen].astype(bool)
         start = np.where(own, offset - np.uint64(_PAGE_HEADER), offset)
+        if not self._pairs:
+            return self._scan_fields(records, chosen, start, options)
         label: NDArray[np.int64] | None = None
         found = ""
         if self._values == "raw" and self._label is None:
@@ -164,8 +180,8 @@ class LMDB(RecordStore):
                 offset=np.ascontiguousarray(offset),
                 length=np.ascontiguousarray(length),
                 kind=self._values,
-                image=self._features[0],
-                label=self._features[1] if self._label is None else "",
+                image=_IMAGE,
+                label=_LABEL if self._label is None else "",
                 threads=_THREADS,
                 progress=self._progress,
                 crc=np.empty(0, np.uint32),
@@ -178,17 +194,42 @@ class LMDB(RecordStore):
             label = np.asarray(self._label, np.int64)
             if len(label) != len(chosen):
                 raise UsageError(f"{len(label)} labels were given for {len(chosen)} samples")
-        head = np.where(own, offset - start, 0)
-        if (head > _MOST_HEAD).any():
-            head = np.where(head > _MOST_HEAD, 0, head)
         return self._table(
             "lmdb",
             records.stamp(self.database) + options + found,
             offset=offset,
             length=length,
             label=label,
-            head=head.astype(np.uint16) if head.any() else None,
+            head=short_head(np.where(own, offset - start, 0)),
         )
+
+    def _scan_fields(
+        self,
+        records: _native.LmdbRecords,
+        chosen: NDArray[np.int64],
+        start: NDArray[np.uint64],
+        options: str,
+    ) -> _native.RecordTable:
+        """`start` is where the page of a value that has its own begins, else where the value does."""
+        file = np.zeros(0, np.uint32)
+        offset, length = records.offset[chosen], records.length[chosen]
+        if self._members is None:
+            found = FOUND + as_text([["array", "array", "npy", False, 0, 0]])
+            places = cover(
+                offset[:, None], length[:, None], np.ones((len(offset), 1), bool), offset
+            )
+        else:
+            kind: Any = self._values
+            found, places = find_fields(
+                self, kind, self._members, file, offset, length, self._progress
+            )
+        head = np.where(offset > start, places[0] - start, 0)
+        return self._parts_table(
+            "lmdb", records.stamp(self.database) + options + found, places, file, head
+        )
+
+    def _native_again(self, table: _native.RecordTable) -> _native.RecordSource:
+        return self._native_of(table, self._reading, self._page_size, self.database)
 
     def _shape(
         self, shapes: NDArray[np.uint32], records: _native.LmdbRecords, chosen: NDArray[np.int64]
@@ -251,6 +292,22 @@ class LMDB(RecordStore):
         return chosen
 
 
+def _check_options(
+    values: str, label: Labels, order: str, members: Names | None, schema_fits: bool
+) -> None:
+    if values not in (*_PAIRS, *_FIELDS):
+        known = ", ".join(f'"{name}"' for name in (*_PAIRS, *_FIELDS))
+        raise UsageError(f"values must be one of {known}, not {values!r}")
+    if members is not None and values not in ("npz", "msgpack", "example"):
+        raise UsageError(f"members= names values in npz, msgpack and example, not in {values!r}")
+    if not schema_fits:
+        raise UsageError("schema= says the kinds of fields, which members= names")
+    if (members is not None or values == "npy") and label is not None:
+        raise UsageError("label= is for samples of one value: a label is a field like others")
+    if order not in ("auto", "key", "number"):
+        raise UsageError(f'order must be "auto", "key" or "number", not {order!r}')
+
+
 def _digest(label: Sequence[int]) -> str:
     return hashlib.sha256(np.asarray(label, np.int64).tobytes()).hexdigest()[:16]
 
@@ -269,7 +326,3 @@ def data_file(path: PathLike) -> str:
     if is_url(name):
         return name if name.endswith(".mdb") else f"{name.rstrip('/')}/data.mdb"
     return str(Path(name) / "data.mdb") if Path(name).is_dir() else name
-
-
-# Bytes before a sample that are read along to be checked.
-_MOST_HEAD = 4096

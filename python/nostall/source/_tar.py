@@ -11,13 +11,13 @@ import numpy as np
 
 from nostall import _native
 from nostall.errors import CorruptionError, UsageError
-from nostall.fields import Kind, Schema
+from nostall.fields import Kind
+from nostall.source._parts import PartsStore, as_text, cover
 from nostall.source._records import (
     FOUND,
     PathLike,
     Progress,
     ReadOptions,
-    RecordStore,
     absolute,
     open_storage,
     reading_of,
@@ -25,12 +25,8 @@ from nostall.source._records import (
 )
 from nostall.source._source import IMAGE_EXTENSIONS
 from nostall.source._tar_members import (
-    NO_PART,
     Endings,
-    Places,
     all_endings,
-    as_text,
-    cover,
     group_members,
     parse_members,
     schema_of,
@@ -44,7 +40,7 @@ if TYPE_CHECKING:
 _THREADS = 8
 
 
-class TarShards(RecordStore):
+class TarShards(PartsStore):
     """Images in tar archives, or samples of several members, read where they lie.
 
     Args:
@@ -73,9 +69,6 @@ class TarShards(RecordStore):
             key do not follow each other, or one is missing without a ``fill`` in the schema.
         IoError: a shard cannot be read.
     """
-
-    _schema: Schema | None = None
-    _whole: TarShards | None = None  # what these fields were selected of
 
     def __init__(
         self,
@@ -166,58 +159,7 @@ class TarShards(RecordStore):
             )
         first = at.max(axis=1)
         places = cover(offset[at], size[at], at >= 0, offset[first])
-        return self._members_table(stamp, places, file[first])
-
-    def _members_table(
-        self, stamp: str, places: Places, file: NDArray[np.uint32]
-    ) -> _native.RecordTable:
-        offset, length, inside, sizes = places
-        return self._table(
-            "tar",
-            stamp,
-            offset=offset,
-            length=length,
-            file=file if len(self.storage.paths) > 1 else None,
-            parts=(inside, sizes),
-        )
-
-    @property
-    def schema(self) -> Schema:
-        """The fields of every sample: image and label, or those of `members`."""
-        return super().schema if self._schema is None else self._schema
-
-    def select(self, names: Sequence[str]) -> TarShards:
-        """The same samples with these fields alone; members at the edges of a key that are not among
-        them are not read.
-
-        Raises:
-            UsageError: a field is not there.
-        """
-        chosen = self.schema.select(names)
-        if self._schema is None or len(chosen) == len(self._schema):
-            return self
-        kept = [i for i, name in enumerate(self._schema) if name in chosen]
-        table = self.native.table
-        inside = table.part_offset.reshape(-1, table.parts)[:, kept]
-        size = table.part_length.reshape(-1, table.parts)[:, kept].astype(np.uint64)
-        begin = table.offset[:, None] + inside
-        places = cover(begin, size, inside != NO_PART, table.offset)
-        # Not copy.copy(), which would open the source again, by __reduce__.
-        narrowed = object.__new__(type(self))
-        narrowed.__dict__.update(self.__dict__)
-        narrowed._whole = self._whole or self
-        narrowed._schema = self._schema.select([n for n in self._schema if n in chosen])
-        stamp = f"{table.stamp} fields={as_text(list(narrowed._schema))}"
-        narrowed.native = narrowed._native_of(
-            self._members_table(stamp, places, table.file), self._reading
-        )
-        return narrowed
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the arguments of opening, and the chosen fields."""
-        if self._whole is None:
-            return super().__reduce__()
-        return _select, (self._whole, tuple(self.schema))
+        return self._parts_table("tar", stamp, places, file[first])
 
     def _scan(self, stamp: str, progress: Progress | None) -> _native.RecordTable:
         keep = f".{self._label}" if isinstance(self._label, str) else ""
@@ -276,7 +218,3 @@ class TarShards(RecordStore):
                     f"{where} has the label {text[:40]!r} at offset {at}, which is not a number"
                 ) from None
         return labels
-
-
-def _select(source: TarShards, names: tuple[str, ...]) -> TarShards:
-    return source.select(names)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import io
-import json
 from array import array
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
 from nostall import _native
-from nostall.errors import CorruptionError, UsageError
-from nostall.fields import Array, Audio, Bytes, Image, Json, Kind, Scalar, Schema, Text
+from nostall.errors import UsageError
+from nostall.fields import Audio, Bytes, Image, Json, Kind, Scalar, Schema, Text
+from nostall.source._parts import NO_PART, array_of
 from nostall.source._source import IMAGE_EXTENSIONS
 
-NO_PART = 2**32 - 1
 _MOST_FIELDS = 1024
-# Samples whose .npy members tell type and shape of all.
-_LOOKED_AT = 16
 
 _KINDS: dict[str, Kind] = {
     **dict.fromkeys((ending[1:] for ending in IMAGE_EXTENSIONS), Image()),
@@ -57,11 +52,6 @@ def parse_members(members: Mapping[str, str | Sequence[str]] | str) -> Endings |
     if not fields or len(fields) > _MOST_FIELDS:
         raise UsageError(f"members must name 1 to {_MOST_FIELDS} fields, not {len(fields)}")
     return fields
-
-
-def as_text(value: object) -> str:
-    """JSON without a space, for a table's stamp."""
-    return json.dumps(value, separators=(",", ":")).replace(" ", "\\u0020")
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -146,34 +136,6 @@ def group_members(
     return np.frombuffer(rows, np.int64).reshape(-1, len(fields))
 
 
-Places = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint32]]
-
-
-def cover(
-    begin: NDArray[np.uint64],
-    size: NDArray[np.uint64],
-    present: NDArray[np.bool_],
-    otherwise: NDArray[np.uint64],
-) -> Places:
-    """(offset and length of every record, offset and length of every field in its record): a record
-    reaches from its first member to its last; one without any is at `otherwise`.
-
-    Raises:
-        UsageError: a record is too long.
-    """
-    some = present.any(axis=1)
-    offset = np.where(some, np.where(present, begin, np.uint64(2**64 - 1)).min(axis=1), otherwise)
-    end = np.where(present, begin + size, np.uint64(0)).max(axis=1)
-    length = np.where(some, end - offset, np.uint64(0))
-    if (length >= NO_PART).any():
-        raise UsageError(
-            f"sample {int(np.argmax(length))} has {int(length.max())} bytes: the members of a key "
-            "must lie within 4 GiB"
-        )
-    inside = np.where(present, begin - offset[:, None], np.uint64(NO_PART)).astype(np.uint32)
-    return offset, length, inside, np.where(present, size, np.uint64(0)).astype(np.uint32)
-
-
 def schema_of(
     native: _native.RecordSource, fields: Endings, given: Mapping[str, Kind] | None
 ) -> Schema:
@@ -209,7 +171,7 @@ def schema_of(
 def _kind_of(native: _native.RecordSource, name: str, endings: tuple[str, ...], place: int) -> Kind:
     last = {ending.rpartition(".")[2] for ending in endings}
     if last == {"npy"}:
-        return _array_of(native, name, place)
+        return array_of(native, name, place)
     kinds = {_KINDS.get(ending, Bytes()) for ending in last}
     if len(kinds) > 1 or (len(last) > 1 and "npy" in last):
         raise UsageError(
@@ -217,35 +179,3 @@ def _kind_of(native: _native.RecordSource, name: str, endings: tuple[str, ...], 
             f"schema={{{name!r}: ...}}"
         )
     return kinds.pop()
-
-
-def _array_of(native: _native.RecordSource, name: str, place: int) -> Array:
-    """Type and shape of the first arrays; a side that differs among them is None."""
-    table = native.table
-    offset = table.part_offset.reshape(-1, table.parts)[:_LOOKED_AT, place].tolist()
-    length = table.part_length.reshape(-1, table.parts)[:_LOOKED_AT, place].tolist()
-    dtype = ""
-    shape: tuple[int | None, ...] = ()
-    for sample, (begin, size) in enumerate(zip(offset, length, strict=True)):
-        content = io.BytesIO(native.read(sample)[begin : begin + size])
-        try:
-            version = npy_format.read_magic(content)
-            read = {
-                (1, 0): npy_format.read_array_header_1_0,
-                (2, 0): npy_format.read_array_header_2_0,
-            }.get(version)
-            if read is None:
-                raise ValueError(f"version {version} is not read")
-            sides, _, found = read(content)
-        except ValueError as error:
-            raise CorruptionError(f"{native.describe(sample)}: field {name}: {error}") from None
-        if sample == 0:
-            dtype, shape = found.name, sides
-        if found.name != dtype or len(sides) != len(shape):
-            raise UsageError(
-                f"{native.describe(sample)}: field {name} is an array of {found.name} with "
-                f"{len(sides)} dimensions, the first one is of {dtype} with {len(shape)}: give "
-                f"schema={{{name!r}: ...}}"
-            )
-        shape = tuple(a if a == b else None for a, b in zip(shape, sides, strict=True))
-    return Array(dtype=dtype, shape=shape)

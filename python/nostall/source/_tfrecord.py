@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from nostall import _native
 from nostall.errors import UsageError
+from nostall.fields import Kind
+from nostall.source._columns import Names
+from nostall.source._members import fields_of, find_fields, members_stamp
+from nostall.source._parts import PartsStore
 from nostall.source._records import (
     PathLike,
     Progress,
     ReadOptions,
-    RecordStore,
     absolute,
     open_storage,
     reading_of,
@@ -26,13 +30,16 @@ if TYPE_CHECKING:
 _THREADS = 8
 
 
-class TFRecord(RecordStore):
+class TFRecord(PartsStore):
     """Records of TFRecord files, uncompressed.
 
     Args:
         files: a list of files, a pattern (``train-*-of-01024``), a folder, or a URL of them.
         values: ``"example"`` (tf.train.Example: image and label features) or ``"raw"``.
         image, label: names of the features; `label` None where there is none.
+        features: instead of `image` and `label`, the names of the features that are fields, or by the
+            name of the field that of its feature, or "all".
+        schema: the kinds of fields. Those that it does not have follow from the features' values.
         check: ``"lengths"`` compares the checksums of the lengths while scanning, and collects those of
             the records, with which every later reading is compared; ``"all"`` reads and compares
             every record at once.
@@ -43,7 +50,8 @@ class TFRecord(RecordStore):
 
     Raises:
         CorruptionError: a checksum is wrong, or a file is cut, with record and offset.
-        UsageError: there is no record, or a record lacks a feature.
+        UsageError: there is no record, or a record lacks a feature that has no ``fill`` in the schema,
+            or a feature is of several types.
         IoError: a file cannot be read.
     """
 
@@ -54,6 +62,8 @@ class TFRecord(RecordStore):
         values: Literal["example", "raw"] = "example",
         image: str = "image/encoded",
         label: str | None = "image/class/label",
+        features: Names | None = None,
+        schema: Mapping[str, Kind] | None = None,
         check: Literal["lengths", "all"] = "lengths",
         index: bool | PathLike = True,
         reading: ReadOptions | None = None,
@@ -64,6 +74,10 @@ class TFRecord(RecordStore):
             raise UsageError(f'values must be "example" or "raw", not {values!r}')
         if check not in ("lengths", "all"):
             raise UsageError(f'check must be "lengths" or "all", not {check!r}')
+        if features is not None and values != "example":
+            raise UsageError(f'features= are of values="example", not of {values!r}')
+        if features is None and schema is not None:
+            raise UsageError("schema= says the kinds of fields, which features= names")
         paths = absolute(shard_paths(files, (".tfrecord", ".tfrecords", ".tfrec"), store))
         chosen = reading_of(reading)
         self._arguments = {
@@ -71,16 +85,22 @@ class TFRecord(RecordStore):
             "values": values,
             "image": image,
             "label": label,
+            "features": features,
+            "schema": schema,
             "check": check,
             "index": index,
             "reading": reading,
             "store": store,
         }
         self.storage = open_storage(paths, direct=chosen.direct, store=store)
+        self._reading = chosen
         stamp = f"values={values} check={check}"
-        if values == "example":
+        if features is not None:
+            stamp += f" {members_stamp(features)}"
+        elif values == "example":
             stamp += f" image={image} label={label}"
-
+        self._pairs = features is None
+        find = partial(self._pairs_of, (image, label or ""), progress)
         sums: NDArray[np.uint32] | None = None
 
         def scan() -> _native.RecordTable:
@@ -88,27 +108,19 @@ class TFRecord(RecordStore):
             file, offset, length, crc = _native.scan_tfrecord(
                 storage=self.storage, check=check == "all", threads=_THREADS, progress=progress
             )
-            sums = np.maximum(crc, 1)  # 0 is kept as 1
-            labels = None
+            if features is not None:
+                scanned = (file, offset, length)
+                found, parts = find_fields(self, "example", features, *scanned, progress)
+                return self._parts_table("tfrecord", stamp + found, parts, file)
+            labels, sums = None, np.maximum(crc, 1)  # 0 is kept as 1
             if values == "example":
-                offset, length, labels, _, sums = _native.find_payloads(
-                    storage=self.storage,
-                    file=file,
-                    offset=offset,
-                    length=length,
-                    kind="example",
-                    image=image,
-                    label=label or "",
-                    threads=_THREADS,
-                    progress=progress,
-                    crc=crc,
-                )
+                offset, length, labels, sums = find(file, offset, length, crc)
             return self._table(
                 "tfrecord",
                 stamp,
                 offset=offset,
                 length=length,
-                label=None if labels is None else np.asarray(labels),
+                label=labels,
                 file=file if len(paths) > 1 else None,
             )
 
@@ -120,3 +132,29 @@ class TFRecord(RecordStore):
             reading=chosen,
             sums=lambda: sums,
         )
+        if features is not None:
+            self._schema = fields_of(self, schema)
+
+    def _pairs_of(
+        self,
+        names: tuple[str, str],
+        progress: Progress | None,
+        file: NDArray[np.uint32],
+        offset: NDArray[np.uint64],
+        length: NDArray[np.uint64],
+        crc: NDArray[np.uint32],
+    ) -> tuple[NDArray[Any], ...]:
+        """Offset, length, label and checksum of the image in every record."""
+        offset, length, labels, _, sums = _native.find_payloads(
+            storage=self.storage,
+            file=file,
+            offset=offset,
+            length=length,
+            kind="example",
+            image=names[0],
+            label=names[1],
+            threads=_THREADS,
+            progress=progress,
+            crc=crc,
+        )
+        return offset, length, np.asarray(labels), sums

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 
 def varint(value: int) -> bytes:
@@ -21,14 +22,18 @@ def field(number: int, value: int | bytes) -> bytes:
     return varint(number << 3 | 2) + varint(len(value)) + value
 
 
-def example(features: dict[str, bytes | int | float | list[int]], packed: bool = True) -> bytes:
-    """A tf.train.Example."""
+def example(features: dict[str, Any], packed: bool = True) -> bytes:
+    """A tf.train.Example, of bytes, numbers, and lists of one of them."""
     entries = b""
     for name, value in features.items():
         if isinstance(value, bytes):
             feature = field(1, field(1, value))
         elif isinstance(value, float):
             feature = field(2, field(1, struct.pack("<f", value)))
+        elif isinstance(value, list) and any(isinstance(v, float) for v in value):
+            feature = field(2, field(1, struct.pack(f"<{len(value)}f", *value)))
+        elif isinstance(value, list) and any(isinstance(v, bytes) for v in value):
+            feature = field(1, b"".join(field(1, v) for v in value))
         else:
             numbers = [value] if isinstance(value, int) else value
             if packed:

@@ -98,7 +98,7 @@ def test_what_hdf5_refuses(tmp_path: Path) -> None:
         (["bad"], {}, r"a.h5, dataset bad: b'.xff' is not UTF-8"),
         (["z"], {"z": fields.Array(shape=(2,))}, r"dataset z is int32 of shape \(2,\), which"),
         (["z"], {"z": fields.Image()}, r"dataset z is int32 of shape \(2,\), which"),
-        (["z"], {"q": fields.Image()}, r"schema names the field q, which has no column"),
+        (["z"], {"q": fields.Image()}, r"schema names the field q, which is none of"),
     ):
         with pytest.raises(UsageError, match=said):
             nostall.HDF5(path, columns=columns, schema=schema)

@@ -230,6 +230,27 @@ def test_rows_of_a_group_come_together(tmp_path: Path) -> None:
     assert sorted(reads) == sorted([0, 1, 2, 3] * 3)
 
 
+def test_numbers_alone_and_views(tmp_path: Path) -> None:
+    table = wide_table()
+    path = write(tmp_path / "a", table, "parquet")
+    numbers = nostall.Parquet(path, columns=["label", "price"])
+    assert numbers.total_bytes == 0
+    rows = rows_in_a_loader(numbers, tiers=["ram:1MiB"])
+    assert [row["price"] for row in rows] == table["price"].to_pylist()
+    names = ["caption", "vector", "label"]
+    both = nostall.Concat(
+        [
+            nostall.Parquet(path, columns=names),
+            nostall.ArrowIPC(write(tmp_path / "b", table, "file"), columns=names),
+        ]
+    )
+    few = nostall.Filter(both, labels=[2, 3])
+    wanted = [row for row in table.to_pylist() if row["label"] in (2, 3)] * 2
+    for row, value in zip(rows_in_a_loader(few), wanted, strict=True):
+        assert row["caption"] == value["caption"]
+        assert row["vector"].tolist() == value["vector"]
+
+
 @pytest.mark.parametrize("how", ["parquet", "file"])
 def test_what_is_refused(tmp_path: Path, how: str) -> None:
     opens = store(how)
@@ -244,7 +265,7 @@ def test_what_is_refused(tmp_path: Path, how: str) -> None:
         opens(good, columns=["x.a"])
     with pytest.raises(UsageError, match='columns must be "all"'):
         opens(good, columns="x")
-    with pytest.raises(UsageError, match=r"schema names the field z, which has no column"):
+    with pytest.raises(UsageError, match=r"schema names the field z, which is none of"):
         opens(good, columns=["x"], schema={"z": fields.Scalar()})
     with pytest.raises(UsageError, match=r"columns= names all fields"):
         opens(good, columns=["x"], label="t")
