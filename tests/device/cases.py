@@ -3,11 +3,8 @@
 A process that has imported simdev has no other accelerator, so that pytest's must not. A file of
 such tests has functions case_*(), and is both: a test file, and the program that runs them.
 
-    CASES = cases.names(globals())
-
-    @pytest.mark.parametrize("case", CASES)
-    def test_on_the_device(case: str) -> None:
-        cases.check(__file__, case)
+    def test_on_the_device() -> None:
+        cases.check(__file__)
 
     if __name__ == "__main__":
         cases.main(globals())
@@ -16,7 +13,6 @@ such tests has functions case_*(), and is both: a test file, and the program tha
 from __future__ import annotations
 
 import faulthandler
-import functools
 import json
 import os
 import subprocess
@@ -59,17 +55,15 @@ def run(file: str, *arguments: str) -> Any:
     return subprocess.CompletedProcess(process.args, process.returncode or 0, out, err)
 
 
-@functools.cache
-def results(file: str) -> dict[str, str]:
+def check(file: str) -> None:
+    """All cases of the file; one test, for test processes that share them out would each run all."""
     done = run(file)
     lines = done.stdout.splitlines()
     assert lines and lines[-1].startswith("{"), (done.returncode, done.stdout, done.stderr)
-    return dict(json.loads(lines[-1]))
-
-
-def check(file: str, case: str) -> None:
-    failure = results(file)[case]
-    assert not failure, failure
+    failures = json.loads(lines[-1])
+    assert failures
+    failed = {name: text for name, text in failures.items() if text}
+    assert not failed, "".join(f"\n{name}: {text}" for name, text in failed.items())
 
 
 def main(module: Mapping[str, Any]) -> None:

@@ -135,7 +135,9 @@ class DeviceMemory final : public c10::DeviceAllocator {
     void* address = nullptr;
     auto& list = free_[{device, stream, bytes}];
     if (!list.empty()) {
-      address = list.back();
+      address = list.back().first;
+      // Another thread may have seen them done: this one must know it too.
+      for (const simdev::Event& event : list.back().second) simdev::query(event);
       list.pop_back();
       simdev::push(stream, "poison", {}, 0,
                    [address, bytes] { std::memset(simdev::reach(address), 0xff, bytes); });
@@ -208,7 +210,8 @@ class DeviceMemory final : public c10::DeviceAllocator {
         if (!simdev::query(event)) return false;
       }
       Block* block = entry.first;
-      free_[{block->device, block->stream, block->bytes}].push_back(block->address);
+      free_[{block->device, block->stream, block->bytes}].emplace_back(block->address,
+                                                                       std::move(entry.second));
       delete block;
       return true;
     });
@@ -217,13 +220,14 @@ class DeviceMemory final : public c10::DeviceAllocator {
     for (auto& [key, list] : free_) {
       if (std::get<0>(key) != device || list.empty()) continue;
       simdev::synchronize_device(device);
-      for (void* p : list) simdev::give_device(device, p, std::get<2>(key));
+      for (auto& [p, events] : list) simdev::give_device(device, p, std::get<2>(key));
       list.clear();
     }
   }
 
   std::mutex mutex_;
-  std::map<std::tuple<int, int, size_t>, std::vector<void*>> free_;
+  using Free = std::pair<void*, std::vector<simdev::Event>>;  // and the last uses of it
+  std::map<std::tuple<int, int, size_t>, std::vector<Free>> free_;
   std::vector<std::pair<Block*, std::vector<simdev::Event>>> waiting_;
   std::array<int64_t, simdev::kDevices> used_{}, peak_{}, taken_{};
 };

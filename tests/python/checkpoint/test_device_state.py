@@ -182,12 +182,8 @@ def case_an_error_in_a_copy() -> None:
         assert made.restore().manifest.step == 2
 
 
-CASES = cases.names(globals())
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_of_a_state_on_the_device(case: str) -> None:
-    cases.check(__file__, case)
+def test_of_a_state_on_the_device() -> None:
+    cases.check(__file__)
 
 
 if __name__ == "__main__":

@@ -455,12 +455,9 @@ def ends_ranks() -> None:
 
 # ---------------------------------------------------------------------------- for pytest
 
-CASES = cases.names(globals())
 
-
-@pytest.mark.parametrize("case", CASES)
-def test_of_the_device(case: str) -> None:
-    cases.check(__file__, case)
+def test_of_the_device() -> None:
+    cases.check(__file__)
 
 
 def test_a_host_that_touches_device_memory_dies() -> None:

@@ -218,6 +218,15 @@ def case_consumers_on_several_streams() -> None:
     assert (reports := simdev.reports()) == [], reports
 
 
+def case_the_order_needs_nothing_that_other_threads_waited_for() -> None:
+    import simdev
+
+    simdev.host_by_thread(True)
+    same()
+    case_a_consumer_on_another_stream()
+    case_consumers_on_several_streams()
+
+
 def slow_consumer() -> list[str]:
     """Batches are used late, and dropped at once."""
     import simdev
@@ -477,12 +486,9 @@ def case_a_second_device() -> None:
 
 # ---------------------------------------------------------------------------- for pytest
 
-CASES = cases.names(globals())
 
-
-@pytest.mark.parametrize("case", CASES)
-def test_on_the_simulated_device(case: str) -> None:
-    cases.check(__file__, case)
+def test_on_the_simulated_device() -> None:
+    cases.check(__file__)
 
 
 if __name__ == "__main__":
