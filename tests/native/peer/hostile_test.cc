@@ -635,11 +635,11 @@ TEST_F(StallTest, AStopEndsWhatWaitsForAConnection) {
 TEST_F(StallTest, PushesToANodeThatIsNotThereYetCostNoTime) {
   start(30s);
   sizes_[0] = sizes_[2] = uint64_t{33} << 20;
+  const auto bytes = std::make_shared<std::vector<std::byte>>(bytes_of(0));
   const auto begin = std::chrono::steady_clock::now();
-  EXPECT_TRUE(push(0));
-  EXPECT_FALSE(push(2));
-  // Half of the time that waiting for the node would cost; making 33 MiB takes a sanitizer's build
-  // a while.
+  EXPECT_TRUE(exchange_->push(0, *bytes, bytes, {}));
+  EXPECT_FALSE(exchange_->push(2, *bytes, bytes, {}));
+  // Half of the time that waiting for the node would cost.
   EXPECT_LT(std::chrono::steady_clock::now() - begin, 15s);
 }
 
