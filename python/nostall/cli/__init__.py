@@ -34,6 +34,7 @@ _COMMANDS = {
         "run an MPI program with nostall's collectives, or profile them",
     ),
     "doctor": ("nostall.cli._doctor", "show what this machine offers, and the rank that is found"),
+    "completion": ("nostall.cli._completion", "print what completes commands in bash, zsh or fish"),
 }
 
 # Commands of the package nostall-bench: entry points of this group, two words joined by a dot.
