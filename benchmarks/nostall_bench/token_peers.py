@@ -161,6 +161,49 @@ def grain_packed(job: Job, bins: int = 64) -> Counted:
         yield batch["ids"].size, int((batch["ids_segment_ids"] > 0).sum())
 
 
+def _chunks(job: Job) -> Path:
+    return job.data.with_name(f"litdata-{job.length}")
+
+
+def _ids_of(path: str) -> Iterator[Any]:
+    import torch
+
+    yield torch.from_numpy(np.fromfile(path, np.uint16))
+
+
+def prepare_litdata(job: Job) -> None:
+    """Writes the ids as litdata's chunks, once."""
+    import litdata
+    from litdata.streaming.item_loader import TokensLoader
+
+    if not Path(_chunks(job), "index.json").exists():
+        litdata.optimize(
+            _ids_of,
+            [str(job.data)],
+            str(_chunks(job)),
+            chunk_size=job.length * 1024,
+            item_loader=TokensLoader(job.length),
+            num_workers=1,
+        )
+
+
+def litdata_windows(job: Job) -> Counted:
+    """litdata's blocks of tokens, shuffled among its chunks, with torch's loader in process."""
+    import litdata
+    from litdata.streaming.item_loader import TokensLoader
+    from torch.utils.data import DataLoader
+
+    _limit_to_one_thread()
+    blocks = litdata.StreamingDataset(
+        str(_chunks(job)), item_loader=TokensLoader(job.length), shuffle=True, drop_last=True
+    )
+    loader = DataLoader(blocks, job.batch)
+    while True:
+        for ids in loader:
+            wide = ids.long()
+            yield wide.numel(), wide.numel()
+
+
 def _nostall(job: Job, packed: bool) -> Counted:
     import nostall
 
@@ -200,6 +243,7 @@ LOADERS: dict[str, dict[str, Callable[[Job], Counted]]] = {
         "torch, memory map, 2 workers": _torch(_Windows, 2),
         "Megatron's dataset": _torch(_Megatron, 0),
         "Grain": grain_windows,
+        "litdata": litdata_windows,
     },
     "packed": {"nostall": nostall_packed, "Grain, first fit": grain_packed},
 }

@@ -22,7 +22,7 @@ from nostall.errors import UsageError
 from nostall_bench import harness
 from nostall_bench.programs import find_native
 from nostall_bench.slowfs import SlowFS
-from nostall_bench.token_peers import LOADERS, Job, make
+from nostall_bench.token_peers import LOADERS, Job, make, prepare_litdata
 from nostall_bench.worker import cpu_seconds, pss_bytes
 
 if TYPE_CHECKING:
@@ -59,6 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         make(folder / "tokens.bin", tokens)
         names = harness.matching(LOADERS[mode], arguments.loaders)
+        if "litdata" in names and importlib.util.find_spec("litdata"):
+            settings = _settings("litdata", mode, folder, arguments, prepare=True)
+            harness.child("nostall_bench.tokens", settings, name="litdata's chunks")
         if mode == "cold":
             rows[mode] = _cold(folder, names, arguments)
         else:
@@ -67,6 +70,13 @@ def run(arguments: argparse.Namespace) -> int:
         harness.console().print(table(mode, rows[mode], arguments))
         harness.write(arguments.json, modes=rows, settings=_plain(arguments))
     return 0
+
+
+def _settings(
+    name: str, mode: str, folder: Path, arguments: argparse.Namespace, *, prepare: bool = False
+) -> dict[str, Any]:
+    own = {"loader": name, "mode": mode, "folder": str(folder), "prepare": prepare}
+    return {**_plain(arguments), **own}
 
 
 def _plain(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -105,7 +115,7 @@ def _one(
             if name == LIMIT
             else harness.child(
                 "nostall_bench.tokens",
-                {**_plain(arguments), "loader": name, "mode": mode, "folder": str(folder)},
+                _settings(name, mode, folder, arguments),
                 name=name,
                 timeout=arguments.timeout,
             )
@@ -163,6 +173,11 @@ def _millions(runs: list[dict[str, float]]) -> float:
     return harness.median(runs, "tokens_per_s") / 1e6
 
 
+def _package(name: str) -> str:
+    """The package that a loader needs; it is read before the time begins."""
+    return next((p for p in ("grain", "litdata") if p in name.lower()), "torch")
+
+
 def _measure(settings: dict[str, Any]) -> dict[str, float]:
     """Takes batches of one loader for some seconds; on cold storage from its very first one."""
     job = Job(
@@ -173,7 +188,10 @@ def _measure(settings: dict[str, Any]) -> dict[str, float]:
         "",
     )
     mode, name, root = settings["mode"], settings["loader"], os.getpid()
-    needed = "grain" if "Grain" in name else "torch"
+    if settings["prepare"]:
+        prepare_litdata(job)
+        return {}
+    needed = _package(name)
     if importlib.util.find_spec(needed) is None:
         raise UsageError(f"{needed} is not installed")
     __import__(needed)
