@@ -95,6 +95,7 @@ const std::map<std::string, Maker, std::less<>>& makers() {
   using image::Step;
   static const std::map<std::string, Maker, std::less<>> all{
       {"Decode", [](P) -> Step { return image::Decode{}; }},
+      {"Drawn", [](P p) -> Step { return image::Drawn{p.get<uint32_t>("draws")}; }},
       {"Resize",
        [](P p) -> Step {
          return image::Resize{p.height(), p.width(), p.interpolation(), p.get<bool>("antialias")};
@@ -292,6 +293,7 @@ nb::dlpack::dtype numpy_type(image::MaskType type) {
   return {static_cast<uint8_t>(code), static_cast<uint8_t>(8 * image::size_of(type)), 1};
 }
 
+using MaskPixelRows = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 std::span<const float> numbers(const Rows& rows) { return {rows.data(), rows.size()}; }
@@ -315,7 +317,21 @@ class Parts {
         const auto [encoded, type] = nb::cast<std::pair<nb::object, std::string>>(item);
         const auto mask_type = choice<image::MaskType>("mask dtype", kMaskTypes, type);
         const size_t bytes = size_t{output_.height} * output_.width * image::size_of(mask_type);
-        masks_.push_back({view(encoded, keep_[kept++]), mask_type, place(bytes), std::nullopt});
+        std::optional<image::MaskPixels> pixels;
+        MaskPixelRows rows;
+        if (nb::try_cast(encoded, rows)) {
+          pixels = {static_cast<uint32_t>(rows.shape(0)), static_cast<uint32_t>(rows.shape(1)),
+                    rows.dtype().bits / 8u};
+          if (rows.dtype().code != static_cast<uint8_t>(nb::dlpack::dtype_code::UInt) ||
+              pixels->bytes > 2) {
+            usage("a mask that is an array is uint8 or uint16");
+          }
+          mask_rows_.push_back(rows);
+          const auto* begin = static_cast<const std::byte*>(rows.data());
+          masks_.push_back({{begin, rows.nbytes()}, mask_type, place(bytes), pixels});
+          continue;
+        }
+        masks_.push_back({view(encoded, keep_[kept++]), mask_type, place(bytes), pixels});
       }
     }
     if (count("boxes") != 0) add_boxes(nb::list(parts["boxes"]));
@@ -392,6 +408,7 @@ class Parts {
   image::Output output_;
   std::vector<Bytes> keep_;
   std::vector<Rows> rows_;
+  std::vector<MaskPixelRows> mask_rows_;
   std::vector<std::unique_ptr<std::byte[]>> places_;  // in the order of the arrays
   std::vector<image::Picture> images_;
   std::vector<image::Mask> masks_;
@@ -400,12 +417,13 @@ class Parts {
 };
 
 nb::dict apply_record(const image::Pipeline& pipeline, const nb::dict& parts, uint64_t seed,
-                      uint32_t epoch, uint64_t sample) {
+                      uint32_t epoch, uint64_t sample, uint32_t occurrence) {
   Parts held(pipeline, parts);
   {
     const nb::gil_scoped_release release;
     thread_local image::Scratch scratch;
-    auto result = pipeline.apply_record(held.record(), {seed, epoch, sample}, scratch);
+    const image::SampleKey key{nostall::seed_of_occurrence(seed, occurrence), epoch, sample};
+    auto result = pipeline.apply_record(held.record(), key, scratch);
     scratch.trim(kKeptScratch);
     std::move(result).take();
   }
@@ -553,15 +571,17 @@ void bind_image(nb::module_& m) {
       .def_prop_ro(
           "layout",
           [](const image::Pipeline& p) { return kLayouts[static_cast<size_t>(p.output().layout)]; })
+      .def_prop_ro("draws", &image::Pipeline::draws, "How many of a sample's draws the steps take.")
       .def("apply", &apply, nb::arg("encoded"), nb::kw_only(), nb::arg("seed") = 0,
            nb::arg("epoch") = 0, nb::arg("sample") = 0, nb::arg("occurrence") = 0,
            "Decodes and transforms one image; random draws depend on the four numbers alone, of "
            "which "
            "`occurrence` counts how often the epoch had the sample before.")
       .def("apply_record", &apply_record, nb::arg("parts"), nb::kw_only(), nb::arg("seed") = 0,
-           nb::arg("epoch") = 0, nb::arg("sample") = 0,
+           nb::arg("epoch") = 0, nb::arg("sample") = 0, nb::arg("occurrence") = 0,
            "Transforms a sample of several parts. `parts` may have: images, a list of encoded "
-           "images; masks, of (encoded PNG, dtype); boxes, of (float32 array (n, 4), format, "
+           "images; masks, of (encoded PNG or an array of uint8 or uint16, dtype); boxes, of "
+           "(float32 array (n, 4), format, "
            "normalised); keypoints, of (float32 array (n, 2 or 3), normalised). Gives the same "
            "names; boxes as (boxes, rows of the input that they were).")
       .def("drawn", &drawn, nb::arg("height"), nb::arg("width"), nb::kw_only(), nb::arg("seed") = 0,

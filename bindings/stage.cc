@@ -18,6 +18,7 @@
 
 #include "arrays.h"
 #include "base/mutex.h"
+#include "base/random.h"
 #include "dtypes.h"
 #include "module.h"
 #include "peer.h"
@@ -247,6 +248,25 @@ void bind_configs(nb::module_& m) {
 
 }  // namespace
 
+void bind_unpack_one(nb::module_& m) {
+  m.def(
+      "unpack_one",
+      [](const source::Source& source, std::shared_ptr<const fields::Program> program,
+         const nb::bytes& record, uint64_t sample, uint64_t seed, uint32_t epoch,
+         uint32_t occurrence) {
+        if (sample >= source.size()) throw nb::index_error();
+        const auto* begin = reinterpret_cast<const std::byte*>(record.c_str());
+        const image::SampleKey key{seed_of_occurrence(seed, occurrence), epoch, sample};
+        const std::span bytes(begin, record.size());
+        return PyBatch{
+            bindings::without_gil([&] { return stage::unpack_one(source, *program, bytes, key); }),
+            program};
+      },
+      nb::arg("source"), nb::arg("program"), nb::arg("record"), nb::arg("sample"), nb::kw_only(),
+      nb::arg("seed"), nb::arg("epoch"), nb::arg("occurrence"),
+      "The batch of one sample, from its record.");
+}
+
 void bind_stage(nb::module_& m) {
   bind_configs(m);
   nb::class_<PyBatch>(m, "Batch", "One local batch, as the stage hands it out.")
@@ -318,6 +338,7 @@ void bind_stage(nb::module_& m) {
           },
           "Gives the memory back, once no array is over it; its outputs are then gone.");
 
+  bind_unpack_one(m);
   nb::class_<PyLoader>(m, "Loader", "The staging buffer of one rank (native/stage/loader.h).")
       .def(
           "__init__",

@@ -55,6 +55,8 @@ class SampleRandom {
     }
     return block_[used_++];
   }
+  // Draws so far.
+  uint32_t taken() const noexcept { return 4 * counter_[0] - (4 - used_); }
   // Uniform in [0, 1), 24 bits.
   double uniform() noexcept { return (next() >> 8) * (1.0 / 16777216.0); }
   double uniform(double low, double high) noexcept { return low + (high - low) * uniform(); }

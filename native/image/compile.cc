@@ -48,7 +48,10 @@ constexpr double kLargeFactor = 1e6;
 
 class Compiler {
  public:
-  explicit Compiler(Pipeline::Impl& made) : made_(made) {}
+  // The size is known from the start where all samples have one.
+  Compiler(Pipeline::Impl& made, const std::optional<Pixels>& pixels) : made_(made) {
+    if (pixels) height_ = pixels->height, width_ = pixels->width;
+  }
   bool fixed() const { return height_ != 0; }
   uint32_t height() const { return height_; }
   uint32_t width() const { return width_; }
@@ -57,6 +60,7 @@ class Compiler {
   void operator()(const Decode&) {
     if (!first_) usage("Decode must be the first step");
   }
+  void operator()(const Drawn&) {}
   void operator()(const Resize& step) {
     before_tensor("Resize");
     check_size("Resize", step.height, step.width == 0 ? step.height : step.width);
@@ -255,7 +259,7 @@ class Compiler {
 
 Pipeline Pipeline::compile(std::span<const Step> steps, const Options& options) {
   auto impl = std::make_unique<Impl>();
-  Compiler compiler(*impl);
+  Compiler compiler(*impl, options.pixels);
   for (const Step& step : steps) {
     std::visit(compiler, step);
     compiler.next();

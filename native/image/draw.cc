@@ -25,6 +25,9 @@ class Drawer {
   }
 
   void operator()(const Decode&) {}
+  void operator()(const Drawn& step) {
+    for (uint32_t i = 0; i < step.draws; ++i) random_.next();
+  }
   void operator()(const ToTensor&) {}
   void operator()(const Normalize&) {}
 
@@ -182,6 +185,7 @@ class Drawer {
     }
   }
 
+  uint32_t taken() const { return random_.taken(); }
   Result<Drawing> take() {
     if (error_) return *error_;
     return std::move(drawing_);
@@ -318,6 +322,12 @@ Result<Drawing> draw(const std::vector<Step>& steps, int64_t width, int64_t heig
   Drawer drawer(width, height, random);
   for (const Step& step : steps) std::visit(drawer, step);
   return drawer.take();
+}
+
+uint32_t draws_of(const std::vector<Step>& steps) {
+  Drawer drawer(1, 1, SampleRandom(0, 0, 0));  // as many on every canvas
+  for (const Step& step : steps) std::visit(drawer, step);
+  return drawer.taken();
 }
 
 Description describe(const Action& action) { return std::visit(Describer{}, action); }

@@ -3,7 +3,8 @@
 // Draws of a step, in the order of steps, golden in tests/python/loader/test_augment.py:
 //   RandomResizedCrop 22; RandomErasing 25; RandomPerspective 9; ColorJitter 7; RandomAffine 6;
 //   AutoAugment 5; TrivialAugmentWide 3; RandomCrop 2; RandAugment 2 for each of num_ops;
-//   1 for every other step whose name begins with Random and for GaussianBlur; none for the rest.
+//   1 for every other step whose name begins with Random and for GaussianBlur; as many as it says
+//   for Drawn; none for the rest.
 // Thread-safety: functions of their arguments.
 #pragma once
 
@@ -99,6 +100,9 @@ struct Drawing {
 // on it (RandomCrop of a smaller image).
 Result<Drawing> draw(const std::vector<Step>& steps, int64_t width, int64_t height,
                      SampleRandom random);
+
+// How many draws the steps take of a sample's generator.
+uint32_t draws_of(const std::vector<Step>& steps);
 
 // An action's name and numbers, for tests and for people.
 struct Description {

@@ -307,6 +307,7 @@ Pipeline::Pipeline(Pipeline&&) noexcept = default;
 Pipeline& Pipeline::operator=(Pipeline&&) noexcept = default;
 Pipeline::~Pipeline() = default;
 const Output& Pipeline::output() const noexcept { return impl_->output; }
+uint32_t Pipeline::draws() const { return draws_of(impl_->steps); }
 
 Result<std::monostate> Pipeline::apply_record(const Record& record, const SampleKey& key,
                                               Scratch& scratch) const try {

@@ -26,6 +26,10 @@ struct Fill {
 };
 
 struct Decode {};  // to RGB; implied at the start when absent
+// Steps that ran elsewhere took so many draws: those behind it draw as if they had run here.
+struct Drawn {
+  uint32_t draws = 0;
+};
 
 // Geometry: images, masks, boxes and keypoints of a sample alike.
 struct Resize {
@@ -154,7 +158,7 @@ struct RandomErasing {  // behind ToTensor; images alone
 };
 
 using Step =
-    std::variant<Decode, Resize, CenterCrop, RandomResizedCrop, RandomHorizontalFlip,
+    std::variant<Decode, Drawn, Resize, CenterCrop, RandomResizedCrop, RandomHorizontalFlip,
                  RandomVerticalFlip, Pad, RandomCrop, RandomRotation, RandomAffine,
                  RandomPerspective, ColorJitter, Grayscale, RandomGrayscale, GaussianBlur,
                  RandomSolarize, RandomPosterize, RandomInvert, RandomAutocontrast, RandomEqualize,

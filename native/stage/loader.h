@@ -127,6 +127,11 @@ struct Batch {
   uint32_t queue = 0;  // finished batches that waited behind this one when it was handed out
 };
 
+// The batch of one sample, from its record; targets of a mix are not set. Throws the Error of a
+// sample that cannot be used.
+std::unique_ptr<Batch> unpack_one(const source::Source& source, const fields::Program& program,
+                                  std::span<const std::byte> record, const image::SampleKey& key);
+
 struct Memory {
   uint64_t staging = 0;     // bytes of batch buffers, those of the consumer included
   uint64_t io_buffers = 0;  // bytes of transient raw buffers

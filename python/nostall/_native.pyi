@@ -789,6 +789,10 @@ class Pipeline:
     def dtype(self) -> str: ...
     @property
     def layout(self) -> str: ...
+    @property
+    def draws(self) -> int:
+        """How many of a sample's draws the steps take."""
+
     def apply(
         self,
         encoded: object,
@@ -802,9 +806,11 @@ class Pipeline:
         Decodes and transforms one image; random draws depend on the four numbers alone, of which `occurrence` counts how often the epoch had the sample before.
         """
 
-    def apply_record(self, parts: dict, *, seed: int = 0, epoch: int = 0, sample: int = 0) -> dict:
+    def apply_record(
+        self, parts: dict, *, seed: int = 0, epoch: int = 0, sample: int = 0, occurrence: int = 0
+    ) -> dict:
         """
-        Transforms a sample of several parts. `parts` may have: images, a list of encoded images; masks, of (encoded PNG, dtype); boxes, of (float32 array (n, 4), format, normalised); keypoints, of (float32 array (n, 2 or 3), normalised). Gives the same names; boxes as (boxes, rows of the input that they were).
+        Transforms a sample of several parts. `parts` may have: images, a list of encoded images; masks, of (encoded PNG or an array of uint8 or uint16, dtype); boxes, of (float32 array (n, 4), format, normalised); keypoints, of (float32 array (n, 2 or 3), normalised). Gives the same names; boxes as (boxes, rows of the input that they were).
         """
 
     def drawn(
@@ -1319,6 +1325,18 @@ class Batch:
         """
         Gives the memory back, once no array is over it; its outputs are then gone.
         """
+
+def unpack_one(
+    source: Source,
+    program: Program,
+    record: bytes,
+    sample: int,
+    *,
+    seed: int,
+    epoch: int,
+    occurrence: int,
+) -> Batch:
+    """The batch of one sample, from its record."""
 
 class Loader:
     """The staging buffer of one rank (native/stage/loader.h)."""

@@ -3,9 +3,10 @@
 from nostall.loader import transforms
 from nostall.loader._context import Context
 from nostall.loader._dynamic_batches import DynamicBatches
-from nostall.loader._loader import DataLoader, RawBatch
+from nostall.loader._loader import DataLoader
 from nostall.loader._mixing import MixedLabels
 from nostall.loader._options import LoaderOptions
+from nostall.loader._records import RawBatch
 
 __all__ = [
     "Context",

@@ -12,15 +12,16 @@ import numpy as np
 
 from nostall import _native
 from nostall.errors import CorruptionError, TransformError
+from nostall.loader._context import Context
+from nostall.loader._in_turn import Composed
 from nostall.loader._python_transforms import Items, Late, PythonStage, Substituted
+from nostall.loader._records import RawBatch
 from nostall.source._item_record import is_left_out
 from nostall.source._items import collate, collate_items
 from nostall.source._source import ItemMaker, Source
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from nostall.loader._loader import RawBatch
 
 
 def _as_it_is(item: Any) -> Any:
@@ -46,7 +47,7 @@ class ItemStage(PythonStage):
         seed: int,
     ) -> None:
         super().__init__(
-            source.then or _as_it_is,
+            Composed([source.then or _as_it_is]),
             decode=Items(source.pickles, source.modules),
             workers=workers if source.then else "threads",
             count=count,
@@ -61,27 +62,27 @@ class ItemStage(PythonStage):
         self._plain = source.then is None and collate is None
         self._whole: deque[Future[Any] | None] = deque()
 
-    def submit(self, batch: _native.Batch, raw: RawBatch) -> None:
-        if not self._plain or batch.failures or len(raw) == 0 or self._executor is None:
-            super().submit(batch, raw)
+    def submit(self, batch: _native.Batch) -> None:
+        if not self._plain or batch.failures or len(batch) == 0 or self._executor is None:
+            super().submit(batch)
             self._whole.append(None)
             return
-        records = self._records(batch, raw)
+        records = self._samples(batch)
         self._whole.append(
             self._executor.submit(_together, records, self._output, self._source.pickles)
         )
-        self._pending.append((batch, raw, []))
+        self._pending.append((batch, records, []))
 
     def result(self, source: Source) -> tuple[_native.Batch, Any, Substituted, dict[int, int]]:
         whole = self._whole.popleft()
         if whole is None:
             return super().result(source)
-        batch, raw, _ = self._pending.popleft()
+        batch, _, _ = self._pending.popleft()
         try:
             return batch, whole.result(), [], {}
         except CorruptionError:
             # One by one, so that the bad one is named or replaced.
-            super().submit(batch, raw)
+            super().submit(batch)
             self._pending.rotate()
             return super().result(source)
 
@@ -89,7 +90,8 @@ class ItemStage(PythonStage):
         super().drop()
         self._whole.clear()
 
-    def _records(self, batch: _native.Batch, raw: RawBatch) -> Sequence[NDArray[np.uint8] | Late]:
+    def _samples(self, batch: _native.Batch) -> Sequence[NDArray[np.uint8] | Late]:
+        raw = RawBatch(batch.data, batch.offsets, batch.lengths)
         records: list[NDArray[np.uint8] | Late] = [raw[i] for i in range(len(raw))]
         for i, sample in enumerate(batch.samples.tolist()):
             if is_left_out(raw[i]):
@@ -104,7 +106,7 @@ class ItemStage(PythonStage):
         except CorruptionError as error:
             return Late(functools.partial(_unmade, str(error)))
 
-    def _together(self, source: Source, samples: Any, results: list[Any]) -> Any:
+    def _together(self, source: Source, batch: _native.Batch, results: list[Any]) -> Any:
         return self._collate(results)
 
     def _made(self, sample: int) -> NDArray[np.uint8]:
@@ -113,9 +115,9 @@ class ItemStage(PythonStage):
         except TransformError as error:
             raise CorruptionError(str(error)) from None
 
-    def _read(self, source: Source, sample: int) -> NDArray[np.uint8]:
-        record = super()._read(source, sample)
-        return self._made(sample) if is_left_out(record) else record
+    def _read(self, source: Source, context: Context) -> Any:
+        record = super()._read(source, context)
+        return self._made(context.sample) if is_left_out(record) else record
 
     def _empty(self, one: Any) -> Any:
         if isinstance(one, dict):

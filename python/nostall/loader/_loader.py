@@ -39,12 +39,12 @@ from nostall.job._world import find_world
 from nostall.loader._ahead import Ahead, Finish, Hand, Here, Made, finished_there, place_of
 from nostall.loader._cached_items import ItemStage
 from nostall.loader._calibration import Calibration
+from nostall.loader._in_turn import Arranged, Composed, arrange, steps_of
 from nostall.loader._mixing import Mix, split
 from nostall.loader._options import LoaderArguments, LoaderOptions, with_arguments
-from nostall.loader._python_transforms import PythonStage, takes_images
-from nostall.loader._records import ByField, Records, one_image
-from nostall.loader.transforms import Transform, is_native
-from nostall.loader.transforms import compile as compile_transforms
+from nostall.loader._python_transforms import PythonStage, RecordStage, takes_images
+from nostall.loader._records import ByField, OneImage, RawBatch, Records, Steps
+from nostall.loader._steps import Transform
 from nostall.observe import metrics, trace
 from nostall.observe._recorder import Recorder
 from nostall.observe._stats import ORIGINS
@@ -76,7 +76,7 @@ _made = itertools.count()
 _made_in: dict[tuple[int, str], Iterator[int]] = collections.defaultdict(itertools.count)
 
 
-Transforms = Sequence[Transform] | ByField | Callable[[Any], Any] | None
+Transforms = Steps | ByField | Callable[[Any], Any] | None
 
 
 # Attributes of torch's loader that other programs look for, and their replacements here.
@@ -120,34 +120,6 @@ def _chosen_order(order: Order, shuffle: bool | None) -> Order:
     return order
 
 
-def _refuse_idle(given: LoaderArguments, dataset: Source, transforms: Transforms) -> None:
-    """Refuses arguments that would do nothing; what stands in nostall.toml may be for other loaders.
-
-    Raises:
-        UsageError: there is one.
-    """
-    idle = {name: given.get(name) for name in ("dtype", "layout", "decode")}
-    idle["workers"] = "processes" if given.get("workers") == "processes" else None
-    idle = {name: chosen for name, chosen in idle.items() if chosen is not None}
-    if not idle:
-        return
-    maker = dataset.item_maker
-    native = isinstance(transforms, Mapping) or (
-        transforms is not None and not callable(transforms) and is_native(transforms)
-    )
-    called = transforms is not None and not native
-    used = {"dtype": native, "layout": native, "decode": called, "workers": called}
-    if maker is not None:
-        used = {"workers": maker.then is not None}
-    for name, chosen in idle.items():
-        if not used.get(name, False):
-            goes = "native transforms" if name in ("dtype", "layout") else "a callable"
-            raise UsageError(
-                f"{name}={chosen!r} does nothing here: it goes with {goes}"
-                + (", and of items with then=" if name == "workers" else "")
-            )
-
-
 def _lower_bound(
     planned: dict[str, Any],
     sizes: NDArray[np.uint64],
@@ -167,35 +139,21 @@ def _named(kind: type[enum.Enum], value: str) -> Any:
     return kind[f"{name}_" if keyword.iskeyword(name) else name]
 
 
+def _handed_out(output: str, array: NDArray[Any]) -> Any:
+    """An array as the user wants it."""
+    if output == "numpy":
+        return array
+    import torch
+
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if torch.cuda.is_available() else tensor
+
+
 def _end(loader: _native.Loader, learned: Source | None) -> None:
     """Closes; `learned` is the source whose checksums this rank keeps for the next job."""
     loader.close()
     if learned is not None:
         learned.keep_sums()
-
-
-class RawBatch:
-    """Samples of one batch as they lie in the source, in one buffer.
-
-    `data` is uint8 of shape (bytes,); sample i is ``data[offsets[i] : offsets[i] + lengths[i]]``,
-    which is what ``batch[i]`` gives. `offsets` and `lengths` are uint64 of shape (n,).
-    """
-
-    __slots__ = ("data", "lengths", "offsets")
-
-    def __init__(
-        self, data: NDArray[np.uint8], offsets: NDArray[np.uint64], lengths: NDArray[np.uint64]
-    ) -> None:
-        self.data = data
-        self.offsets = offsets
-        self.lengths = lengths
-
-    def __len__(self) -> int:
-        return len(self.offsets)
-
-    def __getitem__(self, i: int) -> NDArray[np.uint8]:
-        begin = int(self.offsets[i])
-        return self.data[begin : begin + int(self.lengths[i])]
 
 
 class Epoch:
@@ -229,7 +187,7 @@ class DataLoader:
         seed: fixes order and augmentation.
         transforms: a list from ``nostall.transforms`` (run natively), any callable (given the raw
             bytes of a sample as a uint8 array of shape (bytes,), or the decoded image if `decode`),
-            or None for batches of raw bytes (`RawBatch`).
+            a list of both, or None for batches of raw bytes (`RawBatch`).
         shuffle: False gives samples in the order of the source; True if None, but a user's `order`
             is kept as it is.
         drop_last: drop samples that do not divide among all ranks, then the last partial batch.
@@ -305,11 +263,13 @@ class DataLoader:
             importlib.import_module("torch")
         self._place = None if chosen.device is None else place_of(chosen.device, self._output)
         self._finish: Finish | None = None
+        self._array = functools.partial(_handed_out, self._output)
         self._program: _native.Program | None = None
         self._records: Records | None = None
         self._python: PythonStage | None = None
-        _refuse_idle(rare, self.dataset, transforms)
+        self._arranged: list[Arranged] = []
         self._transform_by(transforms)
+        self._refuse_idle(rare)
         self._order_world = self.world.world_size
         self._spec = self._make_spec()
         self._batches = int(_native.batches_per_epoch(self._spec))
@@ -395,17 +355,22 @@ class DataLoader:
             or not self.dataset._pairs
         ):
             self._unpack_by(transforms)
-        elif transforms is not None and not callable(transforms) and is_native(transforms):
-            steps, dtype, layout = self._take_mix(transforms), chosen.dtype, chosen.layout
-            if self._place is not None and self._mix is None and chosen.collate is None:
+        elif transforms is not None:
+            steps, dtype, layout = self._take_mix(steps_of(transforms)), chosen.dtype, chosen.layout
+            native = all(isinstance(step, Transform) for step in steps)
+            if native and self._place and self._mix is None and chosen.collate is None:
                 steps, self._finish = finished_there(steps, dtype, layout)
             if self._finish is not None:
                 dtype, layout = "uint8", "hwc"
-            self._program = one_image(
-                compile_transforms(steps, dtype=dtype, layout=layout, pixels=pixels), self._mix
-            )
-        elif transforms is not None:
-            transforms = self._take_mix(transforms)
+            made = arrange(steps, dtype=dtype, layout=layout, pixels=pixels)
+            self._arranged = [made]
+            unpacked = None
+            if made.pipeline is not None:
+                unpacked = OneImage(made.pipeline, None if made.called else self._mix)
+                self._program = unpacked.program
+            if not made.called:
+                self._collate = chosen.collate
+                return
             if self._mix is not None and chosen.collate is not None:
                 raise UsageError(
                     f"{type(self._mix.step).__name__} is done to arrays of images, and collate= makes "
@@ -413,8 +378,9 @@ class DataLoader:
                 )
             decoded = takes_images(transforms) if chosen.decode is None else chosen.decode
             self._python = PythonStage(
-                transforms,
-                decode=pixels if decoded and pixels else decoded,
+                Composed(made.called),
+                decode=None if unpacked else pixels if decoded and pixels else decoded,
+                unpacked=unpacked,
                 workers=chosen.workers,
                 count=self._threads,
                 collate=chosen.collate,
@@ -460,8 +426,44 @@ class DataLoader:
             layout=chosen.layout,
             form=chosen.batch or "dict",
             shift=self._shift,
+            decode=chosen.decode is not False,
+            array=self._array,
         )
         self._program = self._records.program
+        self._arranged = self._records.arranged
+        if self._records.function is not None:
+            self._python = RecordStage(
+                self._records,
+                self._records.function,
+                workers=chosen.workers,
+                count=self._threads,
+                collate=chosen.collate,
+                output=self._output,
+                on_error=self._on_error,
+                seed=self.seed,
+            )
+
+    def _refuse_idle(self, given: LoaderArguments) -> None:
+        """Refuses arguments that would do nothing; nostall.toml may have them for other loaders.
+
+        Raises:
+            UsageError: there is one.
+        """
+        native = any(made.native for made in self._arranged)
+        called = any(made.called for made in self._arranged)
+        decodes = self._records is not None or self._program is None
+        used = {
+            "dtype": (native, "native transforms"),
+            "layout": (native, "native transforms"),
+            "decode": (called and decodes, "a callable that no native step is before"),
+            "workers": (called, "a callable"),
+        }
+        if (maker := self.dataset.item_maker) is not None:
+            used["workers"] = (maker.then is not None, "a callable, and of items with then=")
+        for name, (does, goes) in used.items():
+            chosen = given.get(name)
+            if chosen is not None and not does and (name != "workers" or chosen == "processes"):
+                raise UsageError(f"{name}={chosen!r} does nothing here: it goes with {goes}")
 
     # ------------------------------------------------------------------ iterating
 
@@ -617,7 +619,7 @@ class DataLoader:
                     continue
                 while fetched < count and pending.wants_more():
                     batch = following()
-                    pending.submit(batch, RawBatch(batch.data, batch.offsets, batch.lengths))
+                    pending.submit(batch)
                     fetched += 1
                 batch, data, substituted, places = pending.result(self.dataset)
                 yield Made(batch, substituted, functools.partial(self._value, batch, data, places))
@@ -629,6 +631,8 @@ class DataLoader:
     def _value(self, batch: _native.Batch, made: Any, places: dict[int, int], to: Hand) -> Any:
         """What the user is handed of a batch; `made` is what callables made of it."""
         if self._records is not None:
+            if self._python is not None:
+                return to.tree(made)
             if self._collate is None:
                 return self._records.hand_out(batch, to.array)
             return to.tree(self._collate(self._records.hand_out(batch, self._array)))
@@ -645,7 +649,7 @@ class DataLoader:
     @property
     def _is_native(self) -> bool:
         """Whether the arrays of a batch lie in the stage's memory."""
-        return self._program is not None and self._collate is None
+        return self._program is not None and self._python is None and self._collate is None
 
     def _shaped(self, batch: _native.Batch, to: Hand) -> Any:
         if self._is_native:
@@ -664,19 +668,11 @@ class DataLoader:
     ) -> Any:
         if self._mix is None:
             return array(labels)
-        if self._program is not None:
+        if self._python is None:
             targets = batch.output(1) if self._mix.native.classes else None
             return self._mix.labelled(batch.lam, targets, labels, array)
         lam, targets = self._mix.images_of(data, labels, self.seed, batch.epoch, batch.index)
         return self._mix.labelled(lam, targets, labels, array)
-
-    def _array(self, array: NDArray[Any]) -> Any:
-        if self._output == "numpy":
-            return array
-        import torch
-
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory() if torch.cuda.is_available() else tensor
 
     # ------------------------------------------------------------------ resuming
 
@@ -830,7 +826,9 @@ class DataLoader:
             "name": self._name,
             "threads": self._threads,
             "fetchers": self._fetchers(),
-            "transforms": "native" if self._program else "python" if self._python else "none",
+            "transforms": "python" if self._python else "native" if self._program else "none",
+            "native_steps": [name for made in self._arranged for name in made.native],
+            "called_steps": [name for made in self._arranged for name in made.python],
             "staging_bytes": self._staging,
             "tiers": [[t.kind, t.capacity, t.path] for t in self._tiers],
         }
@@ -997,7 +995,7 @@ class DataLoader:
         config.source = self.dataset.native
         config.program = self._program
         # The stage of callables finds replacements itself, because they must suit the callable.
-        report = self._python and self._on_error == "substitute"
+        report = self._python and self._program is None and self._on_error == "substitute"
         on_error = "report" if report else self._on_error
         config.on_error = _named(_native.OnError, on_error)
         config.fetchers = self._fetchers()

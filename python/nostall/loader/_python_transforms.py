@@ -7,7 +7,7 @@ import multiprocessing
 import pickle
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import (
     BrokenExecutor,
     Executor,
@@ -16,36 +16,22 @@ from concurrent.futures import (
     ThreadPoolExecutor,
 )
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from nostall import _native
 from nostall.errors import CorruptionError, IoError, TransformError, UsageError
-from nostall.loader._context import Context, takes_context
-from nostall.loader.transforms import Transform
+from nostall.loader._context import Context
+from nostall.loader._records import RawBatch, Records, decoded_fields
 from nostall.source import _items
 from nostall.source._source import Pixels, Source
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from nostall.loader._loader import RawBatch
-
 Substituted = list[tuple[int, int, str]]
 _BATCHES_AHEAD = 2
-
-
-class _Composed:
-    """Calls one function after the other, as torchvision's Compose does; can be pickled."""
-
-    def __init__(self, steps: Iterable[Callable[..., Any]]) -> None:
-        self.steps = [(step, takes_context(step)) for step in steps]
-
-    def __call__(self, sample: Any, context: Context) -> Any:
-        for step, takes in self.steps:
-            sample = step(sample, context=context) if takes else step(sample)
-        return sample
 
 
 @dataclass(frozen=True)
@@ -66,11 +52,22 @@ class Late:
         self.read = read
 
 
-# False: raw samples; True: decoded; Pixels: unpacked as pixels; Items: unpacked as items.
-Decode = bool | Pixels | Items
+# False: raw samples; True: decoded; Pixels: unpacked as pixels; Items: unpacked as items; None: they
+# are unpacked already.
+Decode = bool | Pixels | Items | None
 
 
-def _decoded(raw: NDArray[np.uint8] | Late, decode: Decode) -> Any:
+class Unpacked(Protocol):
+    """Gives samples of batches that a native program unpacked."""
+
+    program: _native.Program
+
+    def samples(self, batch: _native.Batch) -> Sequence[Any]: ...
+
+
+def _decoded(raw: Any, decode: Decode) -> Any:
+    if decode is None:
+        return decoded_fields(raw) if isinstance(raw, dict) else raw
     if isinstance(raw, Late):
         raw = raw.read()
     if isinstance(decode, Pixels):
@@ -98,7 +95,7 @@ class _Failed:
 def _apply(
     function: Callable[[Any, Context], Any],
     decode: Decode,
-    samples: Sequence[NDArray[np.uint8] | Late],
+    samples: Sequence[Any],
     contexts: Sequence[Context],
     remote: bool,
 ) -> list[Any]:
@@ -116,6 +113,7 @@ def _apply(
         try:
             if remote:
                 context.seed_all()
+                _protect(sample)
             results.append(function(sample, context))
         except CorruptionError as error:
             results.append(_Failed(str(error), True))
@@ -124,6 +122,13 @@ def _apply(
             trace = traceback.format_exc() if remote else ""
             results.append(_Failed(reason, False, None if remote else error, trace))
     return results
+
+
+def _protect(sample: Any) -> None:
+    """Lets writing to the fields of a sample fail where it would be lost: in another process."""
+    for value in sample.values() if isinstance(sample, dict) else ():
+        if isinstance(value, np.ndarray):
+            value.flags.writeable = False
 
 
 # Formats that the native decoder reads, so that it can find whether a sample is damaged.
@@ -161,16 +166,7 @@ def takes_images(transforms: Any) -> bool:
     )
 
 
-def _refuse_native(steps: Any) -> None:
-    for step in steps if isinstance(steps, (list, tuple)) else ():
-        if isinstance(step, Transform):
-            raise UsageError(
-                f"{step!r} is a native step inside another library's Compose: pass the list of native "
-                "steps itself as transforms="
-            )
-
-
-def _check_pickles(function: _Composed) -> None:
+def _check_pickles(function: Callable[..., Any]) -> None:
     """Spawned processes get it by pickle."""
     try:
         pickle.dumps(function)
@@ -182,18 +178,18 @@ def _check_pickles(function: _Composed) -> None:
 
 
 class PythonStage:
-    """Applies `transforms` to every sample and makes batches of the results.
+    """Applies a function to every sample and makes batches of the results.
 
-    The order of samples is that of the raw batches. A callable gets the sample's bytes, uint8 of
-    shape (bytes,), or with `decode` the image, uint8 of shape (height, width, 3). With
-    ``workers="processes"`` it must be picklable; processes are spawned, never forked. Its
-    exceptions become a TransformError, unless the sample is damaged: the callable raised
-    CorruptionError, or the sample is a JPEG, PNG or WebP image that cannot be decoded.
+    The order of samples is that of the native batches. The function gets a sample and its context: the
+    sample's bytes, uint8 of shape (bytes,), with `decode` the image, uint8 of shape (height, width, 3),
+    or what `unpacked` has of it. With ``workers="processes"`` it must be picklable; processes are
+    spawned, never forked. Its exceptions become a TransformError, unless the sample is damaged: it
+    raised CorruptionError, or the sample is a JPEG, PNG or WebP image that cannot be decoded.
     """
 
     def __init__(
         self,
-        transforms: Any,
+        function: Callable[[Any, Context], Any],
         *,
         decode: Decode,
         workers: Literal["threads", "processes"],
@@ -202,31 +198,12 @@ class PythonStage:
         output: str,
         on_error: str,
         seed: int,
+        unpacked: Unpacked | None = None,
     ) -> None:
-        if isinstance(transforms, str):
-            raise UsageError(
-                f"transforms is the text {transforms!r}: give steps of nostall.transforms, or a "
-                "callable"
-            )
-        if isinstance(transforms, type):
-            raise UsageError(
-                f"transforms is the class {transforms.__name__}: give an object of it, as in "
-                f"transforms={transforms.__name__}(...)"
-            )
-        if callable(transforms):
-            _refuse_native(getattr(transforms, "transforms", None))
-            steps = [transforms]
-        else:
-            steps = list(transforms)
-            for step in steps:
-                if not callable(step):
-                    raise UsageError(
-                        f"transforms mixes native steps with Python callables: {step!r} is not "
-                        "callable; pass only native ones, or only callables"
-                    )
-        self._function = _Composed(steps)
+        self._function = function
         if workers == "processes":
-            _check_pickles(self._function)
+            _check_pickles(function)
+        self._unpacked = unpacked
         self._decode = decode
         self._workers = workers
         self._count = count
@@ -235,7 +212,7 @@ class PythonStage:
         self._substitute = on_error == "substitute"
         self._seed = seed
         self._executor: Executor | None = None
-        self._pending: deque[tuple[_native.Batch, RawBatch, list[Future[list[Any]]]]] = deque()
+        self._pending: deque[tuple[_native.Batch, Sequence[Any], list[Future[list[Any]]]]] = deque()
 
     def start(self) -> PythonStage:
         if self._executor is None:
@@ -250,12 +227,12 @@ class PythonStage:
     def wants_more(self) -> bool:
         return len(self._pending) < 1 + _BATCHES_AHEAD
 
-    def submit(self, batch: _native.Batch, raw: RawBatch) -> None:
+    def submit(self, batch: _native.Batch) -> None:
         """Starts the work on a batch; returns at once."""
         if self._executor is None:
             raise UsageError("the stage of Python transforms was not started")
-        share = max(1, -(-len(raw) // (2 * self._count)))
-        records, contexts = self._records(batch, raw), self._contexts(batch)
+        share = max(1, -(-len(batch) // (2 * self._count)))
+        records, contexts = self._samples(batch), self._contexts(batch)
         try:
             futures = [
                 self._executor.submit(
@@ -266,11 +243,11 @@ class PythonStage:
                     contexts[begin : begin + share],
                     self._workers == "processes",
                 )
-                for begin in range(0, len(raw), share)
+                for begin in range(0, len(batch), share)
             ]
         except BrokenExecutor as error:
             raise self._worker_died() from error
-        self._pending.append((batch, raw, futures))
+        self._pending.append((batch, records, futures))
 
     def _contexts(self, batch: _native.Batch) -> list[Context]:
         samples, again = batch.samples.tolist(), batch.occurrences.tolist()
@@ -279,12 +256,40 @@ class PythonStage:
             for sample, occurrence in zip(samples, again or [0] * len(samples), strict=True)
         ]
 
-    def _records(self, batch: _native.Batch, raw: RawBatch) -> Sequence[NDArray[np.uint8] | Late]:
+    def _samples(self, batch: _native.Batch) -> Sequence[Any]:
+        if self._unpacked is not None:
+            return self._unpacked.samples(batch)
+        raw = RawBatch(batch.data, batch.offsets, batch.lengths)
         return [raw[i] for i in range(len(raw))]
 
-    def _read(self, source: Source, sample: int) -> NDArray[np.uint8]:
-        """The bytes of one sample, which may raise IoError or CorruptionError."""
-        return np.frombuffer(source.native.read(sample), dtype=np.uint8)
+    def _alone(self, source: Source, context: Context) -> tuple[Any, Any]:
+        """A sample that is read for itself, and what the function gives for it.
+
+        Raises:
+            IoError, CorruptionError: it cannot be read.
+        """
+        sample = self._read(source, context)
+        return sample, self._called(sample, context)
+
+    def _called(self, sample: Any, context: Context) -> Any:
+        (value,) = _apply(self._function, self._decode, [sample], [context], False)
+        return value
+
+    def _read(self, source: Source, context: Context) -> Any:
+        if self._unpacked is not None:
+            return self._unpacked.samples(self._unpack(self._unpacked.program, source, context))[0]
+        return np.frombuffer(source.native.read(context.sample), dtype=np.uint8)
+
+    def _unpack(self, program: _native.Program, source: Source, context: Context) -> _native.Batch:
+        return _native.unpack_one(
+            source.native,
+            program,
+            source.native.read(context.sample),
+            context.sample,
+            seed=context.seed,
+            epoch=context.epoch,
+            occurrence=context.occurrence,
+        )
 
     def result(self, source: Source) -> tuple[_native.Batch, Any, Substituted, dict[int, int]]:
         """Waits for the oldest batch and returns it, collated.
@@ -323,8 +328,8 @@ class PythonStage:
             substituted.append((bad, replacement, message))
             places[i] = replacement
         if not results and not self._own_collate:
-            return batch, self._nothing(source, batch.epoch), substituted, places
-        return batch, self._together(source, samples, results), substituted, places
+            return batch, self._nothing(source, batch), substituted, places
+        return batch, self._together(source, batch, results), substituted, places
 
     def _worker_died(self) -> TransformError:
         """Drops the processes: the next iteration starts others."""
@@ -352,7 +357,8 @@ class PythonStage:
             + (f"\n\n{failed.trace}" if failed.trace else "")
         ) from failed.error
 
-    def _together(self, source: Source, samples: Any, results: list[Any]) -> Any:
+    def _together(self, source: Source, batch: _native.Batch, results: list[Any]) -> Any:
+        samples = batch.samples
         if not self._own_collate and (isinstance(results[0], _NO_ARRAYS) or results[0] is None):
             first = int(samples[0])
             raise UsageError(
@@ -373,15 +379,19 @@ class PythonStage:
                 "pass collate="
             ) from error
 
-    def _nothing(self, source: Source, epoch: int) -> Any:
+    def _nothing(self, source: Source, batch: _native.Batch) -> Any:
         # A rank's share of the last batch may be empty after a resume on another number of ranks:
         # no samples, in the shape that the callable gives.
-        raw, context = self._read(source, 0), Context(0, epoch, self._seed)
-        (value,) = _apply(self._function, self._decode, [raw], [context], False)
+        return self._empty(self._collate([self._any(source, batch.epoch)]))
+
+    def _any(self, source: Source, epoch: int) -> Any:
+        """What the function gives for some sample."""
+        context = Context(0, epoch, self._seed)
+        sample, value = self._alone(source, context)
         if isinstance(value, _Failed):
-            self._refuse_fault(source, 0, raw, value)
+            self._refuse_fault(source, 0, sample, value)
             _, value = self._stand_in(source, context, "the shape of an empty batch is not known")
-        return self._empty(self._collate([value]))
+        return value
 
     def _empty(self, one: Any) -> Any:
         return one[:0]
@@ -392,14 +402,12 @@ class PythonStage:
             if candidate == bad.sample:
                 continue
             try:
-                raw = self._read(source, candidate)
+                sample, value = self._alone(source, dataclasses.replace(bad, sample=candidate))
             except (IoError, CorruptionError):
                 continue
-            context = dataclasses.replace(bad, sample=candidate)
-            (value,) = _apply(self._function, self._decode, [raw], [context], False)
             if not isinstance(value, _Failed):
                 return candidate, value
-            self._refuse_fault(source, candidate, raw, value)
+            self._refuse_fault(source, candidate, sample, value)
         raise CorruptionError(
             f"{message}; and of {len(candidates)} candidates none could stand in its place: check the "
             "data set"
@@ -418,6 +426,33 @@ class PythonStage:
         if self._executor is not None:
             self._executor.shutdown(wait=True, cancel_futures=True)
             self._executor = None
+
+
+class RecordStage(PythonStage):
+    """The same for samples of several fields, of which the function gives those that it changes."""
+
+    def __init__(self, records: Records, function: Callable[..., Any], **more: Any) -> None:
+        super().__init__(function, decode=None, unpacked=records, **more)
+        self._of = records
+
+    def _alone(self, source: Source, context: Context) -> tuple[Any, Any]:
+        batch = self._unpack(self._of.program, source, context)
+        sample = self._of.samples(batch)[0]
+        value = self._called(sample, context)
+        # All fields: in a batch of others the sample is not among those of the program.
+        return sample, value if isinstance(value, _Failed) else {**self._of.whole(batch), **value}
+
+    def _nothing(self, source: Source, batch: _native.Batch) -> Any:
+        self._of.learn(self._any(source, batch.epoch))
+        return self._together(source, batch, [])
+
+    def _together(self, source: Source, batch: _native.Batch, results: list[Any]) -> Any:
+        def describe(place: int) -> str:
+            sample = int(batch.samples[place])
+            return f"{source.describe(sample)} (sample {sample})"
+
+        data = self._of.together(batch, results, self._seed, describe)
+        return self._collate(data) if self._own_collate else data
 
 
 # Results that stacking would change, or cannot stack.

@@ -3,34 +3,123 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nostall import _native
-from nostall.errors import UsageError
-from nostall.fields import Array, Boxes, Image, Kind, Schema
-from nostall.loader._mixing import Mix, split
-from nostall.loader.transforms import SanitizeBoundingBoxes, Transform, is_native
-from nostall.loader.transforms import compile as compile_transforms
-from nostall.source._source import Source
+from nostall.errors import CorruptionError, UsageError
+from nostall.fields import Array, Boxes, Image, Kind, Padded, Ragged, Schema
+from nostall.loader._collected import Collected, forms_of
+from nostall.loader._context import Context
+from nostall.loader._geometry_steps import SanitizeBoundingBoxes
+from nostall.loader._in_turn import Arranged, Composed, Function, arrange, steps_of
+from nostall.loader._mixing import BatchTransform, Mix, split
+from nostall.loader._steps import Transform
+from nostall.source._source import Pixels, Source
 
-ByField = Mapping[str | tuple[str, ...], Sequence[Transform]]
+Steps = Sequence[Transform | Callable[..., Any]]
+ByField = Mapping[str | tuple[str, ...], Steps | Callable[..., Any]]
 
 
-def one_image(pipeline: _native.Pipeline, mix: Mix | None = None) -> _native.Program:
-    """The program of a source whose records are images; targets of a mix are its output 1."""
-    field = _native.Field()
-    field.kind = _native.ImageField()
-    field.kind.pipeline = pipeline
-    return _native.compile_program([field], None if mix is None else mix.of_batch([0], None))
+class RawBatch:
+    """Samples of one batch as they lie in the source, in one buffer.
+
+    `data` is uint8 of shape (bytes,); sample i is ``data[offsets[i] : offsets[i] + lengths[i]]``,
+    which is what ``batch[i]`` gives. `offsets` and `lengths` are uint64 of shape (n,).
+    """
+
+    __slots__ = ("data", "lengths", "offsets")
+
+    def __init__(
+        self, data: NDArray[np.uint8], offsets: NDArray[np.uint64], lengths: NDArray[np.uint64]
+    ) -> None:
+        self.data = data
+        self.offsets = offsets
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __getitem__(self, i: int) -> NDArray[np.uint8]:
+        begin = int(self.offsets[i])
+        return self.data[begin : begin + int(self.lengths[i])]
+
+
+class OneImage:
+    """Unpacks records that are images; targets of a mix are output 1."""
+
+    def __init__(self, pipeline: _native.Pipeline, mix: Mix | None = None) -> None:
+        field = _native.Field()
+        field.kind = _native.ImageField()
+        field.kind.pipeline = pipeline
+        mixed = None if mix is None else mix.of_batch([0], None)
+        self.program = _native.compile_program([field], mixed)
+
+    def samples(self, batch: _native.Batch) -> Sequence[Any]:
+        """The images."""
+        images: Sequence[Any] = batch.output(0)
+        return images
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """An image of a sample that is decoded when the callables take it."""
+
+    data: NDArray[np.uint8]
+    pixels: Pixels | None
+
+
+def decoded_fields(sample: dict[str, Any]) -> dict[str, Any]:
+    """The sample with its images decoded.
+
+    Raises:
+        CorruptionError: one cannot be, with the field's name.
+    """
+    out = dict(sample)
+    for name, value in sample.items():
+        if isinstance(value, _Encoded):
+            try:
+                pixels = value.pixels
+                out[name] = pixels.image(value.data) if pixels else _native.decode_rgb(value.data)
+            except CorruptionError as error:
+                raise CorruptionError(f"field {name}: {error}") from None
+    return out
+
+
+class _OfFields:
+    """Calls what each group of fields has, and gives the fields that changed; can be pickled."""
+
+    def __init__(
+        self, groups: list[tuple[tuple[str, ...] | str | None, Composed]], decoded: frozenset[str]
+    ) -> None:
+        self._groups = groups
+        self._decoded = decoded  # what a batch has otherwise is encoded
+
+    def __call__(self, sample: dict[str, Any], context: Context) -> dict[str, Any]:
+        out = dict(sample)
+        for names, function in self._groups:
+            if isinstance(names, str):
+                out[names] = function(out[names], context)
+            else:
+                given = out if names is None else {name: out[name] for name in names}
+                out.update(function(given, context))
+        return {
+            name: value
+            for name, value in out.items()
+            if name in self._decoded or name not in sample or value is not sample[name]
+        }
 
 
 class Records:
     """Unpacks the chosen fields of a source, and hands them out as a mapping or a tuple.
 
     `transforms` is a list for all images, masks, boxes and keypoints of a sample as one, or a mapping
-    from a field, or a tuple of fields that are transformed as one, to such a list.
+    from a field, or a tuple of fields that are transformed as one, to such a list. Callables of the
+    one list take the whole sample, those of a tuple its fields as a mapping, those of a field its
+    value. With `decode` they get images decoded, if no native step did it.
     """
 
     def __init__(
@@ -43,31 +132,43 @@ class Records:
         layout: str | None,
         form: Literal["dict", "tuple"],
         shift: int,
+        decode: bool,
+        array: Callable[[Any], Any],
     ) -> None:
         self._kinds: dict[str, Kind] = dict(schema)
         self._form = form
+        self._array = array
+        self._pixels = source.pixels
         self._mix: Mix | None = None
-        mixed: _native.BatchMix | None = None
+        self._mixed: list[str] = []
+        self.arranged: list[Arranged] = []
         pipelines: dict[str, _native.Pipeline] = {}
+        called: list[tuple[tuple[str, ...] | str | None, Composed]] = []
+        stated: dict[str, Kind] = {}
         _check_rows(source.schema)
-        for names, every_step in _groups(schema, transforms):
-            steps, for_batches = split(every_step)
+        for group in _groups(schema, transforms):
+            steps, for_batches = split(group.steps)
             if for_batches is not None:
-                if self._mix is not None:
-                    raise UsageError(
-                        "two lists of transforms mix batches, whose labels are one: one can"
-                    )
-                self._mix = Mix(for_batches, shift)
-                self._labels = self._mix.labels_in(schema)
-                fields = list(schema)
-                mixed = self._mix.of_batch(
-                    _to_mix(schema, names, self._mix), fields.index(self._labels)
-                )
+                self._mix_by(for_batches, schema, group, shift)
             if any(isinstance(step, SanitizeBoundingBoxes) for step in steps):
-                _check_followers(schema, names)
-            pipeline = compile_transforms(steps, dtype=dtype, layout=layout, pixels=source.pixels)
-            pipelines.update(dict.fromkeys(names, pipeline))
+                _check_followers(schema, group.names)
+            kinds = None if group.alone else dict(schema) if group.every else group.kinds(schema)
+            made = arrange(steps, dtype=dtype, layout=layout, pixels=source.pixels, kinds=kinds)
+            self.arranged.append(made)
+            if made.pipeline is not None:
+                pipelines.update(dict.fromkeys(group.names, made.pipeline))
+            if made.called:
+                called.append((group.key, Composed(made.called, merges=not group.alone)))
+            for step in steps:
+                stated.update(step.schema if isinstance(step, Function) else {})
+        self._find_taken(called, pipelines, decode)
         places = {name: i for i, name in enumerate(source.schema)}
+        mixed = None
+        if self._mix is not None and self.function is None:
+            fields = list(schema)
+            mixed = self._mix.of_batch(
+                [fields.index(name) for name in self._mixed], fields.index(self._labels)
+            )
         self.program = _native.compile_program(
             [
                 kind.to_native(name, places[name], pipelines.get(name), _boxes_of(schema, name))
@@ -75,6 +176,114 @@ class Records:
             ],
             mixed,
         )
+        self._collected = Collected(forms_of(self._kinds, self.program), stated)
+
+    def _mix_by(self, step: BatchTransform, schema: Schema, group: _Group, shift: int) -> None:
+        if self._mix is not None:
+            raise UsageError("two lists of transforms mix batches, whose labels are one: one can")
+        self._mix = Mix(step, shift)
+        self._labels = self._mix.labels_in(schema)
+        self._mixed = list(group.names)
+        _check_mixed(schema, self._mixed, self._mix)
+
+    def _find_taken(
+        self,
+        called: list[tuple[tuple[str, ...] | str | None, Composed]],
+        pipelines: Mapping[str, Any],
+        decode: bool,
+    ) -> None:
+        """What callables take, and the function for a sample of it; None if there are none."""
+        every = any(names is None for names, _ in called)
+        named = {
+            n
+            for names, _ in called
+            if names
+            for n in ([names] if isinstance(names, str) else names)
+        }
+        self._taken = [name for name in self._kinds if every or name in named]
+        self._encoded = frozenset(
+            name
+            for name in self._taken
+            if decode and isinstance(self._kinds[name], Image) and name not in pipelines
+        )
+        self.function = _OfFields(called, self._encoded) if called else None
+
+    # ------------------------------------------------------------------ samples for callables
+
+    def samples(self, batch: _native.Batch) -> Sequence[dict[str, Any]]:
+        """What the callables take of each sample; encoded images wait to be decoded."""
+        columns = {name: self._column(batch, name) for name in self._taken}
+        return [{name: at(i) for name, at in columns.items()} for i in range(len(batch))]
+
+    def whole(self, batch: _native.Batch) -> dict[str, Any]:
+        """All fields of a batch of one sample, as they are stored or natively transformed."""
+        return {name: self._column(batch, name, encoded=True)(0) for name in self._kinds}
+
+    def _column(
+        self, batch: _native.Batch, name: str, encoded: bool = False
+    ) -> Callable[[int], Any]:
+        """The values of a field, by the sample's place."""
+        values = self._kinds[name].hand_out(batch, list(self._kinds).index(name), _same)
+        if isinstance(values, Ragged):
+            if name in self._encoded and not encoded:
+                return lambda i: _Encoded(values.sample(i), self._pixels)
+            return values.sample
+        if isinstance(values, Padded):
+            return lambda i: values.values[i][
+                tuple(map(slice, np.atleast_1d(values.lengths[i]).tolist()))
+            ]
+        at: Callable[[int], Any] = values.__getitem__
+        return at
+
+    # ------------------------------------------------------------------ batches
+
+    def learn(self, changes: dict[str, Any]) -> None:
+        """Takes the forms of fields from what callables gave for a sample."""
+        self._collected.learn(changes)
+
+    def together(
+        self,
+        batch: _native.Batch,
+        results: Sequence[dict[str, Any]],
+        seed: int,
+        describe: Callable[[int], str],
+    ) -> Any:
+        """The batch as a mapping or a tuple, with what callables changed in each sample."""
+        for changes in results:
+            self._collected.learn(changes)
+        values: dict[str, Any] = {}
+        for name in self._collected.names():
+            changed = any(name in changes for changes in results)
+            if (
+                name in self._kinds
+                and not changed
+                and (results or not self._collected.is_known(name))
+            ):
+                number = list(self._kinds).index(name)
+                values[name] = self._kinds[name].hand_out(batch, number, self._array)
+                continue
+            at = self._column(batch, name, encoded=True) if name in self._kinds else _nothing
+            each = [
+                changes[name] if name in changes else at(i) for i, changes in enumerate(results)
+            ]
+            values[name] = self._collected.collect(name, each, self._array, describe)
+        if self._mix is not None:
+            self._mix_together(values, batch, seed)
+        return values if self._form == "dict" else tuple(values.values())
+
+    def _mix_together(self, values: dict[str, Any], batch: _native.Batch, seed: int) -> None:
+        assert self._mix is not None
+        for name in (self._labels, *self._mixed):
+            if name not in values:
+                raise UsageError(
+                    f"{type(self._mix.step).__name__} needs the field {name!r}, which the callables "
+                    "leave out"
+                )
+        labels = np.asarray(values[self._labels])
+        lam, targets = 1.0, None
+        for name in self._mixed:
+            lam, targets = self._mix.images_of(values[name], labels, seed, batch.epoch, batch.index)
+        values[self._labels] = self._mix.labelled(lam, targets, labels, self._array)
 
     def hand_out(self, batch: _native.Batch, array: Callable[[Any], Any]) -> Any:
         """The batch as a mapping by name, or as a tuple in the order of the schema."""
@@ -91,15 +300,38 @@ class Records:
         return values if self._form == "dict" else tuple(values.values())
 
 
-def _to_mix(schema: Schema, names: Sequence[str], mix: Mix) -> list[int]:
-    """The places of the images that are mixed."""
+def _same(value: Any) -> Any:
+    return value
+
+
+def _nothing(_: int) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Fields that one list of steps is for."""
+
+    names: tuple[str, ...]
+    steps: list[Any]
+    alone: bool = False  # its callables take the value of the one field
+    every: bool = False  # they take the whole sample
+
+    @property
+    def key(self) -> tuple[str, ...] | str | None:
+        return None if self.every else self.names[0] if self.alone else self.names
+
+    def kinds(self, schema: Schema) -> dict[str, Kind]:
+        return {name: schema[name] for name in self.names}
+
+
+def _check_mixed(schema: Schema, names: Sequence[str], mix: Mix) -> None:
     for name in names:
         if not isinstance(schema[name], Image):
             raise UsageError(
                 f"{type(mix.step).__name__} mixes images, and {name!r}, which is transformed with "
                 f"them, is of {type(schema[name]).__name__}: leave it out by fields="
             )
-    return [list(schema).index(name) for name in names]
 
 
 def _boxes_of(schema: Schema, name: str) -> int | None:
@@ -128,40 +360,44 @@ def _check_followers(schema: Schema, names: Sequence[str]) -> None:
             )
 
 
-def _groups(schema: Schema, transforms: Any) -> list[tuple[tuple[str, ...], Any]]:
+def _groups(schema: Schema, transforms: Any) -> list[_Group]:
     """Which fields are transformed as one, and by which steps."""
     if transforms is None:
         return []
     together = tuple(name for name, kind in schema.items() if kind.transformed)
-    groups: list[tuple[tuple[str, ...], Any]] = [(together, transforms)]
     if isinstance(transforms, Mapping):
         groups = [
-            ((names,) if isinstance(names, str) else tuple(names), steps)
+            _Group(
+                (names,) if isinstance(names, str) else tuple(names),
+                steps_of(steps),
+                isinstance(names, str),
+            )
             for names, steps in transforms.items()
         ]
+    else:
+        groups = [_Group(together, steps_of(transforms), every=True)]
     seen: set[str] = set()
-    for names, steps in groups:
-        if callable(steps) or isinstance(steps, str) or not is_native(steps):
-            raise UsageError(
-                f"batches of the fields {', '.join(schema)} take lists of nostall.transforms, and no "
-                "callables: call them on the batch, or in collate="
-            )
-        for name in names:
-            if name not in together:
+    for group in groups:
+        native = any(isinstance(step, Transform) for step in group.steps)
+        for name in group.names:
+            if name not in schema or (native and name not in together):
+                what = "image, mask, boxes or keypoints" if native else "field"
+                known = together if native else tuple(schema)
                 raise UsageError(
-                    f"transforms names the field {name!r}, which is no image, mask, boxes or "
-                    f"keypoints of this loader: there are {', '.join(together) or 'none'}"
+                    f"transforms names the field {name!r}, which is no {what} of this loader: there "
+                    f"are {', '.join(known) or 'none'}"
                 )
             if name in seen:
                 raise UsageError(f"transforms names the field {name!r} twice")
             seen.add(name)
-        if not any(isinstance(schema[name], Image) for name in names):
+        if native and not any(isinstance(schema[name], Image) for name in group.names):
             raise UsageError(
-                f"transforms are for images, and there is none among {', '.join(names or schema)}: "
-                "name an image with them, or leave transforms out"
+                f"transforms are for images, and there is none among "
+                f"{', '.join(group.names or schema)}: name an image with them, or leave transforms out"
             )
     for name in together:
-        if name not in seen and not isinstance(schema[name], Image):
+        native = any(isinstance(step, Transform) for group in groups for step in group.steps)
+        if native and name not in seen and not isinstance(schema[name], Image):
             raise UsageError(
                 f"field {name}: transforms do not name it, so that it would not lie on its image: "
                 f"name them together, as in transforms={{('image', {name!r}): [...]}}"

@@ -13,11 +13,8 @@ that get no pixel: a number for images and masks, three numbers for images (mask
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from nostall.errors import UsageError
 from nostall.loader._color_steps import (
     AutoAugment,
     ColorJitter,
@@ -36,6 +33,7 @@ from nostall.loader._color_steps import (
     ToTensor,
     TrivialAugmentWide,
 )
+from nostall.loader._compile import compile
 from nostall.loader._geometry_steps import (
     CenterCrop,
     ClampBoundingBoxes,
@@ -50,13 +48,10 @@ from nostall.loader._geometry_steps import (
     Resize,
     SanitizeBoundingBoxes,
 )
+from nostall.loader._in_turn import Function
 from nostall.loader._mixing import CutMix, MixUp, RandomChoice
 from nostall.loader._steps import Step, Transform
 from nostall.loader._torchvision import from_torchvision
-
-if TYPE_CHECKING:
-    from nostall import _native
-    from nostall.source._source import Pixels
 
 __all__ = [
     "AutoAugment",
@@ -65,6 +60,7 @@ __all__ = [
     "ColorJitter",
     "CutMix",
     "Decode",
+    "Function",
     "GaussianBlur",
     "Grayscale",
     "MixUp",
@@ -94,7 +90,6 @@ __all__ = [
     "TrivialAugmentWide",
     "compile",
     "from_torchvision",
-    "is_native",
 ]
 
 
@@ -104,40 +99,3 @@ class Decode(Transform):
 
     def to_step(self) -> Step:
         return "Decode", {}
-
-
-def is_native(transforms: Iterable[object]) -> bool:
-    """Whether every one of `transforms` can run in the native pipeline."""
-    return all(isinstance(transform, Transform) for transform in transforms)
-
-
-def compile(
-    transforms: Sequence[Transform],
-    *,
-    dtype: str | None = None,
-    layout: str | None = None,
-    pixels: Pixels | None = None,
-) -> _native.Pipeline:
-    """Compiles `transforms` into one native pipeline, to be shared by threads.
-
-    It takes encoded images, or with `pixels` samples that are pixels as it says.
-
-    dtype is "uint8", "float16" or "float32", layout "chw" or "hwc"; the defaults are float32 chw
-    with `ToTensor` and uint8 hwc without. Raises UsageError if the images would differ in size.
-    """
-    from nostall import _native
-
-    for transform in transforms:
-        if not isinstance(transform, Transform):
-            raise UsageError(f"{transform!r} is not a transform of nostall.transforms")
-    steps = [transform.to_step() for transform in transforms]
-    if pixels is None:
-        return _native.compile_pipeline(steps, dtype, layout)
-    described = {
-        "height": pixels.height,
-        "width": pixels.width,
-        "channels": pixels.channels,
-        "channels_first": pixels.layout == "chw",
-        "bgr": pixels.order == "bgr",
-    }
-    return _native.compile_pipeline(steps, dtype, layout, pixels=described)

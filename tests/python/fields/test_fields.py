@@ -104,7 +104,7 @@ def test_collate_gets_the_batch(folder: Path) -> None:
         ({"fields": []}, "must be a list of names"),
         ({"fields": ["label"], "transforms": STEPS}, "there is none among label"),
         ({"transforms": {"label": STEPS}}, "which is no image, mask, boxes or keypoints"),
-        ({"batch": "dict", "transforms": bytes}, "no callables"),
+        ({"batch": "dict", "transforms": bytes}, "is the class bytes"),
         ({"batch": "list"}, "dict"),
     ],
 )

@@ -1,0 +1,147 @@
+"""What callables give for the fields of samples, put together by field."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nostall import _native
+from nostall.errors import UsageError
+from nostall.fields import Kind, Padded, Ragged, Text
+
+_RAGGED = -1
+_Array = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a batch has the values of one field; a list where there is no type."""
+
+    dtype: np.dtype[Any] | None
+    shape: tuple[int, ...] = ()  # of a sample; -1 differs
+    form: str = "dense"
+
+    def fits(self, value: Any) -> bool:
+        """Whether a value of a sample can stand in it."""
+        if self.dtype is None:
+            return True
+        array = np.asarray(value)
+        return (
+            array.ndim == len(self.shape)
+            and all(w in (_RAGGED, s) for w, s in zip(self.shape, array.shape, strict=True))
+            and np.can_cast(array.dtype, self.dtype, "same_kind")
+        )
+
+    def collect(self, values: Sequence[Any], array: _Array) -> Any:
+        """The values of the samples of a batch, all of which fit."""
+        if self.dtype is None:
+            return list(values)
+        arrays = [np.asarray(value, self.dtype) for value in values]
+        if self.form == "dense":
+            empty = np.empty((0, *self.shape), self.dtype)
+            return array(np.stack(arrays) if arrays else empty)
+        shapes = np.array([a.shape for a in arrays], np.int64).reshape(-1, len(self.shape))
+        by_rows = _RAGGED not in self.shape[1:]
+        if self.form == "padded":
+            longest = shapes.max(0).tolist() if arrays else [max(side, 0) for side in self.shape]
+            whole = np.zeros((len(arrays), *longest), self.dtype)
+            for i, one in enumerate(arrays):
+                whole[i][tuple(slice(side) for side in one.shape)] = one
+            return Padded(array(whole), array(shapes[:, 0].copy() if by_rows else shapes))
+        counts = shapes[:, 0] if by_rows else shapes.prod(1)
+        offsets = np.zeros(len(arrays) + 1, np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        rest = self.shape[1:] if by_rows else ()
+        flat = [np.empty((0, *rest), self.dtype), *(a.reshape(-1, *rest) for a in arrays)]
+        values_of_all = array(np.concatenate(flat))
+        if by_rows:
+            return Ragged(values_of_all, array(offsets))
+        return Ragged(values_of_all, array(offsets), array(shapes))
+
+
+def forms_of(kinds: Mapping[str, Kind], program: _native.Program) -> dict[str, Form]:
+    """How a batch of a program has the fields that the kinds describe, in their order."""
+    return {
+        name: Form(None) if isinstance(kind, Text) else Form(np.dtype(dtype), tuple(shape), form)
+        for (name, kind), (_, dtype, shape, form) in zip(
+            kinds.items(), program.outputs, strict=False
+        )
+    }
+
+
+def form_of(kind: Kind) -> Form:
+    """How a batch has what a kind describes."""
+    return forms_of({"": kind}, _native.compile_program([kind.to_native("", 0)]))[""]
+
+
+def learned(value: Any) -> Form:
+    """How a batch has values like this one."""
+    if not isinstance(value, numbers.Number) and not hasattr(value, "__array__"):
+        return Form(None)
+    array: NDArray[Any] = np.asarray(value)
+    if array.dtype.kind not in "biuf":
+        return Form(None)
+    return Form(array.dtype, array.shape)
+
+
+class Collected:
+    """The fields that callables change or add; each keeps the form that it had first.
+
+    That is the one of the kind that `stated` says, else the one that the field has had if the first
+    value fits it, else the one of the first value.
+    """
+
+    def __init__(self, own: dict[str, Form], stated: dict[str, Kind]) -> None:
+        self._own = own
+        self._stated = stated
+        self._forms: dict[str, Form | None] = {}  # None: left out
+
+    def learn(self, changes: dict[str, Any]) -> None:
+        for name, value in changes.items():
+            if name in self._forms:
+                continue
+            if value is None:
+                self._forms[name] = None
+            elif name in self._stated:
+                self._forms[name] = form_of(self._stated[name])
+            else:
+                own = self._own.get(name)
+                self._forms[name] = own if own is not None and own.fits(value) else learned(value)
+
+    def names(self) -> list[str]:
+        """The fields of a batch: the source's in their order, then new ones."""
+        every = [*self._own, *(name for name in self._forms if name not in self._own)]
+        return [name for name in every if self._forms.get(name, 0) is not None]
+
+    def is_known(self, name: str) -> bool:
+        return name in self._forms
+
+    def collect(
+        self, name: str, values: Sequence[Any], array: _Array, describe: Callable[[int], str]
+    ) -> Any:
+        """Puts the values of a field together; `describe` names the sample of a place."""
+        form = self._forms[name]
+        assert form is not None  # names() has no others
+        for place, value in enumerate(values):
+            if value is None or not form.fits(value):
+                what = "no value" if value is None else _description(value)
+                raise UsageError(
+                    f"field {name}: the callables give {what} for {describe(place)}, where a batch has "
+                    f"{_description(form)}: give one type and shape, or state the kind by "
+                    "transforms.Function(..., schema=...)"
+                )
+        return form.collect(values, array)
+
+
+def _description(value: Any) -> str:
+    if isinstance(value, Form):
+        shape = tuple(None if side == _RAGGED else side for side in value.shape)
+        return "a list" if value.dtype is None else f"{value.dtype} of shape {shape}"
+    array = np.asarray(value)
+    known = array.dtype.kind in "biuf"
+    return f"{array.dtype} of shape {array.shape}" if known else type(value).__name__

@@ -1,0 +1,289 @@
+"""Lists of native steps and callables: what runs natively, what is called, and how they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nostall import _native
+from nostall.errors import UsageError
+from nostall.fields import Boxes, Image, Keypoints, Kind, Mask
+from nostall.loader._compile import compile as compile_transforms
+from nostall.loader._context import Context, takes_context
+from nostall.loader._steps import Step, Transform
+from nostall.source._source import Pixels
+
+_ORDER = (
+    "native steps behind a callable continue from pixels: ToTensor and all that follows it stand "
+    "behind the last callable, or the callable behind them all"
+)
+# Of images that are not there yet, so that a wrong list is refused before it is used.
+_ANY = Pixels(256, 256)
+
+
+@dataclass(frozen=True)
+class Function:
+    """A callable among transforms, and what it makes of the fields of a sample.
+
+    Args:
+        function: called with the sample, and with the `Context` if it has a parameter `context`.
+        schema: the kinds of fields that it gives, by name. Of others the first sample decides: an array
+            or a number makes an array in which all samples have one shape, anything else a list.
+    """
+
+    function: Callable[..., Any]
+    schema: Mapping[str, Kind] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not callable(self.function) or isinstance(self.function, Transform):
+            raise UsageError(f"Function: {self.function!r} is no callable")
+        for name, kind in self.schema.items():
+            if not isinstance(kind, Kind):
+                raise UsageError(f"Function: field {name}: {kind!r} is no kind of nostall.fields")
+
+    def __call__(self, sample: Any, context: Context) -> Any:
+        if takes_context(self.function):
+            return self.function(sample, context=context)
+        return self.function(sample)
+
+
+def name_of(step: Any) -> str:
+    """What people call a step."""
+    step = step.function if isinstance(step, Function) else step
+    return str(getattr(step, "__name__", type(step).__name__))
+
+
+def steps_of(transforms: Any) -> list[Any]:
+    """The steps of what stands for transforms: a list, or one callable.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(transforms, str):
+        raise UsageError(
+            f"transforms is the text {transforms!r}: give steps of nostall.transforms, or a callable"
+        )
+    if isinstance(transforms, type):
+        raise UsageError(
+            f"transforms is the class {transforms.__name__}: give an object of it, as in "
+            f"transforms={transforms.__name__}(...)"
+        )
+    listed = not callable(transforms) and not isinstance(transforms, Transform)
+    steps = list(transforms) if listed else [transforms]
+    for step in steps:
+        within = getattr(step, "transforms", None)
+        if isinstance(step, Transform) or not isinstance(within, (list, tuple)):
+            continue
+        for inner in within:
+            if isinstance(inner, Transform):
+                raise UsageError(
+                    f"{inner!r} is a native step inside another library's Compose: pass the list of "
+                    "its steps itself as transforms="
+                )
+    return steps
+
+
+class _Drawn(Transform):
+    """In the place of native steps that run elsewhere: what follows draws as if they had run here."""
+
+    def __init__(self, draws: int) -> None:
+        self._draws = draws
+
+    def to_step(self) -> Step:
+        return "Drawn", {"draws": self._draws}
+
+
+class NativeSteps:
+    """Native steps behind a callable, called with its image: uint8 (height, width, 3)."""
+
+    def __init__(
+        self,
+        steps: Sequence[Transform],
+        after: str,
+        draws: int,
+        dtype: str | None,
+        layout: str | None,
+    ) -> None:
+        self._after = after
+        self._steps = [_Drawn(draws), *steps]
+        self._types = (dtype, layout)
+        self._made: dict[tuple[int, int], _native.Pipeline] = {}
+        try:
+            self.draws = int(self._pipeline(_ANY.height, _ANY.width).draws)
+        except UsageError as error:
+            raise UsageError(f"behind {after}: {error}; {_ORDER}") from None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_made": {}}  # pipelines cannot be pickled
+
+    def _pipeline(self, height: int, width: int) -> _native.Pipeline:
+        if (height, width) not in self._made:
+            if len(self._made) >= 64:
+                self._made.clear()
+            dtype, layout = self._types
+            self._made[height, width] = compile_transforms(
+                self._steps, dtype=dtype, layout=layout, pixels=Pixels(height, width)
+            )
+        return self._made[height, width]
+
+    def _pixels(self, image: Any) -> NDArray[np.uint8]:
+        array = np.asarray(image)
+        if array.ndim == 3 and len(array) == 3 and hasattr(image, "permute"):  # a tensor
+            array = array.transpose(1, 2, 0)
+        if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
+            raise UsageError(
+                f"{self._after} gives {array.dtype} of shape {array.shape}, and uint8 (height, width, "
+                f"3) is what can be continued from; {_ORDER}"
+            )
+        return np.ascontiguousarray(array)
+
+    def __call__(self, image: Any, context: Context) -> Any:
+        array = self._pixels(image)
+        return self._pipeline(*array.shape[:2]).apply(array.reshape(-1), **_key(context))
+
+
+def _key(context: Context) -> dict[str, int]:
+    return {
+        "seed": context.seed,
+        "epoch": context.epoch,
+        "sample": context.sample,
+        "occurrence": context.occurrence,
+    }
+
+
+class NativeFields(NativeSteps):
+    """The same for the fields of a sample that are transformed as one."""
+
+    def __init__(self, kinds: Mapping[str, Kind], *given: Any) -> None:
+        self._kinds = kinds
+        super().__init__(*given)
+
+    def _named(self, sample: Mapping[str, Any], kind: type[Kind]) -> list[str]:
+        return [
+            n for n, k in self._kinds.items() if isinstance(k, kind) and sample.get(n) is not None
+        ]
+
+    def __call__(self, sample: Mapping[str, Any], context: Context) -> Any:
+        images, masks = self._named(sample, Image), self._named(sample, Mask)
+        boxes, points = self._named(sample, Boxes), self._named(sample, Keypoints)
+        pixels = [self._pixels(sample[name]) for name in images]
+        if not pixels:
+            raise UsageError(f"behind {self._after} there is no image left to transform")
+        shapes = [np.shape(sample[name]) for name in points]
+        made = self._pipeline(*pixels[0].shape[:2]).apply_record(
+            {
+                "images": [image.reshape(-1) for image in pixels],
+                "masks": [(np.ascontiguousarray(sample[n]), self._of(n).dtype) for n in masks],
+                "boxes": [
+                    (_rows(sample[n], 4), self._of(n).format, self._of(n).normalised) for n in boxes
+                ],
+                "keypoints": [
+                    (_rows(sample[n], s[-1]), self._of(n).normalised)
+                    for n, s in zip(points, shapes, strict=True)
+                ],
+            },
+            **_key(context),
+        )
+        out = dict(zip(images + masks, made["images"] + made["masks"], strict=True))
+        out.update(zip(boxes, (rows for rows, _ in made["boxes"]), strict=True))
+        for name, (_, kept) in zip(boxes, made["boxes"], strict=True):
+            for follower, kind in self._kinds.items():
+                if getattr(kind, "rows_of", None) == name and sample.get(follower) is not None:
+                    out[follower] = np.asarray(sample[follower])[kept]
+        for name, shape, rows in zip(points, shapes, made["keypoints"], strict=True):
+            out[name] = rows.reshape(shape)
+        return out
+
+    def _of(self, name: str) -> Any:
+        return self._kinds[name]
+
+
+def _rows(value: Any, columns: int) -> NDArray[np.float32]:
+    return np.ascontiguousarray(value, np.float32).reshape(-1, columns)
+
+
+class Composed:
+    """Calls one function after the other, as torchvision's Compose does; can be pickled.
+
+    With `merges` a sample is a mapping of fields, to which each adds, or changes, what it gives.
+    """
+
+    def __init__(self, steps: Iterable[Callable[..., Any]], merges: bool = False) -> None:
+        self.steps = [(step, takes_context(step)) for step in steps]
+        self.merges = merges
+
+    def __call__(self, sample: Any, context: Context) -> Any:
+        for step, takes in self.steps:
+            result = step(sample, context=context) if takes else step(sample)
+            if self.merges:
+                if not isinstance(result, Mapping):
+                    raise UsageError(
+                        f"{name_of(step)} gives {type(result).__name__} for a sample of several "
+                        "fields, and not a mapping of those that it changes"
+                    )
+                result = {**sample, **result}
+            sample = result
+        return sample
+
+
+@dataclass
+class Arranged:
+    """A list of steps: the pipeline of the native ones that it begins with, and what is called then."""
+
+    pipeline: _native.Pipeline | None
+    called: list[Callable[..., Any]]
+    native: list[str]  # names
+    python: list[str]
+
+
+def arrange(
+    steps: Sequence[Any],
+    *,
+    dtype: str | None,
+    layout: str | None,
+    pixels: Pixels | None,
+    kinds: Mapping[str, Kind] | None = None,
+) -> Arranged:
+    """Of native steps and callables in turn; `kinds` are those of a group of several fields.
+
+    The native steps that come last give `dtype` and `layout`.
+
+    Raises:
+        UsageError: native steps cannot follow what is before them, or a step is no step.
+    """
+    runs: list[list[Any]] = []
+    for step in steps:
+        native = isinstance(step, Transform)
+        forgotten = isinstance(step, type) and issubclass(step, Transform)
+        if not native and (not callable(step) or forgotten):
+            raise UsageError(
+                f"transforms has {step!r}, which is neither a step of nostall.transforms nor a "
+                "callable" + (": give an object of it" if forgotten else "")
+            )
+        if native and runs and isinstance(runs[-1][0], Transform):
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    last = max((i for i, run in enumerate(runs) if isinstance(run[0], Transform)), default=-1)
+    made = Arranged(None, [], [], [])
+    draws = 0
+    for i, run in enumerate(runs):
+        if not isinstance(run[0], Transform):
+            made.called += run
+            made.python += [name_of(step) for step in run]
+            continue
+        made.native += [name_of(step) for step in run]
+        types = (dtype, layout) if i == last else (None, None)
+        if i == 0:
+            made.pipeline = compile_transforms(run, dtype=types[0], layout=types[1], pixels=pixels)
+            draws = int(made.pipeline.draws)
+            continue
+        given = (run, made.python[-1], draws, *types)
+        follows = NativeSteps(*given) if kinds is None else NativeFields(kinds, *given)
+        draws = follows.draws
+        made.called.append(follows)
+    return made
