@@ -202,6 +202,12 @@ size_t Program::ragged_before(size_t output) const noexcept {
                                            [](const Output& o) { return o.form != Form::dense; }));
 }
 
+bool Program::light() const noexcept {
+  return std::all_of(fields_.begin(), fields_.end(), [](const Field& f) {
+    return std::holds_alternative<Tokens>(f.kind) || std::holds_alternative<Scalar>(f.kind);
+  });
+}
+
 Destination Program::destination(size_t output, const Place& place) const {
   if (outputs_[output].form == Form::dense) {
     const size_t size = outputs_[output].bytes();

@@ -216,6 +216,8 @@ class Program {
                                const image::SampleKey& key, Scratch& scratch,
                                const Place& place) const;
 
+  // Whether unpacking a sample costs little more than a copy of its bytes.
+  bool light() const noexcept;
   bool mixes() const noexcept { return mix_.has_value(); }
   // Mixes a batch of which all samples are in their places; `labels` are those of its source, one for
   // each. An Error of kind usage for a label that is no class, with the sample's name by `describe`.

@@ -51,10 +51,12 @@ constexpr double kBesideSeconds = 0.25;
 void Loader::Run::fetch_loop(std::stop_token stop) {
   const std::unique_ptr<source::Reader> reader =
       config_.source->make_reader(config_.reader, config_.depth);
+  Fetcher fetcher{*reader, fields::Scratch(&decoding_)};
+  fetcher.scratch.located.resize(config_.source->fields());
   for (;;) {
     std::vector<Fetch> chunk = take_chunk(stop);
     if (chunk.empty()) return;
-    fetch(chunk, *reader, stop);
+    fetch(chunk, fetcher, stop);
   }
 }
 
@@ -125,7 +127,7 @@ std::span<std::byte> Loader::Run::raw_destination(Fetch& fetch) {
 }
 
 // The four steps above, until no sample of the chunk is open.
-void Loader::Run::fetch(std::vector<Fetch>& chunk, source::Reader& reader, std::stop_token stop) {
+void Loader::Run::fetch(std::vector<Fetch>& chunk, Fetcher& fetcher, std::stop_token stop) {
   std::vector<Fetch*> open;
   for (Fetch& f : chunk) open.push_back(&f);
   const auto begun = std::chrono::steady_clock::now();
@@ -162,19 +164,19 @@ void Loader::Run::fetch(std::vector<Fetch>& chunk, source::Reader& reader, std::
     if (!finished.empty()) {
       trace::record(kReadTiers, looked, now_ns(), {static_cast<int64_t>(finished.size())});
     }
-    finish(finished);
+    finish(finished, &fetcher);
     const bool idle = finished.empty() && to_read.empty() && from_peers.empty();
     prepare_all(to_read);
     prepare_all(from_peers);
     std::shared_ptr<peer::FetchGroup> group;
     if (!from_peers.empty()) group = ask_peers(from_peers);
-    if (!to_read.empty()) read_source(to_read, reader, stop);
+    if (!to_read.empty()) read_source(to_read, fetcher, stop);
     if (group) {
       {
         const Activity receiving;
         config_.peers->finish(*group, stop);
       }
-      for (Fetch* f : take_from_peers(from_peers, *group)) left.push_back(f);
+      for (Fetch* f : take_from_peers(from_peers, *group, fetcher)) left.push_back(f);
     }
     if (idle) wait_for_others(*left.front(), stop);
     open = std::move(left);
@@ -316,7 +318,7 @@ void Loader::Run::prepare_all(std::vector<Fetch*>& fetches) {
     finished.push_back(f->work);
     return true;
   });
-  finish(finished);
+  finish(finished, nullptr);
 }
 
 // Ends the claim of a sample. Its bytes are in `into`, or `error` says why not.
@@ -394,8 +396,9 @@ void Loader::Run::keep_beside(std::span<const Beside> beside,
   }
 }
 
-void Loader::Run::read_source(std::span<Fetch* const> fetches, source::Reader& reader,
+void Loader::Run::read_source(std::span<Fetch* const> fetches, Fetcher& fetcher,
                               std::stop_token stop) {
+  source::Reader& reader = fetcher.reader;
   const std::vector<Beside> beside = claim_beside(fetches);
   std::vector<source::ReadRequest> requests;
   requests.reserve(fetches.size() + beside.size());
@@ -445,7 +448,7 @@ void Loader::Run::read_source(std::span<Fetch* const> fetches, source::Reader& r
     }
     finished.push_back(f.work);
   }
-  finish(finished);
+  finish(finished, &fetcher);
   keep_beside(beside, std::span(requests).subspan(fetches.size()));
   for (const Kept& k : kept) pass_on(k, stop);
 }
@@ -466,7 +469,8 @@ std::shared_ptr<peer::FetchGroup> Loader::Run::ask_peers(std::span<Fetch* const>
 
 // Returns the samples that did not arrive: they are read from the source. The others are finished.
 std::vector<Loader::Run::Fetch*> Loader::Run::take_from_peers(std::span<Fetch* const> fetches,
-                                                              const peer::FetchGroup& group) {
+                                                              const peer::FetchGroup& group,
+                                                              Fetcher& fetcher) {
   std::vector<Fetch*> again;
   std::vector<Work> finished;
   std::vector<Kept> kept;
@@ -502,7 +506,7 @@ std::vector<Loader::Run::Fetch*> Loader::Run::take_from_peers(std::span<Fetch* c
   trace::record(kFetchPeers, now - took, now,
                 {static_cast<int64_t>(fetches.size()),
                  static_cast<int64_t>(fetches.size() - again.size()), static_cast<int64_t>(bytes)});
-  finish(finished);
+  finish(finished, &fetcher);
   for (const Kept& k : kept) {
     if (k.to_file_tier) config_.cache->file_write(k.sample, k.bytes);
   }

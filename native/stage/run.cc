@@ -33,6 +33,7 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
       decoding_(decoding),
       sums_(config.cache ? config.cache->sums() : config.source->sums()),
       sizes_(config.source->sizes()),
+      light_(config.program && config.program->light()),
       first_epoch_(start.epoch),
       cursor_(start) {
   const uint64_t local = std::max<uint64_t>(
@@ -160,9 +161,10 @@ std::unique_ptr<Batch> Loader::Run::next(std::chrono::nanoseconds timeout) {
     if (!task->ready) break;
     ++batch->queue;
   }
+  const bool startable = !fetched_.empty();
   lock.unlock();
   fetchable_.notify_all();
-  transformable_.notify_all();
+  if (startable) transformable_.notify_all();
   if (asked_ != 0) {
     const auto samples = [&](Origin o) {
       return static_cast<int64_t>(batch->origins[size_t(o)].samples);
@@ -275,6 +277,7 @@ bool Loader::Run::may_take(const Task& task, uint64_t transient) const {
   const bool staged = task.sequence < handed_out_ + max_staged_;
   if (!transformed()) return staged;
   if (task.sequence == handed_out_) return true;  // never starve the batch that is waited for
+  if (light_ && !staged) return false;            // as quickly unpacked as read
   const uint64_t local = std::max<uint64_t>(1, task.items.size());
   if ((task.sequence - handed_out_) * local > std::max(kMaxAhead, max_staged_ * local))
     return false;

@@ -80,6 +80,11 @@ class Loader::Run {
     bool patient_locally = true;  // and for a read of another rank of this node
     bool shunned = false;         // its owner failed to deliver: not asked again
   };
+  // What a fetch thread has of its own; `scratch` is for samples that it unpacks itself.
+  struct Fetcher {
+    source::Reader& reader;
+    fields::Scratch scratch;
+  };
   enum class Route : uint8_t { done, source, peer, wait };
   // Bytes to write to a file tier or push to another node after their own batch has them.
   struct Kept {
@@ -112,7 +117,7 @@ class Loader::Run {
   std::shared_ptr<const plan::RankEpoch> rank_epoch(uint32_t epoch) NOSTALL_REQUIRES(mutex_);
   void plan_ahead(uint32_t epoch) NOSTALL_REQUIRES(mutex_);
 
-  void fetch(std::vector<Fetch>& chunk, source::Reader& reader, std::stop_token stop);
+  void fetch(std::vector<Fetch>& chunk, Fetcher& fetcher, std::stop_token stop);
   Route route(Fetch& fetch);
   Route peer_or_source();
   bool worth_waiting(const Fetch& fetch, std::chrono::nanoseconds waited);
@@ -122,19 +127,21 @@ class Loader::Run {
   bool prepare(Fetch& fetch);
   void prepare_all(std::vector<Fetch*>& fetches);
   void settle_claim(Fetch& fetch, int error, std::string why);
-  void read_source(std::span<Fetch* const> fetches, source::Reader& reader, std::stop_token stop);
+  void read_source(std::span<Fetch* const> fetches, Fetcher& fetcher, std::stop_token stop);
   // Claims samples next to those to read that the tiers have room for: reading on is cheaper than
   // reading them later (Source::around).
   std::vector<Beside> claim_beside(std::span<Fetch* const> fetches);
   void keep_beside(std::span<const Beside> beside, std::span<const source::ReadRequest> requests);
   std::shared_ptr<peer::FetchGroup> ask_peers(std::span<Fetch* const> fetches);
   std::vector<Fetch*> take_from_peers(std::span<Fetch* const> fetches,
-                                      const peer::FetchGroup& group);
+                                      const peer::FetchGroup& group, Fetcher& fetcher);
   void keep_copy(const Fetch& fetch, std::vector<Kept>& kept);
   void pass_on(const Kept& kept, std::stop_token stop);
   std::span<std::byte> raw_destination(Fetch& fetch);
 
   void transform(Work work, fields::Scratch& scratch, source::Reader& reader);
+  // Several, one after the other; accounts for them.
+  void transform(std::span<const Work> works, fields::Scratch& scratch, source::Reader& reader);
   // From the record of `sample` to its place in the batch.
   Result<std::monostate> unpack(Work work, plan::SampleId sample, std::span<const std::byte> record,
                                 fields::Scratch& scratch);
@@ -144,9 +151,10 @@ class Loader::Run {
   void complete(Task& task);
   void lay(Task& task);
   void mix(Task& task);
-  // Accounts for a sample that is transformed; completes its batch if it was the last one.
-  void settle(Task& task);
-  void finish(std::span<const Work> works);
+  // Accounts for samples that are transformed; completes their batch if they were the last ones.
+  void settle(Task& task, size_t samples);
+  // With a `fetcher`: called by that thread, which may unpack them itself.
+  void finish(std::span<const Work> works, Fetcher* fetcher);
   // Compares what was read with the samples' checksums, or learns them. Other bytes are read once
   // more: the request has its error if they are other bytes again.
   void compare(std::span<source::ReadRequest> requests, source::Reader& reader);
@@ -176,6 +184,7 @@ class Loader::Run {
   SampleSums& sums_;                      // the node's, or this process's where there are no tiers
   std::atomic<bool> warned_of_reading_{false}, warned_of_peers_{false};
   const std::span<const uint64_t> sizes_;
+  const bool light_;            // unpacking a sample costs less than handing it to another thread
   const uint32_t first_epoch_;  // of this run
   uint64_t slab_bytes_ = 0;     // of a whole batch, about
 

@@ -47,16 +47,16 @@ void Loader::Run::transform_loop(std::stop_token stop) {
       Batch& batch = *work.task->batch;
       if (!batch.buffer && batch.bytes > 0) batch.buffer = batch_pool_->take(batch.bytes);
     }
-    transform(work, scratch, *reader);
+    transform({&work, 1}, scratch, *reader);
     scratch.trim(keep);
-    settle(*work.task);
   }
 }
 
-void Loader::Run::settle(Task& task) {
+void Loader::Run::settle(Task& task, size_t samples) {
   {
     const MutexLock lock(mutex_);
-    if (--task.left > 0) return;
+    task.left -= samples;
+    if (task.left > 0) return;
     // Once it is ready it may be handed out and gone at any time.
     if (!completes()) task.ready = true;
   }
@@ -89,7 +89,6 @@ Result<std::monostate> Loader::Run::unpack(Work work, plan::SampleId sample,
 
 void Loader::Run::transform(Work work, fields::Scratch& scratch, source::Reader& reader) {
   Task::Item& item = work.task->items[work.index];
-  const int64_t begin = thread_cpu_ns();
   trace::Span span(kDecode);
   const Position position = work.task->batch->position;
   span.values = {static_cast<int64_t>(item.sample), static_cast<int64_t>(sizes_[item.sample]),
@@ -103,39 +102,61 @@ void Loader::Run::transform(Work work, fields::Scratch& scratch, source::Reader&
     if (!result) handle_bad(work, result.error().what(), &scratch, reader);
   }
   item.raw.reset();
-  if (item.charged != 0) {
-    {
-      const MutexLock lock(mutex_);
-      transient_ -= item.charged;
-    }
-    fetchable_.notify_one();
-  }
-  const MutexLock lock(work.task->counters);
-  work.task->batch->transform_ns += thread_cpu_ns() - begin;
 }
 
-// The bytes of these samples have arrived: raw ones are finished, others are queued for transforms.
-void Loader::Run::finish(std::span<const Work> works) {
+void Loader::Run::transform(std::span<const Work> works, fields::Scratch& scratch,
+                            source::Reader& reader) {
+  while (!works.empty()) {
+    Task& task = *works[0].task;
+    const int64_t begin = thread_cpu_ns();
+    uint64_t charged = 0;
+    size_t samples = 0;
+    for (; samples < works.size() && works[samples].task == &task; ++samples) {
+      transform(works[samples], scratch, reader);
+      charged += task.items[works[samples].index].charged;
+    }
+    if (charged != 0) {
+      {
+        const MutexLock lock(mutex_);
+        transient_ -= charged;
+      }
+      fetchable_.notify_one();
+    }
+    {
+      const MutexLock lock(task.counters);
+      task.batch->transform_ns += thread_cpu_ns() - begin;
+    }
+    works = works.subspan(samples);
+    settle(task, samples);
+  }
+}
+
+// The bytes of these samples have arrived: raw ones are finished, others are unpacked here where
+// that is quicker than waking another thread, or queued for transforms.
+void Loader::Run::finish(std::span<const Work> works, Fetcher* fetcher) {
   if (works.empty()) return;
   bool ready = false;
+  std::vector<Work> here;
+  size_t queued = 0;
   {
     const MutexLock lock(mutex_);
     for (const Work& work : works) {
-      if (transformed()) {
+      if (!transformed()) {
+        if (--work.task->left == 0) work.task->ready = ready = true;
+      } else if (fetcher && light_ && work.task->sequence < handed_out_ + max_staged_) {
+        Batch& batch = *work.task->batch;
+        if (!batch.buffer && batch.bytes > 0) batch.buffer = batch_pool_->take(batch.bytes);
+        here.push_back(work);
+      } else {
         fetched_.push({{work.task->sequence, work.index}, work.task});
-      } else if (--work.task->left == 0) {
-        work.task->ready = ready = true;
+        ++queued;
       }
     }
   }
   if (ready) ready_.notify_one();
-  if (transformed()) {
-    if (works.size() == 1) {
-      transformable_.notify_one();
-    } else {
-      transformable_.notify_all();
-    }
-  }
+  if (queued == 1) transformable_.notify_one();
+  if (queued > 1) transformable_.notify_all();
+  if (!here.empty()) transform(here, fetcher->scratch, fetcher->reader);
 }
 
 void Loader::Run::count(Task& task, Origin origin, uint64_t bytes, int64_t nanoseconds) {
