@@ -15,6 +15,7 @@ from nostall.fields import Boxes, Image, Keypoints, Kind, Mask
 from nostall.loader._compile import compile as compile_transforms
 from nostall.loader._context import Context, takes_context
 from nostall.loader._steps import Step, Transform
+from nostall.loader._torchvision import HandedOver
 from nostall.source._source import Pixels
 
 _ORDER = (
@@ -274,7 +275,7 @@ def arrange(
     for i, run in enumerate(runs):
         if not isinstance(run[0], Transform):
             made.called += run
-            made.python += [name_of(step) for step in run]
+            made.python += [name_of(step) for step in run if not isinstance(step, HandedOver)]
             continue
         made.native += [name_of(step) for step in run]
         types = (dtype, layout) if i == last else (None, None)

@@ -45,6 +45,7 @@ from nostall.loader._options import LoaderArguments, LoaderOptions, with_argumen
 from nostall.loader._python_transforms import PythonStage, RecordStage, takes_images
 from nostall.loader._records import ByField, OneImage, RawBatch, Records, Steps
 from nostall.loader._steps import Transform
+from nostall.loader._torchvision import recognise
 from nostall.observe import metrics, trace
 from nostall.observe._recorder import Recorder
 from nostall.observe._stats import ORIGINS
@@ -269,7 +270,8 @@ class DataLoader:
         self._python: PythonStage | None = None
         self._arranged: list[Arranged] = []
         self._transform_by(transforms)
-        self._refuse_idle(rare)
+        self._refuse_idle(rare, transforms)
+        self._tell_steps()
         self._order_world = self.world.world_size
         self._spec = self._make_spec()
         self._batches = int(_native.batches_per_epoch(self._spec))
@@ -356,7 +358,12 @@ class DataLoader:
         ):
             self._unpack_by(transforms)
         elif transforms is not None:
-            steps, dtype, layout = self._take_mix(steps_of(transforms)), chosen.dtype, chosen.layout
+            steps: Sequence[Any] = steps_of(transforms)
+            dtype, layout = chosen.dtype, chosen.layout
+            if chosen.decode is not False:
+                steps, own = recognise(list(steps), pixels)
+                layout = layout or own
+            steps = self._take_mix(steps)
             native = all(isinstance(step, Transform) for step in steps)
             if native and self._place and self._mix is None and chosen.collate is None:
                 steps, self._finish = finished_there(steps, dtype, layout)
@@ -443,14 +450,26 @@ class DataLoader:
                 seed=self.seed,
             )
 
-    def _refuse_idle(self, given: LoaderArguments) -> None:
+    def _tell_steps(self) -> None:
+        """Logs which steps run natively, once for a job."""
+        if self._arranged and self.world.rank == 0:
+            native = ", ".join(name for made in self._arranged for name in made.native)
+            called = ", ".join(name for made in self._arranged for name in made.python)
+            _log.info("transforms: native %s; called %s", native or "none", called or "none")
+
+    def _refuse_idle(self, given: LoaderArguments, transforms: Transforms) -> None:
         """Refuses arguments that would do nothing; nostall.toml may have them for other loaders.
 
         Raises:
             UsageError: there is one.
         """
         native = any(made.native for made in self._arranged)
-        called = any(made.called for made in self._arranged)
+        # What is recognised might have been called.
+        called = any(made.called for made in self._arranged) or (
+            transforms is not None
+            and not isinstance(transforms, Mapping)
+            and not all(isinstance(step, Transform) for step in steps_of(transforms))
+        )
         decodes = self._records is not None or self._program is None
         used = {
             "dtype": (native, "native transforms"),

@@ -18,6 +18,7 @@ from nostall.loader._geometry_steps import SanitizeBoundingBoxes
 from nostall.loader._in_turn import Arranged, Composed, Function, arrange, steps_of
 from nostall.loader._mixing import BatchTransform, Mix, split
 from nostall.loader._steps import Transform
+from nostall.loader._torchvision import recognise
 from nostall.source._source import Pixels, Source
 
 Steps = Sequence[Transform | Callable[..., Any]]
@@ -147,13 +148,18 @@ class Records:
         stated: dict[str, Kind] = {}
         _check_rows(source.schema)
         for group in _groups(schema, transforms):
-            steps, for_batches = split(group.steps)
+            steps, own = group.steps, None
+            if group.alone and decode and isinstance(schema.get(group.names[0]), Image):
+                steps, own = recognise(steps, source.pixels)
+            steps, for_batches = split(steps)
             if for_batches is not None:
                 self._mix_by(for_batches, schema, group, shift)
             if any(isinstance(step, SanitizeBoundingBoxes) for step in steps):
                 _check_followers(schema, group.names)
             kinds = None if group.alone else dict(schema) if group.every else group.kinds(schema)
-            made = arrange(steps, dtype=dtype, layout=layout, pixels=source.pixels, kinds=kinds)
+            made = arrange(
+                steps, dtype=dtype, layout=layout or own, pixels=source.pixels, kinds=kinds
+            )
             self.arranged.append(made)
             if made.pipeline is not None:
                 pipelines.update(dict.fromkeys(group.names, made.pipeline))

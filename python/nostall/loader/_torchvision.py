@@ -1,15 +1,19 @@
-"""Transforms of torchvision v2 as the native ones that do the same."""
+"""Transforms of torchvision as the native ones that do the same."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from nostall.errors import UsageError
 from nostall.loader import _color_steps as c
 from nostall.loader import _geometry_steps as g
+from nostall.loader import _mixing as m
+from nostall.loader._compile import compile as compile_transforms
 from nostall.loader._steps import Transform
+from nostall.source._source import Pixels
 
+_HOME = "torchvision.transforms."
 _WARPING = {"nearest": "nearest", "bilinear": "bilinear", "bicubic": "bicubic"}
 _OF_PIL = {**_WARPING, "nearest": "nearest_exact", "nearest-exact": "nearest_exact"}
 _OF_TENSORS = {**_WARPING, "nearest-exact": "nearest_exact"}
@@ -54,8 +58,9 @@ def _resize(x: Any, tensors: bool) -> Transform:
 
 
 def _random_crop(x: Any, _: bool) -> Transform:
-    # torchvision keeps its padding as left, right, top, bottom.
-    padding = None if x.padding is None else [x.padding[i] for i in (0, 2, 1, 3)]
+    padding = x.padding
+    if padding is not None and ".v2." in type(x).__module__:
+        padding = [padding[i] for i in (0, 2, 1, 3)]  # it keeps left, right, top, bottom
     return g.RandomCrop(tuple(x.size), padding, x.pad_if_needed, _fill(x.fill), x.padding_mode)
 
 
@@ -120,6 +125,22 @@ _FLOAT: dict[str, Callable[[Any, bool], Transform]] = {
 }
 
 
+# Of whole batches.
+_BATCHES: dict[str, Callable[[Any], m.BatchTransform]] = {
+    "MixUp": lambda x: m.MixUp(alpha=x.alpha, num_classes=x.num_classes),
+    "CutMix": lambda x: m.CutMix(alpha=x.alpha, num_classes=x.num_classes),
+    "RandomChoice": lambda x: m.RandomChoice([_of_batches(y) for y in x.transforms], x.p),
+}
+
+
+def _of_batches(transform: Any) -> m.BatchTransform:
+    name = _name(transform)
+    _only(name in _BATCHES)
+    step = _BATCHES[str(name)](transform)
+    _only(getattr(step, "num_classes", 1) is not None)  # labels that are probabilities already
+    return step
+
+
 def _flat(transforms: Any) -> Iterator[Any]:
     if _name(transforms) == "Compose":
         transforms = transforms.transforms
@@ -133,40 +154,116 @@ def _flat(transforms: Any) -> Iterator[Any]:
 def _name(transform: Any) -> str | None:
     """Of a class of torchvision's itself: what a subclass does is not known."""
     kind = type(transform)
-    home = kind.__module__.startswith("torchvision.transforms.v2.")
+    home = f"{kind.__module__}.".startswith(_HOME)
     return kind.__name__ if home else None
 
 
-def from_torchvision(transforms: Any) -> list[Transform] | None:
-    """The native transforms that do what those of ``torchvision.transforms.v2`` do, or None.
+def _is_of_torchvision(transform: Any) -> bool:
+    """Also a subclass: it takes what torchvision's take."""
+    return any(f"{kind.__module__}.".startswith(_HOME) for kind in type(transform).__mro__)
 
-    `transforms` is one, a list, or a ``Compose``, to be given an image of Pillow. Values agree as the
-    guide's table says; draws have torchvision's distribution, not its stream. None if one of them, or
-    a parameter, has no equal here, or if they end with a tensor of bytes, which would have its channels
-    last: the transforms can still be passed to the loader as a callable.
+
+class _Reader:
+    """Finds the native equals of one transform after the other, by what an image is by then."""
+
+    def __init__(self) -> None:
+        self.kind: Literal["pil", "tensor", "float"] = "pil"
+
+    def read(self, transform: Any) -> list[Transform]:
+        """Raises _Unequal if there are none."""
+        name = _name(transform)
+        if name in ("Identity", "ToPureTensor") or (name == "ToPILImage" and self.kind == "pil"):
+            return []
+        if name in ("ToImage", "PILToTensor"):
+            _only(self.kind != "float")
+            self.kind = "tensor"
+            return []
+        converts = name in ("ToDtype", "ConvertImageDtype") and self.kind == "tensor"
+        if name == "ToTensor" or converts:
+            _only(self.kind != "float")
+            if converts:
+                _only(str(transform.dtype) == "torch.float32")
+                _only(name != "ToDtype" or transform.scale)
+            self.kind = "float"
+            return [c.ToTensor()]
+        known = _FLOAT if self.kind == "float" else _ANYWHERE
+        known = {**known, **_PIL} if self.kind == "pil" else known
+        _only(name in known)
+        try:
+            return [known[str(name)](transform, self.kind == "tensor")]
+        except UsageError:
+            raise _Unequal from None
+
+
+def from_torchvision(transforms: Any) -> list[Transform] | None:
+    """The native transforms that do what those of ``torchvision.transforms`` do, or None.
+
+    `transforms` is one, a list, or a ``Compose``, of v2 or of the first version, to be given an image
+    of Pillow. Values agree as the guide's table says; draws have torchvision's distribution, not its
+    stream. None if one of them, or a parameter, has no equal here, or if they end with a tensor of
+    bytes, which would have its channels last: the transforms can still be passed to the loader.
     """
     found: list[Transform] = []
-    kind = "pil"
+    reader = _Reader()
     try:
         for transform in _flat(transforms):
-            name = _name(transform)
-            if name in ("Identity", "ToPureTensor"):
-                continue
-            if name in ("ToImage", "PILToTensor"):
-                _only(kind != "float")
-                kind = "tensor"
-            elif name == "ToTensor" or (name == "ToDtype" and kind == "tensor"):
-                _only(kind != "float")
-                if name == "ToDtype":
-                    _only(str(transform.dtype) == "torch.float32" and transform.scale)
-                found.append(c.ToTensor())
-                kind = "float"
-            else:
-                known = _FLOAT if kind == "float" else _ANYWHERE
-                known = {**known, **_PIL} if kind == "pil" else known
-                _only(name in known)
-                found.append(known[str(name)](transform, kind == "tensor"))
-        _only(kind != "tensor")  # its batches would be channels last
-    except (_Unequal, UsageError):
+            found += reader.read(transform)
+        _only(reader.kind != "tensor")  # its batches would be channels last
+    except _Unequal:
         return None
     return found
+
+
+class HandedOver:
+    """What transforms of torchvision take where native ones end; can be pickled."""
+
+    def __init__(self, kind: Literal["pil", "tensor", "float"]) -> None:
+        self._kind = kind
+
+    def __call__(self, image: Any) -> Any:
+        if self._kind == "pil":
+            from PIL import Image
+
+            return Image.fromarray(image)
+        import torch
+
+        tensor = torch.from_numpy(image)
+        return tensor.permute(2, 0, 1) if self._kind == "tensor" else tensor
+
+
+def recognise(steps: list[Any], pixels: Pixels | None) -> tuple[list[Any], Literal["chw"] | None]:
+    """Transforms of torchvision among the steps as native ones, from the first on while they have them.
+
+    The rest is as it is, to be called; all are if the native ones fix no size. Beside it the layout
+    that they end with, if it is not the usual one.
+    """
+    flat = [
+        inner for step in steps for inner in (_flat(step) if _name(step) == "Compose" else [step])
+    ]
+    if not any(_name(step) for step in flat):
+        return steps, None
+    found: list[Any] = []
+    reader = _Reader()
+    try:
+        last: list[Any] = [_of_batches(flat[-1])]
+        flat = flat[:-1]
+    except (_Unequal, UsageError):
+        last = []
+    rest: list[Any] = []
+    for place, step in enumerate(flat):
+        try:
+            found += [step] if isinstance(step, Transform) else reader.read(step)
+        except _Unequal:
+            rest = flat[place:]
+            break
+        if isinstance(step, c.ToTensor):
+            reader.kind = "float"
+    natives = [step for step in found if not isinstance(step, m.BatchTransform)]
+    try:
+        _only(bool(natives))
+        compile_transforms(natives, pixels=pixels)
+    except (_Unequal, UsageError):
+        return ([*flat, *last] if last else steps), None
+    if rest and any(map(_is_of_torchvision, flat[: len(flat) - len(rest) + 1])):
+        found.append(HandedOver(reader.kind))
+    return [*found, *rest, *last], "chw" if reader.kind == "tensor" and not rest else None
