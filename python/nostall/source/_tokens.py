@@ -113,6 +113,7 @@ class Tokens:
         self.storage = open_storage(data + indexes, direct=reading_of(reading).direct, store=store)
         self._files = len(data)
         self.dtype = self._find_type(dtype, format, indexes)
+        self._check_end(end)
         found = self._load(index) or self._examine(bool(indexes), progress)
         self.native = _native.TokenStream(self.storage, found)
         if self.native.tokens == 0:
@@ -196,6 +197,14 @@ class Tokens:
             self._headers.append(header[1:])
             types.append(header[0])
         return self._one_type(types, dtype)
+
+    def _check_end(self, end: int | None) -> None:
+        ids = int(np.iinfo(self.dtype).max) + 1
+        for below, what in ((ids, f"the ids of {self.dtype}"), (self.vocabulary, "the vocabulary")):
+            if end is not None and below is not None and end >= below:
+                raise UsageError(
+                    f"end={end} is none of {what}, below {below}: no document would end"
+                )
 
     def _one_type(self, types: list[str], dtype: str | None) -> str:
         found = sorted({*types, *([dtype] if dtype is not None else [])})

@@ -133,6 +133,12 @@ def test_damage_is_named(tmp_path: Path) -> None:
         CorruptionError, match=r"a.bin: token \d+ is \d+, outside the vocabulary of 300"
     ):
         nostall.Tokens(tmp_path / "a.bin", dtype="uint16", vocabulary=300)
+    for match, options in {
+        "end=100257 is none of the ids of uint16, below 65536": {"end": 100257},
+        "end=900 is none of the vocabulary, below 900": {"end": 900, "vocabulary": 900},
+    }.items():
+        with pytest.raises(UsageError, match=match):
+            nostall.Tokens(tmp_path / "a.bin", dtype="uint16", **options)
     np.save(tmp_path / "f.npy", IDS.astype(np.float32))
     with pytest.raises(UsageError, match="whole numbers"):
         nostall.Tokens(tmp_path / "f.npy")
