@@ -46,7 +46,8 @@ class Units(Source):
         pad: the id that fills units up.
 
     Raises:
-        UsageError: a piece is not inside its document, or there is no unit.
+        UsageError: a piece is not inside its document, a unit has more tokens than `length`, or there
+            is no unit.
     """
 
     _pairs = False
@@ -65,13 +66,24 @@ class Units(Source):
     ) -> None:
         self._describe(tokens, length, fields, dtype, pad)
         self._arguments |= {"offsets": offsets, "pieces": pieces}
+        begins, table = _numbers(offsets, "offsets", 64), _numbers(pieces, "pieces", 32)
+        if begins.ndim != 1 or not begins.size or table.ndim != 2 or table.shape[1] != 3:
+            raise UsageError(
+                f"offsets= of shape {begins.shape} and pieces= of shape {table.shape} must have the "
+                "shapes (units + 1,) and (pieces, 3)"
+            )
         self.native = _native.token_pieces(
             tokens.native,
-            np.ascontiguousarray(offsets, np.uint64),
-            np.ascontiguousarray(pieces, np.uint32),
+            begins.astype(np.uint64),
+            np.ascontiguousarray(table, np.uint32),
             "labels" in fields,
             len(self._schema),
         )
+        before = np.concatenate([[0], np.cumsum(table[:, 2], dtype=np.int64)])
+        sizes = np.diff(before[begins.astype(np.int64)])
+        if length is not None and sizes.max() > length:
+            unit = int(sizes.argmax())
+            raise UsageError(f"unit {unit} has {sizes[unit]} tokens, more than length={length}")
 
     def _describe(
         self,
@@ -128,6 +140,17 @@ class Units(Source):
     def segments(self, unit: int) -> list[tuple[int, int]]:
         """(first token in the stream, tokens) of each segment of a unit."""
         return self.native.segments(range(len(self))[unit])
+
+
+def _numbers(values: Any, name: str, bits: int) -> NDArray[Any]:
+    found = np.asarray(values)
+    if found.size and (
+        found.dtype.kind not in "iu" or int(found.min()) < 0 or int(found.max()) >= 2**bits
+    ):
+        raise UsageError(
+            f"{name}= must be whole numbers from 0 to 2**{bits} - 1, not {found.dtype}"
+        )
+    return found
 
 
 class Windows(Units):

@@ -196,6 +196,14 @@ def test_pieces_may_be_the_users_own(tokens: nostall.Tokens) -> None:
     assert batch["ids"][1, 5:].tolist() == [0] * 59
     with pytest.raises(UsageError, match="not inside document 1"):
         nostall.Units(tokens, 64, [0, 1], np.array([[1, 299, 2]]))
+    with pytest.raises(UsageError, match="unit 1 has 65 tokens, more than length=64"):
+        nostall.Units(tokens, 64, [0, 1, 3], np.array([[1, 0, 64], [1, 64, 60], [3, 0, 5]]))
+    for wrong in ([[1.5, 0, 2]], [[1, 0, -2]], [[2**32 + 1, 0, 2]]):
+        with pytest.raises(UsageError, match="pieces= must be whole numbers"):
+            nostall.Units(tokens, 64, [0, 1], np.array(wrong))
+    for offsets, pieces in (([], [[1, 0, 2]]), ([0, 1], [1, 0, 2])):
+        with pytest.raises(UsageError, match="must have the shapes"):
+            nostall.Units(tokens, 64, offsets, np.array(pieces))
 
 
 def test_options_that_cannot_be_are_refused(tokens: nostall.Tokens) -> None:
