@@ -222,6 +222,7 @@ void bind_tokens(nb::module_& m) {
         return out;
       },
       nb::arg("unit"), "(first token in the stream, tokens) of each segment.");
+  units.def_prop_ro("tokens", &UnitSource::tokens, "Of all units together.");
   units.def_prop_ro(
       "waste",
       [](const UnitSource& s) {

@@ -151,7 +151,10 @@ UnitSource::UnitSource(std::shared_ptr<const Stream> stream,
   for (uint64_t u = 0; u < sizes_.size(); ++u) {
     segments(u, found);
     uint64_t ids = 0;
-    for (const Segment& s : found) ids += s.ids();
+    for (const Segment& s : found) {
+      ids += s.ids();
+      tokens_ += s.length;
+    }
     if (ids > source::kMostUnit) usage("unit " + std::to_string(u) + " has more than 2^30 tokens");
     sizes_[u] = source::unit_bytes(ids, stream_->width(), found.size());
     total_bytes_ += sizes_[u];

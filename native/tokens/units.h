@@ -78,6 +78,8 @@ class UnitSource : public source::Source {
   Shareable* shareable() const override { return stream_->documents().shareable(); }
 
   const Stream& stream() const noexcept { return *stream_; }
+  // Of all units together, labels alone not counted.
+  uint64_t tokens() const noexcept { return tokens_; }
   const std::variant<Windows, Pieces, plan::Units>& rule() const noexcept { return rule_; }
   // Replaces `out` by the segments of a unit.
   void segments(uint64_t unit, std::vector<Segment>& out) const;
@@ -96,7 +98,7 @@ class UnitSource : public source::Source {
   uint32_t fields_;
   std::vector<uint64_t> sizes_;
   std::vector<int64_t> labels_;
-  uint64_t total_bytes_ = 0, fingerprint_ = 0;
+  uint64_t total_bytes_ = 0, fingerprint_ = 0, tokens_ = 0;
 };
 
 }  // namespace nostall::tokens

@@ -704,6 +704,10 @@ class UnitSource(Source):
         """(first token in the stream, tokens) of each segment."""
 
     @property
+    def tokens(self) -> int:
+        """Of all units together."""
+
+    @property
     def waste(self) -> float:
         """The share of positions of packed units that no token takes."""
 

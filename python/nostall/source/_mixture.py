@@ -11,6 +11,7 @@ import numpy as np
 
 from nostall.errors import UsageError
 from nostall.source._source import Source
+from nostall.source._units import Units
 from nostall.source._views import Concat
 
 Weighting = Mapping[Source, float]
@@ -133,10 +134,9 @@ def _cost(source: Source, per: str) -> float:
         return max(1, source.total_bytes) / len(source)
     if per != "tokens":
         raise UsageError(f'per must be "samples", "bytes" or "tokens", not {per!r}')
-    tokens = getattr(source, "tokens", None)
-    if tokens is None:
+    if not isinstance(source, Units):
         raise UsageError(f'{source!r} does not know its tokens: weigh samples, or per="bytes"')
-    return len(tokens) / len(source)
+    return max(1, source.native.tokens) / len(source)
 
 
 def _in_samples(

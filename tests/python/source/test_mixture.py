@@ -236,6 +236,14 @@ def test_units_of_token_streams_mix_and_go_on(tmp_path: Path) -> None:
     costs = [len(stream) / len(units) for stream, units in zip(streams, packed, strict=True)]
     assert weights == pytest.approx([0.5 / cost for cost in costs])
 
+    # Tokens that several units have, or none, count as often as a training sees them.
+    own = (
+        nostall.Windows(streams[0], 20, stride=5),
+        nostall.Documents(streams[1], 20, longer="cut"),
+    )
+    (_, weights), *_ = nostall.Mixture(dict.fromkeys(own, 0.5), per="tokens").mixing.schedule
+    assert weights == pytest.approx((0.5 / 20, 0.5 / 20))
+
     def ids_of(batches: Any) -> list[Any]:
         return [batch["ids"].tolist() for batch in batches]
 
