@@ -111,8 +111,8 @@ class Mixture(Concat):
     def changed(self, step: int, weights: Weighting) -> Mixture:
         """This mixture with other weights from a global batch on, the same before it.
 
-        A loader of the changed mixture goes on from a state of this one that was taken at that batch or
-        before.
+        Where sources repeat, a loader of the changed mixture goes on from a state of this one that was
+        taken at that batch or before. Else weights change in every epoch, and no state goes with both.
 
         Raises:
             UsageError: the mixture changes after that step, or weights are bad.
@@ -123,7 +123,8 @@ class Mixture(Concat):
         return Mixture(first, schedule={**later, step: weights}, **self._options)
 
     def _kept(self) -> dict[str, Any]:
-        return {**super()._kept(), "mixing": self.mixing}
+        names = ("mixing", "_given", "_options")
+        return {**super()._kept(), **{name: self.__dict__[name] for name in names}}
 
 
 def _cost(source: Source, per: str) -> float:

@@ -126,6 +126,9 @@ def test_a_pickled_mixture_has_the_same_order(sources: dict[str, Any]) -> None:
     again = pickle.loads(pickle.dumps(mixture))
     with load(mixture, epochs=1) as one, load(again, epochs=1) as other:
         assert taken(one) == taken(other)
+    there, copies = pickle.loads(pickle.dumps((mixture, list(sources.values()))))
+    changed = mixture.changed(2, weighted(sources, 0, 1, 1)).mixing
+    assert there.changed(2, {copies[1]: 1, copies[2]: 1}).mixing == changed
 
 
 @pytest.mark.parametrize(
