@@ -27,7 +27,6 @@ class Job:
     length: int
     batch: int
     threads: int
-    tier: str
 
 
 def make(path: Path, tokens: int, *, median: float = 404, mean: float = 738) -> None:
@@ -214,9 +213,7 @@ def _nostall(job: Job, packed: bool) -> Counted:
     else:
         stream = nostall.Tokens(job.data, dtype="uint16", format="raw")
         source = nostall.Windows(stream, job.length, fields=("ids",))
-    with nostall.DataLoader(
-        source, job.batch, order="keyed", drop_last=True, tiers=[job.tier] if job.tier else []
-    ) as loader:
+    with nostall.DataLoader(source, job.batch, order="keyed", drop_last=True, tiers=[]) as loader:
         while True:
             for batch in loader:
                 ids = batch["ids"]

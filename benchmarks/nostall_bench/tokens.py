@@ -185,7 +185,6 @@ def _measure(settings: dict[str, Any]) -> dict[str, float]:
         settings["length"],
         settings["batch_size"],
         settings["threads"],
-        "",
     )
     mode, name, root = settings["mode"], settings["loader"], os.getpid()
     if settings["prepare"]:

@@ -43,7 +43,7 @@ def test_a_small_run_measures_windows_and_packing(tmp_path: Path) -> None:
 def test_peers_give_batches_of_the_data(tmp_path: Path) -> None:
     data = tmp_path / "tokens.bin"
     token_peers.make(data, 20_000)
-    job = token_peers.Job(data, 100, 3, 1, "")
+    job = token_peers.Job(data, 100, 3, 1)
     ways = token_peers.LOADERS["windows"]
     for name in ("nanoGPT's get_batch", "torch, memory map", "Megatron's dataset"):
         assert list(islice(ways[name](job), 70)) == [(300, 300)] * 70
