@@ -294,7 +294,7 @@ def test_a_state_of_other_fields_is_refused_with_a_hint() -> None:
         state = loader.state_dict()
     with (
         nostall.DataLoader(source, 1, epochs=1, tiers=[], fields=["a"]) as other,
-        pytest.raises(UsageError, match=r"with dataset=\d+, but .* with another fields="),
+        pytest.raises(UsageError, match=r"with dataset=\d+, but .* with other options or fields="),
     ):
         other.load_state_dict(state)
 
