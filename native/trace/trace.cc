@@ -7,6 +7,7 @@
 #include "trace/trace.h"
 
 #include <pthread.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -39,8 +40,8 @@ struct Stored {
 struct Ring {
   std::vector<Stored> events = std::vector<Stored>(kRingEvents);
   std::atomic<uint64_t> head{0}, tail{0}, dropped{0};
-  std::atomic<bool> ended{false};  // its thread
-  pid_t tid = ::gettid();
+  std::atomic<bool> ended{false};                         // its thread
+  pid_t tid = static_cast<pid_t>(::syscall(SYS_gettid));  // glibc before 2.30 has no gettid
   std::string name;
   bool announced = false;  // in the file; the background thread's
 };
