@@ -108,7 +108,7 @@ def _kind_of(store: PartsStore, member: Member, place: int, given: Kind | None) 
     if member.type in ("bytes", "text"):
         if given is not None:
             return given
-        return Text() if member.type == "text" else kind_of_bytes(_first(store, place))
+        return Text() if member.type == "text" else kind_of_bytes(_value(store, place))
     codec: Any = {"npy": "npy", "floats": "raw", "varints": "varint"}.get(member.type, "msgpack")
     if given is None:
         if member.type == "npy":
@@ -116,7 +116,7 @@ def _kind_of(store: PartsStore, member: Member, place: int, given: Kind | None) 
         dtype = _DTYPES.get(member.type, "float64")
         if not member.is_list or (codec != "msgpack" and member.least == member.most == 1):
             return Scalar(dtype=dtype, codec=codec)
-        sides: list[int | None] = [None] * _depth(codec, _first(store, place))
+        sides: list[int | None] = [None] * _depth(codec, _value(store, place, longest=True))
         if len(sides) == 1 and member.least == member.most:
             sides = [member.least]
         return Array(dtype=dtype, shape=tuple(sides), codec=codec)
@@ -133,13 +133,13 @@ def _kind_of(store: PartsStore, member: Member, place: int, given: Kind | None) 
     )
 
 
-def _first(store: PartsStore, place: int) -> bytes:
-    """The first value of a field."""
+def _value(store: PartsStore, place: int, longest: bool = False) -> bytes:
+    """The first value of a field, or the longest one, for an empty list tells no depth."""
     table = store.native.table
     inside = table.part_offset.reshape(-1, table.parts)[:, place]
-    sample = int(np.argmax(inside != NO_PART))
-    begin = int(inside[sample])
-    size = int(table.part_length.reshape(-1, table.parts)[sample, place])
+    sizes = table.part_length.reshape(-1, table.parts)[:, place]
+    sample = int(np.argmax(sizes if longest else inside != NO_PART))
+    begin, size = int(inside[sample]), int(sizes[sample])
     return store.native.read(sample)[begin : begin + size]
 
 

@@ -17,7 +17,7 @@ from nostall.fields import Array, Schema
 from nostall.source._records import ReadOptions, RecordStore
 
 NO_PART = 2**32 - 1
-# Samples whose .npy parts tell type and shape of all.
+# Samples, from the first to the last, whose .npy parts tell type and shape of all.
 _LOOKED_AT = 16
 _MOST_HEAD = 4096
 
@@ -138,13 +138,15 @@ def _select(source: PartsStore, names: tuple[str, ...]) -> RecordStore:
 
 
 def array_of(native: _native.RecordSource, name: str, place: int) -> Array:
-    """Type and shape of the first arrays; a side that differs among them is None."""
+    """Type and shape of some arrays from all over the files; a side that differs among them is None."""
     table = native.table
-    offset = table.part_offset.reshape(-1, table.parts)[:_LOOKED_AT, place].tolist()
-    length = table.part_length.reshape(-1, table.parts)[:_LOOKED_AT, place].tolist()
+    offset = table.part_offset.reshape(-1, table.parts)[:, place]
+    length = table.part_length.reshape(-1, table.parts)[:, place]
+    looked_at = np.unique(np.linspace(0, len(offset) - 1, _LOOKED_AT).astype(np.int64))
     dtype = ""
     shape: tuple[int | None, ...] = ()
-    for sample, (begin, size) in enumerate(zip(offset, length, strict=True)):
+    for sample in looked_at.tolist():
+        begin, size = int(offset[sample]), int(length[sample])
         content = io.BytesIO(native.read(sample)[begin : begin + size])
         try:
             version = npy_format.read_magic(content)

@@ -198,6 +198,10 @@ def test_npz_and_npy_in_lmdb(tmp_path: Path) -> None:
     assert nostall.LMDB(tmp_path / "npz", values="npz").index_reused
     few = nostall.LMDB(tmp_path / "npz", values="npz", members={"n": "ids"})
     assert rows_in_a_loader(few)[4]["n"].tolist() == [4, 5, 6]
+    # Sides that differ among samples far from the first ones.
+    later = [npy(np.zeros((1 + i // 30, 2), np.float32)) for i in range(60)]
+    kinds = nostall.LMDB(write_lmdb(tmp_path / "later", later), values="npy").schema
+    assert kinds["array"] == fields.Array(shape=(None, 2))
     alone = nostall.LMDB(write_lmdb(tmp_path / "npy", [npy(g) for g in grids]), values="npy")
     for row, grid in zip(rows_in_a_loader(alone), grids, strict=True):
         assert np.array_equal(row["array"], grid)
@@ -229,6 +233,13 @@ def test_msgpack_in_lmdb(tmp_path: Path) -> None:
         dtype="float64", shape=(None, None), codec="msgpack"
     )
     assert source.schema["list"] == fields.Array(dtype="int64", codec="msgpack")
+    # An empty list does not tell the dimensions of the others.
+    pairs = [{"v": []}, {"v": [[1, 2]]}, {"v": [[3, 4], [5, 6]]}]
+    grown = nostall.LMDB(
+        write_lmdb(tmp_path / "pairs", [msgpack.packb(p) for p in pairs]), values="msgpack"
+    )
+    assert grown.schema["v"] == fields.Array(dtype="int64", shape=(None, None), codec="msgpack")
+    assert [row["v"].tolist() for row in rows_in_a_loader(grown)] == [p["v"] for p in pairs]
     check_rows(source, flat)
     grid = fields.Array(dtype="float32", shape=(3, 2))
     dense = nostall.LMDB(
