@@ -145,6 +145,10 @@ class HDF5(Composite):
         if _is_variable(values):
             of = dtype.metadata["vlen"]
             dtype, shape = np.dtype(of), (None,)
+        if dtype.kind in "SU" and len(values.shape) > 1 and given is None:
+            raise UsageError(
+                f"{where}: a row of {values.shape[1:]} texts is no field: write one text for each row"
+            )
         if dtype.kind in "SU" or (dtype == np.uint8 and shape == (None,)):
             return given or (Text() if dtype.kind in "SU" else Bytes())
         return array_kind(self, field, dtype, shape, given, where)
@@ -310,6 +314,11 @@ def _dataset(file: Any, path: PathLike, name: str) -> Any:
         raise UsageError(f"{path} has no dataset {name!r}; it has: {names}")
     if data.ndim == 0 or len(data) == 0:
         raise UsageError(f"{path}, dataset {name}: shape {data.shape} has no samples")
+    if _is_variable(data) and data.ndim > 1:
+        raise UsageError(
+            f"{path}, dataset {name}: values of different lengths are read of shape (n,), not of "
+            f"{data.shape}"
+        )
     if data.dtype.kind not in "iufbSV" and not _is_variable(data):
         raise UsageError(f"{path}, dataset {name}: elements of type {data.dtype} are not read")
     return data

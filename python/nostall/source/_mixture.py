@@ -161,8 +161,14 @@ def _in_samples(
     for source, cost in zip(sources, costs, strict=True):
         weight = float(given.get(source, 0.0))
         if temperature != 1.0:
-            # 12 digits: the last ones of a power differ between machines.
-            weight = float(f"{weight ** (1.0 / temperature):.12g}")
+            try:
+                # 12 digits: the last ones of a power differ between machines.
+                weight = float(f"{weight ** (1.0 / temperature):.12g}")
+            except OverflowError:
+                raise UsageError(
+                    f"the weight {weight} of {source!r} at temperature={temperature} is beyond all "
+                    "numbers: give smaller weights, of the same proportions"
+                ) from None
         found.append(weight / cost)
     if not any(found):
         raise UsageError(f"all weights of the mixture are 0 from step {step} on")

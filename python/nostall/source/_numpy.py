@@ -56,7 +56,7 @@ class Arrays(Composite):
             "schema": schema,
         }
         given = check_fields(schema, named)
-        lengths = {name: len(values) for name, values in named.items()}
+        lengths = {name: _rows(name, values) for name, values in named.items()}
         if not lengths or len(set(lengths.values())) > 1 or not max(lengths.values()):
             told = ", ".join(f"{name} has {n}" for name, n in lengths.items()) or "there are none"
             raise UsageError(f"arrays need one row for each sample: {told}")
@@ -174,7 +174,11 @@ def _mapped(path: str) -> NDArray[Any]:
 def _members(path: str) -> dict[str, NDArray[Any]]:
     """The arrays of a .npz file, as memory maps."""
     found: dict[str, NDArray[Any]] = {}
-    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+    try:
+        archive = zipfile.ZipFile(path)
+    except zipfile.BadZipFile as error:
+        raise CorruptionError(f"{path} cannot be read as .npz: {error}") from None
+    with archive, open(path, "rb") as file:
         for member in archive.infolist():
             name = member.filename.removesuffix(".npy")
             if member.compress_type != zipfile.ZIP_STORED:
@@ -182,9 +186,9 @@ def _members(path: str) -> dict[str, NDArray[Any]]:
                     f"{path} is compressed: its arrays cannot be read row by row; write it by "
                     "numpy.savez"
                 )
-            file.seek(member.header_offset + 26)
-            sizes = np.frombuffer(file.read(4), "<u2").sum(dtype=np.int64)
             try:
+                file.seek(member.header_offset + 26)
+                sizes = np.frombuffer(file.read(4), "<u2").sum(dtype=np.int64)
                 file.seek(member.header_offset + 30 + int(sizes))
                 version = npy_format.read_magic(file)
                 read = (
@@ -224,6 +228,15 @@ def _storable(values: Any) -> Any:
 def _whole_rows(array: NDArray[Any]) -> bool:
     """Whether the numbers of each row lie together, in the order of C."""
     return bool(array[:1].flags.c_contiguous and array.strides[0] >= 0)
+
+
+def _rows(name: str, values: Any) -> int:
+    try:
+        return len(values)
+    except TypeError:
+        raise UsageError(
+            f"{_where(name, values)} is one value: a field has one for each sample"
+        ) from None
 
 
 def _where(name: str, values: Any) -> str:

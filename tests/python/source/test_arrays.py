@@ -90,11 +90,15 @@ def test_what_hdf5_refuses(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"], file["y"] = np.zeros((4, 2), ">f4"), np.zeros((3, 2))
         file["z"], file["bad"] = np.zeros((4, 2), np.int32), np.array([b"\xff"] * 4)
+        file["pairs"] = np.array([[b"a", b"bb"]] * 4)
+        file.create_dataset("lists", (4, 2), h5py.vlen_dtype(np.uint8))
     path = tmp_path / "a.h5"
     for columns, schema, said in (
         (["z", "y"], {}, r"a.h5: datasets need one row for each sample: z has 4, y has 3"),
         (["x"], {}, r"a.h5, dataset x: elements of type >f4 are no field"),
-        (["no"], {}, r"a.h5 has no dataset 'no'; it has: bad, x, y, z"),
+        (["no"], {}, r"a.h5 has no dataset 'no'; it has: bad, lists, pairs, x, y, z"),
+        (["pairs"], {}, r"a.h5, dataset pairs: a row of \(2,\) texts is no field"),
+        (["lists"], {}, r"a.h5, dataset lists: values of different lengths .* not of \(4, 2\)"),
         (["bad"], {}, r"a.h5, dataset bad: b'.xff' is not UTF-8"),
         (["z"], {"z": fields.Array(shape=(2,))}, r"dataset z is int32 of shape \(2,\), which"),
         (["z"], {"z": fields.Image()}, r"dataset z is int32 of shape \(2,\), which"),
@@ -171,7 +175,10 @@ def test_what_arrays_refuse(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", GRID)
     (tmp_path / "cut.npy").write_bytes((tmp_path / "a.npy").read_bytes()[:-9])
     (tmp_path / "bad.npy").write_bytes(b"nothing")
+    np.savez(tmp_path / "one.npz", x=np.float32(3))
     for arrays, schema, said in (
+        (tmp_path / "one.npz", {}, r"one.npz, array x is one value: a field has one for each"),
+        ({"x": 3}, {}, r"array x is one value"),
         (tmp_path / "c.npz", {}, r"c.npz is compressed: .* write it by numpy.savez"),
         (tmp_path / "o.npz", {}, r"o.npz, array x: pickled objects are not read"),
         (GRID, {}, r"one array needs a name"),
@@ -188,6 +195,12 @@ def test_what_arrays_refuse(tmp_path: Path) -> None:
         nostall.Arrays({"x": tmp_path / "bad.npy"})
     with pytest.raises(CorruptionError, match=r"cut\.npy cannot be read as .npy"):
         nostall.Arrays({"x": tmp_path / "cut.npy"})
+    np.savez(tmp_path / "whole.npz", x=GRID)
+    whole = (tmp_path / "whole.npz").read_bytes()
+    for mark in (b"PK\1\2", b"\x93NUMPY"):
+        (tmp_path / "damaged.npz").write_bytes(whole.replace(mark, b"\0" * len(mark)))
+        with pytest.raises(CorruptionError, match=r"damaged\.npz"):
+            nostall.Arrays(tmp_path / "damaged.npz")
     with pytest.raises(IoError, match=r"none\.npy does not exist"):
         nostall.Arrays({"x": tmp_path / "none.npy"})
     kept = pickle.dumps(nostall.Arrays({"x": tmp_path / "a.npy"}))

@@ -140,6 +140,7 @@ def test_a_pickled_mixture_has_the_same_order(sources: dict[str, Any]) -> None:
         ((0, 0, 0), {}, "all weights of the mixture are 0"),
         ((1, 1, "2"), {}, "is '2': weights are finite"),
         ((1, 1, 1), {"temperature": 0}, "temperature must be a number above 0"),
+        ((1, 1e300, 1), {"temperature": 0.1}, "1e.300 of .* at temperature=0.1 is beyond all"),
         ((1, 1, 1), {"names": ["a", "a", "b"]}, "3 different names"),
         ((1, 1, 1), {"at_end": "end"}, 'at_end must be "repeat", "stop" or "reweight"'),
         ((1, 1, 1), {"at_end": "stop", "samples": 9}, "says how long an epoch is"),
