@@ -92,13 +92,14 @@ Shares shares_of(std::span<const double> weights) {
   if (period <= kMostShares) {
     Shares shares{{}, static_cast<uint32_t>(period)};
     uint64_t sum = 0;
+    bool lost = false;  // a source with a weight
     for (const double weight : weights) {
       shares.of.push_back(
           static_cast<uint32_t>(std::round(weight / total * static_cast<double>(period))));
       sum += shares.of.back();
-      if (weight > 0.0 && shares.of.back() == 0) sum = 0;
+      lost |= weight > 0.0 && shares.of.back() == 0;
     }
-    if (sum == period) return shares;
+    if (sum == period && !lost) return shares;
   }
   return rounded(weights, total);
 }

@@ -52,6 +52,8 @@ TEST(Shares, AreTheWeightsWhereTheyAreFractions) {
   EXPECT_EQ(rounded.period, kMostShares);
   EXPECT_EQ(std::accumulate(rounded.of.begin(), rounded.of.end(), 0u), kMostShares);
   EXPECT_EQ(rounded.of[2], 1u);
+  EXPECT_EQ(shares_of(Weights{1e-20, 1}).of, (std::vector<uint32_t>{1, kMostShares - 1}));
+  EXPECT_EQ(shares_of(Weights{1, 1e-20}).of, (std::vector<uint32_t>{kMostShares - 1, 1}));
   EXPECT_NEAR(rounded.of[0] / double(kMostShares), 0.449490, 2e-6);
 }
 
