@@ -210,7 +210,11 @@ class Buckets:
         if isinstance(bounds, (int, np.integer)):
             if not 1 <= bounds <= 2**16:
                 raise UsageError(f"bounds= must be 1 to {2**16} buckets, or a sequence: {bounds}")
-        elif any(not a < b for a, b in itertools.pairwise(bounds)) or len(bounds) >= 2**16:
+        elif (
+            any(not a < b for a, b in itertools.pairwise(bounds))
+            or any(np.isnan(bounds))
+            or len(bounds) >= 2**16
+        ):
             raise UsageError(f"the bounds of buckets must rise: {list(bounds)[:20]}")
         self.bounds = bounds
         if self.lengths is not None and (
@@ -220,6 +224,8 @@ class Buckets:
                 f"lengths must be one number per sample, not {self.lengths.dtype} of shape "
                 f"{self.lengths.shape}"
             )
+        if self.lengths is not None and np.isnan(self.lengths).any():
+            raise UsageError(f"lengths[{int(np.isnan(self.lengths).argmax())}] is no number")
 
     def of(self, sizes: NDArray[Any]) -> Buckets:
         """These buckets, of `sizes` where no lengths were given."""

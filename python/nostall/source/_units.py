@@ -102,6 +102,8 @@ class Units(Source):
             raise UsageError(f"length={length} must be a number of tokens, 1 to 2**30 - 1")
         if dtype not in ("int64", "int32"):
             raise UsageError(f'dtype must be "int64" or "int32", not {dtype!r}')
+        if not np.iinfo(dtype).min <= pad <= np.iinfo(dtype).max:
+            raise UsageError(f"pad={pad} is no {dtype}")
         unknown = [name for name in fields if name not in PARTS]
         if unknown or not fields:
             raise UsageError(f"fields={fields!r}: a unit has {', '.join(PARTS)}")

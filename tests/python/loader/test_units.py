@@ -211,6 +211,7 @@ def test_options_that_cannot_be_are_refused(tokens: nostall.Tokens) -> None:
         "fields=": {"fields": ("ids", "masks")},
         "dtype must be": {"dtype": "int16"},
         "length=0": {"length": 0},
+        "pad=2147483648 is no int32": {"pad": 2**31, "dtype": "int32"},
         "stride=0": {"stride": 0},
         "remainder must be": {"remainder": "keep"},
     }.items():

@@ -211,11 +211,13 @@ def test_buckets_keep_like_lengths_together(sources: dict[str, Any]) -> None:
         assert sum(mixed) <= 3
         assert sorted(ids[:203].tolist()) == list(range(203))
     assert len(np.unique(nostall.Buckets(lengths, 7).numbers)) == 7
-    for bad in ([3, 3], 0, [2, 1]):
+    for bad in ([3, 3], 0, [2, 1], [math.nan]):
         with pytest.raises(UsageError, match="bounds"):
             nostall.Buckets(lengths, bad)
     with pytest.raises(UsageError, match="one number per sample"):
         nostall.Buckets(np.zeros((2, 2)))
+    with pytest.raises(UsageError, match=r"lengths\[1\] is no number"):
+        nostall.Buckets([1, math.nan])
     with pytest.raises(UsageError, match="pass lengths="):
         nostall.Plan(samples=3, order=nostall.Buckets())
     # A loader's own sizes: here each source has one.
