@@ -5,9 +5,12 @@
 #include <tiffio.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace nostall::image {
 namespace {
@@ -77,6 +80,25 @@ void take_alpha_as_it_is(TIFF* tiff) {
   }
 }
 
+// The library mirrors an image, but does not turn it: true if rows are to become columns. Of such a
+// file the mirror that goes before is set.
+bool take_turn(TIFF* tiff) {
+  static constexpr std::array<uint16_t, 4> kMirrors{ORIENTATION_TOPLEFT, ORIENTATION_BOTLEFT,
+                                                    ORIENTATION_BOTRIGHT, ORIENTATION_TOPRIGHT};
+  uint16_t orientation = ORIENTATION_TOPLEFT;
+  TIFFGetFieldDefaulted(tiff, TIFFTAG_ORIENTATION, &orientation);
+  if (orientation < ORIENTATION_LEFTTOP || orientation > ORIENTATION_LEFTBOT) return false;
+  TIFFSetField(tiff, TIFFTAG_ORIENTATION, kMirrors[orientation - ORIENTATION_LEFTTOP]);
+  return true;
+}
+
+void turn(uint32_t* pixels, size_t width, size_t height) {
+  const std::vector<uint32_t> rows(pixels, pixels + width * height);
+  for (size_t y = 0; y < height; ++y) {
+    for (size_t x = 0; x < width; ++x) pixels[x * height + y] = rows[y * width + x];
+  }
+}
+
 }  // namespace
 
 Result<Bitmap> decode_tiff(std::span<const std::byte> encoded, uint64_t max_pixels,
@@ -99,16 +121,20 @@ Result<Bitmap> decode_tiff(std::span<const std::byte> encoded, uint64_t max_pixe
   if (auto error = refuse_size("TIFF", width, height, max_pixels)) return *error;
   if (auto error = refuse_kind(tiff.get())) return *error;
   take_alpha_as_it_is(tiff.get());
-  const size_t row = size_t{width} * 4;
-  uint8_t* pixels = buffer.reserve(row * height);
+  const bool turned = take_turn(tiff.get());
+  uint8_t* bytes = buffer.reserve(size_t{width} * height * 4);
+  auto* pixels = reinterpret_cast<uint32_t*>(bytes);
   // The last argument: what can be read of a damaged file is not enough.
-  if (TIFFReadRGBAImageOriented(tiff.get(), width, height, reinterpret_cast<uint32_t*>(pixels),
-                                ORIENTATION_TOPLEFT, 1) == 0 ||
+  if (TIFFReadRGBAImageOriented(tiff.get(), width, height, pixels, ORIENTATION_TOPLEFT, 1) == 0 ||
       !memory.complaint.empty()) {
     return failed(memory.complaint.empty() ? "damaged" : memory.complaint);
   }
+  if (turned) {
+    turn(pixels, width, height);
+    std::swap(width, height);
+  }
   plan(width, height);
-  return Bitmap{pixels, row, 0, 0, width, height, 0};
+  return Bitmap{bytes, size_t{width} * 4, 0, 0, width, height, 0};
 }
 
 }  // namespace nostall::image

@@ -84,6 +84,12 @@ def test_compressed_tiffs_decode_as_pillow_does(compression: str) -> None:
     np.testing.assert_array_equal(_native.decode_rgb(data), np.asarray(pillow(data)))
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_tiffs_are_turned_as_pillow_does(orientation: int) -> None:
+    data = encode(photo(13, 6), "TIFF", tiffinfo={274: orientation})
+    np.testing.assert_array_equal(_native.decode_rgb(data), np.asarray(pillow(data)))
+
+
 @pytest.mark.parametrize(
     "data",
     [
