@@ -158,5 +158,39 @@ TEST(FindPayloads, TakesRecordsOfManyFilesInOrder) {
                Error);
 }
 
+TEST(FindAllMembers, GivesThoseOfRecordsOfManyFilesInOrder) {
+  std::vector<std::string> files(3);
+  std::vector<uint32_t> file;
+  std::vector<uint64_t> offset, length;
+  for (unsigned i = 0; i < 500; ++i) {
+    const unsigned f = i % 7 % 3;
+    const std::string text(i % 30, static_cast<char>('a' + i % 26));
+    std::string record = std::string("\xa1s") + static_cast<char>(0xa0 + text.size()) + text;
+    if (i >= 400) record += std::string("\xa1n") + static_cast<char>(i % 128);
+    record.insert(0, 1, static_cast<char>(i < 400 ? 0x81 : 0x82));
+    file.push_back(f);
+    offset.push_back(files[f].size());
+    length.push_back(record.size());
+    files[f] += record;
+  }
+  const MemoryStorage storage(files);
+  for (const unsigned threads : {1u, 4u}) {
+    const MembersFound found =
+        find_all_members(storage, file, offset, length, MembersKind::msgpack, {}, threads);
+    ASSERT_EQ(found.names, (std::vector<std::string>{"s", "n"}));
+    ASSERT_EQ(found.types, (std::vector{MemberType::text, MemberType::integer}));
+    for (unsigned i = 0; i < 500; ++i) {
+      ASSERT_EQ(files[file[i]].substr(found.offset[2 * i], found.length[2 * i]),
+                std::string(i % 30, static_cast<char>('a' + i % 26)));
+      ASSERT_EQ(found.offset[2 * i + 1] == kNoMember, i < 400);
+      if (i >= 400) {
+        ASSERT_EQ(files[file[i]][found.offset[2 * i + 1]], static_cast<char>(i % 128));
+      }
+    }
+  }
+  length[321] -= 1;
+  EXPECT_THROW(find_all_members(storage, file, offset, length, MembersKind::msgpack, {}, 4), Error);
+}
+
 }  // namespace
 }  // namespace nostall::records
