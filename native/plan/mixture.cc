@@ -72,6 +72,20 @@ Shares rounded(std::span<const double> weights, double total) {
   return shares;
 }
 
+// The denominator of the slack that a source has [Tijdeman 1980].
+uint64_t slack_of(const Shares& shares) {
+  const auto sources = static_cast<uint64_t>(
+      std::count_if(shares.of.begin(), shares.of.end(), [](uint32_t s) { return s > 0; }));
+  return sources < 2 ? 1 : 2 * sources - 2;
+}
+
+// The last place, from 1 on, for the unit `number` of a source in a period.
+uint64_t latest(const Shares& shares, uint64_t slack, size_t source, uint64_t number) {
+  const uint64_t period = shares.period;
+  return ceil_div(number * period * slack + period * (slack - 1),
+                  uint64_t{shares.of[source]} * slack);
+}
+
 }  // namespace
 
 Shares shares_of(std::span<const double> weights) {
@@ -104,26 +118,21 @@ Shares shares_of(std::span<const double> weights) {
   return rounded(weights, total);
 }
 
-Mixture::Pattern Mixture::pattern_of(const Shares& shares) {
-  const uint64_t period = shares.period;
-  const auto sources = static_cast<uint64_t>(
-      std::count_if(shares.of.begin(), shares.of.end(), [](uint32_t s) { return s > 0; }));
-  const uint64_t slack = sources < 2 ? 1 : 2 * sources - 2;
-  Pattern pattern{std::vector<uint16_t>(period), std::vector<uint32_t>(period)};
+Mixture::Pattern Mixture::pattern_of(const Shares& shares, uint64_t places) {
+  const uint64_t period = shares.period, slack = slack_of(shares);
+  Pattern pattern{std::vector<uint16_t>(places), std::vector<uint32_t>(places)};
   // Place n - 1 of the period may get the unit `had` of a source once n reaches the first number,
   // and must have got it when n reaches the second one.
   std::vector<uint64_t> had(shares.of.size());
   const auto may = [&](size_t i) {
     return ceil_div(had[i] * period * slack + period, uint64_t{shares.of[i]} * slack);
   };
-  const auto must = [&](size_t i) {
-    return ceil_div(had[i] * period * slack + period * (slack - 1), uint64_t{shares.of[i]} * slack);
-  };
+  const auto must = [&](size_t i) { return latest(shares, slack, i, had[i]); };
   constexpr uint32_t kNone = std::numeric_limits<uint32_t>::max();
-  std::vector<uint32_t> first(period + 1, kNone), next(shares.of.size(), kNone);  // by `may`
+  std::vector<uint32_t> first(places + 1, kNone), next(shares.of.size(), kNone);  // by `may`
   const auto wait = [&](size_t i) {
     const uint64_t from = may(i);
-    if (from > period) return;
+    if (from > places) return;
     next[i] = std::exchange(first[from], static_cast<uint32_t>(i));
   };
   for (size_t i = 0; i < shares.of.size(); ++i) {
@@ -131,7 +140,7 @@ Mixture::Pattern Mixture::pattern_of(const Shares& shares) {
   }
   using Due = std::pair<uint64_t, uint32_t>;
   std::priority_queue<Due, std::vector<Due>, std::greater<>> due;
-  for (uint64_t n = 1; n <= period; ++n) {
+  for (uint64_t n = 1; n <= places; ++n) {
     for (uint32_t i = first[n]; i != kNone; i = next[i]) due.emplace(must(i), i);
     const uint32_t i = due.top().second;
     due.pop();
@@ -197,6 +206,7 @@ bool Mixture::add_change(const Change& change, uint64_t next) {
       }
     }
     stretches_.push_back({begin, before, shares_of(weights)});
+    stretches_.back().places = places_of(stretches_.back(), next);
     if (spec_.at_end == AtEnd::repeat) return true;
     const Stretch& stretch = stretches_.back();
     const std::shared_ptr<const Pattern> shown = pattern(stretches_.size() - 1);
@@ -209,6 +219,18 @@ bool Mixture::add_change(const Change& change, uint64_t next) {
     before = counts_in(stretch, *shown, end);
     begin = end;
   }
+}
+
+uint64_t Mixture::places_of(const Stretch& stretch, uint64_t next) const {
+  const Shares& shares = stretch.shares;
+  uint64_t places = std::min<uint64_t>(shares.period, next - stretch.begin);
+  if (spec_.at_end == AtEnd::repeat) return places;
+  const uint64_t slack = slack_of(shares);
+  for (size_t i = 0; i < shares.of.size(); ++i) {
+    const uint64_t left = spec_.samples[i] - stretch.before[i];
+    if (left < shares.of[i]) places = std::min(places, latest(shares, slack, i, left));
+  }
+  return places;
 }
 
 uint64_t Mixture::exhausted(const Stretch& stretch, const Pattern& pattern) const {
@@ -226,7 +248,8 @@ uint64_t Mixture::exhausted(const Stretch& stretch, const Pattern& pattern) cons
   uint64_t at = 0;
   while (periods[pattern.source[at]] != soonest ||
          pattern.before[at] != number[pattern.source[at]]) {
-    ++at;
+    // The weights change before.
+    if (++at == pattern.source.size()) return kEndless;
   }
   return stretch.begin + soonest * shares.period + at;
 }
@@ -251,7 +274,8 @@ std::shared_ptr<const Mixture::Pattern> Mixture::pattern(size_t stretch) const {
   const MutexLock lock(mutex_);
   if (!pattern_ || kept_ != stretch) {
     kept_ = stretch;
-    pattern_ = std::make_shared<const Pattern>(pattern_of(stretches_[stretch].shares));
+    pattern_ = std::make_shared<const Pattern>(
+        pattern_of(stretches_[stretch].shares, stretches_[stretch].places));
   }
   return pattern_;
 }

@@ -76,7 +76,8 @@ class Mixture {
   uint64_t fingerprint(uint64_t place = kEndless) const noexcept;
 
  private:
-  // The sources of one period in order, and how often each came in it before.
+  // The sources of one period in order, and how often each came in it before; of a stretch that
+  // ends within its first period no more than it needs.
   struct Pattern {
     std::vector<uint16_t> source;
     std::vector<uint32_t> before;
@@ -85,8 +86,11 @@ class Mixture {
     uint64_t begin = 0;
     std::vector<uint64_t> before;  // places of each source before `begin`
     Shares shares;
+    uint64_t places = 0;  // of its pattern
   };
-  static Pattern pattern_of(const Shares& shares);
+  static Pattern pattern_of(const Shares& shares, uint64_t places);
+  // How many places of the period are needed of a stretch that ends at `next` at the latest.
+  uint64_t places_of(const Stretch& stretch, uint64_t next) const;
 
   // The stretches from a change to the next one; whether the mixture goes on there.
   bool add_change(const Change& change, uint64_t next);

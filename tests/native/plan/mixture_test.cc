@@ -138,6 +138,26 @@ TEST(Mixture, StopsWhereASourceHasNothingLeft) {
   }
 }
 
+TEST(Mixture, EndsManySourcesBetweenChanges) {
+  constexpr size_t kSources = 40;
+  Ids samples;
+  Weights weights;
+  for (size_t i = 0; i < kSources; ++i) {
+    samples.push_back(5 + i);
+    weights.push_back(std::sqrt(double(i + 1)));
+  }
+  const Weights other(weights.rbegin(), weights.rend());
+  const Mixture mixed({samples, {{0, weights}, {37, other}, {300, weights}}, AtEnd::reweight});
+  ASSERT_EQ(mixed.end(), std::accumulate(samples.begin(), samples.end(), uint64_t{0}));
+  Ids had(kSources);
+  for (uint64_t place = 0; place < mixed.end(); ++place) {
+    ASSERT_EQ(mixed.counts(place), had) << place;
+    const Mixture::Place at = mixed.at(place);
+    ASSERT_EQ(at.number, had[at.source]++) << place;
+  }
+  EXPECT_EQ(had, samples);
+}
+
 TEST(Mixture, GivesTheWeightOfAnEndedSourceToTheOthers) {
   const std::vector<uint64_t> samples{10, 35, 200};
   const Weights weights{0.5, 0.25, 0.25};
