@@ -69,7 +69,8 @@ Result<Header> read_header(const Bytes& bytes, size_t size) {
     return failed("a header of " + std::to_string(info) + " bytes is not known");
   }
   header.palette_at = kFile + info;
-  if (compression == kMasks || compression == kMasksWithAlpha) {
+  const bool masks = compression == kMasks || compression == kMasksWithAlpha;
+  if (masks && header.bits >= 16) {
     for (size_t c = 0; c < 3; ++c) header.masks[c].mask = bytes.u32(kFile + kInfo + 4 * c);
   } else if (compression != kNone) {
     return failed("compression " + std::to_string(compression) + " is not supported: save it " +

@@ -104,6 +104,10 @@ std::optional<Error> read_text(const Header& header, Text& text, size_t values, 
       return failed("value " + std::to_string(i) + " of " + std::to_string(values) +
                     " is missing or no number");
     }
+    if (*value > header.most) {
+      return failed("value " + std::to_string(i) + " is " + std::to_string(*value) +
+                    ", above the greatest, " + std::to_string(header.most));
+    }
     put(header, pixels, i, scaled(header, *value));
   }
   return std::nullopt;
