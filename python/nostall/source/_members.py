@@ -58,16 +58,22 @@ def find_fields(
         CorruptionError: a record cannot be taken apart.
     """
     chosen = _chosen(names)
-    told, begin, size = _native.find_members(
-        storage=store.storage,
-        file=file,
-        offset=np.ascontiguousarray(offset),
-        length=np.ascontiguousarray(length),
-        kind=_native.MembersKind[kind],
-        names=list(dict.fromkeys(chosen.values())),
-        threads=_THREADS,
-        progress=progress,
-    )
+    try:
+        told, begin, size = _native.find_members(
+            storage=store.storage,
+            file=file,
+            offset=np.ascontiguousarray(offset),
+            length=np.ascontiguousarray(length),
+            kind=_native.MembersKind[kind],
+            names=list(dict.fromkeys(chosen.values())),
+            threads=_THREADS,
+            progress=progress,
+        )
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{store.storage.paths[0]}: a value has the name {error.object!r}, which is not UTF-8: "
+            "name the other fields"
+        ) from None
     if not told:
         raise UsageError(f"{store.storage.paths[0]}: the first record has no values")
     place = {name: i for i, (name, *_) in enumerate(told)}

@@ -286,6 +286,10 @@ def test_what_values_of_lmdb_refuse(tmp_path: Path) -> None:
         opened("d", msgpack.packb({"x": "long text"})[:-3], values="msgpack")
     with pytest.raises(UsageError, match=r'has text in "x", records before it have integer'):
         opened("e", msgpack.packb({"x": 1}), msgpack.packb({"x": "1"}), values="msgpack")
+    latin = msgpack.packb({b"\xe9": 1, "x": 2})
+    with pytest.raises(UsageError, match=r"the name b'.xe9', which is not UTF-8: name the other"):
+        opened("latin", latin, values="msgpack")
+    assert list(opened("x", latin, values="msgpack", members=["x"]).schema) == ["x"]
     with pytest.raises(UsageError, match=r'"x" that is not read'):
         opened("f", msgpack.packb({"x": ["a"]}), values="msgpack")
     ragged = msgpack.packb({"x": [[1], [2, 3]]})
