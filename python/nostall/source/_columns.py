@@ -27,6 +27,9 @@ _ENCODED: tuple[tuple[bytes, int, bytes, Kind], ...] = (
     (b"\xff\xd8\xff", 0, b"", Image()),
     (b"\x89PNG\r\n\x1a\n", 0, b"", Image()),
     (b"RIFF", 8, b"WEBP", Image()),
+    (b"II*\0", 0, b"", Image()),
+    (b"MM\0*", 0, b"", Image()),
+    (b"BM", 6, bytes(4), Image()),
     (b"RIFF", 8, b"WAVE", Audio()),
 )
 

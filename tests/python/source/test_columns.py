@@ -192,6 +192,17 @@ def test_missing_values_take_the_fill(tmp_path: Path, how: str) -> None:
     assert [row["s.r"].tolist() for row in rows] == [[1], [7, 7], [7, 7]]
 
 
+def test_bytes_are_images_by_their_first_value(tmp_path: Path) -> None:
+    values = {}
+    for format in ("JPEG", "PNG", "WEBP", "BMP", "TIFF"):
+        file = io.BytesIO()
+        Image.new("RGB", (4, 4)).save(file, format)
+        values[format] = [file.getvalue()]
+    pq.write_table(pa.table({**values, "text": [b"BM is no image"]}), tmp_path / "a.parquet")
+    schema = nostall.Parquet(tmp_path / "a.parquet", columns="all").schema
+    assert dict(schema) == {**dict.fromkeys(values, fields.Image()), "text": fields.Bytes()}
+
+
 def test_only_chosen_columns_are_read(tmp_path: Path) -> None:
     big = [RANDOM.bytes(200_000) for _ in range(20)]
     table = pa.table({"image": big, "text": [f"t{i}" for i in range(20)]})
