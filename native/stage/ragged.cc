@@ -76,7 +76,8 @@ void Loader::Run::lay(Task& task) {
   uint64_t bytes = 0;
   try {
     batch.laid = program.plan_tail(task.ragged, samples, bytes);
-    batch.tail = batch_pool_->take(bytes);
+    // That of an empty batch is taken under mutex_.
+    batch.tail = (samples == 0 ? raw_pool_ : batch_pool_)->take(bytes);
   } catch (const std::bad_alloc&) {
     if (samples == 0) throw;
     task.holding->release();

@@ -54,6 +54,7 @@ struct Task {
   std::vector<fields::Ragged> ragged;  // those of the first sample, those of the second, ...
   std::optional<Holding> holding;      // of them
   Mutex counters;                      // of batch->origins, transform_ns and substitutions
+  Mutex memory;                        // of batch->buffer, while it is taken
 };
 
 class Loader::Run {
@@ -139,6 +140,7 @@ class Loader::Run {
   void pass_on(const Kept& kept, std::stop_token stop);
   std::span<std::byte> raw_destination(Fetch& fetch);
 
+  void take_memory(Task& task);
   void transform(Work work, fields::Scratch& scratch, source::Reader& reader);
   // Several, one after the other; accounts for them.
   void transform(std::span<const Work> works, fields::Scratch& scratch, source::Reader& reader);

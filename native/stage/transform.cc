@@ -44,12 +44,17 @@ void Loader::Run::transform_loop(std::stop_token stop) {
       }
       work = {fetched_.top().second, fetched_.top().first.second};
       fetched_.pop();
-      Batch& batch = *work.task->batch;
-      if (!batch.buffer && batch.bytes > 0) batch.buffer = batch_pool_->take(batch.bytes);
     }
     transform({&work, 1}, scratch, *reader);
     scratch.trim(keep);
   }
+}
+
+// Without mutex_: LoaderConfig::batch_memory may take long, or call what uses this loader.
+void Loader::Run::take_memory(Task& task) {
+  Batch& batch = *task.batch;
+  const MutexLock lock(task.memory);
+  if (!batch.buffer && batch.bytes > 0) batch.buffer = batch_pool_->take(batch.bytes);
 }
 
 void Loader::Run::settle(Task& task, size_t samples) {
@@ -108,6 +113,7 @@ void Loader::Run::transform(std::span<const Work> works, fields::Scratch& scratc
                             source::Reader& reader) {
   while (!works.empty()) {
     Task& task = *works[0].task;
+    take_memory(task);
     const int64_t begin = thread_cpu_ns();
     uint64_t charged = 0;
     size_t samples = 0;
@@ -144,8 +150,6 @@ void Loader::Run::finish(std::span<const Work> works, Fetcher* fetcher) {
       if (!transformed()) {
         if (--work.task->left == 0) work.task->ready = ready = true;
       } else if (fetcher && light_ && work.task->sequence < handed_out_ + max_staged_) {
-        Batch& batch = *work.task->batch;
-        if (!batch.buffer && batch.bytes > 0) batch.buffer = batch_pool_->take(batch.bytes);
         here.push_back(work);
       } else {
         fetched_.push({{work.task->sequence, work.index}, work.task});

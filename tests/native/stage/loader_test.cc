@@ -6,6 +6,8 @@
 #include <atomic>
 #include <cstring>
 #include <functional>
+#include <future>
+#include <mutex>
 #include <set>
 #include <system_error>
 #include <thread>
@@ -121,6 +123,28 @@ std::shared_ptr<const fields::Program> bytes_and_label() {
   label.kind = fields::Scalar{};
   label.index = 1;
   return std::make_shared<const fields::Program>(fields::Program::compile({bytes, label}));
+}
+
+// Memory of a device may take long to get, and its function may need threads that use the loader.
+TEST(Loader, AnswersWhileMemoryOfABatchIsTaken) {
+  std::promise<void> asked, answered;
+  LoaderConfig config = config_for(std::make_shared<MemorySource>(40), 40, 1);
+  config.program = bytes_and_label();
+  config.workers = 1;
+  std::once_flag first;
+  config.batch_memory = [&](size_t bytes) {
+    std::call_once(first, [&] {
+      asked.set_value();
+      answered.get_future().wait();
+    });
+    return take_from_heap(bytes);
+  };
+  Loader loader(config);
+  EXPECT_EQ(loader.next(0s), nullptr);  // starts it
+  asked.get_future().wait();
+  EXPECT_EQ(loader.next(1ms), nullptr);
+  answered.set_value();
+  EXPECT_EQ(must_have(loader)->samples.size(), 40u);
 }
 
 TEST(Loader, HandsOutRaggedFieldsWithinItsBounds) {
