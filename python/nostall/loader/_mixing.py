@@ -176,8 +176,21 @@ class Mix:
                 f"{type(self.step).__name__} mixes images, (n, 3, height, width) or (n, height, "
                 f"width, 3), and the callables give a batch of shape {tuple(shape)}"
             )
-        whole = labels.astype(np.int64) if self.native.classes else np.zeros(len(labels), np.int64)
-        return self.native.apply(np.asarray(data), whole, seed=seed, epoch=epoch, batch=batch)
+        whole = np.zeros(len(labels), np.int64)
+        if self.native.classes:
+            if labels.dtype.kind not in "iu":
+                raise UsageError(
+                    f"{type(self.step).__name__}: num_classes= is for labels that are classes, and "
+                    f"these are {labels.dtype}: leave it out"
+                )
+            whole = labels.astype(np.int64)
+        images = np.asarray(data)
+        # Those of a transposed array may lie in another order, and batches of them too.
+        mixed = np.ascontiguousarray(images)
+        lam, targets = self.native.apply(mixed, whole, seed=seed, epoch=epoch, batch=batch)
+        if mixed is not images:
+            images[...] = mixed
+        return lam, targets
 
     def labels_in(self, schema: Schema) -> str:
         """The field of the labels."""

@@ -150,6 +150,19 @@ def test_a_loader_mixes_what_it_would_hand_out(image_folder: Path) -> None:
         assert np.array_equal(probabilities.numpy(), targets)
 
 
+def test_images_of_callables_may_lie_in_any_order(image_folder: Path) -> None:
+    """NumPy stacks transposed images in the order of their memory."""
+    pipeline = t.compile([*STEPS], layout="hwc")
+
+    def called(encoded: Any, context: nostall.Context) -> Any:
+        image = pipeline.apply(encoded, seed=SEED, epoch=context.epoch, sample=context.sample)
+        return image.transpose(2, 0, 1)
+
+    wanted = batches(image_folder, [*STEPS, BOTH])
+    for (images, _), (got, _) in zip(wanted, batches(image_folder, [called, BOTH]), strict=True):
+        assert not got.flags.c_contiguous and np.array_equal(got, images)
+
+
 def test_ranks_and_resumed_jobs_mix_alike(image_folder: Path) -> None:
     steps = [*STEPS, t.MixUp()]
     one = [labels.lam for _, labels in batches(image_folder, steps)]
@@ -278,6 +291,14 @@ def test_what_cannot_be_mixed_is_refused(image_folder: Path, several: nostall.Fi
     ]:
         with pytest.raises(UsageError, match=why):
             nostall.DataLoader(several, 4, transforms=transforms, batch="dict", tiers=[], **more)
+    changed = [lambda sample: {"image": np.zeros((3, 4, 4), np.float32)}]
+    steps = [*changed, t.MixUp(num_classes=9, labels="weight")]
+    fields = ["image", "weight"]
+    with (
+        nostall.DataLoader(several, 4, transforms=steps, fields=fields, tiers=[]) as made,
+        pytest.raises(UsageError, match="are float32: leave it out"),
+    ):
+        next(iter(made))
     for make, why in [
         (lambda: t.MixUp(alpha=0), "alpha = 0 must be between"),
         (lambda: t.CutMix(num_classes=0), "num_classes 0 must be a whole number"),
