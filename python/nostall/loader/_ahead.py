@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from nostall.errors import UsageError
 from nostall.loader._color_steps import Normalize, ToTensor
-from nostall.loader.transforms import Transform
+from nostall.loader.transforms import Decode, Transform
 
 if TYPE_CHECKING:
     from nostall import _native
@@ -64,7 +64,8 @@ def finished_there(
         )
         scale, offset = scale / std, (offset - mean) / std
     factors, terms = (tuple(values.astype(np.float32).tolist()) for values in (scale, offset))
-    return steps[:tensor], Finish(factors, terms, dtype or "float32", layout or "chw")
+    host = steps[:tensor] or [Decode()]  # of samples that are pixels nothing else may be left
+    return host, Finish(factors, terms, dtype or "float32", layout or "chw")
 
 
 class Hand(Protocol):
@@ -202,11 +203,13 @@ class Ahead:
 
     def close(self) -> None:
         """Ends the thread; waits for copies that are under way, for they read the stage's memory."""
-        if os.getpid() != self._process or threading.current_thread() is self._thread:
+        if os.getpid() != self._process:
             return
         with self._changed:
             self._stop = True
             self._changed.notify_all()
+        if threading.current_thread() is self._thread:
+            return  # it collects an iteration that was dropped, and ends by itself
         self._thread.join()
         self._ready.clear()
 

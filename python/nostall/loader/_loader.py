@@ -396,11 +396,6 @@ class DataLoader:
                 seed=self.seed,
             )
         self._collate = None if self._python else chosen.collate
-        if self._place is not None and not (self._program or self._python or self._collate):
-            raise UsageError(
-                f"device={str(chosen.device)!r} takes batches of arrays, and those of this loader are "
-                "bytes as they are stored: pass transforms=, fields= or collate="
-            )
 
     @property
     def _shift(self) -> int:
@@ -463,6 +458,11 @@ class DataLoader:
         Raises:
             UsageError: there is one.
         """
+        if self._place is not None and not (self._program or self._python or self._collate):
+            raise UsageError(
+                f"device={str(self._options.device)!r} takes batches of arrays, and those of this "
+                "loader are bytes as they are stored: pass transforms=, fields= or collate="
+            )
         native = any(made.native for made in self._arranged)
         # What is recognised might have been called.
         called = any(made.called for made in self._arranged) or (
@@ -634,64 +634,69 @@ class DataLoader:
             for _ in range(count):
                 if pending is None:
                     batch = following()
-                    yield Made(batch, [], functools.partial(self._value, batch, None, {}))
+                    yield Made(batch, [], self._finished(batch, None, {}))
                     continue
                 while fetched < count and pending.wants_more():
                     batch = following()
                     pending.submit(batch)
                     fetched += 1
                 batch, data, substituted, places = pending.result(self.dataset)
-                yield Made(batch, substituted, functools.partial(self._value, batch, data, places))
+                yield Made(batch, substituted, self._finished(batch, data, places))
         finally:
             # An abandoned iteration may end late; pending work may then belong to a later one.
             if pending is not None and self._recorder.is_current(running):
                 pending.drop()
 
-    def _value(self, batch: _native.Batch, made: Any, places: dict[int, int], to: Hand) -> Any:
-        """What the user is handed of a batch; `made` is what callables made of it."""
-        if self._records is not None:
-            if self._python is not None:
-                return to.tree(made)
-            if self._collate is None:
-                return self._records.hand_out(batch, to.array)
-            return to.tree(self._collate(self._records.hand_out(batch, self._array)))
-        data = self._shaped(batch, to) if self._python is None else made
-        if self.dataset.item_maker is not None:
-            return to.tree(data)  # labels are in its items
+    def _finished(
+        self, batch: _native.Batch, made: Any, places: dict[int, int]
+    ) -> Callable[[Hand], Any]:
+        """What hands a batch out, of which `made` is what callables made.
+
+        The host's own work is done here, once: a device that is full gets the same batch again.
+        """
+        native, records = self._is_native, self._records
+        if self._python is None and not native:
+            made = self._collated(batch)
+        if records is not None or self.dataset.item_maker is not None:  # with their labels
+            if native and records is not None:
+                return lambda to: records.hand_out(batch, to.array)
+            return lambda to: to.tree(made)
         labels = batch.labels
         for place, replacement in places.items():
             labels[place] = self.dataset.native.labels[replacement]
-        # Before what callables made is sent: it may be mixed in place.
-        beside = self._labelled(batch, data, self.dataset.as_labels(labels), to.array)
-        return data if self._is_native else to.tree(data), beside
+        labelled = self._labelled(batch, made, self.dataset.as_labels(labels))
+        if native:
+            return lambda to: (to.images(batch.output(0)), labelled(to.array))
+        return lambda to: (to.tree(made), labelled(to.array))
 
     @property
     def _is_native(self) -> bool:
         """Whether the arrays of a batch lie in the stage's memory."""
         return self._program is not None and self._python is None and self._collate is None
 
-    def _shaped(self, batch: _native.Batch, to: Hand) -> Any:
-        if self._is_native:
-            return to.images(batch.output(0))
-        data: Any = RawBatch(batch.data, batch.offsets, batch.lengths)
+    def _collated(self, batch: _native.Batch) -> Any:
+        """What collate= makes of a batch without callables; its raw bytes where there is none."""
+        if self._records is not None:
+            data = self._records.hand_out(batch, self._array)
+            return data if self._collate is None else self._collate(data)
+        data = RawBatch(batch.data, batch.offsets, batch.lengths)
         if self._program is not None:
             data = self._array(batch.output(0))
         return data if self._collate is None else self._collate([data[i] for i in range(len(data))])
 
     def _labelled(
-        self,
-        batch: _native.Batch,
-        data: Any,
-        labels: NDArray[Any],
-        array: Callable[[NDArray[Any]], Any],
-    ) -> Any:
-        if self._mix is None:
-            return array(labels)
+        self, batch: _native.Batch, data: Any, labels: NDArray[Any]
+    ) -> Callable[[Callable[[NDArray[Any]], Any]], Any]:
+        """What makes arrays of the labels; mixes the images that callables made, in place."""
+        mix = self._mix
+        if mix is None:
+            return lambda array: array(labels)
         if self._python is None:
-            targets = batch.output(1) if self._mix.native.classes else None
-            return self._mix.labelled(batch.lam, targets, labels, array)
-        lam, targets = self._mix.images_of(data, labels, self.seed, batch.epoch, batch.index)
-        return self._mix.labelled(lam, targets, labels, array)
+            return lambda array: mix.labelled(
+                batch.lam, batch.output(1) if mix.native.classes else None, labels, array
+            )
+        lam, mixed = mix.images_of(data, labels, self.seed, batch.epoch, batch.index)
+        return lambda array: mix.labelled(lam, mixed, labels, array)
 
     # ------------------------------------------------------------------ resuming
 

@@ -86,7 +86,8 @@ class Device:
 
     def pinned(self, host: torch.Tensor) -> torch.Tensor:
         """The tensor in page-locked memory, where there is some."""
-        if not self._pins or host.is_pinned():
+        plain = host.device.type == "cpu" and host.layout == torch.strided  # no other can be
+        if not self._pins or not plain or host.is_pinned():
             return host
         try:
             with _current(self.stream):

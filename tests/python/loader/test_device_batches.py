@@ -17,6 +17,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "device"))
 
 import cases
+import numpy as np
 import pytest
 import torch
 
@@ -144,6 +145,33 @@ def case_other_batches() -> None:
     same(fields=["image", "label"], steps={"image": FLOATS}, batch="tuple")
     same(steps=lambda raw: torch.full((3,), float(len(raw))))
     same(steps=FLOATS, collate=lambda samples: {"all": torch.stack(samples), "n": len(samples)})
+
+
+def case_samples_that_are_pixels() -> None:
+    """The device does all that is asked for."""
+    import simdev
+
+    folder = Path(tempfile.mkdtemp())
+    rng = np.random.default_rng(0)
+    for i in range(8):
+        (folder / f"{i}.raw").write_bytes(rng.bytes(6 * 5 * 3))
+    found = []
+    for more in ({}, {"device": "simdev"}):
+        source = nostall.FileList(sorted(folder.iterdir()))
+        source.pixels = nostall.Pixels(6, 5)
+        steps = [t.ToTensor(), t.Normalize([0.5] * 3, [0.25] * 3)]
+        with nostall.DataLoader(source, 4, transforms=steps, tiers=[], **more) as made:
+            found.append([images.cpu() for images, _ in made])
+    assert all(mine.equal(theirs) for mine, theirs in zip(*found, strict=True))
+    with pytest.raises(UsageError, match="bytes as they are stored"):
+        loader([], device="simdev")
+    assert simdev.reports() == []
+
+
+def case_tensors_of_the_device_stay_where_they_are() -> None:
+    with warnings() as said:
+        same(collate=lambda samples: torch.stack(samples).to("simdev"))
+    assert said == []
 
 
 def case_ragged_fields() -> None:
@@ -359,6 +387,53 @@ def case_no_memory_while_ahead() -> None:
     assert len(said) == 1 and "fewer are sent ahead" in said[0], said
     for mine, theirs in zip(expected, found, strict=True):
         assert all(a.equal(b) for a, b in zip(mine, theirs, strict=True))
+
+
+def case_a_batch_that_is_sent_again_is_mixed_once() -> None:
+    from nostall.torch import _device
+
+    def steps(raw: Any, context: nostall.Context) -> torch.Tensor:
+        return torch.full((3, 4, 4), float(context.sample))
+
+    tree = _device.Sending.tree
+    mixed: dict[str, Any] = {"steps": [steps, t.MixUp(num_classes=3)]}
+    full = iter([True, False, True])
+
+    def sometimes(self: Any, value: Any) -> Any:
+        if next(full, False):
+            raise torch.OutOfMemoryError
+        return tree(self, value)
+
+    expected = batches(**mixed)
+    with mock.patch.object(_device.Sending, "tree", sometimes):
+        found = batches(device="simdev", **mixed)
+    assert next(full, None) is None
+    for mine, theirs in zip(expected, found, strict=True):
+        assert all(a.equal(b) for a, b in zip(mine, theirs, strict=True))
+
+
+def case_an_iteration_that_its_own_thread_collects() -> None:
+    """The collector of cycles runs in any thread, that of the device among them."""
+    from nostall.loader import _loader
+
+    ends: list[threading.Thread] = []
+
+    class Watched(_loader.Ahead):
+        def _waited(self) -> None:
+            if threading.current_thread() not in ends:
+                ends.append(threading.current_thread())
+                self.close()
+            super()._waited()
+
+    with (
+        mock.patch.object(_loader, "Ahead", Watched),
+        loader(device="simdev", device_ahead=1) as source,
+    ):
+        running = iter(source)
+        with contextlib.suppress(Exception):
+            next(running)
+        ends[0].join(60)
+        assert not ends[0].is_alive()
 
 
 def case_a_consumer_that_keeps_all_batches() -> None:
