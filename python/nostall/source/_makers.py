@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _END = 10.0  # seconds that a maker may take to end
 # What a maker answers: whether the item was made, the length of its record or of the error's text.
 _ANSWER = struct.Struct("<?Q")
+# A process that is forked while another one starts would hold the pipe that tells of its end.
+_starting = threading.Lock()
 
 
 class MakeError(Exception):
@@ -179,7 +181,8 @@ class Makers:
         self._threads = ThreadPoolExecutor(count, "nostall-makers")
 
     def _start(self) -> _Maker:
-        maker = _Maker(self._context, self._dataset, self._pickles)
+        with _starting:
+            maker = _Maker(self._context, self._dataset, self._pickles)
         with self._lock:
             self._all.append(maker)
         return maker

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -9,6 +10,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import connection
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -464,3 +467,26 @@ def test_closing_tells_those_who_wait(
     assert "ended with code -9" in str(told[0])
     with pytest.raises(TransformError, match="closed"):
         source.make(0)
+
+
+def test_the_end_of_a_maker_is_seen_though_another_started_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    makers = _makers.Makers([1], count=1, pickles=[], start_method="fork")
+    both, fork = threading.Barrier(2), os.fork
+
+    def together() -> int:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(1)
+        return fork()
+
+    monkeypatch.setattr(os, "fork", together)
+    with ThreadPoolExecutor(2) as threads:
+        started = list(threads.map(lambda _: makers._start(), range(2)))
+    last = max(started, key=lambda maker: maker.pid)  # the other was forked with its pipe open
+    last.kill()
+    seen = connection.wait([last._process.sentinel], 60)
+    for maker in started:
+        makers._free.put(maker)
+    makers.close()
+    assert seen
