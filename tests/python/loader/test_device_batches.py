@@ -529,7 +529,8 @@ def case_a_forked_child_is_refused() -> None:
                 next(running)
             except UsageError as error:
                 os.write(write, str(error).encode())
-            os._exit(0)
+                os._exit(0)
+            os._exit(1)
         os.close(write)
         assert b"forked child must make its own" in os.read(read, 4096)
         os.close(read)
