@@ -9,10 +9,8 @@ be below 1 MB an hour.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -59,9 +57,6 @@ def judge(rank: int, counts: list[dict[str, Any]], long: bool) -> tuple[list[str
         what: min(c[what] for c in half[quarter:]) - min(c[what] for c in half[:quarter])
         for what in ("objects", "bytes")
     }
-    # What grows, grows from count to count; an allocator takes a large piece once.
-    steps = [b["bytes"] - a["bytes"] for a, b in itertools.pairwise(half)]
-    grown["bytes"] = int(statistics.median(steps) * len(steps))
     if grown["objects"] > OBJECTS_PER_THOUSAND_BATCHES * batches / 1000:
         wrong.append(f"rank {rank}: {grown['objects']} objects more after {batches} batches")
     if grown["bytes"] > BYTES_PER_BATCH * batches:
