@@ -1,5 +1,6 @@
 // nostall._native: the kinds of fields, Field and compile_program.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -7,10 +8,13 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <optional>
+#include <string>
 #include <tuple>
 
 #include "fields/program.h"
+#include "held.h"
 #include "module.h"
 
 namespace nb = nanobind;
@@ -27,6 +31,34 @@ void bind_type(nb::class_<T>& kind) {
       "type", [](const T& k) { return std::string(fields::name_of(k.type)); },
       [](T& k, const std::string& name) { k.type = type_named(name); });
 }
+
+// Values by a function: (bytes) -> (shape, array of bytes). Takes the GIL for each call of it.
+class PythonDecoder : public fields::Decoder {
+ public:
+  explicit PythonDecoder(nb::object function) : function_(std::move(function)) {}
+
+  Result<std::monostate> decode(std::span<const std::byte> stored,
+                                const Take& take) const override {
+    using Values = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+    const nb::gil_scoped_acquire gil;
+    try {
+      const nb::bytes bytes(reinterpret_cast<const char*>(stored.data()), stored.size());
+      const auto made = nb::cast<nb::tuple>(function_.get()(bytes));
+      const auto shape = nb::cast<std::vector<int64_t>>(made[0]);
+      const auto values = nb::cast<Values>(made[1]);
+      return take(shape, std::as_bytes(std::span(values.data(), values.size())));
+    } catch (nb::python_error& error) {
+      const nb::object damage = nb::module_::import_("nostall.errors").attr("CorruptionError");
+      if (error.matches(damage)) {
+        return Error(ErrorKind::corruption, nb::cast<std::string>(nb::str(error.value())));
+      }
+      return Error(ErrorKind::transform, error.what());
+    }
+  }
+
+ private:
+  bindings::Held function_;
+};
 
 void bind_kinds(nb::module_& m) {
   nb::enum_<fields::Scalar::Codec>(m, "ScalarCodec")
@@ -101,6 +133,18 @@ void bind_kinds(nb::module_& m) {
       .def_rw("pad", &fields::Tokens::pad)
       .def_rw("vocabulary", &fields::Tokens::vocabulary);
   bind_type(tokens);
+  nb::class_<fields::Decoder>(m, "Decoder", "What decodes a kind of the user's own.");
+  m.def(
+      "python_decoder",
+      [](nb::callable function) -> std::shared_ptr<fields::Decoder> {
+        return std::make_shared<PythonDecoder>(std::move(function));
+      },
+      nb::arg("function"), "Decodes by a function: (bytes) -> (shape, its bytes as uint8).");
+  auto custom = nb::class_<fields::Custom>(m, "CustomField", "What a Decoder gives.");
+  custom.def(nb::init<>())
+      .def_rw("shape", &fields::Custom::shape)
+      .def_rw("decoder", &fields::Custom::decoder);
+  bind_type(custom);
 }
 
 }  // namespace

@@ -26,6 +26,8 @@ const char* python_class(nostall::ErrorKind kind) {
       return "PeerError";
     case nostall::ErrorKind::corruption:
       return "CorruptionError";
+    case nostall::ErrorKind::transform:
+      return "TransformError";
     case nostall::ErrorKind::stopped:
       return "StoppedError";
     case nostall::ErrorKind::bug:

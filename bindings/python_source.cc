@@ -10,31 +10,12 @@
 #include <optional>
 
 #include "base/error.h"
+#include "held.h"
 
 namespace nb = nanobind;
 
 namespace nostall::bindings {
 namespace {
-
-// A Python object that is released with the GIL, from any thread.
-class Held {
- public:
-  explicit Held(nb::object object) : object_(std::move(object)) {}
-  ~Held() {
-    if (!nb::is_alive()) {
-      object_.release();  // the interpreter has gone, and its objects with it
-      return;
-    }
-    const nb::gil_scoped_acquire gil;
-    object_.reset();
-  }
-  Held(const Held&) = delete;
-  Held& operator=(const Held&) = delete;
-  const nb::object& get() const { return object_; }
-
- private:
-  nb::object object_;
-};
 
 // What one item of a Python function's answer is: an OSError's errno and text, or bytes.
 struct Answer {

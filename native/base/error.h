@@ -19,6 +19,7 @@ enum class ErrorKind {
   io,          // the operating system refused: errno is set
   peer,        // another process of this job died, lags, or does not agree with us
   corruption,  // bytes are not what they should be
+  transform,   // a function of the user's failed for a sample
   stopped,     // the user stopped the work
   bug,         // an invariant of nostall is broken: please report
 };

@@ -442,4 +442,20 @@ Decoded decode(const Audio& kind, const Output&, std::span<const std::byte> byte
   return std::monostate{};
 }
 
+Decoded decode(const Custom& kind, const Output& output, std::span<const std::byte> bytes,
+               const image::SampleKey&, Scratch&, const Destination& to) {
+  return kind.decoder->decode(
+      bytes, [&](std::span<const int64_t> shape, std::span<const std::byte> values) -> Decoded {
+        uint64_t size = size_of(output.type);
+        for (const int64_t side : shape) size *= static_cast<uint64_t>(side);
+        if (!fits(shape, kind.shape) || values.size() != size) {
+          return Error(ErrorKind::transform, "it was decoded to an array of shape " +
+                                                 text_of(shape) + ", not " + text_of(kind.shape));
+        }
+        std::byte* out = to.begin(shape, values.size());
+        if (!values.empty()) std::memcpy(out, values.data(), values.size());
+        return std::monostate{};
+      });
+}
+
 }  // namespace nostall::fields

@@ -49,5 +49,7 @@ Decoded decode(const Audio& kind, const Output& output, std::span<const std::byt
                const image::SampleKey& key, Scratch& scratch, const Destination& to);
 Decoded decode(const Tokens& kind, const Output& output, std::span<const std::byte> bytes,
                const image::SampleKey& key, Scratch& scratch, const Destination& to);
+Decoded decode(const Custom& kind, const Output& output, std::span<const std::byte> bytes,
+               const image::SampleKey& key, Scratch& scratch, const Destination& to);
 
 }  // namespace nostall::fields

@@ -34,9 +34,8 @@ std::span<float> floats(std::byte* memory, size_t bytes) {
 
 }  // namespace
 
-Error failed(const Field& field, const std::string& what) {
-  return Error(ErrorKind::corruption,
-               field.name.empty() ? what : "field " + field.name + ": " + what);
+Error failed(const Field& field, const std::string& what, ErrorKind kind) {
+  return Error(kind, field.name.empty() ? what : "field " + field.name + ": " + what);
 }
 
 Result<std::span<const std::byte>> bytes_of(const Field& field,

@@ -44,12 +44,7 @@ class Compiler {
   Output operator()(const Text&) { return made(Type::uint8, {kRagged}); }
   Output operator()(const Scalar& scalar) { return made(scalar.type, {}); }
   Output operator()(const Array& array) {
-    if (array.shape.size() > kMostDims) {
-      usage(field_, "an array has at most " + std::to_string(kMostDims) + " dimensions");
-    }
-    for (const int64_t side : array.shape) {
-      if (side < 0 && side != kRagged) usage(field_, "a dimension of an array is negative");
-    }
+    check_shape(array.shape);
     const auto ragged = std::count(array.shape.begin(), array.shape.end(), kRagged);
     const bool bare = array.codec == Array::Codec::raw || array.codec == Array::Codec::varint;
     if (bare && ragged > 1) {
@@ -70,6 +65,11 @@ class Compiler {
       usage(field_, "of boxes, and of what goes with them, the first side alone is ragged");
     }
     return made(array.type, array.shape);
+  }
+  Output operator()(const Custom& custom) {
+    if (!custom.decoder) usage(field_, "there is nothing that decodes it");
+    check_shape(custom.shape);
+    return made(custom.type, custom.shape);
   }
   Output operator()(const Mask& mask) {
     if (mask.pipeline) {
@@ -109,6 +109,14 @@ class Compiler {
   }
 
  private:
+  void check_shape(std::span<const int64_t> shape) const {
+    if (shape.size() > kMostDims) {
+      usage(field_, "an array has at most " + std::to_string(kMostDims) + " dimensions");
+    }
+    for (const int64_t side : shape) {
+      if (side < 0 && side != kRagged) usage(field_, "a dimension of an array is negative");
+    }
+  }
   void check_meaning(const Array& array) const {
     using Meaning = Array::Meaning;
     if (array.meaning == Meaning::none) return;
@@ -235,7 +243,7 @@ Result<std::monostate> Program::apply(std::span<const source::FieldBytes> locate
           return decode(kind, outputs_[i], bytes.value(), key, scratch, destination(i, place));
         },
         fields_[i].kind);
-    if (!result) return failed(fields_[i], result.error().what());
+    if (!result) return failed(fields_[i], result.error().what(), result.error().kind());
   }
   for (const Group& group : groups_) {
     auto result = apply_group(group, located, key, scratch, place);

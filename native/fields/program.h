@@ -114,10 +114,29 @@ struct Tokens {
   uint64_t vocabulary = 0;  // ids below it alone are sound; 0: any
 };
 
+// What the stored bytes of a kind of the user's own stand for. Called from many threads at once.
+class Decoder {
+ public:
+  virtual ~Decoder() = default;
+  // Takes a value's shape, and its numbers in C order, for as long as the call lasts.
+  using Take = std::function<Result<std::monostate>(std::span<const int64_t> shape,
+                                                    std::span<const std::byte> values)>;
+  // Gives the value to `take`, and returns what that returns. Error(corruption): `stored` is damaged;
+  // Error(transform): the decoder failed.
+  virtual Result<std::monostate> decode(std::span<const std::byte> stored,
+                                        const Take& take) const = 0;
+};
+// What a decoder gives: of one type and shape.
+struct Custom {
+  Type type = Type::float32;
+  std::vector<int64_t> shape{};  // with kRagged
+  std::shared_ptr<const Decoder> decoder{};
+};
+
 struct Field {
   std::string name;    // in messages and outputs; may be empty if there is one field
   uint32_t index = 0;  // among Source::locate()'s
-  std::variant<Image, Bytes, Text, Scalar, Array, Mask, Audio, Tokens> kind{};
+  std::variant<Image, Bytes, Text, Scalar, Array, Mask, Audio, Tokens, Custom> kind{};
   bool padded = false;  // instead of ragged, where the sizes differ
   // What stands for a missing value, as it would be stored; absent: a sample without it is unusable.
   std::optional<std::vector<std::byte>> fill{};
@@ -211,7 +230,8 @@ class Program {
   uint64_t region(size_t output, uint64_t samples) const noexcept;
 
   // Decodes one sample into its place. Total: any bytes give values or an Error of kind corruption
-  // that names the field; the sample's place is unspecified then.
+  // that names the field, or of kind transform if a Decoder failed; the sample's place is unspecified
+  // then.
   Result<std::monostate> apply(std::span<const source::FieldBytes> located,
                                const image::SampleKey& key, Scratch& scratch,
                                const Place& place) const;

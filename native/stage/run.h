@@ -166,6 +166,8 @@ class Loader::Run {
   // Puts another sample in the place of a bad one, or records the error of the batch.
   void handle_bad(Work work, const std::string& reason, fields::Scratch* scratch,
                   source::Reader& reader);
+  // Records the error of the batch: it is not the sample that is bad.
+  void fail(Task& task, plan::SampleId sample, const Error& error);
   bool read_whole(plan::SampleId sample, std::span<std::byte> into, source::Reader& reader,
                   std::string& reason);
   // Of raw batches.

@@ -104,7 +104,11 @@ void Loader::Run::transform(Work work, fields::Scratch& scratch, source::Reader&
     handle_bad(work, item.read_why, &scratch, reader);
   } else {
     const auto result = unpack(work, item.sample, bytes, scratch);
-    if (!result) handle_bad(work, result.error().what(), &scratch, reader);
+    if (!result && result.error().kind() == ErrorKind::corruption) {
+      handle_bad(work, result.error().what(), &scratch, reader);
+    } else if (!result) {
+      fail(*work.task, item.sample, result.error());
+    }
   }
   item.raw.reset();
 }
@@ -192,6 +196,12 @@ bool Loader::Run::read_whole(plan::SampleId sample, std::span<std::byte> into,
   return request.error == 0;
 }
 
+void Loader::Run::fail(Task& task, plan::SampleId sample, const Error& error) {
+  const std::string name = config_.source->describe(sample) + " (sample " + std::to_string(sample);
+  const MutexLock lock(mutex_);
+  if (!task.error) task.error.emplace(error.kind(), name + "): " + error.what());
+}
+
 void Loader::Run::handle_bad(Work work, const std::string& reason, fields::Scratch* scratch,
                              source::Reader& reader) {
   Task& task = *work.task;
@@ -227,7 +237,13 @@ void Loader::Run::handle_bad(Work work, const std::string& reason, fields::Scrat
         continue;
       }
       const std::span<std::byte> bytes(raw->data(), sizes_[candidate]);
-      good = read_whole(candidate, bytes, reader, why) && unpack(work, candidate, bytes, *scratch);
+      if (read_whole(candidate, bytes, reader, why)) {
+        const auto result = unpack(work, candidate, bytes, *scratch);
+        good = static_cast<bool>(result);
+        if (!result && result.error().kind() != ErrorKind::corruption) {
+          return fail(task, candidate, result.error());
+        }
+      }
     } else {
       good = read_whole(candidate, place_of(work).first(sizes_[candidate]), reader, why);
     }

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
         LoaderOptions,
         MixedLabels,
         RawBatch,
+        SampleTransform,
+        testing,
         transforms,
     )
     from nostall.observe import Stats, metrics, trace
@@ -45,7 +47,10 @@ if TYPE_CHECKING:
         ArrowIPC,
         Cached,
         Concat,
+        CustomFields,
+        CustomSource,
         Documents,
+        FieldReader,
         FileList,
         Files,
         Filter,
@@ -57,6 +62,7 @@ if TYPE_CHECKING:
         Parquet,
         Pixels,
         ReadOptions,
+        SampleReader,
         Source,
         Split,
         Subset,
@@ -81,9 +87,12 @@ __all__ = [
     "ClassBalanced",
     "Concat",
     "Context",
+    "CustomFields",
+    "CustomSource",
     "DataLoader",
     "Documents",
     "DynamicBatches",
+    "FieldReader",
     "FileList",
     "Files",
     "Filter",
@@ -101,6 +110,8 @@ __all__ = [
     "RawBatch",
     "ReadOptions",
     "RepeatedAugmentation",
+    "SampleReader",
+    "SampleTransform",
     "Schema",
     "Source",
     "Split",
@@ -117,6 +128,7 @@ __all__ = [
     "errors",
     "fields",
     "metrics",
+    "testing",
     "trace",
     "transforms",
 ]
@@ -126,12 +138,14 @@ __all__ = [
 _NAMES = {
     "checkpoint": "Checkpointer CheckpointOptions Keep",
     "fields": "Schema",
-    "loader": "Context DataLoader DynamicBatches LoaderOptions MixedLabels RawBatch transforms",
+    "loader": "Context DataLoader DynamicBatches LoaderOptions MixedLabels RawBatch SampleTransform "
+    "testing transforms",
     "observe": "Stats metrics trace",
     "plan": "Buckets ClassBalanced Plan RepeatedAugmentation SubBatches Weighted",
-    "source": "COCO HDF5 LMDB VOC Arrays ArrowIPC Cached Concat Documents FileList Files Filter "
-    "ImageFolder Manifest Mixture ObjectFolder Packed Parquet Pixels ReadOptions Source Split Subset "
-    "TarShards TFRecord Tokens Units Windows",
+    "source": "COCO HDF5 LMDB VOC Arrays ArrowIPC Cached Concat CustomFields CustomSource Documents "
+    "FieldReader FileList Files Filter ImageFolder Manifest Mixture ObjectFolder Packed "
+    "Parquet Pixels ReadOptions SampleReader Source Split Subset TarShards TFRecord Tokens "
+    "Units Windows",
 }
 _ROOM = {name: room for room, names in _NAMES.items() for name in names.split()}
 _ROOMS = {*_NAMES, "collective", "convert", "errors", "job", "simulate", "sync", "torch"}

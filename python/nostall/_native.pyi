@@ -1026,6 +1026,29 @@ class TokensField:
     @type.setter
     def type(self, arg: str, /) -> None: ...
 
+class Decoder:
+    """What decodes a kind of the user's own."""
+
+def python_decoder(function: Callable) -> Decoder:
+    """Decodes by a function: (bytes) -> (shape, its bytes as uint8)."""
+
+class CustomField:
+    """What a Decoder gives."""
+
+    def __init__(self) -> None: ...
+    @property
+    def shape(self) -> list[int]: ...
+    @shape.setter
+    def shape(self, arg: Sequence[int], /) -> None: ...
+    @property
+    def decoder(self) -> Decoder: ...
+    @decoder.setter
+    def decoder(self, arg: Decoder, /) -> None: ...
+    @property
+    def type(self) -> str: ...
+    @type.setter
+    def type(self, arg: str, /) -> None: ...
+
 class Field:
     """A field of a source, and its kind (native/fields/program.h)."""
 
@@ -1050,6 +1073,7 @@ class Field:
         | MaskField
         | AudioField
         | TokensField
+        | CustomField
     ): ...
     @kind.setter
     def kind(
@@ -1061,7 +1085,8 @@ class Field:
         | ArrayField
         | MaskField
         | AudioField
-        | TokensField,
+        | TokensField
+        | CustomField,
         /,
     ) -> None: ...
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -56,11 +57,8 @@ def _msgpack(value: Any) -> bytes:
     return struct.pack(">Bq", 0xD3, value) if value < 2**63 else struct.pack(">BQ", 0xCF, value)
 
 
-class Kind:
-    """Base of the kinds of fields.
-
-    A subclass sets `dtype` and says by `_native_kind` what the core is to do.
-    """
+class Kind(ABC):
+    """Base of the kinds of fields; that of kinds of the user's own is `Custom`."""
 
     fill: Any = None
     padded: bool = False
@@ -93,8 +91,9 @@ class Kind:
             native.fill = self.encode(self.fill)
         return native
 
+    @abstractmethod
     def _native_kind(self) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} defines no native kind")
+        """What the core is to do."""
 
     def _in_group(self, kind: Any, pipeline: _native.Pipeline) -> Any:
         kind.pipeline = pipeline
@@ -234,8 +233,8 @@ class _Numbers(Kind):
     codec: str = "npy"
     _MEANING: ClassVar[str] = "none"
 
-    def _dimensions(self) -> Shape:
-        raise NotImplementedError
+    @abstractmethod
+    def _dimensions(self) -> Shape: ...
 
     def _meaning(self) -> str:
         return self._MEANING
@@ -543,4 +542,48 @@ class Audio(Kind):
         kind.channels = self.channels
         kind.rate = self.rate or 0
         kind.frames = self.frames or 0
+        return kind
+
+
+class Custom(Kind):
+    """Base of kinds of the user's own: stored bytes that Python decodes to numbers.
+
+    A subclass is a frozen dataclass at the top of a module, so that it can be compared and pickled. The
+    loader's transform threads call `decode`, several at a time and ahead of need; as it holds the GIL,
+    it pays where it calls a library that gives it up, or where there is little to do.
+
+    Attributes:
+        dtype: NumPy's name of the type of the numbers.
+        shape: of one sample; None is a side that differs from sample to sample. A batch has an array
+            (n, \\*shape), or `Ragged` or `Padded` where a side is None.
+        padded: fill up with zeros to the longest of the batch, where sizes differ.
+        fill: the value that stands for a missing one, as `encode` takes it; None: there is none.
+    """
+
+    dtype: str = "float32"
+    shape: Shape = ()
+
+    @abstractmethod
+    def decode(self, stored: bytes) -> Any:
+        """The array that the stored bytes stand for, of `dtype` and `shape`.
+
+        Raises:
+            CorruptionError: they are damaged: the sample is unusable. Any other exception ends the
+                iteration with a TransformError.
+        """
+
+    def _decoded(self, stored: bytes) -> tuple[tuple[int, ...], np.ndarray]:
+        array = np.asarray(self.decode(stored))
+        if array.dtype != self.dtype:
+            raise TypeError(
+                f"{type(self).__name__}.decode gives {array.dtype}, and its dtype is {self.dtype}"
+            )
+        return array.shape, np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+    def _native_kind(self) -> Any:
+        _of(self, "dtype", self.dtype, DTYPES)
+        kind = _native.CustomField()
+        kind.type = self.dtype
+        kind.shape = [-1 if side is None else side for side in self.shape]
+        kind.decoder = _native.python_decoder(self._decoded)
         return kind

@@ -1,7 +1,7 @@
 """The data loader: the plan's batches, decoded, transformed and in order."""
 
-from nostall.loader import transforms
-from nostall.loader._context import Context
+from nostall.loader import testing, transforms
+from nostall.loader._context import Context, SampleTransform
 from nostall.loader._dynamic_batches import DynamicBatches
 from nostall.loader._loader import DataLoader
 from nostall.loader._mixing import MixedLabels
@@ -15,5 +15,7 @@ __all__ = [
     "LoaderOptions",
     "MixedLabels",
     "RawBatch",
+    "SampleTransform",
+    "testing",
     "transforms",
 ]

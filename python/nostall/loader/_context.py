@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -64,6 +64,17 @@ class Context:
         np.random.seed(number & (2**32 - 1))
         if "torch" in sys.modules:
             sys.modules["torch"].manual_seed(number)
+
+
+class SampleTransform(Protocol):
+    """A transform of the user's own: a callable with a parameter named `context`.
+
+    It keeps nothing from one call to the next, for the loader's threads call it several at a time, in
+    any order; all that is random comes from the context's generators.
+    """
+
+    def __call__(self, sample: Any, /, *, context: Context) -> Any:
+        """What takes the sample's place."""
 
 
 @functools.lru_cache(maxsize=64)

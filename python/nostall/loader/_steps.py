@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,12 +16,12 @@ PaddingMode = Literal["constant", "edge", "reflect", "symmetric"]
 Fill = float | Sequence[float] | Mapping[str, Any]
 
 
-class Transform:
+class Transform(ABC):
     """Base of the transforms that the native pipeline can run."""
 
+    @abstractmethod
     def to_step(self) -> Step:
         """The step's name and its parameters, as the native pipeline takes them."""
-        raise NotImplementedError(f"{type(self).__name__} defines no native step")
 
 
 def _name(owner: object) -> str:

@@ -10,6 +10,7 @@
     Tokens                             files of token ids, no source itself:
     Windows, Documents, Packed, Units  what a training takes of them
     Cached                             items of a data set in Python, made once
+    CustomSource, CustomFields         samples that a class of the user's reads
     Subset, Filter, Split, Concat      views: samples of other sources, without copies
     Mixture                            the same, in an order by weights
 
@@ -19,6 +20,7 @@ store (``s3://bucket/key``).
 
 from nostall.source._arrow import ArrowIPC, Parquet
 from nostall.source._cached import Cached
+from nostall.source._custom import CustomFields, CustomSource, FieldReader, SampleReader
 from nostall.source._files import Files
 from nostall.source._hdf5 import HDF5
 from nostall.source._lmdb import LMDB
@@ -43,7 +45,10 @@ __all__ = [
     "ArrowIPC",
     "Cached",
     "Concat",
+    "CustomFields",
+    "CustomSource",
     "Documents",
+    "FieldReader",
     "FileList",
     "Files",
     "Filter",
@@ -55,6 +60,7 @@ __all__ = [
     "Parquet",
     "Pixels",
     "ReadOptions",
+    "SampleReader",
     "Source",
     "Split",
     "Subset",

@@ -15,7 +15,6 @@ import numpy as np
 
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.fields import Image, Kind, Scalar
-from nostall.source._callback import RowReader
 from nostall.source._columns import (
     Column,
     Gathered,
@@ -30,6 +29,7 @@ from nostall.source._columns import (
     rows_of,
 )
 from nostall.source._composite import Composite
+from nostall.source._custom import SampleReader, native_source
 from nostall.source._hugging_face import dataset_files
 from nostall.source._object_file import ObjectFile, as_file, failure_of
 from nostall.source._objects import is_url
@@ -123,7 +123,7 @@ def _is_pair(
     return columns is None
 
 
-class _Groups(RowReader):
+class _Groups(SampleReader):
     """Columns of row groups of Parquet files, the last ones unpacked; see ``Parquet``.
 
     Sample `row` of field `i` is the part ``i * rows + row``.
@@ -167,7 +167,8 @@ class _Groups(RowReader):
         self._columns = [g.column for g in gathered]
         counts = np.diff([*self._first, self._rows])
         group = np.repeat(np.arange(len(counts)), counts)
-        return self.make_source(
+        return native_source(
+            self,
             sizes=np.concatenate([g.rows()[1] for g in gathered]).astype(np.uint64),
             labels=np.zeros(len(gathered) * self._rows, np.int64),
             group=np.concatenate([group + i * len(counts) for i in range(len(gathered))]),

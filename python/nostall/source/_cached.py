@@ -15,7 +15,7 @@ import numpy as np
 from nostall.base._sizes import parse_size
 from nostall.errors import CorruptionError, TransformError, UsageError
 from nostall.job._world import find_world
-from nostall.source._callback import RowReader
+from nostall.source._custom import SampleReader, native_source
 from nostall.source._item_record import FORMAT, left_out, modules_of
 from nostall.source._items import admit, decode
 from nostall.source._makers import MakeError, Makers
@@ -30,7 +30,7 @@ _PAGE = 4096
 _ROUND = 64
 
 
-class _Reader(RowReader):
+class _Reader(SampleReader):
     def __init__(self, makers: Makers, room: int, name: str) -> None:
         self._makers, self._room, self._name = makers, room, name
         self._told = False
@@ -147,7 +147,8 @@ class Cached(Source):
         self.room = -(-room // _ROUND) * _ROUND
         self.modules = frozenset().union(*map(modules_of, records.values()))
         admit(self.modules)
-        self.native = _Reader(self._makers, self.room, self._name).make_source(
+        self.native = native_source(
+            _Reader(self._makers, self.room, self._name),
             sizes=np.full(samples, self.room, np.uint64),
             labels=np.zeros(samples, np.int64),
             group=None,

@@ -13,7 +13,6 @@ import numpy as np
 from nostall import _native
 from nostall.errors import CorruptionError, Error, IoError, UsageError
 from nostall.fields import Bytes, Kind, Text
-from nostall.source._callback import RowReader
 from nostall.source._columns import (
     Names,
     array_kind,
@@ -24,6 +23,7 @@ from nostall.source._columns import (
     pixels_of,
 )
 from nostall.source._composite import Composite, make_column
+from nostall.source._custom import SampleReader, native_source
 from nostall.source._object_file import as_file, failure_of
 from nostall.source._records import PathLike, PlacedRows, absolute
 
@@ -191,7 +191,7 @@ def _native_of(
     return placed.native, False
 
 
-class _Library(RowReader):
+class _Library(SampleReader):
     """Samples that the HDF5 library unpacks; see ``HDF5``."""
 
     def __init__(self, path: str, dataset: str, store: Any) -> None:
@@ -204,7 +204,8 @@ class _Library(RowReader):
         _check_filters(data, self._path)
         n = len(data)
         rows = int(data.chunks[0]) if data.chunks else 1
-        return self.make_source(
+        return native_source(
+            self,
             sizes=self._sizes(data),
             labels=label,
             group=(np.arange(n) // rows).astype(np.uint32) if rows > 1 else None,

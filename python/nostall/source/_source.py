@@ -309,7 +309,7 @@ class FileList(Source):
                 threads=_LISTING_THREADS,
             )
         else:
-            numbers = _numbers(labels)
+            numbers = as_numbers(labels)
             self._label_type = numbers.dtype
             if numbers.dtype.kind == "f":
                 numbers = numbers.astype(np.float64).view(np.int64)
@@ -321,7 +321,7 @@ class FileList(Source):
             )
 
 
-def _numbers(labels: Any) -> NDArray[Any]:
+def as_numbers(labels: Any) -> NDArray[Any]:
     """Labels as int64, float16, float32 or float64, shape (n,); of none if there are none."""
     if labels is None or len(labels) == 0:
         return np.zeros(0, np.int64)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,17 +13,12 @@ def check_source(
     source: Source, samples: Sequence[bytes], labels: Sequence[int], fork: bool = True
 ) -> None:
     """Sizes, labels and bytes, through the source and through two shuffled epochs with a tier that
-    holds half of it, through a pickled copy, and in a forked process."""
+    holds half of it; and what anybody can check of a source."""
     assert source.labels.tolist() == list(labels)
     assert source.sizes.tolist() == [len(s) for s in samples]
     assert [source.read(i) for i in range(len(source))] == list(samples)
     check_epochs(source, samples, tiers=["ram:4KiB"])
-    check_epochs(source, samples, tiers=[f"ram:{max(4096, sum(map(len, samples)) * 2)}B"])
-    copy = pickle.loads(pickle.dumps(source))
-    assert copy.fingerprint == source.fingerprint
-    assert [copy.read(i) for i in range(len(copy))] == list(samples)
-    if fork:
-        assert in_a_fork(source, samples)
+    nostall.testing.check_source(source, start_methods=["fork"] if fork else [])
 
 
 def check_epochs(
@@ -44,15 +37,3 @@ def check_epochs(
                     assert label == source.labels[sample]
             assert ids == []
         return loader.stats()
-
-
-def in_a_fork(source: Source, samples: Sequence[bytes]) -> bool:
-    """Whether a process forked off now reads the same."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            code = int([source.read(i) for i in range(len(source))] != list(samples))
-        finally:
-            os._exit(code)
-    return os.waitpid(child, 0)[1] == 0
