@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -44,9 +45,9 @@ class BatchTransform(Transform):
             "transforms= of a DataLoader"
         )
 
+    @abstractmethod
     def _mixers(self) -> list[tuple[str, float, float]]:
         """(kind, alpha, weight) of each."""
-        raise NotImplementedError
 
     def _check(self) -> None:
         if self.num_classes is not None:

@@ -11,6 +11,7 @@ import difflib
 import importlib.util
 import inspect
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -105,7 +106,7 @@ class Job:
         return [[*between, share[:fit]] for share, fit in zip(shares, fits, strict=True)]
 
 
-class Policy:
+class Policy(ABC):
     """Base of all policies; override `decide`.
 
     Attributes:
@@ -120,13 +121,13 @@ class Policy:
     follows: ClassVar[str] = ""
     order: Order = "same"
 
+    @abstractmethod
     def decide(self, job: Job) -> Decision:
         """What the policy decides for this job.
 
         Raises:
             NotApplicable: it cannot run such a job.
         """
-        raise NotImplementedError
 
     def decide_as_published(self, job: Job) -> Decision:
         """What the published program decides, where that is something else; for mode as-published.
@@ -188,6 +189,8 @@ def _from_file(name: str) -> type[Policy]:
     kind = getattr(module, attribute, None)
     if not (isinstance(kind, type) and issubclass(kind, Policy)):
         raise UsageError(f'policy "{name}": {path} has no policy {attribute}')
+    if missing := ", ".join(sorted(kind.__abstractmethods__)):
+        raise UsageError(f'policy "{name}": {attribute} in {path} must define {missing}')
     return kind
 
 

@@ -133,6 +133,9 @@ def test_policies_from_files(tmp_path: Path) -> None:
     path.write_text("class Mine:\n    pass\n")
     with pytest.raises(UsageError, match="has no policy Mine"):
         make_policy(f"{path}:Mine")
+    path.write_text("import nostall.simulate\nclass Mine(nostall.simulate.Policy):\n    pass\n")
+    with pytest.raises(UsageError, match=r"Mine in .*own.py must define decide"):
+        make_policy(f"{path}:Mine")
 
 
 def test_unknown_variables_and_modes() -> None:
