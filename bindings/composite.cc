@@ -2,6 +2,7 @@
 #include "source/composite.h"
 
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -10,6 +11,7 @@
 
 #include "arrays.h"
 #include "module.h"
+#include "source/beside.h"
 
 namespace nb = nanobind;
 using namespace nostall;
@@ -68,4 +70,17 @@ void bind_composite(nb::module_& m) {
             return s.select(fields);
           },
           nb::arg("fields"), nb::call_guard<nb::gil_scoped_release>());
+  using source::BesideSource;
+  nb::class_<BesideSource, source::Source>(m, "BesideSource")
+      .def(
+          "__init__",
+          [](BesideSource* self, std::vector<std::shared_ptr<const source::Source>> sources,
+             const std::vector<std::pair<uint32_t, uint32_t>>& fields) {
+            std::vector<BesideSource::Field> all;
+            for (const auto& [first, last] : fields) all.push_back({first, last});
+            const nb::gil_scoped_release release;
+            new (self) BesideSource(std::move(sources), std::move(all));
+          },
+          nb::arg("sources"), nb::arg("fields"),
+          "Records of all sources (native/source/beside.h); a field is those from one to another.");
 }

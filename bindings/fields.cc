@@ -131,6 +131,14 @@ void bind_kinds(nb::module_& m) {
           [](fields::Tokens& t, const std::string& name) { t.stored = type_named(name); })
       .def_rw("length", &fields::Tokens::length)
       .def_rw("pad", &fields::Tokens::pad)
+      .def_rw("ignored", &fields::Tokens::ignored)
+      .def_prop_rw(
+          "mask",
+          [](const fields::Tokens& t) -> std::optional<std::string> {
+            if (!t.mask) return std::nullopt;
+            return std::string(fields::name_of(*t.mask));
+          },
+          [](fields::Tokens& t, const std::string& name) { t.mask = type_named(name); })
       .def_rw("vocabulary", &fields::Tokens::vocabulary);
   bind_type(tokens);
   nb::class_<fields::Decoder>(m, "Decoder", "What decodes a kind of the user's own.");

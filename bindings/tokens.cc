@@ -107,6 +107,14 @@ void bind_index(nb::module_& m) {
           },
           nb::rv_policy::automatic)
       .def(
+          "divided_as",
+          [](const tokens::Index& index, const StreamPtr& other) {
+            tokens::Index made = index;
+            made.documents = other->index().documents;
+            return made;
+          },
+          nb::arg("other"), "The same extents with the documents of another stream.")
+      .def(
           "store",
           [](const tokens::Index& index, const std::string& path) {
             const auto bytes = tokens::serialize_index(index);
@@ -230,6 +238,13 @@ void bind_tokens(nb::module_& m) {
         return packed ? packed->waste() : 0.0;
       },
       "The share of positions of packed units that no token takes.");
+  m.def(
+      "token_units_like",
+      [](const std::shared_ptr<UnitSource>& like, const StreamPtr& stream) {
+        return std::make_shared<UnitSource>(stream, like->rule(), like->overlap(), 1);
+      },
+      nb::arg("units"), nb::arg("stream"), nb::call_guard<nb::gil_scoped_release>(),
+      "The same units of another stream with the same documents.");
   m.def(
       "token_windows",
       [](const StreamPtr& stream, uint64_t length, uint64_t stride, bool by_document, bool partial,

@@ -97,11 +97,17 @@ class Compiler {
     return made(audio.type, {frames, audio.channels});
   }
   Output operator()(const Tokens& tokens) {
-    if (tokens.type != Type::int32 && tokens.type != Type::int64) {
-      usage(field_, "tokens are int32 or int64, not " + std::string(name_of(tokens.type)));
+    const bool floating = tokens.type == Type::float32;
+    if (tokens.type != Type::int32 && tokens.type != Type::int64 && !floating) {
+      usage(field_, "tokens are int32 or int64, or numbers beside them float32, not " +
+                        std::string(name_of(tokens.type)));
     }
-    if (tokens.stored == Type::boolean || tokens.stored >= Type::float16) {
+    const auto integer = [](Type type) { return type != Type::boolean && type < Type::float16; };
+    if (!integer(tokens.stored) && !(floating && tokens.stored == Type::float32)) {
       usage(field_, "tokens are stored as integers, not as " + std::string(name_of(tokens.stored)));
+    }
+    if (tokens.mask && (!integer(*tokens.mask) || tokens.part != Tokens::Part::labels)) {
+      usage(field_, "a mask is of integers, and for labels");
     }
     if (tokens.length > source::kMostUnit) usage(field_, "a unit has at most 2^30 tokens");
     if (tokens.part == Tokens::Part::lengths) return made(Type::int32, {kRagged});

@@ -97,21 +97,24 @@ struct Audio {
   uint32_t rate = 0;          // frames per second that every sample must have; 0: any
   uint64_t frames = 0;        // cut there, or filled up with zeros; 0: ragged
 };
-// A part of a unit of tokens (source/unit.h).
+// A part of a unit of tokens (source/unit.h), or of numbers that lie beside its ids, one for each.
 struct Tokens {
   enum class Part : uint8_t {
-    ids,
-    labels,     // the id behind each, `ignored` behind the last one of a document
+    ids,        // or other numbers
+    labels,     // the one behind each, `ignored` behind the last one of a document
     positions,  // in the segment, from 0
     segments,   // the segment's number in the unit, from 1; 0 where the unit is filled up
     lengths,    // of the segments, then of what is filled up: int32, (n,), ragged
   };
   Part part = Part::ids;
-  Type type = Type::int64;     // or int32
-  Type stored = Type::uint16;  // of integers
+  Type type = Type::int64;     // or int32, float32
+  Type stored = Type::uint16;  // of integers; float32 where `type` is
   uint64_t length = 0;         // tokens of every unit, filled up with `pad`; 0: ragged
   int64_t pad = 0, ignored = -100;
-  uint64_t vocabulary = 0;  // ids below it alone are sound; 0: any
+  uint64_t vocabulary = 0;  // ids below it, and `ignored`, alone are sound; 0: any
+  // Of labels: the record of a mask lies behind that of the ids, stored so. A label is `ignored` where
+  // the mask is 0.
+  std::optional<Type> mask{};
 };
 
 // What the stored bytes of a kind of the user's own stand for. Called from many threads at once.

@@ -61,6 +61,26 @@ class UnitView {
     return view;
   }
 
+  // The one that ends where `bytes` end, behind other records.
+  static Result<UnitView> last_of(std::span<const std::byte> bytes, uint64_t width) {
+    UnitView view;
+    view.record_ = bytes;
+    uint64_t size = 4;
+    if (bytes.size() >= 4 && bytes.size() % 4 == 0) {
+      view.segments_ = view.word(bytes.size() - 4);
+      if (view.segments_ <= bytes.size() / 4 - 1) {
+        view.table_ = bytes.size() - 4 - 4 * uint64_t{view.segments_};
+        uint64_t ids = 0;
+        for (uint32_t i = 0; i < view.segments_; ++i) {
+          const Segment s = view.segment(i);
+          ids += uint64_t{s.length} + (s.next ? 1 : 0);
+        }
+        if (ids <= kMostUnit) size = unit_bytes(ids, width, view.segments_);
+      }
+    }
+    return of(bytes.size() < size ? bytes : bytes.last(size), width);
+  }
+
   uint32_t segments() const noexcept { return segments_; }
   uint64_t tokens() const noexcept { return tokens_; }  // without those that are only labels
   Segment segment(uint32_t i) const noexcept {
@@ -68,6 +88,13 @@ class UnitView {
     return {w / 2, w % 2 != 0};
   }
   const std::byte* ids() const noexcept { return record_.data(); }
+  uint64_t bytes() const noexcept { return record_.size(); }
+  // Whether both have the same segments.
+  bool divided_as(const UnitView& other) const noexcept {
+    return segments_ == other.segments_ &&
+           std::memcmp(record_.data() + table_, other.record_.data() + other.table_,
+                       4 * size_t{segments_}) == 0;
+  }
 
  private:
   uint32_t word(uint64_t at) const noexcept {

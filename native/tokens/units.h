@@ -81,6 +81,7 @@ class UnitSource : public source::Source {
   // Of all units together, labels alone not counted.
   uint64_t tokens() const noexcept { return tokens_; }
   const std::variant<Windows, Pieces, plan::Units>& rule() const noexcept { return rule_; }
+  bool overlap() const noexcept { return overlap_; }
   // Replaces `out` by the segments of a unit.
   void segments(uint64_t unit, std::vector<Segment>& out) const;
 

@@ -370,6 +370,12 @@ class CompositeSource(Source):
 
     def select(self, fields: Sequence[int]) -> CompositeSource: ...
 
+class BesideSource(Source):
+    def __init__(self, sources: Sequence[Source], fields: Sequence[tuple[int, int]]) -> None:
+        """
+        Records of all sources (native/source/beside.h); a field is those from one to another.
+        """
+
 class Storage:
     """Files or objects of which ranges are read."""
 
@@ -634,6 +640,9 @@ class TokenIndex:
     def sizes(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
     @property
     def times(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]: ...
+    def divided_as(self, other: TokenStream) -> TokenIndex:
+        """The same extents with the documents of another stream."""
+
     def store(self, path: str) -> tuple[int, int]:
         """Writes the stored form; (0 or -errno, bytes)."""
 
@@ -710,6 +719,9 @@ class UnitSource(Source):
     @property
     def waste(self) -> float:
         """The share of positions of packed units that no token takes."""
+
+def token_units_like(units: UnitSource, stream: TokenStream) -> UnitSource:
+    """The same units of another stream with the same documents."""
 
 def token_windows(
     stream: TokenStream,
@@ -1017,6 +1029,14 @@ class TokensField:
     def pad(self) -> int: ...
     @pad.setter
     def pad(self, arg: int, /) -> None: ...
+    @property
+    def ignored(self) -> int: ...
+    @ignored.setter
+    def ignored(self, arg: int, /) -> None: ...
+    @property
+    def mask(self) -> str | None: ...
+    @mask.setter
+    def mask(self, arg: str, /) -> None: ...
     @property
     def vocabulary(self) -> int: ...
     @vocabulary.setter

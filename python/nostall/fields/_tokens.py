@@ -23,7 +23,8 @@ PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class UnitPart(Kind):
-    """A part of a unit: ids, labels, positions, segments (n, length), or cu_seqlens (segments + 1,).
+    """A part of a unit: ids, labels, positions, segments (n, length), or cu_seqlens (segments + 1,);
+    or numbers beside the ids, at their own places ("ids") or those of labels ("labels").
 
     Args:
         part: which one.
@@ -32,6 +33,8 @@ class UnitPart(Kind):
         length: of every unit; None where they differ.
         pad: the id that fills a unit up.
         vocabulary: ids below it alone are sound; None for any.
+        ignored: what stands for labels that there are not.
+        mask: the type of the mask behind the ids, which says what labels there are; None for all.
     """
 
     part: Literal["ids", "labels", "positions", "segments", "cu_seqlens"]
@@ -40,6 +43,8 @@ class UnitPart(Kind):
     length: int | None = None
     pad: int = 0
     vocabulary: int | None = None
+    ignored: int = -100
+    mask: str | None = None
 
     def _native_kind(self) -> Any:
         kind = _native.TokensField()
@@ -49,6 +54,9 @@ class UnitPart(Kind):
         kind.length = self.length or 0
         kind.pad = self.pad
         kind.vocabulary = self.vocabulary or 0
+        kind.ignored = self.ignored
+        if self.mask is not None:
+            kind.mask = self.mask
         return kind
 
     def encode(self, value: Any) -> bytes:

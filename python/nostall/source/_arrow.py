@@ -342,11 +342,11 @@ class ArrowIPC(RecordStore, Composite):
                     same = column_of(table.schema, g.column.path, path)
                     check_same(g.column, same, (paths[0], path))
             for g in gathered:
-                g.add(table, path, counts[number], lambda data: _place(data, held, path))
+                g.add(table, path, counts[number], lambda data: place_of(data, held, path))
             counts[number] += len(table)
 
         for number, path in enumerate(paths):
-            _each_piece(path, store, partial(take, number, path))
+            each_piece(path, store, partial(take, number, path))
         if sum(counts) == 0:
             raise UsageError(f"{paths[0]} has no rows")
 
@@ -378,14 +378,14 @@ def _arrow_places(path: str, image: str, label: str | None, store: Any) -> Place
         _check_columns(table.schema, image, label, path)
         parts.append(_table_places(table, held, image, label, path))
 
-    _each_piece(path, store, take)
+    each_piece(path, store, take)
     if sum(len(p[0]) for p in parts) == 0:
         raise UsageError(f"{path} has no rows")
     offset, length, labels = (np.concatenate(c) for c in zip(*parts, strict=True))
     return offset, length, labels
 
 
-def _each_piece(path: str, store: Any, take: Callable[[Any, Held], None]) -> None:
+def each_piece(path: str, store: Any, take: Callable[[Any, Held], None]) -> None:
     """Calls `take` with every record batch of a file as a table, the first of them empty, and with the
     places of its memory."""
     import pyarrow
@@ -469,7 +469,7 @@ def _table_places(table: Any, held: Held, image: str, label: str | None, path: s
         if data is None or data.size == 0:
             offsets.append(np.zeros(len(chunk), np.uint64))
         else:
-            offsets.append((ends[:-1] + _place(data, held, path)).astype(np.uint64))
+            offsets.append((ends[:-1] + place_of(data, held, path)).astype(np.uint64))
         lengths.append(np.diff(ends).astype(np.uint64))
     length = np.concatenate(lengths)
     labels = np.zeros(len(length), np.int64)
@@ -478,7 +478,7 @@ def _table_places(table: Any, held: Held, image: str, label: str | None, path: s
     return np.concatenate(offsets), length, labels
 
 
-def _place(data: Any, held: Held, path: str) -> int:
+def place_of(data: Any, held: Held, path: str) -> int:
     """Where in the file a buffer lies that was not copied out of it."""
     for address, size, offset in held:
         if address <= data.address and data.address + data.size <= address + size:

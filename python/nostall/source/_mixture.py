@@ -137,7 +137,7 @@ def _cost(source: Source, per: str) -> float:
         raise UsageError(f'per must be "samples", "bytes" or "tokens", not {per!r}')
     if not isinstance(source, Units):
         raise UsageError(f'{source!r} does not know its tokens: weigh samples, or per="bytes"')
-    return max(1, source.native.tokens) / len(source)
+    return max(1, source.token_count) / len(source)
 
 
 def _in_samples(

@@ -1,4 +1,4 @@
-"""Files of token ids: nanoGPT's, NumPy's, raw memory maps, and Megatron's with their index."""
+"""Files of token ids: raw ones, NumPy's, Megatron's with their index, llm.c's, and columns of Arrow."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import logging
 import math
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from nostall import _native
 from nostall.errors import CorruptionError, IoError, UsageError
+from nostall.source._hugging_face import dataset_files
 from nostall.source._objects import is_url
 from nostall.source._records import (
+    FOUND,
     PathLike,
     Progress,
     ReadOptions,
@@ -27,20 +30,36 @@ from nostall.source._records import (
     records_path,
     shard_paths,
 )
+from nostall.source._token_columns import Extent, column_extents
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _log = logging.getLogger("nostall")
 
-Format = Literal["auto", "raw", "npy", "megatron"]
+Format = Literal["auto", "raw", "npy", "megatron", "llm.c"]
+_FORMATS = ("auto", "raw", "npy", "megatron", "llm.c")
 
 _THREADS = 8
 _STORED = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
+_REAL = "float32"  # of tracks
 _NPY = b"\x93NUMPY"
 _MEGATRON = b"MMIDIDX\x00\x00"
 # Megatron's codes of types; floating-point ones are no ids.
 _CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+# llm.c's: magic, version, type; the number of ids is the third number of a header of 1 KiB.
+_LLMC = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
+_LLMC_HEADER = 1024
+#: Tracks that mean something to units: labels that are stored, and which of them count.
+LABELS, LOSS_MASK = "labels", "loss_mask"
+
+
+class Track(NamedTuple):
+    """Numbers beside the ids of a stream, one for each."""
+
+    native: _native.TokenStream
+    dtype: str
+    vocabulary: int | None
 
 
 class Tokens:
@@ -58,7 +77,14 @@ class Tokens:
             none, or the files have an index of documents.
         vocabulary: how many ids there are: another id makes what has it unusable.
         format: ``"raw"`` (nanoGPT's and OLMo's: ids and nothing else), ``"npy"`` (of one dimension, or
-            a document a row), ``"megatron"`` (``.bin`` with ``.idx``), or ``"auto"``: what lies there.
+            a document a row), ``"megatron"`` (``.bin`` with ``.idx``), ``"llm.c"`` (``.bin`` with a
+            header), or ``"auto"``: what lies there.
+        column: the column of lists of ids in Arrow files, or in a folder of Hugging Face's
+            `datasets`; a row is a document.
+        split: of a folder of `datasets` that has several.
+        tracks: numbers beside the ids, one for each, in the same order: a stream of its own by the
+            name of its field. ``"loss_mask"`` says which ids are learned, ``"labels"`` are labels that
+            are stored: at the place of their id, -100 where there is none.
         index: True keeps what was found beside the first file, or in the user's cache folder where
             that is read-only; a path keeps it there; False nowhere.
         reading: how the files are read.
@@ -68,7 +94,7 @@ class Tokens:
     Raises:
         UsageError: there are no tokens, or the type of the ids is not known.
         CorruptionError: a file is cut, or does not go with its index, or has an id outside the
-            vocabulary.
+            vocabulary; a track does not go with the ids.
         IoError: a file cannot be read.
     """
 
@@ -80,27 +106,30 @@ class Tokens:
         end: int | None = None,
         vocabulary: int | None = None,
         format: Format = "auto",
+        column: str | None = None,
+        split: str | None = None,
+        tracks: Mapping[str, Tokens] | None = None,
         index: bool | PathLike = True,
         reading: ReadOptions | None = None,
         store: Any = None,
         progress: Progress | None = None,
     ) -> None:
-        if format not in ("auto", "raw", "npy", "megatron"):
-            raise UsageError(f'format must be "auto", "raw", "npy" or "megatron", not {format!r}')
+        if format not in _FORMATS:
+            raise UsageError(f"format must be one of {', '.join(_FORMATS)}, not {format!r}")
         if dtype is not None:
             dtype = _id_type(dtype)
         for name, value in (("end", end), ("vocabulary", vocabulary)):
             if value is not None and not 0 <= value < 2**63:
                 raise UsageError(f"{name}={value} must be a whole number, 0 or more")
-        paths = absolute(shard_paths(files, (".bin", ".npy"), store))
-        if not paths:
-            raise UsageError("the list of token files is empty")
+        paths = _paths_of(files, column, split, format, store)
         self._arguments: dict[str, Any] = {
             "files": paths,
             "dtype": dtype,
             "end": end,
             "vocabulary": vocabulary,
             "format": format,
+            "column": column,
+            "tracks": dict(tracks or {}),
             "index": index,
             "reading": reading,
             "store": store,
@@ -108,18 +137,33 @@ class Tokens:
         self.vocabulary = vocabulary
         self.index_file = ""
         self.index_reused = False
-        self._end = end
+        self._end, self._column = end, column
         data, indexes = _pairs(paths, format)
         self.storage = open_storage(data + indexes, direct=reading_of(reading).direct, store=store)
         self._files = len(data)
-        self.dtype = self._find_type(dtype, format, indexes)
+        extents: list[Extent] = []
+        if column is None:
+            self.dtype = self._find_type(dtype, format, indexes)
+            stored = self._load(index)
+        else:
+            if end is not None:
+                raise UsageError(f"end={end}: the rows of column {column!r} are its documents")
+            stored = self._load(index)
+            if stored is not None:
+                found_type = stored.stamp.split(FOUND)[1]
+            else:
+                found_type, extents = column_extents(paths, column, store)
+            self.dtype = self._one_type([_id_type(found_type)], dtype)
         self._check_end(end)
-        found = self._load(index) or self._examine(bool(indexes), progress)
-        self.native = _native.TokenStream(self.storage, found)
+        if stored is None and column is None:
+            extents = [self._extent(file, bool(indexes)) for file in range(self._files)]
+        self._index = stored or self._examine(extents, progress)
+        self.native = _native.TokenStream(self.storage, self._index)
         if self.native.tokens == 0:
             raise UsageError(
                 f"{paths[0]} has no tokens" + (", nor has any other file" * (len(data) > 1))
             )
+        self.tracks = {name: self._track(name, track) for name, track in (tracks or {}).items()}
 
     # ------------------------------------------------------------------ what there is
 
@@ -162,6 +206,32 @@ class Tokens:
         last = number + 1 == self.documents
         return self.read(begin, (len(self) if last else self.native.begin(number + 1)) - begin)
 
+    def _track(self, name: str, track: Tokens) -> Track:
+        """A track, divided into the documents of the ids.
+
+        Raises:
+            UsageError: it is no stream, or its type cannot be that of what it means.
+            CorruptionError: it is of another length, or has other documents.
+        """
+        if not isinstance(track, Tokens):
+            raise UsageError(f"the track {name} must be nostall.Tokens, not {type(track).__name__}")
+        if name in (LABELS, LOSS_MASK) and track.dtype == _REAL:
+            raise UsageError(f"the track {name} is {track.dtype}: it must be of whole numbers")
+        if len(track) != len(self):
+            raise CorruptionError(
+                f"the track {name} has {len(track)} values for {len(self)} ids: {track!r} and {self!r} "
+                "do not go together"
+            )
+        if track.documents > track._files:
+            lengths, own = track.lengths, self.lengths
+            if len(lengths) != len(own) or (lengths != own).any():
+                raise CorruptionError(
+                    f"the track {name} has other documents than the ids: {track!r} and {self!r} do not "
+                    "go together"
+                )
+        divided = _native.TokenStream(track.storage, track._index.divided_as(self.native))
+        return Track(divided, track.dtype, track.vocabulary)
+
     def __repr__(self) -> str:
         files = self._arguments["files"]
         where = f"{files[0]!r}" + (f" and {len(files) - 1} more" if len(files) > 1 else "")
@@ -184,8 +254,10 @@ class Tokens:
                 types.append(_megatron_head(head, self.storage.paths[file])[0])
             return self._one_type(types, dtype)
         types = []
-        for file in range(self._files):
-            header = self._npy_header(file, format)
+        # An object store takes its time for each of them.
+        with ThreadPoolExecutor(_THREADS) as threads:
+            headers = list(threads.map(lambda file: self._header(file, format), range(self._files)))
+        for file, header in enumerate(headers):
             if header is None:
                 if dtype is None:
                     raise UsageError(
@@ -199,9 +271,13 @@ class Tokens:
         return self._one_type(types, dtype)
 
     def _check_end(self, end: int | None) -> None:
+        if self.dtype == _REAL and (end, self.vocabulary) != (None, None):
+            raise UsageError(f"numbers of {_REAL} are no ids: they have no end= and no vocabulary=")
+        if end is None:
+            return
         ids = int(np.iinfo(self.dtype).max) + 1
         for below, what in ((ids, f"the ids of {self.dtype}"), (self.vocabulary, "the vocabulary")):
-            if end is not None and below is not None and end >= below:
+            if below is not None and end >= below:
                 raise UsageError(
                     f"end={end} is none of {what}, below {below}: no document would end"
                 )
@@ -215,12 +291,14 @@ class Tokens:
             )
         return found[0]
 
-    def _npy_header(self, file: int, format: Format) -> tuple[str, int, tuple[int, ...]] | None:
-        """(type, offset of the ids, shape) of a .npy file; None of a raw one."""
-        size, path = int(self.storage.sizes[file]), self.storage.paths[file]
-        if format == "raw" or (format == "auto" and not path.endswith(".npy")):
+    def _header(self, file: int, format: Format) -> tuple[str, int, tuple[int, ...]] | None:
+        """(type, offset of the ids, shape) of a file with a header; None of a raw one."""
+        if format == "raw":
             return None
+        size, path = int(self.storage.sizes[file]), self.storage.paths[file]
         head = self.storage.read(file, 0, min(size, 4096))
+        if format == "llm.c" or (format == "auto" and not path.endswith(".npy")):
+            return _llmc_header(head, size, path, format == "llm.c")
         if not head.startswith(_NPY):
             if format == "auto":
                 return None  # OLMo gives raw files this ending
@@ -250,7 +328,8 @@ class Tokens:
     @property
     def _stamp(self) -> str:
         # What was found of the documents depends on it, and whether ids were looked at.
-        return f"tokens dtype={self.dtype} end={self._end} vocabulary={self.vocabulary}"
+        what = f"dtype={self.dtype}" if self._column is None else f"column={self._column}"
+        return f"tokens {what} end={self._end} vocabulary={self.vocabulary}"
 
     def _load(self, index: bool | PathLike) -> _native.TokenIndex | None:
         self.index_file = records_path(self.storage.paths, self._stamp, index)
@@ -263,7 +342,7 @@ class Tokens:
             _log.warning("%s: %s; examining the files again", self.index_file, error)
             return None
         same = (
-            (found.stamp, found.paths) == (self._stamp, names)
+            (found.stamp.split(FOUND)[0], found.paths) == (self._stamp, names)
             and np.array_equal(found.sizes, self.storage.sizes)
             and np.array_equal(found.times, self.storage.times)
         )
@@ -273,21 +352,21 @@ class Tokens:
         self.index_reused = True
         return found
 
-    def _examine(self, indexed: bool, progress: Progress | None) -> _native.TokenIndex:
-        found = [self._extent(file, indexed) for file in range(self._files)]
-        known = any(begins is not None for _, _, begins in found)
+    def _examine(self, found: Sequence[Extent], progress: Progress | None) -> _native.TokenIndex:
+        known = any(extent.begins is not None for extent in found)
         if known and self._end is not None:
             raise UsageError(
                 f"end={self._end} is for files that do not say where documents end: leave it out"
             )
-        files = np.arange(self._files, dtype=np.uint32)
-        offsets = np.array([offset for offset, _, _ in found], np.uint64)
-        counts = np.array([count for _, count, _ in found], np.uint64)
+        stamp = self._stamp + ("" if self._column is None else FOUND + self.dtype)
+        files = np.array([extent.file for extent in found], np.uint32)
+        offsets = np.array([extent.offset for extent in found], np.uint64)
+        counts = np.array([extent.tokens for extent in found], np.uint64)
         width = np.dtype(self.dtype).itemsize
         if self._end is not None or (self.vocabulary is not None and not known):
             index = _native.scan_tokens(
                 storage=self.storage,
-                stamp=self._stamp,
+                stamp=stamp,
                 width=width,
                 file=files,
                 offset=offsets,
@@ -301,40 +380,41 @@ class Tokens:
             before = np.cumsum(counts) - counts
             index = _native.token_index(
                 storage=self.storage,
-                stamp=self._stamp,
+                stamp=stamp,
                 width=width,
                 file=files,
                 offset=offsets,
                 tokens=counts,
                 begins=np.concatenate(
                     [
-                        before[file] + (np.zeros(min(1, count), np.uint64) if at is None else at)
-                        for file, (_, count, at) in enumerate(found)
+                        start
+                        + (np.zeros(min(1, e.tokens), np.uint64) if e.begins is None else e.begins)
+                        for start, e in zip(before, found, strict=True)
                     ]
                 ),
             )
         self._store(index)
         return index
 
-    def _extent(self, file: int, indexed: bool) -> tuple[int, int, NDArray[np.uint64] | None]:
-        """(offset of the ids of a file, their number, and where documents begin, if it says that)."""
+    def _extent(self, file: int, indexed: bool) -> Extent:
         width, size = np.dtype(self.dtype).itemsize, int(self.storage.sizes[file])
         if indexed:
-            return (0, *self._megatron(file, width))
+            return Extent(file, 0, *self._megatron(file, width))
         header = self._headers[file]
         if header is not None:
             offset, shape = header
             count = math.prod(shape)
             if len(shape) == 1 or count == 0:
-                return offset, count, None
-            return offset, count, np.arange(shape[0], dtype=np.uint64) * np.uint64(shape[1])
+                return Extent(file, offset, count, None)
+            begins = np.arange(shape[0], dtype=np.uint64) * np.uint64(shape[1])
+            return Extent(file, offset, count, begins)
         count, rest = divmod(size, width)
         if rest:
             raise CorruptionError(
                 f"{self.storage.paths[file]} has {size} bytes, which are no ids of {width} bytes: it "
                 f"was cut, or dtype={self.dtype!r} is wrong"
             )
-        return 0, count, None
+        return Extent(file, 0, count, None)
 
     def _store(self, found: _native.TokenIndex) -> None:
         if not self.index_file:
@@ -386,9 +466,61 @@ def _id_type(dtype: Any) -> str:
         name = np.dtype(dtype).name
     except TypeError:
         name = str(dtype)
-    if name not in _STORED:
-        raise UsageError(f"ids are whole numbers ({', '.join(_STORED)}), not {name}")
+    if name not in (*_STORED, _REAL):
+        raise UsageError(
+            f"ids are whole numbers ({', '.join(_STORED)}), and what lies beside them may be {_REAL}: "
+            f"not {name}"
+        )
     return name
+
+
+def _paths_of(
+    files: PathLike | Sequence[PathLike],
+    column: str | None,
+    split: str | None,
+    format: Format,
+    store: Any,
+) -> list[str]:
+    """The files of a stream, in their order."""
+    if column is None:
+        if split is not None:
+            raise UsageError(f"split={split!r} is of a folder of Arrow files: pass column= too")
+        paths = shard_paths(files, (".bin", ".npy"), store)
+    else:
+        if format != "auto":
+            raise UsageError(f"column={column!r} is of Arrow files, not of format={format!r}")
+        listed = dataset_files(files, split)
+        paths = shard_paths(files, (".arrow",), store) if listed is None else listed
+    if not paths:
+        raise UsageError("the list of token files is empty")
+    compressed = next((path for path in paths if path.endswith(".parquet")), None)
+    if compressed is not None:
+        raise UsageError(
+            f"{compressed} has no ids that can be read alone: nostall.tokenize(..., tokenizer=None, "
+            "column=...) writes them once as they are read"
+        )
+    return absolute(paths)
+
+
+def _llmc_header(
+    head: bytes, size: int, path: str, wanted: bool
+) -> tuple[str, int, tuple[int, ...]] | None:
+    """As `Tokens._header`, of a file that may have llm.c's."""
+    magic, version, count = struct.unpack_from("<3i", head) if len(head) >= 12 else (0, 0, 0)
+    if magic not in _LLMC:
+        if wanted:
+            raise CorruptionError(f"{path} does not begin with a header of llm.c")
+        return None
+    known, dtype = _LLMC[magic]
+    if version != known:
+        raise CorruptionError(
+            f"{path} has a header of llm.c of version {version}, this release reads {known}"
+        )
+    if size != _LLMC_HEADER + count * np.dtype(dtype).itemsize:
+        raise CorruptionError(
+            f"{path} has {size} bytes, its header tells of {count} ids of {dtype}: it was cut"
+        )
+    return dtype, _LLMC_HEADER, (count,)
 
 
 def _pairs(paths: list[str], format: Format) -> tuple[list[str], list[str]]:

@@ -12,7 +12,7 @@ from nostall.errors import UsageError
 from nostall.fields import Schema
 from nostall.fields._tokens import PARTS, UnitPart
 from nostall.source._source import Source
-from nostall.source._tokens import Tokens
+from nostall.source._tokens import LABELS, LOSS_MASK, Tokens
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,7 +33,12 @@ class Units(Source):
     `segments`      (n, length): the segment's number in its unit, from 1; 0 where it is filled up
     `cu_seqlens`    (segments + 1,) int32: where segments begin in all ids of the batch, laid end to
                     end, and their number; what fills a unit up is a segment
+    a track's name  (n, length): the numbers of that track of the stream, at the places of its ids;
+                    0 where the unit is filled up. `loss_mask` stands at the places of the labels
     ==============  ==============================================================================
+
+    Labels are -100 too where the stream has a track `loss_mask` that is 0 for the id; they are those of
+    a track `labels` if it has one.
 
     Args:
         tokens: the stream.
@@ -51,7 +56,7 @@ class Units(Source):
     """
 
     _pairs = False
-    native: _native.UnitSource
+    _units: _native.UnitSource
 
     def __init__(
         self,
@@ -72,12 +77,14 @@ class Units(Source):
                 f"offsets= of shape {begins.shape} and pieces= of shape {table.shape} must have the "
                 "shapes (units + 1,) and (pieces, 3)"
             )
-        self.native = _native.token_pieces(
-            tokens.native,
-            begins.astype(np.uint64),
-            np.ascontiguousarray(table, np.uint32),
-            "labels" in fields,
-            len(self._schema),
+        self._lay(
+            _native.token_pieces(
+                tokens.native,
+                begins.astype(np.uint64),
+                np.ascontiguousarray(table, np.uint32),
+                self._overlap,
+                self._own,
+            )
         )
         before = np.concatenate([[0], np.cumsum(table[:, 2], dtype=np.int64)])
         sizes = np.diff(before[begins.astype(np.int64)])
@@ -104,9 +111,12 @@ class Units(Source):
             raise UsageError(f'dtype must be "int64" or "int32", not {dtype!r}')
         if not np.iinfo(dtype).min <= pad <= np.iinfo(dtype).max:
             raise UsageError(f"pad={pad} is no {dtype}")
-        unknown = [name for name in fields if name not in PARTS]
-        if unknown or not fields:
-            raise UsageError(f"fields={fields!r}: a unit has {', '.join(PARTS)}")
+        tracks = tokens.tracks
+        known = [*PARTS, *(name for name in tracks if name not in PARTS)]
+        if not fields or not set(fields) <= set(known):
+            raise UsageError(f"fields={fields!r}: a unit has {', '.join(known)}")
+        if tokens.dtype == "float32":
+            raise UsageError(f"{tokens!r} has no ids, which are whole numbers: it can be a track")
         self.tokens = tokens
         self._arguments = {
             "tokens": tokens,
@@ -115,19 +125,53 @@ class Units(Source):
             "dtype": dtype,
             "pad": pad,
         }
-        self._schema = Schema(
-            {
-                name: UnitPart(
-                    part=name,  # type: ignore[arg-type]
-                    stored=tokens.dtype,
-                    dtype=dtype,
-                    length=length,
-                    pad=pad,
-                    vocabulary=tokens.vocabulary,
-                )
-                for name in fields
-            }
-        )
+        # The mask of the labels lies behind the ids, which are number 0.
+        masked = LABELS in fields and LABELS not in tracks and LOSS_MASK in tracks
+        beside = [LOSS_MASK] if masked else []
+        beside += [name for name in fields if name in tracks and name not in beside]
+        self._beside = tuple(beside)
+        self._overlap = LABELS in fields or LOSS_MASK in fields
+        self._own = 1 if beside else len(fields)
+        self._spans, kinds = [], {}
+        for name in fields:
+            options: dict[str, Any] = {"dtype": dtype, "length": length, "pad": pad}
+            if name in beside:
+                stream = tracks[name]
+                place = 1 + beside.index(name)
+                self._spans.append((place, place))
+                options |= {"stored": stream.dtype, "vocabulary": stream.vocabulary, "pad": 0}
+                if stream.dtype == "float32":
+                    options["dtype"] = stream.dtype
+                options["part"] = "labels" if name in (LABELS, LOSS_MASK) else "ids"
+                if name == LABELS:
+                    options["vocabulary"] = options["vocabulary"] or tokens.vocabulary
+                else:
+                    options["ignored"] = 0
+            else:
+                # One field compares all ids with the vocabulary.
+                first = name == "ids" or (name == LABELS and "ids" not in fields)
+                options |= {"stored": tokens.dtype, "part": name}
+                options["vocabulary"] = tokens.vocabulary if first else None
+                shaded = masked and name == LABELS
+                options["mask"] = tracks[LOSS_MASK].dtype if shaded else None
+                self._spans.append((0, 1 if shaded else 0))
+            kinds[name] = UnitPart(**options)
+        self._schema = Schema(kinds)
+
+    def _lay(self, units: _native.UnitSource) -> None:
+        """Takes the units of the ids, and lays those of the tracks beside them."""
+        self._units = units
+        if not self._beside:
+            self.native = units
+            return
+        tracks = [self.tokens.tracks[name].native for name in self._beside]
+        others = [_native.token_units_like(units, track) for track in tracks]
+        self.native = _native.BesideSource([units, *others], self._spans)
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of all units together."""
+        return self._units.tokens
 
     @property
     def schema(self) -> Schema:
@@ -141,7 +185,7 @@ class Units(Source):
 
     def segments(self, unit: int) -> list[tuple[int, int]]:
         """(first token in the stream, tokens) of each segment of a unit."""
-        return self.native.segments(range(len(self))[unit])
+        return self._units.segments(range(len(self))[unit])
 
 
 def _numbers(values: Any, name: str, bits: int) -> NDArray[Any]:
@@ -191,14 +235,16 @@ class Windows(Units):
         if stride is not None and stride < 1:
             raise UsageError(f"stride={stride} must be a number of tokens, 1 or more")
         self._arguments |= {"stride": stride, "documents": documents, "remainder": remainder}
-        self.native = _native.token_windows(
-            stream=tokens.native,
-            length=length,
-            stride=length if stride is None else stride,
-            by_document=documents,
-            partial=remainder == "pad",
-            overlap="labels" in fields,
-            fields=len(self._schema),
+        self._lay(
+            _native.token_windows(
+                stream=tokens.native,
+                length=length,
+                stride=length if stride is None else stride,
+                by_document=documents,
+                partial=remainder == "pad",
+                overlap=self._overlap,
+                fields=self._own,
+            )
         )
 
 
@@ -228,12 +274,14 @@ class Documents(Units):
     ) -> None:
         self._describe(tokens, length, fields, dtype, pad)
         self._arguments |= {"longer": longer}
-        self.native = _native.token_documents(
-            stream=tokens.native,
-            length=length or 0,
-            longer=longer,
-            overlap="labels" in fields,
-            fields=len(self._schema),
+        self._lay(
+            _native.token_documents(
+                stream=tokens.native,
+                length=length or 0,
+                longer=longer,
+                overlap=self._overlap,
+                fields=self._own,
+            )
         )
 
 
@@ -272,17 +320,19 @@ class Packed(Units):
     ) -> None:
         self._describe(tokens, length, fields, dtype, pad)
         self._arguments |= {"packing": packing, "longer": longer, "seed": seed}
-        self.native = _native.token_packed(
-            stream=tokens.native,
-            capacity=length,
-            packing=packing,
-            longer=longer,
-            seed=seed,
-            overlap="labels" in fields,
-            fields=len(self._schema),
+        self._lay(
+            _native.token_packed(
+                stream=tokens.native,
+                capacity=length,
+                packing=packing,
+                longer=longer,
+                seed=seed,
+                overlap=self._overlap,
+                fields=self._own,
+            )
         )
 
     @property
     def waste(self) -> float:
         """The share of all positions that are filled up."""
-        return self.native.waste
+        return self._units.waste

@@ -135,6 +135,24 @@ TEST(Units, ReportFilesThatChange) {
   EXPECT_NE(request.why.find("memory/0: it was written to"), std::string::npos);
 }
 
+TEST(UnitView, IsFoundAtTheEnd) {
+  std::vector<std::byte> record(source::unit_bytes(3, 1, 2));
+  const uint32_t table[] = {2 * 2 + 1, 0, 2};
+  std::memcpy(record.data() + source::unit_table(3, 1), table, sizeof table);
+  std::vector<std::byte> both(24, std::byte{7});
+  both.insert(both.end(), record.begin(), record.end());
+  const auto mask = source::UnitView::last_of(both, 1).take();
+  EXPECT_EQ(mask.bytes(), record.size());
+  EXPECT_TRUE(mask.divided_as(source::UnitView::of(record, 1).take()));
+  record[4] = std::byte{4};  // the first segment's next token goes to the second
+  record[8] = std::byte{2};
+  EXPECT_FALSE(mask.divided_as(source::UnitView::of(record, 1).take()));
+  for (size_t cut = 0; cut < both.size(); ++cut) {
+    const auto found = source::UnitView::last_of(std::span(both).first(cut), 1);
+    EXPECT_TRUE(!found || found.value().bytes() <= cut);
+  }
+}
+
 TEST(UnitView, TakesAnyBytes) {
   std::mt19937 random(3);
   for (int round = 0; round < 20000; ++round) {

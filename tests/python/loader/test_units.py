@@ -96,6 +96,86 @@ def test_values_are_those_of_brute_force(kind: str, dtype: Any, tokens: nostall.
     assert at == len(units)
 
 
+# Beside every token: whether it is learned, a label of its own, and its weight.
+LEARNED = (IDS % 3 > 0).astype(np.int8)
+OWN = np.where(IDS % 7, IDS.astype(np.int32), -100)
+WEIGHTS = (IDS / 7).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tracks_are_packed_as_the_ids_are(
+    kind: str, tokens: nostall.Tokens, tmp_path: Path
+) -> None:
+    tracks = {}
+    for name, values in (("loss_mask", LEARNED), ("labels", OWN), ("weights", WEIGHTS)):
+        values.tofile(tmp_path / f"{name}.bin")
+        tracks[name] = nostall.Tokens(tmp_path / f"{name}.bin", dtype=values.dtype.name)
+
+    def values_of(*names: str, fields: tuple[str, ...]) -> tuple[nostall.Units, dict[str, Any]]:
+        arguments = tokens._arguments | {"tracks": {name: tracks[name] for name in names}}
+        units = made(kind, nostall.Tokens(**arguments), fields=fields, pad=7)
+        with loader(units, 5, shuffle=False, drop_last=False, tiers=["ram:4MiB"]) as batches:
+            found = list(batches)
+        return units, {f: np.concatenate([b[f] for b in found])[: len(units)] for f in fields}
+
+    units, batch = values_of(
+        "loss_mask", "weights", fields=("labels", "weights", "loss_mask", "ids")
+    )
+    assert batch["weights"].dtype == np.float32
+    wanted = [expected(units, u) for u in range(len(units))]
+    learned = np.append(LEARNED, 0)
+    for u, values in enumerate(wanted):
+        tokens_of = values["ids"]
+        at = 0
+        for begin, length in units.segments(u):
+            here = slice(at, at + length)
+            assert np.array_equal(batch["weights"][u, here], WEIGHTS[begin : begin + length])
+            there = values["labels"][here] != -100
+            mask = np.where(there, learned[begin + 1 : begin + 1 + length], 0)
+            assert np.array_equal(batch["loss_mask"][u, here], mask)
+            labels = np.where(mask, values["labels"][here], -100)
+            assert np.array_equal(batch["labels"][u, here], labels)
+            at += length
+        assert np.array_equal(batch["ids"][u], tokens_of)
+        assert not batch["weights"][u, at:].any() and not batch["loss_mask"][u, at:].any()
+        assert (batch["labels"][u, at:] == -100).all()
+
+    units, batch = values_of("labels", "loss_mask", fields=("ids", "labels"))
+    own = np.append(OWN, -100)
+    for u, values in enumerate(wanted):
+        at = 0
+        for begin, length in units.segments(u):
+            there = values["labels"][at : at + length] != -100
+            labels = np.where(there, own[begin + 1 : begin + 1 + length], -100)
+            assert np.array_equal(batch["labels"][u, at : at + length], labels)
+            at += length
+
+
+def test_every_field_of_ids_is_compared_with_the_vocabulary(
+    tokens: nostall.Tokens, tmp_path: Path
+) -> None:
+    OWN.tofile(tmp_path / "labels.bin")
+    few = nostall.Tokens(tmp_path / "labels.bin", dtype="int32")
+    IDS.astype(np.int64).tofile(tmp_path / "wide.bin")
+    wide = nostall.Tokens(tmp_path / "wide.bin", dtype="int64")
+    whole = {**tokens._arguments, "index": False}
+    for fields, options in (
+        (("labels",), {"tracks": {}}),
+        (("ids",), {"tracks": {}}),
+        (("labels",), {"tracks": {"labels": few}}),
+        (("other",), {"tracks": {"other": wide}}),
+    ):
+        opened = nostall.Tokens(**whole | options)
+        # The pass over raw files would find it first.
+        opened.vocabulary = 3000
+        opened.tracks = {n: t._replace(vocabulary=3000) for n, t in opened.tracks.items()}
+        with (
+            loader(nostall.Windows(opened, 64, fields=fields), 4) as batches,
+            pytest.raises(CorruptionError, match="is 3000, outside the vocabulary of 3000"),
+        ):
+            list(batches)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_token_comes_once_an_epoch_on_all_worlds(kind: str, tokens: nostall.Tokens) -> None:
     units = made(kind, tokens, fields=("ids", "segments"))

@@ -77,7 +77,31 @@ def many(folder: Path) -> nostall.Tokens:
     return nostall.Tokens(str(folder / "part-*.bin"))
 
 
-@pytest.mark.parametrize("made", [nanogpt, wide, numpy_file, olmo, megatron_file, many])
+def llmc(folder: Path) -> nostall.Tokens:
+    """Two files, with the headers that llm.c's data scripts write."""
+    for number, part in enumerate((IDS[:2000], IDS[2000:])):
+        header = np.zeros(256, np.int32)
+        header[:3] = 20240520, 1, len(part)
+        (folder / f"{number}.bin").write_bytes(header.tobytes() + part.tobytes())
+    # A file's end is a document's end.
+    tokens = nostall.Tokens(folder, end=0)
+    assert tokens.dtype == "uint16" and 2000 in tokens.lengths.cumsum()
+    return tokens
+
+
+def arrow(folder: Path) -> nostall.Tokens:
+    """A data set of `datasets` in two files, with rows that have no ids."""
+    datasets = pytest.importorskip("datasets")
+    rows = [d.tolist() for d in documents()]
+    made = datasets.Dataset.from_dict({"input_ids": rows, "length": [len(r) for r in rows]})
+    made.save_to_disk(folder / "set", num_shards=2)
+    return nostall.Tokens(folder / "set", column="input_ids")
+
+
+MADE = [nanogpt, wide, numpy_file, olmo, megatron_file, many, arrow]
+
+
+@pytest.mark.parametrize("made", MADE)
 def test_formats_give_one_stream(made: Callable[[Path], nostall.Tokens], tmp_path: Path) -> None:
     tokens = made(tmp_path)
     assert len(tokens) == len(IDS)
@@ -88,6 +112,87 @@ def test_formats_give_one_stream(made: Callable[[Path], nostall.Tokens], tmp_pat
     again = pickle.loads(pickle.dumps(tokens))
     assert again.index_reused and again.fingerprint == tokens.fingerprint
     assert Path(tokens.index_file).stat().st_size < 1000
+
+
+def test_headers_of_llmc_are_read_and_checked(tmp_path: Path) -> None:
+    tokens = llmc(tmp_path)
+    assert np.array_equal(tokens.read(0, len(IDS)), IDS)
+    whole = (tmp_path / "1.bin").read_bytes()
+    for match, data in {
+        r"1\.bin has 7022 bytes, its header tells of 3000 ids of uint16: it was cut": whole[:-2],
+        r"1\.bin has a header of llm.c of version 2, this release reads 1": (
+            whole[:4] + b"\2" + whole[5:]
+        ),
+    }.items():
+        (tmp_path / "1.bin").write_bytes(data)
+        with pytest.raises(CorruptionError, match=match):
+            nostall.Tokens(tmp_path, index=False)
+    with pytest.raises(CorruptionError, match="does not begin with a header"):
+        IDS.tofile(tmp_path / "1.bin")
+        nostall.Tokens(tmp_path / "1.bin", format="llm.c")
+
+
+def test_columns_of_arrow_are_streams(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    lists = [[], [5, 6, 7], None, [8], [], [9, 10]]
+    table = pa.table(
+        {
+            "ids": pa.array(lists, pa.list_(pa.int32())),
+            "fixed": pa.array([[1, 2]] * 6, pa.list_(pa.uint16(), 2)),
+            "text": ["a"] * 6,
+        }
+    )
+    for name, part in (("a", table), ("b", table.slice(3))):
+        with pa.ipc.new_file(tmp_path / f"{name}.arrow", table.schema) as file:
+            file.write_table(part, max_chunksize=4)
+    tokens = nostall.Tokens(tmp_path, column="ids", vocabulary=11)
+    assert tokens.dtype == "int32"
+    assert tokens.lengths.tolist() == [0, 3, 0, 1, 0, 2, 1, 0, 2]
+    assert tokens.read(0, len(tokens)).tolist() == [5, 6, 7, 8, 9, 10, 8, 9, 10]
+    assert nostall.Tokens(tmp_path, column="ids", vocabulary=11).index_reused
+    assert nostall.Tokens(tmp_path, column="fixed").lengths.tolist() == [2] * 9
+    for match, options in {
+        "column 'text' is string, no list of ids": {"column": "text"},
+        "has no column .none.": {"column": "none"},
+        "end=3: the rows of column 'ids'": {"column": "ids", "end": 3},
+        "not of format='raw'": {"column": "ids", "format": "raw"},
+    }.items():
+        with pytest.raises(UsageError, match=match):
+            nostall.Tokens(tmp_path, **options)
+    with (
+        nostall.DataLoader(
+            nostall.Windows(nostall.Tokens(tmp_path, column="ids", vocabulary=10), 4),
+            1,
+            epochs=1,
+            tiers=[],
+        ) as loader,
+        pytest.raises(CorruptionError, match="is 10, outside the vocabulary of 10"),
+    ):
+        list(loader)
+    pa.parquet.write_table(table, tmp_path / "c.parquet")
+    with pytest.raises(UsageError, match="tokenize"):
+        nostall.Tokens(tmp_path / "c.parquet", column="ids")
+
+
+def test_tracks_go_with_the_ids(tmp_path: Path) -> None:
+    def opened(name: str, values: np.ndarray, **options: Any) -> nostall.Tokens:
+        values.tofile(tmp_path / name)
+        return nostall.Tokens(tmp_path / name, dtype=values.dtype.name, **options)
+
+    mask = opened("mask.bin", np.ones(4999, np.uint8))
+    with pytest.raises(CorruptionError, match="the track loss_mask has 4999 values for 5000 ids"):
+        opened("a.bin", IDS, tracks={"loss_mask": mask})
+    rows = np.ones((50, 100), np.int8)
+    np.save(tmp_path / "rows.npy", rows)
+    with pytest.raises(CorruptionError, match="the track loss_mask has other documents"):
+        opened("a.bin", IDS, end=0, tracks={"loss_mask": nostall.Tokens(tmp_path / "rows.npy")})
+    weights = opened("weights.bin", np.ones(5000, np.float32))
+    with pytest.raises(UsageError, match="track loss_mask is float32"):
+        opened("a.bin", IDS, tracks={"loss_mask": weights})
+    with pytest.raises(UsageError, match="the track weights must be"):
+        opened("a.bin", IDS, tracks={"weights": "weights.bin"})
+    with pytest.raises(UsageError, match="has no ids"):
+        nostall.Windows(weights, 10)
 
 
 def test_rows_are_documents(tmp_path: Path) -> None:
@@ -140,8 +245,8 @@ def test_damage_is_named(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=match):
             nostall.Tokens(tmp_path / "a.bin", dtype="uint16", **options)
     np.save(tmp_path / "f.npy", IDS.astype(np.float32))
-    with pytest.raises(UsageError, match="whole numbers"):
-        nostall.Tokens(tmp_path / "f.npy")
+    with pytest.raises(UsageError, match="no ids: they have no end="):
+        nostall.Tokens(tmp_path / "f.npy", end=3)
     cut = (tmp_path / "f.npy").read_bytes()[:-3]
     (tmp_path / "f.npy").write_bytes(cut.replace(b"<f4", b"<i4"))
     with pytest.raises(CorruptionError, match="it was cut"):
