@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
+import contextlib
 import enum
 import functools
 import importlib
@@ -148,6 +150,17 @@ def _handed_out(output: str, array: NDArray[Any]) -> Any:
 
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if torch.cuda.is_available() else tensor
+
+
+_running: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_with_program() -> None:
+    """Ends iterations while there still are the modules that their ends use."""
+    for batches in list(_running):
+        with contextlib.suppress(ValueError):  # another thread is in it
+            batches.close()
 
 
 def _end(loader: _native.Loader, learned: Source | None) -> None:
@@ -574,9 +587,10 @@ class DataLoader:
         start = self._position[1] if self._resumed and epoch == self._position[0] else 0
         self._resumed = False
         self._position = (epoch, start)
-        return self._batches_of(epoch, start)
+        _running.add(batches := self._batches_of(epoch, start))
+        return batches
 
-    def _batches_of(self, epoch: int, start: int) -> Iterator[Any]:
+    def _batches_of(self, epoch: int, start: int) -> Generator[Any, None, None]:
         if self._ahead is not None:
             self._ahead.close()
         loader = self._stage()
@@ -594,16 +608,8 @@ class DataLoader:
                     raise UsageError(
                         "another iteration of this loader has begun: a loader has one position"
                     )
-                began = time.perf_counter()
-                if ahead is not None:
-                    one, value = ahead.take()
-                else:
-                    one = next(here)
-                    value = one.value(Here(self._array))
-                wait = time.perf_counter() - began
-                self._recorder.batch(one.batch, wait, loader.memory, one.substituted)
-                self._position = (epoch, index + 1)
-                yield value
+                # Nothing here refers to a batch that was handed out: its memory is the caller's.
+                yield self._hand_out(running, (epoch, index + 1), here, ahead)
         finally:
             if ahead is not None:
                 ahead.close()
@@ -611,6 +617,25 @@ class DataLoader:
             self._recorder.end_epoch(running)
         if self._position == (epoch, batches):
             self._position = self._after(epoch)
+
+    def _hand_out(
+        self,
+        running: Any,
+        position: tuple[int, int],
+        here: Generator[Made, None, None],
+        ahead: Ahead | None,
+    ) -> Any:
+        """The next batch, after which the loader is at `position`."""
+        began = time.perf_counter()
+        if ahead is not None:
+            one, value = ahead.take()
+        else:
+            one = next(here)
+            value = one.value(Here(self._array))
+        wait = time.perf_counter() - began
+        self._recorder.batch(one.batch, wait, self._stage().memory, one.substituted)
+        self._position = position
+        return value
 
     def _made(
         self,

@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -518,19 +519,23 @@ def case_an_error_of_a_callable_comes_in_its_turn() -> None:
             next(running)
 
 
-def case_a_forked_child_is_refused() -> None:
+def case_a_forked_child_is_refused_and_frees_nothing_of_the_device() -> None:
     with loader(device="simdev") as source:
         running = iter(source)
         next(running)
+        torch.accelerator.synchronize()
+        while len(source._ahead._ready) < 2:
+            time.sleep(0.001)
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
+            status = 1
             try:
                 next(running)
             except UsageError as error:
                 os.write(write, str(error).encode())
-                os._exit(0)
-            os._exit(1)
+                status = 0
+            os._exit(status)  # the device aborts a child that has given it memory back
         os.close(write)
         assert b"forked child must make its own" in os.read(read, 4096)
         os.close(read)

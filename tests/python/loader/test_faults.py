@@ -507,6 +507,19 @@ def test_a_file_of_huge_dimensions_is_refused(make_folder: Callable[[int], Path]
         list(loader)
 
 
+def test_a_program_that_ends_within_an_iteration_says_nothing(image_folder: Path) -> None:
+    code = f"""
+        import nostall
+        loader = nostall.DataLoader(nostall.ImageFolder({str(image_folder)!r}, index=False), 4)
+        batches = iter(loader)
+        next(batches)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+
+
 def test_an_abandoned_iterator_does_not_disturb_the_next_one(image_folder: Path) -> None:
     folder = nostall.ImageFolder(image_folder)
     with nostall.DataLoader(folder, 8, epochs=3, tiers=[]) as loader:
