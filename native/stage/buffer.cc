@@ -51,7 +51,8 @@ void BufferPool::put_back(std::unique_ptr<Buffer> buffer) noexcept {
   const size_t capacity = buffer->capacity();
   if (free_bytes_ + capacity <= keep_bytes_) {
     try {
-      free_.emplace(capacity, std::move(buffer));
+      // Before others of its size: what was used last is taken next, and lies in a cache.
+      free_.emplace_hint(free_.lower_bound(capacity), capacity, std::move(buffer));
       free_bytes_ += capacity;
       return;
     } catch (const std::bad_alloc&) {

@@ -97,6 +97,15 @@ TEST(BufferPool, ReusesWhatComesBackAndOutlivesItsOwner) {
   std::memset(held->data(), 1, 64);
 }
 
+TEST(BufferPool, GivesWhatWasUsedLast) {
+  const auto pool = std::make_shared<BufferPool>(2000);
+  auto first = pool->take(1000), second = pool->take(1000);
+  const std::byte* const last = second->data();
+  first.reset();
+  second.reset();
+  EXPECT_EQ(pool->take(1000)->data(), last);
+}
+
 TEST(BufferPool, DoesNotPinALargeBufferForAFewBytes) {
   const auto pool = std::make_shared<BufferPool>(10'000'000);
   { const auto large = pool->take(8'000'000); }
