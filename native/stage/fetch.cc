@@ -45,6 +45,8 @@ constexpr int64_t kProbeNs = 2'000'000'000;
 // the batch, and a stop, wait for the read.
 constexpr uint64_t kMostBeside = uint64_t{16} << 20;
 constexpr double kBesideSeconds = 0.25;
+// Batches that are finished within this time are handed over together.
+constexpr int64_t kTogetherNs = 500'000;
 
 }  // namespace
 
@@ -56,7 +58,11 @@ void Loader::Run::fetch_loop(std::stop_token stop) {
   for (;;) {
     std::vector<Fetch> chunk = take_chunk(stop);
     if (chunk.empty()) return;
-    fetch(chunk, fetcher, stop);
+    if (direct_) {
+      fetch_light(chunk, fetcher, stop);
+    } else {
+      fetch(chunk, fetcher, stop);
+    }
   }
 }
 
@@ -180,6 +186,70 @@ void Loader::Run::fetch(std::vector<Fetch>& chunk, Fetcher& fetcher, std::stop_t
     }
     if (idle) wait_for_others(*left.front(), stop);
     open = std::move(left);
+  }
+}
+
+// Where all samples come from the source and are quickly unpacked, the four steps are one: a group
+// of samples is read into one buffer, and unpacked while it lies in the processor's cache. Batches
+// are settled together, unless reading took long: the consumer is woken once for several.
+void Loader::Run::fetch_light(std::span<const Fetch> chunk, Fetcher& fetcher,
+                              std::stop_token stop) {
+  const uint64_t most = config_.io_bytes / std::max(1u, config_.fetchers);
+  int64_t began = now_ns();
+  for (size_t first = 0, settled = 0; first < chunk.size() && !stop.stop_requested();) {
+    size_t end = first;
+    for (uint64_t bytes = 0; end < chunk.size(); ++end) {
+      const Work& work = chunk[end].work;
+      const uint64_t size = sizes_[work.task->items[work.index].sample];
+      if (end - first >= config_.depth && bytes >= config_.source->batch_bytes()) break;
+      if (end > first && bytes + size > most) break;
+      bytes += size;
+    }
+    read_light(chunk.subspan(first, end - first), fetcher);
+    first = end;
+    if (first < chunk.size() && now_ns() - began < kTogetherNs) continue;
+    settle(chunk.subspan(settled, first - settled));
+    settled = first;
+    began = now_ns();
+  }
+}
+
+void Loader::Run::read_light(std::span<const Fetch> group, Fetcher& fetcher) {
+  constexpr size_t kAligned = fields::Program::kAlignment;
+  const auto sample_of = [](const Fetch& f) { return f.work.task->items[f.work.index].sample; };
+  size_t bytes = 0;
+  for (const Fetch& f : group) bytes += (sizes_[sample_of(f)] + kAligned - 1) / kAligned * kAligned;
+  const std::shared_ptr<Buffer> buffer = raw_pool_->take(bytes);
+  std::vector<source::ReadRequest>& requests = fetcher.requests;
+  requests.clear();
+  size_t at = 0;
+  for (const Fetch& f : group) {
+    const uint64_t size = sizes_[sample_of(f)];
+    requests.push_back({sample_of(f), {buffer->data() + at, size}});
+    at += (size + kAligned - 1) / kAligned * kAligned;
+  }
+  const int64_t took = ask_source(requests, bytes, fetcher.reader);
+  for (size_t i = 0; i < group.size();) {
+    Task& task = *group[i].work.task;
+    take_memory(task);
+    const int64_t begin = thread_cpu_ns();
+    const size_t first = i;
+    uint64_t read = 0;
+    for (; i < group.size() && group[i].work.task == &task; ++i) {
+      const Work work = group[i].work;
+      const source::ReadRequest& request = requests[i];
+      if (request.error != 0) {
+        handle_bad(work, source::read_error_text(request), &fetcher.scratch, fetcher.reader);
+        continue;
+      }
+      read += request.into.size();
+      const auto result = unpack(work, request.sample, request.into, fetcher.scratch);
+      if (!result) handle_bad(work, result.error().what(), &fetcher.scratch, fetcher.reader);
+    }
+    const auto share = static_cast<int64_t>(i - first);
+    count(task, Origin::source, read, took * share / static_cast<int64_t>(group.size()), i - first);
+    const MutexLock lock(task.counters);
+    task.batch->transform_ns += thread_cpu_ns() - begin;
   }
 }
 
@@ -396,23 +466,8 @@ void Loader::Run::keep_beside(std::span<const Beside> beside,
   }
 }
 
-void Loader::Run::read_source(std::span<Fetch* const> fetches, Fetcher& fetcher,
-                              std::stop_token stop) {
-  source::Reader& reader = fetcher.reader;
-  const std::vector<Beside> beside = claim_beside(fetches);
-  std::vector<source::ReadRequest> requests;
-  requests.reserve(fetches.size() + beside.size());
-  uint64_t bytes = 0;
-  const auto ask = [&](plan::SampleId sample, std::span<std::byte> into, bool once) {
-    source::ReadRequest request{sample, into};
-    request.once = once;
-    requests.push_back(std::move(request));
-    bytes += into.size();
-  };
-  for (const Fetch* f : fetches) {
-    ask(f->work.task->items[f->work.index].sample, f->into, f->claimed);
-  }
-  for (const Beside& b : beside) ask(b.sample, b.into, true);
+int64_t Loader::Run::ask_source(std::span<source::ReadRequest> requests, uint64_t bytes,
+                                source::Reader& reader) {
   const int64_t begin = now_ns();
   {
     const Activity reading;
@@ -432,6 +487,27 @@ void Loader::Run::read_source(std::span<Fetch* const> fetches, Fetcher& fetcher,
     trace::record(kReadSource, begin, begin + took,
                   {static_cast<int64_t>(requests.size()), static_cast<int64_t>(bytes), failed});
   }
+  return took;
+}
+
+void Loader::Run::read_source(std::span<Fetch* const> fetches, Fetcher& fetcher,
+                              std::stop_token stop) {
+  source::Reader& reader = fetcher.reader;
+  const std::vector<Beside> beside = claim_beside(fetches);
+  std::vector<source::ReadRequest> requests;
+  requests.reserve(fetches.size() + beside.size());
+  uint64_t bytes = 0;
+  const auto ask = [&](plan::SampleId sample, std::span<std::byte> into, bool once) {
+    source::ReadRequest request{sample, into};
+    request.once = once;
+    requests.push_back(std::move(request));
+    bytes += into.size();
+  };
+  for (const Fetch* f : fetches) {
+    ask(f->work.task->items[f->work.index].sample, f->into, f->claimed);
+  }
+  for (const Beside& b : beside) ask(b.sample, b.into, true);
+  const int64_t took = ask_source(requests, bytes, reader);
   std::vector<Work> finished;
   std::vector<Kept> kept;
   for (size_t i = 0; i < fetches.size(); ++i) {

@@ -20,6 +20,10 @@ namespace {
 constexpr uint64_t kMaxAhead = 16384;
 constexpr int64_t kPeerCheckNs = 500'000'000;
 constexpr size_t kMaxChunk = 4096;  // samples that one fetch thread holds at once
+// What a fetch thread takes at once of samples that are quickly unpacked: what the source reads in
+// this time, so that neither locks nor wake-ups count.
+constexpr double kLightSeconds = 100e-6;
+constexpr uint64_t kWakeBatches = 16;  // of room, or a quarter of all that may be staged
 
 }  // namespace
 
@@ -34,6 +38,7 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
       sums_(config.cache ? config.cache->sums() : config.source->sums()),
       sizes_(config.source->sizes()),
       light_(config.program && config.program->light()),
+      direct_(light_ && !config.cache && !config.peers),
       first_epoch_(start.epoch),
       cursor_(start) {
   const uint64_t local = std::max<uint64_t>(
@@ -161,9 +166,9 @@ std::unique_ptr<Batch> Loader::Run::next(std::chrono::nanoseconds timeout) {
     if (!task->ready) break;
     ++batch->queue;
   }
-  const bool startable = !fetched_.empty();
+  const bool startable = !fetched_.empty(), fetchable = worth_waking(fetching_);
   lock.unlock();
-  fetchable_.notify_all();
+  if (fetchable) fetchable_.notify_all();
   if (startable) transformable_.notify_all();
   if (asked_ != 0) {
     const auto samples = [&](Origin o) {
@@ -264,7 +269,8 @@ Task* Loader::Run::open_task() {
 }
 
 uint64_t Loader::Run::transient_bytes(plan::SampleId sample) const {
-  if (!transformed()) return 0;  // raw batches are filled in place
+  // Raw batches are filled in place, and what is unpacked at once is not kept.
+  if (!transformed() || direct_) return 0;
   if (config_.cache && config_.cache->placed(sample) &&
       config_.cache->kind(sample) == tier::TierKind::ram &&
       config_.cache->state(sample) != tier::State::failed) {
@@ -290,11 +296,24 @@ bool Loader::Run::may_take(const Task& task, uint64_t transient) const {
 // tiers keep the neighbours, claim_beside() does that instead.
 bool Loader::Run::chunk_full(size_t samples, uint64_t bytes) const {
   if (samples < config_.depth) return false;
+  if (direct_ && samples < kMaxChunk) {
+    const double byte = speeds_[size_t(Origin::source)].seconds_per_byte();
+    const double most = byte > 0.0 ? kLightSeconds / byte : 0.0;
+    return static_cast<double>(bytes) >=
+           std::max(most, static_cast<double>(config_.source->batch_bytes()));
+  }
   return config_.cache || samples >= kMaxChunk || bytes >= config_.source->batch_bytes();
+}
+
+bool Loader::Run::worth_waking(const Task* task) const {
+  if (!direct_) return true;
+  const uint64_t next = task ? task->sequence : opened_;
+  return next + std::min(kWakeBatches, max_staged_ / 4) <= handed_out_ + max_staged_;
 }
 
 std::vector<Loader::Run::Fetch> Loader::Run::take_chunk(std::stop_token stop) {
   std::vector<Fetch> chunk;
+  chunk.reserve(2 * size_t{config_.depth});
   uint64_t bytes = 0;
   MutexLock lock(mutex_);
   while (!stop.stop_requested()) {
@@ -323,6 +342,7 @@ std::vector<Loader::Run::Fetch> Loader::Run::take_chunk(std::stop_token stop) {
     }
     if (!chunk.empty()) return chunk;
     fetchable_.wait(lock, stop, [&]() NOSTALL_REQUIRES(mutex_) {
+      if (!worth_waking(fetching_)) return false;
       if (fetching_) {
         return may_take(*fetching_, transient_bytes(fetching_->items[fetch_index_].sample));
       }

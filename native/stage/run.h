@@ -85,6 +85,7 @@ class Loader::Run {
   struct Fetcher {
     source::Reader& reader;
     fields::Scratch scratch;
+    std::vector<source::ReadRequest> requests{};
   };
   enum class Route : uint8_t { done, source, peer, wait };
   // Bytes to write to a file tier or push to another node after their own batch has them.
@@ -114,11 +115,19 @@ class Loader::Run {
   void set_most_staged() NOSTALL_REQUIRES(mutex_);
   bool may_take(const Task& task, uint64_t transient) const NOSTALL_REQUIRES(mutex_);
   bool chunk_full(size_t samples, uint64_t bytes) const;
+  // Whether fetching may go on after a wait: for more than one batch, where that is quickly done.
+  bool worth_waking(const Task* task) const NOSTALL_REQUIRES(mutex_);
   Task* open_task() NOSTALL_REQUIRES(mutex_);
   std::shared_ptr<const plan::RankEpoch> rank_epoch(uint32_t epoch) NOSTALL_REQUIRES(mutex_);
   void plan_ahead(uint32_t epoch) NOSTALL_REQUIRES(mutex_);
 
   void fetch(std::vector<Fetch>& chunk, Fetcher& fetcher, std::stop_token stop);
+  void fetch_light(std::span<const Fetch> chunk, Fetcher& fetcher, std::stop_token stop);
+  // Reads and unpacks samples of a chunk; they are not settled yet.
+  void read_light(std::span<const Fetch> group, Fetcher& fetcher);
+  // Reads from the source and compares; what it took in nanoseconds.
+  int64_t ask_source(std::span<source::ReadRequest> requests, uint64_t bytes,
+                     source::Reader& reader);
   Route route(Fetch& fetch);
   Route peer_or_source();
   bool worth_waiting(const Fetch& fetch, std::chrono::nanoseconds waited);
@@ -155,6 +164,8 @@ class Loader::Run {
   void mix(Task& task);
   // Accounts for samples that are transformed; completes their batch if they were the last ones.
   void settle(Task& task, size_t samples);
+  // The same of samples of several batches, in their order.
+  void settle(std::span<const Fetch> fetches);
   // With a `fetcher`: called by that thread, which may unpack them itself.
   void finish(std::span<const Work> works, Fetcher* fetcher);
   // Compares what was read with the samples' checksums, or learns them. Other bytes are read once
@@ -174,7 +185,7 @@ class Loader::Run {
   std::span<std::byte> place_of(Work work) const;
   // What the draws for `sample`, in that place, depend on.
   image::SampleKey key_of(Work work, plan::SampleId sample) const;
-  void count(Task& task, Origin origin, uint64_t bytes, int64_t nanoseconds);
+  void count(Task& task, Origin origin, uint64_t bytes, int64_t nanoseconds, uint64_t samples = 1);
 
   bool transformed() const { return config_.program != nullptr; }
   uint64_t transient_bytes(plan::SampleId sample) const;
@@ -189,6 +200,7 @@ class Loader::Run {
   std::atomic<bool> warned_of_reading_{false}, warned_of_peers_{false};
   const std::span<const uint64_t> sizes_;
   const bool light_;            // unpacking a sample costs less than handing it to another thread
+  const bool direct_;           // and all come from the source: unpacked where they were read
   const uint32_t first_epoch_;  // of this run
   uint64_t slab_bytes_ = 0;     // of a whole batch, about
 

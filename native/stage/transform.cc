@@ -78,6 +78,27 @@ void Loader::Run::settle(Task& task, size_t samples) {
   ready_.notify_one();
 }
 
+void Loader::Run::settle(std::span<const Fetch> fetches) {
+  bool ready = false;
+  std::vector<std::pair<Task*, size_t>> whole;  // batches that need more, and their samples here
+  {
+    const MutexLock lock(mutex_);
+    while (!fetches.empty()) {
+      Task* const task = fetches[0].work.task;
+      size_t samples = 0;
+      while (samples < fetches.size() && fetches[samples].work.task == task) ++samples;
+      fetches = fetches.subspan(samples);
+      if (completes()) {
+        whole.emplace_back(task, samples);
+      } else if ((task->left -= samples) == 0) {
+        task->ready = ready = true;
+      }
+    }
+  }
+  if (ready) ready_.notify_one();
+  for (const auto& [task, samples] : whole) settle(*task, samples);
+}
+
 Result<std::monostate> Loader::Run::unpack(Work work, plan::SampleId sample,
                                            std::span<const std::byte> record,
                                            fields::Scratch& scratch) {
@@ -167,10 +188,11 @@ void Loader::Run::finish(std::span<const Work> works, Fetcher* fetcher) {
   if (!here.empty()) transform(here, fetcher->scratch, fetcher->reader);
 }
 
-void Loader::Run::count(Task& task, Origin origin, uint64_t bytes, int64_t nanoseconds) {
+void Loader::Run::count(Task& task, Origin origin, uint64_t bytes, int64_t nanoseconds,
+                        uint64_t samples) {
   const MutexLock lock(task.counters);
   OriginCount& c = task.batch->origins[size_t(origin)];
-  c.samples += 1;
+  c.samples += samples;
   c.bytes += bytes;
   c.nanoseconds += nanoseconds;
 }

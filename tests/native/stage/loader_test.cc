@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <functional>
@@ -123,6 +124,54 @@ std::shared_ptr<const fields::Program> bytes_and_label() {
   label.kind = fields::Scalar{};
   label.index = 1;
   return std::make_shared<const fields::Program>(fields::Program::compile({bytes, label}));
+}
+
+// Numbers are unpacked by the thread that read them, many batches at a time.
+TEST(Loader, HandsOutNumbersWithinAnyStage) {
+  const auto source = std::make_shared<MemorySource>(103);
+  for (uint64_t s = 0; s < source->size(); ++s) source->pretend(s, 8);
+  source->broken = {40};
+  fields::Field number;
+  number.name = "number";
+  number.kind = fields::Scalar{};
+  LoaderConfig config = config_for(source, 10, 20);
+  config.program = std::make_shared<const fields::Program>(fields::Program::compile({number}));
+  config.on_error = OnError::substitute;
+  config.fetchers = 4;
+  for (const uint64_t staging : {160u, 4096u, 1u << 20}) {
+    config.staging_bytes = staging;
+    config.depth = staging == 4096 ? 3 : 16;
+    Loader loader(config);
+    uint64_t substituted = 0;
+    for (uint64_t h = 0; h < 20 * loader.batches_per_epoch(); ++h) {
+      const auto batch = must_have(loader);
+      ASSERT_EQ(batch->position, (Position{static_cast<uint32_t>(h / 11), h % 11}));
+      for (size_t i = 0; i < batch->samples.size(); ++i) {
+        ASSERT_NE(batch->samples[i], 40u);
+        int64_t value = 0, expected = 0;
+        std::memcpy(&value, batch->buffer->data() + 8 * i, 8);
+        std::memset(&expected, static_cast<int>(batch->samples[i] % 251), 8);
+        ASSERT_EQ(value, expected);
+      }
+      const OriginCount& read = batch->origins[size_t(Origin::source)];
+      ASSERT_EQ(read.samples, batch->samples.size());
+      ASSERT_EQ(read.bytes, 8 * (read.samples - batch->substitutions.size()));
+      substituted += batch->substitutions.size();
+    }
+    EXPECT_EQ(substituted, 20u);
+    EXPECT_LE(loader.memory().staging, std::max<uint64_t>(staging, 200) + 100);
+  }
+  config.on_error = OnError::raise;
+  Loader loader(config);
+  const auto order = plan::epoch_order(config.job, 0);
+  const auto bad = static_cast<uint64_t>(std::find(order.begin(), order.end(), 40) - order.begin());
+  for (uint64_t h = 0; h < bad / 10; ++h) must_have(loader);
+  try {
+    loader.next(10s);
+    ADD_FAILURE() << "the broken sample was handed out";
+  } catch (const Error& e) {
+    EXPECT_NE(std::string(e.what()).find("memory:40"), std::string::npos) << e.what();
+  }
 }
 
 // Memory of a device may take long to get, and its function may need threads that use the loader.
