@@ -7,8 +7,6 @@ import collections
 import contextlib
 import enum
 import functools
-import importlib
-import importlib.util
 import itertools
 import keyword
 import logging
@@ -38,16 +36,10 @@ from nostall.errors import UsageError
 from nostall.job import _cluster as cluster
 from nostall.job._rendezvous import find_rendezvous
 from nostall.job._world import find_world
-from nostall.loader._ahead import Ahead, Finish, Hand, Here, Made, finished_there, place_of
-from nostall.loader._cached_items import ItemStage
+from nostall.loader._ahead import Ahead, Here, Made
 from nostall.loader._calibration import Calibration
-from nostall.loader._in_turn import Arranged, Composed, arrange, steps_of
-from nostall.loader._mixing import Mix, split
 from nostall.loader._options import LoaderArguments, LoaderOptions, with_arguments
-from nostall.loader._python_transforms import PythonStage, RecordStage, takes_images
-from nostall.loader._records import ByField, OneImage, RawBatch, Records, Steps
-from nostall.loader._steps import Transform
-from nostall.loader._torchvision import recognise
+from nostall.loader._recipe import Recipe, Transforms
 from nostall.observe import metrics, trace
 from nostall.observe._recorder import Recorder
 from nostall.observe._stats import ORIGINS
@@ -77,9 +69,6 @@ _log = logging.getLogger("nostall")
 # Loaders are numbered within the process; ranks make them in the same order.
 _made = itertools.count()
 _made_in: dict[tuple[int, str], Iterator[int]] = collections.defaultdict(itertools.count)
-
-
-Transforms = Steps | ByField | Callable[[Any], Any] | None
 
 
 # Attributes of torch's loader that other programs look for, and their replacements here.
@@ -140,16 +129,6 @@ def _named(kind: type[enum.Enum], value: str) -> Any:
     """The native enumerator of a value as people write it."""
     name = value.replace("-", "_")
     return kind[f"{name}_" if keyword.iskeyword(name) else name]
-
-
-def _handed_out(output: str, array: NDArray[Any]) -> Any:
-    """An array as the user wants it."""
-    if output == "numpy":
-        return array
-    import torch
-
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory() if torch.cuda.is_available() else tensor
 
 
 _running: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
@@ -271,20 +250,18 @@ class DataLoader:
         self._find_place()
         self._take_memory(tiers)
         self._calibration = Calibration.load(chosen.calibration) if chosen.calibration else None
-        self._output = chosen.output or ("torch" if importlib.util.find_spec("torch") else "numpy")
-        if self._output == "torch":
-            # Here, so that the first batch does not wait for it.
-            importlib.import_module("torch")
-        self._place = None if chosen.device is None else place_of(chosen.device, self._output)
-        self._finish: Finish | None = None
-        self._array = functools.partial(_handed_out, self._output)
-        self._program: _native.Program | None = None
-        self._records: Records | None = None
-        self._python: PythonStage | None = None
-        self._arranged: list[Arranged] = []
-        self._transform_by(transforms)
-        self._refuse_idle(rare, transforms)
-        self._tell_steps()
+        self._recipe = Recipe(
+            self.dataset,
+            transforms,
+            chosen,
+            shift=self._order.times if isinstance(self._order, RepeatedAugmentation) else 1,
+            seed=self.seed,
+            on_error=self._on_error,
+            threads=self._threads,
+        )
+        self._recipe.refuse_idle(rare, transforms)
+        if self.world.rank == 0:
+            self._recipe.tell_steps()
         self._order_world = self.world.world_size
         self._spec = self._make_spec()
         self._batches = int(_native.batches_per_epoch(self._spec))
@@ -342,160 +319,6 @@ class DataLoader:
         self._device_bytes = parse_size(self._options.device_ahead)
         cores = len(os.sched_getaffinity(0))
         self._threads = self._options.threads or max(1, cores // ranks)
-
-    def _transform_by(self, transforms: Transforms) -> None:
-        chosen, pixels = self._options, self.dataset.pixels
-        self._mix: Mix | None = None
-        if (maker := self.dataset.item_maker) is not None:
-            if transforms is not None:
-                raise UsageError(
-                    "transforms= is for samples as they are stored: pass what is to be done with each "
-                    "item of a Cached data set as its then="
-                )
-            if chosen.fields or chosen.batch:
-                raise UsageError("fields= and batch= are not for items of a Cached data set")
-            self._python = ItemStage(
-                maker,
-                workers=chosen.workers,
-                count=self._threads,
-                collate=chosen.collate,
-                output=self._output,
-                on_error=self._on_error,
-                seed=self.seed,
-            )
-        elif (
-            chosen.fields
-            or chosen.batch
-            or isinstance(transforms, Mapping)
-            or not self.dataset._pairs
-        ):
-            self._unpack_by(transforms)
-        elif transforms is not None:
-            steps: Sequence[Any] = steps_of(transforms)
-            dtype, layout = chosen.dtype, chosen.layout
-            if chosen.decode is not False:
-                steps, own = recognise(list(steps), pixels)
-                layout = layout or own
-            steps = self._take_mix(steps)
-            native = all(isinstance(step, Transform) for step in steps)
-            if native and self._place and self._mix is None and chosen.collate is None:
-                steps, self._finish = finished_there(steps, dtype, layout)
-            if self._finish is not None:
-                dtype, layout = "uint8", "hwc"
-            made = arrange(steps, dtype=dtype, layout=layout, pixels=pixels)
-            self._arranged = [made]
-            unpacked = None
-            if made.pipeline is not None:
-                unpacked = OneImage(made.pipeline, None if made.called else self._mix)
-                self._program = unpacked.program
-            if not made.called:
-                self._collate = chosen.collate
-                return
-            if self._mix is not None and chosen.collate is not None:
-                raise UsageError(
-                    f"{type(self._mix.step).__name__} is done to arrays of images, and collate= makes "
-                    "the batches of callables: mix them in collate=, or leave it out"
-                )
-            decoded = takes_images(transforms) if chosen.decode is None else chosen.decode
-            self._python = PythonStage(
-                Composed(made.called),
-                decode=None if unpacked else pixels if decoded and pixels else decoded,
-                unpacked=unpacked,
-                workers=chosen.workers,
-                count=self._threads,
-                collate=chosen.collate,
-                output=self._output,
-                on_error=self._on_error,
-                seed=self.seed,
-            )
-        self._collate = None if self._python else chosen.collate
-
-    @property
-    def _shift(self) -> int:
-        """From a sample to the one before it that is another, in this order."""
-        order = self._order
-        return order.times if isinstance(order, RepeatedAugmentation) else 1
-
-    def _take_mix(self, transforms: Any) -> Any:
-        """Takes the step for batches off the steps for samples."""
-        steps, for_batches = split(transforms)
-        if for_batches is not None:
-            self._mix = Mix(for_batches, self._shift)
-            if self._mix.native.classes and self.dataset._label_type.kind == "f":
-                raise UsageError(
-                    f"{type(self._mix.step).__name__}: num_classes= is for labels that are classes, "
-                    f"and those of {self.dataset!r} are {self.dataset._label_type}: leave it out"
-                )
-        return steps
-
-    def _unpack_by(self, transforms: Transforms) -> None:
-        """Batches of several fields: a program for all of them."""
-        chosen, schema = self._options, self.dataset.schema
-        if chosen.fields is not None:
-            schema = schema.select(chosen.fields)
-        self._records = Records(
-            self.dataset,
-            schema,
-            transforms,
-            dtype=chosen.dtype,
-            layout=chosen.layout,
-            form=chosen.batch or "dict",
-            shift=self._shift,
-            decode=chosen.decode is not False,
-            array=self._array,
-        )
-        self._program = self._records.program
-        self._arranged = self._records.arranged
-        if self._records.function is not None:
-            self._python = RecordStage(
-                self._records,
-                self._records.function,
-                workers=chosen.workers,
-                count=self._threads,
-                collate=chosen.collate,
-                output=self._output,
-                on_error=self._on_error,
-                seed=self.seed,
-            )
-
-    def _tell_steps(self) -> None:
-        """Logs which steps run natively, once for a job."""
-        if self._arranged and self.world.rank == 0:
-            native = ", ".join(name for made in self._arranged for name in made.native)
-            called = ", ".join(name for made in self._arranged for name in made.python)
-            _log.info("transforms: native %s; called %s", native or "none", called or "none")
-
-    def _refuse_idle(self, given: LoaderArguments, transforms: Transforms) -> None:
-        """Refuses arguments that would do nothing; nostall.toml may have them for other loaders.
-
-        Raises:
-            UsageError: there is one.
-        """
-        if self._place is not None and not (self._program or self._python or self._collate):
-            raise UsageError(
-                f"device={str(self._options.device)!r} takes batches of arrays, and those of this "
-                "loader are bytes as they are stored: pass transforms=, fields= or collate="
-            )
-        native = any(made.native for made in self._arranged)
-        # What is recognised might have been called.
-        called = any(made.called for made in self._arranged) or (
-            transforms is not None
-            and not isinstance(transforms, Mapping)
-            and not all(isinstance(step, Transform) for step in steps_of(transforms))
-        )
-        decodes = self._records is not None or self._program is None
-        used = {
-            "dtype": (native, "native transforms"),
-            "layout": (native, "native transforms"),
-            "decode": (called and decodes, "a callable that no native step is before"),
-            "workers": (called, "a callable"),
-        }
-        if (maker := self.dataset.item_maker) is not None:
-            used["workers"] = (maker.then is not None, "a callable, and of items with then=")
-        for name, (does, goes) in used.items():
-            chosen = given.get(name)
-            if chosen is not None and not does and (name != "workers" or chosen == "processes"):
-                raise UsageError(f"{name}={chosen!r} does nothing here: it goes with {goes}")
 
     # ------------------------------------------------------------------ iterating
 
@@ -598,10 +421,13 @@ class DataLoader:
         if start < batches:
             loader.seek(epoch, start)
         running = self._recorder.begin_epoch(epoch)
-        made = functools.partial(self._made, loader, batches - start, running)
+        is_current = functools.partial(self._recorder.is_current, running)
+        made = functools.partial(self._recipe.batches, loader, batches - start, is_current)
         here, ahead = made(), None
-        if self._place is not None:
-            self._ahead = ahead = Ahead(self._place, self._finish, made, self._device_bytes)
+        if self._recipe.place is not None:
+            self._ahead = ahead = Ahead(
+                self._recipe.place, self._recipe.finish, made, self._device_bytes
+            )
         try:
             for index in range(start, batches):
                 if not self._recorder.is_current(running):
@@ -631,97 +457,11 @@ class DataLoader:
             one, value = ahead.take()
         else:
             one = next(here)
-            value = one.value(Here(self._array))
+            value = one.value(Here(self._recipe.array))
         wait = time.perf_counter() - began
         self._recorder.batch(one.batch, wait, self._stage().memory, one.substituted)
         self._position = position
         return value
-
-    def _made(
-        self,
-        loader: _native.Loader,
-        count: int,
-        running: Any,
-        waited: Callable[[], None] | None = None,
-    ) -> Generator[Made, None, None]:
-        """The next `count` batches; `waited` is called now and then while one is waited for."""
-
-        def following() -> _native.Batch:
-            while waited is not None:
-                waited()
-                if (batch := loader.next_soon()) is not None:
-                    return batch
-            return loader.next()
-
-        pending = self._python.start() if self._python else None
-        fetched = 0
-        try:
-            for _ in range(count):
-                if pending is None:
-                    batch = following()
-                    yield Made(batch, [], self._finished(batch, None, {}))
-                    continue
-                while fetched < count and pending.wants_more():
-                    batch = following()
-                    pending.submit(batch)
-                    fetched += 1
-                batch, data, substituted, places = pending.result(self.dataset)
-                yield Made(batch, substituted, self._finished(batch, data, places))
-        finally:
-            # An abandoned iteration may end late; pending work may then belong to a later one.
-            if pending is not None and self._recorder.is_current(running):
-                pending.drop()
-
-    def _finished(
-        self, batch: _native.Batch, made: Any, places: dict[int, int]
-    ) -> Callable[[Hand], Any]:
-        """What hands a batch out, of which `made` is what callables made.
-
-        The host's own work is done here, once: a device that is full gets the same batch again.
-        """
-        native, records = self._is_native, self._records
-        if self._python is None and not native:
-            made = self._collated(batch)
-        if records is not None or self.dataset.item_maker is not None:  # with their labels
-            if native and records is not None:
-                return lambda to: records.hand_out(batch, to.array)
-            return lambda to: to.tree(made)
-        labels = batch.labels
-        for place, replacement in places.items():
-            labels[place] = self.dataset.native.labels[replacement]
-        labelled = self._labelled(batch, made, self.dataset.as_labels(labels))
-        if native:
-            return lambda to: (to.images(batch.output(0)), labelled(to.array))
-        return lambda to: (to.tree(made), labelled(to.array))
-
-    @property
-    def _is_native(self) -> bool:
-        """Whether the arrays of a batch lie in the stage's memory."""
-        return self._program is not None and self._python is None and self._collate is None
-
-    def _collated(self, batch: _native.Batch) -> Any:
-        """What collate= makes of a batch without callables; its raw bytes where there is none."""
-        if self._records is not None:
-            data = self._records.hand_out(batch, self._array)
-            return data if self._collate is None else self._collate(data)
-        data = RawBatch(batch.data, batch.offsets, batch.lengths)
-        if self._program is not None:
-            data = self._array(batch.output(0))
-        return data if self._collate is None else self._collate([data[i] for i in range(len(data))])
-
-    def _labelled(
-        self, batch: _native.Batch, data: Any, labels: NDArray[Any]
-    ) -> Callable[[Callable[[NDArray[Any]], Any]], Any]:
-        """What makes arrays of the labels; mixes the images that callables made, in place."""
-        mix = self._mix
-        if mix is None:
-            return lambda array: array(labels)
-        if self._python is None:
-            return lambda array: mix.labelled(
-                batch.lam, batch.output(1) if mix.native.classes else None, labels, array
-            )
-        lam, mixed = mix.images_of(data, labels, self.seed, batch.epoch, batch.index)
-        return lambda array: mix.labelled(lam, mixed, labels, array)
 
     # ------------------------------------------------------------------ resuming
 
@@ -859,7 +599,7 @@ class DataLoader:
     @property
     def gives_pairs(self) -> bool:
         """Whether batches are pairs, of samples and of labels: neither several fields nor items."""
-        return self._records is None and self.dataset.item_maker is None
+        return self._recipe.gives_pairs
 
     def settings(self) -> dict[str, Any]:
         """The settings of this loader, given or chosen, as plain data."""
@@ -875,9 +615,7 @@ class DataLoader:
             "name": self._name,
             "threads": self._threads,
             "fetchers": self._fetchers(),
-            "transforms": "python" if self._python else "native" if self._program else "none",
-            "native_steps": [name for made in self._arranged for name in made.native],
-            "called_steps": [name for made in self._arranged for name in made.python],
+            **self._recipe.settings(),
             "staging_bytes": self._staging,
             "tiers": [[t.kind, t.capacity, t.path] for t in self._tiers],
         }
@@ -887,8 +625,8 @@ class DataLoader:
         self._closed = True
         trace.keep(self)
         self._stop_native()
-        if self._python:
-            self._python.close()
+        if self._recipe.stage:
+            self._recipe.stage.close()
 
     def __enter__(self) -> DataLoader:
         return self
@@ -1042,9 +780,11 @@ class DataLoader:
         config.job = self._spec
         config.rank = self.world.rank
         config.source = self.dataset.native
-        config.program = self._program
+        config.program = self._recipe.program
         # The stage of callables finds replacements itself, because they must suit the callable.
-        report = self._python and self._program is None and self._on_error == "substitute"
+        report = (
+            self._recipe.stage and self._recipe.program is None and self._on_error == "substitute"
+        )
         on_error = "report" if report else self._on_error
         config.on_error = _named(_native.OnError, on_error)
         config.fetchers = self._fetchers()
@@ -1054,8 +794,8 @@ class DataLoader:
         config.staging_bytes = self._staging
         config.io_bytes = self._reading
         config.first_epoch = self._first_epoch
-        if self._place is not None and self._is_native:
-            config.take_batch_memory(self._place.memory)
+        if self._recipe.place is not None and self._recipe.is_native:
+            config.take_batch_memory(self._recipe.place.memory)
             config.keep_bytes = 2 * self._staging  # beside what is staged, what is being copied
         if expected := self._expected():
             config.expected = expected

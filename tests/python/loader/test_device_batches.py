@@ -10,8 +10,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections import UserDict, defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -57,7 +59,7 @@ def loader(steps: Any = FLOATS, size: int = 4, **more: Any) -> Any:
 def flat(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         yield from flat(list(value.values()))
     elif isinstance(value, list | tuple):
         for each in value:
@@ -105,7 +107,7 @@ def used() -> int:
 
 def on_side(batches: Any) -> torch.Stream:
     """The stream on which a running iteration's loader copies."""
-    return batches._place.stream
+    return batches._recipe.place.stream
 
 
 # ---------------------------------------------------------------------------- the same batches
@@ -134,6 +136,10 @@ def case_a_quarter_of_the_bytes_travels() -> None:
     assert {kind for kind, _ in seen} == {torch.uint8, torch.int64}
     # Images lie in page-locked memory when they are decoded.
     assert all(pinned for kind, pinned in seen if kind is torch.uint8)
+    with loader(device="simdev") as source:
+        settings = source.settings()
+    assert settings["native_steps"] == ["Resize"]
+    assert settings["device_steps"] == ["ToTensor", "Normalize"]
 
 
 def case_other_batches() -> None:
@@ -146,6 +152,8 @@ def case_other_batches() -> None:
     same(fields=["image", "label"], steps={"image": FLOATS}, batch="tuple")
     same(steps=lambda raw: torch.full((3,), float(len(raw))))
     same(steps=FLOATS, collate=lambda samples: {"all": torch.stack(samples), "n": len(samples)})
+    for kind in (UserDict, functools.partial(defaultdict, list), MappingProxyType):
+        same(collate=lambda samples, kind=kind: kind({"all": torch.stack(samples)}))
 
 
 def case_samples_that_are_pixels() -> None:

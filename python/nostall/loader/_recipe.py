@@ -1,0 +1,343 @@
+"""How the samples of a loader become its batches: the native program, callables, collate=."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from nostall import _native
+from nostall.errors import UsageError
+from nostall.loader._ahead import Finish, Hand, Made, finished_there, place_of
+from nostall.loader._cached_items import ItemStage
+from nostall.loader._in_turn import Arranged, Composed, arrange, name_of, steps_of
+from nostall.loader._mixing import Mix, split
+from nostall.loader._options import LoaderArguments, LoaderOptions
+from nostall.loader._python_transforms import PythonStage, RecordStage, takes_images
+from nostall.loader._records import ByField, OneImage, RawBatch, Records, Steps
+from nostall.loader._steps import Transform
+from nostall.loader._torchvision import recognise
+from nostall.source._source import Source
+
+Transforms = Steps | ByField | Callable[[Any], Any] | None
+
+_log = logging.getLogger("nostall")
+
+
+def _handed_out(output: str, array: NDArray[Any]) -> Any:
+    """An array as the user wants it."""
+    if output == "numpy":
+        return array
+    import torch
+
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if torch.cuda.is_available() else tensor
+
+
+class Recipe:
+    """What is done to the samples of a data set, and to batches of them.
+
+    Attributes:
+        program: what the native stage unpacks samples with; None if their bytes are left as they are.
+        stage: calls callables; None if there are none.
+        place: the device of the batches; None if they stay on the host.
+        finish: what the device does to images that it gets; None if they are done.
+        array: makes of an array of the host what the user wants.
+    """
+
+    def __init__(
+        self,
+        dataset: Source,
+        transforms: Transforms,
+        options: LoaderOptions,
+        *,
+        shift: int,
+        seed: int,
+        on_error: str,
+        threads: int,
+    ) -> None:
+        self._dataset = dataset
+        self._options = options
+        self._shift = shift  # from a sample of a batch to the one before it that is another
+        self._seed = seed
+        self._on_error = on_error
+        self._threads = threads
+        self._output = options.output or ("torch" if importlib.util.find_spec("torch") else "numpy")
+        if self._output == "torch":
+            # Here, so that the first batch does not wait for it.
+            importlib.import_module("torch")
+        self.place = None if options.device is None else place_of(options.device, self._output)
+        self.finish: Finish | None = None
+        self.array = functools.partial(_handed_out, self._output)
+        self.program: _native.Program | None = None
+        self.stage: PythonStage | None = None
+        self._records: Records | None = None
+        self._arranged: list[Arranged] = []
+        self._of_device: list[str] = []  # names of steps
+        self._mix: Mix | None = None
+        self._transform_by(transforms)
+        self._collate = None if self.stage else options.collate
+
+    # ------------------------------------------------------------------ what is done
+
+    def _transform_by(self, transforms: Transforms) -> None:
+        options = self._options
+        if self._dataset.item_maker is not None:
+            self._take_items(transforms)
+        elif (
+            options.fields
+            or options.batch
+            or isinstance(transforms, Mapping)
+            or not self._dataset._pairs
+        ):
+            self._take_fields(transforms)
+        elif transforms is not None:
+            self._take_images(transforms)
+
+    def _staging(self) -> dict[str, Any]:
+        """The arguments of every stage of callables."""
+        return {
+            "workers": self._options.workers,
+            "count": self._threads,
+            "collate": self._options.collate,
+            "output": self._output,
+            "on_error": self._on_error,
+            "seed": self._seed,
+        }
+
+    def _take_items(self, transforms: Transforms) -> None:
+        """Batches of the items of a Cached data set."""
+        maker = self._dataset.item_maker
+        assert maker is not None
+        if transforms is not None:
+            raise UsageError(
+                "transforms= is for samples as they are stored: pass what is to be done with each "
+                "item of a Cached data set as its then="
+            )
+        if self._options.fields or self._options.batch:
+            raise UsageError("fields= and batch= are not for items of a Cached data set")
+        self.stage = ItemStage(maker, **self._staging())
+
+    def _take_fields(self, transforms: Transforms) -> None:
+        """Batches of several fields: a program for all of them."""
+        options, schema = self._options, self._dataset.schema
+        if options.fields is not None:
+            schema = schema.select(options.fields)
+        self._records = Records(
+            self._dataset,
+            schema,
+            transforms,
+            dtype=options.dtype,
+            layout=options.layout,
+            form=options.batch or "dict",
+            shift=self._shift,
+            decode=options.decode is not False,
+            array=self.array,
+        )
+        self.program = self._records.program
+        self._arranged = self._records.arranged
+        if self._records.function is not None:
+            self.stage = RecordStage(self._records, self._records.function, **self._staging())
+
+    def _take_images(self, transforms: Transforms) -> None:
+        """Batches of one image or callable's result a sample, and of its label."""
+        options, pixels = self._options, self._dataset.pixels
+        steps: Sequence[Any] = steps_of(transforms)
+        dtype, layout = options.dtype, options.layout
+        if options.decode is not False:
+            steps, own = recognise(list(steps), pixels)
+            layout = layout or own
+        steps = self._take_mix(steps)
+        native = all(isinstance(step, Transform) for step in steps)
+        if native and self.place and self._mix is None and options.collate is None:
+            every = steps
+            steps, self.finish = finished_there(steps, dtype, layout)
+            self._of_device = [name_of(step) for step in every if step not in steps]
+        if self.finish is not None:
+            dtype, layout = "uint8", "hwc"
+        made = arrange(steps, dtype=dtype, layout=layout, pixels=pixels)
+        self._arranged = [made]
+        unpacked = None
+        if made.pipeline is not None:
+            unpacked = OneImage(made.pipeline, None if made.called else self._mix)
+            self.program = unpacked.program
+        if not made.called:
+            return
+        if self._mix is not None and options.collate is not None:
+            raise UsageError(
+                f"{type(self._mix.step).__name__} is done to arrays of images, and collate= makes "
+                "the batches of callables: mix them in collate=, or leave it out"
+            )
+        decoded = takes_images(transforms) if options.decode is None else options.decode
+        self.stage = PythonStage(
+            Composed(made.called),
+            decode=None if unpacked else pixels if decoded and pixels else decoded,
+            unpacked=unpacked,
+            **self._staging(),
+        )
+
+    def _take_mix(self, transforms: Any) -> Any:
+        """Takes the step for batches off the steps for samples."""
+        steps, for_batches = split(transforms)
+        if for_batches is not None:
+            self._mix = Mix(for_batches, self._shift)
+            if self._mix.native.classes and self._dataset._label_type.kind == "f":
+                raise UsageError(
+                    f"{type(self._mix.step).__name__}: num_classes= is for labels that are classes, "
+                    f"and those of {self._dataset!r} are {self._dataset._label_type}: leave it out"
+                )
+        return steps
+
+    def refuse_idle(self, given: LoaderArguments, transforms: Transforms) -> None:
+        """Refuses arguments that would do nothing; nostall.toml may have them for other loaders.
+
+        Raises:
+            UsageError: there is one.
+        """
+        if self.place is not None and not (self.program or self.stage or self._collate):
+            raise UsageError(
+                f"device={str(self._options.device)!r} takes batches of arrays, and those of this "
+                "loader are bytes as they are stored: pass transforms=, fields= or collate="
+            )
+        native = any(made.native for made in self._arranged)
+        # What is recognised might have been called.
+        called = any(made.called for made in self._arranged) or (
+            transforms is not None
+            and not isinstance(transforms, Mapping)
+            and not all(isinstance(step, Transform) for step in steps_of(transforms))
+        )
+        decodes = self._records is not None or self.program is None
+        used = {
+            "dtype": (native, "native transforms"),
+            "layout": (native, "native transforms"),
+            "decode": (called and decodes, "a callable that no native step is before"),
+            "workers": (called, "a callable"),
+        }
+        if (maker := self._dataset.item_maker) is not None:
+            used["workers"] = (maker.then is not None, "a callable, and of items with then=")
+        for name, (does, goes) in used.items():
+            chosen = given.get(name)
+            if chosen is not None and not does and (name != "workers" or chosen == "processes"):
+                raise UsageError(f"{name}={chosen!r} does nothing here: it goes with {goes}")
+
+    def settings(self) -> dict[str, Any]:
+        """Where the steps run, as plain data."""
+        return {
+            "transforms": "python" if self.stage else "native" if self.program else "none",
+            "native_steps": [name for made in self._arranged for name in made.native],
+            "called_steps": [name for made in self._arranged for name in made.python],
+            "device_steps": self._of_device,
+        }
+
+    def tell_steps(self) -> None:
+        """Logs which steps run natively."""
+        if self._arranged:
+            steps = self.settings()
+            native, called, device = (
+                ", ".join(steps[f"{where}_steps"]) for where in ("native", "called", "device")
+            )
+            there = f"; on the device {device}" if device else ""
+            _log.info(
+                "transforms: native %s; called %s%s", native or "none", called or "none", there
+            )
+
+    @property
+    def gives_pairs(self) -> bool:
+        """Whether batches are pairs, of samples and of labels: neither several fields nor items."""
+        return self._records is None and self._dataset.item_maker is None
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the arrays of a batch lie in the stage's memory."""
+        return self.program is not None and self.stage is None and self._collate is None
+
+    # ------------------------------------------------------------------ batches
+
+    def batches(
+        self,
+        loader: _native.Loader,
+        count: int,
+        is_current: Callable[[], bool],
+        waited: Callable[[], None] | None = None,
+    ) -> Generator[Made, None, None]:
+        """The next `count` batches of the iteration that `is_current` is about.
+
+        `waited` is called now and then while one is waited for.
+        """
+
+        def following() -> _native.Batch:
+            while waited is not None:
+                waited()
+                if (batch := loader.next_soon()) is not None:
+                    return batch
+            return loader.next()
+
+        pending = self.stage.start() if self.stage else None
+        fetched = 0
+        try:
+            for _ in range(count):
+                if pending is None:
+                    batch = following()
+                    yield Made(batch, [], self._finished(batch, None, {}))
+                    continue
+                while fetched < count and pending.wants_more():
+                    batch = following()
+                    pending.submit(batch)
+                    fetched += 1
+                batch, data, substituted, places = pending.result(self._dataset)
+                yield Made(batch, substituted, self._finished(batch, data, places))
+        finally:
+            # An abandoned iteration may end late; pending work may then belong to a later one.
+            if pending is not None and is_current():
+                pending.drop()
+
+    def _finished(
+        self, batch: _native.Batch, made: Any, places: dict[int, int]
+    ) -> Callable[[Hand], Any]:
+        """What hands a batch out, of which `made` is what callables made.
+
+        The host's own work is done here, once: a device that is full gets the same batch again.
+        """
+        native, records = self.is_native, self._records
+        if self.stage is None and not native:
+            made = self._collated(batch)
+        if records is not None or self._dataset.item_maker is not None:  # with their labels
+            if native and records is not None:
+                return lambda to: records.hand_out(batch, to.array)
+            return lambda to: to.tree(made)
+        labels = batch.labels
+        for place, replacement in places.items():
+            labels[place] = self._dataset.native.labels[replacement]
+        labelled = self._labelled(batch, made, self._dataset.as_labels(labels))
+        if native:
+            return lambda to: (to.images(batch.output(0)), labelled(to.array))
+        return lambda to: (to.tree(made), labelled(to.array))
+
+    def _collated(self, batch: _native.Batch) -> Any:
+        """What collate= makes of a batch without callables; its raw bytes where there is none."""
+        if self._records is not None:
+            data = self._records.hand_out(batch, self.array)
+            return data if self._collate is None else self._collate(data)
+        data = RawBatch(batch.data, batch.offsets, batch.lengths)
+        if self.program is not None:
+            data = self.array(batch.output(0))
+        return data if self._collate is None else self._collate([data[i] for i in range(len(data))])
+
+    def _labelled(
+        self, batch: _native.Batch, data: Any, labels: NDArray[Any]
+    ) -> Callable[[Callable[[NDArray[Any]], Any]], Any]:
+        """What makes arrays of the labels; mixes the images that callables made, in place."""
+        mix = self._mix
+        if mix is None:
+            return lambda array: array(labels)
+        if self.stage is None:
+            return lambda array: mix.labelled(
+                batch.lam, batch.output(1) if mix.native.classes else None, labels, array
+            )
+        lam, mixed = mix.images_of(data, labels, self._seed, batch.epoch, batch.index)
+        return lambda array: mix.labelled(lam, mixed, labels, array)
