@@ -285,6 +285,12 @@ class Records:
                     f"{type(self._mix.step).__name__} needs the field {name!r}, which the callables "
                     "leave out"
                 )
+        shapes = {name: tuple(np.shape(values[name]))[1:] for name in self._mixed}
+        if len(set(shapes.values())) > 1:  # the boxes of CutMix, and so the labels, would differ
+            raise UsageError(
+                f"{type(self._mix.step).__name__} mixes images of one shape, and those of the "
+                f"callables differ: {', '.join(f'{n} has {s}' for n, s in shapes.items())}"
+            )
         labels = np.asarray(values[self._labels])
         lam, targets = 1.0, None
         for name in self._mixed:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -154,13 +155,26 @@ class Sending:
             return self._keep(self._copy(value))
         if isinstance(value, np.ndarray):
             return self.array(value) if value.dtype.kind in "biufc" else value
-        if isinstance(value, dict):
-            return type(value)((key, self.tree(each)) for key, each in value.items())
+        if isinstance(value, Mapping):
+            return self._mapping(value)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*map(self.tree, value))
         if isinstance(value, list | tuple):
             return type(value)(map(self.tree, value))
         return value
+
+    def _mapping(self, value: Mapping[Any, Any]) -> Mapping[Any, Any]:
+        """The same kind of mapping, where it can be made, else a dict; as torch pins one."""
+        there = {key: self.tree(each) for key, each in value.items()}
+        try:
+            if isinstance(value, MutableMapping):  # it may have more than its items
+                clone = copy.copy(value)
+                clone.update(there)
+                return clone
+            made: Mapping[Any, Any] = type(value)(there)  # type: ignore[call-arg]
+            return made
+        except TypeError:
+            return there
 
     def _copy(self, host: torch.Tensor) -> torch.Tensor:
         host = self._to.pinned(host)

@@ -261,6 +261,10 @@ def test_batches_of_several_fields_are_mixed(several: nostall.Files) -> None:
             assert np.array_equal(pairs["label"].labels, labels)
 
 
+def _second_is_small(sample: Any) -> Any:
+    return {"small": np.zeros((3, 4, 4), np.float32)}
+
+
 def test_what_cannot_be_mixed_is_refused(image_folder: Path, several: nostall.Files) -> None:
     with pytest.raises(UsageError, match=r"\.jpg \(sample \d+\) has the label 2.*num_classes=2"):
         batches(image_folder, [*STEPS, t.MixUp(num_classes=2)])
@@ -291,6 +295,19 @@ def test_what_cannot_be_mixed_is_refused(image_folder: Path, several: nostall.Fi
     ]:
         with pytest.raises(UsageError, match=why):
             nostall.DataLoader(several, 4, transforms=transforms, batch="dict", tiers=[], **more)
+    twice = nostall.Files(
+        {"image": "images", "small": "images"},
+        {"label": np.arange(9)},
+        root=several.root,
+    )
+    sizes = {("image", "small"): [*STEPS, _second_is_small, t.CutMix(num_classes=9)]}
+    with (
+        nostall.DataLoader(twice, 4, transforms=sizes, tiers=[]) as made,
+        pytest.raises(
+            UsageError, match=r"one shape.*image has \(3, \d+, \d+\), small has \(3, 4, 4\)"
+        ),
+    ):
+        next(iter(made))
     changed = [lambda sample: {"image": np.zeros((3, 4, 4), np.float32)}]
     steps = [*changed, t.MixUp(num_classes=9, labels="weight")]
     fields = ["image", "weight"]
