@@ -275,7 +275,10 @@ def arrange(
     for i, run in enumerate(runs):
         if not isinstance(run[0], Transform):
             made.called += run
-            made.python += [name_of(step) for step in run if not isinstance(step, HandedOver)]
+            for step in run:
+                if not isinstance(step, HandedOver):
+                    inner = step.function if isinstance(step, Function) else step
+                    made.python += getattr(inner, "names", [name_of(step)])
             continue
         made.native += [name_of(step) for step in run]
         types = (dtype, layout) if i == last else (None, None)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,10 +15,10 @@ from nostall.fields import Array, Boxes, Image, Kind, Padded, Ragged, Schema
 from nostall.loader._collected import Collected, forms_of
 from nostall.loader._context import Context
 from nostall.loader._geometry_steps import SanitizeBoundingBoxes
-from nostall.loader._in_turn import Arranged, Composed, Function, arrange, steps_of
+from nostall.loader._in_turn import Arranged, Composed, Function, arrange, name_of, steps_of
 from nostall.loader._mixing import BatchTransform, Mix, split
 from nostall.loader._steps import Transform
-from nostall.loader._torchvision import recognise
+from nostall.loader._torchvision import is_of_torchvision, recognise
 from nostall.source._source import Pixels, Source
 
 Steps = Sequence[Transform | Callable[..., Any]]
@@ -147,24 +147,25 @@ class Records:
         called: list[tuple[tuple[str, ...] | str | None, Composed]] = []
         stated: dict[str, Kind] = {}
         _check_rows(source.schema)
-        for group in _groups(schema, transforms):
-            steps, own = group.steps, None
-            if group.alone and decode and isinstance(schema.get(group.names[0]), Image):
-                steps, own = recognise(steps, source.pixels)
-            steps, for_batches = split(steps)
+        for group in _groups(schema, transforms, source.pixels, decode):
+            steps, for_batches = split(group.steps)
             if for_batches is not None:
                 self._mix_by(for_batches, schema, group, shift)
             if any(isinstance(step, SanitizeBoundingBoxes) for step in steps):
                 _check_followers(schema, group.names)
-            kinds = None if group.alone else dict(schema) if group.every else group.kinds(schema)
             made = arrange(
-                steps, dtype=dtype, layout=layout or own, pixels=source.pixels, kinds=kinds
+                steps,
+                dtype=dtype,
+                layout=layout or group.layout,
+                pixels=source.pixels,
+                kinds=group.kinds,
             )
             self.arranged.append(made)
             if made.pipeline is not None:
-                pipelines.update(dict.fromkeys(group.names, made.pipeline))
+                moved = [name for name in group.names if schema[name].transformed]
+                pipelines.update(dict.fromkeys(moved, made.pipeline))
             if made.called:
-                called.append((group.key, Composed(made.called, merges=not group.alone)))
+                called.append((group.key, Composed(made.called, merges=group.kinds is not None)))
             for step in steps:
                 stated.update(step.schema if isinstance(step, Function) else {})
         self._find_taken(called, pipelines, decode)
@@ -326,15 +327,30 @@ class _Group:
 
     names: tuple[str, ...]
     steps: list[Any]
-    alone: bool = False  # its callables take the value of the one field
+    kinds: dict[str, Kind] | None  # of what its callables take; None: the value of the one field
     every: bool = False  # they take the whole sample
+    layout: str | None = None  # that the steps end with, if it is not the usual one
 
     @property
     def key(self) -> tuple[str, ...] | str | None:
-        return None if self.every else self.names[0] if self.alone else self.names
+        return None if self.every else self.names[0] if self.kinds is None else self.names
 
-    def kinds(self, schema: Schema) -> dict[str, Kind]:
-        return {name: schema[name] for name in self.names}
+    def recognised(self, schema: Schema, pixels: Pixels | None) -> _Group:
+        """With those of torchvision's transforms as native steps that have equals.
+
+        Raises:
+            UsageError: torchvision's would do nothing to the field.
+        """
+        if self.kinds is None and not isinstance(schema[self.names[0]], Image):
+            for step in self.steps:
+                if is_of_torchvision(step):
+                    raise UsageError(
+                        f"field {self.names[0]}: {name_of(step)} of torchvision is for images and what "
+                        f"lies on them: name it together with its image, or give a function"
+                    )
+            return self
+        steps, layout = recognise(self.steps, pixels, self.kinds)
+        return replace(self, steps=steps, layout=layout)
 
 
 def _check_mixed(schema: Schema, names: Sequence[str], mix: Mix) -> None:
@@ -372,36 +388,46 @@ def _check_followers(schema: Schema, names: Sequence[str]) -> None:
             )
 
 
-def _groups(schema: Schema, transforms: Any) -> list[_Group]:
+def _given(schema: Schema, transforms: Any) -> Iterator[_Group]:
+    """Lists of steps as they are given, with their fields."""
+    if not isinstance(transforms, Mapping):
+        together = tuple(name for name, kind in schema.items() if kind.transformed)
+        yield _Group(together, steps_of(transforms), dict(schema), every=True)
+        return
+    for given, steps in transforms.items():
+        names = (given,) if isinstance(given, str) else tuple(given)
+        for name in names:
+            if name not in schema:
+                raise UsageError(
+                    f"transforms names the field {name!r}, which is no field of this loader: there "
+                    f"are {', '.join(schema) or 'none'}"
+                )
+        kinds = None if isinstance(given, str) else {name: schema[name] for name in names}
+        yield _Group(names, steps_of(steps), kinds)
+
+
+def _groups(schema: Schema, transforms: Any, pixels: Pixels | None, decode: bool) -> list[_Group]:
     """Which fields are transformed as one, and by which steps."""
     if transforms is None:
         return []
     together = tuple(name for name, kind in schema.items() if kind.transformed)
-    if isinstance(transforms, Mapping):
-        groups = [
-            _Group(
-                (names,) if isinstance(names, str) else tuple(names),
-                steps_of(steps),
-                isinstance(names, str),
-            )
-            for names, steps in transforms.items()
-        ]
-    else:
-        groups = [_Group(together, steps_of(transforms), every=True)]
+    groups: list[_Group] = []
     seen: set[str] = set()
-    for group in groups:
-        native = any(isinstance(step, Transform) for step in group.steps)
+    for group in _given(schema, transforms):
+        own = any(isinstance(step, Transform) for step in group.steps)
         for name in group.names:
-            if name not in schema or (native and name not in together):
-                what = "image, mask, boxes or keypoints" if native else "field"
-                known = together if native else tuple(schema)
+            if own and name not in together:
                 raise UsageError(
-                    f"transforms names the field {name!r}, which is no {what} of this loader: there "
-                    f"are {', '.join(known) or 'none'}"
+                    f"transforms names the field {name!r}, which is no image, mask, boxes or keypoints "
+                    f"of this loader: there are {', '.join(together) or 'none'}"
                 )
             if name in seen:
                 raise UsageError(f"transforms names the field {name!r} twice")
             seen.add(name)
+        if decode:
+            group = group.recognised(schema, pixels)
+        groups.append(group)
+        native = any(isinstance(step, Transform) for step in group.steps)
         if native and not any(isinstance(schema[name], Image) for name in group.names):
             raise UsageError(
                 f"transforms are for images, and there is none among "

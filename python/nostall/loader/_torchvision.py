@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from nostall.errors import UsageError
+from nostall.fields import Boxes, Image, Kind, Mask
 from nostall.loader import _color_steps as c
 from nostall.loader import _geometry_steps as g
 from nostall.loader import _mixing as m
 from nostall.loader._compile import compile as compile_transforms
 from nostall.loader._steps import Transform
+from nostall.loader._tv_tensors import OnFields
 from nostall.source._source import Pixels
 
 _HOME = "torchvision.transforms."
+_HOMES = (_HOME, "torchvision.tv_tensors.")
 _WARPING = {"nearest": "nearest", "bilinear": "bilinear", "bicubic": "bicubic"}
 _OF_PIL = {**_WARPING, "nearest": "nearest_exact", "nearest-exact": "nearest_exact"}
 _OF_TENSORS = {**_WARPING, "nearest-exact": "nearest_exact"}
@@ -29,6 +33,11 @@ def _only(condition: bool) -> None:
 
 
 def _fill(value: Any) -> Any:
+    if isinstance(value, dict):  # by torchvision's types
+        named = _by_type(value)
+        _only(None not in named)
+        others = named.get("others")
+        return {part.lower(): _fill(named.get(part, others)) for part in ("Image", "Mask")}
     if value is None:
         return 0
     _only(isinstance(value, (int, float, list, tuple)))
@@ -74,11 +83,6 @@ def _erasing(x: Any, _: bool) -> Transform:
     return c.RandomErasing(x.p, tuple(x.scale), tuple(x.ratio), value)
 
 
-def _sanitize(x: Any, _: bool) -> Transform:
-    _only(x.labels_getter == "default")
-    return g.SanitizeBoundingBoxes(x.min_size, x.min_area)
-
-
 # What gives the same on images of Pillow and on tensors; the second argument says which they are.
 _ANYWHERE: dict[str, Callable[[Any, bool], Transform]] = {
     "Resize": _resize,
@@ -90,8 +94,6 @@ _ANYWHERE: dict[str, Callable[[Any, bool], Transform]] = {
     "RandomVerticalFlip": lambda x, _: g.RandomVerticalFlip(x.p),
     "Pad": lambda x, _: g.Pad(x.padding, _fill(x.fill), x.padding_mode),
     "RandomCrop": _random_crop,
-    "ClampBoundingBoxes": lambda _, __: g.ClampBoundingBoxes(),
-    "SanitizeBoundingBoxes": _sanitize,
     "RandomInvert": lambda x, _: c.RandomInvert(x.p),
     "RandomPosterize": lambda x, _: c.RandomPosterize(x.bits, x.p),
     "GaussianBlur": lambda x, _: c.GaussianBlur(tuple(x.kernel_size), tuple(x.sigma)),
@@ -134,10 +136,17 @@ _BATCHES: dict[str, Callable[[Any], m.BatchTransform]] = {
 
 
 def _of_batches(transform: Any) -> m.BatchTransform:
+    """Raises UsageError if it is one whose labels are found otherwise."""
     name = _name(transform)
     _only(name in _BATCHES)
     step = _BATCHES[str(name)](transform)
-    _only(getattr(step, "num_classes", 1) is not None)  # labels that are probabilities already
+    getter = getattr(transform, "_labels_getter", None)
+    default = getter is None or getattr(getter, "__name__", "") == "_find_labels_default_heuristic"
+    if not default or getattr(step, "num_classes", 1) is None:
+        raise UsageError(
+            f"{name} of torchvision is done to batches, with num_classes= and labels_getter='default' "
+            f"alone: give nostall.transforms.{name}, which has labels= for the name of the field"
+        )
     return step
 
 
@@ -153,21 +162,33 @@ def _flat(transforms: Any) -> Iterator[Any]:
 
 def _name(transform: Any) -> str | None:
     """Of a class of torchvision's itself: what a subclass does is not known."""
-    kind = type(transform)
-    home = f"{kind.__module__}.".startswith(_HOME)
-    return kind.__name__ if home else None
+    return _type_name(type(transform))
 
 
-def _is_of_torchvision(transform: Any) -> bool:
+def _type_name(kind: type) -> str | None:
+    return kind.__name__ if f"{kind.__module__}.".startswith(_HOMES) else None
+
+
+def _by_type(given: Mapping[Any, Any]) -> dict[str | None, Any]:
+    """What is given for torchvision's types, by their names, and for "others"."""
+    return {each if each == "others" else _type_name(each): x for each, x in given.items()}
+
+
+def is_of_torchvision(transform: Any) -> bool:
     """Also a subclass: it takes what torchvision's take."""
     return any(f"{kind.__module__}.".startswith(_HOME) for kind in type(transform).__mro__)
 
 
 class _Reader:
-    """Finds the native equals of one transform after the other, by what an image is by then."""
+    """Finds the native equals of one transform after the other, by what an image is by then.
 
-    def __init__(self) -> None:
+    `kinds` are those of the fields that are transformed as one; None of an image alone.
+    """
+
+    def __init__(self, kinds: Mapping[str, Kind] | None = None) -> None:
         self.kind: Literal["pil", "tensor", "float"] = "pil"
+        self._unknown = kinds is None
+        self._kinds = kinds or {}
 
     def read(self, transform: Any) -> list[Transform]:
         """Raises _Unequal if there are none."""
@@ -182,10 +203,20 @@ class _Reader:
         if name == "ToTensor" or converts:
             _only(self.kind != "float")
             if converts:
-                _only(str(transform.dtype) == "torch.float32")
+                _only(self._dtype(transform.dtype) == "torch.float32")
                 _only(name != "ToDtype" or transform.scale)
             self.kind = "float"
             return [c.ToTensor()]
+        if name == "ClampBoundingBoxes":
+            return [g.ClampBoundingBoxes()]
+        if name == "ConvertBoundingBoxFormat":
+            wanted = str(getattr(transform.format, "name", transform.format)).lower()
+            boxes = [kind for kind in self._kinds.values() if isinstance(kind, Boxes)]
+            _only(all(kind.format == wanted for kind in boxes))
+            return []
+        if name == "SanitizeBoundingBoxes":
+            self._check_labels(transform.labels_getter)
+            return [g.SanitizeBoundingBoxes(transform.min_size, transform.min_area)]
         known = _FLOAT if self.kind == "float" else _ANYWHERE
         known = {**known, **_PIL} if self.kind == "pil" else known
         _only(name in known)
@@ -193,6 +224,39 @@ class _Reader:
             return [known[str(name)](transform, self.kind == "tensor")]
         except UsageError:
             raise _Unequal from None
+
+    def _dtype(self, given: Any) -> str:
+        """What images become, where others stay what they are."""
+        if not isinstance(given, dict):
+            return str(given)
+        by_name = _by_type(given)
+        others = by_name.get("others")
+        for kind in self._kinds.values():
+            dtype = by_name.get(type(kind).__name__, others)
+            if isinstance(kind, Mask):
+                _only(dtype is None or str(dtype) == f"torch.{kind.dtype}")
+            elif not isinstance(kind, Image):
+                _only(others is None and not {"BoundingBoxes", "KeyPoints"} & set(by_name))
+        return str(by_name.get("Image", others))
+
+    def _check_labels(self, getter: Any) -> None:
+        """Torchvision takes out the rows of one field: here they must be those of `rows_of`."""
+        _only(getter == "default" or (getter is None and not self._unknown))
+        follow = [name for name, kind in self._kinds.items() if getattr(kind, "rows_of", None)]
+        if getter is None:
+            _only(not follow)
+        elif self._kinds:
+            named = [name for name in self._kinds if name.lower() == "labels"]
+            named += [name for name in self._kinds if "label" in name.lower()]
+            _only(bool(named) and named[0] in follow)
+
+
+def _add(found: list[Any], steps: Iterable[Transform]) -> None:
+    """Steps for boxes alone may follow ToTensor in torchvision, which does not touch boxes."""
+    for step in steps:
+        tensor = next((i for i, each in enumerate(found) if isinstance(each, c.ToTensor)), None)
+        late = isinstance(step, (g.ClampBoundingBoxes, g.SanitizeBoundingBoxes))
+        found.insert(len(found) if tensor is None or not late else tensor, step)
 
 
 def from_torchvision(transforms: Any) -> list[Transform] | None:
@@ -207,7 +271,7 @@ def from_torchvision(transforms: Any) -> list[Transform] | None:
     reader = _Reader()
     try:
         for transform in _flat(transforms):
-            found += reader.read(transform)
+            _add(found, reader.read(transform))
         _only(reader.kind != "tensor")  # its batches would be channels last
     except _Unequal:
         return None
@@ -231,28 +295,59 @@ class HandedOver:
         return tensor.permute(2, 0, 1) if self._kind == "tensor" else tensor
 
 
-def recognise(steps: list[Any], pixels: Pixels | None) -> tuple[list[Any], Literal["chw"] | None]:
+def _is_given(step: Any) -> bool:
+    """Whether a step of a list is of torchvision, also as the function of a `Function`."""
+    return is_of_torchvision(getattr(step, "function", step))
+
+
+def _on_fields(
+    steps: Iterable[Any], kinds: Mapping[str, Kind], pil: bool, composed: set[int]
+) -> list[Any]:
+    """The steps, where those of torchvision that follow each other get what they are for.
+
+    `composed` are the ids of those inside a Compose, of which also functions of the user get that.
+    """
+    out: list[Any] = []
+    for step in steps:
+        if not _is_given(step) and id(step) not in composed:
+            out.append(step)
+        elif hasattr(step, "function"):
+            out.append(dataclasses.replace(step, function=OnFields([step.function], kinds, pil)))
+        elif out and isinstance(out[-1], OnFields):
+            out[-1] = OnFields([*out[-1].steps, step], kinds, pil)
+        else:
+            out.append(OnFields([step], kinds, pil))
+    return out
+
+
+def recognise(
+    steps: list[Any], pixels: Pixels | None, kinds: Mapping[str, Kind] | None = None
+) -> tuple[list[Any], Literal["chw"] | None]:
     """Transforms of torchvision among the steps as native ones, from the first on while they have them.
 
     The rest is as it is, to be called; all are if the native ones fix no size. Beside it the layout
-    that they end with, if it is not the usual one.
+    that they end with, if it is not the usual one. `kinds` are those of the fields that are
+    transformed as one; None of an image alone.
     """
-    flat = [
-        inner for step in steps for inner in (_flat(step) if _name(step) == "Compose" else [step])
-    ]
-    if not any(_name(step) for step in flat):
+    flat: list[Any] = []
+    composed: set[int] = set()
+    for step in steps:
+        inner = list(_flat(step)) if _name(step) == "Compose" else [step]
+        composed |= set(map(id, inner)) if inner != [step] else set()
+        flat += inner
+    if not any(map(_is_given, flat)):
         return steps, None
     found: list[Any] = []
-    reader = _Reader()
+    reader = _Reader(kinds)
     try:
         last: list[Any] = [_of_batches(flat[-1])]
         flat = flat[:-1]
-    except (_Unequal, UsageError):
+    except _Unequal:
         last = []
     rest: list[Any] = []
     for place, step in enumerate(flat):
         try:
-            found += [step] if isinstance(step, Transform) else reader.read(step)
+            _add(found, [step] if isinstance(step, Transform) else reader.read(step))
         except _Unequal:
             rest = flat[place:]
             break
@@ -263,7 +358,11 @@ def recognise(steps: list[Any], pixels: Pixels | None) -> tuple[list[Any], Liter
         _only(bool(natives))
         compile_transforms(natives, pixels=pixels)
     except (_Unequal, UsageError):
+        if kinds is not None:
+            return [*_on_fields(flat, kinds, True, composed), *last], None
         return ([*flat, *last] if last else steps), None
-    if rest and any(map(_is_of_torchvision, flat[: len(flat) - len(rest) + 1])):
+    if kinds is not None:
+        rest = _on_fields(rest, kinds, reader.kind == "pil", composed)
+    elif rest and any(map(is_of_torchvision, flat[: len(flat) - len(rest) + 1])):
         found.append(HandedOver(reader.kind))
     return [*found, *rest, *last], "chw" if reader.kind == "tensor" and not rest else None

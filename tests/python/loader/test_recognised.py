@@ -9,11 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torchvision import transforms as v1
+from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 import nostall
+from nostall import fields as f
 from nostall import transforms as t
+from nostall.errors import UsageError
 
 MEAN, STD = [0.4, 0.5, 0.6], [0.2, 0.3, 0.1]
 
@@ -116,3 +120,132 @@ def test_a_field_may_have_them(image_folder: Path) -> None:
     ) as loader:
         batch = next(iter(loader))
     assert np.array_equal(batch["image"], first(image_folder, NATIVE, output="numpy")[0])
+
+
+# ------------------------------------------------------------------------- several fields
+
+SIDE = 40
+FLOAT = {tv_tensors.Image: torch.float32, tv_tensors.Mask: torch.int64, "others": None}
+FILL = {tv_tensors.Image: (1, 2, 3), tv_tensors.Mask: 255}
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> nostall.Files:
+    root = tmp_path_factory.mktemp("scenes")
+    rng = np.random.default_rng(1)
+    for folder in ("image", "mask"):
+        (root / folder).mkdir()
+        for i in range(6):
+            shape = (SIDE, 48, 3) if folder == "image" else (SIDE, 48)
+            pixels = rng.integers(0, 200, shape, dtype=np.uint8)
+            Image.fromarray(pixels).save(root / folder / f"{i}.png")
+    boxes = [np.array([[2, 3, 20, 25], [30, 30, 33, 33]], np.float32)[: i % 3] for i in range(6)]
+    points = [np.array([[2, 3, 2], [47, 39, 1]], np.float32)] * 6
+    return nostall.Files(
+        {"image": "image", "mask": "mask"},
+        {
+            "boxes": boxes,
+            "labels": [np.arange(i % 3) for i in range(6)],
+            "points": points,
+            "caption": [f"sample {i}" for i in range(6)],
+        },
+        schema={
+            "mask": f.Mask(dtype="int64"),
+            "boxes": f.Boxes(),
+            "labels": f.Array(dtype="int64", rows_of="boxes"),
+            "points": f.Keypoints(values=3),
+            "caption": f.Text(),
+        },
+        root=root,
+    )
+
+
+def whole(data: Any, transforms: Any, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    options: dict[str, Any] = {"tiers": [], "seed": 3, "output": "numpy", "shuffle": False, **more}
+    with nostall.DataLoader(data, 6, transforms=transforms, **options) as loader:
+        return next(iter(loader)), loader.settings()
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, f.Ragged):
+        return equal(one.values, other.values) and equal(one.offsets, other.offsets)
+    return one == other if isinstance(one, list) else np.array_equal(one, other)
+
+
+def test_recipes_of_several_fields_run_natively(scenes: nostall.Files) -> None:
+    moves = [t.RandomAffine(9, fill={"image": (1, 2, 3), "mask": 255}), t.RandomResizedCrop(16)]
+    ours = [*moves, t.SanitizeBoundingBoxes(), t.ToTensor(), t.Normalize(MEAN, STD)]
+    wanted, _ = whole(scenes, ours)
+    recipe = v2.Compose(
+        [
+            v2.RandomAffine(9, fill=FILL),
+            v2.RandomResizedCrop(16),
+            v2.ToImage(),
+            v2.ToDtype(FLOAT, scale=True),
+            v2.ConvertBoundingBoxFormat("XYXY"),
+            v2.SanitizeBoundingBoxes(),
+            v2.Normalize(MEAN, STD),
+            v2.ToPureTensor(),
+        ]
+    )
+    for given in (recipe, {("image", "mask", "boxes", "points", "labels"): recipe}):
+        batch, settings = whole(scenes, given)
+        names = ["RandomAffine", "RandomResizedCrop", "SanitizeBoundingBoxes", "ToTensor"]
+        assert settings["native_steps"] == [*names, "Normalize"] and not settings["called_steps"]
+        assert list(batch) == list(wanted)
+        assert all(equal(batch[name], wanted[name]) for name in wanted)
+    assert len(wanted["labels"].values) == len(wanted["boxes"].values) < 6
+
+
+def test_what_has_no_equal_gets_what_it_moves(scenes: nostall.Files) -> None:
+    """Called with tensors of torchvision, and not with arrays, which it would leave as they are."""
+    labels = v2.SanitizeBoundingBoxes(min_size=5, labels_getter=lambda sample: sample["labels"])
+    turns = [v2.Resize((16, 24)), Own(1.0), labels, v2.ToImage(), v2.ToDtype(FLOAT, scale=True)]
+    batch, settings = whole(scenes, v2.Compose(turns))
+    assert settings["native_steps"] == ["Resize"]
+    assert settings["called_steps"] == ["Own", "SanitizeBoundingBoxes", "ToImage", "ToDtype"]
+    mirrored = [t.Resize((16, 24)), t.RandomHorizontalFlip(1.0), t.SanitizeBoundingBoxes(5)]
+    wanted, _ = whole(scenes, [*mirrored, t.ToTensor()])
+    assert np.abs(batch["image"] - wanted["image"]).max() < 1e-6
+    assert 0 < len(batch["labels"].values) < 6
+    for name in ("mask", "boxes", "labels", "points", "caption"):
+        assert equal(batch[name], wanted[name]), name
+    # Nothing native fixes the size: all is called, from images of Pillow on, also with a schema.
+    seen: list[Any] = []
+    every = v2.Compose([v2.Lambda(lambda x: seen.append(type(x)) or x), *turns[1:]])
+    ragged = t.Function(every, schema={"image": f.Array(dtype="float32", shape=(3, None, None))})
+    batch, settings = whole(scenes, [ragged, lambda sample: {"wide": sample["image"].shape[2]}])
+    assert Image.Image in {kind.__mro__[-2] for kind in seen} and tv_tensors.Mask in seen
+    assert settings["called_steps"] == ["Compose", "<lambda>"]
+    assert batch["wide"].tolist() == [48] * 6
+    assert batch["image"].sample(0).shape == (3, SIDE, 48) and batch["mask"].sample(0).shape == (
+        SIDE,
+        48,
+    )
+
+
+def test_parts_of_the_canvas_stay_parts(scenes: nostall.Files) -> None:
+    parts = [np.array([[0.25, 0.5]], np.float32)] * 6
+    boxes = [np.array([[0.0, 0.5, 0.25, 1.0]], np.float32)] * 6
+    data = nostall.Files(
+        {"image": "image"},
+        {"boxes": boxes, "points": parts},
+        schema={"boxes": f.Boxes(normalised=True), "points": f.Keypoints(normalised=True)},
+        root=scenes.root,
+    )
+    batch, _ = whole(data, [v2.Resize((16, 24)), Own(1.0)])
+    assert np.array_equal(batch["boxes"].values, [[0.75, 0.5, 1.0, 1.0]] * 6)
+    assert np.allclose(batch["points"].values, [[17 / 24, 0.5]] * 6)  # of pixels, as torchvision
+
+
+def test_torchvisions_without_a_meaning_here_are_refused(scenes: nostall.Files) -> None:
+    mix = v2.MixUp(num_classes=3, labels_getter=lambda batch: batch["labels"])
+    for transforms, why in [
+        ([v2.Resize((8, 8)), mix], "MixUp of torchvision.*give nostall.transforms.MixUp"),
+        ({"mask": [v2.Resize((8, 8))]}, "field mask: Resize of torchvision is for images"),
+        ({"image": [v2.Resize((8, 8))]}, "'mask'.*would not lie on its image|field mask"),
+    ]:
+        with pytest.raises(UsageError, match=why):
+            whole(scenes, transforms)
+    with pytest.raises(UsageError, match="no image among caption"):
+        whole(scenes, [Own(1.0)], fields=["caption"])
