@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -63,14 +63,14 @@ class ItemStage(PythonStage):
         self._whole: deque[Future[Any] | None] = deque()
 
     def submit(self, batch: _native.Batch) -> None:
-        if not self._plain or batch.failures or len(batch) == 0 or self._executor is None:
+        pool = self._executor
+        threads = pool if isinstance(pool, ThreadPoolExecutor) else None
+        if not self._plain or batch.failures or len(batch) == 0 or threads is None:
             super().submit(batch)
             self._whole.append(None)
             return
         records = self._samples(batch)
-        self._whole.append(
-            self._executor.submit(_together, records, self._output, self._source.pickles)
-        )
+        self._whole.append(threads.submit(_together, records, self._output, self._source.pickles))
         self._pending.append((batch, records, []))
 
     def result(self, source: Source) -> tuple[_native.Batch, Any, Substituted, dict[int, int]]:

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
+import functools
 import pickle
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import (
-    BrokenExecutor,
-    Executor,
-    Future,
-    ProcessPoolExecutor,
-    ThreadPoolExecutor,
-)
+from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -23,6 +17,7 @@ import numpy as np
 from nostall import _native
 from nostall.errors import CorruptionError, IoError, TransformError, UsageError
 from nostall.loader._context import Context
+from nostall.loader._processes import Processes
 from nostall.loader._records import RawBatch, Records, decoded_fields
 from nostall.source import _items
 from nostall.source._source import Pixels, Source
@@ -65,6 +60,14 @@ class Unpacked(Protocol):
     def samples(self, batch: _native.Batch) -> Sequence[Any]: ...
 
 
+class Results(Protocol):
+    """Of the callables, for some samples: of a thread or of a process."""
+
+    def result(self) -> list[Any]: ...
+
+    def cancel(self) -> bool: ...
+
+
 def _decoded(raw: Any, decode: Decode) -> Any:
     if decode is None:
         return decoded_fields(raw) if isinstance(raw, dict) else raw
@@ -97,7 +100,7 @@ def _apply(
     decode: Decode,
     samples: Sequence[Any],
     contexts: Sequence[Context],
-    remote: bool,
+    remote: bool = False,
 ) -> list[Any]:
     """The results of some samples, a `_Failed` in the place of each that failed.
 
@@ -211,16 +214,16 @@ class PythonStage:
         self._collate = collate or (_stack_torch if output == "torch" else _stack_numpy)
         self._substitute = on_error == "substitute"
         self._seed = seed
-        self._executor: Executor | None = None
-        self._pending: deque[tuple[_native.Batch, Sequence[Any], list[Future[list[Any]]]]] = deque()
+        self._executor: ThreadPoolExecutor | Processes | None = None
+        self._pending: deque[tuple[_native.Batch, Sequence[Any], list[Results]]] = deque()
 
     def start(self) -> PythonStage:
         if self._executor is None:
-            self._executor = (
-                ThreadPoolExecutor(self._count, "nostall-python")
-                if self._workers == "threads"
-                else ProcessPoolExecutor(self._count, multiprocessing.get_context("spawn"))
-            )
+            if self._workers == "threads":
+                self._executor = ThreadPoolExecutor(self._count, "nostall-python")
+            else:
+                work = functools.partial(_apply, self._function, self._decode, remote=True)
+                self._executor = Processes(self._count, work)
         self._pending.clear()
         return self
 
@@ -233,7 +236,13 @@ class PythonStage:
             raise UsageError("the stage of Python transforms was not started")
         share = max(1, -(-len(batch) // (2 * self._count)))
         records, contexts = self._samples(batch), self._contexts(batch)
-        try:
+        futures: list[Results]
+        if isinstance(self._executor, Processes):
+            try:
+                futures = [*self._executor.submit(records, contexts, share)]
+            except BrokenExecutor as error:
+                raise self._worker_died() from error
+        else:
             futures = [
                 self._executor.submit(
                     _apply,
@@ -241,12 +250,9 @@ class PythonStage:
                     self._decode,
                     records[begin : begin + share],
                     contexts[begin : begin + share],
-                    self._workers == "processes",
                 )
                 for begin in range(0, len(batch), share)
             ]
-        except BrokenExecutor as error:
-            raise self._worker_died() from error
         self._pending.append((batch, records, futures))
 
     def _contexts(self, batch: _native.Batch) -> list[Context]:
@@ -272,7 +278,7 @@ class PythonStage:
         return sample, self._called(sample, context)
 
     def _called(self, sample: Any, context: Context) -> Any:
-        (value,) = _apply(self._function, self._decode, [sample], [context], False)
+        (value,) = _apply(self._function, self._decode, [sample], [context])
         return value
 
     def _read(self, source: Source, context: Context) -> Any:
@@ -423,9 +429,11 @@ class PythonStage:
     def close(self) -> None:
         """Drops pending work and ends threads or processes."""
         self.drop()
-        if self._executor is not None:
+        if isinstance(self._executor, Processes):
+            self._executor.close()
+        elif self._executor is not None:
             self._executor.shutdown(wait=True, cancel_futures=True)
-            self._executor = None
+        self._executor = None
 
 
 class RecordStage(PythonStage):

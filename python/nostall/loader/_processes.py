@@ -1,0 +1,259 @@
+"""Worker processes that get the arrays of samples, and give those of results, in shared memory."""
+
+from __future__ import annotations
+
+import collections
+import mmap
+import multiprocessing
+import os
+import pickle
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from io import BytesIO
+from multiprocessing.reduction import DupFd
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ALIGNED = 64
+_LEAST = 1 << 16  # bytes of a slot
+_Work = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _tensor(data: NDArray[np.uint8], dtype: Any, shape: tuple[int, ...]) -> Any:
+    import torch
+
+    return torch.from_numpy(data).view(dtype).reshape(shape)
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves the bytes of arrays and tensors out, for `buffer_callback`."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is np.ndarray:
+            flags = value.flags
+            if flags.c_contiguous or flags.f_contiguous or value.dtype.hasobject:
+                return NotImplemented
+            return _same, (np.ascontiguousarray(value),)
+        torch = sys.modules.get("torch")
+        if torch is None or type(value) is not torch.Tensor:
+            return NotImplemented
+        plain = value.device.type == "cpu" and value.layout is torch.strided
+        if not plain or value.requires_grad or value.is_conj() or value.is_neg():
+            return NotImplemented
+        if value.is_quantized:
+            return NotImplemented
+        data = value.contiguous().reshape(-1).view(torch.uint8)
+        return _tensor, (data.numpy(), value.dtype, tuple(value.shape))
+
+
+class _Packed(NamedTuple):
+    """An object: its pickle, and the bytes of its arrays."""
+
+    data: bytes
+    buffers: list[memoryview]
+
+    @property
+    def room(self) -> int:
+        return sum(_rounded(buffer.nbytes) for buffer in self.buffers)
+
+    def lay(self, memory: NDArray[np.uint8], begin: int) -> list[tuple[int, int]]:
+        """Copies the arrays to a place of a slot; gives the beginning and the size of each."""
+        spans = []
+        for buffer in self.buffers:
+            size = buffer.nbytes
+            if size:
+                np.copyto(memory[begin : begin + size], np.frombuffer(buffer, np.uint8))
+            spans.append((begin, size))
+            begin += _rounded(size)
+        return spans
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _packed(value: Any, apart: bool = True) -> _Packed:
+    """With `apart` the bytes of arrays are not in the pickle."""
+    out, buffers = BytesIO(), list[memoryview]()
+    keep = (lambda each: buffers.append(each.raw())) if apart else None
+    _Pickler(out, 5, buffer_callback=keep).dump(value)
+    return _Packed(out.getvalue(), buffers)
+
+
+def _unpacked(data: bytes, spans: Sequence[tuple[int, int]], memory: NDArray[np.uint8]) -> Any:
+    """What was packed; its arrays are views of the slot, and keep `memory` alive."""
+    view = memory.data
+    return pickle.loads(data, buffers=[view[begin : begin + size] for begin, size in spans])
+
+
+class _Slot(NamedTuple):
+    """A part of the shared file."""
+
+    offset: int
+    size: int
+
+    def mapped(self, descriptor: int) -> mmap.mmap:
+        return mmap.mmap(descriptor, self.size, offset=self.offset)
+
+
+class _Memory:
+    """Slots of a file without a name, which processes share; one without an array in it is free."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("nostall-batches", os.MFD_CLOEXEC)
+        self._size = 0
+        self._free: dict[int, collections.deque[tuple[_Slot, mmap.mmap]]] = {}  # by size
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def take(self, size: int) -> tuple[_Slot, NDArray[np.uint8]]:
+        """A slot of at least `size` bytes: it is taken as long as the array, or a view of it, lives."""
+        size = max(_LEAST, 1 << (size - 1).bit_length())
+        free = self._free.setdefault(size, collections.deque())
+        if free:
+            slot, mapping = free.popleft()
+        else:
+            slot = _Slot(self._size, size)
+            os.ftruncate(self._descriptor, slot.offset + slot.size)
+            self._size += slot.size
+            mapping = slot.mapped(self._descriptor)
+        memory = np.frombuffer(mapping, np.uint8)
+        weakref.finalize(memory, free.append, (slot, mapping))
+        return slot, memory
+
+    def __reduce__(self) -> Any:
+        return _received, (DupFd(self._descriptor),)  # in a process that is being spawned
+
+
+def _received(descriptor: Any) -> int:
+    return int(descriptor.detach())
+
+
+class _Reply(NamedTuple):
+    """What a process gives: `spans` are in the slot, or nothing is, as it had no room."""
+
+    data: bytes
+    spans: list[tuple[int, int]]
+    room: int  # that the arrays need
+
+
+class _Side:
+    """What a worker process has of the memory."""
+
+    def __init__(self) -> None:
+        self.work: _Work | None = None
+        self.descriptor = -1
+        self._mapped: dict[_Slot, mmap.mmap] = {}
+
+    def memory(self, slot: _Slot) -> NDArray[np.uint8]:
+        if slot not in self._mapped:
+            self._mapped[slot] = slot.mapped(self.descriptor)
+        return np.frombuffer(self._mapped[slot], np.uint8)
+
+
+_side = _Side()
+
+
+def _begin(work: _Work, memory: Any) -> None:
+    _side.work, _side.descriptor = work, int(memory)  # which was a _Memory where it came from
+
+
+def _do(
+    data: bytes,
+    spans: list[tuple[int, int]],
+    given: _Slot,
+    out: _Slot,
+    begin: int,
+    room: int,
+) -> _Reply:
+    """Works on some samples in a worker process; results go to `room` bytes of a slot."""
+    assert _side.work is not None
+    samples, contexts = _unpacked(data, spans, _side.memory(given))
+    results = _side.work(samples, contexts)
+    packed = _packed(results)
+    if packed.room > room:
+        return _Reply(_packed(results, apart=False).data, [], packed.room)
+    return _Reply(packed.data, packed.lay(_side.memory(out), begin), packed.room)
+
+
+class Answer:
+    """The results of some samples, as a future has them."""
+
+    def __init__(
+        self, future: Future[_Reply], samples: int, memory: NDArray[np.uint8], owner: Processes
+    ) -> None:
+        self._future = future
+        self._samples = samples
+        self._memory = memory
+        self._owner = owner
+
+    def result(self) -> list[Any]:
+        reply = self._future.result()
+        self._owner.learn(-(-reply.room // self._samples))
+        results: list[Any] = _unpacked(reply.data, reply.spans, self._memory)
+        return results
+
+    def cancel(self) -> bool:
+        return self._future.cancel()
+
+
+class Processes:
+    """A pool of spawned processes, each of which has `work` from the start.
+
+    Results of the first batches come by pickle: only then is known how much room they need.
+    """
+
+    def __init__(self, count: int, work: _Work) -> None:
+        self._memory = _Memory()
+        self._room = 0  # bytes that the arrays of a sample's result need
+        self._pool = ProcessPoolExecutor(
+            count,
+            multiprocessing.get_context("spawn"),
+            initializer=_begin,
+            initargs=(work, self._memory),
+        )
+
+    def learn(self, room: int) -> None:
+        self._room = max(self._room, _rounded(room))
+
+    def submit(self, samples: Sequence[Any], contexts: Sequence[Any], share: int) -> list[Answer]:
+        """Starts the work on the samples of a batch, `share` of them at a time.
+
+        Raises:
+            BrokenExecutor: a process died.
+        """
+        places = range(0, len(samples), share)
+        parcels = [_packed((samples[i : i + share], contexts[i : i + share])) for i in places]
+        given, memory = self._memory.take(sum(parcel.room for parcel in parcels) or 1)
+        out, results = self._memory.take(self._room * len(samples) or 1)
+        answers, begin = [], 0
+        for place, parcel in zip(places, parcels, strict=True):
+            spans = parcel.lay(memory, begin)
+            begin += parcel.room
+            count = min(share, len(samples) - place)
+            future = self._pool.submit(
+                _do, parcel.data, spans, given, out, self._room * place, self._room * count
+            )
+            future.add_done_callback(_Held(memory, results))
+            answers.append(Answer(future, count, results, self))
+        return answers
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Held:
+    """Keeps the slots of a task until it is done, also if nobody waits for it any more."""
+
+    def __init__(self, *memory: NDArray[np.uint8]) -> None:
+        self._memory: tuple[NDArray[np.uint8], ...] = memory
+
+    def __call__(self, _: Future[Any]) -> None:
+        self._memory = ()

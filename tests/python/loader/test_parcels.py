@@ -1,0 +1,99 @@
+"""Samples and results of worker processes: their arrays travel in shared memory."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nostall
+from nostall.loader import _processes
+
+
+def made(raw: Any, context: nostall.Context) -> dict[str, Any]:
+    """Arrays of each kind; they differ in size from sample to sample, and later ones are larger."""
+    size = 1000 + 10 * context.sample + (5000 if context.epoch else 0)
+    image = np.full((3, size, 4), context.sample, np.float32)
+    return {"image": image, "turned": image.transpose(1, 2, 0), "raw": raw[:8], "i": context.sample}
+
+
+def is_shared(array: Any) -> bool:
+    while array is not None:
+        if isinstance(array, memoryview):
+            array = array.obj
+        elif isinstance(array, mmap.mmap):
+            return True
+        else:
+            array = getattr(array, "base", None)
+    return False
+
+
+@pytest.mark.multi
+def test_arrays_of_results_are_views_of_shared_memory(image_folder: Path) -> None:
+    data = nostall.ImageFolder(image_folder, index=False)
+    held: list[Any] = []
+    with nostall.DataLoader(
+        data, 8, epochs=2, seed=1, transforms=made, workers="processes", threads=1, tiers=[],
+        collate=list, output="numpy",
+    ) as loader:  # fmt: skip
+        for epoch in loader.epochs():
+            for results, _ in epoch:
+                held.append((epoch.index, results))
+    # Held all the time, and no batch lies in the place of another.
+    samples = []
+    for epoch_number, results in held:
+        for one in results:
+            size = 1000 + 10 * one["i"] + (5000 if epoch_number else 0)
+            assert one["image"].shape == (3, size, 4) and one["turned"].shape == (size, 4, 3)
+            assert (one["image"] == one["i"]).all() and (one["turned"] == one["i"]).all()
+            assert one["raw"].tobytes() == Path(data.describe(one["i"])).read_bytes()[:8]
+            assert one["image"].flags.writeable
+        samples += [one["i"] for one in results]
+    assert sorted(samples) == sorted([*range(len(data))] * 2)
+    # The room that results need is known when the first ones have come, and grows with them.
+    shared = [all(is_shared(one["image"]) for one in results) for _, results in held]
+    assert shared[-1] and sum(shared) >= len(shared) - 8
+
+
+def test_slots_are_used_again_when_no_array_is_in_them() -> None:
+    memory = _processes._Memory()
+    first, array = memory.take(100_000)
+    second, other = memory.take(100_000)
+    assert second != first
+    part = array[5:9]
+    del array, other
+    third, held = memory.take(100_000)
+    assert third == second  # the first is in use still
+    del part
+    again, _ = memory.take(70_000)
+    assert again == first
+    assert memory.take(200_000)[0].size == 2**18 and len(held) == 2**17
+
+
+def test_tensors_go_as_arrays_do() -> None:
+    torch = pytest.importorskip("torch")
+    values = [
+        torch.arange(12, dtype=torch.bfloat16).reshape(3, 4).T,
+        torch.tensor(2.5),
+        torch.empty(0, 3, dtype=torch.int64),
+        np.arange(6, dtype=">i4").reshape(2, 3)[:, ::2],
+        np.array([{"a": 1}], object),
+        torch.ones(2, requires_grad=True),
+        "text",
+    ]
+    packed = _processes._packed(values)
+    assert len(packed.buffers) == 4 and len(packed.data) < 2000
+    memory = np.full(packed.room + 64, 255, np.uint8)
+    found = _processes._unpacked(packed.data, packed.lay(memory, 64), memory)
+    assert (memory[:64] == 255).all()
+    for before, after in zip(values, found, strict=True):
+        if isinstance(before, torch.Tensor):
+            assert before.dtype == after.dtype and before.shape == after.shape
+            assert torch.equal(before, after) and before.requires_grad == after.requires_grad
+        elif isinstance(before, np.ndarray):
+            assert before.dtype == after.dtype and (before == after).all()
+        else:
+            assert before == after
