@@ -283,7 +283,7 @@ class Mixed:
         return _native.Mixture(list(self.sources), changes, getattr(_native.AtEnd, self.at_end))
 
     def __str__(self) -> str:
-        return f"mixture at_end={self.at_end} samples={self.samples}"
+        return f"mixture {self.at_end}" + (f" {self.samples}" if self.samples else "")
 
 
 def _check_draws(samples: Any) -> None:
@@ -426,13 +426,12 @@ class Plan:
         return epoch * mixture.counts(ended) + mixture.counts(min(place, ended))
 
     def mixed_before(self, epoch: int, batch: int) -> int:
-        """Of the order `Mixed`: 64 bits over all that decides what comes before this global batch."""
+        """Of the order `Mixed`: 32 bits over all that decides what comes before this global batch."""
         mixture = self.native.mixture
         if mixture.end is not None:
-            return int(mixture.fingerprint())
-        return int(
-            mixture.fingerprint(epoch * self.epoch_length + batch * self.native.global_batch)
-        )
+            return int(mixture.fingerprint()) % 2**32
+        place = epoch * self.epoch_length + batch * self.native.global_batch
+        return int(mixture.fingerprint(place)) % 2**32
 
     def reuse_distances(self, first_epoch: int = 0, epochs: int | None = None) -> NDArray[np.int64]:
         """Samples between two uses of a sample, over all ranks, for every use but each first one.

@@ -486,7 +486,7 @@ class DataLoader:
         """The name of the order: of a mixture, of that what comes before this global batch."""
         if not isinstance(self._order, Mixed):
             return self._order_name
-        return f"{self._order_name} {self._plan.mixed_before(epoch, batch):016x}"
+        return f"{self._order_name} {self._plan.mixed_before(epoch, batch):08x}"
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues exactly where `state` was taken, on any number of ranks.
