@@ -17,6 +17,9 @@ import json
 import logging
 import os
 import platform
+import shlex
+import sys
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +28,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from nostall import _native
+from nostall._version import __version__
 from nostall.base import _options as options
 from nostall.errors import Error, IoError, UsageError
 from nostall.job._world import find_world
@@ -213,11 +217,21 @@ def describe(loader: Observed) -> dict[str, Any]:
     """The loader's settings, as far as a report needs them."""
     return {
         "host": platform.node(),
+        "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+        "began": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "versions": _versions(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "storage": _storage(str(getattr(loader.dataset, "root", ""))),
         **loader.settings(),
     }
+
+
+def _versions() -> dict[str, str]:
+    """Of Python, this package, and the packages that the program has imported."""
+    packages = {name: sys.modules.get(name) for name in ("numpy", "torch", "jax")}
+    found = {name: str(getattr(m, "__version__", "")) for name, m in packages.items() if m}
+    return {"nostall": __version__, "python": platform.python_version(), **found}
 
 
 def _storage(path: str) -> str:

@@ -36,6 +36,7 @@ def look(page: Path, width: int = 1200, height: int = 900, picture: Path | None 
         view.on("dialog", lambda d: (messages.append(f"dialog {d.message}"), d.dismiss()))
         view.on("request", lambda r: requests.append(r.url))
         view.goto(page.as_uri())
+        view.eval_on_selector_all("details", "all => all.forEach(d => d.open = true)")
         figures = view.eval_on_selector_all(
             "svg", "all => all.map(s => [s.getBoundingClientRect().width,"
             " s.getBoundingClientRect().height])",

@@ -114,9 +114,9 @@ def test_report_is_one_file_that_asks_nobody(
     text = out.read_text()
     assert "<svg" in text
     assert "lower bound" in text
-    for asks in ("<script", "<link", "<img", "src=", "@import"):
+    for asks in ("<script", "stylesheet", "<img", "src=", "@import"):
         assert asks not in text
-    assert page([Stats.load(tmp_path / "0.json")]).count("<svg") == 1
+    assert page([Stats.load(tmp_path / "0.json")]).count("<svg") == 3
 
 
 def test_errors_are_one_line_and_an_exit_code(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -22,10 +23,9 @@ from nostall.errors import UsageError
 from nostall.observe._stats import BatchRecords, EpochStats, OriginStats, Stats
 from nostall.observe.report import _run as runs
 from nostall.observe.report import _run_page as run_page
-from nostall.observe.report import figure
+from nostall.observe.report import page
 from nostall.observe.report._advice import advise, bandwidth, terms
 from nostall.observe.report._digest import Digest, Spans
-from nostall.observe.report._plots import causes
 from nostall.observe.report._run import Loader, Rank, Run, percent
 
 
@@ -53,7 +53,8 @@ def made(rank: int = 0, name: str = "nfs") -> Rank:
     ]  # fmt: skip
     columns = {n: [1.0] * 2 for n in BatchRecords.__dataclass_fields__}
     stats = Stats(rank, 1, epochs, BatchRecords(**columns), 800_000_000, {
-        "ram_tier": 0, "file_tier": 0, "staging": 250 << 20, "io_buffers": 1})  # fmt: skip
+        "ram_tier": 0, "file_tier": 0, "staging": 250 << 20, "io_buffers": 1, "decoding": 0,
+    })  # fmt: skip
     settings = {
         "threads": 1, "fetchers": 1, "cores": 1, "world_size": 1, "local_world_size": 1,
         "dataset_bytes": 800_000_000, "tiers": [], "storage": f"/data, {name}",
@@ -126,17 +127,17 @@ def test_the_chart_of_waits_has_all_of_them_and_advice_fits() -> None:
     rank.digest.spans["checkpoint", "save"] = spans([18], [19])
     rank.digest.spans["peers", "allreduce"] = spans([0, 0.5], [1, 2])
     run = Run("run", [rank], None, [])
-    plot = causes(run)
-    (row,) = [dict(zip(plot.headings, r, strict=True)) for r in plot.rows]
-    assert (row["other ranks"], row["checkpoints"]) == ("10.0 %", "5.0 %")
-    assert row["together"] == percent(run.waited)
-    (axis,) = plot.figure.axes
-    bars = sorted((p.get_x(), p.get_x() + p.get_width()) for p in axis.patches)
-    assert bars[0][0] == 0
-    assert all(a[1] == pytest.approx(b[0]) for a, b in pairwise(bars))  # no gap
-    assert bars[-1][1] == pytest.approx(100 * run.waited)
-    (legend,) = plot.figure.legends
-    assert {"other ranks", "checkpoints"} <= {t.get_text() for t in legend.get_texts()}
+    page = run_page.page([run])
+    assert "<td>10.0 %</td><td>5.0 %</td>" in page  # other ranks, checkpoints
+    assert f"<td>{percent(run.waited)}</td></tr>" in page
+    whole = page[page.index("<svg") : page.index("</svg>")]
+    bars = [(float(x), float(w)) for x, w in re.findall(r'x="(\S+)" y="0" width="(\S+)"', whole)]
+    assert len(bars) == 4
+    assert bars[0] == (0, pytest.approx(1000 * (1 - run.waited)))
+    assert all(a[0] + a[1] == pytest.approx(b[0], abs=0.02) for a, b in pairwise(bars))  # no gap
+    assert sum(bars[-1]) == pytest.approx(1000)
+    assert "other ranks: 10.0 %" in whole
+    assert "checkpoints: 5.0 %" in whole
     (written,) = [a.change for a in advise(run, most=9) if "checkpoint" in a.change]
     assert "nostall.Checkpointer" in written
     # Who uses it already is told something else.
@@ -149,10 +150,29 @@ def test_the_chart_of_waits_has_all_of_them_and_advice_fits() -> None:
 def test_origins_that_never_were_are_not_in_the_legend() -> None:
     loader = made().loaders[0]
     columns = {n: [1.0] * 2 for n in BatchRecords.__dataclass_fields__}
-    drawn = figure([replace(loader.stats, batches=BatchRecords(**{**columns, "peer": [0, 0]}))])
-    texts = [t.get_text() for axis in drawn.axes if axis.get_legend()
-             for t in axis.get_legend().get_texts()]  # fmt: skip
-    assert texts == ["RAM tier", "file tier", "source"]
+    text = page([replace(loader.stats, batches=BatchRecords(**{**columns, "peer": [0, 0]}))])
+    assert re.findall(r"</i>([^<]*)</span>", text)[-3:] == ["RAM tier", "file tier", "source"]
+
+
+def test_a_run_that_waits_little_is_told_that_nothing_is_to_do() -> None:
+    rank = made()
+    assert rank.digest is not None
+    rank.digest.spans["data", "wait for batch"] = spans([2], [2.1])
+    text = run_page.page([Run("run", [rank], None, [])])
+    assert '<h1 class="good">Nothing to do: the training waited 0.5 % of its time</h1>' in text
+    assert "<h2>Notes" not in text
+
+
+def test_the_rank_that_computes_slowly_is_named() -> None:
+    ranks = [made(r) for r in range(3)]
+    for rank, step in zip(ranks, (1.0, 1.0, 2.0), strict=True):
+        batches = BatchRecords(*([x * step for x in range(9)] if n == "time" else [0.1] * 9
+                                 for n in BatchRecords.__dataclass_fields__))  # fmt: skip
+        rank.loaders[0] = replace(
+            rank.loaders[0], stats=replace(rank.loaders[0].stats, world_size=3, batches=batches)
+        )
+    text = run_page.page([Run("run", ranks, None, [])])
+    assert "Rank 2 is a straggler: without waits its step takes 2.11 times as long" in text
 
 
 def test_without_a_trace_waits_are_shared_out_by_sums() -> None:
@@ -183,12 +203,14 @@ def test_a_page_is_read_in_a_browser(
     page = tmp_path / "report.html"
     assert main(["report", str(home), "-o", str(page)]) == 0
     assert "This run waited" in capsys.readouterr().out
+    text = page.read_text()
+    assert f"nostall {nostall.__version__}, python" in text  # of the header of the run
     wide = look(page)
     assert wide.messages == []
     assert wide.requests == []
     assert wide.scripts == 0
-    assert len(wide.figures) == 5
-    assert all(w > 300 and h > 60 for w, h in wide.figures)
+    assert len(wide.figures) == 6
+    assert all(w > 300 and h > 30 for w, h in wide.figures)
     assert wide.overflow <= 0
     assert "<script>alert(1)</script>" in wide.text  # as words
     phone = look(page, 390, 844)
@@ -226,7 +248,7 @@ def test_a_timeline_beside_says_who_waits_for_whom(image_folder: Path, tmp_path:
     seen = look(page)
     assert seen.messages == []
     assert "How long each rank waited for the others" in seen.text
-    assert len(seen.figures) == 6
+    assert len(seen.figures) == 7
 
 
 def test_two_runs_stand_side_by_side(image_folder: Path, tmp_path: Path) -> None:
@@ -238,7 +260,7 @@ def test_two_runs_stand_side_by_side(image_folder: Path, tmp_path: Path) -> None
     assert seen.messages == []
     assert "Side by side" in seen.text
     assert "than A" in seen.text
-    assert len(seen.figures) == 10
+    assert len(seen.figures) == 12
     with pytest.raises(UsageError, match="not 3"):
         run_page.page([Run("", [made()], None, [])] * 3)
 
@@ -287,8 +309,8 @@ def test_profile_runs_a_command_and_reports(
     assert [[x.stats.loader for x in g] for g in found.loaders()] == [["loader 0"], ["loader 1"]]
     assert [len(x.stats.epochs) for (x,) in found.loaders()] == [2, 2]
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "Stalls and origins over time: loader 0" in page
-    assert "Stalls and origins over time: loader 1" in page
+    assert "Samples and origins over time: loader 0" in page
+    assert "Samples and origins over time: loader 1" in page
     # One of its files is not what `nostall report` takes.
     assert main(["report", str(tmp_path / "run" / "rank0.0.run.json")]) == UsageError.exit_code
     assert "give the run's directory" in capfd.readouterr().err

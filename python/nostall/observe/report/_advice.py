@@ -100,14 +100,18 @@ def advise(run: Run, most: int = 2) -> list[Advice]:
     total = run.seconds
     groups = run.loaders()
     found = [a for g in groups for a in _of_loader(run, g, named=len(groups) > 1)]
-    if run.timeline is not None and run.timeline.ranks and run.peers:
-        late = min(run.timeline.ranks, key=lambda r: r.average)
+    waits = {r.rank: run.peer_seconds(r) for r in run.ranks}
+    if run.timeline is not None:
+        waits |= {r.rank: r.average * r.rounds for r in run.timeline.ranks}
+    if run.peers and len(waits) > 1:
+        late = min(waits, key=lambda r: waits[r])
+        mean = sum(waits.values()) / len(waits)
         found.append(
             _advice(
-                f"look at rank {late.rank}",
-                f"the others wait for it: it waits {late.average * 1e3:.1f} ms per round, the average "
-                f"rank {(run.timeline.negotiation_average or 0) * 1e3:.1f} ms",
-                run.peers * total,
+                f"look at rank {late}",
+                f"the others wait for it: it waits {waits[late]:.1f} s for them, the average rank "
+                f"{mean:.1f} s",
+                mean - waits[late],
                 total,
             )
         )

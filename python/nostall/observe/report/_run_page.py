@@ -6,14 +6,32 @@ import html
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from nostall.base._sizes import format_bytes
 from nostall.errors import IoError, UsageError
-from nostall.observe._stats import HEADINGS, merge
+from nostall.observe._stats import HEADINGS, ORIGINS, Stats, merge
 from nostall.observe.report._advice import Advice, advise
-from nostall.observe.report._digest import CAUSES
-from nostall.observe.report._parts import document, svg, table
-from nostall.observe.report._plots import plots
-from nostall.observe.report._run import CAUSE_NAMES, Loader, Run, percent, words
+from nostall.observe.report._digest import CAUSES, FETCHING, Digest
+from nostall.observe.report._drawing import Line, Part, bar, legend, lines, spans, stacks
+from nostall.observe.report._parts import document, folded, section, table
+from nostall.observe.report._run import CAUSE_NAMES, Loader, Rank, Run, percent, words
+from nostall.observe.timelines import Analysis
+
+_TITLE = "nostall: where training waited"
+_PHASES = "Phases that the program named, and checkpoint windows"
+_THREADS = "What the loaders' threads did"
+_STALLS = "Samples and origins over time"
+# All waits of a rank: for data by cause, for the other ranks, and for checkpoints.
+WAITS = {**{c: CAUSE_NAMES[c] for c in CAUSES}, "peers": "other ranks", "checkpoint": "checkpoints"}
+_ORIGIN_NAMES = {"ram": "RAM tier", "file": "file tier", "peer": "other nodes", "source": "source"}
+_ORIGIN_COLOURS = {"ram": "ram", "file": "file", "peer": "peer", "source": "source"}
+_LITTLE = 0.02  # of the time: who waits less has nothing to gain
+_SLOTS = 100
+_LANES = 32
+_MARKS = 2000
 
 
 def advice_lines(run: Run) -> list[str]:
@@ -46,17 +64,13 @@ def page(runs: Sequence[Run]) -> str:
     """
     if not 1 <= len(runs) <= 2:
         raise UsageError(f"a report shows one run, or compares two, not {len(runs)}")
-    body = ["<h1>nostall: where training waited</h1>"]
-    if len(runs) == 2:
-        body += [_names(runs), "<h2>Side by side</h2>", _compared(runs[0], runs[1])]
-    columns = [_column(r, named=len(runs) == 2) for r in runs]
     if len(runs) == 1:
-        body += columns
-    else:
-        body.append(
-            '<div class="pair">' + "".join(f"<section>{c}</section>" for c in columns) + "</div>"
-        )
-    return document("nostall: where training waited", "\n".join(body))
+        return document(_TITLE, "\n".join(_whole(runs[0], "")))
+    columns = "".join(
+        "<div>" + "\n".join(_whole(r, name)) + "</div>" for r, name in zip(runs, "AB", strict=True)
+    )
+    compared = section("Side by side", _names(runs), _compared(runs[0], runs[1]))
+    return document(_TITLE, f'{compared}<div class="pair">{columns}</div>')
 
 
 def _names(runs: Sequence[Run]) -> str:
@@ -87,50 +101,398 @@ def _compared(a: Run, b: Run) -> str:
     if a.stats and b.stats:
         x, y = (sum(s.source_bytes for s in run.stats) for run in (a, b))
         rows.append(
-            ("read from the source", f"{x / 1e6:.1f} MB", f"{y / 1e6:.1f} MB",
+            ("read from the source", format_bytes(x), format_bytes(y),
              f"{100 * (y / x - 1):+.1f} %" if x else "")
         )  # fmt: skip
     return table(("", "A", "B", "change (points)"), rows)
 
 
-def _column(run: Run, named: bool) -> str:
-    body = [f"<h2>{html.escape(Path(run.path).name)}</h2>"] if named else []
-    body.append(f'<p class="key">{html.escape(words(run))}</p>')
-    body.append("<h2>What to change</h2><ol>")
-    body += [f"<li>{html.escape(line)}</li>" for line in advice_lines(run)]
-    body.append("</ol>")
-    for plot in plots(run):
-        body.append(f"<h2>{html.escape(plot.title)}</h2>")
-        body.append(svg(plot.figure, plot.title))
-        body.append(_folded(table(plot.headings, plot.rows)))
+# ---------------------------------------------------------------------------- one run
+
+
+def _whole(run: Run, name: str) -> list[str]:
+    """The answer, then lanes, then numbers."""
+    named = f"{name}: {Path(run.path).name}" if name else "nostall report"
     groups = run.loaders()
-    for group in groups:
-        body += _of_loader(group, named=len(groups) > 1)
-    if run.notes:
-        notes = "".join(f"<li>{html.escape(n)}</li>" for n in run.notes)
-        body.append(f"<h2>Notes</h2><ul>{notes}</ul>")
-    return "\n".join(body)
+    out = [
+        f'<header><p class="above">{html.escape(named)}</p>{_headline(run)}{_facts(run)}</header>',
+        section("Where the time went", _shares(run), _cards(run, groups)),
+        section("What to change", _changes(run)),
+        section("What each rank did", _lanes(run), _ranks(run)),
+    ]
+    digests = [r.digest for r in run.ranks if r.digest is not None]
+    if digests:
+        out += [section(_PHASES, _phases(digests)), section(_THREADS, _threads(digests))]
+    if run.timeline is not None and run.timeline.ranks:
+        out.append(section("How long each rank waited for the others", _imbalance(run.timeline)))
+    out += [_of_loader(group, named=len(groups) > 1) for group in groups]
+    out.append(section("Notes", _list(run.notes)))
+    return out
 
 
-def _of_loader(group: Sequence[Loader], named: bool) -> list[str]:
-    from nostall.observe.report import figure, read_line
+def _list(lines: Sequence[str]) -> str:
+    return "<ul>" + "".join(f"<li>{html.escape(x)}</li>" for x in lines) + "</ul>" if lines else ""
 
+
+def _headline(run: Run) -> str:
+    causes = {CAUSE_NAMES[c]: share for c, share in run.causes().items()}
+    causes |= {"other ranks": run.peers or 0.0, "checkpoints": run.checkpoints or 0.0}
+    most = max(causes, key=lambda c: causes[c])
+    if run.waited < _LITTLE:
+        kind, line = "good", f"Nothing to do: the training waited {percent(run.waited)} of its time"
+    else:
+        kind, line = "bad", f"{percent(run.waited)} of the time waited, most of it for {most}"
+    return (
+        f'<h1 class="{kind}">{html.escape(line)}</h1><p class="key">{html.escape(words(run))}</p>'
+    )
+
+
+def _facts(run: Run) -> str:
+    """What ran: where, when, on what."""
+    all_settings = [x.settings for r in run.ranks for x in r.loaders]
+    given = all_settings[0] if all_settings else {}
+    hosts = sorted({str(s["host"]) for s in all_settings if s.get("host")})
+    stats = run.stats
+    world = max((s.world_size for s in stats), default=len(run.ranks))
+    facts = [
+        ("command", given.get("command", "")),
+        ("began", given.get("began", "")),
+        ("hosts", ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")),
+        ("ranks", str(world) if len(run.ranks) == world else f"{world}, {len(run.ranks)} recorded"),
+        ("versions", ", ".join(f"{k} {v}" for k, v in given.get("versions", {}).items() if v)),
+    ]
+    items = "".join(f"<div><dt>{k}</dt><dd>{html.escape(str(v))}</dd></div>" for k, v in facts if v)
+    return f'<dl class="facts">{items}</dl>'
+
+
+def _shares(run: Run) -> str:
+    """One bar: all the time of all ranks."""
+    waits = [
+        Part("data", "data", run.data),
+        Part("peers", "other ranks", run.peers or 0.0),
+        Part("checkpoint", "checkpoints", run.checkpoints or 0.0),
+    ]
+    parts = [Part("compute", "compute and all else", max(0.0, 1.0 - sum(p.amount for p in waits)))]
+    parts += [p for p in waits if p.amount > 0]
+    return bar(parts, "Where the time of all ranks went") + legend(
+        [(p.colour, f"{p.name} {percent(p.amount)}") for p in parts]
+    )
+
+
+def _cards(run: Run, groups: Sequence[Sequence[Loader]]) -> str:
+    cards = [(f"{run.seconds:,.1f} s", "length of a rank")]
+    for group in groups[:2]:
+        whole = merge([x.stats for x in group])
+        rate = whole.samples / whole.seconds if whole.seconds else 0.0
+        name = f" of {whole.loader}" if len(groups) > 1 else ""
+        cards.append((f"{rate:,.0f}", f"samples a second{name}, all ranks"))
+    read = sum(s.source_bytes for s in run.stats)
+    cards += [
+        (f"{run.waited * run.seconds:,.1f} s", "waited, a rank"),
+        (format_bytes(read), "read from the source"),
+    ]
+    return '<div class="cards">' + "".join(
+        f"<div><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>"
+        for value, name in cards
+    ) + "</div>"  # fmt: skip
+
+
+def _changes(run: Run) -> str:
+    found = advise(run)
+    if not found:
+        return f"<p>{html.escape(advice_lines(run)[0])}</p>"
+    return "<ol>" + "".join(
+        f'<li>{html.escape(a.change)} <span class="gain good">-{a.gain:.1f} s '
+        f"({percent(a.share)})</span><br><span class=\"soft\">expected, because {html.escape(a.why)}"
+        "</span></li>"
+        for a in found
+    ) + "</ol>"  # fmt: skip
+
+
+def _share(rank: Rank) -> float:
+    """Of a rank's time, what it waited for data."""
+    return sum(rank.waits().values()) / rank.seconds if rank.seconds else 0.0
+
+
+def _shown(ranks: Sequence[Rank]) -> list[Rank]:
+    """All ranks, or of many those that waited longest."""
+    if len(ranks) <= _LANES:
+        return list(ranks)
+    return sorted(sorted(ranks, key=_share)[-_LANES:], key=lambda r: r.rank)
+
+
+def _slots(digests: Sequence[Digest]) -> tuple[Any, float]:
+    """Edges of equal slots over all ranks, in seconds since the first rank's first event."""
+    zero = min(d.origin for d in digests)
+    end = max(d.origin - zero + d.seconds for d in digests)
+    return np.linspace(0.0, max(end, 1e-6), _SLOTS + 1), zero
+
+
+def _lanes(run: Run) -> str:
+    """What each rank did in each slot of time."""
+    shown = [r for r in _shown(run.ranks) if r.digest is not None]
+    digests = [r.digest for r in shown if r.digest is not None]
+    if not digests:
+        return ""
+    edges, zero = _slots(digests)
+    lanes = []
+    for d in digests:
+        left = np.ones(_SLOTS)
+        columns: list[list[Part]] = [[] for _ in range(_SLOTS)]
+        for colour, name, kinds in (
+            ("data", "data", {"wait for batch": d.of("data", "wait for batch")}),
+            ("peers", "other ranks", d.category("peers")),
+            ("checkpoint", "checkpoints", d.category("checkpoint")),
+        ):
+            share = np.zeros(_SLOTS)
+            for spans_of in kinds.values():
+                share += spans_of.active(edges[:-1] + zero - d.origin, edges[1:] + zero - d.origin)
+            share = np.clip(share, 0.0, left)
+            left -= share
+            for column, amount in zip(columns, share.tolist(), strict=True):
+                if amount > 0.002:
+                    column.append(Part(colour, name, amount))
+        ran = np.clip(
+            (d.seconds - (edges[:-1] + zero - d.origin)) / (edges[1] - edges[0]), 0.0, 1.0
+        )
+        for column, amount in zip(columns, (left - (1.0 - ran)).tolist(), strict=True):
+            if amount > 0.002:
+                column.append(Part("compute", "compute and all else", amount))
+        lanes.append((f"rank {d.rank}", columns))
+    note = f"<p>{len(shown)} of {len(run.ranks)} ranks, those that waited longest for data.</p>"
+    names = [("compute", "compute and all else"), ("data", "waits for data"),
+             ("peers", "waits for other ranks"), ("checkpoint", "waits for checkpoints")]  # fmt: skip
+    return (
+        (note if len(run.ranks) > len(shown) else "")
+        + legend(names)
+        + stacks("What each rank did over time", lanes, float(edges[-1]))
+    )
+
+
+def _ranks(run: Run) -> str:
+    """Waits by cause, and the time between batches without them: the slowest rank is a straggler."""
+    shown = _shown(run.ranks)
+    rows, lengths, own = [], [], {}
+    for r in shown:
+        waits = {
+            **r.waits(), "peers": run.peer_seconds(r), "checkpoint": r.phase("checkpoint") or 0.0
+        }  # fmt: skip
+        shares = {c: w / r.seconds if r.seconds else 0.0 for c, w in waits.items()}
+        rows.append(
+            (str(r.rank), *(percent(shares[c]) for c in WAITS), percent(sum(shares.values())))
+        )
+        steps, works = _steps(r)
+        own[r.rank] = float(np.median(works)) if len(works) else 0.0
+        if len(steps):
+            times = [*np.percentile(steps, (50, 95, 100)).tolist(), own[r.rank]]
+            lengths.append((str(r.rank), *(f"{1e3 * t:.1f} ms" for t in times)))
+    slowest = max(own, key=lambda r: own[r])
+    usual = float(np.median(list(own.values())))
+    late = ""
+    if len(own) > 1 and usual > 0 and own[slowest] > 1.1 * usual:
+        late = (
+            f"<p>Rank {slowest} is a straggler: without waits its step takes "
+            f"{own[slowest] / usual:.2f} times as long as the median rank's.</p>"
+        )
+    steps_of = ("rank", "median step", "95 % are below", "longest", "median without waits")
+    return (
+        late
+        + folded(table(("rank", *WAITS.values(), "together"), rows), "waits by cause, as a table")
+        + folded(table(steps_of, lengths), "lengths of steps, as a table")
+    )
+
+
+def _steps(rank: Rank) -> tuple[Any, Any]:
+    """Seconds between batches of an epoch, of the rank's first loader: with waits, and without."""
+    if not rank.loaders:
+        return np.zeros(0), np.zeros(0)
+    b = rank.loaders[0].stats.batches
+    time, wait, epoch = (np.asarray(c, np.float64) for c in (b.time, b.wait, b.epoch))
+    within = epoch[1:] == epoch[:-1]
+    steps = np.diff(time)[within]
+    return steps, np.maximum(0.0, steps - wait[1:][within])
+
+
+def _threads(digests: Sequence[Digest]) -> str:
+    """How many threads of all ranks were busy, by kind of work."""
+    edges, zero = _slots(digests)
+    middle = ((edges[1:] + edges[:-1]) / 2).tolist()
+    curves, rows = [], []
+    for name, cause in (*FETCHING.items(), ("decode", "decode")):
+        kinds = [d.of("data", name) for d in digests]
+        sums = np.zeros(_SLOTS)
+        for d, kind in zip(digests, kinds, strict=True):
+            sums += kind.active(edges[:-1] + zero - d.origin, edges[1:] + zero - d.origin)
+        if sums.max(initial=0) <= 0.001:
+            continue
+        curves.append(Line(cause, name, list(zip(middle, sums.tolist(), strict=True))))
+        rows.append(
+            (name, f"{float(sums.mean()):.2f}", f"{float(sums.max()):.2f}",
+             f"{sum(k.seconds for k in kinds):.2f} s",
+             format_bytes(sum(float(k.bytes.sum()) for k in kinds)))
+        )  # fmt: skip
+    if not curves:
+        return ""
+    headings = ("work", "threads, average", "threads, most", "thread seconds", "bytes")
+    return (
+        legend([(c.colour, c.name) for c in curves])
+        + lines("Busy threads over time, of all ranks", curves, float(edges[-1]), "")
+        + folded(table(headings, rows))
+    )
+
+
+def _phases(digests: Sequence[Digest]) -> str:
+    """Spans that the program named: compute, peers, checkpoint windows."""
+    kinds: dict[tuple[str, str], float] = {}
+    for d in digests:
+        for (category, name), found in d.spans.items():
+            if category != "data":
+                kinds[category, name] = kinds.get((category, name), 0.0) + found.seconds
+    if not kinds:
+        return ""
+    order = sorted(kinds, key=lambda k: -kinds[k])[:12]
+    edges, zero = _slots(digests)
+    lanes, rows = [], []
+    for category, name in order:
+        having = [d for d in digests if (category, name) in d.spans]
+        intervals: list[tuple[float, float]] = []
+        for d in having:
+            found, shift = d.spans[category, name], d.origin - zero
+            some = slice(0, _MARKS // len(having) + 1)  # the picture has no room for more
+            ends = zip((found.begin + shift).tolist()[some], (found.end + shift).tolist()[some],
+                       strict=True)  # fmt: skip
+            intervals += ends
+        colour = (
+            category if category in ("compute", "peers", "checkpoint", "background") else "other"
+        )
+        lanes.append((name, colour, intervals))
+        count = sum(len(d.spans[category, name].begin) for d in having)
+        total = kinds[category, name]
+        rows.append(
+            (category, name, str(count), f"{total:.2f} s", f"{1e3 * total / max(1, count):.2f} ms")
+        )
+    headings = ("category", "phase", "times", "together", "each")
+    return spans(_PHASES, lanes, float(edges[-1])) + folded(table(headings, rows))
+
+
+def _imbalance(found: Analysis) -> str:
+    """Negotiation delays: how long ranks waited for the last to arrive."""
+    rounds = found.rounds[:: max(1, len(found.rounds) // 1000)]
+    curves = [
+        Line(colour, name, [(float(r.round), 1e3 * (getattr(r, field) or 0.0)) for r in rounds])
+        for field, colour, name in (
+            ("negotiation_max", "source", "longest of a rank"),
+            ("negotiation_average", "peer", "average over ranks"),
+        )
+    ]
+    rows = [
+        (str(r.rank), f"{1e3 * r.average:.3f} ms", f"{1e3 * r.max:.3f} ms", str(r.rounds))
+        for r in found.ranks[:_LANES]
+    ]
+    last = max((x for c in curves for x, _ in c.points), default=0.0)
+    return (
+        legend([(c.colour, c.name) for c in curves])
+        + lines("Waits for other ranks by round", curves, last, "ms", axis="")
+        + folded(table(("rank", "average a round", "longest", "rounds"), rows))
+    )
+
+
+# ---------------------------------------------------------------------------- one loader
+
+
+def _of_loader(group: Sequence[Loader], named: bool) -> str:
     stats = [x.stats for x in group]
     whole = merge(stats)
-    title = "Stalls and origins over time"
-    if named:
-        data = group[0].settings.get("storage") or group[0].settings.get("dataset") or ""
-        title += f": {whole.loader}" + (f", {data}" if data else "")
-    return [
-        f"<h2>{html.escape(title)}</h2>",
-        svg(figure(stats), "The wait for each batch, and the origins of samples"),
-        _folded(table(HEADINGS, whole.rows())),
-        f"<p>{read_line(whole, len(stats)).capitalize()}</p>",
-    ]
+    given = group[0].settings
+    data = given.get("storage") or given.get("dataset") or ""
+    title = _STALLS + (f": {whole.loader}" + (f", {data}" if data else "") if named else "")
+    facts = []
+    if "samples" in given:
+        facts.append(f"{given.get('dataset')}, {given['samples']:,} samples of "
+                     f"{format_bytes(float(given['dataset_bytes']))}"
+                     + (f" at {given['storage']}" if given.get("storage") else ""))  # fmt: skip
+        facts.append(f"batches of {given.get('batch_size')} a rank")
+        tiers = ", ".join(f"{t[0]} {format_bytes(float(t[1]))}" for t in given.get("tiers", []))
+        facts.append(f"tiers: {tiers or 'none'}")
+    memory = ", ".join(
+        f"{name.replace('_', ' ')} {format_bytes(float(size))}"
+        for name, size in whole.memory.items() if size
+    )  # fmt: skip
+    bad = sorted({s for e in whole.epochs for s in e.substituted})
+    return section(
+        title,
+        f"<p>{html.escape('; '.join(facts))}</p>" if facts else "",
+        _flow(stats),
+        _origins(stats),
+        folded(table(HEADINGS, whole.rows()), "by epoch, as a table"),
+        f"<p>{_capital(read_line(whole, len(stats)))}"
+        + (f" Memory, most seen: {html.escape(memory)}." if memory else "")
+        + "</p>",
+        f"<p>Samples that could not be used: {', '.join(map(str, bad))}</p>" if bad else "",
+    )
 
 
-def _folded(content: str) -> str:
-    return f"<details open><summary>as a table</summary>{content}</details>"
+def _capital(line: str) -> str:
+    return line[:1].upper() + line[1:]
+
+
+def read_line(whole: Stats, ranks: int) -> str:
+    """What was read from the source, compared with the bound if all ranks are present."""
+    line = f"read {whole.source_bytes / 1e6:.1f} MB from the source"
+    if ranks == whole.world_size:
+        line += f", lower bound {whole.lower_bound_bytes / 1e6:.1f} MB"
+    return f"{line}; {ranks} of {whole.world_size} ranks."
+
+
+def _over_time(stats: Sequence[Stats]) -> tuple[Any, float, dict[str, Any]]:
+    """Edges of slots that all hold batches, and per slot the samples by origin and the waits."""
+    names = ("time", "wait", *ORIGINS)
+    columns = {n: np.concatenate([np.asarray(getattr(s.batches, n), np.float64) for s in stats])
+               for n in names}  # fmt: skip
+    moments = columns["time"]
+    count = max(1, min(_SLOTS, len(moments) // (3 * len(stats))))
+    end = float(moments.max(initial=0.0))
+    edges = np.linspace(0.0, max(end, 1e-9), count + 1)
+    sums = {n: np.histogram(moments, edges, weights=columns[n])[0] for n in names[1:]}
+    return edges, end, sums
+
+
+def _flow(stats: Sequence[Stats]) -> str:
+    """Samples a second of all ranks, and the share of time that they waited."""
+    edges, end, sums = _over_time(stats)
+    if not len(stats[0].batches.time):
+        return ""
+    width = float(edges[1] - edges[0])
+    middle = ((edges[1:] + edges[:-1]) / 2).tolist()
+    rate = (sum(sums[o] for o in ORIGINS) / width).tolist()
+    curve = Line("ram", "samples a second", list(zip(middle, rate, strict=True)))
+    first: dict[int, float] = {}
+    for s in stats:
+        for epoch, moment in zip(s.batches.epoch, s.batches.time, strict=True):
+            first[int(epoch)] = min(moment, first.get(int(epoch), moment))
+    marks = [(moment, f"epoch {epoch}") for epoch, moment in sorted(first.items())]
+    return "<h3>Samples a second, all ranks</h3>" + lines(
+        "Samples a second over time, since the loader was made", [curve], end, "", marks
+    )
+
+
+def _origins(stats: Sequence[Stats]) -> str:
+    """Where samples came from over time."""
+    _, end, sums = _over_time(stats)
+    totals = sum(sums[o] for o in ORIGINS)
+    there = [o for o in ORIGINS if np.any(sums[o])]
+    if not there:
+        return ""
+    columns = [
+        [Part(_ORIGIN_COLOURS[o], _ORIGIN_NAMES[o], float(sums[o][i] / totals[i])) for o in there]
+        if totals[i] else []
+        for i in range(len(totals))
+    ]  # fmt: skip
+    return (
+        "<h3>Where its samples came from</h3>"
+        + legend([(_ORIGIN_COLOURS[o], _ORIGIN_NAMES[o]) for o in there])
+        + stacks("Where samples came from over time", [("share", columns)], end, 64.0)
+    )
 
 
 def save(runs: Sequence[Run], path: str | os.PathLike[str]) -> None:
