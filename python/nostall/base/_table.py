@@ -240,7 +240,12 @@ _LOADER = (
         "batch_size", _integer(1, 2**31 - 1), None, "samples per rank and batch", "must be given"
     ),
     _loader("epochs", _COUNT, None, "epochs of the job", "a job without an end"),
-    _loader("seed", _integer(0, 2**64 - 1), 0, "fixes order and augmentation"),
+    _loader(
+        "seed",
+        _or_none(_integer(0, 2**64 - 1)),
+        0,
+        "fixes order and augmentation; None: rank 0 draws one for all ranks",
+    ),
     _loader("transforms", _ANY, None, "native transforms, or any callable", "raw bytes"),
     _loader(
         "shuffle",

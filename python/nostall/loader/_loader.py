@@ -12,6 +12,7 @@ import keyword
 import logging
 import operator
 import os
+import secrets
 import time
 import weakref
 import zlib
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 
 _STATE_VERSION = 1
 _READS_IN_FLIGHT = 16
+_SEED_BYTES = 4  # of a drawn seed: short enough to be typed again
 _ENDLESS = 2**31 - 1  # epochs of a plan without an end
 _BOUNDED = 1024  # the lower bound is that of the whole job up to so many epochs
 
@@ -177,7 +179,8 @@ class DataLoader:
         batch_size: samples per rank and batch.
         epochs: how many epochs the job has; None if it has no end: then each iteration of the loader
             gives the next epoch. Many epochs cost no more than few.
-        seed: fixes order and augmentation.
+        seed: fixes order and augmentation. If None, rank 0 draws one and all ranks take it, for which
+            they meet here; `state_dict` and `stats` have it, and a loaded state brings its own.
         transforms: a list from ``nostall.transforms`` (run natively), any callable (given the raw
             bytes of a sample as a uint8 array of shape (bytes,), or the decoded image if `decode`),
             a list of both, or None for batches of raw bytes (`RawBatch`).
@@ -210,7 +213,7 @@ class DataLoader:
         batch_size: int,
         *,
         epochs: int | None = None,
-        seed: int = 0,
+        seed: int | None = 0,
         transforms: Transforms = None,
         shuffle: bool | None = None,
         drop_last: bool = False,
@@ -233,7 +236,7 @@ class DataLoader:
             raise UsageError(
                 f"epochs={epochs} and steps={chosen.steps} both say how long the job is: pass one"
             )
-        self.seed: int = checked("loader.seed", seed)
+        given: int | None = checked("loader.seed", seed)
         self.drop_last: bool = checked("loader.drop_last", drop_last)
         self._on_error = checked("loader.on_error", on_error)
         self._order = _chosen_order(order, checked("loader.shuffle", shuffle))
@@ -248,6 +251,8 @@ class DataLoader:
         self._order_name = _order_name(self._order)
         tiers = value("loader.tiers") if tiers is None else checked("loader.tiers", tiers)
         self._find_place()
+        self._seed_drawn = given is None
+        self.seed = self._drawn_seed() if given is None else given
         self._take_memory(tiers)
         self._calibration = Calibration.load(chosen.calibration) if chosen.calibration else None
         self._recipe = Recipe(
@@ -294,6 +299,24 @@ class DataLoader:
         self._cluster: cluster.Cluster | None = None
         self._joins = 0  # a resumed loader meets the others again
         self._peer_counts: dict[str, int] = {}
+
+    def _drawn_seed(self) -> int:
+        """A seed for all ranks, which meet for it."""
+        world, peers = self.world, self._options.peers
+        parts = [secrets.token_bytes(_SEED_BYTES)]
+        if world.world_size > 1:
+            allgather = (
+                peers
+                if callable(peers)
+                else find_rendezvous(world.rank, world.world_size, f"{self._twins} seed")
+            )
+            if allgather is None:
+                raise UsageError(
+                    "seed=None draws one seed for all ranks, and nothing connects them: pass seed=, or "
+                    "initialise torch.distributed or mpi4py first, or set NOSTALL_RENDEZVOUS"
+                )
+            parts = allgather(parts[0])
+        return int.from_bytes(parts[0], "little")
 
     def _take_memory(self, tiers: str | Sequence[str | TierSpec]) -> None:
         """Sizes of tiers and buffers, and the threads."""
@@ -491,7 +514,8 @@ class DataLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues exactly where `state` was taken, on any number of ranks.
 
-        The global batch must be the same: on w ranks pass ``batch_size=global_batch / w``.
+        The global batch must be the same: on w ranks pass ``batch_size=global_batch / w``. A loader
+        whose seed was drawn takes that of the state.
 
         Raises:
             UsageError: the state is of another dataset, seed, order or global batch.
@@ -502,6 +526,8 @@ class DataLoader:
                 f"{_STATE_VERSION}"
             )
         mine = self.state_dict()
+        if self._seed_drawn and isinstance(state.get("seed"), int):
+            mine["seed"] = state["seed"]
         if "epoch" in state and "batch" in state:
             mine["order"] = self._order_before(int(state["epoch"]), int(state["batch"]))
         extent = self.dataset.extent
@@ -532,6 +558,8 @@ class DataLoader:
                 + (length if steps is None else f"{steps} steps")
             )
         self._stop_native()
+        self.seed = int(state["seed"])
+        self._recipe.draw_from(self.seed)
         self._order_world = int(state["order_world"])
         self._spec = self._make_spec()
         self._batches = int(_native.batches_per_epoch(self._spec))
@@ -550,7 +578,7 @@ class DataLoader:
         if self._loader is not None:
             self._peer_counts = self._loader.peers
         return self._recorder.stats(
-            self._name, self._bound(), self._peer_counts, self._taken_of_sources()
+            self._name, self._bound(), self._peer_counts, self._taken_of_sources(), self.seed
         )
 
     def _taken_of_sources(self) -> dict[str, dict[str, int]]:
@@ -612,6 +640,7 @@ class DataLoader:
             "dataset_bytes": self.dataset.total_bytes,
             "batch_size": self._batch_size,
             "epochs": self.epochs_total,
+            "seed": self.seed,
             "name": self._name,
             "threads": self._threads,
             "fetchers": self._fetchers(),
@@ -668,7 +697,8 @@ class DataLoader:
         )
         return (
             f"<DataLoader of {self.dataset!r}: batch_size={self._batch_size}, {self._batches} batches "
-            f"an epoch{end}, rank {self.world.rank} of {self.world.world_size}, tiers [{tiers}]>"
+            f"an epoch{end}, seed={self.seed}, rank {self.world.rank} of {self.world.world_size}, "
+            f"tiers [{tiers}]>"
         )
 
     @property
@@ -760,7 +790,10 @@ class DataLoader:
             metrics.add(self)
             if trace.wanted():
                 trace.begin(
-                    self, functools.partial(self._recorder.stats, self._name, self._bound())
+                    self,
+                    functools.partial(
+                        self._recorder.stats, self._name, self._bound(), seed=self.seed
+                    ),
                 )
         return self._loader
 

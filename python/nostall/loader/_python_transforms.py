@@ -213,7 +213,7 @@ class PythonStage:
         self._own_collate = collate is not None
         self._collate = collate or (_stack_torch if output == "torch" else _stack_numpy)
         self._substitute = on_error == "substitute"
-        self._seed = seed
+        self.seed = seed
         self._executor: ThreadPoolExecutor | Processes | None = None
         self._pending: deque[tuple[_native.Batch, Sequence[Any], list[Results]]] = deque()
 
@@ -258,7 +258,7 @@ class PythonStage:
     def _contexts(self, batch: _native.Batch) -> list[Context]:
         samples, again = batch.samples.tolist(), batch.occurrences.tolist()
         return [
-            Context(sample, batch.epoch, self._seed, occurrence)
+            Context(sample, batch.epoch, self.seed, occurrence)
             for sample, occurrence in zip(samples, again or [0] * len(samples), strict=True)
         ]
 
@@ -392,7 +392,7 @@ class PythonStage:
 
     def _any(self, source: Source, epoch: int) -> Any:
         """What the function gives for some sample."""
-        context = Context(0, epoch, self._seed)
+        context = Context(0, epoch, self.seed)
         sample, value = self._alone(source, context)
         if isinstance(value, _Failed):
             self._refuse_fault(source, 0, sample, value)
@@ -403,7 +403,7 @@ class PythonStage:
         return one[:0]
 
     def _stand_in(self, source: Source, bad: Context, message: str) -> tuple[int, Any]:
-        candidates = _native.stand_ins(self._seed, bad.sample, len(source)).tolist()
+        candidates = _native.stand_ins(self.seed, bad.sample, len(source)).tolist()
         for candidate in candidates:
             if candidate == bad.sample:
                 continue
@@ -459,7 +459,7 @@ class RecordStage(PythonStage):
             sample = int(batch.samples[place])
             return f"{source.describe(sample)} (sample {sample})"
 
-        data = self._of.together(batch, results, self._seed, describe)
+        data = self._of.together(batch, results, self.seed, describe)
         return self._collate(data) if self._own_collate else data
 
 

@@ -83,6 +83,12 @@ class Recipe:
         self._transform_by(transforms)
         self._collate = None if self.stage else options.collate
 
+    def draw_from(self, seed: int) -> None:
+        """Takes another seed, before anything is drawn."""
+        self._seed = seed
+        if self.stage is not None:
+            self.stage.seed = seed
+
     # ------------------------------------------------------------------ what is done
 
     def _transform_by(self, transforms: Transforms) -> None:

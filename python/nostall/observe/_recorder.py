@@ -113,6 +113,7 @@ class Recorder:
         lower_bound: Callable[[], int],
         peers: dict[str, int] | None = None,
         sources: dict[str, dict[str, int]] | None = None,
+        seed: int | None = None,
     ) -> Stats:
         epochs = list(self._epochs)
         if self._current is not None:
@@ -127,6 +128,7 @@ class Recorder:
             peers=peers or {},
             loader=loader,
             sources=sources or {},
+            seed=seed,
         )
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-FORMAT = 4
+FORMAT = 5
 
 T = TypeVar("T")
 
@@ -85,6 +85,7 @@ class Stats:
     of the loader within its process. `memory` holds the greatest number of bytes by pool, `peers` what
     was exchanged with other nodes (nothing on one node). `sources` has, for each source of a mixture,
     the "samples" that all ranks together took of it in the whole job, and the "epoch" of the source.
+    `seed` is the loader's, given or drawn.
     """
 
     rank: int
@@ -96,6 +97,7 @@ class Stats:
     peers: dict[str, int] = field(default_factory=dict)
     loader: str = ""
     sources: dict[str, dict[str, int]] = field(default_factory=dict)
+    seed: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -161,6 +163,7 @@ class Stats:
                 peers=data["peers"],
                 loader=data["loader"],
                 sources=data["sources"],
+                seed=data["seed"],
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise CorruptionError(f"damaged statistics: {error}") from error
@@ -372,4 +375,5 @@ def merge(ranks: Sequence[Stats]) -> Stats:
             (s.sources for s in ranks),
             key=lambda counts: sum(c["samples"] for c in counts.values()),
         ),
+        seed=ranks[0].seed,
     )
