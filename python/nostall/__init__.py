@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         Files,
         Filter,
         ImageFolder,
+        ImageNet,
         Manifest,
         Mixture,
         ObjectFolder,
@@ -97,6 +98,7 @@ __all__ = [
     "Files",
     "Filter",
     "ImageFolder",
+    "ImageNet",
     "Keep",
     "LoaderOptions",
     "Manifest",
@@ -143,7 +145,7 @@ _NAMES = {
     "observe": "Stats metrics trace",
     "plan": "Buckets ClassBalanced Plan RepeatedAugmentation SubBatches Weighted",
     "source": "COCO HDF5 LMDB VOC Arrays ArrowIPC Cached Concat CustomFields CustomSource Documents "
-    "FieldReader FileList Files Filter ImageFolder Manifest Mixture ObjectFolder Packed "
+    "FieldReader FileList Files Filter ImageFolder ImageNet Manifest Mixture ObjectFolder Packed "
     "Parquet Pixels ReadOptions SampleReader Source Split Subset TarShards TFRecord Tokens "
     "Units Windows",
 }

@@ -1,6 +1,7 @@
 """Where samples come from: a folder, a list, or parts of a few large files or objects.
 
     ImageFolder, FileList              one file per sample
+    ImageNet                           the same, with the labels and classes of its devkit
     Files                              several files per sample, and columns
     Manifest, COCO, VOC                the same, described by a table or by annotations
     LMDB, TarShards, TFRecord          places of samples found by one scan of the files, and stored
@@ -14,7 +15,7 @@
     Subset, Filter, Split, Concat      views: samples of other sources, without copies
     Mixture                            the same, in an order by weights
 
-Every path of the third and fourth group, and of TarShards and TFRecord, may also be a URL of an object
+Every path of the fourth and fifth group, and of TarShards and TFRecord, may also be a URL of an object
 store (``s3://bucket/key``).
 """
 
@@ -23,6 +24,7 @@ from nostall.source._cached import Cached
 from nostall.source._custom import CustomFields, CustomSource, FieldReader, SampleReader
 from nostall.source._files import Files
 from nostall.source._hdf5 import HDF5
+from nostall.source._imagenet import ImageNet
 from nostall.source._lmdb import LMDB
 from nostall.source._manifests import COCO, VOC, Manifest
 from nostall.source._mixture import Mixture
@@ -53,6 +55,7 @@ __all__ = [
     "Files",
     "Filter",
     "ImageFolder",
+    "ImageNet",
     "Manifest",
     "Mixture",
     "ObjectFolder",
