@@ -173,7 +173,8 @@ void bind_configs(nb::module_& m) {
       .value("report", stage::OnError::report);
   nb::enum_<stage::Sharing>(m, "Sharing")
       .value("push", stage::Sharing::push)
-      .value("owners_read", stage::Sharing::owners_read);
+      .value("owners_read", stage::Sharing::owners_read)
+      .value("hdmlp", stage::Sharing::hdmlp);
   nb::enum_<source::ReaderKind>(m, "ReaderKind")
       .value("auto", source::ReaderKind::automatic)
       .value("pread", source::ReaderKind::pread)
@@ -224,7 +225,8 @@ void bind_configs(nb::module_& m) {
       .def_rw("local_world", &NodeSpec::local_world)
       .def_rw("tiers", &NodeSpec::tiers)
       .def_rw("node", &NodeSpec::node)
-      .def_rw("nodes", &NodeSpec::nodes);
+      .def_rw("nodes", &NodeSpec::nodes)
+      .def_rw("all_tiers", &NodeSpec::all_tiers);
   using peer::ExchangeConfig;
   nb::class_<ExchangeConfig>(m, "ExchangeConfig", "How nodes are reached (native/peer/exchange.h).")
       .def(nb::init<>())

@@ -24,8 +24,9 @@ from nostall_bench.slowfs import SlowFS
 if TYPE_CHECKING:
     from rich.table import Table
 
-# How nodes share: not at all; HDMLP's rule; the rank that needs a sample first reads it for all.
-WAYS = ("alone", "owners-read", "push")
+# How nodes share: not at all; by the rule of HDMLP; owners that read for themselves; the rank that
+# needs a sample first reads it for all.
+WAYS = ("alone", "hdmlp", "owners-read", "push")
 # Tiers of one node, as a share of the dataset: S < D, D < S < N*D, S > N*D for 2 and more nodes.
 REGIMES = {"S < D": 1.1, "D < S < N*D": 0.6, "S > N*D": 0.2}
 
@@ -101,7 +102,7 @@ def _of_nodes(
         for (regime, way), found in runs.items():
             if len({r["stream"] for r in found}) != 1:
                 raise UsageError("two runs gave different samples: please report this")
-            # Nodes that share by HDMLP's rule or not at all are not what it predicts.
+            # Nodes that share by another rule or not at all are not what it predicts.
             if arguments.record and (way == "push" or nodes == 1):
                 _record(arguments, storage, nodes, regime, curve, total, found)
     return [

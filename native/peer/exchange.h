@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "peer/guess.h"
 #include "peer/transport.h"
 #include "plan/owners.h"
 #include "tier/node_cache.h"
@@ -43,6 +44,8 @@ struct ExchangeConfig {
   uint64_t epoch_length = 1;                  // samples in an epoch, as in first_access
   std::chrono::milliseconds timeout{10'000};  // of one request; then its rank is lost for now
   uint64_t push_bytes = uint64_t{32} << 20;   // on their way at once; above, push() waits
+  // Where set: owners have what this says, whatever their progress; nothing is awaited or pushed.
+  std::shared_ptr<Guess> guess;
 };
 
 enum class Where : uint8_t {

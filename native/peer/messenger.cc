@@ -132,6 +132,11 @@ Where Exchange::Messenger::where(uint64_t sample, uint32_t epoch) const noexcept
         !node.linked.load(std::memory_order_acquire)) {
       return Where::source;
     }
+    if (config_.guess) {
+      return node.linked.load(std::memory_order_acquire) && config_.guess->there(sample)
+                 ? Where::there
+                 : Where::source;
+    }
     if (first < node.progress.load(std::memory_order_acquire)) return Where::there;
     // The node may have samples of an earlier job: wait for its first progress.
     if (!node.heard.load(std::memory_order_acquire) && Clock::now() < begun_ + kMeet) {

@@ -11,7 +11,7 @@ inline const trace::Kind kWaitBatch = trace::define(
 // One round trip of a fetch thread to the source; `failed` samples among them.
 inline const trace::Kind kReadSource =
     trace::define("data", "read source", {"samples", "bytes", "failed"});
-// The same for the tiers alone, ahead of need (Sharing::owners_read).
+// The same for the tiers alone, ahead of need (LoaderConfig::ahead).
 inline const trace::Kind kReadOwned = trace::define("data", "read for tiers", {"samples", "bytes"});
 inline const trace::Kind kReadTiers = trace::define("data", "take from tiers", {"samples"});
 inline const trace::Kind kFetchPeers =

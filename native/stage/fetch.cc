@@ -14,7 +14,8 @@
 // A claim ends with settle_claim(): published with its bytes, or abandoned with the error. Copies
 // for file tiers and for owners are made last, when the batch has its samples.
 //
-// With Sharing::owners_read one more thread (own_loop) reads what this node owns, ahead of need.
+// With Sharing::owners_read and Sharing::hdmlp more threads (own_loop) read what this node is to keep,
+// ahead of need.
 #include <algorithm>
 #include <cstring>
 #include <new>
@@ -66,12 +67,11 @@ void Loader::Run::fetch_loop(std::stop_token stop) {
   }
 }
 
-// Reads this rank's part of what the node owns, ahead of need, in the order of first access.
-void Loader::Run::own_loop(std::stop_token stop) {
+// Reads this rank's part of what the node is to keep, ahead of need, in the order given.
+void Loader::Run::own_loop(std::span<const plan::SampleId> samples, std::stop_token stop) {
   const std::unique_ptr<source::Reader> reader =
       config_.source->make_reader(config_.reader, config_.depth);
   tier::NodeCache& cache = *config_.cache;
-  const std::span<const uint64_t> owned = config_.peers->owned();
   std::vector<source::ReadRequest> requests;
   std::vector<std::shared_ptr<Buffer>> buffers;
   const auto read = [&] {
@@ -102,9 +102,9 @@ void Loader::Run::own_loop(std::stop_token stop) {
     requests.clear();
     buffers.clear();
   };
-  for (size_t i = config_.local_rank; i < owned.size() && !stop.stop_requested();
+  for (size_t i = config_.local_rank; i < samples.size() && !stop.stop_requested();
        i += config_.local_world) {
-    const plan::SampleId sample = owned[i];
+    const plan::SampleId sample = samples[i];
     if (cache.state(sample) != tier::State::empty || !cache.claim(sample)) continue;
     std::span<std::byte> into;
     if (cache.kind(sample) == tier::TierKind::ram) {
@@ -279,6 +279,8 @@ Loader::Run::Route Loader::Run::route(Fetch& fetch) {
   const bool awaited =
       where == peer::Where::awaited && fetch.patient && config_.sharing == Sharing::push;
   const Route elsewhere = where == peer::Where::there ? peer_or_source() : Route::source;
+  // What a tier is to have is read for it apart from what the batches need.
+  const bool apart = config_.peers && config_.sharing == Sharing::hdmlp;
   if (!cache || !cache->placed(sample)) return awaited ? Route::wait : elsewhere;
   for (;;) {
     switch (cache->state(sample)) {
@@ -288,11 +290,12 @@ Loader::Run::Route Loader::Run::route(Fetch& fetch) {
         return awaited ? Route::wait : elsewhere;
       case tier::State::filling:
         // Another rank is reading it: the shared file system is not asked twice.
-        return fetch.patient_locally ? Route::wait : elsewhere;
+        return fetch.patient_locally && !apart ? Route::wait : elsewhere;
       case tier::State::empty:
         break;
     }
     if (awaited) return Route::wait;
+    if (apart) return elsewhere;
     if (cache->claim(sample)) {
       fetch.claimed = true;
       fetch.to_file_tier = cache->kind(sample) == tier::TierKind::file;

@@ -14,17 +14,31 @@ LoaderConfig attach(LoaderConfig config, const NodeSpec& node, peer::ExchangeCon
   plan::validate(config.job);
   config.local_rank = node.local_rank;
   config.local_world = node.local_world;
-  NodeTiers tiers =
-      attach_node_cache(config.job, config.rank, *config.source, node, config.first_epoch);
+  if (config.locality && config.sharing == Sharing::hdmlp) {
+    throw Error(ErrorKind::usage,
+                "assignment=\"locality\" deals samples to their owners, and with sharing=\"hdmlp\" "
+                "they have none: leave one of them out");
+  }
+  NodeTiers tiers = attach_node_cache(config.job, config.rank, *config.source, node, config.sharing,
+                                      config.first_epoch);
   config.cache = tiers.cache;
   if (transport && config.cache) {
     peers.rank = config.rank;
     peers.node_of_rank = node.nodes.of_rank;
     peers.plan = tiers.plan;
     peers.epoch_length = std::max<uint64_t>(1, plan::epoch_length(config.job));
+    if (config.sharing == Sharing::hdmlp) {
+      peers.guess =
+          std::make_shared<peer::Guess>(std::move(tiers.copies), tiers.fill, config.cache);
+      config.ahead = std::move(tiers.fill);
+    }
     config.peers = std::make_shared<peer::Exchange>(std::move(transport), std::move(peers),
                                                     std::move(tiers.ownership),
                                                     config.source->sizes(), config.cache);
+    if (config.sharing == Sharing::owners_read) {
+      const std::span<const uint64_t> owned = config.peers->owned();
+      config.ahead.emplace_back(owned.begin(), owned.end());
+    }
   }
   return config;
 }

@@ -48,13 +48,6 @@ namespace nostall::stage {
 // left empty and its number goes to Batch::failures.
 enum class OnError : uint8_t { raise, substitute, report };
 
-// Which rank reads from the source what a node is to keep.
-enum class Sharing : uint8_t {
-  push,         // the rank that needs it first, which pushes it to the owner: read once
-  owners_read,  // every owner for itself, ahead of need: the rule of HDMLP [Böhringer 2020, sec.
-                // 3.2.2]; a rank that needs it before the owner has it reads it too
-};
-
 struct LoaderConfig {
   plan::JobSpec job;
   uint32_t rank = 0;
@@ -65,7 +58,9 @@ struct LoaderConfig {
   Sharing sharing = Sharing::push;                 // with peers
   bool locality = false;     // with peers: deal samples to their owners' ranks (plan/locality.h)
   uint32_t first_epoch = 0;  // of the placement: no owner has its samples before it
-  uint32_t local_rank = 0, local_world = 1;  // of the node, for Sharing::owners_read
+  // With peers, what is read ahead of need: a thread for each list reads this rank's part of it.
+  std::vector<std::vector<plan::SampleId>> ahead;
+  uint32_t local_rank = 0, local_world = 1;  // of the node, for `ahead`
   OnError on_error = OnError::raise;
   uint32_t fetchers = 2;  // threads that read
   uint32_t workers = 2;   // threads that transform; unused for raw batches

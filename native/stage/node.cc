@@ -135,22 +135,48 @@ void keep_this_content(const tier::TierSpec& spec, const source::Source& source,
   });
 }
 
+std::vector<plan::TierShape> shapes_of(std::span<const tier::TierSpec> tiers) {
+  std::vector<plan::TierShape> shapes;
+  for (const tier::TierSpec& spec : tiers) {
+    shapes.push_back({spec.capacity, tier::record_overhead(spec.kind)});
+  }
+  return shapes;
+}
+
+// What this node finds on the others under Sharing::hdmlp, and whom it asks.
+void find_copies(const plan::JobSpec& job, std::span<const uint64_t> sizes, const NodeSpec& node,
+                 uint32_t first_epoch, NodeTiers& into) {
+  std::vector<std::vector<plan::TierShape>> shapes;
+  for (const std::vector<tier::TierSpec>& tiers : node.all_tiers)
+    shapes.push_back(shapes_of(tiers));
+  into.copies = plan::copies_of_others(job, sizes, node.nodes, shapes, node.node, first_epoch);
+  into.ownership.owner = into.copies.node;
+  into.ownership.first_reader.assign(sizes.size(), plan::kNoOwner);
+  into.ownership.first_access.assign(sizes.size(), plan::kNever);
+}
+
+uint64_t fingerprint_of(const plan::JobSpec& job, const source::Source& source,
+                        const NodeSpec& node, Sharing sharing, uint32_t first_epoch) {
+  Fnv hash(plan::fingerprint(job));
+  hash.number(first_epoch).number(static_cast<uint64_t>(sharing));
+  for (const uint32_t of : node.nodes.of_rank) hash.number(of);
+  for (const uint64_t capacity : node.nodes.capacity) hash.number(capacity);
+  return hash.number(source.fingerprint()).value();
+}
+
 }  // namespace
 
 NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const source::Source& source,
-                            const NodeSpec& node, uint32_t first_epoch) {
+                            const NodeSpec& node, Sharing sharing, uint32_t first_epoch) {
   if (node.local_world == 0 || node.local_rank >= node.local_world || node.local_rank > rank) {
     throw Error(ErrorKind::usage, "local rank " + std::to_string(node.local_rank) + " of " +
                                       std::to_string(node.local_world) + " does not go with rank " +
                                       std::to_string(rank) +
                                       ": ranks of a node must be numbered consecutively");
   }
-  std::vector<plan::TierShape> shapes;
-  bool any = false;
-  for (const tier::TierSpec& spec : node.tiers) {
-    shapes.push_back({spec.capacity, tier::record_overhead(spec.kind)});
-    any = any || spec.capacity > 0;
-  }
+  const std::vector<plan::TierShape> shapes = shapes_of(node.tiers);
+  bool any =
+      std::any_of(shapes.begin(), shapes.end(), [](auto shape) { return shape.capacity > 0; });
   // A node without tiers among others fetches what they keep.
   any = any || !node.nodes.capacity.empty();
   if (!any || source.size() == 0) return {};
@@ -169,16 +195,16 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
                                           ": ranks of a node must be numbered consecutively");
       }
     }
-    // What a record takes differs a little between kinds of tier; the owner must have room in any.
-    std::vector<uint64_t> records(source.sizes().begin(), source.sizes().end());
-    for (uint64_t& bytes : records) bytes += tier::record_overhead(tier::TierKind::file);
-    attached.ownership = plan::owners(near, records, node.nodes, first_epoch);
-    access = plan::cluster_access(attached.ownership, node.node, std::move(access));
-    Fnv hash(plan::fingerprint(job));
-    hash.number(first_epoch);
-    for (const uint32_t of : node.nodes.of_rank) hash.number(of);
-    for (const uint64_t capacity : node.nodes.capacity) hash.number(capacity);
-    attached.plan = hash.number(source.fingerprint()).value();
+    if (sharing == Sharing::hdmlp) {
+      find_copies(near, source.sizes(), node, first_epoch, attached);
+    } else {
+      // What a record takes differs a little between kinds of tier; the owner must have room in any.
+      std::vector<uint64_t> records(source.sizes().begin(), source.sizes().end());
+      for (uint64_t& bytes : records) bytes += tier::record_overhead(tier::TierKind::file);
+      attached.ownership = plan::owners(near, records, node.nodes, first_epoch);
+      access = plan::cluster_access(attached.ownership, node.node, std::move(access));
+    }
+    attached.plan = fingerprint_of(job, source, node, sharing, first_epoch);
   }
   tier::NodeCacheConfig config;
   config.job = node.job;
@@ -195,7 +221,9 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
   };
   attached.cache = tier::NodeCache::attach(
       config, source.sizes(), [&](std::span<const std::vector<plan::Resident>> kept) {
-        return plan::place(source.sizes(), access, shapes, kept);
+        plan::Placement placement = plan::place(source.sizes(), access, shapes, kept);
+        if (sharing == Sharing::hdmlp) attached.fill = placement.fill;
+        return placement;
       });
   attached.cache->sums().learn(source.sums());
   return attached;

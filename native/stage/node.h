@@ -7,11 +7,22 @@
 #include <string>
 #include <vector>
 
+#include "plan/copies.h"
 #include "plan/owners.h"
 #include "source/source.h"
 #include "tier/node_cache.h"
 
 namespace nostall::stage {
+
+// Which rank reads from the source what a node is to keep, and what that is.
+enum class Sharing : uint8_t {
+  push,         // one owner a sample; the rank that needs it first pushes it there: read once
+  owners_read,  // one owner a sample, which reads it for itself ahead of need; a rank that needs it
+                // before the owner has it reads it too
+  hdmlp,  // HDMLP [Böhringer 2020]: each node keeps what it reads most often itself, which may
+          // lie on other nodes too, and reads it ahead of need beside what its ranks read;
+          // what others have is guessed from its own progress (peer/guess.h)
+};
 
 struct NodeSpec {
   std::string job;  // the same for all ranks of this job on this node, and for no other
@@ -20,19 +31,23 @@ struct NodeSpec {
   std::vector<tier::TierSpec> tiers;  // fastest first; capacities are the node's
   uint32_t node = 0;                  // this node's number among `nodes`
   plan::Nodes nodes;                  // all that share what they keep; empty: this one is alone
+  std::vector<std::vector<tier::TierSpec>> all_tiers;  // of every node, for Sharing::hdmlp
 };
 
 // This node's part of the cache.
 struct NodeTiers {
   std::shared_ptr<tier::NodeCache> cache;  // null: no tier has any capacity
   plan::Ownership ownership;               // empty if this node is alone
-  uint64_t plan = 0;                       // fingerprint of all owners: the same on all nodes
+  // Sharing::hdmlp, whose `ownership` names the node that this one asks:
+  plan::Copies copies;
+  std::vector<std::vector<plan::SampleId>> fill;  // what each tier is filled with, in order
+  uint64_t plan = 0;  // fingerprint of what all nodes keep: the same on all of them
 };
 
-// Plans what this node keeps where (plan/placement.h, plan/cluster.h), for epochs from
+// Plans what this node keeps where (plan/placement.h, plan/cluster.h, plan/copies.h), for epochs from
 // `first_epoch` on (of a job of more than 1,024 for the next 16), and attaches. Throws what
 // NodeCache::attach throws. Cost: O(F) memory, O(F * epochs) time.
 NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const source::Source& source,
-                            const NodeSpec& node, uint32_t first_epoch = 0);
+                            const NodeSpec& node, Sharing sharing, uint32_t first_epoch = 0);
 
 }  // namespace nostall::stage

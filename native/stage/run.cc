@@ -61,10 +61,11 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
         guarded([this] { fetch_loop(stop_.get_token()); });
       });
     }
-    if (config.peers && config.sharing == Sharing::owners_read) {
-      threads_.emplace_back([this] {
+    for (const std::vector<plan::SampleId>& samples : config.ahead) {
+      if (samples.empty()) continue;
+      threads_.emplace_back([this, &samples] {
         pthread_setname_np(pthread_self(), "nostall-own");
-        guarded([this] { own_loop(stop_.get_token()); });
+        guarded([this, &samples] { own_loop(samples, stop_.get_token()); });
       });
     }
     for (uint32_t i = 0; transformed() && i < std::max(1u, config.workers); ++i) {

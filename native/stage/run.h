@@ -108,7 +108,7 @@ class Loader::Run {
   void end_threads() noexcept;
   void fetch_loop(std::stop_token stop);
   void transform_loop(std::stop_token stop);
-  void own_loop(std::stop_token stop);
+  void own_loop(std::span<const plan::SampleId> samples, std::stop_token stop);
 
   // Takes the next samples in plan order; empty when stopped.
   std::vector<Fetch> take_chunk(std::stop_token stop);

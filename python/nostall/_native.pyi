@@ -1163,6 +1163,8 @@ class Sharing(enum.Enum):
 
     owners_read = 1
 
+    hdmlp = 2
+
 class ReaderKind(enum.Enum):
     auto = 0
 
@@ -1296,6 +1298,10 @@ class NodeSpec:
     def nodes(self) -> Nodes: ...
     @nodes.setter
     def nodes(self, arg: Nodes, /) -> None: ...
+    @property
+    def all_tiers(self) -> list[list[TierSpec]]: ...
+    @all_tiers.setter
+    def all_tiers(self, arg: Sequence[Sequence[TierSpec]], /) -> None: ...
 
 class ExchangeConfig:
     """How nodes are reached (native/peer/exchange.h)."""

@@ -381,10 +381,11 @@ _LOADER = (
     ),
     _loader(
         "sharing",
-        _one_of("push", "owners-read"),
+        _one_of("push", "owners-read", "hdmlp"),
         "push",
-        "which rank reads what a node keeps: the one that needs a sample first, for all nodes, or a "
-        "rank of each node (to measure what reading once gains)",
+        "what a node keeps, and which rank reads it: what the node owns, by the rank that needs a "
+        "sample first, for all nodes, or by a rank of its owner; or what it reads most often itself, "
+        "as HDMLP does (both to measure what reading once gains)",
         file=True,
     ),
     _loader(

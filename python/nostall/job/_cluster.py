@@ -27,17 +27,23 @@ LIBRARY = Path(__file__).parents[1] / "nostall_ucx.so"
 class Cluster:
     """All nodes, as every rank of the job sees them.
 
-    `node_of_rank` and `addresses` have one entry per rank, `capacities` (bytes) one per node.
+    `node_of_rank` and `addresses` have one entry per rank, `tiers` one per node: kind and capacity in
+    bytes of each of its tiers.
     `transport` is None if samples do not travel; `problem` says why, unless the user asked for it.
     """
 
     node: int
     node_of_rank: list[int]
-    capacities: list[int]
+    tiers: list[list[tuple[str, int]]]
     addresses: list[bytes]
     secret: bytes
     transport: _native.PeerTransport | None
     problem: str = ""
+
+    @property
+    def capacities(self) -> list[int]:
+        """Bytes of all tiers of each node."""
+        return [sum(capacity for _, capacity in tiers) for tiers in self.tiers]
 
     def settle(self, world: World) -> World:
         """`world` with this rank's place on its node as found here."""
@@ -172,7 +178,7 @@ def join(
     mine: dict[str, Any] = {
         "rank": world.rank,
         "node": node_identity(),
-        "capacity": sum(t.capacity for t in tiers),
+        "tiers": [(t.kind, t.capacity) for t in tiers],
         "address": base64.b64encode(transport.address if transport else b"").decode(),
         "problem": problem,
         "alone": alone,
@@ -192,10 +198,10 @@ def join(
         _log.warning("%s", words)
     names = list(dict.fromkeys(p["node"] for p in parts))
     node_of_rank = [names.index(p["node"]) for p in parts]
-    capacities = [0] * len(names)
+    kept: list[list[tuple[str, int]]] = [[]] * len(names)
     for node, part in zip(node_of_rank, parts, strict=True):
-        capacities[node] = part["capacity"]
-    many = len(names) > 1 and any(capacities)
+        kept[node] = [(kind, capacity) for kind, capacity in part["tiers"]]
+    many = len(names) > 1 and any(capacity for tiers in kept for _, capacity in tiers)
     apart = {p["rank"]: 'it has peers="off"' if p["alone"] else p["problem"] for p in parts}
     problems = [f"rank {rank}: {why}" for rank, why in apart.items() if why]
     reason = problems[0] if many and problems and not all(p["alone"] for p in parts) else ""
@@ -204,7 +210,7 @@ def join(
     return Cluster(
         node=node_of_rank[world.rank],
         node_of_rank=node_of_rank,
-        capacities=capacities,
+        tiers=kept,
         addresses=[base64.b64decode(p["address"]) for p in parts],
         secret=secret.settle(world.rank, [p["secret"] for p in parts], readers),
         transport=transport if many and not problems else None,

@@ -849,6 +849,13 @@ class DataLoader:
             node.node = met.node
             node.nodes.of_rank = met.node_of_rank
             node.nodes.capacity = met.capacities
+            node.all_tiers = [
+                [
+                    _native.TierSpec(_named(_native.TierKind, kind), capacity, "", False, False)
+                    for kind, capacity in tiers
+                ]
+                for tiers in met.tiers
+            ]
         return node
 
     @staticmethod

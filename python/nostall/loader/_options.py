@@ -40,7 +40,7 @@ class LoaderOptions:
     batch: Literal["dict", "tuple"] | None = in_force("loader.batch")
     reader: Literal["auto", "io_uring", "pread"] = in_force("loader.reader")
     peers: Literal["auto", "on", "off"] | AllGather = in_force("loader.peers")
-    sharing: Literal["push", "owners-read"] = in_force("loader.sharing")
+    sharing: Literal["push", "owners-read", "hdmlp"] = in_force("loader.sharing")
     assignment: Literal["plan", "locality"] = in_force("loader.assignment")
     calibration: str | os.PathLike[str] | None = in_force("loader.calibration")
 
@@ -75,7 +75,7 @@ class LoaderArguments(TypedDict, total=False):
     batch: Literal["dict", "tuple"] | None
     reader: Literal["auto", "io_uring", "pread"]
     peers: Literal["auto", "on", "off"] | AllGather
-    sharing: Literal["push", "owners-read"]
+    sharing: Literal["push", "owners-read", "hdmlp"]
     assignment: Literal["plan", "locality"]
     calibration: str | os.PathLike[str] | None
 

@@ -82,14 +82,33 @@ def test_eight_ranks_on_four_nodes_with_file_tiers(data: Path, tmp_path: Path) -
 
 @pytest.mark.alone
 @pytest.mark.multi
-def test_hdmlps_rule_reads_more_than_once_but_gives_the_same(data: Path, slow: SlowFS) -> None:
-    tiers = [f"ram:{int(0.6 * size_of(data))}"]
-    job = Job(data, 2, tiers=tiers, roots=slow.mounts, extra={"sharing": "owners-read"})
-    results = job.run()
-    assert read_of_bound(results) > 1.05
-    assert sum(r["peers"]["pushed"] for r in results) == 0
-    pushed = Job(data, 2, tiers=tiers, roots=slow.mounts).run()
-    assert [r["stream"] for r in results] == [r["stream"] for r in pushed]
+def test_other_rules_read_more_than_once_but_give_the_same(
+    data: Path, slow: SlowFS, tmp_path: Path
+) -> None:
+    size = size_of(data)
+    tiers = [f"ram:{int(0.3 * size)}", f"{tmp_path / 'tier'}:{int(0.35 * size)}"]
+    together = {"tiers": tiers, "roots": slow.mounts, "together": True}
+    pushed = Job(data, 2, **together).run()
+    for rule in ("owners-read", "hdmlp"):
+        results = Job(data, 2, **together, extra={"sharing": rule}).run()
+        assert read_of_bound(results) > 1.05
+        peers = [r["peers"] for r in results]
+        assert sum(p["pushed"] for p in peers) == 0
+        assert sum(p["fetched"] for p in peers) > 0
+        assert [r["stream"] for r in results] == [r["stream"] for r in pushed]
+    # Each of the two keeps what it reads most often, of which the other may keep some too: together
+    # they keep less, and read on in the last epoch what neither has.
+    last = [
+        sum(r["epochs"][-1]["origins"]["source"]["bytes"] for r in job) for job in (results, pushed)
+    ]
+    assert last[0] > last[1]
+
+
+@pytest.mark.multi
+def test_hdmlps_rule_has_no_owners_to_deal_samples_to(data: Path) -> None:
+    job = Job(data, 2, epochs=1, extra={"sharing": "hdmlp", "assignment": "locality"})
+    said = [process.communicate(timeout=60)[1] for process in job.start()]
+    assert all("leave one of them out" in err for err in said)
 
 
 @pytest.mark.alone
