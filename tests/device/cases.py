@@ -17,6 +17,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -55,15 +57,45 @@ def run(file: str, *arguments: str) -> Any:
     return subprocess.CompletedProcess(process.args, process.returncode or 0, out, err)
 
 
-def check(file: str) -> None:
-    """All cases of the file; one test, for test processes that share them out would each run all."""
-    done = run(file)
-    lines = done.stdout.splitlines()
-    assert lines and lines[-1].startswith("{"), (done.returncode, done.stdout, done.stderr)
-    failures = json.loads(lines[-1])
-    assert failures
-    failed = {name: text for name, text in failures.items() if text}
-    assert not failed, "".join(f"\n{name}: {text}" for name, text in failed.items())
+def check(file: str, ranks: int = 1) -> None:
+    """All cases of the file; one test, for test processes that share them out would each run all.
+
+    Several ranks go through the cases side by side; each has the arguments of `join`.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        started = [
+            start(file, env=environment(rank, ranks, place) if ranks > 1 else None)
+            for rank in range(ranks)
+        ]
+        try:
+            ended = [process.communicate(timeout=LIMIT) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+    for rank, (out, err) in enumerate(ended):
+        lines = out.splitlines()
+        assert lines and lines[-1].startswith("{"), (started[rank].returncode, out, err)
+        failures = json.loads(lines[-1])
+        assert failures
+        failed = {name: text for name, text in failures.items() if text}
+        told = "".join(f"\nrank {rank}, {name}: {text}" for name, text in failed.items())
+        assert not failed, told
+
+
+def environment(rank: int, ranks: int, place: str) -> dict[str, str]:
+    """Of a rank of a job of its own, on this node."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    job = {"NOSTALL_JOB": Path(place).name, "CASES_STORE": f"{place}/store"}
+    return {**os.environ, **job, **{name: str(value) for name, value in numbers.items()}}
+
+
+def join(backend: str) -> None:
+    """In a rank: makes the process group of all ranks."""
+    import torch.distributed as dist
+
+    size = int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(os.environ["CASES_STORE"], size)
+    dist.init_process_group(backend, store=store, rank=int(os.environ["RANK"]), world_size=size)
 
 
 def main(module: Mapping[str, Any]) -> None:
@@ -77,12 +109,13 @@ def main(module: Mapping[str, Any]) -> None:
         return
     failures = {}
     for name in names(module):
-        print(name, file=sys.stderr, flush=True)
+        print(f"{time.process_time():.1f} s: {name}", file=sys.stderr, flush=True)
         failures[name] = ""
         try:
             module[name]()
         except BaseException:
             failures[name] = traceback.format_exc()
+            print(failures[name], file=sys.stderr, flush=True)
         simdev.release_all()
         for device in range(torch.accelerator.device_count()):
             torch.accelerator.synchronize(device)

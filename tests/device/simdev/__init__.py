@@ -19,12 +19,13 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import itertools
 import os
 import shlex
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -73,12 +74,20 @@ def built() -> Path:
     return library
 
 
+_Act = ctypes.CFUNCTYPE(None, ctypes.c_uint64, ctypes.c_void_p)
+
+
 def _load() -> ctypes.CDLL:
     torch.utils.rename_privateuse1_backend("simdev")
     library = ctypes.CDLL(str(built()))
     library.simdev_speed.argtypes = [ctypes.c_int, ctypes.c_double, ctypes.c_double]
     library.simdev_capacity.argtypes = [ctypes.c_int, ctypes.c_size_t]
     library.simdev_fail_after.argtypes = [ctypes.c_uint64]
+    library.simdev_call.argtypes = [
+        *(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t),
+        *(_Act, ctypes.c_uint64),
+    ]
+    library.simdev_report.argtypes = [ctypes.c_char_p]
     library.simdev_reports.restype = ctypes.c_char_p
     return library
 
@@ -178,6 +187,28 @@ def host_by_thread(each: bool) -> None:
 def fail_after(tasks: int) -> None:
     """The `tasks`-th task from now on is refused: the device is lost."""
     _library.simdev_fail_after(tasks)
+
+
+def call(name: str, tensor: torch.Tensor, act: Callable[[torch.Tensor], object]) -> None:
+    """The current stream calls `act` with a tensor of the host over the memory of a contiguous one."""
+    count, kind = tensor.numel(), tensor.dtype
+
+    def on_stream(address: int) -> None:
+        try:
+            memory = (ctypes.c_char * (count * kind.itemsize)).from_address(address)
+            act(torch.frombuffer(memory, dtype=kind))
+        except BaseException as error:
+            _library.simdev_report(f"{name} failed: {error}".encode())
+
+    number = next(_numbers)
+    _calls[number] = on_stream
+    address, size = tensor.data_ptr(), tensor.nbytes
+    _library.simdev_call(_number(None), name.encode(), address, size, _act, number)
+
+
+_numbers = itertools.count()
+_calls: dict[int, Callable[[int], None]] = {}
+_act = _Act(lambda number, address: _calls.pop(number)(address))
 
 
 def reports() -> list[str]:

@@ -237,6 +237,7 @@ DeviceMemory& device_memory() {
   return *made;
 }
 void DeviceMemory::release(void* context) {
+  if (simdev::is_forked()) return;
   device_memory().give_back(static_cast<Block*>(context));
 }
 void GuardImpl::recordDataPtrOnStream(const DataPtr& p, const Stream& s) const {
@@ -280,7 +281,9 @@ HostMemory& host_memory() {
   static auto* const made = new HostMemory;
   return *made;
 }
-void free_pinned(void* context) { host_memory().free(context); }
+void free_pinned(void* context) {
+  if (!simdev::is_forked()) host_memory().free(context);
+}
 const bool host_allocator_set = [] {
   at::setHostAllocator(kSim, &host_memory());
   return true;
@@ -424,7 +427,8 @@ void to_host(const Tensor& from, const Tensor& to, bool non_blocking) {
     const void* source = from.const_data_ptr();
     void* target = to.data_ptr();
     const simdev::Range write{target, bytes, true};
-    std::memset(simdev::reach(target), 0xff, bytes);
+    // An earlier copy of the stream may still have to read it.
+    if (!simdev::is_guarded(target, bytes)) std::memset(simdev::reach(target), 0xff, bytes);
     simdev::push(
         stream, "copy to the host", {{source, bytes, false}, write}, bytes,
         [=] { std::memcpy(simdev::reach(target), simdev::reach(source), bytes); }, &write);

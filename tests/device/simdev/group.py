@@ -1,4 +1,7 @@
-"""A process group for tensors of the simulated device: staged through the host, and Gloo.
+"""A process group for tensors of the simulated device, over Gloo.
+
+allreduce is a task of a stream of the group, as NCCL's: its call returns at once, and whoever waits
+for the work makes a stream wait. The other operations go through the host.
 
 import simdev.group
 torch.distributed.init_process_group("cpu:gloo,simdev:simgloo", ...)
@@ -8,18 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, Work, _create_work_from_future
 
+import simdev
+
 
 class SimGloo(Backend):  # type: ignore[misc]
-    """Each operation follows the current stream, and is complete when its call returns."""
+    """Each operation follows the current stream."""
+
+    made: ClassVar[list[SimGloo]] = []
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
+        self.streams: dict[torch.device, torch.Stream] = {}
+        SimGloo.made.append(self)
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def getBackendName(self) -> str:
@@ -44,9 +53,26 @@ class SimGloo(Backend):  # type: ignore[misc]
         return parts
 
     def allreduce(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Work:
-        for tensor in tensors:
-            tensor.copy_(self._reduced(tensor, options or dist.AllreduceOptions()))
-        return _done(list(tensors))
+        options = options or dist.AllreduceOptions()
+        average = options.reduceOp == dist.ReduceOp.AVG  # which Gloo has not
+        reducing = dist.AllreduceOptions()
+        reducing.reduceOp = dist.ReduceOp.SUM if average else options.reduceOp
+
+        def reduce(host: torch.Tensor) -> None:
+            self._gloo.allreduce([host], reducing).wait()
+            if average:
+                host /= self.size()
+
+        device = tensors[0].device
+        stream = self.streams.setdefault(device, torch.Stream(device=device))
+        stream.wait_stream(torch.accelerator.current_stream(device))
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=[device])
+        with stream:
+            for tensor in tensors:
+                simdev.call("allreduce", tensor, reduce)
+                tensor.record_stream(stream)
+            future.set_result(list(tensors))
+        return _create_work_from_future(future)
 
     allreduce_coalesced = allreduce
 

@@ -96,6 +96,7 @@ struct Task {
 };
 
 struct Stream {
+  std::condition_variable wake;  // of its thread
   int device = 0;
   std::deque<Task> tasks;
   bool busy = false;
@@ -140,7 +141,7 @@ struct Guards {
 
 struct State {
   std::mutex mutex;
-  std::condition_variable changed;
+  std::condition_variable changed;  // for threads of the host
   Arena pinned{PROT_READ | PROT_WRITE, page()};
   std::vector<std::unique_ptr<Arena>> device;
   size_t used[kDevices] = {}, capacity[kDevices] = {kArena, kArena};
@@ -349,14 +350,24 @@ void touch(const Range& range, const Touch& mine, const Clock& clock) {
 
 // ---------------------------------------------------------------------------- streams
 
+bool can_go_on(const Stream& stream) {
+  return !stream.tasks.empty() && !stream.held &&
+         (!stream.tasks.front().waits_for || stream.tasks.front().waits_for->done);
+}
+
+// Wakes the threads that have something to do, and no other: there may be hundreds.
+void wake() {
+  for (const auto& stream : state().streams) {
+    if (!stream->busy && can_go_on(*stream)) stream->wake.notify_one();
+  }
+  state().changed.notify_all();
+}
+
 void serve(Stream* stream) {
   State& s = state();
   std::unique_lock lock(s.mutex);
   for (;;) {
-    s.changed.wait(lock, [&] {
-      return !stream->tasks.empty() && !stream->held &&
-             (!stream->tasks.front().waits_for || stream->tasks.front().waits_for->done);
-    });
+    stream->wake.wait(lock, [&] { return can_go_on(*stream); });
     Task task = std::move(stream->tasks.front());
     stream->tasks.pop_front();
     if (task.act) {
@@ -376,7 +387,7 @@ void serve(Stream* stream) {
       stream->busy = false;
       if (!failure.empty()) s.reports.push_back(task.name + " failed: " + failure);
     }
-    s.changed.notify_all();
+    wake();
   }
 }
 
@@ -393,7 +404,7 @@ Stream& stream_of(int number) {
 
 void enqueue(Stream& stream, Task task) {
   stream.tasks.push_back(std::move(task));
-  state().changed.notify_all();
+  if (!stream.busy && can_go_on(stream)) stream.wake.notify_one();
 }
 
 std::shared_ptr<Mark> mark_of(int number) {
@@ -515,6 +526,16 @@ void push(int number, const std::string& name, const std::vector<Range>& touched
   enqueue(stream, {seconds, std::move(act), nullptr, label});
 }
 
+bool is_guarded(const void* address, size_t bytes) {
+  const auto lock = locked();
+  Guards& guards = state().guards;
+  const Spin spin(guards);
+  const auto* begin = static_cast<const char*>(address);
+  return std::any_of(guards.all.begin(), guards.all.end(), [&](const Guard& guard) {
+    return guard.begin < begin + bytes && begin < guard.end;
+  });
+}
+
 bool query(int number) {
   const auto lock = locked();
   Stream& stream = stream_of(number);
@@ -574,6 +595,8 @@ double milliseconds(const Event& from, const Event& to) {
   return (to.mark->seconds - from.mark->seconds) * 1e3;
 }
 
+bool is_forked() { return forked; }
+
 void report(const std::string& what) {
   const auto lock = locked();
   state().reports.push_back(what);
@@ -590,7 +613,7 @@ extern "C" {
 void simdev_hold(int stream, int held) {
   const auto lock = locked();
   stream_of(stream).held = held != 0;
-  state().changed.notify_all();
+  wake();
 }
 
 void simdev_speed(int stream, double operation_seconds, double bytes_per_second) {
@@ -629,8 +652,17 @@ void simdev_reset() {
   for (size_t& bytes : s.capacity) bytes = kArena;
   s.refuse_pinning = s.host_by_thread = false;
   s.fail_after = 0;
-  s.changed.notify_all();
+  wake();
 }
+
+// A task of a stream that calls back with where the device finds the memory, to read and write it.
+void simdev_call(int stream, const char* name, void* address, size_t bytes,
+                 void (*act)(uint64_t, void*), uint64_t number) {
+  push(stream, name, {{address, bytes, false}, {address, bytes, true}}, bytes,
+       [=] { act(number, reach(address)); });
+}
+
+void simdev_report(const char* what) { report(what); }
 
 // The text of all reports since the last call, a line each, for the caller to copy at once.
 const char* simdev_reports() {

@@ -60,6 +60,8 @@ int device_of_stream(int stream);
 // `guarded` is pinned memory that the host must leave alone until it has waited for the task.
 void push(int stream, const std::string& name, const std::vector<Range>& touched, size_t bytes,
           std::function<void()> act, const Range* guarded = nullptr);
+// Whether a task that no host thread has waited for uses this pinned memory.
+bool is_guarded(const void* address, size_t bytes);
 bool query(int stream);
 void synchronize(int stream);
 void synchronize_device(int device);
@@ -70,6 +72,7 @@ bool query(const Event& event);
 void synchronize(const Event& event);
 double milliseconds(const Event& from, const Event& to);
 
+bool is_forked();  // a child of the process that has the device
 void report(const std::string& what);
 
 }  // namespace simdev
