@@ -101,8 +101,8 @@ class Device:
         if self._pins:
             self._pins = False
             _log.warning(
-                "host memory cannot be page-locked (%s): batches are copied from ordinary memory, and "
-                "each copy holds up the thread that sends them",
+                "host memory cannot be page-locked (%s): copies use ordinary memory, and each holds up "
+                "the thread that begins it",
                 str(error).partition("\n")[0],
             )
 

@@ -4,8 +4,10 @@
     model.register_comm_hook(nostall.torch.BucketReducer(), nostall.torch.reduce_bucket)
 
 For programs that stay with DistributedDataParallel and its process group: buckets of CPU gradients
-go through a separate group of the backend "nostall", compressed on request. If you can change the
-optimizer's line, use `nostall.torch.DistributedOptimizer`, which needs no wrapper.
+go through a separate group of the backend "nostall", compressed on request. Those of a device go
+through the given group where it reduces tensors of that device (NCCL), else through page-locked
+memory and the separate group. If you can change the optimizer's line, use
+`nostall.torch.DistributedOptimizer`, which needs no wrapper.
 """
 
 from datetime import timedelta
@@ -56,6 +58,22 @@ class BucketReducer:
             use_local_synchronization=True,
         )
         self.ranks = dist.get_world_size(self.group)
+        self.given = group or dist.group.WORLD
+        self._reductions: dict[torch.device, Any] = {}
+
+    def reduced(self, tensor: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
+        """The sum of the tensor over the ranks, in place."""
+        if tensor.device.type == "cpu":
+            return dist.all_reduce(tensor, group=self.group, async_op=True).get_future()
+        from nostall.torch import _device_gradients
+
+        if _device_gradients.reduces(self.given, tensor.device):
+            return dist.all_reduce(tensor, group=self.given, async_op=True).get_future()
+        if tensor.device not in self._reductions:
+            made = _device_gradients.StagedReduction(tensor.device, self.group)
+            self._reductions[tensor.device] = made
+        future: torch.futures.Future[list[torch.Tensor]] = self._reductions[tensor.device](tensor)
+        return future
 
 
 # torch reads the annotations themselves: they must not be strings here.
@@ -71,10 +89,9 @@ def reduce_bucket(
     wire = reducer.wire if gradients.dtype in (torch.float32, torch.float64) else None
     gradients.mul_(1.0 / reducer.ranks)
     sent = gradients if wire is None else gradients.to(wire)
-    work = dist.all_reduce(sent, group=reducer.group, async_op=True)
 
     def give(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         total = done.value()[0]
         return gradients if wire is None else gradients.copy_(total)
 
-    return work.get_future().then(give)
+    return reducer.reduced(sent).then(give)

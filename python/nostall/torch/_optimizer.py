@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nostall import _native
 from nostall.errors import UsageError
-from nostall.sync import Ranks, SyncOptions, find_ranks, make_engine
+from nostall.sync import Ranks, Spec, SyncOptions, find_ranks, make_engine
 from nostall.torch._graph import backward_graph
 
 # A pattern of gradients is planned for once it came this often in a row.
@@ -46,7 +47,7 @@ class GradientSync:
     """Reduces the gradients of parameters; made by `DistributedOptimizer`.
 
     Attributes:
-        engine: the native engine.
+        engine: the native engine; None where a device's own process group reduces.
         plan: groups of parameter numbers, as they are reduced (mode ``"planned"``).
         analysis: nodes, edges and seconds of the last walk through autograd's graph.
         replans: how often the plan followed a changed graph.
@@ -59,27 +60,21 @@ class GradientSync:
         ranks: Ranks,
         passes: int,
     ) -> None:
-        for name, parameter in named:
-            if parameter.device.type != "cpu":
-                raise UsageError(
-                    f"parameter {name} is on {parameter.device}: the gradient engine reduces CPU "
-                    "tensors; for others use DistributedDataParallel with NCCL"
-                )
         self.options, self.ranks, self.passes = options, ranks, passes
         self._parameters = [p for _, p in named]
         self._names = [n for n, _ in named]
         self._signs = torch.zeros(len(_SIGNS))
         tensors = [(n, p.numel(), str(p.dtype).removeprefix("torch.")) for n, p in named]
-        self.engine, self._specs = make_engine(
-            [*tensors, *((sign, 1, "float32") for sign in _SIGNS)],
-            options,
-            ranks,
-            [p.shape for _, p in named],
+        self.engine: Any = None
+        self._specs = self._connect(
+            [*tensors, *((sign, 1, "float32") for sign in _SIGNS)], [p.shape for _, p in named]
         )
         self._numbers = {id(p): i for i, p in enumerate(self._parameters)}
         self._passes_left = [passes] * len(named)
         self._submitted: dict[int, torch.Tensor] = {}
         self._views = options.views and options.mode == "planned" and options.compression is None
+        # Ranks that negotiate have no common moment to gather rows.
+        self._gathers_rows = options.mode == "planned"
         self._ready_order: list[int] = []
         self._synchronized = False
         self._paused = False
@@ -98,6 +93,32 @@ class GradientSync:
             if p.requires_grad
         ]
         _all.add(self)
+
+    # ------------------------------------------------------------------ what reduces
+
+    def _connect(self, tensors: list[tuple[str, int, str]], shapes: list[torch.Size]) -> list[Spec]:
+        self.engine, specs = make_engine(tensors, self.options, self.ranks, shapes)
+        return specs
+
+    def wait_for(self, i: int) -> None:
+        """Waits for one gradient."""
+        self.engine.wait_for(i)
+
+    def _wait(self) -> None:
+        self.engine.wait()
+
+    def _given(self, numbers: Iterable[int]) -> NDArray[np.bool_]:
+        """Which of them some rank gave in the step that ended."""
+        given: NDArray[np.bool_] = np.asarray(self.engine.contributors())[list(numbers)] > 0
+        return given
+
+    def _agreed(self, order: Sequence[int]) -> list[int]:
+        """Rank 0's order."""
+        agreed = self.engine.broadcast(np.array(order, np.uint32).tobytes(), 0)
+        return list(map(int, np.frombuffer(agreed, np.uint32)))
+
+    def _set_plan(self, groups: list[list[int]]) -> None:
+        self.engine.set_plan(groups)
 
     # ------------------------------------------------------------------ while backward runs
 
@@ -170,7 +191,7 @@ class GradientSync:
 
     def _signed(self, sign: int) -> bool:
         """Whether any rank gave that sign in the step that ended."""
-        return int(self.engine.contributors()[len(self._parameters) + sign]) > 0
+        return bool(self._given([len(self._parameters) + sign])[0])
 
     def wait(self) -> None:
         """Waits for all reductions; gradients that no rank had are None again.
@@ -178,10 +199,10 @@ class GradientSync:
         If no rank has run backward since the last step, gradients stay as they are, so that another
         step does the same as on one rank.
         """
-        self.engine.wait()
-        count = len(self._parameters)
-        if np.asarray(self.engine.contributors())[:count].any():
-            self._store(range(count))
+        self._wait()
+        numbers = range(len(self._parameters))
+        if self._given(numbers).any():
+            self._store(numbers)
         self._end()
 
     def _end(self) -> None:
@@ -189,13 +210,12 @@ class GradientSync:
             self._gather_sparse()
         self._settle()
 
-    def _store(self, numbers: Iterable[int]) -> None:
-        contributors = self.engine.contributors()
-        for i in numbers:
+    def _store(self, numbers: Sequence[int]) -> None:
+        for i, given in zip(numbers, self._given(numbers), strict=True):
             parameter, memory = self._parameters[i], self._submitted[i]
             if parameter.grad is not None and parameter.grad.is_sparse:
                 continue
-            if contributors[i] == 0:
+            if not given:
                 parameter.grad = None
             elif parameter.grad is None:
                 parameter.grad = memory
@@ -203,16 +223,19 @@ class GradientSync:
                 parameter.grad.copy_(memory)
 
     def _settle(self) -> None:
-        present = np.asarray(self.engine.contributors()) > 0
         order = self._ready_order
         self._submitted = {}
         self._ready_order = []
         self._passes_left = [self.passes] * len(self._parameters)
         self._synchronized = True
         if self.options.mode == "planned":
-            self._replan(present, order)
+            self._follow(order)
 
-    def _replan(self, present: np.ndarray[Any, Any], order: list[int]) -> None:
+    def _follow(self, order: list[int]) -> None:
+        """Follows the step that ended, in which gradients came in this order."""
+        self._replan(self._given(range(len(self._specs))), order)
+
+    def _replan(self, present: NDArray[np.bool_], order: list[int]) -> None:
         """Changes the plan with the graph: all ranks see the same pattern, so all decide alike."""
         pattern = np.packbits(present).tobytes()
         if pattern == self._planned_pattern:
@@ -226,8 +249,7 @@ class GradientSync:
             self._planned_pattern = pattern  # the graph that plan_from() walked
             return
         if pattern not in self._orders:
-            agreed = self.engine.broadcast(np.array(order, np.uint32).tobytes(), 0)
-            self._orders[pattern] = np.frombuffer(agreed, np.uint32).tolist()
+            self._orders[pattern] = self._agreed(order)
         self._use(
             _native.fuse_reductions(self._orders[pattern], self._specs, self.options.threshold)
         )
@@ -237,7 +259,7 @@ class GradientSync:
 
     def _use(self, groups: list[list[int]]) -> None:
         self._detach()  # else the buffers of both plans would take memory
-        self.engine.set_plan(groups)
+        self._set_plan(groups)
         self.plan = groups
 
     def plan_from(self, loss: torch.Tensor) -> None:
@@ -253,8 +275,7 @@ class GradientSync:
         graph = backward_graph(loss, self._numbers)
         groups, nodes, edges = _native.plan_reductions(graph, self._specs, self.options.threshold)
         self.analysis = nodes, edges, time.perf_counter() - begin
-        order = np.array([t for group in groups for t in group], np.uint32)
-        agreed = np.frombuffer(self.engine.broadcast(order.tobytes(), 0), np.uint32).tolist()
+        agreed = self._agreed([t for group in groups for t in group])
         self._use(_native.fuse_reductions(agreed, self._specs, self.options.threshold))
         self._explicit = True
 
@@ -266,8 +287,8 @@ class GradientSync:
         ]
 
     def make_dense(self) -> None:
-        """Makes sparse gradients dense: ranks that negotiate have no common moment to gather rows."""
-        if self.options.mode != "planned":
+        """Makes sparse gradients dense where their rows are not gathered."""
+        if not self._gathers_rows:
             for i in self._sparse():
                 gradient = self._parameters[i].grad
                 assert gradient is not None
@@ -301,7 +322,7 @@ class GradientSync:
             for i in range(len(self._parameters)):
                 self._submit_nothing(i)
             self._sign(active=False, sparse=False)
-            self.engine.wait()
+            self._wait()
             if not self._signed(0):
                 self._submitted = {}
                 return
@@ -313,9 +334,8 @@ class GradientSync:
         tensors = list(modules)
         if self.ranks.rank == 0:
             for tensor in tensors:
-                buffer.write(
-                    tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-                )
+                host = tensor.detach().cpu().contiguous()
+                buffer.write(host.view(-1).view(torch.uint8).numpy().tobytes())
         data = self.engine.broadcast(buffer.getvalue(), 0)
         at = 0
         with torch.no_grad():
@@ -446,7 +466,7 @@ class _Distributed:
             for numbers in sync.plan:
                 own = [i for i in numbers if i < len(sync._parameters)]
                 for i in own:
-                    sync.engine.wait_for(i)
+                    sync.wait_for(i)
                 sync._store(own)
                 members = {id(sync._parameters[i]) for i in own}
                 for group, parameters in zip(groups, all_parameters, strict=True):
@@ -455,7 +475,7 @@ class _Distributed:
         finally:
             for group, parameters in zip(groups, all_parameters, strict=True):
                 group["params"] = parameters
-        sync.engine.wait()
+        sync._wait()
         sync._end()
 
 
@@ -486,7 +506,8 @@ def DistributedOptimizer(
     `gradient_sync`.
 
     Raises:
-        UsageError: a parameter without a name, twice, or not on the CPU.
+        UsageError: a parameter without a name, or twice; parameters on several devices, or on one
+            that torch has no streams for.
         PeerError: ranks have other parameters, with the first difference.
     """
     if not hasattr(optimizer, "param_groups"):
@@ -516,7 +537,7 @@ def DistributedOptimizer(
         raise UsageError("backward_passes_per_step must be at least 1")
     needed = [(n, p) for n, p in named if p.requires_grad]
     options = options or SyncOptions()
-    sync = GradientSync(needed, options, find_ranks(process_set), backward_passes_per_step)
+    sync = _sync_for(needed, options, process_set, backward_passes_per_step)
     if broadcast and options.mode == "planned":
         sync.broadcast_start([p.data for p in parameters] + _state_tensors(optimizer))
     kind = type(optimizer)
@@ -526,6 +547,19 @@ def DistributedOptimizer(
     optimizer._nostall_skip = False
     optimizer._nostall_overlap = overlap_update
     return optimizer
+
+
+def _sync_for(
+    named: Sequence[tuple[str, torch.nn.Parameter]],
+    options: SyncOptions,
+    process_set: Sequence[int] | None,
+    passes: int,
+) -> GradientSync:
+    if all(parameter.device.type == "cpu" for _, parameter in named):
+        return GradientSync(named, options, find_ranks(process_set), passes)
+    from nostall.torch import _device_gradients
+
+    return _device_gradients.make(named, options, process_set, passes)
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -1,0 +1,520 @@
+"""DistributedOptimizer on the simulated device: by its process group, and through the host's engine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "device"))
+
+import cases
+import pytest
+import torch
+import torch.distributed as dist
+
+from nostall.errors import UsageError
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+class Net(torch.nn.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Linear(16, 32)
+        self.left = torch.nn.Linear(32, 8)
+        self.right = torch.nn.Linear(32, 8)
+        self.b = torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, way: str = "both") -> torch.Tensor:
+        h = torch.relu(self.a(x))
+        parts = [
+            part(h)
+            for name, part in (("left", self.left), ("right", self.right))
+            if way in (name, "both")
+        ]
+        return self.b(torch.relu(sum(parts)))
+
+
+def data(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(6, 16, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def loss_of(model: Any, step: int, rank: int = RANK, way: str = "both") -> torch.Tensor:
+    device = next(model.parameters()).device
+    return model(data(step, rank).to(device), way).square().mean()
+
+
+def net(device: str = "simdev") -> Net:
+    torch.manual_seed(0)
+    return Net().to(device)
+
+
+def made(model: Any, lr: float = 0.1, **options: Any) -> Any:
+    import nostall.torch as nt
+
+    more = {
+        name: options.pop(name)
+        for name in ("overlap_update", "backward_passes_per_step")
+        if name in options
+    }
+    options.setdefault("threshold", 2000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    chosen = nt.SyncOptions(timeout=60, **options)
+    return nt.DistributedOptimizer(optimizer, model.named_parameters(), chosen, **more)
+
+
+def values(model: Any) -> list[torch.Tensor]:
+    return [p.detach().cpu().clone() for p in model.parameters()]
+
+
+def trained(steps: int = 4, **options: Any) -> tuple[list[torch.Tensor], Any]:
+    model = net()
+    optimizer = made(model, **options)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    return values(model), optimizer.gradient_sync
+
+
+def reference(steps: int = 4) -> list[torch.Tensor]:
+    """One process with the data of both ranks: each gradient halved, added up by rank."""
+    model = net("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        parts = []
+        for rank in range(2):
+            model.zero_grad()
+            loss_of(model, step, rank).backward()
+            parts.append([p.grad * 0.5 for p in model.parameters()])
+        for p, first, second in zip(model.parameters(), *parts, strict=True):
+            p.grad = first + second
+        optimizer.step()
+    return values(model)
+
+
+def equal(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(a.equal(b) for a, b in zip(mine, theirs, strict=True))
+
+
+def collective_stream() -> torch.Stream:
+    """That of the last group that reduced something."""
+    import simdev.group
+
+    used = [group for group in simdev.group.SimGloo.made if group.streams]
+    stream: torch.Stream = used[-1].streams[torch.device("simdev", 0)]
+    return stream
+
+
+@contextlib.contextmanager
+def warnings() -> Iterator[list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("nostall").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("nostall").removeHandler(handler)
+
+
+STAGED = {"fixed_order": True}
+
+
+# ---------------------------------------------------------------------------- the same results
+
+
+def case_every_way_ends_with_the_bits_of_one_process() -> None:
+    import simdev
+
+    from nostall.torch._device_gradients import CollectiveSync, StagedSync
+
+    expected = reference()
+    quick = {"mode": "negotiated", "cycle": 0.001}
+    ways: list[tuple[type, dict[str, Any]]] = [
+        (CollectiveSync, {}),
+        (CollectiveSync, {"views": False}),
+        (CollectiveSync, {"overlap_update": True, "threshold": 100}),
+        (CollectiveSync, {"check_finite": True}),
+        (StagedSync, STAGED),
+        (StagedSync, {**STAGED, "overlap_update": True}),
+        (StagedSync, {**quick, "threshold": 1 << 20}),
+        (StagedSync, {**quick, "global_sleep_every": 1}),
+        (StagedSync, {**quick, "nonblocking": True}),
+        (StagedSync, {**quick, "cores": (min(os.sched_getaffinity(0)),)}),
+    ]
+    for kind, options in ways:
+        found, sync = trained(**options)
+        assert type(sync) is kind, options
+        assert equal(found, expected), options
+        assert simdev.reports() == [], options
+        sync.close()
+
+
+def case_graphs_that_differ_by_rank_and_step() -> None:
+    import simdev
+
+    for staged in ({}, STAGED):
+        model = net()
+        optimizer = made(model, lr=0.0, threshold=600, **staged)
+        own: dict[str, torch.Tensor] = {}
+        for name, p in model.named_parameters():
+            p.register_hook(lambda g, own=own, name=name: own.__setitem__(name, g.cpu()))
+        for step in range(18):
+            ways = [("both", "left", "right")[(step * (r + 2) + step // 3) % 3] for r in range(2)]
+            if step > 10:
+                ways = ["left", "left"]  # steady again: the plan follows
+            optimizer.zero_grad()
+            loss_of(model, step % 5, way=ways[RANK]).backward()
+            optimizer.step()
+            gathered: list[Any] = [None, None]
+            dist.all_gather_object(gathered, own)
+            own.clear()
+            for name, p in model.named_parameters():
+                parts = [grads[name] for grads in gathered if name in grads]
+                if not parts:
+                    assert p.grad is None, (step, name)
+                else:
+                    torch.testing.assert_close(p.grad.cpu(), sum(parts) / 2)
+        assert optimizer.gradient_sync.replans >= 1
+        assert simdev.reports() == []
+
+
+def case_every_rank_issues_the_same_groups_in_the_same_order() -> None:
+    """Rank 1 lacks some of its gradients."""
+    model = net()
+    optimizer = made(model, threshold=100)
+    sizes: list[int] = []
+    reduce = dist.all_reduce
+
+    def watched(tensor: torch.Tensor, **named: Any) -> Any:
+        sizes.append(tensor.numel())
+        return reduce(tensor, **named)
+
+    with mock.patch.object(dist, "all_reduce", watched):
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = loss_of(model, step, way="left" if RANK and step > 2 else "both")
+            loss.backward()
+            optimizer.step()
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, sizes)
+    assert gathered[0] == gathered[1] and len(set(sizes)) > 4
+
+
+def case_what_an_optimizer_offers() -> None:
+    import simdev
+
+    model = net()
+    optimizer = made(model, threshold=1)
+    seen: list[str] = []
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(name))
+    loss = loss_of(model, 0)
+    optimizer.plan_from(loss)
+    names = [name for name, _ in model.named_parameters()]
+    groups = optimizer.gradient_sync.plan
+    loss.backward()
+    optimizer.step()
+    assert [names[g[0]] for g in groups if g[0] < len(names)] == seen
+
+    def accumulated(by_context: bool, **options: Any) -> list[torch.Tensor]:
+        model = net()
+        optimizer = made(model, backward_passes_per_step=1 if by_context else 2, **options)
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            with optimizer.no_sync() if by_context else contextlib.nullcontext():
+                loss_of(model, 10 * step).backward()
+            loss_of(model, 10 * step + 1).backward()
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        return values(model)
+
+    assert equal(accumulated(False), accumulated(True))
+    assert equal(accumulated(False), accumulated(True, **STAGED))
+
+    exact = trained()[0]
+    for staged in ({}, STAGED):
+        narrow = trained(compression="bf16", **staged)[0]
+        for a, b in zip(narrow, exact, strict=True):
+            torch.testing.assert_close(a, b, rtol=0.05, atol=0.01)
+        # What is kept of a step does not change in another one.
+        model = net()
+        optimizer = made(model, **staged)
+        loss_of(model, 0).backward()
+        optimizer.step()
+        kept = [p.grad for p in model.parameters()]
+        before = [g.cpu() for g in kept]
+        optimizer.zero_grad()
+        loss_of(model, 1).backward()
+        optimizer.step()
+        assert equal([g.cpu() for g in kept], before)
+        # Another step without another backward pass, and ranks with more data than others.
+        optimizer.step()
+        for step in range(2 + 3 * RANK):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        optimizer.join()
+        # Rank 0 is where all start.
+        torch.manual_seed(RANK + 1)
+        model = Net().to("simdev")
+        made(model, **staged)
+        assert equal(values(model), values_of_rank_0(model))
+        # Strides of their own.
+        conv = torch.nn.Conv2d(3, 8, 3).to("simdev").to(memory_format=torch.channels_last)
+        optimizer = made(conv, **staged)
+        images = torch.ones(1, 3, 8, 8).to(memory_format=torch.channels_last) * (RANK + 1)
+        conv(images.to("simdev")).sum().backward()
+        optimizer.step()
+        assert conv.weight.grad.cpu().eq(54.0).all()
+    assert simdev.reports() == []
+
+
+def values_of_rank_0(model: Any) -> list[torch.Tensor]:
+    box = [values(model)]
+    dist.broadcast_object_list(box, 0)
+    return box[0]
+
+
+def case_the_hook_of_ddp() -> None:
+    import simdev
+    from torch.nn.parallel import DistributedDataParallel
+
+    import nostall.torch as nt
+
+    expected = reference()
+    host_only = dist.new_group(backend="gloo")
+    for group in (None, host_only):
+        model = DistributedDataParallel(net(), bucket_cap_mb=0.001)
+        reducer = nt.BucketReducer(order="fixed")
+        reducer.given = group or reducer.given
+        model.register_comm_hook(reducer, nt.reduce_bucket)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        assert equal(values(model), expected)
+        assert simdev.reports() == []
+
+
+# ---------------------------------------------------------------------------- nothing waits
+
+
+def case_a_step_returns_before_its_reductions() -> None:
+    import simdev
+
+    model = net()
+    optimizer = made(model)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    torch.accelerator.synchronize()
+    stream = collective_stream()
+    with simdev.held(stream):
+        for step in range(2, 4):
+            optimizer.zero_grad()
+            # The second step learns who gave what in the first, so that one step is ahead.
+            if step == 2:
+                loss_of(model, step).backward()
+                optimizer.step()
+        assert not stream.query()
+    torch.accelerator.synchronize()
+    assert simdev.reports() == []
+
+
+# ---------------------------------------------------------------------------- without one of them
+
+
+def one_step(**options: Any) -> list[str]:
+    """What is reported in steps whose gradients are dropped at once; no result is looked at."""
+    import simdev
+
+    model = net()
+    optimizer = made(model, **options)
+    for step in range(3):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.accelerator.synchronize()
+    return simdev.reports()
+
+
+def without(name: str, nothing: Callable[..., Any], **options: Any) -> list[str]:
+    from nostall.torch import _device_gradients
+
+    with mock.patch.object(_device_gradients, name, nothing):
+        return one_step(**options)
+
+
+def case_nothing_is_reported() -> None:
+    assert one_step() == one_step(**STAGED) == one_step(overlap_update=True) == []
+
+
+def case_without_the_wait_for_gradients() -> None:
+    for staged in ({}, STAGED):
+        assert any("no event" in line for line in without("follow", lambda *_: None, **staged))
+
+
+def case_without_the_wait_for_the_reduction() -> None:
+    assert any("no event" in line for line in without("arrive", lambda work: None))
+
+
+def case_without_the_wait_for_copies_to_the_host() -> None:
+    import simdev
+
+    from nostall.torch import _device_gradients
+
+    assert any("early" in line for line in without("await_copy", lambda e: None, **STAGED))
+    model = net()
+    optimizer = made(model)
+    with mock.patch.object(_device_gradients, "await_copy", lambda event: None):
+        loss_of(model, 0, way="left").backward()
+        optimizer.step()  # asks who gave the others
+    torch.accelerator.synchronize()
+    assert any("early" in line for line in simdev.reports())
+
+
+def dropped(staged: dict[str, Any]) -> list[str]:
+    """Gradients are dropped, and their memory asked for again, while they are packed."""
+    import simdev
+
+    weight = torch.nn.Parameter(torch.ones(5000, device="simdev"))
+    other = torch.nn.Parameter(torch.ones(1, device="simdev"))  # so that the group is not complete
+    model = torch.nn.ParameterList([weight, other])
+    optimizer = made(model, **staged)
+    side = optimizer.gradient_sync._side
+    with simdev.held(side):
+        (weight * 2).sum().backward()
+        optimizer.zero_grad()
+        optimizer.gradient_sync._submitted.clear()
+        again = [torch.zeros(5000, device="simdev") for _ in range(4)]
+    torch.accelerator.synchronize()
+    del again
+    return simdev.reports()
+
+
+def case_memory_of_dropped_gradients_is_not_reused() -> None:
+    assert dropped({}) == dropped(STAGED) == []
+
+
+def case_without_record_stream() -> None:
+    from nostall.torch import _device_gradients
+
+    with mock.patch.object(_device_gradients, "use_on", lambda tensor, stream: None):
+        for staged in ({}, STAGED):
+            assert any("no event" in line for line in dropped(staged))
+
+
+# ---------------------------------------------------------------------------- faults
+
+
+def case_pinning_refused() -> None:
+    import simdev
+
+    expected = reference()
+    with mock.patch.object(torch, "empty", refusing(torch.empty)):
+        for staged in ({}, STAGED):
+            with warnings() as said:
+                found = trained(**staged)[0]
+            assert equal(found, expected)
+            assert len(said) == 1 and "page-locked" in said[0], said
+    assert simdev.reports() == []
+
+
+def refusing(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """As under `ulimit -l 0`, also for memory that the allocator keeps from before."""
+
+    def refuse(*arguments: Any, **named: Any) -> torch.Tensor:
+        if named.get("pin_memory"):
+            raise RuntimeError("memory cannot be pinned")
+        return empty(*arguments, **named)
+
+    return refuse
+
+
+def case_devices_that_are_not_for_gradients() -> None:
+    import nostall.torch as nt
+
+    meta = torch.nn.Linear(2, 2, device="meta")
+    with pytest.raises(UsageError, match=r"weight is on meta: .* which here is simdev"):
+        nt.DistributedOptimizer(torch.optim.SGD(meta.parameters()), meta.named_parameters())
+    both = torch.nn.ModuleList([torch.nn.Linear(2, 2, device=f"simdev:{i}") for i in range(2)])
+    with pytest.raises(UsageError, match="make an optimizer for each device"):
+        nt.DistributedOptimizer(torch.optim.SGD(both.parameters()), both.named_parameters())
+    mixed = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="simdev")])
+    with pytest.raises(UsageError, match=r"0\.weight is on cpu"):
+        nt.DistributedOptimizer(torch.optim.SGD(mixed.parameters()), mixed.named_parameters())
+
+
+def case_other_models_are_refused_with_the_first_difference() -> None:
+    import nostall.torch as nt
+    from nostall.errors import PeerError
+
+    model = torch.nn.Linear(2, 2 + RANK).to("simdev")
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(PeerError, match=r"has gradient weight \(\d x float32\) where rank \d has"):
+        nt.DistributedOptimizer(optimizer, model.named_parameters())
+
+
+def case_a_gradient_that_is_not_finite() -> None:
+    model = net()
+    optimizer = made(model, check_finite=True)
+    (loss_of(model, 0) * float("nan")).backward()
+    with pytest.raises(UsageError, match=f"gradient .* of rank {RANK} is not finite"):
+        optimizer.step()
+
+
+def case_a_forked_child_is_refused() -> None:
+    for staged in ({}, STAGED):
+        model = net()
+        optimizer = made(model, **staged)
+        loss_of(model, 0).backward()
+        child = os.fork()
+        if child == 0:
+            try:
+                optimizer.step()
+            except (RuntimeError, UsageError) as error:
+                os._exit(0 if "forked" in str(error) else 1)
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        optimizer.step()
+
+
+def case_z_a_lost_device() -> None:
+    """The error comes from backward, or from step; the last case, for the ranks are apart then."""
+    import simdev
+
+    for staged in ({}, STAGED):
+        model = net()
+        optimizer = made(model, **staged)
+        simdev.fail_after(25)
+        with pytest.raises(RuntimeError, match="device lost"):
+            loss_of(model, 0).backward()
+            optimizer.step()
+        simdev.release_all()
+    simdev.reports()
+
+
+# ---------------------------------------------------------------------------- for pytest
+
+
+def test_on_two_ranks_of_the_simulated_device() -> None:
+    cases.check(__file__, ranks=2)
+
+
+if __name__ == "__main__":
+    import simdev.group  # noqa: F401
+
+    cases.join("cpu:gloo,simdev:simgloo")
+    cases.main(globals())
