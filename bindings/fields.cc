@@ -194,7 +194,9 @@ void bind_fields(nb::module_& m) {
             }
             return out;
           },
-          "(name, dtype, shape of one sample, form) of each; -1 in a shape is ragged.");
+          "(name, dtype, shape of one sample, form) of each; -1 in a shape is ragged.")
+      .def_prop_ro("light", &fields::Program::light,
+                   "Whether unpacking costs little more than a copy.");
   m.def(
       "compile_program",
       [](std::vector<Field> fields, std::optional<fields::BatchMix> mix) {

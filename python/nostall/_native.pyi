@@ -1144,6 +1144,10 @@ class Program:
         (name, dtype, shape of one sample, form) of each; -1 in a shape is ragged.
         """
 
+    @property
+    def light(self) -> bool:
+        """Whether unpacking costs little more than a copy."""
+
 def compile_program(fields: Sequence[Field], mix: BatchMix | None = None) -> Program: ...
 
 class PeerTransport:

@@ -273,8 +273,8 @@ _LOADER = (
         "staging",
         _SIZE,
         "auto",
-        "bytes of finished batches kept ahead of the consumer, per rank; auto: 256 MiB, less where a "
-        "limit of memory leaves little",
+        "bytes of finished batches kept ahead of the consumer, per rank; auto: 256 MiB, 64 MiB of "
+        "tokens and numbers, less where a limit of memory leaves little",
         file=True,
     ),
     _loader("rank", _RANK, None, "this rank", "found from the launcher"),

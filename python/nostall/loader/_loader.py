@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 _STATE_VERSION = 1
 _READS_IN_FLIGHT = 16
 _SEED_BYTES = 4  # of a drawn seed: short enough to be typed again
+_LIGHT_STAGING = 64 << 20  # of what is as quickly unpacked as read
 _ENDLESS = 2**31 - 1  # epochs of a plan without an end
 _BOUNDED = 1024  # the lower bound is that of the whole job up to so many epochs
 
@@ -264,6 +265,7 @@ class DataLoader:
             on_error=self._on_error,
             threads=self._threads,
         )
+        self._bound_staging()
         self._recipe.refuse_idle(rare, transforms)
         if self.world.rank == 0:
             self._recipe.tell_steps()
@@ -342,6 +344,10 @@ class DataLoader:
         self._device_bytes = parse_size(self._options.device_ahead)
         cores = len(os.sched_getaffinity(0))
         self._threads = self._options.threads or max(1, cores // ranks)
+
+    def _bound_staging(self) -> None:
+        if self._options.staging == "auto" and self._recipe.is_light:
+            self._staging = min(self._staging, _LIGHT_STAGING)
 
     # ------------------------------------------------------------------ iterating
 

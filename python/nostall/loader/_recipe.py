@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import logging
@@ -29,14 +28,23 @@ Transforms = Steps | ByField | Callable[[Any], Any] | None
 _log = logging.getLogger("nostall")
 
 
-def _handed_out(output: str, array: NDArray[Any]) -> Any:
-    """An array as the user wants it."""
-    if output == "numpy":
-        return array
+def _as_it_is(array: NDArray[Any]) -> Any:
+    return array
+
+
+def _pinned(array: NDArray[Any]) -> Any:
     import torch
 
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory() if torch.cuda.is_available() else tensor
+    return torch.from_numpy(array).pin_memory()
+
+
+def _maker(output: str) -> Callable[[NDArray[Any]], Any]:
+    """What makes of an array what the user wants."""
+    if output == "numpy":
+        return _as_it_is
+    import torch
+
+    return _pinned if torch.cuda.is_available() else torch.from_numpy
 
 
 class Recipe:
@@ -73,7 +81,7 @@ class Recipe:
             importlib.import_module("torch")
         self.place = None if options.device is None else place_of(options.device, self._output)
         self.finish: Finish | None = None
-        self.array = functools.partial(_handed_out, self._output)
+        self.array = _maker(self._output)
         self.program: _native.Program | None = None
         self.stage: PythonStage | None = None
         self._records: Records | None = None
@@ -261,6 +269,11 @@ class Recipe:
     def is_native(self) -> bool:
         """Whether the arrays of a batch lie in the stage's memory."""
         return self.program is not None and self.stage is None and self._collate is None
+
+    @property
+    def is_light(self) -> bool:
+        """Whether a batch costs little more than a copy of its bytes."""
+        return self.is_native and self.program is not None and self.program.light
 
     # ------------------------------------------------------------------ batches
 

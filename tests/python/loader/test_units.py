@@ -299,3 +299,11 @@ def test_options_that_cannot_be_are_refused(tokens: nostall.Tokens) -> None:
             nostall.Windows(tokens, **{"length": 64} | options)
     with pytest.raises(UsageError, match="not one unit"):
         nostall.Windows(tokens, 3001)
+
+
+def test_batches_ahead_take_little_memory(tokens: nostall.Tokens) -> None:
+    windows = nostall.Windows(tokens, 64)
+    with loader(windows, 2) as batches:
+        assert batches.settings()["staging_bytes"] <= 64 << 20
+    with loader(windows, 2, staging="70MiB") as batches:
+        assert batches.settings()["staging_bytes"] == 70 << 20
