@@ -1,7 +1,7 @@
 """Loaders of token sequences for ``nostall bench tokens``: each gives batches of int64 without end.
 
-Each is a generator of (positions, tokens) of its batches: the places that a batch has, and how many of
-them hold a token of a document.
+Each is a generator of (places, count) of its batches: the places that a batch has, and a function that
+counts which of them hold a token of a document.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 END = 0  # the id that ends every document
-Counted = Iterator[tuple[int, int]]
+Counted = Iterator[tuple[int, Callable[[], int]]]
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,10 @@ def _limit_to_one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def _used(segments: Any) -> int:
+    return int((segments > 0).sum())
+
+
 def nanogpt(job: Job) -> Counted:
     """nanoGPT's get_batch: random offsets into a memory map, one copy and one stack a batch."""
     import torch
@@ -70,7 +75,7 @@ def nanogpt(job: Job) -> Counted:
         ids = torch.stack(
             [torch.from_numpy(data[i : i + job.length].astype(np.int64)) for i in offsets]
         )
-        yield ids.numel(), ids.numel()
+        yield ids.numel(), ids.numel
 
 
 class _Windows:
@@ -127,7 +132,7 @@ def _torch(dataset: Callable[[Job], Any], workers: int) -> Callable[[Job], Count
         )
         while True:
             for ids in loader:
-                yield ids.numel(), ids.numel()
+                yield ids.numel(), ids.numel
 
     return batches
 
@@ -138,7 +143,7 @@ def grain_windows(job: Job) -> Counted:
 
     dataset = grain.MapDataset.source(_Windows(job)).shuffle(seed=0).repeat().batch(job.batch)
     for ids in dataset.to_iter_dataset(grain.ReadOptions(num_threads=job.threads)):
-        yield ids.size, ids.size
+        yield ids.size, partial(np.size, ids)
 
 
 def grain_packed(job: Job, bins: int = 64) -> Counted:
@@ -157,7 +162,7 @@ def grain_packed(job: Job, bins: int = 64) -> Counted:
         dataset.to_iter_dataset(), length_struct={"ids": job.length}, num_packing_bins=bins
     )
     for batch in packed.batch(job.batch):
-        yield batch["ids"].size, int((batch["ids_segment_ids"] > 0).sum())
+        yield batch["ids"].size, partial(_used, batch["ids_segment_ids"])
 
 
 def _chunks(job: Job) -> Path:
@@ -200,7 +205,7 @@ def litdata_windows(job: Job) -> Counted:
     while True:
         for ids in loader:
             wide = ids.long()
-            yield wide.numel(), wide.numel()
+            yield wide.numel(), wide.numel
 
 
 def _nostall(job: Job, packed: bool) -> Counted:
@@ -217,8 +222,10 @@ def _nostall(job: Job, packed: bool) -> Counted:
         while True:
             for batch in loader:
                 ids = batch["ids"]
-                used = int((batch["segments"] > 0).sum()) if packed else ids.numel()
-                yield ids.numel(), used
+                if packed:
+                    yield ids.numel(), partial(_used, batch["segments"])
+                else:
+                    yield ids.numel(), ids.numel
 
 
 def nostall_windows(job: Job) -> Counted:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LIMIT = "limit (C++)"
+_COUNTED = 50  # batches whose waste is counted before the time begins
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +112,7 @@ def _one(
     """Adds one measurement to the row of a loader, or what stands against it."""
     try:
         row["runs"].append(
-            _limit(folder, arguments)
+            _limit(mode, folder, arguments)
             if name == LIMIT
             else harness.child(
                 "nostall_bench.tokens",
@@ -124,11 +125,12 @@ def _one(
         row["error"] = str(error)
 
 
-def _limit(folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
+def _limit(mode: str, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
     program = find_native("nostall-limit-tokens")
     if program is None:
         raise UsageError("nostall-limit-tokens is not built")
-    settings = (arguments.length, arguments.batch_size, arguments.threads, arguments.seconds)
+    work = "packed" if mode == "packed" else "windows"
+    settings = (arguments.length, arguments.batch_size, arguments.threads, arguments.seconds, work)
     done = subprocess.run(
         [str(program), str(folder / "tokens.bin"), *map(str, settings)],
         capture_output=True,
@@ -194,23 +196,28 @@ def _measure(settings: dict[str, Any]) -> dict[str, float]:
     if importlib.util.find_spec(needed) is None:
         raise UsageError(f"{needed} is not installed")
     __import__(needed)
+    before = pss_bytes(root)
     batches = LOADERS[mode][name](job)
-    for _ in range(0 if mode == "cold" else 20):
-        next(batches)
+    # Counted beforehand: it takes longer than most loaders do.
+    counted = [
+        (n, count()) for n, count in itertools.islice(batches, 0 if mode == "cold" else _COUNTED)
+    ]
+    waste = 1 - sum(n for _, n in counted) / sum(n for n, _ in counted) if counted else 0.0
     # A cold measurement ends with the epoch: what comes again is no work of the storage.
     most = settings["cold_tokens"] // (job.length * job.batch) if mode == "cold" else 1 << 62
-    places, tokens, seconds, cpu = 0, 0, 0.0, cpu_seconds(root)
+    places, seconds, cpu = 0, 0.0, cpu_seconds(root)
     began = time.perf_counter()
-    for positions, used in itertools.islice(batches, most):
-        places, tokens = places + positions, tokens + used
+    for positions, _ in itertools.islice(batches, most):
+        places += positions
         seconds = time.perf_counter() - began
         if seconds >= settings["seconds"]:
             break
+    tokens = places * (1 - waste)
     return {
         "tokens_per_s": tokens / seconds,
-        "waste": 1 - tokens / places,
+        "waste": waste,
         "cpu_ns": (cpu_seconds(root) - cpu) * 1e9 / tokens,
-        "pss_bytes": pss_bytes(root),
+        "pss_bytes": pss_bytes(root) - before,
     }
 
 
