@@ -17,11 +17,12 @@ CLANG_FORMAT := $(firstword $(foreach v,clang-format-14 clang-format-19 clang-fo
 SOURCES := $(shell git ls-files native bindings mpi tools cmake python CMakeLists.txt pyproject.toml 2>/dev/null)
 BENCHMARKS := $(shell git ls-files benchmarks/native benchmarks/nostall_bench benchmarks/CMakeLists.txt benchmarks/pyproject.toml 2>/dev/null)
 
-.PHONY: demo test dlio-test native-test python-test build lint format sanitize sanitize-all fuzz campaign bench clean help
+.PHONY: demo docs test dlio-test native-test python-test build lint format sanitize sanitize-all fuzz campaign bench clean help
 
 help:
 	@echo "make demo      train on a slow file system, with and without nostall (under 5 minutes)"
 	@echo "make test      native and Python tests"
+	@echo "make docs      the documentation as a site, with a search"
 	@echo "make bench     nostall bench loader, with every peer that installs"
 	@echo "make campaign  campaigns of faults at a small size (SCALE=1 ONLY=name for the published size)"
 	@echo "make sanitize-all  the package and the MPI library under sanitizers as well (an hour)"
@@ -147,16 +148,21 @@ campaign: $(STAMPS)/checkers build
 	@PYTHONPATH=tests $(BIN)/python -m campaigns --jobs 2 $(ONLY) $(if $(SCALE),--scale $(SCALE))
 
 lint: $(STAMPS)/checkers build
-	@echo "layers, public names, clang-format, ruff, mypy"
+	@echo "layers, public names, documentation, clang-format, ruff, mypy"
 	@$(BIN)/python scripts/check-layers
 	@$(BIN)/python scripts/reference --check
 	@$(BIN)/python scripts/check-docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
 	@scripts/check-locks $(CLANG) $(BIN)/python
 	@git ls-files '*.cc' '*.h' '*.c' | xargs $(CLANG_FORMAT) --dry-run -Werror
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python scripts/stubs --check
 	@$(BIN)/mypy
+
+docs: $(STAMPS)/requirements
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+	@echo "the site is in build/site: $(BIN)/python -m http.server -d build/site"
 
 format:
 	@git ls-files '*.cc' '*.h' '*.c' | xargs $(CLANG_FORMAT) -i

@@ -1,0 +1,48 @@
+"""What the site of the documentation adds to docs/: README as its first page, and examples/."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def on_config(config: Any) -> None:
+    """A folder in the navigation stands for its pages."""
+    for entry in config.nav:
+        for name, pages in entry.items():
+            if isinstance(pages, list):
+                entry[name] = [_pages(p) for p in pages]
+            else:
+                entry[name] = _expand(pages)
+
+
+def _pages(entry: Any) -> Any:
+    if isinstance(entry, dict):
+        return {name: _expand(pages) for name, pages in entry.items()}
+    return entry
+
+
+def _expand(pages: str) -> Any:
+    if not pages.endswith("/"):
+        return pages
+    found = sorted((ROOT / "docs" / pages).glob("*.md"), key=lambda p: (p.stem != "README", p.name))
+    return [pages + p.name for p in found]
+
+
+def on_files(files: Files, config: Any) -> Files:
+    first = (ROOT / "README.md").read_text().replace("](docs/", "](")
+    first = re.sub(r"\[docs/([a-z-]+/)?([a-z-]+)(\.md|/)?\]", r"[\2]", first)
+    files.append(File.generated(config, "index.md", content=first))
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        files.append(File.generated(config, f"examples/{path.name}", abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    # examples/ lies beside docs/ in the repository, and within the site.
+    return markdown.replace("](../../examples/", "](../examples/")
