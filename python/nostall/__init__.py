@@ -72,6 +72,7 @@ if TYPE_CHECKING:
         Tokens,
         Units,
         Windows,
+        tokenize,
     )
 
 __all__ = [
@@ -131,6 +132,7 @@ __all__ = [
     "fields",
     "metrics",
     "testing",
+    "tokenize",
     "trace",
     "transforms",
 ]
@@ -147,7 +149,7 @@ _NAMES = {
     "source": "COCO HDF5 LMDB VOC Arrays ArrowIPC Cached Concat CustomFields CustomSource Documents "
     "FieldReader FileList Files Filter ImageFolder ImageNet Manifest Mixture ObjectFolder Packed "
     "Parquet Pixels ReadOptions SampleReader Source Split Subset TarShards TFRecord Tokens "
-    "Units Windows",
+    "Units Windows tokenize",
 }
 _ROOM = {name: room for room, names in _NAMES.items() for name in names.split()}
 _ROOMS = {*_NAMES, "collective", "convert", "errors", "job", "simulate", "sync", "torch"}

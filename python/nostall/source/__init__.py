@@ -8,7 +8,7 @@
     HDF5, Parquet, ArrowIPC            through h5py and pyarrow
     Arrays                             rows of arrays of NumPy
     ObjectFolder                       one object per sample
-    Tokens                             files of token ids, no source itself:
+    Tokens, tokenize                   files of token ids, or of texts; no source itself:
     Windows, Documents, Packed, Units  what a training takes of them
     Cached                             items of a data set in Python, made once
     CustomSource, CustomFields         samples that a class of the user's reads
@@ -34,6 +34,7 @@ from nostall.source._records import ReadOptions
 from nostall.source._source import FileList, ImageFolder, Pixels, Source
 from nostall.source._tar import TarShards
 from nostall.source._tfrecord import TFRecord
+from nostall.source._tokenize import tokenize
 from nostall.source._tokens import Tokens
 from nostall.source._units import Documents, Packed, Units, Windows
 from nostall.source._views import Concat, Filter, Split, Subset, View
@@ -73,4 +74,5 @@ __all__ = [
     "Units",
     "View",
     "Windows",
+    "tokenize",
 ]

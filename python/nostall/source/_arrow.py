@@ -182,7 +182,7 @@ class _Groups(SampleReader):
     def _open(self, number: int) -> Any:
         if number not in self._opened:
             file = as_file(self._paths[number], self._store)
-            self._opened[number] = file, _open_parquet(self._paths[number], file)
+            self._opened[number] = file, open_parquet(self._paths[number], file)
         return self._opened[number][1]
 
     def _read(self, number: int, group: int, column: Column) -> Any:
@@ -238,7 +238,7 @@ class _Groups(SampleReader):
         return f"{self._paths[number]}, row group {inside}, row {row - self._first[group]}"
 
 
-def _open_parquet(path: str, file: Any) -> Any:
+def open_parquet(path: str, file: Any) -> Any:
     try:
         return _pyarrow("parquet", path).ParquetFile(file)
     except FileNotFoundError:

@@ -66,6 +66,12 @@ def _said(error: Exception) -> str:
     )
 
 
+def _end_with(user: Any) -> None:
+    """Ends this process with the one that started it, also while an item is made."""
+    connection.wait([user.sentinel])
+    os._exit(1)
+
+
 def _make(dataset: Any, pickles: Iterable[str], asked: Connection, memory: Any) -> None:
     """What a maker does."""
     file = memory if isinstance(memory, int) else memory.detach()
@@ -73,11 +79,10 @@ def _make(dataset: Any, pickles: Iterable[str], asked: Connection, memory: Any) 
         sys.modules["torch"].set_num_threads(1)
     user = multiprocessing.parent_process()
     assert user is not None
+    # Other makers may hold this process's pipe open, so its end does not tell of the user's.
+    threading.Thread(target=_end_with, args=(user,), daemon=True).start()
     while True:
         try:
-            # Other makers may hold this process's pipe open, so its end does not tell of the user's.
-            if asked not in connection.wait([asked, user.sentinel]):
-                return
             sample = asked.recv()
         except (EOFError, OSError, KeyboardInterrupt):
             return

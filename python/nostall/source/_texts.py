@@ -1,0 +1,195 @@
+"""Texts in files: JSON Lines, columns of Parquet and Arrow, plain text; in pieces of like size."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nostall.errors import CorruptionError, UsageError
+from nostall.source._arrow import each_piece, open_parquet
+from nostall.source._object_file import ObjectFile, as_file
+from nostall.source._objects import is_url
+
+_LINES = (".jsonl", ".ndjson", ".json")
+_BLOCK = 1 << 20
+
+
+class Piece(NamedTuple):
+    """A part of a file: bytes, or of Parquet row groups, of Arrow batches."""
+
+    path: str
+    begin: int
+    end: int
+    size: int
+
+
+def pieces_of(
+    paths: Sequence[str], sizes: Sequence[int], separator: str | None, most: int, store: Any
+) -> list[Piece]:
+    """All files in pieces of `most` bytes, or of what cannot be divided."""
+    found: list[Piece] = []
+    for path, size in zip(paths, map(int, sizes), strict=True):
+        if path.endswith(".parquet"):
+            groups = open_parquet(path, as_file(path, store)).metadata
+            counts = [groups.row_group(i).total_byte_size for i in range(groups.num_row_groups)]
+            found += _grouped(path, counts, most)
+        elif path.endswith(".arrow") and not is_url(path):
+            tables: list[Any] = []
+            each_piece(path, store, lambda table, held: tables.append(table))  # noqa: B023
+            found += _grouped(path, [table.nbytes for table in tables[1:]], most)
+        elif _divided(path, separator):
+            begins = range(0, size, most)
+            found += [Piece(path, at, min(size, at + most), min(size - at, most)) for at in begins]
+        else:
+            found.append(Piece(path, 0, 2**62, size))
+    return found
+
+
+def _divided(path: str, separator: str | None) -> bool:
+    """Whether a document's beginning is seen from any byte before it."""
+    if path.endswith(_LINES):
+        return True
+    if path.endswith((".gz", ".arrow")) or not separator:
+        return False
+    # Of a separator that overlaps itself it depends on where the search begins.
+    return not any(separator[:i] == separator[-i:] for i in range(1, len(separator)))
+
+
+def _grouped(path: str, sizes: Sequence[int], most: int) -> list[Piece]:
+    found, begin, total = [], 0, 0
+    for number, size in enumerate(sizes):
+        total += size
+        if total >= most or number + 1 == len(sizes):
+            found.append(Piece(path, begin, number + 1, total))
+            begin, total = number + 1, 0
+    return found
+
+
+def rows_of_piece(
+    piece: Piece, columns: Sequence[str], separator: str | None, store: Any
+) -> Iterator[tuple[str, list[Any]]]:
+    """(place, values of the columns) of each row; a plain text has one value.
+
+    Raises:
+        UsageError: a column is not there.
+        CorruptionError: a file is damaged, with its path and place.
+    """
+    path = piece.path
+    if path.endswith(".parquet"):
+        file = open_parquet(path, as_file(path, store))
+        _check(columns, file.schema_arrow.names, path)
+        for group in range(piece.begin, piece.end):
+            table = file.read_row_group(group, columns=list(columns))
+            yield from _of_table(table, columns, f"{path}, row group {group}")
+    elif path.endswith(".arrow"):
+        tables: list[Any] = []
+        each_piece(path, store, lambda table, held: tables.append(table))
+        _check(columns, tables[0].schema.names, path)
+        chosen = itertools.islice(enumerate(tables[1:]), piece.begin, piece.end)
+        for number, table in chosen:
+            yield from _of_table(table.select(list(columns)), columns, f"{path}, batch {number}")
+    elif path.removesuffix(".gz").endswith(_LINES):
+        for place, line in _lines(piece, store):
+            if line.strip():
+                yield place, _of_line(line, columns, place)
+    else:
+        for place, text in _documents(piece, separator, store):
+            try:
+                yield place, [text.decode()]
+            except UnicodeDecodeError as error:
+                raise CorruptionError(f"{place} is not UTF-8: {error}") from None
+
+
+def _check(columns: Sequence[str], names: Sequence[str], path: str) -> None:
+    for column in columns:
+        if column not in names:
+            raise UsageError(f"{path} has no column {column!r}; it has: {', '.join(names)}")
+
+
+def _of_table(table: Any, columns: Sequence[str], where: str) -> Iterator[tuple[str, list[Any]]]:
+    values = [_values(table.column(column), where) for column in columns]
+    for number, row in enumerate(zip(*values, strict=True)):
+        yield f"{where}, row {number}", list(row)
+
+
+def _values(column: Any, where: str) -> Sequence[Any]:
+    import pyarrow.compute
+    from pyarrow import types
+
+    kind = column.type
+    lists = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if not lists or not types.is_integer(kind.value_type):
+        values: list[Any] = column.to_pylist()
+        return values
+    flat = pyarrow.compute.list_flatten(column)
+    if flat.null_count:
+        raise CorruptionError(f"{where}: a list of ids has a null in it")
+    lengths = pyarrow.compute.list_value_length(column).fill_null(0).to_numpy()
+    return np.split(flat.to_numpy(), np.cumsum(lengths)[:-1])
+
+
+def _of_line(line: bytes, columns: Sequence[str], place: str) -> list[Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise CorruptionError(f"{place} is no JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise CorruptionError(f"{place} is no object of JSON")
+    _check(columns, list(row), place)
+    return [row[column] for column in columns]
+
+
+def _opened(path: str, store: Any) -> Any:
+    file = (
+        io.BufferedReader(ObjectFile(path, store), _BLOCK)
+        if is_url(path)
+        else open(path, "rb", _BLOCK)  # noqa: SIM115 - closed by the callers
+    )
+    return gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file
+
+
+def _lines(piece: Piece, store: Any) -> Iterator[tuple[str, bytes]]:
+    """The lines that begin in a piece."""
+    with _opened(piece.path, store) as file:
+        at = piece.begin
+        if at > 0:
+            file.seek(at - 1)
+            at += len(file.readline()) - 1
+        try:
+            while at < piece.end and (line := file.readline()):
+                yield f"{piece.path}, byte {at}", line
+                at += len(line)
+        except (EOFError, gzip.BadGzipFile) as error:
+            raise CorruptionError(f"{piece.path}, byte {at}: {error}") from None
+
+
+def _documents(piece: Piece, separator: str | None, store: Any) -> Iterator[tuple[str, bytes]]:
+    """The plain texts that begin in a piece."""
+    with _opened(piece.path, store) as file:
+        if not separator:
+            yield piece.path, file.read()
+            return
+        mark = separator.encode()
+        at = max(0, piece.begin - len(mark))  # of the first byte of `data`
+        file.seek(at)
+        data, searched, inside = b"", 0, piece.begin == 0
+        while at < piece.end:
+            end = data.find(mark, searched)
+            if end < 0:
+                searched = max(0, len(data) - len(mark) + 1)
+                if more := file.read(_BLOCK):
+                    data += more
+                    continue
+                if inside and data:
+                    yield f"{piece.path}, byte {at}", data
+                return
+            if inside:
+                yield f"{piece.path}, byte {at}", data[:end]
+            data, at = data[end + len(mark) :], at + end + len(mark)
+            searched, inside = 0, True

@@ -1,0 +1,400 @@
+"""Texts made into tokens once: by real tokenizers, in parts that survive a kill."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from object_server import Proxy, upload
+
+import nostall
+from nostall.errors import CorruptionError, IoError, UsageError
+from nostall.source import _tokenize
+
+pytest_plugins = ["object_fixtures"]
+
+tokenizers = pytest.importorskip("tokenizers")
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "and",
+    "then",
+    "sleeps",
+]
+RANDOM = np.random.default_rng(5)
+TEXTS = [
+    " ".join(RANDOM.choice(WORDS, int(n))) + (" äöü" if n % 3 == 0 else "")
+    for n in RANDOM.integers(1, 40, 60)
+]
+TEXTS[7] = TEXTS[59] = ""
+
+
+def trained(merges: int = 300) -> Any:
+    """A small tokenizer of bytes, trained on the texts."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=merges,
+        special_tokens=["<end>", "<user>", "<bot>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(TEXTS, trainer)
+    return made
+
+
+TOKENIZER = trained()
+
+
+def json_lines(path: Path, rows: list[Any], column: str = "text") -> Path:
+    path.write_text("".join(json.dumps({column: row}) + "\n" for row in rows))
+    return path
+
+
+def documents(tokens: nostall.Tokens) -> list[list[int]]:
+    return [tokens.document(d).tolist() for d in range(tokens.documents)]
+
+
+def expected(tokenizer: Any = TOKENIZER, end: int | None = 0) -> list[list[int]]:
+    found = [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS]
+    return [[*ids, end] if ids and end is not None else ids for ids in found]
+
+
+def as_lines(folder: Path) -> dict[str, Any]:
+    json_lines(folder / "a.jsonl", TEXTS[:20])
+    json_lines(folder / "b.jsonl", TEXTS[20:])
+    return {"files": folder}
+
+
+def as_gzip(folder: Path) -> dict[str, Any]:
+    lines = json_lines(folder / "a", TEXTS).read_bytes()
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    return {"files": folder / "a.jsonl.gz"}
+
+
+def as_parquet(folder: Path) -> dict[str, Any]:
+    table = pa.table({"other": range(60), "words": TEXTS})
+    pq.write_table(table, folder / "a.parquet", row_group_size=7)
+    return {"files": folder / "a.parquet", "column": "words"}
+
+
+def as_datasets(folder: Path) -> dict[str, Any]:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(folder / "set", num_shards=3)
+    return {"files": folder / "set"}
+
+
+def as_text(separator: str) -> Callable[[Path], dict[str, Any]]:
+    def write(folder: Path) -> dict[str, Any]:
+        (folder / "a.txt").write_text("".join(text + separator for text in TEXTS))
+        return {"files": folder / "a.txt", "separator": separator}
+
+    return write
+
+
+def as_files(folder: Path) -> dict[str, Any]:
+    for number, text in enumerate(TEXTS):
+        (folder / f"{number:02d}.txt").write_text(text)
+    return {"files": folder}
+
+
+@pytest.mark.parametrize(
+    "written, divided",
+    [
+        (as_lines, True),
+        (as_gzip, False),
+        (as_parquet, True),
+        (as_datasets, True),
+        (as_text("<|end|>"), True),
+        (as_text("\n\n"), False),  # which byte begins a separator depends on those before
+        (as_files, True),
+    ],
+)
+def test_every_format_gives_the_same_tokens(
+    written: Callable[[Path], dict[str, Any]],
+    divided: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_tokenize, "_PART_BYTES", 700)
+    (tmp_path / "in").mkdir()
+    arguments = written(tmp_path / "in")
+    parts: list[int] = []
+
+    def tokenize() -> nostall.Tokens:
+        return nostall.tokenize(
+            tokenizer=TOKENIZER,
+            cache=tmp_path / "cache",
+            end="<end>",
+            workers=2,
+            progress=parts.append,
+            **arguments,
+        )
+
+    tokens = tokenize()
+    assert documents(tokens) == expected()
+    assert tokens.dtype == "uint16" and tokens.vocabulary == 300
+    assert parts == sorted(parts) and (parts[-1] > 2) == divided
+    # Once is enough, and the index of the stream is stored too.
+    monkeypatch.setattr(_tokenize, "Makers", None)
+    again = tokenize()
+    assert again.fingerprint == tokens.fingerprint and again.index_reused
+
+
+def test_objects_are_tokenised(bucket: Any, proxy: Proxy, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    as_lines(tmp_path / "in")
+    as_parquet(tmp_path / "in")
+    upload(bucket, tmp_path / "in")
+    for names, column in ((["a.jsonl", "b.jsonl"], "text"), (["a.parquet"], "words")):
+        there, here = (
+            nostall.tokenize(
+                [f"{root}/{name}" for name in names],
+                TOKENIZER,
+                tmp_path / "cache",
+                column=column,
+                workers=1,
+            )
+            for root in (f"s3://{bucket.name}", tmp_path / "in")
+        )
+        assert there.fingerprint == here.fingerprint
+        assert documents(there) == documents(here)
+
+
+def test_a_tokenizer_of_tiktoken(tmp_path: Path) -> None:
+    tiktoken = pytest.importorskip("tiktoken")
+    encoding = tiktoken.Encoding(
+        "bytes",
+        pat_str=r"\w+|\s+|.",
+        mergeable_ranks={bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257},
+        special_tokens={"<|end|>": 258},
+    )
+    json_lines(tmp_path / "a.jsonl", TEXTS)
+    tokens = nostall.tokenize(tmp_path / "a.jsonl", encoding, tmp_path, end="<|end|>", workers=1)
+    found = documents(tokens)
+    assert tokens.vocabulary == 259
+    assert [encoding.decode(ids[:-1]) for ids in found if ids] == [t for t in TEXTS if t]
+    assert all(ids[-1] == 258 for ids in found if ids)
+
+
+CHATS = [
+    [
+        {"role": "user", "content": "the fox"},
+        {"role": "assistant", "content": "jumps over"},
+        {"role": "user", "content": "a dog"},
+        {"role": "assistant", "content": "sleeps"},
+    ],
+    [{"role": "user", "content": "brown"}, {"role": "assistant", "content": "tree"}],
+    [{"role": "user", "content": "never answered"}],
+]
+PLAIN = (
+    "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}{% else %}"
+    "<bot>{{ m.content }}<end>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<bot>{% endif %}"
+)
+MARKED = PLAIN.replace(
+    "{{ m.content }}<end>", "{% generation %}{{ m.content }}<end>{% endgeneration %}"
+)
+
+
+def by_hand(messages: Any) -> tuple[list[int], list[int]]:
+    """A template as a function."""
+    ids: list[int] = []
+    mask: list[int] = []
+    for message in messages:
+        bot = message["role"] == "assistant"
+        said = TOKENIZER.encode(message["content"]).ids + [0] * bot
+        ids += [2 if bot else 1, *said]
+        mask += [0, *[int(bot)] * len(said)]
+    return ids, mask
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED, by_hand])
+def test_chats_have_a_mask_of_what_is_learned(template: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    made: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=TOKENIZER)
+    options: dict[str, Any] = {"chat": True}
+    if callable(template):
+        options = {"chat": template, "version": "1"}
+    else:
+        made.chat_template = template
+    json_lines(tmp_path / "a.jsonl", CHATS, "messages")
+    tokens = nostall.tokenize(
+        tmp_path / "a.jsonl", made, tmp_path, column="messages", workers=1, **options
+    )
+    wanted = [by_hand(chat) for chat in CHATS]
+    assert documents(tokens) == [ids for ids, _ in wanted]
+    units = nostall.Documents(tokens, 32, fields=("ids", "labels", "loss_mask"))
+    with nostall.DataLoader(units, 3, epochs=1, shuffle=False, tiers=[], output="numpy") as loader:
+        batch = next(iter(loader))
+    for row, (ids, mask) in enumerate(wanted):
+        labels = [i if m else -100 for i, m in zip(ids[1:], mask[1:], strict=True)]
+        assert batch["labels"][row].tolist() == labels + [-100] * (33 - len(ids))
+        assert batch["loss_mask"][row].tolist() == mask[1:] + [0] * (33 - len(ids))
+
+
+def test_a_template_that_does_not_tell_what_is_learned(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    made: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=TOKENIZER)
+    made.chat_template = "{{ messages | length }}" + PLAIN
+    json_lines(tmp_path / "a.jsonl", CHATS, "messages")
+    with pytest.raises(UsageError, match="mark them by"):
+        nostall.tokenize(tmp_path / "a.jsonl", made, tmp_path, column="messages", chat=True)
+    json_lines(tmp_path / "b.jsonl", ["no messages"], "messages")
+    with pytest.raises(CorruptionError, match=r"b\.jsonl, byte 0 makes no chat"):
+        nostall.tokenize(tmp_path / "b.jsonl", made, tmp_path, column="messages", chat=True)
+
+
+def test_columns_of_ids_are_written_once(tmp_path: Path) -> None:
+    ids = [[1, 2, 3], [], [70_000, 5], None]
+    labels = [[-100, 2, 3], [], [-100, 5], None]
+    table = pa.table(
+        {
+            "ids": pa.array(ids, pa.list_(pa.int64())),
+            "labels": pa.array(labels, pa.list_(pa.int32())),
+        }
+    )
+    pq.write_table(table, tmp_path / "a.parquet")
+    tokens = nostall.tokenize(
+        tmp_path / "a.parquet", None, tmp_path, column="ids", tracks={"labels": "labels"}, end=9
+    )
+    assert documents(tokens) == [[1, 2, 3, 9], [], [70_000, 5, 9], []]
+    units = nostall.Documents(tokens, 4)
+    with nostall.DataLoader(units, 2, epochs=1, shuffle=False, tiers=[], output="numpy") as loader:
+        batch = next(iter(loader))
+    assert batch["labels"].tolist() == [[2, 3, -100, -100], [5, -100, -100, -100]]
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+import nostall
+from nostall.source import _tokenize
+_tokenize._PART_BYTES = 700
+folder = Path(sys.argv[1])
+def words(text):
+    if "STOP" in text and (folder / "stop").exists():
+        (folder / "stopped").touch()
+        time.sleep(600)
+    return [len(word) for word in text.split()]
+made = nostall.tokenize(folder / "a.jsonl", words, folder / sys.argv[2], version="1", workers=1)
+print(made.fingerprint, *made.read(0, len(made)))
+"""
+
+
+def test_work_that_was_killed_goes_on(tmp_path: Path) -> None:
+    json_lines(tmp_path / "a.jsonl", [*TEXTS[:40], "STOP", *TEXTS[40:]])
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    (tmp_path / "stop").touch()
+    first = subprocess.Popen([*command, "cut"])
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "stopped").exists():
+        assert time.monotonic() < deadline and first.poll() is None
+        time.sleep(0.01)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    whole = list(tmp_path.glob("cut/*/*.idx"))
+    assert len(whole) > 2 and list(tmp_path.glob("cut/*/*.making"))
+    times = {path: path.stat().st_mtime_ns for path in whole}
+    (tmp_path / "stop").unlink()
+    runs = [
+        subprocess.run([*command, cache], check=True, capture_output=True, text=True, timeout=120)
+        for cache in ("cut", "whole")
+    ]
+    assert runs[0].stdout == runs[1].stdout
+    assert {path: path.stat().st_mtime_ns for path in whole} == times
+    assert not list(tmp_path.glob("cut/*/*.making"))
+
+
+def test_the_key_is_of_the_tokenizer_and_the_texts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = json_lines(tmp_path / "a.jsonl", TEXTS)
+
+    def folder(tokenizer: Any = TOKENIZER, **options: Any) -> tuple[str, int]:
+        tokens = nostall.tokenize(path, tokenizer, tmp_path / "cache", workers=1, **options)
+        return os.path.dirname(tokens.storage.paths[0]), tokens.fingerprint
+
+    first = folder()
+    assert folder() == first
+    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
+    assert folder(str(tmp_path / "tokenizer.json")) == first
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING, "nostall"):
+        other = folder(trained(280))
+    assert first[0] != other[0] and first[1] != other[1]
+    assert f"{first[0]} has the same texts with another tokenizer" in caplog.text
+    monkeypatch.setattr(tokenizers, "__version__", "99.0")
+    later = folder()
+    assert later[0] != first[0] and later[1] != first[1]
+    os.utime(path, ns=(1, 1))
+    touched = folder()
+    assert touched[0] != later[0] and touched[1] == later[1]
+    json_lines(path, TEXTS[:50])
+    assert folder()[1] != later[1]
+
+
+def test_what_cannot_be_tokenised_is_named(tmp_path: Path) -> None:
+    path = json_lines(tmp_path / "a.jsonl", TEXTS)
+
+    def refused(kind: type[Exception], match: str, **options: Any) -> None:
+        arguments = {
+            "files": path,
+            "tokenizer": TOKENIZER,
+            "cache": tmp_path,
+            "workers": 1,
+        } | options
+        with pytest.raises(kind, match=match):
+            nostall.tokenize(**arguments)
+
+    refused(UsageError, r"a\.jsonl, byte 0 has no column 'none'; it has: text", column="none")
+    refused(UsageError, "end='<none>' is no token", end="<none>")
+    refused(UsageError, "end=300 is no token", end=300)
+    refused(UsageError, "has no version of its own", tokenizer=str.split)
+    refused(UsageError, "tokenizer= is int", tokenizer=3)
+    refused(UsageError, "no chat template", chat=True)
+    refused(UsageError, r"tracks= are columns beside ids", tracks={"labels": "text"})
+    refused(CorruptionError, "the values of bin are no list", tokenizer=str.split, version="1")
+    path.write_text('{"text": "a"}\n{"text":')
+    refused(CorruptionError, r"a\.jsonl, byte 14 is no JSON")
+    path.write_text('{"text": 3}\n')
+    refused(CorruptionError, r"a\.jsonl, byte 0 has no text, but int")
+    path.write_text('{"text": [1, -2]}\n')
+    refused(CorruptionError, r"byte 0: -2 is not from 0 to 2147483647", tokenizer=None)
+    path.write_text('{"text": [1, 2], "labels": [1]}\n')
+    tracks = {"tokenizer": None, "tracks": {"labels": "labels"}}
+    refused(CorruptionError, r"byte 0: 2 ids, but \[1\] values of labels", **tracks)
+    path.write_text("")
+    refused(UsageError, "the files have no texts")
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
+    refused(CorruptionError, r"a\.txt is not UTF-8", files=tmp_path / "a.txt")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}')[:-9])
+    refused(CorruptionError, r"b\.jsonl\.gz, byte 0: Compressed", files=tmp_path / "b.jsonl.gz")
+    json_lines(path, TEXTS)
+
+    def broken(text: str) -> list[int]:
+        return [len(text) // 0]
+
+    refused(IoError, "ZeroDivisionError", tokenizer=broken, version="1")
