@@ -20,7 +20,7 @@ from nostall.base._sizes import parse_size
 from nostall.checkpoint import _format as files
 from nostall.checkpoint._background import BackgroundWriter
 from nostall.checkpoint._begin import begin, undrained
-from nostall.checkpoint._device import DeviceCopies
+from nostall.checkpoint._device import DeviceCopies, DeviceWindow
 from nostall.checkpoint._nodes import Held
 from nostall.checkpoint._options import (
     CheckpointArguments,
@@ -32,8 +32,13 @@ from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._saved import Drain, Failures, Job, Level, Saved, Settings
 from nostall.checkpoint._search import Search
 from nostall.checkpoint._store import LARGEST_STEP, Store
-from nostall.checkpoint._tree import encode
-from nostall.checkpoint._window import SaveWindow, choose_copying, guarded_addresses
+from nostall.checkpoint._tree import Leaf, encode
+from nostall.checkpoint._window import (
+    SaveWindow,
+    choose_copying,
+    guarded_addresses,
+    tensors_of,
+)
 from nostall.errors import Error, IoError, PeerError, UsageError
 from nostall.job._rendezvous import AllGather, Rendezvous, exposed, find_rendezvous
 from nostall.job._world import find_world
@@ -137,7 +142,7 @@ class Checkpointer:
         self._saves = itertools.count()
         self._pid = os.getpid()
         self._history: deque[Saved] = deque(maxlen=1000)
-        self._window: SaveWindow | None = None
+        self._window: SaveWindow | DeviceWindow | None = None
         self._device_streams: dict[Any, Any] = {}  # of copies, by device
         self._unsteady: set[str] = set()  # arrays that were seen to change within windows
         self._window_seconds: float | None = None
@@ -288,7 +293,10 @@ class Checkpointer:
         copies = DeviceCopies(self._device_streams)
         tree, leaves = encode(state, copies.host)
         if copies:
-            leaves = copies.enqueue(sys.modules["torch"], leaves)
+            torch, late = sys.modules["torch"], self._late(copies, leaves) if window else ()
+            leaves = copies.enqueue(torch, leaves, late)
+            if window:
+                job.window = self._window = copies.window(torch, leaves, late, self._unsteady)
             window = now = False
         guarded = guarded_addresses(leaves, self._optimizers, self._unsteady) if window else None
         leaves = files.layout(leaves, guarded)
@@ -318,7 +326,8 @@ class Checkpointer:
                 snapshot.finish()
             elif copies:
                 job.arriving = copies
-                job.saved.copying = "from the device, before its next work"
+                before = "an update" if job.window is not None else "its next work"
+                job.saved.copying = f"from the device, before {before}"
         except BaseException:
             self._window = None
             snapshot.finish()  # no thread reads the leaves any more
@@ -328,6 +337,13 @@ class Checkpointer:
         job.saved.bytes = snapshot.size
         job.saved.copy_seconds = time.perf_counter() - began
         return None if now or window or copies else snapshot
+
+    def _late(self, copies: DeviceCopies, leaves: Sequence[Leaf]) -> set[int]:
+        """Where tensors lie on the device that only an attached optimizer's step changes."""
+        late = copies.addresses({leaf.name for leaf in leaves} - self._unsteady, leaves)
+        if self._optimizers:
+            late &= {t.data_ptr() for optimizer in self._optimizers for t in tensors_of(optimizer)}
+        return late
 
     def before_update(self) -> None:
         """Copies what a save with `window` has not copied yet; returns at once if nothing is left."""

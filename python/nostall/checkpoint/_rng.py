@@ -16,8 +16,9 @@ def rng_state() -> dict[str, Any]:
     torch = sys.modules.get("torch")
     if torch is not None:
         state["torch"] = torch.get_rng_state()
-        if torch.cuda.is_available():
-            state["cuda"] = torch.cuda.get_rng_state_all()
+        name, module = _accelerator(torch)
+        if module is not None:
+            state[name] = module.get_rng_state_all()
     return state
 
 
@@ -29,5 +30,15 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         import torch
 
         torch.set_rng_state(state["torch"])
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["cuda"])
+        name, module = _accelerator(torch)
+        if module is not None and name in state:
+            module.set_rng_state_all(state[name])
+
+
+def _accelerator(torch: Any) -> tuple[str, Any]:
+    """Its name and torch's module for it; None where there is none with generators of its own."""
+    found = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
+    name = found.type if found is not None else "cuda"
+    module = getattr(torch, name, None)
+    usable = module is not None and hasattr(module, "get_rng_state_all") and module.is_available()
+    return name, module if usable else None

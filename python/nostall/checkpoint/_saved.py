@@ -15,7 +15,7 @@ from nostall.errors import IoError, PeerError, UsageError
 
 if TYPE_CHECKING:
     from nostall.checkpoint._background import BackgroundWriter
-    from nostall.checkpoint._device import DeviceCopies
+    from nostall.checkpoint._device import DeviceCopies, DeviceWindow
     from nostall.checkpoint._nodes import Held
     from nostall.checkpoint._window import SaveWindow
 
@@ -234,7 +234,8 @@ class Job:
     snapshot: _native.Snapshot | None
     number: int
     failed: str = ""
-    window: SaveWindow | None = None  # of the snapshot, which is read while the training continues
+    # Of what is read while the training continues.
+    window: SaveWindow | DeviceWindow | None = None
     arriving: DeviceCopies | None = None  # what the snapshot is made of, once it is copied
     leaves: Any = None  # keeps the memory that is read in place, until the job is done
     complete: Manifest | None = None  # once it is, where the storage may not have it

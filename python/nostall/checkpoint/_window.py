@@ -76,7 +76,7 @@ class SaveWindow:
         self._began = time.perf_counter()
         self._lock = threading.Lock()  # of what follows: the writer looks as well
         self._left: dict[int, list[int]] = {}
-        self._changes = [_changes_of(leaf.owner) for leaf in leaves]
+        self._changes = [changes_of(leaf.owner) for leaf in leaves]
         self._torn = ""
         now = []
         for i, leaf in enumerate(leaves):
@@ -111,16 +111,10 @@ class SaveWindow:
                 self._leaves[piece].name
                 for pieces in self._left.values()
                 for piece in pieces
-                if _changes_of(self._leaves[piece].owner) != self._changes[piece]
+                if changes_of(self._leaves[piece].owner) != self._changes[piece]
             ]
             self._unsteady.update(names)  # those too that change after the writer has looked
-            if names and not self._torn:
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                self._torn = (
-                    f"{', '.join(names[:3])}{more} changed before the update, and not by an attached "
-                    "optimizer, so that the copy is not of one moment; from now on save copies them "
-                    "before it returns"
-                )
+            self._torn = self._torn or torn_words(names)
             return self._torn
 
     def close(self) -> float:
@@ -149,7 +143,18 @@ def guarded_addresses(
     return guarded - {leaf.address for leaf in leaves if leaf.name in unsteady}
 
 
-def _changes_of(owner: Any) -> int | None:
+def torn_words(names: Sequence[str]) -> str:
+    """Why a save is given up in whose window these changed; nothing if none did."""
+    if not names:
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"{', '.join(names[:3])}{more} changed before the update, and not by an attached optimizer, so "
+        "that the copy is not of one moment; from now on save copies them before it returns"
+    )
+
+
+def changes_of(owner: Any) -> int | None:
     """How often torch changed the tensor in place; None where it is not counted."""
     try:
         return owner._version  # type: ignore[no-any-return]

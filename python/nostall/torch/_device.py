@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nostall.base._streams import on_stream
 from nostall.errors import UsageError
 from nostall.loader._ahead import Finish
 
@@ -48,19 +48,6 @@ def place(name: Any) -> Device | None:
     return Device(device)
 
 
-@contextlib.contextmanager
-def _current(stream: torch.Stream) -> Iterator[None]:
-    """As `with stream`, which keeps in the stream what to go back to: here threads share it."""
-    device = torch.accelerator.current_device_index()
-    before = torch.accelerator.current_stream(stream.device)
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
-        torch.accelerator.set_device_index(device)
-
-
 class Device:
     """Copies go on a stream of their own; its memory is that of torch's allocators."""
 
@@ -75,7 +62,7 @@ class Device:
         if self._pins:
             try:
                 # The stream names the device: pinning for another one would open that one too.
-                with _current(self.stream):
+                with on_stream(torch, self.stream):
                     pinned = torch.empty(max(1, size), dtype=torch.uint8, pin_memory=True)
                 memory: NDArray[np.uint8] = pinned.numpy()
                 return memory
@@ -91,7 +78,7 @@ class Device:
         if not self._pins or not plain or host.is_pinned():
             return host
         try:
-            with _current(self.stream):
+            with on_stream(torch, self.stream):
                 return host.pin_memory()
         except RuntimeError as error:
             self._give_up_pinning(error)
@@ -140,7 +127,7 @@ class Sending:
     def images(self, array: NDArray[Any]) -> torch.Tensor:
         if self._finish is None:
             return self.array(array)
-        with _current(self._to.stream):
+        with on_stream(torch, self._to.stream):
             scale, offset = self._to.numbers(self._finish)
             images = self._copy(torch.from_numpy(array))
             if self._finish.layout == "chw":
@@ -179,7 +166,7 @@ class Sending:
     def _copy(self, host: torch.Tensor) -> torch.Tensor:
         host = self._to.pinned(host)
         self._host.append(host)
-        with _current(self._to.stream):
+        with on_stream(torch, self._to.stream):
             return host.to(self._to.device, non_blocking=True)
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -21,10 +21,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from nostall import _native
+from nostall.base._streams import on_stream
 from nostall.errors import PeerError, UsageError
 from nostall.job._world import find_world
 from nostall.sync import WIRES, Ranks, Spec, SyncOptions, find_ranks
-from nostall.torch._device import Device, _current, use_on
+from nostall.torch._device import Device, use_on
 from nostall.torch._optimizer import GradientSync
 
 _ALIGNED = 64  # bytes, of the gradients in a group
@@ -160,7 +161,7 @@ class StagedSync(_DeviceSync):
         follow(self._side, self._mine())
         use_on(memory, self._side)
         copied = torch.Event(device=self._place.device)
-        with _current(self._side):
+        with on_stream(torch, self._side):
             if present:
                 self._slabs[i].copy_(memory, non_blocking=True)
             copied.record(self._side)
@@ -175,7 +176,7 @@ class StagedSync(_DeviceSync):
             return
         self._tickets.pop(i).result()
         self.engine.wait_for(i)
-        with _current(self._side):
+        with on_stream(torch, self._side):
             self._submitted[i].copy_(self._slabs[i], non_blocking=True)
 
     def _wait(self) -> None:
@@ -205,7 +206,7 @@ class StagedReduction:
         follow(side, torch.accelerator.current_stream(device))
         use_on(tensor, side)
         copied = torch.Event(device=device)
-        with _current(side):
+        with on_stream(torch, side):
             slab.copy_(tensor, non_blocking=True)
             copied.record(side)
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[device])
@@ -214,7 +215,7 @@ class StagedReduction:
             try:
                 await_copy(copied)
                 dist.all_reduce(slab, group=self._group)
-                with _current(side):
+                with on_stream(torch, side):
                     tensor.copy_(slab, non_blocking=True)
                     future.set_result([tensor])  # whoever waits for it waits for the copy
             except Exception as error:
@@ -374,7 +375,7 @@ class CollectiveSync(_DeviceSync):
         begin, count = turn.places[i]
         place = turn.buffer[begin : begin + count].view(shape)
         follow(self._side, self._mine())
-        with torch.no_grad(), _current(self._side):
+        with torch.no_grad(), on_stream(torch, self._side):
             pack(place)
         turn.missing -= 1
         while self._next < len(self._turns) and self._turns[self._next].missing == 0:
@@ -384,7 +385,7 @@ class CollectiveSync(_DeviceSync):
 
     def _reduce(self, turn: _Turn) -> None:
         assert turn.buffer is not None
-        with torch.no_grad(), _current(self._side):
+        with torch.no_grad(), on_stream(torch, self._side):
             flags = turn.buffer[turn.flags :].fill_(1)
             for place, i in enumerate(turn.numbers):
                 if i not in turn.present:
@@ -411,7 +412,7 @@ class CollectiveSync(_DeviceSync):
         follow(self._side, mine)
         turn.counts = self._memory(len(turn.numbers), torch.float32)
         turn.counted = torch.Event(device=self._place.device)
-        with torch.no_grad(), _current(self._side):
+        with torch.no_grad(), on_stream(torch, self._side):
             turn.counts.copy_(turn.buffer[turn.flags :].float(), non_blocking=True)
             turn.counted.record(self._side)
         turn.buffer = None
@@ -424,7 +425,7 @@ class CollectiveSync(_DeviceSync):
     def _refuse_not_finite(self) -> None:
         if not self._finite:
             return
-        with _current(self._side):
+        with on_stream(torch, self._side):
             good = torch.stack([finite for _, finite in self._finite]).tolist()
         for (i, _), finite in zip(self._finite, good, strict=True):
             if not finite:

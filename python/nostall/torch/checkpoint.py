@@ -41,6 +41,7 @@ from nostall import _native
 from nostall.checkpoint import _format as files
 from nostall.checkpoint._begin import lineage_of
 from nostall.checkpoint._cleaner import Cleaner
+from nostall.checkpoint._device import DeviceCopies
 from nostall.checkpoint._format import Manifest, Part
 from nostall.checkpoint._lineage import Lineage
 from nostall.checkpoint._restore import describe, on_branch, view
@@ -81,6 +82,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         self._store = Store(root, "durable")
         self._keep = keep if isinstance(keep, Keep) else Keep(keep)
         self._snapshot = _native.Snapshot(threads)
+        self._streams: dict[Any, Any] = {}  # of copies, by device
         self._step = -1
         self._owned = False
         self._lineage: Lineage | None = None
@@ -135,9 +137,14 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
                 state["objects"][str(i)] = torch.load(data, weights_only=False)
             else:
                 state["tensors"][str(i)] = data
-        tree, leaves = encode(state)
+        copies = DeviceCopies(self._streams)  # of all tensors on a device at once, and one wait
+        tree, leaves = encode(state, copies.host)
+        if copies:
+            leaves = copies.enqueue(torch, leaves)
         leaves = files.layout(leaves)
-        self._snapshot.begin(files.header(tree, leaves), [(x.address, x.nbytes) for x in leaves])
+        pieces = [(leaf.address, leaf.nbytes) for leaf in leaves]
+        copies.await_all()
+        self._snapshot.begin(files.header(tree, leaves), pieces)
         self._snapshot.finish()
         name = part_name(where["part"], where["id"])
         path = self._store.prepare(self._step) / name

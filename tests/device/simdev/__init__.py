@@ -126,6 +126,14 @@ class Device(ModuleType):
         return torch.get_rng_state()
 
     @staticmethod
+    def get_rng_state_all() -> list[torch.Tensor]:
+        return [torch.get_rng_state()] * 2
+
+    @staticmethod
+    def set_rng_state_all(states: list[torch.Tensor]) -> None:
+        torch.set_rng_state(states[-1])
+
+    @staticmethod
     def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
         torch.set_rng_state(state)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -124,6 +126,158 @@ def case_without_the_wait_of_the_writer() -> None:
         assert any("early" in line for line in training_goes_on())
 
 
+def window(attached: bool = True, clamps: bool = False) -> tuple[list[str], list[str]]:
+    """Saves with `window` while the copies are held; the save's problems, and the device's reports."""
+    import simdev
+
+    with checkpointer() as made:
+        stream = begun(made)
+        weight = torch.nn.Parameter(torch.zeros(COUNT, device="simdev"))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        if attached:
+            made.attach(optimizer)
+        with simdev.held(stream):
+            saved = made.save({"weight": weight, "tied": weight}, 1, window=True)
+            (weight * 3).sum().backward()
+            if clamps:
+                with torch.no_grad():
+                    weight.add_(5)
+            passed, updated = torch.Event(device="simdev"), torch.Event(device="simdev")
+            passed.record()
+            if not attached:
+                made.before_update()
+            optimizer.step()
+            updated.record()
+            passed.synchronize()  # which ends although the copies are held
+        made.wait()
+        assert saved.copying == "from the device, before an update"
+        reports = simdev.reports()
+        if not saved.problems and not reports:
+            assert updated.query()
+            assert made.restore(1).state["weight"].eq(0).all()
+            assert weight.detach().cpu().eq(-3).all()
+        made.save({"weight": weight}, 2)  # so that the newest one is safe
+        return saved.problems, reports
+
+
+def case_a_window_holds_the_update_alone() -> None:
+    assert window() == window(attached=False) == ([], [])
+
+
+def case_without_the_wait_of_the_update() -> None:
+    with mock.patch.object(_device, "hold_back", lambda current, copied: None):
+        for attached in (True, False):
+            assert any("no event" in line for line in window(attached)[1])
+
+
+def case_a_weight_that_changes_in_its_window_is_not_saved() -> None:
+    problems, reports = window(clamps=True)
+    assert len(problems) == 1 and "weight changed before the update" in problems[0]
+    assert any("no event" in line for line in reports)  # as it is
+
+
+def case_what_no_optimizer_changes_is_waited_for_at_once() -> None:
+    """As batch norm's statistics; and so are, from the next save on, weights that changed otherwise."""
+    import simdev
+
+    with checkpointer() as made:
+        weight = torch.nn.Parameter(torch.zeros(COUNT, device="simdev"))
+        mean = torch.zeros(7, device="simdev")
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        made.attach(optimizer)
+        made._unsteady.add("other")
+        other = torch.nn.Parameter(torch.zeros(9, device="simdev"))
+        optimizer.add_param_group({"params": [other]})
+        for step in range(3):
+            made.save({"weight": weight, "mean": mean, "other": other}, step, window=True)
+            with torch.no_grad():
+                mean.add_(1)
+                other.add_(1)
+            (weight * 3).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            made.wait()
+            found = made.restore(step).state
+            assert found["weight"].eq(-3 * step).all()
+            assert found["mean"].eq(step).all() and found["other"].eq(step).all()
+    assert simdev.reports() == []
+
+
+def case_two_threads_that_save() -> None:
+    """Each with a checkpointer of its own, over the same streams."""
+    import simdev
+
+    with checkpointer() as first, checkpointer() as second:
+        begun(first)
+        second._device_streams = first._device_streams
+        failed: list[BaseException] = []
+
+        def save(made: Any) -> None:
+            try:
+                for step in range(1, 20):
+                    made.save({"weights": torch.full((COUNT,), step, device="simdev")}, step)
+                    current = torch.accelerator.current_stream()
+                    assert current == default, (current, default)
+            except BaseException as error:
+                failed.append(error)
+
+        default = torch.accelerator.current_stream()
+        threads = [threading.Thread(target=save, args=(made,)) for made in (first, second)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed
+        for made in (first, second):
+            made.wait()
+            assert made.restore(19).state["weights"].eq(19).all()
+    assert simdev.reports() == []
+
+
+def case_generators_and_mixed_precision() -> None:
+    """A training goes on with the same bits: dropout, loss scale, optimizer, weights."""
+    import simdev
+
+    from nostall.checkpoint import rng_state, set_rng_state
+
+    def make() -> dict[str, Any]:
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(8, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1)
+        )
+        model = model.to("simdev")
+        optimizer = torch.optim.AdamW(model.parameters())
+        return {"model": model, "optimizer": optimizer, "scaler": torch.amp.GradScaler("simdev")}
+
+    def train(state: dict[str, Any], steps: range) -> list[torch.Tensor]:
+        for step in steps:
+            state["optimizer"].zero_grad()
+            x = torch.full((4, 8), float(step)).to("simdev")
+            with torch.autocast("simdev", dtype=torch.bfloat16):
+                loss = state["model"](x).square().mean()
+            scale = float("inf") if step == 1 else 1.0  # a step that the scaler leaves out
+            state["scaler"].scale(loss * scale).backward()
+            state["scaler"].step(state["optimizer"])
+            state["scaler"].update()
+        return [p.detach().cpu().clone() for p in state["model"].parameters()]
+
+    with checkpointer() as made:
+        state = make()
+        train(state, range(3))
+        rng = rng_state()
+        assert len(rng["simdev"]) == 2
+        made.save({**state, "rng": rng}, 3)
+        expected = train(state, range(3, 6))
+        made.wait()
+        again: dict[str, Any] = {**make(), "rng": None}
+        made.restore(into=again)
+        set_rng_state(again["rng"])
+        assert again["scaler"].get_scale() == 2.0**15
+        for mine, theirs in zip(train(again, range(3, 6)), expected, strict=True):
+            assert mine.equal(theirs)
+    assert simdev.reports() == []
+
+
 def dropped_at_once() -> list[str]:
     """A tensor of another stream is dropped, and its memory asked for again, while its copy is held."""
     import simdev
@@ -164,6 +318,46 @@ def case_pinning_refused() -> None:
         made.save({"weights": torch.ones(1 << 20, device="simdev")}, 1)
         made.wait()
         assert made.restore().state["weights"].eq(1).all()
+
+
+def case_a_lost_device() -> None:
+    import simdev
+
+    with checkpointer(max_failures=10) as made:
+        weights = torch.ones(COUNT, device="simdev")
+        made.save({"weights": weights}, 1)
+        made.wait()
+        simdev.fail_after(1)
+        with pytest.raises(RuntimeError, match="device lost"):
+            made.save({"weights": weights}, 2)
+        simdev.release_all()
+        made.save({"weights": weights}, 3, level="fast")
+        assert made.steps().keys() == {1, 3}
+
+
+def case_a_device_that_is_not_torchs_accelerator() -> None:
+    """Its tensors are copied by the call, or refused where there is nothing to copy."""
+    with checkpointer() as made:
+        with pytest.raises(nostall.errors.UsageError, match=r"state\['w'\] .* on meta"):
+            made.save({"w": torch.zeros(3, device="meta")}, 1)
+        nothing = mock.patch.object(torch.accelerator, "current_accelerator", lambda: None)
+        with nothing:
+            saved = made.save({"w": torch.ones(3, device="simdev")}, 2, level="fast")
+        assert saved.copying == "in the call"
+        assert made.restore().state["w"].eq(1).all()
+
+
+def case_a_forked_child_is_refused() -> None:
+    with checkpointer() as made:
+        begun(made)
+        child = os.fork()
+        if child == 0:
+            try:
+                made.save({"w": np.zeros(1)}, 2)
+            except nostall.errors.UsageError as error:
+                os._exit(0 if "forked process" in str(error) else 1)
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def case_an_error_in_a_copy() -> None:

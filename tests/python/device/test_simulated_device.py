@@ -408,51 +408,6 @@ def ends_with_pending_work() -> None:
     print(torch.ones(10, device="simdev").shape, flush=True)
 
 
-# ---------------------------------------------------------------------------- several processes
-
-
-def trained(device: str, wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> list[torch.Tensor]:
-    """Parameters after three steps, on batches that differ by rank."""
-    rank = int(os.environ["RANK"])
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
-    model = wrap(model.to(device))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(3):
-        torch.manual_seed(10 * step + rank)
-        model(torch.randn(5, 8).to(device)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [
-        (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().cpu()
-        for value in model.parameters()
-    ]
-
-
-def ends_ranks() -> None:
-    import simdev
-    import simdev.group
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    dist.init_process_group(
-        "cpu:gloo,simdev:simgloo",
-        store=dist.FileStore(sys.argv[2], 2),
-        rank=int(os.environ["RANK"]),
-        world_size=2,
-    )
-    host = trained("cpu", DistributedDataParallel)
-    mesh = init_device_mesh("simdev", (2,))
-    for wrap in (DistributedDataParallel, lambda model: fully_shard(model, mesh=mesh)):
-        for mine, theirs in zip(trained("simdev", wrap), host, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
-    assert (reports := simdev.reports()) == [], reports
-    print("equal", flush=True)
-    dist.destroy_process_group()
-
-
 # ---------------------------------------------------------------------------- for pytest
 
 
@@ -473,18 +428,6 @@ def test_a_forked_child_is_refused() -> None:
 def test_a_process_ends_with_work_pending() -> None:
     done = cases.run(__file__, "ends_with_pending_work")
     assert done.returncode == 0 and "10" in done.stdout, done.stderr
-
-
-@pytest.mark.multi
-def test_replicas_and_shards_on_two_ranks_equal_the_cpu(tmp_path: Path) -> None:
-    arguments = [__file__, "ends_ranks", tmp_path / "store"]
-    ranks = [
-        cases.start(*arguments, env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"})
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        out, err = rank.communicate(timeout=cases.LIMIT)
-        assert "equal" in out, err
 
 
 if __name__ == "__main__":

@@ -1,0 +1,20 @@
+"""Streams of torch's accelerator that several threads use."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def on_stream(torch: Any, stream: Any) -> Iterator[None]:
+    """As `with stream`, which keeps in the stream what to go back to: that is one thread's alone."""
+    device = torch.accelerator.current_device_index()
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(device)
