@@ -83,6 +83,7 @@ NB_MODULE(_native, m) {
   bind_fields(m);
   bind_peer(m);
   bind_stage(m);
+  bind_tiers(m);
   bind_timeline(m);
   bind_trace(m);
   bind_checkpoint(m);

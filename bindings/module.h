@@ -14,6 +14,7 @@ void bind_image(nanobind::module_& m);
 void bind_peer(nanobind::module_& m);
 void bind_fields(nanobind::module_& m);
 void bind_stage(nanobind::module_& m);
+void bind_tiers(nanobind::module_& m);
 void bind_timeline(nanobind::module_& m);
 void bind_trace(nanobind::module_& m);
 void bind_checkpoint(nanobind::module_& m);

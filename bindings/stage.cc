@@ -23,8 +23,10 @@
 #include "module.h"
 #include "peer.h"
 #include "python_source.h"
+#include "python_store.h"
 #include "stage/loader.h"
 #include "stage/node.h"
+#include "stage/node_reader.h"
 
 namespace nb = nanobind;
 using namespace nostall;
@@ -203,6 +205,14 @@ void bind_configs(nb::module_& m) {
       .def_rw("io_bytes", &LoaderConfig::io_bytes)
       .def_rw("keep_bytes", &LoaderConfig::keep_bytes)
       .def(
+          "share",
+          [](LoaderConfig& c, const stage::NodeReader& tiers, std::vector<uint64_t> numbers) {
+            c.cache = tiers.share(std::move(numbers));
+          },
+          nb::arg("tiers"), nb::arg("numbers"),
+          "Takes the tiers that others share; sample s is their sample numbers[s], or s without "
+          "any.")
+      .def(
           "take_batch_memory",
           [](LoaderConfig& c, nb::callable take) {
             c.batch_memory = bindings::python_memory(std::move(take));
@@ -212,7 +222,14 @@ void bind_configs(nb::module_& m) {
           "from the stage's threads.");
   nb::class_<tier::TierSpec>(m, "TierSpec", "A storage class of a node.")
       .def(nb::init<tier::TierKind, uint64_t, std::string, bool, bool>(), nb::arg("kind"),
-           nb::arg("capacity"), nb::arg("path"), nb::arg("keep"), nb::arg("modest"));
+           nb::arg("capacity"), nb::arg("path"), nb::arg("keep"), nb::arg("modest"))
+      .def(
+          "use_store",
+          [](tier::TierSpec& s, nb::object tier) {
+            s.store = bindings::python_store(std::move(tier));
+          },
+          nb::arg("tier"),
+          "`tier` keeps the records: put(key, bytes), and get(key) -> bytes or None.");
   nb::class_<plan::Nodes>(m, "Nodes", "The node of each rank, and what each node keeps.")
       .def(nb::init<>())
       .def_rw("of_rank", &plan::Nodes::of_rank)

@@ -1,4 +1,6 @@
 // Compares bytes of every origin with the checksums of those that were read first (base/sums.h).
+#include "stage/content.h"
+
 #include <new>
 
 #include "base/log.h"
@@ -6,24 +8,31 @@
 #include "stage/run.h"
 
 namespace nostall::stage {
-void Loader::Run::compare(std::span<source::ReadRequest> requests, source::Reader& reader) {
+
+void compare(const source::Source& source, SampleSums& sums,
+             std::span<source::ReadRequest> requests, source::Reader& reader,
+             std::atomic<bool>& warned) {
   for (source::ReadRequest& r : requests) {
-    if (r.error != 0 || sums_.agrees(r.sample, r.into)) continue;
+    if (r.error != 0 || sums.agrees(r.sample, r.into)) continue;
     // Read again: damage on the way is not another content.
     reader.read({&r, 1});
     if (r.error != 0) continue;
     const uint32_t now = sample_sum(r.into);
-    if (sums_.agrees(r.sample, now)) {
-      if (!warned_of_reading_.exchange(true)) {
-        log(LogLevel::warning, config_.source->describe(r.sample) +
+    if (sums.agrees(r.sample, now)) {
+      if (!warned.exchange(true)) {
+        log(LogLevel::warning, source.describe(r.sample) +
                                    " was read with wrong bytes, and with the right ones at a "
                                    "second reading: check storage and memory of this machine");
       }
       continue;
     }
     r.error = source::kWrongBytes;
-    r.why = source::changed_text(*config_.source, r.sample, sums_.of(r.sample), now);
+    r.why = source::changed_text(source, r.sample, sums.of(r.sample), now);
   }
+}
+
+void Loader::Run::compare(std::span<source::ReadRequest> requests, source::Reader& reader) {
+  stage::compare(*config_.source, sums_, requests, reader, warned_of_reading_);
 }
 
 std::span<const std::byte> Loader::Run::checked_view(Task::Item& item, source::Reader& reader) {

@@ -14,6 +14,7 @@ LoaderConfig attach(LoaderConfig config, const NodeSpec& node, peer::ExchangeCon
   plan::validate(config.job);
   config.local_rank = node.local_rank;
   config.local_world = node.local_world;
+  if (config.cache) return config;  // shared with others
   if (config.locality && config.sharing == Sharing::hdmlp) {
     throw Error(ErrorKind::usage,
                 "assignment=\"locality\" deals samples to their owners, and with sharing=\"hdmlp\" "

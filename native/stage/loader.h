@@ -53,7 +53,7 @@ struct LoaderConfig {
   uint32_t rank = 0;
   std::shared_ptr<const source::Source> source;
   std::shared_ptr<const fields::Program> program;  // null: batches of raw bytes
-  std::shared_ptr<tier::NodeCache> cache;          // null: no tiers
+  std::shared_ptr<tier::NodeCache> cache;          // null: no tiers, until attach()
   std::shared_ptr<peer::Exchange> peers;           // null: no other nodes
   Sharing sharing = Sharing::push;                 // with peers
   bool locality = false;     // with peers: deal samples to their owners' ranks (plan/locality.h)

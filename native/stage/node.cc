@@ -210,6 +210,7 @@ NodeTiers attach_node_cache(const plan::JobSpec& job, uint32_t rank, const sourc
   config.job = node.job;
   config.local_rank = node.local_rank;
   config.local_world = node.local_world;
+  config.any_member = node.any_member;
   config.dataset = source.fingerprint();
   config.plan = Fnv(plan::fingerprint(job)).number(first_epoch).value();
   config.arguments = arguments_of(job, source, node, first_epoch);

@@ -32,6 +32,7 @@ struct NodeSpec {
   uint32_t node = 0;                  // this node's number among `nodes`
   plan::Nodes nodes;                  // all that share what they keep; empty: this one is alone
   std::vector<std::vector<tier::TierSpec>> all_tiers;  // of every node, for Sharing::hdmlp
+  bool any_member = false;  // processes that come and go: tier::NodeCacheConfig
 };
 
 // This node's part of the cache.

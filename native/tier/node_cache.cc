@@ -128,8 +128,11 @@ class NodeCacheImpl final : public NodeCache {
         tier_paths_(config.tiers.size()),
         disabled_(config.tiers.size()),
         warned_(config.tiers.size()),
+        me_(config.any_member ? 0 : config.local_rank),
         owner_pid_(::getpid()),
-        handover_("tiers " + config.shm_directory + " " + config.job, config.local_rank,
+        handover_("tiers " + config.shm_directory + " " + config.job,
+                  config.any_member ? static_cast<uint32_t>(owner_pid_) % config.local_world
+                                    : config.local_rank,
                   config.local_world) {}
 
   ~NodeCacheImpl() override {
@@ -153,8 +156,8 @@ class NodeCacheImpl final : public NodeCache {
   bool claim(uint64_t sample) noexcept override {
     uint32_t expected = word_of(State::empty);
     return placed(sample) && fills(sample) &&
-           words_[sample].compare_exchange_strong(
-               expected, word_of(State::filling, config_.local_rank), std::memory_order_acq_rel);
+           words_[sample].compare_exchange_strong(expected, word_of(State::filling, me_),
+                                                  std::memory_order_acq_rel);
   }
 
   std::span<std::byte> ram_slot(uint64_t sample) override {
@@ -174,15 +177,13 @@ class NodeCacheImpl final : public NodeCache {
     const size_t t = tier_[sample];
     // What is known of the sample, not what lies here now: bytes that changed meanwhile are found.
     const uint32_t known = sums_.of(sample), sum = known != 0 ? known : sample_sum(bytes);
-    const int error =
-        write_record(files_, tier_files_[t].get(), offset_[sample], sample, sum, bytes);
+    std::string told;
+    const int error = write(sample, sum, bytes, told);
     if (error == 0) {
       sums_.agrees(sample, sum);
       publish(sample);
       return;
     }
-    const std::string told =
-        io_error("cannot write to the file tier", tier_paths_[t], -error).what();
     const bool full = error == -ENOSPC || error == -EDQUOT || error == -EROFS;
     if (full || header_->failed_writes[t].fetch_add(1) + 1 >= kMaxFailedWrites) {
       header_->given_up.fetch_or(1u << t, std::memory_order_relaxed);
@@ -209,9 +210,13 @@ class NodeCacheImpl final : public NodeCache {
 
   bool file_read(uint64_t sample, std::span<std::byte> into) override {
     const size_t t = tier_[sample];
-    const auto result = read_record(files_, tier_files_[t].get(), offset_[sample], sample, into);
+    const auto result = read(sample, into);
     if (result && sums_.agrees(sample, result.value())) return true;
-    warn(t, "sample " + std::to_string(sample) + " in the file tier " + tier_paths_[t] + ": " +
+    if (result && result.value() == 0) {  // a store may drop what it has
+      set(sample, State::empty);
+      return false;
+    }
+    warn(t, "sample " + std::to_string(sample) + " in the tier " + tier_paths_[t] + ": " +
                 (result ? "a record is of another content than the one that was read first"
                         : result.error().what()) +
                 "; it is read from the source instead");
@@ -260,6 +265,10 @@ class NodeCacheImpl final : public NodeCache {
     return tier_[sample] == plan::kNoTier ||
            (header_->given_up.load(std::memory_order_relaxed) & (1u << tier_[sample])) == 0;
   }
+  // 0, or -errno with the text.
+  int write(uint64_t sample, uint32_t sum, std::span<const std::byte> bytes, std::string& told);
+  // The checksum of what was read; 0 if it is there no more.
+  Result<uint32_t> read(uint64_t sample, std::span<std::byte> into);
   void warn(size_t tier, const std::string& message) {
     if (!warned_[tier].exchange(true)) log(LogLevel::warning, message);
   }
@@ -311,6 +320,7 @@ class NodeCacheImpl final : public NodeCache {
   std::vector<std::string> tier_paths_;
   std::vector<std::atomic<bool>> disabled_;
   std::vector<std::atomic<bool>> warned_;
+  uint32_t me_;  // this process's number on the node
   bool joined_ = false;
   const int owner_pid_;
   Handover handover_;  // ends before what it gives is closed
@@ -572,24 +582,26 @@ void NodeCacheImpl::enter_member() {
   const auto fail = [this] {
     throw io_error("cannot lock", "the catalogue of the node's cache", lock_.error_number());
   };
-  const Locked own = lock_.try_lock(kFirstMember + config_.local_rank, LockMode::exclusive);
+  Locked own = lock_.try_lock(kFirstMember + me_, LockMode::exclusive);
+  while (config_.any_member && own == Locked::elsewhere && me_ + 1 < config_.local_world) {
+    own = lock_.try_lock(kFirstMember + ++me_, LockMode::exclusive);
+  }
   if (own == Locked::elsewhere) {
-    const int pid = header_->members[config_.local_rank].pid.load();
-    throw Error(ErrorKind::usage, "local rank " + std::to_string(config_.local_rank) +
-                                      " of job \"" + config_.job + "\" runs already, as process " +
-                                      std::to_string(pid) +
+    const int pid = header_->members[me_].pid.load();
+    throw Error(ErrorKind::usage, "local rank " + std::to_string(me_) + " of job \"" + config_.job +
+                                      "\" runs already, as process " + std::to_string(pid) +
                                       ": give each rank its own local_rank, or another job");
   }
   if (own != Locked::yes) fail();
   // Until this rank leaves, no other one is the last.
   if (lock_.try_lock(kAlive, LockMode::shared) != Locked::yes) fail();
-  Member& me = header_->members[config_.local_rank];
+  Member& me = header_->members[me_];
   me.pid.store(::getpid());
   me.membership.store(Membership::joined);
   joined_ = true;
   // Claims of an earlier process of this rank are void.
   for (uint64_t s = 0; s < sizes_.size(); ++s) {
-    uint32_t mine = word_of(State::filling, config_.local_rank);
+    uint32_t mine = word_of(State::filling, me_);
     words_[s].compare_exchange_strong(mine, word_of(State::empty));
   }
 }
@@ -598,6 +610,10 @@ void NodeCacheImpl::open_tier_files() {
   for (size_t t = 0; t < config_.tiers.size(); ++t) {
     const TierSpec& spec = config_.tiers[t];
     if (spec.kind != TierKind::file || spec.capacity == 0) continue;
+    if (spec.store) {
+      tier_paths_[t] = spec.path;
+      continue;
+    }
     std::error_code ignored;
     std::filesystem::create_directories(spec.path, ignored);
     tier_paths_[t] = spec.path;
@@ -691,6 +707,7 @@ void NodeCacheImpl::take_tier_files(std::vector<Descriptor>& files) {
     if (spec.kind != TierKind::file || spec.capacity == 0) continue;
     tier_files_[t] = std::move(files[kFirstTier + t]);
     tier_paths_[t] = spec.path;
+    if (spec.store) continue;
     if (!tier_files_[t]) disabled_[t] = true;
     kept_directories_[t] = std::move(files[kFirstTier + tiers + t]);
     if (!kept_directories_[t]) continue;
@@ -777,6 +794,38 @@ void NodeCacheImpl::try_again() {
   }
 }
 
+int NodeCacheImpl::write(uint64_t sample, uint32_t sum, std::span<const std::byte> bytes,
+                         std::string& told) {
+  const size_t t = tier_[sample];
+  const TierSpec& spec = config_.tiers[t];
+  if (!spec.store) {
+    const int error =
+        write_record(files_, tier_files_[t].get(), offset_[sample], sample, sum, bytes);
+    if (error != 0) told = io_error("cannot write to the file tier", tier_paths_[t], -error).what();
+    return error;
+  }
+  try {
+    spec.store->put(config_.dataset, sample, bytes);
+    return 0;
+  } catch (const Error& e) {
+    told = "cannot keep samples in the tier " + spec.path + ": " + e.what();
+    return -EIO;
+  }
+}
+
+Result<uint32_t> NodeCacheImpl::read(uint64_t sample, std::span<std::byte> into) {
+  const size_t t = tier_[sample];
+  const TierSpec& spec = config_.tiers[t];
+  if (!spec.store) {
+    return read_record(files_, tier_files_[t].get(), offset_[sample], sample, into);
+  }
+  try {
+    return spec.store->get(config_.dataset, sample, into) ? sample_sum(into) : 0;
+  } catch (const Error& e) {
+    return e;
+  }
+}
+
 State NodeCacheImpl::wait(uint64_t sample, std::chrono::nanoseconds timeout, std::stop_token stop) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   Bucket& bucket = bucket_of(sample);
@@ -790,7 +839,7 @@ State NodeCacheImpl::wait(uint64_t sample, std::chrono::nanoseconds timeout, std
     const auto left = deadline - std::chrono::steady_clock::now();
     if (left.count() <= 0) break;
     const uint32_t claimer = word >> 2;
-    if (claimer != config_.local_rank && !lock_.is_held_elsewhere(kFirstMember + claimer)) {
+    if (claimer != me_ && !lock_.is_held_elsewhere(kFirstMember + claimer)) {
       if (words_[sample].compare_exchange_strong(word, word_of(State::empty))) wake(sample);
       continue;
     }
@@ -803,7 +852,7 @@ State NodeCacheImpl::wait(uint64_t sample, std::chrono::nanoseconds timeout, std
 std::optional<PeerFailure> NodeCacheImpl::dead_peer() const {
   for (uint32_t r = 0; r < config_.local_world; ++r) {
     const Member& member = header_->members[r];
-    if (r == config_.local_rank || member.membership.load() != Membership::joined) continue;
+    if (r == me_ || member.membership.load() != Membership::joined) continue;
     // Read again: it may have left in an orderly way between the two looks.
     if (!lock_.is_held_elsewhere(kFirstMember + r) &&
         member.membership.load() == Membership::joined) {
@@ -824,11 +873,11 @@ void NodeCacheImpl::leave() noexcept {
       // What a tier keeps is written by those that leave after this one.
     }
     for (uint64_t s = 0; s < sizes_.size(); ++s) {
-      uint32_t mine = word_of(State::filling, config_.local_rank);
+      uint32_t mine = word_of(State::filling, me_);
       if (words_[s].compare_exchange_strong(mine, word_of(State::empty))) wake(s);
     }
-    header_->members[config_.local_rank].membership.store(Membership::left);
-    lock_.unlock(kFirstMember + config_.local_rank);
+    header_->members[me_].membership.store(Membership::left);
+    lock_.unlock(kFirstMember + me_);
     handover_.stop();
     const bool last = turn && lock_.try_lock(kAlive, LockMode::exclusive) == Locked::yes;
     for (size_t t = 0; turn && t < config_.tiers.size(); ++t) {

@@ -47,24 +47,40 @@ namespace nostall::tier {
 
 enum class TierKind : uint8_t { ram, file };
 
+// Where a user keeps records: a tier of kind `file` that has no files. All processes of the node reach
+// what one of them put there. Thread-safety: all methods, from any thread, several at a time.
+class Store {
+ public:
+  virtual ~Store() = default;
+  // Keeps the bytes, in the place of what was there. Throws Error.
+  virtual void put(uint64_t dataset, uint64_t sample, std::span<const std::byte> bytes) = 0;
+  // Fills `into`; false if it is there no more. Throws Error, also for another length.
+  virtual bool get(uint64_t dataset, uint64_t sample, std::span<std::byte> into) = 0;
+};
+
 struct TierSpec {
   TierKind kind = TierKind::ram;
   uint64_t capacity = 0;  // bytes, respected to the byte, record headers included
   std::string path;       // file tiers: a directory
   bool keep = false;      // file tiers: survive the job, and be reused when the dataset matches
   bool modest = false;    // RAM tiers: take no more memory than is left to others
+  std::shared_ptr<Store> store{};  // instead of files; `path` is its name
 };
 
 // Bytes a record of this tier needs beside the sample's own: the plan's TierShape::overhead.
 uint32_t record_overhead(TierKind kind);
 
+// The local_world of processes whose number is not known.
+inline constexpr uint32_t kAnyMembers = 1024;
+
 struct NodeCacheConfig {
   std::string job;  // the same for all ranks of this job on this node, and for no other
   uint32_t local_rank = 0;
   uint32_t local_world = 1;  // ranks of this job on this node
-  uint64_t dataset = 0;      // Source::fingerprint()
-  uint64_t plan = 0;         // fingerprint of the plan: all ranks must have the same
-  std::string arguments;  // what these follow from, "name=value" lines: says where ranks disagree
+  bool any_member = false;  // local_rank is the first number that no process has, not the one given
+  uint64_t dataset = 0;     // Source::fingerprint()
+  uint64_t plan = 0;        // fingerprint of the plan: all ranks must have the same
+  std::string arguments;    // what these follow from, "name=value" lines: says where ranks disagree
   std::vector<TierSpec> tiers;  // fastest first, at most 8
   std::string shm_directory = "/dev/shm";
   std::string proc_directory = "/proc";  // where the limits of memory are read (base/limits.h)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
         MixedLabels,
         RawBatch,
         SampleTransform,
+        Tier,
+        Tiers,
         testing,
         transforms,
     )
@@ -123,6 +125,8 @@ __all__ = [
     "Subset",
     "TFRecord",
     "TarShards",
+    "Tier",
+    "Tiers",
     "Tokens",
     "Units",
     "Weighted",
@@ -143,7 +147,7 @@ _NAMES = {
     "checkpoint": "Checkpointer CheckpointOptions Keep",
     "fields": "Schema",
     "loader": "Context DataLoader DynamicBatches LoaderOptions MixedLabels RawBatch SampleTransform "
-    "testing transforms",
+    "Tier Tiers testing transforms",
     "observe": "Stats metrics trace",
     "plan": "Buckets ClassBalanced Plan RepeatedAugmentation SubBatches Weighted",
     "source": "COCO HDF5 LMDB VOC Arrays ArrowIPC Cached Concat CustomFields CustomSource Documents "

@@ -1249,6 +1249,11 @@ class LoaderConfig:
     def keep_bytes(self) -> int: ...
     @keep_bytes.setter
     def keep_bytes(self, arg: int, /) -> None: ...
+    def share(self, tiers: NodeReader, numbers: Sequence[int]) -> None:
+        """
+        Takes the tiers that others share; sample s is their sample numbers[s], or s without any.
+        """
+
     def take_batch_memory(self, take: Callable) -> None:
         """
         `take` gives the memory of batches: (bytes) -> a uint8 array of so many. It is called from the stage's threads.
@@ -1260,6 +1265,10 @@ class TierSpec:
     def __init__(
         self, kind: TierKind, capacity: int, path: str, keep: bool, modest: bool
     ) -> None: ...
+    def use_store(self, tier: object) -> None:
+        """
+        `tier` keeps the records: put(key, bytes), and get(key) -> bytes or None.
+        """
 
 class Nodes:
     """The node of each rank, and what each node keeps."""
@@ -1427,6 +1436,23 @@ class Loader:
 
     @property
     def memory(self) -> tuple[int, int, int, int, int]: ...
+
+class NodeReader:
+    """
+    Samples in any order through a node's tiers (native/stage/node_reader.h).
+    """
+
+    def __init__(self, source: Source, job: str, tiers: Sequence[TierSpec]) -> None: ...
+    def read(self, samples: list[int]) -> list[bytes]:
+        """The bytes of each sample."""
+
+    @property
+    def ram_bytes(self) -> int: ...
+    @property
+    def file_bytes(self) -> int: ...
+    @property
+    def taken(self) -> dict[str, int]:
+        """Samples that this process took, by where from."""
 
 class HorovodTimeline:
     """Operations of a Horovod timeline (native/timeline/horovod.h)."""

@@ -12,6 +12,7 @@ from decimal import Decimal
 from typing import Literal, Protocol
 
 from nostall import _native
+from nostall.base._tier import Tier
 from nostall.errors import UsageError
 
 _UNITS = {
@@ -43,6 +44,8 @@ class TierSpec:
     keep: bool = False
     # Takes no more memory than it leaves: what "auto" means once others need memory too.
     modest: bool = False
+    # One of the user's own, of kind "file": `path` is its name.
+    own: Tier | None = None
 
 
 class Limit(Protocol):
@@ -174,6 +177,8 @@ def warn_of_tiers(tiers: Sequence[TierSpec], limits: Sequence[Limit], dataset_by
                     own / 2**30,
                 )
             continue
+        if tier.own is not None:
+            continue
         there = tier.path
         while not os.path.isdir(there):
             there = os.path.dirname(there)
@@ -224,13 +229,13 @@ def format_bytes(count: float, digits: int = 1, per: str = "") -> str:
 
 
 def parse_tiers(
-    spec: str | Sequence[str | TierSpec], *, dataset_bytes: int, local_world_size: int
+    spec: str | Tier | Sequence[str | Tier | TierSpec], *, dataset_bytes: int, local_world_size: int
 ) -> list[TierSpec]:
     """The tiers of a node, fastest first.
 
     Args:
         spec: "auto" (memory for the data set, as `defaults` says), one tier, or a list of tiers:
-            "ram:SIZE", "DIRECTORY:SIZE", "DIRECTORY:SIZE:keep".
+            "ram:SIZE", "DIRECTORY:SIZE", "DIRECTORY:SIZE:keep", a `Tier`.
         dataset_bytes: size of the data set.
         local_world_size: ranks of the node; sizes are the node's, shared by them.
 
@@ -244,13 +249,27 @@ def parse_tiers(
             local_world_size=local_world_size,
         ).ram
         return [TierSpec("ram", capacity, modest=True)] if capacity > 0 else []
-    items = [spec] if isinstance(spec, str) else list(spec)
+    items = [spec] if isinstance(spec, (str, Tier)) else list(spec)
     if len(items) > 8:
         raise UsageError(f"at most 8 tiers can be used, not {len(items)}")
     return [item if isinstance(item, TierSpec) else _parse_tier(item) for item in items]
 
 
-def _parse_tier(text: str) -> TierSpec:
+def native_tiers(tiers: Sequence[TierSpec]) -> list[_native.TierSpec]:
+    """The tiers for the native core."""
+    specs = []
+    for tier in tiers:
+        kind = _native.TierKind[tier.kind]
+        spec = _native.TierSpec(kind, tier.capacity, tier.path, tier.keep, tier.modest)
+        if tier.own is not None:
+            spec.use_store(tier.own)
+        specs.append(spec)
+    return specs
+
+
+def _parse_tier(text: str | Tier) -> TierSpec:
+    if isinstance(text, Tier):
+        return TierSpec("file", text.capacity, type(text).__name__, own=text)
     keep = text.endswith(":keep")
     where, separator, size = text.removesuffix(":keep").rpartition(":")
     if text == "auto":

@@ -98,7 +98,8 @@ def _is_tiers(value: Any) -> bool:
     def tier(item: Any) -> bool:
         return isinstance(item, str) or _is_bytes(getattr(item, "capacity", None))
 
-    return isinstance(value, str) or (isinstance(value, (list, tuple)) and all(map(tier, value)))
+    several = isinstance(value, (list, tuple))
+    return all(map(tier, value)) if several else tier(value)
 
 
 def _is_size(text: str) -> bool:

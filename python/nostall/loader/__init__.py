@@ -1,5 +1,6 @@
 """The data loader: the plan's batches, decoded, transformed and in order."""
 
+from nostall.base._tier import Tier
 from nostall.loader import testing, transforms
 from nostall.loader._context import Context, SampleTransform
 from nostall.loader._dynamic_batches import DynamicBatches
@@ -7,6 +8,7 @@ from nostall.loader._loader import DataLoader
 from nostall.loader._mixing import MixedLabels
 from nostall.loader._options import LoaderOptions
 from nostall.loader._records import RawBatch
+from nostall.loader._tiers import Tiers
 
 __all__ = [
     "Context",
@@ -16,6 +18,8 @@ __all__ = [
     "MixedLabels",
     "RawBatch",
     "SampleTransform",
+    "Tier",
+    "Tiers",
     "testing",
     "transforms",
 ]

@@ -16,7 +16,7 @@ import secrets
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
@@ -26,12 +26,9 @@ from numpy.typing import NDArray
 from nostall import _native
 from nostall.base._options import checked, value
 from nostall.base._sizes import (
-    TierSpec,
     defaults,
+    native_tiers,
     parse_size,
-    parse_tiers,
-    warn_of_tiers,
-    within,
 )
 from nostall.errors import UsageError
 from nostall.job import _cluster as cluster
@@ -41,6 +38,7 @@ from nostall.loader._ahead import Ahead, Here, Made
 from nostall.loader._calibration import Calibration
 from nostall.loader._options import LoaderArguments, LoaderOptions, with_arguments
 from nostall.loader._recipe import Recipe, Transforms
+from nostall.loader._tiers import TierList, Tiers, planned
 from nostall.observe import metrics, trace
 from nostall.observe._recorder import Recorder
 from nostall.observe._stats import ORIGINS
@@ -189,8 +187,9 @@ class DataLoader:
             is kept as it is.
         drop_last: drop samples that do not divide among all ranks, then the last partial batch.
         tiers: storage classes of this node, fastest first, shared by all its ranks, for example
-            ``["ram:20GiB", "/nvme/cache:400GiB"]``; ``"auto"`` or ``[]``. If None, those of
-            nostall.toml, else ``"auto"``.
+            ``["ram:20GiB", "/nvme/cache:400GiB"]``; a `Tier` of your own among them; ``"auto"`` or
+            ``[]``. If None, those of nostall.toml, else ``"auto"``. `Tiers` that other loaders of
+            the same data share; nodes do not exchange samples then.
         order: ``"torch"``, ``"keyed"`` (O(1) memory), `SubBatches` (data used several times while
             it is in memory), `Weighted`, `ClassBalanced`, `RepeatedAugmentation`, or the user's own
             sequence of sample ids. Where a sample occurs again in an epoch, every occurrence has
@@ -218,7 +217,7 @@ class DataLoader:
         transforms: Transforms = None,
         shuffle: bool | None = None,
         drop_last: bool = False,
-        tiers: str | Sequence[str | TierSpec] | None = None,
+        tiers: Tiers | TierList | None = None,
         order: Order = "torch",
         on_error: Literal["raise", "substitute"] = "raise",
         options: LoaderOptions | None = None,
@@ -250,7 +249,7 @@ class DataLoader:
         if isinstance(dataset, Mixture):
             self._order = _order_of(dataset, self._order)
         self._order_name = _order_name(self._order)
-        tiers = value("loader.tiers") if tiers is None else checked("loader.tiers", tiers)
+        self._shared = tiers if isinstance(tiers, Tiers) else None
         self._find_place()
         self._seed_drawn = given is None
         self.seed = self._drawn_seed() if given is None else given
@@ -320,24 +319,14 @@ class DataLoader:
             parts = allgather(parts[0])
         return int.from_bytes(parts[0], "little")
 
-    def _take_memory(self, tiers: str | Sequence[str | TierSpec]) -> None:
+    def _take_memory(self, tiers: Tiers | TierList | None) -> None:
         """Sizes of tiers and buffers, and the threads."""
         ranks, size = self.world.local_world_size, self.dataset.total_bytes
-        limits = _native.memory_limits()
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        given = parse_tiers(tiers, dataset_bytes=size, local_world_size=ranks)
-        self._tiers = within(given, limits, dataset_bytes=size, memory=memory)
-        if self.world.local_rank == 0:
-            warn_of_tiers(
-                [t for t in given if t.capacity <= memory or t.kind == "file"], limits, size
-            )
-        maker = self.dataset.item_maker
-        if maker is not None and maker.version is None and any(t.keep for t in self._tiers):
-            raise UsageError(
-                "a kept tier may hold items of an earlier state of the data set: pass version= to "
-                "Cached, and change it whenever an item changes"
-            )
-        usual = defaults(limits, dataset_bytes=size, local_world_size=ranks)
+        if isinstance(tiers, Tiers):
+            self._tiers = tiers.specs
+        else:
+            self._tiers = planned(tiers, self.dataset, ranks, tells=self.world.local_rank == 0)
+        usual = defaults(_native.memory_limits(), dataset_bytes=size, local_world_size=ranks)
         staging = self._options.staging
         self._staging = usual.staging if staging == "auto" else parse_size(staging)
         self._reading = usual.reading
@@ -735,6 +724,13 @@ class DataLoader:
         A rank that takes no samples from them meets them too, and says so: they need not wait for it.
         """
         peers, world = self._options.peers, self.world
+        if self._shared is not None:
+            if peers == "on":
+                raise UsageError(
+                    'samples cannot travel between nodes with tiers= that are shared: leave peers="on" '
+                    "out, or give each loader tiers of its own"
+                )
+            return None
         if peers in ("auto", "off") and not cluster.spans_nodes(world):
             return None
         allgather = (
@@ -838,6 +834,9 @@ class DataLoader:
             config.keep_bytes = 2 * self._staging  # beside what is staged, what is being copied
         if expected := self._expected():
             config.expected = expected
+        if self._shared is not None:
+            numbers = self._shared.numbers_of(self.dataset)
+            config.share(self._shared.native, [] if numbers is None else numbers.tolist())
         config.sharing = _named(_native.Sharing, chosen.sharing)
         config.locality = chosen.assignment == "locality"
         return config
@@ -847,10 +846,7 @@ class DataLoader:
         node.job = job_name
         node.local_rank = self.world.local_rank
         node.local_world = self.world.local_world_size
-        node.tiers = [
-            _native.TierSpec(_named(_native.TierKind, t.kind), t.capacity, t.path, t.keep, t.modest)
-            for t in self._tiers
-        ]
+        node.tiers = native_tiers(self._tiers)
         if met is not None and met.transport is not None:
             node.node = met.node
             node.nodes.of_rank = met.node_of_rank

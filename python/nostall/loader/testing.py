@@ -1,8 +1,9 @@
-"""Checks of sources, kinds of fields and transforms, for anybody who writes one.
+"""Checks of sources, kinds of fields, transforms and tiers, for anybody who writes one.
 
     nostall.testing.check_source(MyArchive("/data/a"))
     nostall.testing.check_field(MyKind(), [one, another])
     nostall.testing.check_transform(my_step, [image])
+    nostall.testing.check_tier(MyTier(capacity), start_methods=["fork"])
 
 Each call returns if all holds, and raises an AssertionError that says what does not. nostall's own
 sources, kinds and transforms pass the same checks.
@@ -21,19 +22,21 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from nostall.base._tier import Tier
 from nostall.errors import CorruptionError, IoError, TransformError, UsageError
 from nostall.fields import Kind, Padded, Ragged, Schema
 from nostall.loader._context import Context, takes_context
 from nostall.loader._loader import DataLoader
 from nostall.loader._records import RawBatch
+from nostall.loader._tiers import Tiers
 from nostall.loader.transforms import Transform
 from nostall.loader.transforms import compile as compile_transforms
-from nostall.source import CustomFields, FieldReader, Source
+from nostall.source import CustomFields, CustomSource, FieldReader, SampleReader, Source
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-__all__ = ["check_field", "check_source", "check_transform"]
+__all__ = ["check_field", "check_source", "check_tier", "check_transform"]
 
 _THREADS = 4
 _BATCH = 5
@@ -192,21 +195,27 @@ def _sums(source: Source, samples: list[int], answer: Connection) -> None:
     answer.send([zlib.crc32(source.read(sample)) for sample in samples])
 
 
-def _check_process(source: Source, method: str, found: dict[int, bytes]) -> None:
+def _in_process(method: str, function: Callable[..., None], *arguments: Any) -> Any:
+    """What a process that is started so sends, as the function's last argument; None if nothing."""
     start: Any = multiprocessing.get_context(method)
     here, there = start.Pipe(duplex=False)
-    process = start.Process(target=_sums, args=(source, list(found), there))
+    process = start.Process(target=function, args=(*arguments, there))
     process.start()
     there.close()
-    sums = None
+    sent = None
     try:
         if here.poll(_WAIT_S):
-            sums = here.recv()
+            sent = here.recv()
     except EOFError:
         pass
     finally:
-        process.kill() if sums is None else None
+        process.kill() if sent is None else None
         process.join()
+    return sent
+
+
+def _check_process(source: Source, method: str, found: dict[int, bytes]) -> None:
+    sums = _in_process(method, _sums, source, list(found))
     if sums is None:
         _fail(source, f"a process that was started by {method} could not read it")
     if sums != [zlib.crc32(data) for data in found.values()]:
@@ -456,3 +465,110 @@ def _form_of(result: Any) -> tuple[str, tuple[int, ...]]:
     if hasattr(result, "dtype") and hasattr(result, "shape"):
         return str(result.dtype), tuple(result.shape)
     return type(result).__name__, ()
+
+
+# -------------------------------------------------------------------------------------- tiers
+
+_LENGTHS = (0, 1, 4095, 70_001)
+
+
+def _value(key: str, length: int) -> bytes:
+    return random.Random(key).randbytes(length)
+
+
+def check_tier(tier: Tier, *, start_methods: Sequence[str] = ()) -> None:
+    """Checks that a tier of the user's own does what loaders rely on.
+
+    A key that was never put has nothing; what was put is had again, of any length, in its newest state,
+    from several threads, from a pickled copy, and in other processes, which put what is had here; and
+    batches of a loader that uses it are those of one that does not.
+
+    Args:
+        tier: with room for a MiB or more. Keys of the check stay in it.
+        start_methods: as ``multiprocessing`` has them: how processes are started that use a copy.
+
+    Raises:
+        AssertionError: it does not; the message says what.
+    """
+    if not isinstance(tier, Tier):
+        _fail(tier, "it is no nostall.Tier: derive its class from that")
+    if tier.capacity < _SPARE:
+        _fail(
+            tier, f"its capacity is {tier.capacity}: give it {_SPARE} bytes or more for the check"
+        )
+    prefix = f"nostall/check-{random.SystemRandom().getrandbits(64):016x}"
+    keys = {f"{prefix}/{length}": length for length in _LENGTHS}
+    for key, length in keys.items():
+        if tier.get(key) is not None:
+            _fail(tier, f"get({key!r}) gives something that was never put: it must give None")
+        tier.put(key, b"earlier")
+        tier.put(key, _value(key, length))
+    _check_had(tier, tier, keys, "what was put")
+
+    def use(number: int) -> None:
+        mine = {f"{prefix}/thread {number} {i}": 1000 + i for i in range(8)}
+        for key, length in mine.items():
+            tier.put(key, _value(key, length))
+        _check_had(tier, tier, {**mine, **keys}, f"what was put while {_THREADS} threads use it")
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(use, range(_THREADS)))
+    for method in start_methods:
+        theirs = {f"{prefix}/{method} {i}": 500 + i for i in range(4)}
+        sent = _in_process(method, _use_tier, tier, keys, theirs)
+        if sent != "":
+            _fail(tier, f"in a process that was started by {method}, {sent or 'it ended early'}")
+        _check_had(tier, tier, theirs, f"what a process that was started by {method} put")
+    _check_loading(tier)
+
+
+def _check_had(tier: Tier, copy: Tier, keys: dict[str, int], what: str) -> None:
+    for key, length in keys.items():
+        found = copy.get(key)
+        if found is None:
+            _fail(tier, f"{what} is not there: get({key!r}) gives None")
+        if bytes(memoryview(found)) != _value(key, length):
+            _fail(tier, f"{what} is not what get({key!r}) gives")
+
+
+def _use_tier(tier: Tier, keys: dict[str, int], mine: dict[str, int], answer: Connection) -> None:
+    try:
+        _check_had(tier, tier, keys, "what another process put")
+        for key, length in mine.items():
+            tier.put(key, _value(key, length))
+        answer.send("")
+    except Exception as error:
+        answer.send(f"{type(error).__name__}: {error}")
+
+
+class _Counted(SampleReader):
+    """Random bytes, and how often they were read."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def read(self, samples: list[int]) -> Sequence[Any]:
+        self.reads += len(samples)
+        return [_value(str(sample), 1000) for sample in samples]
+
+    def describe(self, sample: int) -> str:
+        return f"random bytes {sample}"
+
+
+def _check_loading(tier: Tier) -> None:
+    """Samples are read from the source once, and batches have the same bytes."""
+    reader = _Counted()
+    identity = str(random.SystemRandom().getrandbits(64))
+    source = CustomSource(reader, [1000] * 20, identity=identity)
+    values = [_value(str(sample), 1000) for sample in range(len(source))]
+    with Tiers(source, [tier]) as tiers:
+        for _ in range(2):
+            if tiers.read(range(len(source))) != values:
+                _fail(tier, "samples that were kept in it have other bytes")
+    if reader.reads > len(source):
+        again = reader.reads - len(source)
+        _fail(tier, f"{again} of {len(source)} samples that it kept are read from the source again")
+    with _loader(source, range(len(source)), threads=2, epochs=2, tiers=[tier]) as loader:
+        for epoch in loader.epochs():
+            if [sample.tobytes() for batch, _ in epoch for sample in batch] != values:
+                _fail(tier, f"a loader that uses it has other bytes in epoch {epoch.index}")

@@ -1,4 +1,4 @@
-"""For PyTorch: gradients reduced while backward runs, and the order of nostall for torch's loader.
+"""For PyTorch: gradients reduced while backward runs, and the samples of nostall for torch's loader.
 
     optimizer = nostall.torch.DistributedOptimizer(optimizer, model.named_parameters())
 
@@ -6,8 +6,8 @@
     batches = nostall.torch.BatchSampler(len(dataset), 64, epochs=90, seed=0)
     loader = torch.utils.data.DataLoader(dataset, batch_sampler=batches, num_workers=8)
 
-The order is DistributedSampler's and can be resumed exactly. The node's tiers serve
-``nostall.DataLoader`` only.
+The order is DistributedSampler's and can be resumed exactly. The node's tiers keep the samples, for all
+workers and ranks.
 
 Importing this module also registers the torch.distributed backend "nostall"
 (``nostall.torch._group``), for ``init_process_group("nostall")``; newer releases of torch find it

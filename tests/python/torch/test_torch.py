@@ -114,7 +114,7 @@ def test_sampler_resumes_on_another_world() -> None:
         nostall.torch.BatchSampler(50, 12, seed=4, rank=0, world_size=1).load_state_dict(state)
 
 
-def test_items_of_cached_are_items_and_fields_are_refused() -> None:
+def test_items_of_cached_are_items() -> None:
     items = [("a", 1), ("b", 2), ("c", 3)]
     cached = nostall.Cached(items, makers=1)
     try:
@@ -123,14 +123,12 @@ def test_items_of_cached_are_items_and_fields_are_refused() -> None:
         assert [chosen[0], chosen[1]] == [3, 1]
     finally:
         cached.close()
-    with pytest.raises(UsageError, match=r"fields a, b, .*nostall\.DataLoader"):
-        nostall.torch.Dataset(nostall.Files({}, {"a": [1, 2], "b": [3, 4]}))
 
 
 def test_unreadable_item_names_its_path(image_folder: Path, tmp_path: Path) -> None:
     victim = tmp_path / "x.jpg"
     victim.write_bytes(b"12345")
-    dataset = nostall.torch.Dataset(nostall.FileList([victim]))
+    dataset = nostall.torch.Dataset(nostall.FileList([victim]), tiers=[])
     assert dataset[0] == (b"12345", 0)
     victim.unlink()
     with pytest.raises(nostall.errors.IoError, match=r"x\.jpg"):

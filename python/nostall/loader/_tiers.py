@@ -1,0 +1,171 @@
+"""Tiers that loaders and data sets of torch share, whatever the orders in which they read."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from nostall import _native
+from nostall.base._options import checked, value
+from nostall.base._sizes import TierSpec, native_tiers, parse_tiers, warn_of_tiers, within
+from nostall.base._tier import Tier
+from nostall.errors import UsageError
+from nostall.job._world import find_world
+from nostall.source import Source, View
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+TierList = str | Tier | Sequence[str | Tier | TierSpec]
+
+# This process's readers, by the names of what they read: those of one name are one. After a fork those
+# of the parent are left alone.
+_readers: weakref.WeakValueDictionary[str, _native.NodeReader] = weakref.WeakValueDictionary()
+_opening = threading.Lock()
+
+
+def _begin_anew() -> None:
+    global _opening, _readers
+    _opening, _readers = threading.Lock(), weakref.WeakValueDictionary()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+def planned(tiers: TierList | None, source: Source, ranks: int, *, tells: bool) -> list[TierSpec]:
+    """The tiers of a node of so many ranks, None for those of nostall.toml; warns of them if `tells`.
+
+    Raises:
+        UsageError: they are not such, or would keep what they could not recognise.
+    """
+    dataset_bytes = source.total_bytes
+    tiers = value("loader.tiers") if tiers is None else checked("loader.tiers", tiers)
+    limits = _native.memory_limits()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    given = parse_tiers(tiers, dataset_bytes=dataset_bytes, local_world_size=ranks)
+    if tells:
+        warn_of_tiers(
+            [t for t in given if t.capacity <= memory or t.kind == "file"], limits, dataset_bytes
+        )
+    maker = source.item_maker
+    if maker is not None and maker.version is None and any(t.keep for t in given):
+        raise UsageError(
+            "a kept tier may hold items of an earlier state of the data set: pass version= to "
+            "Cached, and change it whenever an item changes"
+        )
+    return within(given, limits, dataset_bytes=dataset_bytes, memory=memory)
+
+
+class Tiers:
+    """The storage classes of this node for one source, shared by all that read it.
+
+        tiers = nostall.Tiers(data, ["ram:20GiB"])
+        train, validation = nostall.Split(data, 0.9)
+        loader = nostall.DataLoader(train, 256, tiers=tiers, ...)
+        other = nostall.torch.Dataset(validation, tiers=tiers)
+
+    There is one copy of a sample on the node, and it is read from the source once: for several loaders,
+    whatever parts of the source they have, for `nostall.torch.Dataset`, its worker processes, and all
+    ranks. What is kept does not depend on a plan: where not all samples fit, those with the lowest
+    numbers are kept. Nodes read for themselves. The memory is free again when the last process that
+    uses it has ended; the one that makes the object uses it.
+
+    Args:
+        source: the data set, or a view of one, of which all samples may be kept.
+        tiers: as of ``nostall.DataLoader``.
+        job: names what is shared on the node; the launcher's name of the job if None.
+
+    Raises:
+        UsageError: `tiers` are not such.
+    """
+
+    def __init__(
+        self, source: Source, tiers: TierList | None = None, *, job: str | None = None
+    ) -> None:
+        self._whole, _ = _part_of(source)
+        world = find_world(job=job)
+        self.specs = planned(
+            tiers, self._whole, world.local_world_size, tells=world.local_rank == 0
+        )
+        shapes = [(t.kind, t.capacity, t.path, t.keep) for t in self.specs]
+        self._name = f"{world.job} shared {self._whole.fingerprint:016x} {shapes}"
+        self._held: list[_native.NodeReader] = []
+        self._pid = 0
+        _ = self.native
+
+    @property
+    def native(self) -> _native.NodeReader:
+        """What reads through the tiers in this process."""
+        if self._pid != os.getpid() or not self._held:
+            with _opening:
+                reader = _readers.get(self._name)
+                if reader is None:
+                    reader = _native.NodeReader(
+                        self._whole.native, self._name, native_tiers(self.specs)
+                    )
+                    _readers[self._name] = reader
+            # A fork's copy of the list keeps what is the parent's.
+            self._held, self._pid = [reader], os.getpid()
+            weakref.finalize(self, self._held.clear)
+        return self._held[0]
+
+    def numbers_of(self, source: Source) -> NDArray[np.uint64] | None:
+        """The numbers of its samples here; None if they are the same.
+
+        Raises:
+            UsageError: it is another source, or no view of this one.
+        """
+        whole, numbers = _part_of(source)
+        if whole.fingerprint != self._whole.fingerprint:
+            raise UsageError(
+                f"these tiers are of {self._whole!r}, and {source!r} is of another source, or of other "
+                "fields= of it: make nostall.Tiers of what both read"
+            )
+        return numbers
+
+    def read(self, samples: Sequence[int]) -> list[bytes]:
+        """The bytes of samples of the source, those that no tier has read together.
+
+        Raises:
+            IoError: one cannot be read, with its path.
+            CorruptionError: its bytes are not those that were read first.
+        """
+        return self.native.read(list(samples))
+
+    @property
+    def kept_bytes(self) -> tuple[int, int]:
+        """Bytes in the memory and in the files of this node's tiers."""
+        return self.native.ram_bytes, self.native.file_bytes
+
+    @property
+    def taken(self) -> dict[str, int]:
+        """Samples that `read` gave in this process, by where from: ram, file, source."""
+        return self.native.taken
+
+    def close(self) -> None:
+        """Leaves the tiers; they stay for others, and for loaders that have them."""
+        self._held.clear()
+
+    def __enter__(self) -> Tiers:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_held": [], "_pid": 0}
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{t.path or t.kind}:{t.capacity / 2**20:.0f}MiB" for t in self.specs)
+        return f"<Tiers of {self._whole!r}: [{sizes}]>"
+
+
+def _part_of(source: Source) -> tuple[Source, NDArray[np.uint64] | None]:
+    """The source that a view is a part of, and the numbers of its samples there."""
+    if not isinstance(source, View) or len(source.parts) > 1:
+        return source, None
+    return source.parts[0], source.native.numbers

@@ -1,0 +1,136 @@
+// Readers without a plan share what they read, whoever comes and goes.
+#include "stage/node_reader.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <filesystem>
+#include <thread>
+
+namespace nostall::stage {
+namespace {
+
+constexpr uint64_t kSamples = 64, kBytes = 1000;
+
+// Sample i has all bytes i; reads are counted.
+class Counted : public source::Source {
+ public:
+  Counted() : sizes_(kSamples, kBytes), labels_(kSamples) {}
+  uint64_t size() const override { return kSamples; }
+  std::span<const uint64_t> sizes() const override { return sizes_; }
+  std::span<const int64_t> labels() const override { return labels_; }
+  uint64_t total_bytes() const override { return kSamples * kBytes; }
+  uint64_t fingerprint() const override { return 9; }
+  std::string describe(uint64_t sample) const override { return "c" + std::to_string(sample); }
+  std::unique_ptr<source::Reader> make_reader(source::ReaderKind, unsigned) const override {
+    class Reader : public source::Reader {
+     public:
+      explicit Reader(const Counted& source) : source_(source) {}
+      void read(std::span<source::ReadRequest> requests) override {
+        for (auto& r : requests) {
+          ++source_.reads;
+          if (r.sample == source_.bad.load()) {
+            r.error = ENOENT;
+            continue;
+          }
+          std::memset(r.into.data(), static_cast<int>(r.sample), r.into.size());
+          r.error = 0;
+        }
+      }
+      std::string_view name() const override { return "counted"; }
+
+     private:
+      const Counted& source_;
+    };
+    return std::make_unique<Reader>(*this);
+  }
+
+  mutable std::atomic<uint64_t> reads{0}, bad{kSamples};
+
+ private:
+  std::vector<uint64_t> sizes_;
+  std::vector<int64_t> labels_;
+};
+
+class NodeReaders : public testing::Test {
+ protected:
+  std::unique_ptr<NodeReader> make(std::vector<tier::TierSpec> tiers) {
+    return std::make_unique<NodeReader>(
+        source_, "node reader " + std::to_string(::getpid()) + std::to_string(number_),
+        std::move(tiers));
+  }
+  static std::vector<tier::TierSpec> ram() {
+    return {{tier::TierKind::ram, kSamples * kBytes, "", false}};
+  }
+  static void expect(NodeReader& reader, const std::vector<uint64_t>& samples) {
+    std::vector<std::vector<std::byte>> bytes(samples.size(), std::vector<std::byte>(kBytes));
+    std::vector<std::span<std::byte>> into(bytes.begin(), bytes.end());
+    reader.read(samples, into);
+    for (size_t i = 0; i < samples.size(); ++i) {
+      for (const std::byte b : bytes[i]) ASSERT_EQ(b, std::byte(samples[i]));
+    }
+  }
+
+  const std::shared_ptr<Counted> source_ = std::make_shared<Counted>();
+  static inline int number_ = 0;
+  void SetUp() override { ++number_; }
+};
+
+TEST_F(NodeReaders, ThreadsOfSeveralReadersReadEachSampleOnce) {
+  std::vector<std::unique_ptr<NodeReader>> readers;
+  for (int i = 0; i < 3; ++i) readers.push_back(make(ram()));
+  std::vector<std::thread> threads;
+  for (uint64_t t = 0; t < 6; ++t) {
+    threads.emplace_back([&, t] {
+      for (uint64_t i = 0; i < kSamples; i += 4) {
+        const uint64_t first = (i + 16 * t) % kSamples;
+        expect(*readers[t % 3], {first + 3, first, first + 1, first + 2, first});
+      }
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  EXPECT_EQ(source_->reads.load(), kSamples);
+  EXPECT_EQ(readers[0]->ram_bytes(), kSamples * kBytes);
+}
+
+TEST_F(NodeReaders, TheNumberOfOneThatLeftIsTakenAgain) {
+  auto first = make(ram());
+  expect(*first, {1, 2});
+  auto second = make(ram());
+  first.reset();
+  auto third = make(ram());
+  auto fourth = make(ram());
+  expect(*third, {1, 2, 3});
+  expect(*fourth, {3});
+  EXPECT_EQ(source_->reads.load(), 3u);
+}
+
+TEST_F(NodeReaders, AFailedReadIsNamedAndLeavesNoClaim) {
+  auto reader = make(ram());
+  source_->bad = 5;
+  std::vector<std::byte> bytes(2 * kBytes);
+  const std::vector<uint64_t> samples{5, 6};
+  const std::vector<std::span<std::byte>> into{std::span(bytes).first(kBytes),
+                                               std::span(bytes).last(kBytes)};
+  try {
+    reader->read(samples, into);
+    FAIL();
+  } catch (const Error& e) {
+    EXPECT_EQ(e.kind(), ErrorKind::io);
+    EXPECT_STREQ(e.what(), "cannot read c5: No such file or directory");
+  }
+  source_->bad = kSamples;
+  expect(*reader, {5, 6});
+  EXPECT_EQ(reader->taken(Origin::ram), 1u);
+  EXPECT_EQ(reader->taken(Origin::source), 2u);
+}
+
+TEST_F(NodeReaders, WithoutTiersEverySampleIsRead) {
+  auto reader = make({});
+  expect(*reader, {1, 1, 2});
+  EXPECT_EQ(source_->reads.load(), 3u);
+}
+
+}  // namespace
+}  // namespace nostall::stage

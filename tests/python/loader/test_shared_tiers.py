@@ -1,0 +1,230 @@
+"""Tiers that several loaders share, and tiers of the user's own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import prefork
+import pytest
+
+import nostall
+from nostall.errors import UsageError
+from nostall.loader.testing import check_tier
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+class Logged(nostall.SampleReader):
+    """Sample s is s bytes more than 10; every read is a byte in a file."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+
+    def read(self, samples: list[int]) -> Sequence[Any]:
+        with self.log.open("ab") as log:
+            log.write(bytes(samples))
+        return [bytes([s]) * (10 + s) for s in samples]
+
+    def describe(self, sample: int) -> str:
+        return f"sample {sample}"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> nostall.CustomSource:
+    reader = Logged(tmp_path / "log")
+    return nostall.CustomSource(reader, np.arange(40) + 10, range(40), identity=str(tmp_path))
+
+
+def load(loader: nostall.DataLoader) -> list[tuple[bytes, int]]:
+    return [
+        (sample.tobytes(), label)
+        for data, labels in loader
+        for sample, label in zip(data, labels.tolist(), strict=True)
+    ]
+
+
+def expected(samples: Sequence[int]) -> list[tuple[bytes, int]]:
+    return [(bytes([s]) * (10 + s), s) for s in samples]
+
+
+def reads(tmp_path: Path) -> list[int]:
+    return sorted((tmp_path / "log").read_bytes())
+
+
+@pytest.mark.parametrize("kind", ["ram", "file"])
+def test_loaders_of_views_hold_no_sample_twice(
+    source: nostall.CustomSource, tmp_path: Path, kind: str
+) -> None:
+    train, validation = nostall.Subset(source, range(39, 9, -1)), nostall.Subset(source, range(20))
+    where = "ram:1MiB" if kind == "ram" else f"{tmp_path}:1MiB"
+    options: dict[str, Any] = {"epochs": 2, "order": "sequential", "output": "numpy"}
+    with nostall.Tiers(source, [where]) as tiers:
+        loaders = [
+            nostall.DataLoader(view, 7, tiers=tiers, **options)
+            for view in (train, validation, source)
+        ]
+        for _ in range(2):
+            assert load(loaders[0]) == expected(range(39, 9, -1))
+            assert load(loaders[1]) == expected(range(20))
+            assert load(loaders[2]) == expected(range(40))
+        assert reads(tmp_path) == list(range(40))
+        total = source.total_bytes
+        assert sum(tiers.kept_bytes) == total + (24 * 40 if kind == "file" else 0)
+        assert tiers.read([3, 3, 39]) == [b"\3" * 13, b"\3" * 13, b"\x27" * 49]
+        for loader in loaders:
+            loader.close()
+
+
+def test_what_does_not_fit_is_read_again(source: nostall.CustomSource, tmp_path: Path) -> None:
+    with nostall.Tiers(source, ["ram:100B"]) as tiers:
+        for _ in range(2):
+            assert [d[0] for d in tiers.read(range(5, 0, -1))] == [5, 4, 3, 2, 1]
+        # The first seven fill 91 bytes.
+        assert reads(tmp_path) == [1, 2, 3, 4, 5]
+        tiers.read([30, 30, 31])
+        assert reads(tmp_path)[5:] == [30, 30, 31]
+
+
+def _second_rank(source: nostall.Source, job: str, answer: Any) -> None:
+    with nostall.Tiers(source, ["ram:1MiB"], job=job) as tiers:
+        answer.send((tiers.read(range(40)), tiers.taken))
+
+
+def test_processes_share_and_keep_what_the_others_read(
+    source: nostall.CustomSource, tmp_path: Path
+) -> None:
+    start = multiprocessing.get_context("fork")
+    with nostall.Tiers(source, ["ram:1MiB"], job="shared by two") as tiers:
+        for _ in range(2):
+            here, there = start.Pipe(duplex=False)
+            process = start.Process(target=_second_rank, args=(source, "shared by two", there))
+            process.start()
+            there.close()
+            assert here.poll(60)
+            data, taken = here.recv()
+            process.join()
+            assert data == [data for data, _ in expected(range(40))]
+        assert taken == {"ram": 40, "file": 0, "source": 0}
+        copy = pickle.loads(pickle.dumps(tiers))
+        assert copy.read([7]) == tiers.read([7]) == [b"\7" * 17]
+        assert copy.native is tiers.native
+    assert reads(tmp_path) == list(range(40))
+
+
+def test_other_sources_and_bad_samples_are_refused(
+    source: nostall.CustomSource, tmp_path: Path, make_folder: Callable[[int], Path]
+) -> None:
+    root = make_folder(3)
+    folder = nostall.ImageFolder(root, index=False)
+    with nostall.Tiers(folder, ["ram:1MiB"]) as tiers:
+        loader = nostall.DataLoader(source, 4, tiers=tiers, epochs=1, output="numpy")
+        with pytest.raises(UsageError, match="these tiers are of <ImageFolder"):
+            next(iter(loader))
+        (root / "class0" / "002.jpg").unlink()
+        with pytest.raises(nostall.errors.IoError, match=r"002\.jpg: No such file"):
+            tiers.read([0, 1, 2])
+        whole = (root / "class0" / "000.jpg").read_bytes()
+        assert tiers.read([0]) == [whole]
+        with pytest.raises(IndexError):
+            tiers.read([3])
+        with pytest.raises(UsageError, match="cannot travel between nodes"):
+            list(nostall.DataLoader(folder, 1, tiers=tiers, epochs=1, peers="on"))
+
+
+# ------------------------------------------------------------------------- tiers of one's own
+
+
+class Kept(nostall.Tier):
+    """A dictionary of this process."""
+
+    def __init__(self, capacity: int = 1 << 20) -> None:
+        super().__init__(capacity)
+        self.data: dict[str, bytes] = {}
+
+    def put(self, key: str, data: bytes) -> None:
+        self.data[key] = data
+
+    def get(self, key: str) -> Any:
+        return self.data.get(key)
+
+
+def test_a_dropped_or_wrong_value_is_read_from_the_source(
+    source: nostall.CustomSource, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier, each = Kept(), [data for data, _ in expected(range(40))]
+    with nostall.Tiers(source, ["ram:65B", tier]) as tiers:
+        assert tiers.read(range(40)) == each
+        assert len(tier.data) == 35  # those after the first five, which are 60 bytes
+        assert all(key.startswith(f"nostall/{source.fingerprint:016x}/") for key in tier.data)
+        assert tiers.read(range(40)) == each
+        assert reads(tmp_path) == list(range(40))
+        key = f"nostall/{source.fingerprint:016x}/30"
+        del tier.data[key]
+        assert tiers.read(range(40)) == each
+        assert tiers.read(range(40)) == each  # it was put again
+        assert reads(tmp_path).count(30) == 3
+        assert tier.data[key] == each[30]
+        assert not caplog.messages
+        tier.data[key[:-2] + "31"] = b"?" * 41
+        tier.data[key[:-2] + "32"] = b"short"
+        assert tiers.read(range(40)) == each
+    assert len(caplog.messages) == 1
+    assert "in the tier Kept" in caplog.messages[0]
+
+
+class Full(Kept):
+    def put(self, key: str, data: bytes) -> None:
+        raise OSError(28, "no room")
+
+
+def test_a_tier_that_raises_is_told_once_and_does_without(
+    source: nostall.CustomSource, caplog: pytest.LogCaptureFixture
+) -> None:
+    with nostall.DataLoader(source, 8, tiers=Full(), epochs=2, output="numpy") as loader:
+        for _ in range(2):
+            assert sorted(load(loader)) == sorted(expected(range(40)))
+    assert len(caplog.messages) == 1
+    assert "cannot keep samples in the tier Full: OSError: [Errno 28] no room" in caplog.messages[0]
+
+
+class Forgets(Kept):
+    def get(self, key: str) -> Any:
+        return None if key.endswith("/1") else super().get(key)
+
+
+class First(Kept):
+    def put(self, key: str, data: bytes) -> None:
+        self.data.setdefault(key, data)
+
+
+class Everything(Kept):
+    def get(self, key: str) -> Any:
+        return self.data.get(key, b"")
+
+
+def test_the_check_says_what_does_not_hold() -> None:
+    check_tier(Kept())
+    for tier, words in (
+        (Forgets(), "what was put is not there"),
+        (First(), "what was put is not what get"),
+        (Everything(), "something that was never put"),
+        (Kept(1000), "its capacity is 1000"),
+    ):
+        with pytest.raises(AssertionError, match=words):
+            check_tier(tier)
+    # A process of its own has a copy of the dictionary.
+    with pytest.raises(AssertionError, match="what a process that was started by fork put is not"):
+        check_tier(Kept(), start_methods=["fork"])
+    with pytest.raises(UsageError, match="capacity '1' must be bytes"):
+        Kept("1")  # type: ignore[arg-type]
+
+
+def test_the_template_runs(image_folder: Path) -> None:
+    run = prefork.run([str(EXAMPLES / "own-tier.py"), str(image_folder)], timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "epoch 1: 61 samples" in run.stdout

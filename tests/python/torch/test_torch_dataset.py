@@ -1,0 +1,121 @@
+"""torch's own DataLoader over the tiers of a node."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader, RandomSampler
+
+import nostall
+import nostall.torch
+from nostall.errors import CorruptionError, IoError
+
+
+def sizes_of(folder: nostall.ImageFolder, ids: list[int]) -> list[int]:
+    return [int(folder.sizes[i]) for i in ids]
+
+
+def test_forked_workers_of_each_epoch_find_what_the_last_ones_read(
+    make_folder: Callable[[int], Path], tmp_path: Path
+) -> None:
+    root = make_folder(13)
+    folder = nostall.ImageFolder(root, index=False)
+    dataset = nostall.torch.Dataset(folder, len, tiers=["ram:1MiB"])
+    sampler = nostall.torch.BatchSampler(len(folder), 4, epochs=3, seed=1, rank=0, world_size=1)
+    loader = DataLoader(
+        dataset, batch_sampler=sampler, num_workers=2, multiprocessing_context="fork"
+    )
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        assert [sizes.tolist() for sizes, _ in loader] == [sizes_of(folder, ids) for ids in sampler]
+        assert dataset.tiers.kept_bytes == (folder.total_bytes, 0)
+        root.rename(tmp_path / "away") if epoch == 0 else None
+    # The rest of an epoch, from the state after three batches of it.
+    sampler.load_state_dict({**sampler.state_dict(batches=3), "epoch": 1})
+    ids, ends = nostall.Plan(samples=13, batch_size=4, epochs=3, seed=1).rank_epoch(1, 0)
+    rest = [ids[begin:end].tolist() for begin, end in itertools.pairwise(ends[2:])]
+    assert [sizes.tolist() for sizes, _ in loader] == [sizes_of(folder, b) for b in rest]
+    assert len(rest) == 1
+    other = DataLoader(dataset, batch_size=5, sampler=RandomSampler(range(13)))
+    assert sorted(size for sizes, _ in other for size in sizes.tolist()) == sorted(
+        folder.sizes.tolist()
+    )
+    assert dataset.tiers.taken == {"ram": 13, "file": 0, "source": 0}
+
+
+@pytest.mark.multi
+def test_spawned_workers_stay_and_share(make_folder: Callable[[int], Path], tmp_path: Path) -> None:
+    root = make_folder(9)
+    folder = nostall.ImageFolder(root, index=False)
+    dataset = nostall.torch.Dataset(folder, len, tiers=[f"{tmp_path}:1MiB"])
+    loader = DataLoader(
+        dataset,
+        batch_size=4,
+        num_workers=1,
+        multiprocessing_context="spawn",
+        persistent_workers=True,
+    )
+    for epoch in range(2):
+        assert [sizes.tolist() for sizes, _ in loader] == [
+            folder.sizes[i : i + 4].tolist() for i in (0, 4, 8)
+        ]
+        root.rename(tmp_path / "away") if epoch == 0 else None
+    # What they read is here too.
+    assert dataset[8] == (int(folder.sizes[8]), int(folder.labels[8]))
+    assert dataset.tiers.taken == {"ram": 0, "file": 1, "source": 0}
+
+
+def test_items_have_the_fields_that_loaders_have(image_folder: Path, tmp_path: Path) -> None:
+    paths = sorted(image_folder.rglob("*.jpg"))[:6]
+    data = nostall.Files(
+        {"image": [str(p) for p in paths]},
+        {
+            "label": list(range(6)),
+            "text": [p.name for p in paths],
+            "box": [[0, 1, 2, i] for i in range(6)],
+        },
+    )
+    dataset = nostall.torch.Dataset(data, decode=True)
+    with nostall.DataLoader(
+        data, 1, order="sequential", output="numpy", epochs=1, tiers=[]
+    ) as loader:
+        for i, batch in enumerate(loader):
+            item = dataset[i]
+            assert list(item) == ["image", "label", "text", "box"]
+            decoded = nostall._native.decode_rgb(batch["image"].sample(0))
+            assert np.array_equal(item["image"], decoded)
+            assert item["label"] == batch["label"][0] == i
+            assert item["text"] == batch["text"][0] == paths[i].name
+            assert np.array_equal(item["box"], batch["box"][0])
+    chosen = nostall.torch.Dataset(
+        nostall.Subset(data, [4, 2]), lambda item: item["text"], fields=["text"]
+    )
+    assert chosen.__getitems__([0, 1, -1]) == [paths[4].name, paths[2].name, paths[2].name]
+    image, label = nostall.torch.Dataset(nostall.ImageFolder(image_folder), decode=True)[3]
+    assert image.dtype == np.uint8
+    assert image.shape[2] == 3
+    assert label == 0
+
+
+def test_damage_is_named(make_folder: Callable[[int], Path]) -> None:
+    root = make_folder(4)
+    victim = root / "class1" / "001.jpg"
+    victim.write_bytes(b"no image at all")
+    folder = nostall.ImageFolder(root, index=False)
+    at = [folder.describe(i) for i in range(4)].index(str(victim))
+    with pytest.raises(CorruptionError, match=r"001\.jpg: "):
+        nostall.torch.Dataset(folder, decode=True)[at]
+    dataset = nostall.torch.Dataset(folder, tiers=[])
+    assert dataset[at] == (b"no image at all", 1)
+    victim.write_bytes(b"now image at al")
+    with pytest.raises(CorruptionError, match=r"001\.jpg.*not those that were read first"):
+        dataset[at]
+    victim.unlink()
+    with pytest.raises(IoError, match=r"001\.jpg"):
+        dataset[at]
+    with pytest.raises(IndexError):
+        dataset[4]
