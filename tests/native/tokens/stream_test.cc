@@ -4,6 +4,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <limits>
 #include <string>
 
 #include "../records/memory_storage.h"
@@ -90,6 +92,41 @@ TEST(Scan, NamesAnIdOutsideTheVocabulary) {
   } catch (const Error& error) {
     EXPECT_THAT(error.what(), HasSubstr("token 2 is 900, outside the vocabulary of 900"));
   }
+}
+
+// Ids are looked at in blocks; places at their borders, and what is left of the last one.
+template <typename Id>
+void expect_every_place() {
+  constexpr uint64_t kIds = 300;
+  for (uint64_t place = 0; place < kIds; ++place) {
+    std::vector<Id> values(kIds, std::numeric_limits<Id>::max());
+    values[place] = 7;
+    const auto* bytes = reinterpret_cast<const char*>(values.data());
+    const records::MemoryStorage file({std::string(bytes, sizeof(Id) * kIds)});
+    const std::vector<Extent> extents{{0, 0, kIds}};
+    // Neither all ids of a type nor more are a limit.
+    const uint64_t all = uint64_t{1} << std::min<size_t>(8 * sizeof(Id), 32);
+    const Scan ends{7, sizeof(Id) < 8 ? all : 0};
+    std::vector<uint64_t> expected{0};
+    if (place + 1 < kIds) expected.push_back(place + 1);
+    ASSERT_EQ(begins(scan_documents(file, sizeof(Id), extents, ends, 1)), expected) << place;
+    std::fill(values.begin(), values.end(), Id{6});
+    values[place] = 7;
+    const records::MemoryStorage other({std::string(bytes, sizeof(Id) * kIds)});
+    try {
+      scan_documents(other, sizeof(Id), extents, {{}, 7}, 1);
+      FAIL() << place;
+    } catch (const Error& error) {
+      EXPECT_THAT(error.what(), HasSubstr("token " + std::to_string(place) + " is 7, outside"));
+    }
+  }
+}
+
+TEST(Scan, LooksAtEveryIdOfEveryType) {
+  expect_every_place<uint8_t>();
+  expect_every_place<uint16_t>();
+  expect_every_place<uint32_t>();
+  expect_every_place<uint64_t>();
 }
 
 Index small_index() {
