@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nostall.errors import UsageError
-from nostall_bench import harness
+from nostall_bench import harness, token_scale
 from nostall_bench.programs import find_native
 from nostall_bench.slowfs import SlowFS
 from nostall_bench.token_peers import LOADERS, Job, make, prepare_litdata
@@ -47,11 +47,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency-ms", type=float, default=1.0, help="of cold storage")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one process")
+    scale = parser.add_argument_group("many files and documents, instead of the modes")
+    scale.add_argument("--scale", action="store_true", help="measure index, packing and resuming")
+    scale.add_argument("--files", type=int, default=1000)
+    scale.add_argument("--documents", type=int, default=100_000_000, help="of all files")
+    scale.add_argument("--document-tokens", type=int, default=16, help="on average")
+    scale.add_argument("--ranks", type=int, nargs="+", default=[1, 8, 64], help="that resume")
     harness.add_files(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures and prints a table for each mode."""
+    """Measures and prints a table for each mode, or one for `--scale`."""
+    if arguments.scale:
+        return token_scale.run(arguments)
     home = Path(arguments.dir).absolute()
     rows: dict[str, dict[str, Any]] = {}
     for mode in arguments.modes:

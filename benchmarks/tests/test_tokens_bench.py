@@ -40,6 +40,20 @@ def test_a_small_run_measures_windows_and_packing(tmp_path: Path) -> None:
     assert modes["packed"]["nostall"]["runs"][0]["waste"] < 0.05
 
 
+@pytest.mark.multi
+@pytest.mark.usefixtures("forked")
+def test_many_files_are_indexed_packed_and_resumed(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    words = ["--scale", "--files", "3", "--documents", "60000", "--dir", str(tmp_path)]
+    words += ["--ranks", "1", "2"]
+    assert tokens.run(parse(tokens, *words, "--json", str(out))) == 0
+    found = json.loads(out.read_text())["scale"]
+    assert found["documents"] == 60_000
+    assert found["state_bytes"] < 200
+    assert min(found.values()) >= 0
+    assert {"resume_1_ms", "resume_2_ms"} < found.keys()
+
+
 def test_peers_give_batches_of_the_data(tmp_path: Path) -> None:
     data = tmp_path / "tokens.bin"
     token_peers.make(data, 20_000)
