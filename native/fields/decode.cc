@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "base/half.h"
+#include "fields/flac.h"
 #include "fields/npy.h"
 #include "fields/numbers.h"
 #include "fields/text.h"
@@ -221,18 +222,20 @@ int16_t pcm16(float value) {
   return static_cast<int16_t>(scaled != scaled ? 0.0f : std::clamp(scaled, -32768.0f, 32767.0f));
 }
 
-// The first `frames` frames, by pieces that a cache holds.
-void write_sound(const Audio& kind, const Wav& wav, uint64_t frames, std::byte* out) {
+// The first `frames` frames of a file, by pieces that a cache holds: read(first, out) gives values of
+// all its channels, and is called for one piece after the other, until it is false.
+void write_sound(const Audio& kind, uint32_t channels, uint64_t frames, std::byte* out,
+                 auto&& read) {
   std::array<float, 4096> piece;
-  const uint64_t most = piece.size() / wav.channels;
+  const uint64_t most = piece.size() / channels;
   for (uint64_t begin = 0; begin < frames; begin += most) {
     const uint64_t count = std::min(most, frames - begin);
-    wav.read(begin * wav.channels, std::span(piece).first(count * wav.channels));
-    if (kind.channels == 1 && wav.channels > 1) {
+    if (!read(begin * channels, std::span(piece).first(count * channels))) return;
+    if (kind.channels == 1 && channels > 1) {
       for (uint64_t f = 0; f < count; ++f) {
         float sum = 0;
-        for (uint32_t c = 0; c < wav.channels; ++c) sum += piece[f * wav.channels + c];
-        piece[f] = sum / static_cast<float>(wav.channels);
+        for (uint32_t c = 0; c < channels; ++c) sum += piece[f * channels + c];
+        piece[f] = sum / static_cast<float>(channels);
       }
     }
     const uint64_t values = count * kind.channels;
@@ -386,7 +389,7 @@ Decoded decode(const Array& kind, const Output&, std::span<const std::byte> byte
 
 Decoded decode(const Mask& kind, const Output& output, std::span<const std::byte> bytes,
                const image::SampleKey&, Scratch& scratch, const Destination& to) {
-  auto decoded = image::decode_labels(bytes, kind.max_pixels, scratch.labels);
+  auto decoded = image::decode_labels(bytes, kind.max_pixels, scratch.values);
   if (!decoded) return decoded.error();
   const image::Labels& labels = decoded.value();
   const std::array<int64_t, 2> shape{labels.height, labels.width};
@@ -413,32 +416,66 @@ Decoded decode(const Mask& kind, const Output& output, std::span<const std::byte
   return std::monostate{};
 }
 
-Decoded decode(const Audio& kind, const Output&, std::span<const std::byte> bytes,
-               const image::SampleKey&, Scratch&, const Destination& to) {
-  auto parsed = parse_wav(bytes);
-  if (!parsed) return parsed.error();
-  const Wav& wav = parsed.value();
-  if (kind.rate != 0 && wav.rate != kind.rate) {
-    return damaged(std::to_string(wav.rate) + " frames a second, not " + std::to_string(kind.rate));
+namespace {
+
+// A place for the frames that are wanted of those that there are, filled up with zeros.
+struct Sound {
+  uint64_t there = 0;  // frames
+  std::byte* out = nullptr;
+};
+
+Result<Sound> begin_sound(const Audio& kind, uint32_t rate, uint32_t channels, uint64_t has,
+                          const Destination& to) {
+  if (kind.rate != 0 && rate != kind.rate) {
+    return damaged(std::to_string(rate) + " frames a second, not " + std::to_string(kind.rate));
   }
-  if (kind.channels != 1 && wav.channels != kind.channels) {
-    return damaged(std::to_string(wav.channels) + " channels, not " +
-                   std::to_string(kind.channels));
+  if (kind.channels != 1 && channels != kind.channels) {
+    return damaged(std::to_string(channels) + " channels, not " + std::to_string(kind.channels));
   }
-  const uint64_t frames = kind.frames == 0 ? wav.frames : kind.frames;
-  const uint64_t there = std::min(frames, wav.frames);
-  const size_t size = size_of(kind.type), width = size * kind.channels;
+  const uint64_t frames = kind.frames == 0 ? has : kind.frames;
+  const uint64_t there = std::min(frames, has), width = size_of(kind.type) * kind.channels;
   const std::array<int64_t, 2> shape{static_cast<int64_t>(frames), kind.channels};
   std::byte* out = to.begin({shape.data(), kind.channels == 1 ? size_t{1} : 2}, frames * width);
+  std::memset(out + there * width, 0, (frames - there) * width);
+  return Sound{there, out};
+}
+
+Decoded decode_flac(const Audio& kind, std::span<const std::byte> bytes, Scratch& scratch,
+                    const Destination& to) {
+  const auto parsed = parse_flac(bytes, scratch.values);
+  if (!parsed) return parsed.error();
+  const Flac& flac = parsed.value();
+  const auto begun = begin_sound(kind, flac.rate, flac.channels, flac.frames, to);
+  if (!begun) return begun.error();
+  FlacReader reader(flac, scratch.values);
+  const auto read = [&](uint64_t, std::span<float> out) { return reader.read(out); };
+  write_sound(kind, flac.channels, begun.value().there, begun.value().out, read);
+  if (reader.error()) return *reader.error();
+  return std::monostate{};
+}
+
+}  // namespace
+
+Decoded decode(const Audio& kind, const Output&, std::span<const std::byte> bytes,
+               const image::SampleKey&, Scratch& scratch, const Destination& to) {
+  if (is_flac(bytes)) return decode_flac(kind, bytes, scratch, to);
+  const auto parsed = parse_wav(bytes);
+  if (!parsed) return parsed.error();
+  const Wav& wav = parsed.value();
+  const auto begun = begin_sound(kind, wav.rate, wav.channels, wav.frames, to);
+  if (!begun) return begun.error();
+  const auto [there, out] = begun.value();
   const bool same = wav.channels == kind.channels &&
                     ((kind.type == Type::int16 && wav.coding == Wav::Coding::pcm16) ||
                      (kind.type == Type::float32 && wav.coding == Wav::Coding::float32));
-  if (same) {
-    if (there != 0) std::memcpy(out, wav.values.data(), there * width);
-  } else {
-    write_sound(kind, wav, there, out);
+  if (!same) {
+    write_sound(kind, wav.channels, there, out, [&](uint64_t first, std::span<float> piece) {
+      wav.read(first, piece);
+      return true;
+    });
+  } else if (there != 0) {
+    std::memcpy(out, wav.values.data(), there * size_of(kind.type) * kind.channels);
   }
-  std::memset(out + there * width, 0, (frames - there) * width);
   return std::monostate{};
 }
 

@@ -166,12 +166,12 @@ uint64_t aligned(uint64_t bytes) {
 
 void Scratch::trim(size_t most) noexcept {
   image.trim(most);
-  if (labels.size() > most) labels.release();
+  if (values.size() > most) values.release();
 }
 
 void Scratch::release_above(size_t most) noexcept {
   image.release_above(most);
-  if (labels.size() > most) labels.release();
+  if (values.size() > most) values.release();
 }
 
 Program Program::compile(std::vector<Field> fields, std::optional<BatchMix> mix) {

@@ -90,7 +90,7 @@ struct Mask {
   uint64_t max_pixels = image::Options{}.max_pixels;
   std::shared_ptr<const image::Pipeline> pipeline{};
 };
-// A WAV file (wav.h): (frames,) if there is one channel, else (frames, channels).
+// A WAV or FLAC file (wav.h, flac.h): (frames,) if there is one channel, else (frames, channels).
 struct Audio {
   Type type = Type::float32;  // or int16
   uint32_t channels = 1;      // 1: the mean of those that there are; else those, exactly
@@ -156,12 +156,12 @@ struct BatchMix {
 
 // Buffers that one thread reuses from sample to sample.
 struct Scratch {
-  explicit Scratch(image::HeldBytes* counted = nullptr) : image(counted), labels(counted) {}
+  explicit Scratch(image::HeldBytes* counted = nullptr) : image(counted), values(counted) {}
   // As of image::Scratch.
   void trim(size_t most) noexcept;
   void release_above(size_t most) noexcept;
   image::Scratch image;
-  image::Buffer labels;
+  image::Buffer values;  // of masks and sound
   std::vector<source::FieldBytes> located;
   // Of groups, whose parts are gathered first.
   struct Gathered {

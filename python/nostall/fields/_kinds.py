@@ -508,7 +508,7 @@ class Json(Text):
 
 @dataclass(frozen=True, kw_only=True)
 class Audio(Kind):
-    """Sound in a WAV file: PCM of 8, 16, 24 or 32 bits, or float32.
+    """Sound in a WAV file (PCM of 8, 16, 24 or 32 bits, float32), or in a FLAC file (4 to 24 bits).
 
     Frames are (frames,) if `channels` is 1, else (frames, channels): an array if `frames` is given,
     else `Ragged` or `Padded`.
@@ -519,7 +519,7 @@ class Audio(Kind):
         rate: frames per second that every file must have; None takes any.
         frames: each sample is cut after so many, or filled up with zeros.
         padded: fill up with zeros to the longest of the batch, where lengths differ.
-        fill: the bytes of a WAV file that stands for a missing one.
+        fill: the bytes of a file that stands for a missing one.
     """
 
     dtype: Literal["float32", "int16"] = "float32"

@@ -31,6 +31,7 @@ _ENCODED: tuple[tuple[bytes, int, bytes, Kind], ...] = (
     (b"MM\0*", 0, b"", Image()),
     (b"BM", 6, bytes(4), Image()),
     (b"RIFF", 8, b"WAVE", Audio()),
+    (b"fLaC", 0, b"", Audio()),
 )
 
 

@@ -21,7 +21,7 @@ _THREADS = 16
 #: The kind of a file by its ending, where the schema does not say it.
 _BY_ENDING: dict[str, Kind] = {
     **dict.fromkeys(IMAGE_EXTENSIONS, Image()),
-    ".wav": Audio(),
+    **dict.fromkeys((".wav", ".flac"), Audio()),
     ".txt": Text(),
     ".json": Json(),
     ".cls": Scalar(codec="decimal"),
@@ -38,7 +38,7 @@ class Files(Composite):
         columns: by the name of the field, one value for each sample (None where it has none): an
             array, or a list of numbers, arrays, texts or bytes. They stay in memory.
         schema: the kinds of fields. Those that it does not have follow from the first file's ending
-            (those of images, .wav, .txt, .json, .cls), or from the column's values.
+            (those of images, .wav, .flac, .txt, .json, .cls), or from the column's values.
         root: where relative paths start; the working directory if None.
 
     Attributes:

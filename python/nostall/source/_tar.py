@@ -56,7 +56,8 @@ class TarShards(PartsStore):
             not for these.
         schema: the kinds of fields. Those that it does not have follow from the ending: jpg, png
             and the other images of `ImageFolder`; txt, text, transcript; cls, cls2, index, inx, id;
-            json, jsn; npy, whose type and shape are those of the first samples; wav; others are bytes.
+            json, jsn; npy, whose type and shape are those of the first samples; wav, flac; others are
+            bytes.
         index: True keeps the places beside the first shard, or in the user's cache folder where
             that is read-only; a path keeps them there; False nowhere.
         reading: how the files are read.

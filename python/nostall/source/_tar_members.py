@@ -21,7 +21,7 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys(("txt", "text", "transcript"), Text()),
     **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), Scalar(codec="decimal")),
     **dict.fromkeys(("json", "jsn"), Json()),
-    "wav": Audio(),
+    **dict.fromkeys(("wav", "flac"), Audio()),
 }
 
 #: By the name of the field, the endings of its members.
