@@ -540,3 +540,10 @@ def sample_ids(order: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.ui
             + (f" with {ids.min()}" if ids.size and ids.dtype.kind == "i" else "")
         )
     return np.ascontiguousarray(ids, dtype=np.uint64)
+
+
+def order_name(order: Order) -> str:
+    """The name of the order in a state; a user's own order is identified by its ids."""
+    if isinstance(order, (str, *DESCRIBED)):
+        return str(order)
+    return f"user {zlib.crc32(sample_ids(order).tobytes()):08x}"

@@ -15,7 +15,6 @@ import os
 import secrets
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Unpack
@@ -50,7 +49,7 @@ from nostall.plan import (
     Order,
     Plan,
     RepeatedAugmentation,
-    sample_ids,
+    order_name,
 )
 from nostall.source._mixture import Mixture
 from nostall.source._source import Source
@@ -84,13 +83,6 @@ _OF_TORCH = {
     "worker_init_fn": "it has threads, and no workers",
     "num_workers": "it has threads=, and no workers",
 }
-
-
-def _order_name(order: Order) -> str:
-    """The name of the order in a state; a user's own order is identified by its ids."""
-    if isinstance(order, (str, *DESCRIBED)):
-        return str(order)
-    return f"user {zlib.crc32(sample_ids(order).tobytes()):08x}"
 
 
 def _order_of(dataset: Mixture, order: Order) -> Mixed:
@@ -248,7 +240,7 @@ class DataLoader:
             self._order = self._order.of(dataset.sizes)
         if isinstance(dataset, Mixture):
             self._order = _order_of(dataset, self._order)
-        self._order_name = _order_name(self._order)
+        self._order_name = order_name(self._order)
         self._shared = tiers if isinstance(tiers, Tiers) else None
         self._find_place()
         self._seed_drawn = given is None

@@ -7,9 +7,9 @@ from typing import Any
 
 from nostall.errors import UsageError
 from nostall.job._world import find_world
-from nostall.plan import Plan
+from nostall.plan import ClassBalanced, Order, Plan, order_name
 
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 
 
 class BatchSampler:
@@ -20,6 +20,8 @@ class BatchSampler:
         batch_size: samples per rank and batch.
         epochs: epochs of the job.
         seed, drop_last: as in ``nostall.DataLoader``.
+        order: as in ``nostall.DataLoader``; `ClassBalanced` and `Buckets` need their labels= and
+            lengths=.
         rank, world_size: found from the launcher where not given.
 
     `state_dict` counts the batches that torch's DataLoader has *asked for*, which runs ahead of
@@ -34,6 +36,7 @@ class BatchSampler:
         epochs: int = 1,
         seed: int = 0,
         drop_last: bool = False,
+        order: Order = "torch",
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
@@ -45,7 +48,9 @@ class BatchSampler:
             "epochs": epochs,
             "seed": seed,
             "drop_last": drop_last,
+            "order": order.weighted() if isinstance(order, ClassBalanced) else order,
         }
+        self._order_name = order_name(self._arguments["order"])
         self._order_world = self.world_size
         self._plan = self._make_plan()
         self._epoch = 0
@@ -98,6 +103,7 @@ class BatchSampler:
             "global_batch": self.batch_size * self.world_size,
             "order_world": self._order_world,
             **{key: self._arguments[key] for key in ("samples", "seed", "drop_last")},
+            "order": self._order_name,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -107,7 +113,7 @@ class BatchSampler:
             UsageError: the state is of another job.
         """
         mine = self.state_dict()
-        for key in ("version", "global_batch", "samples", "seed", "drop_last"):
+        for key in ("version", "global_batch", "samples", "seed", "drop_last", "order"):
             if state.get(key) != mine[key]:
                 raise UsageError(
                     f"the sampler's state was saved with {key}={state.get(key)}, but this sampler "

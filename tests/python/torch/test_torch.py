@@ -114,6 +114,33 @@ def test_sampler_resumes_on_another_world() -> None:
         nostall.torch.BatchSampler(50, 12, seed=4, rank=0, world_size=1).load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    "order",
+    [
+        "keyed",
+        nostall.Weighted(np.arange(30) + 1.0, 20),
+        nostall.ClassBalanced([0, 1, 1] * 10),
+        nostall.RepeatedAugmentation(3),
+        nostall.Buckets(range(30), 3),
+        [*range(29, 3, -2)],
+    ],
+    ids=str,
+)
+def test_samplers_have_the_orders_of_loaders(order: Any) -> None:
+    sampler = nostall.torch.BatchSampler(30, 3, epochs=2, seed=1, order=order, rank=1, world_size=2)
+    plan = nostall.Plan(samples=30, batch_size=3, world_size=2, epochs=2, seed=1, order=order)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        ids, _ = plan.rank_epoch(epoch, 1)
+        assert list(itertools.chain(*sampler)) == ids.tolist()
+    state = sampler.state_dict(batches=1)
+    other = nostall.torch.BatchSampler(30, 3, epochs=2, seed=1, rank=1, world_size=2)
+    with pytest.raises(UsageError, match="order="):
+        other.load_state_dict(state)
+    sampler.load_state_dict(state)
+    assert list(itertools.chain(*sampler)) == ids.tolist()[3:]
+
+
 def test_items_of_cached_are_items() -> None:
     items = [("a", 1), ("b", 2), ("c", 3)]
     cached = nostall.Cached(items, makers=1)
