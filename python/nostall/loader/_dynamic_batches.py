@@ -12,12 +12,16 @@ stay the same, and a change takes effect at the same batch on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nostall.errors import UsageError
+from nostall.fields import Padded, Ragged
+from nostall.loader._mixing import MixedLabels
 
 if TYPE_CHECKING:
     from nostall.loader._loader import DataLoader, Epoch
@@ -29,8 +33,8 @@ class DynamicBatches:
     """A loader whose batches grow.
 
     Args:
-        loader: a `DataLoader` whose batches are pairs of arrays or tensors. Its batch is the smallest
-            one.
+        loader: a `DataLoader`; its batch is the smallest one. What its batches are made of is joined:
+            arrays and tensors, `Ragged` and `Padded`, lists of texts, and mappings and tuples of them.
         threshold: convergence rate below which the batch grows: the improvement of the reported value
             since the last report.
         grow: factor by which the batch grows each time.
@@ -64,12 +68,6 @@ class DynamicBatches:
             raise UsageError(f"limit must be an integer from 1 on, not {limit!r}")
         if sawtooth and not loader.plan.reuses:
             raise UsageError("sawtooth follows the reuse of data: pass order=SubBatches(...)")
-        if not loader.gives_pairs:
-            raise UsageError(
-                "batches of several fields, and of items of Cached, cannot be joined: DynamicBatches "
-                "needs pairs of arrays, as a data set of images and labels gives them without fields= "
-                "and batch="
-            )
         self.loader = loader
         self.threshold, self.grow, self.limit = threshold, grow, limit
         self.smaller_is_better, self.sawtooth = smaller_is_better, sawtooth
@@ -97,7 +95,7 @@ class DynamicBatches:
 
         return float(reduce_gradients({"reported value": np.array([value])})["reported value"][0])
 
-    def epochs(self) -> Iterator[tuple[int, Iterator[tuple[Any, Any]]]]:
+    def epochs(self) -> Iterator[tuple[int, Iterator[Any]]]:
         """(index, batches) of each epoch from the current position on."""
         for epoch in self.loader.epochs():
             yield epoch.index, self._grouped(epoch)
@@ -113,7 +111,7 @@ class DynamicBatches:
         grown = self.factor * int(self.grow**turn)
         return min(grown, self.limit, size - place, max(whole - batch, 1))
 
-    def _grouped(self, epoch: Epoch) -> Iterator[tuple[Any, Any]]:
+    def _grouped(self, epoch: Epoch) -> Iterator[Any]:
         source = iter(epoch)
         while True:
             batch = self.loader.position[1]
@@ -127,8 +125,7 @@ class DynamicBatches:
                 # The loader ends its epoch when it is asked for one batch too many.
                 next(source, None)
                 return
-            data, labels = zip(*parts, strict=True)
-            yield _joined(data), _joined(labels)
+            yield parts[0] if len(parts) == 1 else _joined(parts)
 
     # ------------------------------------------------------------------ resuming
 
@@ -154,15 +151,66 @@ class DynamicBatches:
         self.factor, self._last = int(state["factor"]), state["last"]
 
 
-def _joined(parts: tuple[Any, ...]) -> Any:
-    if len(parts) == 1:
-        return parts[0]
+def _joined(parts: Sequence[Any]) -> Any:
+    """Batches one after the other, as one."""
+    one = parts[0]
+    if isinstance(one, Ragged):
+        return _joined_ragged(parts)
+    if isinstance(one, Padded):
+        return _joined_padded(parts)
+    if isinstance(one, MixedLabels):
+        raise UsageError(
+            "batches that were mixed have each a lam of their own and cannot be joined: pass "
+            "num_classes= to MixUp and CutMix"
+        )
+    if isinstance(one, Mapping):
+        return {name: _joined([part[name] for part in parts]) for name in one}
+    if isinstance(one, tuple):
+        values = [_joined(column) for column in zip(*parts, strict=True)]
+        return tuple(values) if type(one) is tuple else type(one)(*values)
+    if isinstance(one, list):
+        if any(_holds_arrays(value) for value in one):  # what collates items gives for a tuple
+            return [_joined(column) for column in zip(*parts, strict=True)]
+        return list(itertools.chain.from_iterable(parts))
+    return _one_array(parts)
+
+
+def _holds_arrays(value: Any) -> bool:
+    """Whether a value of a list is itself a batch, and not that of one sample."""
+    if isinstance(value, Mapping):
+        return any(map(_holds_arrays, value.values()))
+    if isinstance(value, (tuple, list)):
+        return any(map(_holds_arrays, value))
+    return hasattr(value, "ndim")
+
+
+def _one_array(parts: Sequence[Any]) -> Any:
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)
-    import torch
-
-    if isinstance(parts[0], torch.Tensor):
-        return torch.cat(parts)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(parts[0], torch.Tensor):
+        return torch.cat(list(parts))
     raise UsageError(
         f"batches of {type(parts[0]).__name__} cannot be joined: pass transforms that give arrays"
     )
+
+
+def _joined_ragged(parts: Sequence[Ragged]) -> Ragged:
+    offsets, base = [], 0
+    for number, part in enumerate(parts):
+        offsets.append(part.offsets[min(number, 1) :] + base)
+        base += int(part.offsets[-1])
+    shapes = None if parts[0].shapes is None else _one_array([part.shapes for part in parts])
+    return Ragged(_one_array([part.values for part in parts]), _one_array(offsets), shapes)
+
+
+def _joined_padded(parts: Sequence[Padded]) -> Padded:
+    longest = np.max([part.values.shape[1:] for part in parts], axis=0).tolist()
+    filled = []
+    for part in parts:
+        shape = (len(part.values), *longest)
+        numpy = isinstance(part.values, np.ndarray)
+        room = np.zeros(shape, part.values.dtype) if numpy else part.values.new_zeros(shape)
+        room[tuple(map(slice, part.values.shape))] = part.values
+        filled.append(room)
+    return Padded(_one_array(filled), _one_array([part.lengths for part in parts]))

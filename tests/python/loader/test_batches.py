@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
 import nostall
+from nostall import fields
+from nostall import transforms as t
 from nostall.errors import UsageError
 
 EPOCHS = 4
@@ -149,20 +151,6 @@ def test_wrong_arguments_are_named(image_folder: Path) -> None:
     ):
         with pytest.raises(UsageError, match=match):
             nostall.DynamicBatches(source, **wrong)
-    items = nostall.Cached([(np.zeros(2), 1), (np.ones(2), 0)], makers=1)
-    for several, options in (
-        (items, {}),
-        (nostall.Subset(items, [1]), {}),
-        (nostall.Files({}, {"a": [1, 2], "b": [3, 4]}), {}),
-        (nostall.ImageFolder(image_folder, index=False), {"batch": "tuple"}),
-        (nostall.ImageFolder(image_folder, index=False), {"fields": ["image", "label"]}),
-    ):
-        with (
-            nostall.DataLoader(several, 1, tiers=[], **options) as refused,
-            pytest.raises(UsageError, match=r"several fields|items of Cached"),
-        ):
-            nostall.DynamicBatches(refused)
-    items.close()
     batches = nostall.DynamicBatches(source)
     with pytest.raises(UsageError, match="sawtooth"):
         batches.load_state_dict({**batches.state_dict(), "sawtooth": True})
@@ -175,3 +163,74 @@ def test_wrong_arguments_are_named(image_folder: Path) -> None:
         joined.factor = 2
         for _, epoch in joined.epochs():
             next(epoch)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (tuple, list)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, np.ndarray):
+        return bool((one.dtype, one.shape) == (other.dtype, other.shape) and (one == other).all())
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("form", ["dict", "tuple"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_batches_of_fields_grow(
+    image_folder: Path, form: Literal["dict", "tuple"], padded: bool
+) -> None:
+    """As those of a loader of larger batches: ragged and padded arrays, texts, JSON, numbers."""
+    paths = [str(path) for path in sorted(image_folder.rglob("*.jpg"))[:21]]
+    source = nostall.Files(
+        {"image": paths},
+        {
+            "label": list(range(21)),
+            "name": [f"{i}" * i for i in range(21)],
+            "boxes": [np.full((i % 4, 4), i, np.float32) for i in range(21)],
+            "json": [[i, {"of": i}] for i in range(21)],
+        },
+        schema={
+            "image": fields.Image(),
+            "boxes": fields.Boxes(padded=padded),
+            "json": fields.Json(),
+        },
+    )
+    options: dict[str, Any] = {
+        "epochs": 1, "seed": 3, "tiers": [], "output": "numpy", "batch": form, "drop_last": True
+    }  # fmt: skip
+    with (
+        nostall.DataLoader(source, 2, **options) as small,
+        nostall.DataLoader(source, 6, **options) as large,
+    ):
+        batches = nostall.DynamicBatches(small)
+        batches.factor = 3
+        ((_, joined),) = batches.epochs()
+        count = 0
+        for one, other in zip(joined, large, strict=False):
+            assert same(one, other)
+            count += 1
+        assert count == 3
+
+
+def test_items_grow_and_mixed_labels_are_refused(image_folder: Path) -> None:
+    items = [(np.full(3, i), {"text": str(i), "n": i}) for i in range(8)]
+    cached = nostall.Cached(items, makers=1)
+    with nostall.DataLoader(cached, 2, epochs=1, shuffle=False, tiers=[]) as loader:
+        batches = nostall.DynamicBatches(loader)
+        batches.factor = 4
+        ((_, content),) = batches.epochs()
+        (batch,) = content
+        assert batch[0].tolist() == [[i] * 3 for i in range(8)]
+        assert batch[1]["n"].tolist() == list(range(8))
+        assert batch[1]["text"] == [str(i) for i in range(8)]
+    cached.close()
+    steps = [t.Resize((8, 8)), t.ToTensor(), t.MixUp()]
+    with nostall.DataLoader(
+        nostall.ImageFolder(image_folder, index=False), 4, epochs=1, transforms=steps, tiers=[]
+    ) as mixing:
+        batches = nostall.DynamicBatches(mixing)
+        batches.factor = 2
+        ((_, content),) = batches.epochs()
+        with pytest.raises(UsageError, match="num_classes="):
+            next(content)
