@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         Arrays,
         ArrowIPC,
         Cached,
+        Clips,
         Concat,
         CustomFields,
         CustomSource,
@@ -89,6 +90,7 @@ __all__ = [
     "CheckpointOptions",
     "Checkpointer",
     "ClassBalanced",
+    "Clips",
     "Concat",
     "Context",
     "CustomFields",
@@ -150,9 +152,9 @@ _NAMES = {
     "Tier Tiers testing transforms",
     "observe": "Stats metrics trace",
     "plan": "Buckets ClassBalanced Plan RepeatedAugmentation SubBatches Weighted",
-    "source": "COCO HDF5 LMDB VOC Arrays ArrowIPC Cached Concat CustomFields CustomSource Documents "
-    "FieldReader FileList Files Filter ImageFolder ImageNet Manifest Mixture ObjectFolder Packed "
-    "Parquet Pixels ReadOptions SampleReader Source Split Subset TarShards TFRecord Tokens "
+    "source": "COCO HDF5 LMDB VOC Arrays ArrowIPC Cached Clips Concat CustomFields CustomSource "
+    "Documents FieldReader FileList Files Filter ImageFolder ImageNet Manifest Mixture ObjectFolder "
+    "Packed Parquet Pixels ReadOptions SampleReader Source Split Subset TarShards TFRecord Tokens "
     "Units Windows tokenize",
 }
 _ROOM = {name: room for room, names in _NAMES.items() for name in names.split()}

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("nostall")
 
-Format = Literal["auto", "raw", "npy", "megatron", "llm.c"]
-_FORMATS = ("auto", "raw", "npy", "megatron", "llm.c")
+Format = Literal["auto", "raw", "npy", "megatron", "llm.c", "wav"]
+_FORMATS = ("auto", "raw", "npy", "megatron", "llm.c", "wav")
 
 _THREADS = 8
 _STORED = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
@@ -50,6 +50,8 @@ _CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"
 # llm.c's: magic, version, type; the number of ids is the third number of a header of 1 KiB.
 _LLMC = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 _LLMC_HEADER = 1024
+# Of WAV files: (PCM is 1, floating point 3; bits).
+_SOUNDS = {(1, 8): "uint8", (1, 16): "int16", (1, 32): "int32", (3, 32): "float32"}
 #: Tracks that mean something to units: labels that are stored, and which of them count.
 LABELS, LOSS_MASK = "labels", "loss_mask"
 
@@ -78,7 +80,7 @@ class Tokens:
         vocabulary: how many ids there are: another id makes what has it unusable.
         format: ``"raw"`` (nanoGPT's and OLMo's: ids and nothing else), ``"npy"`` (of one dimension, or
             a document a row), ``"megatron"`` (``.bin`` with ``.idx``), ``"llm.c"`` (``.bin`` with a
-            header), or ``"auto"``: what lies there.
+            header), ``"wav"`` (recordings of one channel, for `Clips`), or ``"auto"``: what lies there.
         column: the column of lists of ids in Arrow files, or in a folder of Hugging Face's
             `datasets`; a row is a document.
         split: of a folder of `datasets` that has several.
@@ -297,6 +299,8 @@ class Tokens:
             return None
         size, path = int(self.storage.sizes[file]), self.storage.paths[file]
         head = self.storage.read(file, 0, min(size, 4096))
+        if format == "wav" or (format == "auto" and path.endswith(".wav")):
+            return _wav_header(head, size, path)
         if format == "llm.c" or (format == "auto" and not path.endswith(".npy")):
             return _llmc_header(head, size, path, format == "llm.c")
         if not head.startswith(_NPY):
@@ -485,7 +489,7 @@ def _paths_of(
     if column is None:
         if split is not None:
             raise UsageError(f"split={split!r} is of a folder of Arrow files: pass column= too")
-        paths = shard_paths(files, (".bin", ".npy"), store)
+        paths = shard_paths(files, (".bin", ".npy", ".wav"), store)
     else:
         if format != "auto":
             raise UsageError(f"column={column!r} is of Arrow files, not of format={format!r}")
@@ -521,6 +525,33 @@ def _llmc_header(
             f"{path} has {size} bytes, its header tells of {count} ids of {dtype}: it was cut"
         )
     return dtype, _LLMC_HEADER, (count,)
+
+
+def _wav_header(head: bytes, size: int, path: str) -> tuple[str, int, tuple[int, ...]]:
+    """As `Tokens._header`, of a WAV file."""
+    if head[:4] != b"RIFF" or head[8:12] != b"WAVE":
+        raise CorruptionError(f"{path} is no WAV file")
+    at, kind, channels, bits = 12, 0, 0, 0
+    while at + 8 <= len(head):
+        name, length = struct.unpack_from("<4sI", head, at)
+        at += 8
+        if name == b"fmt " and at + 16 <= len(head):
+            kind, channels, _, _, _, bits = struct.unpack_from("<HHIIHH", head, at)
+            if kind == 0xFFFE and at + 26 <= len(head):  # extensible: the kind stands behind
+                kind = struct.unpack_from("<H", head, at + 24)[0]
+        elif name == b"data":
+            if (kind, bits) not in _SOUNDS or channels != 1:
+                raise UsageError(
+                    f"{path} has {channels} channels of {bits} bits (kind {kind}): a stream of sound "
+                    "has one, of PCM with 8, 16 or 32 bits or of floating point with 32"
+                )
+            if at + length > size:
+                raise CorruptionError(
+                    f"{path} has {size} bytes, its header tells of {at + length}: it was cut"
+                )
+            return _SOUNDS[kind, bits], at, (length // (bits // 8),)
+        at += length + length % 2
+    raise CorruptionError(f"{path} has no sound in its first {len(head)} bytes")
 
 
 def _pairs(paths: list[str], format: Format) -> tuple[list[str], list[str]]:

@@ -115,7 +115,7 @@ class Units(Source):
         known = [*PARTS, *(name for name in tracks if name not in PARTS)]
         if not fields or not set(fields) <= set(known):
             raise UsageError(f"fields={fields!r}: a unit has {', '.join(known)}")
-        if tokens.dtype == "float32":
+        if tokens.dtype == "float32" and not isinstance(self, Clips):
             raise UsageError(f"{tokens!r} has no ids, which are whole numbers: it can be a track")
         self.tokens = tokens
         self._arguments = {
@@ -246,6 +246,68 @@ class Windows(Units):
                 fields=self._own,
             )
         )
+
+
+class Clips(Units):
+    """Clips of one length out of longer recordings: one-dimensional signals, each a document.
+
+    A batch has the field `clip`, (n, length): the numbers as they are stored, those of 16 bits from
+    -32768 to 32767. A clip is of one recording.
+
+    Args:
+        recordings: a stream of sounds (``.wav``) or of arrays (``.npy``, raw files).
+        length: numbers of a clip.
+        stride: from one beginning to the next in a recording; None for `length`.
+        remainder: what is left over at the end of a recording: ``"drop"`` it, or ``"pad"`` a clip with
+            zeros.
+        dtype: of the batch.
+
+    Raises:
+        UsageError: no recording is as long as a clip.
+    """
+
+    def __init__(
+        self,
+        recordings: Tokens,
+        length: int,
+        *,
+        stride: int | None = None,
+        remainder: Literal["drop", "pad"] = "drop",
+        dtype: Literal["float32", "int64", "int32"] = "float32",
+    ) -> None:
+        if remainder not in ("drop", "pad"):
+            raise UsageError(f'remainder must be "drop" or "pad", not {remainder!r}')
+        step = length if stride is None else stride
+        if step < 1:
+            raise UsageError(f"stride={stride} must be 1 or more")
+        self._describe(recordings, length, ("ids",), "int64", 0)
+        if dtype not in ("float32", "int64", "int32") or (recordings.dtype == "float32" != dtype):
+            raise UsageError(f"dtype={dtype!r} is none for recordings of {recordings.dtype}")
+        self._arguments = {
+            "recordings": recordings,
+            "length": length,
+            "stride": stride,
+            "remainder": remainder,
+            "dtype": dtype,
+        }
+        part = UnitPart(part="ids", stored=recordings.dtype, dtype=dtype, length=length)
+        self._schema = Schema({"clip": part})
+        lengths = recordings.lengths.astype(np.int64)
+        beyond = lengths - length
+        counts = beyond // step + 1 if remainder == "drop" else -(-beyond // step) + 1
+        counts = np.maximum(counts, int(remainder == "pad"))
+        counts = np.minimum(counts, -(-lengths // step))  # strides may pass a recording's end
+        self.recordings = np.repeat(np.arange(len(lengths), dtype=np.uint32), counts)
+        number = np.arange(len(self.recordings)) - np.repeat(np.cumsum(counts) - counts, counts)
+        begins = number * step
+        sizes = np.minimum(length, lengths[self.recordings] - begins)
+        pieces = np.stack([self.recordings, begins, sizes], 1)
+        if not len(pieces):
+            raise UsageError(f"no recording has {length} numbers, as a clip has")
+        # Without offsets each piece is a unit.
+        offsets = np.zeros(0, np.uint64)
+        table = np.ascontiguousarray(pieces, np.uint32)
+        self._lay(_native.token_pieces(recordings.native, offsets, table, False, 1))
 
 
 class Documents(Units):

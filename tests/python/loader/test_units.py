@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import wave
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -307,3 +308,62 @@ def test_batches_ahead_take_little_memory(tokens: nostall.Tokens) -> None:
         assert batches.settings()["staging_bytes"] <= 64 << 20
     with loader(windows, 2, staging="70MiB") as batches:
         assert batches.settings()["staging_bytes"] == 70 << 20
+
+
+def sound(path: Path, values: np.ndarray, channels: int = 1) -> None:
+    with wave.open(str(path), "wb") as file:
+        file.setparams((channels, values.dtype.itemsize, 16000, 0, "NONE", ""))
+        file.writeframes(values.tobytes())
+
+
+def test_clips_are_of_one_recording(tmp_path: Path) -> None:
+    random = np.random.default_rng(2)
+    recordings = [
+        random.integers(-32768, 32767, n).astype(np.int16) for n in (100, 7, 64, 250, 0, 65)
+    ]
+    for number, values in enumerate(recordings):
+        sound(tmp_path / f"{number}.wav", values)
+    stream = nostall.Tokens(tmp_path)
+    for stride in (1, 20, 64, 90):
+        for remainder in ("drop", "pad"):
+            clips = nostall.Clips(stream, 64, stride=stride, remainder=remainder)  # type: ignore[arg-type]
+            wanted = []
+            for values in filter(len, recordings):
+                at = 0
+                while at + 64 <= len(values):
+                    wanted.append(values[at : at + 64])
+                    at += stride
+                # Until all of the recording is in a clip, or passed by the stride.
+                left = at < len(values) and (at == 0 or at - stride + 64 < len(values))
+                if remainder == "pad" and left:
+                    rest = values[at : at + 64]
+                    wanted.append(np.pad(rest, (0, 64 - len(rest))))
+            with loader(clips, 3, shuffle=False) as batches:
+                found = np.concatenate([b["clip"] for b in batches])[: len(clips)]
+            assert found.dtype == np.float32
+            assert np.array_equal(found, wanted[: len(found)]) and len(clips) == len(wanted)
+    np.save(tmp_path / "real.npy", np.linspace(0, 1, 100, dtype=np.float32))
+    real = nostall.Tokens(tmp_path / "real.npy")
+    with loader(nostall.Clips(real, 50), 2, shuffle=False) as batches:
+        assert np.array_equal(next(iter(batches))["clip"].ravel(), real.read(0, 100))
+    with pytest.raises(UsageError, match="dtype='int32' is none for recordings of float32"):
+        nostall.Clips(real, 50, dtype="int32")
+    with pytest.raises(UsageError, match="no recording has 300 numbers"):
+        nostall.Clips(stream, 300)
+
+
+def test_sounds_that_are_none_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.wav"
+    sound(path, np.zeros(100, np.int16), channels=2)
+    with pytest.raises(UsageError, match="has 2 channels of 16 bits"):
+        nostall.Tokens(path)
+    sound(path, np.zeros(100, np.int16))
+    whole = path.read_bytes()
+    for match, data in {
+        "has 243 bytes, its header tells of 244: it was cut": whole[:-1],
+        "is no WAV file": b"RIFX" + whole[4:],
+        "has no sound in its first 36 bytes": whole[:36],
+    }.items():
+        path.write_bytes(data)
+        with pytest.raises(CorruptionError, match=match):
+            nostall.Tokens(path)
