@@ -24,8 +24,9 @@ import numpy as np
 from nostall import _native
 from nostall.base import _options as options
 from nostall.errors import IoError, UsageError
+from nostall.source import _hub as hub
 
-_SCHEMES = ("s3://", "s3a://", "gs://", "az://", "abfs://", "http://", "https://")
+_SCHEMES = ("s3://", "s3a://", "gs://", "az://", "abfs://", "http://", "https://", hub.SCHEME)
 _IN_FLIGHT = 32
 # Attempts for a range whose body ends early, which the client's own retries do not cover.
 _ATTEMPTS = 3
@@ -38,6 +39,8 @@ def is_url(path: str) -> bool:
 
 def split_url(url: str) -> tuple[str, str]:
     """The store's part of a URL (scheme and bucket) and the key in it."""
+    if hub.is_of_hub(url):
+        return hub.split(url)
     match = re.match(r"([a-z0-9]+://[^/]+)/?(.*)", url)
     if not match:
         raise UsageError(f"{url} is not a URL of an object store")
@@ -55,6 +58,8 @@ def connect(root: str) -> Any:
     endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
     timeout = options.value("source.object_timeout_s")
     client: dict[str, Any] = {"timeout": f"{timeout:g}s", "connect_timeout": "5s"}
+    if hub.is_of_hub(root):
+        root, client["default_headers"] = hub.address(root), hub.headers()
     if endpoint.startswith("http://") or root.startswith("http://"):
         client["allow_http"] = True
     return from_url(
@@ -118,8 +123,13 @@ def list_objects(
         except Exception as error:
             raise _failed(url, error) from None
     try:
-        pages = obstore.list(store, prefix=below or None)
-        found = {str(meta["path"]): meta for page in pages for meta in page}
+        if hub.is_of_hub(root):
+            found: dict[str, Any] = hub.listing(root, below)
+        else:
+            pages = obstore.list(store, prefix=below or None)
+            found = {str(meta["path"]): meta for page in pages for meta in page}
+    except IoError:
+        raise
     except Exception as error:
         raise _failed(url, error) from None
     names = sorted(found)
