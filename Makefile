@@ -17,12 +17,13 @@ CLANG_FORMAT := $(firstword $(foreach v,clang-format-14 clang-format-19 clang-fo
 SOURCES := $(shell git ls-files native bindings mpi tools cmake python CMakeLists.txt pyproject.toml 2>/dev/null)
 BENCHMARKS := $(shell git ls-files benchmarks/native benchmarks/nostall_bench benchmarks/CMakeLists.txt benchmarks/pyproject.toml 2>/dev/null)
 
-.PHONY: demo docs test dlio-test native-test python-test build lint format sanitize sanitize-all fuzz campaign bench clean help
+.PHONY: demo docs test wheel dlio-test native-test python-test build lint format sanitize sanitize-all fuzz campaign bench clean help
 
 help:
 	@echo "make demo      train on a slow file system, with and without nostall (under 5 minutes)"
 	@echo "make test      native and Python tests"
 	@echo "make docs      the documentation as a site, with a search"
+	@echo "make wheel     wheels for any Linux of glibc 2.28 or later (ARCH=aarch64: for ARM), into dist/"
 	@echo "make bench     nostall bench loader, with every peer that installs"
 	@echo "make campaign  campaigns of faults at a small size (SCALE=1 ONLY=name for the published size)"
 	@echo "make sanitize-all  the package and the MPI library under sanitizers as well (an hour)"
@@ -99,6 +100,14 @@ native-test: build
 python-test: build
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone"
 	@$(BIN)/python -m pytest -m alone $(shell grep -rl --include='*.py' mark.alone tests/python benchmarks/tests)
+
+# Portable wheels: $(ARCH), by Zig's clang; those of this machine are tried in new environments of TRY.
+ARCH ?= $(shell uname -m)
+TRY ?= $(PYTHON)
+wheel:
+	@scripts/setup wheel
+	@$(PYTHON) scripts/wheel --arch $(ARCH) --jobs $(JOBS)
+	@$(PYTHON) scripts/check-wheel $(if $(filter $(ARCH),$(shell uname -m)),--try $(TRY) --) dist/nostall*_$(ARCH).whl
 
 # DLIO's own workloads on the plug-ins; DALI, which DLIO wants as well, is left out.
 dlio-test: build

