@@ -180,7 +180,8 @@ void bind_fields(nb::module_& m) {
       .def(nb::init<>())
       .def_rw("mixing", &fields::BatchMix::mixing)
       .def_rw("images", &fields::BatchMix::images)
-      .def_rw("labels", &fields::BatchMix::labels);
+      .def_rw("labels", &fields::BatchMix::labels)
+      .def_rw("draws_only", &fields::BatchMix::draws_only);
   nb::class_<fields::Program>(m, "Program", "Unpacks records (native/fields/program.h).")
       .def_prop_ro(
           "outputs",

@@ -16,6 +16,7 @@
 #include "base/random.h"
 #include "image/mix.h"
 #include "image/pipeline.h"
+#include "mixture.h"
 #include "module.h"
 
 namespace nb = nanobind;
@@ -540,11 +541,8 @@ void bind_mixing(nb::module_& m) {
           "drawn",
           [](const image::Mixing& mixing, int64_t height, int64_t width, uint64_t seed,
              uint32_t epoch, uint64_t batch) {
-            const auto drawn = image::draw_mixture(mixing, width, height, seed, epoch, batch);
-            constexpr const char* kKinds[] = {"none", "mixup", "cutmix"};
-            const image::Box& box = drawn.box;
-            return std::make_tuple(std::string(kKinds[static_cast<size_t>(drawn.kind)]), drawn.lam,
-                                   std::make_tuple(box.x, box.y, box.width, box.height));
+            return nostall::bindings::tuple_of(
+                image::draw_mixture(mixing, width, height, seed, epoch, batch));
           },
           nb::arg("height"), nb::arg("width"), nb::kw_only(), nb::arg("seed") = 0,
           nb::arg("epoch") = 0, nb::arg("batch") = 0,

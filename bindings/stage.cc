@@ -20,6 +20,7 @@
 #include "base/mutex.h"
 #include "base/random.h"
 #include "dtypes.h"
+#include "mixture.h"
 #include "module.h"
 #include "peer.h"
 #include "python_source.h"
@@ -27,6 +28,7 @@
 #include "stage/loader.h"
 #include "stage/node.h"
 #include "stage/node_reader.h"
+#include "stage/record.h"
 
 namespace nb = nanobind;
 using namespace nostall;
@@ -83,6 +85,12 @@ nb::object output_of(const PyBatch& b, size_t number) {
                                       static_cast<int64_t>(output.shape.size())};
   return nb::make_tuple(values, counts,
                         nb::cast(view_of(tail, laid.shapes, shapes, nb::dtype<int64_t>())));
+}
+
+Array labels_of(const PyBatch& b) {
+  if (!b.batch->labels_at) return Array(bindings::array_of(b.batch->labels));
+  const auto n = static_cast<int64_t>(b.batch->labels.size());
+  return view_of(b.batch->buffer, *b.batch->labels_at, {&n, 1}, nb::dtype<int64_t>());
 }
 
 // The texts of a ragged output of bytes that are UTF-8.
@@ -204,6 +212,7 @@ void bind_configs(nb::module_& m) {
       .def_rw("staging_bytes", &LoaderConfig::staging_bytes)
       .def_rw("io_bytes", &LoaderConfig::io_bytes)
       .def_rw("keep_bytes", &LoaderConfig::keep_bytes)
+      .def_rw("labels_in_slab", &LoaderConfig::labels_in_slab)
       .def(
           "share",
           [](LoaderConfig& c, const stage::NodeReader& tiers, std::vector<uint64_t> numbers) {
@@ -286,6 +295,45 @@ void bind_unpack_one(nb::module_& m) {
       "The batch of one sample, from its record.");
 }
 
+void bind_record(nb::module_& m) {
+  using stage::Record;
+  nb::class_<Record>(m, "Record", "What a consumer was handed (native/stage/record.h).")
+      .def(nb::init<size_t>(), nb::arg("kept"))
+      .def("begin", &Record::begin, nb::arg("epoch"), "Begins the sums of an epoch.")
+      .def(
+          "add",
+          [](Record& r, const PyBatch& b, double time, double wait) {
+            r.add(*b.batch, time, wait);
+          },
+          nb::arg("batch"), nb::arg("time"), nb::arg("wait"))
+      .def("substitute", &Record::substitute, nb::arg("sample"))
+      .def_prop_ro(
+          "taken",
+          [](const Record& r) {
+            const stage::Taken& t = r.taken();
+            std::vector<std::tuple<uint64_t, uint64_t, double>> origins;
+            for (const auto& o : t.origins) {
+              origins.emplace_back(o.samples, o.bytes, static_cast<double>(o.nanoseconds) * 1e-9);
+            }
+            return std::make_tuple(t.epoch, t.batches, t.samples, t.stall,
+                                   static_cast<double>(t.transform_ns) * 1e-9, origins,
+                                   t.substituted);
+          },
+          "Of the epoch: its number, batches, samples, seconds of waiting and of decoding; "
+          "(samples, "
+          "bytes, seconds) of the RAM tier, the file tier, other nodes and the source; "
+          "substituted.")
+      .def_prop_ro(
+          "most",
+          [](const Record& r) {
+            const stage::Memory& most = r.most();
+            return std::make_tuple(most.ram_tier, most.file_tier, most.staging, most.io_buffers,
+                                   most.decoding);
+          },
+          "The most bytes by pool.")
+      .def_prop_ro("columns", &Record::columns, "Of the last batches.");
+}
+
 void bind_stage(nb::module_& m) {
   bind_configs(m);
   nb::class_<PyBatch>(m, "Batch", "One local batch, as the stage hands it out.")
@@ -299,13 +347,14 @@ void bind_stage(nb::module_& m) {
            "and "
            "the shapes where more than the first dimension differs.")
       .def_prop_ro(
-          "lam", [](const PyBatch& b) { return b.batch->mixture.lam; },
-          "How much of each sample is its own, where the program mixes them; else 1.")
+          "mixture", [](const PyBatch& b) { return bindings::tuple_of(b.batch->mixture); },
+          "What the batch got: none, mixup or cutmix; how much of each sample is its own; the box "
+          "(x, "
+          "y, width, height).")
       .def("texts", &texts_of, nb::arg("number"),
            nb::sig("def texts(self, number: int) -> list[str]"), "The same of texts, as a list.")
-      .def_prop_ro(
-          "labels", [](const PyBatch& b) { return bindings::array_of(b.batch->labels); },
-          nb::rv_policy::automatic)
+      .def_prop_ro("labels", &labels_of, nb::rv_policy::automatic,
+                   "Their own memory, or with labels_in_slab that of the batch.")
       .def_prop_ro(
           "samples", [](const PyBatch& b) { return bindings::array_of(b.batch->samples); },
           nb::rv_policy::automatic)
@@ -319,27 +368,6 @@ void bind_stage(nb::module_& m) {
       .def_prop_ro(
           "lengths", [](const PyBatch& b) { return bindings::array_of(b.batch->lengths); },
           nb::rv_policy::automatic)
-      .def_prop_ro(
-          "origins",
-          [](const PyBatch& b) {
-            std::vector<std::tuple<uint64_t, uint64_t, double>> out;
-            for (const auto& o : b.batch->origins) {
-              out.emplace_back(o.samples, o.bytes, static_cast<double>(o.nanoseconds) * 1e-9);
-            }
-            return out;
-          },
-          "(samples, bytes, seconds) of the RAM tier, the file tier, other nodes and the source.")
-      .def_prop_ro(
-          "transform_seconds",
-          [](const PyBatch& b) { return static_cast<double>(b.batch->transform_ns) * 1e-9; })
-      .def_prop_ro("substitutions",
-                   [](const PyBatch& b) {
-                     std::vector<std::tuple<uint64_t, uint64_t, std::string>> out;
-                     for (const auto& s : b.batch->substitutions) {
-                       out.emplace_back(s.sample, s.replacement, s.reason);
-                     }
-                     return out;
-                   })
       .def_prop_ro(
           "failures",
           [](const PyBatch& b) {
@@ -358,6 +386,7 @@ void bind_stage(nb::module_& m) {
           "Gives the memory back, once no array is over it; its outputs are then gone.");
 
   bind_unpack_one(m);
+  bind_record(m);
   nb::class_<PyLoader>(m, "Loader", "The staging buffer of one rank (native/stage/loader.h).")
       .def(
           "__init__",
@@ -390,13 +419,5 @@ void bind_stage(nb::module_& m) {
           [](const PyLoader& l) {
             return l.with([](stage::Loader& loader) { return peer_counts(loader); });
           },
-          "What was exchanged with other nodes (native/peer/exchange.h); {} on one node.")
-      .def_prop_ro("memory", [](const PyLoader& l) {
-        return l.with([](stage::Loader& loader) {
-          const stage::Memory memory = loader.memory();
-          const auto& cache = loader.config().cache;
-          return std::make_tuple(cache ? cache->ram_bytes() : 0, cache ? cache->file_bytes() : 0,
-                                 memory.staging, memory.io_buffers, memory.decoding);
-        });
-      });
+          "What was exchanged with other nodes (native/peer/exchange.h); {} on one node.");
 }

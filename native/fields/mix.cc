@@ -85,6 +85,7 @@ Result<image::Mixture> Program::mix(std::byte* slab, std::span<const int64_t> la
     auto* targets = reinterpret_cast<float*>(slab + region(fields_.size(), n));
     image::mix_labels(mixture, mixing.shift, own, mixing.classes, targets);
   }
+  if (mix_->draws_only) return mixture;
   for (const uint32_t i : mix_->images) {
     image::mix_images(mixture, mixing.shift, images, slab + region(i, n), n);
   }

@@ -150,6 +150,7 @@ struct BatchMix {
   image::Mixing mixing;
   std::vector<uint32_t> images;    // fields: images of one group
   std::optional<uint32_t> labels;  // a field of integers; absent: the labels of the source
+  bool draws_only = false;         // `images` are mixed by what takes the batch
 };
 
 // ---- What is decoded.

@@ -99,6 +99,7 @@ std::unique_ptr<Batch> Loader::next(std::chrono::nanoseconds timeout) {
   }
   std::unique_ptr<Batch> batch = run_->next(timeout);
   if (batch) {
+    batch->memory = memory();
     position_ = {batch->position.epoch, batch->position.batch + 1};
     if (position_.batch == plan::batches_in(config_.job, position_.epoch)) {
       position_ = {position_.epoch + 1, 0};
@@ -132,7 +133,9 @@ void Loader::close() {
 }
 
 Memory Loader::memory() const {
-  return {batch_pool_->bytes(), raw_pool_->bytes(), decoding_.most()};
+  const auto& cache = config_.cache;
+  return {cache ? cache->ram_bytes() : 0, cache ? cache->file_bytes() : 0, batch_pool_->bytes(),
+          raw_pool_->bytes(), decoding_.most()};
 }
 
 uint64_t Loader::batches_per_epoch() const noexcept { return plan::batches_per_epoch(config_.job); }

@@ -72,6 +72,7 @@ struct LoaderConfig {
   uint64_t io_bytes = uint64_t{64} << 20;
   TakeMemory batch_memory = take_from_heap;  // of batches: a device may want it page-locked
   uint64_t keep_bytes = 0;                   // of batches' memory that is free; 0: staging_bytes
+  bool labels_in_slab = false;  // of a program: behind its outputs, as a device needs them
 };
 
 // `config` with the cache that the ranks of `node` share and, with a transport, the exchange with
@@ -97,6 +98,14 @@ struct Substitution {
   std::string reason;
 };
 
+// The most bytes that lived at once, or those that live.
+struct Memory {
+  uint64_t ram_tier = 0, file_tier = 0;  // of the node
+  uint64_t staging = 0;                  // of batch buffers, those of the consumer included
+  uint64_t io_buffers = 0;               // of transient raw buffers
+  uint64_t decoding = 0;                 // most that the transform threads held at once
+};
+
 struct Failure {
   uint64_t place = 0;  // in the batch
   std::string reason;
@@ -113,6 +122,7 @@ struct Batch {
   image::Mixture mixture;          // of a program that mixes
   std::vector<plan::SampleId> samples;
   std::vector<int64_t> labels;
+  std::optional<uint64_t> labels_at;       // where they lie in `buffer` too
   std::vector<uint32_t> occurrences;       // plan::RankEpoch's; empty where no sample comes again
   std::vector<uint64_t> offsets, lengths;  // raw batches only
   std::array<OriginCount, kOrigins> origins{};
@@ -120,18 +130,13 @@ struct Batch {
   std::vector<Substitution> substitutions;
   std::vector<Failure> failures;  // OnError::report
   uint32_t queue = 0;  // finished batches that waited behind this one when it was handed out
+  Memory memory;       // of the loader then
 };
 
 // The batch of one sample, from its record; targets of a mix are not set. Throws the Error of a
 // sample that cannot be used.
 std::unique_ptr<Batch> unpack_one(const source::Source& source, const fields::Program& program,
                                   std::span<const std::byte> record, const image::SampleKey& key);
-
-struct Memory {
-  uint64_t staging = 0;     // bytes of batch buffers, those of the consumer included
-  uint64_t io_buffers = 0;  // bytes of transient raw buffers
-  uint64_t decoding = 0;    // most bytes that the transform threads held at once
-};
 
 class Loader {
  public:
@@ -152,8 +157,8 @@ class Loader {
   // Ends all threads and releases the tiers; a later next() throws Error(stopped).
   void close();
 
-  Memory memory() const;
   uint64_t batches_per_epoch() const noexcept;
+  Memory memory() const;
   const LoaderConfig& config() const noexcept;
 
  private:

@@ -1,6 +1,7 @@
 // Values whose sizes differ from sample to sample: held until their batch is complete, then put
 // together in one buffer.
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "stage/run.h"
@@ -52,6 +53,11 @@ void Loader::Run::complete(Task& task) {
   }
   if (config_.program->mixes()) mix(task);
   if (config_.program->ragged() > 0) lay(task);
+  Batch& batch = *task.batch;
+  if (batch.labels_at) {
+    std::memcpy(batch.buffer->data() + *batch.labels_at, batch.labels.data(),
+                batch.labels.size() * sizeof(int64_t));
+  }
 }
 
 void Loader::Run::mix(Task& task) {

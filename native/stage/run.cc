@@ -19,6 +19,7 @@ namespace {
 // storage busy during a burst of compute, few enough that a seek stays cheap.
 constexpr uint64_t kMaxAhead = 16384;
 constexpr int64_t kPeerCheckNs = 500'000'000;
+constexpr uint64_t kLabelAlignment = alignof(int64_t);
 constexpr size_t kMaxChunk = 4096;  // samples that one fetch thread holds at once
 // What a fetch thread takes at once of samples that are quickly unpacked: what the source reads in
 // this time, so that neither locks nor wake-ups count.
@@ -46,6 +47,7 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
   const uint64_t mean_size =
       sizes_.empty() ? 1 : std::max<uint64_t>(1, config.source->total_bytes() / sizes_.size());
   slab_bytes_ = transformed() ? config.program->slab_bytes(local) : local * mean_size;
+  if (transformed() && config.labels_in_slab) slab_bytes_ += local * sizeof(int64_t);
   {
     const MutexLock lock(mutex_);
     // Until a batch has shown it: values as large as their records.
@@ -249,6 +251,10 @@ Task* Loader::Run::open_task() {
   }
   if (transformed()) {
     batch.bytes = config_.program->slab_bytes(task->items.size());
+    if (config_.labels_in_slab && !task->items.empty()) {
+      batch.labels_at = (batch.bytes + kLabelAlignment - 1) / kLabelAlignment * kLabelAlignment;
+      batch.bytes = *batch.labels_at + task->items.size() * sizeof(int64_t);
+    }
     if (const size_t ragged = config_.program->ragged(); ragged > 0) {
       task->ragged.resize(ragged * task->items.size());
       task->holding.emplace(*raw_pool_);  // of the heap: batch memory may be page-locked

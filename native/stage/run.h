@@ -157,7 +157,9 @@ class Loader::Run {
   Result<std::monostate> unpack(Work work, plan::SampleId sample, std::span<const std::byte> record,
                                 fields::Scratch& scratch);
   // Whether a batch needs more than its samples.
-  bool completes() const { return config_.program->ragged() > 0 || config_.program->mixes(); }
+  bool completes() const {
+    return config_.labels_in_slab || config_.program->ragged() > 0 || config_.program->mixes();
+  }
   // Puts the ragged values of a task together, of which every sample is done, and mixes it.
   void complete(Task& task);
   void lay(Task& task);

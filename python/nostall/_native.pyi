@@ -1134,6 +1134,10 @@ class BatchMix:
     def labels(self) -> int | None: ...
     @labels.setter
     def labels(self, arg: int | None, /) -> None: ...
+    @property
+    def draws_only(self) -> bool: ...
+    @draws_only.setter
+    def draws_only(self, arg: bool, /) -> None: ...
 
 class Program:
     """Unpacks records (native/fields/program.h)."""
@@ -1254,6 +1258,10 @@ class LoaderConfig:
         Takes the tiers that others share; sample s is their sample numbers[s], or s without any.
         """
 
+    @property
+    def labels_in_slab(self) -> bool: ...
+    @labels_in_slab.setter
+    def labels_in_slab(self, arg: bool, /) -> None: ...
     def take_batch_memory(self, take: Callable) -> None:
         """
         `take` gives the memory of batches: (bytes) -> a uint8 array of so many. It is called from the stage's threads.
@@ -1351,16 +1359,18 @@ class Batch:
         """
 
     @property
-    def lam(self) -> float:
+    def mixture(self) -> tuple[str, float, tuple[int, int, int, int]]:
         """
-        How much of each sample is its own, where the program mixes them; else 1.
+        What the batch got: none, mixup or cutmix; how much of each sample is its own; the box (x, y, width, height).
         """
 
     def texts(self, number: int) -> list[str]:
         """The same of texts, as a list."""
 
     @property
-    def labels(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]: ...
+    def labels(self) -> NDArray:
+        """Their own memory, or with labels_in_slab that of the batch."""
+
     @property
     def samples(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
     @property
@@ -1373,16 +1383,6 @@ class Batch:
     def offsets(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
     @property
     def lengths(self) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]: ...
-    @property
-    def origins(self) -> list[tuple[int, int, float]]:
-        """
-        (samples, bytes, seconds) of the RAM tier, the file tier, other nodes and the source.
-        """
-
-    @property
-    def transform_seconds(self) -> float: ...
-    @property
-    def substitutions(self) -> list[tuple[int, int, str]]: ...
     @property
     def failures(self) -> list[tuple[int, str]]:
         """(place, reason) of samples that on_error="report" left empty."""
@@ -1405,6 +1405,29 @@ def unpack_one(
     occurrence: int,
 ) -> Batch:
     """The batch of one sample, from its record."""
+
+class Record:
+    """What a consumer was handed (native/stage/record.h)."""
+
+    def __init__(self, kept: int) -> None: ...
+    def begin(self, epoch: int) -> None:
+        """Begins the sums of an epoch."""
+
+    def add(self, batch: Batch, time: float, wait: float) -> None: ...
+    def substitute(self, sample: int) -> None: ...
+    @property
+    def taken(self) -> tuple[int, int, int, float, float, list[tuple[int, int, float]], list[int]]:
+        """
+        Of the epoch: its number, batches, samples, seconds of waiting and of decoding; (samples, bytes, seconds) of the RAM tier, the file tier, other nodes and the source; substituted.
+        """
+
+    @property
+    def most(self) -> tuple[int, int, int, int, int]:
+        """The most bytes by pool."""
+
+    @property
+    def columns(self) -> list[list[float]]:
+        """Of the last batches."""
 
 class Loader:
     """The staging buffer of one rank (native/stage/loader.h)."""

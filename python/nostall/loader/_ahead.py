@@ -1,7 +1,7 @@
 """Batches that go to a device: a thread sends them there, ahead of the consumer.
 
-What a device is stands behind `Place`, so that this room knows no framework; a framework's own room
-has a module `_device` with a function `place`, which is imported where a loader has device=.
+What a device is stands behind `Place`; each framework has a module with a function `place`, which is
+imported where a loader has device=.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from nostall.loader.transforms import Decode, Transform
 
 if TYPE_CHECKING:
     from nostall import _native
+    from nostall.loader._mixing import Mixed
 
 _log = logging.getLogger("nostall")
 
+_PLACES = {"torch": "nostall.torch._device", "jax": "nostall.loader._jax"}
+_ALIGNED = 64
 _COPYING = 2  # batches whose copies may be under way while the next one is sent
 
 
@@ -74,8 +77,11 @@ class Hand(Protocol):
     def array(self, array: NDArray[Any]) -> Any:
         """One array of the batch, which may lie in its memory."""
 
-    def images(self, array: NDArray[Any]) -> Any:
-        """The images of the batch, which may be left to finish."""
+    def images(self, array: NDArray[Any], finish: Finish | None, mixed: Mixed | None) -> Any:
+        """Images of the batch, and what is left to do to them: nothing on the host."""
+
+    def both(self, array: NDArray[Any], shift: int) -> tuple[Any, Any]:
+        """An array, and what lies `shift` places before each of its rows, around the end."""
 
     def tree(self, value: Any) -> Any:
         """What a callable made: arrays and tensors in dicts, lists and tuples."""
@@ -85,7 +91,13 @@ class Here:
     """Nothing is done but to make arrays what the user wants."""
 
     def __init__(self, array: Callable[[NDArray[Any]], Any]) -> None:
-        self.array = self.images = array
+        self.array = array
+
+    def images(self, array: NDArray[Any], finish: Finish | None, mixed: Mixed | None) -> Any:
+        return self.array(array)
+
+    def both(self, array: NDArray[Any], shift: int) -> tuple[Any, Any]:
+        return self.array(array), self.array(np.roll(array, shift, axis=0))
 
     def tree(self, value: Any) -> Any:
         return value
@@ -111,10 +123,14 @@ class Sending(Hand, Protocol):
 class Place(Protocol):
     """A device."""
 
+    @property
+    def mixes(self) -> bool:
+        """Whether it mixes batches that it finishes."""
+
     def memory(self, size: int) -> NDArray[np.uint8]:
         """Host memory that the device copies from while the host goes on, aligned to 64 bytes."""
 
-    def begin(self, finish: Finish | None) -> Sending: ...
+    def begin(self) -> Sending: ...
 
     def is_full(self, error: BaseException) -> bool:
         """Whether the error says that the device has no memory left."""
@@ -126,12 +142,21 @@ def place_of(device: Any, output: str) -> Place | None:
     Raises:
         UsageError: it does not exist, or `output` has no devices.
     """
-    if output != "torch":
+    if output == "numpy":
         raise UsageError(
-            f"device={str(device)!r} gives tensors of torch: leave output={output!r} out"
+            f'device={str(device)!r} gives tensors of torch, or arrays of JAX: pass output="torch" or '
+            '"jax"'
         )
-    place: Place | None = importlib.import_module(f"nostall.{output}._device").place(device)
+    module = importlib.import_module(_PLACES[output])
+    place: Place | None = module.place(device)
     return place
+
+
+def aligned(size: int) -> NDArray[np.uint8]:
+    """Ordinary memory, aligned as a place gives it."""
+    whole = np.empty(size + _ALIGNED, np.uint8)
+    begin = -whole.ctypes.data % _ALIGNED
+    return whole[begin : begin + size]
 
 
 @dataclass(slots=True)
@@ -141,6 +166,11 @@ class Made:
     batch: _native.Batch
     substituted: list[Any]
     value: Callable[[Hand], Any]
+
+    def release(self) -> None:
+        """Gives the memory back, once nothing else refers to it."""
+        del self.value  # its arrays lie there
+        self.batch.release()
 
 
 class Stopped(Exception):
@@ -161,18 +191,19 @@ class Ahead:
     def __init__(
         self,
         place: Place,
-        finish: Finish | None,
         made: Callable[[Callable[[], None]], Generator[Made, None, None]],
         limit: int,
     ) -> None:
         self._place = place
-        self._finish = finish
         self._limit = limit
         self._process = os.getpid()
         self._changed = threading.Condition()
         self._ready: collections.deque[tuple[Made, Any, Sending]] = collections.deque()
-        self._ahead = 0  # bytes of _ready
+        # Bytes of all batches so far; each is written by one thread alone, so that a consumer that
+        # need not wait takes no lock.
+        self._sent = self._taken = 0
         self._wanted = False  # the consumer waits
+        self._held_up = False  # the thread waits for the consumer
         self._stop = False
         self._error: BaseException | None = None
         self._copying: collections.deque[tuple[Made, Sending]] = collections.deque()
@@ -187,19 +218,28 @@ class Ahead:
             raise UsageError(
                 f"this loader belongs to process {self._process}; a forked child must make its own"
             )
-        with self._changed:
-            while not self._ready:
-                if self._error is not None:
-                    raise self._error
-                self._wanted = True
-                self._changed.notify_all()
-                self._changed.wait()
-            self._wanted = False
+        try:
             made, value, sending = self._ready.popleft()
-            self._ahead -= sending.bytes
-            self._changed.notify_all()
+        except IndexError:
+            made, value, sending = self._next()
+        self._taken += sending.bytes
+        if self._held_up:
+            with self._changed:
+                self._changed.notify_all()
         sending.hand_over()
         return made, value
+
+    def _next(self) -> tuple[Made, Any, Sending]:
+        """Waits for a batch."""
+        with self._changed:
+            self._wanted = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._ready or self._error is not None)
+            self._wanted = False
+            if not self._ready:
+                assert self._error is not None
+                raise self._error
+            return self._ready.popleft()
 
     def close(self) -> None:
         """Ends the thread; waits for copies that are under way, for they read the stage's memory."""
@@ -222,10 +262,11 @@ class Ahead:
             for batch in batches:
                 sending, value = self._send(batch)
                 self._copying.append((batch, sending))
-                with self._changed:
-                    self._ready.append((batch, value, sending))
-                    self._ahead += sending.bytes
-                    self._changed.notify_all()
+                self._sent += sending.bytes
+                self._ready.append((batch, value, sending))
+                if self._wanted:
+                    with self._changed:
+                        self._changed.notify_all()
                 self._give_back(_COPYING)
                 self._wait_for_room(sending.bytes)
         except BaseException as failed:
@@ -243,14 +284,14 @@ class Ahead:
         if self._stop:
             raise Stopped
         while self._copying and self._copying[0][1].is_copied(False):
-            self._copying.popleft()[0].batch.release()
+            self._copying.popleft()[0].release()
 
     def _give_back(self, most: int) -> None:
         """Waits until at most so many copies are under way; gives back what is free."""
         while len(self._copying) > most:
             batch, sending = self._copying.popleft()
             sending.is_copied(True)
-            batch.batch.release()
+            batch.release()
         with contextlib.suppress(Stopped):
             self._waited()
 
@@ -258,18 +299,25 @@ class Ahead:
         """`size` is what the next batch may take."""
 
         def is_full() -> bool:
-            return bool(self._ready) and self._ahead + size > self._limit and not self._stop
+            ahead = self._sent - self._taken
+            return bool(self._ready) and ahead + size > self._limit and not self._stop
 
         if not is_full():
             return
         self._give_back(0)  # none waits for the consumer
+        self._wait_until(lambda: not is_full())
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Until the consumer has made it true."""
         with self._changed:
-            self._changed.wait_for(lambda: not is_full())
+            self._held_up = True
+            self._changed.wait_for(condition)
+            self._held_up = False
 
     def _send(self, made: Made) -> tuple[Sending, Any]:
         last = False
         while True:
-            sending = self._place.begin(self._finish)
+            sending = self._place.begin()
             try:
                 value = made.value(sending)
                 sending.sent()
@@ -286,20 +334,20 @@ class Ahead:
 
     def _wait_for_memory(self, error: Exception) -> bool:
         """Waits until the device may have room; True if nothing but the consumer can make any."""
-        with self._changed:
-            count = len(self._ready)
-            if count == 0:
-                self._changed.wait_for(lambda: self._wanted or self._stop)
-                return True
-            if self._limit > self._ahead:
-                self._limit = self._ahead
-                _log.warning(
-                    "the device has no memory for more than %d batches ahead of the consumer (%s): "
-                    "fewer are sent ahead",
-                    count,
-                    str(error).partition("\n")[0],
-                )
-            self._changed.wait_for(lambda: len(self._ready) < count or self._stop)
+        ready = list(self._ready)
+        count, ahead = len(ready), sum(sending.bytes for _, _, sending in ready)
+        if count == 0:
+            self._wait_until(lambda: self._wanted or self._stop)
+            return True
+        if self._limit > ahead:
+            self._limit = ahead
+            _log.warning(
+                "the device has no memory for more than %d batches ahead of the consumer (%s): "
+                "fewer are sent ahead",
+                count,
+                str(error).partition("\n")[0],
+            )
+        self._wait_until(lambda: len(self._ready) < count or self._stop)
         if self._stop:
             raise Stopped
         return False

@@ -435,9 +435,7 @@ class DataLoader:
         made = functools.partial(self._recipe.batches, loader, batches - start, is_current)
         here, ahead = made(), None
         if self._recipe.place is not None:
-            self._ahead = ahead = Ahead(
-                self._recipe.place, self._recipe.finish, made, self._device_bytes
-            )
+            self._ahead = ahead = Ahead(self._recipe.place, made, self._device_bytes)
         try:
             for index in range(start, batches):
                 if not self._recorder.is_current(running):
@@ -468,8 +466,7 @@ class DataLoader:
         else:
             one = next(here)
             value = one.value(Here(self._recipe.array))
-        wait = time.perf_counter() - began
-        self._recorder.batch(one.batch, wait, self._stage().memory, one.substituted)
+        self._recorder.batch(one.batch, began, one.substituted)
         self._position = position
         return value
 
@@ -823,6 +820,7 @@ class DataLoader:
         config.first_epoch = self._first_epoch
         if self._recipe.place is not None and self._recipe.is_native:
             config.take_batch_memory(self._recipe.place.memory)
+            config.labels_in_slab = True
             config.keep_bytes = 2 * self._staging  # beside what is staged, what is being copied
         if expected := self._expected():
             config.expected = expected

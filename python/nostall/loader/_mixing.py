@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from nostall import _native
 from nostall.errors import UsageError
 from nostall.fields import Scalar, Schema
 from nostall.loader._steps import Step, Transform, between, probability, whole
+
+if TYPE_CHECKING:
+    from nostall.loader._ahead import Hand
 
 
 class MixedLabels(NamedTuple):
@@ -30,6 +33,15 @@ class MixedLabels(NamedTuple):
     lam: float
     labels: Any
     others: Any
+
+
+class Mixed(NamedTuple):
+    """How the images of a batch are mixed, each with the one `shift` places before it."""
+
+    kind: str  # mixup or cutmix
+    lam: float
+    box: tuple[int, int, int, int]  # x, y, width, height: cutmix
+    shift: int
 
 
 class BatchTransform(Transform):
@@ -149,23 +161,32 @@ class Mix:
             step._mixers(), p=self.step.p, classes=self.step.num_classes or 0, shift=shift
         )
 
-    def of_batch(self, images: Sequence[int], labels: int | None) -> _native.BatchMix:
-        """As a program takes it: the places of its images and of its labels among the fields."""
+    def of_batch(
+        self, images: Sequence[int], labels: int | None, draws_only: bool
+    ) -> _native.BatchMix:
+        """As a program takes it: the places of its images and of its labels among the fields.
+
+        With `draws_only` the images stay as they are: a device mixes them as `mixed` says.
+        """
         native = _native.BatchMix()
+        native.draws_only = draws_only
         native.mixing = self.native
         native.images = list(images)
         if labels is not None and self.native.classes:
             native.labels = labels
         return native
 
-    def labelled(
-        self, lam: float, targets: Any, labels: NDArray[Any], array: Callable[[Any], Any]
-    ) -> Any:
+    def mixed(self, batch: _native.Batch) -> Mixed | None:
+        """How the images of a batch are to be mixed, if they are."""
+        kind, lam, box = batch.mixture
+        shift = self.native.shift % max(1, len(batch))
+        return None if kind == "none" or shift == 0 else Mixed(kind, lam, box, shift)
+
+    def labelled(self, lam: float, targets: Any, labels: NDArray[Any], to: Hand) -> Any:
         """What stands for the labels of a batch; `targets` are probabilities, if there are any."""
         if self.native.classes:
-            return array(targets)
-        others = np.roll(labels, self.native.shift)
-        return MixedLabels(lam, array(labels), array(others))
+            return to.array(targets)
+        return MixedLabels(lam, *to.both(labels, self.native.shift))
 
     def images_of(
         self, data: Any, labels: NDArray[Any], seed: int, epoch: int, batch: int

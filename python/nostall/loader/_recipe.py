@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from nostall import _native
 from nostall.errors import UsageError
-from nostall.loader._ahead import Finish, Hand, Made, finished_there, place_of
+from nostall.loader._ahead import Finish, Hand, Here, Made, finished_there, place_of
 from nostall.loader._cached_items import ItemStage
 from nostall.loader._in_turn import Arranged, Composed, arrange, name_of, steps_of
 from nostall.loader._mixing import Mix, split
@@ -40,8 +40,8 @@ def _pinned(array: NDArray[Any]) -> Any:
 
 def _maker(output: str) -> Callable[[NDArray[Any]], Any]:
     """What makes of an array what the user wants."""
-    if output == "numpy":
-        return _as_it_is
+    if output != "torch":
+        return _as_it_is  # a place makes arrays of JAX
     import torch
 
     return _pinned if torch.cuda.is_available() else torch.from_numpy
@@ -54,7 +54,6 @@ class Recipe:
         program: what the native stage unpacks samples with; None if their bytes are left as they are.
         stage: calls callables; None if there are none.
         place: the device of the batches; None if they stay on the host.
-        finish: what the device does to images that it gets; None if they are done.
         array: makes of an array of the host what the user wants.
     """
 
@@ -79,8 +78,9 @@ class Recipe:
         if self._output == "torch":
             # Here, so that the first batch does not wait for it.
             importlib.import_module("torch")
-        self.place = None if options.device is None else place_of(options.device, self._output)
-        self.finish: Finish | None = None
+        placed = options.device is not None or self._output == "jax"
+        self.place = place_of(options.device, self._output) if placed else None
+        self._finish: Finish | None = None  # what the device does to images that it gets
         self.array = _maker(self._output)
         self.program: _native.Program | None = None
         self.stage: PythonStage | None = None
@@ -152,9 +152,10 @@ class Recipe:
             shift=self._shift,
             decode=options.decode is not False,
             array=self.array,
+            finishes=self._finishes,
         )
         self.program = self._records.program
-        self._arranged = self._records.arranged
+        self._arranged, self._of_device = self._records.arranged, self._records.of_device
         if self._records.function is not None:
             self.stage = RecordStage(self._records, self._records.function, **self._staging())
 
@@ -168,17 +169,18 @@ class Recipe:
             layout = layout or own
         steps = self._take_mix(steps)
         native = all(isinstance(step, Transform) for step in steps)
-        if native and self.place and self._mix is None and options.collate is None:
+        if native and self._finishes(self._mix is not None):
             every = steps
-            steps, self.finish = finished_there(steps, dtype, layout)
+            steps, self._finish = finished_there(steps, dtype, layout)
             self._of_device = [name_of(step) for step in every if step not in steps]
-        if self.finish is not None:
+        if self._finish is not None:
             dtype, layout = "uint8", "hwc"
         made = arrange(steps, dtype=dtype, layout=layout, pixels=pixels)
         self._arranged = [made]
         unpacked = None
         if made.pipeline is not None:
-            unpacked = OneImage(made.pipeline, None if made.called else self._mix)
+            mix = None if made.called else self._mix
+            unpacked = OneImage(made.pipeline, mix, draws_only=self._finish is not None)
             self.program = unpacked.program
         if not made.called:
             return
@@ -194,6 +196,11 @@ class Recipe:
             unpacked=unpacked,
             **self._staging(),
         )
+
+    def _finishes(self, mixed: bool) -> bool:
+        """Whether the device may finish images, which are then `mixed`."""
+        place = self.place
+        return place is not None and self._options.collate is None and (place.mixes or not mixed)
 
     def _take_mix(self, transforms: Any) -> Any:
         """Takes the step for batches off the steps for samples."""
@@ -327,20 +334,22 @@ class Recipe:
             made = self._collated(batch)
         if records is not None or self._dataset.item_maker is not None:  # with their labels
             if native and records is not None:
-                return lambda to: records.hand_out(batch, to.array)
+                return lambda to: records.hand_out(batch, to)
             return lambda to: to.tree(made)
         labels = batch.labels
         for place, replacement in places.items():
             labels[place] = self._dataset.native.labels[replacement]
         labelled = self._labelled(batch, made, self._dataset.as_labels(labels))
         if native:
-            return lambda to: (to.images(batch.output(0)), labelled(to.array))
-        return lambda to: (to.tree(made), labelled(to.array))
+            finish = self._finish
+            mixed = None if self._mix is None or finish is None else self._mix.mixed(batch)
+            return lambda to: (to.images(batch.output(0), finish, mixed), labelled(to))
+        return lambda to: (to.tree(made), labelled(to))
 
     def _collated(self, batch: _native.Batch) -> Any:
         """What collate= makes of a batch without callables; its raw bytes where there is none."""
         if self._records is not None:
-            data = self._records.hand_out(batch, self.array)
+            data = self._records.hand_out(batch, Here(self.array))
             return data if self._collate is None else self._collate(data)
         data = RawBatch(batch.data, batch.offsets, batch.lengths)
         if self.program is not None:
@@ -349,14 +358,13 @@ class Recipe:
 
     def _labelled(
         self, batch: _native.Batch, data: Any, labels: NDArray[Any]
-    ) -> Callable[[Callable[[NDArray[Any]], Any]], Any]:
+    ) -> Callable[[Hand], Any]:
         """What makes arrays of the labels; mixes the images that callables made, in place."""
         mix = self._mix
         if mix is None:
-            return lambda array: array(labels)
+            return lambda to: to.array(labels)
         if self.stage is None:
-            return lambda array: mix.labelled(
-                batch.lam, batch.output(1) if mix.native.classes else None, labels, array
-            )
+            targets = batch.output(1) if mix.native.classes else None
+            return lambda to: mix.labelled(batch.mixture[1], targets, labels, to)
         lam, mixed = mix.images_of(data, labels, self._seed, batch.epoch, batch.index)
-        return lambda array: mix.labelled(lam, mixed, labels, array)
+        return lambda to: mix.labelled(lam, mixed, labels, to)

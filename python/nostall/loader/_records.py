@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from nostall import _native
 from nostall.errors import CorruptionError, UsageError
 from nostall.fields import Array, Boxes, Image, Kind, Padded, Ragged, Schema
+from nostall.loader._ahead import Finish, Hand, Here, finished_there
 from nostall.loader._collected import Collected, forms_of
 from nostall.loader._context import Context
 from nostall.loader._geometry_steps import SanitizeBoundingBoxes
@@ -52,11 +53,13 @@ class RawBatch:
 class OneImage:
     """Unpacks records that are images; targets of a mix are output 1."""
 
-    def __init__(self, pipeline: _native.Pipeline, mix: Mix | None = None) -> None:
+    def __init__(
+        self, pipeline: _native.Pipeline, mix: Mix | None = None, draws_only: bool = False
+    ) -> None:
         field = _native.Field()
         field.kind = _native.ImageField()
         field.kind.pipeline = pipeline
-        mixed = None if mix is None else mix.of_batch([0], None)
+        mixed = None if mix is None else mix.of_batch([0], None, draws_only)
         self.program = _native.compile_program([field], mixed)
 
     def samples(self, batch: _native.Batch) -> Sequence[Any]:
@@ -135,28 +138,44 @@ class Records:
         shift: int,
         decode: bool,
         array: Callable[[Any], Any],
+        finishes: Callable[[bool], bool],
     ) -> None:
         self._kinds: dict[str, Kind] = dict(schema)
         self._form = form
-        self._array = array
+        self._here = Here(array)
         self._pixels = source.pixels
         self._mix: Mix | None = None
         self._mixed: list[str] = []
         self.arranged: list[Arranged] = []
+        self.of_device: list[str] = []  # names of steps
         pipelines: dict[str, _native.Pipeline] = {}
         called: list[tuple[tuple[str, ...] | str | None, Composed]] = []
         stated: dict[str, Kind] = {}
         _check_rows(source.schema)
+        self._finishes: dict[str, Finish] = {}
+        groups = []
         for group in _groups(schema, transforms, source.pixels, decode):
             steps, for_batches = split(group.steps)
             if for_batches is not None:
                 self._mix_by(for_batches, schema, group, shift)
+            groups.append((group, steps, for_batches is not None))
+        native = all(isinstance(step, Transform) for _, steps, _ in groups for step in steps)
+        for group, steps, is_mixed in groups:
+            types = dtype, layout or group.layout
+            if native and finishes(is_mixed):
+                every = steps
+                steps, finish = finished_there(steps, *types)
+                if finish is not None:
+                    types = "uint8", "hwc"
+                    self.of_device += [name_of(step) for step in every if step not in steps]
+                    images = [n for n in group.names if isinstance(schema[n], Image)]
+                    self._finishes.update(dict.fromkeys(images, finish))
             if any(isinstance(step, SanitizeBoundingBoxes) for step in steps):
                 _check_followers(schema, group.names)
             made = arrange(
                 steps,
-                dtype=dtype,
-                layout=layout or group.layout,
+                dtype=types[0],
+                layout=types[1],
                 pixels=source.pixels,
                 kinds=group.kinds,
             )
@@ -174,7 +193,9 @@ class Records:
         if self._mix is not None and self.function is None:
             fields = list(schema)
             mixed = self._mix.of_batch(
-                [fields.index(name) for name in self._mixed], fields.index(self._labels)
+                [fields.index(name) for name in self._mixed],
+                fields.index(self._labels),
+                draws_only=all(name in self._finishes for name in self._mixed),
             )
         self.program = _native.compile_program(
             [
@@ -267,13 +288,13 @@ class Records:
                 and (results or not self._collected.is_known(name))
             ):
                 number = list(self._kinds).index(name)
-                values[name] = self._kinds[name].hand_out(batch, number, self._array)
+                values[name] = self._kinds[name].hand_out(batch, number, self._here.array)
                 continue
             at = self._column(batch, name, encoded=True) if name in self._kinds else _nothing
             each = [
                 changes[name] if name in changes else at(i) for i, changes in enumerate(results)
             ]
-            values[name] = self._collected.collect(name, each, self._array, describe)
+            values[name] = self._collected.collect(name, each, self._here.array, describe)
         if self._mix is not None:
             self._mix_together(values, batch, seed)
         return values if self._form == "dict" else tuple(values.values())
@@ -296,20 +317,23 @@ class Records:
         lam, targets = 1.0, None
         for name in self._mixed:
             lam, targets = self._mix.images_of(values[name], labels, seed, batch.epoch, batch.index)
-        values[self._labels] = self._mix.labelled(lam, targets, labels, self._array)
+        values[self._labels] = self._mix.labelled(lam, targets, labels, self._here)
 
-    def hand_out(self, batch: _native.Batch, array: Callable[[Any], Any]) -> Any:
+    def hand_out(self, batch: _native.Batch, to: Hand) -> Any:
         """The batch as a mapping by name, or as a tuple in the order of the schema."""
-        values = {
-            name: kind.hand_out(batch, number, array)
-            for number, (name, kind) in enumerate(self._kinds.items())
-            if self._mix is None or name != self._labels
-        }
-        if self._mix is not None:
-            labels = np.asarray(batch.output(list(self._kinds).index(self._labels)))
-            targets = batch.output(len(self._kinds)) if self._mix.native.classes else None
-            mixed = self._mix.labelled(batch.lam, targets, labels, array)
-            values = {name: values.get(name, mixed) for name in self._kinds}
+        mix = self._mix
+        mixed = None if mix is None else mix.mixed(batch)
+        values = {}
+        for number, (name, kind) in enumerate(self._kinds.items()):
+            if mix is not None and name == self._labels:
+                lam, labels = batch.mixture[1], np.asarray(batch.output(number))
+                targets = batch.output(len(self._kinds)) if mix.native.classes else None
+                values[name] = mix.labelled(lam, targets, labels, to)
+            elif (finish := self._finishes.get(name)) is not None:
+                of_name = mixed if name in self._mixed else None
+                values[name] = to.images(batch.output(number), finish, of_name)
+            else:
+                values[name] = kind.hand_out(batch, number, to.array)
         return values if self._form == "dict" else tuple(values.values())
 
 
@@ -321,7 +345,7 @@ def _nothing(_: int) -> None:
     return None
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Group:
     """Fields that one list of steps is for."""
 

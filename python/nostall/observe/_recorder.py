@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from array import array
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from nostall import _native
 from nostall.observe._stats import (
     ORIGINS,
     BatchRecords,
@@ -16,9 +15,6 @@ from nostall.observe._stats import (
     Stats,
     add_up,
 )
-
-if TYPE_CHECKING:
-    from nostall import _native
 
 _POOLS = ("ram_tier", "file_tier", "staging", "io_buffers", "decoding")
 
@@ -37,68 +33,60 @@ class Recorder:
         self._epochs: list[EpochStats] = []
         self.epochs_begun = 0  # one more than the last number
         self._current: _Running | None = None
-        self._columns = {
-            name: array("d") for name in ("epoch", "batch", "time", "wait", *ORIGINS, "queue")
-        }
-        self._memory = [0] * len(_POOLS)
+        self._record = _native.Record(_BATCHES)
         self.live: Callable[[Recorder, int, int, int], None] | None = None
 
     def totals(self) -> tuple[EpochStats, dict[str, int]]:
         """All epochs added up, and the most memory seen by pool. From any thread."""
-        epochs = list(self._epochs)
-        current = self._current
-        if current is not None:
-            epochs.append(current.freeze())
-        memory = dict(zip(_POOLS, self._memory, strict=True))
-        return add_up(epochs), memory
+        return add_up(self._all()), self._memory()
+
+    def _all(self) -> list[EpochStats]:
+        epochs, current = list(self._epochs), self._current
+        return epochs if current is None else [*epochs, self._frozen(current)]
+
+    def _memory(self) -> dict[str, int]:
+        return dict(zip(_POOLS, self._record.most, strict=True))
+
+    def _frozen(self, running: _Running) -> EpochStats:
+        number, batches, samples, stall, decode, origins, substituted = self._record.taken
+        return EpochStats(
+            epoch=number,
+            seconds=time.perf_counter() - running.start,
+            stall_seconds=stall,
+            batches=batches,
+            samples=samples,
+            bytes=sum(size for _, size, _ in origins),
+            origins={
+                name: OriginStats(*counts) for name, counts in zip(ORIGINS, origins, strict=True)
+            },
+            decode_seconds=decode,
+            substituted=substituted,
+        )
 
     def begin_epoch(self, epoch: int) -> _Running:
         """Ends the epoch before, if its iterator has not ended it."""
         if self._current is not None:
             self.end_epoch(self._current)
-        self._current = _Running(epoch)
+        self._record.begin(epoch)
+        self._current = _Running(time.perf_counter())
         self.epochs_begun = max(self.epochs_begun, epoch + 1)
         return self._current
 
     def batch(
-        self,
-        batch: _native.Batch,
-        wait: float,
-        memory: tuple[int, ...],
-        substituted: list[tuple[int, int, str]],
+        self, batch: _native.Batch, began: float, substituted: list[tuple[int, int, str]]
     ) -> None:
-        running = self._current
-        if running is None:
-            return
-        running.stall += wait
-        running.batches += 1
-        running.samples += len(batch)
-        origins = batch.origins
-        for i, origin in enumerate(origins):
-            for j, value in enumerate(origin):
-                running.origins[i][j] += value
-        running.decode += batch.transform_seconds
-        running.substituted += [bad for bad, _, _ in (*batch.substitutions, *substituted)]
-        self._memory = [max(pair) for pair in zip(self._memory, memory, strict=True)]
-        row = (
-            batch.epoch,
-            batch.index,
-            time.perf_counter() - self._start,
-            wait,
-            *(origin[0] for origin in origins),
-            batch.queue,
-        )
-        for column, value in zip(self._columns.values(), row, strict=True):
-            column.append(value)
-            if len(column) > 2 * _BATCHES:
-                del column[:-_BATCHES]
+        """The consumer, which asked for it at `began`, has got a batch."""
+        now = time.perf_counter()
+        self._record.add(batch, now - self._start, now - began)
+        for bad, _, _ in substituted:
+            self._record.substitute(bad)
         if self.live is not None:
             self.live(self, batch.epoch, batch.index, batch.queue)
 
     def end_epoch(self, running: _Running) -> None:
         """Ends the epoch if it is still the current one: an abandoned iterator may end late."""
         if self._current is running:
-            self._epochs.append(running.freeze())
+            self._epochs.append(self._frozen(running))
             self._current = None
             if len(self._epochs) > 2 * _EPOCHS:
                 self._epochs = [_summed(self._epochs[:-_EPOCHS]), *self._epochs[-_EPOCHS:]]
@@ -115,16 +103,13 @@ class Recorder:
         sources: dict[str, dict[str, int]] | None = None,
         seed: int | None = None,
     ) -> Stats:
-        epochs = list(self._epochs)
-        if self._current is not None:
-            epochs.append(self._current.freeze())
         return Stats(
             rank=self._rank,
             world_size=self._world_size,
-            epochs=epochs,
-            batches=BatchRecords(**{name: list(c) for name, c in self._columns.items()}),
+            epochs=self._all(),
+            batches=BatchRecords(*self._record.columns),
             lower_bound_bytes=lower_bound(),
-            memory=dict(zip(_POOLS, self._memory, strict=True)),
+            memory=self._memory(),
             peers=peers or {},
             loader=loader,
             sources=sources or {},
@@ -138,31 +123,8 @@ def _summed(epochs: list[EpochStats]) -> EpochStats:
     return dataclasses.replace(total, substituted=sorted(set(total.substituted)))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Running:
-    """Sums of the epoch under way."""
+    """An iteration of one epoch."""
 
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.start = time.perf_counter()
-        self.stall = 0.0
-        self.decode = 0.0
-        self.batches = 0
-        self.samples = 0
-        self.origins = [[0, 0, 0.0] for _ in ORIGINS]
-        self.substituted: list[int] = []
-
-    def freeze(self) -> EpochStats:
-        return EpochStats(
-            epoch=self.epoch,
-            seconds=time.perf_counter() - self.start,
-            stall_seconds=self.stall,
-            batches=self.batches,
-            samples=self.samples,
-            bytes=int(sum(o[1] for o in self.origins)),
-            origins={
-                name: OriginStats(samples=int(o[0]), bytes=int(o[1]), seconds=o[2])
-                for name, o in zip(ORIGINS, self.origins, strict=True)
-            },
-            decode_seconds=self.decode,
-            substituted=list(self.substituted),
-        )
+    start: float

@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 
 from nostall.base._streams import on_stream
 from nostall.errors import UsageError
-from nostall.loader._ahead import Finish
+from nostall.loader._ahead import Finish, aligned
+from nostall.loader._mixing import Mixed
 
 _log = logging.getLogger("nostall")
-
-_ALIGNED = 64
 
 
 def place(name: Any) -> Device | None:
@@ -51,6 +50,8 @@ def place(name: Any) -> Device | None:
 class Device:
     """Copies go on a stream of their own; its memory is that of torch's allocators."""
 
+    mixes = True
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.Stream(device=device)
@@ -68,9 +69,7 @@ class Device:
                 return memory
             except RuntimeError as error:
                 self._give_up_pinning(error)
-        whole = np.empty(size + _ALIGNED, np.uint8)
-        begin = -whole.ctypes.data % _ALIGNED
-        return whole[begin : begin + size]
+        return aligned(size)
 
     def pinned(self, host: torch.Tensor) -> torch.Tensor:
         """The tensor in page-locked memory, where there is some."""
@@ -93,8 +92,8 @@ class Device:
                 str(error).partition("\n")[0],
             )
 
-    def begin(self, finish: Finish | None) -> Sending:
-        return Sending(self, finish)
+    def begin(self) -> Sending:
+        return Sending(self)
 
     def is_full(self, error: BaseException) -> bool:
         return isinstance(error, torch.OutOfMemoryError)
@@ -113,9 +112,8 @@ class Device:
 class Sending:
     """One batch: host tensors that copies read, device tensors that they fill, and the event."""
 
-    def __init__(self, to: Device, finish: Finish | None) -> None:
+    def __init__(self, to: Device) -> None:
         self._to = to
-        self._finish = finish
         self._host: list[torch.Tensor] = []
         self._tensors: list[torch.Tensor] = []
         self._copied = torch.Event(device=to.device)
@@ -124,18 +122,25 @@ class Sending:
     def array(self, array: NDArray[Any]) -> torch.Tensor:
         return self._keep(self._copy(torch.from_numpy(array)))
 
-    def images(self, array: NDArray[Any]) -> torch.Tensor:
-        if self._finish is None:
+    def images(
+        self, array: NDArray[Any], finish: Finish | None, mixed: Mixed | None
+    ) -> torch.Tensor:
+        if finish is None:
             return self.array(array)
         with on_stream(torch, self._to.stream):
-            scale, offset = self._to.numbers(self._finish)
+            scale, offset = self._to.numbers(finish)
             images = self._copy(torch.from_numpy(array))
-            if self._finish.layout == "chw":
+            if finish.layout == "chw":
                 images = images.permute(0, 3, 1, 2)
             finished = images.to(torch.float32, memory_format=torch.contiguous_format)
             # Two operations: one that fuses them would round once.
-            finished.mul_(scale).add_(offset)
-            return self._keep(finished.to(getattr(torch, self._finish.dtype)))
+            finished = finished.mul_(scale).add_(offset).to(getattr(torch, finish.dtype))
+            return self._keep(finished if mixed is None else _mix(finished, mixed, finish.layout))
+
+    def both(self, array: NDArray[Any], shift: int) -> tuple[torch.Tensor, torch.Tensor]:
+        own = self.array(array)
+        with on_stream(torch, self._to.stream):
+            return own, self._keep(own.roll(shift, 0))
 
     def tree(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -186,7 +191,7 @@ class Sending:
         return True
 
     def hand_over(self) -> None:
-        current = torch.accelerator.current_stream(self._to.device)
+        current = torch.accelerator.current_stream(self._to.device.index)
         self.wait_on(current)
         for tensor in self._tensors:
             use_on(tensor, current)
@@ -194,6 +199,18 @@ class Sending:
 
     def wait_on(self, stream: torch.Stream) -> None:
         stream.wait_event(self._copied)
+
+
+def _mix(images: torch.Tensor, mixed: Mixed, layout: str) -> torch.Tensor:
+    """As native/image/mix.h does it, rounding included."""
+    if mixed.kind == "mixup":
+        others = images.roll(mixed.shift, 0).mul_(1 - mixed.lam)
+        return others.add_(images.mul_(mixed.lam))
+    x, y, width, height = mixed.box
+    rows, columns = (2, 3) if layout == "chw" else (1, 2)
+    box = images.narrow(rows, y, height).narrow(columns, x, width)
+    box.copy_(box.roll(mixed.shift, 0))
+    return images
 
 
 def use_on(tensor: torch.Tensor, stream: torch.Stream) -> None:

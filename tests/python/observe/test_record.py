@@ -3,72 +3,78 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+import nostall
 from nostall.observe import _recorder as record
-from nostall.observe._recorder import Recorder
 from nostall.observe._stats import Stats, merge
 
 
-def play(recorder: Recorder, epochs: range, batches: int, bad: int | None = None) -> None:
-    for epoch in epochs:
-        running = recorder.begin_epoch(epoch)
-        for index in range(batches):
-            substitutions = [] if bad is None else [(bad, 0, "broken")]
-            batch: Any = SimpleNamespace(
-                epoch=epoch, index=index,
-                origins=[(1, 10, 0.5), (0, 0, 0.0), (0, 0, 0.0), (1, 5, 0.25)],
-                queue=3, transform_seconds=0.125, substitutions=substitutions,
-            )  # fmt: skip
-            recorder.batch(cast(Any, Sized(batch)), 0.5, (1, 2, 3, 4, 5 + index), [])
-        recorder.end_epoch(running)
+@pytest.fixture
+def loader(tmp_path: Path) -> Callable[[int], nostall.DataLoader]:
+    """Makes loaders of 3 batches of two samples, one of which is damaged."""
+    for i in range(6):
+        np.full((2, 2, 3), i, np.uint8).tofile(tmp_path / f"{i}.raw")
+    (tmp_path / "3.raw").write_bytes(b"short")
 
+    def make(epochs: int) -> nostall.DataLoader:
+        source = nostall.FileList(sorted(tmp_path.iterdir()))
+        source.pixels = nostall.Pixels(2, 2)
+        steps = [nostall.transforms.ToTensor()]
+        return nostall.DataLoader(
+            source, 2, epochs=epochs, transforms=steps, tiers=[], threads=1, on_error="substitute"
+        )
 
-class Sized:
-    """A batch of two samples."""
-
-    def __init__(self, batch: Any) -> None:
-        self.__dict__.update(batch.__dict__)
-
-    def __len__(self) -> int:
-        return 2
+    return make
 
 
 def test_the_last_batches_and_epochs_are_whole_and_sums_are_of_all(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, loader: Callable[[int], nostall.DataLoader]
 ) -> None:
     monkeypatch.setattr(record, "_BATCHES", 20)
     monkeypatch.setattr(record, "_EPOCHS", 5)
-    recorder = Recorder(0, 1)
-    play(recorder, range(100), 3, bad=7)
-    stats = recorder.stats("loader 0", lambda: 10)
-    assert stats.samples == 600 and stats.source_bytes == 1500 and stats.stall_seconds == 150
-    assert recorder.totals()[0].batches == 300
+    with loader(100) as source:
+        given = [len(batch[1]) for epoch in source.epochs() for batch in epoch]
+        assert given == [2] * 300
+        stats = source.stats()
+        total = source.totals()[0]
+    assert stats.samples == 600 and total.batches == 300
+    assert stats.source_bytes >= 100 * 5 * 12 and total.origins["source"].samples >= 500
+    assert total.decode_seconds > 0
+    assert stats.stall_seconds == pytest.approx(total.stall_seconds) and stats.stall_seconds > 0
     earlier, *whole = stats.epochs
     assert earlier.epoch == -1 and earlier.batches == 3 * (100 - len(whole))
-    assert earlier.substituted == [7], "it does not grow with the epochs"
+    assert earlier.substituted == [3], "it does not grow with the epochs"
     assert [e.epoch for e in whole] == list(range(100 - len(whole), 100)) and 5 <= len(whole) <= 10
+    assert all(e.substituted == [3] and e.samples == 6 and e.stall_seconds > 0 for e in whole)
     rows = list(zip(stats.batches.epoch, stats.batches.batch, strict=True))
     assert rows == [(b // 3, b % 3) for b in range(300)][-len(rows) :] and 20 <= len(rows) <= 40
-    assert stats.memory["decoding"] == 7
+    assert stats.batches.time == sorted(stats.batches.time) and max(stats.batches.source) == 2
+    assert stats.memory["staging"] > 0
     assert "earlier" in str(stats) and Stats.from_dict(stats.to_dict()) == stats
     assert merge([stats, replace(stats, rank=1)]).samples == 1200
 
 
-def test_memory_does_not_grow_with_the_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_does_not_grow_with_the_batches(
+    monkeypatch: pytest.MonkeyPatch, loader: Callable[[int], nostall.DataLoader]
+) -> None:
     monkeypatch.setattr(record, "_BATCHES", 50)
     monkeypatch.setattr(record, "_EPOCHS", 5)
-    recorder = Recorder(0, 1)
-    tracemalloc.start()
-    try:
-        play(recorder, range(100), 3)
-        before = tracemalloc.take_snapshot()
-        play(recorder, range(100, 1100), 3)
-        grown = tracemalloc.take_snapshot().compare_to(before, "filename")
-    finally:
-        tracemalloc.stop()
+    with loader(600) as source:
+        epochs = source.epochs()
+        for _ in range(100):
+            list(next(epochs))
+        tracemalloc.start()
+        try:
+            before = tracemalloc.take_snapshot()
+            for epoch in epochs:
+                list(epoch)
+            grown = tracemalloc.take_snapshot().compare_to(before, "filename")
+        finally:
+            tracemalloc.stop()
     assert sum(d.size_diff for d in grown if d.traceback[0].filename == record.__file__) < 16384
