@@ -1253,15 +1253,15 @@ class LoaderConfig:
     def keep_bytes(self) -> int: ...
     @keep_bytes.setter
     def keep_bytes(self, arg: int, /) -> None: ...
+    @property
+    def labels_in_slab(self) -> bool: ...
+    @labels_in_slab.setter
+    def labels_in_slab(self, arg: bool, /) -> None: ...
     def share(self, tiers: NodeReader, numbers: Sequence[int]) -> None:
         """
         Takes the tiers that others share; sample s is their sample numbers[s], or s without any.
         """
 
-    @property
-    def labels_in_slab(self) -> bool: ...
-    @labels_in_slab.setter
-    def labels_in_slab(self, arg: bool, /) -> None: ...
     def take_batch_memory(self, take: Callable) -> None:
         """
         `take` gives the memory of batches: (bytes) -> a uint8 array of so many. It is called from the stage's threads.
@@ -1456,9 +1456,6 @@ class Loader:
         """
         What was exchanged with other nodes (native/peer/exchange.h); {} on one node.
         """
-
-    @property
-    def memory(self) -> tuple[int, int, int, int, int]: ...
 
 class NodeReader:
     """

@@ -123,7 +123,12 @@ _RATE = _of(
     'bytes per second, as "200MB" or a number of at least 1',
     lambda v: (isinstance(v, str) and _is_size(v)) or (_is_bytes(v) and v > 0),
 )
-_DEVICE = _of("a device of torch, or its name", lambda v: isinstance(v, str) or hasattr(v, "type"))
+_DEVICE = _of(
+    "a device of torch or JAX, its name, or a sharding of JAX",
+    lambda v: (
+        isinstance(v, str) or any(hasattr(v, name) for name in ("type", "platform", "device_set"))
+    ),
+)
 _SIZE = _of('a size as "512MiB" or a number of bytes', lambda v: isinstance(v, str) or _is_bytes(v))
 
 
@@ -293,7 +298,7 @@ _LOADER = (
     ),
     _loader(
         "output",
-        _or_none(_one_of("torch", "numpy")),
+        _or_none(_one_of("torch", "numpy", "jax")),
         None,
         "arrays of batches",
         "torch where it is installed",

@@ -26,7 +26,7 @@ class LoaderOptions:
     local_world_size: int | None = in_force("loader.local_world_size")
     job: str | None = in_force("loader.job")
     threads: int | None = in_force("loader.threads")
-    output: Literal["torch", "numpy"] | None = in_force("loader.output")
+    output: Literal["torch", "numpy", "jax"] | None = in_force("loader.output")
     device: Any = in_force("loader.device")
     device_ahead: int | str = in_force("loader.device_ahead")
     dtype: Literal["uint8", "float16", "float32"] | None = in_force("loader.dtype")
@@ -61,7 +61,7 @@ class LoaderArguments(TypedDict, total=False):
     local_world_size: int | None
     job: str | None
     threads: int | None
-    output: Literal["torch", "numpy"] | None
+    output: Literal["torch", "numpy", "jax"] | None
     device: Any
     device_ahead: int | str
     dtype: Literal["uint8", "float16", "float32"] | None

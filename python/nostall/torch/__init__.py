@@ -20,6 +20,7 @@ from nostall.sync import SyncOptions
 from nostall.torch._dataset import Dataset
 from nostall.torch._optimizer import DistributedOptimizer, GradientSync
 from nostall.torch._sampler import BatchSampler
+from nostall.torch._static import copy_into
 
 __all__ = [
     "BatchSampler",
@@ -27,6 +28,7 @@ __all__ = [
     "DistributedOptimizer",
     "GradientSync",
     "SyncOptions",
+    "copy_into",
 ]
 
 if torch.distributed.is_available():

@@ -23,10 +23,13 @@ import cases
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import nostall
+from nostall import fields as f
 from nostall import transforms as t
 from nostall.errors import UsageError
+from nostall.torch import copy_into
 
 SIZE = (24, 32)
 FLOATS = [t.Resize(SIZE), t.ToTensor(), t.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])]
@@ -44,9 +47,9 @@ def folder() -> Path:
     return Path(held.name)
 
 
-def loader(steps: Any = FLOATS, size: int = 4, **more: Any) -> Any:
+def loader(steps: Any = FLOATS, size: int = 4, source: Any = None, **more: Any) -> Any:
     return nostall.DataLoader(
-        nostall.ImageFolder(folder(), index=False),
+        nostall.ImageFolder(folder(), index=False) if source is None else source,
         size,
         epochs=3,
         seed=1,
@@ -121,21 +124,74 @@ def case_floats_are_made_on_the_device_with_the_same_bits() -> None:
     same(steps=[t.Resize(SIZE), t.ToTensor()])
 
 
-def case_a_quarter_of_the_bytes_travels() -> None:
+MIXED = t.RandomChoice([t.MixUp(alpha=0.8), t.CutMix()])
+
+
+def case_batches_are_mixed_on_the_device_with_the_same_bits() -> None:
+    for dtype, layout in (("float16", "chw"), ("float32", "hwc")):
+        same(steps=[*FLOATS, MIXED], dtype=dtype, layout=layout)
+    same(steps=[*FLOATS, t.CutMix(num_classes=3, p=0.5)])
+    # The last batch has one sample, which is mixed with itself.
+    same(steps=[*FLOATS, t.MixUp()], size=12)
+
+
+@functools.cache
+def several() -> nostall.Files:
+    """An image, its mask, its boxes and two labels."""
+    root = Path(tempfile.mkdtemp())
+    rng = np.random.default_rng(1)
+    for folder, shape in (("images", (30, 40, 3)), ("masks", (30, 40)), ("others", (20, 20, 3))):
+        (root / folder).mkdir()
+        for i in range(9):
+            pixels = rng.integers(0, 256, shape, dtype=np.uint8)
+            Image.fromarray(pixels).save(root / folder / f"{i}.png")
+    boxes = [np.array([[5, 5, 15, 15], [0, 0, 30, 20]], np.float32)] * 9
+    columns = {"boxes": boxes, "label": np.arange(9, dtype=np.uint8), "id": np.arange(9)}
+    schema = {"mask": f.Mask(), "boxes": f.Boxes(), "label": f.Scalar(dtype="uint8")}
+    parts = {"image": "images", "mask": "masks", "other": "others"}
+    return nostall.Files(parts, columns, schema={**schema, "id": f.Scalar()}, root=root)
+
+
+def case_images_of_several_fields_are_finished_on_the_device() -> None:
+    flips = [t.RandomHorizontalFlip(), *FLOATS]
+    pair = ["image", "label"]
+    with watched() as seen:
+        same(source=several(), fields=["image", "mask", "boxes", "label", "id"], steps=flips)
+        same(source=several(), fields=pair, steps=[*FLOATS, MIXED], batch="tuple")
+        same(source=several(), fields=pair, steps={"image": [*FLOATS, t.MixUp(num_classes=9)]})
+        # One image is mixed as it is, the other one finished.
+        each = {"image": [t.Resize(SIZE), t.CutMix(labels="label")], "other": FLOATS}
+        same(source=several(), fields=["image", "other", "label"], steps=each)
+        each = {"image": [*FLOATS, t.CutMix(labels="label")], "other": FLOATS}
+        same(source=several(), fields=["image", "other", "label"], steps=each)
+    assert not [kind for kind, shape, _ in seen if kind is torch.float32 and len(shape) == 4]
+    # A callable takes floats: they are made on the host.
+    called = {"image": FLOATS, "id": lambda number: number + 1}
+    same(source=several(), fields=["image", "id"], steps=called)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[tuple[Any, ...]]]:
+    """Type, shape and whether it is page-locked of each array that is copied to the device."""
     from nostall.torch import _device
 
     seen = []
     copy = _device.Sending._copy
 
-    def watched(self: Any, host: torch.Tensor) -> torch.Tensor:
-        seen.append((host.dtype, host.is_pinned()))
+    def one(self: Any, host: torch.Tensor) -> torch.Tensor:
+        seen.append((host.dtype, tuple(host.shape), host.is_pinned()))
         return copy(self, host)
 
-    with mock.patch.object(_device.Sending, "_copy", watched):
+    with mock.patch.object(_device.Sending, "_copy", one):
+        yield seen
+
+
+def case_a_quarter_of_the_bytes_travels() -> None:
+    with watched() as seen:
         batches(device="simdev")
-    assert {kind for kind, _ in seen} == {torch.uint8, torch.int64}
-    # Images lie in page-locked memory when they are decoded.
-    assert all(pinned for kind, pinned in seen if kind is torch.uint8)
+    assert {kind for kind, _, _ in seen} == {torch.uint8, torch.int64}
+    # All of it lies in page-locked memory from the first.
+    assert all(pinned for _, _, pinned in seen)
     with loader(device="simdev") as source:
         settings = source.settings()
     assert settings["native_steps"] == ["Resize"]
@@ -146,10 +202,7 @@ def case_other_batches() -> None:
     same(steps=[t.Resize(SIZE)])  # uint8
     erasing = [*FLOATS, t.RandomErasing(p=1.0)]
     same(steps=erasing)
-    same(steps=[*FLOATS, t.MixUp(num_classes=3)])
-    same(steps=[*FLOATS, t.CutMix()])
-    same(fields=["image", "label"], steps={"image": FLOATS})
-    same(fields=["image", "label"], steps={"image": FLOATS}, batch="tuple")
+    same(steps=[t.Resize(SIZE), t.MixUp(num_classes=3)])  # uint8
     same(steps=lambda raw: torch.full((3,), float(len(raw))))
     same(steps=FLOATS, collate=lambda samples: {"all": torch.stack(samples), "n": len(samples)})
     for kind in (UserDict, functools.partial(defaultdict, list), MappingProxyType):
@@ -359,6 +412,39 @@ def case_memory_is_taken_once() -> None:
     assert torch.accelerator.memory_stats()["num_device_alloc"] - before <= 4 * 3 + 1
 
 
+def case_nothing_is_copied_or_taken_once_all_memory_is_there() -> None:
+    """Labels lie in the batch's page-locked memory, as images do: three epochs after the first copy
+    nothing on the host, and take memory neither there nor on the device."""
+    from nostall.torch import _device
+
+    counted = {"memory": 0, "pin_memory": 0}
+
+    def counting(owner: Any, name: str) -> Any:
+        original = getattr(owner, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            counted[name] += 1
+            return original(*arguments, **named)
+
+        return mock.patch.object(owner, name, call)
+
+    def taken() -> tuple[int, ...]:
+        return (torch.accelerator.memory_stats()["num_device_alloc"], *counted.values())
+
+    slab = 4 * 3 * SIZE[0] * SIZE[1]
+    more = {"drop_last": True, "staging": 4 * slab, "device_ahead": 1}
+    pinned = counting(_device.Device, "memory"), counting(torch.Tensor, "pin_memory")
+    with pinned[0], pinned[1], loader(device="simdev", **more) as source:
+        found = []
+        for epoch in source.epochs():
+            for images, labels in epoch:
+                torch.accelerator.synchronize()
+                del images, labels
+            found.append(taken())
+    # Of page-locked copies there is one: what images are multiplied by.
+    assert counted["pin_memory"] == 1 and found[1:] == found[:1] * 2, found
+
+
 def case_the_next_batch_costs_no_wait_for_its_copy() -> None:
     """next() returns while the copies of all batches are held."""
     import simdev
@@ -371,6 +457,109 @@ def case_the_next_batch_costs_no_wait_for_its_copy() -> None:
             assert not on_side(source).query()
             total = images.sum()
         assert total.item() == pytest.approx(expected, rel=1e-5)
+
+
+# ---------------------------------------------------------------------------- what takes batches
+
+
+def trained(device: str, compiled: Any = None, into: bool = False) -> list[float]:
+    """The losses of a small model, on batches as they come or in memory that stays."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Conv2d(3, 2, 5, stride=5), torch.nn.Flatten(), torch.nn.LazyLinear(3)]
+    model = torch.nn.Sequential(*layers)
+    model(torch.zeros(1, 3, *SIZE))
+    model = model.to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    forward = torch.compile(model, backend=compiled, fullgraph=True) if compiled else model
+    losses, buffers = [], None
+    with loader(device=device, drop_last=True) as source:
+        for batch in source:
+            if into:
+                buffers = copy_into(map_like(batch) if buffers is None else buffers, batch)
+                batch = buffers
+            images, labels = batch
+            loss = torch.nn.functional.cross_entropy(forward(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+            del batch, images, labels
+    return [loss.item() for loss in losses]
+
+
+def map_like(batch: Any) -> Any:
+    return type(batch)(torch.empty_like(tensor) for tensor in batch)
+
+
+def case_compiled_models_train() -> None:
+    import simdev
+
+    expected = trained("cpu")
+    for backend in (None, "eager", "aot_eager"):
+        assert trained("simdev", backend) == pytest.approx(expected, rel=1e-4), backend
+    assert simdev.reports() == []
+
+
+def case_batches_in_memory_that_stays() -> None:
+    """As the inputs of a CUDA graph: the same tensors in every step, filled on the device."""
+    import simdev
+
+    assert trained("simdev", into=True) == trained("simdev")
+    assert simdev.reports() == []
+    buffers = {"a": torch.zeros(2, device="simdev"), "b": (torch.zeros(1), 3)}
+    made = copy_into(buffers, {"a": torch.ones(2), "b": (torch.full((1,), 2.0), "text")})
+    assert made["a"] is buffers["a"] and made["a"].tolist() == [1, 1]
+    assert made["b"][0] is buffers["b"][0] and made["b"][0].item() == 2 and made["b"][1] == "text"
+    for wrong, why in (
+        ({"a": torch.ones(3), "b": (torch.ones(1), 3)}, "pass drop_last=True"),
+        ({"a": torch.ones(2, dtype=torch.int8), "b": (torch.ones(1), 3)}, "torch.int8 of shape"),
+        ({"a": torch.ones(2)}, "another structure than the batch"),
+        ({"a": torch.ones(2), "b": [torch.ones(1), 3]}, "another structure than the batch"),
+        ({"a": torch.ones(2), "b": (torch.ones(1),)}, "another structure than the batch"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            copy_into(buffers, wrong)
+
+
+def case_two_ranks_with_a_device_each_in_one_process() -> None:
+    """One thread takes batches of both in turn, as DataParallel does."""
+    import simdev
+
+    job = {"world_size": 2, "peers": "off", "local_rank": 0, "local_world_size": 1}
+    expected = [batches(rank=rank, **job) for rank in range(2)]
+    found: list[list[Any]] = [[], []]
+    with (
+        loader(device="simdev:0", rank=0, **job) as one,
+        loader(device="simdev:1", rank=1, **job) as two,
+    ):
+        for epochs in zip(one.epochs(), two.epochs(), strict=True):
+            for pair in zip(*epochs, strict=True):
+                for rank, (images, labels) in enumerate(pair):
+                    assert images.device.index == labels.device.index == rank
+                    found[rank].append([images * 1, labels * 1])
+    for rank in range(2):
+        for mine, theirs in zip(expected[rank], found[rank], strict=True):
+            assert all(a.equal(b.cpu()) for a, b in zip(mine, theirs, strict=True))
+    assert torch.accelerator.current_device_index() == 0
+    assert simdev.reports() == []
+
+
+def case_batches_through_dlpack() -> None:
+    """Another library's tensor over the batch's own memory, in the order of the current stream."""
+    import simdev
+
+    expected = [images.sum().item() for images, _ in batches()[:10]]
+    sums = []
+    with loader(device="simdev") as source, torch.Stream(device="simdev"):
+        for images, _ in source:
+            with simdev.held(on_side(source)):
+                other = torch.utils.dlpack.from_dlpack(images.__dlpack__())
+                assert other.data_ptr() == images.data_ptr()
+                total = other.sum()
+            sums.append(total.item())
+            del images, other
+    assert sums == pytest.approx(expected, rel=1e-4)
+    assert simdev.reports() == []
 
 
 # ---------------------------------------------------------------------------- faults
@@ -560,7 +749,7 @@ def case_devices_that_are_not_there() -> None:
         loader(device="simdev:2")
     with pytest.raises(UsageError, match="nonsense"):
         loader(device="nonsense")
-    with pytest.raises(UsageError, match="leave output='numpy' out"):
+    with pytest.raises(UsageError, match="pass output="):
         loader(device="simdev", output="numpy")
     with pytest.raises(UsageError, match="bytes as they are stored"):
         nostall.DataLoader(nostall.ImageFolder(folder()), 4, device="simdev")

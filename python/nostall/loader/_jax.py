@@ -1,0 +1,117 @@
+"""A device of JAX, or the devices of a sharding, as a place for batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from nostall.errors import UsageError
+from nostall.loader._ahead import Finish, aligned
+from nostall.loader._mixing import Mixed
+
+_over_all: Any = jax.make_array_from_process_local_data
+
+
+def place(name: Any) -> Device:
+    """The device of this name, or the default one.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if not isinstance(name, str):
+        return Device(jax.local_devices()[0] if name is None else name)
+    platform, _, number = name.partition(":")
+    try:
+        devices = jax.local_devices(backend=platform)
+    except RuntimeError as error:
+        raise UsageError(f"device={name!r}: {str(error).partition(chr(10))[0]}") from None
+    if not (number or "0").isdecimal() or int(number or 0) >= len(devices):
+        raise UsageError(f"device={name!r}: JAX finds {len(devices)} {platform} devices here")
+    return Device(devices[int(number or 0)])
+
+
+class Device:
+    """JAX copies when it can, and holds the host's memory until then: on the CPU, where it need not
+    copy, as long as the array lives.
+    """
+
+    mixes = False  # rolling a batch over several devices would move all of it
+
+    def __init__(self, to: Any) -> None:
+        self._to = to
+
+    def memory(self, size: int) -> NDArray[np.uint8]:
+        return aligned(size)
+
+    def begin(self) -> Sending:
+        return Sending(self._to)
+
+    def is_full(self, error: BaseException) -> bool:
+        return "RESOURCE_EXHAUSTED" in str(error)
+
+
+class Sending:
+    """One batch: the arrays that it becomes."""
+
+    def __init__(self, to: Any) -> None:
+        self._to = to
+        self._arrays: list[Any] = []
+        self.bytes = 0
+
+    def array(self, array: NDArray[Any]) -> jax.Array:
+        if not isinstance(self._to, jax.sharding.Sharding):
+            return self._keep(jax.device_put(array, self._to))
+        try:
+            return self._keep(_over_all(self._to, array))
+        except ValueError as error:
+            raise UsageError(
+                f"a batch of shape {array.shape} does not divide among the devices of {self._to}: pass "
+                f"drop_last=True, or another batch_size ({error})"
+            ) from error
+
+    def images(self, array: NDArray[Any], finish: Finish | None, mixed: Mixed | None) -> jax.Array:
+        assert mixed is None
+        images = self.array(array)
+        if finish is None:
+            return images
+        # One operation after the other: compiled as one they would round once.
+        scaled = jnp.multiply(images.astype(jnp.float32), np.array(finish.scale, np.float32))
+        finished = jnp.add(scaled, np.array(finish.offset, np.float32)).astype(finish.dtype)
+        return self._keep(finished.transpose(0, 3, 1, 2) if finish.layout == "chw" else finished)
+
+    def both(self, array: NDArray[Any], shift: int) -> tuple[jax.Array, jax.Array]:
+        return self.array(array), self.array(np.roll(array, shift, axis=0))
+
+    def tree(self, value: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf: (
+                self.array(leaf)
+                if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"
+                else leaf
+            ),
+            value,
+        )
+
+    def _keep(self, array: jax.Array) -> jax.Array:
+        self._arrays.append(array)
+        self.bytes += sum(shard.data.nbytes for shard in array.addressable_shards)
+        return array
+
+    def sent(self) -> None:
+        """JAX knows."""
+
+    def is_copied(self, wait: bool) -> bool:
+        if wait:
+            for array in self._arrays:
+                array.block_until_ready()
+        elif not all(array.is_ready() for array in self._arrays):
+            return False
+        self._arrays.clear()
+        return True
+
+    def hand_over(self) -> None:
+        """What uses an array waits for it by itself."""

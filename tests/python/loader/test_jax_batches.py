@@ -1,0 +1,104 @@
+"""DataLoader(output="jax") on JAX's CPU devices: arrays on devices and over shardings."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+DEVICES = 4  # of both processes
+
+
+def batches(steps: Any, folder: Path, **more: Any) -> list[Any]:
+    import nostall
+
+    source = nostall.ImageFolder(folder, index=False)
+    options = {"epochs": 2, "seed": 1, "tiers": [], "drop_last": True, **more}
+    with nostall.DataLoader(source, 4, transforms=steps, **options) as loader:
+        return [batch for epoch in loader.epochs() for batch in epoch]
+
+
+def main(folder: Path, rank: int, address: str) -> dict[str, Any]:
+    """One of two processes, each with two devices."""
+    import jax
+    import numpy as np
+    import pytest
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import nostall
+    from nostall import transforms as t
+    from nostall.errors import UsageError
+
+    jax.distributed.initialize(address, num_processes=2, process_id=rank)
+    steps = [t.Resize((24, 32)), t.ToTensor(), t.Normalize([0.485] * 3, [0.229, 0.224, 0.225])]
+    job = {"rank": rank, "world_size": 2, "local_rank": 0, "local_world_size": 1, "peers": "off"}
+    for more in ({}, {"dtype": "float16", "layout": "hwc"}):
+        host = batches(steps, folder, output="numpy", **job, **more)
+        there = batches(steps, folder, output="jax", **job, **more)
+        for (images, labels), (mine, classes) in zip(host, there, strict=True):
+            assert isinstance(mine, jax.Array) and mine.dtype == images.dtype
+            assert np.array_equal(mine, images) and np.array_equal(classes, labels)
+    mixed = [*steps, t.MixUp(num_classes=3)]
+    host = batches(mixed, folder, output="numpy", **job)
+    there = batches(mixed, folder, output="jax", device="cpu:1", **job)
+    for one, two in zip(host, there, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
+        assert two[0].devices() == {jax.local_devices()[1]}
+
+    # Batches of both ranks as one array over all four devices.
+    mesh = jax.make_mesh((4,), ("data",))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    host = batches(steps, folder, output="numpy", **job)
+    there = batches(steps, folder, output="jax", device=sharding, device_ahead=1, **job)
+    step = jax.jit(lambda images, labels: (images.mean(), labels.sum()))
+    sums = []
+    for (images, _), (mine, classes) in zip(host, there, strict=True):
+        assert mine.shape == (8, 3, 24, 32) and mine.sharding.is_equivalent_to(sharding, 4)
+        local = [shard.data for shard in mine.addressable_shards]
+        assert len(local) == 2 and np.array_equal(np.concatenate(local), images)
+        mean, total = step(mine, classes)
+        sums.append((float(mean), int(total)))
+    with pytest.raises(UsageError, match="does not divide among the devices"):
+        batches(steps, folder, output="jax", device=sharding, drop_last=False, **job)
+    for wrong, why in (("cpu:7", "JAX finds 2 cpu devices"), ("abacus", "abacus")):
+        with pytest.raises(UsageError, match=why):
+            batches(steps, folder, output="jax", device=wrong, **job)
+    source = nostall.ImageFolder(folder, index=False)
+    with pytest.raises(UsageError, match="pass output="):
+        nostall.DataLoader(source, 4, transforms=steps, output="numpy", device="cpu:0")
+    return {"sums": sums, "labels": [labels.tolist() for _, labels in host]}
+
+
+def test_arrays_on_devices_and_over_shardings_of_two_processes(image_folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES // 2}",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(image_folder), str(rank), f"127.0.0.1:{port}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    done = [rank.communicate(timeout=240) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], done
+    told = [json.loads(out.splitlines()[-1]) for out, _ in done]
+    assert told[0]["sums"] == told[1]["sums"]
+    # What is computed is of the samples of both.
+    for (_, total), *labels in zip(told[0]["sums"], *(one["labels"] for one in told), strict=True):
+        assert total == sum(map(sum, labels))
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])))
