@@ -61,6 +61,7 @@ struct Fetch {
   std::span<std::byte> into;   // exactly the sample's size
   std::shared_ptr<void> keep;  // keeps `into` alive; may be empty if the node cache does
   Outcome outcome = Outcome::waiting;
+  int64_t ended_ns = 0;  // base/clock.h; when it had its outcome
 };
 
 // Requests that were begun together.
@@ -68,15 +69,15 @@ class FetchGroup {
  public:
   std::vector<Fetch> requests;
 
-  // From begin() until the last one had its outcome; after finish().
-  int64_t nanoseconds() const noexcept { return ended_ns_ - begun_ns_; }
+  // When they were begun, base/clock.h.
+  int64_t begun_ns() const noexcept { return begun_ns_; }
 
  private:
   friend class Exchange;
   Mutex mutex_;
   Condition done_;
   size_t left_ NOSTALL_GUARDED_BY(mutex_) = 0;
-  int64_t begun_ns_ = 0, ended_ns_ = 0;
+  int64_t begun_ns_ = 0;
 };
 
 // What an exchange counts; Number is uint64_t, or atomic where threads count.

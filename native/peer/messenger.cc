@@ -644,10 +644,8 @@ void Exchange::Messenger::ask(const std::shared_ptr<FetchGroup>& group, size_t i
 void Exchange::Messenger::conclude(FetchGroup& group, size_t index, Outcome outcome) {
   const MutexLock lock(group.mutex_);
   group.requests[index].outcome = outcome;
-  if (--group.left_ == 0) {
-    group.ended_ns_ = now_ns();
-    group.done_.notify_all();
-  }
+  group.requests[index].ended_ns = now_ns();
+  if (--group.left_ == 0) group.done_.notify_all();
 }
 
 }  // namespace nostall::peer

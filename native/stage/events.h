@@ -1,6 +1,9 @@
 // stage/events.h - private to the stage: what it records (trace/trace.h).
 #pragma once
 
+#include <array>
+
+#include "stage/origin.h"
 #include "trace/trace.h"
 
 namespace nostall::stage {
@@ -14,6 +17,15 @@ inline const trace::Kind kReadSource =
 // The same for the tiers alone, ahead of need (LoaderConfig::ahead).
 inline const trace::Kind kReadOwned = trace::define("data", "read for tiers", {"samples", "bytes"});
 inline const trace::Kind kReadTiers = trace::define("data", "take from tiers", {"samples"});
+// A sample is not taken from the nearest place that has it, and why: one kind for each Reason.
+inline const std::array<trace::Kind, kReasons> kChose{
+    trace::define("data", "take from the only place", {"sample"}),
+    trace::define("data", "take from memory", {"sample"}),
+    trace::define("data", "take from the nearest place", {"sample"}),
+    trace::define("data", "take from a node not measured yet", {"sample", "node"}),
+    trace::define("data", "take from a node faster than the file tier", {"sample", "node"}),
+    trace::define("data", "take from the source, faster than tiers and nodes", {"sample"}),
+    trace::define("data", "try a slower place again", {"sample", "origin"})};
 inline const trace::Kind kFetchPeers =
     trace::define("data", "fetch from peers", {"samples", "came", "bytes"});
 inline const trace::Kind kWaitOthers = trace::define("data", "wait for others", {"sample"});

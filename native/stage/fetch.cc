@@ -97,7 +97,7 @@ void Loader::Run::own_loop(std::span<const plan::SampleId> samples, std::stop_to
     }
     trace::record(kReadOwned, begin, now_ns(),
                   {static_cast<int64_t>(requests.size()), static_cast<int64_t>(bytes)});
-    speeds_[size_t(Origin::source)].record(bytes, took);
+    speeds_.source.record(bytes, took);
     own_bytes_ += bytes;
     requests.clear();
     buffers.clear();
@@ -145,7 +145,7 @@ void Loader::Run::fetch(std::vector<Fetch>& chunk, Fetcher& fetcher, std::stop_t
       events = config_.peers->progress_events();
       heard = now;
     }
-    std::vector<Fetch*> to_read, from_peers, left;
+    std::vector<Fetch*> to_read, from_peers, from_files, left;
     std::vector<Work> finished;
     const int64_t looked = now_ns();
     for (Fetch* f : open) {
@@ -155,6 +155,9 @@ void Loader::Run::fetch(std::vector<Fetch>& chunk, Fetcher& fetcher, std::stop_t
       switch (route(*f)) {
         case Route::done:
           finished.push_back(f->work);
+          break;
+        case Route::file:
+          from_files.push_back(f);
           break;
         case Route::source:
           to_read.push_back(f);
@@ -171,11 +174,14 @@ void Loader::Run::fetch(std::vector<Fetch>& chunk, Fetcher& fetcher, std::stop_t
       trace::record(kReadTiers, looked, now_ns(), {static_cast<int64_t>(finished.size())});
     }
     finish(finished, &fetcher);
-    const bool idle = finished.empty() && to_read.empty() && from_peers.empty();
+    const bool idle =
+        finished.empty() && to_read.empty() && from_peers.empty() && from_files.empty();
+    prepare_all(from_files);
     prepare_all(to_read);
     prepare_all(from_peers);
     std::shared_ptr<peer::FetchGroup> group;
     if (!from_peers.empty()) group = ask_peers(from_peers);
+    for (Fetch* f : read_files(from_files, fetcher)) left.push_back(f);
     if (!to_read.empty()) read_source(to_read, fetcher, stop);
     if (group) {
       {
@@ -256,8 +262,9 @@ void Loader::Run::read_light(std::span<const Fetch> group, Fetcher& fetcher) {
 // Whether to go on waiting for a sample that another node reads first: yes while the consumer does
 // not wait for its batch, or the source would hardly be quicker.
 bool Loader::Run::worth_waiting(const Fetch& fetch, std::chrono::nanoseconds waited) {
-  const double peer = speeds_[size_t(Origin::peer)].seconds_per_byte();
-  const double source = speeds_[size_t(Origin::source)].seconds_per_byte();
+  const SpeedEstimate* const from = speed_of_peer(fetch.work.task->items[fetch.work.index].sample);
+  const double peer = from ? from->seconds_per_byte() : 0.0;
+  const double source = speeds_.source.seconds_per_byte();
   if (!worth_pushing(peer, source)) return false;
   const Task& task = *fetch.work.task;
   const double read = source * static_cast<double>(sizes_[task.items[fetch.work.index].sample]);
@@ -278,80 +285,130 @@ Loader::Run::Route Loader::Run::route(Fetch& fetch) {
                                 : config_.peers->where(sample, task.batch->position.epoch);
   const bool awaited =
       where == peer::Where::awaited && fetch.patient && config_.sharing == Sharing::push;
-  const Route elsewhere = where == peer::Where::there ? peer_or_source() : Route::source;
+  const bool there = where == peer::Where::there;
+  const auto elsewhere = [&] {
+    return origin_of(sample, false, there) == Origin::peer ? Route::peer : Route::source;
+  };
   // What a tier is to have is read for it apart from what the batches need.
   const bool apart = config_.peers && config_.sharing == Sharing::hdmlp;
-  if (!cache || !cache->placed(sample)) return awaited ? Route::wait : elsewhere;
+  if (!cache || !cache->placed(sample)) return awaited ? Route::wait : elsewhere();
   for (;;) {
     switch (cache->state(sample)) {
       case tier::State::ready:
-        return from_tier(fetch) ? Route::done : elsewhere;
+        if (cache->kind(sample) == tier::TierKind::ram) {
+          return from_memory(fetch) ? Route::done : elsewhere();
+        }
+        switch (origin_of(sample, true, there)) {
+          case Origin::peer:
+            return Route::peer;
+          case Origin::source:
+            return Route::source;
+          default:
+            return Route::file;
+        }
       case tier::State::failed:
-        return awaited ? Route::wait : elsewhere;
+        return awaited ? Route::wait : elsewhere();
       case tier::State::filling:
         // Another rank is reading it: the shared file system is not asked twice.
-        return fetch.patient_locally && !apart ? Route::wait : elsewhere;
+        return fetch.patient_locally && !apart ? Route::wait : elsewhere();
       case tier::State::empty:
         break;
     }
     if (awaited) return Route::wait;
-    if (apart) return elsewhere;
+    if (apart) return elsewhere();
     if (cache->claim(sample)) {
       fetch.claimed = true;
       fetch.to_file_tier = cache->kind(sample) == tier::TierKind::file;
-      return elsewhere;
+      return elsewhere();
     }
     // Another rank was first; or the tier has failed since, and the sample stays empty.
-    if (!cache->placed(sample)) return elsewhere;
+    if (!cache->placed(sample)) return elsewhere();
   }
 }
 
-// For a sample that its owner has: whether the owner or the source is faster.
-Loader::Run::Route Loader::Run::peer_or_source() {
-  SpeedEstimate &peer = speeds_[size_t(Origin::peer)], &source = speeds_[size_t(Origin::source)];
-  const Choice choice =
-      choose({Candidate{}, {}, {true, peer.seconds_per_byte()}, {true, source.seconds_per_byte()}});
-  // The slower one is tried at times, for it may have become faster.
-  if (choice.origin == Origin::source) return peer.stale(kProbeNs) ? Route::peer : Route::source;
-  const double best = best_source_.load(std::memory_order_relaxed);
-  const bool source_was_better =
-      best > 0.0 && peer.seconds_per_byte() > kSourceAdvantageOverPeers * best;
-  return source_was_better && source.stale(kProbeNs) ? Route::source : Route::peer;
+SpeedEstimate* Loader::Run::speed_of_peer(plan::SampleId sample) const {
+  if (!config_.peers) return nullptr;
+  const plan::Ownership& owners = config_.peers->ownership();
+  uint32_t node = owners.owner[sample];
+  if (node == config_.peers->node_of_rank()[config_.rank]) node = owners.first_reader[sample];
+  return node < speeds_.nodes.size() ? &speeds_.nodes[node] : nullptr;
 }
 
-// Takes a sample that is ready in a tier of this node; false if its bytes are wrong or another
-// origin is faster.
-bool Loader::Run::from_tier(Fetch& fetch) {
+Origin Loader::Run::origin_of(plan::SampleId sample, bool in_file_tier, bool there) {
+  if (!in_file_tier && !there) return Origin::source;
+  SpeedEstimate* const file =
+      in_file_tier ? &speeds_.tiers[config_.cache->tier_of(sample)] : nullptr;
+  SpeedEstimate* const peer = there ? speed_of_peer(sample) : nullptr;
+  SpeedEstimate& source = speeds_.source;
+  const auto cost = [](const SpeedEstimate* speed) {
+    return speed ? speed->seconds_per_byte() : 0.0;
+  };
+  Choice choice = choose({Candidate{},
+                          {file != nullptr, cost(file)},
+                          {peer != nullptr, cost(peer)},
+                          {true, cost(&source)}});
+  // Those that are slower are tried at times, for they may have become faster.
+  const double best = best_source_.load(std::memory_order_relaxed);
+  if (file && choice.origin != Origin::file && file->stale(kProbeNs)) {
+    choice = {Origin::file, Reason::again};
+  } else if (peer && choice.origin != Origin::peer && peer->stale(kProbeNs)) {
+    choice = {Origin::peer, Reason::again};
+  } else if (choice.origin == Origin::peer && best > 0.0 &&
+             cost(peer) > kSourceAdvantageOverPeers * best && source.stale(kProbeNs)) {
+    choice = {Origin::source, Reason::again};
+  }
+  if (trace::on() && choice.reason != Reason::nearest) {
+    const int64_t now = now_ns();
+    trace::record(kChose[static_cast<size_t>(choice.reason)], now, now,
+                  {static_cast<int64_t>(sample),
+                   choice.reason == Reason::again ? static_cast<int64_t>(choice.origin)
+                   : peer ? static_cast<int64_t>(peer - speeds_.nodes.data())
+                          : 0});
+  }
+  return choice.origin;
+}
+
+// Takes a sample that is ready in the RAM tier; false if its bytes are wrong.
+bool Loader::Run::from_memory(Fetch& fetch) {
   tier::NodeCache& cache = *config_.cache;
-  Task& task = *fetch.work.task;
-  const plan::SampleId sample = task.items[fetch.work.index].sample;
+  const plan::SampleId sample = fetch.work.task->items[fetch.work.index].sample;
   const uint64_t size = sizes_[sample];
   const int64_t begin = now_ns();
-  if (cache.kind(sample) == tier::TierKind::ram) {
-    if (!transformed()) {
-      const std::span<std::byte> place = place_of(fetch.work);
-      std::memcpy(place.data(), cache.ram_view(sample).data(), size);
-      if (!sums_.agrees(sample, place)) {
-        cache.reject(sample);
-        return false;
-      }
-    }  // else compared just before it is decoded
-    count(task, Origin::ram, size, now_ns() - begin);
-    return true;
-  }
-  const Choice choice = choose({Candidate{},
-                                {true, speeds_[size_t(Origin::file)].seconds_per_byte()},
-                                {},
-                                {true, speeds_[size_t(Origin::source)].seconds_per_byte()}});
-  if (choice.origin != Origin::file) return false;
-  const std::span<std::byte> into = raw_destination(fetch);
-  {
-    const Activity reading;
-    if (!cache.file_read(sample, into)) return false;
-  }
-  speeds_[size_t(Origin::file)].record(size, now_ns() - begin);
-  count(task, Origin::file, size, now_ns() - begin);
+  if (!transformed()) {
+    const std::span<std::byte> place = place_of(fetch.work);
+    std::memcpy(place.data(), cache.ram_view(sample).data(), size);
+    if (!sums_.agrees(sample, place)) {
+      cache.reject(sample);
+      return false;
+    }
+  }  // else compared just before it is decoded
+  count(*fetch.work.task, Origin::ram, size, now_ns() - begin);
   return true;
+}
+
+// Reads samples of file tiers. Returns those that cannot be read, which are not ready any more.
+std::vector<Loader::Run::Fetch*> Loader::Run::read_files(std::span<Fetch* const> fetches,
+                                                         Fetcher& fetcher) {
+  std::vector<Fetch*> again;
+  std::vector<Work> finished;
+  for (Fetch* f : fetches) {
+    Task::Item& item = f->work.task->items[f->work.index];
+    const int64_t begin = now_ns();
+    {
+      const Activity reading;
+      if (!config_.cache->file_read(item.sample, f->into)) {
+        item.raw.reset();
+        again.push_back(f);
+        continue;
+      }
+    }
+    const int64_t took = now_ns() - begin;
+    speeds_.tiers[config_.cache->tier_of(item.sample)].record(f->into.size(), took);
+    count(*f->work.task, Origin::file, f->into.size(), took);
+    finished.push_back(f->work);
+  }
+  finish(finished, &fetcher);
+  return again;
 }
 
 void Loader::Run::wait_for_others(const Fetch& fetch, std::stop_token stop) {
@@ -414,7 +471,7 @@ std::vector<Loader::Run::Beside> Loader::Run::claim_beside(std::span<Fetch* cons
   std::vector<Beside> beside;
   tier::NodeCache* const cache = config_.cache.get();
   if (!cache) return beside;
-  const double byte = speeds_[size_t(Origin::source)].seconds_per_byte();
+  const double byte = speeds_.source.seconds_per_byte();
   uint64_t room = kMostBeside;
   if (byte > 0.0) room = std::min(room, static_cast<uint64_t>(kBesideSeconds / byte));
   std::vector<uint64_t> near;
@@ -478,7 +535,7 @@ int64_t Loader::Run::ask_source(std::span<source::ReadRequest> requests, uint64_
   }
   const int64_t took = now_ns() - begin;
   compare(requests, reader);
-  SpeedEstimate& speed = speeds_[size_t(Origin::source)];
+  SpeedEstimate& speed = speeds_.source;
   speed.record(bytes, took);
   const double best = best_source_.load(std::memory_order_relaxed);
   if (best == 0.0 || speed.seconds_per_byte() < best) {
@@ -553,7 +610,10 @@ std::vector<Loader::Run::Fetch*> Loader::Run::take_from_peers(std::span<Fetch* c
   std::vector<Fetch*> again;
   std::vector<Work> finished;
   std::vector<Kept> kept;
-  const int64_t took = group.nanoseconds();
+  int64_t took = 0;
+  for (const peer::Fetch& f : group.requests) took = std::max(took, f.ended_ns - group.begun_ns());
+  // By the speed of the node that they are of: bytes, and the time until the last of them came.
+  std::vector<std::pair<SpeedEstimate*, std::pair<uint64_t, int64_t>>> came;
   uint64_t bytes = 0;
   for (size_t i = 0; i < fetches.size(); ++i) {
     Fetch& f = *fetches[i];
@@ -562,6 +622,12 @@ std::vector<Loader::Run::Fetch*> Loader::Run::take_from_peers(std::span<Fetch* c
     if (here && sums_.agrees(sample, f.into)) {
       settle_claim(f, 0, {});
       bytes += f.into.size();
+      SpeedEstimate* const speed = speed_of_peer(sample);
+      auto of = std::find_if(came.begin(), came.end(), [&](auto& c) { return c.first == speed; });
+      if (of == came.end()) of = came.insert(came.end(), {speed, {0, 0}});
+      of->second.first += f.into.size();
+      of->second.second =
+          std::max(of->second.second, group.requests[i].ended_ns - group.begun_ns());
       count(*f.work.task, Origin::peer, f.into.size(), took / static_cast<int64_t>(fetches.size()));
       if (f.claimed && f.to_file_tier) keep_copy(f, kept);
       finished.push_back(f.work);
@@ -580,7 +646,9 @@ std::vector<Loader::Run::Fetch*> Loader::Run::take_from_peers(std::span<Fetch* c
     f.shunned = true;
     again.push_back(&f);
   }
-  if (bytes > 0) speeds_[size_t(Origin::peer)].record(bytes, took);
+  for (const auto& [speed, seen] : came) {
+    if (speed) speed->record(seen.first, seen.second);
+  }
   const int64_t now = now_ns();
   trace::record(kFetchPeers, now - took, now,
                 {static_cast<int64_t>(fetches.size()),
@@ -596,10 +664,11 @@ std::vector<Loader::Run::Fetch*> Loader::Run::take_from_peers(std::span<Fetch* c
 void Loader::Run::keep_copy(const Fetch& fetch, std::vector<Kept>& kept) {
   const Task::Item& item = fetch.work.task->items[fetch.work.index];
   const bool to_file_tier = fetch.claimed && fetch.to_file_tier;
-  const bool push = config_.peers && config_.sharing == Sharing::push &&
-                    config_.peers->push_wanted(item.sample) &&
-                    worth_pushing(speeds_[size_t(Origin::peer)].seconds_per_byte(),
-                                  speeds_[size_t(Origin::source)].seconds_per_byte());
+  const SpeedEstimate* const owner = speed_of_peer(item.sample);
+  const bool push =
+      config_.peers && config_.sharing == Sharing::push &&
+      config_.peers->push_wanted(item.sample) &&
+      worth_pushing(owner ? owner->seconds_per_byte() : 0.0, speeds_.source.seconds_per_byte());
   if (!to_file_tier && !push) return;
   Kept k{item.sample, to_file_tier, push, item.raw, fetch.into};
   if (fetch.claimed && !fetch.to_file_tier) {

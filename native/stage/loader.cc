@@ -50,6 +50,7 @@ Loader::Loader(LoaderConfig config)
           config_.keep_bytes > 0 ? config_.keep_bytes : config_.staging_bytes,
           config_.batch_memory)),
       raw_pool_(std::make_shared<BufferPool>(config_.io_bytes)),
+      speeds_(config_.peers ? config_.peers->nodes() : 0),
       owner_pid_(::getpid()) {
   plan::validate(config_.job);
   if (!config_.source) throw Error(ErrorKind::usage, "a loader needs a source");
@@ -63,7 +64,11 @@ Loader::Loader(LoaderConfig config)
                                       " is not below the world size " +
                                       std::to_string(config_.job.world));
   }
-  for (size_t o = 0; o < kOrigins; ++o) speeds_[o].expect(config_.expected[o]);
+  for (size_t t = 0; t < std::min(config_.expected_tiers.size(), Speeds::kTiers); ++t) {
+    speeds_.tiers[t].expect(config_.expected_tiers[t]);
+  }
+  for (SpeedEstimate& node : speeds_.nodes) node.expect(config_.expected_peer);
+  speeds_.source.expect(config_.expected_source);
   if (config_.on_error == OnError::report && config_.program) {
     throw Error(ErrorKind::usage, "only batches of raw bytes can report bad samples");
   }

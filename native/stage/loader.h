@@ -66,8 +66,9 @@ struct LoaderConfig {
   uint32_t workers = 2;   // threads that transform; unused for raw batches
   uint32_t depth = 16;    // reads that one fetch thread keeps in flight
   source::ReaderKind reader = source::ReaderKind::automatic;
-  // The speed to assume for each origin until it is measured, seconds per byte; 0: not known.
-  std::array<double, kOrigins> expected{};
+  // The speeds to assume until they are measured, seconds per byte; 0: not known.
+  std::vector<double> expected_tiers;  // of each tier of the node
+  double expected_peer = 0.0, expected_source = 0.0;
   uint64_t staging_bytes = uint64_t{256} << 20;
   uint64_t io_bytes = uint64_t{64} << 20;
   TakeMemory batch_memory = take_from_heap;  // of batches: a device may want it page-locked
@@ -165,7 +166,7 @@ class Loader {
   class Run;
   LoaderConfig config_;
   std::shared_ptr<BufferPool> batch_pool_, raw_pool_;
-  std::array<SpeedEstimate, kOrigins> speeds_;
+  Speeds speeds_;
   image::HeldBytes decoding_;
   Position position_;
   int owner_pid_;

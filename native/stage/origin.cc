@@ -42,27 +42,25 @@ bool worth_pushing(double peer_seconds_per_byte, double source_seconds_per_byte)
 
 Choice choose(const std::array<Candidate, kOrigins>& candidates) noexcept {
   const auto at = [&](Origin o) -> const Candidate& { return candidates[static_cast<size_t>(o)]; };
-  if (at(Origin::ram).available) return {Origin::ram, "in the RAM tier"};
-  Choice best{Origin::source, "in no tier"};
-  for (const auto& [origin, reason] :
-       {Choice{Origin::file, "in the file tier"}, Choice{Origin::peer, "in a tier of its owner"}}) {
-    const Candidate& candidate = at(origin);
-    if (!candidate.available) continue;
-    if (best.origin == Origin::source) {
-      best = {origin, reason};
-    } else if (const double best_cost = at(best.origin).seconds_per_byte;
-               best_cost > 0.0 && candidate.seconds_per_byte > 0.0 &&
-               candidate.seconds_per_byte < best_cost) {
-      best = {origin, "its owner is faster than the file tier"};
+  if (at(Origin::ram).available) return {Origin::ram, Reason::in_memory};
+  const Candidate &file = at(Origin::file), &peer = at(Origin::peer), &source = at(Origin::source);
+  if (!file.available && !peer.available) return {Origin::source, Reason::only};
+  Choice best{Origin::file, Reason::nearest};
+  if (!file.available) {
+    best.origin = Origin::peer;
+  } else if (peer.available && file.seconds_per_byte > 0.0) {
+    if (peer.seconds_per_byte == 0.0) {
+      best = {Origin::peer, Reason::unmeasured};
+    } else if (peer.seconds_per_byte < file.seconds_per_byte) {
+      best = {Origin::peer, Reason::faster_peer};
     }
   }
-  const double source = at(Origin::source).seconds_per_byte;
   const double cost = at(best.origin).seconds_per_byte;
   const double advantage =
       best.origin == Origin::peer ? kSourceAdvantageOverPeers : kSourceAdvantage;
-  if (best.origin != Origin::source && at(Origin::source).available && source > 0.0 && cost > 0.0 &&
-      cost > advantage * source) {
-    return {Origin::source, "the source is faster than the tiers"};
+  if (source.available && source.seconds_per_byte > 0.0 && cost > 0.0 &&
+      cost > advantage * source.seconds_per_byte) {
+    return {Origin::source, Reason::faster_source};
   }
   return best;
 }

@@ -7,7 +7,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
-#include <string_view>
+#include <vector>
 
 namespace nostall::stage {
 
@@ -35,14 +35,35 @@ class SpeedEstimate {
   std::atomic<int64_t> tried_{0};     // and of the last time that one was due
 };
 
+// What a rank has measured: of each tier of its node and of each node by itself, for they differ.
+struct Speeds {
+  static constexpr size_t kTiers = 8;
+  explicit Speeds(size_t count) : nodes(count) {}
+  std::array<SpeedEstimate, kTiers> tiers;
+  std::vector<SpeedEstimate> nodes;
+  SpeedEstimate source;
+};
+
 struct Candidate {
   bool available = false;
   double seconds_per_byte = 0.0;  // 0: not measured yet
 };
 
+// Why an origin was chosen.
+enum class Reason : uint8_t {
+  only,         // no other one has the sample
+  in_memory,    // nothing need be read
+  nearest,      // of those of which nothing says that they are slower
+  unmeasured,   // another node, of which no speed is known yet
+  faster_peer,  // another node is faster than the tier that has the sample here
+  faster_source,
+  again,  // a slower one is tried, for it may have become faster
+};
+inline constexpr size_t kReasons = 7;
+
 struct Choice {
   Origin origin = Origin::source;
-  std::string_view reason;
+  Reason reason = Reason::only;
 };
 
 // A byte read from the source is taken from the bandwidth of every other node. So the source is
@@ -51,8 +72,9 @@ struct Choice {
 inline constexpr double kSourceAdvantage = 2.0;
 inline constexpr double kSourceAdvantageOverPeers = 8.0;
 
-// The origin with the least expected time among the available ones (indexed by Origin). An origin
-// that was never measured is trusted in the order ram, file, peer, source.
+// The origin with the least expected time among the available ones (indexed by Origin). A tier of
+// this node that was never measured is trusted, another node is tried once the tier is measured, and
+// a source is not.
 Choice choose(const std::array<Candidate, kOrigins>& candidates) noexcept;
 
 // Whether to push a sample that was read from the source to its owner: not if the network is so

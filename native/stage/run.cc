@@ -29,8 +29,8 @@ constexpr uint64_t kWakeBatches = 16;  // of room, or a quarter of all that may 
 }  // namespace
 
 Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_pool,
-                 std::shared_ptr<BufferPool> raw_pool, std::array<SpeedEstimate, kOrigins>& speeds,
-                 image::HeldBytes& decoding, Position start)
+                 std::shared_ptr<BufferPool> raw_pool, Speeds& speeds, image::HeldBytes& decoding,
+                 Position start)
     : config_(config),
       batch_pool_(std::move(batch_pool)),
       raw_pool_(std::move(raw_pool)),
@@ -304,7 +304,7 @@ bool Loader::Run::may_take(const Task& task, uint64_t transient) const {
 bool Loader::Run::chunk_full(size_t samples, uint64_t bytes) const {
   if (samples < config_.depth) return false;
   if (direct_ && samples < kMaxChunk) {
-    const double byte = speeds_[size_t(Origin::source)].seconds_per_byte();
+    const double byte = speeds_.source.seconds_per_byte();
     const double most = byte > 0.0 ? kLightSeconds / byte : 0.0;
     return static_cast<double>(bytes) >=
            std::max(most, static_cast<double>(config_.source->batch_bytes()));

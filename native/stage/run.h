@@ -60,8 +60,8 @@ struct Task {
 class Loader::Run {
  public:
   Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_pool,
-      std::shared_ptr<BufferPool> raw_pool, std::array<SpeedEstimate, kOrigins>& speeds,
-      image::HeldBytes& decoding, Position start);
+      std::shared_ptr<BufferPool> raw_pool, Speeds& speeds, image::HeldBytes& decoding,
+      Position start);
   ~Run();
 
   std::unique_ptr<Batch> next(std::chrono::nanoseconds timeout);
@@ -87,7 +87,7 @@ class Loader::Run {
     fields::Scratch scratch;
     std::vector<source::ReadRequest> requests{};
   };
-  enum class Route : uint8_t { done, source, peer, wait };
+  enum class Route : uint8_t { done, file, source, peer, wait };
   // Bytes to write to a file tier or push to another node after their own batch has them.
   struct Kept {
     plan::SampleId sample = 0;
@@ -129,9 +129,13 @@ class Loader::Run {
   int64_t ask_source(std::span<source::ReadRequest> requests, uint64_t bytes,
                      source::Reader& reader);
   Route route(Fetch& fetch);
-  Route peer_or_source();
+  // Where to take a sample from that a file tier of this node or another node has.
+  Origin origin_of(plan::SampleId sample, bool in_file_tier, bool there);
+  // Of the node that has the sample, or is to push it here; null if there is none.
+  SpeedEstimate* speed_of_peer(plan::SampleId sample) const;
   bool worth_waiting(const Fetch& fetch, std::chrono::nanoseconds waited);
-  bool from_tier(Fetch& fetch);
+  bool from_memory(Fetch& fetch);
+  std::vector<Fetch*> read_files(std::span<Fetch* const> fetches, Fetcher& fetcher);
   void wait_for_others(const Fetch& fetch, std::stop_token stop);
   // False if there is no memory for the sample: it has its error then.
   bool prepare(Fetch& fetch);
@@ -194,7 +198,7 @@ class Loader::Run {
 
   const LoaderConfig& config_;
   const std::shared_ptr<BufferPool> batch_pool_, raw_pool_;
-  std::array<SpeedEstimate, kOrigins>& speeds_;
+  Speeds& speeds_;
   image::HeldBytes& decoding_;
   std::atomic<double> best_source_{0.0};  // seconds per byte, the least so far
   std::atomic<uint64_t> own_bytes_{0};    // read for the tiers alone, not yet in any batch's count

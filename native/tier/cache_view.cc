@@ -14,6 +14,7 @@ class CacheView final : public NodeCache {
 
   State state(uint64_t s) const noexcept override { return whole_->state(of(s)); }
   TierKind kind(uint64_t s) const noexcept override { return whole_->kind(of(s)); }
+  size_t tier_of(uint64_t s) const noexcept override { return whole_->tier_of(of(s)); }
   bool placed(uint64_t s) const noexcept override { return whole_->placed(of(s)); }
   bool claim(uint64_t s) noexcept override { return whole_->claim(of(s)); }
   std::span<std::byte> ram_slot(uint64_t s) override { return whole_->ram_slot(of(s)); }

@@ -148,6 +148,7 @@ class NodeCacheImpl final : public NodeCache {
   TierKind kind(uint64_t sample) const noexcept override {
     return config_.tiers[tier_[sample]].kind;
   }
+  size_t tier_of(uint64_t sample) const noexcept override { return tier_[sample]; }
   bool placed(uint64_t sample) const noexcept override {
     return tier_[sample] != plan::kNoTier &&
            !disabled_[tier_[sample]].load(std::memory_order_relaxed);

@@ -124,7 +124,8 @@ class NodeCache {
       std::chrono::nanoseconds timeout = std::chrono::seconds(30));
 
   virtual State state(uint64_t sample) const noexcept = 0;
-  virtual TierKind kind(uint64_t sample) const noexcept = 0;  // of a placed sample
+  virtual TierKind kind(uint64_t sample) const noexcept = 0;   // of a placed sample
+  virtual size_t tier_of(uint64_t sample) const noexcept = 0;  // of a placed sample: an index
   virtual bool placed(uint64_t sample) const noexcept = 0;
 
   // empty -> filling for this rank; false if another claim was first or the sample is not placed.

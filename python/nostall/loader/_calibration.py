@@ -57,14 +57,17 @@ class Calibration:
             raise UsageError(f"{path} is not a calibration: {error!r}") from error
 
     def seconds_per_byte(self, origin: str, readers: int) -> float:
-        """The speed of one reader among `readers` on each node; 0 if nothing was measured."""
+        """The speed of one reader among `readers` on each node; 0 if nothing was measured.
+
+        `origin` is "source", "peer", or the name of a tier: "ram", or its path.
+        """
         if origin == "source":
             speed = self.source[min(self.nodes, len(self.source)) - 1] / self.nodes
         elif origin == "peer":
             speed = self.network
         else:
-            known = [r for name, r in self.tiers.items() if (name == "ram") == (origin == "ram")]
-            speed = known[0][min(readers, len(known[0])) - 1] if known else 0.0
+            known = self.tiers.get(origin, [0.0])
+            speed = known[min(readers, len(known)) - 1]
         return readers / speed if speed > 0 else 0.0
 
 

@@ -40,7 +40,6 @@ from nostall.loader._recipe import Recipe, Transforms
 from nostall.loader._tiers import TierList, Tiers, planned
 from nostall.observe import metrics, trace
 from nostall.observe._recorder import Recorder
-from nostall.observe._stats import ORIGINS
 from nostall.plan import (
     DESCRIBED,
     Buckets,
@@ -792,12 +791,14 @@ class DataLoader:
         known = self._calibration.source_threads if self._calibration else 0
         return max(2, known or self._threads)
 
-    def _expected(self) -> list[float]:
-        """Seconds per byte of each origin, for one fetch thread of this rank."""
+    def _expect(self, config: _native.LoaderConfig) -> None:
+        """Sets the seconds per byte of each origin, for one fetch thread of this rank."""
         if self._calibration is None:
-            return []
+            return
         readers = self.world.local_world_size * self._fetchers()
-        return [self._calibration.seconds_per_byte(origin, readers) for origin in ORIGINS]
+        expected = functools.partial(self._calibration.seconds_per_byte, readers=readers)
+        config.expected_tiers = [expected(tier.path or tier.kind) for tier in self._tiers]
+        config.expected_peer, config.expected_source = expected("peer"), expected("source")
 
     def _config(self) -> _native.LoaderConfig:
         chosen, config = self._options, _native.LoaderConfig()
@@ -822,8 +823,7 @@ class DataLoader:
             config.take_batch_memory(self._recipe.place.memory)
             config.labels_in_slab = True
             config.keep_bytes = 2 * self._staging  # beside what is staged, what is being copied
-        if expected := self._expected():
-            config.expected = expected
+        self._expect(config)
         if self._shared is not None:
             numbers = self._shared.numbers_of(self.dataset)
             config.share(self._shared.native, [] if numbers is None else numbers.tolist())

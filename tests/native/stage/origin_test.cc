@@ -35,6 +35,24 @@ TEST(Choose, PrefersTheFasterOfFileTierAndPeer) {
   EXPECT_EQ(choose({Candidate{}, {true, 0.0}, {true, 1e-9}, {true, 9e-9}}).origin, Origin::file);
 }
 
+TEST(Choose, TriesANodeThatWasNeverMeasuredOnceItsOwnTierIs) {
+  const Choice choice = choose({Candidate{}, {true, 2e-9}, {true, 0.0}, {true, 9e-9}});
+  EXPECT_EQ(choice.origin, Origin::peer);
+  EXPECT_EQ(choice.reason, Reason::unmeasured);
+  EXPECT_EQ(choose({Candidate{}, {true, 0.0}, {true, 0.0}, {true, 9e-9}}).origin, Origin::file);
+}
+
+TEST(Choose, SaysWhy) {
+  EXPECT_EQ(choose({Candidate{true, 0.0}, {}, {}, {true, 1e-9}}).reason, Reason::in_memory);
+  EXPECT_EQ(choose({Candidate{}, {}, {}, {true, 1e-9}}).reason, Reason::only);
+  EXPECT_EQ(choose({Candidate{}, {true, 1e-9}, {true, 2e-9}, {true, 9e-9}}).reason,
+            Reason::nearest);
+  EXPECT_EQ(choose({Candidate{}, {true, 2e-9}, {true, 1e-9}, {true, 9e-9}}).reason,
+            Reason::faster_peer);
+  EXPECT_EQ(choose({Candidate{}, {true, 9e-9}, {true, 9e-9}, {true, 1e-9}}).reason,
+            Reason::faster_source);
+}
+
 TEST(Choose, LeavesAPeerOnlyForAClearlyFasterSource) {
   EXPECT_EQ(choose({Candidate{}, {}, {true, 0.0}, {true, 1e-9}}).origin, Origin::peer);
   EXPECT_EQ(choose({Candidate{}, {}, {true, 7.9e-9}, {true, 1e-9}}).origin, Origin::peer);

@@ -1,11 +1,14 @@
-// The pipeline beside an owner that answers, but has nothing.
+// The pipeline beside an owner that answers: one that has nothing, and one that is faster than the
+// node's own disk.
 #include <gtest/gtest.h>
 
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <deque>
 #include <filesystem>
 
+#include "base/crc32c.h"
 #include "peer/session.h"
 #include "stage/loader.h"
 
@@ -49,9 +52,10 @@ class ImageSource : public source::Source {
   const std::vector<int64_t> labels_ = std::vector<int64_t>(kSamples, 0);
 };
 
-// Rank 1, seen from rank 0: says that it has everything, and answers that it has not.
-class EmptyHanded final : public peer::Transport {
+// Rank 1, seen from rank 0: says that it has everything, and answers that it has not; or what it has.
+class Answering final : public peer::Transport {
  public:
+  explicit Answering(std::span<const std::byte> has = {}) : has_(has) {}
   std::string address() override { return {}; }
   void connect(uint32_t, const std::string&) override {}
   void send(uint32_t, const peer::HeaderBytes& bytes, std::span<const std::byte>,
@@ -72,7 +76,9 @@ class EmptyHanded final : public peer::Transport {
       answer.kind = peer::Kind::welcome;
     } else if (asked.kind == peer::Kind::fetch) {
       answer.kind = peer::Kind::reply;
-      answer.status = peer::Status::never;
+      answer.status = has_.empty() ? peer::Status::never : peer::Status::here;
+      answer.length = has_.size();
+      answer.crc = crc32c(has_);
     } else {
       return;
     }
@@ -83,13 +89,19 @@ class EmptyHanded final : public peer::Transport {
     if (answers_.empty()) return false;
     const peer::HeaderBytes answer = answers_.front();
     answers_.pop_front();
-    receiver.on_message(answer, 0);
+    const peer::Header header = peer::decode(answer).take();
+    const peer::Delivery to = receiver.on_message(answer, header.length);
+    if (header.length > 0) {
+      std::memcpy(to.into.data(), has_.data(), has_.size());
+      to.done(true);
+    }
     return true;
   }
   void wait(std::chrono::milliseconds) override { std::this_thread::sleep_for(1ms); }
   void wake() noexcept override {}
 
  private:
+  const std::span<const std::byte> has_;
   std::unique_ptr<peer::Session> session_;
   std::deque<peer::HeaderBytes> answers_;
 };
@@ -100,6 +112,7 @@ class QuickNeighbour final : public tier::NodeCache {
   explicit QuickNeighbour(std::unique_ptr<tier::NodeCache> cache) : cache_(std::move(cache)) {}
   tier::State state(uint64_t s) const noexcept override { return cache_->state(s); }
   tier::TierKind kind(uint64_t s) const noexcept override { return cache_->kind(s); }
+  size_t tier_of(uint64_t s) const noexcept override { return cache_->tier_of(s); }
   bool placed(uint64_t s) const noexcept override { return cache_->placed(s); }
   bool claim(uint64_t s) noexcept override { return cache_->claim(s); }
   std::span<std::byte> ram_slot(uint64_t s) override { return cache_->ram_slot(s); }
@@ -159,7 +172,7 @@ TEST(LoaderWithPeers, WhatANeighbourReadsAfterAPeerFailedIsGood) {
   ownership.owner.assign(kSamples, 1);
   ownership.first_reader.assign(kSamples, 1);
   ownership.first_access.assign(kSamples, 0);
-  config.peers = std::make_shared<peer::Exchange>(std::make_unique<EmptyHanded>(), peers, ownership,
+  config.peers = std::make_shared<peer::Exchange>(std::make_unique<Answering>(), peers, ownership,
                                                   config.source->sizes(), config.cache);
   const auto exchange = config.peers;
   // Else the loader, whose consumer waits, may read for itself.
@@ -173,6 +186,101 @@ TEST(LoaderWithPeers, WhatANeighbourReadsAfterAPeerFailedIsGood) {
   EXPECT_EQ(exchange->stats().asked_in_vain, kSamples);
   EXPECT_EQ(batch->origins[size_t(Origin::ram)].samples, kSamples);
   std::filesystem::remove_all(shm);
+}
+
+// Reads take this long, as on a disk that others use too.
+class SlowDisk final : public FileSystem {
+ public:
+  int64_t pread(int fd, std::span<std::byte> into, uint64_t offset) override {
+    ++reads;
+    std::this_thread::sleep_for(50ms);
+    return FileSystem::pread(fd, into, offset);
+  }
+  std::atomic<int> reads{0};
+};
+
+// A data set whose samples lie in this node's file tier, and at their owner too.
+class BesideASlowDisk : public testing::Test {
+ protected:
+  void SetUp() override {
+    char pattern[] = "/tmp/nostall-stage-XXXXXX";
+    root_ = ::mkdtemp(pattern);
+    config_.source = std::make_shared<ImageSource>();
+    config_.job.samples = kSamples;
+    config_.job.global_batch = 1;
+    config_.job.epochs = kEpochs;
+    config_.fetchers = 1;
+    config_.depth = 1;
+    tier::NodeCacheConfig tiers;
+    tiers.job = "slow disk";
+    const uint64_t room = kSamples * (kPng.size() + tier::record_overhead(tier::TierKind::file));
+    tiers.tiers = {{tier::TierKind::file, room, (root_ / "disk").string(), false}};
+    tiers.shm_directory = root_.string();
+    tiers.files = &disk_;
+    const plan::NodeAccess access = plan::node_access(config_.job, 0, 1);
+    const plan::TierShape shape{room, tier::record_overhead(tier::TierKind::file)};
+    config_.cache = tier::NodeCache::attach(
+        tiers, config_.source->sizes(),
+        tier::fixed(plan::place(config_.source->sizes(), access, {&shape, 1})));
+    for (uint64_t s = 0; s < kSamples; ++s) {
+      ASSERT_TRUE(config_.cache->claim(s));
+      config_.cache->file_write(s, std::as_bytes(std::span(kPng)));
+    }
+    disk_.reads = 0;
+  }
+  void TearDown() override {
+    config_ = {};
+    std::filesystem::remove_all(root_);
+  }
+
+  // Where the samples of all epochs were taken from.
+  std::array<uint64_t, kOrigins> taken() {
+    Loader loader(config_);
+    std::array<uint64_t, kOrigins> samples{};
+    for (uint64_t i = 0; i < kEpochs * kSamples; ++i) {
+      const auto batch = loader.next(20s);
+      if (!batch) break;
+      for (size_t o = 0; o < kOrigins; ++o) samples[o] += batch->origins[o].samples;
+    }
+    return samples;
+  }
+
+  static constexpr uint32_t kEpochs = 10;
+  std::filesystem::path root_;
+  SlowDisk disk_;
+  LoaderConfig config_;
+};
+
+// By the fixed order of memory, own files, other nodes it would be the disk each time.
+TEST_F(BesideASlowDisk, AnotherNodesMemoryIsReadInstead) {
+  peer::ExchangeConfig peers;
+  peers.node_of_rank = {0, 1};
+  peers.addresses = {"", ""};
+  peers.secret = kSecret;
+  plan::Ownership ownership;
+  ownership.owner.assign(kSamples, 1);
+  ownership.first_reader.assign(kSamples, 1);
+  ownership.first_access.assign(kSamples, 0);
+  config_.peers =
+      std::make_shared<peer::Exchange>(std::make_unique<Answering>(std::as_bytes(std::span(kPng))),
+                                       peers, ownership, config_.source->sizes(), config_.cache);
+  const auto end = std::chrono::steady_clock::now() + 20s;
+  while (config_.peers->where(0, 0) != peer::Where::there &&
+         std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(1ms);
+  }
+  const auto samples = taken();
+  EXPECT_LE(disk_.reads * 2, static_cast<int>(kEpochs * kSamples));
+  EXPECT_EQ(samples[size_t(Origin::file)] + samples[size_t(Origin::peer)], kEpochs * kSamples);
+  EXPECT_GE(samples[size_t(Origin::peer)], samples[size_t(Origin::file)]);
+}
+
+// The speed of the source must be known: what reads from it takes from all nodes.
+TEST_F(BesideASlowDisk, AFasterSourceIsReadInstead) {
+  config_.expected_source = 1e-9;
+  const auto samples = taken();
+  EXPECT_LE(disk_.reads * 2, static_cast<int>(kEpochs * kSamples));
+  EXPECT_GE(samples[size_t(Origin::source)], samples[size_t(Origin::file)]);
 }
 
 }  // namespace
