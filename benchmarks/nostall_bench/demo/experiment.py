@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MB = 1e6
 
+_BANDWIDTH = 20  # of the slow storage, MB/s
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nostall demo``."""
@@ -33,7 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=32, help="samples per rank and batch")
     parser.add_argument("--size", type=int, default=96, help="side of the training images, pixels")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--bandwidth", type=float, default=20, help="of the slow storage, MB/s")
+    parser.add_argument(
+        "--bandwidth",
+        type=float,
+        help="of the slow storage, MB/s: 20; for tokens four times what the training consumes",
+    )
     parser.add_argument("--latency-ms", type=float, default=1.0, help="per operation")
     parser.add_argument("--workers", type=int, default=None, help="torch's, per rank")
     parser.add_argument("--tiers", nargs="*", default=None, help="default: RAM for the dataset")
@@ -59,8 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
         SlowFS(
             data,
             mount,
-            bandwidth=arguments.bandwidth * MB,
-            aggregate=arguments.bandwidth * MB,
+            bandwidth=(arguments.bandwidth or _BANDWIDTH) * MB,
+            aggregate=(arguments.bandwidth or _BANDWIDTH) * MB,
             latency=arguments.latency_ms / 1e3,
         ) as storage,
     ):
