@@ -60,9 +60,18 @@ def missing() -> str | None:
         return (
             "/dev/fuse is absent or not accessible: load the fuse module, or give the container it"
         )
-    if not shutil.which("fusermount3"):
+    if not shutil.which("fusermount3") and os.geteuid() != 0:
         return "fusermount3 is not installed (Debian: apt install fuse3)"
     return None
+
+
+def _unmount(mount: Path, lazily: bool) -> bool:
+    """Whether the mount is gone; root needs no help of FUSE's program."""
+    if shutil.which("fusermount3"):
+        command = ["fusermount3", "-u", *(["-z"] if lazily else [])]
+    else:
+        command = ["umount", *(["-l"] if lazily else [])]
+    return subprocess.run([*command, str(mount)], capture_output=True).returncode == 0
 
 
 class SlowFS:
@@ -183,7 +192,7 @@ class SlowFS:
             UsageError: files are still open on a mount.
         """
         for mount in self.mounts:
-            if subprocess.run(["fusermount3", "-u", str(mount)], capture_output=True).returncode:
+            if not _unmount(mount, lazily=False):
                 raise UsageError(f"{mount} is in use: close its files before dropping its caches")
         self._unmount()
         self._mount()
@@ -286,7 +295,7 @@ class SlowFS:
     def _unmount(self) -> None:
         for mount in self.mounts:
             # Lazily: the mount disappears even if its daemon died or a reader hangs on to a file.
-            subprocess.run(["fusermount3", "-u", "-z", str(mount)], capture_output=True)
+            _unmount(mount, lazily=True)
         for daemon in self._daemons:
             with contextlib.suppress(ProcessLookupError):
                 daemon.terminate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -54,6 +55,23 @@ def test_content_and_counters_are_exact(backing: Path, tmp_path: Path) -> None:
         # Files are forgotten at each open, so a second pass is served in full again.
         assert read_all(tmp_path / "mnt") == total
         assert fs.served_bytes == 2 * total
+
+
+@needs_fuse
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts without fusermount3")
+def test_root_needs_no_program_of_fuse(
+    backing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "umount").symlink_to(str(shutil.which("umount")))
+    monkeypatch.setenv("PATH", str(programs))
+    assert missing() is None
+    with SlowFS(backing, tmp_path / "mnt") as fs:
+        fs.drop_caches()
+        assert read_all(tmp_path / "mnt") == fs.served_bytes
+        assert os.path.ismount(tmp_path / "mnt")
+    assert not os.path.ismount(tmp_path / "mnt")
 
 
 @needs_fuse
