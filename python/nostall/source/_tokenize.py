@@ -297,14 +297,17 @@ def _cached(
     folder = Path(parts.folder) / f"tokens-{_key(content, times)}"
     parts = replace(parts, folder=str(folder), name=_key(content)[:8])
     try:
-        _make_folder(folder, {**content, "times": times})
-        with _alone(folder):
-            if not (folder / _DONE).exists():
-                pieces = pieces_of(
-                    paths, list(storage.sizes), parts.separator, _PART_BYTES, parts.store
-                )
-                _fill(parts, _in_parts(pieces), workers, progress)
-            return _open(parts, int((folder / _DONE).read_text()))
+        # What is complete may lie where nothing can be written.
+        if not (folder / _DONE).exists():
+            _make_folder(folder, {**content, "times": times})
+            with _alone(folder):
+                if not (folder / _DONE).exists():
+                    pieces = pieces_of(
+                        paths, list(storage.sizes), parts.separator, _PART_BYTES, parts.store
+                    )
+                    _fill(parts, _in_parts(pieces), workers, progress)
+                return _open(parts, int((folder / _DONE).read_text()))
+        return _open(parts, int((folder / _DONE).read_text()))
     except OSError as error:
         if isinstance(error, Error):
             raise

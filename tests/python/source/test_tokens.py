@@ -213,6 +213,25 @@ def test_objects_are_read_as_files_are(bucket: Any, proxy: Proxy, tmp_path: Path
     assert all(units[0].read(u) == units[1].read(u) for u in range(len(units[0])))
 
 
+def test_columns_and_headers_are_read_from_objects(
+    bucket: Any, proxy: Proxy, tmp_path: Path
+) -> None:
+    llmc(tmp_path)
+    arrow(tmp_path)
+    files = sorted((tmp_path / "set").glob("*.arrow"))
+    upload(bucket, tmp_path)
+    root = f"s3://{bucket.name}"
+    for there, here in (
+        (nostall.Tokens([f"{root}/0.bin", f"{root}/1.bin"], end=0), llmc(tmp_path)),
+        (
+            nostall.Tokens([f"{root}/set/{f.name}" for f in files], column="input_ids"),
+            nostall.Tokens(files, column="input_ids"),
+        ),
+    ):
+        assert there.fingerprint == here.fingerprint
+        assert np.array_equal(there.read(0, len(IDS)), here.read(0, len(IDS)))
+
+
 def test_the_index_is_that_of_the_files(tmp_path: Path) -> None:
     first = nanogpt(tmp_path)
     assert not first.index_reused
