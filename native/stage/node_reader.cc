@@ -59,8 +59,7 @@ NodeReader::~NodeReader() {
     if (cache_) source_->sums().learn(cache_->sums());
     return;
   }
-  // What a reader has begun belongs to the parent.
-  const MutexLock lock(mutex_);
+  // What a reader has begun belongs to the parent; so may the lock.
   for (auto& reader : readers_) [[maybe_unused]] source::Reader* lost = reader.release();
 }
 

@@ -2,7 +2,8 @@
 
 Each maker is a process with a copy of the data set, a pipe on which numbers of samples come, and a
 memory file into which it writes the record of each. A thread that wants an item takes a free maker and
-waits without the GIL. A maker ends when it is told to, and with this process, however that ends.
+waits without the GIL. A maker ends when it is told to, and with this process, however that ends. Forked
+children, and daemons of multiprocessing, which may not start processes, make items themselves.
 """
 
 from __future__ import annotations
@@ -177,8 +178,9 @@ class Makers:
         self._all: list[_Maker] = []
         self._closed = False
         self.count = count
+        self._alone = multiprocessing.current_process().daemon
         try:
-            for _ in range(count):
+            for _ in range(0 if self._alone else count):
                 self._free.put(self._start())
         except BaseException:
             self.close()
@@ -198,10 +200,11 @@ class Makers:
         Raises:
             MakeError: the data set raised, gave what cannot be stored, or its process died.
         """
-        if os.getpid() != self._owner:
-            raise MakeError(
-                "a forked child has no processes to make items with: open the data set there"
-            )
+        if self._makes_here():
+            try:
+                return encode(self._dataset[sample], self._pickles)
+            except Exception as error:
+                raise MakeError(_said(error)) from error
         maker = self._free.get()
         if maker is None:
             self._free.put(None)
@@ -214,6 +217,9 @@ class Makers:
         finally:
             self._free.put(maker)
 
+    def _makes_here(self) -> bool:
+        return self._alone or os.getpid() != self._owner
+
     def _instead_of(self, dead: _Maker) -> _Maker:
         with self._lock:
             if self._closed:
@@ -224,8 +230,8 @@ class Makers:
 
     def make_all(self, samples: Sequence[int]) -> list[bytes | MakeError]:
         """The records of some items, made side by side; in the place of one that was not, why."""
-        if len(samples) == 1:
-            return [self._attempt(samples[0])]
+        if len(samples) == 1 or self._makes_here():
+            return [self._attempt(sample) for sample in samples]
         return list(self._threads.map(self._attempt, samples))
 
     def _attempt(self, sample: int) -> bytes | MakeError:

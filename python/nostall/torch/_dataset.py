@@ -14,7 +14,8 @@ from nostall.fields import Image
 from nostall.loader import Tiers
 from nostall.loader._records import Records
 from nostall.loader._tiers import TierList
-from nostall.source import Cached, View
+from nostall.source._item_record import is_left_out
+from nostall.source._items import admit, decode
 from nostall.source._source import Source
 
 
@@ -23,7 +24,7 @@ class Dataset:
 
     Item i is the pair of the bytes of sample i and its label; of a source with several fields it is a
     mapping from their names to values: arrays, numbers, texts. Of a `Cached` data set, or a view of
-    one, it is its item, which is made anew; `then` is not called.
+    one, it is its item; `then` is not called. Worker processes make those that the tiers lack.
 
     A sample is read from the source once on this node, as far as its tiers have room: worker
     processes, forked or spawned, the ranks of the job, and data sets over other views of the source
@@ -62,10 +63,8 @@ class Dataset:
         self._schema = source.schema if fields is None else source.schema.select(fields)
         self._pairs = source._pairs and fields is None
         self._records: tuple[int, Records] | None = None
-        self._made = self.source.item_maker is not None
-        if not self._made:
-            self.tiers = tiers if isinstance(tiers, Tiers) else Tiers(self.source, tiers)
-            self._numbers = self.tiers.numbers_of(self.source)
+        self.tiers = tiers if isinstance(tiers, Tiers) else Tiers(self.source, tiers)
+        self._numbers = self.tiers.numbers_of(self.source)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -83,15 +82,12 @@ class Dataset:
         """The items of a batch; those that no tier has are read together."""
         each = range(len(self))
         samples = [each[index] for index in indices]
-        if self._made:
-            items = map(self._item, samples)
-            return list(map(self.transform, items) if self.transform else items)
         kept = samples if self._numbers is None else self._numbers[samples].tolist()
         given: list[Any] = self.tiers.read(kept)
         values = [self._value(*one) for one in zip(samples, given, strict=True)]
         if self.transform is not None:
             values = list(map(self.transform, values))
-        if not self._pairs:
+        if not self._pairs or self.source.item_maker is not None:
             return values
         labels = self.source.as_labels(self.source.native.labels[samples]).tolist()
         return list(zip(values, labels, strict=True))
@@ -99,15 +95,14 @@ class Dataset:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_records": None}
 
-    def _item(self, sample: int) -> Any:
-        part: Source = self.source
-        if isinstance(part, View):
-            part, sample = part.origin(sample)
-        assert isinstance(part, Cached)
-        return part[sample]
-
     def _value(self, sample: int, record: bytes) -> Any:
         """What the transform is given."""
+        if (maker := self.source.item_maker) is not None:
+            data = np.frombuffer(record, np.uint8)
+            if is_left_out(data):
+                data = np.frombuffer(maker.make(sample), np.uint8)
+            admit(maker.modules)
+            return decode(data, maker.pickles)
         if self._pairs and not self._decode:
             return record
         try:

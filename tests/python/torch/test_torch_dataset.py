@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,6 +100,38 @@ def test_items_have_the_fields_that_loaders_have(image_folder: Path, tmp_path: P
     assert image.dtype == np.uint8
     assert image.shape[2] == 3
     assert label == 0
+
+
+class Slow:
+    """Items that say in a file that they were made; item 3 needs more room than the others."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, i: int) -> Any:
+        with self.log.open("ab") as log:
+            log.write(bytes([i]))
+        return {"values": np.full(900 if i == 3 else 40, i), "name": f"item {i}"}
+
+
+def test_items_of_a_data_set_are_made_once_by_the_workers(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    cached = nostall.Cached(Slow(log), makers=1, max_bytes=1024)
+    log.write_bytes(b"")
+    dataset = nostall.torch.Dataset(nostall.Subset(cached, range(29, -1, -1)), tiers=["ram:1MiB"])
+    loader = DataLoader(dataset, None, num_workers=2, multiprocessing_context="fork")
+    for _ in range(2):
+        assert [(item["name"], item["values"].tolist()) for item in loader] == [
+            (f"item {i}", [i] * (900 if i == 3 else 40)) for i in range(29, -1, -1)
+        ]
+    cached.close()
+    assert dataset[0]["name"] == "item 29"
+    made = sorted(log.read_bytes())
+    # The one that has no room is made to find that out, and then by each epoch.
+    assert made == sorted([*range(30), 3, 3])
 
 
 def test_damage_is_named(make_folder: Callable[[int], Path]) -> None:
