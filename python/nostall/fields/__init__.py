@@ -21,6 +21,7 @@ from nostall.fields._kinds import (
     Text,
 )
 from nostall.fields._schema import Schema
+from nostall.fields._sound import SoundFile
 
 __all__ = [
     "Array",
@@ -37,5 +38,6 @@ __all__ = [
     "Ragged",
     "Scalar",
     "Schema",
+    "SoundFile",
     "Text",
 ]

@@ -506,6 +506,15 @@ class Json(Text):
         return [json.loads(text) for text in batch.texts(number)]
 
 
+def checked_sound(kind: Any) -> None:
+    """Refuses arguments that no sound has."""
+    _of(kind, "dtype", kind.dtype, ("float32", "int16"))
+    _number(kind, "channels", kind.channels, 1)
+    for name in ("rate", "frames"):
+        if getattr(kind, name) is not None:
+            _number(kind, name, getattr(kind, name), 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Audio(Kind):
     """Sound in a WAV file (PCM of 8, 16, 24 or 32 bits, float32), or in a FLAC file (4 to 24 bits).
@@ -530,11 +539,7 @@ class Audio(Kind):
     fill: bytes | None = None
 
     def __post_init__(self) -> None:
-        _of(self, "dtype", self.dtype, ("float32", "int16"))
-        _number(self, "channels", self.channels, 1)
-        for name in ("rate", "frames"):
-            if getattr(self, name) is not None:
-                _number(self, name, getattr(self, name), 1)
+        checked_sound(self)
 
     def _native_kind(self) -> Any:
         kind = _native.AudioField()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 import nostall
 from nostall import _native
 from nostall import fields as f
-from nostall.errors import CorruptionError
+from nostall.errors import CorruptionError, UsageError
 
 RATE = 16000
 
@@ -109,6 +109,43 @@ def test_a_file_that_does_not_say_its_length_is_read_twice(tmp_path: Path) -> No
 def test_damage_is_named(tmp_path: Path, damage: Any, message: str) -> None:
     with pytest.raises(CorruptionError, match=rf"0\.flac.*field sound.*{message}"):
         batch_of(tmp_path, [damage(flac(waves(20000, 1)))])
+
+
+@pytest.mark.parametrize("form", ["MP3", "OGG"])
+def test_other_formats_are_what_libsndfile_reads(tmp_path: Path, form: str) -> None:
+    sounds = []
+    for frames in (9000, 4000):
+        out = io.BytesIO()
+        soundfile.write(out, waves(frames, 2), RATE, format=form)
+        sounds.append(out.getvalue())
+    (tmp_path / "bad").write_bytes(sounds[0][500:900])
+    for i, sound in enumerate(sounds):
+        (tmp_path / f"{i}").write_bytes(sound)
+    wanted = [soundfile.SoundFile(io.BytesIO(sound)).read(dtype="float32") for sound in sounds]
+
+    def read(paths: list[str], **kind: Any) -> Any:
+        schema = {"sound": f.SoundFile(rate=RATE, **kind)}
+        data = nostall.Files({"sound": paths}, root=tmp_path, schema=schema)
+        with nostall.DataLoader(data, 2, shuffle=False, tiers=[], output="numpy") as loader:
+            return next(iter(loader))["sound"]
+
+    stereo = read(["0", "1"], channels=2)
+    cut = read(["0", "1"], frames=5000)
+    whole = read(["0", "1"], padded=True, dtype="int16")
+    for i, values in enumerate(wanted):
+        assert np.array_equal(stereo.sample(i), values)
+        mean = values.mean(1, dtype=np.float32)
+        assert np.array_equal(cut[i, : len(mean)], mean[:5000]) and not cut[i, len(mean) :].any()
+        assert whole.lengths[i] == len(mean)
+        assert np.array_equal(whole.values[i, : len(mean)], np.rint(mean * 32768))
+    for paths, kind, message in [
+        (["bad"], {}, "no sound that libsndfile reads"),
+        (["1"], {"channels": 3}, "2 channels, not 3"),
+    ]:
+        with pytest.raises(CorruptionError, match=f"{paths[0]}.*field sound.*{message}"):
+            read(paths, **kind)
+    with pytest.raises(UsageError, match="channels 0"):
+        f.SoundFile(channels=0)
 
 
 def test_every_changed_byte_of_a_block_is_found(tmp_path: Path) -> None:
