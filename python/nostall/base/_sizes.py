@@ -12,6 +12,7 @@ from decimal import Decimal
 from typing import Literal, Protocol
 
 from nostall import _native
+from nostall.base._disks import local_directory
 from nostall.base._tier import Tier
 from nostall.errors import UsageError
 
@@ -289,9 +290,11 @@ def _parse_tier(text: str | Tier) -> TierSpec:
         if keep:
             raise UsageError(f'"{text}": memory cannot outlive the job; only a directory can')
         return TierSpec("ram", capacity)
+    if where == "local":
+        return TierSpec("file", capacity, local_directory(), keep)
     if "/" not in where:
         raise UsageError(
-            f'"{text}": "{where}" is neither "ram" nor a path; for a directory here write '
+            f'"{text}": "{where}" is neither "ram", "local" nor a path; for a directory here write '
             f'"./{where}:{size}"'
         )
     return TierSpec("file", capacity, os.path.abspath(where), keep)
