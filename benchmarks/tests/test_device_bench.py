@@ -1,0 +1,32 @@
+"""``nostall bench device`` on one combination: parts alone, and steps of each way beside them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nostall_bench import device
+
+
+@pytest.mark.multi
+@pytest.mark.skipif(
+    tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15),
+    reason="the simulated accelerator needs torch 2.15",
+)
+def test_steps_against_the_slowest_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    device.add_arguments(parser)
+    options = ["--compute", "4", "--copy", "2", "--decode", "1", "--steps", "3"]
+    assert device.run(parser.parse_args([*options, "--json", str(tmp_path / "found.json")])) == 0
+    assert "of the slowest part" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert [row["way"] for row in rows] == list(device.WAYS)
+    for row in rows:
+        (found,) = row["runs"]
+        # No part is done sooner than it was told; torch copies and computes on one stream.
+        assert all(found["alone"][part] >= found["stated"][part] for part in found["stated"])
+        assert found["step"] >= (6 if row["way"] == "torch" else 4)
