@@ -279,7 +279,7 @@ _LOADER = (
         "staging",
         _SIZE,
         "auto",
-        "bytes of finished batches kept ahead of the consumer, per rank; auto: 256 MiB, 64 MiB of "
+        "bytes of finished batches kept ahead of the consumer, per rank; auto: 256 MiB, 16 MiB of "
         "tokens and numbers, less where a limit of memory leaves little",
         file=True,
     ),

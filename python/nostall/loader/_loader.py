@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 _STATE_VERSION = 1
 _READS_IN_FLIGHT = 16
 _SEED_BYTES = 4  # of a drawn seed: short enough to be typed again
-_LIGHT_STAGING = 64 << 20  # of what is as quickly unpacked as read
+_LIGHT_STAGING = 16 << 20  # of what is as quickly unpacked as read: it stays in a cache
 _ENDLESS = 2**31 - 1  # epochs of a plan without an end
 _BOUNDED = 1024  # the lower bound is that of the whole job up to so many epochs
 

@@ -305,7 +305,7 @@ def test_options_that_cannot_be_are_refused(tokens: nostall.Tokens) -> None:
 def test_batches_ahead_take_little_memory(tokens: nostall.Tokens) -> None:
     windows = nostall.Windows(tokens, 64)
     with loader(windows, 2) as batches:
-        assert batches.settings()["staging_bytes"] <= 64 << 20
+        assert batches.settings()["staging_bytes"] <= 16 << 20
     with loader(windows, 2, staging="70MiB") as batches:
         assert batches.settings()["staging_bytes"] == 70 << 20
 
