@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <numeric>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -23,10 +22,27 @@ inline __attribute__((always_inline)) void copy_each(const std::byte* from, To* 
   }
 }
 
+template <typename To>
+inline __attribute__((always_inline)) void count_each(To* to, uint64_t n) {
+  for (uint64_t i = 0; i < n; ++i) to[i] = static_cast<To>(i);
+}
+template <typename To>
+inline __attribute__((always_inline)) void fill_each(To* to, uint64_t n, To value) {
+  for (uint64_t i = 0; i < n; ++i) to[i] = value;
+}
+
 #if defined(__x86_64__)
 template <typename From, typename To>
 __attribute__((target("avx2"))) void copy_avx2(const std::byte* from, To* to, uint64_t n) {
   copy_each<From, To>(from, to, n);
+}
+template <typename To>
+__attribute__((target("avx2"))) void count_avx2(To* to, uint64_t n) {
+  count_each(to, n);
+}
+template <typename To>
+__attribute__((target("avx2"))) void fill_avx2(To* to, uint64_t n, To value) {
+  fill_each(to, n, value);
 }
 #endif
 
@@ -36,6 +52,23 @@ void widen(const std::byte* from, To* to, uint64_t n) {
   if (processor().avx2) return copy_avx2<From, To>(from, to, n);
 #endif
   copy_each<From, To>(from, to, n);
+}
+
+// 0, 1, 2, ...
+template <typename To>
+void count(To* to, uint64_t n) {
+#if defined(__x86_64__)
+  if (processor().avx2) return count_avx2(to, n);
+#endif
+  count_each(to, n);
+}
+
+template <typename To>
+void fill(To* to, uint64_t n, To value) {
+#if defined(__x86_64__)
+  if (processor().avx2) return fill_avx2(to, n, value);
+#endif
+  fill_each(to, n, value);
 }
 
 template <typename To>
@@ -170,10 +203,10 @@ void write(const Tokens& kind, const source::UnitView& unit, To* to) {
         break;
       }
       case Tokens::Part::positions:
-        std::iota(to, to + length, To{0});
+        count(to, length);
         break;
       default:
-        std::fill_n(to, length, static_cast<To>(s + 1));
+        fill(to, length, static_cast<To>(s + 1));
         break;
     }
     to += length;
