@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -60,7 +61,7 @@ def made(model: Any, lr: float = 0.1, **options: Any) -> Any:
 
     more = {
         name: options.pop(name)
-        for name in ("overlap_update", "backward_passes_per_step")
+        for name in ("overlap_update", "backward_passes_per_step", "process_set")
         if name in options
     }
     options.setdefault("threshold", 2000)
@@ -336,84 +337,150 @@ def case_a_step_returns_before_its_reductions() -> None:
 # ---------------------------------------------------------------------------- without one of them
 
 
-def one_step(**options: Any) -> list[str]:
-    """What is reported in steps whose gradients are dropped at once; no result is looked at."""
-    import simdev
-
+def one_step(**options: Any) -> None:
+    """Steps whose gradients are dropped at once."""
     model = net()
     optimizer = made(model, **options)
     for step in range(3):
         loss_of(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
-    torch.accelerator.synchronize()
-    return simdev.reports()
 
 
-def without(name: str, nothing: Callable[..., Any], **options: Any) -> list[str]:
-    from nostall.torch import _device_gradients
-
-    with mock.patch.object(_device_gradients, name, nothing):
-        return one_step(**options)
-
-
-def case_nothing_is_reported() -> None:
-    assert one_step() == one_step(**STAGED) == one_step(overlap_update=True) == []
-
-
-def case_without_the_wait_for_gradients() -> None:
-    for staged in ({}, STAGED):
-        assert any("no event" in line for line in without("follow", lambda *_: None, **staged))
-
-
-def case_without_the_wait_for_the_reduction() -> None:
-    assert any("no event" in line for line in without("arrive", lambda work: None))
-
-
-def case_without_the_wait_for_copies_to_the_host() -> None:
-    import simdev
-
-    from nostall.torch import _device_gradients
-
-    assert any("early" in line for line in without("await_copy", lambda e: None, **STAGED))
+def lacking_step() -> None:
+    """A step that asks who gave the gradients that this rank lacks."""
     model = net()
     optimizer = made(model)
-    with mock.patch.object(_device_gradients, "await_copy", lambda event: None):
-        loss_of(model, 0, way="left").backward()
-        optimizer.step()  # asks who gave the others
-    torch.accelerator.synchronize()
-    assert any("early" in line for line in simdev.reports())
+    loss_of(model, 0, way="left").backward()
+    optimizer.step()
 
 
-def dropped(staged: dict[str, Any]) -> list[str]:
+def dropped_in_backward(**options: Any) -> None:
     """Gradients are dropped, and their memory asked for again, while they are packed."""
     import simdev
 
     weight = torch.nn.Parameter(torch.ones(5000, device="simdev"))
     other = torch.nn.Parameter(torch.ones(1, device="simdev"))  # so that the group is not complete
-    model = torch.nn.ParameterList([weight, other])
-    optimizer = made(model, **staged)
-    side = optimizer.gradient_sync._side
-    with simdev.held(side):
+    optimizer = made(torch.nn.ParameterList([weight, other]), **options)
+    with simdev.held(optimizer.gradient_sync._side):
         (weight * 2).sum().backward()
         optimizer.zero_grad()
         optimizer.gradient_sync._submitted.clear()
         again = [torch.zeros(5000, device="simdev") for _ in range(4)]
     torch.accelerator.synchronize()
     del again
+
+
+def dropped_after_a_step() -> None:
+    """A rank alone: a group's memory is asked for again while counts are copied out of it."""
+    import simdev
+
+    from nostall.torch._device_gradients import CollectiveSync
+
+    weight = torch.nn.Parameter(torch.ones(5000, device="simdev"))
+    optimizer = made(torch.nn.ParameterList([weight]), process_set=[RANK])
+    sizes: list[int] = []
+    reduce = CollectiveSync._reduce
+
+    def watched(sync: Any, turn: Any) -> None:
+        sizes.append(turn.buffer.numel())
+        reduce(sync, turn)
+
+    with simdev.held(optimizer.gradient_sync._side):
+        with mock.patch.object(CollectiveSync, "_reduce", watched):
+            (weight * 2).sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        again = [torch.zeros(size, device="simdev") for size in sizes for _ in range(2)]
+    torch.accelerator.synchronize()
+    assert weight.detach().cpu().eq(0.8).all()
+    del again
+
+
+@functools.cache
+def host_group() -> Any:
+    import nostall.torch  # noqa: F401
+
+    return dist.new_group(backend="nostall")
+
+
+def hook_step() -> None:
+    """A bucket through page-locked memory; it is dropped while the sum is copied back."""
+    import simdev
+
+    from nostall.torch import _device_gradients
+
+    reduction = _device_gradients.StagedReduction(torch.device("simdev", 0), host_group())
+    side = reduction._place.stream
+    reduce = dist.all_reduce
+    for drops in (False, True):
+        bucket = torch.zeros(3000, device="simdev") + (RANK + 1)
+
+        def then_hold(tensor: torch.Tensor, drops: bool = drops, **named: Any) -> None:
+            reduce(tensor, **named)
+            if drops:
+                simdev.hold(side)
+
+        with mock.patch.object(dist, "all_reduce", then_hold):
+            future = reduction(bucket)
+            reduction._thread.submit(int).result()  # it holds the bucket no more
+        if drops:
+            del future, bucket
+            again = torch.zeros(3000, device="simdev")
+        else:
+            future.wait()
+            total = bucket.sum()
+        simdev.release(side)
+    torch.accelerator.synchronize()
+    del again, total
+
+
+# Each wait and each record_stream of the product, by its function and the one that calls it; where
+# it matters, and what the device says without it.
+NEEDED: list[tuple[str, str, Callable[[], None], str]] = [
+    ("follow", "_pack", one_step, "no event"),
+    ("follow", "wait_for", one_step, "no event"),
+    ("arrive", "wait_for", one_step, "no event"),
+    ("await_copy", "count", lacking_step, "early"),
+    ("use_on", "pack", dropped_in_backward, "no event"),
+    ("use_on", "_pack", dropped_after_a_step, "no event"),
+    ("follow", "_stage", functools.partial(one_step, **STAGED), "no event"),
+    ("follow", "_store", functools.partial(one_step, **STAGED), "no event"),
+    ("await_copy", "_pass_on", functools.partial(one_step, **STAGED), "early"),
+    ("use_on", "_stage", functools.partial(dropped_in_backward, **STAGED), "no event"),
+    ("follow", "__call__", hook_step, "no event"),
+    ("use_on", "__call__", hook_step, "no event"),
+    ("await_copy", "reduce", hook_step, "early"),
+]
+
+
+def reported(scenario: Callable[[], None]) -> list[str]:
+    import simdev
+
+    scenario()
+    torch.accelerator.synchronize()
     return simdev.reports()
 
 
-def case_memory_of_dropped_gradients_is_not_reused() -> None:
-    assert dropped({}) == dropped(STAGED) == []
+def case_nothing_is_reported() -> None:
+    scenarios = {str(scenario): scenario for _, _, scenario, _ in NEEDED}
+    for scenario in [*scenarios.values(), functools.partial(one_step, overlap_update=True)]:
+        assert reported(scenario) == [], scenario
 
 
-def case_without_record_stream() -> None:
+def case_without_any_one_wait_or_record_stream() -> None:
     from nostall.torch import _device_gradients
 
-    with mock.patch.object(_device_gradients, "use_on", lambda tensor, stream: None):
-        for staged in ({}, STAGED):
-            assert any("no event" in line for line in dropped(staged))
+    for name, caller, scenario, words in NEEDED:
+        original = getattr(_device_gradients, name)
+
+        def unless(*arguments: Any, original: Any = original, caller: str = caller) -> None:
+            if sys._getframe(1).f_code.co_name != caller:
+                original(*arguments)
+
+        with mock.patch.object(_device_gradients, name, unless):
+            found = reported(scenario)
+        assert any(words in line for line in found), (name, caller, found)
 
 
 # ---------------------------------------------------------------------------- faults
