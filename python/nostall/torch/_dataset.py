@@ -140,6 +140,7 @@ class Dataset:
                 shift=1,
                 decode=False,
                 array=np.asarray,
+                finishes=lambda _: False,
             )
             self._records = os.getpid(), records
         return self._records[1]
