@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from nostall import _native
-from nostall.errors import CorruptionError, TransformError
+from nostall.errors import CorruptionError, TransformError, UsageError
 from nostall.loader._context import Context
 from nostall.loader._in_turn import Composed
 from nostall.loader._python_transforms import Items, Late, PythonStage, Substituted
 from nostall.loader._records import RawBatch
 from nostall.source._item_record import is_left_out
-from nostall.source._items import collate, collate_items
+from nostall.source._items import collate, collate_items, unlike
 from nostall.source._source import ItemMaker, Source
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class ItemStage(PythonStage):
         batch, _, _ = self._pending.popleft()
         try:
             return batch, whole.result(), [], {}
-        except CorruptionError:
+        except (CorruptionError, UsageError):
             # One by one, so that the bad one is named or replaced.
             super().submit(batch)
             self._pending.rotate()
@@ -107,7 +107,17 @@ class ItemStage(PythonStage):
             return Late(functools.partial(_unmade, str(error)))
 
     def _together(self, source: Source, batch: _native.Batch, results: list[Any]) -> Any:
-        return self._collate(results)
+        try:
+            return self._collate(results)
+        except UsageError as error:
+            found = None if self._own_collate else unlike(results)
+            if found is None:
+                raise
+            place, how = found
+            raise UsageError(
+                f"item {int(batch.samples[place])} of the data set {how}, as item "
+                f"{int(batch.samples[0])} has: {error}"
+            ) from error
 
     def _made(self, sample: int) -> NDArray[np.uint8]:
         try:

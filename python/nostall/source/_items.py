@@ -272,11 +272,42 @@ def collate_items(items: Sequence[Any], output: str) -> Any:
         from torch.utils.data import default_collate
 
         return default_collate(list(items))
-    except (TypeError, ValueError, RuntimeError, KeyError, IndexError) as error:
+    except (AttributeError, TypeError, ValueError, RuntimeError, LookupError) as error:
         raise UsageError(
             f"the items of a batch cannot be put together: {error}; pass collate=, which gets "
             "their list"
         ) from error
+
+
+def unlike(items: Sequence[Any]) -> tuple[int, str] | None:
+    """The place of the first item that is not like the first one, and how it differs."""
+    for place, item in enumerate(items):
+        if how := _difference(items[0], item, ""):
+            return place, how
+    return None
+
+
+def _difference(first: Any, other: Any, where: str) -> str | None:
+    inside = f" at {where}" if where else ""
+    if isinstance(first, dict) and isinstance(other, dict):
+        if first.keys() != other.keys():
+            return f"has the keys {list(other)}{inside}, and not {list(first)}"
+        parts = [(first[key], other[key], f"{where}[{key!r}]") for key in first]
+    elif isinstance(first, tuple | list) and isinstance(other, tuple | list):
+        if len(first) != len(other):
+            return f"has {len(other)} values{inside}, and not {len(first)}"
+        parts = [(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(first, other, strict=True))]
+    else:
+        parts = []
+        shapes = [getattr(value, "shape", None) for value in (first, other)]
+        plain = all(isinstance(value, int | float | np.generic) for value in (first, other))
+        if type(first) is not type(other) and not plain:
+            return f"is {type(other).__name__}{inside}, and not {type(first).__name__}"
+        if shapes[0] != shapes[1] and not plain:
+            return (
+                f"has the shape {tuple(shapes[1] or ())}{inside}, and not {tuple(shapes[0] or ())}"
+            )
+    return next((how for part in parts if (how := _difference(*part))), None)
 
 
 def _numpy_collate(items: Sequence[Any]) -> Any:

@@ -240,6 +240,38 @@ class Random(Items):
         return torch.rand(3)
 
 
+class OneDiffers:
+    """One item is not like the others."""
+
+    def __init__(self, other: Any) -> None:
+        self.other = other
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, i: int) -> Any:
+        return self.other if i == 101 else {"x": np.full(3, i), "y": (i, "a")}
+
+
+@pytest.mark.parametrize("output", ["torch", "numpy"])
+def test_an_item_of_another_structure_is_named(cached: Make, output: Any) -> None:
+    x = np.zeros(3, np.int64)
+    for other, how in [
+        ((x, 1), "is tuple, and not dict"),
+        ({"x": x, "z": 1}, r"has the keys \['x', 'z'\], and not \['x', 'y'\]"),
+        ({"x": x[:2], "y": (1, "a")}, r"has the shape \(2,\) at \['x'\], and not \(3,\)"),
+        ({"x": x, "y": (1,)}, r"has 1 values at \['y'\], and not 2"),
+    ]:
+        source = cached(OneDiffers(other))
+        with (
+            nostall.DataLoader(source, 50, tiers=[], output=output, shuffle=False) as loader,
+            pytest.raises(
+                UsageError, match=rf"item 101 of the data set {how}.*item 100 has.*collate="
+            ),
+        ):
+            list(loader)
+
+
 def test_items_that_are_random_are_refused(cached: Make) -> None:
     with pytest.raises(UsageError, match=r"not the same when it is made again.*then="):
         cached(Random())
