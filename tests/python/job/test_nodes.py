@@ -94,12 +94,6 @@ def test_other_rules_read_more_than_once_but_give_the_same(
         assert read_of_bound(results) > 1.05
         assert sum(r["peers"]["pushed"] for r in results) == 0
         assert [r["stream"] for r in results] == [r["stream"] for r in pushed]
-    # Each of the two keeps what it reads most often, of which the other may keep some too: together
-    # they keep less, and read on in the last epoch what neither has.
-    last = [
-        sum(r["epochs"][-1]["origins"]["source"]["bytes"] for r in job) for job in (results, pushed)
-    ]
-    assert last[0] > last[1]
 
 
 @pytest.mark.multi
