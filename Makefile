@@ -98,6 +98,7 @@ native-test: build
 	@$(call native_tests,wheel)
 
 python-test: build
+	@$(BIN)/python tests/device/build_simdev.py
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone"
 	@$(BIN)/python -m pytest -m alone $(shell grep -rl --include='*.py' mark.alone tests/python benchmarks/tests)
 

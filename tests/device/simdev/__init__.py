@@ -1,4 +1,4 @@
-"""The simulated accelerator "simdev": torch's PrivateUse1 device, built when it is first imported.
+"""The simulated accelerator "simdev": torch's PrivateUse1 device, built where it was not yet.
 
 Device memory cannot be touched by the host; streams are threads that tests slow down and hold; what
 no event orders, what record_stream was not told of and what the host touches before it has waited
@@ -16,70 +16,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
-import functools
-import hashlib
 import itertools
-import os
-import shlex
-import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import build_simdev
 import torch
-
-HERE = Path(__file__).resolve().parent
-BUILD = HERE.parents[2] / "build" / "simdev"
-SOURCES = ("runtime.cc", "backend.cc")
-
-
-def _command(source: str, to: Path) -> list[str]:
-    where = Path(torch.__file__).parent
-    compiler = shlex.split(os.environ.get("CXX", "g++"))
-    includes = [where / "include", where / "include" / "torch" / "csrc" / "api" / "include"]
-    return [
-        *("nice", "-n", "5"),
-        *compiler,
-        *("-std=c++20", "-O1", "-fPIC", "-Wall", "-c", str(HERE / source), "-o", str(to)),
-        *(word for path in includes for word in ("-isystem", str(path))),
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-    ]
-
-
-@functools.cache
-def built() -> Path:
-    """The library, which test processes build once between them for these sources and this torch."""
-    stamp = hashlib.sha256(f"{torch.__version__} {sysconfig.get_platform()}".encode())
-    for name in (*SOURCES, "runtime.h", "__init__.py"):
-        stamp.update((HERE / name).read_bytes())
-    library = BUILD / f"libsimdev-{stamp.hexdigest()[:16]}.so"
-    BUILD.mkdir(parents=True, exist_ok=True)
-    with open(BUILD / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if library.exists():
-            return library
-        objects = [BUILD / f"{source}.o" for source in SOURCES]
-        for source, to in zip(SOURCES, objects, strict=True):
-            subprocess.run(_command(source, to), check=True)
-        lib = Path(torch.__file__).parent / "lib"
-        unfinished = library.with_suffix(".new")
-        link = [*_command("", unfinished)[:4], "-shared", *map(str, objects), "-o", str(unfinished)]
-        link += [f"-L{lib}", f"-Wl,-rpath,{lib}", "-ltorch", "-ltorch_cpu", "-lc10"]
-        subprocess.run(link, check=True)
-        unfinished.replace(library)
-    return library
-
 
 _Act = ctypes.CFUNCTYPE(None, ctypes.c_uint64, ctypes.c_void_p)
 
 
 def _load() -> ctypes.CDLL:
     torch.utils.rename_privateuse1_backend("simdev")
-    library = ctypes.CDLL(str(built()))
+    library = ctypes.CDLL(str(build_simdev.built()))
     library.simdev_speed.argtypes = [ctypes.c_int, ctypes.c_double, ctypes.c_double]
     library.simdev_capacity.argtypes = [ctypes.c_int, ctypes.c_size_t]
     library.simdev_fail_after.argtypes = [ctypes.c_uint64]
