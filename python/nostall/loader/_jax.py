@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import jax
@@ -59,6 +60,8 @@ class Sending:
 
     def __init__(self, to: Any) -> None:
         self._to = to
+        self._lock = threading.Lock()
+        # Until they are the user's: JAX crashes if it is asked about an array that a step was donated.
         self._arrays: list[Any] = []
         self.bytes = 0
 
@@ -106,12 +109,19 @@ class Sending:
 
     def is_copied(self, wait: bool) -> bool:
         if wait:
-            for array in self._arrays:
-                array.block_until_ready()
-        elif not all(array.is_ready() for array in self._arrays):
-            return False
-        self._arrays.clear()
-        return True
+            for array in list(self._arrays):
+                try:
+                    array.block_until_ready()
+                except RuntimeError:
+                    if not array.is_deleted():
+                        raise
+        with self._lock:
+            if not wait and not all(array.is_ready() for array in self._arrays):
+                return False
+            self._arrays.clear()
+            return True
 
     def hand_over(self) -> None:
-        """What uses an array waits for it by itself."""
+        """What uses an array waits for it by itself; JAX holds the host's memory until it is copied."""
+        with self._lock:
+            self._arrays.clear()

@@ -42,6 +42,17 @@ def main(folder: Path, rank: int, address: str) -> dict[str, Any]:
         for (images, labels), (mine, classes) in zip(host, there, strict=True):
             assert isinstance(mine, jax.Array) and mine.dtype == images.dtype
             assert np.array_equal(mine, images) and np.array_equal(classes, labels)
+    # What a step was donated is not looked at any more: JAX would crash.
+    from nostall.loader import _jax
+
+    for wait in (False, True):
+        sending = _jax.place("cpu:0").begin()
+        donated = sending.array(np.zeros((2, 2), np.float32))
+        sending.sent()
+        if not wait:  # else the user gets it while the thread waits for it
+            sending.hand_over()
+        donated.delete()
+        assert sending.is_copied(wait)
     mixed = [*steps, t.MixUp(num_classes=3)]
     host = batches(mixed, folder, output="numpy", **job)
     there = batches(mixed, folder, output="jax", device="cpu:1", **job)
