@@ -119,17 +119,23 @@ def find_ranks(process_set: Sequence[int] | None = None, world: World | None = N
             initialised.
     """
     world = world or find_world()
-    members = list(range(world.world_size)) if process_set is None else sorted(process_set)
-    if len(set(members)) != len(members) or any(not 0 <= m < world.world_size for m in members):
-        raise UsageError(f"process_set {members} is not a set of ranks below {world.world_size}")
-    if world.rank not in members:
-        raise UsageError(f"rank {world.rank} is not in process_set {members}")
+    members = members_of(process_set, world)
     number = _made[tuple(members)]
     _made[tuple(members)] += 1
     name = f"{world.job} gradients {number} {'-'.join(map(str, members))}"
     rank, ranks = members.index(world.rank), len(members)
     network = _network_of(name, rank, ranks) if world.local_world_size < world.world_size else None
     return Ranks(rank, ranks, name, network)
+
+
+def members_of(process_set: Sequence[int] | None, world: World) -> list[int]:
+    """The ranks that take part, in ascending order; this one must be among them."""
+    members = list(range(world.world_size)) if process_set is None else sorted(process_set)
+    if len(set(members)) != len(members) or any(not 0 <= m < world.world_size for m in members):
+        raise UsageError(f"process_set {members} is not a set of ranks below {world.world_size}")
+    if world.rank not in members:
+        raise UsageError(f"rank {world.rank} is not in process_set {members}")
+    return members
 
 
 def _network_of(name: str, rank: int, ranks: int) -> Network | None:

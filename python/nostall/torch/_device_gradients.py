@@ -24,7 +24,7 @@ from nostall import _native
 from nostall.base._streams import on_stream
 from nostall.errors import PeerError, UsageError
 from nostall.job._world import find_world
-from nostall.sync import WIRES, Ranks, Spec, SyncOptions, find_ranks
+from nostall.sync import WIRES, Ranks, Spec, SyncOptions, find_ranks, members_of
 from nostall.torch._device import Device, use_on
 from nostall.torch._optimizer import GradientSync
 
@@ -43,13 +43,13 @@ def make(
         UsageError: they are on several devices, or on one that torch has no streams for.
     """
     device = device_of(named)
-    members = range(find_world().world_size) if process_set is None else sorted(process_set)
+    members = members_of(process_set, find_world())
     direct = options.mode == "planned" and not options.fixed_order
     if direct and len(members) == 1:
         return CollectiveSync(named, options, find_ranks(process_set), passes, device, None)
     if direct and reduces(dist.group.WORLD if dist.is_initialized() else None, device):
         group = dist.new_group(
-            list(members),
+            members,
             timeout=timedelta(seconds=options.timeout),
             use_local_synchronization=True,
         )
@@ -217,7 +217,7 @@ class StagedReduction:
                 dist.all_reduce(slab, group=self._group)
                 with on_stream(torch, side):
                     tensor.copy_(slab, non_blocking=True)
-                    future.set_result([tensor])  # whoever waits for it waits for the copy
+                    future.set_result([tensor])  # what waits for it waits for the copy
             except Exception as error:
                 future.set_exception(error)
 
@@ -417,8 +417,11 @@ class CollectiveSync(_DeviceSync):
             turn.counted.record(self._side)
         turn.buffer = None
 
+    def finish(self) -> None:
+        super().finish()
+        self._refuse_not_finite()  # before any parameter is updated
+
     def _wait(self) -> None:
-        self._refuse_not_finite()
         for turn in self._turns:
             self.wait_for(turn.numbers[0])
 

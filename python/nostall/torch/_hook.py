@@ -5,8 +5,8 @@
 
 For programs that stay with DistributedDataParallel and its process group: buckets of CPU gradients
 go through a separate group of the backend "nostall", compressed on request. Those of a device go
-through the given group where it reduces tensors of that device (NCCL), else through page-locked
-memory and the separate group. If you can change the optimizer's line, use
+through the given group where it reduces tensors of that device (NCCL) and no fixed order is asked
+for, else through page-locked memory and the separate group. If you can change the optimizer's line, use
 `nostall.torch.DistributedOptimizer`, which needs no wrapper.
 """
 
@@ -27,7 +27,8 @@ class BucketReducer:
     Args:
         group: the process group that DistributedDataParallel uses; the default one if None.
         compression: ``"fp16"`` or ``"bf16"`` on the wire; float32 and float64 buckets only.
-        order: ``"fixed"``: the same bits in every run.
+        order: ``"fixed"``: the same bits in every run. Buckets of a device then go through page-locked
+            memory, for its own group does not promise that.
         timeout: seconds after which ranks that do not arrive are an error.
 
     Raises:
@@ -59,6 +60,7 @@ class BucketReducer:
         )
         self.ranks = dist.get_world_size(self.group)
         self.given = group or dist.group.WORLD
+        self._fixed = order == "fixed"
         self._reductions: dict[torch.device, Any] = {}
 
     def reduced(self, tensor: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
@@ -67,7 +69,7 @@ class BucketReducer:
             return dist.all_reduce(tensor, group=self.group, async_op=True).get_future()
         from nostall.torch import _device_gradients
 
-        if _device_gradients.reduces(self.given, tensor.device):
+        if not self._fixed and _device_gradients.reduces(self.given, tensor.device):
             return dist.all_reduce(tensor, group=self.given, async_op=True).get_future()
         if tensor.device not in self._reductions:
             made = _device_gradients.StagedReduction(tensor.device, self.group)

@@ -1,7 +1,7 @@
 """A process group for tensors of the simulated device, over Gloo.
 
-allreduce is a task of a stream of the group, as NCCL's: its call returns at once, and whoever waits
-for the work makes a stream wait. The other operations go through the host.
+allreduce is a task of a stream of the group, as NCCL's: its call returns at once, and a wait for
+the work makes a stream wait. The other operations go through the host.
 
 import simdev.group
 torch.distributed.init_process_group("cpu:gloo,simdev:simgloo", ...)

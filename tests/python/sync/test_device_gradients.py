@@ -294,9 +294,13 @@ def case_the_hook_of_ddp() -> None:
 
     expected = reference()
     host_only = dist.new_group(backend="gloo")
-    for group in (None, host_only):
+    for group, order, staged in (
+        (None, "any", False),
+        (None, "fixed", True),
+        (host_only, "any", True),
+    ):
         model = DistributedDataParallel(net(), bucket_cap_mb=0.001)
-        reducer = nt.BucketReducer(order="fixed")
+        reducer = nt.BucketReducer(order=order)
         reducer.given = group or reducer.given
         model.register_comm_hook(reducer, nt.reduce_bucket)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -305,6 +309,7 @@ def case_the_hook_of_ddp() -> None:
             loss_of(model, step).backward()
             optimizer.step()
         assert equal(values(model), expected)
+        assert bool(reducer._reductions) == staged
         assert simdev.reports() == []
 
 
@@ -534,12 +539,27 @@ def case_other_models_are_refused_with_the_first_difference() -> None:
         nt.DistributedOptimizer(optimizer, model.named_parameters())
 
 
+def case_sets_of_ranks_that_are_none() -> None:
+    for wrong in ([0, 5], [RANK, RANK]):
+        with pytest.raises(UsageError, match=r"process_set \[.*\] is not a set of ranks below 2"):
+            made(net(), process_set=wrong)
+    with pytest.raises(UsageError, match=f"rank {RANK} is not in process_set"):
+        made(net(), process_set=[1 - RANK])
+
+
 def case_a_gradient_that_is_not_finite() -> None:
+    """No parameter is updated with it."""
     model = net()
-    optimizer = made(model, check_finite=True)
+    optimizer = made(model, check_finite=True, overlap_update=True, threshold=100)
+    for _ in range(2):  # the second one finds a plan
+        loss_of(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = values(model)
     (loss_of(model, 0) * float("nan")).backward()
     with pytest.raises(UsageError, match=f"gradient .* of rank {RANK} is not finite"):
         optimizer.step()
+    assert equal(values(model), before)
 
 
 def case_a_forked_child_is_refused() -> None:
