@@ -22,7 +22,7 @@ class SoundFile(Custom):
     `Audio`.
 
     Args:
-        dtype: "float32", from -1 to 1, or "int16".
+        dtype: "float32", 1 for full scale, which decoded sound may pass, or "int16", clipped to it.
         channels: 1 mixes all to their mean; another number is what every file must have.
         rate: frames per second that every file must have; None takes any.
         frames: each sample is cut after so many, or filled up with zeros.
@@ -62,15 +62,15 @@ class SoundFile(Custom):
                     raise CorruptionError(f"{channels} channels, not {self.channels}")
                 values: NDArray[Any] = file.read(
                     -1 if self.frames is None else self.frames,
-                    dtype="float32" if mixes else self.dtype,
+                    dtype="float32",  # of int16, libsndfile lets what is too loud wrap around
                     always_2d=True,
                 )
         except soundfile.LibsndfileError as error:
             raise CorruptionError(f"it is no sound that libsndfile reads: {error}") from None
         if mixes:
             values = values.mean(axis=1, keepdims=True, dtype=np.float32)
-            if self.dtype == "int16":
-                values = np.rint(values * 32768).clip(-32768, 32767).astype(np.int16)
+        if self.dtype == "int16":
+            values = np.rint(values * 32768).clip(-32768, 32767).astype(np.int16)
         if self.frames is not None and len(values) < self.frames:
             values = np.pad(values, ((0, self.frames - len(values)), (0, 0)))
         return values[:, 0] if self.channels == 1 else values

@@ -138,6 +138,13 @@ def test_other_formats_are_what_libsndfile_reads(tmp_path: Path, form: str) -> N
         assert np.array_equal(cut[i, : len(mean)], mean[:5000]) and not cut[i, len(mean) :].any()
         assert whole.lengths[i] == len(mean)
         assert np.array_equal(whole.values[i, : len(mean)], np.rint(mean * 32768))
+    loud = np.sign(waves(9000, 2))  # more than full scale, once it is decoded
+    soundfile.write(tmp_path / "loud", loud, RATE, format=form)
+    stored = io.BytesIO((tmp_path / "loud").read_bytes())
+    values = soundfile.SoundFile(stored).read(dtype="float32")
+    assert np.abs(values).max() > 1
+    clipped = np.rint(values * 32768).clip(-32768, 32767)
+    assert np.array_equal(read(["loud"], channels=2, dtype="int16").sample(0), clipped)
     for paths, kind, message in [
         (["bad"], {}, "no sound that libsndfile reads"),
         (["1"], {"channels": 3}, "2 channels, not 3"),
