@@ -34,7 +34,8 @@ class DynamicBatches:
 
     Args:
         loader: a `DataLoader`; its batch is the smallest one. What its batches are made of is joined:
-            arrays and tensors, `Ragged` and `Padded`, lists of texts, and mappings and tuples of them.
+            arrays and tensors, `Ragged` and `Padded`, lists with a value for each sample, and mappings
+            and tuples of them.
         threshold: convergence rate below which the batch grows: the improvement of the reported value
             since the last report.
         grow: factor by which the batch grows each time.
@@ -125,7 +126,24 @@ class DynamicBatches:
                 # The loader ends its epoch when it is asked for one batch too many.
                 next(source, None)
                 return
-            yield parts[0] if len(parts) == 1 else _joined(parts)
+            yield parts[0] if len(parts) == 1 else self._joined(parts)
+
+    def _joined(self, parts: Sequence[Any]) -> Any:
+        recipe = self.loader._recipe
+        records, one = recipe.records, parts[0]
+        if records is None or not records.cumulative:
+            return _joined(parts, recipe.lists)
+        if isinstance(one, tuple) and recipe.lists is not None:
+            values = [dict(zip(records.names, part, strict=True)) for part in parts]
+            return tuple(self._joined(values).values())
+        if not isinstance(one, Mapping):
+            raise UsageError(
+                f"to join batches with {records.cumulative[0]}, let collate= give a mapping"
+            )
+        ends = {name: [part[name] for part in parts] for name in records.cumulative if name in one}
+        rest = [{name: part[name] for name in one if name not in ends} for part in parts]
+        joined = _joined(rest, recipe.lists)
+        return {name: _joined_ends(ends[name]) if name in ends else joined[name] for name in one}
 
     # ------------------------------------------------------------------ resuming
 
@@ -151,8 +169,8 @@ class DynamicBatches:
         self.factor, self._last = int(state["factor"]), state["last"]
 
 
-def _joined(parts: Sequence[Any]) -> Any:
-    """Batches one after the other, as one."""
+def _joined(parts: Sequence[Any], lists: str | None) -> Any:
+    """Batches one after the other, as one; `lists` as `Recipe.lists`."""
     one = parts[0]
     if isinstance(one, Ragged):
         return _joined_ragged(parts)
@@ -164,24 +182,30 @@ def _joined(parts: Sequence[Any]) -> Any:
             "num_classes= to MixUp and CutMix"
         )
     if isinstance(one, Mapping):
-        return {name: _joined([part[name] for part in parts]) for name in one}
+        return {name: _joined([part[name] for part in parts], lists) for name in one}
     if isinstance(one, tuple):
-        values = [_joined(column) for column in zip(*parts, strict=True)]
+        values = [_joined(column, lists) for column in zip(*parts, strict=True)]
         return tuple(values) if type(one) is tuple else type(one)(*values)
     if isinstance(one, list):
-        if any(_holds_arrays(value) for value in one):  # what collates items gives for a tuple
-            return [_joined(column) for column in zip(*parts, strict=True)]
+        texts = all(isinstance(value, str | bytes) for value in one)
+        if lists == "columns" and not texts:  # what collates items gives for a tuple
+            return [_joined(column, lists) for column in zip(*parts, strict=True)]
+        if lists is None and not texts:
+            raise UsageError(
+                "collate= gives a list, which may have a value for each sample or arrays of all of "
+                "them: to join batches, let it give a tuple or a mapping of arrays"
+            )
         return list(itertools.chain.from_iterable(parts))
     return _one_array(parts)
 
 
-def _holds_arrays(value: Any) -> bool:
-    """Whether a value of a list is itself a batch, and not that of one sample."""
-    if isinstance(value, Mapping):
-        return any(map(_holds_arrays, value.values()))
-    if isinstance(value, (tuple, list)):
-        return any(map(_holds_arrays, value))
-    return hasattr(value, "ndim")
+def _joined_ends(parts: Sequence[Any]) -> Any:
+    """Where segments end in all that batches have, from 0 on."""
+    out, base = [parts[0]], parts[0][-1]
+    for part in parts[1:]:
+        out.append(part[1:] + base)
+        base = base + part[-1]
+    return _one_array(out)
 
 
 def _one_array(parts: Sequence[Any]) -> Any:

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from numpy.typing import NDArray
 
@@ -271,6 +271,19 @@ class Recipe:
     def gives_pairs(self) -> bool:
         """Whether batches are pairs, of samples and of labels: neither several fields nor items."""
         return self._records is None and self._dataset.item_maker is None
+
+    @property
+    def records(self) -> Records | None:
+        """What unpacks samples of several fields."""
+        return self._records
+
+    @property
+    def lists(self) -> Literal["samples", "columns"] | None:
+        """What lists in a batch have a value for: each sample, or each value of an item, which is then
+        that of all samples. None if only collate= knows."""
+        if self._options.collate is not None:
+            return None
+        return "samples" if self._dataset.item_maker is None else "columns"
 
     @property
     def is_native(self) -> bool:

@@ -265,6 +265,18 @@ class Records:
 
     # ------------------------------------------------------------------ batches
 
+    @property
+    def names(self) -> list[str]:
+        """Of what batches have, in their order."""
+        return self._collected.names()
+
+    @property
+    def cumulative(self) -> list[str]:
+        """Fields that begin with 0 in every batch and add up what it has."""
+        return [
+            name for name, kind in self._kinds.items() if getattr(kind, "part", "") == "cu_seqlens"
+        ]
+
     def learn(self, changes: dict[str, Any]) -> None:
         """Takes the forms of fields from what callables gave for a sample."""
         self._collected.learn(changes)

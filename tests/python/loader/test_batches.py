@@ -213,6 +213,59 @@ def test_batches_of_fields_grow(
         assert count == 3
 
 
+def grown(loader: nostall.DataLoader, factor: int) -> list[Any]:
+    batches = nostall.DynamicBatches(loader)
+    batches.factor = factor
+    ((_, content),) = batches.epochs()
+    return list(content)
+
+
+def targets(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"target": {"box": np.full((1, 4), sample["a"])}, "pair": [np.zeros(2), sample["a"]]}
+
+
+def test_samples_of_a_list_stay_apart() -> None:
+    """What callables give for each sample is that sample's, also where it holds arrays."""
+    source = nostall.Files({}, {"a": list(range(6)), "b": list(range(6))})
+    options: dict[str, Any] = {"epochs": 1, "shuffle": False, "tiers": [], "output": "numpy"}
+    with nostall.DataLoader(source, 2, transforms=[targets], **options) as loader:
+        (batch,) = grown(loader, 3)
+    assert batch["a"].tolist() == list(range(6))
+    assert [target["box"].tolist() for target in batch["target"]] == [[[i] * 4] for i in range(6)]
+    assert [int(pair[1]) for pair in batch["pair"]] == list(range(6))
+    with (
+        nostall.DataLoader(source, 2, collate=lambda batch: list(batch.values()), **options) as own,
+        pytest.raises(UsageError, match="collate= gives a list"),
+    ):
+        grown(own, 2)
+
+
+@pytest.mark.parametrize("form", ["dict", "tuple"])
+def test_places_of_segments_go_on(tmp_path: Path, form: Literal["dict", "tuple"]) -> None:
+    np.arange(200, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    np.arange(37, dtype=np.uint16).tofile(tmp_path / "b.bin")
+    tokens = nostall.Tokens(str(tmp_path / "*.bin"), dtype="uint16")
+    units = nostall.Packed(tokens, 16, fields=("ids", "cu_seqlens"))
+    options: dict[str, Any] = {
+        "epochs": 1,
+        "seed": 1,
+        "tiers": [],
+        "batch": form,
+        "drop_last": True,
+    }
+    with (
+        nostall.DataLoader(units, 2, output="numpy", **options) as small,
+        nostall.DataLoader(units, 6, output="numpy", **options) as large,
+    ):
+        for one, other in zip(grown(small, 3), large, strict=False):
+            assert same(one, other)
+    with (
+        nostall.DataLoader(units, 2, collate=list, **options) as own,
+        pytest.raises(UsageError, match="cu_seqlens, let collate= give a mapping"),
+    ):
+        grown(own, 3)
+
+
 def test_items_grow_and_mixed_labels_are_refused(image_folder: Path) -> None:
     items = [(np.full(3, i), {"text": str(i), "n": i}) for i in range(8)]
     cached = nostall.Cached(items, makers=1)
@@ -225,6 +278,11 @@ def test_items_grow_and_mixed_labels_are_refused(image_folder: Path) -> None:
         assert batch[1]["n"].tolist() == list(range(8))
         assert batch[1]["text"] == [str(i) for i in range(8)]
     cached.close()
+    texts = nostall.Cached([(["a", str(i)],) for i in range(4)], makers=1)
+    with nostall.DataLoader(texts, 2, epochs=1, shuffle=False, tiers=[], output="numpy") as loader:
+        (batch,) = grown(loader, 2)
+        assert batch == [[["a"] * 4, ["0", "1", "2", "3"]]]
+    texts.close()
     steps = [t.Resize((8, 8)), t.ToTensor(), t.MixUp()]
     with nostall.DataLoader(
         nostall.ImageFolder(image_folder, index=False), 4, epochs=1, transforms=steps, tiers=[]
