@@ -290,10 +290,7 @@ class CollectiveSync(_DeviceSync):
         )
 
     def _connect(self, tensors: list[tuple[str, int, str]], shapes: list[torch.Size]) -> list[Spec]:
-        if self._group is not None:
-            met: list[Any] = [None] * self.ranks.ranks
-            dist.all_gather_object(met, tensors, group=self._group)
-            _refuse_other(tensors, met, self.ranks.rank)
+        _refuse_other(tensors, self._gathered(tensors), self.ranks.rank)
         wire = WIRES.get(self.options.compression or "")
         return [
             (name, count, kind, wire if wire and kind in ("float32", "float64") else kind)
@@ -310,6 +307,13 @@ class CollectiveSync(_DeviceSync):
         self._next = 0
         self._finite = []
 
+    def _gathered(self, mine: Any) -> list[Any]:
+        if self._group is None:
+            return [mine]
+        met: list[Any] = [None] * self.ranks.ranks
+        dist.all_gather_object(met, mine, group=self._group)
+        return met
+
     def _agreed(self, order: Sequence[int]) -> list[int]:
         return list(map(int, self._from_first(list(order))))
 
@@ -320,11 +324,11 @@ class CollectiveSync(_DeviceSync):
         dist.broadcast_object_list(box, dist.get_global_rank(self._group, 0), self._group)
         return box[0]
 
-    def broadcast_start(self, modules: Iterable[torch.Tensor]) -> None:
+    def _broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         if self._group is None:
             return
         first = dist.get_global_rank(self._group, 0)
-        tensors = [tensor.detach() for tensor in modules]
+        tensors = [tensor.detach() for tensor in tensors]
         with torch.no_grad():
             for tensor in tensors:
                 if tensor.device.type != "cpu":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import sys
 import weakref
@@ -22,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from nostall import _native
-from nostall.errors import UsageError
+from nostall.errors import PeerError, UsageError
 from nostall.sync import Ranks, Spec, SyncOptions, find_ranks, make_engine
 from nostall.torch._graph import backward_graph
 
@@ -111,6 +112,10 @@ class GradientSync:
         """Which of them some rank gave in the step that ended."""
         given: NDArray[np.bool_] = np.asarray(self.engine.contributors())[list(numbers)] > 0
         return given
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        """What each rank gives, in plain values."""
+        return [json.loads(b) for b in self.engine.all_gather(json.dumps(mine).encode())]
 
     def _agreed(self, order: Sequence[int]) -> list[int]:
         """Rank 0's order."""
@@ -328,10 +333,24 @@ class GradientSync:
                 return
             self._end()
 
-    def broadcast_start(self, modules: Iterable[torch.Tensor]) -> None:
-        """Copies rank 0's values into the tensors of all ranks."""
+    def start(self, parameters: Sequence[torch.Tensor], state: Sequence[torch.Tensor]) -> None:
+        """Gives the parameters and the optimizer's state of all ranks rank 0's values.
+
+        Raises:
+            PeerError: a rank's optimizer has a state of its own kind.
+        """
+        kinds = [f"{t.dtype} of shape {list(t.shape)} on {t.device.type}" for t in state]
+        for other, theirs in enumerate(self._gathered(kinds)):
+            if theirs != kinds:
+                raise PeerError(
+                    f"the optimizer of rank {self.ranks.rank} has a state of {len(kinds)} tensors, and "
+                    f"that of rank {other} one of {len(theirs)}, or of other shapes, types or devices: "
+                    "load the same state on all ranks, or on none"
+                )
+        self._broadcast([*parameters, *state])
+
+    def _broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         buffer = io.BytesIO()
-        tensors = list(modules)
         if self.ranks.rank == 0:
             for tensor in tensors:
                 host = tensor.detach().cpu().contiguous()
@@ -508,7 +527,8 @@ def DistributedOptimizer(
     Raises:
         UsageError: a parameter without a name, or twice; parameters on several devices, or on one
             that torch has no streams for.
-        PeerError: ranks have other parameters, with the first difference.
+        PeerError: ranks have other parameters, with the first difference, or optimizers with other
+            states.
     """
     if not hasattr(optimizer, "param_groups"):
         raise UsageError(
@@ -539,7 +559,7 @@ def DistributedOptimizer(
     options = options or SyncOptions()
     sync = _sync_for(needed, options, process_set, backward_passes_per_step)
     if broadcast and options.mode == "planned":
-        sync.broadcast_start([p.data for p in parameters] + _state_tensors(optimizer))
+        sync.start([p.data for p in parameters], _state_tensors(optimizer))
     kind = type(optimizer)
     distributed = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})
     optimizer.__class__ = distributed

@@ -547,6 +547,22 @@ def case_sets_of_ranks_that_are_none() -> None:
         made(net(), process_set=[1 - RANK])
 
 
+def case_a_state_that_one_rank_alone_has_is_refused() -> None:
+    import nostall.torch as nt
+    from nostall.errors import PeerError
+
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if RANK == 0:
+        loss_of(model, 0).backward()
+        optimizer.step()
+    for options in ({}, STAGED):
+        with pytest.raises(PeerError, match="load the same state on all ranks"):
+            nt.DistributedOptimizer(
+                optimizer, model.named_parameters(), nt.SyncOptions(timeout=60, **options)
+            )
+
+
 def case_a_gradient_that_is_not_finite() -> None:
     """No parameter is updated with it."""
     model = net()
