@@ -3,7 +3,8 @@
 Each maker is a process with a copy of the data set, a pipe on which numbers of samples come, and a
 memory file into which it writes the record of each. A thread that wants an item takes a free maker and
 waits without the GIL. A maker ends when it is told to, and with this process, however that ends. Forked
-children, and daemons of multiprocessing, which may not start processes, make items themselves.
+children, and daemons of multiprocessing, which may not start processes, make items themselves, one at a
+time: a data set need not be safe for threads.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection, reduction
@@ -179,6 +181,8 @@ class Makers:
         self._closed = False
         self.count = count
         self._alone = multiprocessing.current_process().daemon
+        self.begin_anew()
+        _every.add(self)
         try:
             for _ in range(0 if self._alone else count):
                 self._free.put(self._start())
@@ -201,10 +205,11 @@ class Makers:
             MakeError: the data set raised, gave what cannot be stored, or its process died.
         """
         if self._makes_here():
-            try:
-                return encode(self._dataset[sample], self._pickles)
-            except Exception as error:
-                raise MakeError(_said(error)) from error
+            with self._here:
+                try:
+                    return encode(self._dataset[sample], self._pickles)
+                except Exception as error:
+                    raise MakeError(_said(error)) from error
         maker = self._free.get()
         if maker is None:
             self._free.put(None)
@@ -216,6 +221,10 @@ class Makers:
             raise
         finally:
             self._free.put(maker)
+
+    def begin_anew(self) -> None:
+        """In a forked child: a thread of the parent may have held the lock."""
+        self._here = threading.RLock()  # an item may be made of others
 
     def _makes_here(self) -> bool:
         return self._alone or os.getpid() != self._owner
@@ -264,3 +273,14 @@ class Makers:
             if maker is not None:
                 maker.close()
         self._free.put(None)
+
+
+_every: weakref.WeakSet[Makers] = weakref.WeakSet()
+
+
+def _begin_anew() -> None:
+    for makers in _every:
+        makers.begin_anew()
+
+
+os.register_at_fork(after_in_child=_begin_anew)

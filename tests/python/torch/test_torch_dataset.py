@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +136,46 @@ def test_items_of_a_data_set_are_made_once_by_the_workers(tmp_path: Path) -> Non
     made = sorted(log.read_bytes())
     # The one that has no room is made to find that out, and then by each epoch.
     assert made == sorted([*range(30), 3, 3])
+
+
+class Alone:
+    """Items that say whether two threads ask for them at once."""
+
+    def __init__(self) -> None:
+        self._both: threading.Barrier | None = None
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> Any:
+        if self._both is not None:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                self._both.wait(0.5)
+                return {"together": 1}
+        return {"together": 0}
+
+    def meet(self) -> None:
+        self._both = threading.Barrier(2)
+
+
+def test_a_forked_child_makes_one_item_at_a_time() -> None:
+    data = Alone()
+    cached = nostall.Cached(data, makers=1)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            data.meet()
+            with ThreadPoolExecutor(2) as pool:
+                items = pool.map(cached.__getitem__, range(2))
+                os.write(write, bytes(item["together"] for item in items))
+        finally:
+            os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    assert os.read(read, 2) == bytes(2)
+    os.close(read)
+    cached.close()
 
 
 def test_damage_is_named(make_folder: Callable[[int], Path]) -> None:
