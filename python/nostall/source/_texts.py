@@ -6,6 +6,7 @@ import gzip
 import io
 import itertools
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from nostall.source._objects import is_url
 
 _LINES = (".jsonl", ".ndjson", ".json")
 _BLOCK = 1 << 20
+_DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error)  # what a compressed file raises
 
 
 class Piece(NamedTuple):
@@ -99,11 +101,14 @@ def rows_of_piece(
             if line.strip():
                 yield place, _of_line(line, columns, place)
     else:
-        for place, text in _documents(piece, separator, store):
-            try:
-                yield place, [text.decode()]
-            except UnicodeDecodeError as error:
-                raise CorruptionError(f"{place} is not UTF-8: {error}") from None
+        try:
+            for place, text in _documents(piece, separator, store):
+                try:
+                    yield place, [text.decode()]
+                except UnicodeDecodeError as error:
+                    raise CorruptionError(f"{place} is not UTF-8: {error}") from None
+        except _DAMAGED as error:
+            raise CorruptionError(f"{path}: {error}") from None
 
 
 def _check(columns: Sequence[str], names: Sequence[str], path: str) -> None:
@@ -131,7 +136,8 @@ def _values(column: Any, where: str) -> Sequence[Any]:
     if flat.null_count:
         raise CorruptionError(f"{where}: a list of ids has a null in it")
     lengths = pyarrow.compute.list_value_length(column).fill_null(0).to_numpy()
-    return np.split(flat.to_numpy(), np.cumsum(lengths)[:-1])
+    # Of no rows np.split makes one.
+    return np.split(flat.to_numpy(), np.cumsum(lengths)[:-1])[: len(lengths)]
 
 
 def _of_line(line: bytes, columns: Sequence[str], place: str) -> list[Any]:
@@ -165,7 +171,7 @@ def _lines(piece: Piece, store: Any) -> Iterator[tuple[str, bytes]]:
             while at < piece.end and (line := file.readline()):
                 yield f"{piece.path}, byte {at}", line
                 at += len(line)
-        except (EOFError, gzip.BadGzipFile) as error:
+        except _DAMAGED as error:
             raise CorruptionError(f"{piece.path}, byte {at}: {error}") from None
 
 

@@ -95,6 +95,11 @@ class _Parts:
                             f"{place}: {len(arrays[0])} ids, but {[len(a) for a in arrays[1:]]} "
                             f"values of {', '.join(self.tracks)}"
                         )
+                    if self.end is not None and len(arrays[0]):
+                        arrays = [
+                            np.append(array, np.array([behind], array.dtype))
+                            for array, behind in zip(arrays, self._behind(arrays), strict=True)
+                        ]
                     lengths.append(len(arrays[0]))
                     for file, array in zip(files, arrays, strict=True):
                         array.tofile(file)
@@ -132,24 +137,13 @@ class _Parts:
                             f"{place} has no text, but {type(text).__name__}: name another column="
                         )
             found = self.tokenizer.encode(texts)
-            yield (
-                places,
-                [
-                    [
-                        self._ended(ids, self.end or 0),
-                        *(
-                            self._ended(of, -100 if track == LABELS else 0)
-                            for track, of in zip(self.tracks, values[1:], strict=True)
-                        ),
-                    ]
-                    for ids, (_, values) in zip(found, some, strict=True)
-                ],
-            )
+            yield places, [[ids, *values[1:]] for ids, (_, values) in zip(found, some, strict=True)]
 
-    def _ended(self, values: Any, end: int) -> Any:
-        if self.end is None or len(values) == 0:
-            return values
-        return np.append(np.asarray(values, np.int64), end)
+    def _behind(self, arrays: Sequence[NDArray[Any]]) -> list[Any]:
+        """The end of a document, and what stands beside it in each track."""
+        if self.chats:
+            return [self.end, arrays[1][-1]]  # the end of an answer is learned with it
+        return [self.end, *(-100 if track == LABELS else 0 for track in self.tracks)]
 
     def _chat(self, messages: Any, place: str) -> list[Any]:
         try:
@@ -160,14 +154,14 @@ class _Parts:
             raise CorruptionError(
                 f"{place} makes no chat: {type(error).__name__}: {error}"
             ) from None
-        if self.end is not None and len(ids):
-            learned = mask[-1]  # the end of an answer is learned with it
-            ids, mask = [*ids, self.end], [*mask, learned]
         return [ids, mask]
 
 
 def _as(kind: str, values: Any, place: str, name: str) -> NDArray[Any]:
-    array = np.asarray([] if values is None else values)
+    try:
+        array = np.asarray([] if values is None else values)
+    except ValueError:  # lists of several lengths
+        array = np.zeros(1, object)
     if array.size == 0:
         return np.zeros(0, kind)
     bounds = np.iinfo(kind)
@@ -186,7 +180,8 @@ def _index(lengths: Sequence[int], dtype: str) -> bytes:
     """Megatron's index of documents that lie one after the other."""
     sizes = np.asarray(lengths, np.int32)
     begins = np.zeros(len(sizes), np.int64)
-    np.cumsum(sizes[:-1] * np.dtype(dtype).itemsize, out=begins[1:], dtype=np.int64)
+    np.cumsum(sizes[:-1], out=begins[1:], dtype=np.int64)
+    begins *= np.dtype(dtype).itemsize
     head = struct.pack("<QBQQ", 1, _CODES[dtype], len(sizes), len(sizes) + 1)
     marks = np.arange(len(sizes) + 1, dtype=np.int64)
     return b"MMIDIDX\0\0" + head + sizes.tobytes() + begins.tobytes() + marks.tobytes()

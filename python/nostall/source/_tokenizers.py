@@ -172,7 +172,10 @@ def tokenizer_of(given: Any) -> Ids:
             raise UsageError(
                 f"{given} needs the package tokenizers: pip install 'nostall[text]'"
             ) from None
-        return HuggingFace(tokenizers.Tokenizer.from_file(given))
+        try:
+            return HuggingFace(tokenizers.Tokenizer.from_file(given))
+        except Exception as error:  # the package has no kind of its own
+            raise UsageError(f"{given} cannot be opened as a tokenizer.json: {error}") from None
     bases = {f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(given).__mro__}
     for name, adapter in (
         ("tokenizers.Tokenizer", HuggingFace),

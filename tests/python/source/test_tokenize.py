@@ -288,6 +288,20 @@ def test_columns_of_ids_are_written_once(tmp_path: Path) -> None:
     assert batch["labels"].tolist() == [[2, 3, -100, -100], [5, -100, -100, -100]]
 
 
+def test_a_row_group_without_rows_has_no_document(tmp_path: Path) -> None:
+    tables = [pa.table({"ids": pa.array(r, pa.list_(pa.int64()))}) for r in ([[1, 2]], [], [[3]])]
+    with pq.ParquetWriter(tmp_path / "a.parquet", tables[0].schema) as file:
+        for table in tables:
+            file.write_table(table)
+    tokens = nostall.tokenize(tmp_path / "a.parquet", None, tmp_path, column="ids", workers=1)
+    assert documents(tokens) == [[1, 2], [3]]
+
+
+def test_an_index_has_places_beyond_the_sizes_type() -> None:
+    index = _tokenize._index([1 << 30, 1], "int32")
+    assert np.frombuffer(index, np.int64, 2, 34 + 8).tolist() == [0, 1 << 32]
+
+
 KILLED = """
 import sys, time
 from pathlib import Path
@@ -387,12 +401,32 @@ def test_what_cannot_be_tokenised_is_named(tmp_path: Path) -> None:
     path.write_text('{"text": [1, 2], "labels": [1]}\n')
     tracks = {"tokenizer": None, "tracks": {"labels": "labels"}}
     refused(CorruptionError, r"byte 0: 2 ids, but \[1\] values of labels", **tracks)
+    for end in (None, 1):
+        ids = {"tokenizer": None, "end": end}
+        path.write_text('{"text": [3, 1.5]}\n')
+        refused(CorruptionError, "byte 0: the values of bin are no list of whole numbers", **ids)
+        path.write_text('{"text": 7}\n')
+        refused(CorruptionError, "byte 0: the values of bin are no list of whole numbers", **ids)
+        path.write_text('{"text": [[1], [2, 3]]}\n')
+        refused(CorruptionError, "byte 0: the values of bin are no list of whole numbers", **ids)
+        short = {"chat": lambda chat: (chat, []), "version": "1", "end": end}
+        path.write_text('{"text": [1, 2]}\n')
+        refused(CorruptionError, r"byte 0: 2 ids, but \[0\] values of loss_mask", **short)
+    refused(
+        UsageError, "none.json cannot be opened as a tok", tokenizer=str(tmp_path / "none.json")
+    )
     path.write_text("")
     refused(UsageError, "the files have no texts")
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
     refused(CorruptionError, r"a\.txt is not UTF-8", files=tmp_path / "a.txt")
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}')[:-9])
     refused(CorruptionError, r"b\.jsonl\.gz, byte 0: Compressed", files=tmp_path / "b.jsonl.gz")
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"the fox")[:-9])
+    refused(CorruptionError, r"c\.txt\.gz: Compressed file ended", files=tmp_path / "c.txt.gz")
+    for ending in ("txt", "jsonl"):
+        damaged = tmp_path / f"d.{ending}.gz"
+        damaged.write_bytes(gzip.compress(b"")[:10] + b"\xff" * 20)
+        refused(CorruptionError, rf"d\.{ending}\.gz.*: Error -3 while decompressing", files=damaged)
     json_lines(path, TEXTS)
 
     def broken(text: str) -> list[int]:
