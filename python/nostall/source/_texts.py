@@ -182,20 +182,21 @@ def _documents(piece: Piece, separator: str | None, store: Any) -> Iterator[tupl
             yield piece.path, file.read()
             return
         mark = separator.encode()
-        at = max(0, piece.begin - len(mark))  # of the first byte of `data`
-        file.seek(at)
-        data, searched, inside = b"", 0, piece.begin == 0
-        while at < piece.end:
+        first = max(0, piece.begin - len(mark))  # of `data`, in the file
+        file.seek(first)
+        data, at, searched, inside = b"", 0, 0, piece.begin == 0
+        while first + at < piece.end:
             end = data.find(mark, searched)
             if end < 0:
-                searched = max(0, len(data) - len(mark) + 1)
-                if more := file.read(_BLOCK):
-                    data += more
+                searched = max(0, len(data) - len(mark) + 1 - at)
+                # As much as there is already, so that a long text is not copied again and again.
+                if more := file.read(max(_BLOCK, len(data) - at)):
+                    first, data, at = first + at, data[at:] + more, 0
                     continue
-                if inside and data:
-                    yield f"{piece.path}, byte {at}", data
+                if inside and at < len(data):
+                    yield f"{piece.path}, byte {first + at}", data[at:]
                 return
             if inside:
-                yield f"{piece.path}, byte {at}", data[:end]
-            data, at = data[end + len(mark) :], at + end + len(mark)
-            searched, inside = 0, True
+                yield f"{piece.path}, byte {first + at}", data[at:end]
+            at = searched = end + len(mark)
+            inside = True

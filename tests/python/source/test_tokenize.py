@@ -20,7 +20,7 @@ from object_server import Proxy, upload
 
 import nostall
 from nostall.errors import CorruptionError, IoError, UsageError
-from nostall.source import _tokenize
+from nostall.source import _texts, _tokenize
 
 pytest_plugins = ["object_fixtures"]
 
@@ -295,6 +295,20 @@ def test_a_row_group_without_rows_has_no_document(tmp_path: Path) -> None:
             file.write_table(table)
     tokens = nostall.tokenize(tmp_path / "a.parquet", None, tmp_path, column="ids", workers=1)
     assert documents(tokens) == [[1, 2], [3]]
+
+
+def test_texts_of_any_length_between_separators(tmp_path: Path, monkeypatch: Any) -> None:
+    texts = ["a b", "", "<|fox", "dog " * 50, "|end", "the" * 9, "last"]
+    (tmp_path / "a.txt").write_text("<|end|>".join(texts))
+    for block in (2, 3, 7, 1 << 20):
+        monkeypatch.setattr(_texts, "_BLOCK", block)
+        for most in (7, 8, 50, 10_000):
+            size = (tmp_path / "a.txt").stat().st_size
+            pieces = _texts.pieces_of([str(tmp_path / "a.txt")], [size], "<|end|>", most, None)
+            rows = [row for p in pieces for row in _texts.rows_of_piece(p, ("",), "<|end|>", None)]
+            assert [values for _, values in rows] == [[text] for text in texts]
+            places = [int(place.rpartition(" ")[2]) for place, _ in rows]
+            assert places == [len("<|end|>".join([*texts[:i], ""])) for i in range(len(texts))]
 
 
 def test_an_index_has_places_beyond_the_sizes_type() -> None:
