@@ -212,11 +212,14 @@ class NodeCacheImpl final : public NodeCache {
   bool file_read(uint64_t sample, std::span<std::byte> into) override {
     const size_t t = tier_[sample];
     const auto result = read(sample, into);
-    if (result && sums_.agrees(sample, result.value())) return true;
-    if (result && result.value() == 0) {  // a store may drop what it has
-      set(sample, State::empty);
+    if (result && result.value() == 0) {       // a store may drop what it has
+      uint32_t ready = word_of(State::ready);  // another reader may have found that before
+      if (words_[sample].compare_exchange_strong(ready, word_of(State::empty))) {
+        header_->file_bytes.fetch_sub(sizes_[sample] + kRecordHeader);
+      }
       return false;
     }
+    if (result && sums_.agrees(sample, result.value())) return true;
     warn(t, "sample " + std::to_string(sample) + " in the tier " + tier_paths_[t] + ": " +
                 (result ? "a record is of another content than the one that was read first"
                         : result.error().what()) +

@@ -126,6 +126,33 @@ TEST_F(NodeReaders, AFailedReadIsNamedAndLeavesNoClaim) {
   EXPECT_EQ(reader->taken(Origin::source), 2u);
 }
 
+// Keeps sample 2 alone.
+class Forgetful : public tier::Store {
+ public:
+  void put(uint64_t, uint64_t, std::span<const std::byte>) override { ++puts; }
+  bool get(uint64_t, uint64_t sample, std::span<std::byte> into) override {
+    if (sample != 2) return false;
+    std::memset(into.data(), 2, into.size());
+    return true;
+  }
+  std::atomic<int> puts{0};
+};
+
+TEST_F(NodeReaders, WhatAStoreDroppedIsPutAgainAndCountedOnce) {
+  const auto store = std::make_shared<Forgetful>();
+  tier::TierSpec spec{tier::TierKind::file, 2 * kSamples * kBytes, "forgetful", false};
+  spec.store = store;
+  auto reader = make({spec});
+  expect(*reader, {1, 2});
+  const uint64_t both = reader->file_bytes();
+  expect(*reader, {1, 2});
+  EXPECT_EQ(reader->file_bytes(), both / 2);
+  expect(*reader, {1, 2});
+  EXPECT_EQ(reader->file_bytes(), both);
+  EXPECT_EQ(store->puts.load(), 3);
+  EXPECT_EQ(reader->taken(Origin::file), 2u);
+}
+
 TEST_F(NodeReaders, WithoutTiersEverySampleIsRead) {
   auto reader = make({});
   expect(*reader, {1, 1, 2});
