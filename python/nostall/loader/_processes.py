@@ -250,7 +250,7 @@ class Processes:
 
 
 class _Held:
-    """Keeps the slots of a task until it is done, also if nobody waits for it any more."""
+    """Keeps the slots of a task until it is done, also if nothing waits for it any more."""
 
     def __init__(self, *memory: NDArray[np.uint8]) -> None:
         self._memory: tuple[NDArray[np.uint8], ...] = memory

@@ -194,11 +194,13 @@ class StagedSync(_DeviceSync):
 
 
 class StagedReduction:
-    """Sums tensors of a device over a process group that takes tensors of the host alone."""
+    """Sums tensors of a device over a process group that takes tensors of the host alone.
 
-    def __init__(self, device: torch.device, group: Any) -> None:
-        self._place, self._group = Device(device), group
-        self._thread = ThreadPoolExecutor(1, "nostall-gradients")
+    All that share a group share its thread: ranks reduce in the order of their calls.
+    """
+
+    def __init__(self, device: torch.device, group: Any, thread: ThreadPoolExecutor) -> None:
+        self._place, self._group, self._thread = Device(device), group, thread
 
     def __call__(self, tensor: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
         side, device = self._place.stream, self._place.device

@@ -10,6 +10,7 @@ for, else through page-locked memory and the separate group. If you can change t
 `nostall.torch.DistributedOptimizer`, which needs no wrapper.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -61,6 +62,7 @@ class BucketReducer:
         self.ranks = dist.get_world_size(self.group)
         self.given = group or dist.group.WORLD
         self._fixed = order == "fixed"
+        self._thread = ThreadPoolExecutor(1, "nostall-gradients")
         self._reductions: dict[torch.device, Any] = {}
 
     def reduced(self, tensor: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
@@ -72,7 +74,7 @@ class BucketReducer:
         if not self._fixed and _device_gradients.reduces(self.given, tensor.device):
             return dist.all_reduce(tensor, group=self.given, async_op=True).get_future()
         if tensor.device not in self._reductions:
-            made = _device_gradients.StagedReduction(tensor.device, self.group)
+            made = _device_gradients.StagedReduction(tensor.device, self.group, self._thread)
             self._reductions[tensor.device] = made
         future: torch.futures.Future[list[torch.Tensor]] = self._reductions[tensor.device](tensor)
         return future

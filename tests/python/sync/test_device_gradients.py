@@ -7,7 +7,9 @@ import functools
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -313,6 +315,29 @@ def case_the_hook_of_ddp() -> None:
         assert simdev.reports() == []
 
 
+def case_buckets_of_two_devices_are_reduced_in_the_order_of_the_calls() -> None:
+    """By one thread: two would mix buckets up, where ranks' devices differ in speed."""
+    import simdev
+
+    import nostall.torch as nt
+
+    reducer = nt.BucketReducer(order="fixed")
+    threads: list[int] = []
+    reduce = dist.all_reduce
+
+    def watched(tensor: torch.Tensor, **named: Any) -> Any:
+        threads.append(threading.get_ident())
+        return reduce(tensor, **named)
+
+    buckets = [torch.full((100,), float(RANK + i), device=f"simdev:{i}") for i in range(2)]
+    with mock.patch.object(dist, "all_reduce", watched):
+        for future in [reducer.reduced(bucket) for bucket in buckets]:
+            future.wait()
+    assert len(threads) == 2 and len(set(threads)) == 1
+    assert [bucket.cpu().unique().tolist() for bucket in buckets] == [[1.0], [3.0]]
+    assert simdev.reports() == []
+
+
 # ---------------------------------------------------------------------------- nothing waits
 
 
@@ -415,7 +440,9 @@ def hook_step() -> None:
 
     from nostall.torch import _device_gradients
 
-    reduction = _device_gradients.StagedReduction(torch.device("simdev", 0), host_group())
+    reduction = _device_gradients.StagedReduction(
+        torch.device("simdev", 0), host_group(), ThreadPoolExecutor(1)
+    )
     side = reduction._place.stream
     reduce = dist.all_reduce
     for drops in (False, True):
