@@ -154,6 +154,26 @@ def test_origins_that_never_were_are_not_in_the_legend() -> None:
     assert re.findall(r"</i>([^<]*)</span>", text)[-3:] == ["RAM tier", "file tier", "source"]
 
 
+def test_a_phase_of_many_times_is_drawn_to_the_end() -> None:
+    rank = made()
+    assert rank.digest is not None
+    steps = np.concatenate([np.arange(0, 5, 1e-4), np.arange(15, 20, 1e-4)])
+    rank.digest.spans["compute", "forward"] = spans(steps.tolist(), (steps + 5e-5).tolist())
+    marks = re.findall(
+        r"<title>forward: (.*?)</title>", run_page.page([Run("run", [rank], None, [])])
+    )
+    assert marks == ["0.000 to 5.000 s", "15.000 to 20.000 s"]
+
+
+def test_a_page_is_written_whatever_its_names_and_the_locale(tmp_path: Path) -> None:
+    rank = made(name="donn\u00e9es")
+    rank.loaders[0].settings["command"] = "train \udcff"  # as Python names a file that is not UTF-8
+    run_page.save([Run("run", [rank], None, [])], tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text("ascii")
+    assert "donn&#233;es" in text
+    assert "train &#56575;" in text
+
+
 def test_a_run_that_waits_little_is_told_that_nothing_is_to_do() -> None:
     rank = made()
     assert rank.digest is not None

@@ -137,7 +137,7 @@ def spans(
         for begin, end in intervals:
             x = _LEFT + _INSIDE * begin / max(seconds, 1e-9)
             width = max(0.6, _INSIDE * (end - begin) / max(seconds, 1e-9))
-            title = f"{name}: {1e3 * (end - begin):.1f} ms at {begin:.2f} s"
+            title = f"{name}: {begin:.3f} to {end:.3f} s"
             out.append(mark(x, top, width, height, colour, title))
     return drawing(label, len(lanes) * (height + 6) + 22, "".join(out))
 

@@ -64,13 +64,14 @@ a { color: inherit } :focus-visible { outline: 2px solid var(--soft); outline-of
 
 
 def document(title: str, body: str) -> str:
-    """The whole page; `body` is HTML already."""
-    return f"""<!doctype html>
+    """The whole page; `body` is HTML already. ASCII alone, so that every encoding can write it."""
+    page = f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,"><style>{STYLE}</style></head><body>
 {body}</body></html>
 """
+    return page.encode("ascii", "xmlcharrefreplace").decode()
 
 
 def section(title: str, *content: str) -> str:

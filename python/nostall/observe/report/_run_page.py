@@ -355,13 +355,12 @@ def _phases(digests: Sequence[Digest]) -> str:
     lanes, rows = [], []
     for category, name in order:
         having = [d for d in digests if (category, name) in d.spans]
-        intervals: list[tuple[float, float]] = []
-        for d in having:
-            found, shift = d.spans[category, name], d.origin - zero
-            some = slice(0, _MARKS // len(having) + 1)  # the picture has no room for more
-            ends = zip((found.begin + shift).tolist()[some], (found.end + shift).tolist()[some],
-                       strict=True)  # fmt: skip
-            intervals += ends
+        times = [(d.spans[category, name], d.origin - zero) for d in having]
+        intervals = _together(
+            np.concatenate([s.begin + shift for s, shift in times]),
+            np.concatenate([s.end + shift for s, shift in times]),
+            float(edges[-1]),
+        )
         colour = (
             category if category in ("compute", "peers", "checkpoint", "background") else "other"
         )
@@ -373,6 +372,16 @@ def _phases(digests: Sequence[Digest]) -> str:
         )
     headings = ("category", "phase", "times", "together", "each")
     return spans(_PHASES, lanes, float(edges[-1])) + folded(table(headings, rows))
+
+
+def _together(begin: Any, end: Any, seconds: float) -> list[tuple[float, float]]:
+    """Intervals with no gaps that are too short to be seen: about _MARKS at most."""
+    order = np.argsort(begin, kind="stable")
+    begin, end = begin[order], np.maximum.accumulate(end[order])
+    first = np.flatnonzero(np.append(True, begin[1:] - end[:-1] > seconds / _MARKS))
+    return list(
+        zip(begin[first].tolist(), end[np.append(first[1:], len(end)) - 1].tolist(), strict=True)
+    )
 
 
 def _imbalance(found: Analysis) -> str:
