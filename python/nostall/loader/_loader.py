@@ -29,7 +29,7 @@ from nostall.base._sizes import (
     native_tiers,
     parse_size,
 )
-from nostall.errors import UsageError
+from nostall.errors import PeerError, UsageError
 from nostall.job import _cluster as cluster
 from nostall.job._rendezvous import find_rendezvous
 from nostall.job._world import find_world
@@ -307,7 +307,18 @@ class DataLoader:
                     "seed=None draws one seed for all ranks, and nothing connects them: pass seed=, or "
                     "initialise torch.distributed or mpi4py first, or set NOSTALL_RENDEZVOUS"
                 )
-            parts = allgather(parts[0])
+            try:
+                parts = allgather(parts[0])
+            except PeerError as error:
+                raise PeerError(
+                    f"{error}; ranks meet to draw a seed: pass seed=None on all of them, or one number"
+                ) from error
+            given = [rank for rank, part in enumerate(parts) if len(part) != _SEED_BYTES]
+            if given:
+                raise UsageError(
+                    f"rank {world.rank} has seed=None, and ranks {given} have another: pass seed=None "
+                    "on all of them, or one number"
+                )
         return int.from_bytes(parts[0], "little")
 
     def _take_memory(self, tiers: Tiers | TierList | None) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import nostall
-from nostall.errors import UsageError
+from nostall.errors import PeerError, UsageError
 
 WORLD = 3
 
@@ -83,3 +83,18 @@ def test_ranks_that_nothing_connects_are_told_to_pass_a_seed(image_folder: Path)
     folder = nostall.ImageFolder(image_folder, index=False)
     with pytest.raises(UsageError, match="pass seed="):
         nostall.DataLoader(folder, 4, seed=None, tiers=[], rank=0, world_size=2)
+
+
+def test_ranks_that_do_not_agree_on_drawing_a_seed_are_told(image_folder: Path) -> None:
+    folder = nostall.ImageFolder(image_folder, index=False)
+
+    def make(peers: object) -> None:
+        nostall.DataLoader(folder, 4, seed=None, tiers=[], rank=0, world_size=2, peers=peers)
+
+    def alone(mine: bytes) -> list[bytes]:
+        raise PeerError("rank 0 waited in vain for ranks [1]")
+
+    with pytest.raises(PeerError, match=r"in vain for ranks \[1\]; .*seed=None on all of them"):
+        make(alone)
+    with pytest.raises(UsageError, match=r"ranks \[1\] have another: pass seed=None on all"):
+        make(lambda mine: [mine, b"settings of a loader"])
