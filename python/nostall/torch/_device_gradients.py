@@ -9,6 +9,7 @@ engine of the host.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -313,8 +314,13 @@ class CollectiveSync(_DeviceSync):
         if self._group is None:
             return [mine]
         met: list[Any] = [None] * self.ranks.ranks
-        dist.all_gather_object(met, mine, group=self._group)
+        with self._here():
+            dist.all_gather_object(met, mine, group=self._group)
         return met
+
+    def _here(self) -> contextlib.AbstractContextManager[None]:
+        """NCCL sends objects through the thread's own device, which may be another rank's."""
+        return on_stream(torch, self._mine())
 
     def _agreed(self, order: Sequence[int]) -> list[int]:
         return list(map(int, self._from_first(list(order))))
@@ -323,7 +329,8 @@ class CollectiveSync(_DeviceSync):
         if self._group is None:
             return value
         box = [value]
-        dist.broadcast_object_list(box, dist.get_global_rank(self._group, 0), self._group)
+        with self._here():
+            dist.broadcast_object_list(box, dist.get_global_rank(self._group, 0), self._group)
         return box[0]
 
     def _broadcast(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -288,6 +288,30 @@ def values_of_rank_0(model: Any) -> list[torch.Tensor]:
     return box[0]
 
 
+def case_a_device_that_is_not_the_threads_own() -> None:
+    devices: list[int] = []
+
+    def watched(name: str) -> Any:
+        original = getattr(dist, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            devices.append(torch.accelerator.current_device_index())
+            return original(*arguments, **named)
+
+        return mock.patch.object(dist, name, call)
+
+    with watched("all_gather_object"), watched("broadcast_object_list"):
+        model = net("simdev:1")
+        optimizer = made(model)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+    assert len(devices) >= 4 and set(devices) == {1}
+    assert torch.accelerator.current_device_index() == 0
+    assert equal(values(model), reference())
+
+
 def case_the_hook_of_ddp() -> None:
     import simdev
     from torch.nn.parallel import DistributedDataParallel
