@@ -165,6 +165,16 @@ def _begin(work: _Work, memory: Any) -> None:
     _side.work, _side.descriptor = work, int(memory)  # which was a _Memory where it came from
 
 
+def _copied(
+    spans: list[tuple[int, int]], memory: NDArray[np.uint8]
+) -> tuple[list[tuple[int, int]], NDArray[np.uint8]]:
+    """Arrays apart from their slot, which is used again: the work may keep what it is given."""
+    if not spans:
+        return spans, memory
+    first, (begin, size) = spans[0][0], spans[-1]
+    return [(at - first, of) for at, of in spans], memory[first : begin + size].copy()
+
+
 def _do(
     data: bytes,
     spans: list[tuple[int, int]],
@@ -175,7 +185,7 @@ def _do(
 ) -> _Reply:
     """Works on some samples in a worker process; results go to `room` bytes of a slot."""
     assert _side.work is not None
-    samples, contexts = _unpacked(data, spans, _side.memory(given))
+    samples, contexts = _unpacked(data, *_copied(spans, _side.memory(given)))
     results = _side.work(samples, contexts)
     packed = _packed(results)
     if packed.room > room:

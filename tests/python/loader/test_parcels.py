@@ -12,9 +12,16 @@ import pytest
 import nostall
 from nostall.loader import _processes
 
+_kept: list[tuple[bytes, Any]] = []
+
 
 def made(raw: Any, context: nostall.Context) -> dict[str, Any]:
-    """Arrays of each kind; they differ in size from sample to sample, and later ones are larger."""
+    """Arrays of each kind; they differ in size from sample to sample, and later ones are larger.
+
+    Samples that it keeps must stay what they were.
+    """
+    assert all(one.tobytes() == before for before, one in _kept)
+    _kept.append((raw.tobytes(), raw))
     size = 1000 + 10 * context.sample + (5000 if context.epoch else 0)
     image = np.full((3, size, 4), context.sample, np.float32)
     return {"image": image, "turned": image.transpose(1, 2, 0), "raw": raw[:8], "i": context.sample}
