@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -226,19 +227,23 @@ def test_only_chosen_columns_are_read(tmp_path: Path) -> None:
 
 
 def test_rows_of_a_group_come_together(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", wide_table(), "parquet", rows=6)
+    table = pa.concat_tables([wide_table()] * 10)
+    path = write(tmp_path / "a.parquet", table, "parquet", rows=60)
     source = nostall.Parquet(path, columns=["image", "caption", "tokens"], kept=1)
-    reads: list[int] = []
+    reads: Counter[tuple[str, int]] = Counter()
     read = pq.ParquetFile.read_row_group
 
-    def counted(self: Any, group: int, *args: Any, **options: Any) -> Any:
-        reads.append(group)
-        return read(self, group, *args, **options)
+    def counted(self: Any, group: int, columns: list[str]) -> Any:
+        reads[columns[0], group] += 1
+        return read(self, group, columns)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pq.ParquetFile, "read_row_group", counted)
-        rows_in_a_loader(source, tiers=["ram:1MiB"], shuffle=True)
-    assert sorted(reads) == sorted([0, 1, 2, 3] * 3)
+        rows_in_a_loader(source, tiers=["ram:1MiB"], shuffle=True, threads=1)
+    names = ("image.bytes", "caption", "tokens")
+    assert set(reads) == {(name, group) for name in names for group in range(4)}
+    # Two threads read. Each may have samples of every group before the other takes all the rest.
+    assert max(reads.values()) <= 2
 
 
 def test_numbers_alone_and_views(tmp_path: Path) -> None:
