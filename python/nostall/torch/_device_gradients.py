@@ -301,6 +301,10 @@ class CollectiveSync(_DeviceSync):
         ]
 
     def _set_plan(self, groups: list[list[int]]) -> None:
+        if self._submitted:
+            raise UsageError(
+                "gradients of this step are being reduced: plan the next one before its backward pass"
+            )
         self._groups = groups
         self._begin()
 

@@ -598,6 +598,15 @@ def case_sets_of_ranks_that_are_none() -> None:
         made(net(), process_set=[1 - RANK])
 
 
+def case_a_plan_in_the_middle_of_a_step_is_refused() -> None:
+    model = net()
+    optimizer = made(model)
+    loss_of(model, 0).backward()
+    with pytest.raises(UsageError, match="before its backward pass"):
+        optimizer.plan_from(loss_of(model, 1))
+    optimizer.step()
+
+
 def case_a_state_that_one_rank_alone_has_is_refused() -> None:
     import nostall.torch as nt
     from nostall.errors import PeerError
