@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 TierList = str | Tier | Sequence[str | Tier | TierSpec]
 
-# This process's readers, by the names of what they read: those of one name are one. After a fork those
-# of the parent are left alone.
-_readers: weakref.WeakValueDictionary[str, _native.NodeReader] = weakref.WeakValueDictionary()
+# This process's readers, by the names of what they read, and the user's own tiers: those of one name
+# and the same tiers are one. After a fork those of the parent are left alone.
+_Key = tuple[str, tuple[int, ...]]
+_readers: weakref.WeakValueDictionary[_Key, _native.NodeReader] = weakref.WeakValueDictionary()
 _opening = threading.Lock()
 
 
@@ -101,13 +102,15 @@ class Tiers:
     def native(self) -> _native.NodeReader:
         """What reads through the tiers in this process."""
         if self._pid != os.getpid() or not self._held:
+            # A reader holds its tiers, so that no other one has their ids.
+            key = self._name, tuple(id(t.own) for t in self.specs if t.own is not None)
             with _opening:
-                reader = _readers.get(self._name)
+                reader = _readers.get(key)
                 if reader is None:
                     reader = _native.NodeReader(
                         self._whole.native, self._name, native_tiers(self.specs)
                     )
-                    _readers[self._name] = reader
+                    _readers[key] = reader
             # A fork's copy of the list keeps what is the parent's.
             self._held, self._pid = [reader], os.getpid()
             weakref.finalize(self, self._held.clear)

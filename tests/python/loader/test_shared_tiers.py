@@ -177,6 +177,20 @@ def test_a_dropped_or_wrong_value_is_read_from_the_source(
     assert "in the tier Kept" in caplog.messages[0]
 
 
+def test_another_object_of_the_class_is_another_tier(source: nostall.CustomSource) -> None:
+    each = [data for data, _ in expected(range(40))]
+    one, other = Kept(), Kept()
+    with nostall.Tiers(source, one) as first, nostall.Tiers(source, other) as second:
+        for _ in range(2):  # a sample that the other's tier has is missed first
+            assert first.read(range(40)) == each
+            assert second.read(range(40)) == each
+        assert second.read(range(40)) == each
+        assert sorted(one.data) == sorted(other.data) and len(one.data) == 40
+        same = nostall.Tiers(source, one)
+        assert same.native is first.native
+        same.close()
+
+
 class Full(Kept):
     def put(self, key: str, data: bytes) -> None:
         raise OSError(28, "no room")
