@@ -659,7 +659,7 @@ class ReturnTest : public StallTest {
 };
 
 TEST_F(ReturnTest, ARankThatWasSilentIsAskedAgain) {
-  start(200ms);
+  start(600ms);
   answering();
   for (uint64_t times = 1; times <= 2; ++times) {
     lose();
@@ -737,7 +737,7 @@ TEST_F(ReturnTest, APayloadThatWasNeverSentIsNotWaitedFor) {
 }
 
 TEST_F(ReturnTest, ARankThatKnocksIsAskedAgainAtOnceAndServed) {
-  start(200ms);
+  start(600ms);
   answering();
   put(*cache_, 1);
   lose();
@@ -784,7 +784,7 @@ TEST_F(ReturnTest, ARankThatBrokeTheRulesOrLeftIsNotTriedAgain) {
 }
 
 TEST_F(ReturnTest, AnotherRankOfTheNodeServesUntilThePreferredOneIsBack) {
-  start(200ms, tier::TierKind::ram, 1);
+  start(600ms, tier::TierKind::ram, 1);
   answering();
   std::vector<std::byte> into;
   ASSERT_TRUE(reachable());
