@@ -134,10 +134,17 @@ class Tiers:
         """The bytes of samples of the source, those that no tier has read together.
 
         Raises:
+            IndexError: there is no sample of that number.
             IoError: one cannot be read, with its path.
             CorruptionError: its bytes are not those that were read first.
         """
-        return self.native.read(list(samples))
+        numbers, count = list(samples), len(self._whole)
+        for number in numbers:
+            if not 0 <= number < count:
+                raise IndexError(
+                    f"sample {number}: the tiers are of {count} samples, 0 to {count - 1}"
+                )
+        return self.native.read(numbers)
 
     @property
     def kept_bytes(self) -> tuple[int, int]:

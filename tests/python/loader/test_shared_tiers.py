@@ -186,6 +186,9 @@ def test_another_object_of_the_class_is_another_tier(source: nostall.CustomSourc
             assert second.read(range(40)) == each
         assert second.read(range(40)) == each
         assert sorted(one.data) == sorted(other.data) and len(one.data) == 40
+        for wrong in (-1, 40):
+            with pytest.raises(IndexError, match=f"sample {wrong}: .* 40 samples, 0 to 39"):
+                first.read([3, wrong])
         same = nostall.Tiers(source, one)
         assert same.native is first.native
         same.close()
