@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,7 +81,9 @@ class _Parts:
     def _write(self, number: int) -> list[Any]:
         names = [".bin", *(f".{track}" for track in self.tracks)]
         kinds = [self.dtype, *("uint8" if t == LOSS_MASK else "int32" for t in self.tracks)]
-        making = [f"{self.path(number)}{name}.making" for name in names]
+        # A worker may outlive the process whose lock it wrote under by a moment.
+        own = f"{secrets.token_hex(4)}.making"
+        making = [f"{self.path(number)}{name}.{own}" for name in names]
         lengths: list[int] = []
         with contextlib.ExitStack() as stack:
             files = [stack.enter_context(open(path, "wb", 1 << 20)) for path in making]
@@ -110,11 +113,11 @@ class _Parts:
             os.replace(path, self.path(number) + name)
         # The index last: with it the part is complete.
         index = f"{self.path(number)}.idx"
-        with open(f"{index}.making", "wb") as file:
+        with open(f"{index}.{own}", "wb") as file:
             file.write(_index(lengths, self.dtype))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(f"{index}.making", index)
+        os.replace(f"{index}.{own}", index)
         return [len(lengths), sum(lengths)]
 
     def _documents(self, number: int) -> Iterator[tuple[list[str], list[list[Any]]]]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from object_server import Proxy, upload
 
 import nostall
 from nostall.errors import CorruptionError, IoError, UsageError
-from nostall.source import _texts, _tokenize
+from nostall.source import _texts, _tokenize, _tokenizers
 
 pytest_plugins = ["object_fixtures"]
 
@@ -355,6 +356,30 @@ def test_work_that_was_killed_goes_on(tmp_path: Path) -> None:
     assert runs[0].stdout == runs[1].stdout
     assert {path: path.stat().st_mtime_ns for path in whole} == times
     assert not list(tmp_path.glob("cut/*/*.making"))
+
+
+def test_a_part_is_whole_where_another_process_writes_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = json_lines(tmp_path / "a.jsonl", TEXTS)
+
+    def words(text: str) -> list[int]:
+        return [len(word) for word in text.split()]
+
+    def both(parts: Any, *_: Any) -> None:
+        others = [replace(parts, tokenizer=_tokenizers.Called(words))]
+
+        def between(text: str) -> list[int]:
+            if others:
+                others.pop()._write(0)
+            return words(text)
+
+        replace(parts, tokenizer=_tokenizers.Called(between))._write(0)
+
+    monkeypatch.setattr(_tokenize, "_run", both)
+    tokens = nostall.tokenize(path, words, tmp_path / "cache", version="1")
+    assert documents(tokens) == [words(text) for text in TEXTS]
+    assert not list(tmp_path.glob("cache/*/*.making"))
 
 
 def test_the_key_is_of_the_tokenizer_and_the_texts(
