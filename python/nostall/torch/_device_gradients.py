@@ -180,6 +180,12 @@ class StagedSync(_DeviceSync):
         with on_stream(torch, self._side):
             self._submitted[i].copy_(self._slabs[i], non_blocking=True)
 
+    def finish(self) -> None:
+        super().finish()
+        if self.options.check_finite:
+            for passed_on in self._tickets.values():
+                passed_on.result()  # raises before any parameter is updated
+
     def _wait(self) -> None:
         for i in itertools.chain(*self.plan, list(self._tickets)):
             self.wait_for(i)

@@ -624,18 +624,21 @@ def case_a_state_that_one_rank_alone_has_is_refused() -> None:
 
 
 def case_a_gradient_that_is_not_finite() -> None:
-    """No parameter is updated with it."""
-    model = net()
-    optimizer = made(model, check_finite=True, overlap_update=True, threshold=100)
-    for _ in range(2):  # the second one finds a plan
+    """No parameter is updated then."""
+    for staged in ({}, STAGED):
+        model = net()
+        optimizer = made(model, check_finite=True, overlap_update=True, threshold=100, **staged)
+        for _ in range(2):  # the second one finds a plan
+            loss_of(model, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        before = values(model)
+        # The last of the gradients, so that others are reduced before it.
+        model.a.weight.register_hook(lambda gradient: gradient * float("nan"))
         loss_of(model, 0).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    before = values(model)
-    (loss_of(model, 0) * float("nan")).backward()
-    with pytest.raises(UsageError, match=f"gradient .* of rank {RANK} is not finite"):
-        optimizer.step()
-    assert equal(values(model), before)
+        with pytest.raises(UsageError, match=rf"gradient a\.weight of rank {RANK} is not finite"):
+            optimizer.step()
+        assert equal(values(model), before), staged
 
 
 def case_a_forked_child_is_refused() -> None:
