@@ -23,7 +23,7 @@ help:
 	@echo "make demo      train on a slow file system, with and without nostall (under 5 minutes)"
 	@echo "make test      native and Python tests"
 	@echo "make docs      the documentation as a site, with a search"
-	@echo "make wheel     wheels for any Linux of glibc 2.28 or later (ARCH=aarch64: for ARM), into dist/"
+	@echo "make wheel     wheels for any Linux of glibc 2.28 or later, into dist/ (ARCH=aarch64 is untried)"
 	@echo "make bench     nostall bench loader, with every peer that installs"
 	@echo "make campaign  campaigns of faults at a small size (SCALE=1 ONLY=name for the published size)"
 	@echo "make sanitize-all  the package and the MPI library under sanitizers as well (an hour)"
