@@ -245,5 +245,8 @@ def _plot(results: dict[str, Any], path: Path) -> None:
             )
         left.set(xlabel="epoch", ylabel="seconds")
         right.set(xlabel="epoch", ylabel="training loss")
-        left.legend(fontsize=8)
+        for axes in (left, right):
+            axes.locator_params(axis="x", integer=True)
+        left.margins(y=0.35)  # above the bars, for the legend
+        left.legend(fontsize=8, loc="upper center", ncols=2)
         right.legend(fontsize=8)
