@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output",
         action="append",
-        help="of statistics: the HTML file (nostall-report.html); of timelines: any number of files, "
-        "their format by suffix: " + ", ".join(timeline_report.SUFFIXES),
+        help="of runs and statistics: the HTML file (nostall-report.html); of timelines: any number "
+        "of files, their format by suffix: " + ", ".join(timeline_report.SUFFIXES),
     )
     parser.add_argument(
         "--exclude",
