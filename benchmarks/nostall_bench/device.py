@@ -14,10 +14,8 @@ GPU.
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -25,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nostall_bench import harness
+from nostall_bench import harness, simulated_device
 
 WAYS = ("nostall", "hand-written prefetcher", "torch")
 COMPUTE = (10.0, 20.0, 40.0)  # milliseconds
@@ -94,11 +92,7 @@ class _Samples:
 
 def _work(settings: dict[str, Any]) -> dict[str, Any]:
     """All combinations, each by all ways in turn."""
-    tests = Path(__file__).resolve().parents[2] / "tests" / "device"
-    if not tests.is_dir():
-        raise SystemExit(f"the simulated device needs a checkout of nostall: there is no {tests}")
-    sys.path.insert(0, str(tests))
-    simdev = importlib.import_module("simdev")
+    simdev = simulated_device.load()
     import torch
 
     torch.set_num_threads(1)

@@ -18,14 +18,12 @@ import argparse
 import importlib
 import os
 import statistics
-import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from nostall_bench import harness
+from nostall_bench import harness, simulated_device
 from nostall_bench.launch import environment
 
 WAYS = ("nostall", "DistributedDataParallel")
@@ -89,11 +87,7 @@ def _work(settings: dict[str, Any]) -> dict[str, float]:
 
     device = torch.device(settings["device"], 0) if settings["device"] == "cuda" else None
     if device is None:
-        tests = Path(__file__).resolve().parents[2] / "tests" / "device"
-        if not tests.is_dir():
-            raise SystemExit(f"--device simdev needs a checkout of nostall: there is no {tests}")
-        sys.path.insert(0, str(tests))
-        simdev = importlib.import_module("simdev")
+        simdev = simulated_device.load()
         groups = importlib.import_module("simdev.group").SimGloo.made
         backend, device = "cpu:gloo,simdev:simgloo", torch.device("simdev", 0)
     else:

@@ -15,6 +15,7 @@ import argparse
 import math
 import tempfile
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,7 @@ class _Memory:
     """Arrays as a `DataLoader` gives them: what `DynamicBatches` needs of one."""
 
     gives_pairs = True
+    _recipe = types.SimpleNamespace(records=None, lists=None)  # samples and labels, stacked
 
     def __init__(self, images: Any, labels: Any, plan: Plan) -> None:
         self.plan, self.position = plan, (0, 0)
