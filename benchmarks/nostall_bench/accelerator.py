@@ -277,6 +277,7 @@ def _batches(settings: dict[str, Any]) -> Iterator[Iterator[int]]:
     paths = [_record(i) for i in range(settings["files"])]
     if settings["loader"] == "nostall":
         import nostall
+        from nostall.collective import Communicator
 
         tier = settings["tier"]
         with nostall.DataLoader(
@@ -294,6 +295,9 @@ def _batches(settings: dict[str, Any]) -> Iterator[Iterator[int]]:
         ) as loader:
             for epoch in loader.epochs():
                 yield (len(labels) for _, labels in epoch)
+            # As in a training no rank leaves the tiers before all have come.
+            with Communicator(settings["job"], settings["rank"], settings["world"]) as ranks:
+                ranks.barrier()
         return
     from torch.utils.data import DataLoader, DistributedSampler
 
