@@ -180,6 +180,8 @@ class Stopped(Exception):
 class Ahead:
     """A thread that sends batches, at most `limit` bytes of them before the consumer takes them.
 
+    `limit` falls to what the device has had room for.
+
     One batch may always be ahead. Where the device has no memory for more, fewer are: that is said
     once. What fails is raised by `take` in its turn. Memory of a batch goes back to the stage when
     its copy is done.
@@ -195,7 +197,7 @@ class Ahead:
         limit: int,
     ) -> None:
         self._place = place
-        self._limit = limit
+        self.limit = limit
         self._process = os.getpid()
         self._changed = threading.Condition()
         self._ready: collections.deque[tuple[Made, Any, Sending]] = collections.deque()
@@ -300,7 +302,7 @@ class Ahead:
 
         def is_full() -> bool:
             ahead = self._sent - self._taken
-            return bool(self._ready) and ahead + size > self._limit and not self._stop
+            return bool(self._ready) and ahead + size > self.limit and not self._stop
 
         if not is_full():
             return
@@ -339,8 +341,8 @@ class Ahead:
         if count == 0:
             self._wait_until(lambda: self._wanted or self._stop)
             return True
-        if self._limit > ahead:
-            self._limit = ahead
+        if self.limit > ahead:
+            self.limit = ahead
             _log.warning(
                 "the device has no memory for more than %d batches ahead of the consumer (%s): "
                 "fewer are sent ahead",

@@ -436,6 +436,7 @@ class DataLoader:
     def _batches_of(self, epoch: int, start: int) -> Generator[Any, None, None]:
         if self._ahead is not None:
             self._ahead.close()
+            self._device_bytes = self._ahead.limit
         loader = self._stage()
         batches = self._plan.batches_in(epoch)
         if start < batches:
