@@ -405,7 +405,9 @@ class History:
 
 
 def run(task: Task) -> Outcome:
-    import nostall  # noqa: F401  # once, before the forks
+    import nostall
+
+    assert nostall.Checkpointer  # its modules are read once, before the forks
 
     outcome = Outcome(cases=task.count(HISTORIES))
     counts: Counter[str] = Counter()
