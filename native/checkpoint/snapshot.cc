@@ -104,8 +104,9 @@ void Snapshot::reserve(uint64_t bytes) {
   helpers_.join();
   memory_ = Memory();  // given back first: both may not fit
   memory_ = Memory(bytes, threads_);
-  // A forked child (a loader's worker) has no use for a snapshot, and would make the copy fault.
-  ::madvise(memory_.data(), memory_.size(), MADV_DONTFORK);
+  // A forked child (a loader's worker) has no use for a snapshot, and would make the copy fault. It
+  // gets zeros, not a hole: memory of its own could take a hole's place, and end with this one.
+  ::madvise(memory_.data(), memory_.size(), MADV_WIPEONFORK);
 }
 
 void Snapshot::begin(std::span<const std::byte> header, std::vector<Piece> pieces,

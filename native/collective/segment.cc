@@ -17,6 +17,7 @@
 #include <new>
 #include <string_view>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "base/futex.h"
@@ -34,25 +35,6 @@ constexpr uint64_t kFirstRank = (uint64_t{1} << 61) + 16;
 constexpr uint64_t kPage = 4096;
 constexpr std::chrono::milliseconds kJoinSlice{20};
 
-// One mapping per segment and process.
-std::shared_ptr<Mapping> map_once(Descriptor file, const std::string& name, uint64_t bytes) {
-  static Mutex mutex;
-  static std::map<std::pair<dev_t, ino_t>, std::weak_ptr<Mapping>> mapped;
-  struct stat status {};
-  if (::fstat(file.get(), &status) != 0) throw io_error("cannot examine", name, errno);
-  const MutexLock lock(mutex);
-  std::erase_if(mapped, [](const auto& entry) { return entry.second.expired(); });
-  auto& entry = mapped[{status.st_dev, status.st_ino}];
-  std::shared_ptr<Mapping> mapping = entry.lock();
-  if (!mapping) {
-    mapping = std::make_shared<Mapping>(Mapping::map(std::move(file), name, bytes).take());
-    ::madvise(mapping->data(), bytes, MADV_DONTFORK);
-    ::madvise(mapping->data(), bytes, MADV_DONTDUMP);
-    entry = mapping;
-  }
-  return mapping;
-}
-
 // Counts the forks between this process and the one that was started: cheaper to ask than a pid.
 uint32_t forks() {
   static std::atomic<uint32_t> count{0};
@@ -60,6 +42,30 @@ uint32_t forks() {
       ::pthread_atfork(nullptr, nullptr, [] { count.fetch_add(1, std::memory_order_relaxed); });
   static_cast<void>(registered);
   return count.load(std::memory_order_relaxed);
+}
+
+// One mapping per segment and process. A forked child does not inherit it: what lies at these
+// addresses there is the child's own, so the child may neither use nor unmap it.
+std::shared_ptr<Mapping> map_once(Descriptor file, const std::string& name, uint64_t bytes) {
+  static Mutex mutex;
+  static std::map<std::tuple<uint32_t, dev_t, ino_t>, std::weak_ptr<Mapping>> mapped;
+  struct stat status {};
+  if (::fstat(file.get(), &status) != 0) throw io_error("cannot examine", name, errno);
+  const uint32_t made = forks();
+  const MutexLock lock(mutex);
+  std::erase_if(mapped, [](const auto& entry) { return entry.second.expired(); });
+  auto& entry = mapped[{made, status.st_dev, status.st_ino}];
+  std::shared_ptr<Mapping> mapping = entry.lock();
+  if (!mapping) {
+    auto unmap = [made](Mapping* m) {
+      if (made == forks()) delete m;
+    };
+    mapping = {new Mapping(Mapping::map(std::move(file), name, bytes).take()), std::move(unmap)};
+    ::madvise(mapping->data(), bytes, MADV_DONTFORK);
+    ::madvise(mapping->data(), bytes, MADV_DONTDUMP);
+    entry = mapping;
+  }
+  return mapping;
 }
 
 }  // namespace

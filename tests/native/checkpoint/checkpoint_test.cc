@@ -2,6 +2,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -162,6 +164,27 @@ TEST_F(CheckpointTest, OneImageServesManySaves) {
     EXPECT_EQ(content(path("f")), state_);
   }
   EXPECT_EQ(snapshot->capacity(), capacity);
+}
+
+TEST_F(CheckpointTest, AForkedChildLosesNoMemoryWithTheSnapshotOfItsParent) {
+  auto snapshot = snapshot_of(1 << 20);
+  snapshot->finish();
+  auto* const begin = const_cast<std::byte*>(snapshot->block(0).data());
+  const pid_t child = ::fork();
+  if (child == 0) {
+    // Where the parent's memory was, the system gives the child memory of its own if it may.
+    void* const own = ::mmap(begin, kBlock, PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+    const bool taken = own == begin;
+    if (taken) *begin = std::byte{1};
+    if (!taken && *begin != std::byte{0}) ::_exit(3);  // of the parent's state nothing
+    snapshot.reset();
+    ::_exit(taken && *begin != std::byte{1} ? 4 : 0);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+  EXPECT_TRUE(std::ranges::equal(snapshot->block(0).first(expected_.size()), expected_));
 }
 
 TEST_F(CheckpointTest, WritesBufferedWhereDirectIsRefused) {

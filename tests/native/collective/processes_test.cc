@@ -2,8 +2,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/mman.h>
 
+#include <cstdio>
 #include <filesystem>
+#include <fstream>
 
 #include "base/clock.h"
 #include "base/error.h"
@@ -153,6 +156,41 @@ TEST(Processes, AreToldWhyAnotherStoppedWaitingForTheRest) {
   EXPECT_THAT(told[0], HasSubstr("in vain for rank 2 to join"));
   EXPECT_EQ(told[1], told[0]);
   EXPECT_TRUE(directory.empty());
+}
+
+// Where this process has mapped files of the directory: one piece of addresses.
+std::pair<char*, size_t> mapped_from(const std::string& directory) {
+  std::ifstream maps("/proc/self/maps");
+  uintptr_t begin = 0, end = 0;
+  for (std::string line; std::getline(maps, line);) {
+    if (line.find(directory) == std::string::npos) continue;
+    uintptr_t from = 0, to = 0;
+    if (std::sscanf(line.c_str(), "%lx-%lx", &from, &to) != 2) continue;
+    if (begin == 0) begin = from;
+    end = to;
+  }
+  return {reinterpret_cast<char*>(begin), end - begin};
+}
+
+TEST(Processes, AForkedChildKeepsItsOwnMemoryWhereTheSegmentWas) {
+  const Directory directory;
+  const CommunicatorConfig config = directory.config();
+  auto communicator = std::make_unique<Communicator>(config);
+  const auto [begin, size] = mapped_from(config.directory);
+  ASSERT_GT(size, 0U);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    void* const own = ::mmap(begin, size, PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+    if (own != begin) ::_exit(3);
+    begin[0] = begin[size - 1] = 'x';
+    communicator.reset();
+    ::_exit(begin[0] == 'x' && begin[size - 1] == 'x' ? 0 : 4);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+  communicator->barrier();
 }
 
 TEST(Processes, LeaveTheirCommunicatorToTheirParent) {
