@@ -159,6 +159,7 @@ campaign: $(STAMPS)/checkers build
 
 lint: $(STAMPS)/checkers build
 	@echo "layers, public names, documentation, clang-format, ruff, mypy"
+	@scripts/stubs $(BIN)/python
 	@$(BIN)/python scripts/check-layers
 	@$(BIN)/python scripts/reference --check
 	@$(BIN)/python scripts/check-docs
@@ -167,7 +168,6 @@ lint: $(STAMPS)/checkers build
 	@git ls-files '*.cc' '*.h' '*.c' | xargs $(CLANG_FORMAT) --dry-run -Werror
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/python scripts/stubs --check
 	@$(BIN)/mypy
 
 docs: $(STAMPS)/requirements
@@ -177,7 +177,6 @@ docs: $(STAMPS)/requirements
 format:
 	@git ls-files '*.cc' '*.h' '*.c' | xargs $(CLANG_FORMAT) -i
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
-	@$(BIN)/python scripts/stubs
 
 clean:
-	rm -rf build $(VENV) nostall-demo nostall-bench python/nostall/_native*.so
+	rm -rf build $(VENV) nostall-demo nostall-bench python/nostall/_native*
