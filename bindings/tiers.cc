@@ -70,6 +70,18 @@ class PythonStore : public tier::Store {
   bindings::Held tier_;
 };
 
+// Both to attach and to leave may wait for other processes.
+std::shared_ptr<stage::NodeReader> make_reader(std::shared_ptr<const source::Source> source,
+                                               const std::string& job,
+                                               std::vector<tier::TierSpec> tiers) {
+  const nb::gil_scoped_release release;
+  return {new stage::NodeReader(std::move(source), job, std::move(tiers)),
+          [](stage::NodeReader* reader) {
+            const nb::gil_scoped_release release_too;
+            delete reader;
+          }};
+}
+
 nb::list read_all(stage::NodeReader& reader, const std::vector<uint64_t>& samples) {
   std::vector<std::span<std::byte>> into;
   nb::list out;
@@ -103,10 +115,7 @@ void bind_tiers(nb::module_& m) {
   nb::class_<NodeReader>(
       m, "NodeReader", "Samples in any order through a node's tiers (native/stage/node_reader.h).",
       nb::is_weak_referenceable())
-      .def(nb::init<std::shared_ptr<const source::Source>, const std::string&,
-                    std::vector<tier::TierSpec>>(),
-           nb::arg("source"), nb::arg("job"), nb::arg("tiers"),
-           nb::call_guard<nb::gil_scoped_release>())
+      .def(nb::new_(&make_reader), nb::arg("source"), nb::arg("job"), nb::arg("tiers"))
       .def("read", &read_all, nb::arg("samples"),
            nb::sig("def read(self, samples: list[int]) -> list[bytes]"),
            "The bytes of each sample.")

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <exception>
 #include <optional>
+#include <utility>
 
 #include "base/activity.h"
 #include "base/log.h"
@@ -89,24 +90,37 @@ void NodeReader::read(std::span<const uint64_t> samples,
     throw Error(ErrorKind::usage, "this reader belongs to process " + std::to_string(owner_pid_) +
                                       "; a forked child must make its own");
   }
-  std::vector<Wanted> open;
+  std::vector<Wanted> open, to_read;
   for (size_t i = 0; i < samples.size(); ++i) open.push_back({samples[i], into[i]});
   const auto deadline = std::chrono::steady_clock::now() + kPatience;
   while (!open.empty()) {
     const bool patient = std::chrono::steady_clock::now() < deadline;
-    std::vector<Wanted> to_read, left;
-    for (Wanted& wanted : open) {
-      const Next next = look(wanted, patient);
-      if (next == Next::read) to_read.push_back(wanted);
-      if (next == Next::wait) left.push_back(wanted);
+    try {
+      pass(open, to_read, patient);
+      if (!to_read.empty()) read_source(to_read);
+    } catch (...) {
+      for (const std::vector<Wanted>* some : {&open, &to_read}) {
+        for (const Wanted& w : *some) {
+          if (w.claimed) cache_->abandon(w.sample);
+        }
+      }
+      throw;
     }
-    if (!to_read.empty()) {
-      read_source(to_read);
-    } else if (!left.empty()) {
-      cache_->wait(left.front().sample, kSlice, {});
-    }
-    open = std::move(left);
+    if (to_read.empty() && !open.empty()) cache_->wait(open.front().sample, kSlice, {});
   }
+}
+
+// Moves what is to be read out of `open`, and takes away what a tier has.
+void NodeReader::pass(std::vector<Wanted>& open, std::vector<Wanted>& to_read, bool patient) {
+  to_read.clear();
+  to_read.reserve(open.size());  // before anything is claimed
+  size_t left = 0;
+  for (Wanted& wanted : open) {
+    const Next next = look(wanted, patient);
+    if (next == Next::read) to_read.push_back(std::exchange(wanted, {}));
+    if (next == Next::wait) open[left++] = wanted;
+  }
+  open.resize(left);
 }
 
 // Takes the sample if a tier has it; else claims its place, if that is free.
@@ -151,30 +165,25 @@ void NodeReader::read_source(std::span<Wanted> wanted) {
   const auto in_ram = [&](const Wanted& w) {
     return w.claimed && cache_->kind(w.sample) == tier::TierKind::ram;
   };
-  try {
-    std::unique_ptr<source::Reader> reader = take_reader();
-    for (const Wanted& w : wanted) {
-      requests.push_back({w.sample, in_ram(w) ? w.slot : w.into, 0, w.claimed});
-    }
-    {
-      const Activity reading;
-      reader->read(requests);
-      compare(*source_, sums_, requests, *reader, warned_);
-    }
+  std::unique_ptr<source::Reader> reader = take_reader();
+  for (const Wanted& w : wanted) {
+    requests.push_back({w.sample, in_ram(w) ? w.slot : w.into, 0, w.claimed});
+  }
+  {
+    const Activity reading;
+    reader->read(requests);
+    compare(*source_, sums_, requests, *reader, warned_);
+  }
+  {
     const MutexLock lock(mutex_);
     readers_.push_back(std::move(reader));
-  } catch (...) {
-    for (const Wanted& w : wanted) {
-      if (w.claimed) cache_->abandon(w.sample);
-    }
-    throw;
   }
   std::optional<Error> failed;
   for (size_t i = 0; i < wanted.size(); ++i) {
-    const Wanted& w = wanted[i];
+    Wanted& w = wanted[i];
     const source::ReadRequest& request = requests[i];
     if (request.error != 0) {
-      if (w.claimed) cache_->abandon(w.sample);
+      if (std::exchange(w.claimed, false)) cache_->abandon(w.sample);
       if (failed) continue;
       const bool wrong = request.error == source::kWrongBytes;
       failed.emplace(wrong ? ErrorKind::corruption : ErrorKind::io,
@@ -189,6 +198,7 @@ void NodeReader::read_source(std::span<Wanted> wanted) {
     } else if (w.claimed) {
       cache_->file_write(w.sample, w.into);
     }
+    w.claimed = false;
   }
   if (failed) throw Error(*failed);
 }

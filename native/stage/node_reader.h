@@ -47,6 +47,7 @@ class NodeReader {
  private:
   struct Wanted;
   enum class Next : uint8_t { done, read, wait };
+  void pass(std::vector<Wanted>& open, std::vector<Wanted>& to_read, bool patient);
   Next look(Wanted& wanted, bool patient);
   void read_source(std::span<Wanted> wanted);
   std::unique_ptr<source::Reader> take_reader();

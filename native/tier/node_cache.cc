@@ -590,6 +590,12 @@ void NodeCacheImpl::enter_member() {
   while (config_.any_member && own == Locked::elsewhere && me_ + 1 < config_.local_world) {
     own = lock_.try_lock(kFirstMember + ++me_, LockMode::exclusive);
   }
+  if (own == Locked::elsewhere && config_.any_member) {
+    throw Error(ErrorKind::usage, std::to_string(config_.local_world) +
+                                      " processes of this node share these tiers, and no more can: "
+                                      "read with fewer processes, or give some of them tiers of "
+                                      "their own (job=)");
+  }
   if (own == Locked::elsewhere) {
     const int pid = header_->members[me_].pid.load();
     throw Error(ErrorKind::usage, "local rank " + std::to_string(me_) + " of job \"" + config_.job +

@@ -730,6 +730,13 @@ class DataLoader:
                     'samples cannot travel between nodes with tiers= that are shared: leave peers="on" '
                     "out, or give each loader tiers of its own"
                 )
+            for name, default in (("sharing", "push"), ("assignment", "plan")):
+                if (given := getattr(self._options, name)) != default:
+                    raise UsageError(
+                        f"{name}={given!r} has no effect with tiers= that are shared, for each node "
+                        f'then reads for itself: leave {name}="{default}", or give each loader tiers '
+                        "of its own"
+                    )
             return None
         if peers in ("auto", "off") and not cluster.spans_nodes(world):
             return None

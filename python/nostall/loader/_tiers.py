@@ -96,11 +96,18 @@ class Tiers:
         self._name = f"{world.job} shared {self._whole.fingerprint:016x} {shapes}"
         self._held: list[_native.NodeReader] = []
         self._pid = 0
+        self._closed = False
         _ = self.native
 
     @property
     def native(self) -> _native.NodeReader:
-        """What reads through the tiers in this process."""
+        """What reads through the tiers in this process.
+
+        Raises:
+            UsageError: they were closed.
+        """
+        if self._closed:
+            raise UsageError(f"{self!r} are closed: make nostall.Tiers again, or close them later")
         if self._pid != os.getpid() or not self._held:
             # A reader holds its tiers, so that no other one has their ids.
             key = self._name, tuple(id(t.own) for t in self.specs if t.own is not None)
@@ -158,6 +165,7 @@ class Tiers:
 
     def close(self) -> None:
         """Leaves the tiers; they stay for others, and for loaders that have them."""
+        self._closed = True
         self._held.clear()
 
     def __enter__(self) -> Tiers:

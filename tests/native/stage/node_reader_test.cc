@@ -22,7 +22,10 @@ class Counted : public source::Source {
   std::span<const int64_t> labels() const override { return labels_; }
   uint64_t total_bytes() const override { return kSamples * kBytes; }
   uint64_t fingerprint() const override { return 9; }
-  std::string describe(uint64_t sample) const override { return "c" + std::to_string(sample); }
+  std::string describe(uint64_t sample) const override {
+    if (sample == nameless) throw std::bad_alloc();
+    return "c" + std::to_string(sample);
+  }
   std::unique_ptr<source::Reader> make_reader(source::ReaderKind, unsigned) const override {
     class Reader : public source::Reader {
      public:
@@ -47,6 +50,7 @@ class Counted : public source::Source {
   }
 
   mutable std::atomic<uint64_t> reads{0}, bad{kSamples};
+  uint64_t nameless = kSamples;
 
  private:
   std::vector<uint64_t> sizes_;
@@ -124,6 +128,16 @@ TEST_F(NodeReaders, AFailedReadIsNamedAndLeavesNoClaim) {
   expect(*reader, {5, 6});
   EXPECT_EQ(reader->taken(Origin::ram), 1u);
   EXPECT_EQ(reader->taken(Origin::source), 2u);
+}
+
+TEST_F(NodeReaders, AnExceptionLeavesNoClaim) {
+  auto reader = make(ram());
+  source_->bad = source_->nameless = 5;
+  EXPECT_THROW(expect(*reader, {4, 5, 6, 7}), std::bad_alloc);
+  source_->bad = source_->nameless = kSamples;
+  expect(*reader, {4, 5, 6, 7});
+  expect(*reader, {4, 5, 6, 7});
+  EXPECT_EQ(reader->taken(Origin::ram), 5u);  // 4 was kept before the exception
 }
 
 // Keeps sample 2 alone.

@@ -159,6 +159,20 @@ TEST_F(NodeCacheTest, AModestTierTakesNoMoreThanItLeaves) {
   EXPECT_TRUE(gets_memory(2, 12));
 }
 
+TEST_F(NodeCacheTest, AProcessMoreThanThereArePlacesForIsToldTheRemedy) {
+  NodeCacheConfig c = config(0, 2);
+  c.any_member = true;
+  const auto one = attach(c), other = attach(c);
+  try {
+    attach(c);
+    FAIL();
+  } catch (const Error& e) {
+    EXPECT_EQ(e.kind(), ErrorKind::usage);
+    EXPECT_NE(std::string(e.what()).find("read with fewer processes"), std::string::npos)
+        << e.what();
+  }
+}
+
 TEST_F(NodeCacheTest, NothingHasAName) {
   for (const TierKind kind : {TierKind::ram, TierKind::file}) {
     const auto a = attach(config(0, 2, kind)), b = attach(config(1, 2, kind));

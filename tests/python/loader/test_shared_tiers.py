@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import socket
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -134,6 +136,48 @@ def test_other_sources_and_bad_samples_are_refused(
             tiers.read([3])
         with pytest.raises(UsageError, match="cannot travel between nodes"):
             list(nostall.DataLoader(folder, 1, tiers=tiers, epochs=1, peers="on"))
+        for given in ({"sharing": "owners-read"}, {"assignment": "locality"}):
+            with pytest.raises(UsageError, match=f"{next(iter(given))}=.* has no effect"):
+                list(nostall.DataLoader(folder, 1, tiers=tiers, epochs=1, **given))
+
+
+def test_closed_tiers_are_not_entered_again(source: nostall.CustomSource) -> None:
+    tiers = nostall.Tiers(source, ["ram:1MiB"])
+    loader = nostall.DataLoader(source, 4, tiers=tiers, epochs=1, output="numpy")
+    batches = iter(loader)
+    next(batches)
+    tiers.close()
+    tiers.close()
+    with pytest.raises(UsageError, match=r"are closed: make nostall\.Tiers again"):
+        tiers.read([1])
+    assert len(list(batches)) == 9  # a loader that has them goes on
+
+
+def test_other_threads_go_on_while_one_leaves(source: nostall.CustomSource) -> None:
+    before = set(_abstract_sockets())
+    tiers = nostall.Tiers(source, ["ram:1MiB"], job="left slowly")
+    (giving,) = (n for n in set(_abstract_sockets()) - before if n.startswith("@nostall-"))
+    # Another process of the job has the turn: it ends when the one that leaves has come.
+    turn = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    turn.bind("\0" + giving[1:].rsplit("-", 1)[0] + "-turn")
+    turn.listen()
+    offered = []
+
+    def end_the_turn() -> None:
+        caller, _ = turn.accept()
+        offered.append(giving in _abstract_sockets())  # until it has left
+        turn.close()
+        caller.close()
+
+    holder = threading.Thread(target=end_the_turn)
+    holder.start()
+    tiers.close()
+    holder.join()
+    assert offered == [True]
+
+
+def _abstract_sockets() -> list[str]:
+    return [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
 
 
 # ------------------------------------------------------------------------- tiers of one's own
