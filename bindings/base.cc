@@ -50,7 +50,7 @@ void bind_base(nb::module_& m) {
       "kernels",
       [] {
         return std::map<std::string, std::string>{
-            {"checksums", crc32c_kernel()},
+            {"checksums", crc32c_kernels().front().name},
             {"images", image::kernels().name},
             {"orders", plan::KeyedPermutation::kernel()},
             {"reductions", collective::reduction_kernel()},

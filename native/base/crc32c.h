@@ -8,7 +8,7 @@
 namespace nostall {
 
 // CRC32C of `bytes`, continued from `crc` (0 to start). crc32c("123456789") == 0xE3069283.
-// Thread-safe. Cost: about 0.04 ns per byte with the instruction, 2 ns without.
+// Thread-safe. Cost: about 0.02 to 0.05 ns per byte with instructions for it, 2 ns without.
 uint32_t crc32c(std::span<const std::byte> bytes, uint32_t crc = 0) noexcept;
 
 // CRC32C of the `length` bytes between `before` and `after`, of which only `whole`, the CRC32C of
@@ -16,7 +16,13 @@ uint32_t crc32c(std::span<const std::byte> bytes, uint32_t crc = 0) noexcept;
 uint32_t crc32c_between(uint32_t whole, std::span<const std::byte> before, uint64_t length,
                         std::span<const std::byte> after) noexcept;
 
-// Which instruction crc32c uses here: "SSE4.2", "CRC32" (ARM) or "portable".
-const char* crc32c_kernel() noexcept;
+// A way to do it: "VPCLMULQDQ", "SSE4.2", "CRC32" (ARM) or "portable". `add` continues from the
+// complement of a CRC32C, and gives one.
+struct Crc32cKernel {
+  const char* name;
+  uint32_t (*add)(std::span<const std::byte> bytes, uint32_t complement) noexcept;
+};
+// Those that this machine has, the one that crc32c uses first.
+std::span<const Crc32cKernel> crc32c_kernels() noexcept;
 
 }  // namespace nostall

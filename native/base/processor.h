@@ -7,7 +7,8 @@ namespace nostall {
 struct Processor {
   bool crc32c = false;  // SSE4.2; on ARM the CRC32 extension
   bool avx2 = false;
-  bool avx512 = false;  // F and DQ
+  bool avx512 = false;      // F and DQ
+  bool wide_clmul = false;  // products without carries of 512 bits
 };
 
 // Of this machine, found at the first call. Thread-safe.

@@ -26,14 +26,18 @@ TEST(Crc32c, IsTheSameForEveryLengthAndBeginning) {
   std::vector<std::byte> all(30'000);
   Mt19937 random(5);
   for (std::byte& b : all) b = static_cast<std::byte>(random());
-  // Three blocks side by side, long and short, what is left of them, and a byte at a time.
-  for (const size_t size :
-       {7u, 767u, 768u, 769u, 1543u, 12'287u, 12'288u, 12'295u, 24'576u, 29'990u}) {
+  // Three blocks side by side, long and short, registers that are folded, what is left of them, and a
+  // byte at a time.
+  for (const size_t size : {7u, 255u, 256u, 257u, 511u, 512u, 767u, 768u, 769u, 1543u, 12'287u,
+                            12'288u, 12'295u, 24'576u, 29'990u}) {
     for (const size_t begin : {0u, 1u, 5u, 8u}) {
       const auto bytes = std::span<const std::byte>(all).subspan(begin, size);
       uint32_t crc = 0;
       for (const std::byte& b : bytes) crc = crc32c({&b, 1}, crc);
       EXPECT_EQ(crc32c(bytes), crc) << size << " from " << begin;
+      for (const Crc32cKernel& kernel : crc32c_kernels()) {
+        EXPECT_EQ(kernel.add(bytes, ~7u), ~crc32c(bytes, 7)) << kernel.name << " " << size;
+      }
     }
   }
 }
