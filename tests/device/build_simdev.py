@@ -18,18 +18,20 @@ import torch
 
 HERE = Path(__file__).resolve().parent / "simdev"
 BUILD = HERE.parents[2] / "build" / "simdev"
-SOURCES = ("runtime.cc", "backend.cc")
+SOURCES = ("runtime.cc", "backend.cc", "profiler.cc")
 
 
 def _command(source: str, to: Path) -> list[str]:
     where = Path(torch.__file__).parent
     compiler = shlex.split(os.environ.get("CXX", "g++"))
-    includes = [where / "include", where / "include" / "torch" / "csrc" / "api" / "include"]
+    include = where / "include"
+    includes = [include, include / "torch" / "csrc" / "api" / "include", include / "kineto"]
     return [
         *("nice", "-n", "5"),
         *compiler,
         *("-std=c++20", "-O1", "-fPIC", "-Wall", "-c", str(HERE / source), "-o", str(to)),
         *(word for path in includes for word in ("-isystem", str(path))),
+        "-DUSE_KINETO",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
     ]
 

@@ -12,6 +12,7 @@ such tests has functions case_*(), and is both: a test file, and the program tha
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,22 @@ def join(backend: str) -> None:
     size = int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(os.environ["CASES_STORE"], size)
     dist.init_process_group(backend, store=store, rank=int(os.environ["RANK"]), world_size=size)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Path]:
+    """In a case: a run of this process, recorded on the virtual clock."""
+    import simdev
+
+    import nostall
+
+    with tempfile.TemporaryDirectory() as place:
+        nostall.trace.start(place, rank=0)
+        simdev.virtual_time()
+        try:
+            yield Path(place)
+        finally:
+            nostall.trace.stop()
 
 
 def main(module: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from nostall import _native
+from nostall.base._device_clock import waiting
 from nostall.base._streams import on_stream
 from nostall.checkpoint._tree import Leaf
 from nostall.checkpoint._window import changes_of, tensors_of, torn_words
@@ -85,7 +86,9 @@ class DeviceCopies:
             later = [c for c in here if c.tensor.data_ptr() in late]
             follow(side, current)
             if now := [c for c in here if c.tensor.data_ptr() not in late]:
-                hold_back(current, self._copy(torch, side, now))
+                copied = self._copy(torch, side, now)
+                with waiting(torch, current, "checkpoint"):
+                    hold_back(current, copied)
             self._last.append(self._copy(torch, side, later) if later else now[-1].copied)
         filled = {c.pinned.data_ptr() for c in self._copies.values()}
         return [leaf if leaf.address in filled else _kept(leaf) for leaf in leaves]
@@ -154,7 +157,9 @@ class DeviceWindow:
         self.torn()
         left = [copy for address in addresses for _, copy in self._left.get(address, ())]
         for copied, device in {c.copied: c.tensor.device for c in left}.items():
-            hold_back(self._torch.accelerator.current_stream(device), copied)
+            current = self._torch.accelerator.current_stream(device)
+            with waiting(self._torch, current, "checkpoint"):
+                hold_back(current, copied)
         with self._lock:
             for address in addresses:
                 self._left.pop(address, None)

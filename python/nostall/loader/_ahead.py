@@ -132,6 +132,15 @@ class Place(Protocol):
 
     def begin(self) -> Sending: ...
 
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """The consumer waits inside for a batch; so does the device, once it has done the rest."""
+
+    def pause(self) -> None:
+        """The consumer takes no batch for a while."""
+
+    def waits(self) -> dict[str, float]:
+        """What the device waited for (`Stats.device`)."""
+
     def is_full(self, error: BaseException) -> bool:
         """Whether the error says that the device has no memory left."""
 
@@ -220,10 +229,11 @@ class Ahead:
             raise UsageError(
                 f"this loader belongs to process {self._process}; a forked child must make its own"
             )
-        try:
-            made, value, sending = self._ready.popleft()
-        except IndexError:
-            made, value, sending = self._next()
+        with self._place.waiting():
+            try:
+                made, value, sending = self._ready.popleft()
+            except IndexError:
+                made, value, sending = self._next()
         self._taken += sending.bytes
         if self._held_up:
             with self._changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -53,6 +54,15 @@ class Device:
 
     def is_full(self, error: BaseException) -> bool:
         return "RESOURCE_EXHAUSTED" in str(error)
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # JAX has no events
+
+    def pause(self) -> None:
+        """There are no steps."""
+
+    def waits(self) -> dict[str, float]:
+        return {}
 
 
 class Sending:

@@ -270,6 +270,8 @@ class DataLoader:
         self._ahead: Ahead | None = None  # of the last iteration
         self._closed = False
         self._recorder = Recorder(self.world.rank, self.world.world_size)
+        if self._recipe.place is not None:
+            self._recorder.device = self._recipe.place.waits
         self._finalizer = weakref.finalize(self, lambda: None)
 
     def _find_place(self) -> None:
@@ -455,6 +457,8 @@ class DataLoader:
                     )
                 # Nothing here refers to a batch that was handed out: its memory is the caller's.
                 yield self._hand_out(running, (epoch, index + 1), here, ahead)
+            if self._recipe.place is not None:
+                self._recipe.place.pause()
         finally:
             if ahead is not None:
                 ahead.close()

@@ -35,6 +35,7 @@ class Recorder:
         self._current: _Running | None = None
         self._record = _native.Record(_BATCHES)
         self.live: Callable[[Recorder, int, int, int], None] | None = None
+        self.device: Callable[[], dict[str, float]] = dict  # what its device waited for
 
     def totals(self) -> tuple[EpochStats, dict[str, int]]:
         """All epochs added up, and the most memory seen by pool. From any thread."""
@@ -114,6 +115,7 @@ class Recorder:
             loader=loader,
             sources=sources or {},
             seed=seed,
+            device=self.device(),
         )
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-FORMAT = 5
+FORMAT = 6
 
 T = TypeVar("T")
 
@@ -85,7 +85,9 @@ class Stats:
     of the loader within its process. `memory` holds the greatest number of bytes by pool, `peers` what
     was exchanged with other nodes (nothing on one node). `sources` has, for each source of a mixture,
     the "samples" that all ranks together took of it in the whole job, and the "epoch" of the source.
-    `seed` is the loader's, given or drawn.
+    `seed` is the loader's, given or drawn. `device` has, of a recorded run, the "steps" of the loader's
+    device, their "seconds" together on its own clock, and the seconds of them that it waited for
+    "input", "copy", "gradient" and "checkpoint".
     """
 
     rank: int
@@ -98,6 +100,7 @@ class Stats:
     loader: str = ""
     sources: dict[str, dict[str, int]] = field(default_factory=dict)
     seed: int | None = None
+    device: dict[str, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -164,6 +167,7 @@ class Stats:
                 loader=data["loader"],
                 sources=data["sources"],
                 seed=data["seed"],
+                device=data["device"],
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise CorruptionError(f"damaged statistics: {error}") from error
@@ -228,13 +232,39 @@ class Stats:
         if bad:
             some = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
             line += f"\nreplaced, because they cannot be used: {len(bad)} samples ({some})"
-        return line
+        return "\n".join([line, *device_lines(self.device)])
 
     def __str__(self) -> str:
         rows = [HEADINGS, *self.rows()]
         widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
         lines = ["  ".join(c.rjust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
         return "\n".join([*lines, self._bound_line()])
+
+
+# Cause of a wait of a device -> what is waited for.
+DEVICE_CAUSES = {
+    "input": "input",
+    "copy": "copies of batches",
+    "gradient": "gradients",
+    "checkpoint": "checkpoints",
+}
+
+
+def device_lines(device: dict[str, float]) -> list[str]:
+    """What a step takes on the device, and what it would take without each of its waits."""
+    steps = device.get("steps", 0)
+    if not steps:
+        return []
+
+    def per_step(seconds: float) -> str:
+        return f"{1e3 * seconds / steps:.3f} ms"
+
+    waits = {words: device[cause] for cause, words in DEVICE_CAUSES.items() if device[cause] > 0}
+    whole = device["seconds"]
+    parts = [f"without waits for {words} {per_step(whole - s)}" for words, s in waits.items()]
+    if len(waits) > 1:
+        parts.append(f"without any {per_step(whole - sum(waits.values()))}")
+    return [f"a step on the device takes {per_step(whole)}" + "".join(f", {p}" for p in parts)]
 
 
 # Columns of `Stats.rows`.
@@ -376,4 +406,8 @@ def merge(ranks: Sequence[Stats]) -> Stats:
             key=lambda counts: sum(c["samples"] for c in counts.values()),
         ),
         seed=ranks[0].seed,
+        device={
+            name: sum(s.device.get(name, 0) for s in ranks)
+            for name in dict.fromkeys(name for s in ranks for name in s.device)
+        },
     )

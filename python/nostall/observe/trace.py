@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from nostall import _native
 from nostall._version import __version__
+from nostall.base import _device_clock
 from nostall.base import _options as options
 from nostall.errors import Error, IoError, UsageError
 from nostall.job._world import find_world
@@ -94,6 +95,7 @@ def start(directory: str | os.PathLike[str], rank: int | None = None, world: int
             f"cannot make {home} for the trace: {error.strerror}; give another directory"
         ) from error
     stem = _claim(home, rank)
+    _device_clock.begin()
     _native.trace_start(str(home / f"{stem}.trace.json.gz"), rank, world)
     _run = _Run(home, stem)
     atexit.register(stop)
@@ -122,6 +124,7 @@ def stop() -> tuple[int, int, int] | None:
         return None
     for entry in list(_run.entries):
         _write(_run, entry)
+    _device_clock.settle(last=True)
     _run = None
     return _native.trace_stop()
 
@@ -201,6 +204,7 @@ def _write(run: _Run, entry: _Entry) -> None:
     if run.pid != os.getpid() or entry not in run.entries:
         return
     run.entries.remove(entry)
+    _device_clock.settle()
     path = run.directory / f"{run.stem}.{run.kept}.run.json"
     run.kept += 1
     loader = entry.loader()

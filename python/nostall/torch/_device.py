@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nostall.base._device_clock import end_step, waiting, waits_of
 from nostall.base._streams import on_stream
 from nostall.errors import UsageError
 from nostall.loader._ahead import Finish, aligned
@@ -97,6 +99,19 @@ class Device:
 
     def is_full(self, error: BaseException) -> bool:
         return isinstance(error, torch.OutOfMemoryError)
+
+    def current(self) -> torch.Stream:
+        """The stream of the device on which the calling thread computes."""
+        return torch.accelerator.current_stream(self.device)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return waiting(torch, self.current(), "input")
+
+    def pause(self) -> None:
+        end_step(torch, self.current())
+
+    def waits(self) -> dict[str, float]:
+        return waits_of(self.device)
 
     def numbers(self, finish: Finish) -> tuple[torch.Tensor, torch.Tensor]:
         """Scale and offset on the device."""
@@ -191,8 +206,9 @@ class Sending:
         return True
 
     def hand_over(self) -> None:
-        current = torch.accelerator.current_stream(self._to.device.index)
-        self.wait_on(current)
+        current = self._to.current()
+        with waiting(torch, current, "copy"):
+            self.wait_on(current)
         for tensor in self._tensors:
             use_on(tensor, current)
         self._tensors.clear()

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from nostall import _native
+from nostall.base._device_clock import waiting
 from nostall.base._streams import on_stream
 from nostall.errors import PeerError, UsageError
 from nostall.job._world import find_world
@@ -129,7 +130,10 @@ class _DeviceSync(GradientSync):
 
     def _mine(self) -> torch.Stream:
         """The stream that computes."""
-        return torch.accelerator.current_stream(self._place.device)
+        return self._place.current()
+
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+        return waiting(torch, self._mine(), "gradient")
 
     def _memory(self, count: int, kind: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(self._place.memory(count * kind.itemsize)).view(kind)
@@ -175,8 +179,9 @@ class StagedSync(_DeviceSync):
     def wait_for(self, i: int) -> None:
         if i not in self._tickets:
             return
-        self._tickets.pop(i).result()
-        self.engine.wait_for(i)
+        with self._waiting():
+            self._tickets.pop(i).result()
+            self.engine.wait_for(i)
         with on_stream(torch, self._side):
             self._submitted[i].copy_(self._slabs[i], non_blocking=True)
 
@@ -192,7 +197,8 @@ class StagedSync(_DeviceSync):
         self.engine.wait()
 
     def _store(self, numbers: Sequence[int]) -> None:
-        follow(self._mine(), self._side)
+        with self._waiting():
+            follow(self._mine(), self._side)
         super()._store(numbers)
 
     def close(self) -> None:
@@ -427,10 +433,11 @@ class CollectiveSync(_DeviceSync):
         if turn.buffer is None:
             return
         mine = self._mine()
-        if turn.work is not None:
-            arrive(turn.work)
-        else:
-            follow(mine, self._side)
+        with self._waiting():
+            if turn.work is not None:
+                arrive(turn.work)
+            else:
+                follow(mine, self._side)
         turn.work = None
         follow(self._side, mine)
         turn.counts = self._memory(len(turn.numbers), torch.float32)

@@ -33,6 +33,7 @@ def _load() -> ctypes.CDLL:
     library = ctypes.CDLL(str(build_simdev.built()))
     library.simdev_speed.argtypes = [ctypes.c_int, ctypes.c_double, ctypes.c_double]
     library.simdev_capacity.argtypes = [ctypes.c_int, ctypes.c_size_t]
+    library.simdev_pass_time.argtypes = [ctypes.c_double]
     library.simdev_fail_after.argtypes = [ctypes.c_uint64]
     library.simdev_call.argtypes = [
         *(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t),
@@ -141,6 +142,19 @@ def refuse_pinning(refuse: bool) -> None:
 def host_by_thread(each: bool) -> None:
     """Whether what one host thread waited for is unknown to the others."""
     _library.simdev_host_by_thread(int(each))
+
+
+def virtual_time() -> None:
+    """Until `release_all` tasks take no time: events have the time that they would have had.
+
+    Streams and the host begin at 0; the host's time goes on by `pass_time` alone.
+    """
+    _library.simdev_virtual_time()
+
+
+def pass_time(seconds: float) -> None:
+    """What any thread enqueues from now on begins so much later."""
+    _library.simdev_pass_time(seconds)
 
 
 def fail_after(tasks: int) -> None:

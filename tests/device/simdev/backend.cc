@@ -139,8 +139,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
       // Another thread may have seen them done: this one must know it too.
       for (const simdev::Event& event : list.back().second) simdev::query(event);
       list.pop_back();
-      simdev::push(stream, "poison", {}, 0,
-                   [address, bytes] { std::memset(simdev::reach(address), 0xff, bytes); });
+      simdev::poison(stream, address, bytes);
     } else {
       address = simdev::take_device(device, bytes);
       if (!address) {

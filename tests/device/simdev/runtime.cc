@@ -89,10 +89,12 @@ class Arena {
 };
 
 struct Task {
-  double seconds;
+  double seconds = 0;
+  double enqueued = 0;  // by the virtual clock
   std::function<void()> act;
   std::shared_ptr<Mark> waits_for;
   std::string name;
+  Done done;
 };
 
 struct Stream {
@@ -103,6 +105,7 @@ struct Stream {
   bool held = false;
   double operation_seconds = 0;
   double bytes_per_second = 0;  // 0: no limit
+  double time = 0;              // by the virtual clock, of what it has done
   Clock clock;
 };
 
@@ -150,9 +153,14 @@ struct State {
   std::vector<Clock> hosts{1};  // the first: of all threads together
   bool host_by_thread = false;
   bool refuse_pinning = false;
+  bool virtual_time = false;
+  double host_time = 0;  // by the virtual clock
+  double virtual_began = 0;
   bool guarding = true;
   uint64_t fail_after = 0;  // tasks until one fails; 0: none
   std::vector<std::string> reports;
+  bool logging = false;
+  std::vector<Done> log;
   Guards guards;
 };
 
@@ -370,10 +378,13 @@ void serve(Stream* stream) {
     stream->wake.wait(lock, [&] { return can_go_on(*stream); });
     Task task = std::move(stream->tasks.front());
     stream->tasks.pop_front();
+    stream->time = std::max(stream->time, task.enqueued) + task.seconds;
+    if (task.waits_for) stream->time = std::max(stream->time, task.waits_for->time);
     if (task.act) {
       stream->busy = true;
+      const double began = now();
       lock.unlock();
-      if (task.seconds > 0) {
+      if (task.seconds > 0 && !s.virtual_time) {
         std::this_thread::sleep_for(std::chrono::duration<double>(task.seconds));
       }
       std::string failure;
@@ -385,6 +396,13 @@ void serve(Stream* stream) {
       task.act = nullptr;  // what it holds may lock
       lock.lock();
       stream->busy = false;
+      if (s.logging && !task.done.name.empty()) {
+        const double end = s.virtual_time ? s.virtual_began + stream->time : now();
+        const double begin = s.virtual_time ? end - task.seconds : began;
+        task.done.begin = begin;
+        task.done.end = end;
+        s.log.push_back(std::move(task.done));
+      }
       if (!failure.empty()) s.reports.push_back(task.name + " failed: " + failure);
     }
     wake();
@@ -403,6 +421,7 @@ Stream& stream_of(int number) {
 }
 
 void enqueue(Stream& stream, Task task) {
+  task.enqueued = state().host_time;
   stream.tasks.push_back(std::move(task));
   if (!stream.busy && can_go_on(stream)) stream.wake.notify_one();
 }
@@ -412,13 +431,14 @@ std::shared_ptr<Mark> mark_of(int number) {
   auto mark = std::make_shared<Mark>();
   join(stream.clock, host_clock());
   mark->clock = stream.clock;
-  Task task{0,
-            [mark] {
-              const auto lock = locked();
-              mark->seconds = now();
-              mark->done = true;
-            },
-            nullptr, "event"};
+  Task task;
+  task.act = [mark, &stream] {
+    const auto lock = locked();
+    mark->time = stream.time;
+    mark->seconds = state().virtual_time ? mark->time : now();
+    mark->done = true;
+  };
+  task.name = "event";
   enqueue(stream, std::move(task));
   return mark;
 }
@@ -523,7 +543,22 @@ void push(int number, const std::string& name, const std::vector<Range>& touched
   if (guarded) guard(*guarded, timeline, count);
   double seconds = stream.operation_seconds;
   if (stream.bytes_per_second > 0) seconds += static_cast<double>(bytes) / stream.bytes_per_second;
-  enqueue(stream, {seconds, std::move(act), nullptr, label});
+  Task task;
+  task.seconds = seconds;
+  task.act = std::move(act);
+  task.name = label;
+  if (s.logging) task.done = {name, stream.device, number, bytes, 0, 0};
+  enqueue(stream, std::move(task));
+}
+
+void poison(int number, void* address, size_t bytes) {
+  const auto lock = locked();
+  Stream& stream = stream_of(number);
+  join(stream.clock, host_clock());
+  Task task;
+  task.act = [=] { std::memset(reach(address), 0xff, bytes); };
+  task.name = "poison";
+  enqueue(stream, std::move(task));
 }
 
 bool is_guarded(const void* address, size_t bytes) {
@@ -572,7 +607,10 @@ void block(const Event& event, int number) {
   if (!event.mark) return;
   Stream& stream = stream_of(number);
   join(stream.clock, event.mark->clock);
-  enqueue(stream, {0, nullptr, event.mark, "wait"});
+  Task task;
+  task.waits_for = event.mark;
+  task.name = "wait";
+  enqueue(stream, std::move(task));
 }
 
 bool query(const Event& event) {
@@ -596,6 +634,18 @@ double milliseconds(const Event& from, const Event& to) {
 }
 
 bool is_forked() { return forked; }
+
+void start_log() {
+  const auto lock = locked();
+  state().log.clear();
+  state().logging = true;
+}
+
+std::vector<Done> stop_log() {
+  const auto lock = locked();
+  state().logging = false;
+  return std::move(state().log);
+}
 
 void report(const std::string& what) {
   const auto lock = locked();
@@ -637,6 +687,21 @@ void simdev_host_by_thread(int each) {
   state().host_by_thread = each != 0;
 }
 
+// From now on tasks take no time, and events have the time that they would have taken.
+void simdev_virtual_time() {
+  const auto lock = locked();
+  State& s = state();
+  s.virtual_time = true;
+  s.virtual_began = now();
+  s.host_time = 0;
+  for (auto& stream : s.streams) stream->time = 0;
+}
+
+void simdev_pass_time(double seconds) {
+  const auto lock = locked();
+  state().host_time += seconds;
+}
+
 void simdev_fail_after(uint64_t tasks) {
   const auto lock = locked();
   state().fail_after = tasks;
@@ -650,7 +715,7 @@ void simdev_reset() {
     stream->operation_seconds = stream->bytes_per_second = 0;
   }
   for (size_t& bytes : s.capacity) bytes = kArena;
-  s.refuse_pinning = s.host_by_thread = false;
+  s.refuse_pinning = s.host_by_thread = s.virtual_time = false;
   s.fail_after = 0;
   wake();
 }

@@ -37,6 +37,7 @@ struct Mark {
   bool done = false;
   Clock clock;
   double seconds = 0;
+  double time = 0;  // by the virtual clock
 };
 
 struct Event {
@@ -60,6 +61,9 @@ int device_of_stream(int stream);
 // `guarded` is pinned memory that the host must leave alone until it has waited for the task.
 void push(int stream, const std::string& name, const std::vector<Range>& touched, size_t bytes,
           std::function<void()> act, const Range* guarded = nullptr);
+// Fills memory that is taken again, so that early reads are seen: no real device does, and it takes
+// no time.
+void poison(int stream, void* address, size_t bytes);
 // Whether a task that no host thread has waited for uses this pinned memory.
 bool is_guarded(const void* address, size_t bytes);
 bool query(int stream);
@@ -71,6 +75,16 @@ void block(const Event& event, int stream);
 bool query(const Event& event);
 void synchronize(const Event& event);
 double milliseconds(const Event& from, const Event& to);
+
+// What streams did between the two calls, in seconds of the monotonic clock.
+struct Done {
+  std::string name;
+  int device = 0, stream = 0;
+  size_t bytes = 0;
+  double begin = 0, end = 0;
+};
+void start_log();
+std::vector<Done> stop_log();
 
 bool is_forked();  // a child of the process that has the device
 void report(const std::string& what);

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import nostall
+from nostall.base import _device_clock
 from nostall.checkpoint import _device
 
 COUNT = 5000
@@ -201,6 +202,34 @@ def case_what_no_optimizer_changes_is_waited_for_at_once() -> None:
             assert found["weight"].eq(-3 * step).all()
             assert found["mean"].eq(step).all() and found["other"].eq(step).all()
     assert simdev.reports() == []
+
+
+def case_a_save_is_waited_for_on_the_devices_clock() -> None:
+    import simdev
+
+    with cases.recorded(), checkpointer() as made:
+        copying, stream = begun(made), torch.accelerator.current_stream()
+        weight = torch.nn.Parameter(torch.zeros(COUNT, device="simdev"))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        made.attach(optimizer)
+        weight.grad = torch.zeros_like(weight)
+        other = torch.zeros(1, device="simdev")
+        simdev.speed(0.006, stream=copying)
+        for step, window in ((1, False), (2, True)):
+            with _device_clock.waiting(torch, stream, "input"):
+                pass
+            made.save({"weight": weight}, step, window=window)
+            simdev.speed(0.004)
+            simdev.call("compute", other, lambda host: None)
+            simdev.speed(0)
+            optimizer.step()
+            made.wait()
+        _device_clock.end_step(torch, stream)
+        _device_clock.settle()
+        waits = _device_clock.waits_of(stream.device)
+    # The first is waited for at once, the second, beside which 4 ms are computed, by the update.
+    assert waits["checkpoint"] == pytest.approx(0.006 + 0.002)
+    assert waits["seconds"] == pytest.approx(0.010 + 0.006)
 
 
 def case_two_threads_that_save() -> None:

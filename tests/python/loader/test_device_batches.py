@@ -29,6 +29,10 @@ import nostall
 from nostall import fields as f
 from nostall import transforms as t
 from nostall.errors import UsageError
+from nostall.loader._ahead import Ahead
+from nostall.observe._stats import Stats
+from nostall.observe.report import _run as runs
+from nostall.observe.report import _run_page as run_page
 from nostall.torch import copy_into
 
 SIZE = (24, 32)
@@ -762,6 +766,87 @@ def case_a_second_device() -> None:
         images, labels = next(iter(source))
         assert images.device.index == labels.device.index == 1
         assert torch.accelerator.current_device_index() == 0
+
+
+# ---------------------------------------------------------------------------- what is waited for
+
+
+def kept(place: Path) -> Stats:
+    """What the loader of the run left."""
+    nostall.trace.stop()
+    return runs.read(place).stats[0]
+
+
+def stepped(source: Any, copy: float, compute: float) -> None:
+    """An epoch in which each batch takes so long to copy, and each step to compute."""
+    import simdev
+
+    weight = torch.ones(1, device="simdev")
+    batches = iter(source)
+    simdev.speed(copy / 2, stream=source._recipe.place.stream)  # images and labels
+    simdev.speed(compute)
+    for _ in batches:
+        simdev.call("compute", weight, lambda host: None)
+
+
+def case_waits_for_copies_on_the_devices_clock() -> None:
+    with cases.recorded() as place:
+        with loader([t.Resize(SIZE)], device="simdev", size=8) as source:
+            stepped(source, copy=0.008, compute=0.005)
+        stats = kept(place)
+    # The first batch is waited for wholly, each later one for the 3 ms that its copy takes longer.
+    assert stats.device == pytest.approx(
+        {"steps": 5, "seconds": 0.045, "input": 0, "copy": 0.020, "gradient": 0, "checkpoint": 0}
+    )
+    assert (
+        "a step on the device takes 9.000 ms, without waits for copies of batches 5.000 ms"
+        in str(stats)
+    )
+
+
+def case_copies_that_are_hidden_are_not_waited_for() -> None:
+    with cases.recorded() as place:
+        with loader([t.Resize(SIZE)], device="simdev", size=8) as source:
+            stepped(source, copy=0.002, compute=0.005)
+        waits = kept(place).device
+    assert waits["copy"] == pytest.approx(0.002) and waits["seconds"] == pytest.approx(0.027)
+
+
+def case_waits_for_input_on_the_devices_clock() -> None:
+    import simdev
+
+    asked = threading.Semaphore(0)
+
+    def late(samples: list[Any]) -> torch.Tensor:
+        assert asked.acquire(timeout=100)
+        return torch.zeros(len(samples))
+
+    def slow(ahead: Ahead) -> Any:
+        simdev.pass_time(0.020)  # until the batch is there
+        asked.release()
+        return wait(ahead)
+
+    wait = Ahead._next
+    with cases.recorded() as place, mock.patch.object(Ahead, "_next", slow):
+        with loader(np.asarray, collate=late, device="simdev", size=8) as source:
+            stepped(source, copy=0.008, compute=0.005)
+        stats = kept(place)
+        found = runs.read(place)
+    # 20 ms and then, behind 5 ms of computing and 8 ms of copying, 7 ms.
+    assert stats.device == pytest.approx(
+        {"steps": 5, "seconds": 0.113, "input": 0.048, "copy": 0.040, "gradient": 0,
+         "checkpoint": 0}
+    )  # fmt: skip
+    assert "A step on the device takes 22.600 ms" in runs.words(found)
+    assert "without waits for input 13.000 ms" in runs.words(found)
+    assert "without any 5.000 ms" in runs.words(found)
+    (digest,) = (rank.digest for rank in found.ranks)
+    assert digest is not None
+    lane = digest.category("device simdev:0")
+    assert lane["step"].seconds == pytest.approx(0.113)
+    assert lane["input"].seconds == pytest.approx(0.048)
+    page = run_page.page([found])
+    assert "What each device did" in page and "rank 0, simdev:0" in page
 
 
 # ---------------------------------------------------------------------------- for pytest

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nostall.base import _device_clock
 from nostall.errors import UsageError
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -386,6 +387,33 @@ def case_a_step_returns_before_its_reductions() -> None:
         assert not stream.query()
     torch.accelerator.synchronize()
     assert simdev.reports() == []
+
+
+def case_gradients_are_waited_for_on_the_devices_clock() -> None:
+    import simdev
+
+    for staged in ({}, STAGED):
+        model = net()
+        optimizer = made(model, threshold=1 << 20, **staged)
+        loss_of(model, 0).backward()  # before the clock begins: all streams are there
+        optimizer.step()
+        with cases.recorded():
+            sync, tasks = optimizer.gradient_sync, 0
+            slow = sync._side if staged else collective_stream()
+            simdev.speed(0.007, stream=slow)
+            mine = torch.accelerator.current_stream()
+            for step in range(1, 3):
+                with _device_clock.waiting(torch, mine, "input"):
+                    optimizer.zero_grad()
+                # Its reductions, or the copies of each gradient to the host and back.
+                tasks += 2 * len(list(model.parameters())) if staged else len(sync._groups)
+                loss_of(model, step).backward()
+                optimizer.step()
+            _device_clock.end_step(torch, mine)
+            _device_clock.settle()
+            waits = _device_clock.waits_of(mine.device)
+        assert waits["gradient"] == waits["seconds"] == pytest.approx(tasks * 0.007), staged
+        simdev.release_all()
 
 
 # ---------------------------------------------------------------------------- without one of them

@@ -94,6 +94,10 @@ class Digest:
         """All kinds of a category."""
         return {name: s for (c, name), s in self.spans.items() if c == category}
 
+    def devices(self) -> list[str]:
+        """Those whose waits were recorded."""
+        return sorted({c.removeprefix("device ") for c, _ in self.spans if c.startswith("device ")})
+
     @property
     def seconds(self) -> float:
         """From the first event to the last one's end."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nostall.errors import CorruptionError, Error, UsageError
-from nostall.observe._stats import Stats, by_loader
+from nostall.observe._stats import Stats, by_loader, device_lines
 from nostall.observe.report import _digest as digest
 from nostall.observe.report._digest import CAUSES, Digest
 from nostall.observe.timelines import Analysis, analyze, is_trace
@@ -152,6 +152,14 @@ class Run:
         return self._phase("checkpoint")
 
     @property
+    def device(self) -> dict[str, float]:
+        """Steps of the ranks' devices and their waits; loaders of one rank share its device."""
+        ranks = [
+            next((x.stats.device for x in r.loaders if x.stats.device), {}) for r in self.ranks
+        ]
+        return {n: sum(d[n] for d in ranks if d) for d in ranks for n in d}
+
+    @property
     def waited(self) -> float:
         """Share of the run in which ranks waited for anything that was recorded."""
         return self.data + (self.peers or 0.0) + (self.checkpoints or 0.0)
@@ -261,4 +269,6 @@ def words(run: Run) -> str:
         shares = {r.rank: sum(r.waits().values()) / r.seconds for r in run.ranks if r.seconds}
         most = max(shares, key=lambda r: shares[r])
         text += f" Rank {most} waited longest for data: {percent(shares[most])}."
-    return text
+    return " ".join(
+        [text, *(f"{line[:1].upper()}{line[1:]}." for line in device_lines(run.device))]
+    )

@@ -12,9 +12,9 @@ import numpy as np
 
 from nostall.base._sizes import format_bytes
 from nostall.errors import IoError, UsageError
-from nostall.observe._stats import HEADINGS, ORIGINS, Stats, merge
+from nostall.observe._stats import DEVICE_CAUSES, HEADINGS, ORIGINS, Stats, device_lines, merge
 from nostall.observe.report._advice import Advice, advise
-from nostall.observe.report._digest import CAUSES, FETCHING, Digest
+from nostall.observe.report._digest import CAUSES, FETCHING, Digest, Spans
 from nostall.observe.report._drawing import Line, Part, bar, legend, lines, spans, stacks
 from nostall.observe.report._parts import document, folded, section, table
 from nostall.observe.report._run import CAUSE_NAMES, Loader, Rank, Run, percent, words
@@ -28,6 +28,8 @@ _STALLS = "Samples and origins over time"
 WAITS = {**{c: CAUSE_NAMES[c] for c in CAUSES}, "peers": "other ranks", "checkpoint": "checkpoints"}
 _ORIGIN_NAMES = {"ram": "RAM tier", "file": "file tier", "peer": "other nodes", "source": "source"}
 _ORIGIN_COLOURS = {"ram": "ram", "file": "file", "peer": "peer", "source": "source"}
+_DEVICE_COLOURS = {"input": "data", "copy": "tier", "gradient": "peers", "checkpoint": "checkpoint"}
+_SEEN = 0.002  # of a slot
 _LITTLE = 0.02  # of the time: who waits less has nothing to gain
 _SLOTS = 100
 _LANES = 32
@@ -119,6 +121,7 @@ def _whole(run: Run, name: str) -> list[str]:
         section("Where the time went", _shares(run), _cards(run, groups)),
         section("What to change", _changes(run)),
         section("What each rank did", _lanes(run), _ranks(run)),
+        section("What each device did", _devices(run)),
     ]
     digests = [r.digest for r in run.ranks if r.digest is not None]
     if digests:
@@ -237,28 +240,14 @@ def _lanes(run: Run) -> str:
     edges, zero = _slots(digests)
     lanes = []
     for d in digests:
-        left = np.ones(_SLOTS)
-        columns: list[list[Part]] = [[] for _ in range(_SLOTS)]
-        for colour, name, kinds in (
-            ("data", "data", {"wait for batch": d.of("data", "wait for batch")}),
-            ("peers", "other ranks", d.category("peers")),
-            ("checkpoint", "checkpoints", d.category("checkpoint")),
-        ):
-            share = np.zeros(_SLOTS)
-            for spans_of in kinds.values():
-                share += spans_of.active(edges[:-1] + zero - d.origin, edges[1:] + zero - d.origin)
-            share = np.clip(share, 0.0, left)
-            left -= share
-            for column, amount in zip(columns, share.tolist(), strict=True):
-                if amount > 0.002:
-                    column.append(Part(colour, name, amount))
-        ran = np.clip(
-            (d.seconds - (edges[:-1] + zero - d.origin)) / (edges[1] - edges[0]), 0.0, 1.0
-        )
-        for column, amount in zip(columns, (left - (1.0 - ran)).tolist(), strict=True):
-            if amount > 0.002:
-                column.append(Part("compute", "compute and all else", amount))
-        lanes.append((f"rank {d.rank}", columns))
+        waits = [
+            (Part("data", "data", 0.0), [d.of("data", "wait for batch")]),
+            (Part("peers", "other ranks", 0.0), list(d.category("peers").values())),
+            (Part("checkpoint", "checkpoints", 0.0), list(d.category("checkpoint").values())),
+        ]
+        begin = edges[:-1] + zero - d.origin
+        ran = np.clip((d.seconds - begin) / (edges[1] - edges[0]), 0.0, 1.0)
+        lanes.append((f"rank {d.rank}", _columns(begin, edges, waits, ran)))
     note = f"<p>{len(shown)} of {len(run.ranks)} ranks, those that waited longest for data.</p>"
     names = [("compute", "compute and all else"), ("data", "waits for data"),
              ("peers", "waits for other ranks"), ("checkpoint", "waits for checkpoints")]  # fmt: skip
@@ -266,6 +255,61 @@ def _lanes(run: Run) -> str:
         (note if len(run.ranks) > len(shown) else "")
         + legend(names)
         + stacks("What each rank did over time", lanes, float(edges[-1]))
+    )
+
+
+def _columns(
+    begin: Any, edges: Any, waits: Sequence[tuple[Part, Sequence[Spans]]], ran: Any
+) -> list[list[Part]]:
+    """Of each slot: the share of each wait, and the rest of the share that `ran`."""
+    left = np.ones(_SLOTS)
+    columns: list[list[Part]] = [[] for _ in range(_SLOTS)]
+    end = begin + (edges[1] - edges[0])
+    for part, found in waits:
+        share = np.clip(sum(s.active(begin, end) for s in found) + np.zeros(_SLOTS), 0.0, left)
+        left -= share
+        for column, amount in zip(columns, share.tolist(), strict=True):
+            if amount > _SEEN:
+                column.append(part._replace(amount=amount))
+    for column, amount in zip(columns, (left - (1.0 - ran)).tolist(), strict=True):
+        if amount > _SEEN:
+            column.append(Part("compute", "compute and all else", amount))
+    return columns
+
+
+def _devices(run: Run) -> str:
+    """What each device did in each slot of time, on its own clock, and what its steps wait for."""
+    digests = [r.digest for r in _shown(run.ranks) if r.digest is not None]
+    there = [(d, name) for d in digests for name in d.devices()]
+    if not there:
+        return ""
+    edges, zero = _slots(digests)
+    lanes, rows = [], []
+    for d, name in there:
+        of = {cause: d.of(f"device {name}", cause) for cause in ("step", *DEVICE_CAUSES)}
+        begin = edges[:-1] + zero - d.origin
+        waits = [
+            (Part(_DEVICE_COLOURS[cause], words, 0.0), [of[cause]])
+            for cause, words in DEVICE_CAUSES.items()
+        ]
+        stepped = np.clip(of["step"].active(begin, begin + (edges[1] - edges[0])), 0.0, 1.0)
+        lanes.append((f"rank {d.rank}, {name}", _columns(begin, edges, waits, stepped)))
+        steps = max(1, len(of["step"].begin))
+        whole = of["step"].seconds
+        times = [whole, *(whole - of[cause].seconds for cause in DEVICE_CAUSES)]
+        rows.append(
+            (f"{d.rank}, {name}", str(len(of["step"].begin)),
+             *(f"{1e3 * seconds / steps:.3f} ms" for seconds in times))
+        )  # fmt: skip
+    names = [(_DEVICE_COLOURS[c], f"waits for {words}") for c, words in DEVICE_CAUSES.items()]
+    headings = (
+        "rank, device", "steps", "a step", *(f"without {w}" for w in DEVICE_CAUSES.values())
+    )  # fmt: skip
+    return (
+        "".join(f"<p>{_capital(html.escape(line))}.</p>" for line in device_lines(run.device))
+        + legend([("compute", "compute and all else"), *names])
+        + stacks("What each device did over time", lanes, float(edges[-1]))
+        + folded(table(headings, rows))
     )
 
 
@@ -346,7 +390,7 @@ def _phases(digests: Sequence[Digest]) -> str:
     kinds: dict[tuple[str, str], float] = {}
     for d in digests:
         for (category, name), found in d.spans.items():
-            if category != "data":
+            if category != "data" and not category.startswith("device "):
                 kinds[category, name] = kinds.get((category, name), 0.0) + found.seconds
     if not kinds:
         return ""
