@@ -245,7 +245,8 @@ void Loader::Run::read_light(std::span<const Fetch> group, Fetcher& fetcher) {
       const Work work = group[i].work;
       const source::ReadRequest& request = requests[i];
       if (request.error != 0) {
-        handle_bad(work, source::read_error_text(request), &fetcher.scratch, fetcher.reader);
+        handle_unread(work, request.error, source::read_error_text(request), &fetcher.scratch,
+                      fetcher.reader);
         continue;
       }
       read += request.into.size();
@@ -580,7 +581,7 @@ void Loader::Run::read_source(std::span<Fetch* const> fetches, Fetcher& fetcher,
     if (request.error == 0) {
       keep_copy(f, kept);
     } else if (!transformed()) {
-      handle_bad(f.work, why, nullptr, reader);
+      handle_unread(f.work, request.error, why, nullptr, reader);
     }
     finished.push_back(f.work);
   }

@@ -181,6 +181,9 @@ class Loader::Run {
   // empty span, and the item's error, if they cannot be read.
   std::span<const std::byte> checked_view(Task::Item& item, source::Reader& reader);
   // Puts another sample in the place of a bad one, or records the error of the batch.
+  // A sample whose bytes could not be read, for `error`.
+  void handle_unread(Work work, int error, const std::string& why, fields::Scratch* scratch,
+                     source::Reader& reader);
   void handle_bad(Work work, const std::string& reason, fields::Scratch* scratch,
                   source::Reader& reader);
   // Records the error of the batch: it is not the sample that is bad.

@@ -122,7 +122,7 @@ void Loader::Run::transform(Work work, fields::Scratch& scratch, source::Reader&
   std::span<const std::byte> bytes;
   if (item.read_error == 0) bytes = checked_view(item, reader);
   if (item.read_error != 0) {
-    handle_bad(work, item.read_why, &scratch, reader);
+    handle_unread(work, item.read_error, item.read_why, &scratch, reader);
   } else {
     const auto result = unpack(work, item.sample, bytes, scratch);
     if (!result && result.error().kind() == ErrorKind::corruption) {
@@ -222,6 +222,17 @@ void Loader::Run::fail(Task& task, plan::SampleId sample, const Error& error) {
   const std::string name = config_.source->describe(sample) + " (sample " + std::to_string(sample);
   const MutexLock lock(mutex_);
   if (!task.error) task.error.emplace(error.kind(), name + "): " + error.what());
+}
+
+void Loader::Run::handle_unread(Work work, int error, const std::string& why,
+                                fields::Scratch* scratch, source::Reader& reader) {
+  if (error != EFAULT) return handle_bad(work, why, scratch, reader);
+  fail(*work.task, work.task->items[work.index].sample,
+       Error(ErrorKind::io,
+             "memory of the loader cannot be written (" + why +
+                 "), for another part of the program has closed or unmapped it: the file is not at "
+                 "fault",
+             error));
 }
 
 void Loader::Run::handle_bad(Work work, const std::string& reason, fields::Scratch* scratch,

@@ -48,6 +48,7 @@ class MemorySource : public source::Source {
   void pretend(uint64_t sample, uint64_t size) { sizes_[sample] = size; }
 
   std::set<uint64_t> broken;
+  int error = EIO;  // of those
   std::chrono::microseconds delay{0};
   std::function<void()> before_read;
   mutable std::atomic<uint64_t> reads{0};
@@ -62,7 +63,7 @@ class MemorySource : public source::Source {
       for (auto& r : requests) {
         ++source_.reads;
         ASSERT_EQ(r.into.size(), source_.sizes_[r.sample]);
-        r.error = source_.broken.contains(r.sample) ? EIO : 0;
+        r.error = source_.broken.contains(r.sample) ? source_.error : 0;
         std::memset(r.into.data(), static_cast<int>(r.sample % 251), r.into.size());
       }
     }
@@ -359,16 +360,42 @@ TEST(Loader, SubstitutesTheSameSampleEveryTime) {
   EXPECT_EQ(replacements.size(), 1u);
 }
 
-TEST(Loader, RefusesAPlanForAnotherSource) {
-  LoaderConfig config = config_for(std::make_shared<MemorySource>(20), 4, 1);
-  config.job.samples = 21;
-  EXPECT_THROW(Loader loader(std::move(config)), Error);
-}
-
 std::shared_ptr<const fields::Program> small_images() {
   const std::vector<image::Step> steps{image::Resize{8, 8}};
   return std::make_shared<const fields::Program>(
       fields::Program::of_image(image::Pipeline::compile(steps)));
+}
+
+// A system call into memory that a device has closed fails, whatever the file is like.
+TEST(Loader, MemoryThatCannotBeWrittenIsNoFaultOfTheFile) {
+  for (const OnError policy : {OnError::raise, OnError::substitute}) {
+    for (const bool images : {false, true}) {
+      const auto source = std::make_shared<MemorySource>(20);
+      for (uint64_t i = 0; i < 20; ++i) source->broken.insert(i);
+      source->error = EFAULT;
+      LoaderConfig config = config_for(source, 4, 1);
+      config.on_error = policy;
+      if (images) config.program = small_images();
+      Loader loader(std::move(config));
+      try {
+        loader.next(10s);
+        FAIL() << "no error";
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::io);
+        const std::string what = error.what();
+        EXPECT_NE(what.find("memory of the loader cannot be written (Bad address)"),
+                  std::string::npos)
+            << what;
+        EXPECT_EQ(what.find("repair"), std::string::npos) << what;
+      }
+    }
+  }
+}
+
+TEST(Loader, RefusesAPlanForAnotherSource) {
+  LoaderConfig config = config_for(std::make_shared<MemorySource>(20), 4, 1);
+  config.job.samples = 21;
+  EXPECT_THROW(Loader loader(std::move(config)), Error);
 }
 
 // Its readers cannot be made, as io_uring's cannot where the kernel forbids it.
