@@ -705,6 +705,14 @@ class DataLoader:
         """Epoch and batch after the last batch handed out."""
         return self._position
 
+    @property
+    def batches_left(self) -> int:
+        """Batches between the position and the end of an iteration: 0 once the last was handed out."""
+        epoch, batch = self._position
+        if self._options.steps is not None:
+            return self._options.steps - (epoch * self._batches + batch)
+        return self._plan.batches_in(epoch) - batch if epoch < self._last_epoch else 0
+
     def _make_spec(self) -> _native.JobSpec:
         self._planned: dict[str, Any] = {
             "samples": len(self.dataset),

@@ -1,6 +1,9 @@
 """nostall inside other programs: each module is imported by the program that it serves.
 
-dlio    a data loader and a reader of checkpoints for the DLIO benchmark
+accelerate      the loader that Hugging Face Accelerate prepares
+dlio            a data loader and a reader of checkpoints for the DLIO benchmark
+hugging_face    the batches and the checkpoints of Hugging Face's Trainer
+torch_loader    an object of torch's class, for Keras and others
 """
 
 __all__: list[str] = []

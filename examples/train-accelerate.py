@@ -1,0 +1,72 @@
+"""Hugging Face Accelerate: gradients of several batches, a state in the middle of an epoch.
+
+    python examples/make-data.py /data
+    accelerate launch --cpu --num_processes 2 examples/train-accelerate.py /data
+
+The folder has images/.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+import nostall
+from nostall import transforms as t
+from nostall.plugins.accelerate import Loader
+
+EPOCHS, BATCH, ACCUMULATED = 2, 2, 3
+
+
+def make(root):
+    paths = sorted(Path(root, "images").glob("*.jpg"))
+    data = nostall.FileList(paths, range(len(paths)))
+    steps = [t.Resize((32, 32)), t.RandomHorizontalFlip(), t.ToTensor()]
+    loader = nostall.DataLoader(data, BATCH, epochs=EPOCHS, seed=0, transforms=steps)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 14))
+    return model, torch.optim.SGD(model.parameters(), lr=0.01), Loader(loader)
+
+
+def train(root, folder, stop=None, resume=False):
+    """The labels and losses of each batch, and after which of them the weights changed."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED)
+    model, optimizer, loader = accelerator.prepare(*make(root))
+    if resume:
+        accelerator.load_state(folder)
+    seen = []
+    first = loader.loader.position[0]
+    for _ in range(first, EPOCHS):
+        for images, labels in loader:
+            with accelerator.accumulate(model):
+                loss = torch.nn.functional.cross_entropy(model(images), labels)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append((labels.tolist(), loss.item(), accelerator.sync_gradients))
+            if len(seen) == stop:
+                accelerator.save_state(folder)
+                return seen
+    loader.loader.close()
+    return seen
+
+
+def main(root):
+    with tempfile.TemporaryDirectory() as folder:
+        # One folder for all ranks.
+        shared = broadcast_object_list([folder])[0]
+        whole = train(root, shared)
+        head = train(root, shared, stop=7)
+        rest = train(root, shared, resume=True)
+    # Four batches an epoch: gradients are summed over three, and the epoch's end ends a sum too.
+    assert [synchronised for *_, synchronised in whole] == 2 * [False, False, True, True]
+    assert head + rest == whole, (head, rest, whole)
+    print(f"accelerate: loss {whole[-1][1]:.3f}, the same batches", flush=True)
+
+
+if __name__ == "__main__":
+    Accelerator(cpu=True)  # joins the processes
+    main(sys.argv[1])

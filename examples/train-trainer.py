@@ -1,0 +1,87 @@
+"""Hugging Face's Trainer on images: its epochs, its evaluations, its checkpoints.
+
+    python examples/make-data.py /data
+    torchrun --nproc-per-node 2 examples/train-trainer.py /data
+
+The folder has images/.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import transformers
+from accelerate.utils import broadcast_object_list
+
+import nostall
+from nostall import transforms as t
+from nostall.plugins.hugging_face import FromLoader
+
+EPOCHS, BATCH = 3, 2
+
+
+class ImageTrainer(FromLoader, transformers.Trainer):
+    """A trainer whose batches are a loader's."""
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 14))
+        self.seen = []
+
+    def forward(self, pixel_values, labels):
+        logits = self.net(pixel_values)
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+        if self.training:
+            self.seen.append((labels.tolist(), loss.item()))
+        return {"loss": loss, "logits": logits}
+
+
+def make_trainer(root, folder):
+    paths = sorted(Path(root, "images").glob("*.jpg"))
+    data = nostall.FileList(paths, range(len(paths)))
+    steps = [t.Resize((32, 32)), t.ToTensor()]
+    loader = nostall.DataLoader(data, BATCH, epochs=EPOCHS, seed=0, transforms=steps)
+    evaluation = nostall.DataLoader(data, BATCH, shuffle=False, transforms=steps)
+    torch.manual_seed(0)
+    arguments = transformers.TrainingArguments(
+        folder,
+        num_train_epochs=EPOCHS,
+        per_device_train_batch_size=BATCH,
+        save_steps=6,
+        eval_strategy="epoch",
+        logging_strategy="no",
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        label_names=["labels"],
+    )
+    return ImageTrainer(
+        loader=loader,
+        eval_loader=evaluation,
+        names=("pixel_values", "labels"),
+        model=Model(),
+        args=arguments,
+    )
+
+
+def main(root):
+    with tempfile.TemporaryDirectory() as folder:
+        shared = broadcast_object_list([folder])[0]
+        whole = make_trainer(root, shared)
+        whole.train()
+        rest = make_trainer(root, shared)
+        rest.train(resume_from_checkpoint=f"{shared}/checkpoint-6")
+    assert whole.state.global_step == EPOCHS * 4  # 14 samples, two ranks, batches of two
+    seen = whole.model.seen
+    assert rest.model.seen == seen[6:], (rest.model.seen, seen)
+    assert [int(log["epoch"]) for log in whole.state.log_history if "eval_loss" in log] == [1, 2, 3]
+    print(f"trainer: loss {seen[-1][1]:.3f}, the same batches", flush=True)
+
+
+if __name__ == "__main__":
+    _ = transformers.TrainingArguments(use_cpu=True).device  # joins the processes
+    main(sys.argv[1])

@@ -1,0 +1,53 @@
+"""nostall in Hugging Face Accelerate: the loader that `Accelerator.prepare` takes.
+
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, nostall.plugins.accelerate.Loader(loader)
+    )
+
+`accumulate` sees the end of the loader, and `save_state` and `load_state` keep its position. Importing
+this module needs accelerate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import nostall
+from nostall.plugins.torch_loader import TorchLoader
+
+try:
+    from accelerate.data_loader import DataLoaderStateMixin
+    from accelerate.state import GradientState
+except ImportError as error:
+    raise ImportError(
+        f"nostall.plugins.accelerate is for Accelerate: install accelerate ({error})"
+    ) from error
+
+__all__ = ["Loader"]
+
+
+class Loader(DataLoaderStateMixin, TorchLoader):
+    """A loader that is already this rank's: Accelerate neither shards its batches nor moves them.
+
+    `gather_for_metrics` keeps the samples that the order repeats so that all ranks have as many; pass
+    ``drop_last=True``, or a number of samples that divides among the ranks, where that matters.
+    """
+
+    # What Accelerate looks for in a loader that it has prepared.
+    _is_accelerate_prepared = True
+    use_stateful_dataloader = True
+
+    def __init__(self, loader: nostall.DataLoader, names: Sequence[str] | None = None) -> None:
+        super().__init__(loader, names)
+        self.gradient_state = GradientState()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begin()
+        self.remainder = 0
+        try:
+            for batch in super().__iter__():
+                self.end_of_dataloader = self.loader.batches_left == 0
+                yield batch
+        finally:
+            self.end()

@@ -1,0 +1,84 @@
+"""nostall in Hugging Face's Trainer: its batches, and its position in the trainer's checkpoints.
+
+    class ImageTrainer(nostall.plugins.hugging_face.FromLoader, transformers.Trainer):
+        pass
+
+    trainer = ImageTrainer(loader=loader, names=("pixel_values", "labels"), model=model, args=arguments)
+
+Importing this module needs transformers and accelerate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import nostall
+from nostall.plugins.accelerate import Loader
+
+try:
+    from transformers.trainer_callback import ExportableState, TrainerCallback
+except ImportError as error:
+    raise ImportError(
+        f"nostall.plugins.hugging_face is for the Trainer: install transformers ({error})"
+    ) from error
+
+__all__ = ["FromLoader", "Place"]
+
+
+class Place(TrainerCallback, ExportableState):
+    """Keeps the position of `loader` in trainer_state.json, and goes on from it."""
+
+    def __init__(self, loader: nostall.DataLoader) -> None:
+        self._loader = loader
+
+    def state(self) -> dict[str, Any]:
+        """What the trainer writes into each checkpoint."""
+        return {"args": {}, "attributes": {"loader": self._loader.state_dict()}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Loads the state of the checkpoint that the trainer has just read, if it has read one."""
+        kept = state.stateful_callbacks.get(type(self).__name__)
+        if state.global_step and kept:
+            self._loader.load_state_dict(kept["attributes"]["loader"])
+
+
+class FromLoader:
+    """A base class beside `transformers.Trainer`, named before it.
+
+    Args:
+        loader: of the training.
+        eval_loader: of evaluations; without it they are the trainer's own.
+        names: the keys of the model's arguments, for loaders whose batches are pairs.
+        options: those of the trainer.
+    """
+
+    def __init__(
+        self,
+        *,
+        loader: nostall.DataLoader,
+        eval_loader: nostall.DataLoader | None = None,
+        names: Sequence[str] | None = None,
+        **options: Any,
+    ) -> None:
+        self._loader, self._eval_loader, self._names = loader, eval_loader, names
+        if eval_loader is not None:
+            options.setdefault("eval_dataset", eval_loader.dataset)  # the trainer asks for one
+        super().__init__(**options)
+        trainer: Any = self
+        # The loader goes to its place by itself: the trainer need not read what was trained.
+        trainer.args.ignore_data_skip = True
+        trainer.add_callback(Place(loader))
+
+    def get_train_dataloader(self) -> Any:
+        """The loader of the training."""
+        trainer: Any = self
+        return trainer.accelerator.prepare(Loader(self._loader, self._names))
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """The loader of evaluations, unless one of other data is asked for."""
+        loader = self._eval_loader
+        if loader is None or eval_dataset not in (None, loader.dataset):
+            trainer: Any = super()
+            return trainer.get_eval_dataloader(eval_dataset)
+        return Loader(loader, self._names)

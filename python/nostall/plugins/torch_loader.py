@@ -1,0 +1,79 @@
+"""A loader of nostall as an object of torch's class, for programs that take no other loader.
+
+    model.fit(nostall.plugins.torch_loader.TorchLoader(loader))
+
+Keras asks for this class, and so does Accelerate (`nostall.plugins.accelerate`). Lightning and loops of
+one's own take the loader itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+import nostall
+
+__all__ = ["TorchLoader"]
+
+
+class _Ids(torch.utils.data.Sampler):
+    """The samples of this rank in its next epoch, for programs that ask what the order is."""
+
+    def __init__(self, loader: nostall.DataLoader) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._of_epoch())
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._of_epoch())
+
+    def _of_epoch(self) -> list[int]:
+        loader = self._loader
+        ids, _ = loader.plan.rank_epoch(loader.position[0], loader.world.rank)
+        numbers: list[int] = ids.tolist()
+        return numbers
+
+
+class TorchLoader(torch.utils.data.DataLoader):
+    """What torch's loader has (`dataset`, `batch_size`, `drop_last`, `sampler`, `batch_sampler`, the
+    length), and the batches, order and state of `loader`.
+
+    Args:
+        loader: gives the batches. What it does not do itself nothing else does: batches lie where its
+            `device=` says, and its rank is the one it was made for.
+        names: of the members of a batch, for programs whose batches are dictionaries, for example
+            ``("pixel_values", "labels")``.
+    """
+
+    def __init__(self, loader: nostall.DataLoader, names: Sequence[str] | None = None) -> None:
+        self.loader = loader
+        self._names = None if names is None else tuple(names)
+        super().__init__(
+            loader.dataset,
+            batch_size=loader.batch_size,
+            sampler=_Ids(loader),
+            drop_last=loader.drop_last,
+        )
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The next epoch, or the rest of the one in which the loaded state was taken."""
+        for batch in self.loader:
+            yield batch if self._names is None else dict(zip(self._names, batch, strict=True))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes `epoch` the next one, as the loader's `set_epoch`."""
+        self.loader.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's position."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues exactly where `state` was taken."""
+        self.loader.load_state_dict(state)
