@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -113,6 +114,19 @@ def recorded() -> Iterator[Path]:
             yield Path(place)
         finally:
             nostall.trace.stop()
+
+
+@contextlib.contextmanager
+def warnings() -> Iterator[list[str]]:
+    """What the logger of nostall says meanwhile."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("nostall").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("nostall").removeHandler(handler)
 
 
 def main(module: Mapping[str, Any]) -> None:

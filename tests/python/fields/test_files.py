@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 import pickle
-import wave
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from samples import wav
 
 import nostall
 from nostall import fields as f
@@ -23,16 +22,6 @@ from nostall.errors import CorruptionError, IoError, UsageError
 SAMPLES = 11
 SCHEMA = {"mask": f.Mask(dtype="uint8"), "depth": f.Array(dtype="float32", shape=(None, 2))}
 BOXES = f.Boxes(fill=np.zeros((0, 4)))
-
-
-def sound(frames: int) -> bytes:
-    file = io.BytesIO()
-    with wave.open(file, "wb") as out:
-        out.setnchannels(1)
-        out.setsampwidth(2)
-        out.setframerate(8000)
-        out.writeframes(np.arange(frames, dtype="<i2").tobytes())
-    return file.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +40,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             root / "masks" / f"{stem}.png", optimize=True
         )
         (root / "texts" / f"{stem}.txt").write_text(f"sample {i} \u00e9")
-        (root / "sounds" / f"{stem}.wav").write_bytes(sound(5 + i))
+        (root / "sounds" / f"{stem}.wav").write_bytes(wav(5 + i))
         np.save(root / "depths" / f"{stem}.npy", rng.random((i, 2), dtype=np.float32))
     return root
 

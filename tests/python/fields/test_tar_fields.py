@@ -6,7 +6,6 @@ import io
 import json
 import pickle
 import tarfile
-import wave
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from samples import npy, png, shard, wav
 
 import nostall
 from nostall import fields as f
@@ -22,37 +22,6 @@ from nostall.errors import CorruptionError, UsageError
 
 SAMPLES = 24
 Members = list[tuple[str, bytes]]
-
-
-def shard(path: Path, members: Members, form: int = tarfile.PAX_FORMAT) -> Path:
-    with tarfile.open(path, "w", format=form) as tar:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return path
-
-
-def png(array: Any) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(array).save(file, "png")
-    return file.getvalue()
-
-
-def npy(array: Any) -> bytes:
-    file = io.BytesIO()
-    np.save(file, array)
-    return file.getvalue()
-
-
-def wav(frames: int) -> bytes:
-    file = io.BytesIO()
-    with wave.open(file, "wb") as out:
-        out.setnchannels(1)
-        out.setsampwidth(2)
-        out.setframerate(8000)
-        out.writeframes(np.arange(frames, dtype="<i2").tobytes())
-    return file.getvalue()
 
 
 def key_of(i: int) -> Members:

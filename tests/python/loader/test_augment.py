@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from samples import png
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
@@ -19,12 +19,6 @@ from nostall import transforms as t
 
 WIDTH, HEIGHT = 90, 67
 FILL = (12, 130, 250)
-
-
-def encode(image: Any) -> bytes:
-    buffer = io.BytesIO()
-    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def picture(seed: int, width: int = WIDTH, height: int = HEIGHT) -> Image.Image:
@@ -89,7 +83,7 @@ def difference(
     for sample in range(samples):
         image = picture(sample, *sizes)
         actions = pipeline.drawn(sizes[1], sizes[0], sample=sample)
-        got = pipeline.apply(encode(image), sample=sample).astype(int)
+        got = pipeline.apply(png(image), sample=sample).astype(int)
         expected = np.asarray(by_torchvision(image, actions, **how)).astype(int)
         error = np.abs(got - expected)
         most, total = max(most, int(error.max())), total + float(error.mean())
@@ -163,11 +157,11 @@ def test_matrices_are_torchvisions() -> None:
     image = picture(0)
     for angle in (-133.3, 17.0, 90.0, 180.0, 270.0):
         step = t.RandomRotation((angle, angle), fill=FILL)
-        got = t.compile([step, t.CenterCrop((HEIGHT, WIDTH))]).apply(encode(image))
+        got = t.compile([step, t.CenterCrop((HEIGHT, WIDTH))]).apply(png(image))
         expected = F.rotate(image, angle, fill=list(FILL))
         np.testing.assert_array_equal(got, np.asarray(expected))
         affine = t.RandomAffine((angle, angle), None, (0.7, 0.7), (11, 11, -7, -7), fill=FILL)
-        got = t.compile([affine, t.CenterCrop((HEIGHT, WIDTH))]).apply(encode(image))
+        got = t.compile([affine, t.CenterCrop((HEIGHT, WIDTH))]).apply(png(image))
         expected = F.affine(image, angle, [0, 0], 0.7, [11, -7], fill=list(FILL))
         np.testing.assert_array_equal(got, np.asarray(expected))
 
@@ -184,7 +178,7 @@ def test_policies_have_torchvisions_operations(ours: t.Transform, theirs: Any) -
     """Everything that torchvision makes of an image in many tries is what we make in some other."""
     torch.manual_seed(1)
     image = picture(2, 24, 18)
-    data = encode(image)
+    data = png(image)
     pipeline = t.compile([ours, t.CenterCrop((18, 24))])
     made = {pipeline.apply(data, sample=sample).tobytes() for sample in range(3000)}
     wanted = {np.asarray(theirs(image)).tobytes() for _ in range(60)}
@@ -196,7 +190,7 @@ def test_policies_have_torchvisions_operations(ours: t.Transform, theirs: Any) -
 @pytest.mark.parametrize("size", [(40, 30), (200, 150), (30, 200)])
 def test_resize_is_torchvisions(interpolation: Any, antialias: bool, size: tuple[int, int]) -> None:
     image = picture(4)
-    got = t.compile([t.Resize(size, interpolation, antialias)]).apply(encode(image)).astype(int)
+    got = t.compile([t.Resize(size, interpolation, antialias)]).apply(png(image)).astype(int)
     tensor = F.pil_to_tensor(image)
     mode = v2.InterpolationMode(interpolation.replace("_", "-"))
     expected = F.resize(tensor, list(size), mode, antialias=antialias)
@@ -208,7 +202,7 @@ def test_resize_is_torchvisions(interpolation: Any, antialias: bool, size: tuple
 def test_pads_are_torchvisions(mode: Any) -> None:
     image = picture(0)
     fill: Any = FILL if mode == "constant" else 0
-    got = t.compile([t.Pad((9, 5, 2, 1), fill, mode), t.CenterCrop((73, 101))]).apply(encode(image))
+    got = t.compile([t.Pad((9, 5, 2, 1), fill, mode), t.CenterCrop((73, 101))]).apply(png(image))
     expected = F.pad(
         image, [9, 5, 2, 1], fill=list(FILL) if mode == "constant" else 0, padding_mode=mode
     )
@@ -232,8 +226,8 @@ def test_warps_move_masks_boxes_and_keypoints_with_the_image(step: t.Transform) 
         box = np.array([[40, 30, 46, 36]], np.float32)
         got = pipeline.apply_record(
             {
-                "images": [encode(np.stack([mask] * 3, axis=-1))],
-                "masks": [(encode(mask), "int64")],
+                "images": [png(np.stack([mask] * 3, axis=-1))],
+                "masks": [(png(mask), "int64")],
                 "boxes": [(box, "xyxy", False)],
                 "keypoints": [(np.array([[43, 33]], np.float32), False)],
             },
@@ -268,7 +262,7 @@ def test_boxes_and_keypoints_turn_as_torchvisions(format: str) -> None:
     )
     points = tv_tensors.KeyPoints(corners[:, :2], canvas_size=(HEIGHT, WIDTH))
     parts = {
-        "images": [encode(picture(0))],
+        "images": [png(picture(0))],
         "boxes": [(boxes.numpy(), format, False)],
         "keypoints": [(points.numpy(), False)],
     }
@@ -295,7 +289,7 @@ def test_boxes_and_keypoints_turn_as_torchvisions(format: str) -> None:
 
 
 def test_erasing_overwrites_the_box_that_was_drawn() -> None:
-    data = encode(picture(0))
+    data = png(picture(0))
     mean, std = (0.5, 0.4, 0.3), (0.2, 0.25, 0.5)
     plain = t.compile([t.CenterCrop((HEIGHT, WIDTH)), t.ToTensor(), t.Normalize(mean, std)])
     for layout in ("chw", "hwc"):
@@ -319,13 +313,13 @@ def test_erasing_overwrites_the_box_that_was_drawn() -> None:
 def test_erased_noise_is_normal_and_repeats() -> None:
     steps = [t.Resize((200, 200)), t.ToTensor(), t.RandomErasing(1, (0.8, 0.8), (1, 1), "random")]
     pipeline = t.compile(steps)
-    got = pipeline.apply(encode(picture(0)), sample=3)
-    np.testing.assert_array_equal(got, pipeline.apply(encode(picture(0)), sample=3))
+    got = pipeline.apply(png(picture(0)), sample=3)
+    np.testing.assert_array_equal(got, pipeline.apply(png(picture(0)), sample=3))
     ((_, (x, y, w, h)),) = pipeline.drawn(200, 200, sample=3)
     noise = got[:, int(y) : int(y + h), int(x) : int(x + w)]
     assert abs(noise.mean()) < 0.02 and abs(noise.std() - 1) < 0.02
     assert abs(np.corrcoef(noise[0].ravel(), noise[1].ravel())[0, 1]) < 0.03
-    assert (pipeline.apply(encode(picture(0)), sample=4) != got).any()
+    assert (pipeline.apply(png(picture(0)), sample=4) != got).any()
 
 
 def test_a_step_takes_the_same_draws_whatever_it_draws() -> None:
@@ -395,7 +389,7 @@ def test_colours_come_before_tensors() -> None:
 def test_a_kernel_wider_than_the_image_is_an_error() -> None:
     pipeline = t.compile([t.Resize((5, 5)), t.GaussianBlur(11)])
     with pytest.raises(errors.CorruptionError, match="half the kernel must be smaller"):
-        pipeline.apply(encode(picture(0)))
+        pipeline.apply(png(picture(0)))
 
 
 # What seed 7, epoch 2, sample 11 draws on 67 x 90 pixels: the same in every release.
@@ -435,12 +429,6 @@ def test_draws_are_those_of_every_release(
     first = t.compile(steps).drawn(67, 90, seed=7, epoch=2, sample=11)[0]
     assert first[0] == name
     np.testing.assert_allclose(first[1], numbers, atol=1e-6)
-
-
-def png(pixels: Any) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
 
 
 def test_the_flattest_blur_has_no_negative_weight() -> None:

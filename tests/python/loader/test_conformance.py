@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import random
-import wave
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,6 +12,7 @@ import numpy as np
 import prefork
 import pytest
 from PIL import Image
+from samples import wav
 
 import nostall
 from nostall import fields as f
@@ -28,16 +28,6 @@ def png(value: int, mode: str = "RGB") -> bytes:
     file = io.BytesIO()
     levels = np.full((32, 32, 3) if mode == "RGB" else (32, 32), value, np.uint8)
     Image.fromarray(levels).save(file, "png")
-    return file.getvalue()
-
-
-def wav(frames: int) -> bytes:
-    file = io.BytesIO()
-    with wave.open(file, "wb") as sound:
-        sound.setnchannels(1)
-        sound.setsampwidth(2)
-        sound.setframerate(8000)
-        sound.writeframes(bytes(2 * frames))
     return file.getvalue()
 
 

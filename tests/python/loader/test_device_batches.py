@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import sys
 import tempfile
@@ -92,19 +91,6 @@ def same(**more: Any) -> None:
             assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
             assert mine.equal(theirs)
     assert simdev.reports() == []
-
-
-@contextlib.contextmanager
-def warnings() -> Iterator[list[str]]:
-    """What the logger of nostall says meanwhile."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("nostall").addHandler(handler)
-    try:
-        yield said
-    finally:
-        logging.getLogger("nostall").removeHandler(handler)
 
 
 def used() -> int:
@@ -235,7 +221,7 @@ def case_samples_that_are_pixels() -> None:
 
 
 def case_tensors_of_the_device_stay_where_they_are() -> None:
-    with warnings() as said:
+    with cases.warnings() as said:
         same(collate=lambda samples: torch.stack(samples).to("simdev"))
     assert said == []
 
@@ -579,7 +565,7 @@ def case_no_memory_while_ahead() -> None:
     before = used()
     torch.accelerator.empty_cache()
     simdev.capacity(before + 3 * one)
-    with warnings() as said:
+    with cases.warnings() as said:
         found = []
         with loader(device="simdev", size=8) as source:
             for epoch in source.epochs():
@@ -672,7 +658,7 @@ def case_pinning_refused() -> None:
     steps = [t.Resize((171, 91)), *FLOATS[1:]]  # of a size that nothing keeps
     expected = batches(steps=steps)
     simdev.refuse_pinning(True)
-    with warnings() as said:
+    with cases.warnings() as said:
         found = batches(steps=steps, device="simdev")
     assert len(said) == 1 and "page-locked" in said[0], said
     for mine, theirs in zip(expected, found, strict=True):
@@ -747,7 +733,7 @@ def case_a_forked_child_is_refused_and_frees_nothing_of_the_device() -> None:
 
 
 def case_devices_that_are_not_there() -> None:
-    with warnings() as said:
+    with cases.warnings() as said:
         found = batches(device="meta")
     assert len(said) == 1 and "batches stay on the host" in said[0], said
     assert found[0][0].device.type == "cpu"

@@ -8,7 +8,8 @@ from pathlib import Path
 import lmdb
 import pytest
 from protobuf import example, write_tfrecord
-from test_tar import images, webdataset
+from samples import noise
+from test_tar import webdataset
 
 import nostall
 from nostall.cli import main
@@ -16,7 +17,7 @@ from nostall.cli import main
 
 def make(kind: str, root: Path) -> Path:
     root.mkdir(exist_ok=True)
-    contents = images(200)
+    contents = noise(200)
     if kind == "lmdb":
         with lmdb.open(str(root), map_size=1 << 26) as env, env.begin(write=True) as t:
             for i, content in enumerate(contents):

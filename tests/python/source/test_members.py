@@ -14,6 +14,7 @@ import pytest
 from field_checks import rows_in_a_loader
 from PIL import Image
 from protobuf import example, write_tfrecord
+from samples import npy
 
 import nostall
 from nostall import fields
@@ -170,12 +171,6 @@ def write_lmdb(path: Path, values: list[bytes]) -> Path:
         for i, value in enumerate(values):
             txn.put(str(i).encode(), value)
     return path
-
-
-def npy(array: Any) -> bytes:
-    file = io.BytesIO()
-    np.save(file, array)
-    return file.getvalue()
 
 
 def npz(pack: Any = np.savez, **arrays: Any) -> bytes:

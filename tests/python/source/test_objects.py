@@ -16,7 +16,8 @@ from checks import check_epochs, check_source
 from object_server import Answer, Proxy, cut, error, upload
 from PIL import Image
 from protobuf import example, write_tfrecord
-from test_tar import images, webdataset
+from samples import noise
+from test_tar import webdataset
 
 import nostall
 from nostall import transforms
@@ -28,7 +29,7 @@ pytest_plugins = ["object_fixtures"]
 @pytest.fixture
 def shards(bucket: Any, tmp_path: Path) -> tuple[str, list[bytes], list[int]]:
     """(URL, samples, labels) of two tar shards."""
-    contents = images(24)
+    contents = noise(24)
     (tmp_path / "s").mkdir()
     labels = webdataset(tmp_path / "s/a-0.tar", contents[:12])
     labels += webdataset(tmp_path / "s/a-1.tar", contents[12:], 12)
@@ -63,7 +64,7 @@ def test_all_members_of_tar_shards(shards: tuple[str, list[bytes], list[int]]) -
 
 
 def test_lmdb(bucket: Any, tmp_path: Path) -> None:
-    contents = [*images(30), np.random.default_rng(0).bytes(200_000)]
+    contents = [*noise(30), np.random.default_rng(0).bytes(200_000)]
     with lmdb.open(str(tmp_path / "db"), map_size=1 << 24) as env, env.begin(write=True) as t:
         for i, content in enumerate(contents):
             t.put(str(i).encode(), content)
@@ -74,7 +75,7 @@ def test_lmdb(bucket: Any, tmp_path: Path) -> None:
 
 
 def test_tfrecords(bucket: Any, tmp_path: Path) -> None:
-    contents = images(30)
+    contents = noise(30)
     records = [
         example({"image/encoded": c, "image/class/label": i}) for i, c in enumerate(contents)
     ]
@@ -147,7 +148,7 @@ def test_a_profile_gives_the_credentials(
 
 
 def test_neighbours_are_read_together(proxy: Proxy, bucket: Any, tmp_path: Path) -> None:
-    contents = images(300)
+    contents = noise(300)
     webdataset(tmp_path / "a.tar", contents)
     bucket.put_object(Key="a.tar", Body=(tmp_path / "a.tar").read_bytes())
     requests = {}

@@ -14,7 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from checks import check_source
-from test_tar import images, webdataset
+from samples import noise
+from test_tar import webdataset
 
 import nostall
 from nostall.errors import CorruptionError, UsageError
@@ -62,7 +63,7 @@ STORES = [folder, tar, database, parquet, hdf5]
 
 @pytest.mark.parametrize("store", STORES)
 def test_every_store(tmp_path: Path, store: Callable[[Path, list[bytes]], nostall.Source]) -> None:
-    source = store(tmp_path, images(N))
+    source = store(tmp_path, noise(N))
     samples, labels = [source.read(i) for i in range(N)], source.labels.tolist()
     ids = [22, 3, 4, 5, 3, 17, 9, 8, 0]
     check_source(
@@ -114,7 +115,7 @@ def test_items_of_data_sets_in_python() -> None:
 
 
 def test_views_of_views_are_one_view(tmp_path: Path) -> None:
-    source = folder(tmp_path, images(N))
+    source = folder(tmp_path, noise(N))
     train, validation = nostall.Split(nostall.Subset(source, range(20)), 0.75)
     again = nostall.Concat(
         [nostall.Subset(validation, [1, 0]), nostall.Filter(train, labels=[7, 9])]
@@ -147,7 +148,7 @@ def test_records_of_several_fields(tmp_path: Path) -> None:
             assert fields or batch["text"] == ["ab" * 6, "ab", "ab" * 3]
             assert loader.totals()[0].bytes == (0 if fields else view.total_bytes)
     with pytest.raises(UsageError, match=r"has schema Schema\(image=.*1 has schema Schema\(text="):
-        nostall.Concat([folder(tmp_path, images(N)), one])
+        nostall.Concat([folder(tmp_path, noise(N)), one])
     with pytest.raises(UsageError, match="changes labels"):
         nostall.Concat([one, two], offset_labels=True)
 
@@ -237,7 +238,7 @@ def samples_of(loader: nostall.DataLoader) -> list[int]:
 
 
 def test_train_and_validation_side_by_side(tmp_path: Path) -> None:
-    source = folder(tmp_path, images(N))
+    source = folder(tmp_path, noise(N))
     train, validation = nostall.Split(source, 0.8, seed=1)
     # What is read ahead counts with the batch that it was read for, so all batches are taken.
     options: dict[str, Any] = {"output": "numpy", "seed": 2, "tiers": "auto", "epochs": 3}
@@ -262,7 +263,7 @@ def test_train_and_validation_side_by_side(tmp_path: Path) -> None:
 
 
 def test_a_break_and_another_number_of_ranks(tmp_path: Path) -> None:
-    source = nostall.Subset(folder(tmp_path, images(N)), range(22, 2, -1))
+    source = nostall.Subset(folder(tmp_path, noise(N)), range(22, 2, -1))
 
     def loader(batch: int, rank: int = 0, world: int = 1) -> nostall.DataLoader:
         return nostall.DataLoader(
@@ -292,7 +293,7 @@ def test_a_break_and_another_number_of_ranks(tmp_path: Path) -> None:
 
 def test_a_kept_tier_and_kept_checksums(tmp_path: Path) -> None:
     (tmp_path / "data" / "a").mkdir(parents=True)
-    for i, content in enumerate(images(N)):
+    for i, content in enumerate(noise(N)):
         (tmp_path / "data" / "a" / f"{i:03d}.jpg").write_bytes(content)
     tiers = f"{tmp_path / 'tier'}:1MiB:keep"
 
@@ -393,9 +394,9 @@ def test_concat_of_classes(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_shown(tmp_path: Path) -> None:
-    source = folder(tmp_path, images(N))
+    source = folder(tmp_path, noise(N))
     floats = nostall.FileList(["000"], [0.5], root=tmp_path)
-    pixels = folder(tmp_path, images(N))
+    pixels = folder(tmp_path, noise(N))
     pixels.pixels = nostall.Pixels(2, 3)
     refused: list[tuple[Callable[[], Any], str]] = [
         (lambda: nostall.Subset(source, []), "empty"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import logging
 import os
 import subprocess
@@ -13,30 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checks import check_epochs, check_source
+from samples import add, noise, shard
 
 import nostall
 from nostall import _native
 from nostall.errors import CorruptionError, IoError, UsageError
 
 FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
-
-
-def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    tar.addfile(member, io.BytesIO(content))
-
-
-def shard(path: Path, members: list[tuple[str, bytes]], form: int = tarfile.PAX_FORMAT) -> Path:
-    with tarfile.open(path, "w", format=form) as tar:
-        for name, content in members:
-            add(tar, name, content)
-    return path
-
-
-def images(count: int, seed: int = 0) -> list[bytes]:
-    random = np.random.default_rng(seed)
-    return [random.bytes(int(n)) for n in random.integers(0, 3000, count)]
 
 
 def webdataset(path: Path, contents: list[bytes], first: int = 0, form: int = 2) -> list[int]:
@@ -61,13 +43,13 @@ def names_of(source: nostall.TarShards) -> list[str]:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_format_of_tarfile(tmp_path: Path, form: int) -> None:
-    contents = images(40, form)
+    contents = noise(40, form)
     labels = webdataset(tmp_path / "a.tar", contents, form=form)
     check_source(nostall.TarShards(tmp_path / "a.tar"), contents, labels)
 
 
 def test_a_folder_a_pattern_and_a_list_of_shards(tmp_path: Path) -> None:
-    contents = images(60)
+    contents = noise(60)
     labels = []
     for s in range(3):
         labels += webdataset(tmp_path / f"s-{s}.tar", contents[s * 20 : s * 20 + 20], s * 20)
@@ -86,7 +68,7 @@ def test_long_names_other_letters_and_no_label(tmp_path: Path, form: int) -> Non
         "été/日本.webp",
         "b/" + "c" * 99 + ".JPG",
     ]
-    contents = images(len(names))
+    contents = noise(len(names))
     shard(tmp_path / "a.tar", list(zip(names, contents, strict=True)), form)
     with pytest.raises(UsageError, match=r"no sample has a label .*\.cls.* label=None"):
         nostall.TarShards(tmp_path / "a.tar")
@@ -116,7 +98,7 @@ def test_what_is_no_regular_file_is_left_out(tmp_path: Path) -> None:
 def test_what_gnu_tar_writes(tmp_path: Path) -> None:
     folder = tmp_path / "files"
     folder.mkdir()
-    contents = images(20)
+    contents = noise(20)
     for i, content in enumerate(contents):
         (folder / f"{i:02d}.png").write_bytes(content)
     subprocess.run(
@@ -140,7 +122,7 @@ def test_which_members_are_samples_and_labels(tmp_path: Path) -> None:
 
 
 def test_places_are_kept_until_a_shard_changes(tmp_path: Path) -> None:
-    contents = images(30)
+    contents = noise(30)
     labels = webdataset(tmp_path / "a.tar", contents)
     assert not nostall.TarShards(tmp_path / "a.tar").index_reused
     again = nostall.TarShards(tmp_path / "a.tar")
@@ -158,7 +140,7 @@ def test_places_are_kept_until_a_shard_changes(tmp_path: Path) -> None:
 def test_a_damaged_index_is_made_again(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    contents = images(30)
+    contents = noise(30)
     webdataset(tmp_path / "a.tar", contents)
     index = Path(nostall.TarShards(tmp_path / "a.tar").index_file)
     good = index.read_bytes()
@@ -178,7 +160,7 @@ def test_a_damaged_index_is_made_again(
 def test_a_folder_that_cannot_be_written_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    contents = images(10)
+    contents = noise(10)
     webdataset(tmp_path / "a.tar", contents)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(os, "access", lambda path, mode: False)
@@ -190,7 +172,7 @@ def test_a_folder_that_cannot_be_written_to(
 
 
 def test_a_damaged_header_is_named_with_its_offset(tmp_path: Path) -> None:
-    webdataset(tmp_path / "a.tar", images(10))
+    webdataset(tmp_path / "a.tar", noise(10))
     data = bytearray((tmp_path / "a.tar").read_bytes())
     with tarfile.open(tmp_path / "a.tar") as tar:
         offset = tar.getmembers()[9].offset
@@ -201,7 +183,7 @@ def test_a_damaged_header_is_named_with_its_offset(tmp_path: Path) -> None:
 
 
 def test_no_cut_goes_unnoticed(tmp_path: Path) -> None:
-    webdataset(tmp_path / "a.tar", images(6))
+    webdataset(tmp_path / "a.tar", noise(6))
     data = (tmp_path / "a.tar").read_bytes()
     with tarfile.open(tmp_path / "a.tar") as tar:
         end = max(m.offset_data + -(-m.size // 512) * 512 for m in tar.getmembers())
@@ -213,7 +195,7 @@ def test_no_cut_goes_unnoticed(tmp_path: Path) -> None:
 
 
 def test_every_flipped_header_byte_is_found_or_harmless(tmp_path: Path) -> None:
-    contents = images(5)
+    contents = noise(5)
     labels = webdataset(tmp_path / "a.tar", contents, form=tarfile.PAX_FORMAT)
     data = (tmp_path / "a.tar").read_bytes()
     with tarfile.open(tmp_path / "a.tar") as tar:
@@ -239,7 +221,7 @@ def test_every_flipped_header_byte_is_found_or_harmless(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a.tar.gz", "a.tar"])
 def test_a_compressed_archive_is_refused(tmp_path: Path, name: str) -> None:
-    webdataset(tmp_path / "b.tar", images(4))
+    webdataset(tmp_path / "b.tar", noise(4))
     (tmp_path / name).write_bytes(gzip.compress((tmp_path / "b.tar").read_bytes()))
     with pytest.raises(UsageError, match=rf"{name} is compressed"):
         nostall.TarShards(tmp_path / name)
@@ -296,7 +278,7 @@ def test_no_image_and_no_archive(tmp_path: Path) -> None:
 
 
 def test_an_archive_that_changes_while_it_is_read(tmp_path: Path) -> None:
-    contents = images(20)
+    contents = noise(20)
     webdataset(tmp_path / "a.tar", contents)
     source = nostall.TarShards(tmp_path / "a.tar")
     webdataset(tmp_path / "a.tar", [bytes(len(c)) for c in contents])

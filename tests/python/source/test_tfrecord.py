@@ -9,14 +9,10 @@ import numpy as np
 import pytest
 from checks import check_source
 from protobuf import example, masked_crc32c, write_tfrecord
+from samples import noise
 
 import nostall
 from nostall.errors import CorruptionError, IoError, UsageError
-
-
-def images(count: int, seed: int = 0) -> list[bytes]:
-    random = np.random.default_rng(seed)
-    return [random.bytes(int(n)) for n in random.integers(0, 3000, count)]
 
 
 def examples(contents: list[bytes], first: int = 0, packed: bool = True) -> list[bytes]:
@@ -45,7 +41,7 @@ def test_the_checksum_is_crc32c() -> None:
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("check", ["lengths", "all"])
 def test_examples(tmp_path: Path, packed: bool, check: str) -> None:
-    contents = images(50)
+    contents = noise(50)
     write_tfrecord(tmp_path / "a.tfrecord", examples(contents, packed=packed))
     source = nostall.TFRecord(tmp_path / "a.tfrecord", check=check)
     check_source(source, contents, range(50))
@@ -53,7 +49,7 @@ def test_examples(tmp_path: Path, packed: bool, check: str) -> None:
 
 
 def test_several_files_raw_records_and_large_ones(tmp_path: Path) -> None:
-    contents = [*images(40), np.random.default_rng(1).bytes(700_000), b""]
+    contents = [*noise(40), np.random.default_rng(1).bytes(700_000), b""]
     for f in range(3):
         write_tfrecord(tmp_path / f"train-{f:05d}-of-00003", contents[f * 14 : f * 14 + 14])
     source = nostall.TFRecord(str(tmp_path / "train-*-of-00003"), values="raw", check="all")
@@ -70,7 +66,7 @@ def test_other_features_and_no_label(tmp_path: Path) -> None:
 
 
 def test_places_are_kept_until_a_file_changes(tmp_path: Path) -> None:
-    contents = images(30)
+    contents = noise(30)
     path = tmp_path / "a.tfrecord"
     write_tfrecord(path, examples(contents))
     assert not nostall.TFRecord(path).index_reused
@@ -83,7 +79,7 @@ def test_places_are_kept_until_a_file_changes(tmp_path: Path) -> None:
 
 
 def test_a_wrong_checksum_is_named_with_record_and_offset(tmp_path: Path) -> None:
-    contents = images(20)
+    contents = noise(20)
     path = tmp_path / "a.tfrecord"
     places = write_tfrecord(path, contents)
     data = bytearray(path.read_bytes())
@@ -101,7 +97,7 @@ def test_a_wrong_checksum_is_named_with_record_and_offset(tmp_path: Path) -> Non
 
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     path = tmp_path / "a.tfrecord"
-    write_tfrecord(path, examples(images(4)))
+    write_tfrecord(path, examples(noise(4)))
     data = path.read_bytes()
     random = np.random.default_rng(2)
     for _ in range(200):
@@ -114,7 +110,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
 
 def test_no_cut_inside_a_record_goes_unnoticed(tmp_path: Path) -> None:
     path = tmp_path / "a.tfrecord"
-    places = write_tfrecord(path, images(4))
+    places = write_tfrecord(path, noise(4))
     data = path.read_bytes()
     whole = {0, *(p - 12 for p in places)}  # between two records a file has no mark
     for size in sorted(set(range(1, len(data), 97)) - whole):
@@ -125,7 +121,7 @@ def test_no_cut_inside_a_record_goes_unnoticed(tmp_path: Path) -> None:
 
 def test_what_is_no_tfrecord(tmp_path: Path) -> None:
     path = tmp_path / "a.tfrecord"
-    write_tfrecord(path, images(4))
+    write_tfrecord(path, noise(4))
     path.write_bytes(gzip.compress(path.read_bytes()))
     with pytest.raises(CorruptionError, match="no TFRecord file, or it is compressed"):
         nostall.TFRecord(path)
@@ -157,7 +153,7 @@ def test_features_that_are_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("values", ["example", "raw"])
 def test_the_files_own_checksums_are_compared_at_every_reading(tmp_path: Path, values: str) -> None:
-    contents = images(20, seed=1)
+    contents = noise(20, seed=1)
     path = tmp_path / "a.tfrecord"
     write_tfrecord(path, examples(contents))
     kinds: dict[str, object] = {"values": values, "index": False}

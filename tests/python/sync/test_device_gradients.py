@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -114,18 +113,6 @@ def collective_stream() -> torch.Stream:
     used = [group for group in simdev.group.SimGloo.made if group.streams]
     stream: torch.Stream = used[-1].streams[torch.device("simdev", 0)]
     return stream
-
-
-@contextlib.contextmanager
-def warnings() -> Iterator[list[str]]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("nostall").addHandler(handler)
-    try:
-        yield said
-    finally:
-        logging.getLogger("nostall").removeHandler(handler)
 
 
 STAGED = {"fixed_order": True}
@@ -576,7 +563,7 @@ def case_pinning_refused() -> None:
     expected = reference()
     with mock.patch.object(torch, "empty", refusing(torch.empty)):
         for staged in ({}, STAGED):
-            with warnings() as said:
+            with cases.warnings() as said:
                 found = trained(**staged)[0]
             assert equal(found, expected)
             assert len(said) == 1 and "page-locked" in said[0], said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from threads import each
 
 from nostall.errors import PeerError
 from nostall.torch import _meeting as meeting
@@ -48,20 +48,11 @@ def stores(kind: str, folder: Path) -> list[Any]:
 
 def meet(ranks: list[Any], size: int) -> list[Any]:
     """What each rank got, or its error."""
-    results: list[Any] = [None] * len(ranks)
 
-    def run(rank: int) -> None:
-        try:
-            results[rank] = meeting.nodes_of_ranks(ranks[rank], rank, size, f"node {rank // 3}")
-        except PeerError as error:
-            results[rank] = str(error)
+    def run(rank: int) -> Any:
+        return meeting.nodes_of_ranks(ranks[rank], rank, size, f"node {rank // 3}")
 
-    threads = [threading.Thread(target=run, args=(r,)) for r in range(len(ranks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    return each(len(ranks), run)
 
 
 @pytest.mark.parametrize("kind", ["hash", "file", "prefix of a file", "tcp", "prefix of tcp"])

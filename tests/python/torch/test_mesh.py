@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from threads import each
 
-from nostall.errors import PeerError
 from nostall.torch import _mesh as mesh
 
 LONG = timedelta(seconds=30)
-
-
-def each(ranks: int, run: Callable[[int], Any]) -> list[Any]:
-    """What `run` gave for each rank, or its PeerError's text."""
-    results: list[Any] = [None] * ranks
-
-    def call(rank: int) -> None:
-        try:
-            results[rank] = run(rank)
-        except PeerError as error:
-            results[rank] = str(error)
-
-    threads = [threading.Thread(target=call, args=(r,)) for r in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
 
 
 def stores(kind: str, folder: Path, ranks: int) -> list[Any]:
