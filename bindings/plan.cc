@@ -60,13 +60,6 @@ void bind_mixture(nb::module_& m) {
           nb::arg("place"), "Places that each source had before this one.")
       .def("fingerprint", &plan::Mixture::fingerprint, nb::arg("place") = plan::Mixture::kEndless,
            "64-bit hash of all that decides the places before this one.");
-  m.def(
-      "mixture_shares",
-      [](const std::vector<double>& weights) {
-        const plan::Shares shares = plan::shares_of(weights);
-        return std::pair{shares.of, shares.period};
-      },
-      nb::arg("weights"), "Places of each source in a period, and the period.");
 }
 
 }  // namespace

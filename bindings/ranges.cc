@@ -64,7 +64,6 @@ class TimedReader {
     return seconds;
   }
   std::string_view name() const { return reader_->name(); }
-  uint64_t bytes_read() const { return reader_->bytes_read(); }
 
  private:
   std::shared_ptr<records::Storage> storage_;
@@ -81,6 +80,5 @@ void bind_ranges(nb::module_& m) {
       .def("read", &TimedReader::read, nb::arg("offset"), nb::arg("length"), nb::arg("place"),
            nb::arg("into"),
            "Reads range i into into[place[i] : place[i] + length[i]]; seconds it took.")
-      .def_prop_ro("name", &TimedReader::name)
-      .def_prop_ro("bytes_read", &TimedReader::bytes_read, "Of the storage, alignment included.");
+      .def_prop_ro("name", &TimedReader::name);
 }

@@ -173,8 +173,6 @@ void bind_lmdb(nb::module_& m) {
                    [](const records::lmdb::Records& r) { return r.snapshot.page_size; })
       .def_prop_ro("transaction",
                    [](const records::lmdb::Records& r) { return r.snapshot.transaction; })
-      .def_prop_ro("other_meta_used",
-                   [](const records::lmdb::Records& r) { return r.snapshot.other_meta_used; })
       .def("stamp", [](const records::lmdb::Records& r, const std::string& database) {
         return records::lmdb::stamp(r, database);
       });

@@ -47,10 +47,7 @@ void bind_model(nb::module_& m) {
       .def_rw("source_link", &simulate::Model::source_link)
       .def_rw("source", &simulate::Model::source)
       .def_rw("classes", &simulate::Model::classes)
-      .def_rw("step_seconds", &simulate::Model::step_seconds)
-      .def("source_share", &simulate::Model::source_share, nb::arg("gamma"))
-      .def("thread_read", &simulate::Model::thread_read, nb::arg("storage_class"))
-      .def("stage_seconds", &simulate::Model::stage_seconds);
+      .def_rw("step_seconds", &simulate::Model::step_seconds);
   m.def("validate_model", &simulate::validate, nb::arg("model"));
   m.def("interpolate", &simulate::interpolate, nb::arg("curve"), nb::arg("at"), "Equation 4.1.");
 }

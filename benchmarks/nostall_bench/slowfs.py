@@ -18,7 +18,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 
 from nostall.errors import UsageError
 from nostall_bench.programs import find_native
@@ -149,12 +148,7 @@ class SlowFS:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

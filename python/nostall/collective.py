@@ -20,8 +20,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -33,17 +32,6 @@ from nostall.job._world import find_world
 
 __all__ = ["ALGORITHMS", "OPERATIONS", "Communicator", "Operation"]
 
-ALGORITHMS = (
-    "cooperative",
-    "arrival_leader",
-    "arrival_chain",
-    "leader",
-    "recursive_doubling",
-    "ring",
-    "rsa",
-    "binomial",
-)
-OPERATIONS = ("sum", "prod", "min", "max", "land", "lor", "lxor", "band", "bor", "bxor")
 Algorithm = Literal[
     "cooperative",
     "arrival_leader",
@@ -54,6 +42,8 @@ Algorithm = Literal[
     "rsa",
     "binomial",
 ]
+ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
+OPERATIONS = ("sum", "prod", "min", "max", "land", "lor", "lxor", "band", "bor", "bxor")
 Array = NDArray[Any]
 
 _TYPES = {
@@ -139,12 +129,7 @@ class Communicator:
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

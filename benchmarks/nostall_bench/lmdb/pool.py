@@ -12,7 +12,6 @@ import traceback
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -214,12 +213,7 @@ class Pool:
             raise UsageError(f"strategy {task.strategy} failed:\n{cause}")
         return results
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for orders in self._orders:
             try:
                 orders.send(None)

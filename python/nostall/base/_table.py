@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -182,40 +183,7 @@ class Option:
         return f'"{self.default}"' if isinstance(self.default, str) else str(self.default)
 
 
-def _loader(
-    name: str,
-    values: Values,
-    default: Any,
-    text: str,
-    otherwise: str = "",
-    *,
-    file: bool = False,
-) -> Option:
-    return Option("loader", name, values, default, text, otherwise, file=file)
-
-
-def _sync(
-    name: str,
-    values: Values,
-    default: Any,
-    text: str,
-    otherwise: str = "",
-    *,
-    file: bool = False,
-) -> Option:
-    return Option("sync", name, values, default, text, otherwise, file=file)
-
-
-def _checkpoint(
-    name: str,
-    values: Values,
-    default: Any,
-    text: str,
-    otherwise: str = "",
-    *,
-    file: bool = False,
-) -> Option:
-    return Option("checkpoint", name, values, default, text, otherwise, file=file)
+_loader, _sync, _checkpoint = (partial(Option, room) for room in ("loader", "sync", "checkpoint"))
 
 
 def _mpi(variable: str, values: Values, default: Any, text: str, otherwise: str = "") -> Option:

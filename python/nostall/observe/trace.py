@@ -24,7 +24,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from nostall import _native
@@ -154,12 +153,7 @@ class span:
             self._begin = _native.trace_now()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._begin:
             _native.trace_record(self._kind, self._begin, _native.trace_now())
             self._begin = 0

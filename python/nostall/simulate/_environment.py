@@ -89,10 +89,6 @@ class Environment:
         _native.validate_model(model)
         return model
 
-    def with_nodes(self, nodes: int) -> Environment:
-        """The same machine with another number of nodes."""
-        return replace(self, N=nodes)
-
 
 def read_environment(value: Any, place: Place) -> Environment:
     """Reads a table with the keys of [Böhringer 2020, table 3.1].

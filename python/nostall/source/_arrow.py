@@ -41,6 +41,7 @@ from nostall.source._records import (
     open_storage,
     shard_paths,
 )
+from nostall.source._source import arguments_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -89,17 +90,9 @@ class Parquet(Composite):
         kept: int = _KEPT_BYTES,
         store: Any = None,
     ) -> None:
+        self._arguments = arguments_of(locals())
         _pyarrow("parquet", files)
-        paths = absolute(shard_paths(files, (".parquet",), store))
-        self._arguments = {
-            "files": paths,
-            "image": image,
-            "label": label,
-            "columns": columns,
-            "schema": schema,
-            "kept": kept,
-            "store": store,
-        }
+        self._arguments["files"] = paths = absolute(shard_paths(files, (".parquet",), store))
         pairs = _is_pair(image, label, columns, schema)
         groups = _Groups(paths, kept, store)
         if columns is None:
@@ -293,17 +286,11 @@ class ArrowIPC(RecordStore, Composite):
         split: str | None = None,
         store: Any = None,
     ) -> None:
+        self._arguments = arguments_of(locals(), but="split")
         _pyarrow("ipc", files)
         found = dataset_files(files, split)
         paths = absolute(shard_paths(files, (".arrow",), store) if found is None else found)
-        self._arguments = {
-            "files": paths,
-            "image": image,
-            "label": label,
-            "columns": columns,
-            "schema": schema,
-            "store": store,
-        }
+        self._arguments["files"] = paths
         if not _is_pair(image, label, columns, schema):
             assert columns is not None
             self._open_columns(paths, columns, schema, store)

@@ -19,7 +19,7 @@ from nostall.source._custom import SampleReader, native_source
 from nostall.source._item_record import FORMAT, left_out, modules_of
 from nostall.source._items import admit, decode
 from nostall.source._makers import MakeError, Makers
-from nostall.source._source import ItemMaker, Source
+from nostall.source._source import ItemMaker, Source, arguments_of
 
 _log = logging.getLogger("nostall")
 
@@ -99,6 +99,7 @@ class Cached(Source):
         pickles: Sequence[str] = (),
         start_method: str | None = None,
     ) -> None:
+        self._arguments = arguments_of(locals())
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise UsageError(
                 f"{type(dataset).__name__} has no __len__ and __getitem__, so no order can be planned "
@@ -110,15 +111,7 @@ class Cached(Source):
             raise UsageError(f"then= is {type(then).__name__}, which cannot be called")
         if len(dataset) == 0:
             raise UsageError(f"{type(dataset).__name__} is empty")
-        self._arguments = {
-            "dataset": dataset,
-            "then": then,
-            "makers": makers,
-            "max_bytes": max_bytes,
-            "version": version,
-            "pickles": tuple(pickles),
-            "start_method": start_method,
-        }
+        self._arguments["pickles"] = tuple(pickles)
         self.then = then
         self.version = version
         self.pickles = frozenset(pickles)

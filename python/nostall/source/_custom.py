@@ -13,7 +13,7 @@ from nostall import _native
 from nostall.errors import UsageError
 from nostall.fields import Kind
 from nostall.source._composite import NO_PART, Composite, make_column
-from nostall.source._source import Source, as_numbers
+from nostall.source._source import Source, arguments_of, as_numbers
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -116,17 +116,11 @@ class CustomSource(Source):
         identity: str,
         groups: ArrayLike | None = None,
     ) -> None:
+        self._arguments = arguments_of(locals())
         if not isinstance(reader, SampleReader):
             raise UsageError(
                 f"{type(reader).__name__} is no nostall.SampleReader: derive its class from that"
             )
-        self._arguments = {
-            "reader": reader,
-            "sizes": sizes,
-            "labels": labels,
-            "identity": identity,
-            "groups": groups,
-        }
         self._name = type(reader).__name__
         numbers = as_numbers(labels)
         self._label_type = numbers.dtype
@@ -184,17 +178,12 @@ class CustomFields(Composite):
         schema: Mapping[str, Kind],
         identity: str,
     ) -> None:
+        self._arguments = arguments_of(locals())
         if not isinstance(reader, FieldReader):
             raise UsageError(
                 f"{type(reader).__name__} is no nostall.FieldReader: derive its class from that"
             )
-        self._arguments = {
-            "reader": reader,
-            "sizes": dict(sizes),
-            "columns": columns,
-            "schema": dict(schema),
-            "identity": identity,
-        }
+        self._arguments |= {"sizes": dict(sizes), "schema": dict(schema)}
         given = dict(columns or {})
         if missing := sizes.keys() - schema.keys():
             raise UsageError(f"schema does not say of which kind the field {min(missing)} is")

@@ -26,6 +26,7 @@ from nostall.source._composite import Composite, make_column
 from nostall.source._custom import SampleReader, native_source
 from nostall.source._object_file import as_file, failure_of
 from nostall.source._records import PathLike, PlacedRows, absolute
+from nostall.source._source import arguments_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -78,15 +79,8 @@ class HDF5(Composite):
         schema: Mapping[str, Kind] | None = None,
         store: Any = None,
     ) -> None:
-        path = absolute([os.fspath(path)])[0]
-        self._arguments = {
-            "path": path,
-            "dataset": dataset,
-            "labels": labels,
-            "columns": columns,
-            "schema": schema,
-            "store": store,
-        }
+        self._arguments = arguments_of(locals())
+        self._arguments["path"] = path = absolute([os.fspath(path)])[0]
         if (dataset is None) == (columns is None) or (columns is not None and labels is not None):
             raise UsageError("HDF5 needs either a dataset, and perhaps labels=, or columns=")
         if schema is not None and columns is None:

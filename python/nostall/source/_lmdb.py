@@ -25,7 +25,7 @@ from nostall.source._records import (
     open_storage,
     reading_of,
 )
-from nostall.source._source import Pixels
+from nostall.source._source import Pixels, arguments_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -99,24 +99,13 @@ class LMDB(PartsStore):
         progress: Progress | None = None,
         store: Any = None,
     ) -> None:
+        self._arguments = arguments_of(locals(), but="progress")
         if members is None and values in ("npz", "msgpack"):
             members = "all"
         has_fields = members is not None or values == "npy"
         _check_options(values, label, order, members, has_fields or schema is None)
         chosen = reading_of(reading)
-        self._arguments = {
-            "path": path if is_url(os.fspath(path)) else str(Path(path).absolute()),
-            "database": database,
-            "values": values,
-            "label": label,
-            "order": order,
-            "keep": keep,
-            "members": members,
-            "schema": schema,
-            "index": index,
-            "reading": reading,
-            "store": store,
-        }
+        self._arguments["path"] = path if is_url(os.fspath(path)) else str(Path(path).absolute())
         self.database = database
         self.path = data_file(path)
         self.storage = open_storage([self.path], direct=chosen.direct, store=store)

@@ -240,13 +240,9 @@ class ImageFolder(Source):
         allow_empty: bool = False,
         extensions: Sequence[str] = IMAGE_EXTENSIONS,
     ) -> None:
+        self._arguments = arguments_of(locals())
         self.root = os.fspath(root)
-        self._arguments = {
-            "root": str(Path(self.root).absolute()),
-            "index": index,
-            "allow_empty": allow_empty,
-            "extensions": extensions,
-        }
+        self._arguments["root"] = str(Path(self.root).absolute())
         stored = index_path(self.root, index)
         self.native = _native.open_folder(
             root=self.root,
@@ -344,6 +340,11 @@ def as_numbers(labels: Any) -> NDArray[Any]:
             "the classes"
         )
     return found.astype(np.int64)
+
+
+def arguments_of(given: dict[str, Any], but: str = "") -> dict[str, Any]:
+    """The arguments of an ``__init__``, from its ``locals()`` at its begin, without `but`."""
+    return {name: value for name, value in given.items() if name not in ("self", "__class__", but)}
 
 
 def _reopen(

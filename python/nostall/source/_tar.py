@@ -23,7 +23,7 @@ from nostall.source._records import (
     reading_of,
     shard_paths,
 )
-from nostall.source._source import IMAGE_EXTENSIONS
+from nostall.source._source import IMAGE_EXTENSIONS, arguments_of
 from nostall.source._tar_members import (
     Endings,
     all_endings,
@@ -84,18 +84,9 @@ class TarShards(PartsStore):
         progress: Progress | None = None,
         store: Any = None,
     ) -> None:
-        paths = absolute(shard_paths(shards, (".tar",), store))
+        self._arguments = arguments_of(locals(), but="progress")
+        self._arguments["shards"] = paths = absolute(shard_paths(shards, (".tar",), store))
         chosen = reading_of(reading)
-        self._arguments = {
-            "shards": paths,
-            "image": image,
-            "label": label,
-            "members": members,
-            "schema": schema,
-            "index": index,
-            "reading": reading,
-            "store": store,
-        }
         self._image = (
             tuple(image)
             if image is not None

@@ -23,6 +23,7 @@ from nostall.source._records import (
     reading_of,
     shard_paths,
 )
+from nostall.source._source import arguments_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -70,6 +71,7 @@ class TFRecord(PartsStore):
         progress: Progress | None = None,
         store: Any = None,
     ) -> None:
+        self._arguments = arguments_of(locals(), but="progress")
         if values not in ("example", "raw"):
             raise UsageError(f'values must be "example" or "raw", not {values!r}')
         if check not in ("lengths", "all"):
@@ -79,19 +81,8 @@ class TFRecord(PartsStore):
         if features is None and schema is not None:
             raise UsageError("schema= says the kinds of fields, which features= names")
         paths = absolute(shard_paths(files, (".tfrecord", ".tfrecords", ".tfrec"), store))
+        self._arguments["files"] = paths
         chosen = reading_of(reading)
-        self._arguments = {
-            "files": paths,
-            "values": values,
-            "image": image,
-            "label": label,
-            "features": features,
-            "schema": schema,
-            "check": check,
-            "index": index,
-            "reading": reading,
-            "store": store,
-        }
         self.storage = open_storage(paths, direct=chosen.direct, store=store)
         self._reading = chosen
         stamp = f"values={values} check={check}"
