@@ -234,6 +234,7 @@ void bind_configs(nb::module_& m) {
   nb::class_<tier::TierSpec>(m, "TierSpec", "A storage class of a node.")
       .def(nb::init<tier::TierKind, uint64_t, std::string, bool, bool>(), nb::arg("kind"),
            nb::arg("capacity"), nb::arg("path"), nb::arg("keep"), nb::arg("modest"))
+      .def_rw("readers", &tier::TierSpec::readers)
       .def(
           "use_store",
           [](tier::TierSpec& s, nb::object tier) {

@@ -16,16 +16,12 @@
 #include <new>
 
 #include "base/clock.h"
+#include "base/cold_reads.h"
 
 namespace nostall::records {
 namespace {
 
 constexpr uint32_t kDirectAlignment = 4096;
-// A read from the page cache takes a system call and a copy at this speed or better; anything
-// slower came from a device.
-constexpr double kCachedCall = 25e-6, kCachedSecondsPerByte = 1 / 2e9;
-// While the device is in use, one read in this many tries the page cache.
-constexpr unsigned kProbeEvery = 64;
 
 uint64_t memory_bytes() {
   return static_cast<uint64_t>(::sysconf(_SC_PHYS_PAGES)) *
@@ -81,22 +77,17 @@ class AdaptiveRanges : public RangeReader {
       return;
     }
     while (!ranges.empty()) {
-      if (cold_ && ++since_probe_ % kProbeEvery != 0) {
+      if (cold_.many()) {
         uring_->read(ranges);
         return;
       }
       const int64_t begin = now_ns();
       plain_.read(ranges.first(1));
-      const double took = static_cast<double>(now_ns() - begin) * 1e-9;
-      const double cached =
-          kCachedCall + static_cast<double>(ranges[0].size()) * kCachedSecondsPerByte;
-      // Two in a row, for a single slow one may have lost its turn of the processor.
-      slow_ = took > cached ? slow_ + 1 : 0;
-      cold_ = slow_ >= 2;
+      cold_.took(ranges[0].size(), now_ns() - begin);
       ranges = ranges.subspan(1);
     }
   }
-  std::string_view name() const override { return cold_ ? uring_->name() : plain_.name(); }
+  std::string_view name() const override { return cold_.cold() ? uring_->name() : plain_.name(); }
   uint64_t bytes_read() const override {
     return plain_.bytes_read() + (uring_ ? uring_->bytes_read() : 0);
   }
@@ -105,8 +96,7 @@ class AdaptiveRanges : public RangeReader {
   const LocalFiles& files_;
   PlainRanges plain_;
   std::unique_ptr<RangeReader> uring_;
-  unsigned slow_ = 0, since_probe_ = 0;
-  bool cold_ = false;
+  ColdReads cold_;
 };
 
 }  // namespace

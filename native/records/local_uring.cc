@@ -10,7 +10,7 @@
 
 #include <system_error>
 
-#include "source/ring.h"
+#include "base/ring.h"
 #endif
 
 namespace nostall::records {
@@ -168,7 +168,7 @@ class UringRanges : public RangeReader {
   AlignedBuffer fallback_;
   bool tried_to_pin_ = false, pinned_ = false;
   uint64_t bytes_ = 0;
-  source::Ring ring_;
+  Ring ring_;
 };
 
 }  // namespace

@@ -11,7 +11,7 @@
 
 #include <system_error>
 
-#include "source/ring.h"
+#include "base/ring.h"
 #endif
 
 namespace nostall::source {

@@ -17,6 +17,9 @@ inline const trace::Kind kReadSource =
 // The same for the tiers alone, ahead of need (LoaderConfig::ahead).
 inline const trace::Kind kReadOwned = trace::define("data", "read for tiers", {"samples", "bytes"});
 inline const trace::Kind kReadTiers = trace::define("data", "take from tiers", {"samples"});
+// Samples of one file tier; `many`: side by side, for its disk makes reads wait.
+inline const trace::Kind kReadFiles =
+    trace::define("data", "read file tier", {"tier", "samples", "bytes", "many"});
 // A sample is not taken from the nearest place that has it, and why: one kind for each Reason.
 inline const std::array<trace::Kind, kReasons> kChose{
     trace::define("data", "take from the only place", {"sample"}),

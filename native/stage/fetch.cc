@@ -54,7 +54,8 @@ constexpr int64_t kTogetherNs = 500'000;
 void Loader::Run::fetch_loop(std::stop_token stop) {
   const std::unique_ptr<source::Reader> reader =
       config_.source->make_reader(config_.reader, config_.depth);
-  Fetcher fetcher{*reader, fields::Scratch(&decoding_)};
+  tier::RecordReader records(config_.depth, ring_refused_);
+  Fetcher fetcher{*reader, records, fields::Scratch(&decoding_)};
   fetcher.scratch.located.resize(config_.source->fields());
   for (;;) {
     std::vector<Fetch> chunk = take_chunk(stop);
@@ -387,26 +388,47 @@ bool Loader::Run::from_memory(Fetch& fetch) {
   return true;
 }
 
-// Reads samples of file tiers. Returns those that cannot be read, which are not ready any more.
+// Reads samples of file tiers, those of a tier together. Returns those that cannot be read, which
+// are not ready any more.
 std::vector<Loader::Run::Fetch*> Loader::Run::read_files(std::span<Fetch* const> fetches,
                                                          Fetcher& fetcher) {
   std::vector<Fetch*> again;
+  if (fetches.empty()) return again;
+  tier::NodeCache& cache = *config_.cache;
   std::vector<Work> finished;
-  for (Fetch* f : fetches) {
-    Task::Item& item = f->work.task->items[f->work.index];
+  const auto sample_of = [](const Fetch* f) { return f->work.task->items[f->work.index].sample; };
+  std::vector<Fetch*> open(fetches.begin(), fetches.end());
+  std::ranges::stable_sort(open, {}, [&](const Fetch* f) { return cache.tier_of(sample_of(f)); });
+  std::vector<tier::TierRead> reads;
+  for (size_t first = 0, end = 0; first < open.size(); first = end) {
+    const size_t t = cache.tier_of(sample_of(open[first]));
+    reads.clear();
+    uint64_t bytes = 0;
+    for (; end < open.size() && cache.tier_of(sample_of(open[end])) == t; ++end) {
+      reads.push_back({sample_of(open[end]), open[end]->into});
+      bytes += open[end]->into.size();
+    }
     const int64_t begin = now_ns();
     {
       const Activity reading;
-      if (!config_.cache->file_read(item.sample, f->into)) {
-        item.raw.reset();
+      cache.file_read(reads, fetcher.records);
+    }
+    const int64_t took = now_ns() - begin;
+    trace::record(kReadFiles, begin, begin + took,
+                  {static_cast<int64_t>(t), static_cast<int64_t>(reads.size()),
+                   static_cast<int64_t>(bytes), fetcher.records.many() ? 1 : 0});
+    for (size_t i = 0; i < reads.size(); ++i) {
+      Fetch* const f = open[first + i];
+      if (!reads[i].good) {
+        bytes -= f->into.size();
+        f->work.task->items[f->work.index].raw.reset();
         again.push_back(f);
         continue;
       }
+      count(*f->work.task, Origin::file, f->into.size(), took / static_cast<int64_t>(reads.size()));
+      finished.push_back(f->work);
     }
-    const int64_t took = now_ns() - begin;
-    speeds_.tiers[config_.cache->tier_of(item.sample)].record(f->into.size(), took);
-    count(*f->work.task, Origin::file, f->into.size(), took);
-    finished.push_back(f->work);
+    speeds_.tiers[t].record(bytes, took);
   }
   finish(finished, &fetcher);
   return again;

@@ -84,6 +84,7 @@ class Loader::Run {
   // What a fetch thread has of its own; `scratch` is for samples that it unpacks itself.
   struct Fetcher {
     source::Reader& reader;
+    tier::RecordReader& records;  // of file tiers
     fields::Scratch scratch;
     std::vector<source::ReadRequest> requests{};
   };
@@ -203,9 +204,10 @@ class Loader::Run {
   const std::shared_ptr<BufferPool> batch_pool_, raw_pool_;
   Speeds& speeds_;
   image::HeldBytes& decoding_;
-  std::atomic<double> best_source_{0.0};  // seconds per byte, the least so far
-  std::atomic<uint64_t> own_bytes_{0};    // read for the tiers alone, not yet in any batch's count
-  SampleSums& sums_;                      // the node's, or this process's where there are no tiers
+  std::atomic<double> best_source_{0.0};   // seconds per byte, the least so far
+  std::atomic<uint64_t> own_bytes_{0};     // read for the tiers alone, not yet in any batch's count
+  SampleSums& sums_;                       // the node's, or this process's where there are no tiers
+  std::atomic<bool> ring_refused_{false};  // to a reader of file tiers
   std::atomic<bool> warned_of_reading_{false}, warned_of_peers_{false};
   const std::span<const uint64_t> sizes_;
   const bool light_;            // unpacking a sample costs less than handing it to another thread

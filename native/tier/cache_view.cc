@@ -30,6 +30,12 @@ class CacheView final : public NodeCache {
   bool file_read(uint64_t s, std::span<std::byte> into) override {
     return whole_->file_read(of(s), into);
   }
+  void file_read(std::span<TierRead> reads, RecordReader& reader) override {
+    std::vector<TierRead> theirs(reads.begin(), reads.end());
+    for (TierRead& read : theirs) read.sample = of(read.sample);
+    whole_->file_read(theirs, reader);
+    for (size_t i = 0; i < reads.size(); ++i) reads[i].good = theirs[i].good;
+  }
   SampleSums& sums() noexcept override { return sums_; }
   void reject(uint64_t s) noexcept override { whole_->reject(of(s)); }
   State wait(uint64_t s, std::chrono::nanoseconds timeout, std::stop_token stop) override {

@@ -39,7 +39,8 @@
 #include "base/own.h"
 #include "tier/catalog.h"
 #include "tier/names.h"
-#include "tier/record.h"
+#include "tier/record_reader.h"
+#include "tier/turns.h"
 
 namespace nostall::tier {
 namespace {
@@ -128,12 +129,15 @@ class NodeCacheImpl final : public NodeCache {
         tier_paths_(config.tiers.size()),
         disabled_(config.tiers.size()),
         warned_(config.tiers.size()),
+        turns_(config.tiers.size()),
         me_(config.any_member ? 0 : config.local_rank),
         owner_pid_(::getpid()),
         handover_("tiers " + config.shm_directory + " " + config.job,
                   config.any_member ? static_cast<uint32_t>(owner_pid_) % config.local_world
                                     : config.local_rank,
-                  config.local_world) {}
+                  config.local_world) {
+    for (size_t t = 0; t < turns_.size(); ++t) turns_[t].limit(config.tiers[t].readers);
+  }
 
   ~NodeCacheImpl() override {
     if (joined_ && owner_pid_ == ::getpid()) leave();
@@ -210,22 +214,30 @@ class NodeCacheImpl final : public NodeCache {
   }
 
   bool file_read(uint64_t sample, std::span<std::byte> into) override {
-    const size_t t = tier_[sample];
-    const auto result = read(sample, into);
-    if (result && result.value() == 0) {       // a store may drop what it has
-      uint32_t ready = word_of(State::ready);  // another reader may have found that before
-      if (words_[sample].compare_exchange_strong(ready, word_of(State::empty))) {
-        header_->file_bytes.fetch_sub(sizes_[sample] + kRecordHeader);
-      }
-      return false;
+    const Turns::Taken turn = turns_[tier_[sample]].take(1);
+    return accept(sample, read(sample, into));
+  }
+
+  void file_read(std::span<TierRead> reads, RecordReader& reader) override {
+    if (reads.empty()) return;
+    const size_t t = tier_[reads.front().sample];
+    if (config_.tiers[t].store) {
+      for (TierRead& r : reads) r.good = file_read(r.sample, r.into);
+      return;
     }
-    if (result && sums_.agrees(sample, result.value())) return true;
-    warn(t, "sample " + std::to_string(sample) + " in the tier " + tier_paths_[t] + ": " +
-                (result ? "a record is of another content than the one that was read first"
-                        : result.error().what()) +
-                "; it is read from the source instead");
-    set(sample, State::failed);
-    return false;
+    std::vector<RecordRead> records;
+    records.reserve(reads.size());
+    for (const TierRead& r : reads) {
+      records.push_back({tier_files_[t].get(), offset_[r.sample], r.sample, r.into});
+    }
+    for (size_t next = 0; next < records.size();) {
+      const Turns::Taken turns = turns_[t].take(records.size() - next);
+      reader.read(files_, std::span(records).subspan(next, turns.count()));
+      next += turns.count();
+    }
+    for (size_t i = 0; i < reads.size(); ++i) {
+      reads[i].good = accept(reads[i].sample, records[i].sum);
+    }
   }
 
   SampleSums& sums() noexcept override { return sums_; }
@@ -268,6 +280,24 @@ class NodeCacheImpl final : public NodeCache {
   bool fills(uint64_t sample) const noexcept {
     return tier_[sample] == plan::kNoTier ||
            (header_->given_up.load(std::memory_order_relaxed) & (1u << tier_[sample])) == 0;
+  }
+  // Whether what was read of a ready sample is that sample; else it is not ready any more.
+  bool accept(uint64_t sample, const Result<uint32_t>& result) {
+    const size_t t = tier_[sample];
+    if (result && result.value() == 0) {       // a store may drop what it has
+      uint32_t ready = word_of(State::ready);  // another reader may have found that before
+      if (words_[sample].compare_exchange_strong(ready, word_of(State::empty))) {
+        header_->file_bytes.fetch_sub(sizes_[sample] + kRecordHeader);
+      }
+      return false;
+    }
+    if (result && sums_.agrees(sample, result.value())) return true;
+    warn(t, "sample " + std::to_string(sample) + " in the tier " + tier_paths_[t] + ": " +
+                (result ? "a record is of another content than the one that was read first"
+                        : result.error().what()) +
+                "; it is read from the source instead");
+    set(sample, State::failed);
+    return false;
   }
   // 0, or -errno with the text.
   int write(uint64_t sample, uint32_t sum, std::span<const std::byte> bytes, std::string& told);
@@ -324,7 +354,8 @@ class NodeCacheImpl final : public NodeCache {
   std::vector<std::string> tier_paths_;
   std::vector<std::atomic<bool>> disabled_;
   std::vector<std::atomic<bool>> warned_;
-  uint32_t me_;  // this process's number on the node
+  std::vector<Turns> turns_;  // of reads of file tiers
+  uint32_t me_;               // this process's number on the node
   bool joined_ = false;
   const int owner_pid_;
   Handover handover_;  // ends before what it gives is closed

@@ -41,7 +41,7 @@
 #include "base/shareable.h"
 #include "base/sums.h"
 #include "plan/placement.h"
-#include "tier/record.h"
+#include "tier/record_reader.h"
 
 namespace nostall::tier {
 
@@ -65,6 +65,7 @@ struct TierSpec {
   bool keep = false;      // file tiers: survive the job, and be reused when the dataset matches
   bool modest = false;    // RAM tiers: take no more memory than is left to others
   std::shared_ptr<Store> store{};  // instead of files; `path` is its name
+  uint32_t readers = 0;  // file tiers: the most reads in flight of each process; 0: no limit
 };
 
 // Bytes a record of this tier needs beside the sample's own: the plan's TierShape::overhead.
@@ -103,6 +104,13 @@ using Placer = std::function<plan::Placement(std::span<const std::vector<plan::R
 inline Placer fixed(plan::Placement placement) {
   return [placement = std::move(placement)](auto) { return placement; };
 }
+
+// One sample of file_read(); `good` as file_read() of one returns it.
+struct TierRead {
+  uint64_t sample = 0;
+  std::span<std::byte> into;
+  bool good = false;
+};
 
 enum class State : uint8_t { empty = 0, filling = 1, ready = 2, failed = 3 };
 
@@ -148,6 +156,9 @@ class NodeCache {
   // Reads a ready sample of the file tier and checks its CRC32C, and that against sums(); false
   // (state failed, one warning) if it cannot be read or is not what was written.
   virtual bool file_read(uint64_t sample, std::span<std::byte> into) = 0;
+  // The same of several samples of one tier, side by side where its disk makes reads wait. `reader`
+  // is the calling thread's.
+  virtual void file_read(std::span<TierRead> reads, RecordReader& reader) = 0;
 
   // Checksums of samples, shared by the ranks of the node. Code that fills a tier learns them
   // before it publishes; code that takes bytes out of the RAM tier compares them.

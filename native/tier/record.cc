@@ -1,6 +1,7 @@
 // Records of tier files and their manifest, as docs/formats/tier.md defines them.
 #include "tier/record.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 
@@ -58,8 +59,13 @@ Result<uint32_t> read_record(FileSystem& files, int fd, uint64_t offset, uint64_
   if (n != kRecordHeader || static_cast<size_t>(m) != into.size()) {
     return Error(ErrorKind::corruption, "a record is cut short");
   }
-  const uint32_t sum = sample_sum(into);
-  if (header != header_of(sample, sum, into.size())) {
+  return check_record(header, sample, into);
+}
+
+Result<uint32_t> check_record(std::span<const std::byte, kRecordHeader> header, uint64_t sample,
+                              std::span<const std::byte> bytes) {
+  const uint32_t sum = sample_sum(bytes);
+  if (!std::ranges::equal(header, header_of(sample, sum, bytes.size()))) {
     return Error(ErrorKind::corruption, "the CRC32C or the header of a record is wrong");
   }
   return sum;

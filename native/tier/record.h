@@ -25,6 +25,10 @@ int write_record(FileSystem& files, int fd, uint64_t offset, uint64_t sample, ui
 Result<uint32_t> read_record(FileSystem& files, int fd, uint64_t offset, uint64_t sample,
                              std::span<std::byte> into);
 
+// The same of a record that was read: `header` in front, then `bytes`.
+Result<uint32_t> check_record(std::span<const std::byte, kRecordHeader> header, uint64_t sample,
+                              std::span<const std::byte> bytes);
+
 // A sample that a kept tier file holds.
 struct KeptRecord {
   uint64_t sample = 0, offset = 0;

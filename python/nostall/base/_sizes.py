@@ -47,6 +47,8 @@ class TierSpec:
     modest: bool = False
     # One of the user's own, of kind "file": `path` is its name.
     own: Tier | None = None
+    # Of kind "file": the most reads in flight of each process; 0 is no limit.
+    readers: int = 0
 
 
 class Limit(Protocol):
@@ -236,7 +238,8 @@ def parse_tiers(
 
     Args:
         spec: "auto" (memory for the data set, as `defaults` says), one tier, or a list of tiers:
-            "ram:SIZE", "DIRECTORY:SIZE", "DIRECTORY:SIZE:keep", a `Tier`.
+            "ram:SIZE", "DIRECTORY:SIZE", a `Tier`. After a directory's size may follow ":keep", for a
+            tier that outlives the job, and ":readers=N", the most reads in flight of each process.
         dataset_bytes: size of the data set.
         local_world_size: ranks of the node; sizes are the node's, shared by them.
 
@@ -264,6 +267,7 @@ def native_tiers(tiers: Sequence[TierSpec]) -> list[_native.TierSpec]:
         spec = _native.TierSpec(kind, tier.capacity, tier.path, tier.keep, tier.modest)
         if tier.own is not None:
             spec.use_store(tier.own)
+        spec.readers = tier.readers
         specs.append(spec)
     return specs
 
@@ -271,8 +275,9 @@ def native_tiers(tiers: Sequence[TierSpec]) -> list[_native.TierSpec]:
 def _parse_tier(text: str | Tier) -> TierSpec:
     if isinstance(text, Tier):
         return TierSpec("file", text.capacity, type(text).__name__, own=text)
-    keep = text.endswith(":keep")
-    where, separator, size = text.removesuffix(":keep").rpartition(":")
+    rest, readers = _without_readers(text)
+    keep = rest.endswith(":keep")
+    where, separator, size = rest.removesuffix(":keep").rpartition(":")
     if text == "auto":
         raise UsageError('"auto" stands alone, not in a list: pass tiers="auto"')
     if not separator or not where:
@@ -289,12 +294,26 @@ def _parse_tier(text: str | Tier) -> TierSpec:
     if where == "ram":
         if keep:
             raise UsageError(f'"{text}": memory cannot outlive the job; only a directory can')
+        if readers:
+            raise UsageError(
+                f'"{text}": memory is not read in flight; only a directory has readers'
+            )
         return TierSpec("ram", capacity)
     if where == "local":
-        return TierSpec("file", capacity, local_directory(), keep)
+        return TierSpec("file", capacity, local_directory(), keep, readers=readers)
     if "/" not in where:
         raise UsageError(
             f'"{text}": "{where}" is neither "ram", "local" nor a path; for a directory here write '
             f'"./{where}:{size}"'
         )
-    return TierSpec("file", capacity, os.path.abspath(where), keep)
+    return TierSpec("file", capacity, os.path.abspath(where), keep, readers=readers)
+
+
+def _without_readers(text: str) -> tuple[str, int]:
+    """The tier without ":readers=N" at its end, and N, or 0."""
+    rest, separator, count = text.rpartition(":readers=")
+    if not separator:
+        return text, 0
+    if not count.isdecimal() or not 1 <= int(count) <= 4096:
+        raise UsageError(f'"{text}": ":readers=" takes a number from 1 to 4096, not "{count}"')
+    return rest, int(count)

@@ -130,6 +130,9 @@ class QuickNeighbour final : public tier::NodeCache {
   bool file_read(uint64_t s, std::span<std::byte> into) override {
     return cache_->file_read(s, into);
   }
+  void file_read(std::span<tier::TierRead> reads, tier::RecordReader& reader) override {
+    cache_->file_read(reads, reader);
+  }
   SampleSums& sums() noexcept override { return cache_->sums(); }
   void reject(uint64_t s) noexcept override { cache_->reject(s); }
   void try_again() override { cache_->try_again(); }

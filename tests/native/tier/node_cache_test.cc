@@ -416,6 +416,60 @@ TEST_F(NodeCacheTest, AFileTierChecksWhatItReads) {
   EXPECT_NE(warnings_[0].find("sample 5"), std::string::npos) << warnings_[0];
 }
 
+TEST_F(NodeCacheTest, SamplesOfAFileTierAreReadTogether) {
+  FlippingDisk flipping;
+  auto c = config(0, 1, TierKind::file);
+  c.files = &flipping;
+  const auto cache = attach(c);
+  for (uint64_t s = 0; s < kSamples; ++s) put(*cache, s);
+  std::atomic<bool> refused{false};
+  RecordReader reader(4, refused);
+  std::vector<std::vector<std::byte>> into(kSamples, std::vector<std::byte>(kSize));
+  std::vector<TierRead> reads;
+  for (uint64_t s = 0; s < kSamples; ++s) reads.push_back({s, into[s]});
+  cache->file_read(reads, reader);
+  for (uint64_t s = 0; s < kSamples; ++s) {
+    EXPECT_EQ(reads[s].good, s != 5);
+    EXPECT_EQ(cache->state(s), s == 5 ? State::failed : State::ready);
+    EXPECT_EQ(into[s] == bytes_of(s), s != 5);
+  }
+  EXPECT_EQ(warnings_.size(), 1u);
+}
+
+// Counts the reads that are under way at the same time.
+class CrowdedDisk : public FileSystem {
+ public:
+  int64_t pread(int fd, std::span<std::byte> into, uint64_t offset) override {
+    const int now = ++under_way;
+    int seen = most;
+    while (now > seen && !most.compare_exchange_weak(seen, now)) {
+    }
+    std::this_thread::sleep_for(1ms);
+    const int64_t n = FileSystem::pread(fd, into, offset);
+    --under_way;
+    return n;
+  }
+  std::atomic<int> under_way{0}, most{0};
+};
+
+TEST_F(NodeCacheTest, ATierHasNoMoreReadersThanItIsGiven) {
+  CrowdedDisk disk;
+  auto c = config(0, 1, TierKind::file);
+  c.files = &disk;
+  c.tiers[0].readers = 2;
+  const auto cache = attach(c);
+  for (uint64_t s = 0; s < kSamples; ++s) put(*cache, s);
+  std::vector<std::thread> threads;
+  for (uint64_t s = 0; s < kSamples; ++s) {
+    threads.emplace_back([&, s] {
+      std::vector<std::byte> into(kSize);
+      EXPECT_TRUE(cache->file_read(s, into));
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  EXPECT_LE(disk.most, 2);
+}
+
 // No room, wherever it is asked for.
 class FullDisk : public FileSystem {
  public:

@@ -90,13 +90,21 @@ def test_tiers() -> None:
         TierSpec("ram", 20 * 2**30),
         TierSpec("file", 400 * 2**30, "/nvme/cache", True),
     ]
+    assert tiers(["/nvme:1GiB:keep:readers=4", "/sata:1GiB:readers=1"]) == [
+        TierSpec("file", 2**30, "/nvme", True, readers=4),
+        TierSpec("file", 2**30, "/sata", readers=1),
+    ]
     assert tiers("./a:b:1kB") == [TierSpec("file", 1000, str(Path.cwd() / "a:b"))]
     assert tiers([]) == []
     assert tiers("ram:0") == [TierSpec("ram", 0)]
 
 
 @pytest.mark.parametrize(
-    "text", ["ram", "20GiB", ":20GiB", "ram:", "ram:x", "ram:1GiB:keep", "/nvme:keep", "rom:1GiB"]
+    "text",
+    [
+        *("ram", "20GiB", ":20GiB", "ram:", "ram:x", "ram:1GiB:keep", "/nvme:keep", "rom:1GiB"),
+        *("ram:1GiB:readers=2", "/nvme:1GiB:readers=0", "/nvme:1GiB:readers=", "/nvme:readers=2"),
+    ],
 )
 def test_what_is_no_tier_is_named(text: str) -> None:
     with pytest.raises(UsageError, match=text.removeprefix("ram:") or "is not a size"):

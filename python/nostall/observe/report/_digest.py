@@ -25,6 +25,7 @@ FETCHING = {
     "read source": "source",
     "fetch from peers": "peer",
     "take from tiers": "tier",
+    "read file tier": "tier",
     "wait for others": "others",
 }
 CAUSES = ("source", "peer", "tier", "others", "decode", "other")

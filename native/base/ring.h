@@ -1,9 +1,9 @@
-// source/ring.h - an io_uring that falls back to plain calls when the kernel refuses it.
+// base/ring.h - an io_uring that falls back to plain calls when the kernel refuses it.
 //
 // The kernel may refuse to take reads at any time (EAGAIN, EBUSY, ENOMEM), for a moment or for
 // good. A ring that is refused for long finishes what it has begun and is closed. Reads that it did
 // not begin complete with ECANCELED, and the reader continues with plain calls. Thread-safety: a
-// Ring belongs to one thread; `Refused` is shared by the readers of a source.
+// Ring belongs to one thread; `refused` is shared by those that read the same files.
 #pragma once
 
 #include <liburing.h>
@@ -19,7 +19,7 @@
 
 #include "base/log.h"
 
-namespace nostall::source {
+namespace nostall {
 
 class Ring {
  public:
@@ -109,7 +109,7 @@ class Ring {
   static void warn(int error) noexcept try {
     log(LogLevel::warning,
         "io_uring takes no reads any more: " + std::generic_category().message(error) +
-            "; the source is read with plain calls from now on");
+            "; files are read with plain calls from now on");
   } catch (const std::exception&) {
     // No memory for the sentence.
   }
@@ -127,4 +127,4 @@ class Ring {
   unsigned refusals_ = 0;         // in a row
 };
 
-}  // namespace nostall::source
+}  // namespace nostall

@@ -1,0 +1,34 @@
+// base/cold_reads.h - when to keep many reads in flight: while they wait for a device.
+//
+// Thread-safety: a value of one thread.
+#pragma once
+
+#include <cstdint>
+
+namespace nostall {
+
+// Reads that come from memory gain nothing by others beside them. So a reader begins with one at a
+// time, and says how long each took.
+class ColdReads {
+ public:
+  // Whether the next reads should go side by side. While they do, one answer in kProbeEvery is no,
+  // to see whether the files have come into memory.
+  bool many() noexcept { return cold() && ++since_probe_ % kProbeEvery != 0; }
+  // What one read took by itself.
+  void took(uint64_t bytes, int64_t nanoseconds) noexcept {
+    const double cached = kCachedCall + static_cast<double>(bytes) * kCachedSecondsPerByte;
+    // Two in a row, for a single slow one may have lost its turn of the processor.
+    slow_ = static_cast<double>(nanoseconds) * 1e-9 > cached ? slow_ + 1 : 0;
+  }
+  bool cold() const noexcept { return slow_ >= 2; }
+
+ private:
+  // A read from the page cache takes a system call and a copy at this speed or better; anything
+  // slower came from a device.
+  static constexpr double kCachedCall = 25e-6, kCachedSecondsPerByte = 1 / 2e9;
+  static constexpr unsigned kProbeEvery = 64;
+
+  unsigned slow_ = 0, since_probe_ = 0;
+};
+
+}  // namespace nostall
