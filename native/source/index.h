@@ -62,7 +62,7 @@ class SampleIndex {
 std::vector<std::byte> serialize_index(const SampleIndex& index, uint64_t options);
 Result<SampleIndex> parse_index(std::span<const std::byte> bytes, uint64_t options);
 
-// Writes beside `path`, flushes, renames: readers see the old index or the new one. 0 or -errno.
+// Writes beside `path`, renames: readers see the old index or the new one. 0 or -errno.
 int store_index(const std::string& path, std::span<const std::byte> bytes,
                 FileSystem& files = FileSystem::real());
 inline constexpr uint32_t kIndexMagic = 0x49534e31;  // "1NSI"

@@ -16,17 +16,15 @@ constexpr uint64_t kBlock = uint64_t{1} << 32;
 
 }  // namespace
 
-Documents::Documents(std::span<const uint32_t> low, std::vector<uint64_t> blocks, uint64_t tokens)
-    : blocks_(std::move(blocks)), tokens_(tokens) {
+Documents::Documents(std::unique_ptr<Shareable> low, std::vector<uint64_t> blocks, uint64_t tokens)
+    : block_(std::move(low)), blocks_(std::move(blocks)), tokens_(tokens) {
   if (tokens > kMostTokens) damaged("a stream has more than 2^48 tokens");
-  if (blocks_.size() != (tokens >> 32) + 2 || blocks_.front() != 0 ||
-      blocks_.back() != low.size() || !std::is_sorted(blocks_.begin(), blocks_.end())) {
-    damaged("the blocks of its documents do not go together");
+  if (block_) {
+    low_ = {reinterpret_cast<const uint32_t*>(block_->data()), block_->size() / sizeof(uint32_t)};
   }
-  if (!low.empty()) {
-    block_ = std::make_unique<Shareable>(low.size_bytes());
-    std::memcpy(block_->data(), low.data(), low.size_bytes());
-    low_ = {reinterpret_cast<const uint32_t*>(block_->data()), low.size()};
+  if (blocks_.size() != (tokens >> 32) + 2 || blocks_.front() != 0 ||
+      blocks_.back() != low_.size() || !std::is_sorted(blocks_.begin(), blocks_.end())) {
+    damaged("the blocks of its documents do not go together");
   }
   if (low_.empty() && tokens != 0) damaged("its tokens are in no document");
   uint64_t last = 0;
@@ -50,20 +48,21 @@ Documents::Documents(std::span<const uint32_t> low, std::vector<uint64_t> blocks
 }
 
 Documents Documents::of(std::span<const uint64_t> begins, uint64_t tokens) {
-  std::vector<uint32_t> low;
-  low.reserve(begins.size());
+  std::unique_ptr<Shareable> low;
+  if (!begins.empty()) low = std::make_unique<Shareable>(begins.size() * sizeof(uint32_t));
   std::vector<uint64_t> blocks{0};
-  for (const uint64_t begin : begins) {
+  for (size_t i = 0; i < begins.size(); ++i) {
+    const uint64_t begin = begins[i];
     if (begin > tokens || begin < (blocks.size() - 1) * kBlock) {
-      damaged("document " + std::to_string(low.size()) + " begins at token " +
-              std::to_string(begin) + " of " + std::to_string(tokens) +
+      damaged("document " + std::to_string(i) + " begins at token " + std::to_string(begin) +
+              " of " + std::to_string(tokens) +
               ", or before the one before: index and data disagree");
     }
-    while (blocks.size() <= begin / kBlock) blocks.push_back(low.size());
-    low.push_back(static_cast<uint32_t>(begin));
+    while (blocks.size() <= begin / kBlock) blocks.push_back(i);
+    reinterpret_cast<uint32_t*>(low->data())[i] = static_cast<uint32_t>(begin);
   }
-  while (blocks.size() < tokens / kBlock + 2) blocks.push_back(low.size());
-  return {low, std::move(blocks), tokens};
+  while (blocks.size() < tokens / kBlock + 2) blocks.push_back(begins.size());
+  return {std::move(low), std::move(blocks), tokens};
 }
 
 uint64_t Documents::begin(uint64_t i) const noexcept {

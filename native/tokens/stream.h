@@ -34,7 +34,8 @@ class Documents {
  public:
   // Throws Error(corruption) if that is no division of `tokens` tokens: a first document that does
   // not begin at 0, others that begin before the one before, or one of 2^32 tokens.
-  Documents(std::span<const uint32_t> low, std::vector<uint64_t> blocks, uint64_t tokens);
+  // `low`: of the low halves, four bytes each; null if there are none.
+  Documents(std::unique_ptr<Shareable> low, std::vector<uint64_t> blocks, uint64_t tokens);
   // From whole numbers.
   static Documents of(std::span<const uint64_t> begins, uint64_t tokens);
 

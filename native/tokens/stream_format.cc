@@ -51,11 +51,17 @@ class Parser {
   }
   template <typename T>
   std::vector<T> array(uint64_t count) {
-    if (count > in_.size() / sizeof(T)) return fail<std::vector<T>>();
-    std::vector<T> values(count);
-    if (count > 0) std::memcpy(values.data(), in_.data(), count * sizeof(T));
-    in_ = in_.subspan(count * sizeof(T));
+    const auto taken = array_bytes<T>(count);
+    std::vector<T> values(taken.size() / sizeof(T));
+    if (!taken.empty()) std::memcpy(values.data(), taken.data(), taken.size());
     return values;
+  }
+  template <typename T>
+  std::span<const std::byte> array_bytes(uint64_t count) {
+    if (count > in_.size() / sizeof(T)) return fail<std::span<const std::byte>>();
+    const auto taken = in_.first(count * sizeof(T));
+    in_ = in_.subspan(taken.size());
+    return taken;
   }
   uint64_t left() const noexcept { return in_.size(); }
   bool ok() const noexcept { return ok_; }
@@ -143,10 +149,15 @@ Result<Index> parse_index(std::span<const std::byte> bytes) {
     index.extents.push_back(e);
   }
   auto blocks = p.array<uint64_t>((tokens >> 32) + 2);
-  const auto low = p.array<uint32_t>(documents);
+  const auto stored = p.array_bytes<uint32_t>(documents);
   if (!p.ok() || p.left() != 0) return damaged("its length is wrong");
+  std::unique_ptr<Shareable> low;
+  if (!stored.empty()) {
+    low = std::make_unique<Shareable>(stored.size());
+    std::memcpy(low->data(), stored.data(), stored.size());
+  }
   try {
-    index.documents = std::make_shared<const Documents>(low, std::move(blocks), tokens);
+    index.documents = std::make_shared<const Documents>(std::move(low), std::move(blocks), tokens);
   } catch (const Error& error) {
     return damaged(error.what());
   }

@@ -32,7 +32,7 @@ TEST(StoredIndex, TellsWhichCallFailedAndLeavesNothing) {
   const TemporaryFolder folder;
   const auto bytes = serialize_index(small_index(), 9);
   const std::pair<const char*, int> cases[] = {
-      {"open", EROFS}, {"pwrite", ENOSPC}, {"fsync", EIO}, {"rename", EROFS}};
+      {"open", EROFS}, {"pwrite", ENOSPC}, {"rename", EROFS}};
   for (const auto& [call, error] : cases) {
     FailingFiles files;
     files.errors[call] = error;
