@@ -193,7 +193,8 @@ bool Mixture::add_change(const Change& change, uint64_t next) {
   uint64_t begin = change.place;
   std::vector<uint64_t> before(spec_.samples.size());
   if (!stretches_.empty()) {
-    before = counts_in(stretches_.back(), *pattern(stretches_.size() - 1), begin);
+    before = counts_in(stretches_.back(),
+                       *pattern(stretches_.size() - 1, needed(stretches_.back(), begin, 0)), begin);
   }
   for (;;) {
     if (spec_.at_end == AtEnd::reweight) {
@@ -209,7 +210,7 @@ bool Mixture::add_change(const Change& change, uint64_t next) {
     stretches_.back().places = places_of(stretches_.back(), next);
     if (spec_.at_end == AtEnd::repeat) return true;
     const Stretch& stretch = stretches_.back();
-    const std::shared_ptr<const Pattern> shown = pattern(stretches_.size() - 1);
+    const std::shared_ptr<const Pattern> shown = pattern(stretches_.size() - 1, stretch.places);
     const uint64_t end = exhausted(stretch, *shown);
     if (end >= next) return true;
     if (spec_.at_end == AtEnd::stop) {
@@ -270,12 +271,20 @@ size_t Mixture::stretch_of(uint64_t place) const noexcept {
   return static_cast<size_t>(after - stretches_.begin()) - 1;
 }
 
-std::shared_ptr<const Mixture::Pattern> Mixture::pattern(size_t stretch) const {
+uint64_t Mixture::needed(const Stretch& stretch, uint64_t begin, uint64_t count) noexcept {
+  const uint64_t period = stretch.shares.period;
+  const uint64_t rest = (begin - stretch.begin) % period;
+  return count < period - rest ? rest + count : period;
+}
+
+std::shared_ptr<const Mixture::Pattern> Mixture::pattern(size_t stretch, uint64_t places) const {
+  constexpr uint64_t kLeast = 4096;
+  const Stretch& of = stretches_[stretch];
   const MutexLock lock(mutex_);
-  if (!pattern_ || kept_ != stretch) {
+  if (!pattern_ || kept_ != stretch || pattern_->source.size() < std::min(places, of.places)) {
     kept_ = stretch;
     pattern_ = std::make_shared<const Pattern>(
-        pattern_of(stretches_[stretch].shares, stretches_[stretch].places));
+        pattern_of(of.shares, std::min(of.places, std::bit_ceil(std::max(places, kLeast)))));
   }
   return pattern_;
 }
@@ -283,7 +292,7 @@ std::shared_ptr<const Mixture::Pattern> Mixture::pattern(size_t stretch) const {
 Mixture::Place Mixture::at(uint64_t place) const {
   const size_t number = stretch_of(place);
   const Stretch& stretch = stretches_[number];
-  const std::shared_ptr<const Pattern> shown = pattern(number);
+  const std::shared_ptr<const Pattern> shown = pattern(number, needed(stretch, place, 1));
   const uint64_t periods = (place - stretch.begin) / stretch.shares.period;
   const uint64_t rest = (place - stretch.begin) % stretch.shares.period;
   const uint32_t source = shown->source[rest];
@@ -293,7 +302,9 @@ Mixture::Place Mixture::at(uint64_t place) const {
 
 std::vector<uint64_t> Mixture::counts(uint64_t place) const {
   const size_t number = stretch_of(place);
-  return counts_in(stretches_[number], *pattern(number), std::min(place, end_));
+  const uint64_t last = std::min(place, end_);
+  const Stretch& stretch = stretches_[number];
+  return counts_in(stretch, *pattern(number, needed(stretch, last, 0)), last);
 }
 
 template <typename Id>
@@ -320,9 +331,10 @@ void Mixture::fill(uint64_t seed, uint32_t epoch, uint64_t first, std::span<Id> 
     const Stretch& stretch = stretches_[number];
     const bool last = number + 1 == stretches_.size();
     const uint64_t until = last ? kEndless : stretches_[number + 1].begin;
-    const std::shared_ptr<const Pattern> shown = pattern(number);
     uint64_t rest = (first + done - stretch.begin) % stretch.shares.period;
     const uint64_t end = std::min<uint64_t>(out.size(), done + (until - first - done));
+    const std::shared_ptr<const Pattern> shown =
+        pattern(number, needed(stretch, first + done, end - done));
     for (; done < end; ++done) {
       const uint32_t source = shown->source[rest];
       if (++rest == stretch.shares.period) rest = 0;

@@ -99,7 +99,10 @@ class Mixture {
   // The first place from which on a source needs a sample that it does not have.
   uint64_t exhausted(const Stretch& stretch, const Pattern& pattern) const;
   size_t stretch_of(uint64_t place) const noexcept;
-  std::shared_ptr<const Pattern> pattern(size_t stretch) const;
+  // The first `places` of a stretch's pattern, or more.
+  std::shared_ptr<const Pattern> pattern(size_t stretch, uint64_t places) const;
+  // How many of them `count` places from `begin` on need.
+  static uint64_t needed(const Stretch& stretch, uint64_t begin, uint64_t count) noexcept;
 
   Spec spec_;
   std::vector<uint64_t> begins_;  // the first sample id of each source

@@ -191,6 +191,11 @@ std::unique_ptr<Batch> Loader::Run::next(std::chrono::nanoseconds timeout) {
 void Loader::Run::plan_ahead(uint32_t epoch) {
   for (uint32_t e = epoch; e < std::min(epoch + 2, config_.job.epochs); ++e) {
     if (epochs_.contains(e)) continue;
+    // What the first batch waits for has the processors for itself.
+    if (e > epoch &&
+        epochs_.at(epoch).wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
+      break;
+    }
     // Deferred: if the system gives no more threads, the thread that needs the epoch plans it.
     epochs_.emplace(e, std::async(std::launch::async | std::launch::deferred, [this, e] {
                          auto planned = std::make_shared<const plan::RankEpoch>(

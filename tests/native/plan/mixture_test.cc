@@ -266,6 +266,23 @@ JobSpec bucketed_job() {
   return spec;
 }
 
+// A pattern is made as far as places are asked for.
+TEST(Mixture, HasTheSamePlacesWhateverWasAskedBefore) {
+  const auto made = [] { return mixture({1000, 700, 3}, {std::sqrt(2.0), 1.0, 0.01}); };
+  const Mixture rising = made(), falling = made();
+  const Ids asked{3, 4095, 4096, 5000, 300'000, kMostShares - 1, kMostShares, kMostShares + 5000};
+  std::vector<Mixture::Place> up, down;
+  for (const uint64_t place : asked) up.push_back(rising.at(place));
+  for (auto place = asked.rbegin(); place != asked.rend(); ++place) {
+    down.insert(down.begin(), falling.at(*place));
+  }
+  EXPECT_EQ(up, down);
+  Ids filled(10'000), piece(10);
+  made().fill<uint64_t>(7, 0, kMostShares - 5000, filled);
+  made().fill<uint64_t>(7, 0, kMostShares - 5, piece);
+  EXPECT_TRUE(std::equal(piece.begin(), piece.end(), filled.begin() + 4995));
+}
+
 TEST(BucketedOrder, HasBatchesOfOneBucket) {
   const JobSpec spec = bucketed_job();
   validate(spec);
