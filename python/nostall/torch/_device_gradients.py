@@ -123,6 +123,7 @@ class _DeviceSync(GradientSync):
     ) -> None:
         self._place = Device(device)
         self._side = self._place.stream
+        self._finite: list[tuple[int, torch.Tensor]] = []
         super().__init__(named, options, ranks, passes)
         # Memory of torch's allocator needs no care when it is kept, dropped or inherited.
         self._views = False
@@ -131,6 +132,17 @@ class _DeviceSync(GradientSync):
     def _mine(self) -> torch.Stream:
         """The stream that computes."""
         return self._place.current()
+
+    def _check_finite(self, i: int, gradient: torch.Tensor) -> None:
+        self._finite.append((i, torch.isfinite(gradient).all()))
+
+    def _found_not_finite(self) -> list[int]:
+        if self._finite:  # waits for this rank's gradients
+            good = torch.stack([finite for _, finite in self._finite]).tolist()
+            pairs = zip(self._finite, good, strict=True)
+            self._not_finite += [i for (i, _), finite in pairs if not finite]
+            self._finite = []
+        return self._not_finite
 
     def _waiting(self) -> contextlib.AbstractContextManager[None]:
         return waiting(torch, self._mine(), "gradient")
@@ -185,12 +197,6 @@ class StagedSync(_DeviceSync):
         with on_stream(torch, self._side):
             self._submitted[i].copy_(self._slabs[i], non_blocking=True)
 
-    def finish(self) -> None:
-        super().finish()
-        if self.options.check_finite:
-            for passed_on in self._tickets.values():
-                passed_on.result()  # raises before any parameter is updated
-
     def _wait(self) -> None:
         for i in itertools.chain(*self.plan, list(self._tickets)):
             self.wait_for(i)
@@ -201,8 +207,8 @@ class StagedSync(_DeviceSync):
             follow(self._mine(), self._side)
         super()._store(numbers)
 
-    def close(self) -> None:
-        super().close()
+    def _release(self) -> None:
+        super()._release()
         self._thread.shutdown(wait=False)
 
 
@@ -294,7 +300,6 @@ class CollectiveSync(_DeviceSync):
         self._turn_of: dict[int, _Turn] = {}
         self._next = 0
         self._ended: tuple[dict[int, _Turn], list[int]] | None = None
-        self._finite: list[tuple[int, torch.Tensor]] = []
         self._scale = 1.0 / ranks.ranks if options.mean else 1.0
         super().__init__(named, options, ranks, passes, device)
         self._stays = options.views and options.compression is None
@@ -324,7 +329,6 @@ class CollectiveSync(_DeviceSync):
         self._turns = [_Turn(numbers, self._specs) for numbers in self._groups]
         self._turn_of = {i: turn for turn in self._turns for i in turn.numbers}
         self._next = 0
-        self._finite = []
 
     def _gathered(self, mine: Any) -> list[Any]:
         if self._group is None:
@@ -375,8 +379,6 @@ class CollectiveSync(_DeviceSync):
             else:
                 place.copy_(mine * self._scale)
             use_on(mine, self._side)
-            if self.options.check_finite:
-                self._finite.append((i, torch.isfinite(mine).all()))
 
         self._turn_of[i].present.add(i)
         self._submitted[i] = self._pack(i, gradient.shape, pack)
@@ -386,8 +388,8 @@ class CollectiveSync(_DeviceSync):
     def _submit_nothing(self, i: int) -> None:
         self._submitted[i] = self._pack(i, self._parameters[i].shape, torch.Tensor.zero_)
 
-    def _sign(self, **signs: bool) -> None:
-        for i, present in enumerate(signs.values(), len(self._parameters)):
+    def _sign(self, *signs: bool) -> None:
+        for i, present in enumerate(signs[: len(self._signs)], len(self._parameters)):
             if present:
                 self._turn_of[i].present.add(i)
             self._pack(i, torch.Size([1]), torch.Tensor.zero_)
@@ -428,6 +430,12 @@ class CollectiveSync(_DeviceSync):
         super().join()
         self._begin()
 
+    def close(self) -> None:
+        super().close()
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+            self._group = None
+
     def wait_for(self, i: int) -> None:
         turn = self._turn_of[i]
         if turn.buffer is None:
@@ -447,31 +455,16 @@ class CollectiveSync(_DeviceSync):
             turn.counted.record(self._side)
         turn.buffer = None
 
-    def finish(self) -> None:
-        super().finish()
-        self._refuse_not_finite()  # before any parameter is updated
-
     def _wait(self) -> None:
         for turn in self._turns:
             self.wait_for(turn.numbers[0])
-
-    def _refuse_not_finite(self) -> None:
-        if not self._finite:
-            return
-        with on_stream(torch, self._side):
-            good = torch.stack([finite for _, finite in self._finite]).tolist()
-        for (i, _), finite in zip(self._finite, good, strict=True):
-            if not finite:
-                raise UsageError(
-                    f"gradient {self._names[i]} of rank {self.ranks.rank} is not finite"
-                )
 
     def _given(self, numbers: Iterable[int]) -> NDArray[np.bool_]:
         return np.array([self._turn_of[i].count(i) > 0 for i in numbers])
 
     def _signed(self, sign: int) -> bool:
         # No rows are gathered, so that a rank with gradients need not wait for this.
-        return super()._signed(sign) if sign == 0 else False
+        return super()._signed(sign) if sign != 1 else False
 
     def _follow(self, order: list[int]) -> None:
         before, self._ended = self._ended, (self._turn_of, order)

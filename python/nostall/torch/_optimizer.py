@@ -9,7 +9,9 @@ optimizer.step()
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -24,13 +26,17 @@ from numpy.typing import NDArray
 
 from nostall import _native
 from nostall.errors import PeerError, UsageError
-from nostall.sync import Ranks, Spec, SyncOptions, find_ranks, make_engine
+from nostall.job._rendezvous import initialised_store
+from nostall.job._world import find_world
+from nostall.sync import Ranks, Spec, SyncOptions, find_ranks, make_engine, members_of
 from nostall.torch._graph import backward_graph
+from nostall.torch._meeting import nodes_of_ranks
 
 # A pattern of gradients is planned for once it came this often in a row.
 _STEADY = 3
-# Two numbers travel beside the gradients; only the count of ranks that gave them matters.
+# Numbers that travel beside the gradients; only the count of ranks that gave them matters.
 _SIGNS = ("(rank is active)", "(rank has sparse gradients)")
+_NOT_FINITE = "(rank has gradients that are not finite)"  # with check_finite
 
 _all: weakref.WeakSet[GradientSync] = weakref.WeakSet()
 
@@ -64,11 +70,13 @@ class GradientSync:
         self.options, self.ranks, self.passes = options, ranks, passes
         self._parameters = [p for _, p in named]
         self._names = [n for n, _ in named]
-        self._signs = torch.zeros(len(_SIGNS))
+        signs = (*_SIGNS, _NOT_FINITE) if options.check_finite else _SIGNS
+        self._signs = torch.zeros(len(signs))
+        self._not_finite: list[int] = []
         tensors = [(n, p.numel(), str(p.dtype).removeprefix("torch.")) for n, p in named]
         self.engine: Any = None
         self._specs = self._connect(
-            [*tensors, *((sign, 1, "float32") for sign in _SIGNS)], [p.shape for _, p in named]
+            [*tensors, *((sign, 1, "float32") for sign in signs)], [p.shape for _, p in named]
         )
         self._numbers = {id(p): i for i, p in enumerate(self._parameters)}
         self._passes_left = [passes] * len(named)
@@ -98,7 +106,9 @@ class GradientSync:
     # ------------------------------------------------------------------ what reduces
 
     def _connect(self, tensors: list[tuple[str, int, str]], shapes: list[torch.Size]) -> list[Spec]:
-        self.engine, specs = make_engine(tensors, self.options, self.ranks, shapes)
+        # The engine's own check would end the step of one rank, and leave the others waiting.
+        options = dataclasses.replace(self.options, check_finite=False)
+        self.engine, specs = make_engine(tensors, options, self.ranks, shapes)
         return specs
 
     def wait_for(self, i: int) -> None:
@@ -146,7 +156,16 @@ class GradientSync:
         assert gradient is not None
         if gradient.is_sparse:
             return  # gathered when the step ends
+        self._give(i, gradient)
+
+    def _give(self, i: int, gradient: torch.Tensor) -> None:
+        if self.options.check_finite:
+            self._check_finite(i, gradient.detach())
         self._submit(i, gradient)
+
+    def _check_finite(self, i: int, gradient: torch.Tensor) -> None:
+        if not torch.isfinite(gradient).all():
+            self._not_finite.append(i)
 
     def _submit(self, i: int, gradient: torch.Tensor) -> None:
         parameter = self._parameters[i]
@@ -184,13 +203,17 @@ class GradientSync:
                 and not gradient.is_sparse
                 and self._passes_left[i] < self.passes
             ):
-                self._submit(i, gradient)
+                self._give(i, gradient)
             else:
                 self._submit_nothing(i)
-        self._sign(active=True, sparse=bool(self._sparse()))
+        self._sign(True, bool(self._sparse()), bool(self._found_not_finite()))
 
-    def _sign(self, **signs: bool) -> None:
-        for i, present in enumerate(signs.values()):
+    def _found_not_finite(self) -> list[int]:
+        """Gradients of this rank and step."""
+        return self._not_finite
+
+    def _sign(self, *signs: bool) -> None:
+        for i, present in enumerate(signs[: len(self._signs)]):
             address = self._signs.data_ptr() + i * self._signs.element_size()
             self.engine.submit(len(self._parameters) + i, address, present)
 
@@ -205,10 +228,25 @@ class GradientSync:
         step does the same as on one rank.
         """
         self._wait()
+        self._refuse_not_finite()
         numbers = range(len(self._parameters))
         if self._given(numbers).any():
             self._store(numbers)
         self._end()
+
+    def _refuse_not_finite(self) -> None:
+        """On all ranks, and before any parameter is updated."""
+        if not self.options.check_finite or not self._signed(len(_SIGNS)):
+            return
+        mine = self._found_not_finite()
+        self._settle()
+        if mine:
+            raise UsageError(
+                f"gradient {self._names[mine[0]]} of rank {self.ranks.rank} is not finite"
+            )
+        raise UsageError(
+            "a gradient of another rank is not finite: the error of that rank names it"
+        )
 
     def _end(self) -> None:
         if self._signed(1):
@@ -230,6 +268,7 @@ class GradientSync:
     def _settle(self) -> None:
         order = self._ready_order
         self._submitted = {}
+        self._not_finite = []
         self._ready_order = []
         self._passes_left = [self.passes] * len(self._parameters)
         self._synchronized = True
@@ -299,7 +338,7 @@ class GradientSync:
                 assert gradient is not None
                 dense = gradient.to_dense()
                 self._parameters[i].grad = dense
-                self._submit(i, dense)
+                self._give(i, dense)
 
     def _gather_sparse(self) -> None:
         """Gathers the rows of all ranks on every rank, added up."""
@@ -326,8 +365,9 @@ class GradientSync:
         while True:
             for i in range(len(self._parameters)):
                 self._submit_nothing(i)
-            self._sign(active=False, sparse=False)
+            self._sign(False, False, False)
             self._wait()
+            self._refuse_not_finite()
             if not self._signed(0):
                 self._submitted = {}
                 return
@@ -374,7 +414,10 @@ class GradientSync:
             self._paused = before
 
     def close(self) -> None:
-        """Removes the hooks, and gives the gradients memory of their own."""
+        """Removes the hooks, gives the gradients memory of their own, and lets go of other ranks."""
+        self._release()
+
+    def _release(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -402,7 +445,7 @@ class GradientSync:
 
     def __del__(self) -> None:
         if not sys.is_finalizing() and hasattr(self, "_hooks"):
-            self.close()
+            self._release()
 
 
 def _hook(me: weakref.ref[GradientSync], i: int) -> Callable[[torch.Tensor], None]:
@@ -469,7 +512,9 @@ class _Distributed:
             raise UsageError("a closure would run backward again inside step: call it before")
         if self._nostall_skip:
             return super().step()  # type: ignore[misc]
-        if self._nostall_overlap and self.gradient_sync.plan:
+        sync = self.gradient_sync
+        # What all ranks have to give is known when all is reduced.
+        if self._nostall_overlap and sync.plan and not sync.options.check_finite:
             return self._step_by_group()
         self.synchronize()
         return super().step()  # type: ignore[misc]
@@ -575,11 +620,41 @@ def _sync_for(
     process_set: Sequence[int] | None,
     passes: int,
 ) -> GradientSync:
-    if all(parameter.device.type == "cpu" for _, parameter in named):
-        return GradientSync(named, options, find_ranks(process_set), passes)
-    from nostall.torch import _device_gradients
+    on_host = all(parameter.device.type == "cpu" for _, parameter in named)
+    if not on_host:
+        from nostall.torch import _device_gradients
 
+        place = _device_gradients.device_of(named).type
+    _meet("cpu" if on_host else place, process_set)
+    if on_host:
+        return GradientSync(named, options, find_ranks(process_set), passes)
     return _device_gradients.make(named, options, process_set, passes)
+
+
+_met: collections.Counter[tuple[int, ...]] = collections.Counter()
+
+
+def _meet(place: str, process_set: Sequence[int] | None) -> None:
+    """Refuses ranks whose parameters are in other places: they would reduce in other ways.
+
+    Raises:
+        UsageError: they are, with two of these ranks.
+    """
+    world = find_world()
+    members = members_of(process_set, world)
+    store = initialised_store(world.world_size)
+    if store is None or len(members) == 1:
+        return
+    name = f"nostall places {_met[tuple(members)]} of {members}"
+    _met[tuple(members)] += 1
+    rank = members.index(world.rank)
+    places = nodes_of_ranks(torch.distributed.PrefixStore(name, store), rank, len(members), place)
+    other = next((i for i, there in enumerate(places) if there != places[0]), None)
+    if other is not None:
+        raise UsageError(
+            f"the parameters of rank {members[0]} are on {places[0]} and those of rank "
+            f"{members[other]} on {places[other]}: move the model to one kind of device on all ranks"
+        )
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

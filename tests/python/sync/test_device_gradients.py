@@ -656,6 +656,48 @@ def case_a_gradient_that_is_not_finite() -> None:
         assert equal(values(model), before), staged
 
 
+def case_a_gradient_of_one_rank_is_refused_by_all() -> None:
+    """And the next step is as ever, for all that follow it."""
+    told = r"gradient a\.weight of rank 0 is not finite" if RANK == 0 else "of another rank is not"
+    ways: list[tuple[str, dict[str, Any]]] = [
+        ("simdev", {}), ("simdev", STAGED), ("simdev", {"mode": "negotiated"}),
+        ("cpu", {}), ("cpu", {"mode": "negotiated"}),
+    ]  # fmt: skip
+    for device, options in ways:
+        model = net(device)
+        optimizer = made(model, check_finite=True, overlap_update=True, **options)
+        loss_of(model, 0).backward()
+        optimizer.step()
+        before = values(model)
+        hook = model.a.weight.register_hook(lambda g: g * float("nan") if RANK == 0 else g)
+        optimizer.zero_grad()
+        loss_of(model, 1).backward()
+        with pytest.raises(UsageError, match=told):
+            optimizer.step()
+        assert equal(values(model), before), (device, options)
+        hook.remove()
+        optimizer.zero_grad()
+        loss_of(model, 1).backward()
+        optimizer.step()
+        assert not equal(values(model), before), (device, options)
+        optimizer.gradient_sync.close()
+
+
+def case_a_rank_on_the_host_and_one_on_a_device_are_refused() -> None:
+    for options in ({}, STAGED):
+        told = "parameters of rank 0 are on cpu and those of rank 1 on simdev: move the model"
+        with pytest.raises(UsageError, match=told):
+            made(net("simdev" if RANK else "cpu"), **options)
+
+
+def case_an_optimizer_that_is_closed_has_no_process_group() -> None:
+    groups = len(dist.distributed_c10d._world.pg_map)
+    optimizer = made(net())
+    assert len(dist.distributed_c10d._world.pg_map) == groups + 1
+    optimizer.gradient_sync.close()
+    assert len(dist.distributed_c10d._world.pg_map) == groups
+
+
 def case_a_forked_child_is_refused() -> None:
     for staged in ({}, STAGED):
         model = net()
