@@ -1,7 +1,8 @@
 """How the ranks of a job tell each other where they are: one function, allgather of bytes.
 
 It is called once per loader, before any sample travels. If torch.distributed or MPI runs already,
-their allgather is used; else a socket or a shared directory that the user names.
+their allgather is used; else a socket or a shared directory that the user names, and under srun a
+directory in the user's home.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from nostall.base import _owned as owned
 from nostall.errors import PeerError, UsageError
 from nostall.job import _greeting as greeting
 from nostall.job import _secret as secret
+from nostall.job._world import under_srun
 
 AllGather = Callable[[bytes], list[bytes]]
 
@@ -63,8 +65,8 @@ def find_rendezvous(
     """The allgather of this job, or None if nothing connects its ranks.
 
     NOSTALL_RENDEZVOUS (tcp://host:port or a directory) wins, then an initialised torch.distributed,
-    the store that torchrun offers, an initialised mpi4py. `name` distinguishes the allgathers
-    of one job.
+    the store that torchrun offers, an initialised mpi4py, under srun a directory in the home.
+    `name` distinguishes the allgathers of one job.
     """
     env = os.environ if environment is None else environment
     if where := options.value("job.rendezvous", env):
@@ -89,6 +91,10 @@ def find_rendezvous(
     if mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.size == world_size:
         gather: AllGather = mpi.COMM_WORLD.allgather
         return gather
+    if under_srun(env) and env["SLURM_STEP_NUM_TASKS"] == str(world_size):
+        meet = secret.state_folder(env) / "meet"
+        name = f"{name} {env.get('SLURM_CLUSTER_NAME', '')}"
+        return _by_directory(meet, rank, world_size, name, env, timeout)
     return None
 
 
@@ -153,11 +159,7 @@ def _by_hand(
             lambda mine: _by_socket(address, rank, world_size, name, key, mine, timeout)
         )
     if url.scheme in ("", "file") and url.path:
-        directory = Path(url.path)
-        start = " ".join(env.get(v, "") for v in _STARTS)
-        return Rendezvous(
-            lambda mine: _by_files(directory, rank, world_size, f"{name} {start}", mine, timeout)
-        )
+        return _by_directory(Path(url.path), rank, world_size, name, env, timeout)
     raise UsageError(f"NOSTALL_RENDEZVOUS={where} is neither tcp://host:port nor a directory")
 
 
@@ -248,6 +250,22 @@ def _receive(connection: socket.socket, deadline: float) -> bytes:
 # Distinguishes the starts of a job, whose id is the same after a requeue.
 _STARTS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 
+_ALL_SEE = ", which all ranks must see; NOSTALL_RENDEZVOUS may name another directory"
+
+
+def _by_directory(
+    directory: Path,
+    rank: int,
+    world_size: int,
+    name: str,
+    env: Mapping[str, str],
+    timeout: float,
+) -> AllGather:
+    start = " ".join(env.get(v, "") for v in _STARTS)
+    return Rendezvous(
+        lambda mine: _by_files(directory, rank, world_size, f"{name} {start}", mine, timeout)
+    )
+
 
 def _by_files(
     directory: Path, rank: int, world_size: int, name: str, mine: bytes, timeout: float
@@ -284,7 +302,9 @@ def _call(
                     parts[others[name]], answers[others[name]] = said["part"], said["number"]
             if len(parts) < world_size:
                 missing = sorted(set(range(world_size)) - parts.keys())
-                _pause(deadline, f"rank 0 waited in vain for ranks {missing} in {directory}")
+                _pause(
+                    deadline, f"rank 0 waited in vain for ranks {missing} in {directory}{_ALL_SEE}"
+                )
         ranks = range(world_size)
         last = {"answers": [answers[r] for r in ranks], "parts": [parts[r] for r in ranks]}
         owned.write(f"{stem}-{number}-all", json.dumps(last).encode(), folder)
@@ -326,7 +346,7 @@ def _answer(
             there = os.listdir(folder)  # and a network file system looks again at what is there
             missing = [r for r in range(1, world_size) if f"{answered}-{r}" not in there]
             late = f"ranks {missing}" if answered and missing else "rank 0"
-            _pause(deadline, f"rank {rank} waited in vain for {late} in {directory}")
+            _pause(deadline, f"rank {rank} waited in vain for {late} in {directory}{_ALL_SEE}")
     finally:
         if answered:
             _remove(f"{answered}-{rank}", folder)

@@ -76,6 +76,12 @@ def settle(rank: int, offers: Sequence[Mapping[str, Any]], exposed: str) -> byte
     return random
 
 
+def state_folder(environment: Mapping[str, str]) -> Path:
+    """What nostall keeps of this user from one job to the next."""
+    state = environment.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "nostall"
+
+
 def _name(key: bytes) -> str:
     """A value that distinguishes keys and reveals nothing about them."""
     return hashlib.blake2b(key, digest_size=16, person=b"nostall key").hexdigest()
@@ -84,8 +90,7 @@ def _name(key: bytes) -> str:
 def _key() -> bytes:
     """The key of this user, made at its first use; empty where there can be none."""
     try:
-        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-        folder = Path(state) / "nostall"
+        folder = state_folder(os.environ)
         with owned.open_directory(folder) as directory:
             with contextlib.suppress(FileNotFoundError):
                 return _whole(folder, directory)

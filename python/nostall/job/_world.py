@@ -135,7 +135,7 @@ def find_address(
     host = env.get("MASTER_ADDR")
     if host is None and world.local_world_size == world.world_size:
         host = "127.0.0.1"
-    if host is None and _under_srun(env):
+    if host is None and under_srun(env):
         host = _first_host(env.get("SLURM_STEP_NODELIST", ""))
     if host is None:
         return None
@@ -159,7 +159,7 @@ def _first_host(nodes: str) -> str | None:
 
 def _from_environment(env: Mapping[str, str]) -> World:
     for launcher, (rank, size, local_rank, local_size, job) in _LAUNCHERS.items():
-        if launcher == "Slurm" and not _under_srun(env):
+        if launcher == "Slurm" and not under_srun(env):
             continue
         if rank not in env or size not in env:
             continue
@@ -192,7 +192,7 @@ def _from_environment(env: Mapping[str, str]) -> World:
     return World(0, 1, 0, 1, f"single {os.getpid()} {_stat('self')[19]}")
 
 
-def _under_srun(env: Mapping[str, str]) -> bool:
+def under_srun(env: Mapping[str, str]) -> bool:
     """Shells of sbatch and salloc have Slurm's variables too, but srun alone sets a step."""
     return "SLURM_STEP_ID" in env and "SLURM_STEP_NUM_TASKS" in env
 

@@ -128,6 +128,15 @@ def test_by_files(tmp_path: Path) -> None:
     assert list((tmp_path / "meet").iterdir()) == []
 
 
+def test_under_srun_without_a_variable(tmp_path: Path) -> None:
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(WORLD)}
+    env = {**step, "XDG_STATE_HOME": str(tmp_path)}
+    assert gather_all(env) == EXPECTED
+    assert list((tmp_path / "nostall" / "meet").iterdir()) == []
+    env["SLURM_STEP_NUM_TASKS"] = "1"  # srun started a launcher of its own
+    assert find_rendezvous(0, WORLD, "test", environment=env) is None
+
+
 def test_by_files_takes_nothing_of_an_earlier_job(tmp_path: Path) -> None:
     """The files of a job that was killed at its meeting, under the same names."""
     meet = tmp_path / "meet"
