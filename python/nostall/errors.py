@@ -8,6 +8,7 @@ __all__ = [
     "Error",
     "IoError",
     "PeerError",
+    "SignalExit",
     "StoppedError",
     "TransformError",
     "UsageError",
@@ -54,6 +55,14 @@ class StoppedError(Error, RuntimeError):
     """The work was stopped by the user."""
 
     exit_code = 130
+
+
+class SignalExit(SystemExit):
+    """A signal ends the training, after a checkpoint; exit code 75: the job may be run again."""
+
+    def __init__(self, signal: str) -> None:
+        super().__init__(75)  # EX_TEMPFAIL of sysexits.h
+        self.signal = signal
 
 
 class BugError(Error, RuntimeError):

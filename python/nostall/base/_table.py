@@ -7,6 +7,7 @@ It imports nothing of nostall, so that scripts/reference makes docs/guide/option
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -145,6 +146,13 @@ def _short_secret(given: Any) -> str | None:
     )
 
 
+def _no_signals(given: Any) -> str | None:
+    names = given.replace(",", " ").split() if isinstance(given, str) else []
+    caught = {s.name for s in signal.Signals} - {"SIGKILL", "SIGSTOP"}
+    return None if names and caught.issuperset(names) else 'must be names as "SIGUSR1 SIGTERM"'
+
+
+_SIGNALS = Values('names of signals, as "SIGUSR1 SIGTERM"', _no_signals)
 _WIRES = ("fp16", "bf16")
 _RANK = _or_none(_integer(0, 2**31 - 1))
 _COUNT = _or_none(_integer(1, 2**31 - 1))
@@ -493,6 +501,15 @@ _CHECKPOINT = (
         file=True,
     ),
     _checkpoint(
+        "on_signal",
+        _or_none(_SIGNALS),
+        None,
+        "one of these signals to any rank: all ranks save at the same call of `save`, wait until the "
+        "checkpoint is on the safest directory, and end with exit code 75",
+        "signals do what they did before",
+        file=True,
+    ),
+    _checkpoint(
         "replicated",
         _FLAG,
         False,
@@ -603,7 +620,7 @@ _JOB = (
         _TEXT,
         "",
         "where ranks find each other: tcp://host:port, or a directory that all see",
-        "torch.distributed, torchrun's store or mpi4py",
+        "torch.distributed, torchrun's store or mpi4py; under srun a directory in the home",
     ),
     _variable(
         "job.secret",

@@ -31,7 +31,7 @@ class Begun:
 
     `nodes` is set if each node has a fast directory of its own; `held` is what they have together.
     `lineage` numbers the saves, on all ranks alike; `owned` are the directories that this rank
-    clears up.
+    clears up. `key` is the job's secret, and `several` whether it is on more than one machine.
     """
 
     run: str
@@ -39,6 +39,8 @@ class Begun:
     held: list[Held]
     lineage: Lineage
     owned: list[Store]
+    key: bytes = b""
+    several: bool = False
 
 
 def begin(
@@ -112,7 +114,8 @@ def _begin(
     notes = gather(note)
     seen_by_all = max(int(theirs["seen"]) for theirs in notes)
     if nodes is None:
-        return Begun(met.run, None, [], lineage_of(stores, owned, (), seen_by_all), owned)
+        lineage = lineage_of(stores, owned, (), seen_by_all)
+        return Begun(met.run, None, [], lineage, owned, met.key, met.several)
     nodes.addresses = [tuple(notes[group[0]]["address"]) for group in groups]
     held = together([notes[group[0]]["held"] for group in groups])
     note = {}
@@ -122,7 +125,7 @@ def _begin(
             _settle(nodes, held)
     gather(note)  # no rank reads before all nodes have cleared up
     lineage = lineage_of(stores, owned, held, seen_by_all)
-    return Begun(met.run, nodes, held, lineage, owned)
+    return Begun(met.run, nodes, held, lineage, owned, met.key, met.several)
 
 
 def _alone(stores: list[Store], partner: bool) -> Begun:

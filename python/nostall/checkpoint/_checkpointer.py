@@ -31,6 +31,7 @@ from nostall.checkpoint._restore import Restored, load_into
 from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._saved import Drain, Failures, Job, Level, Saved, Settings
 from nostall.checkpoint._search import Search
+from nostall.checkpoint._signals import Signals
 from nostall.checkpoint._store import LARGEST_STEP, Store
 from nostall.checkpoint._tree import Leaf, encode
 from nostall.checkpoint._window import (
@@ -39,7 +40,7 @@ from nostall.checkpoint._window import (
     guarded_addresses,
     tensors_of,
 )
-from nostall.errors import Error, IoError, PeerError, UsageError
+from nostall.errors import Error, IoError, PeerError, SignalExit, UsageError
 from nostall.job._rendezvous import AllGather, Rendezvous, exposed, find_rendezvous
 from nostall.job._world import find_world
 from nostall.observe import trace
@@ -148,10 +149,15 @@ class Checkpointer:
         self._window_seconds: float | None = None
         self._optimizers: list[Any] = []
         self._drain_what_was_left(settings.keep, begun.held)
+        self._signals: list[Signals] = []
         self._closer = weakref.finalize(
-            self, _shut, os.getpid(), self._background, self.fast, self.durable
+            self, _shut, os.getpid(), self._background, self.fast, self.durable, self._signals
         )
         atexit.register(self._closer)
+        if chosen.on_signal is not None:
+            self._signals.append(Signals(chosen.on_signal))
+            if self.world_size > 1:
+                self._signals[0].meet(self.rank, begun.key, begun.several, self._allgather)
 
     def _settings(self, keep: Keep) -> Settings:
         chosen = self._options
@@ -225,18 +231,26 @@ class Checkpointer:
             IoError: level fast or durable was not reached, with the reasons; or the saves before it
                 are safe nowhere (`max_failures`, `max_unsafe_seconds`). This save continues in the
                 background all the same.
+            SignalExit: this is the call at which the ranks end because of a signal (`on_signal`); the
+                checkpoint is on the durable directory, or on the fast one if there is no other.
         """
         if type(step) is not int or not 0 <= step <= LARGEST_STEP:
             raise UsageError(f"step must be a number from 0 to {LARGEST_STEP}, not {step!r}")
-        if not (force or self.due(step)):
+        ending = self._signals[0].due() if self._signals else ""
+        if not (force or ending or self.due(step)):
             return None
         self._check_process()
         if not self._closer.alive:
             raise UsageError("this checkpointer is closed")
         wanted: Level = checked("checkpoint.level", level or self.level)
         self._check_level(wanted, self.fast is not None, self.durable is not None)
+        if ending:
+            wanted, window = "fast" if self.durable is None else "durable", False
         with trace.span("save", "checkpoint"):
-            return self._save(state, step, metric, wanted, window)
+            saved = self._save(state, step, metric, wanted, window)
+        if ending:
+            raise SignalExit(ending)
+        return saved
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -482,7 +496,7 @@ class Checkpointer:
         if gather is None:
             raise UsageError(
                 f"the {self.world_size} ranks of this job cannot find each other: start them with "
-                "torchrun or mpirun, set NOSTALL_RENDEZVOUS, or pass gather="
+                "torchrun, mpirun or srun, set NOSTALL_RENDEZVOUS, or pass gather="
             )
         return gather
 
@@ -536,6 +550,7 @@ class Checkpointer:
                 self._background,
                 self.fast,
                 self.durable,
+                self._signals,
                 max(0.0, deadline - time.monotonic()),
             )
         self._failures.tell_of_newest(self._history, self._is_complete)
@@ -559,11 +574,14 @@ def _shut(
     background: BackgroundWriter,
     fast: Store | None,
     durable: Store | None,
+    signals: Sequence[Signals],
     timeout: float | None = None,
 ) -> None:
     """Writes every snapshot to some storage; leaves drains to the next start."""
     if os.getpid() != pid:
         return  # a forked child: the threads are its parent's
+    for one in signals:
+        one.close()
     background.wait(
         drained=False, timeout=background.settings.timeout if timeout is None else timeout
     )

@@ -29,6 +29,7 @@ class CheckpointOptions:
     max_failures: int = in_force("checkpoint.max_failures")
     max_unsafe_seconds: float = in_force("checkpoint.max_unsafe_seconds")
     on_failure: Callable[[str], None] | None = in_force("checkpoint.on_failure")
+    on_signal: str | None = in_force("checkpoint.on_signal")
     rank: int | None = in_force("checkpoint.rank")
     world_size: int | None = in_force("checkpoint.world_size")
     job: str | None = in_force("checkpoint.job")
@@ -55,6 +56,7 @@ class CheckpointArguments(TypedDict, total=False):
     max_failures: int
     max_unsafe_seconds: float
     on_failure: Callable[[str], None] | None
+    on_signal: str | None
     rank: int | None
     world_size: int | None
     job: str | None

@@ -1,0 +1,188 @@
+"""A signal to any rank becomes a checkpoint of all ranks at the same step.
+
+Ranks receive a signal at different steps, or some do not receive it. So each one that does tells rank
+0, which asks all ranks how many calls of `save` they have begun. A rank that has answered begins no
+further one until rank 0 says at which call all save; that is one that no rank has begun. Threads ask
+and answer, so a rank may wait for a collective of the training all the while. A training that receives
+no signal exchanges nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from nostall.errors import Error, PeerError, UsageError
+from nostall.job._stream import Listener, Stream, connect
+
+_log = logging.getLogger("nostall")
+# A rank that does not answer in this time is not waited for; the time until a job is killed is short.
+_ANSWER_SECONDS = 20.0
+
+
+class Signals:
+    """The signals of this process, and the call of `save` that the ranks agree on.
+
+    Args:
+        names: of the signals, apart by spaces or commas.
+
+    Raises:
+        UsageError: not in the main thread, where Python handles signals.
+    """
+
+    def __init__(self, names: str) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError(
+                f'on_signal="{names}" needs a Checkpointer that the main thread makes: Python handles '
+                "signals there"
+            )
+        self._pid = os.getpid()
+        self._came: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._calls = 0
+        self._held = 0
+        self._stop: tuple[int, str] | None = None
+        self._rank, self._key = 0, b""
+        self._addresses: list[tuple[str, int]] = []
+        self._listener: Listener | None = None
+        numbers = [signal.Signals[name] for name in names.replace(",", " ").split()]
+        self._before = {number: signal.signal(number, self._handle) for number in numbers}
+
+    def meet(
+        self,
+        rank: int,
+        key: bytes,
+        several: bool,
+        allgather: Callable[[bytes], list[bytes]],
+    ) -> None:
+        """All ranks tell each other where they listen.
+
+        Raises:
+            UsageError: a rank has no address.
+        """
+        self._rank, self._key = rank, key
+        note: dict[str, Any] = {}
+        try:
+            self._listener = Listener(self._answer, key, 3 * _ANSWER_SECONDS, several)
+            note["address"] = self._listener.address
+        except (Error, OSError) as error:
+            note["error"] = str(error)
+        notes = [json.loads(text) for text in allgather(json.dumps(note).encode())]
+        for other, theirs in enumerate(notes):
+            if "error" in theirs:
+                raise UsageError(f"rank {other} cannot listen for signals: {theirs['error']}")
+        self._addresses = [(host, port) for host, port in (n["address"] for n in notes)]
+        work = self._decide if rank == 0 else self._tell
+        threading.Thread(target=work, name="nostall-signals", daemon=True).start()
+
+    def due(self) -> str:
+        """Counts a call of `save`; the name of the signal if the ranks agreed on this one, else ""."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._held)
+            self._calls += 1
+            if self._stop is None:
+                if self._addresses or self._came.empty():
+                    return ""
+                self._stop = (self._calls, self._came.get())
+            call, name = self._stop
+            return name if call == self._calls else ""
+
+    def close(self) -> None:
+        """Gives the signals back to what handled them before."""
+        self._came.put("")
+        if self._listener is not None:
+            self._listener.close()
+        if threading.current_thread() is threading.main_thread():
+            for number, before in self._before.items():
+                if signal.getsignal(number) == self._handle:
+                    signal.signal(number, signal.SIG_DFL if before is None else before)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a forked child, which may have to end
+            before = self._before[signal.Signals(number)]
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+            os.kill(os.getpid(), number)
+            return
+        self._came.put(
+            signal.Signals(number).name
+        )  # of a SimpleQueue: it may interrupt another put
+
+    def _tell(self) -> None:
+        """On all ranks but 0."""
+        while name := self._came.get():
+            try:
+                with contextlib.closing(self._connect(0)) as stream:
+                    stream.send({"signal": name})
+            except (OSError, PeerError) as error:
+                _log.warning("rank 0 does not hear of %s: %s", name, error)
+
+    def _connect(self, rank: int) -> Stream:
+        return connect(self._addresses[rank], self._key, _ANSWER_SECONDS)
+
+    def _decide(self) -> None:
+        """On rank 0."""
+        while name := self._came.get():
+            if self._stop is None:
+                self._agree_or_warn(name)
+
+    def _agree_or_warn(self, name: str) -> None:
+        try:
+            self._agree(name)
+        except (OSError, PeerError) as error:
+            _log.warning(
+                "%s: the training goes on, for the ranks agree on no step: %s", name, error
+            )
+
+    def _agree(self, name: str) -> None:
+        with contextlib.ExitStack() as streams:
+            asked: dict[int, Stream] = {}
+            calls = [self._hold()]
+            streams.callback(self._go_on)
+            for rank in range(1, len(self._addresses)):
+                try:
+                    asked[rank] = streams.enter_context(contextlib.closing(self._connect(rank)))
+                    asked[rank].send({"hold": name})
+                    calls.append(int(asked[rank].receive()["calls"]))
+                except (OSError, PeerError) as error:
+                    raise PeerError(f"rank {rank} does not answer: {error}") from error
+            call = max(calls) + 1
+            for rank, stream in asked.items():
+                try:
+                    stream.send({"stop": call})
+                except OSError as error:
+                    _log.warning("rank %d does not hear of %s: %s", rank, name, error)
+            self._stop_at(call, name)
+            _log.warning("%s: all ranks save at their call %d of save, and end", name, call)
+
+    def _answer(self, question: dict[str, Any], stream: Stream) -> None:
+        if "signal" in question:
+            self._came.put(str(question["signal"]))
+            return
+        calls = self._hold()
+        try:
+            stream.send({"calls": calls})
+            self._stop_at(int(stream.receive()["stop"]), str(question["hold"]))
+        finally:
+            self._go_on()
+
+    def _hold(self) -> int:
+        with self._changed:
+            self._held += 1
+            return self._calls
+
+    def _stop_at(self, call: int, name: str) -> None:
+        with self._changed:
+            self._stop = (call, name)
+
+    def _go_on(self) -> None:
+        with self._changed:
+            self._held -= 1
+            self._changed.notify_all()

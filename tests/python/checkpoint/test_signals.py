@@ -1,0 +1,138 @@
+"""A signal to one rank: all ranks save at the same call of `save`, and end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import nostall
+from nostall.checkpoint._signals import Signals
+from nostall.errors import SignalExit, UsageError
+
+KEY = b"a secret of the test"
+
+
+def test_signal_saves_a_step_that_is_not_due_durably_and_exits_with_75(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    state = {"w": np.arange(4)}
+    with nostall.Checkpointer(durable=tmp_path, every=100, on_signal="SIGUSR1") as checkpoints:
+        assert checkpoints.save(state, 1) is None
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with pytest.raises(SignalExit) as ended:
+            checkpoints.save(state, 2)
+        assert (ended.value.code, ended.value.signal) == (75, "SIGUSR1")
+        assert list(checkpoints.steps()) == [2]
+        assert checkpoints.save(state, 3) is None, "a signal ends one save"
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_forked_child_is_ended_by_a_signal_that_the_training_waits_for(tmp_path: Path) -> None:
+    with nostall.Checkpointer(durable=tmp_path, on_signal="SIGTERM"):
+        ready, tell = os.pipe()
+        if (child := os.fork()) == 0:
+            os.write(tell, b"1")  # Python forgets signals that come before
+            for _ in range(600):
+                time.sleep(0.1)
+            os._exit(1)
+        assert os.read(ready, 1) == b"1"
+        os.kill(child, signal.SIGTERM)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+        os.close(ready)
+        os.close(tell)
+
+
+@pytest.mark.parametrize("names", ["", "USR1", "SIGKILL", 10])
+def test_what_is_no_signal_is_refused(tmp_path: Path, names: object) -> None:
+    with pytest.raises(UsageError, match=r'on_signal.*must be names as "SIGUSR1 SIGTERM"'):
+        nostall.Checkpointer(durable=tmp_path, on_signal=names)
+
+
+def test_not_in_the_main_thread(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def make() -> None:
+        try:
+            nostall.Checkpointer(durable=tmp_path, on_signal="SIGUSR1")
+        except UsageError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert len(told) == 1 and "main thread" in told[0]
+
+
+class Ranks:
+    """Ranks in threads of this process, each with its own signal; gathers between them."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.parts = [b""] * len(names)
+        self.barrier = threading.Barrier(len(names))
+        self.ranks = [Signals(name) for name in names]
+        self.run(
+            lambda rank: self.ranks[rank].meet(rank, KEY, False, lambda m: self.gather(rank, m))
+        )
+
+    def gather(self, rank: int, mine: bytes) -> list[bytes]:
+        self.parts[rank] = mine
+        self.barrier.wait()
+        return list(self.parts)
+
+    def run(self, work: object) -> None:
+        threads = [threading.Thread(target=work, args=(r,)) for r in range(len(self.ranks))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def close(self) -> None:
+        for one in self.ranks:
+            one.close()
+
+
+def test_ranks_agree_on_one_call_that_none_has_begun() -> None:
+    """Rank 2 gets the signal; rank r has begun r calls more than the slowest."""
+    ranks = Ranks(["SIGUSR1", "SIGUSR2", "SIGALRM"])
+    ended = [0, 0, 0]
+    begun = threading.Barrier(4)
+
+    def train(rank: int) -> None:
+        calls = 0
+        for _ in range(1 + rank):
+            calls += 1
+            assert not ranks.ranks[rank].due()
+        begun.wait()
+        while not (name := ranks.ranks[rank].due()):
+            calls += 1
+        assert name == "SIGALRM"
+        ended[rank] = calls + 1
+
+    def send() -> None:
+        begun.wait()
+        ranks.ranks[2]._handle(signal.SIGALRM, None)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        ranks.run(train)
+    finally:
+        sender.join()
+        ranks.close()
+    assert len(set(ended)) == 1 and ended[0] > 3
+
+
+def test_ranks_go_on_where_one_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = Ranks(["SIGUSR1", "SIGUSR2", "SIGALRM"])
+    try:
+        ranks.ranks[2]._listener.close()
+        ranks.ranks[0]._agree_or_warn("SIGUSR1")
+        assert not any(one.due() for one in ranks.ranks)
+        assert "rank 2 does not answer" in caplog.text
+    finally:
+        ranks.close()
