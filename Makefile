@@ -60,6 +60,11 @@ $(STAMPS)/mpi-suite: scripts/mpi-suite $(STAMPS)/requirements
 	@scripts/mpi-suite $(CURDIR)/$(BIN)/python
 	@touch $@
 
+# Slurm, where apt has the version that its tests are for.
+$(STAMPS)/slurm-suite: scripts/slurm-suite $(STAMPS)/system
+	@scripts/slurm-suite
+	@touch $@
+
 install = $(BIN)/python -m pip install -q --no-build-isolation --no-deps --force-reinstall
 # CMake remembers where it found libraries.
 gone = (echo "if a library of the system (an MPI, say) has gone since the last build: rm -r build/wheel"; exit 1)
@@ -97,7 +102,7 @@ native-test: build
 	@$(BIN)/cmake --build build/wheel -j $(JOBS) >build/wheel/build.log || (cat build/wheel/build.log; exit 1)
 	@$(call native_tests,wheel)
 
-python-test: build
+python-test: build $(STAMPS)/slurm-suite
 	@$(BIN)/python tests/device/build_simdev.py
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone"
 	@$(BIN)/python -m pytest -m alone $(shell grep -rl --include='*.py' mark.alone tests/python benchmarks/tests)
