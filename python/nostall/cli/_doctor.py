@@ -55,7 +55,7 @@ def _ucx_problem() -> str:
         return ""
     except Error as error:
         remedy = "" if "nostall[cluster]" in str(error) else ": pip install 'nostall[cluster]'"
-        return f"{error}{remedy}"
+        return f"{error} (samples between nodes){remedy}"
 
 
 def _devices() -> str:

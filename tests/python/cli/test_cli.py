@@ -103,7 +103,7 @@ def test_doctor_names_what_is_absent_and_how_to_get_it(
 def test_doctor_says_once_what_brings_ucx(
     problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def transport(_: str) -> None:
+    def transport(*_: str) -> None:
         raise UsageError(problem)
 
     monkeypatch.setattr("nostall._native.PeerTransport", transport)
