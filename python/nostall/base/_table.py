@@ -701,6 +701,13 @@ _OTHERS = (
         "none",
     ),
     _variable(
+        "observe.metrics_address",
+        "NOSTALL_METRICS_ADDRESS",
+        _TEXT,
+        "127.0.0.1",
+        "address of that port; 0.0.0.0 lets other machines read it, as scrapers of a cluster do",
+    ),
+    _variable(
         "source.object_timeout_s",
         "NOSTALL_OBJECT_TIMEOUT_S",
         _seconds(),

@@ -1,23 +1,43 @@
-"""Shows what the ranks of a recorded run are doing, live: nostall top RUN.
+"""Shows what the ranks of a run are doing, live: nostall top RUN, or nostall top HOST:PORT HOST:PORT.
 
-The run records with NOSTALL_TRACE=RUN or nostall profile -o RUN. Each rank writes once per second.
+A run that is recorded (NOSTALL_TRACE=RUN or nostall profile -o RUN) has a directory, where each rank
+writes once per second. Any other is asked for its metrics, which NOSTALL_METRICS_PORT lets it serve.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import http.client
 import json
+import re
 import time
+import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nostall.errors import UsageError
+from nostall.errors import IoError, UsageError
 from nostall.observe._stats import ORIGINS
+
+# Of an address the host may be missing.
+_ADDRESS = re.compile(r"(?:([\w.-]+):)?(\d{1,5})")
+_LINE = re.compile(r"(nostall_\w+)\{(.*)\} (\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+# Names of metrics as a recorded run writes them.
+_KEYS = {
+    "nostall_epoch_seconds_total": "seconds",
+    "nostall_stall_seconds_total": "stall_seconds",
+    "nostall_samples_total": "samples",
+    "nostall_memory_bytes": "memory",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nostall top``."""
-    parser.add_argument("run", help="the run's directory")
+    parser.add_argument(
+        "run", nargs="+", help="the run's directory, or addresses of its metrics (9464, host:9464)"
+    )
     parser.add_argument("--once", action="store_true", help="show one table and end")
     parser.add_argument("--seconds", type=float, default=1.0, help="between two looks")
 
@@ -27,24 +47,79 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    home = Path(arguments.run)
-    if not home.is_dir():
-        raise UsageError(
-            f"there is no directory {home}: a run makes it, for example nostall profile -o {home} -- "
-            "python train.py"
-        )
+    look = _looks(arguments.run)
     console = Console()
-    before = read(home)
+    before = look()
     if arguments.once:
         console.print(table(before, {}))
         return 0
     with Live(table(before, {}), console=console, auto_refresh=False) as live:
         while True:
             time.sleep(max(0.1, arguments.seconds))
-            now = read(home)
+            now = look()
             live.update(table(now, before), refresh=True)
             # Of a file that has not changed since, the older look says nothing about now.
             before = {k: before[k] if k in before and before[k] == v else v for k, v in now.items()}
+
+
+def _looks(names: list[str]) -> Callable[[], dict[str, dict[str, Any]]]:
+    addresses = [m and f"{m[1] or '127.0.0.1'}:{m[2]}" for m in map(_ADDRESS.fullmatch, names)]
+    if all(addresses) and not Path(names[0]).is_dir():
+        scrape([str(address) for address in addresses])  # says which of them has no answer
+        return functools.partial(scrape, [str(address) for address in addresses], refuse=False)
+    home = Path(names[0])
+    if len(names) > 1 or not home.is_dir():
+        missing = next(n for n, a in zip(names, addresses, strict=True) if len(names) == 1 or not a)
+        raise UsageError(
+            f"there is no directory {missing}: a run makes it, for example nostall profile -o "
+            f"{missing} -- python train.py; of a run that is not recorded give the ports of its metrics"
+        )
+    return functools.partial(read, home)
+
+
+def scrape(addresses: list[str], refuse: bool = True) -> dict[str, dict[str, Any]]:
+    """What the loaders at these addresses say of themselves; one that has ended says nothing."""
+    found: dict[str, dict[str, Any]] = {}
+    for address in addresses:
+        try:
+            with urllib.request.urlopen(f"http://{address}/metrics", timeout=2) as answer:
+                lines = answer.read().decode().splitlines()
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            if refuse:
+                raise IoError(
+                    f"nothing serves metrics at {address} ({error}): start the job with "
+                    "NOSTALL_METRICS_PORT=9464, or call nostall.metrics.serve(9464) in it"
+                ) from error
+            continue
+        for metric, labels, value in filter(None, map(_of_line, lines)):
+            name = f"{address} {labels['loader']}"
+            data = found.setdefault(name, _fresh(labels))
+            if metric in ("nostall_samples_total", "nostall_memory_bytes"):
+                data[_KEYS[metric]] += value
+            elif metric in _KEYS:
+                data[_KEYS[metric]] = value
+            if metric == "nostall_samples_total":
+                data["origins"][labels["origin"]] = value
+    return found
+
+
+def _of_line(line: str) -> tuple[str, dict[str, str], float] | None:
+    match = _LINE.fullmatch(line)
+    if match is None:
+        return None
+    labels = {k: re.sub(r"\\(.)", r"\1", v) for k, v in _LABEL.findall(match[2])}
+    return match[1], labels, float(match[3])
+
+
+def _fresh(labels: dict[str, str]) -> dict[str, Any]:
+    return {
+        **dict.fromkeys(_KEYS.values(), 0.0),
+        **dict.fromkeys(("epoch", "batch", "queue"), ""),  # not among the metrics
+        "origins": dict.fromkeys(ORIGINS, 0.0),
+        "rank": int(labels["rank"]),
+        "loader": labels["loader"],
+        "time": time.time(),
+    }
 
 
 def read(home: Path) -> dict[str, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -233,6 +234,17 @@ class Stats:
             some = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
             line += f"\nreplaced, because they cannot be used: {len(bad)} samples ({some})"
         return "\n".join([line, *device_lines(self.device)])
+
+    def _repr_html_(self) -> str:
+        """The table in a notebook."""
+        heads = "".join(f"<th>{heading}</th>" for heading in HEADINGS)
+        cells = ("".join(f"<td>{cell}</td>" for cell in row) for row in self.rows())
+        body = "".join(f"<tr>{row}</tr>" for row in cells)
+        below = "<br>".join(map(html.escape, self._bound_line().splitlines()))
+        return (
+            f"<table><caption>{html.escape(_who(self))}</caption><thead><tr>{heads}</tr></thead>"
+            f"<tbody>{body}</tbody></table><p>{below}</p>"
+        )
 
     def __str__(self) -> str:
         rows = [HEADINGS, *self.rows()]

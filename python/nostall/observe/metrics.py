@@ -1,10 +1,12 @@
-"""Numbers of running loaders for other tools: Prometheus, TensorBoard, ``nostall top``.
+"""Numbers of running loaders for other tools: Prometheus, loggers of experiments, ``nostall top``.
 
     nostall.metrics.serve(9464)                       # http://127.0.0.1:9464/metrics
     nostall.metrics.to_tensorboard(writer, loader.stats(), step)
+    wandb.log(nostall.metrics.scalars(loader.stats()))
+    mlflow.log_metrics(nostall.metrics.scalars(loader.stats()), step)
 
 Nothing listens unless `serve` is called, or ``NOSTALL_METRICS_PORT`` is set when a loader starts; it
-listens on the loopback interface only.
+listens on the loopback interface unless an address is given.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from nostall.observe._observed import Observed
     from nostall.observe._recorder import Recorder
 
-__all__ = ["close", "serve", "text", "to_tensorboard"]
+__all__ = ["close", "scalars", "serve", "text", "to_tensorboard"]
 
 VARIABLE = options.row("observe.metrics_port").variable
 LIVE_SECONDS = 1.0
@@ -67,14 +69,18 @@ def add(loader: Observed) -> None:
         )
 
 
-def serve(port: int = 9464) -> int:
-    """Serves the numbers of all loaders of this process to Prometheus, on the loopback interface.
+def serve(port: int = 9464, address: str | None = None) -> int:
+    """Serves the numbers of all loaders of this process to Prometheus.
+
+    Args:
+        port: a free one is chosen for 0.
+        address: of the interface; if None, that of ``NOSTALL_METRICS_ADDRESS``, else the loopback's.
 
     Returns:
-        The port; a free one was chosen for 0.
+        The port.
 
     Raises:
-        IoError: the port is taken, or not allowed.
+        IoError: the port is taken, or not allowed, or the machine does not have the address.
         UsageError: they are served already.
     """
     global _server
@@ -82,10 +88,12 @@ def serve(port: int = 9464) -> int:
 
     if _server is not None:
         raise UsageError(f"metrics are served already, on port {_server.server_port}")
+    if address is None:
+        address = options.value("observe.metrics_address")
     try:
-        _server = ThreadingHTTPServer(("127.0.0.1", port), _handler())
+        _server = ThreadingHTTPServer((address, port), _handler())
     except OSError as error:
-        raise IoError(f"cannot serve metrics on port {port}: {error.strerror}") from error
+        raise IoError(f"cannot serve metrics on {address} port {port}: {error.strerror}") from error
     _server.daemon_threads = True
     threading.Thread(target=_server.serve_forever, name="nostall-metrics", daemon=True).start()
     return _server.server_port
@@ -156,17 +164,35 @@ def text() -> str:
     return "\n".join(out) + "\n"
 
 
-def to_tensorboard(writer: Any, stats: Stats, step: int) -> None:
-    """Writes the last epoch's numbers as scalars to a torch.utils.tensorboard.SummaryWriter."""
+def scalars(stats: Stats) -> dict[str, float]:
+    """The last epoch's numbers by names for loggers of experiments; empty before the first epoch.
+
+    Shares are of 1: `stall_fraction` of the epoch's time, `share_from` of its samples. Seconds of
+    `fetch_seconds_from` and `decode_seconds` are those of all threads together: where waiting is long,
+    the greatest of them is what it is for.
+    """
     if not stats.epochs:
-        return
+        return {}
     epoch: EpochStats = stats.epochs[-1]
-    writer.add_scalar("nostall/stall_fraction", epoch.stall_fraction, step)
-    writer.add_scalar("nostall/stall_seconds", epoch.stall_seconds, step)
+    found = {
+        "nostall/epoch": float(epoch.epoch),
+        "nostall/stall_fraction": epoch.stall_fraction,
+        "nostall/stall_seconds": epoch.stall_seconds,
+        "nostall/decode_seconds": epoch.decode_seconds,
+    }
     if epoch.seconds > 0:
-        writer.add_scalar("nostall/samples_per_second", epoch.samples / epoch.seconds, step)
-    for origin, count in epoch.origins.items():
-        writer.add_scalar(f"nostall/samples_from/{origin}", count.samples, step)
+        found["nostall/samples_per_second"] = epoch.samples / epoch.seconds
+        found["nostall/bytes_per_second"] = epoch.bytes / epoch.seconds
+    for name, origin in epoch.origins.items():
+        found[f"nostall/share_from/{name}"] = origin.samples / max(1, epoch.samples)
+        found[f"nostall/fetch_seconds_from/{name}"] = origin.seconds
+    return found
+
+
+def to_tensorboard(writer: Any, stats: Stats, step: int) -> None:
+    """Writes `scalars` to a torch.utils.tensorboard.SummaryWriter."""
+    for name, value in scalars(stats).items():
+        writer.add_scalar(name, value, step)
 
 
 class Live:

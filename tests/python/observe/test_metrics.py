@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import prefork
 import pytest
 
 import nostall
@@ -97,22 +98,62 @@ def test_nothing_listens_unless_asked(
         metrics._server = server
 
 
-def test_tensorboard_gets_the_last_epoch(image_folder: Path) -> None:
-    rows: dict[str, tuple[float, int]] = {}
+LOGS = """
+import sys
+import nostall
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
-    class Writer:
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            rows[name] = (value, step)
+source, folder = sys.argv[1:]
+with nostall.DataLoader(nostall.ImageFolder(source, index=False), 4, tiers=[]) as loader:
+    assert nostall.metrics.scalars(loader.stats()) == {}
+    for _ in loader:
+        pass
+    stats = loader.stats()
+with SummaryWriter(folder) as writer:
+    nostall.metrics.to_tensorboard(writer, stats, 7)
+events = EventAccumulator(folder).Reload()
+read = {name: events.Scalars(name) for name in events.Tags()["scalars"]}
+scalars = nostall.metrics.scalars(stats)
+assert set(read) == set(scalars), read
+for name, (event,) in read.items():
+    assert event.step == 7 and abs(event.value - scalars[name]) <= 1e-6 * scalars[name], name
+assert scalars["nostall/stall_fraction"] == stats.epochs[0].stall_fraction
+assert scalars["nostall/share_from/source"] == 1
+shown = stats._repr_html_()
+assert shown.count("<tr>") == 2 and "read from the source" in shown
+"""
 
+
+def test_tensorboard_gets_the_last_epoch(image_folder: Path, tmp_path: Path) -> None:
+    run = prefork.run(["-c", LOGS, str(image_folder), str(tmp_path)], torch=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+
+
+def test_top_asks_a_job_that_is_not_recorded(
+    image_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = metrics.serve(0, "127.0.0.2")
+    address = f"127.0.0.2:{port}"
     with nostall.DataLoader(
         nostall.ImageFolder(image_folder, index=False), 4, tiers=[], output="numpy"
     ) as loader:
-        for _ in loader:
-            pass
-        stats = loader.stats()
-    metrics.to_tensorboard(Writer(), stats, 7)
-    assert rows["nostall/stall_fraction"] == (stats.epochs[0].stall_fraction, 7)
-    assert rows["nostall/samples_from/source"] == (stats.samples, 7)
+        batches = iter(loader)
+        next(batches)
+        before = top.scrape([address])
+        next(batches)
+        assert main(["top", address, "--once"]) == 0
+        now = top.scrape([address])
+        samples = [look[f"{address} {loader.name}"]["samples"] for look in (before, now)]
+        assert samples == [4, 8]
+        origins = now[f"{address} {loader.name}"]["origins"]
+        assert origins == {"ram": 0, "file": 0, "peer": 0, "source": 8}
+    shown = capsys.readouterr().out
+    assert {"samples/s", "source", "100%"} <= set(shown.split())
+    metrics.close()
+    assert main(["top", address, "--once"]) == IoError.exit_code
+    assert "NOSTALL_METRICS_PORT" in capsys.readouterr().err
+    assert top.scrape([address], refuse=False) == {}
 
 
 def test_top_shows_what_a_recorded_run_does(
