@@ -117,11 +117,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def copy_bandwidth(processes: int, size: int = 64 << 20) -> float:
+def copy_bandwidth(processes: int) -> float:
     """Bytes/s that so many processes copy at once from memory to memory, each read and each written
     byte counted; the median of their rounds."""
     import multiprocessing
 
+    size = 64 << 20
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(processes), context.SimpleQueue()
     workers = [

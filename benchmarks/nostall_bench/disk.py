@@ -28,13 +28,13 @@ def _counters(device: tuple[int, int]) -> tuple[int, int] | None:
     return None
 
 
-def cgroup_of(process: str = "self") -> Path | None:
+def cgroup_of() -> Path | None:
     """The file that counts the bytes of this process's cgroup by device; None where there is none.
 
     Version 2's ``io.stat`` or version 1's ``blkio.throttle.io_service_bytes``.
     """
     version_2 = version_1 = None
-    for line in Path("/proc", process, "cgroup").read_text().splitlines():
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers == "":
             version_2 = group

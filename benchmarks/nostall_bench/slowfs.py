@@ -299,30 +299,3 @@ class SlowFS:
                 daemon.kill()
                 daemon.communicate()
         self._daemons = []
-
-
-def throttle_device(path: str | os.PathLike[str], bytes_per_second: int) -> Path:
-    """Makes a cgroup (version 1) that reads from the disk under `path` at a limited rate.
-
-    The check without FUSE: write a process id to ``cgroup.procs`` in the directory returned, and
-    remove that directory afterwards. Only reads that miss the page cache are slowed.
-
-    Raises:
-        UsageError: the machine has no writable version 1 blkio controller.
-    """
-    controller = Path("/sys/fs/cgroup/blkio")
-    if not os.access(controller / "cgroup.procs", os.W_OK):
-        raise UsageError(
-            f"{controller} is absent or not writable: cgroup version 1 and root needed"
-        )
-    device = Path(path).stat().st_dev
-    # Throttling works on whole disks: a partition's directory in sysfs lies inside its disk's.
-    node = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
-    disk = node.parent if (node / "partition").exists() else node
-    if not (disk / "dev").exists():
-        raise UsageError(f"{path} is not on a block device, so its reads cannot be throttled")
-    group = controller / f"nostall-{os.getpid()}"
-    group.mkdir(exist_ok=True)
-    number = (disk / "dev").read_text().strip()
-    (group / "blkio.throttle.read_bps_device").write_text(f"{number} {bytes_per_second}")
-    return group

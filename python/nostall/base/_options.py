@@ -140,10 +140,10 @@ def suggestion(name: str, known: Iterable[str], form: str = "{}") -> str:
     return f": did you mean {form.format(near[0])}?" if near else ""
 
 
-def unknown_variables(environment: Mapping[str, str] | None = None) -> Iterator[str]:
+def unknown_variables() -> Iterator[str]:
     """Variables that begin with NOSTALL_ and that nothing reads, in a sentence each."""
     known = [option.variable for option in TABLE if option.variable]
-    for name in sorted(os.environ if environment is None else environment):
+    for name in sorted(os.environ):
         if name.startswith("NOSTALL_") and name not in known:
             yield f"{name} is read by nothing{suggestion(name, known)}"
 

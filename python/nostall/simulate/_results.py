@@ -174,19 +174,17 @@ def to_csv(outcomes: Sequence[Outcome], points: Sequence[Point] = ()) -> str:
     return out.getvalue()
 
 
-def points_text(points: Sequence[Point], bound_column: bool = True) -> str:
+def points_text(points: Sequence[Point]) -> str:
     """A row per point of a sweep: its variables, the seconds of each policy, the bounds."""
     if not points:
         return "no points"
     keys = list(dict.fromkeys(k for p in points for k in p.values))
     columns = list(points[0].seconds)
-    head = [*keys, *columns, "lower bound"] + (["read-once bound"] if bound_column else [])
-    table = [head]
+    table = [[*keys, *columns, "lower bound", "read-once bound"]]
     for p in points:
         row = [str(p.values.get(k, "")) for k in keys]
         row += ["N/A" if math.isnan(p.seconds[c]) else f"{p.seconds[c]:.1f}" for c in columns]
-        row += [f"{p.lower_bound:.1f}"] + ([f"{p.read_once_bound:.1f}"] if bound_column else [])
-        table.append(row)
+        table.append([*row, f"{p.lower_bound:.1f}", f"{p.read_once_bound:.1f}"])
     return "\n".join(_aligned(table, left=0))
 
 

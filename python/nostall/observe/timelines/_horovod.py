@@ -31,7 +31,6 @@ class _Rounds:
         self.ranks: dict[int, int] = {}
         self.late = 0
         self.invalid = 0
-        self.ticked_rounds = 0
         self._waiting: dict[int, list[Rows]] = {}
         self._carried: list[
             Rows
