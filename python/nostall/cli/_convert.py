@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from nostall.errors import UsageError
 from nostall.source._source import ImageFolder
 
 if TYPE_CHECKING:
@@ -24,6 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="raw",
         help="lmdb: the image alone, a pickled (image, label), or Caffe's Datum",
     )
+    parser.add_argument(
+        "--order",
+        choices=["source", "plan"],
+        default="source",
+        help="lmdb: plan lays the samples as the first epoch of a loader with --seed reads them",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="lmdb: of --order plan")
     parser.add_argument(
         "--commit-size", default="128MiB", help="lmdb: bytes of samples per transaction"
     )
@@ -65,6 +73,8 @@ def _convert(arguments: argparse.Namespace, folder: ImageFolder, progress: Progr
     from nostall.convert import to_lmdb, to_tar
 
     if arguments.to == "tar":
+        if arguments.order != "source":
+            raise UsageError("--order plan is for databases: archives number samples as they lie")
         return to_tar(
             folder,
             arguments.dest,
@@ -76,6 +86,8 @@ def _convert(arguments: argparse.Namespace, folder: ImageFolder, progress: Progr
         folder,
         arguments.dest,
         values=arguments.values,
+        order=arguments.order,
+        seed=arguments.seed,
         commit_size=arguments.commit_size,
         threads=arguments.threads,
         progress=progress,

@@ -6,13 +6,14 @@ import errno
 import os
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nostall.base._sizes import parse_size
 from nostall.convert._work import Converted, Progress, Work, forget_cached
 from nostall.errors import IoError, UsageError
+from nostall.plan import Plan
 from nostall.source._lmdb import LABELS_KEY, LMDB
 from nostall.source._source import Source
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import lmdb
 
 Values = Literal["raw", "pickled", "datum"]
+Order = Literal["source", "plan"]
 
 _PAGE = 4096
 _KEY_DIGITS = 8
@@ -34,6 +36,8 @@ def to_lmdb(
     dest: str | os.PathLike[str],
     *,
     values: Values = "raw",
+    order: Order = "source",
+    seed: int = 0,
     commit_size: int | str = _COMMIT_SIZE,
     threads: int = 8,
     progress: Progress | None = None,
@@ -50,6 +54,10 @@ def to_lmdb(
         values: ``"raw"`` (the sample; its label goes into the value of the key ``__labels__``, which
             ``nostall.LMDB`` knows), ``"pickled"`` ((bytes, int)), ``"datum"`` (Caffe's Datum,
             encoded). The latter two carry their labels and need ``values=`` again to be read.
+        order: how the samples lie in the file. ``"plan"``: as the first epoch of a loader with this
+            `seed` reads them, so that it reads the file from its begin to its end. Their numbers
+            stay those of `source`. Samples of less than 2 KB lie in the tree's own pages, by number.
+        seed: of the loader, where `order` is "plan".
         commit_size: bytes of one transaction, which is what a killed conversion loses at most.
         threads: threads that read the source ahead.
         progress: called with "writing" or "verifying", and the number of samples.
@@ -61,11 +69,18 @@ def to_lmdb(
     """
     if values not in ("raw", "pickled", "datum"):
         raise UsageError(f'values must be "raw", "pickled" or "datum", not {values!r}')
+    if order not in ("source", "plan"):
+        raise UsageError(f'order must be "source" or "plan", not {order!r}')
     limit = parse_size(commit_size)
     liblmdb = _liblmdb()
-    with Work(source, dest, {"to": "lmdb", "values": values}) as work:
+    options = {"to": "lmdb", "values": values}
+    ids: Sequence[int] = range(len(source))
+    if order == "plan":
+        options["order"] = f"plan of seed {seed}"
+        ids = Plan(samples=len(source), batch_size=1, seed=seed).epoch_order(0).tolist()
+    with Work(source, dest, options) as work:
         try:
-            resumed_at = _write(liblmdb, work, values, limit, threads, progress)
+            resumed_at = _write(liblmdb, work, ids, values, limit, threads, progress)
             forget_cached(work.folder / "data.mdb")
         except liblmdb.Error as error:
             raise work.failure(_as_oserror(liblmdb, error, work.folder)) from error
@@ -83,6 +98,7 @@ def to_lmdb(
 def _write(
     liblmdb: Any,
     work: Work,
+    ids: Sequence[int],
     values: Values,
     limit: int,
     threads: int,
@@ -98,21 +114,23 @@ def _write(
             if transaction.get(LABELS_KEY) is not None:
                 return n
         begin = int(environment.stat()["entries"])
-        work.check_room(int(source.sizes[:begin].sum()))
+        work.check_room(int(source.sizes[ids[:begin]].sum()))
         encode = _encoder(values)
+        sorted_keys = isinstance(ids, range)
         labels = source.labels
         writing = environment.begin(write=True)
         pending = 0
         try:
-            for sample, data in work.samples(begin, threads):
-                writing.put(key_of(sample, n), encode(data, int(labels[sample])), append=True)
+            for done, (sample, data) in enumerate(work.samples(ids[begin:], threads), begin + 1):
+                value = encode(data, int(labels[sample]))
+                writing.put(key_of(sample, n), value, append=sorted_keys)
                 pending += len(data)
                 if pending >= limit:
                     work.sums_written()
                     writing.commit()
                     writing, pending = environment.begin(write=True), 0
                 if progress:
-                    progress("writing", sample + 1)
+                    progress("writing", done)
             writing.put(LABELS_KEY, labels.astype("<i8").tobytes(), append=True)
             work.sums_written()
             writing.commit()

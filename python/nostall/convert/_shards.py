@@ -82,7 +82,7 @@ def _write(work: Work, shards: list[range], threads: int, progress: Progress | N
     done = next((k for k, name in enumerate(names) if not name.exists()), len(names))
     begin = shards[done].start if done < len(shards) else len(work.source)
     work.check_room(int(work.source.sizes[:begin].sum()))
-    samples = work.samples(begin, threads)
+    samples = work.samples(range(begin, len(work.source)), threads)
     for name, part in zip(names[done:], shards[done:], strict=True):
         unfinished = name.with_name(name.name + ".partial")
         with unfinished.open("wb") as file:

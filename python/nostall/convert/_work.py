@@ -10,7 +10,7 @@ import os
 import shutil
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,16 +147,15 @@ class Work:
 
     # ------------------------------------------------------------------ samples
 
-    def samples(self, begin: int, threads: int) -> Iterator[tuple[int, bytes]]:
-        """(id, bytes) of the samples from `begin` on, read ahead by `threads` threads; their
-        checksums are kept."""
+    def samples(self, wanted: Sequence[int], threads: int) -> Iterator[tuple[int, bytes]]:
+        """(id, bytes) of the samples, read ahead by `threads` threads; their checksums are kept."""
 
         def read(sample: int) -> tuple[int, bytes]:
             data = self.source.read(sample)
             os.pwrite(self._sums, zlib.crc32(data).to_bytes(_SUM_BYTES, "little"), 4 * sample)
             return sample, data
 
-        yield from _ahead(read, range(begin, len(self.source)), threads)
+        yield from _ahead(read, wanted, threads)
 
     def sums_written(self) -> None:
         """Returns once the checksums so far are on the disk."""
@@ -207,7 +206,7 @@ class Work:
         return str(getattr(self.source, "root", "the source"))
 
 
-def _ahead(work: Callable[[int], Any], items: range, threads: int) -> Iterator[Any]:
+def _ahead(work: Callable[[int], Any], items: Sequence[int], threads: int) -> Iterator[Any]:
     """work(item) in order, by `threads` threads that are a few items ahead."""
     pending: deque[Future[Any]] = deque()
     with ThreadPoolExecutor(threads) as pool:

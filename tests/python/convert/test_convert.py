@@ -22,6 +22,7 @@ from nostall import convert
 from nostall.cli import main
 from nostall.convert._database import datum
 from nostall.errors import CorruptionError, IoError, UsageError
+from nostall.plan import Plan
 
 
 @pytest.fixture
@@ -50,6 +51,34 @@ def test_to_lmdb(folder: nostall.ImageFolder, tmp_path: Path, values: Any) -> No
     assert same(stored, folder)
     # The labels are in the database, not in the index alone.
     assert same(nostall.LMDB(tmp_path / "db", values=values, index=False), folder)
+
+
+def test_samples_lie_as_the_first_epoch_reads_them(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for i in range(40):
+        (tmp_path / "data" / f"{i:02d}.bin").write_bytes(bytes([i + 1]) * (5000 + 100 * i))
+    files = nostall.FileList(root=tmp_path / "data")
+    order = Plan(samples=40, batch_size=8, world_size=2, seed=5).epoch_order(0).tolist()
+    seen: list[int] = []
+    result = convert.to_lmdb(
+        files, tmp_path / "db", order="plan", seed=5, progress=lambda _, done: seen.append(done)
+    )
+    assert seen == [*range(1, 41), *range(1, 41)]
+    database = nostall.LMDB(result.path)
+    assert [database.read(i) for i in range(40)] == [files.read(i) for i in range(40)]
+    whole = (result.path / "data.mdb").read_bytes()
+    places = [whole.find(files.read(i)) for i in order]
+    assert places == sorted(places)
+    with nostall.DataLoader(database, 4, seed=5, epochs=1, transforms=None, tiers=[]) as loader:
+        read = [
+            bytes(sample)[0] - 1 for batch in next(iter(loader.epochs())) for sample in batch[0]
+        ]
+    assert read == order
+    (tmp_path / "db2.partial").mkdir()
+    left = '{"order": "plan of seed 5", "to": "lmdb"}'
+    (tmp_path / "db2.partial" / "nostall-convert.json").write_text(left)
+    with pytest.raises(UsageError, match="with other options"):
+        convert.to_lmdb(files, tmp_path / "db2", order="plan", seed=6)
 
 
 def test_liblmdb_reads_it(folder: nostall.ImageFolder, tmp_path: Path) -> None:
@@ -96,10 +125,12 @@ def test_the_command(
         assert "exists already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["lmdb", "tar"])
-def test_goes_on_after_kill_9(folder: nostall.ImageFolder, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "order"), [("lmdb", "source"), ("lmdb", "plan"), ("tar", "")])
+def test_goes_on_after_kill_9(
+    folder: nostall.ImageFolder, tmp_path: Path, kind: str, order: Any
+) -> None:
     dest = tmp_path / "result"
-    options = "commit_size=8192" if kind == "lmdb" else "shard_size=20480"
+    options = f"commit_size=8192, order={order!r}" if kind == "lmdb" else "shard_size=20480"
     call = f"convert.to_{kind}(nostall.ImageFolder({folder.root!r}, index=False), {str(dest)!r}, "
     slow = (
         "import time, nostall\nfrom nostall import convert\n"
@@ -127,7 +158,7 @@ def test_goes_on_after_kill_9(folder: nostall.ImageFolder, tmp_path: Path, kind:
     assert not dest.exists()
 
     if kind == "lmdb":
-        done = convert.to_lmdb(folder, dest, commit_size=8192)
+        done = convert.to_lmdb(folder, dest, commit_size=8192, order=order)
         result: nostall.Source = nostall.LMDB(dest, index=False)
     else:
         done = convert.to_tar(folder, dest, shard_size=20480)
