@@ -1,0 +1,106 @@
+"""The manifests for Kubernetes give a pod what the guide says that it needs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nostall.base import _options
+from nostall.base._sizes import parse_size
+
+FOLDER = Path(__file__).parents[3] / "deploy" / "kubernetes"
+# Where each kind has its pods.
+PODS = {
+    "PyTorchJob": "spec pytorchReplicaSpecs Worker template",
+    "JobSet": "spec replicatedJobs 0 template spec template",
+    "TrainingRuntime": "spec template spec replicatedJobs 0 template spec template",
+}
+API = {
+    "PyTorchJob": "kubeflow.org/v1",
+    "JobSet": "jobset.x-k8s.io/v1alpha2",
+    "TrainingRuntime": "trainer.kubeflow.org/v1alpha1",
+    "TrainJob": "trainer.kubeflow.org/v1alpha1",
+}
+
+
+def documents(name: str) -> dict[str, Any]:
+    found = {one["kind"]: one for one in yaml.safe_load_all((FOLDER / name).read_text())}
+    assert {kind: one["apiVersion"] for kind, one in found.items()} == {k: API[k] for k in found}
+    return found
+
+
+def within(value: Any, path: str) -> Any:
+    for key in path.split():
+        value = value[int(key) if key.isdigit() else key]
+    return value
+
+
+def size(text: str) -> int:
+    return parse_size(text + "B")
+
+
+@pytest.mark.parametrize("name", ["pytorchjob.yaml", "jobset.yaml", "trainjob.yaml"])
+def test_pods_have_what_ranks_need(name: str) -> None:
+    found = documents(name)
+    (kind,) = set(found) & set(PODS)
+    pod = within(found[kind], PODS[kind])
+    (container,) = pod["spec"]["containers"]
+    volumes = {one["name"]: one for one in pod["spec"]["volumes"]}
+    mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
+    assert set(mounts.values()) == set(volumes) and len(mounts) == len(volumes)
+    shared = volumes[mounts["/dev/shm"]]["emptyDir"]
+    assert shared["medium"] == "Memory"
+    # Trainer 2 has the resources in the job.
+    job = found.get("TrainJob")
+    resources = job["spec"]["trainer"]["resourcesPerNode"] if job else container["resources"]
+    limit = size(resources["limits"]["memory"])
+    assert limit == size(resources["requests"]["memory"]) > size(shared["sizeLimit"])
+    assert "medium" not in volumes[mounts["/cache"]]["emptyDir"]
+    # The guide's tiers stay below the volumes they lie in.
+    page = (FOLDER.parents[1] / "docs" / "guide" / "kubernetes.md").read_text()
+    ram, cache = re.findall(r"(?:ram|/cache):(\w+)", page)
+    assert parse_size(ram) < size(shared["sizeLimit"])
+    assert parse_size(cache) < size(volumes[mounts["/cache"]]["emptyDir"]["sizeLimit"])
+
+
+@pytest.mark.parametrize("name", ["pytorchjob.yaml", "jobset.yaml", "trainjob.yaml"])
+def test_metrics_are_served_where_probes_and_scrapers_look(name: str) -> None:
+    found = documents(name)
+    (kind,) = set(found) & set(PODS)
+    pod = within(found[kind], PODS[kind])
+    (container,) = pod["spec"]["containers"]
+    variables = {one["name"]: one["value"] for one in container["env"]}
+    port = variables[_options.row("observe.metrics_port").variable]
+    assert variables[_options.row("observe.metrics_address").variable] == "0.0.0.0"
+    assert pod["metadata"]["annotations"]["prometheus.io/port"] == port
+    (named,) = container["ports"]
+    assert named["containerPort"] == int(port)
+    for probe in ("startupProbe", "livenessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/metrics", "port": named["name"]}
+
+
+def test_the_trainjob_has_its_runtime() -> None:
+    found = documents("trainjob.yaml")
+    runtime, job = found["TrainingRuntime"], found["TrainJob"]["spec"]
+    assert job["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert job["runtimeRef"]["kind"] == "TrainingRuntime"
+    # Trainer 2 finds its container by these names.
+    (jobs,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    labels = jobs["template"]["metadata"]["labels"]
+    assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert within(jobs, "template spec template spec containers 0 name") == "node"
+
+
+def test_the_jobset_names_its_first_pod() -> None:
+    job = documents("jobset.yaml")["JobSet"]
+    (workers,) = job["spec"]["replicatedJobs"]
+    spec = workers["template"]["spec"]
+    command = within(spec, "template spec containers 0 command")
+    host = f"{job['metadata']['name']}-{workers['name']}-0-0.{job['spec']['network']['subdomain']}"
+    assert f"--master-addr={host}" in command
+    assert f"--nnodes={spec['completions']}" in command
+    assert spec["parallelism"] == spec["completions"] and spec["completionMode"] == "Indexed"
