@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.profiler import ProfilerActivity, profile
 
 import nostall
 from nostall import fields as f
@@ -32,6 +33,7 @@ from nostall.loader._ahead import Ahead
 from nostall.observe._stats import Stats
 from nostall.observe.report import _run as runs
 from nostall.observe.report import _run_page as run_page
+from nostall.observe.timelines import analyze
 from nostall.torch import copy_into
 
 SIZE = (24, 32)
@@ -777,13 +779,21 @@ def stepped(source: Any, copy: float, compute: float) -> None:
 
 def case_waits_for_copies_on_the_devices_clock() -> None:
     with cases.recorded() as place:
-        with loader([t.Resize(SIZE)], device="simdev", size=8) as source:
+        with (
+            loader([t.Resize(SIZE)], device="simdev", size=8) as source,
+            profile(activities=[ProfilerActivity.PrivateUse1]) as profiler,
+        ):
             stepped(source, copy=0.008, compute=0.005)
+            torch.accelerator.synchronize()
+        profiler.export_chrome_trace(str(place / "kineto.json"))
+        (device,) = analyze([place / "kineto.json"]).devices
         stats = kept(place)
     # The first batch is waited for wholly, each later one for the 3 ms that its copy takes longer.
     assert stats.device == pytest.approx(
         {"steps": 5, "seconds": 0.045, "input": 0, "copy": 0.020, "gradient": 0, "checkpoint": 0}
     )
+    # torch.profiler's trace says the same, of the whole as one step.
+    assert device.waits == pytest.approx({**stats.device, "steps": 1}, abs=1e-5)
     assert (
         "a step on the device takes 9.000 ms, without waits for copies of batches 5.000 ms"
         in str(stats)

@@ -12,6 +12,7 @@ import pytest
 
 from nostall.cli import main
 from nostall.errors import CorruptionError, UsageError
+from nostall.observe.report import _timeline as report
 from nostall.observe.timelines import Analysis, analyze
 
 US = 1e-6
@@ -73,6 +74,37 @@ def read(tmp_path: Path, ranks: list[dict[str, Any]]) -> Analysis:
         files.append(tmp_path / f"rank{number}.json")
         files[-1].write_text(json.dumps(content, indent=1))
     return analyze(files)
+
+
+def run(name: str, category: str, stream: int, begin: float, end: float) -> dict[str, Any]:
+    return x(name, begin, end, cat=category, args={"device": 0, "stream": stream})
+
+
+def test_what_a_device_waits_for(tmp_path: Path) -> None:
+    """Two steps of 1000 us: copy 200, compute 300, reduce 100 beside it and 100 after, save 150."""
+    events = []
+    for at in (0, 1000):
+        events += [
+            x(f"ProfilerStep#{at}", at, at + 1000, cat="user_annotation"),
+            x(f"ProfilerStep#{at}", at, at + 999, cat="gpu_user_annotation"),
+            run("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", 9, at, at + 200),
+            run("a kernel", "kernel", 7, at + 200, at + 350),
+            run("another kernel", "kernel", 7, at + 350, at + 500),
+            run("ncclDevKernel_AllReduce_Sum", "kernel", 8, at + 400, at + 600),
+            run("Memcpy DtoH (Device -> Pinned)", "gpu_memcpy", 5, at + 550, at + 750),
+            run("a kernel", "kernel", 7, at + 750, at + 800),
+        ]
+    got = read(tmp_path, [trace(events, 0, world=1)])
+    (device,) = got.devices
+    assert (device.rank, device.device, device.stream) == (0, 0, 7)
+    assert device.waits == pytest.approx(
+        {"steps": 2, "seconds": 2e-3, "input": 400 * US, "copy": 400 * US, "gradient": 200 * US,
+         "checkpoint": 300 * US}
+    )  # fmt: skip
+    assert got.notes == []
+    text = report.text(got)
+    assert "rank 0, device 0, stream 7: a step on the device takes 1.000 ms" in text
+    assert "without waits for copies of batches 0.800 ms" in text and "without any 0.350 ms" in text
 
 
 @pytest.mark.parametrize("make", [gloo, nccl])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from nostall.base._sizes import format_bytes
 from nostall.errors import IoError, UsageError
+from nostall.observe._stats import device_lines
 from nostall.observe.report._parts import document, svg, table
 from nostall.observe.timelines import Analysis, Spread
 
@@ -146,9 +147,22 @@ _LEGEND = (
 )
 
 
+def device_words(found: Analysis) -> list[str]:
+    """A line for each device: its steps, and without each wait."""
+    return [
+        f"rank {d.rank}, device {d.device}, stream {d.stream}: {line}"
+        for d in found.devices
+        for line in device_lines(d.waits)
+    ]
+
+
 def text(found: Analysis) -> str:
     """The table for the terminal."""
+    devices = device_words(found)
+    if devices and not found.rounds:
+        return "\n".join([*devices, *(f"note: {_visible(n)}" for n in found.notes)])
     lines = [
+        *devices,
         f"{found.dialect}: {len(found.rounds)} rounds after the first, {len(found.tensors)} tensors",
         "",
         *_columns(("time", "average", "maximum"), timing_rows(found)),
@@ -225,6 +239,9 @@ def as_csv(found: Analysis) -> str:
     for rank in found.ranks:
         put("rank", rank.rank, "negotiation_average", rank.average)
         put("rank", rank.rank, "negotiation_max", rank.max)
+    for d in found.devices:
+        for metric, value in d.waits.items():
+            put("device", f"{d.rank}:{d.device}", metric, value)
     for t in found.tensors:
         for metric in (
             "bytes",
@@ -307,6 +324,7 @@ def page(found: Analysis) -> str:
     )
     body = f"""<h1>nostall: a training's timeline</h1>
 <p class="key">{html.escape(_summary(found))}</p>
+{"".join(f"<p>{html.escape(line)}</p>" for line in device_words(found))}
 {svg(figure(found), "Times in each round; bandwidths by tensor")}
 <h2>Times</h2>{table(("time", "average", "maximum"), timing_rows(found))}
 <h2>Bandwidths over tensors</h2>

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,23 @@ class RankMetrics:
 
 
 @dataclass(frozen=True)
+class DeviceMetrics:
+    """What a rank's device waited for, as in `Stats.device`; `stream` is the one that computes."""
+
+    rank: int
+    device: int
+    stream: int
+    waits: dict[str, float]
+
+
+@dataclass(frozen=True)
 class Analysis:
     """The five metrics of a training's timeline (docs/guide/timeline.md), times in seconds.
 
     `feed_forward_at_most`: the file records no negotiations in some rounds, so feed-forward is
     counted to the first reduction there. `negotiation_missing` says why there are no negotiation
-    delays; then `ranks` is empty and the two numbers are None. `notes` are sentences about what was
+    delays; then `ranks` is empty and the two numbers are None. `devices` are those whose kernels a
+    profiler's trace holds. `notes` are sentences about what was
     damaged, left out, or assumed.
     """
 
@@ -101,6 +112,7 @@ class Analysis:
     immutable_average: Spread | None
     unbounded: int
     notes: list[str] = field(default_factory=list)
+    devices: list[DeviceMetrics] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; what is infinite there is the string "unbounded"."""

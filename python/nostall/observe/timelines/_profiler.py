@@ -11,15 +11,16 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from nostall import _native
 from nostall.errors import CorruptionError, UsageError
+from nostall.observe.timelines._devices import CATEGORIES, Activity, activity, devices_of
 from nostall.observe.timelines._metrics import NO_TIME, Metrics, Operations
-from nostall.observe.timelines._model import Analysis
+from nostall.observe.timelines._model import Analysis, DeviceMetrics
 from nostall.observe.timelines._stream import Source, damage_notes
 
 ONE_RANK = (
@@ -60,6 +61,7 @@ class _Trace:
     world: int
     host: str
     rounds: list[_Round]
+    devices: list[DeviceMetrics]
     notes: list[str]
 
 
@@ -105,9 +107,19 @@ class _Event:
     args: dict[str, Any]
 
 
-def _events(source: Source) -> tuple[dict[str, list[_Event]], dict[str, Any], list[str]]:
-    """The events that matter, by kind, in order of time; the trace's head; notes."""
-    scanner = _native.TraceFilter([_LAUNCH, _FORWARD, _STEP, *_RUNS], [])
+@dataclass
+class _Events:
+    """Those that matter, by kind, in order of time; the trace's head; notes."""
+
+    kinds: dict[str, list[_Event]]
+    activities: list[Activity]
+    head: dict[str, Any]
+    notes: list[str]
+
+
+def _events(source: Source) -> _Events:
+    scanner = _native.TraceFilter([_LAUNCH, _FORWARD, _STEP, *_RUNS], list(CATEGORIES))
+    activities: list[Activity] = []
     kinds: dict[str, list[_Event]] = {"launch": [], "run": [], "forward": [], "step": []}
     odd = 0
     first_odd = -1
@@ -132,12 +144,14 @@ def _events(source: Source) -> tuple[dict[str, list[_Event]], dict[str, Any], li
                 kinds["launch"].append(made)
             elif name == _FORWARD:
                 kinds["forward"].append(made)
-            elif name.startswith(_STEP):
+            elif name.startswith(_STEP) and event.get("cat") != "gpu_user_annotation":
                 kinds["step"].append(made)
             elif name == "gloo:all_reduce" or (
                 event.get("cat") == "kernel" and "AllReduce" in name
             ):
                 kinds["run"].append(made)
+            if found := activity(event, ts / 1e6, (ts + dur) / 1e6):
+                activities.append(found)
 
     for chunk in source.chunks():
         scanner.feed(chunk)
@@ -153,7 +167,7 @@ def _events(source: Source) -> tuple[dict[str, list[_Event]], dict[str, Any], li
             f"{source.path}: {odd} events are not readable and left out, the first at byte "
             f"{first_odd}"
         )
-    return kinds, head_of(report["head"]), notes
+    return _Events(kinds, activities, head_of(report["head"]), notes)
 
 
 def _reductions(launches: list[_Event], runs: list[_Event]) -> tuple[list[_Reduction], int]:
@@ -191,10 +205,16 @@ def _reductions(launches: list[_Event], runs: list[_Event]) -> tuple[list[_Reduc
 
 
 def _read(source: Source) -> _Trace:
-    kinds, head, notes = _events(source)
+    events = _events(source)
+    kinds, head, notes = events.kinds, events.head, events.notes
     reductions, lost = _reductions(kinds["launch"], kinds["run"])
     marks = kinds["forward"] or kinds["step"]
-    if not reductions or not marks:
+    info = head.get("distributedInfo")
+    info = info if isinstance(info, dict) else {}
+    rank = info["rank"] if isinstance(info.get("rank"), int) else -1
+    steps = [(m.begin / 1e9, m.end / 1e9) for m in kinds["step"]]
+    devices = devices_of(max(rank, 0), events.activities, steps)
+    if (not reductions or not marks) and not devices:
         lacking = f"'{_LAUNCH}' events" if not reductions else f"'{_FORWARD}' and '{_STEP}' events"
         raise CorruptionError(
             f"{source.path} has no {lacking}: profile a DistributedDataParallel module on the CPU "
@@ -202,18 +222,17 @@ def _read(source: Source) -> _Trace:
         )
     if lost:
         notes.append(f"{source.path}: {lost} all-reduces do not end in the trace and are left out")
-    if not kinds["forward"]:
+    if reductions and not kinds["forward"]:
         notes.append(f"{source.path}: no '{_FORWARD}'; rounds begin with the profiler's steps")
-    info = head.get("distributedInfo")
-    info = info if isinstance(info, dict) else {}
     base = head.get("baseTimeNanoseconds", 0)
     shift = base if isinstance(base, int) and not isinstance(base, bool) else 0
     return _Trace(
         path=source.path,
-        rank=info["rank"] if isinstance(info.get("rank"), int) else -1,
+        rank=rank,
         world=info["world_size"] if isinstance(info.get("world_size"), int) else 1,
         host=str(head.get("host_name", "")),
-        rounds=_rounds([m.begin for m in marks], reductions, shift),
+        rounds=_rounds([m.begin for m in marks], reductions, shift) if marks else [],
+        devices=devices,
         notes=notes,
     )
 
@@ -301,7 +320,8 @@ def analyze(sources: Sequence[Source]) -> Analysis:
         metrics.add(number, start, following, _operations(rounds, names, len(traces) > 1))
     if uneven:
         notes.append(f"{uneven} rounds have not as many all-reduces on every rank and are left out")
-    if not metrics.rounds:
+    devices = [d for t in traces for d in t.devices]
+    if not metrics.rounds and (max(counts) or not devices):
         notes.append(
             "there is no complete round between the first, which is warm-up, and the last, whose end "
             "is not in the trace: profile at least three steps"
@@ -310,7 +330,7 @@ def analyze(sources: Sequence[Source]) -> Analysis:
         f"bucket {place}" + (f" ({elements} elements)" if elements is not None else "")
         for place, elements in names
     ]
-    return metrics.result(
+    found = metrics.result(
         [t.path for t in traces],
         "PyTorch profiler",
         labels,
@@ -318,6 +338,7 @@ def analyze(sources: Sequence[Source]) -> Analysis:
         ONE_RANK,
         notes,
     )
+    return replace(found, devices=devices)
 
 
 def _operations(
