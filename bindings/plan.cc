@@ -5,6 +5,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -162,6 +163,9 @@ void bind_plan(nb::module_& m) {
       },
       nb::arg("seed"), nb::arg("bad"), nb::arg("samples"),
       "The samples that may stand in for `bad`, in the order in which they are tried.");
+  m.attr("STAND_IN_READS") = plan::StandIns::kReads;
+  m.def("none_stands_in", &plan::none_stands_in, nb::arg("unusable"), nb::arg("tried"),
+        "What is told of a sample when none stands in its place.");
   m.def("plan_fingerprint", &plan::fingerprint, nb::arg("spec"));
   m.def(
       "epoch_order",

@@ -256,10 +256,12 @@ void Loader::Run::handle_bad(Work work, const std::string& reason, fields::Scrat
     return;
   }
   plan::StandIns candidates(config_.job.seed, bad, config_.job.samples);
-  for (uint32_t i = 0; i < plan::StandIns::kMost; ++i) {
+  uint64_t tried = 0;
+  for (uint32_t i = 0; i < plan::StandIns::kMost && tried < plan::StandIns::kReads; ++i) {
     const plan::SampleId candidate = candidates.next();
     // A raw batch has room for what the plan put there.
     if (candidate == bad || (!transformed() && sizes_[candidate] > sizes_[bad])) continue;
+    ++tried;
     std::string why;
     bool good = false;
     if (transformed()) {
@@ -282,14 +284,21 @@ void Loader::Run::handle_bad(Work work, const std::string& reason, fields::Scrat
     }
     if (!good) continue;
     const MutexLock lock(task.counters);
+    task.candidates += tried;
     task.batch->samples[work.index] = candidate;
     task.batch->labels[work.index] = config_.source->labels()[candidate];
     if (!transformed()) task.batch->lengths[work.index] = sizes_[candidate];
     task.batch->substitutions.push_back({bad, candidate, what});
     return;
   }
-  give_up("; and of " + std::to_string(plan::StandIns::kMost) +
-          " candidates none could stand in its place: check the data set");
+  uint64_t unusable = 0;
+  {
+    const MutexLock lock(task.counters);
+    task.candidates += tried;
+    unusable = task.candidates - task.batch->substitutions.size();
+    tried = task.candidates;
+  }
+  give_up(plan::none_stands_in(unusable, tried));
 }
 
 }  // namespace nostall::stage

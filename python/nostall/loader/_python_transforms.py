@@ -95,6 +95,14 @@ class _Failed:
     trace: str = ""
 
 
+@dataclass
+class _Tries:
+    """Samples of a batch that were read to stand in for others."""
+
+    made: int = 0
+    failed: int = 0
+
+
 def _apply(
     function: Callable[[Any, Context], Any],
     decode: Decode,
@@ -317,6 +325,7 @@ class PythonStage:
         for place, reason in batch.failures:
             results[place] = _Failed(reason, True)
         samples = batch.samples
+        tries = _Tries()
         substituted: Substituted = []
         places: dict[int, int] = {}
         for i, result in enumerate(results):
@@ -329,7 +338,7 @@ class PythonStage:
                 raise CorruptionError(
                     message + '; remove or repair the file, or pass on_error="substitute"'
                 ) from result.error
-            replacement, value = self._stand_in(source, self._contexts(batch)[i], message)
+            replacement, value = self._stand_in(source, self._contexts(batch)[i], message, tries)
             results[i] = value
             substituted.append((bad, replacement, message))
             places[i] = replacement
@@ -396,28 +405,30 @@ class PythonStage:
         sample, value = self._alone(source, context)
         if isinstance(value, _Failed):
             self._refuse_fault(source, 0, sample, value)
-            _, value = self._stand_in(source, context, "the shape of an empty batch is not known")
+            message = "the shape of an empty batch is not known"
+            _, value = self._stand_in(source, context, message, _Tries())
         return value
 
     def _empty(self, one: Any) -> Any:
         return one[:0]
 
-    def _stand_in(self, source: Source, bad: Context, message: str) -> tuple[int, Any]:
-        candidates = _native.stand_ins(self.seed, bad.sample, len(source)).tolist()
-        for candidate in candidates:
-            if candidate == bad.sample:
-                continue
+    def _stand_in(
+        self, source: Source, bad: Context, message: str, tries: _Tries
+    ) -> tuple[int, Any]:
+        drawn = _native.stand_ins(self.seed, bad.sample, len(source)).tolist()
+        candidates = [candidate for candidate in drawn if candidate != bad.sample]
+        for candidate in candidates[: _native.STAND_IN_READS]:
+            tries.made += 1
             try:
                 sample, value = self._alone(source, dataclasses.replace(bad, sample=candidate))
             except (IoError, CorruptionError):
+                tries.failed += 1
                 continue
             if not isinstance(value, _Failed):
                 return candidate, value
             self._refuse_fault(source, candidate, sample, value)
-        raise CorruptionError(
-            f"{message}; and of {len(candidates)} candidates none could stand in its place: check the "
-            "data set"
-        )
+            tries.failed += 1
+        raise CorruptionError(message + _native.none_stands_in(tries.failed, tries.made))
 
     def drop(self) -> None:
         """Drops pending work; threads or processes stay for the next epoch."""

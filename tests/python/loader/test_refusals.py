@@ -340,6 +340,35 @@ def test_damage_is_replaced_whoever_decodes_and_in_the_same_way(
     }
 
 
+def test_a_data_set_that_is_mostly_damaged_ends_soon(make_folder: Callable[[int], Path]) -> None:
+    root = make_folder(40)
+    folder = nostall.ImageFolder(root, index=False)
+    for sample in range(39):
+        path = Path(folder.describe(sample))
+        path.write_bytes(path.read_bytes()[:100] + bytes(path.stat().st_size - 100))
+    drawn = ([c for c in _native.stand_ins(7, i, 40).tolist() if c != i] for i in range(8))
+    tries = [candidates.index(39) + 1 for candidates in drawn]
+    assert [i for i, made in enumerate(tries) if made > 64] == [6]
+    tried, read = sum(tries[:6]) + 64, 0
+
+    def count(image: Any) -> Any:
+        nonlocal read
+        read += 1
+        return decode_by_pillow(image)
+
+    for transforms in ([t.Resize((8, 8)), t.ToTensor()], count):
+        with nostall.DataLoader(
+            folder, 8, shuffle=False, transforms=transforms, on_error="substitute",
+            tiers=[], output="numpy", seed=7, threads=1,
+        ) as loader, pytest.raises(
+            CorruptionError,
+            match=rf"sample 6\) .*no other sample could stand in its place: of {tried} that were tried "
+            rf"for this batch {tried - 6} \(96 %\) cannot be used: check the data set",
+        ):  # fmt: skip
+            next(iter(loader))
+    assert tried < read <= tried + 4 * 8  # of batches ahead
+
+
 def test_stand_ins_are_those_of_the_page_on_formats() -> None:
     # docs/formats/order.md
     assert _native.stand_ins(0, 0, 1000)[:4].tolist() == [79, 401, 360, 869]
