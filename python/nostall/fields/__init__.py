@@ -18,6 +18,7 @@ from nostall.fields._kinds import (
     Kind,
     Mask,
     Scalar,
+    Sound,
     Text,
 )
 from nostall.fields._schema import Schema
@@ -38,6 +39,7 @@ __all__ = [
     "Ragged",
     "Scalar",
     "Schema",
+    "Sound",
     "SoundFile",
     "Text",
 ]

@@ -24,13 +24,13 @@ Shape = tuple[int | None, ...]
 ArrayCodec = Literal["raw", "npy", "varint", "msgpack"]
 
 
-def _of(kind: object, name: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(kind: object, name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         known = ", ".join(f'"{c}"' for c in choices)
         raise UsageError(f"{type(kind).__name__}: {name} {value!r} is not one of {known}")
 
 
-def _number(kind: object, name: str, value: object, least: int) -> None:
+def check_number(kind: object, name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
         raise UsageError(
             f"{type(kind).__name__}: {name} {value!r} must be a whole number, {least} or more"
@@ -176,10 +176,10 @@ class Mask(Kind):
     )
 
     def __post_init__(self) -> None:
-        _of(self, "dtype", self.dtype, self._TYPES)
+        check_choice(self, "dtype", self.dtype, self._TYPES)
         if self.size is not None:
             for side in self.size:
-                _number(self, "size", side, 1)
+                check_number(self, "size", side, 1)
 
     def _native_kind(self) -> Any:
         kind = _native.MaskField()
@@ -240,8 +240,8 @@ class _Numbers(Kind):
         return self._MEANING
 
     def _check(self) -> None:
-        _of(self, "dtype", self.dtype, DTYPES)
-        _of(self, "codec", self.codec, ("raw", "npy", "varint", "msgpack"))
+        check_choice(self, "dtype", self.dtype, DTYPES)
+        check_choice(self, "codec", self.codec, ("raw", "npy", "varint", "msgpack"))
         if not isinstance(self._dimensions(), tuple):
             raise UsageError(
                 f"{type(self).__name__}: shape {self._dimensions()!r} must be a tuple, with None "
@@ -249,7 +249,7 @@ class _Numbers(Kind):
             )
         for side in self._dimensions():
             if side is not None:
-                _number(self, "shape", side, 0)
+                check_number(self, "shape", side, 0)
 
     def _native_kind(self) -> Any:
         kind = _native.ArrayField()
@@ -342,7 +342,7 @@ class Boxes(_Numbers):
     transformed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _of(self, "format", self.format, ("xyxy", "xywh", "cxcywh"))
+        check_choice(self, "format", self.format, ("xyxy", "xywh", "cxcywh"))
         self._check()
 
     def _dimensions(self) -> Shape:
@@ -409,10 +409,10 @@ class Scalar(Kind):
     fill: float | None = None
 
     def __post_init__(self) -> None:
-        _of(self, "dtype", self.dtype, DTYPES)
-        _of(self, "codec", self.codec, ("raw", "decimal", "varint", "msgpack"))
+        check_choice(self, "dtype", self.dtype, DTYPES)
+        check_choice(self, "codec", self.codec, ("raw", "decimal", "varint", "msgpack"))
         if self.stored is not None:
-            _of(self, "stored", self.stored, DTYPES)
+            check_choice(self, "stored", self.stored, DTYPES)
 
     def _native_kind(self) -> Any:
         kind = _native.ScalarField()
@@ -516,8 +516,8 @@ def checked_sound(kind: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audio(Kind):
-    """Sound in a WAV file (PCM of 8, 16, 24 or 32 bits, float32), or in a FLAC file (4 to 24 bits).
+class Sound(Kind):
+    """What kinds of sound have in common.
 
     Frames are (frames,) if `channels` is 1, else (frames, channels): an array if `frames` is given,
     else `Ragged` or `Padded`.
@@ -539,7 +539,19 @@ class Audio(Kind):
     fill: bytes | None = None
 
     def __post_init__(self) -> None:
-        checked_sound(self)
+        check_choice(self, "dtype", self.dtype, ("float32", "int16"))
+        check_number(self, "channels", self.channels, 1)
+        for name in ("rate", "frames"):
+            if getattr(self, name) is not None:
+                check_number(self, name, getattr(self, name), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audio(Sound):
+    """Sound in a WAV file (PCM of 8, 16, 24 or 32 bits, float32), or in a FLAC file (4 to 24 bits).
+
+    Arguments are those of `Sound`.
+    """
 
     def _native_kind(self) -> Any:
         kind = _native.AudioField()
@@ -586,7 +598,7 @@ class Custom(Kind):
         return array.shape, np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
     def _native_kind(self) -> Any:
-        _of(self, "dtype", self.dtype, DTYPES)
+        check_choice(self, "dtype", self.dtype, DTYPES)
         kind = _native.CustomField()
         kind.type = self.dtype
         kind.shape = [-1 if side is None else side for side in self.shape]

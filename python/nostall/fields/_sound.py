@@ -5,43 +5,27 @@ from __future__ import annotations
 import importlib.util
 import io
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nostall.errors import CorruptionError, UsageError
-from nostall.fields._kinds import Custom, Shape, checked_sound
+from nostall.fields._kinds import Custom, Shape, Sound
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoundFile(Custom):
+class SoundFile(Sound, Custom):
     """Sound in a file that libsndfile reads: MP3, Ogg (Vorbis, Opus), AIFF, and what `Audio` reads.
 
-    `Audio` reads WAV and FLAC without a library, and is faster. Arguments and batches are those of
-    `Audio`.
-
-    Args:
-        dtype: "float32", 1 for full scale, which decoded sound may pass, or "int16", clipped to it.
-        channels: 1 mixes all to their mean; another number is what every file must have.
-        rate: frames per second that every file must have; None takes any.
-        frames: each sample is cut after so many, or filled up with zeros.
-        padded: fill up with zeros to the longest of the batch, where lengths differ.
-        fill: the bytes of a file that stands for a missing one.
+    `Audio` reads WAV and FLAC without a library, and is faster. Arguments are those of `Sound`.
 
     Raises:
         UsageError: the package soundfile is not installed.
     """
 
-    dtype: Literal["float32", "int16"] = "float32"
-    channels: int = 1
-    rate: int | None = None
-    frames: int | None = None
-    padded: bool = False
-    fill: bytes | None = None
-
     def __post_init__(self) -> None:
-        checked_sound(self)
+        super().__post_init__()
         if importlib.util.find_spec("soundfile") is None:
             raise UsageError("SoundFile needs the package soundfile: pip install 'nostall[sound]'")
 
