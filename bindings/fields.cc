@@ -32,27 +32,28 @@ void bind_type(nb::class_<T>& kind) {
       [](T& k, const std::string& name) { k.type = type_named(name); });
 }
 
-// Values by a function: (bytes) -> (shape, array of bytes). Takes the GIL for each call of it.
+// Values by a function: (bytes, draw) -> (shape, array of bytes). Takes the GIL for each call of it.
 class PythonDecoder : public fields::Decoder {
  public:
   explicit PythonDecoder(nb::object function) : function_(std::move(function)) {}
 
-  Result<std::monostate> decode(std::span<const std::byte> stored,
+  Result<std::monostate> decode(std::span<const std::byte> stored, uint64_t draw,
                                 const Take& take) const override {
     using Values = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
     const nb::gil_scoped_acquire gil;
     try {
       const nb::bytes bytes(reinterpret_cast<const char*>(stored.data()), stored.size());
-      const auto made = nb::cast<nb::tuple>(function_.get()(bytes));
+      const auto made = nb::cast<nb::tuple>(function_.get()(bytes, draw));
       const auto shape = nb::cast<std::vector<int64_t>>(made[0]);
       const auto values = nb::cast<Values>(made[1]);
       return take(shape, std::as_bytes(std::span(values.data(), values.size())));
     } catch (nb::python_error& error) {
-      const nb::object damage = nb::module_::import_("nostall.errors").attr("CorruptionError");
-      if (error.matches(damage)) {
-        return Error(ErrorKind::corruption, nb::cast<std::string>(nb::str(error.value())));
-      }
-      return Error(ErrorKind::transform, error.what());
+      const nb::object errors = nb::module_::import_("nostall.errors");
+      const auto text = [&] { return nb::cast<std::string>(nb::str(error.value())); };
+      if (error.matches(errors.attr("CorruptionError")))
+        return Error(ErrorKind::corruption, text());
+      const bool told = error.matches(errors.attr("TransformError"));
+      return Error(ErrorKind::transform, told ? text() : error.what());
     }
   }
 
@@ -147,7 +148,7 @@ void bind_kinds(nb::module_& m) {
       [](nb::callable function) -> std::shared_ptr<fields::Decoder> {
         return std::make_shared<PythonDecoder>(std::move(function));
       },
-      nb::arg("function"), "Decodes by a function: (bytes) -> (shape, its bytes as uint8).");
+      nb::arg("function"), "Decodes by a function: (bytes, draw) -> (shape, its bytes as uint8).");
   auto custom = nb::class_<fields::Custom>(m, "CustomField", "What a Decoder gives.");
   custom.def(nb::init<>())
       .def_rw("shape", &fields::Custom::shape)

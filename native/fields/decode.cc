@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "base/half.h"
+#include "base/random.h"
 #include "fields/flac.h"
 #include "fields/npy.h"
 #include "fields/numbers.h"
@@ -21,6 +22,8 @@ namespace nostall::fields {
 namespace {
 
 static_assert(std::endian::native == std::endian::little, "values are copied as they are stored");
+
+constexpr uint64_t kDrawOfDecoders = 0x4465636f64657273;  // apart from all other draws
 
 Error damaged(const std::string& what) { return Error(ErrorKind::corruption, what); }
 
@@ -480,9 +483,12 @@ Decoded decode(const Audio& kind, const Output&, std::span<const std::byte> byte
 }
 
 Decoded decode(const Custom& kind, const Output& output, std::span<const std::byte> bytes,
-               const image::SampleKey&, Scratch&, const Destination& to) {
+               const image::SampleKey& key, Scratch&, const Destination& to) {
+  SampleRandom random(key.seed ^ kDrawOfDecoders, key.epoch, key.sample);
+  const uint64_t high = random.next();
   return kind.decoder->decode(
-      bytes, [&](std::span<const int64_t> shape, std::span<const std::byte> values) -> Decoded {
+      bytes, high << 32 | random.next(),
+      [&](std::span<const int64_t> shape, std::span<const std::byte> values) -> Decoded {
         uint64_t size = size_of(output.type);
         for (const int64_t side : shape) size *= static_cast<uint64_t>(side);
         if (!fits(shape, kind.shape) || values.size() != size) {

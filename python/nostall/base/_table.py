@@ -327,7 +327,12 @@ _LOADER = (
         "give a callable transform the decoded image, uint8 of shape (height, width, 3)",
         "True where its first step is of torchvision or albumentations",
     ),
-    _loader("workers", _one_of("threads", "processes"), "threads", "where a callable runs"),
+    _loader(
+        "workers",
+        _one_of("threads", "processes"),
+        "threads",
+        "where callables and kinds of fields in Python run",
+    ),
     _loader(
         "collate",
         _or_none(_FUNCTION),

@@ -6,6 +6,8 @@ whose bytes are not so is unusable: the loader raises, or replaces it (`on_error
 
 from __future__ import annotations
 
+import functools
+import inspect
 import io
 import json
 import struct
@@ -506,15 +508,6 @@ class Json(Text):
         return [json.loads(text) for text in batch.texts(number)]
 
 
-def checked_sound(kind: Any) -> None:
-    """Refuses arguments that no sound has."""
-    _of(kind, "dtype", kind.dtype, ("float32", "int16"))
-    _number(kind, "channels", kind.channels, 1)
-    for name in ("rate", "frames"):
-        if getattr(kind, name) is not None:
-            _number(kind, name, getattr(kind, name), 1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sound(Kind):
     """What kinds of sound have in common.
@@ -523,7 +516,7 @@ class Sound(Kind):
     else `Ragged` or `Padded`.
 
     Args:
-        dtype: "float32", from -1 to 1, or "int16".
+        dtype: "float32", 1 for full scale, which decoded MP3 and Ogg may pass, or "int16", clipped.
         channels: 1 mixes all to their mean; another number is what every file must have.
         rate: frames per second that every file must have; None takes any.
         frames: each sample is cut after so many, or filled up with zeros.
@@ -562,6 +555,11 @@ class Audio(Sound):
         return kind
 
 
+@functools.lru_cache(maxsize=64)
+def _draws(kind: type[Custom]) -> bool:
+    return "draw" in inspect.signature(kind.decode).parameters
+
+
 class Custom(Kind):
     """Base of kinds of the user's own: stored bytes that Python decodes to numbers.
 
@@ -584,13 +582,22 @@ class Custom(Kind):
     def decode(self, stored: bytes) -> Any:
         """The array that the stored bytes stand for, of `dtype` and `shape`.
 
+        One with a second parameter, ``draw: int = 0``, gets 64 random bits there, which depend on
+        (seed, epoch, sample) alone: all kinds of a sample have the same.
+
         Raises:
             CorruptionError: they are damaged: the sample is unusable. Any other exception ends the
                 iteration with a TransformError.
         """
 
-    def _decoded(self, stored: bytes) -> tuple[tuple[int, ...], np.ndarray]:
-        array = np.asarray(self.decode(stored))
+    def decoded(self, stored: bytes, draw: int) -> tuple[tuple[int, ...], np.ndarray]:
+        """The shape of what `decode` gives, and its bytes.
+
+        Raises:
+            TypeError: it is of another type than `dtype`.
+        """
+        given = (stored, draw) if _draws(type(self)) else (stored,)
+        array = np.asarray(self.decode(*given))
         if array.dtype != self.dtype:
             raise TypeError(
                 f"{type(self).__name__}.decode gives {array.dtype}, and its dtype is {self.dtype}"
@@ -602,5 +609,5 @@ class Custom(Kind):
         kind = _native.CustomField()
         kind.type = self.dtype
         kind.shape = [-1 if side is None else side for side in self.shape]
-        kind.decoder = _native.python_decoder(self._decoded)
+        kind.decoder = _native.python_decoder(self.decoded)
         return kind

@@ -653,8 +653,7 @@ class DataLoader:
         self._closed = True
         trace.keep(self)
         self._stop_native()
-        if self._recipe.stage:
-            self._recipe.stage.close()
+        self._recipe.close()
 
     def __enter__(self) -> DataLoader:
         return self

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import collections
 import mmap
-import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from io import BytesIO
+from multiprocessing.context import SpawnContext
 from multiprocessing.reduction import DupFd
 from typing import Any, NamedTuple
 
@@ -175,18 +176,30 @@ def _copied(
     return [(at - first, of) for at, of in spans], memory[first : begin + size].copy()
 
 
+def _mark_of(memory: NDArray[np.uint8], task: int) -> NDArray[np.int64]:
+    """Which process works on a task, and on the how-manyth of its samples; 0 of none."""
+    return memory[task * _ALIGNED :][:16].view(np.int64)
+
+
 def _do(
     data: bytes,
     spans: list[tuple[int, int]],
     given: _Slot,
     out: _Slot,
+    task: int,
     begin: int,
     room: int,
 ) -> _Reply:
     """Works on some samples in a worker process; results go to `room` bytes of a slot."""
     assert _side.work is not None
     samples, contexts = _unpacked(data, *_copied(spans, _side.memory(given)))
-    results = _side.work(samples, contexts)
+    mark = _mark_of(_side.memory(out), task)
+    mark[0] = os.getpid()
+    results = []
+    for i in range(len(samples)):
+        mark[1] = i + 1
+        results += _side.work(samples[i : i + 1], contexts[i : i + 1])
+    mark[1] = 0
     packed = _packed(results)
     if packed.room > room:
         return _Reply(_packed(results, apart=False).data, [], packed.room)
@@ -197,21 +210,56 @@ class Answer:
     """The results of some samples, as a future has them."""
 
     def __init__(
-        self, future: Future[_Reply], samples: int, memory: NDArray[np.uint8], owner: Processes
+        self,
+        future: Future[_Reply],
+        task: int,
+        places: range,
+        memory: NDArray[np.uint8],
+        owner: Processes,
     ) -> None:
         self._future = future
-        self._samples = samples
+        self._task = task
+        self._places = places
         self._memory = memory
         self._owner = owner
 
+    def worked_on(self, pids: Collection[int]) -> tuple[int, int] | None:
+        """Which of these processes has begun with a sample here and not ended, and its place."""
+        pid, sample = _mark_of(self._memory, self._task).tolist()
+        return (pid, self._places[sample - 1]) if sample > 0 and pid in pids else None
+
     def result(self) -> list[Any]:
         reply = self._future.result()
-        self._owner.learn(-(-reply.room // self._samples))
+        self._owner.learn(-(-reply.room // len(self._places)))
         results: list[Any] = _unpacked(reply.data, reply.spans, self._memory)
         return results
 
     def cancel(self) -> bool:
         return self._future.cancel()
+
+
+class Unsent:
+    """In the place of an answer: a process had died before the samples were sent."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> list[Any]:
+        raise self._error
+
+    def cancel(self) -> bool:
+        return False
+
+
+class _Spawn(SpawnContext):
+    """Knows the processes that it started."""
+
+    def __init__(self) -> None:
+        self.processes: list[Any] = []
+
+    def Process(self, *args: Any, **more: Any) -> Any:  # type: ignore[override]
+        self.processes.append(super().Process(*args, **more))
+        return self.processes[-1]
 
 
 class Processes:
@@ -223,9 +271,10 @@ class Processes:
     def __init__(self, count: int, work: _Work) -> None:
         self._memory = _Memory()
         self._room = 0  # bytes that the arrays of a sample's result need
+        self._spawn = _Spawn()
         self._pool = ProcessPoolExecutor(
             count,
-            multiprocessing.get_context("spawn"),
+            self._spawn,
             initializer=_begin,
             initargs=(work, self._memory),
         )
@@ -242,21 +291,28 @@ class Processes:
         places = range(0, len(samples), share)
         parcels = [_packed((samples[i : i + share], contexts[i : i + share])) for i in places]
         given, memory = self._memory.take(sum(parcel.room for parcel in parcels) or 1)
-        out, results = self._memory.take(self._room * len(samples) or 1)
+        marks = len(places) * _ALIGNED
+        out, results = self._memory.take(marks + self._room * len(samples))
+        results[:marks] = 0
         answers, begin = [], 0
-        for place, parcel in zip(places, parcels, strict=True):
+        for task, (place, parcel) in enumerate(zip(places, parcels, strict=True)):
             spans = parcel.lay(memory, begin)
             begin += parcel.room
-            count = min(share, len(samples) - place)
-            future = self._pool.submit(
-                _do, parcel.data, spans, given, out, self._room * place, self._room * count
-            )
+            of_task = range(place, min(place + share, len(samples)))
+            at, room = marks + self._room * place, self._room * len(of_task)
+            future = self._pool.submit(_do, parcel.data, spans, given, out, task, at, room)
             future.add_done_callback(_Held(memory, results))
-            answers.append(Answer(future, count, results, self))
+            answers.append(Answer(future, task, of_task, results, self))
         return answers
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def crashed(self) -> dict[int, int]:
+        """Exit codes by pid of processes that ended by themselves, after `close`."""
+        codes = {process.pid: process.exitcode for process in self._spawn.processes}
+        # The pool ends the others when one is gone.
+        return {pid: code for pid, code in codes.items() if code not in (0, -signal.SIGTERM)}
 
 
 class _Held:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pickle
+import signal
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,9 +18,10 @@ import numpy as np
 from nostall import _native
 from nostall.errors import CorruptionError, IoError, TransformError, UsageError
 from nostall.loader._context import Context
-from nostall.loader._processes import Processes
+from nostall.loader._processes import Answer, Processes, Unsent
 from nostall.loader._records import RawBatch, Records, decoded_fields
 from nostall.source import _items
+from nostall.source._makers import ended_by
 from nostall.source._source import Pixels, Source
 
 if TYPE_CHECKING:
@@ -177,14 +179,18 @@ def takes_images(transforms: Any) -> bool:
     )
 
 
-def _check_pickles(function: Callable[..., Any]) -> None:
+def check_pickles(
+    given: Any,
+    what: str = "the callable",
+    remedy: str = "a function of a module, not a lambda or a function within one",
+) -> None:
     """Spawned processes get it by pickle."""
     try:
-        pickle.dumps(function)
+        pickle.dumps(given)
     except Exception as error:
         raise UsageError(
-            f'workers="processes" cannot send the callable to its processes: {error}. Make it a '
-            'function of a module, not a lambda or a function within one, or use workers="threads"'
+            f'workers="processes" cannot send {what} to its processes: {error}. Make it '
+            f'{remedy}, or use workers="threads"'
         ) from error
 
 
@@ -213,7 +219,7 @@ class PythonStage:
     ) -> None:
         self._function = function
         if workers == "processes":
-            _check_pickles(function)
+            check_pickles(function)
         self._unpacked = unpacked
         self._decode = decode
         self._workers = workers
@@ -249,7 +255,7 @@ class PythonStage:
             try:
                 futures = [*self._executor.submit(records, contexts, share)]
             except BrokenExecutor as error:
-                raise self._worker_died() from error
+                futures = [Unsent(error)]  # it is told when results are asked for
         else:
             futures = [
                 self._executor.submit(
@@ -317,11 +323,11 @@ class PythonStage:
             CorruptionError: a sample is damaged, with its path, and on_error is "raise"; or no
                 sample is good enough to stand in for it.
         """
-        batch, raw, futures = self._pending.popleft()
+        batch, raw, futures = pending = self._pending.popleft()
         try:
             results = [result for future in futures for result in future.result()]
         except BrokenExecutor as error:
-            raise self._worker_died() from error
+            raise self._worker_died(source, [pending, *self._pending]) from error
         for place, reason in batch.failures:
             results[place] = _Failed(reason, True)
         samples = batch.samples
@@ -346,11 +352,29 @@ class PythonStage:
             return batch, self._nothing(source, batch), substituted, places
         return batch, self._together(source, batch, results), substituted, places
 
-    def _worker_died(self) -> TransformError:
+    def _worker_died(
+        self, source: Source, pending: list[tuple[_native.Batch, Sequence[Any], list[Results]]]
+    ) -> TransformError:
         """Drops the processes: the next iteration starts others."""
+        executor = self._executor
         self.close()
+        codes = executor.crashed() if isinstance(executor, Processes) else {}
+        at_work = ""
+        for batch, _, answers in pending:
+            for answer in answers:
+                found = answer.worked_on(codes) if isinstance(answer, Answer) else None
+                if found is None:
+                    continue
+                sample, code = int(batch.samples[found[1]]), codes[found[0]]
+                at_work = f"{source.describe(sample)} (sample {sample})"
+                if code != -signal.SIGKILL:
+                    return TransformError(
+                        f"transforms failed for {at_work}: their process {ended_by(code)}, as a "
+                        "library that they call crashed"
+                    )
         return TransformError(
-            f"one of the {self._count} worker processes of transforms died: most often memory ran out "
+            f"one of the {self._count} worker processes of transforms died"
+            f"{at_work and f' at work on {at_work}'}: most often memory ran out "
             "and the system killed it (dmesg says so), or the program's start is not under "
             'if __name__ == "__main__"; give fewer threads=, a smaller batch_size, or workers="threads"'
         )

@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 
 from nostall import _native
 from nostall.errors import UsageError
+from nostall.fields import Custom
 from nostall.loader._ahead import Finish, Hand, Here, Made, finished_there, place_of
 from nostall.loader._cached_items import ItemStage
+from nostall.loader._codecs import Codecs
 from nostall.loader._in_turn import Arranged, Composed, arrange, name_of, steps_of
 from nostall.loader._mixing import Mix, split
 from nostall.loader._options import LoaderArguments, LoaderOptions
@@ -85,6 +87,7 @@ class Recipe:
         self.program: _native.Program | None = None
         self.stage: PythonStage | None = None
         self._records: Records | None = None
+        self._codecs: Codecs | None = None
         self._arranged: list[Arranged] = []
         self._of_device: list[str] = []  # names of steps
         self._mix: Mix | None = None
@@ -142,6 +145,8 @@ class Recipe:
         options, schema = self._options, self._dataset.schema
         if options.fields is not None:
             schema = schema.select(options.fields)
+        if options.workers == "processes" and any(isinstance(k, Custom) for k in schema.values()):
+            self._codecs = Codecs(schema, self._threads)
         self._records = Records(
             self._dataset,
             schema,
@@ -153,6 +158,7 @@ class Recipe:
             decode=options.decode is not False,
             array=self.array,
             finishes=self._finishes,
+            codecs=self._codecs,
         )
         self.program = self._records.program
         self._arranged, self._of_device = self._records.arranged, self._records.of_device
@@ -237,7 +243,10 @@ class Recipe:
             "dtype": (native, "native transforms"),
             "layout": (native, "native transforms"),
             "decode": (called and decodes, "a callable that no native step is before"),
-            "workers": (called, "a callable"),
+            "workers": (
+                called or self._codecs is not None,
+                "a callable, or a kind of fields in Python",
+            ),
         }
         if (maker := self._dataset.item_maker) is not None:
             used["workers"] = (maker.then is not None, "a callable, and of items with then=")
@@ -294,6 +303,13 @@ class Recipe:
     def is_light(self) -> bool:
         """Whether a batch costs little more than a copy of its bytes."""
         return self.is_native and self.program is not None and self.program.light
+
+    def close(self) -> None:
+        """Ends what decodes and what calls callables, once the native stage has ended."""
+        if self.stage is not None:
+            self.stage.close()
+        if self._codecs is not None:
+            self._codecs.close()
 
     # ------------------------------------------------------------------ batches
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,9 @@ from nostall.loader._mixing import BatchTransform, Mix, split
 from nostall.loader._steps import Transform
 from nostall.loader._torchvision import is_of_torchvision, recognise
 from nostall.source._source import Pixels, Source
+
+if TYPE_CHECKING:
+    from nostall.loader._codecs import Codecs
 
 Steps = Sequence[Transform | Callable[..., Any]]
 ByField = Mapping[str | tuple[str, ...], Steps | Callable[..., Any]]
@@ -139,6 +142,7 @@ class Records:
         decode: bool,
         array: Callable[[Any], Any],
         finishes: Callable[[bool], bool],
+        codecs: Codecs | None = None,
     ) -> None:
         self._kinds: dict[str, Kind] = dict(schema)
         self._form = form
@@ -197,13 +201,13 @@ class Records:
                 fields.index(self._labels),
                 draws_only=all(name in self._finishes for name in self._mixed),
             )
-        self.program = _native.compile_program(
-            [
-                kind.to_native(name, places[name], pipelines.get(name), _boxes_of(schema, name))
-                for name, kind in schema.items()
-            ],
-            mixed,
-        )
+        natives = [
+            kind.to_native(name, places[name], pipelines.get(name), _boxes_of(schema, name))
+            for name, kind in schema.items()
+        ]
+        if codecs is not None:
+            codecs.move(natives)
+        self.program = _native.compile_program(natives, mixed)
         self._collected = Collected(forms_of(self._kinds, self.program), stated)
 
     def _mix_by(self, step: BatchTransform, schema: Schema, group: _Group, shift: int) -> None:

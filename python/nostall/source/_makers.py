@@ -13,6 +13,7 @@ import contextlib
 import multiprocessing
 import os
 import queue
+import signal
 import struct
 import sys
 import threading
@@ -39,6 +40,14 @@ _starting = threading.Lock()
 
 class MakeError(Exception):
     """An item was not made, and why."""
+
+
+def ended_by(code: int | None) -> str:
+    """What is told of a process that ended with an exit code of multiprocessing."""
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with code {code}"
 
 
 def _write(file: int, data: bytes) -> None:
@@ -129,7 +138,7 @@ class _Maker:
     def pid(self) -> int:
         return self._process.pid or 0
 
-    def make(self, sample: int) -> bytes:
+    def make(self, sample: Any) -> bytes:
         try:
             self._pipe.send(sample)
             # Another maker may hold the pipe's other end: its end does not tell of the process's.
@@ -139,7 +148,7 @@ class _Maker:
         except (EOFError, OSError) as error:
             self._process.join(_END)
             raise _Died(
-                f"the process that made it ended with code {self._process.exitcode}: most often memory "
+                f"the process that made it {ended_by(self._process.exitcode)}: most often memory "
                 "ran out and the system killed it (dmesg says so), or a library in it crashed"
             ) from error
         record = _read(self._file, size)
@@ -198,8 +207,8 @@ class Makers:
             self._all.append(maker)
         return maker
 
-    def make(self, sample: int) -> bytes:
-        """The record of an item.
+    def make(self, sample: Any) -> bytes:
+        """The record of an item, `sample` being its number, or what the data set takes.
 
         Raises:
             MakeError: the data set raised, gave what cannot be stored, or its process died.

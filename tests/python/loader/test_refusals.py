@@ -271,6 +271,23 @@ def test_an_error_in_another_process_comes_with_its_lines(image_folder: Path) ->
     assert 'return {"right": raw}["wrong"]' in str(caught.value)
 
 
+def crashes_at_five(raw: np.ndarray, context: nostall.Context) -> np.ndarray:
+    if context.sample == 5:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return raw[:10]
+
+
+@pytest.mark.multi
+def test_a_callable_that_crashes_is_told_with_its_sample(image_folder: Path) -> None:
+    options: dict[str, Any] = {"workers": "processes", "threads": 2, "shuffle": False}
+    with make(image_folder, transforms=crashes_at_five, **options) as loader:
+        name = nostall.ImageFolder(image_folder).describe(5)
+        with pytest.raises(
+            TransformError, match=rf"{name} \(sample 5\): their process was ended by SIGSEGV"
+        ):
+            list(loader)
+
+
 def ends_its_process(raw: np.ndarray) -> np.ndarray:
     with contextlib.suppress(FileExistsError):
         Path(os.environ["NOSTALL_TEST_MARK"]).touch(exist_ok=False)
@@ -285,7 +302,9 @@ def test_a_worker_process_that_dies_is_told_of_and_replaced(
     monkeypatch.setenv("NOSTALL_TEST_MARK", str(tmp_path / "killed once"))
     options: dict[str, Any] = {"workers": "processes", "threads": 1}
     with make(image_folder, transforms=ends_its_process, **options) as loader:
-        with pytest.raises(TransformError, match=r"processes of transforms died: .* memory"):
+        with pytest.raises(
+            TransformError, match=r"transforms died at work on .*\.jpg \(sample \d+\): .* memory"
+        ):
             next(iter(loader))
         loader.set_epoch(0)
         assert sum(len(x) for x, _ in loader) == 61
