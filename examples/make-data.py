@@ -1,4 +1,4 @@
-"""Small data for the other examples: images, masks, COCO's annotations, captions, sounds, a table.
+"""Small data for the other examples: images, masks, COCO's annotations, captions, sounds, videos, rows.
 
 python examples/make-data.py /data
 """
@@ -9,6 +9,7 @@ import sys
 import wave
 from pathlib import Path
 
+import av
 import numpy as np
 from PIL import Image, ImageDraw
 
@@ -44,16 +45,28 @@ def make_sound(path, tone, frames):
         file.writeframes(values.astype("<i2").tobytes())
 
 
+def make_video(path, kind, frames):
+    """A square of one colour that moves to the right."""
+    with av.open(str(path), "w") as file:
+        stream = file.add_stream("mpeg4", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for i in range(frames):
+            picture = Image.new("RGB", (64, 48), (200, 190, 180))
+            ImageDraw.Draw(picture).rectangle([i, 12, i + 20, 32], fill=COLOURS[kind])
+            file.mux(stream.encode(av.VideoFrame.from_image(picture)))
+        file.mux(stream.encode(None))
+
+
 def write_table(path, names, rows):
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([names, *rows])
 
 
 def main(root):
-    for folder in ("images", "masks", "sounds"):
+    for folder in ("images", "masks", "sounds", "videos"):
         (root / folder).mkdir(parents=True)
     rng = np.random.default_rng(0)
-    images, annotations, captions, sounds, houses = [], [], [], [], []
+    images, annotations, captions, sounds, videos, houses = [], [], [], [], [], []
     for i in range(SAMPLES):
         image, found = make_picture(root, i, rng)
         images.append(image)
@@ -62,6 +75,8 @@ def main(root):
         captions.append([f"images/{image['file_name']}", f"a picture, {' and '.join(words)}"])
         make_sound(root / "sounds" / f"{i:03}.wav", i % 3, int(rng.integers(3000, 5000)))
         sounds.append([f"sounds/{i:03}.wav", i % 3])
+        make_video(root / "videos" / f"{i:03}.mp4", i % 3, int(rng.integers(20, 30)))
+        videos.append([f"videos/{i:03}.mp4", i % 3])
         rooms, age = int(rng.integers(1, 7)), int(rng.integers(0, 90))
         houses.append([rooms, 22.5 * rooms, age, 1.5 * rooms - age / 64])
     kinds = [{"id": n + 1, "name": colour} for n, colour in enumerate(COLOURS)]
@@ -69,6 +84,7 @@ def main(root):
     (root / "instances.json").write_text(json.dumps(described))
     write_table(root / "captions.csv", ["path", "caption"], captions)
     write_table(root / "sounds.csv", ["path", "label"], sounds)
+    write_table(root / "videos.csv", ["path", "label"], videos)
     write_table(root / "houses.csv", ["rooms", "area", "age", "price"], houses)
 
 

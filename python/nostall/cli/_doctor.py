@@ -33,6 +33,7 @@ _PARTS = {
     "pyarrow": ("Parquet and ArrowIPC", "pip install 'nostall[stores]'"),
     "obstore": ("object stores", "pip install 'nostall[objects]'"),
     "lmdb": ("nostall convert to LMDB", "pip install 'nostall[lmdb]'"),
+    "av": ("videos", "pip install 'nostall[video]'"),
     "soundfile": ("MP3, Ogg and other sounds", "pip install 'nostall[sound]'"),
     "tokenizers": ("nostall.tokenize", "pip install 'nostall[text]'"),
     "nostall-bench": ("nostall bench and demo", "pip install ./benchmarks in a checkout"),

@@ -23,6 +23,7 @@ from nostall.fields._kinds import (
 )
 from nostall.fields._schema import Schema
 from nostall.fields._sound import SoundFile
+from nostall.fields._video import Video
 
 __all__ = [
     "Array",
@@ -42,4 +43,5 @@ __all__ = [
     "Sound",
     "SoundFile",
     "Text",
+    "Video",
 ]

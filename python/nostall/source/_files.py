@@ -11,7 +11,7 @@ import numpy as np
 
 from nostall import _native
 from nostall.errors import IoError, UsageError
-from nostall.fields import Audio, Image, Json, Kind, Scalar, Text
+from nostall.fields import Audio, Bytes, Image, Json, Kind, Scalar, Text
 from nostall.source._composite import NO_PART, Composite, make_column
 from nostall.source._source import IMAGE_EXTENSIONS
 
@@ -25,6 +25,7 @@ _BY_ENDING: dict[str, Kind] = {
     ".txt": Text(),
     ".json": Json(),
     ".cls": Scalar(codec="decimal"),
+    **dict.fromkeys((".mp4", ".mkv", ".webm", ".avi", ".mov"), Bytes()),
 }
 
 
@@ -38,7 +39,8 @@ class Files(Composite):
         columns: by the name of the field, one value for each sample (None where it has none): an
             array, or a list of numbers, arrays, texts or bytes. They stay in memory.
         schema: the kinds of fields. Those that it does not have follow from the first file's ending
-            (those of images, .wav, .flac, .txt, .json, .cls), or from the column's values.
+            (those of images, .wav, .flac, .txt, .json, .cls, .mp4, .mkv, .webm, .avi, .mov; videos stay
+            bytes), or from the column's values.
         root: where relative paths start; the working directory if None.
 
     Attributes:

@@ -24,13 +24,13 @@ def test_tasks_have_the_batches_of_torch(tmp_path: Path) -> None:
     scripts = [str(ROOT / "examples" / name) for name in ("make-data.py", *names)]
     run = prefork.run(["-c", RUN, *scripts, str(tmp_path / "data")], torch=True, timeout=200)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count("the same batches") == len(names) == 7, run.stdout
+    assert run.stdout.count("the same batches") == len(names) == 8, run.stdout
 
 
 def test_the_guide_shows_the_scripts() -> None:
     guide = (ROOT / "docs" / "guide" / "tasks.md").read_text()
     scripts = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
     blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     for block in blocks:
         assert any(block in script for script in scripts), block
