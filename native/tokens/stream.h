@@ -44,6 +44,8 @@ class Documents {
   uint64_t begin(uint64_t i) const noexcept;
   uint64_t end(uint64_t i) const noexcept { return i + 1 < size() ? begin(i + 1) : tokens_; }
   uint32_t length(uint64_t i) const noexcept { return static_cast<uint32_t>(end(i) - begin(i)); }
+  // Soon to be asked for.
+  void prefetch(uint64_t i) const noexcept { __builtin_prefetch(low_.data() + i); }
   // The last document that begins at `token` or before it.
   uint64_t at(uint64_t token) const noexcept;
 

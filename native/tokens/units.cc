@@ -235,9 +235,12 @@ void UnitSource::segments_of(const Pieces& rule, uint64_t unit, std::vector<Segm
 
 void UnitSource::segments_of(const plan::Units& rule, uint64_t unit,
                              std::vector<Segment>& out) const {
+  const Documents& documents = stream_->documents();
+  // They lie anywhere: their misses overlap.
+  for (const plan::Piece& p : rule[unit]) documents.prefetch(p.document);
   uint32_t filled = 0;
   for (const plan::Piece& p : rule[unit]) {
-    const uint32_t length = rule.length_of(p, stream_->documents().length(p.document), filled);
+    const uint32_t length = rule.length_of(p, documents.length(p.document), filled);
     append_piece({p.document, p.begin, length}, out);
     filled += length;
   }
