@@ -40,12 +40,16 @@ class Session : public libkineto::IActivityProfilerSession {
   }
   void stop() override { done_ = simdev::stop_log(); }
   std::vector<std::string> errors() override { return {}; }
+  // Kineto keeps the addresses of the events, and takes them with the buffer.
   void processTrace(libkineto::ActivityLogger& logger) override {
+    buffer_ = std::make_unique<libkineto::CpuTraceBuffer>();
+    buffer_->span = libkineto::TraceSpan(0, 0, "simdev");
     for (const simdev::Done& done : done_) {
       const std::string name = name_of(done.name);
       const bool copies = name.rfind("Memcpy", 0) == 0;
-      libkineto::GenericTraceActivity event(
-          span_, copies ? ActivityType::GPU_MEMCPY : ActivityType::CONCURRENT_KERNEL, name);
+      buffer_->emplace_activity(
+          buffer_->span, copies ? ActivityType::GPU_MEMCPY : ActivityType::CONCURRENT_KERNEL, name);
+      libkineto::GenericTraceActivity& event = *buffer_->activities.back();
       event.startTime = static_cast<int64_t>((done.begin + shift_) * 1e9);
       event.endTime = static_cast<int64_t>((done.end + shift_) * 1e9);
       event.device = done.device;
@@ -58,12 +62,14 @@ class Session : public libkineto::IActivityProfilerSession {
   }
   std::unique_ptr<libkineto::DeviceInfo> getDeviceInfo() override { return nullptr; }
   std::vector<libkineto::ResourceInfo> getResourceInfos() override { return {}; }
-  std::unique_ptr<libkineto::CpuTraceBuffer> getTraceBuffer() override { return nullptr; }
+  std::unique_ptr<libkineto::CpuTraceBuffer> getTraceBuffer() override {
+    return std::move(buffer_);
+  }
 
  private:
   double shift_ = 0;
   std::vector<simdev::Done> done_;
-  libkineto::TraceSpan span_{0, 0, "simdev"};
+  std::unique_ptr<libkineto::CpuTraceBuffer> buffer_;
 };
 
 class Profiler : public libkineto::IActivityProfiler {
