@@ -107,9 +107,14 @@ class Video(Custom):
             raise CorruptionError("it has no video stream")
         stream = streams[0]
         context = stream.codec_context
+        if context is None:
+            raise CorruptionError("FFmpeg has no decoder for its video")
         context.thread_count = 1  # the loader has threads
         context.options = {"err_detect": "explode", "max_pixels": str(_MOST_PIXELS)}
-        packets = [p for p in file.demux(stream) if p.size and not p.is_discard]
+        try:
+            packets = [p for p in file.demux(stream) if p.size and not p.is_discard]
+        except IndexError:  # PyAV lists streams when it opens a file
+            raise CorruptionError("a stream of it begins behind its head") from None
         if not packets or any(packet.is_corrupt for packet in packets):
             raise CorruptionError("it is cut off: frames are missing")
         times = sorted({p.pts for p in packets if p.pts is not None and _is_shown(p, context.name)})

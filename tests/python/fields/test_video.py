@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import io
+import random
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,22 @@ FRAGMENTS = "frag_keyframe+empty_moov+default_base_moof"
 def test_damage_is_named(tmp_path: Path, data: bytes, message: str) -> None:
     with pytest.raises(CorruptionError, match=rf"0\.mp4.*field clip.*{message}"):
         batches(tmp_path, [data], frames=40, begin=0.0)
+
+
+def test_changed_bytes_give_a_clip_or_an_error() -> None:
+    rng = random.Random(1)
+    found = set()
+    for codec, container, more in FILES * 40:
+        data = bytearray(video(codec, container, **more))
+        for _ in range(rng.choice([1, 3, 20])):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        kind = f.Video(frames=3, rate=rng.choice([None, 12.0]), short="last")
+        try:
+            found.add(kind.decode(bytes(data), rng.getrandbits(64)).shape[0])
+        except CorruptionError as error:
+            found.add(str(error).partition(":")[0])
+    expected = {3, "it is cut off", "it is no video that can be decoded", "it has no video stream"}
+    assert found > expected
 
 
 def test_a_list_of_files_opens_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
