@@ -76,6 +76,47 @@ def test_keras_has_the_same_batches(data: Path) -> None:
     assert "the same batches" in run.stdout
 
 
+READ = """
+import sys
+from pathlib import Path
+import torch
+import nostall
+from nostall.plugins.torch_loader import TorchLoader
+
+paths = sorted(Path(sys.argv[1], "images").glob("*.jpg"))
+data = nostall.FileList(paths, range(len(paths)))
+with nostall.DataLoader(data, 4, epochs=2, tiers=[]) as inner:
+    loader = TorchLoader(inner, names=("bytes", "labels"))
+    assert isinstance(loader, torch.utils.data.DataLoader)
+    assert (loader.dataset, loader.batch_size, loader.drop_last) == (data, 4, False)
+    assert len(loader) == len(loader.batch_sampler) == 4 and len(loader.sampler) == 14
+    for epoch in range(2):
+        read = list(loader.batch_sampler)
+        assert [n for batch in read for n in batch] == list(loader.sampler)
+        left, seen = [], []
+        for batch in loader:
+            left.append(inner.batches_left)
+            seen.append(batch["labels"].tolist())
+        assert (left, seen) == ([3, 2, 1, 0], read), (left, seen, read)
+    loader.set_epoch(0)
+    batches = iter(loader)
+    first = [next(batches)["labels"].tolist() for _ in range(2)]
+    state = loader.state_dict()
+with nostall.DataLoader(data, 4, epochs=2, tiers=[]) as inner:
+    loader = TorchLoader(inner, names=("bytes", "labels"))
+    whole = list(loader.batch_sampler)
+    loader.load_state_dict(state)
+    assert first + [batch["labels"].tolist() for batch in loader] == whole
+with nostall.DataLoader(data, 4, steps=6, tiers=[]) as inner:
+    assert [inner.batches_left for _ in inner] == [5, 4, 3, 2, 1, 0]
+"""
+
+
+def test_programs_read_of_a_loader_what_they_read_of_torchs(data: Path) -> None:
+    run = prefork.run(["-c", READ, str(data)], torch=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+
+
 def test_the_guide_shows_the_scripts() -> None:
     guide = (ROOT / "docs" / "guide" / "frameworks.md").read_text()
     shown = re.findall(r"\(\.\./\.\./examples/([\w-]+\.py)\)", guide)
