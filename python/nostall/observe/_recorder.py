@@ -30,9 +30,9 @@ class Recorder:
         self._rank = rank
         self._world_size = world_size
         self._start = time.perf_counter()
-        self._epochs: list[EpochStats] = []
+        # The epochs that have ended, and the one under way: replaced together, for other threads.
+        self._state: tuple[list[EpochStats], _Running | None] = [], None
         self.epochs_begun = 0  # one more than the last number
-        self._current: _Running | None = None
         self._record = _native.Record(_BATCHES)
         self.live: Callable[[Recorder, int, int, int], None] | None = None
         self.device: Callable[[], dict[str, float]] = dict  # what its device waited for
@@ -42,8 +42,11 @@ class Recorder:
         return add_up(self._all()), self._memory()
 
     def _all(self) -> list[EpochStats]:
-        epochs, current = list(self._epochs), self._current
-        return epochs if current is None else [*epochs, self._frozen(current)]
+        while True:
+            state = epochs, current = self._state
+            found = list(epochs) if current is None else [*epochs, self._frozen(current)]
+            if state is self._state:  # else the sums may be of the next epoch
+                return found
 
     def _memory(self) -> dict[str, int]:
         return dict(zip(_POOLS, self._record.most, strict=True))
@@ -66,12 +69,15 @@ class Recorder:
 
     def begin_epoch(self, epoch: int) -> _Running:
         """Ends the epoch before, if its iterator has not ended it."""
-        if self._current is not None:
-            self.end_epoch(self._current)
+        epochs, current = self._state
+        if current is not None:
+            self.end_epoch(current)
+            epochs, _ = self._state
         self._record.begin(epoch)
-        self._current = _Running(time.perf_counter())
+        running = _Running(time.perf_counter())
+        self._state = epochs, running
         self.epochs_begun = max(self.epochs_begun, epoch + 1)
-        return self._current
+        return running
 
     def batch(
         self, batch: _native.Batch, began: float, substituted: list[tuple[int, int, str]]
@@ -86,15 +92,15 @@ class Recorder:
 
     def end_epoch(self, running: _Running) -> None:
         """Ends the epoch if it is still the current one: an abandoned iterator may end late."""
-        if self._current is running:
-            self._epochs.append(self._frozen(running))
-            self._current = None
-            if len(self._epochs) > 2 * _EPOCHS:
-                self._epochs = [_summed(self._epochs[:-_EPOCHS]), *self._epochs[-_EPOCHS:]]
+        if self.is_current(running):
+            epochs = [*self._state[0], self._frozen(running)]
+            if len(epochs) > 2 * _EPOCHS:
+                epochs = [_summed(epochs[:-_EPOCHS]), *epochs[-_EPOCHS:]]
+            self._state = epochs, None
 
     def is_current(self, running: _Running) -> bool:
         """Whether no other iteration has begun."""
-        return self._current is running
+        return self._state[1] is running
 
     def stats(
         self,

@@ -60,6 +60,29 @@ def test_the_last_batches_and_epochs_are_whole_and_sums_are_of_all(
     assert merge([stats, replace(stats, rank=1)]).samples == 1200
 
 
+def test_sums_never_fall_while_another_thread_asks_for_them(
+    loader: Callable[[int], nostall.DataLoader],
+) -> None:
+    with loader(3) as source:
+        recorder = source._recorder
+        freeze = recorder._frozen
+
+        def late(running: record._Running) -> record.EpochStats:
+            # The consumer goes on to its next epoch before this thread has read the sums.
+            monkeypatch.undo()
+            recorder.begin_epoch(2)
+            return freeze(running)
+
+        list(source)
+        batches = iter(source)
+        next(batches), next(batches)
+        before, _ = source.totals()
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(recorder, "_frozen", late)
+            total, _ = recorder.totals()
+    assert (before.batches, before.samples) == (total.batches, total.samples) == (5, 10)
+
+
 def test_memory_does_not_grow_with_the_batches(
     monkeypatch: pytest.MonkeyPatch, loader: Callable[[int], nostall.DataLoader]
 ) -> None:
