@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import re
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -20,7 +21,8 @@ from nostall.base import _options as options
 from nostall.errors import IoError, UsageError
 
 SCHEME = "hf://"
-_ATTEMPTS = 3
+_ATTEMPTS = 4
+_PAUSE = 0.5  # seconds before the second attempt, then twice as long each time
 
 
 def is_of_hub(url: str) -> bool:
@@ -95,6 +97,7 @@ def _asked(url: str, of: str) -> tuple[Any, str | None]:
     """
     timeout = options.value("source.object_timeout_s")
     for attempt in range(_ATTEMPTS):
+        asked = ""
         try:
             request = urllib.request.Request(url, headers=headers())
             with urllib.request.urlopen(request, timeout=timeout) as answer:
@@ -102,6 +105,7 @@ def _asked(url: str, of: str) -> tuple[Any, str | None]:
                 return json.load(answer), following[1] if following else None
         except urllib.error.HTTPError as error:
             error.close()
+            asked = error.headers.get("Retry-After", "")
             if error.code in (401, 403, 404):
                 raise IoError(
                     f"{of} does not exist on the Hub, or access was denied (status {error.code}): "
@@ -112,4 +116,7 @@ def _asked(url: str, of: str) -> tuple[Any, str | None]:
             failed = error
         if attempt + 1 == _ATTEMPTS:
             raise IoError(f"{of} cannot be listed: {failed}") from None
+        # A hub that is busy may say for how long; never longer than one is waited for.
+        seconds = float(asked) if asked.isdecimal() else _PAUSE * 2**attempt
+        time.sleep(min(seconds, timeout))
     raise AssertionError("unreachable")

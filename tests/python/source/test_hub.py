@@ -24,6 +24,7 @@ TOKEN, COMMIT = "hf_secret", "c0ffee"
 class Hub(BaseHTTPRequestHandler):
     root: Path
     asked: list[tuple[str, str]]
+    busy: list[dict[str, str]]  # the headers of refusals that come first
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -40,7 +41,9 @@ class Hub(BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         self.asked.append((self.command, self.path))
         resolved = f"/datasets/me/set/resolve/{COMMIT}/"
-        if path.startswith("/cdn/"):
+        if self.busy:
+            self.answer(b"", 429, **self.busy.pop(0))
+        elif path.startswith("/cdn/"):
             self.file(self.root / path.removeprefix("/cdn/"))
         elif self.headers.get("Authorization") != f"Bearer {TOKEN}":
             self.answer(b"", 401)
@@ -79,7 +82,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
-    Hub.root, Hub.asked = tmp_path / "hub", []
+    Hub.root, Hub.asked, Hub.busy = tmp_path / "hub", [], []
     (Hub.root / "data").mkdir(parents=True)
     for i in range(2):
         table = pa.table({"x": np.arange(10) + 10 * i, "text": [f"t{i}{k}" for k in range(10)]})
@@ -126,3 +129,13 @@ def test_what_is_not_there_or_not_ours_is_said(
     monkeypatch.setenv("HF_TOKEN", "hf_other")
     with pytest.raises(IoError, match=r"access was denied \(status 401\).*HF_TOKEN"):
         nostall.Parquet("hf://datasets/me/set@dev/data/*.parquet")
+
+
+def test_a_busy_hub_is_asked_again_after_a_pause(
+    hub: type[Hub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("nostall.source._hub.time.sleep", pauses.append)
+    hub.busy = [{}, {"Retry_After": "7"}, {}]
+    nostall.Parquet("hf://datasets/me/set/data/train-*.parquet", columns=["x", "text"])
+    assert pauses == [0.5, 7.0, 2.0]
