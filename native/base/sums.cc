@@ -28,10 +28,6 @@ void SampleSums::learn(const SampleSums& other) noexcept {
   }
 }
 
-void SampleSums::forget() noexcept {
-  for (uint64_t s = 0; s < samples_; ++s) word(s).store(0, std::memory_order_relaxed);
-}
-
 uint64_t SampleSums::known() const noexcept {
   uint64_t count = 0;
   for (uint64_t s = 0; s < samples_; ++s) count += of(s) != 0;

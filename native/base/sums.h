@@ -51,7 +51,6 @@ class SampleSums {
   }
   // Takes over what is known there and not here.
   void learn(const SampleSums& other) noexcept;
-  void forget() noexcept;
   uint64_t known() const noexcept;
 
  private:
