@@ -114,3 +114,12 @@ def test_what_is_built_is_what_is_checked() -> None:
         assert source.suite in ("bookworm", "trixie", "sid"), source
     assert {*BUILD["UCX_HEADERS"]} <= {*BUILD["DEBIAN_ARCH"]}
     assert BUILD["WITHOUT_STABLE"] < {*BUILD["PYTHON_HEADERS"]}
+
+
+def test_python_that_does_not_run_is_named(library: Path, tmp_path: Path) -> None:
+    check(tmp_path, library)
+    (wheel,) = tmp_path.glob("*.whl")
+    command = [sys.executable, str(SCRIPTS / "check-wheel"), "--try", "python0.1", "--", str(wheel)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout.startswith("python0.1: does not run: "), done.stdout + done.stderr
