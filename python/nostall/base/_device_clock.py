@@ -33,15 +33,20 @@ _clocks: dict[Any, DeviceClock] = {}
 _lock = threading.Lock()
 
 
-def waiting(torch: Any, stream: Any, cause: str) -> AbstractContextManager[None]:
-    """What is enqueued on the stream inside a `with` is a wait, as is the time that the host takes."""
-    return _clock(torch, stream.device).wait(stream, cause) if _native.trace_on() else _NOTHING
+def waiting(torch: Any, device: Any, cause: str) -> AbstractContextManager[None]:
+    """What is enqueued inside a `with` is a wait, as is the time that the host takes.
+
+    Of the stream that is the calling thread's current one on the device.
+    """
+    if not _native.trace_on():
+        return _NOTHING
+    return _clock(torch, device).wait(torch.accelerator.current_stream(device), cause)
 
 
-def end_step(torch: Any, stream: Any) -> None:
-    """The last step before a pause ends with what the stream has got so far."""
+def end_step(torch: Any, device: Any) -> None:
+    """The last step before a pause ends with what the current stream has got so far."""
     if _native.trace_on():
-        _clock(torch, stream.device).put("", stream)
+        _clock(torch, device).put("", torch.accelerator.current_stream(device))
 
 
 def waits_of(device: Any) -> dict[str, float]:

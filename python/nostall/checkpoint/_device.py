@@ -87,7 +87,7 @@ class DeviceCopies:
             follow(side, current)
             if now := [c for c in here if c.tensor.data_ptr() not in late]:
                 copied = self._copy(torch, side, now)
-                with waiting(torch, current, "checkpoint"):
+                with waiting(torch, device, "checkpoint"):
                     hold_back(current, copied)
             self._last.append(self._copy(torch, side, later) if later else now[-1].copied)
         filled = {c.pinned.data_ptr() for c in self._copies.values()}
@@ -158,7 +158,7 @@ class DeviceWindow:
         left = [copy for address in addresses for _, copy in self._left.get(address, ())]
         for copied, device in {c.copied: c.tensor.device for c in left}.items():
             current = self._torch.accelerator.current_stream(device)
-            with waiting(self._torch, current, "checkpoint"):
+            with waiting(self._torch, device, "checkpoint"):
                 hold_back(current, copied)
         with self._lock:
             for address in addresses:

@@ -105,10 +105,10 @@ class Device:
         return torch.accelerator.current_stream(self.device)
 
     def waiting(self) -> AbstractContextManager[None]:
-        return waiting(torch, self.current(), "input")
+        return waiting(torch, self.device, "input")
 
     def pause(self) -> None:
-        end_step(torch, self.current())
+        end_step(torch, self.device)
 
     def waits(self) -> dict[str, float]:
         return waits_of(self.device)
@@ -207,7 +207,7 @@ class Sending:
 
     def hand_over(self) -> None:
         current = self._to.current()
-        with waiting(torch, current, "copy"):
+        with waiting(torch, self._to.device, "copy"):
             self.wait_on(current)
         for tensor in self._tensors:
             use_on(tensor, current)

@@ -145,7 +145,7 @@ class _DeviceSync(GradientSync):
         return self._not_finite
 
     def _waiting(self) -> contextlib.AbstractContextManager[None]:
-        return waiting(torch, self._mine(), "gradient")
+        return waiting(torch, self._place.device, "gradient")
 
     def _memory(self, count: int, kind: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(self._place.memory(count * kind.itemsize)).view(kind)

@@ -216,7 +216,7 @@ def case_a_save_is_waited_for_on_the_devices_clock() -> None:
         other = torch.zeros(1, device="simdev")
         simdev.speed(0.006, stream=copying)
         for step, window in ((1, False), (2, True)):
-            with _device_clock.waiting(torch, stream, "input"):
+            with _device_clock.waiting(torch, stream.device, "input"):
                 pass
             made.save({"weight": weight}, step, window=window)
             simdev.speed(0.004)
@@ -224,7 +224,7 @@ def case_a_save_is_waited_for_on_the_devices_clock() -> None:
             simdev.speed(0)
             optimizer.step()
             made.wait()
-        _device_clock.end_step(torch, stream)
+        _device_clock.end_step(torch, stream.device)
         _device_clock.settle()
         waits = _device_clock.waits_of(stream.device)
     # The first is waited for at once, the second, beside which 4 ms are computed, by the update.

@@ -390,13 +390,13 @@ def case_gradients_are_waited_for_on_the_devices_clock() -> None:
             simdev.speed(0.007, stream=slow)
             mine = torch.accelerator.current_stream()
             for step in range(1, 3):
-                with _device_clock.waiting(torch, mine, "input"):
+                with _device_clock.waiting(torch, mine.device, "input"):
                     optimizer.zero_grad()
                 # Its reductions, or the copies of each gradient to the host and back.
                 tasks += 2 * len(list(model.parameters())) if staged else len(sync._groups)
                 loss_of(model, step).backward()
                 optimizer.step()
-            _device_clock.end_step(torch, mine)
+            _device_clock.end_step(torch, mine.device)
             _device_clock.settle()
             waits = _device_clock.waits_of(mine.device)
         assert waits["gradient"] == waits["seconds"] == pytest.approx(tasks * 0.007), staged
