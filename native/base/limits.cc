@@ -112,6 +112,16 @@ uint64_t MemoryLimit::left() const noexcept {
   return limit > taken ? limit - taken : 0;
 }
 
+uint64_t MemoryLimit::over() const noexcept {
+  const uint64_t taken = used - std::min(used, cached) + reserve();
+  return taken > limit ? taken - limit : 0;
+}
+
+std::string MemoryLimit::in_words() const {
+  return std::to_string(used) + " of " + std::to_string(limit) + " bytes of " + what +
+         " are in use, " + std::to_string(reserve()) + " are kept free";
+}
+
 MemoryLimits::MemoryLimits(std::string shm_directory, std::string proc)
     : shm_(std::move(shm_directory)), proc_(std::move(proc)) {
   for (const Mount& mount : mounts(proc_)) {
@@ -150,12 +160,17 @@ std::vector<MemoryLimit> MemoryLimits::read() const {
     const auto idle =
         number_of(at + "/memory.stat", group.unified ? "inactive_file" : "total_inactive_file");
     using Names = std::vector<std::string>;
+    uint64_t cached = 0;
+    for (const std::string& name :
+         group.unified ? Names{"active_file", "slab_reclaimable"} : Names{"total_active_file"}) {
+      cached += number_of(at + "/memory.stat", name).value_or(0);
+    }
     for (const std::string& name :
          group.unified ? Names{"memory.max", "memory.high"} : Names{"memory.limit_in_bytes"}) {
       const auto limit = number_in(at + "/" + name);
       if (!limit || *limit >= kUnlimited) continue;
       limits.push_back({LimitKind::cgroup, "the control group's memory (" + at + "/" + name + ")",
-                        *limit, *used - std::min(*used, idle.value_or(0))});
+                        *limit, *used - std::min(*used, idle.value_or(0)), cached});
     }
   }
 
@@ -195,8 +210,7 @@ const MemoryLimit* least(std::span<const MemoryLimit> limits) noexcept {
 std::optional<std::string> refusal(std::span<const MemoryLimit> limits, uint64_t bytes) {
   const MemoryLimit* limit = least(limits);
   if (limit == nullptr || limit->left() >= bytes) return std::nullopt;
-  return std::to_string(limit->used) + " of " + std::to_string(limit->limit) + " bytes of " +
-         limit->what + " are in use, " + std::to_string(limit->reserve()) + " are kept free";
+  return limit->in_words();
 }
 
 }  // namespace nostall

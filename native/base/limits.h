@@ -20,15 +20,20 @@ enum class LimitKind : uint8_t { machine, cgroup, address_space, shared_memory }
 
 struct MemoryLimit {
   LimitKind kind = LimitKind::machine;
-  std::string what;    // in words, with the path of what was read
-  uint64_t limit = 0;  // bytes
-  uint64_t used = 0;   // bytes of it that cannot be had
+  std::string what;     // in words, with the path of what was read
+  uint64_t limit = 0;   // bytes
+  uint64_t used = 0;    // bytes of it that cannot be had
+  uint64_t cached = 0;  // of those, what the system frees before it refuses or kills
 
   // An eighth, at most 1 GiB: what is never taken.
   uint64_t reserve() const noexcept;
   // Bytes that may be taken now, and where nothing is in use.
   uint64_t left() const noexcept;
   uint64_t most() const noexcept { return limit - reserve(); }
+  // Bytes in use of what is never taken.
+  uint64_t over() const noexcept;
+  // How much of what is in use.
+  std::string in_words() const;
 };
 
 class MemoryLimits {

@@ -270,7 +270,12 @@ void Exchange::Messenger::on_fetch(const Header& request) {
       break;
   }
   if (cache_->kind(sample) == tier::TierKind::ram) {
-    answer(request, Status::here, cache_->ram_view(sample), cache_);
+    const auto view = tier::shared_view(cache_, sample);
+    if (view) {
+      answer(request, Status::here, view->bytes(), view);
+    } else {
+      answer(request, Status::never, {}, nullptr);
+    }
     return;
   }
   submit_file([this, request, sample] {

@@ -35,12 +35,15 @@ void Loader::Run::compare(std::span<source::ReadRequest> requests, source::Reade
   stage::compare(*config_.source, sums_, requests, reader, warned_of_reading_);
 }
 
-std::span<const std::byte> Loader::Run::checked_view(Task::Item& item, source::Reader& reader) {
+std::span<const std::byte> Loader::Run::checked_view(Task::Item& item, source::Reader& reader,
+                                                     tier::RamView& view) {
   const uint64_t size = sizes_[item.sample];
   if (item.raw) return {item.raw->data(), size};
-  const std::span<const std::byte> view = config_.cache->ram_view(item.sample);
-  if (sums_.agrees(item.sample, view)) return view;
-  config_.cache->reject(item.sample);
+  view = config_.cache->ram_view(item.sample);
+  if (view) {
+    if (sums_.agrees(item.sample, view.bytes())) return view.bytes();
+    config_.cache->reject(item.sample);
+  }  // else its memory was given back since it was looked at
   source::ReadRequest request{item.sample, {}};
   try {
     item.raw = raw_pool_->take(size);

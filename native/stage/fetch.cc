@@ -370,7 +370,7 @@ Origin Loader::Run::origin_of(plan::SampleId sample, bool in_file_tier, bool the
   return choice.origin;
 }
 
-// Takes a sample that is ready in the RAM tier; false if its bytes are wrong.
+// Takes a sample that is ready in the RAM tier; false if it is there no more, or its bytes are wrong.
 bool Loader::Run::from_memory(Fetch& fetch) {
   tier::NodeCache& cache = *config_.cache;
   const plan::SampleId sample = fetch.work.task->items[fetch.work.index].sample;
@@ -378,7 +378,9 @@ bool Loader::Run::from_memory(Fetch& fetch) {
   const int64_t begin = now_ns();
   if (!transformed()) {
     const std::span<std::byte> place = place_of(fetch.work);
-    std::memcpy(place.data(), cache.ram_view(sample).data(), size);
+    const tier::RamView view = cache.ram_view(sample);
+    if (!view) return false;
+    std::memcpy(place.data(), view.bytes().data(), size);
     if (!sums_.agrees(sample, place)) {
       cache.reject(sample);
       return false;
@@ -484,9 +486,9 @@ void Loader::Run::settle_claim(Fetch& fetch, int error, std::string why) {
     config_.cache->abandon(item.sample);
     fetch.claimed = fetch.to_file_tier = false;
   } else if (!fetch.to_file_tier) {
-    config_.cache->publish(item.sample);
     if (!transformed())
       std::memcpy(place_of(fetch.work).data(), fetch.into.data(), fetch.into.size());
+    config_.cache->publish(item.sample);
   }
 }
 
@@ -695,7 +697,10 @@ void Loader::Run::keep_copy(const Fetch& fetch, std::vector<Kept>& kept) {
   if (!to_file_tier && !push) return;
   Kept k{item.sample, to_file_tier, push, item.raw, fetch.into};
   if (fetch.claimed && !fetch.to_file_tier) {
-    k.keep = config_.cache;  // its slot of the RAM tier
+    const auto view = tier::shared_view(config_.cache, item.sample);
+    if (!view) return;  // its memory was given back
+    k.keep = view;
+    k.bytes = view->bytes();
   } else if (!transformed()) {
     const std::shared_ptr<Buffer> copy = raw_pool_->take(fetch.into.size());
     std::memcpy(copy->data(), fetch.into.data(), fetch.into.size());

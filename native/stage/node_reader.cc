@@ -135,7 +135,11 @@ NodeReader::Next NodeReader::look(Wanted& wanted, bool patient) {
           count(Origin::file);
           return Next::done;
         }
-        std::memcpy(wanted.into.data(), cache_->ram_view(sample).data(), wanted.into.size());
+        if (const tier::RamView view = cache_->ram_view(sample)) {
+          std::memcpy(wanted.into.data(), view.bytes().data(), wanted.into.size());
+        } else {
+          continue;  // its memory was given back
+        }
         if (!sums_.agrees(sample, wanted.into)) {
           cache_->reject(sample);
           return Next::read;

@@ -181,7 +181,8 @@ class Loader::Run {
   void compare(std::span<source::ReadRequest> requests, source::Reader& reader);
   // The bytes of an item in the RAM tier if they still have their checksum, else read anew. An
   // empty span, and the item's error, if they cannot be read.
-  std::span<const std::byte> checked_view(Task::Item& item, source::Reader& reader);
+  std::span<const std::byte> checked_view(Task::Item& item, source::Reader& reader,
+                                          tier::RamView& view);
   // Puts another sample in the place of a bad one, or records the error of the batch.
   // A sample whose bytes could not be read, for `error`.
   void handle_unread(Work work, int error, const std::string& why, fields::Scratch* scratch,

@@ -120,7 +120,8 @@ void Loader::Run::transform(Work work, fields::Scratch& scratch, source::Reader&
   span.values = {static_cast<int64_t>(item.sample), static_cast<int64_t>(sizes_[item.sample]),
                  position.epoch, static_cast<int64_t>(position.batch)};
   std::span<const std::byte> bytes;
-  if (item.read_error == 0) bytes = checked_view(item, reader);
+  tier::RamView view;
+  if (item.read_error == 0) bytes = checked_view(item, reader, view);
   if (item.read_error != 0) {
     handle_unread(work, item.read_error, item.read_why, &scratch, reader);
   } else {
@@ -204,9 +205,11 @@ bool Loader::Run::read_whole(plan::SampleId sample, std::span<std::byte> into,
   if (config_.cache && config_.cache->placed(sample) &&
       config_.cache->state(sample) == tier::State::ready) {
     if (config_.cache->kind(sample) == tier::TierKind::ram) {
-      std::memcpy(into.data(), config_.cache->ram_view(sample).data(), into.size());
-      if (sums_.agrees(sample, into)) return true;
-      config_.cache->reject(sample);
+      if (const tier::RamView view = config_.cache->ram_view(sample)) {
+        std::memcpy(into.data(), view.bytes().data(), into.size());
+        if (sums_.agrees(sample, into)) return true;
+        config_.cache->reject(sample);
+      }
     } else if (config_.cache->file_read(sample, into)) {
       return true;
     }

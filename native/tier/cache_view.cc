@@ -24,9 +24,7 @@ class CacheView final : public NodeCache {
   void publish(uint64_t s) noexcept override { whole_->publish(of(s)); }
   void abandon(uint64_t s) noexcept override { whole_->abandon(of(s)); }
   void try_again() override { whole_->try_again(); }
-  std::span<const std::byte> ram_view(uint64_t s) const noexcept override {
-    return whole_->ram_view(of(s));
-  }
+  RamView ram_view(uint64_t s) const noexcept override { return whole_->ram_view(of(s)); }
   bool file_read(uint64_t s, std::span<std::byte> into) override {
     return whole_->file_read(of(s), into);
   }

@@ -1,6 +1,7 @@
 // tier/catalog.h - the shared memory of a node's cache, as all its ranks see it.
 //
-// Header, then one word per arena chunk, then two words per sample: its state, then, after those of
+// Header, then one word per arena chunk, then one per chunk that counts its readers, then two words
+// per sample: its state, then, after those of
 // all samples, its checksum (base/sums.h). A state has its State in the low two bits; above them,
 // while the sample is filling, the claiming local rank, and one of a sample that failed for want of
 // memory. Stamped with magic, version and layout size, so that builds that do not agree refuse each
@@ -55,7 +56,7 @@ struct CatalogHeader {
 };
 
 inline constexpr uint64_t kCatalogMagic = 0x315441434c54534e;  // "NSTLCAT1"
-inline constexpr uint32_t kCatalogVersion = 6;
+inline constexpr uint32_t kCatalogVersion = 7;
 
 // Memory is taken from the system in pieces of this size, just before it is first touched: a 64th
 // of the arena, in whole MiB up to 32, so that ranks which look at a limit at the same time pass it

@@ -11,7 +11,11 @@
 // the sample back to empty.
 //
 // Memory: the arena is a sparse file. A chunk is allocated before its first record is filled, if
-// every limit keeps its reserve; a refused chunk fails its samples until try_again().
+// every limit keeps its reserve; a refused chunk fails its samples until try_again(). Where a
+// reserve is in use, ease() gives chunks back, the last ones first: a chunk is marked `leaving`, so
+// that nothing more is filled there, its ready samples fail, and once no sample of it is being
+// filled and no view counted, its pages are freed. A reader counts itself before it looks at the
+// state, and ease() looks at the count after it has changed the state: one of them sees the other.
 //
 // Leaving: under the turn, every rank writes the manifests of kept tiers, so that ranks that die
 // later lose only later records. The last rank flushes the tier files first.
@@ -41,6 +45,7 @@
 #include "tier/names.h"
 #include "tier/record_reader.h"
 #include "tier/turns.h"
+#include "tier/watch.h"
 
 namespace nostall::tier {
 namespace {
@@ -49,6 +54,8 @@ namespace {
 constexpr std::chrono::milliseconds kWaitSlice{20};
 constexpr std::chrono::seconds kLeavePatience{5};
 constexpr int kOpenAttempts = 20;
+// How often one rank looks whether the tier's memory is wanted back.
+constexpr std::chrono::milliseconds kEaseInterval{250};
 // A tier takes no more bytes after this many failed writes.
 constexpr uint32_t kMaxFailedWrites = 16;
 
@@ -78,7 +85,7 @@ std::vector<std::pair<std::string, std::string>> lines_of(std::string_view text)
   return lines;
 }
 
-enum class Chunk : uint32_t { untouched = 0, there = 1, refused = 2 };
+enum class Chunk : uint32_t { untouched = 0, there = 1, refused = 2, leaving = 3 };
 
 // The files that an attached rank hands to one that attaches: these four, then one file per tier,
 // then the directory of each kept tier.
@@ -140,6 +147,7 @@ class NodeCacheImpl final : public NodeCache {
   }
 
   ~NodeCacheImpl() override {
+    watch_.reset();
     if (joined_ && owner_pid_ == ::getpid()) leave();
   }
 
@@ -161,13 +169,11 @@ class NodeCacheImpl final : public NodeCache {
   bool claim(uint64_t sample) noexcept override {
     uint32_t expected = word_of(State::empty);
     return placed(sample) && fills(sample) &&
-           words_[sample].compare_exchange_strong(expected, word_of(State::filling, me_),
-                                                  std::memory_order_acq_rel);
+           words_[sample].compare_exchange_strong(expected, word_of(State::filling, me_));
   }
 
   std::span<std::byte> ram_slot(uint64_t sample) override {
-    const uint64_t begin = arena_base_[tier_[sample]] + offset_[sample];
-    const uint64_t end = begin + sizes_[sample];
+    const uint64_t begin = begin_of(sample), end = begin + sizes_[sample];
     for (uint64_t c = begin / chunk_bytes_; c * chunk_bytes_ < end; ++c) {
       if (!have_chunk(c, tier_[sample])) {
         store(sample, kUnfilled);
@@ -208,9 +214,13 @@ class NodeCacheImpl final : public NodeCache {
   }
   void abandon(uint64_t sample) noexcept override { set(sample, State::empty); }
 
-  std::span<const std::byte> ram_view(uint64_t sample) const noexcept override {
-    return {arena_.data() + arena_base_[tier_[sample]] + offset_[sample],
-            static_cast<size_t>(sizes_[sample])};
+  RamView ram_view(uint64_t sample) const noexcept override {
+    const uint64_t begin = begin_of(sample);
+    std::atomic<uint32_t>& readers = readers_[first_chunk(begin)];
+    readers.fetch_add(1);
+    RamView view({arena_.data() + begin, static_cast<size_t>(sizes_[sample])}, readers);
+    if (state_of(words_[sample].load()) != State::ready) return {};
+    return view;
   }
 
   bool file_read(uint64_t sample, std::span<std::byte> into) override {
@@ -261,9 +271,19 @@ class NodeCacheImpl final : public NodeCache {
 
  private:
   uint64_t catalog_bytes() const {
-    return sizeof(CatalogHeader) + (chunks() + 2 * sizes_.size()) * sizeof(uint32_t);
+    return sizeof(CatalogHeader) + 2 * (chunks() + sizes_.size()) * sizeof(uint32_t);
   }
-  uint64_t chunks() const { return (arena_bytes_ + chunk_bytes_ - 1) / chunk_bytes_; }
+  uint64_t chunks() const {
+    return std::max<uint64_t>(1, (arena_bytes_ + chunk_bytes_ - 1) / chunk_bytes_);
+  }
+  // Of a sample of the RAM tier, in the arena.
+  uint64_t begin_of(uint64_t sample) const noexcept {
+    return arena_base_[tier_[sample]] + offset_[sample];
+  }
+  // A sample without bytes may lie at the very end.
+  uint64_t first_chunk(uint64_t begin) const noexcept {
+    return std::min(begin / chunk_bytes_, chunks() - 1);
+  }
   Bucket& bucket_of(uint64_t sample) const { return header_->buckets[sample % kBuckets]; }
 
   void set(uint64_t sample, State state) noexcept { store(sample, word_of(state)); }
@@ -310,6 +330,10 @@ class NodeCacheImpl final : public NodeCache {
   bool have_chunk(uint64_t chunk, size_t tier);
   std::optional<std::string> allocate_chunk(uint64_t chunk, bool modest);
   std::optional<std::string> refusal(uint64_t size, bool modest) const;
+  void watch();
+  void ease();
+  bool choose_leaving(uint64_t bytes);
+  std::vector<uint64_t> vacate();
   void meet(const Placer& place, std::chrono::nanoseconds timeout);
   void go_without(const std::string& why, const Placer& place);
   void set_placement(plan::Placement placement);
@@ -346,6 +370,7 @@ class NodeCacheImpl final : public NodeCache {
   Descriptor kept_samples_, listing_;
   CatalogHeader* header_ = nullptr;
   std::atomic<uint32_t>* chunk_words_ = nullptr;
+  std::atomic<uint32_t>* readers_ = nullptr;
   std::atomic<uint32_t>* words_ = nullptr;
   SampleSums sums_;
   std::vector<Descriptor> tier_files_;
@@ -359,6 +384,9 @@ class NodeCacheImpl final : public NodeCache {
   bool joined_ = false;
   const int owner_pid_;
   Handover handover_;  // ends before what it gives is closed
+  bool eased_ = false;
+  LockFile ease_lock_;
+  std::optional<Watch> watch_;  // uses both of them, and ends first
 };
 
 // ------------------------------------------------------------------------------- joining
@@ -367,12 +395,28 @@ void NodeCacheImpl::join(const Placer& place, std::chrono::nanoseconds timeout) 
   std::string why;
   try {
     meet(place, timeout);
+    watch();
     return;
   } catch (const Error& e) {
     if (e.kind() != ErrorKind::io) throw;
     why = e.what();
   }
   go_without(why, place);
+}
+
+void NodeCacheImpl::watch() {
+  if (arena_.data() == nullptr) return;
+  const auto without = [](const std::string& why) {
+    log(LogLevel::warning, why + "; the RAM tier gives no memory back to others");
+  };
+  auto file = reopen(catalog_file_.get());
+  if (!file) return without(file.error().what());
+  ease_lock_ = LockFile(std::move(file).take(), files_);  // lock_ belongs to this thread
+  try {
+    watch_.emplace("nostall-ease", kEaseInterval, [this] { ease(); });
+  } catch (const std::system_error& e) {
+    without(std::string("cannot start a thread: ") + e.what());
+  }
 }
 
 void NodeCacheImpl::meet(const Placer& place, std::chrono::nanoseconds timeout) {
@@ -563,7 +607,8 @@ void NodeCacheImpl::map_shared() {
       Mapping::map(reopen(catalog_file_.get()).take(), "the catalogue", catalog_bytes()).take();
   header_ = reinterpret_cast<CatalogHeader*>(catalog_.data());
   chunk_words_ = reinterpret_cast<std::atomic<uint32_t>*>(catalog_.data() + sizeof(CatalogHeader));
-  words_ = chunk_words_ + chunks();
+  readers_ = chunk_words_ + chunks();
+  words_ = readers_ + chunks();
   sums_ = SampleSums(words_ + sizes_.size(), sizes_.size());
   if (arena_file_) {
     if (::fstat(arena_file_.get(), &status) != 0 ||
@@ -772,7 +817,7 @@ void NodeCacheImpl::load_residents(size_t t, std::span<const KeptRecord> records
 
 bool NodeCacheImpl::have_chunk(uint64_t chunk, size_t tier) {
   std::atomic<uint32_t>& word = chunk_words_[chunk];
-  auto seen = static_cast<Chunk>(word.load(std::memory_order_acquire));
+  auto seen = static_cast<Chunk>(word.load());
   if (seen == Chunk::untouched) {
     // Two ranks may both ask for the same memory: the second call changes nothing.
     const auto refused = allocate_chunk(chunk, config_.tiers[tier].modest);
@@ -816,6 +861,85 @@ std::optional<std::string> NodeCacheImpl::refusal(uint64_t size, bool modest) co
   auto refused = nostall::refusal(limits, size + taken);
   if (refused && modest) *refused += ", and as much is left to others as the tier has";
   return refused;
+}
+
+// Gives back what others need of a reserve, or less if it is being used.
+void NodeCacheImpl::ease() try {
+  if (ease_lock_.try_lock(kEasing, LockMode::exclusive) != Locked::yes) return;  // another rank
+  std::vector<MemoryLimit> limits = limits_.read();
+  std::erase_if(limits, [](const MemoryLimit& l) { return l.kind == LimitKind::address_space; });
+  const auto most = std::max_element(limits.begin(), limits.end(),
+                                     [](auto& a, auto& b) { return a.over() < b.over(); });
+  const uint64_t over = most == limits.end() ? 0 : most->over();
+  if (over > 0 && choose_leaving(over) && !std::exchange(eased_, true)) {
+    log(LogLevel::warning, "the RAM tier gives memory back: " + most->in_words() +
+                               "; its samples are read from the source: give the RAM tier a "
+                               "smaller size");
+  }
+  for (const uint64_t chunk : vacate()) {
+    const uint64_t begin = chunk * chunk_bytes_;
+    ::fallocate(arena_.fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(begin),
+                static_cast<off_t>(std::min(chunk_bytes_, arena_bytes_ - begin)));
+    chunk_words_[chunk].store(static_cast<uint32_t>(Chunk::refused));
+    header_->unfilled.fetch_add(1);
+  }
+} catch (const std::exception&) {
+  // No memory for the lists: the next time.
+}
+
+// Marks chunks of so many bytes, with those that are marked already; whether there was one to mark.
+bool NodeCacheImpl::choose_leaving(uint64_t bytes) {
+  uint64_t marked = 0;
+  bool any = false;
+  for (uint64_t c = 0; c < chunks(); ++c) {
+    if (chunk_words_[c].load() == static_cast<uint32_t>(Chunk::leaving)) marked += chunk_bytes_;
+  }
+  for (uint64_t c = chunks(); marked < bytes && c-- > 0;) {
+    auto there = static_cast<uint32_t>(Chunk::there);
+    if (chunk_words_[c].compare_exchange_strong(there, static_cast<uint32_t>(Chunk::leaving))) {
+      marked += chunk_bytes_;
+      any = true;
+    }
+  }
+  return any;
+}
+
+// Fails the ready samples of chunks that leave; returns the chunks that are free of use.
+std::vector<uint64_t> NodeCacheImpl::vacate() {
+  const auto leaves = [this](uint64_t c) {
+    return chunk_words_[c].load() == static_cast<uint32_t>(Chunk::leaving);
+  };
+  // Of each chunk, the first one that a sample in it begins in; kNone if a sample is being filled.
+  constexpr uint64_t kNone = ~uint64_t{0};
+  std::vector<uint64_t> lowest, chosen, vacant;
+  for (uint64_t c = 0; c < chunks(); ++c) {
+    if (leaves(c)) chosen.push_back(c);
+    lowest.push_back(c);
+  }
+  if (chosen.empty()) return vacant;
+  for (uint64_t s = 0; s < sizes_.size(); ++s) {
+    if (tier_[s] == plan::kNoTier || kind(s) != TierKind::ram || sizes_[s] == 0) continue;
+    const uint64_t begin = begin_of(s), first = begin / chunk_bytes_;
+    const uint64_t last = (begin + sizes_[s] - 1) / chunk_bytes_;
+    const auto at = std::lower_bound(chosen.begin(), chosen.end(), first);
+    if (at == chosen.end() || *at > last) continue;
+    uint32_t ready = word_of(State::ready);
+    const bool failed = words_[s].compare_exchange_strong(ready, kUnfilled);
+    if (failed) header_->ram_bytes.fetch_sub(sizes_[s], std::memory_order_relaxed);
+    const bool filling = !failed && state_of(ready) == State::filling;
+    for (auto c = at; c != chosen.end() && *c <= last; ++c) {
+      uint64_t& low = lowest[*c];
+      low = filling || low == kNone ? kNone : std::min(low, first);
+    }
+  }
+  for (const uint64_t c : chosen) {
+    if (lowest[c] == kNone) continue;
+    if (std::none_of(readers_ + lowest[c], readers_ + c + 1,
+                     [](const std::atomic<uint32_t>& count) { return count.load() != 0; })) {
+      vacant.push_back(c);
+    }
+  }
+  return vacant;
 }
 
 void NodeCacheImpl::try_again() {
@@ -968,6 +1092,17 @@ void NodeCacheImpl::write_manifest(size_t t, bool last) {
 }  // namespace
 
 uint32_t record_overhead(TierKind kind) { return kind == TierKind::file ? kRecordHeader : 0; }
+
+std::shared_ptr<RamView> shared_view(std::shared_ptr<NodeCache> cache, uint64_t sample) {
+  struct Both {
+    std::shared_ptr<NodeCache> cache;
+    RamView view;
+  };
+  RamView view = cache->ram_view(sample);
+  if (!view) return nullptr;
+  auto both = std::make_shared<Both>(Both{std::move(cache), std::move(view)});
+  return {both, &both->view};
+}
 
 Manifest kept_records(const TierSpec& spec, uint64_t dataset, uint64_t samples) {
   if (spec.kind != TierKind::file || !spec.keep) return {};

@@ -14,8 +14,9 @@
 // that attaches gets the files from one that is attached (base/handover.h), and memory and disk are
 // free again when the last process that had them has ended.
 //
-// Memory is taken chunk by chunk, as long as every limit keeps its reserve (base/limits.h); what is
-// there stays until the last rank leaves, for readers hold plain views of it.
+// Memory is taken chunk by chunk, as long as every limit keeps its reserve (base/limits.h). Where
+// others use a reserve, chunks that are not being read or filled are given back, by a thread of one
+// of the ranks; their samples are `failed` until try_again().
 //
 // Failures degrade. If there is no room in /dev/shm or on the disk, or a record has a wrong CRC32C,
 // the sample is `failed` from then on, with one warning per tier, and the caller reads the source.
@@ -25,6 +26,7 @@
 // Thread-safety: all methods but attach/close are thread-safe and lock-free unless said otherwise.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -119,6 +121,33 @@ struct PeerFailure {
   int pid = 0;
 };
 
+// The bytes of a sample of the RAM tier, which stay while this object lives. False if the sample is
+// not ready. Ends before the cache. A rank that dies with one leaves its memory in the tier.
+class RamView {
+ public:
+  RamView() = default;
+  // `readers` counts the views of its memory, this one included.
+  RamView(std::span<const std::byte> bytes, std::atomic<uint32_t>& readers) noexcept
+      : bytes_(bytes), readers_(&readers) {}
+  ~RamView() {
+    if (readers_ != nullptr) readers_->fetch_sub(1, std::memory_order_release);
+  }
+  RamView(RamView&& other) noexcept
+      : bytes_(other.bytes_), readers_(std::exchange(other.readers_, nullptr)) {}
+  RamView& operator=(RamView&& other) noexcept {
+    std::swap(bytes_, other.bytes_);
+    std::swap(readers_, other.readers_);
+    return *this;
+  }
+
+  explicit operator bool() const noexcept { return readers_ != nullptr; }
+  std::span<const std::byte> bytes() const noexcept { return bytes_; }
+
+ private:
+  std::span<const std::byte> bytes_;
+  std::atomic<uint32_t>* readers_ = nullptr;
+};
+
 class NodeCache {
  public:
   virtual ~NodeCache() = default;  // leaves
@@ -151,8 +180,7 @@ class NodeCache {
   // Asked at the start of an epoch: it may look at every sample.
   virtual void try_again() = 0;
 
-  // Bytes of a ready sample of the RAM tier; valid while this object lives.
-  virtual std::span<const std::byte> ram_view(uint64_t sample) const noexcept = 0;
+  virtual RamView ram_view(uint64_t sample) const noexcept = 0;
   // Reads a ready sample of the file tier and checks its CRC32C, and that against sums(); false
   // (state failed, one warning) if it cannot be read or is not what was written.
   virtual bool file_read(uint64_t sample, std::span<std::byte> into) = 0;
@@ -179,5 +207,8 @@ class NodeCache {
   virtual uint64_t ram_bytes() const noexcept = 0;
   virtual uint64_t file_bytes() const noexcept = 0;
 };
+
+// A view together with its cache, for those who outlive both; null if the sample is not ready.
+std::shared_ptr<RamView> shared_view(std::shared_ptr<NodeCache> cache, uint64_t sample);
 
 }  // namespace nostall::tier

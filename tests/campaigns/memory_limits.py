@@ -3,7 +3,8 @@
 A case is a job of one or two ranks that reads a data set twice, then takes memory of its own as a model
 does, and reads it twice more: in a control group whose limit is a part of what the job needs where it
 may take all it wants, or with a /dev/shm that is absent, of 4 KB, of 64 MB, read-only or nearly full.
-The promise: every epoch has every sample once with the right bytes, no rank is killed, and none meets a
+In some control groups the model grows, bit by bit, into memory that the tier has taken. The promise:
+every epoch has every sample once with the right bytes, no rank is killed, and none meets a
 signal. Needs root, for control groups and mounts.
 """
 
@@ -24,7 +25,7 @@ import numpy as np
 
 from campaigns.outcome import Outcome, Task
 
-FULL = "46 cases: 16 of a control group (twice where v2 has the controller), 30 of /dev/shm"
+FULL = "50 cases: 20 of a control group (twice where v2 has the controller), 30 of /dev/shm"
 SMALL = 0.1
 SECONDS = 240
 
@@ -54,10 +55,12 @@ class Case:
     shm: str = ""
     version: int = 0  # of the control group; 0: none
     fraction: float = 0.0
+    grows: bool = False  # by half of the data, after two epochs
 
     def __str__(self) -> str:
         where = (
             f"control group v{self.version} of {self.fraction} of the need"
+            + (", growing" if self.grows else "")
             if self.version
             else f"/dev/shm {self.shm}"
         )
@@ -118,6 +121,7 @@ def cases(found: list[int]) -> Iterator[Case]:
                 for version in found:
                     for fraction in FRACTIONS:
                         yield Case(ranks, tiers, version=version, fraction=fraction)
+                    yield Case(ranks, tiers, version=version, fraction=0.6, grows=True)
 
 
 def write_data(root: Path, samples: int) -> None:
@@ -142,6 +146,7 @@ def play(case: Case, data: Path, limit: int, directory: Path) -> tuple[list[str]
     for rank in range(case.ranks):
         settings = {
             "data": str(data), "rank": rank, "ranks": case.ranks, "tiers": tiers, "model": MODEL,
+            "growth": size // 2 // case.ranks if case.grows else 0,
             "job": f"memory {directory.name} {os.getpid()}", "out": f"{directory}/{rank}.json",
         }  # fmt: skip
         (directory / f"{rank}.settings").write_text(json.dumps(settings))

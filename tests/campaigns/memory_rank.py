@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ def main() -> None:
         for epoch in loader.epochs():
             if epoch.index == 2:
                 model.append(np.ones(given["model"], np.uint8))
+                for _ in range(given["growth"] >> 20):
+                    model.append(np.ones(1 << 20, np.uint8))
+                    time.sleep(0.02)  # as a training grows, which waits for nothing
             for batch, _ in epoch:
                 for sample in batch:
                     words = sample.view(np.uint64)

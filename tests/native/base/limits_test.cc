@@ -62,7 +62,8 @@ TEST_F(Limits, EachLevelOfTheUnifiedHierarchyBinds) {
   write("group/job/step/memory.max", "max\n");
   write("group/job/step/memory.high", "8000\n");
   write("group/job/step/memory.current", "1000\n");
-  write("group/job/step/memory.stat", "anon 5\nactive_file 7\ninactive_file 400\n");
+  write("group/job/step/memory.stat",
+        "anon 5\nactive_file 7\ninactive_file 400\nslab_reclaimable 3\n");
   write("group/job/memory.max", "4000\n");
   write("group/job/memory.high", "max\n");
   write("group/job/memory.current", "3000\n");
@@ -70,6 +71,7 @@ TEST_F(Limits, EachLevelOfTheUnifiedHierarchyBinds) {
   ASSERT_EQ(groups.size(), 2u);
   EXPECT_EQ(groups[0].limit, 8000u);
   EXPECT_EQ(groups[0].used, 600u);
+  EXPECT_EQ(groups[0].cached, 10u);
   EXPECT_EQ(groups[1].limit, 4000u);
   EXPECT_EQ(groups[1].used, 3000u);
   EXPECT_NE(groups[1].what.find("group/job/memory.max"), std::string::npos);
@@ -85,11 +87,20 @@ TEST_F(Limits, EachLevelOfTheMemoryControllersOwnHierarchyBinds) {
   }
   EXPECT_TRUE(read(LimitKind::cgroup).empty());
   write("group/a/memory.limit_in_bytes", "6000\n");
-  write("group/a/memory.stat", "inactive_file 1\ntotal_inactive_file 2000\n");
+  write("group/a/memory.stat",
+        "inactive_file 1\ntotal_inactive_file 2000\ntotal_active_file 100\n");
   const auto groups = read(LimitKind::cgroup);
   ASSERT_EQ(groups.size(), 1u);
   EXPECT_EQ(groups[0].limit, 6000u);
   EXPECT_EQ(groups[0].used, 3000u);
+  EXPECT_EQ(groups[0].cached, 100u);
+}
+
+TEST(MemoryLimit, OnlyWhatIsNotFreedUnderPressureUsesTheReserve) {
+  EXPECT_EQ((MemoryLimit{LimitKind::cgroup, "", 8000, 7000}.over()), 0u);
+  EXPECT_EQ((MemoryLimit{LimitKind::cgroup, "", 8000, 7500}.over()), 500u);
+  EXPECT_EQ((MemoryLimit{LimitKind::cgroup, "", 8000, 7500, 300}.over()), 200u);
+  EXPECT_EQ((MemoryLimit{LimitKind::cgroup, "", 8000, 7500, 9000}.over()), 0u);
 }
 
 TEST_F(Limits, AContainersMountShowsAPartOfTheHierarchy) {

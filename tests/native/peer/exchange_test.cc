@@ -87,7 +87,7 @@ TEST_F(ExchangeTest, WhatChangedInAnOwnersTierIsNotSent) {
     ASSERT_TRUE(members[1].exchange->push(s, *bytes, bytes, {}));
     ASSERT_TRUE(eventually([&] { return members[0].cache->state(s) == tier::State::ready; }));
   }
-  const_cast<std::byte*>(members[0].cache->ram_view(0).data())[9] ^= std::byte{1};
+  const_cast<std::byte*>(members[0].cache->ram_view(0).bytes().data())[9] ^= std::byte{1};
   std::vector<std::byte> into;
   EXPECT_EQ(fetch(*members[1].exchange, 0, into), Outcome::never);
   EXPECT_EQ(members[0].cache->state(0), tier::State::failed);

@@ -129,7 +129,7 @@ TEST_P(Content, AWrongByteInTheRamTierIsReadAnew) {
   take(loader, kSamples / kBatch);
   loader.seek({2, 0});  // nothing of what was staged before is used
   for (uint64_t s = 0; s < kSamples; ++s) {
-    auto* bytes = const_cast<std::byte*>(cache_->ram_view(s).data());
+    auto* bytes = const_cast<std::byte*>(cache_->ram_view(s).bytes().data());
     bytes[s] ^= std::byte{4};
   }
   take(loader, kSamples / kBatch);

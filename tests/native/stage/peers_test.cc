@@ -124,9 +124,7 @@ class QuickNeighbour final : public tier::NodeCache {
     std::memcpy(cache_->ram_slot(s).data(), kPng.data(), kPng.size());
     cache_->publish(s);
   }
-  std::span<const std::byte> ram_view(uint64_t s) const noexcept override {
-    return cache_->ram_view(s);
-  }
+  tier::RamView ram_view(uint64_t s) const noexcept override { return cache_->ram_view(s); }
   bool file_read(uint64_t s, std::span<std::byte> into) override {
     return cache_->file_read(s, into);
   }

@@ -97,7 +97,7 @@ TEST_F(NodeCacheTest, WhatOneRankPutsTheOthersSee) {
   put(*a, 3);
   EXPECT_EQ(b->state(3), State::ready);
   const auto bytes = bytes_of(3);
-  EXPECT_TRUE(std::equal(bytes.begin(), bytes.end(), b->ram_view(3).begin()));
+  EXPECT_TRUE(std::equal(bytes.begin(), bytes.end(), b->ram_view(3).bytes().begin()));
   EXPECT_EQ(b->ram_bytes(), kSize);
   EXPECT_FALSE(b->claim(3));
 }
@@ -171,6 +171,88 @@ TEST_F(NodeCacheTest, AProcessMoreThanThereArePlacesForIsToldTheRemedy) {
     EXPECT_NE(std::string(e.what()).find("read with fewer processes"), std::string::npos)
         << e.what();
   }
+}
+
+TEST_F(NodeCacheTest, WhatOthersNeedOfAReserveIsGivenBack) {
+  constexpr uint64_t kMiB = uint64_t{1} << 20;
+  fs::create_directories(root_ / "proc" / "self");
+  const auto used = [&](int mebibytes) {
+    const fs::path next = root_ / "proc" / "next";
+    std::ofstream(next) << "MemTotal: " << 16 * 1024
+                        << " kB\nMemAvailable: " << (16 - mebibytes) * 1024 << " kB\n";
+    fs::rename(next, root_ / "proc" / "meminfo");
+  };
+  const std::vector<uint64_t> sizes(4, kMiB);
+  const plan::Placement placement{
+      {0, 0, 0, 0}, {0, kMiB, 2 * kMiB, 3 * kMiB}, {4 * kMiB}, {{0, 1, 2, 3}}};
+  const auto enter = [&](uint32_t rank) {
+    NodeCacheConfig c = config(rank, 2);
+    c.tiers[0].capacity = 4 * kMiB;
+    c.proc_directory = (root_ / "proc").string();
+    return NodeCache::attach(c, sizes, fixed(placement), 2s);
+  };
+  used(4);
+  const auto cache = enter(0);
+  const std::shared_ptr<NodeCache> other = enter(1);
+  const auto fill = [&](uint64_t s) {
+    const auto slot = cache->claim(s) ? cache->ram_slot(s) : std::span<std::byte>();
+    if (slot.empty()) return false;
+    std::memset(slot.data(), static_cast<int>(s) + 1, slot.size());
+    cache->publish(s);
+    return true;
+  };
+  const auto becomes = [&](uint64_t s, State state) {
+    const auto deadline = std::chrono::steady_clock::now() + 30s;
+    while (other->state(s) != state && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(1ms);
+    }
+    return other->state(s) == state;
+  };
+  for (const uint64_t s : {0, 1, 3}) ASSERT_TRUE(fill(s));
+  ASSERT_TRUE(cache->claim(2));
+  const auto filling = cache->ram_slot(2);
+  auto read = shared_view(other, 3);
+  ASSERT_TRUE(read);
+  // Two of 16 MiB are the reserve: others want two more. What is read stays until it was read, what
+  // is being filled until it is filled.
+  used(16);
+  ASSERT_TRUE(becomes(3, State::failed));
+  EXPECT_FALSE(other->ram_view(3));
+  EXPECT_EQ(read->bytes()[5], std::byte{4});
+  used(14);
+  std::memset(filling.data(), 3, filling.size());
+  EXPECT_EQ(other->state(2), State::filling);
+  cache->publish(2);
+  ASSERT_TRUE(becomes(2, State::failed));
+  EXPECT_EQ(other->ram_view(1).bytes()[5], std::byte{2});
+  const auto on_disk = [&] {  // of the file behind this process's mapping of the arena
+    struct stat status {};
+    std::error_code ignored;
+    for (const auto& e : fs::directory_iterator("/proc/self/fd")) {
+      struct stat found {};
+      const std::string target = fs::read_symlink(e.path(), ignored).string();
+      if (target.starts_with((root_ / "shm").string()) && ::stat(e.path().c_str(), &found) == 0) {
+        status = found;
+      }
+    }
+    return static_cast<uint64_t>(status.st_blocks) * 512;
+  };
+  EXPECT_GE(on_disk(), 3 * kMiB);
+  read.reset();
+  const auto deadline = std::chrono::steady_clock::now() + 30s;
+  while (on_disk() > 2 * kMiB && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(1ms);
+  }
+  EXPECT_LE(on_disk(), 2 * kMiB);
+  EXPECT_EQ(cache->ram_bytes(), 2 * kMiB);
+  // In the next epoch there is room again.
+  used(4);
+  cache->try_again();
+  EXPECT_TRUE(fill(3));
+  EXPECT_EQ(other->ram_view(3).bytes()[5], std::byte{4});
+  const std::scoped_lock lock(mutex_);
+  ASSERT_EQ(warnings_.size(), 1u);
+  EXPECT_NE(warnings_[0].find("the RAM tier gives memory back"), std::string::npos) << warnings_[0];
 }
 
 TEST_F(NodeCacheTest, NothingHasAName) {
