@@ -411,7 +411,7 @@ void NodeCacheImpl::watch() {
   };
   auto file = reopen(catalog_file_.get());
   if (!file) return without(file.error().what());
-  ease_lock_ = LockFile(std::move(file).take(), files_);  // lock_ belongs to this thread
+  ease_lock_ = LockFile(std::move(file).take());  // lock_ belongs to this thread
   try {
     watch_.emplace("nostall-ease", kEaseInterval, [this] { ease(); });
   } catch (const std::system_error& e) {
