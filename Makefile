@@ -104,6 +104,7 @@ native-test: build
 
 python-test: build $(STAMPS)/slurm-suite
 	@$(BIN)/python tests/device/build_simdev.py
+	@scripts/stubs $(BIN)/python
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone"
 	@$(BIN)/python -m pytest -m alone $(shell grep -rl --include='*.py' mark.alone tests/python benchmarks/tests)
 

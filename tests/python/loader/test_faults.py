@@ -276,12 +276,13 @@ def test_a_killed_rank_is_reported_to_the_others(image_folder: Path) -> None:
 
 @pytest.mark.multi
 def test_nothing_is_left_of_ranks_that_are_all_killed(image_folder: Path, tmp_path: Path) -> None:
-    def sockets() -> set[str]:
-        lines = Path("/proc/net/unix").read_text().splitlines()
-        return {line.split()[-1] for line in lines if f"@nostall-{os.getuid()}-" in line}
+    def sockets() -> dict[str, str]:
+        """The names in the abstract space of this user's jobs, by inode."""
+        lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+        mine = f"@nostall-{os.getuid()}-"
+        return {f"socket:[{line[6]}]": line[7] for line in lines if line[7:] and mine in line[7]}
 
     disk = tmp_path / "disk"
-    before = sockets()
     ranks = [start_rank(r, image_folder, "massacre", f"{disk}:1MiB") for r in range(2)]
     for process in ranks:
         assert process.stdout is not None
@@ -292,12 +293,14 @@ def test_nothing_is_left_of_ranks_that_are_all_killed(image_folder: Path, tmp_pa
     assert any(file.startswith("/dev/shm/") for file in held)
     assert not list(disk.iterdir())
     assert not list(Path("/dev/shm").glob(f"nostall-{os.getuid()}-*"))
-    names = sockets() - before
-    assert len(names) >= 2
+    found = sockets()
+    links = [os.readlink(f) for p in ranks for f in Path(f"/proc/{p.pid}/fd").iterdir()]
+    names = {found[link] for link in links if link in found}
+    assert len(names) == 2
     for process in ranks:
         process.kill()
         process.communicate()
-    assert not names & sockets()
+    assert not names & set(sockets().values())
 
 
 @pytest.mark.multi

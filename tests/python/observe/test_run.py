@@ -239,16 +239,22 @@ def test_a_page_is_read_in_a_browser(
 
 
 def horovod() -> str:
-    """Four rounds of 1000 us of one tensor: rank 1 is ready 300 us after rank 0."""
+    """Four rounds of 100 s of one tensor: rank 1 is ready 30 s after rank 0."""
     rows = [{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "w$_1$"}}]
-    for t in (0, 1000, 2000, 3000):
+    second = 1_000_000
+    for t in (0, 100 * second, 200 * second, 300 * second):
         rows += [
-            {"ph": "B", "name": "NEGOTIATE_ALLREDUCE", "ts": t + 600, "pid": 1},
-            {"ph": "X", "name": "0", "ts": t + 600, "pid": 1, "dur": 0},
-            {"ph": "X", "name": "1", "ts": t + 900, "pid": 1, "dur": 0},
-            {"ph": "E", "ts": t + 900, "pid": 1},
-            {"ph": "B", "name": "ALLREDUCE", "ts": t + 900, "pid": 1},
-            {"ph": "E", "ts": t + 1000, "pid": 1, "args": {"dtype": "float32", "shape": "[9]"}},
+            {"ph": "B", "name": "NEGOTIATE_ALLREDUCE", "ts": t + 60 * second, "pid": 1},
+            {"ph": "X", "name": "0", "ts": t + 60 * second, "pid": 1, "dur": 0},
+            {"ph": "X", "name": "1", "ts": t + 90 * second, "pid": 1, "dur": 0},
+            {"ph": "E", "ts": t + 90 * second, "pid": 1},
+            {"ph": "B", "name": "ALLREDUCE", "ts": t + 90 * second, "pid": 1},
+            {
+                "ph": "E",
+                "ts": t + 100 * second,
+                "pid": 1,
+                "args": {"dtype": "float32", "shape": "[9]"},
+            },
         ]
     return json.dumps(rows)
 
@@ -258,7 +264,7 @@ def test_a_timeline_beside_says_who_waits_for_whom(image_folder: Path, tmp_path:
     record(image_folder, home)
     (home / "timeline.json").write_text(horovod())
     run = runs.read(home)
-    # Rank 0 waits 300 of 1000 us in every round, rank 1 never.
+    # Rank 0 waits 30 of 100 s in every round, rank 1 never; no run of this machine is as long.
     assert run.peers == pytest.approx(0.15)
     assert "15.0 % for peers" in runs.words(run)
     (late,) = [a for a in advise(run, most=9) if a.change.startswith("look at rank")]
