@@ -60,11 +60,6 @@ $(STAMPS)/mpi-suite: scripts/mpi-suite $(STAMPS)/requirements
 	@scripts/mpi-suite $(CURDIR)/$(BIN)/python
 	@touch $@
 
-# Slurm, where apt has the version that its tests are for.
-$(STAMPS)/slurm-suite: scripts/slurm-suite $(STAMPS)/system
-	@scripts/slurm-suite
-	@touch $@
-
 install = $(BIN)/python -m pip install -q --no-build-isolation --no-deps --force-reinstall
 # CMake remembers where it found libraries.
 gone = (echo "if a library of the system (an MPI, say) has gone since the last build: rm -r build/wheel"; exit 1)
@@ -102,7 +97,8 @@ native-test: build
 	@$(BIN)/cmake --build build/wheel -j $(JOBS) >build/wheel/build.log || (cat build/wheel/build.log; exit 1)
 	@$(call native_tests,wheel)
 
-python-test: build $(STAMPS)/slurm-suite
+python-test: build
+	@scripts/slurm-suite
 	@$(BIN)/python tests/device/build_simdev.py
 	@scripts/stubs $(BIN)/python
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not alone"

@@ -6,6 +6,7 @@ import contextlib
 import getpass
 import itertools
 import os
+import platform
 import re
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from slurm_rank import batches
 
 ROOT = Path(__file__).resolve().parents[3]
 SLURM = ROOT / "build" / "slurm" / "usr"
-LIBRARIES = SLURM / "lib" / "x86_64-linux-gnu"
+LIBRARIES = SLURM / "lib" / f"{platform.machine()}-linux-gnu"
 CONFIGURATION = """
 ClusterName={name}
 SlurmctldHost={host}(127.0.0.1)
