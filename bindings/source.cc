@@ -114,8 +114,10 @@ void bind_source(nb::module_& m) {
            nb::call_guard<nb::gil_scoped_release>(),
            "Takes the checksums kept there, if they hold; else why they, and the index they lie "
            "beside, are of another content.")
-      .def("keep_sums", &source::keep_sums, nb::call_guard<nb::gil_scoped_release>(),
-           "Keeps what was learned in that file; 0 or -errno.")
+      .def(
+          "keep_sums", [](const source::Source& s) { return source::keep_sums(s); },
+          nb::call_guard<nb::gil_scoped_release>(),
+          "Keeps what was learned in that file; 0 or -errno.")
       .def_prop_ro(
           "sums",
           [](const source::Source& s) {

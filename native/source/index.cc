@@ -166,7 +166,8 @@ Result<SampleIndex> parse_index(std::span<const std::byte> bytes, uint64_t optio
   return index;
 }
 
-int store_index(const std::string& path, std::span<const std::byte> bytes, FileSystem& files) {
+int store_index(const std::string& path, std::span<const std::byte> bytes, FileSystem& files,
+                Flush flush) {
   // Processes of other nodes and containers, which share the folder, have the same numbers.
   const std::string temporary = path + "." + std::to_string(::getpid()) + "-" +
                                 std::to_string(std::random_device{}()) + ".tmp";
@@ -175,9 +176,9 @@ int store_index(const std::string& path, std::span<const std::byte> bytes, FileS
   int error = 0;
   {
     const Descriptor file(fd);
-    // No fsync: what a loss of power tears is told by its checksum, and made again.
     const int64_t written = files.pwrite(fd, bytes, 0);
     error = static_cast<int>(std::min<int64_t>(written, 0));
+    if (error == 0 && flush == Flush::yes) error = files.fsync(fd);
   }
   if (error == 0) error = files.rename(temporary, path);
   if (error != 0) files.unlink(temporary);

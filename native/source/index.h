@@ -62,9 +62,12 @@ class SampleIndex {
 std::vector<std::byte> serialize_index(const SampleIndex& index, uint64_t options);
 Result<SampleIndex> parse_index(std::span<const std::byte> bytes, uint64_t options);
 
-// Writes beside `path`, renames: readers see the old index or the new one. 0 or -errno.
+// Whether a file is flushed before it takes the place of the one before. What can be made again from
+// the data set is not: what a loss of power tears is told by its checksum.
+enum class Flush : bool { no, yes };
+// Writes beside `path`, renames: readers see the old file or the new one. 0 or -errno.
 int store_index(const std::string& path, std::span<const std::byte> bytes,
-                FileSystem& files = FileSystem::real());
+                FileSystem& files = FileSystem::real(), Flush flush = Flush::no);
 inline constexpr uint32_t kIndexMagic = 0x49534e31;  // "1NSI"
 
 // The whole of a file that begins with `magic`. Error(corruption), before any memory is taken, if

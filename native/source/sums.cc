@@ -172,12 +172,14 @@ std::string changed_text(const Source& source, uint64_t sample, uint32_t then, u
          (file.empty() ? "start again" : "remove " + file + " and start again");
 }
 
-int keep_sums(const Source& source) {
+int keep_sums(const Source& source, FileSystem& files) {
   if (source.sums_file().empty()) return 0;
   const uint64_t known = source.sums().known();
   if (known <= source.sums_kept()) return 0;
-  const int error = store_index(
-      source.sums_file(), serialize_sums(source.fingerprint(), source.stamp(), source.sums()));
+  // Of what was read first there is no other witness.
+  const int error = store_index(source.sums_file(),
+                                serialize_sums(source.fingerprint(), source.stamp(), source.sums()),
+                                files, Flush::yes);
   if (error == 0) source.set_sums_kept(known);
   return error;
 }

@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "../failing_files.h"
 #include "base/crc32c.h"
 #include "source/folder.h"
 #include "source/index.h"
@@ -149,6 +150,21 @@ class KeptSums : public testing::Test {
 
 TEST_F(KeptSums, HoldForTheSameContent) {
   keep();
+  std::string why;
+  EXPECT_EQ(reopened(why), 100u);
+  EXPECT_EQ(why, "");
+}
+
+TEST_F(KeptSums, GiveWayOnlyToOnesThatAreOnTheDisk) {
+  keep();
+  write(100, "one more: ");
+  const auto source = open();
+  source->set_sums_file(kept_);
+  for (uint64_t s = 0; s < source->size(); ++s) source->sums().agrees(s, 7);
+  FailingFiles files;
+  files.errors["fsync"] = EIO;
+  EXPECT_EQ(keep_sums(*source, files), -EIO);
+  fs::remove(root_ / "1100");
   std::string why;
   EXPECT_EQ(reopened(why), 100u);
   EXPECT_EQ(why, "");
