@@ -580,12 +580,14 @@ def _shut(
     """Writes every snapshot to some storage; leaves drains to the next start."""
     if os.getpid() != pid:
         return  # a forked child: the threads are its parent's
-    for one in signals:
-        one.close()
-    background.wait(
-        drained=False, timeout=background.settings.timeout if timeout is None else timeout
-    )
-    background.stop(timeout=5.0)
+    try:
+        background.wait(
+            drained=False, timeout=background.settings.timeout if timeout is None else timeout
+        )
+        background.stop(timeout=5.0)
+    finally:
+        for one in signals:  # now, as a signal may end the process once it is given back
+            one.close()
     if background.nodes is not None:
         background.nodes.close()
     for store in (fast, durable):

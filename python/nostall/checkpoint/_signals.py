@@ -53,7 +53,8 @@ class Signals:
         self._rank, self._key = 0, b""
         self._addresses: list[tuple[str, int]] = []
         self._listener: Listener | None = None
-        numbers = [signal.Signals[name] for name in names.replace(",", " ").split()]
+        self._closed = False
+        numbers = {signal.Signals[name] for name in names.replace(",", " ").split()}
         self._before = {number: signal.signal(number, self._handle) for number in numbers}
 
     def meet(
@@ -97,6 +98,7 @@ class Signals:
 
     def close(self) -> None:
         """Gives the signals back to what handled them before."""
+        self._closed = True
         self._came.put("")
         if self._listener is not None:
             self._listener.close()
@@ -106,7 +108,9 @@ class Signals:
                     signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a forked child, which may have to end
+        # A forked child may have to end. A closed one is called where another checkpointer had the
+        # signal when it closed, or another thread than the main one closed it.
+        if self._closed or os.getpid() != self._pid:
             before = self._before[signal.Signals(number)]
             signal.signal(number, signal.SIG_DFL if before is None else before)
             os.kill(os.getpid(), number)

@@ -6,12 +6,15 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import nostall
+from nostall.checkpoint._background import BackgroundWriter
 from nostall.checkpoint._signals import Signals
 from nostall.errors import SignalExit, UsageError
 
@@ -45,6 +48,45 @@ def test_forked_child_is_ended_by_a_signal_that_the_training_waits_for(tmp_path:
         assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
         os.close(ready)
         os.close(tell)
+
+
+@pytest.fixture
+def told() -> Iterator[list[int]]:
+    """What handled SIGUSR1 before."""
+    numbers: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: numbers.append(number))
+    yield numbers
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_signal_does_not_end_the_process_while_the_last_save_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: list[int]
+) -> None:
+    checkpoints = nostall.Checkpointer(durable=tmp_path, level="memory", on_signal="SIGUSR1")
+    wait = BackgroundWriter.wait
+
+    def interrupted(*args: Any, **more: Any) -> bool:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return wait(*args, **more)
+
+    monkeypatch.setattr(BackgroundWriter, "wait", interrupted)
+    checkpoints.save({"w": np.arange(4)}, 1)
+    checkpoints._closer()  # the end of the program
+    assert told == []
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert told == [signal.SIGUSR1]
+    assert list(nostall.Checkpointer(durable=tmp_path).steps()) == [1]
+
+
+def test_signals_have_their_effect_once_all_checkpointers_are_closed(
+    tmp_path: Path, told: list[int]
+) -> None:
+    names = "SIGUSR1 SIGUSR1"
+    first = nostall.Checkpointer(durable=tmp_path / "first", on_signal=names)
+    with nostall.Checkpointer(durable=tmp_path / "second", on_signal=names):
+        first.close()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert told == [signal.SIGUSR1]
 
 
 @pytest.mark.parametrize("names", ["", "USR1", "SIGKILL", 10])
