@@ -197,12 +197,12 @@ class GradientSync:
             if i in self._submitted:
                 continue
             gradient = parameter.grad
+            if gradient is not None and gradient.is_sparse:  # gathered when the step ends
+                if self.options.check_finite:
+                    self._check_finite(i, gradient.detach().coalesce().values())
+                self._submit_nothing(i)
             # Accumulated in fewer passes than announced: it counts all the same.
-            if (
-                gradient is not None
-                and not gradient.is_sparse
-                and self._passes_left[i] < self.passes
-            ):
+            elif gradient is not None and self._passes_left[i] < self.passes:
                 self._give(i, gradient)
             else:
                 self._submit_nothing(i)

@@ -285,6 +285,19 @@ table(torch.tensor([rank, 7])).sum().backward()
 optimizer.step()
 moved = (before - table.weight.detach())[:, 0]
 result["sparse"] = [round(moved[i].item(), 4) for i in (0, 1, 7, 9)]
+table = torch.nn.Embedding(50, 4, sparse=True)
+optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+from nostall.errors import UsageError
+options = nt.SyncOptions(check_finite=True)
+optimizer = nt.DistributedOptimizer(optimizer, table.named_parameters(), options)
+for scale in (float("nan") if rank == 0 else 1.0, 1.0):
+    optimizer.zero_grad()
+    (scale * table(torch.tensor([rank, 7]))).sum().backward()
+    try:
+        optimizer.step()
+    except UsageError as error:
+        result["not finite"] = str(error)
+result["finite"] = bool(torch.isfinite(table.weight).all())
 
 # Updates by group, and 16 bits on the wire.
 def adam(options, **more):
@@ -363,6 +376,7 @@ def test_what_an_optimizer_offers() -> None:
         assert planned == seen
         assert analysed
         assert result["sparse"] == [0.5, 0.5, 1.0, 0.0]
+        assert result["finite"]
         assert result["by group"]
         assert result["narrow"] < 0.1
         assert result["joined"]
@@ -372,6 +386,8 @@ def test_what_an_optimizer_offers() -> None:
             "UsageError" in result["wrong"][0] and "model.named_parameters()" in result["wrong"][0]
         )
         assert "UsageError" in result["wrong"][1] and "not a Net" in result["wrong"][1]
+    assert first["not finite"] == "gradient weight of rank 0 is not finite"
+    assert second["not finite"].startswith("a gradient of another rank is not finite")
     (by_passes, by_context), other = first["accumulated"], second["accumulated"]
     assert by_passes == by_context == other[0] == other[1]
     assert first["start"] == second["start"]
