@@ -120,6 +120,8 @@ class Video(Custom):
         times = sorted({p.pts for p in packets if p.pts is not None and _is_shown(p, context.name)})
         # Of AVI these are those of decoding.
         counted = file.format.name == "avi" or any(p.pts is None for p in packets)
+        if not times and not counted:
+            raise CorruptionError("it has no frame that is shown")
         if counted:
             rate = stream.average_rate or 25
             wanted = self._wanted(range(len(packets)), 1 / Fraction(rate), draw)

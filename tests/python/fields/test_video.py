@@ -145,6 +145,13 @@ def sound_alone() -> bytes:
     return out.getvalue()
 
 
+def nothing_shown() -> bytes:
+    data = bytearray(video("libvpx", "webm", frames=1))
+    at = data.index(b"\x9d\x01\x2a") - 3  # the frame's head, before its start code
+    data[at] &= ~0x10
+    return bytes(data)
+
+
 FRAGMENTS = "frag_keyframe+empty_moov+default_base_moof"
 
 
@@ -162,6 +169,7 @@ FRAGMENTS = "frag_keyframe+empty_moov+default_base_moof"
         (video()[:6], "no video that can be decoded"),
         (b"", "no video that can be decoded"),
         (sound_alone(), "no video stream"),
+        (nothing_shown(), "no frame that is shown"),
         (video()[:600] + bytes(900) + video()[1500:], "can be decoded"),
     ],
 )
