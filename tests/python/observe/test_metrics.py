@@ -131,8 +131,10 @@ def test_tensorboard_gets_the_last_epoch(image_folder: Path, tmp_path: Path) -> 
 
 
 def test_top_asks_a_job_that_is_not_recorded(
-    image_folder: Path, capsys: pytest.CaptureFixture[str]
+    image_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
     port = metrics.serve(0, "127.0.0.2")
     address = f"127.0.0.2:{port}"
     with nostall.DataLoader(
@@ -157,7 +159,10 @@ def test_top_asks_a_job_that_is_not_recorded(
 
 
 def test_top_shows_what_a_recorded_run_does(
-    image_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    image_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trace.start(tmp_path, rank=0)
     with nostall.DataLoader(
@@ -190,3 +195,7 @@ def test_top_shows_what_a_recorded_run_does(
         "50%",
     ]
     assert main(["top", str(tmp_path / "none"), "--once"]) == UsageError.exit_code
+    monkeypatch.chdir(tmp_path)
+    Path("9464").mkdir()
+    assert main(["top", "9464", "9465", "--once"]) == UsageError.exit_code
+    assert "no directory 9465" in capsys.readouterr().err
