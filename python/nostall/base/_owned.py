@@ -19,10 +19,14 @@ def open_directory(path: Path) -> Iterator[int]:
     """A descriptor of the directory, which is made if it is not there.
 
     Raises:
-        UsageError: it is a symlink, belongs to another user, or others may write to it.
+        UsageError: it cannot be made, is a symlink, belongs to another user, or others may write to it.
     """
-    with contextlib.suppress(FileExistsError):
+    try:
         path.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise UsageError(f"{path} cannot be made: {error.strerror}") from error
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from nostall.base import _options as options
 from nostall.base import _owned as owned
-from nostall.errors import PeerError, UsageError
+from nostall.errors import IoError, PeerError, UsageError
 from nostall.job import _greeting as greeting
 from nostall.job import _secret as secret
 from nostall.job._world import under_srun
@@ -92,9 +92,10 @@ def find_rendezvous(
         gather: AllGather = mpi.COMM_WORLD.allgather
         return gather
     if under_srun(env) and env["SLURM_STEP_NUM_TASKS"] == str(world_size):
-        meet = secret.state_folder(env) / "meet"
-        name = f"{name} {env.get('SLURM_CLUSTER_NAME', '')}"
-        return _by_directory(meet, rank, world_size, name, env, timeout)
+        with contextlib.suppress(RuntimeError):  # this user has no home
+            meet = secret.state_folder(env) / "meet"
+            name = f"{name} {env.get('SLURM_CLUSTER_NAME', '')}"
+            return _by_directory(meet, rank, world_size, name, env, timeout)
     return None
 
 
@@ -250,7 +251,8 @@ def _receive(connection: socket.socket, deadline: float) -> bytes:
 # Distinguishes the starts of a job, whose id is the same after a requeue.
 _STARTS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 
-_ALL_SEE = ", which all ranks must see; NOSTALL_RENDEZVOUS may name another directory"
+_ANOTHER = "; NOSTALL_RENDEZVOUS may name another directory"
+_ALL_SEE = f", which all ranks must see{_ANOTHER}"
 
 
 def _by_directory(
@@ -278,10 +280,17 @@ def _by_files(
     """
     stem = "nostall-" + "".join(c if c.isalnum() else "_" for c in name)
     deadline = time.monotonic() + timeout
-    with owned.open_directory(directory) as folder:
-        if rank == 0:
-            return _call(folder, directory, stem, world_size, mine, deadline)
-        return _answer(folder, directory, stem, rank, world_size, mine, deadline)
+    try:
+        with owned.open_directory(directory) as folder:
+            if rank == 0:
+                return _call(folder, directory, stem, world_size, mine, deadline)
+            return _answer(folder, directory, stem, rank, world_size, mine, deadline)
+    except UsageError as error:
+        raise UsageError(f"{error}{_ANOTHER}") from error
+    except OSError as error:  # a home that compute nodes only read, say
+        raise IoError(
+            f"ranks cannot meet in {directory}: {error.strerror or error}{_ANOTHER}"
+        ) from error
 
 
 def _call(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ from nodes import free_port
 
 from nostall.base import _owned as owned
 from nostall.base._sizes import parse_tiers
-from nostall.errors import PeerError, UsageError
+from nostall.errors import IoError, PeerError, UsageError
 from nostall.job import _cluster as cluster
 from nostall.job._rendezvous import find_rendezvous
 from nostall.job._world import World
@@ -128,11 +129,18 @@ def test_by_files(tmp_path: Path) -> None:
     assert list((tmp_path / "meet").iterdir()) == []
 
 
-def test_under_srun_without_a_variable(tmp_path: Path) -> None:
+def test_under_srun_without_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unwritable(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(WORLD)}
     env = {**step, "XDG_STATE_HOME": str(tmp_path)}
     assert gather_all(env) == EXPECTED
     assert list((tmp_path / "nostall" / "meet").iterdir()) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(owned, "write", unwritable)
+        with pytest.raises(IoError, match=r"cannot meet in .*meet: Read-only .* name another"):
+            gather_all(env, timeout=0.1)
     env["SLURM_STEP_NUM_TASKS"] = "1"  # srun started a launcher of its own
     assert find_rendezvous(0, WORLD, "test", environment=env) is None
 
@@ -201,6 +209,8 @@ def test_by_files_refuses_a_directory_that_others_can_change(tmp_path: Path) -> 
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="file is not used"):
         gather(tmp_path / "file")
+    with pytest.raises(UsageError, match=r"below cannot be made: .*RENDEZVOUS may name another"):
+        gather(tmp_path / "file" / "below")
     if os.geteuid() != 0:
         pytest.skip("another user's directory: only root can make one")
     os.chown(tmp_path / "own", 12345, 12345)
