@@ -49,6 +49,7 @@ class Codecs:
         self._count = count
         self._lock = threading.Lock()
         self._makers: Makers | None = None
+        self._closed = False
 
     def move(self, fields: Iterable[_native.Field]) -> None:
         """Lets those decode in a process whose kinds are these."""
@@ -60,6 +61,8 @@ class Codecs:
 
     def _started(self) -> Makers:
         with self._lock:
+            if self._closed:
+                raise MakeError("the loader is closed")
             if self._makers is None:
                 self._makers = Makers(
                     _Kinds(self._kinds), count=self._count, pickles=(), start_method="spawn"
@@ -80,6 +83,8 @@ class Codecs:
         return value["shape"], value["values"]
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the processes; values that are asked for from now on are refused."""
+        with self._lock:
+            self._closed = True
         if self._makers is not None:
             self._makers.close()

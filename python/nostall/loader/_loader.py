@@ -652,6 +652,7 @@ class DataLoader:
         """Stops all threads, gives the memory back and leaves the node's tiers."""
         self._closed = True
         trace.keep(self)
+        self._recipe.end_codecs()
         self._stop_native()
         self._recipe.close()
 

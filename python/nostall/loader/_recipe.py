@@ -304,12 +304,15 @@ class Recipe:
         """Whether a batch costs little more than a copy of its bytes."""
         return self.is_native and self.program is not None and self.program.light
 
-    def close(self) -> None:
-        """Ends what decodes and what calls callables, once the native stage has ended."""
-        if self.stage is not None:
-            self.stage.close()
+    def end_codecs(self) -> None:
+        """The native stage ends with the values under way: it would decode what it has read ahead."""
         if self._codecs is not None:
             self._codecs.close()
+
+    def close(self) -> None:
+        """Ends what calls callables, once the native stage has ended."""
+        if self.stage is not None:
+            self.stage.close()
 
     # ------------------------------------------------------------------ batches
 

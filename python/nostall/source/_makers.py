@@ -220,8 +220,8 @@ class Makers:
                 except Exception as error:
                     raise MakeError(_said(error)) from error
         maker = self._free.get()
-        if maker is None:
-            self._free.put(None)
+        if maker is None or self._closed:  # which waits for every maker
+            self._free.put(maker)
             raise MakeError("the data set is closed")
         try:
             return maker.make(sample)

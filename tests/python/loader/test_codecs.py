@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ import nostall
 from nostall import _native
 from nostall import fields as f
 from nostall.errors import CorruptionError, TransformError, UsageError
+from nostall.source._makers import Makers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,12 @@ class Fragile(f.Custom):
     def decode(self, stored: bytes, draw: int = 0) -> Any:
         if stored == b"crash":
             os.kill(os.getpid(), signal.SIGSEGV)
+        if stored.startswith(b"hold "):
+            gate = Path(stored[5:].decode())
+            with open(gate.with_name("begun"), "a") as begun:
+                begun.write("1")
+            while not gate.exists() and os.getppid() > 1:
+                time.sleep(0.01)
         if stored == b"damaged":
             raise CorruptionError("it is damaged")
         if stored == b"wrong":
@@ -62,6 +72,31 @@ def test_a_codec_that_crashes_ends_its_process_alone() -> None:
     assert np.array_equal(again[:, :2], first[:, :2])
     assert (wanted[:, 2] == os.getpid()).all()
     assert not {os.getpid(), *first[:, 2]} & {*again[:, 2]}
+
+
+def test_a_loader_that_closes_decodes_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, close = tmp_path / "gate", Makers.close
+
+    def closing(makers: Makers) -> None:
+        def open_gate() -> None:
+            while not makers._closed:
+                time.sleep(0.001)
+            gate.touch()
+
+        threading.Thread(target=open_gate).start()
+        close(makers)
+
+    monkeypatch.setattr(Makers, "close", closing)
+    values = [b"\0", b"\1", *[f"hold {gate}".encode()] * 20]
+    source = loader(values, workers="processes")
+    batches = iter(source)
+    next(batches)
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.01)
+    source.close()
+    assert (tmp_path / "begun").read_text() == "1"
 
 
 def test_exceptions_of_a_codec_come_with_their_lines() -> None:
