@@ -33,7 +33,7 @@ Processor ask() noexcept {
   found.avx2 = (saved & kVectors) == kVectors && (b & bit_AVX2) != 0;
   found.avx512 =
       (saved & kWideVectors) == kWideVectors && (b & bit_AVX512F) != 0 && (b & bit_AVX512DQ) != 0;
-  found.wide_clmul = found.avx512 && (c & bit_VPCLMULQDQ) != 0;
+  found.wide_clmul = found.crc32c && found.avx512 && (c & bit_VPCLMULQDQ) != 0;
   return found;
 }
 #elif defined(__aarch64__)

@@ -411,9 +411,11 @@ void NodeCacheImpl::watch() {
   };
   auto file = reopen(catalog_file_.get());
   if (!file) return without(file.error().what());
-  ease_lock_ = LockFile(std::move(file).take());  // lock_ belongs to this thread
   try {
+    ease_lock_ = LockFile(std::move(file).take());  // lock_ belongs to this thread
     watch_.emplace("nostall-ease", kEaseInterval, [this] { ease(); });
+  } catch (const Error& e) {
+    without(e.what());
   } catch (const std::system_error& e) {
     without(std::string("cannot start a thread: ") + e.what());
   }

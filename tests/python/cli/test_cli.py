@@ -122,6 +122,8 @@ def test_vector_code_is_chosen_where_the_processor_has_it(
     assert found, text
     has = set(found[2].split())
     checksums = "SSE4.2" if "sse4_2" in has else "CRC32" if "crc32" in has else "portable"
+    if {"sse4_2", "avx512f", "avx512dq", "vpclmulqdq"} <= has:
+        checksums = "VPCLMULQDQ"
     wide = "AVX2" if "avx2" in has else "portable"
     widest = "AVX-512" if {"avx512f", "avx512dq"} <= has else wide
     assert main(["doctor"]) == 0
