@@ -27,17 +27,24 @@ __all__ = ["FromLoader", "Place"]
 
 
 class Place(TrainerCallback, ExportableState):
-    """Keeps the position of `loader` in trainer_state.json, and goes on from it."""
+    """Keeps the position of `loader` in trainer_state.json, and goes on from it.
 
-    def __init__(self, loader: nostall.DataLoader) -> None:
+    Without `loader` it is that of the training which begins: a trainer that restores its callbacks
+    makes them anew.
+    """
+
+    def __init__(self, loader: nostall.DataLoader | None = None) -> None:
         self._loader = loader
 
     def state(self) -> dict[str, Any]:
         """What the trainer writes into each checkpoint."""
-        return {"args": {}, "attributes": {"loader": self._loader.state_dict()}}
+        position = {} if self._loader is None else {"loader": self._loader.state_dict()}
+        return {"args": {}, "attributes": position}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Loads the state of the checkpoint that the trainer has just read, if it has read one."""
+        if self._loader is None:
+            self._loader = kwargs["train_dataloader"].loader
         kept = state.stateful_callbacks.get(type(self).__name__)
         if state.global_step and kept:
             self._loader.load_state_dict(kept["attributes"]["loader"])

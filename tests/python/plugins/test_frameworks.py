@@ -80,7 +80,9 @@ READ = """
 import sys
 from pathlib import Path
 import torch
+import transformers
 import nostall
+from nostall.plugins import accelerate, hugging_face
 from nostall.plugins.torch_loader import TorchLoader
 
 paths = sorted(Path(sys.argv[1], "images").glob("*.jpg"))
@@ -107,12 +109,22 @@ with nostall.DataLoader(data, 4, epochs=2, tiers=[]) as inner:
     whole = list(loader.batch_sampler)
     loader.load_state_dict(state)
     assert first + [batch["labels"].tolist() for batch in loader] == whole
+# As a trainer makes it that restores its callbacks.
+place = hugging_face.Place()
+assert place.state() == {"args": {}, "attributes": {}}
+kept = {"Place": {"args": {}, "attributes": {"loader": state}}}
+with nostall.DataLoader(data, 4, epochs=2, tiers=[]) as inner:
+    trained = transformers.TrainerState(global_step=2, stateful_callbacks=kept)
+    place.on_train_begin(None, trained, None, train_dataloader=accelerate.Loader(inner))
+    assert first + [labels.tolist() for _, labels in inner] == whole
+    assert place.state()["attributes"]["loader"] == inner.state_dict()
 with nostall.DataLoader(data, 4, steps=6, tiers=[]) as inner:
     assert [inner.batches_left for _ in inner] == [5, 4, 3, 2, 1, 0]
 """
 
 
 def test_programs_read_of_a_loader_what_they_read_of_torchs(data: Path) -> None:
+    needs("accelerate", "transformers")
     run = prefork.run(["-c", READ, str(data)], torch=True, timeout=60)
     assert run.returncode == 0, run.stderr
 
