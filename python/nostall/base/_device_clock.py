@@ -29,7 +29,8 @@ _ANCHOR = 10.0  # seconds; torch's elapsed times have seven digits
 _END = 10.0  # seconds that a record waits for what devices still do
 _NOTHING = contextlib.nullcontext()
 
-_clocks: dict[Any, DeviceClock] = {}
+# None of a device whose events cannot be timed.
+_clocks: dict[Any, DeviceClock | None] = {}
 _lock = threading.Lock()
 
 
@@ -40,13 +41,14 @@ def waiting(torch: Any, device: Any, cause: str) -> AbstractContextManager[None]
     """
     if not _native.trace_on():
         return _NOTHING
-    return _clock(torch, device).wait(torch.accelerator.current_stream(device), cause)
+    clock = _clock(torch, device)
+    return clock.wait(torch.accelerator.current_stream(device), cause) if clock else _NOTHING
 
 
 def end_step(torch: Any, device: Any) -> None:
     """The last step before a pause ends with what the current stream has got so far."""
-    if _native.trace_on():
-        _clock(torch, device).put("", torch.accelerator.current_stream(device))
+    if _native.trace_on() and (clock := _clock(torch, device)):
+        clock.put("", torch.accelerator.current_stream(device))
 
 
 def waits_of(device: Any) -> dict[str, float]:
@@ -67,16 +69,25 @@ def begin() -> None:
 def settle(last: bool = False) -> None:
     """Waits for what devices have to do, so that counts have it; `last` ends the recording."""
     with _lock:
-        clocks = list(_clocks.values())
+        clocks = [clock for clock in _clocks.values() if clock]
     for clock in clocks:
         clock.settle(last)
 
 
-def _clock(torch: Any, device: Any) -> DeviceClock:
+def _clock(torch: Any, device: Any) -> DeviceClock | None:
     with _lock:
         if device not in _clocks:
-            _clocks[device] = DeviceClock(torch, device)
+            try:
+                _clocks[device] = DeviceClock(torch, device)
+            except (RuntimeError, NotImplementedError) as error:
+                _clocks[device] = None
+                _warn(device, error)
         return _clocks[device]
+
+
+def _warn(device: Any, error: Exception) -> None:
+    why = str(error).partition("\n")[0]
+    _log.warning("waits of device %s are not recorded: %s", device, why)
 
 
 class _Item(NamedTuple):
@@ -109,11 +120,11 @@ class DeviceClock:
     def wait(self, stream: Any, cause: str) -> Iterator[None]:
         before = self._record(stream)
         yield
-        self._items.put(_Item(cause, before, self._record(stream)))
+        self._put(_Item(cause, before, self._record(stream)))
 
     def put(self, cause: str, stream: Any) -> None:
         moment = self._record(stream)
-        self._items.put(_Item(cause, moment, moment))
+        self._put(_Item(cause, moment, moment))
 
     def counts(self) -> dict[str, float]:
         with self._lock:
@@ -129,6 +140,10 @@ class DeviceClock:
             reached.wait(_END)
         if last:
             self._items.put(None)
+
+    def _put(self, item: _Item) -> None:
+        if self._thread.is_alive():  # else an error of the device has ended it
+            self._items.put(item)
 
     def _record(self, stream: Any) -> Any:
         event = self._torch.Event(device=self._device, enable_timing=True, blocking=True)
@@ -149,11 +164,7 @@ class DeviceClock:
                 item.end.synchronize()
                 self._take(item)
         except RuntimeError as error:
-            _log.warning(
-                "waits of device %s are not recorded any more: %s",
-                self._device,
-                str(error).partition("\n")[0],
-            )
+            _warn(self._device, error)
 
     def _take(self, item: _Item) -> None:
         if item.cause in ("", "input"):
