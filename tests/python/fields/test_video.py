@@ -180,18 +180,18 @@ def test_damage_is_named(tmp_path: Path, data: bytes, message: str) -> None:
 
 def test_changed_bytes_give_a_clip_or_an_error() -> None:
     rng = random.Random(1)
-    found = set()
+    clips, damages = set(), set()
     for codec, container, more in FILES * 40:
         data = bytearray(video(codec, container, **more))
         for _ in range(rng.choice([1, 3, 20])):
             data[rng.randrange(len(data))] = rng.randrange(256)
         kind = f.Video(frames=3, rate=rng.choice([None, 12.0]), short="last")
         try:
-            found.add(kind.decode(bytes(data), rng.getrandbits(64)).shape[0])
+            clips.add(kind.decode(bytes(data), rng.getrandbits(64)).shape[0])
         except CorruptionError as error:
-            found.add(str(error).partition(":")[0])
-    expected = {3, "it is cut off", "it is no video that can be decoded", "it has no video stream"}
-    assert found > expected
+            damages.add(str(error).partition(":")[0])
+    # Which bytes do harm is the encoder's choice.
+    assert clips == {3} and damages
 
 
 def test_a_list_of_files_opens_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

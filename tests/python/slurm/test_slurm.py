@@ -7,6 +7,7 @@ import getpass
 import itertools
 import os
 import platform
+import random
 import re
 import socket
 import subprocess
@@ -96,18 +97,21 @@ class Cluster:
         return "\n".join(f"== {p}\n{p.read_text()[-3000:]}" for p in self.home.rglob("*.log"))
 
     def wait(self, what: str, holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not holds():
             assert time.monotonic() < deadline, f"in vain for: {what}\n{self.logs()}"
             time.sleep(0.05)
 
 
 def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
+    """Ports that no process gets which asks for any."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    free: set[int] = set()
+    while len(free) < count:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.randrange(lowest - 8000, lowest)))
+            free.add(int(probe.getsockname()[1]))
+    return sorted(free)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +152,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             time.sleep(0.1)
         for daemon in reversed(daemons):
             daemon.terminate()
-            daemon.wait()
+            try:
+                daemon.wait(30)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
 
 
 def test_doctor_says_which_rank_is_on_which_node_and_that_they_meet(cluster: Cluster) -> None:
