@@ -32,6 +32,7 @@ _SLOWDOWN = 3 * _WORD
 _CLIENT = 8 * _WORD
 _PAGE_BYTES = _HEAD + MAX_CLIENTS * _CLIENT
 _START_SECONDS = 10.0
+_CLOSED = 5.0  # seconds in which the files of a process that has ended are closed
 
 
 def find_program() -> Path:
@@ -186,8 +187,14 @@ class SlowFS:
             UsageError: files are still open on a mount.
         """
         for mount in self.mounts:
-            if not _unmount(mount, lazily=False):
-                raise UsageError(f"{mount} is in use: close its files before dropping its caches")
+            # The system closes files of io_uring a moment after their process has ended.
+            deadline = time.monotonic() + _CLOSED
+            while not _unmount(mount, lazily=False):
+                if time.monotonic() > deadline:
+                    raise UsageError(
+                        f"{mount} is in use: close its files before dropping its caches"
+                    )
+                time.sleep(0.02)
         self._unmount()
         self._mount()
 
