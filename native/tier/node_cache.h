@@ -208,7 +208,8 @@ class NodeCache {
   virtual uint64_t file_bytes() const noexcept = 0;
 };
 
-// A view together with its cache, for those who outlive both; null if the sample is not ready.
+// A view that keeps its cache, for a reader that may outlive other holders of the cache; null if the
+// sample is not ready.
 std::shared_ptr<RamView> shared_view(std::shared_ptr<NodeCache> cache, uint64_t sample);
 
 }  // namespace nostall::tier
