@@ -140,7 +140,7 @@ class Ranks:
 
 def test_ranks_agree_on_one_call_that_none_has_begun() -> None:
     """Rank 2 gets the signal; rank r has begun r calls more than the slowest."""
-    ranks = Ranks(["SIGUSR1", "SIGUSR2", "SIGALRM"])
+    ranks = Ranks(["SIGUSR1", "SIGUSR2", "SIGHUP"])
     ended = [0, 0, 0]
     begun = threading.Barrier(4)
 
@@ -152,12 +152,12 @@ def test_ranks_agree_on_one_call_that_none_has_begun() -> None:
         begun.wait()
         while not (name := ranks.ranks[rank].due()):
             calls += 1
-        assert name == "SIGALRM"
+        assert name == "SIGHUP"
         ended[rank] = calls + 1
 
     def send() -> None:
         begun.wait()
-        ranks.ranks[2]._handle(signal.SIGALRM, None)
+        ranks.ranks[2]._handle(signal.SIGHUP, None)
 
     sender = threading.Thread(target=send)
     sender.start()
@@ -170,7 +170,7 @@ def test_ranks_agree_on_one_call_that_none_has_begun() -> None:
 
 
 def test_ranks_go_on_where_one_does_not_answer(caplog: pytest.LogCaptureFixture) -> None:
-    ranks = Ranks(["SIGUSR1", "SIGUSR2", "SIGALRM"])
+    ranks = Ranks(["SIGUSR1", "SIGUSR2", "SIGHUP"])
     try:
         ranks.ranks[2]._listener.close()
         ranks.ranks[0]._agree_or_warn("SIGUSR1")
