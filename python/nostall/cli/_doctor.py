@@ -156,13 +156,19 @@ def settings() -> Iterator[tuple[str, str, str]]:
 
 
 def run(_arguments: argparse.Namespace) -> int:
-    """Prints the findings, and the options in force; rank 0 prints for a job of several."""
+    """Prints the findings, and the options in force; rank 0 prints for a job of several.
+
+    Where ranks do not meet each of them says so, and the first of each node prints the rest.
+    """
+    failed = False
     try:
         world = find_world()
         met = list(meeting(world)) if world.world_size > 1 else []
     except PeerError as error:
-        print(f"{'ranks':14} do not meet: {error}")
-        return 1
+        failed, met = True, [("ranks", f"do not meet: {error}")]
+        if world.local_rank > 0:
+            print(f"{'ranks':14} {met[0][1]}")
+            return 1
     except UsageError:  # findings tell it
         met = []
     if len(met) > 1 and world.rank > 0:
@@ -173,4 +179,4 @@ def run(_arguments: argparse.Namespace) -> int:
         print(f"{name:24} {how:40} {place}".rstrip())
     for words in options.unknown_variables():
         print(words)
-    return 0
+    return int(failed)

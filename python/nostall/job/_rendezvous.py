@@ -11,8 +11,10 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import secrets
 import socket
+import stat
 import struct
 import sys
 import time
@@ -251,6 +253,10 @@ def _receive(connection: socket.socket, deadline: float) -> bytes:
 # Distinguishes the starts of a job, whose id is the same after a requeue.
 _STARTS = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
 
+# What meetings left whose ranks were killed is removed at this age; a meeting ends after minutes.
+_STALE_SECONDS = 86400.0
+_LEFT = re.compile(r"\.?nostall-.+-(call|[0-9a-f]{16}-(all|\d+))(\.[0-9a-f]{8})?")
+
 _ANOTHER = "; NOSTALL_RENDEZVOUS may name another directory"
 _ALL_SEE = f", which all ranks must see{_ANOTHER}"
 
@@ -304,6 +310,7 @@ def _call(
     parts, answers = {0: mine.hex()}, {0: number}
     try:
         owned.write(f"{stem}-call", number.encode(), folder)
+        _remove_stale(folder, f"{stem}-call")
         while len(parts) < world_size:
             for name in os.listdir(folder):
                 if name in others and others[name] not in parts:
@@ -359,6 +366,17 @@ def _answer(
     finally:
         if answered:
             _remove(f"{answered}-{rank}", folder)
+
+
+def _remove_stale(folder: int, fresh: str) -> None:
+    """Removes what other meetings left long ago; the time of `fresh` is the file server's now."""
+    with contextlib.suppress(FileNotFoundError):  # a start of the same job removed it
+        now = os.stat(fresh, dir_fd=folder).st_mtime
+        for name in filter(_LEFT.fullmatch, os.listdir(folder)):
+            with contextlib.suppress(FileNotFoundError):  # another job removes it too
+                found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                if stat.S_ISREG(found.st_mode) and now - found.st_mtime > _STALE_SECONDS:
+                    os.unlink(name, dir_fd=folder)
 
 
 def _pause(deadline: float, why: str) -> None:

@@ -77,6 +77,31 @@ def test_doctor_lives_with_a_launcher_that_contradicts_itself(
     assert "rank 9 is not in a world of 4" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_doctor_says_what_is_known_where_ranks_do_not_meet(
+    local_rank: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    place = {
+        "RANK": 1,
+        "WORLD_SIZE": 2,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": 1 + local_rank,
+    }
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("NOSTALL_RENDEZVOUS", str(tmp_path / "meet"))
+    monkeypatch.setattr(nostall.cli._doctor, "_MEET_SECONDS", 0.1)
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert re.search("^ranks +do not meet: rank 1 waited in vain for rank 0", said, re.M)
+    # Once a node.
+    for finding in (r"^io_uring +\w", r"^this process +rank 1 of 2", r"^job.rendezvous +\S"):
+        assert bool(re.search(finding, said, re.M)) == (local_rank == 0), finding
+
+
 def test_doctor_names_what_is_absent_and_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -180,6 +181,28 @@ def test_by_files_takes_nothing_of_an_earlier_job(tmp_path: Path) -> None:
             first = pool.submit(gathers[0], b"I am 0")
             assert [f.result(60) for f in (first, *others)] == EXPECTED
         assert list(meet.iterdir()) == []
+
+
+def test_by_files_removes_what_killed_jobs_left_long_ago(tmp_path: Path) -> None:
+    meet = tmp_path / "meet"
+    number = "0123456789abcdef"
+    names = [f"nostall-test_6__-{end}" for end in ("call", f"{number}-1", f"{number}-all")]
+    names += [f".nostall-test_6__-{number}-2.01234567", "nostall-notes", "mine"]
+
+    def left(age: float) -> set[str]:
+        meet.mkdir(mode=0o700, exist_ok=True)
+        for name in names:
+            (meet / name).touch(mode=0o600)
+            then = time.time() - age
+            os.utime(meet / name, (then, then))
+        (meet / "nostall-test_6__-call").unlink()
+        (meet / "nostall-test_6__-call").symlink_to(meet / "mine")  # is no file of a meeting
+        assert gather_all({"NOSTALL_RENDEZVOUS": str(meet), "SLURM_JOB_ID": "7"}) == EXPECTED
+        return {path.name for path in meet.iterdir()}
+
+    # Of another job, which may be meeting.
+    assert left(3600) == set(names)
+    assert left(2 * 86400) == {"nostall-test_6__-call", "nostall-notes", "mine"}
 
 
 def test_by_files_starts_of_a_job_do_not_meet(tmp_path: Path) -> None:
