@@ -4,11 +4,10 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <optional>
-#include <tuple>
 
 #include "arrays.h"
 #include "base/activity.h"
@@ -53,20 +52,17 @@ class DirectoryLock {
   LockFile lock_;
 };
 
-std::tuple<nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>, std::vector<uint64_t>, double> read_file(
-    const std::string& path, uint64_t size, const std::vector<uint32_t>& crcs, unsigned threads,
-    Progress* progress) {
-  auto memory = std::make_unique<Memory>();
-  const ReadReport report = bindings::without_gil([&] {
-    *memory = Memory(size, 0);
-    return read_checked(path, size, crcs, memory.get(), threads,
-                        progress != nullptr ? &progress->bytes : nullptr);
-  });
-  auto* data = reinterpret_cast<uint8_t*>(memory->data());
-  nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> array(data, {size},
-                                                     bindings::owner_of(std::move(memory)));
-  return {array, report.damaged, report.seconds};
-}
+// A file, and memory of its size, which is taken as it is filled.
+struct FileInMemory {
+  FileInMemory(const std::string& path, uint64_t length, std::vector<uint32_t> crcs)
+      : file(path, length, std::move(crcs)),
+        memory(std::make_shared<Memory>(length, 0)),
+        size(length) {}
+
+  CheckedFile file;
+  std::shared_ptr<Memory> memory;
+  uint64_t size;
+};
 
 }  // namespace
 
@@ -184,9 +180,33 @@ void bind_checkpoint(nb::module_& m) {
   nb::class_<Progress>(m, "Progress").def(nb::init<>()).def_prop_ro("bytes", [](const Progress& p) {
     return p.bytes.load();
   });
-  m.def("read_checked", &read_file, nb::arg("path"), nb::arg("size"), nb::arg("crcs"),
-        nb::arg("threads"), nb::arg("progress").none() = nb::none(),
-        "The file's bytes, the numbers of its damaged blocks, and the seconds it took.");
+  nb::class_<FileInMemory>(m, "CheckedFile",
+                           "A file that is read in blocks (native/checkpoint/transfer.h).")
+      .def(nb::init<const std::string&, uint64_t, std::vector<uint32_t>>(), nb::arg("path"),
+           nb::arg("size"), nb::arg("crcs"), Unlocked())
+      .def_prop_ro(
+          "data",
+          [](const FileInMemory& f) {
+            auto* data = reinterpret_cast<uint8_t*>(f.memory->data());
+            auto owner = std::make_unique<std::shared_ptr<Memory>>(f.memory);
+            return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(
+                data, {f.size}, bindings::owner_of(std::move(owner)));
+          },
+          nb::rv_policy::automatic)
+      .def(
+          "read",
+          [](const FileInMemory& f, uint64_t first, uint64_t count, unsigned threads,
+             Progress* progress, uint64_t address) {
+            std::byte* into = address != 0 ? reinterpret_cast<std::byte*>(address)
+                                           : f.memory->data() + first * kBlock;
+            return f.file
+                .read(first, count, into, threads, progress != nullptr ? &progress->bytes : nullptr)
+                .damaged;
+          },
+          nb::arg("first"), nb::arg("count"), nb::arg("threads"),
+          nb::arg("progress").none() = nb::none(), nb::arg("address") = 0, Unlocked(),
+          "Blocks to their place in `data`, or to aligned memory at an address; the numbers of the "
+          "damaged ones.");
   m.def(
       "check_file",
       [](const std::string& path, uint64_t size, const std::vector<uint32_t>& crcs,

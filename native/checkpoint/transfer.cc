@@ -133,26 +133,35 @@ bool FileCopy::copy_next(Input& input, Output& output) {
   return true;
 }
 
-ReadReport read_checked(const std::string& path, uint64_t size, std::span<const uint32_t> crcs,
-                        Memory* into, unsigned threads, std::atomic<uint64_t>* progress,
-                        Priority priority, FileSystem& files) {
+CheckedFile::CheckedFile(std::string path, uint64_t size, std::vector<uint32_t> crcs,
+                         FileSystem& files)
+    : size_(size), crcs_(std::move(crcs)) {
+  check_count(path, size_, crcs_.size());
+  input_ = std::make_unique<Input>(path, size_, files);
+}
+
+CheckedFile::~CheckedFile() = default;
+
+ReadReport CheckedFile::read(uint64_t first, uint64_t count, std::byte* into, unsigned threads,
+                             std::atomic<uint64_t>* progress, Priority priority) const {
   const int64_t began = now_ns();
-  check_count(path, size, crcs.size());
-  if (into != nullptr && into->size() < blocks_of(size) * kBlock) {
-    throw Error(ErrorKind::usage, "the memory for " + path + " is too small");
+  const uint64_t end = first + count;
+  if (end < first || end > crcs_.size()) {
+    throw Error(ErrorKind::usage, "there are " + std::to_string(crcs_.size()) +
+                                      " blocks, none from " + std::to_string(first) + " to " +
+                                      std::to_string(end));
   }
-  Input input(path, size, files);
-  std::atomic<uint64_t> next{0};
+  std::atomic<uint64_t> next{first};
   Mutex mutex;
   ReadReport report;
-  share(static_cast<unsigned>(std::min<uint64_t>(threads, crcs.size())), [&](bool own_thread) {
+  share(static_cast<unsigned>(std::min<uint64_t>(threads, count)), [&](bool own_thread) {
     if (own_thread) set_priority(priority);
     Memory own(into != nullptr ? 0 : kBlock, 1);
-    for (uint64_t i; (i = next.fetch_add(1)) < crcs.size();) {
-      std::byte* at = into != nullptr ? into->data() + i * kBlock : own.data();
-      const uint64_t want = length_of(i, size);
-      input.read({at, kBlock}, i * kBlock, want);
-      if (crc32c({at, want}) != crcs[i]) {
+    for (uint64_t i; (i = next.fetch_add(1)) < end;) {
+      std::byte* at = into != nullptr ? into + (i - first) * kBlock : own.data();
+      const uint64_t want = length_of(i, size_);
+      input_->read({at, kBlock}, i * kBlock, want);
+      if (crc32c({at, want}) != crcs_[i]) {
         const MutexLock lock(mutex);
         report.damaged.push_back(i);
       }
@@ -162,6 +171,17 @@ ReadReport read_checked(const std::string& path, uint64_t size, std::span<const 
   std::sort(report.damaged.begin(), report.damaged.end());
   report.seconds = static_cast<double>(now_ns() - began) * 1e-9;
   return report;
+}
+
+ReadReport read_checked(const std::string& path, uint64_t size, std::span<const uint32_t> crcs,
+                        Memory* into, unsigned threads, std::atomic<uint64_t>* progress,
+                        Priority priority, FileSystem& files) {
+  const CheckedFile file(path, size, {crcs.begin(), crcs.end()}, files);
+  if (into != nullptr && into->size() < blocks_of(size) * kBlock) {
+    throw Error(ErrorKind::usage, "the memory for " + path + " is too small");
+  }
+  return file.read(0, crcs.size(), into != nullptr ? into->data() : nullptr, threads, progress,
+                   priority);
 }
 
 }  // namespace nostall::checkpoint

@@ -55,6 +55,27 @@ struct ReadReport {
   double seconds = 0;
 };
 
+// A file that is read in runs of blocks, past the page cache where that goes; each block is checked.
+// Thread-safety: all functions, from any thread.
+class CheckedFile {
+ public:
+  // Throws Error(io), Error(corruption) if the file is shorter or longer.
+  CheckedFile(std::string path, uint64_t size, std::vector<uint32_t> crcs,
+              FileSystem& files = FileSystem::real());
+  ~CheckedFile();
+  // Reads `count` blocks, from number `first` on, by `threads` threads. `into` has room for whole
+  // blocks and is aligned (kAlignment), or is null: then they are only checked. `progress`, if
+  // given, counts bytes. Throws Error(io), Error(corruption) if the file has become shorter.
+  ReadReport read(uint64_t first, uint64_t count, std::byte* into, unsigned threads,
+                  std::atomic<uint64_t>* progress = nullptr,
+                  Priority priority = Priority::normal) const;
+
+ private:
+  uint64_t size_;
+  std::vector<uint32_t> crcs_;
+  std::unique_ptr<Input> input_;
+};
+
 // Reads the `size` bytes of a file by `threads` threads, past the page cache where that goes, and
 // checks each block. `into` holds whole blocks (Memory of that size), or nothing: then the file is
 // only checked. `progress`, if given, counts bytes.

@@ -21,6 +21,7 @@ from nostall.checkpoint import _format as files
 from nostall.checkpoint._background import BackgroundWriter
 from nostall.checkpoint._begin import begin, undrained
 from nostall.checkpoint._device import DeviceCopies, DeviceWindow
+from nostall.checkpoint._landing import Landing
 from nostall.checkpoint._nodes import Held
 from nostall.checkpoint._options import (
     CheckpointArguments,
@@ -401,7 +402,7 @@ class Checkpointer:
         """Restores the newest complete and undamaged checkpoint, from the fast tier if it is there.
 
         All ranks restore the same one. Damaged ones are passed over with a warning that says what is
-        damaged. Nothing is unpickled.
+        damaged. Nothing is unpickled. Tensors of a device are filled while the file is read.
 
         Args:
             step: restore this one instead of the newest; if it is not the newest, a branch begins
@@ -415,7 +416,8 @@ class Checkpointer:
             What was restored, or None if there never was a checkpoint.
 
         Raises:
-            CorruptionError: there are checkpoints, and all are damaged.
+            CorruptionError: there are checkpoints, and all are damaged; tensors of a device may have
+                been filled from one of them in part.
             UsageError: the checkpoint is of another number of ranks, or does not fit `into`.
         """
         self._check_process()
@@ -428,6 +430,7 @@ class Checkpointer:
             self._threads,
             self._allgather,
             self._background.damaged,
+            Landing(into, self._device_streams) if into is not None else None,
         )
         restored = search.run(step, progress)
         if restored is None:

@@ -58,12 +58,10 @@ class DeviceCopies:
         # Tied weights are the same memory, here and in the file.
         same = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.dtype)
         if same not in self._copies:
-            try:
-                pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            except RuntimeError as error:
-                _say_once(self._streams, str(error).partition("\n")[0])
+            memory = pinned(torch, self._streams, tensor.shape, tensor.dtype)
+            if memory is None:
                 return tensor.cpu()
-            self._copies[same] = _Copy(tensor, pinned, changes_of(tensor))
+            self._copies[same] = _Copy(tensor, memory, changes_of(tensor))
         return self._copies[same].pinned
 
     def addresses(self, names: Collection[str], leaves: Sequence[Leaf]) -> set[int]:
@@ -79,9 +77,8 @@ class DeviceCopies:
         `late`.
         """
         for device in {c.tensor.device for c in self._copies.values()}:
-            if device not in self._streams:
-                self._streams[device] = torch.Stream(device=device)
-            side, current = self._streams[device], torch.accelerator.current_stream(device)
+            side = side_of(torch, self._streams, device)
+            current = torch.accelerator.current_stream(device)
             here = [c for c in self._copies.values() if c.tensor.device == device]
             later = [c for c in here if c.tensor.data_ptr() in late]
             follow(side, current)
@@ -199,10 +196,23 @@ def _kept(leaf: Leaf) -> Leaf:
     return dataclasses.replace(leaf, owner=owner, address=address)
 
 
-def _say_once(streams: dict[Any, Any], error: str) -> None:
-    if not streams.get("unpinned"):
-        streams["unpinned"] = True
-        _log.warning(
-            "host memory cannot be page-locked (%s): save waits for the copies of device tensors",
-            error,
-        )
+def side_of(torch: Any, streams: dict[Any, Any], device: Any) -> Any:
+    """The stream of copies of this device; made when it is first asked for."""
+    if device not in streams:
+        streams[device] = torch.Stream(device=device)
+    return streams[device]
+
+
+def pinned(torch: Any, streams: dict[Any, Any], shape: Sequence[int], dtype: Any) -> Any:
+    """Page-locked memory; None where it is refused, which is said once."""
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    except RuntimeError as error:
+        if not streams.get("unpinned"):
+            streams["unpinned"] = True
+            _log.warning(
+                "host memory cannot be page-locked (%s): save and restore wait for each copy of a "
+                "device's tensor",
+                str(error).partition("\n")[0],
+            )
+        return None

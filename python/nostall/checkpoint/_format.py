@@ -64,6 +64,11 @@ def header(tree: Any, ordered: Sequence[Leaf]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def header_bytes(data: NDArray[np.uint8]) -> int:
+    """Of the header, from the first bytes of a file; at most those that there are."""
+    return min(8 + int.from_bytes(data[:8].tobytes(), "little"), len(data))
+
+
 def parse(data: NDArray[np.uint8]) -> tuple[Any, dict[str, Stored]]:
     """The tree and the arrays of a file's bytes, uint8 of shape (bytes,).
 
@@ -97,7 +102,7 @@ def arrays_in(data: NDArray[np.uint8], blocks: Sequence[int]) -> list[str]:
         _, arrays = parse(data)
     except CorruptionError:
         return ["the header"]
-    size, block = 8 + int.from_bytes(data[:8].tobytes(), "little"), _native.CHECKPOINT_BLOCK
+    size, block = header_bytes(data), _native.CHECKPOINT_BLOCK
     base = data.ctypes.data
     hit = ["the header"] if any(b * block < size for b in blocks) else []
     for name, stored in arrays.items():

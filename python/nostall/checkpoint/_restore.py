@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,10 +19,16 @@ from nostall.checkpoint._store import Entry, Store
 from nostall.checkpoint._tree import decode
 from nostall.errors import CorruptionError, Error, UsageError
 
+if TYPE_CHECKING:
+    from nostall.checkpoint._landing import Landing
+
 
 @dataclass(frozen=True, repr=False)
 class Restored:
-    """A checkpoint that was read and checked; arrays of `state` share memory of their own."""
+    """A checkpoint that was read and checked.
+
+    Arrays of `state` share memory of their own; with `into`, those that went to a device are there.
+    """
 
     state: Any
     step: int
@@ -119,8 +126,9 @@ def read_part(
     rank: int,
     threads: int,
     progress: Callable[[int, int], None] | None = None,
+    landing: Landing | None = None,
 ) -> Restored:
-    """The state of one rank.
+    """The state of one rank; of it, `landing` sends arrays to devices.
 
     Raises:
         CorruptionError: what is damaged: the file, its bytes and the arrays in them.
@@ -136,16 +144,19 @@ def read_part(
         raise UsageError(f"step {manifest.step} in {store.root} has no part of rank {rank}")
     path = store.directory(manifest.step) / part.name
     counter = _native.Progress()
+    began, threads, blocks = time.perf_counter(), max(4, threads), len(part.crcs)
     with _Reporter(progress, counter, part.size):
-        data, damaged, seconds = _native.read_checked(
-            str(path), part.size, list(part.crcs), max(4, threads), counter
-        )
+        file = _native.CheckedFile(str(path), part.size, list(part.crcs))
+        if landing is not None:
+            state, damaged = landing.read(file, blocks, threads, counter)
+        elif not (damaged := file.read(0, blocks, threads, counter)):
+            state = decode(*parse(file.data))
     if damaged:
         raise CorruptionError(
-            f"{path} is damaged: {describe(part, damaged, arrays_in(data, damaged))}"
+            f"{path} is damaged: {describe(part, damaged, arrays_in(file.data, damaged))}"
         )
-    tree, arrays = parse(data)
-    return Restored(decode(tree, arrays), manifest.step, store.kind, manifest, seconds)
+    seconds = time.perf_counter() - began
+    return Restored(state, manifest.step, store.kind, manifest, seconds)
 
 
 def describe(part: Part, blocks: Sequence[int], names: Sequence[str] = ()) -> str:
@@ -167,10 +178,15 @@ def load_into(target: MutableMapping[str, Any], state: Any) -> None:
     Raises:
         UsageError: the checkpoint has other names, or an array of another shape or type.
     """
+    for change in check_fit(target, state):
+        change()
+
+
+def check_fit(target: MutableMapping[str, Any], state: Any) -> list[Callable[[], object]]:
+    """What gives each value of `target` its saved state; UsageError as `load_into`."""
     todo: list[Callable[[], object]] = []
     _plan_mapping(target, state, "state", todo)
-    for change in todo:
-        change()
+    return todo
 
 
 def _plan(value: Any, saved: Any, place: str, todo: list[Callable[[], object]]) -> bool:
@@ -178,15 +194,15 @@ def _plan(value: Any, saved: Any, place: str, todo: list[Callable[[], object]]) 
     if callable(getattr(value, "load_state_dict", None)):
         todo.append(lambda: value.load_state_dict(saved))
         return True
-    if _is_array(value):
-        _check_fit(value, saved, place)
+    if is_array(value):
+        _check_array(value, saved, place)
         return _plan_fill(value, saved, todo)
     if isinstance(value, MutableMapping) and any(map(_is_in_place, value.values())):
         _plan_mapping(value, saved, place, todo)
         return True
     # The entries of a tuple cannot change, so it is replaced unless all of them are filled.
     if (isinstance(value, list) and any(map(_is_in_place, value))) or (
-        isinstance(value, tuple) and value and all(map(_is_array, value))
+        isinstance(value, tuple) and value and all(map(is_array, value))
     ):
         if not isinstance(saved, list | tuple) or len(saved) != len(value):
             of = len(saved) if isinstance(saved, list | tuple) else type(saved).__name__
@@ -218,7 +234,7 @@ def _is_in_place(value: Any) -> bool:
         return any(map(_is_in_place, value.values()))
     if isinstance(value, list):
         return any(map(_is_in_place, value))
-    return _is_array(value) or callable(getattr(value, "load_state_dict", None))
+    return is_array(value) or callable(getattr(value, "load_state_dict", None))
 
 
 def _is_tensor(value: Any) -> bool:
@@ -226,23 +242,33 @@ def _is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray) or _is_tensor(value)
 
 
-def _check_fit(value: Any, saved: Any, place: str) -> None:
-    def kind(array: Any) -> str:
-        return str(array.dtype).removeprefix("torch.")
+def fits(value: Any, saved: Any) -> bool:
+    """Whether both are arrays of one shape and type."""
+    return (
+        is_array(saved)
+        and tuple(value.shape) == tuple(saved.shape)
+        and _kind(value) == _kind(saved)
+    )
 
-    if not _is_array(saved):
+
+def _kind(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")
+
+
+def _check_array(value: Any, saved: Any, place: str) -> None:
+    if not is_array(saved):
         raise UsageError(
             f"{place} is an array of shape {tuple(value.shape)}, the checkpoint has a "
             f"{type(saved).__name__} there: None in its place takes it"
         )
-    if tuple(value.shape) != tuple(saved.shape) or kind(value) != kind(saved):
+    if not fits(value, saved):
         raise UsageError(
-            f"{place} is of shape {tuple(value.shape)} and type {kind(value)}, the checkpoint has "
-            f"shape {tuple(saved.shape)} and type {kind(saved)} there: None in its place takes it"
+            f"{place} is of shape {tuple(value.shape)} and type {_kind(value)}, the checkpoint has "
+            f"shape {tuple(saved.shape)} and type {_kind(saved)} there: None in its place takes it"
         )
 
 
@@ -250,7 +276,8 @@ def _plan_fill(value: Any, saved: Any, todo: list[Callable[[], object]]) -> bool
     if _is_tensor(value):
         torch = sys.modules["torch"]
         source = saved if _is_tensor(saved) else torch.from_numpy(saved)
-        todo.append(lambda: value.detach().copy_(source))
+        if source.device != value.device or source.data_ptr() != value.data_ptr():
+            todo.append(lambda: value.detach().copy_(source))
         return True
     if not value.flags.writeable:
         return False

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from nostall.checkpoint._format import Manifest
+from nostall.checkpoint._landing import Landing
 from nostall.checkpoint._lineage import Ranges, checked
 from nostall.checkpoint._nodes import Held, Nodes, holdings, together
 from nostall.checkpoint._restore import Choice, Restored, in_order, on_branch, read_part, view
@@ -25,6 +26,7 @@ class Search:
         stores: fast, durable, or one of them.
         nodes: where each node has a fast directory of its own.
         damaged: gets the ids of what cannot be used.
+        landing: sends arrays to devices as they are read.
     """
 
     def __init__(
@@ -36,10 +38,12 @@ class Search:
         threads: int,
         allgather: AllGather,
         damaged: set[str],
+        landing: Landing | None = None,
     ) -> None:
         self._stores, self._nodes = stores, nodes
         self._rank, self._world_size, self._threads = rank, world_size, threads
         self._allgather, self._damaged = allgather, damaged
+        self._landing = landing
         self._held: dict[str, Held] = {}
         self._top: tuple[int, Ranges] | None = None
 
@@ -135,7 +139,7 @@ class Search:
                 if held is not None:
                     restored = self._read_spread(held, progress)
                 else:
-                    restored = read_part(store, manifest, self._rank, self._threads, progress)
+                    restored = self._read(store, manifest, progress)
             except (Error, OSError) as error:
                 problem = str(error)
         if self._world_size > 1:
@@ -193,11 +197,14 @@ class Search:
                 if node != nodes.node:
                     path = nodes.store.prepare(manifest.step) / part.name
                     nodes.fetch(manifest.step, part, node, path)
-                return read_part(nodes.store, manifest, self._rank, self._threads, progress)
+                return self._read(nodes.store, manifest, progress)
             except (Error, OSError) as error:
                 problems.append(str(error))
                 _log.warning("a copy of a part cannot be used: %s", error)
         raise CorruptionError("; ".join(problems))
+
+    def _read(self, store: Store, manifest: Manifest, progress: Progress) -> Restored:
+        return read_part(store, manifest, self._rank, self._threads, progress, self._landing)
 
 
 def _manifest(store: Store, step: int, id: str) -> Manifest:

@@ -222,13 +222,15 @@ class Stored:
     shape: tuple[int, ...]
 
 
-def decode(tree: Any, arrays: Mapping[str, Stored]) -> Any:
-    """The state that `encode` was given; arrays are views of the memory behind `arrays`.
+def decode(tree: Any, arrays: Mapping[str, Stored], placed: Mapping[str, Any] | None = None) -> Any:
+    """The state that `encode` was given; arrays are views of the memory behind `arrays`, or the
+    tensors that are `placed` under their names.
 
     Raises:
         CorruptionError: the tree is not one of ours.
     """
     made: dict[tuple[str, str], Any] = {}
+    placed = placed or {}
 
     def build(node: Any) -> Any:
         if node is None or isinstance(node, bool | int | float | str):
@@ -239,6 +241,8 @@ def decode(tree: Any, arrays: Mapping[str, Stored]) -> Any:
             return {key: build(v) for key, v in node.items()}
         if "$tensor" in node:
             name, kind = node["$tensor"], node["kind"]
+            if name in placed:
+                return placed[name]
             if kind == "scalar" or (name, kind) not in made:
                 made[name, kind] = _array(arrays[name], node)
             return made[name, kind]

@@ -20,7 +20,6 @@ import secrets
 from collections import defaultdict
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -299,13 +298,10 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         assert self._manifest is not None
         part = next(p for p in self._manifest.parts if p.rank == rank)
         path = self._store.directory(self._manifest.step) / part.name
-        data, damaged, _ = _native.read_checked(
-            str(path), part.size, list(part.crcs), self._threads
-        )
-        if damaged:
+        file = _native.CheckedFile(str(path), part.size, list(part.crcs))
+        if damaged := file.read(0, len(part.crcs), self._threads):
             raise CorruptionError(f"{path} is damaged: {describe(part, damaged)}")
-        tree, arrays = files.parse(np.asarray(data))
-        return decode(tree, arrays)
+        return decode(*files.parse(file.data))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -21,7 +21,7 @@ import torch
 
 import nostall
 from nostall.base import _device_clock
-from nostall.checkpoint import _device
+from nostall.checkpoint import _device, _landing
 
 COUNT = 5000
 
@@ -232,6 +232,154 @@ def case_a_save_is_waited_for_on_the_devices_clock() -> None:
     assert waits["seconds"] == pytest.approx(0.010 + 0.006)
 
 
+def long_state() -> dict[str, Any]:
+    """Of several blocks, on two devices and the host."""
+    return {
+        "first": torch.arange(6 << 20, device="simdev") % 1000,
+        "host": np.arange(3 << 20),
+        "weights": torch.arange(4.0 * (1 << 20), device="simdev"),
+        "second": torch.full((7,), 2.0, device="simdev:1"),
+        "bytes": np.arange(9, dtype=np.uint8),
+    }
+
+
+def emptied(state: dict[str, Any]) -> dict[str, Any]:
+    make = {np.ndarray: np.zeros_like, torch.Tensor: torch.zeros_like}
+    return {name: make[type(value)](value) for name, value in state.items()}
+
+
+def same(found: dict[str, Any], state: dict[str, Any]) -> bool:
+    def host(value: Any) -> Any:
+        return value.cpu().numpy() if isinstance(value, torch.Tensor) else value
+
+    return all(np.array_equal(host(found[name]), host(value)) for name, value in state.items())
+
+
+def restored() -> list[str]:
+    """Into tensors that are being made, and used at once, in slabs of a block."""
+    import simdev
+
+    with checkpointer() as made, mock.patch.object(_landing, "_SLAB_BLOCKS", 1):
+        state = long_state()
+        made.save(state, 1, level="fast")
+        into = emptied(state)
+        found = made.restore(into=into).state
+        into["weights"].add_(1)
+        if not (reports := simdev.reports()):
+            into["weights"].sub_(1)
+            assert same(into, state)
+            assert found["weights"].data_ptr() == into["weights"].data_ptr()
+    return reports
+
+
+def case_a_state_lands_on_its_devices() -> None:
+    assert restored() == []
+
+
+def case_without_the_wait_for_what_makes_the_tensors() -> None:
+    with mock.patch.object(_landing, "follow", lambda side, current: None):
+        assert any("no event" in line for line in restored())
+
+
+def case_without_the_wait_before_a_slab_is_read_to_again() -> None:
+    import simdev
+
+    with (
+        mock.patch.object(_landing, "await_copies", lambda copied: None),
+        pytest.raises(nostall.errors.CorruptionError, match="Bad address"),
+    ):
+        restored()
+    simdev.reports()
+
+
+def case_without_the_wait_for_what_has_landed() -> None:
+    with mock.patch.object(_landing, "await_end", lambda side: None):
+        assert any("no event" in line for line in restored())
+
+
+def sent_while_held(limit: float) -> int:
+    """How many slabs are sent on their way while no copy begins; each within so many seconds."""
+    import simdev
+
+    sent, real = threading.Semaphore(0), _landing._Slabs.send
+
+    def send(*arguments: Any) -> None:
+        real(*arguments)
+        sent.release()
+
+    with (
+        checkpointer() as made,
+        mock.patch.object(_landing, "_SLAB_BLOCKS", 1),
+        mock.patch.object(_landing._Slabs, "send", send),
+    ):
+        stream = begun(made)
+        state = {"weights": torch.arange(6 << 20, device="simdev")}
+        made.save(state, 1, level="fast")
+        into = emptied(state)
+        thread = threading.Thread(target=lambda: made.restore(1, into=into))
+        count = 0
+        with simdev.held(stream):
+            thread.start()
+            while count < _landing._SLABS and sent.acquire(timeout=limit):
+                count += 1
+            assert not sent.acquire(timeout=0)
+        thread.join()
+        assert same(into, state)
+    return count
+
+
+def case_blocks_are_read_while_others_are_copied() -> None:
+    assert sent_while_held(100) == _landing._SLABS
+
+
+def case_without_page_locked_memory() -> None:
+    with mock.patch.object(_landing, "pinned", lambda *_: None):
+        assert sent_while_held(0.2) == 0
+
+
+def case_a_state_that_does_not_fit_changes_nothing() -> None:
+    with checkpointer() as made:
+        state = device_state()
+        made.save(state, 1, level="fast")
+        into = {**state, "weights": torch.zeros(COUNT, device="simdev"), "second": torch.zeros(8)}
+        with pytest.raises(
+            nostall.errors.UsageError, match=r"state\['second'\] is of shape \(8,\)"
+        ):
+            made.restore(into=into)
+        assert into["weights"].eq(0).all()
+
+
+def case_damage_is_found_before_it_lands() -> None:
+    with checkpointer() as made, mock.patch.object(_landing, "_SLAB_BLOCKS", 1):
+        state = long_state()
+        made.save(state, 1, level="fast")
+        into = emptied(state)
+        made.save({**state, "weights": state["weights"] + 1}, 2, level="fast")
+        (file,) = made.fast.directory(2).glob("*.safetensors")
+        with file.open("r+b") as stored:
+            stored.seek(-(3 << 20), os.SEEK_END)
+            stored.write(b"damage")
+        with cases.warnings() as said:
+            assert made.restore(into=into).step == 1
+        assert any("in them: weights" in line for line in said)
+        assert same(into, state)
+
+
+def case_a_copy_that_the_device_refuses() -> None:
+    """The file is read to the host then, and copied from there; it is not taken for damaged."""
+    import simdev
+
+    with checkpointer() as made, cases.warnings() as said:
+        weights = torch.ones(COUNT, device="simdev")
+        made.save({"weights": weights}, 1, level="fast")
+        into = {"weights": torch.zeros(COUNT, device="simdev")}
+        simdev.fail_after(1)
+        assert made.restore(into=into).state["weights"].device.type == "cpu"
+        assert into["weights"].eq(1).all()
+        (line,) = said
+        assert "by way of ordinary memory" in line and "device lost" in line
+
+
 def case_two_threads_that_save() -> None:
     """Each with a checkpointer of its own, over the same streams."""
     import simdev
@@ -299,7 +447,10 @@ def case_generators_and_mixed_precision() -> None:
         expected = train(state, range(3, 6))
         made.wait()
         again: dict[str, Any] = {**make(), "rng": None}
-        made.restore(into=again)
+        with mock.patch.object(_landing, "_ways", wraps=_landing._ways) as ways:
+            made.restore(into=again)
+        landed = ways.call_args.args[1]
+        assert len(landed) == 3 * len(list(state["model"].parameters()))  # with AdamW's averages
         set_rng_state(again["rng"])
         assert again["scaler"].get_scale() == 2.0**15
         for mine, theirs in zip(train(again, range(3, 6)), expected, strict=True):
@@ -346,7 +497,9 @@ def case_pinning_refused() -> None:
     with checkpointer() as made:
         made.save({"weights": torch.ones(1 << 20, device="simdev")}, 1)
         made.wait()
-        assert made.restore().state["weights"].eq(1).all()
+        into = {"weights": torch.zeros(1 << 20, device="simdev")}
+        made.restore(into=into)
+        assert into["weights"].eq(1).all()
 
 
 def case_a_lost_device() -> None:

@@ -1,0 +1,273 @@
+"""A checkpoint's file straight to a device: read to page-locked memory and sent on, piece by piece.
+
+The first blocks tell what the file holds. Its arrays are compared with the state that is to be filled;
+those that belong on a device are sent there, on a stream of their own, while the next blocks are read.
+A piece is sent once its checksum is found right.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nostall import _native
+from nostall.base._streams import on_stream
+from nostall.checkpoint._device import follow, pinned, side_of
+from nostall.checkpoint._format import header_bytes, parse
+from nostall.checkpoint._restore import check_fit, fits, is_array
+from nostall.checkpoint._tree import Stored, decode
+from nostall.errors import UsageError
+
+_log = logging.getLogger("nostall")
+
+_BLOCK = _native.CHECKPOINT_BLOCK
+# What is page-locked: so many slabs of so many blocks.
+_SLABS = 3
+_SLAB_BLOCKS = 8
+
+
+class _Way(NamedTuple):
+    """An array's place in the file, and the bytes of a device that it fills."""
+
+    begin: int
+    end: int
+    bytes: Any
+
+
+class Landing:
+    """Reads files for a state, parts of which lie on devices.
+
+    Args:
+        into: the state; of it, tensors of devices are filled.
+        streams: kept from one save or restore to the next, by device.
+    """
+
+    def __init__(self, into: MutableMapping[str, Any], streams: dict[Any, Any]) -> None:
+        self._into, self._streams = into, streams
+
+    def read(
+        self, file: _native.CheckedFile, blocks: int, threads: int, progress: _native.Progress
+    ) -> tuple[Any, list[int]]:
+        """The state in the file, of arrays in `file.data` and on devices, and its damaged blocks.
+
+        It ends at the first damage; devices may have got what was read before.
+
+        Raises:
+            CorruptionError: it is not a checkpoint file of nostall.
+        """
+        head = min(1, blocks)
+        damaged = file.read(0, head, threads, progress)
+        if not damaged and (more := -(-header_bytes(file.data) // _BLOCK) - head) > 0:
+            damaged = file.read(head, more, threads, progress)
+            head += more
+        if damaged:
+            return None, damaged
+        tree, arrays = parse(file.data)
+        placed: dict[str, Any] = {}
+        try:
+            if (torch := sys.modules.get("torch")) is not None:
+                placed = self._targets(torch, tree, arrays)
+            if placed:
+                ways = _ways(torch, placed, arrays, file.data)
+                slabs = _Slabs(torch, self._streams, ways, blocks)
+                damaged = _send(slabs, file, head, blocks, ways, threads, progress)
+        except RuntimeError as error:  # of the device, which the copies on the host's side meet too
+            _log.warning(
+                "arrays go to the device by way of ordinary memory: %s",
+                str(error).partition("\n")[0],
+            )
+            placed = {}
+        if not placed:
+            damaged = file.read(head, blocks - head, threads, progress)
+        return (None if damaged else decode(tree, arrays, placed)), damaged
+
+    def _targets(self, torch: Any, tree: Any, arrays: Mapping[str, Stored]) -> dict[str, Any]:
+        """By the arrays' names, contiguous tensors of devices for their bytes."""
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None:
+            return {}
+        saved = decode(tree, arrays)  # for shapes and types: nothing is read yet
+        try:
+            check_fit(self._into, saved)
+        except UsageError:  # is raised once all ranks have read
+            return {}
+        names = {_address(stored.data): name for name, stored in arrays.items() if len(stored.data)}
+        found: dict[str, Any] = {}
+        pairs: Counter[str] = Counter()
+        for array, tensor, device in _pairs(torch, self._into, saved):
+            name = names.get(_address(array))
+            if name is not None and device.type == accelerator.type:
+                pairs[name] += 1
+                found.setdefault(name, (array, tensor, device))
+        # What another place of the state takes too, on the host, is read to the host.
+        places = Counter(names.get(_address(array)) for array in _arrays(saved))
+        placed = {}
+        for name, (array, tensor, device) in found.items():
+            if pairs[name] == places[name]:
+                if tensor is None or not tensor.is_contiguous():
+                    kind = array.dtype if tensor is None else tensor.dtype
+                    tensor = torch.empty(array.shape, dtype=kind, device=device)
+                placed[name] = tensor
+        return placed
+
+
+class _Slabs:
+    """Page-locked memory that goes round, and the streams that copy from it."""
+
+    def __init__(
+        self, torch: Any, streams: dict[Any, Any], ways: Sequence[_Way], blocks: int
+    ) -> None:
+        self._torch = torch
+        self._sides = {way.bytes.device: side_of(torch, streams, way.bytes.device) for way in ways}
+        for device, side in self._sides.items():
+            follow(side, torch.accelerator.current_stream(device))
+        size = min(_SLAB_BLOCKS, blocks) * _BLOCK
+        self._slabs: deque[tuple[Any, list[Any]]] = deque()  # and the events of their copies
+        for _ in range(min(_SLABS, blocks)):
+            slab = pinned(torch, streams, (size,), torch.uint8)
+            self._slabs.append((torch.empty(size, dtype=torch.uint8) if slab is None else slab, []))
+
+    def free(self) -> Any:
+        """The next slab, once no copy reads it any more."""
+        slab, copied = self._slabs[0]
+        await_copies(copied)
+        return slab
+
+    def send(self, begin: int, ways: Sequence[_Way]) -> None:
+        """Copies what these arrays have in that slab, whose place in the file is `begin`."""
+        slab, _ = self._slabs.popleft()
+        for way in ways:
+            first, last = max(begin, way.begin), min(begin + len(slab), way.end)
+            with on_stream(self._torch, self._sides[way.bytes.device]):
+                target = way.bytes[first - way.begin : last - way.begin]
+                target.copy_(slab[first - begin : last - begin], non_blocking=True)
+        copied = []
+        for device in {way.bytes.device for way in ways}:
+            copied.append(self._torch.Event(device=device))
+            copied[-1].record(self._sides[device])
+        self._slabs.append((slab, copied))
+
+    def finish(self) -> None:
+        for side in self._sides.values():
+            await_end(side)
+
+
+def await_copies(copied: Sequence[Any]) -> None:
+    """A slab may be filled again."""
+    for event in copied:
+        event.synchronize()
+
+
+def await_end(side: Any) -> None:
+    """The tensors have what they were sent."""
+    side.synchronize()
+
+
+def _send(
+    slabs: _Slabs,
+    file: _native.CheckedFile,
+    head: int,
+    blocks: int,
+    ways: Sequence[_Way],
+    threads: int,
+    progress: _native.Progress,
+) -> list[int]:
+    """Reads the blocks from `head` on, and sends the arrays; damaged blocks, if it ended there."""
+    data = file.data
+    try:
+        for first in [head - 1, *range(head, blocks, _SLAB_BLOCKS)]:
+            last = head if first < head else min(first + _SLAB_BLOCKS, blocks)
+            begin, end = first * _BLOCK, min(last * _BLOCK, len(data))
+            here = [way for way in ways if way.begin < end and begin < way.end]
+            if not here:
+                if first >= head and (damaged := file.read(first, last - first, threads, progress)):
+                    return damaged
+                continue
+            slab = slabs.free()
+            there = slab.numpy()[: end - begin]
+            if first < head:
+                there[:] = data[begin:end]
+            else:
+                address = slab.data_ptr()
+                if damaged := file.read(first, last - first, threads, progress, address):
+                    return damaged
+                for hole, until in _holes(here, begin, end):
+                    data[hole:until] = there[hole - begin : until - begin]
+            slabs.send(begin, here)
+        return []
+    finally:
+        slabs.finish()
+
+
+def _holes(ways: Sequence[_Way], begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """What lies between the arrays, which are in order."""
+    for way in ways:
+        if begin < way.begin:
+            yield begin, way.begin
+        begin = max(begin, way.end)
+    if begin < end:
+        yield begin, end
+
+
+def _ways(
+    torch: Any, placed: Mapping[str, Any], arrays: Mapping[str, Stored], data: Any
+) -> list[_Way]:
+    ways = []
+    for name, tensor in placed.items():
+        begin = _address(arrays[name].data) - _address(data)
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        ways.append(_Way(begin, begin + len(arrays[name].data), flat))
+    return sorted(ways, key=lambda way: way.begin)
+
+
+def _address(array: Any) -> int:
+    address: int = array.ctypes.data if isinstance(array, np.ndarray) else array.data_ptr()
+    return address
+
+
+def _arrays(saved: Any) -> Iterator[Any]:
+    """All arrays in there."""
+    if is_array(saved):
+        yield saved
+    elif isinstance(saved, dict | list | tuple):
+        for value in saved.values() if isinstance(saved, dict) else saved:
+            yield from _arrays(value)
+
+
+def _pairs(torch: Any, value: Any, saved: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Arrays that were saved, each with the tensor that it belongs in, or None, and the device."""
+    if is_array(value):
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and fits(value, saved):
+            yield saved, value.detach(), value.device
+    elif callable(getattr(value, "load_state_dict", None)):
+        own = value.state_dict() if callable(getattr(value, "state_dict", None)) else None
+        yield from _pairs(torch, own, saved)
+        yield from _to_come(torch, value, own, saved)
+    elif isinstance(value, Mapping) and isinstance(saved, dict):
+        for key in (key for key in value if key in saved):
+            yield from _pairs(torch, value[key], saved[key])
+    elif isinstance(value, list | tuple) and isinstance(saved, list | tuple):
+        for one, other in zip(value, saved, strict=False):  # of another length: it does not fit
+            yield from _pairs(torch, one, other)
+
+
+def _to_come(torch: Any, optimizer: Any, own: Any, saved: Any) -> Iterator[tuple[Any, None, Any]]:
+    """What an optimizer of torch that has made no step will take to the devices of its parameters."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or own["state"]:
+        return
+    try:
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        states = saved["state"]
+        parameters = list(chain.from_iterable(g["params"] for g in optimizer.param_groups))
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for key, array in states.get(number, {}).items():
+                if key != "step" and isinstance(array, torch.Tensor):
+                    yield array, None, parameter.device
+    except (LookupError, TypeError, AttributeError, ValueError):
+        return  # load_state_dict says what is wrong
