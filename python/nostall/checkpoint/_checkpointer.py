@@ -20,7 +20,7 @@ from nostall.base._sizes import parse_size
 from nostall.checkpoint import _format as files
 from nostall.checkpoint._background import BackgroundWriter
 from nostall.checkpoint._begin import begin, undrained
-from nostall.checkpoint._device import DeviceCopies, DeviceWindow
+from nostall.checkpoint._device import DeviceCopies, DeviceWindow, Pace
 from nostall.checkpoint._landing import Landing
 from nostall.checkpoint._nodes import Held
 from nostall.checkpoint._options import (
@@ -146,6 +146,7 @@ class Checkpointer:
         self._history: deque[Saved] = deque(maxlen=1000)
         self._window: SaveWindow | DeviceWindow | None = None
         self._device_streams: dict[Any, Any] = {}  # of copies, by device
+        self._device_paces: dict[Any, Pace] = {}
         self._unsteady: set[str] = set()  # arrays that were seen to change within windows
         self._window_seconds: float | None = None
         self._optimizers: list[Any] = []
@@ -305,13 +306,13 @@ class Checkpointer:
 
     def _snapshot(self, state: Any, job: Job, window: bool, now: bool) -> _native.Snapshot | None:
         """Begins the snapshot of the job; the caller finishes the one that is returned."""
-        copies = DeviceCopies(self._device_streams)
+        copies = DeviceCopies(self._device_streams, self._device_paces)
         tree, leaves = encode(state, copies.host)
         if copies:
             torch, late = sys.modules["torch"], self._late(copies, leaves) if window else ()
             leaves = copies.enqueue(torch, leaves, late)
             if window:
-                job.window = self._window = copies.window(torch, leaves, late, self._unsteady)
+                job.window = self._window = copies.window(leaves, self._unsteady)
             window = now = False
         guarded = guarded_addresses(leaves, self._optimizers, self._unsteady) if window else None
         leaves = files.layout(leaves, guarded)
@@ -343,6 +344,8 @@ class Checkpointer:
                 job.arriving = copies
                 before = "an update" if job.window is not None else "its next work"
                 job.saved.copying = f"from the device, before {before}"
+                if copies.why:
+                    job.saved.copying += f": {copies.why}"
         except BaseException:
             self._window = None
             snapshot.finish()  # no thread reads the leaves any more

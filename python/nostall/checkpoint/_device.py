@@ -3,16 +3,19 @@
 `save` enqueues their copies to page-locked memory on a stream of their own, behind what the training
 has enqueued before. No thread of the training waits. What it enqueues afterwards waits for the copies
 on the device: at once, or, in a window, what a step of an optimizer enqueues, for those that it is
-about to change. The writer waits for the copies and takes them into the snapshot, as any other state.
+about to change. Where the bus could not carry all of them in the last window, `save` enqueues what it
+could; the rest is copied on the device just before it is changed, and crosses the bus during the steps
+that follow. The writer waits for the copies and takes them into the snapshot, as any other state.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,27 +28,89 @@ from nostall.checkpoint._window import changes_of, tensors_of, torn_words
 
 _log = logging.getLogger("nostall")
 
-# An event follows copies of so many bytes: an update waits for what it changes, and for little else.
-_PIECE = 16 << 20
+# Of a tensor, in bytes: what is enqueued at once, and how much an event follows.
+_PIECE = 32 << 20
+# Of what the bus carried in the last window: the next one may be shorter.
+_ROOM = 0.9
+
+
+@dataclasses.dataclass
+class _Piece:
+    """Elements of a tensor, and page-locked memory for them; `copied`: an event, once enqueued."""
+
+    source: Any
+    pinned: Any
+    copied: Any = None
 
 
 @dataclasses.dataclass
 class _Copy:
-    """Of a tensor of the device into page-locked memory; `copied` is an event of its piece."""
-
     tensor: Any
     pinned: Any
     changes: int | None
-    copied: Any = None
+    pieces: list[_Piece]
+
+
+class Pace:
+    """How fast the copies of the last window of a device were, and how long it was, on its clock."""
+
+    def __init__(self) -> None:
+        self.rate = self.window = 0.0  # bytes per second, seconds; 0: not known
+        self._bytes = 0
+        self._began: Any = None
+        self._ended: Any = None
+        self._reached: Any = None
+
+    def begin(self, began: Any, ended: Any, size: int) -> None:
+        """Of copies that are enqueued between the two events."""
+        self._began, self._ended, self._bytes = began, ended, size
+        self._reached = None
+
+    def reach(self, torch: Any, stream: Any) -> None:
+        """The first update begins here."""
+        if self._reached is None:
+            self._reached = _moment(torch, stream)
+
+    def look(self) -> None:
+        """Takes the times of the last window, if it is over."""
+        events = (self._began, self._ended, self._reached)
+        if any(event is None or not event.query() for event in events):
+            return
+        self.window = self._began.elapsed_time(self._reached) / 1e3
+        if self._bytes and (seconds := self._began.elapsed_time(self._ended) / 1e3) > 0:
+            self.rate = self._bytes / seconds
+
+
+def choose_early(size: int, rate: float, window: float, free: int) -> tuple[int, str]:
+    """How many of the bytes are copied where they lie, and why no more of them.
+
+    Args:
+        size: of what an update changes.
+        rate: of the bus in bytes per second; 0: not known.
+        window: seconds until the update; 0: not known.
+        free: bytes of the device that nothing has. A step's memory was had once when an update
+            comes; half of what is free is left to steps that take more.
+    """
+    early = int(rate * window * _ROOM)
+    if not rate or not window or early >= size:
+        return size, ""
+    if size - early > free // 2:
+        early = size - free // 2
+    if early >= size:
+        return size, "the device has no memory for another copy"
+    return early, f"the bus carries {early >> 20} of {size >> 20} MiB before the update"
 
 
 class DeviceCopies:
-    """Makes the copies of one save; `streams` are kept from save to save, by device."""
+    """Makes the copies of one save; streams and paces are kept from save to save, by device."""
 
-    def __init__(self, streams: dict[Any, Any]) -> None:
-        self._streams = streams
+    def __init__(self, streams: dict[Any, Any], paces: dict[Any, Pace]) -> None:
+        self._streams, self._paces = streams, paces
         self._copies: dict[tuple[Any, ...], _Copy] = {}
-        self._last: list[Any] = []  # events, one for each device
+        self._late: list[_Copy] = []
+        self._lock = threading.Lock()  # which pieces are enqueued: the writer enqueues as well
+        self._torch: Any = None
+        self.why = ""  # not all copies are enqueued by `enqueue`
 
     def __bool__(self) -> bool:
         return bool(self._copies)
@@ -61,7 +126,10 @@ class DeviceCopies:
             memory = pinned(torch, self._streams, tensor.shape, tensor.dtype)
             if memory is None:
                 return tensor.cpu()
-            self._copies[same] = _Copy(tensor, memory, changes_of(tensor))
+            count = max(1, _PIECE // tensor.element_size())
+            parts = zip(tensor.view(-1).split(count), memory.view(-1).split(count), strict=True)
+            pieces = [_Piece(source, target) for source, target in parts]
+            self._copies[same] = _Copy(tensor, memory, changes_of(tensor), pieces)
         return self._copies[same].pinned
 
     def addresses(self, names: Collection[str], leaves: Sequence[Leaf]) -> set[int]:
@@ -71,68 +139,128 @@ class DeviceCopies:
         return {c.tensor.data_ptr() for c in copies if c.pinned.data_ptr() in hosts}
 
     def enqueue(self, torch: Any, leaves: Sequence[Leaf], late: Collection[int] = ()) -> list[Leaf]:
-        """Starts all copies; gives the leaves in memory that nothing but the copies still changes.
+        """Starts the copies; gives the leaves in memory that nothing but the copies still changes.
 
         What the training enqueues next waits for the copies, but for those of tensors at the addresses
-        `late`.
+        `late`: `release` has to be called before these change.
         """
+        self._torch = torch
+        self._late = [c for c in self._copies.values() if c.tensor.data_ptr() in late]
         for device in {c.tensor.device for c in self._copies.values()}:
             side = side_of(torch, self._streams, device)
             current = torch.accelerator.current_stream(device)
             here = [c for c in self._copies.values() if c.tensor.device == device]
-            later = [c for c in here if c.tensor.data_ptr() in late]
             follow(side, current)
-            if now := [c for c in here if c.tensor.data_ptr() not in late]:
-                copied = self._copy(torch, side, now)
+            if now := _pieces(c for c in here if c.tensor.data_ptr() not in late):
+                self._copy(side, now)
                 with waiting(torch, device, "checkpoint"):
-                    hold_back(current, copied)
-            self._last.append(self._copy(torch, side, later) if later else now[-1].copied)
+                    hold_back(current, now[-1].copied)
+            if later := _pieces(c for c in here if c.tensor.data_ptr() in late):
+                self._copy_early(device, side, later)
         filled = {c.pinned.data_ptr() for c in self._copies.values()}
         return [leaf if leaf.address in filled else _kept(leaf) for leaf in leaves]
 
-    def _copy(self, torch: Any, side: Any, copies: Sequence[_Copy]) -> Any:
-        """Enqueues the copies, in pieces; gives the last event."""
-        piece: list[_Copy] = []
-        for copy in copies:
-            with on_stream(torch, side):
-                copy.pinned.copy_(copy.tensor, non_blocking=True)
-            keep_for(copy.tensor, side)
-            piece.append(copy)
-            if copy is copies[-1] or sum(c.tensor.nbytes for c in piece) >= _PIECE:
-                copied = torch.Event(device=side.device)
-                copied.record(side)
-                for each in piece:
-                    each.copied = copied
-                piece = []
-        return copies[-1].copied
+    def _copy_early(self, device: Any, side: Any, pieces: Sequence[_Piece]) -> None:
+        """What can be copied before an update."""
+        pace = self._paces.setdefault(device, Pace())
+        pace.look()
+        size = sum(piece.source.nbytes for piece in pieces)
+        early, why = choose_early(size, pace.rate, pace.window, _free(self._torch, device))
+        self.why = self.why or why
+        ends = itertools.accumulate(piece.source.nbytes for piece in pieces)
+        first = [piece for piece, end in zip(pieces, ends, strict=True) if end <= early]
+        began = _moment(self._torch, side)
+        self._copy(side, first)
+        pace.begin(began, _moment(self._torch, side), sum(piece.source.nbytes for piece in first))
 
-    def window(
-        self, torch: Any, leaves: Sequence[Leaf], late: Collection[int], unsteady: set[str]
-    ) -> DeviceWindow:
+    def _copy(self, side: Any, pieces: Sequence[_Piece]) -> None:
+        """Enqueues the copies, with an event each time so many bytes are."""
+        some: list[_Piece] = []
+        for piece in pieces:
+            with on_stream(self._torch, side):
+                piece.pinned.copy_(piece.source, non_blocking=True)
+            keep_for(piece.source, side)
+            some.append(piece)
+            if piece is pieces[-1] or sum(each.source.nbytes for each in some) >= _PIECE:
+                copied = self._torch.Event(device=side.device)
+                copied.record(side)
+                for each in some:
+                    each.copied = copied
+                some = []
+
+    def release(self, copies: Sequence[_Copy]) -> None:
+        """What the training enqueues next may change these tensors."""
+        for device in {copy.tensor.device for copy in copies}:
+            side, current = self._streams[device], self._torch.accelerator.current_stream(device)
+            self._paces[device].reach(self._torch, current)
+            with self._lock:
+                pieces = _pieces(copy for copy in copies if copy.tensor.device == device)
+                left = [piece for piece in pieces if piece.copied is None]
+                aside: list[_Piece] = []
+                try:
+                    for piece in left:
+                        piece.source = set_aside(piece.source)
+                        aside.append(piece)
+                except RuntimeError:  # no memory: the rest is copied, and waited for, as it is
+                    self._copy(side, left[len(aside) :])
+                there = {piece.copied: None for piece in pieces if piece.copied is not None}
+                if aside:
+                    follow_aside(side, current)
+                    self._copy(side, aside)
+                    for piece in aside:
+                        piece.source = None  # its memory is free once it is copied
+            with waiting(self._torch, device, "checkpoint"):
+                for copied in there:
+                    hold_back(current, copied)
+
+    def window(self, leaves: Sequence[Leaf], unsteady: set[str]) -> DeviceWindow:
         """The window in which updates have to wait for the copies that are late."""
         names: dict[int, str] = {}
         for leaf in leaves:
             names.setdefault(leaf.address, leaf.name)
-        copies = [c for c in self._copies.values() if c.tensor.data_ptr() in late]
-        named = [(names[c.pinned.data_ptr()], c) for c in copies]
-        return DeviceWindow(torch, named, unsteady)
+        named = [(names[c.pinned.data_ptr()], c) for c in self._late]
+        return DeviceWindow(self, named, unsteady)
 
     def take(self, snapshot: _native.Snapshot) -> None:
         """Waits for the copies and makes them the snapshot; without the GIL."""
+        self._copy_the_rest()
         self.await_all()
         snapshot.finish()
         self._copies = {}
 
-    def await_all(self) -> None:
-        for copied in self._last:
+    def _copy_the_rest(self) -> None:
+        """What no update has reached, one piece after the other: an update waits for one at most."""
+        pieces = _pieces(self._late)
+        early = {piece.copied: None for piece in pieces if piece.copied is not None}
+        if all(piece.copied is not None for piece in pieces):
+            return
+        for copied in early:
             copied.synchronize()
+        for copy in self._late:
+            for piece in copy.pieces:
+                with self._lock:
+                    if piece.copied is not None:
+                        continue
+                    self._copy(self._streams[copy.tensor.device], [piece])
+                    copied = piece.copied
+                copied.synchronize()
+
+    def await_all(self) -> None:
+        for copied in {piece.copied: None for piece in _pieces(self._copies.values())}:
+            copied.synchronize()
+
+
+def _pieces(copies: Iterable[_Copy]) -> list[_Piece]:
+    return [piece for copy in copies for piece in copy.pieces]
 
 
 class DeviceWindow:
     """As `SaveWindow`: what an update is about to change is waited for, on the device."""
 
-    def __init__(self, torch: Any, named: Sequence[tuple[str, _Copy]], unsteady: set[str]) -> None:
-        self._torch, self._unsteady = torch, unsteady
+    def __init__(
+        self, copies: DeviceCopies, named: Sequence[tuple[str, _Copy]], unsteady: set[str]
+    ) -> None:
+        self._copies, self._unsteady = copies, unsteady
         self._began = time.perf_counter()
         self._lock = threading.Lock()  # of what follows: the writer looks as well
         self._left: dict[int, list[tuple[str, _Copy]]] = {}
@@ -152,11 +280,9 @@ class DeviceWindow:
 
     def _leave(self, addresses: Sequence[int]) -> None:
         self.torn()
-        left = [copy for address in addresses for _, copy in self._left.get(address, ())]
-        for copied, device in {c.copied: c.tensor.device for c in left}.items():
-            current = self._torch.accelerator.current_stream(device)
-            with waiting(self._torch, device, "checkpoint"):
-                hold_back(current, copied)
+        self._copies.release(
+            [copy for address in addresses for _, copy in self._left.get(address, ())]
+        )
         with self._lock:
             for address in addresses:
                 self._left.pop(address, None)
@@ -185,9 +311,37 @@ def hold_back(current: Any, copied: Any) -> None:
     current.wait_event(copied)
 
 
+def follow_aside(side: Any, current: Any) -> None:
+    """The copies read what was set aside."""
+    side.wait_stream(current)
+
+
+def set_aside(tensor: Any) -> Any:
+    """A copy on the device, before the tensor changes."""
+    return tensor.clone()
+
+
 def keep_for(tensor: Any, side: Any) -> None:
     """The training may drop the tensor: its memory is given to nothing else before it is copied."""
     tensor.record_stream(side)
+
+
+def _moment(torch: Any, stream: Any) -> Any:
+    """An event that has a time; None where there is none."""
+    try:
+        event = torch.Event(device=stream.device, enable_timing=True)
+        event.record(stream)
+    except (RuntimeError, NotImplementedError):
+        return None
+    return event
+
+
+def _free(torch: Any, device: Any) -> int:
+    """Bytes of the device that nothing has."""
+    try:
+        return int(torch.accelerator.get_memory_info(device)[0])
+    except (AttributeError, RuntimeError, NotImplementedError):  # before torch 2.9
+        return 0
 
 
 def _kept(leaf: Leaf) -> Leaf:

@@ -136,7 +136,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
                 state["objects"][str(i)] = torch.load(data, weights_only=False)
             else:
                 state["tensors"][str(i)] = data
-        copies = DeviceCopies(self._streams)  # of all tensors on a device at once, and one wait
+        copies = DeviceCopies(self._streams, {})  # of all tensors on a device at once, and one wait
         tree, leaves = encode(state, copies.host)
         if copies:
             leaves = copies.enqueue(torch, leaves)

@@ -232,6 +232,94 @@ def case_a_save_is_waited_for_on_the_devices_clock() -> None:
     assert waits["seconds"] == pytest.approx(0.010 + 0.006)
 
 
+def several_steps(free: bool = True) -> tuple[list[str], float]:
+    """Two saves of what the bus carries in 10 ms, in steps of 4 ms; reports, and what steps waited."""
+    import simdev
+
+    with (
+        cases.recorded(),
+        mock.patch.object(_device, "_PIECE", COUNT * 4 // 5),
+        checkpointer() as made,
+    ):
+        copying, stream = begun(made), torch.accelerator.current_stream()
+        weight = torch.nn.Parameter(torch.zeros(COUNT, device="simdev"))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        made.attach(optimizer)
+        weight.grad = torch.full_like(weight, -1)
+        other, early = torch.zeros(1, device="simdev"), []
+        simdev.speed(0.002, stream=copying)
+        if not free:
+            simdev.capacity(torch.accelerator.memory_allocated())
+        for first in (0, 3):
+            with _device_clock.waiting(torch, stream.device, "input"):
+                pass
+            with simdev.held(copying):
+                saved = made.save({"weight": weight}, first, window=True)
+                for _ in range(3):
+                    simdev.speed(0.004)
+                    simdev.call("compute", other, lambda host: None)
+                    simdev.speed(0)
+                    optimizer.step()
+                    if free:  # of the size of what was set aside
+                        early.append(torch.zeros(COUNT // 5, device="simdev"))
+            made.wait()
+        _device_clock.end_step(torch, stream.device)
+        _device_clock.settle()
+        if not (reports := simdev.reports()):
+            assert weight.detach().eq(6).all().item()
+            assert all(made.restore(first).state["weight"].eq(first).all() for first in (0, 3))
+        words = "the bus carries 0 of 0 MiB before" if free else "no memory for another copy"
+        assert words in saved.copying
+        return reports, _device_clock.waits_of(stream.device)["checkpoint"]
+
+
+def case_a_copy_takes_several_steps() -> None:
+    """The first update waits for 6 ms; the second, whose window is known to be short, not at all."""
+    assert several_steps() == ([], pytest.approx(0.006))
+
+
+def case_without_memory_for_a_copy_on_the_device() -> None:
+    assert several_steps(free=False) == ([], pytest.approx(0.012))
+
+    def refused(tensor: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("none")
+
+    with mock.patch.object(_device, "set_aside", refused):
+        assert several_steps() == ([], pytest.approx(0.012))
+
+
+def case_without_the_copy_on_the_device() -> None:
+    with mock.patch.object(_device, "set_aside", lambda tensor: tensor):
+        assert any("no event" in line for line in several_steps()[0])
+
+
+def case_without_the_wait_for_the_copy_on_the_device() -> None:
+    with mock.patch.object(_device, "follow_aside", lambda side, current: None):
+        assert any("no event" in line for line in several_steps()[0])
+
+
+def case_without_record_stream_of_the_copy_on_the_device() -> None:
+    with mock.patch.object(_device, "keep_for", lambda tensor, side: None):
+        assert any("no event" in line for line in several_steps()[0])
+
+
+def case_without_an_update_the_writer_copies_the_rest() -> None:
+    import simdev
+
+    with checkpointer() as made, mock.patch.object(_device, "_PIECE", COUNT * 4 // 5):
+        stream = begun(made)
+        pace = made._device_paces[stream.device] = _device.Pace()
+        pace.rate, pace.window = 1e4, 1.0  # 9 of 20 kB
+        weight = torch.nn.Parameter(torch.ones(COUNT, device="simdev"))
+        saved = made.save({"weight": weight}, 1, window=True)
+        saved.wait("fast")
+        with torch.no_grad():
+            made.before_update()
+            weight.add_(1)
+        assert made.restore().state["weight"].eq(1).all()
+    assert simdev.reports() == []
+
+
 def long_state() -> dict[str, Any]:
     """Of several blocks, on two devices and the host."""
     return {
@@ -463,7 +551,7 @@ def dropped_at_once() -> list[str]:
     import simdev
 
     stream, other = torch.Stream(device="simdev"), torch.Stream(device="simdev")
-    copies = _device.DeviceCopies({torch.device("simdev", 0): stream})
+    copies = _device.DeviceCopies({torch.device("simdev", 0): stream}, {})
     with other:
         weights = torch.ones(COUNT, device="simdev")
     torch.accelerator.current_stream().wait_stream(other)
