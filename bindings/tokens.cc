@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "arrays.h"
+#include "base/node_once.h"
 #include "module.h"
 #include "source/index.h"
 #include "tokens/units.h"
@@ -54,6 +55,12 @@ tokens::Index described(const StoragePtr& storage, std::string stamp, uint32_t w
   return index;
 }
 
+// For work without the GIL that may take long: Python's exception if the user interrupts.
+void look_at_signals() {
+  const nb::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
 tokens::Long long_named(const std::string& name) {
   if (name == "cut") return tokens::Long::cut;
   if (name == "split") return tokens::Long::split;
@@ -79,6 +86,31 @@ plan::LongDocuments packed_long(const std::string& name) {
       break;
   }
   return plan::LongDocuments::refuse;
+}
+
+// (the index, what gives it to other processes of the node for as long as it lives).
+std::pair<tokens::Index, std::shared_ptr<NodeOnce>> index_once(const std::string& key,
+                                                               const nb::callable& make,
+                                                               double patience) {
+  auto once = std::make_shared<NodeOnce>(key);
+  std::optional<tokens::Index> made;
+  const auto found = [&] {
+    {
+      const nb::gil_scoped_acquire gil;
+      made = nb::cast<tokens::Index>(make());
+    }
+    try {
+      return tokens::share_index(*made);
+    } catch (const Error&) {
+      return std::vector<Descriptor>();  // each process keeps its own
+    }
+  };
+  without_gil([&] {
+    const auto& files = once->get(
+        found, std::chrono::nanoseconds(static_cast<int64_t>(patience * 1e9)), look_at_signals);
+    if (!made) made = tokens::shared_index(files).take();
+  });
+  return {*std::move(made), std::move(once)};
 }
 
 void bind_index(nb::module_& m) {
@@ -143,6 +175,11 @@ void bind_index(nb::module_& m) {
       },
       nb::arg("storage"), nb::arg("stamp"), nb::arg("width"), nb::arg("file"), nb::arg("offset"),
       nb::arg("tokens"), nb::arg("begins"), "Documents that begin at these tokens.");
+  nb::class_<NodeOnce>(m, "NodeOnce", "What a node makes once (native/base/node_once.h).")
+      .def_prop_ro("made", &NodeOnce::made, "Whether this process made it.");
+  m.def("token_index_once", index_once, nb::arg("key"), nb::arg("make"), nb::arg("patience"),
+        "What `make` returns, called in one process of the node, and what keeps it for the others; "
+        "`patience` in seconds.");
   m.def(
       "scan_tokens",
       [](const StoragePtr& storage, std::string stamp, uint32_t width, const Column<uint32_t>& file,
@@ -285,11 +322,9 @@ void bind_tokens(nb::module_& m) {
       "token_packed",
       [](const StreamPtr& stream, uint32_t capacity, const std::string& packing,
          const std::string& longer, uint64_t seed, bool overlap, uint32_t fields) {
-        const tokens::Documents& documents = stream->documents();
-        std::vector<uint32_t> lengths(documents.size());
-        for (uint64_t i = 0; i < lengths.size(); ++i) lengths[i] = documents.length(i);
         const plan::PackSpec spec{capacity, packing_named(packing), packed_long(longer), seed};
-        return std::make_shared<UnitSource>(stream, plan::pack(lengths, spec), overlap, fields);
+        return std::make_shared<UnitSource>(
+            stream, tokens::packed(stream->documents(), spec, look_at_signals), overlap, fields);
       },
       nb::arg("stream"), nb::arg("capacity"), nb::arg("packing"), nb::arg("longer"),
       nb::arg("seed"), nb::arg("overlap"), nb::arg("fields"),

@@ -5,9 +5,12 @@
 #include "plan/packing.h"
 
 #include <bit>
+#include <cstring>
 #include <limits>
 #include <string>
+#include <vector>
 
+#include "base/crc32c.h"
 #include "base/error.h"
 #include "base/fnv.h"
 #include "plan/permutation.h"
@@ -130,27 +133,94 @@ class Rooms {
   std::vector<uint64_t> filled_;            // a bit for each room that has groups
 };
 
-void concatenate(std::span<const uint32_t> lengths, const PackSpec& spec, Units& units) {
-  uint32_t filled = 0;
-  in_seeded_order(lengths, spec.seed, [&](uint32_t document) {
-    const uint32_t end = spec.longer == LongDocuments::cut
-                             ? std::min(lengths[document], spec.capacity)
-                             : lengths[document];
-    for (uint32_t begin = 0; begin < end;) {
-      const uint32_t taken = std::min(end - begin, spec.capacity - filled);
-      units.pieces.push_back({document, begin});
-      begin += taken;
-      filled += taken;
-      if (filled == spec.capacity) {
-        units.begins.push_back(units.pieces.size());
-        filled = 0;
-      }
-    }
-  });
-  if (filled > 0) units.begins.push_back(units.pieces.size());
+// The beginning of a block. Tables follow: begins, filled, pieces, each with room for as many as
+// there can be; memory that is not written to takes none.
+struct Head {
+  static constexpr uint64_t kMagic = 0x314b43415054534e;  // "NSTPACK1"
+  uint64_t magic = kMagic;
+  uint64_t units = 0, pieces = 0, tokens = 0;
+  uint64_t most_units = 0, most_pieces = 0;
+  uint32_t capacity = 0, longer = 0;
+  uint32_t checksum = 0, version = kPackingVersion;
+
+  uint64_t begins_at() const noexcept { return sizeof(Head); }
+  uint64_t filled_at() const noexcept { return begins_at() + 8 * (most_units + 1); }
+  uint64_t pieces_at() const noexcept { return filled_at() + sizeof(Units::Filled) * most_units; }
+  uint64_t bytes() const noexcept { return pieces_at() + sizeof(Piece) * most_pieces; }
+};
+
+template <typename T>
+T* table(const SealedMemory& block, uint64_t at) noexcept {
+  return reinterpret_cast<T*>(block.data() + at);
 }
 
-void fit(std::span<const uint32_t> lengths, const PackSpec& spec, bool splits, Units& units) {
+uint32_t checksum_of(const Units& units) noexcept {
+  uint32_t sum = crc32c(std::as_bytes(units.begins));
+  sum = crc32c(std::as_bytes(units.contents), sum);
+  return crc32c(std::as_bytes(units.pieces), sum);
+}
+
+// Writes units one after the other.
+class Writer {
+ public:
+  Writer(const SealedMemory& block, const Head& head)
+      : begins_(table<uint64_t>(block, head.begins_at())),
+        filled_(table<Units::Filled>(block, head.filled_at())),
+        pieces_(table<Piece>(block, head.pieces_at())) {}
+
+  // `open`: the document goes on behind its `length` tokens.
+  void piece(uint32_t document, uint32_t begin, uint32_t length, bool open) noexcept {
+    pieces_[written_++] = {document, begin};
+    unit_.tokens += length;
+    unit_.open += open ? 1 : 0;
+  }
+  void end_unit() noexcept {
+    filled_[units_++] = unit_;
+    begins_[units_] = written_;
+    unit_ = {};
+  }
+  uint32_t filled() const noexcept { return unit_.tokens; }
+  uint64_t units() const noexcept { return units_; }
+  uint64_t pieces() const noexcept { return written_; }
+
+ private:
+  uint64_t* begins_;
+  Units::Filled* filled_;
+  Piece* pieces_;
+  Units::Filled unit_;
+  uint64_t units_ = 0, written_ = 0;
+};
+
+void concatenate(std::span<const uint32_t> lengths, const PackSpec& spec, Writer& out) {
+  in_seeded_order(lengths, spec.seed, [&](uint32_t document) {
+    const uint32_t length = lengths[document];
+    const uint32_t end =
+        spec.longer == LongDocuments::cut ? std::min(length, spec.capacity) : length;
+    for (uint32_t begin = 0; begin < end;) {
+      const uint32_t taken = std::min(end - begin, spec.capacity - out.filled());
+      out.piece(document, begin, taken, begin + taken < length);
+      begin += taken;
+      if (out.filled() == spec.capacity) out.end_unit();
+    }
+  });
+  if (out.filled() > 0) out.end_unit();
+}
+
+// Units that one document fills alone.
+void fill_alone(std::span<const uint32_t> lengths, const PackSpec& spec, Writer& out) {
+  for (size_t document = 0; document < lengths.size(); ++document) {
+    const uint32_t length = lengths[document];
+    if (length <= spec.capacity) continue;
+    for (uint32_t i = 0; i < length / spec.capacity; ++i) {
+      const uint32_t begin = i * spec.capacity;
+      out.piece(static_cast<uint32_t>(document), begin, spec.capacity,
+                length - begin > spec.capacity);
+      out.end_unit();
+    }
+  }
+}
+
+void fit(std::span<const uint32_t> lengths, const PackSpec& spec, bool splits, Writer& out) {
   std::vector<uint64_t> counts(uint64_t{spec.capacity} + 1);
   for (const uint32_t length : lengths) ++counts[rest_of(length, spec)];
   counts[0] = 0;
@@ -169,21 +239,64 @@ void fit(std::span<const uint32_t> lengths, const PackSpec& spec, bool splits, U
   Rooms(counts).each([&](const std::vector<Rooms::Link>& contents, uint64_t count) {
     for (uint64_t unit = 0; unit < count; ++unit) {
       for (const Rooms::Link& link : contents) {
+        const bool cut = spec.longer == LongDocuments::cut && link.length == spec.capacity;
         for (uint32_t i = 0; i < link.times; ++i) {
           const uint32_t document = sorted[next[link.length]++];
-          units.pieces.push_back({document, splits ? lengths[document] - link.length : 0});
+          const uint32_t begin = splits ? lengths[document] - link.length : 0;
+          out.piece(document, begin, link.length, cut && lengths[document] > link.length);
         }
       }
-      units.begins.push_back(units.pieces.size());
+      out.end_unit();
     }
   });
 }
 
 void fail(const std::string& what) { throw Error(ErrorKind::usage, what); }
 
+Units view(const SealedMemory& block, const Head& head) {
+  Units units;
+  units.capacity = head.capacity;
+  units.longer = static_cast<LongDocuments>(head.longer);
+  units.checksum = head.checksum;
+  units.tokens = head.tokens;
+  units.begins = {table<uint64_t>(block, head.begins_at()), head.units + 1};
+  units.contents = {table<Units::Filled>(block, head.filled_at()), head.units};
+  units.pieces = {table<Piece>(block, head.pieces_at()), head.pieces};
+  return units;
+}
+
+// What is known before anything is packed.
+struct Sums {
+  uint64_t tokens = 0;
+  uint64_t documents = 0, alone = 0;  // documents with tokens, and units that one fills alone
+  bool splits = false;
+};
+
+Sums sums_of(std::span<const uint32_t> lengths, const PackSpec& spec) {
+  Sums sums;
+  for (size_t document = 0; document < lengths.size(); ++document) {
+    const uint32_t length = lengths[document];
+    sums.documents += length > 0;
+    sums.tokens += length;
+    if (length <= spec.capacity) continue;
+    if (spec.longer == LongDocuments::refuse) {
+      fail("document " + std::to_string(document) + " has " + std::to_string(length) +
+           " tokens, more than the " + std::to_string(spec.capacity) +
+           " of a unit: split or cut long documents, or make units longer");
+    }
+    if (spec.longer == LongDocuments::cut) {
+      sums.tokens -= length - spec.capacity;
+    } else {
+      sums.splits = true;
+      sums.alone += length / spec.capacity;
+    }
+  }
+  return sums;
+}
+
 }  // namespace
 
-Units pack(std::span<const uint32_t> lengths, const PackSpec& spec) {
+std::unique_ptr<SealedMemory> pack_block(std::span<const uint32_t> lengths, const PackSpec& spec) {
   if (spec.capacity == 0 || spec.capacity > kMostCapacity) {
     fail("units have room for 1 to " + std::to_string(kMostCapacity) + " tokens, not " +
          std::to_string(spec.capacity));
@@ -192,42 +305,51 @@ Units pack(std::span<const uint32_t> lengths, const PackSpec& spec) {
     fail(std::to_string(lengths.size()) + " documents are more than are packed together: at most " +
          std::to_string(KeyedPermutation::kFillBelow - 1) + ". Pack parts of the data set");
   }
-  Units units{spec.capacity, spec.longer, 0, {0}, {}};
-  uint64_t documents = 0, filled = 0;  // documents with tokens, and units that one fills alone
-  bool splits = false;
-  for (size_t document = 0; document < lengths.size(); ++document) {
-    const uint32_t length = lengths[document];
-    documents += length > 0;
-    units.tokens += length;
-    if (length <= spec.capacity) continue;
-    if (spec.longer == LongDocuments::refuse) {
-      fail("document " + std::to_string(document) + " has " + std::to_string(length) +
-           " tokens, more than the " + std::to_string(spec.capacity) +
-           " of a unit: split or cut long documents, or make units longer");
-    }
-    if (spec.longer == LongDocuments::cut) {
-      units.tokens -= length - spec.capacity;
-    } else {
-      splits = true;
-      filled += length / spec.capacity;
-    }
-  }
-  // Address space that is not written to takes no memory.
-  units.pieces.reserve(documents + filled + units.tokens / spec.capacity);
-  units.begins.reserve(std::min(units.tokens, documents + filled) + 2);
+  const Sums sums = sums_of(lengths, spec);
+  Head head;
+  head.capacity = spec.capacity;
+  head.longer = static_cast<uint32_t>(spec.longer);
+  head.tokens = sums.tokens;
+  head.most_pieces = sums.documents + sums.alone + sums.tokens / spec.capacity;
+  head.most_units = std::min(sums.tokens, sums.documents + sums.alone) + 1;
+  auto block = std::make_unique<SealedMemory>("nostall-packing", head.bytes());
+  Writer out(*block, head);
   if (spec.packing == Packing::concatenate) {
-    concatenate(lengths, spec, units);
-    return units;
+    concatenate(lengths, spec, out);
+  } else {
+    if (sums.splits) fill_alone(lengths, spec, out);
+    fit(lengths, spec, sums.splits, out);
   }
-  for (size_t document = 0; splits && document < lengths.size(); ++document) {
-    if (lengths[document] <= spec.capacity) continue;
-    for (uint32_t i = 0; i < lengths[document] / spec.capacity; ++i) {
-      units.pieces.push_back({static_cast<uint32_t>(document), i * spec.capacity});
-      units.begins.push_back(units.pieces.size());
+  head.units = out.units();
+  head.pieces = out.pieces();
+  std::memcpy(block->data(), &head, sizeof head);
+  head.checksum = checksum_of(view(*block, head));
+  std::memcpy(block->data(), &head, sizeof head);
+  return block;
+}
+
+Units Units::of(std::shared_ptr<const SealedMemory> block) {
+  Head head;
+  const Head expected;
+  if (block->size() >= sizeof head) std::memcpy(&head, block->data(), sizeof head);
+  // Numbers of units and pieces are compared first: sums of them must not wrap around.
+  const uint64_t most = block->size();
+  const bool sound = block->size() >= sizeof head && head.magic == expected.magic &&
+                     head.version == expected.version && head.most_units < most &&
+                     head.most_pieces < most && head.units <= head.most_units &&
+                     head.pieces <= head.most_pieces && head.bytes() <= block->size();
+  if (sound) {
+    Units units = view(*block, head);
+    if (checksum_of(units) == head.checksum) {
+      units.block = std::move(block);
+      return units;
     }
   }
-  fit(lengths, spec, splits, units);
-  return units;
+  throw Error(ErrorKind::corruption, "what another process shares is no packing of documents");
+}
+
+Units pack(std::span<const uint32_t> lengths, const PackSpec& spec) {
+  return Units::of(pack_block(lengths, spec));
 }
 
 uint64_t fingerprint(const PackSpec& spec) noexcept {

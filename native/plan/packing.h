@@ -4,13 +4,16 @@
 // of all documents are known, so packing is a decision over the whole data set, a pure function of
 // (lengths, PackSpec): the same units on every rank and every machine (docs/formats/units.md).
 // Best fit costs one pass to count lengths and one to write; it counts rooms of units and searches
-// none. Memory beside the result: 4 bytes a document. Thread-safety: values and pure functions.
+// none. Memory beside the result: 4 bytes a document. The result is one block without addresses, of
+// which a node needs one copy. Thread-safety: values and pure functions.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <span>
-#include <vector>
+
+#include "base/sealed.h"
 
 namespace nostall::plan {
 
@@ -50,15 +53,27 @@ struct Piece {
 };
 
 struct Units {
+  // What is in a unit.
+  struct Filled {
+    uint32_t tokens = 0;
+    uint32_t open = 0;  // pieces that end before their document does
+    bool operator==(const Filled&) const = default;
+  };
+  // The block of such units. Throws Error(corruption) if it is none.
+  static Units of(std::shared_ptr<const SealedMemory> block);
+
   uint32_t capacity = 0;
   LongDocuments longer = LongDocuments::split;
-  uint64_t tokens = 0;           // of all pieces
-  std::vector<uint64_t> begins;  // unit u has the pieces [begins[u], begins[u + 1])
-  std::vector<Piece> pieces;
+  uint32_t checksum = 0;             // of the three tables
+  uint64_t tokens = 0;               // of all pieces
+  std::span<const uint64_t> begins;  // unit u has the pieces [begins[u], begins[u + 1])
+  std::span<const Filled> contents;  // of each unit
+  std::span<const Piece> pieces;
+  std::shared_ptr<const SealedMemory> block;  // where the tables lie
 
-  uint64_t size() const noexcept { return begins.size() - 1; }
+  uint64_t size() const noexcept { return contents.size(); }
   std::span<const Piece> operator[](uint64_t unit) const noexcept {
-    return std::span(pieces).subspan(begins[unit], begins[unit + 1] - begins[unit]);
+    return pieces.subspan(begins[unit], begins[unit + 1] - begins[unit]);
   }
   // Tokens of a piece: of a document with `length` tokens, after `filled` tokens of its unit.
   uint32_t length_of(Piece piece, uint32_t length, uint32_t filled) const noexcept {
@@ -74,6 +89,8 @@ struct Units {
 
 // Empty documents are in no unit. Throws Error(usage) for a capacity of 0 or beyond kMostCapacity, 2^31
 // documents or more, and for a long document that is to be refused, by its number and length.
+// The block, not yet sealed.
+std::unique_ptr<SealedMemory> pack_block(std::span<const uint32_t> lengths, const PackSpec& spec);
 Units pack(std::span<const uint32_t> lengths, const PackSpec& spec);
 
 // 64-bit hash of everything beside the lengths that decides the units.

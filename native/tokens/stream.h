@@ -79,6 +79,10 @@ struct Index {
 
 std::vector<std::byte> serialize_index(const Index& index);
 Result<Index> parse_index(std::span<const std::byte> bytes);
+// An index for other processes of this release, of whose documents the node has one copy: files that
+// nothing can change. Throws Error(io) if there can be none; Error(corruption) if files are no index.
+std::vector<Descriptor> share_index(const Index& index);
+Result<Index> shared_index(std::span<const Descriptor> files);
 
 // Finds the documents of extents by reading them once, from up to `threads` threads: one begins with
 // every extent, and behind every id that is `end`. Throws Error(corruption), with file and place, for

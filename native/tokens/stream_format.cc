@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "base/crc32c.h"
+#include "base/sealed.h"
 #include "tokens/stream.h"
 
 namespace nostall::tokens {
@@ -81,12 +82,11 @@ Error damaged(const std::string& what) {
   return Error(ErrorKind::corruption, "the stored index is damaged: " + what);
 }
 
-}  // namespace
-
-std::vector<std::byte> serialize_index(const Index& index) {
+// All but the low halves of the numbers of documents, and the checksum.
+Writer written_head(const Index& index, size_t room) {
   Writer w;
   const Documents& documents = *index.documents;
-  w.out.reserve(documents.low().size_bytes() + 4096);
+  w.out.reserve(room + 4096);
   w.number(kTokensMagic);
   w.number(kVersion);
   w.number(index.width);
@@ -106,7 +106,69 @@ std::vector<std::byte> serialize_index(const Index& index) {
     w.number(e.tokens);
   }
   w.array(documents.blocks());
-  w.array(documents.low());
+  return w;
+}
+
+struct Head {
+  Index index;
+  uint64_t tokens = 0, documents = 0;
+  std::vector<uint64_t> blocks;
+};
+
+// `p` then stands at the low halves.
+Result<Head> parse_head(Parser& p) {
+  Head head;
+  if (p.number<uint32_t>() != kTokensMagic) return damaged("wrong magic");
+  if (const auto version = p.number<uint32_t>(); version != kVersion) {
+    return Error(ErrorKind::corruption, "the stored index has version " + std::to_string(version) +
+                                            ", this release reads " + std::to_string(kVersion));
+  }
+  head.index.width = p.number<uint32_t>();
+  const uint32_t width = head.index.width;
+  if (width != 1 && width != 2 && width != 4 && width != 8) {
+    return damaged("ids of " + std::to_string(width) + " bytes");
+  }
+  const auto files = p.number<uint32_t>();
+  const auto extents = p.number<uint64_t>();
+  head.tokens = p.number<uint64_t>();
+  head.documents = p.number<uint64_t>();
+  if (head.tokens > kMostTokens) return damaged("too many tokens");
+  head.index.stamp = p.text();
+  for (uint32_t i = 0; i < files && p.ok(); ++i) {
+    records::StorageFile f;
+    f.path = p.text();
+    f.size = p.number<uint64_t>();
+    f.mtime_ns = p.number<int64_t>();
+    head.index.files.push_back(std::move(f));
+  }
+  for (uint64_t i = 0; i < extents && p.ok(); ++i) {
+    Extent e;
+    e.file = p.number<uint32_t>();
+    e.offset = p.number<uint64_t>();
+    e.tokens = p.number<uint64_t>();
+    if (e.file >= files || e.tokens > head.tokens) return damaged("an extent is in no file");
+    head.index.extents.push_back(e);
+  }
+  head.blocks = p.array<uint64_t>((head.tokens >> 32) + 2);
+  return head;
+}
+
+Result<Index> with_documents(Head head, std::unique_ptr<Shareable> low) {
+  try {
+    head.index.documents =
+        std::make_shared<const Documents>(std::move(low), std::move(head.blocks), head.tokens);
+  } catch (const Error& error) {
+    return damaged(error.what());
+  }
+  return std::move(head.index);
+}
+
+}  // namespace
+
+std::vector<std::byte> serialize_index(const Index& index) {
+  const auto low = index.documents->low();
+  Writer w = written_head(index, low.size_bytes());
+  w.array(low);
   w.number(crc32c(w.out));
   return std::move(w.out);
 }
@@ -114,54 +176,50 @@ std::vector<std::byte> serialize_index(const Index& index) {
 Result<Index> parse_index(std::span<const std::byte> bytes) {
   if (bytes.size() < 12) return damaged("it is too short");
   const auto content = bytes.first(bytes.size() - 4);
-  Parser p(content);
-  if (p.number<uint32_t>() != kTokensMagic) return damaged("wrong magic");
+  if (Parser(bytes).number<uint32_t>() != kTokensMagic) return damaged("wrong magic");
   if (Parser(bytes.last(4)).number<uint32_t>() != crc32c(content)) {
     return damaged("wrong checksum");
   }
-  if (const auto version = p.number<uint32_t>(); version != kVersion) {
-    return Error(ErrorKind::corruption, "the stored index has version " + std::to_string(version) +
-                                            ", this release reads " + std::to_string(kVersion));
-  }
-  Index index;
-  index.width = p.number<uint32_t>();
-  if (index.width != 1 && index.width != 2 && index.width != 4 && index.width != 8) {
-    return damaged("ids of " + std::to_string(index.width) + " bytes");
-  }
-  const auto files = p.number<uint32_t>();
-  const auto extents = p.number<uint64_t>(), tokens = p.number<uint64_t>(),
-             documents = p.number<uint64_t>();
-  if (tokens > kMostTokens) return damaged("too many tokens");
-  index.stamp = p.text();
-  for (uint32_t i = 0; i < files && p.ok(); ++i) {
-    records::StorageFile f;
-    f.path = p.text();
-    f.size = p.number<uint64_t>();
-    f.mtime_ns = p.number<int64_t>();
-    index.files.push_back(std::move(f));
-  }
-  for (uint64_t i = 0; i < extents && p.ok(); ++i) {
-    Extent e;
-    e.file = p.number<uint32_t>();
-    e.offset = p.number<uint64_t>();
-    e.tokens = p.number<uint64_t>();
-    if (e.file >= files || e.tokens > tokens) return damaged("an extent is in no file");
-    index.extents.push_back(e);
-  }
-  auto blocks = p.array<uint64_t>((tokens >> 32) + 2);
-  const auto stored = p.array_bytes<uint32_t>(documents);
+  Parser p(content);
+  auto head = parse_head(p);
+  if (!head) return head.error();
+  const auto stored = p.array_bytes<uint32_t>(head.value().documents);
   if (!p.ok() || p.left() != 0) return damaged("its length is wrong");
   std::unique_ptr<Shareable> low;
   if (!stored.empty()) {
     low = std::make_unique<Shareable>(stored.size());
     std::memcpy(low->data(), stored.data(), stored.size());
   }
-  try {
-    index.documents = std::make_shared<const Documents>(std::move(low), std::move(blocks), tokens);
-  } catch (const Error& error) {
-    return damaged(error.what());
+  return with_documents(std::move(head).take(), std::move(low));
+}
+
+std::vector<Descriptor> share_index(const Index& index) {
+  std::vector<Descriptor> files;
+  const Writer w = written_head(index, 0);
+  SealedMemory head("nostall-index", w.out.size());
+  std::memcpy(head.data(), w.out.data(), w.out.size());
+  files.push_back(head.seal());
+  if (Shareable* const low = index.documents->shareable()) files.push_back(low->share().take());
+  return files;
+}
+
+Result<Index> shared_index(std::span<const Descriptor> files) {
+  if (files.empty() || files.size() > 2) return damaged("it is not shared so");
+  const SealedMemory first(files[0]);
+  Parser p({first.data(), first.size()});
+  auto head = parse_head(p);
+  if (!head) return head.error();
+  std::unique_ptr<Shareable> low;
+  if (files.size() == 2) {
+    const SealedMemory second(files[1]);
+    low = std::make_unique<Shareable>(second.size());
+    std::memcpy(low->data(), second.data(), second.size());
+    low->adopt(files[1]);
   }
-  return index;
+  if (!p.ok() || p.left() != 0 || head.value().documents != (low ? low->size() / 4 : 0)) {
+    return damaged("its length is wrong");
+  }
+  return with_documents(std::move(head).take(), std::move(low));
 }
 
 }  // namespace nostall::tokens

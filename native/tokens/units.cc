@@ -2,13 +2,18 @@
 #include "tokens/units.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 #include "base/crc32c.h"
 #include "base/fnv.h"
+#include "base/node_once.h"
 
 namespace nostall::tokens {
 namespace {
+
+// For a process that plans a packing: of 2^31 documents some minutes.
+constexpr std::chrono::minutes kPatience{10};
 
 [[noreturn]] void usage(const std::string& what) { throw Error(ErrorKind::usage, what); }
 
@@ -118,6 +123,34 @@ Pieces whole_documents(const Documents& documents, uint64_t length, Long longer)
   return made;
 }
 
+plan::Units packed(const Documents& documents, const plan::PackSpec& spec,
+                   const std::function<void()>& waiting) {
+  const auto plan = [&] {
+    std::vector<uint32_t> lengths(documents.size());
+    for (uint64_t d = 0; d < lengths.size(); ++d) lengths[d] = documents.length(d);
+    return plan::pack_block(lengths, spec);
+  };
+  if (documents.size() < kPackedOnce) return plan::Units::of(plan());
+  // Gives the block to other processes for as long as it is used here.
+  struct Shared {
+    explicit Shared(const std::string& key) : once(key) {}
+    NodeOnce once;
+    std::unique_ptr<SealedMemory> block;
+  };
+  const uint64_t key =
+      Fnv(plan::fingerprint(spec)).number(documents.fingerprint()).number(documents.size()).value();
+  const auto shared = std::make_shared<Shared>("packing " + std::to_string(key));
+  const auto make = [&] {
+    shared->block = plan();
+    std::vector<Descriptor> files;
+    files.push_back(shared->block->seal());
+    return files;
+  };
+  const auto& files = shared->once.get(make, kPatience, waiting);
+  if (!shared->once.made()) shared->block = std::make_unique<SealedMemory>(files.at(0));
+  return plan::Units::of({shared, shared->block.get()});
+}
+
 UnitSource::UnitSource(std::shared_ptr<const Stream> stream,
                        std::variant<Windows, Pieces, plan::Units> rule, bool overlap,
                        uint32_t fields)
@@ -135,10 +168,9 @@ UnitSource::UnitSource(std::shared_ptr<const Stream> stream,
     hash.number(crc32c(std::as_bytes(std::span(pieces->offsets))));
     hash.number(crc32c(std::as_bytes(std::span(pieces->pieces)))).number(pieces->pieces.size());
   } else {
-    const auto& packed = std::get<plan::Units>(rule_);
-    hash.number(packed.capacity).number(static_cast<uint64_t>(packed.longer));
-    hash.number(crc32c(std::as_bytes(std::span(packed.begins))));
-    hash.number(crc32c(std::as_bytes(std::span(packed.pieces)))).number(packed.pieces.size());
+    const auto& units = std::get<plan::Units>(rule_);
+    hash.number(units.capacity).number(static_cast<uint64_t>(units.longer));
+    hash.number(units.checksum).number(units.pieces.size());
   }
   fingerprint_ = hash.value();
   sizes_.resize(units());
@@ -146,7 +178,26 @@ UnitSource::UnitSource(std::shared_ptr<const Stream> stream,
     usage("there is not one unit in " + std::to_string(stream_->tokens()) +
           " tokens: pass a smaller length, or keep what is left over");
   }
-  labels_.resize(sizes_.size());
+  zeros_ = std::make_unique<Shareable>(sizes_.size() * sizeof(int64_t));
+  find_sizes();
+}
+
+void UnitSource::find_sizes() {
+  const auto take = [this](uint64_t unit, uint64_t ids, uint64_t segments) {
+    if (ids > source::kMostUnit) {
+      usage("unit " + std::to_string(unit) + " has more than 2^30 tokens");
+    }
+    sizes_[unit] = source::unit_bytes(ids, stream_->width(), segments);
+    total_bytes_ += sizes_[unit];
+  };
+  if (const auto* packed = std::get_if<plan::Units>(&rule_)) {
+    for (uint64_t u = 0; u < sizes_.size(); ++u) {
+      const auto [tokens, open] = packed->contents[u];
+      take(u, uint64_t{tokens} + (overlap_ ? open : 0), (*packed)[u].size());
+    }
+    tokens_ = packed->tokens;
+    return;
+  }
   std::vector<Segment> found;
   for (uint64_t u = 0; u < sizes_.size(); ++u) {
     segments(u, found);
@@ -155,9 +206,7 @@ UnitSource::UnitSource(std::shared_ptr<const Stream> stream,
       ids += s.ids();
       tokens_ += s.length;
     }
-    if (ids > source::kMostUnit) usage("unit " + std::to_string(u) + " has more than 2^30 tokens");
-    sizes_[u] = source::unit_bytes(ids, stream_->width(), found.size());
-    total_bytes_ += sizes_[u];
+    take(u, ids, found.size());
   }
 }
 

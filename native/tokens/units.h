@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -46,6 +47,12 @@ enum class Long : uint8_t { cut, split, refuse };
 // of any length. Throws Error(usage), with its number, for one that is refused.
 Pieces whole_documents(const Documents& documents, uint64_t length, Long longer);
 
+// Packed units (plan/packing.h). Of many documents they are planned by one process of a node, and lie
+// in its memory once. `waiting` is called now and then while another process plans, and may throw.
+inline constexpr uint64_t kPackedOnce = 1 << 18;  // documents from which on
+plan::Units packed(const Documents& documents, const plan::PackSpec& spec,
+                   const std::function<void()>& waiting = {});
+
 struct Segment {
   uint64_t begin = 0;  // in the stream
   uint32_t length = 0;
@@ -56,14 +63,16 @@ struct Segment {
 
 class UnitSource : public source::Source {
  public:
-  // Packed units (plan/packing.h) are those of documents().length(). `fields`: how many fields are unpacked from each record. Throws Error(usage) if there is no
-  // unit, or a piece lies outside its document.
+  // Packed units are those of the lengths of its documents. `fields`: how many fields are unpacked
+  // from each record. Throws Error(usage) if there is no unit, or a piece lies outside its document.
   UnitSource(std::shared_ptr<const Stream> stream, std::variant<Windows, Pieces, plan::Units> rule,
              bool overlap, uint32_t fields);
 
   uint64_t size() const override { return sizes_.size(); }
   std::span<const uint64_t> sizes() const override { return sizes_; }
-  std::span<const int64_t> labels() const override { return labels_; }
+  std::span<const int64_t> labels() const override {
+    return {reinterpret_cast<const int64_t*>(zeros_->data()), sizes_.size()};
+  }
   uint64_t total_bytes() const override { return total_bytes_; }
   uint64_t fingerprint() const override { return fingerprint_; }
   uint64_t stamp() const override;
@@ -91,6 +100,7 @@ class UnitSource : public source::Source {
   void segments_of(const plan::Units& rule, uint64_t unit, std::vector<Segment>& out) const;
   void append_piece(const Piece& piece, std::vector<Segment>& out) const;
   uint64_t units() const;
+  void find_sizes();
   void check(const Pieces& rule) const;
 
   std::shared_ptr<const Stream> stream_;
@@ -98,7 +108,7 @@ class UnitSource : public source::Source {
   bool overlap_;
   uint32_t fields_;
   std::vector<uint64_t> sizes_;
-  std::vector<int64_t> labels_;
+  std::unique_ptr<Shareable> zeros_;  // labels: memory that is not written to takes none
   uint64_t total_bytes_ = 0, fingerprint_ = 0, tokens_ = 0;
 };
 

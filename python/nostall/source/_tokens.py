@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import logging
 import math
@@ -18,6 +19,7 @@ import numpy as np
 from nostall import _native
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.source._hugging_face import dataset_files
+from nostall.source._made_once import made_once
 from nostall.source._objects import is_url
 from nostall.source._records import (
     FOUND,
@@ -41,6 +43,10 @@ Format = Literal["auto", "raw", "npy", "megatron", "llm.c", "wav"]
 _FORMATS = ("auto", "raw", "npy", "megatron", "llm.c", "wav")
 
 _THREADS = 8
+# Seconds that a process waits for another one that looks for documents, and one more for so many bytes.
+_PATIENCE = 600.0
+_SLOWEST = 10e6
+_SHARED_FROM = 16 << 20  # bytes of files: fewer are read sooner than they are shared
 _STORED = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 _REAL = "float32"  # of tracks
 _NPY = b"\x93NUMPY"
@@ -143,23 +149,16 @@ class Tokens:
         data, indexes = _pairs(paths, format)
         self.storage = open_storage(data + indexes, direct=reading_of(reading).direct, store=store)
         self._files = len(data)
-        extents: list[Extent] = []
         if column is None:
             self.dtype = self._find_type(dtype, format, indexes)
-            stored = self._load(index)
-        else:
-            if end is not None:
-                raise UsageError(f"end={end}: the rows of column {column!r} are its documents")
-            stored = self._load(index)
-            if stored is not None:
-                found_type = stored.stamp.split(FOUND)[1]
-            else:
-                found_type, extents = column_extents(paths, column, store)
-            self.dtype = self._one_type([_id_type(found_type)], dtype)
-        self._check_end(end)
-        if stored is None and column is None:
-            extents = [self._extent(file, bool(indexes)) for file in range(self._files)]
-        self._index = stored or self._examine(extents, progress)
+            self._check_end(end)
+        elif end is not None:
+            raise UsageError(f"end={end}: the rows of column {column!r} are its documents")
+        self.index_file = records_path(self.storage.paths, self._stamp, index)
+        self._index = self._load() or self._find(bool(indexes), progress)
+        if column is not None:
+            self.dtype = self._one_type([_id_type(self._index.stamp.split(FOUND)[1])], dtype)
+            self._check_end(end)
         self.native = _native.TokenStream(self.storage, self._index)
         if self.native.tokens == 0:
             raise UsageError(
@@ -335,8 +334,7 @@ class Tokens:
         what = f"dtype={self.dtype}" if self._column is None else f"column={self._column}"
         return f"tokens {what} end={self._end} vocabulary={self.vocabulary}"
 
-    def _load(self, index: bool | PathLike) -> _native.TokenIndex | None:
-        self.index_file = records_path(self.storage.paths, self._stamp, index)
+    def _load(self) -> _native.TokenIndex | None:
         if not self.index_file or not os.path.exists(self.index_file):
             return None
         names = [path.rsplit("/", 1)[-1] for path in self.storage.paths]
@@ -356,7 +354,34 @@ class Tokens:
         self.index_reused = True
         return found
 
-    def _examine(self, found: Sequence[Extent], progress: Progress | None) -> _native.TokenIndex:
+    def _find(self, indexed: bool, progress: Progress | None) -> _native.TokenIndex:
+        """The documents, which one process looks for: of all that can have the stored index from it, or
+        of this node where there is none."""
+
+        def examine() -> _native.TokenIndex:
+            return self._examine(indexed, progress)
+
+        size = int(self.storage.sizes.sum())
+        patience = _PATIENCE + size / _SLOWEST
+        if self.index_file:
+            folder = os.path.dirname(self.index_file) or "."
+            if os.access(folder, os.W_OK) or not os.path.isdir(folder):
+                return made_once(self.index_file, self._load, examine, patience)
+            self.index_file = ""  # read-only
+        if size < _SHARED_FROM:
+            return examine()
+        content = [self._stamp, *self.storage.paths, self.storage.sizes, self.storage.times]
+        key = hashlib.sha256(repr([np.asarray(c).tolist() for c in content]).encode()).hexdigest()
+        found, self._shared = _native.token_index_once(f"tokens {key}", examine, patience)
+        return found
+
+    def _examine(self, indexed: bool, progress: Progress | None) -> _native.TokenIndex:
+        if self._column is None:
+            found = [self._extent(file, indexed) for file in range(self._files)]
+        else:
+            paths, store = self._arguments["files"], self._arguments["store"]
+            found_type, found = column_extents(paths, self._column, store)
+            self.dtype = _id_type(found_type)
         known = any(extent.begins is not None for extent in found)
         if known and self._end is not None:
             raise UsageError(

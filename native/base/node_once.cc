@@ -1,0 +1,72 @@
+// The first of the processes of a node, by the turn of a Handover.
+#include "base/node_once.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "base/error.h"
+#include "base/log.h"
+
+namespace nostall {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A process that has the files answers at once.
+constexpr std::chrono::seconds kAnswer{20};
+// Between two calls of `waiting`, at first and at most; for long waits a sixtieth of it: each is a
+// connection to the process that has the turn, of which it takes some thousands.
+constexpr std::chrono::milliseconds kAttention{200}, kMostAttention{5000};
+
+bool is_of_others(const Error& error) {
+  return error.kind() == ErrorKind::io || error.kind() == ErrorKind::peer;
+}
+
+Handover::Turn turn_of(const Handover& handover, std::chrono::nanoseconds patience,
+                       const std::function<void()>& waiting) {
+  const auto deadline = Clock::now() + patience;
+  std::chrono::nanoseconds attention = kAttention;
+  for (;;) {
+    if (waiting) waiting();
+    const auto next = waiting ? Clock::now() + attention : deadline;
+    try {
+      return handover.turn(std::min<Clock::time_point>(next, deadline));
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::peer || Clock::now() >= deadline) throw;
+    }
+    attention =
+        std::min(2 * attention, std::max<std::chrono::nanoseconds>(kMostAttention, patience / 60));
+  }
+}
+
+}  // namespace
+
+NodeOnce::NodeOnce(const std::string& key) : handover_(key, 0, 1) {}
+
+const std::vector<Descriptor>& NodeOnce::get(const Make& make, std::chrono::nanoseconds patience,
+                                             const std::function<void()>& waiting) {
+  std::optional<Handover::Turn> turn;
+  try {
+    files_ = handover_.ask(Clock::now() + kAnswer);
+    if (!files_.empty()) return files_;
+    turn.emplace(turn_of(handover_, patience, waiting));
+    files_ = handover_.ask(Clock::now() + kAnswer);
+    if (!files_.empty()) return files_;
+  } catch (const Error& error) {
+    if (!is_of_others(error)) throw;
+    log(LogLevel::warning, std::string(error.what()) + "; this process makes its own copy");
+  }
+  files_ = make();
+  made_ = true;
+  if (!turn || files_.empty()) return files_;
+  std::vector<int> given;
+  for (const Descriptor& file : files_) given.push_back(file.get());
+  try {
+    handover_.give(std::move(given));
+  } catch (const Error& error) {
+    log(LogLevel::warning, std::string(error.what()) + "; they make their own copies");
+  }
+  return files_;
+}
+
+}  // namespace nostall

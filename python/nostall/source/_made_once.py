@@ -1,0 +1,80 @@
+"""Files that one process of a job makes, and the others wait for."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+_log = logging.getLogger("nostall")
+_T = TypeVar("_T")
+_PAUSE = 0.05
+
+
+def made_once(
+    file: str, load: Callable[[], _T | None], make: Callable[[], _T], patience: float
+) -> _T:
+    """What `load` finds in `file`, or what `make` returns, which stores it there.
+
+    One process at a time makes it, of all that see the folder and its locks. When it ends, however it
+    ends, the next one looks, and makes it if it is not there. After `patience` seconds, and where there
+    can be no locks, a process waits for no other.
+    """
+    with _turn(f"{file}.lock", file, patience):
+        found = load()
+        return make() if found is None else found
+
+
+@contextlib.contextmanager
+def _turn(path: str, file: str, patience: float) -> Iterator[None]:
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    except OSError:  # a folder that is read-only
+        yield
+        return
+    held = False
+    try:
+        held = _wait(lock, file, patience)
+        # A process that came to its end took the file away: what it made is there, or cannot be kept,
+        # and then the others do not make it one after the other.
+        if held and not _names(path, lock):
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            held = False
+        yield
+    finally:
+        if held:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        os.close(lock)
+
+
+def _wait(lock: int, file: str, patience: float) -> bool:
+    """Whether the lock was had."""
+    deadline, told = time.monotonic() + patience, False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            pass
+        except OSError:  # no locks in this file system
+            return False
+        if time.monotonic() > deadline:
+            _log.warning("%s: another process makes it for too long; waiting no more", file)
+            return False
+        if not told:
+            told = True
+            _log.info("%s: another process makes it; waiting for it", file)
+        time.sleep(_PAUSE)
+
+
+def _names(path: str, lock: int) -> bool:
+    try:
+        there, here = os.stat(path), os.fstat(lock)
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)

@@ -1,0 +1,114 @@
+// What processes of a node make once, also when one of them is killed while it does.
+#include "base/node_once.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <stdexcept>
+
+#include "base/error.h"
+
+namespace nostall {
+namespace {
+
+using namespace std::chrono_literals;
+
+std::string fresh_key() {
+  static int count = 0;
+  return "once test " + std::to_string(::getpid()) + " " + std::to_string(++count);
+}
+
+std::vector<Descriptor> a_file() {
+  std::vector<Descriptor> files;
+  files.push_back(memory_file("once").take());
+  return files;
+}
+
+std::vector<Descriptor> never() { throw std::logic_error("made twice"); }
+
+ino_t number_of(const Descriptor& file) {
+  struct stat status {};
+  EXPECT_EQ(::fstat(file.get(), &status), 0);
+  return status.st_ino;
+}
+
+// A process that makes what `key` names: it says so, and does not come to an end.
+pid_t one_that_makes(const std::string& key) {
+  int ends[2];
+  EXPECT_EQ(::pipe(ends), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    NodeOnce once(key);
+    once.get(
+        [&]() -> std::vector<Descriptor> {
+          static_cast<void>(!::write(ends[1], "x", 1));
+          for (;;) ::pause();
+        },
+        20s);
+    ::_exit(0);
+  }
+  ::close(ends[1]);
+  char said = 0;
+  EXPECT_EQ(::read(ends[0], &said, 1), 1);
+  ::close(ends[0]);
+  return child;
+}
+
+TEST(NodeOnce, GivesTheSameFilesForAsLongAsTheirMakerLives) {
+  const std::string key = fresh_key();
+  NodeOnce second(key), other(fresh_key());
+  ino_t made = 0;
+  {
+    NodeOnce first(key);
+    made = number_of(first.get(a_file, 20s).at(0));
+    EXPECT_TRUE(first.made());
+    EXPECT_EQ(number_of(second.get(never, 20s).at(0)), made);
+    EXPECT_FALSE(second.made());
+  }
+  other.get(a_file, 20s);
+  EXPECT_TRUE(other.made());
+  NodeOnce late(key);
+  late.get(a_file, 20s);
+  EXPECT_TRUE(late.made());
+}
+
+TEST(NodeOnce, AnotherTakesOverFromOneThatIsKilled) {
+  const std::string key = fresh_key();
+  const pid_t maker = one_that_makes(key);
+  NodeOnce once(key);
+  int waits = 0;
+  once.get(a_file, 60s, [&] {
+    // It waits for the first time: only now nothing is made.
+    if (waits++ == 0) ::kill(maker, SIGKILL);
+  });
+  EXPECT_GE(waits, 1);
+  EXPECT_TRUE(once.made());
+  ::waitpid(maker, nullptr, 0);
+}
+
+TEST(NodeOnce, MakesItsOwnWhereAnotherTakesTooLong) {
+  const std::string key = fresh_key();
+  const pid_t maker = one_that_makes(key);
+  NodeOnce once(key), interrupted(key);
+  once.get(a_file, 300ms);
+  EXPECT_TRUE(once.made());
+  EXPECT_THROW(interrupted.get(never, 60s, [] { throw std::runtime_error("interrupted"); }),
+               std::runtime_error);
+  ::kill(maker, SIGKILL);
+  ::waitpid(maker, nullptr, 0);
+}
+
+TEST(NodeOnce, LetsTheNextOneTryWhatFailed) {
+  const std::string key = fresh_key();
+  NodeOnce first(key), second(key);
+  EXPECT_THROW(first.get(never, 20s), std::logic_error);
+  second.get(a_file, 20s);
+  EXPECT_TRUE(second.made());
+}
+
+}  // namespace
+}  // namespace nostall

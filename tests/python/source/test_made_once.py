@@ -1,0 +1,166 @@
+"""What the processes of a job need alike is made by one of them, also when that one is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import prefork
+import pytest
+
+import nostall
+from nostall.source._made_once import made_once
+
+# A rank: opens the tokens and packs them, tells what it did, and lives until it is killed. Of
+# looking for documents it tells before it begins; the one that is to be killed goes no further.
+RANK = """
+import json, os, sys, time
+import nostall
+from nostall.source import _tokens
+
+def tell(**what):
+    print(json.dumps(what), flush=True)
+
+def look(self, indexed, progress, examine=_tokens.Tokens._examine):
+    tell(looks=True)
+    while sys.argv[2] == "hang":
+        time.sleep(1)
+    return examine(self, indexed, progress)
+
+_tokens.Tokens._examine = look
+index = os.path.join(sys.argv[1], "index") if sys.argv[3] == "stored" else False
+file = os.path.join(sys.argv[1], "a.bin")
+tokens = nostall.Tokens(file, dtype="uint16", end=0, index=index)
+packed = nostall.Packed(tokens, 128)
+shared = {}
+with open("/proc/self/maps") as maps:
+    for line in maps:
+        if "memfd:nostall-" in line:
+            shared.setdefault(line.split(":")[-1].split()[0], set()).add(line.split()[4])
+tell(
+    documents=tokens.documents,
+    fingerprint=packed.fingerprint,
+    units=[packed.segments(u) for u in (0, len(packed) - 1)],
+    shared={name: sorted(nodes) for name, nodes in shared.items()},
+)
+time.sleep(600)
+"""
+DOCUMENTS = 300_000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("once")
+    ids = np.ones((DOCUMENTS, 30), np.uint16)  # 18 MB
+    ids[np.arange(DOCUMENTS), np.random.default_rng(0).integers(1, 29, DOCUMENTS)] = 0
+    ids.tofile(folder / "a.bin")
+    return folder
+
+
+@contextlib.contextmanager
+def rank(folder: Path, what: str, kept: str) -> Iterator[Any]:
+    process = prefork.Process(["-c", RANK, str(folder), what, kept], stdout=prefork.PIPE)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+
+
+def told(process: Any) -> list[dict[str, Any]]:
+    """What a rank tells, until it has its units."""
+    lines: list[dict[str, Any]] = []
+    while not lines or "documents" not in lines[-1]:
+        lines.append(json.loads(process.stdout.readline()))
+    return lines
+
+
+@pytest.mark.parametrize("kept", ["stored", "nowhere"])
+def test_one_process_looks_for_documents_and_packs_them(kept: str, folder: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(rank(folder, "hang", kept))
+        assert json.loads(first.stdout.readline()) == {"looks": True}
+        others = [stack.enter_context(rank(folder, "", kept)) for _ in range(3)]
+        os.kill(first.pid, signal.SIGKILL)
+        lines = [told(other) for other in others]
+    assert sum("looks" in line for found in lines for line in found) == 1
+    (one, *more) = (found[-1] for found in lines)
+    assert all(other == one for other in more)
+    # The packing is one file in memory, and so are the documents that are stored nowhere.
+    names = {"nostall-packing"} | ({"nostall-listing"} if kept == "nowhere" else set())
+    assert names <= one["shared"].keys()
+    assert all(len(one["shared"][name]) == 1 for name in names)
+    left = sorted(p.name for p in folder.iterdir())
+    assert left == (["a.bin", "index"] if kept == "stored" else ["a.bin"])
+    tokens = nostall.Tokens(
+        folder / "a.bin",
+        dtype="uint16",
+        end=0,
+        index=folder / "index" if "index" in left else False,
+    )
+    assert one["documents"] == tokens.documents == DOCUMENTS + 1
+    packed = nostall.Packed(tokens, 128)
+    assert one["fingerprint"] == packed.fingerprint
+    assert one["units"] == [[list(s) for s in packed.segments(u)] for u in (0, len(packed) - 1)]
+    for path in folder.glob("index"):
+        path.unlink()
+
+
+def test_what_cannot_be_kept_is_not_made_one_after_the_other(tmp_path: Path) -> None:
+    """All that waited make it at once: each one comes to the barrier."""
+    file, begun = str(tmp_path / "file"), threading.Event()
+    at_once = threading.Barrier(3, timeout=60)
+    made = []
+
+    def first() -> int:
+        begun.set()
+        waits.wait()
+        return 1
+
+    def make() -> int:
+        at_once.wait()
+        return 2
+
+    def load() -> None:
+        return None
+
+    waits = threading.Event()
+    threads = [threading.Thread(target=lambda: made.append(made_once(file, load, first, 60)))]
+    threads[0].start()
+    begun.wait()
+    # They have the lock's file open before it is taken away.
+    for _ in range(3):
+        threads.append(
+            threading.Thread(target=lambda: made.append(made_once(file, load, make, 60)))
+        )
+        threads[-1].start()
+    lock = f"{file}.lock"
+    while (
+        sum(os.path.realpath(f"/proc/self/fd/{fd}") == lock for fd in os.listdir("/proc/self/fd"))
+        < 4
+    ):
+        pass
+    waits.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(made) == [1, 2, 2, 2]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_process_waits_no_longer_than_it_may(tmp_path: Path) -> None:
+    file = str(tmp_path / "file")
+
+    def make() -> int:
+        return made_once(file, lambda: None, lambda: 2, 0.2)
+
+    assert made_once(file, lambda: None, make, 60) == 2
+    # A folder that is not there has no locks.
+    assert made_once(str(tmp_path / "none" / "file"), lambda: None, lambda: 3, 60) == 3
