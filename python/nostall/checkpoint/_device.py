@@ -152,9 +152,9 @@ class DeviceCopies:
             here = [c for c in self._copies.values() if c.tensor.device == device]
             follow(side, current)
             if now := _pieces(c for c in here if c.tensor.data_ptr() not in late):
-                self._copy(side, now)
+                copied = self._copy(side, now)
                 with waiting(torch, device, "checkpoint"):
-                    hold_back(current, now[-1].copied)
+                    hold_back(current, copied)
             if later := _pieces(c for c in here if c.tensor.data_ptr() in late):
                 self._copy_early(device, side, later)
         filled = {c.pinned.data_ptr() for c in self._copies.values()}
@@ -173,9 +173,10 @@ class DeviceCopies:
         self._copy(side, first)
         pace.begin(began, _moment(self._torch, side), sum(piece.source.nbytes for piece in first))
 
-    def _copy(self, side: Any, pieces: Sequence[_Piece]) -> None:
-        """Enqueues the copies, with an event each time so many bytes are."""
+    def _copy(self, side: Any, pieces: Sequence[_Piece]) -> Any:
+        """Enqueues the copies, with an event each time so many bytes are; the last event."""
         some: list[_Piece] = []
+        copied = None
         for piece in pieces:
             with on_stream(self._torch, side):
                 piece.pinned.copy_(piece.source, non_blocking=True)
@@ -187,6 +188,7 @@ class DeviceCopies:
                 for each in some:
                     each.copied = copied
                 some = []
+        return copied
 
     def release(self, copies: Sequence[_Copy]) -> None:
         """What the training enqueues next may change these tensors."""
@@ -239,10 +241,8 @@ class DeviceCopies:
         for copy in self._late:
             for piece in copy.pieces:
                 with self._lock:
-                    if piece.copied is not None:
-                        continue
-                    self._copy(self._streams[copy.tensor.device], [piece])
-                    copied = piece.copied
+                    side = self._streams[copy.tensor.device]
+                    copied = piece.copied or self._copy(side, [piece])
                 copied.synchronize()
 
     def await_all(self) -> None:
