@@ -3,6 +3,9 @@
 Each client is one mount with its own page cache, served by one ``nostall-slowfs`` daemon. Client i
 moves at most `bandwidth` bytes/s; all together move at most `aggregate` bytes/s, through one token
 bucket in shared memory. Each getattr, open, readdir and read takes `latency` more.
+
+With `servers`, files are striped over so many disks that share `aggregate` equally, and a read that
+does not begin where the last one of its disk ended takes `seek` longer there.
 """
 
 from __future__ import annotations
@@ -24,13 +27,17 @@ from nostall_bench.programs import find_native
 
 OPERATIONS = ("getattr", "open", "read", "readdir")
 MAX_CLIENTS = 64
+MAX_SERVERS = 64
 
-# benchmarks/native/slowfs/page.h: 8 words of head, then 8 per client: its link, bytes, operations.
+# benchmarks/native/slowfs/page.h: 8 words of head, then 8 per client: its link, bytes, operations;
+# then 8 per server: its link, head, seeks.
 _WORD = 8
 _HEAD = 8 * _WORD
 _SLOWDOWN = 3 * _WORD
 _CLIENT = 8 * _WORD
-_PAGE_BYTES = _HEAD + MAX_CLIENTS * _CLIENT
+_SERVERS = _HEAD + MAX_CLIENTS * _CLIENT
+_SERVER = 8 * _WORD
+_PAGE_BYTES = _SERVERS + MAX_SERVERS * _SERVER
 _START_SECONDS = 10.0
 _CLOSED = 5.0  # seconds in which the files of a process that has ended are closed
 
@@ -86,6 +93,9 @@ class SlowFS:
         latency: seconds added to every getattr, open, readdir and read.
         clients: number of mounts, at most 64.
         operations_per_second: of all clients together; 0 for no limit.
+        servers: disks with a head each, at most 64; 0 for storage on which no read costs a seek.
+        seek: seconds that a read takes longer if the head is elsewhere.
+        stripe: bytes of a file on one server, before those on the next.
         keep_cache: let the kernel keep a file's pages between opens. Off by default: then each open
             forgets them, as on a close-to-open file system or with data larger than memory.
         ttl: seconds for which the kernel may reuse names and attributes.
@@ -104,14 +114,21 @@ class SlowFS:
         clients: int = 1,
         *,
         operations_per_second: float = 0,
+        servers: int = 0,
+        seek: float = 0.0,
+        stripe: int = 1 << 20,
         keep_cache: bool = False,
         ttl: float = 1.0,
     ) -> None:
         if not 1 <= clients <= MAX_CLIENTS:
             raise UsageError(f"clients must be 1 to {MAX_CLIENTS}, not {clients}")
-        if min(bandwidth, aggregate, latency, operations_per_second, ttl) < 0:
+        if not 0 <= servers <= MAX_SERVERS or stripe < 1:
             raise UsageError(
-                "bandwidth, aggregate, latency, operations and ttl must not be negative"
+                f"servers must be 0 to {MAX_SERVERS} and stripe at least 1, not {servers}, {stripe}"
+            )
+        if min(bandwidth, aggregate, latency, operations_per_second, seek, ttl) < 0:
+            raise UsageError(
+                "bandwidth, aggregate, latency, operations, seek and ttl must not be negative"
             )
         self.backing = Path(backing).resolve()
         if not self.backing.is_dir():
@@ -127,6 +144,7 @@ class SlowFS:
         self.latency = latency
         self.keep_cache = keep_cache
         self._operations_per_second = operations_per_second
+        self._servers, self._seek, self._stripe = servers, seek, stripe
         self._ttl = ttl
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._page: mmap.mmap | None = None
@@ -179,6 +197,11 @@ class SlowFS:
             )
             for op, name in enumerate(OPERATIONS)
         }
+
+    @property
+    def seeks(self) -> int:
+        """Reads of all clients since the start that found a head elsewhere."""
+        return sum(self._word(_SERVERS + i * _SERVER + 2 * _WORD) for i in range(self._servers))
 
     def drop_caches(self) -> None:
         """Makes all client caches cold by mounting anew; the counters go on.
@@ -269,6 +292,9 @@ class SlowFS:
                 f"--ops={int(self._operations_per_second)}",
                 f"--latency-us={round(self.latency * 1e6)}",
                 f"--ttl-ms={round(self._ttl * 1e3)}",
+                f"--servers={self._servers}",
+                f"--seek-us={round(self._seek * 1e6)}",
+                f"--stripe={self._stripe}",
                 "--die-with-parent",
                 "-f",
                 "-o",

@@ -163,3 +163,39 @@ def test_an_error_inside_unmounts(backing: Path, tmp_path: Path) -> None:
 def test_a_missing_backing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="absent is not a directory"):
         SlowFS(tmp_path / "absent", tmp_path / "mnt")
+
+
+@needs_fuse
+def test_a_head_seeks_where_readers_take_turns(backing: Path, tmp_path: Path) -> None:
+    size, piece = 16 * 65536, 65536
+    (backing / "long").write_bytes(os.urandom(size))
+
+    def seeks(order: list[tuple[int, int]]) -> int:
+        """Of reads of one piece, (client, piece of the file) each."""
+        with SlowFS(
+            backing, tmp_path / "mnt", clients=2, servers=2, seek=10e-3, stripe=piece
+        ) as fs:
+            files = [os.open(m / "long", os.O_RDONLY | os.O_DIRECT) for m in fs.mounts]
+            try:
+                began = time.perf_counter()
+                for client, index in order:
+                    os.pread(files[client], piece, index * piece)
+                took = time.perf_counter() - began
+            finally:
+                for file in files:
+                    os.close(file)
+            assert took >= fs.seeks * 5e-3
+            return fs.seeks
+
+    halves = [[(client, 8 * client + i) for i in range(8)] for client in (0, 1)]
+    # One reader after the other: the first read of each server, and nothing else.
+    assert seeks(halves[0] + halves[1]) == 2
+    # In turns: every read.
+    assert seeks([one for pair in zip(*halves, strict=True) for one in pair]) == 16
+
+
+def test_storage_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="servers must be 0 to 64"):
+        SlowFS(tmp_path, tmp_path / "mnt", servers=65)
+    with pytest.raises(UsageError, match="seek and ttl must not be negative"):
+        SlowFS(tmp_path, tmp_path / "mnt", seek=-1)

@@ -11,8 +11,9 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
-#define SLOWFS_MAGIC UINT64_C(0x31734674656e6f4c) /* bumped with the layout */
+#define SLOWFS_MAGIC UINT64_C(0x32734674656e6f4c) /* bumped with the layout */
 #define SLOWFS_MAX_CLIENTS 64
+#define SLOWFS_MAX_SERVERS 64
 
 enum slowfs_operation { OP_GETATTR, OP_OPEN, OP_READ, OP_READDIR, OP_COUNT };
 
@@ -24,6 +25,14 @@ struct slowfs_client {
   uint64_t unused[2];
 };
 
+/* One disk of the storage: a file's stripes go round all of them. */
+struct slowfs_server {
+  _Atomic uint64_t free_at_ns;
+  _Atomic uint64_t head; /* where the last read booked on it ends */
+  _Atomic uint64_t seeks;
+  uint64_t unused[5];
+};
+
 struct slowfs_page {
   _Atomic uint64_t magic;
   _Atomic uint64_t free_at_ns;    /* when the shared link is free again */
@@ -31,6 +40,7 @@ struct slowfs_page {
   _Atomic uint64_t slowdown;      /* transfers take this many times as long; 0 is 1 */
   uint64_t unused[4];
   struct slowfs_client client[SLOWFS_MAX_CLIENTS];
+  struct slowfs_server server[SLOWFS_MAX_SERVERS];
 };
 
 #endif

@@ -46,6 +46,7 @@ _OF_BENCHMARKS = {
 _NESTED_OF_BENCHMARKS = {
     ("simulate", "sync"),
     ("simulate", "collectives"),
+    ("simulate", "staggering"),
     ("calibrate", "collectives"),
 }
 
