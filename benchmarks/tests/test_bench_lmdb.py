@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from nostall.errors import UsageError
 from nostall_bench import lmdb, slowfs
 from nostall_bench.lmdb import data, fio
 from nostall_bench.lmdb.places import _Group
-from nostall_bench.lmdb.pool import Pool, Task
+from nostall_bench.lmdb.pool import PARTS, Pool, Task
+from nostall_bench.lmdb.storage import Storage
 
 
 @pytest.fixture
@@ -75,6 +77,43 @@ def test_on_slow_storage_the_storage_counts(small: None, tmp_path: Path) -> None
     )  # fmt: skip
     assert {r["nodes"] for r in rows} == {2}
     assert all(r["runs"][0]["operations"] > 0 for r in rows)
+
+
+@pytest.mark.multi
+def test_trainings_of_all_strategies_make_the_same_steps(small: None, tmp_path: Path) -> None:
+    # Losses that differ make the run fail.
+    rows = rows_of(
+        tmp_path, "--train", "strong", "--ranks", "2", "--sizes", "3 KB", "--records", "128",
+        "--orders", "strided", "--storage", "disk", "--stagger", "1", "--workers", "1",
+        "--plot", str(tmp_path / "a.png"),
+    )  # fmt: skip
+    ways = [name if name != "stag" else "stag-1" for name in lmdb.TRAINED]
+    assert [r["strategy"] for r in rows] == ways
+    assert {(r["batch"], r["records"], r["order"]) for r in rows} == {
+        (32, 128, "strided, strong scaling")
+    }
+    for one in (r["runs"][0] for r in rows):
+        assert one["compute"] > 0 and one["sync"] > 0
+        assert sum(one[k] for k in PARTS) <= one["seconds"] * 1.2
+
+
+def test_the_batch_grows_with_the_ranks_in_weak_scaling(small: None, tmp_path: Path) -> None:
+    folder = data.make_database(tmp_path, data.Records(900, 3_073, 3_073))
+    parser = argparse.ArgumentParser()
+    lmdb.add_arguments(parser)
+    arguments = parser.parse_args(["--ranks", "1", "2", "4", "--records", "128"])
+    storage = Storage([str(folder)], None)
+    for scaling, batches in (("strong", [32, 32, 32]), ("weak", [8, 16, 32])):
+        work = lmdb._Work(folder, "3 KB", "disk", "strided", scaling)
+        tasks = [work.task(arguments, storage, ranks) for ranks in (1, 2, 4)]
+        assert [t.order.shape for t in tasks] == [(128 // b, b) for b in batches]
+        assert all(t.train for t in tasks)
+
+
+def test_losses_that_differ_are_no_measurement() -> None:
+    lmdb._agree({"a": [{"loss": 2.0}], "b": [{"loss": 2.0001}]})
+    with pytest.raises(UsageError, match="did not train on the same batches"):
+        lmdb._agree({"a": [{"loss": 2.0}], "b": [{"loss": 2.1}]})
 
 
 def test_the_index_reads_branch_and_leaf_pages_alone(small: None, tmp_path: Path) -> None:

@@ -14,17 +14,15 @@ and by nostall's, with cold caches and real processes.
     fio             the limit: the same ranges (shuffled), or 1 MiB after the other (strided); "raw",
                     our own reader of the same ranges, where fio is not installed
 
-The first four walk through the keys and cannot shuffle.
+The first four walk through the keys and cannot shuffle. With --train the ranks train a small network
+on what they read, and "torch" is py-lmdb in torch's DataLoader.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import tempfile
-import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,28 +32,31 @@ from nostall.base._sizes import parse_size
 from nostall.errors import UsageError
 from nostall_bench import harness
 from nostall_bench.lmdb import blocks, fio, tables
-from nostall_bench.lmdb.cold import make_cold
 from nostall_bench.lmdb.data import KINDS, Records, make_database
-from nostall_bench.lmdb.pool import Counters, Pool, Task
+from nostall_bench.lmdb.pool import PARTS, Counters, Pool, Task
+from nostall_bench.lmdb.storage import Storage, add_storage, opened
 
 if TYPE_CHECKING:
-    from nostall_bench.slowfs import SlowFS
+    from rich.table import Table
 
 WALKING = ("lmdb", "lmm", "lmm-dm", "dio")
+TRAINED = (*WALKING, "prov", "coal", "stag", "nostall", "torch")
 ALL = (*WALKING, "prov", "coal", "stag", "nostall", "nostall-ram", "py-lmdb", "py-lmdb-no-ra")
 # Records of a database, and those read in one run, on the local disk and on slow storage; the
 # global batch.
 _COUNTS = {"3 KB": (200_000, 16_384, 4_096, 256), "110-190 KB": (10_000, 2_048, 512, 64)}
 
-_PATIENCE = 10.0  # seconds
+# Of the losses of two ways: sums are rounded in another order.
+_SAME = 1e-3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``nostall bench lmdb``."""
     parser.add_argument("--dir", default="nostall-bench", help="where the databases go")
     parser.add_argument(
-        "--strategies", nargs="+", choices=list(ALL), default=list(ALL), metavar="STRATEGY"
-    )
+        "--strategies", nargs="+", choices=[*ALL, "torch"], metavar="STRATEGY",
+        help="all if none is named",
+    )  # fmt: skip
     parser.add_argument("--sizes", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument(
         "--orders", nargs="+", choices=["strided", "shuffled"], default=["strided", "shuffled"]
@@ -63,7 +64,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--storage", nargs="+", choices=["disk", "slow"], default=["disk", "slow"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument(
-        "--nodes", type=int, default=1, help="that the ranks are spread over; slow storage only"
+        "--nodes", type=int, default=1,
+        help="that the ranks are spread over, one a rank at most in a training; slow storage only",
+    )  # fmt: skip
+    parser.add_argument(
+        "--train", nargs="+", choices=["strong", "weak"], default=[],
+        help="train: with the same global batch (strong) or the same part of it (weak) for each rank",
+    )  # fmt: skip
+    parser.add_argument(
+        "--workers", type=int, default=2, help="processes of torch's DataLoader, a rank"
     )
     parser.add_argument("--records", type=int, help="read in one run")
     parser.add_argument("--window", default="64MiB", help="memory that a node may read ahead into")
@@ -71,9 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stagger", type=int, nargs="+", default=[2], help="ranks that read at once (stag)"
     )
     parser.add_argument("--depth", type=int, default=16, help="reads in flight of fio, a rank")
-    parser.add_argument("--bandwidth", type=float, default=66, help="of slow storage, MB/s a node")
-    parser.add_argument("--aggregate", type=float, default=146, help="of slow storage, MB/s")
-    parser.add_argument("--latency-ms", type=float, default=0.5, help="of slow storage")
+    add_storage(parser)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--index", action="store_true", help="measure the building of the index")
     parser.add_argument(
@@ -84,6 +91,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the tables."""
+    if "torch" in (arguments.strategies or ()) and not arguments.train:
+        raise UsageError(
+            "the strategy torch is one of trainings: add --train strong or --train weak"
+        )
     console = harness.console(200)
     home = Path(arguments.dir).absolute()
     home.mkdir(parents=True, exist_ok=True)
@@ -91,25 +102,9 @@ def run(arguments: argparse.Namespace) -> int:
     for size in arguments.sizes:
         folder = make_database(home, Records(_COUNTS[size][0], *KINDS[size]))
         for kind in arguments.storage:
-            nodes = arguments.nodes if kind == "slow" else 1
-            with _storage(arguments, folder, kind, nodes) as storage:
-                if arguments.index:
-                    found = _index(arguments, folder, size, kind, storage)
-                    rows += found
-                    console.print(tables.index(found))
-                    continue
-                if arguments.blocks:
-                    found = _blocks(arguments, folder, kind, storage)
-                    rows += found
-                    console.print(tables.reads(found))
-                    continue
-                for ranks in arguments.ranks:
-                    if ranks % nodes:
-                        continue
-                    for order in arguments.orders:
-                        found = _measure(arguments, folder, size, kind, storage, ranks, order)
-                        rows += found
-                        console.print(tables.strategies(found))
+            for found, table in _tables(arguments, folder, size, kind):
+                rows += found
+                console.print(table)
     harness.write(arguments.json, arguments=vars(arguments), rows=rows)
     if arguments.plot:
         from nostall_bench.lmdb.plot import draw
@@ -118,113 +113,103 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class _Storage:
-    """Where a database lies, how it is made cold, and what is read of it."""
-
-    def __init__(self, folders: list[str], slow: SlowFS | None) -> None:
-        self.folders = folders
-        self._slow = slow
-
-    def cool(self) -> str:
-        """Makes the database cold; how."""
-        if self._slow is None:
-            return make_cold(Path(self.folders[0]) / "data.mdb")
-        # The kernel lets go of what io_uring had open a moment after its process has.
-        deadline = time.monotonic() + _PATIENCE
-        while True:
-            try:
-                self._slow.drop_caches()
-                return "mounted anew"
-            except UsageError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.02)
-
-    @property
-    def served(self) -> int | None:
-        """Bytes that the storage itself counted; None where only the readers can."""
-        return self._slow.served_bytes if self._slow else None
-
-    @property
-    def operations(self) -> int | None:
-        """Reads that the storage itself counted."""
-        return self._slow.operations["read"] if self._slow else None
-
-
-@contextlib.contextmanager
-def _storage(
-    arguments: argparse.Namespace, folder: Path, kind: str, nodes: int
-) -> Iterator[_Storage]:
-    if kind == "disk":
-        yield _Storage([str(folder)], None)
+def _tables(
+    arguments: argparse.Namespace, folder: Path, size: str, kind: str
+) -> Iterator[tuple[list[dict[str, Any]], Table]]:
+    """The rows of each table, and the table."""
+    nodes = arguments.nodes if kind == "slow" else 1
+    if arguments.train:
+        for ranks in (r for r in arguments.ranks if r % min(nodes, r) == 0):
+            with opened(arguments, folder, kind, min(nodes, ranks)) as storage:
+                for order in arguments.orders:
+                    for scaling in arguments.train:
+                        work = _Work(folder, size, kind, order, scaling)
+                        found = _measure(arguments, work, storage, ranks)
+                        yield found, tables.training(found)
         return
-    from nostall_bench.slowfs import SlowFS
+    with opened(arguments, folder, kind, nodes) as storage:
+        if arguments.index:
+            found = _index(arguments, folder, size, kind, storage)
+            yield found, tables.index(found)
+        elif arguments.blocks:
+            found = _blocks(arguments, folder, kind, storage)
+            yield found, tables.reads(found)
+        else:
+            for ranks in arguments.ranks:
+                for order in arguments.orders if ranks % nodes == 0 else ():
+                    found = _measure(arguments, _Work(folder, size, kind, order), storage, ranks)
+                    yield found, tables.strategies(found)
 
-    with (
-        tempfile.TemporaryDirectory(prefix="nostall-lmdb-") as mount,
-        SlowFS(
-            folder,
-            Path(mount),
-            arguments.bandwidth * 1e6,
-            arguments.aggregate * 1e6,
-            arguments.latency_ms / 1e3,
-            clients=nodes,
-            keep_cache=True,
-        ) as slow,
-    ):
-        yield _Storage([str(m) for m in slow.mounts], slow)
+
+@dataclass(frozen=True)
+class _Work:
+    """What all strategies of one table read, and whether they train on it."""
+
+    folder: Path
+    size: str
+    kind: str
+    order: str
+    scaling: str = ""  # of the training; "" without one
+
+    def task(self, arguments: argparse.Namespace, storage: Storage, ranks: int) -> Task:
+        """Without its strategy."""
+        import nostall
+
+        count, on_disk, on_slow, batch = _COUNTS[self.size]
+        total = arguments.records or (on_disk if self.kind == "disk" else on_slow)
+        if self.scaling == "weak":
+            batch = batch // max(arguments.ranks) * ranks
+        if total % batch or total > count:
+            raise UsageError(f"--records must be a multiple of {batch}, and at most {count}")
+        index_file = str(self.folder / "bench.records")
+        _, offset, length = nostall.LMDB(self.folder, index=index_file).places
+        shuffled = np.random.default_rng(3).permutation(count)
+        ids = np.arange(total) if self.order == "strided" else shuffled[:total]
+        return Task(
+            strategy="",
+            paths=storage.folders,
+            order=ids.reshape(-1, batch).astype(np.int64),
+            offset=offset.copy(),
+            length=length.copy(),
+            index_file=index_file,
+            nodes=len(storage.folders),
+            window=parse_size(arguments.window),
+            stagger=0,
+            depth=arguments.depth,
+            train=bool(self.scaling),
+            workers=arguments.workers,
+        )
+
+    def strategies(self, arguments: argparse.Namespace, ranks: int) -> list[str]:
+        """Those chosen that can do it."""
+        every = TRAINED if self.scaling else ALL
+        chosen = []
+        for name in arguments.strategies or every:
+            if name == "stag":
+                chosen += [f"stag-{n}" for n in sorted({min(n, ranks) for n in arguments.stagger})]
+            elif name in every and (self.order == "strided" or name not in WALKING):
+                chosen.append(name)
+        return chosen
 
 
 def _measure(
-    arguments: argparse.Namespace,
-    folder: Path,
-    size: str,
-    kind: str,
-    storage: _Storage,
-    ranks: int,
-    order: str,
+    arguments: argparse.Namespace, work: _Work, storage: Storage, ranks: int
 ) -> list[dict[str, Any]]:
     """A row for each strategy; the repeats go round all of them, so that drift hits all alike."""
-    import nostall
-
-    count, on_disk, on_slow, batch = _COUNTS[size]
-    total = arguments.records or (on_disk if kind == "disk" else on_slow)
-    if total % batch or total > count:
-        raise UsageError(f"--records must be a multiple of {batch}, and at most {count}")
-    index_file = str(folder / "bench.records")
-    store = nostall.LMDB(folder, index=index_file)
-    _, offset, length = store.places
-    del store
-    ids = np.arange(total) if order == "strided" else np.random.default_rng(3).permutation(count)
-    nodes = len(storage.folders)
-    task = Task(
-        strategy="",
-        paths=storage.folders,
-        order=ids[:total].reshape(-1, batch).astype(np.int64),
-        offset=offset.copy(),
-        length=length.copy(),
-        index_file=index_file,
-        nodes=nodes,
-        window=parse_size(arguments.window),
-        stagger=0,
-        depth=arguments.depth,
-    )
-    needed = int(length[task.order].sum())
-    chosen = []
-    for name in arguments.strategies:
-        if name == "stag":
-            chosen += [f"stag-{n}" for n in sorted({min(n, ranks) for n in arguments.stagger})]
-        elif order == "strided" or name not in WALKING:
-            chosen.append(name)
-    limit = "fio" if fio.installed() else "raw"
-    runs: dict[str, list[dict[str, Any]]] = {s: [] for s in [limit, *chosen]}
+    task = work.task(arguments, storage, ranks)
+    needed = int(task.length[task.order].sum())
+    limit = "" if work.scaling else "fio" if fio.installed() else "raw"
+    ways = [*([limit] if limit else []), *work.strategies(arguments, ranks)]
+    if not ways:
+        raise UsageError(f"no training reads {work.order} records by any of the --strategies")
+    runs: dict[str, list[dict[str, Any]]] = {s: [] for s in ways}
     how = ""
     with Pool(ranks) as pool:
         for strategy in harness.turns(runs, arguments.repeats):
             how = storage.cool()
-            served, operations = storage.served, storage.operations
+            served, operations, seeks = storage.served, storage.operations, storage.seeks
             if strategy == "fio":
-                took = fio.seconds(task, ranks, sequential=order == "strided")
+                took = fio.seconds(task, ranks, sequential=work.order == "strided")
                 one: dict[str, Any] = {"seconds": took}
             else:
                 task.strategy, _, stagger = strategy.partition("stag-")
@@ -234,24 +219,42 @@ def _measure(
             if served is not None and operations is not None:
                 one["read_bytes"] = (storage.served or 0) - served
                 one["operations"] = (storage.operations or 0) - operations
+                one["seeks"] = storage.seeks - seeks
             runs[strategy].append(one)
+    if work.scaling:
+        _agree(runs)
     return [
         {
-            "size": size,
-            "storage": kind,
-            "nodes": nodes,
+            "size": work.size,
+            "storage": work.kind,
+            "nodes": len(storage.folders),
             "ranks": ranks,
-            "order": order,
+            "order": f"{work.order}, {work.scaling} scaling" if work.scaling else work.order,
             "strategy": strategy,
-            "limit": limit,
-            "records": total,
+            "batch": task.order.shape[1],
+            "records": task.order.size,
             "needed": needed,
             "cold": how,
-            "limit_seconds": harness.median(runs[limit], "seconds"),
+            **(
+                {"limit": limit, "limit_seconds": harness.median(runs[limit], "seconds")}
+                if limit
+                else {}
+            ),
             "runs": found,
         }
         for strategy, found in runs.items()
     ]
+
+
+def _agree(runs: dict[str, list[dict[str, Any]]]) -> None:
+    """All ways of reading train alike: the same batches give the same loss.
+
+    Raises:
+        UsageError: they do not; no measurement counts then.
+    """
+    losses = {name: one["loss"] for name, found in runs.items() for one in found}
+    if max(losses.values()) - min(losses.values()) > _SAME * max(losses.values()):
+        raise UsageError(f"the ways of reading did not train on the same batches: loss {losses}")
 
 
 def _summed(counters: list[Counters]) -> dict[str, Any]:
@@ -259,19 +262,20 @@ def _summed(counters: list[Counters]) -> dict[str, Any]:
     n = len(counters)
     return {
         "seconds": max(c.wall for c in counters),
-        **{k: sum(getattr(c, k) for c in counters) / n for k in ("seek", "read", "skew")},
+        **{k: sum(getattr(c, k) for c in counters) / n for k in PARTS},
         **{
             k: sum(getattr(c, k) for c in counters)
             for k in ("switches", "faults", "read_bytes", "cpu")
         },
         "missed": sum(sum(c.extra.get("missed", ())) for c in counters),
         "redundant": sum(sum(c.extra.get("redundant", ())) for c in counters),
+        **{k: counters[0].extra[k] for k in ("loss",) if k in counters[0].extra},
         "ranks": [asdict(c) for c in counters],
     }
 
 
 def _index(
-    arguments: argparse.Namespace, folder: Path, size: str, kind: str, storage: _Storage
+    arguments: argparse.Namespace, folder: Path, size: str, kind: str, storage: Storage
 ) -> list[dict[str, Any]]:
     none = np.zeros((1, 1), np.int64)
     empty = np.zeros(1, np.uint64)
@@ -299,7 +303,7 @@ def _index(
 
 
 def _blocks(
-    arguments: argparse.Namespace, folder: Path, kind: str, storage: _Storage
+    arguments: argparse.Namespace, folder: Path, kind: str, storage: Storage
 ) -> list[dict[str, Any]]:
     """MB/s of one reader that reads on, by way and size; the repeats go round."""
     most = (folder / "data.mdb").stat().st_size // blocks.SIZES[-1] * blocks.SIZES[-1]

@@ -48,7 +48,7 @@ def lmdb(me: Rank, task: Task) -> None:
                 cursor.next()
             checked(share, task, records, share.slots)
             me.lap("read")
-            me.wait()
+            me.step(records, share.batch, share.slots)
         me.end()
         del value
         cursor.close()
@@ -103,7 +103,7 @@ def _take(
         share.batch[place : place + int(size)] = room[start + place : start + place + int(size)]
     checked(share, task, records, share.slots)
     me.lap("read")
-    me.wait()
+    me.step(records, share.batch, share.slots)
 
 
 class _Guess:
@@ -171,7 +171,7 @@ def lmm_dm(me: Rank, task: Task) -> None:
             guess.learn(int(first.min()), int(after.max()))
             del values, value
             me.lap("read")
-            me.wait()
+            me.step(records, share.batch, share.slots)
         me.end()
         cursor.close()
         del pages
@@ -215,7 +215,7 @@ def dio(me: Rank, task: Task) -> None:
         at = places.each(share, room[0, records - first], room[1, records - first])
         checked(share, task, records, at)
         me.lap("read")
-        me.wait()
+        me.step(records, share.batch, at)
     me.end()
     if environment is not None:
         environment.close()

@@ -80,6 +80,12 @@ def key(record: int) -> bytes:
     return b"%08d" % record
 
 
+def named(value: NDArray[np.uint8], record: int) -> bool:
+    """Whether this is the record of that number, by its first and last bytes."""
+    number = np.frombuffer(record.to_bytes(_NAME, "little"), np.uint8)
+    return bool((value[:_NAME] == number).all() and (value[-_NAME:] == number).all())
+
+
 def check(
     buffer: NDArray[np.uint8],
     places: NDArray[np.int64],

@@ -23,7 +23,7 @@ def prov(me: Rank, task: Task) -> None:
         at = places.each(share, task.offset[records], task.length[records])
         checked(share, task, records, at)
         me.lap("read")
-        me.wait()
+        me.step(records, share.batch, at)
     me.end()
 
 
@@ -96,7 +96,7 @@ def _coalesced(me: Rank, task: Task, stagger: int) -> None:
                 share.batch[place : place + int(size)] = room[start : start + int(size)]
             checked(share, task, records, share.slots)
             me.lap("read")
-            me.wait()
+            me.step(records, share.batch, share.slots)
     me.end()
     me.counters.extra["reads"] = sum(
         len(g.begin[p]) for (_, g), p in zip(groups, mine, strict=True)

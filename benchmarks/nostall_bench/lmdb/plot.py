@@ -1,4 +1,4 @@
-"""Plots like [Pumma 2020, fig. 3.6, 4.6 and 5.5 to 5.9]: records/s by ranks, and where time goes."""
+"""Plots like [Pumma 2020, fig. 3.6, 4.6 and 5.5 to 5.16]: records/s by ranks, and where time goes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from nostall_bench import harness
+
+_COLOURS = {
+    **{"seek": "#c44e52", "read": "#4c72b0", "skew": "#cccccc"},
+    **{"compute": "#55a868", "sync": "#dd8452"},
+}
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -62,10 +67,10 @@ def _split(axes: Any, rows: list[dict[str, Any]]) -> None:
     most = max(r["ranks"] for r in rows)
     mine = [r for r in rows if r["ranks"] == most and "seek" in r["runs"][0]]
     bottom = [0.0] * len(mine)
-    for part, colour in (("seek", "#c44e52"), ("read", "#4c72b0"), ("skew", "#cccccc")):
+    for part, colour in _COLOURS.items():
         values = []
         for row in mine:
-            whole = sum(harness.median(row["runs"], k) for k in ("seek", "read", "skew"))
+            whole = sum(harness.median(row["runs"], k) for k in _COLOURS)
             values.append(harness.median(row["runs"], part) / whole)
         axes.bar(range(len(mine)), values, bottom=bottom, label=part, color=colour)
         bottom = [a + b for a, b in zip(bottom, values, strict=True)]

@@ -12,14 +12,19 @@ import traceback
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nostall.errors import UsageError
 
+if TYPE_CHECKING:
+    from nostall_bench.lmdb.training import Training
+
 _PATIENCE = 300.0  # seconds
+# Fields of `Counters`: what a rank's time goes to.
+PARTS = ("seek", "read", "skew", "compute", "sync")
 
 
 @dataclass
@@ -37,6 +42,8 @@ class Task:
     window: int  # bytes that coalescing and staging may use
     stagger: int
     depth: int
+    train: bool = False  # each iteration ends with a step of a training
+    workers: int = 0  # processes of torch's DataLoader, a rank
 
 
 @dataclass
@@ -46,6 +53,8 @@ class Counters:
     seek: float = 0.0
     read: float = 0.0
     skew: float = 0.0
+    compute: float = 0.0  # of a training
+    sync: float = 0.0
     wall: float = 0.0
     switches: int = 0
     faults: int = 0
@@ -65,6 +74,7 @@ class Rank:
         self._barrier = shared["barrier"]
         self._room = room
         self.counters = Counters()
+        self.training: Training | None = None
         self._harness_switches = 0
         self._mark = 0.0
 
@@ -82,7 +92,7 @@ class Rank:
             os.close(descriptor)
 
     def lap(self, part: str) -> None:
-        """Adds the time since the last call to `part`: "seek", "read" or "skew"."""
+        """Adds the time since the last call to `part`, a field of `Counters`."""
         now = time.perf_counter()
         setattr(self.counters, part, getattr(self.counters, part) + now - self._mark)
         self._mark = now
@@ -93,6 +103,36 @@ class Rank:
         self._barrier.wait(_PATIENCE)
         self._harness_switches += _switches(resource.RUSAGE_THREAD) - before
         self.lap("skew")
+
+    def step(
+        self, records: NDArray[np.int64], buffer: NDArray[np.uint8], places: NDArray[np.int64]
+    ) -> None:
+        """The end of an iteration, `records` lie in `buffer` at `places`: all ranks meet, and make a
+        step of the training if there is one."""
+        if self.training is None:
+            self.wait()
+            return
+        first = np.arange(self.training.pixels)
+        self.train(buffer[places[:, None] + first], records)
+
+    def train(self, pixels: NDArray[np.uint8], records: NDArray[np.int64]) -> None:
+        """All ranks meet and make a step of the training."""
+        assert self.training is not None
+        self.wait()
+        self.training.compute(pixels, records)
+        self.lap("compute")
+        self.training.update()
+        self.lap("sync")
+
+    def prepare(self, task: Task) -> None:
+        """Makes the training of a task, the same on all ranks, if it has one."""
+        self.training = None
+        if task.train:
+            from nostall_bench.lmdb import training
+
+            training.join(self.rank, self.ranks, self._room)
+            side = training.side_of(int(task.length.min()))
+            self.training = training.Training(side, task.order.shape[1])
 
     def begin(self) -> None:
         """Starts the measurement, on all ranks at once."""
@@ -152,7 +192,10 @@ def _main(rank: int, ranks: int, shared: dict[str, Any], room: str, orders: Conn
         if task is None:
             return
         try:
+            me.prepare(task)
             STRATEGIES[task.strategy](me, task)
+            if me.training is not None:
+                me.counters.extra["loss"] = me.training.loss
             orders.send(me.counters)
         except BaseException:
             orders.send(traceback.format_exc())
@@ -182,8 +225,9 @@ class Pool:
         self._orders, self._processes = [], []
         for rank in range(self.ranks):
             ours, theirs = self._context.Pipe()
+            # Not a daemon: those may not start the workers of torch's DataLoader.
             process = self._context.Process(
-                target=_main, args=(rank, self.ranks, shared, self._room.name, theirs), daemon=True
+                target=_main, args=(rank, self.ranks, shared, self._room.name, theirs)
             )
             process.start()
             theirs.close()

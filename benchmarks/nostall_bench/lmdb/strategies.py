@@ -40,10 +40,26 @@ def _peer(read_ahead: bool) -> Callable[[Rank, Task], None]:
                     del value
                 checked(share, task, records, share.slots)
                 me.lap("read")
-                me.wait()
+                me.step(records, share.batch, share.slots)
             me.end()
 
     return run
+
+
+def torch_loader(me: Rank, task: Task) -> None:
+    """py-lmdb in torch's DataLoader; in a training only."""
+    from nostall_bench.lmdb import training
+
+    assert me.training is not None
+    share = Share(me, task)
+    loader = training.loader(
+        share.path.parent, share.records, len(task.length), me.training.pixels, task.workers
+    )
+    me.begin()
+    for records, pixels in zip(share.records, loader, strict=True):
+        me.lap("read")
+        me.train(pixels.numpy(), records)
+    me.end()
 
 
 # ---------------------------------------------------------------------- nostall and the limit
@@ -70,6 +86,7 @@ def _load(me: Rank, task: Task, tiers: list[str]) -> None:
     loader = nostall.DataLoader(
         nostall.LMDB(share.path, index=task.index_file, reading=reading),
         share.size,
+        epochs=1,  # else the next one is read ahead, and counted
         order=task.order.ravel(),
         tiers=tiers,
         staging=max(task.window // share.per_node, 2 * share.slot * share.size),
@@ -86,9 +103,10 @@ def _load(me: Rank, task: Task, tiers: list[str]) -> None:
     for i in range(iterations):
         data, _ = next(batches)
         records = task.order[i, me.rank :: me.ranks]
-        check(data.data, data.offsets.astype(np.int64), data.lengths.astype(np.int64), records)
+        places = data.offsets.astype(np.int64)
+        check(data.data, places, data.lengths.astype(np.int64), records)
         me.lap("read")
-        me.wait()
+        me.step(records, data.data, places)
     me.end()
     del batches, data
     loader.close()
@@ -154,6 +172,7 @@ STRATEGIES: dict[str, Callable[[Rank, Task], None]] = {
     "nostall-ram": _default(True),
     "py-lmdb": _peer(True),
     "py-lmdb-no-ra": _peer(False),
+    "torch": torch_loader,
     "raw": raw,
     "index": index,
     "keys": _keys(True),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from nostall_bench import harness
 from nostall_bench.lmdb.blocks import SIZES, WAYS
+from nostall_bench.lmdb.pool import PARTS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,7 +21,7 @@ def strategies(rows: list[dict[str, Any]]) -> Table:
         f"{first['ranks']} rank(s), cold ({first['cold']}), {len(first['runs'])} runs",
         *("strategy", "records/s", f"of {first['limit']}", "seek / read / skew", "read / needed"),
         *("switches a record", "major faults a record", "CPU us a record"),
-        "pages missed, redundant",
+        *("pages missed, redundant", "seeks a MB"),
     )
     for row in rows:
         rates = [row["records"] / r["seconds"] for r in row["runs"]]
@@ -40,8 +41,11 @@ def strategies(rows: list[dict[str, Any]]) -> Table:
                 f"{middle_of(row, 'faults') / row['records']:.2f}",
                 f"{middle_of(row, 'cpu') / row['records'] * 1e6:.0f}",
             ]
-        if row["strategy"] == "lmm-dm":
-            cells.append(f"{middle_of(row, 'missed'):.0f}, {middle_of(row, 'redundant'):.0f}")
+            walked = f"{middle_of(row, 'missed'):.0f}, {middle_of(row, 'redundant'):.0f}"
+            cells.append(walked if row["strategy"] == "lmm-dm" else "")
+        if "seeks" in row["runs"][0]:
+            cells += [""] * (9 - len(cells))
+            cells.append(f"{middle_of(row, 'seeks') / row['needed'] * 1e6:.2f}")
         table.add_row(*cells)
     return table
 
@@ -87,5 +91,30 @@ def reads(rows: list[dict[str, Any]]) -> Table:
     for way in WAYS:
         table.add_row(
             way, *(harness.spread(r["rates"], "{:,.0f}") for r in rows if r["way"] == way)
+        )
+    return table
+
+
+def training(rows: list[dict[str, Any]]) -> Table:
+    """A row for each way of reading of one training."""
+    first = rows[0]
+    base = next((r for r in rows if r["strategy"] == "lmdb"), first)
+    table = harness.table(
+        f"training on {first['records']} records of {first['size']}, {first['order']}, batches of "
+        f"{first['batch']}, {first['storage']}, {first['ranks']} rank(s) on {first['nodes']} "
+        f"node(s), cold ({first['cold']}), {len(first['runs'])} runs",
+        *("way", "images/s", f"times {base['strategy']}", " / ".join(PARTS), "read / needed"),
+    )
+    for row in rows:
+        split = [middle_of(row, k) for k in PARTS]
+        whole = max(1e-9, sum(split))
+        # Where the storage does not count, the workers of a DataLoader are not seen.
+        counted = row["storage"] == "slow"
+        table.add_row(
+            row["strategy"],
+            harness.spread((row["records"] / r["seconds"] for r in row["runs"]), "{:,.0f}"),
+            f"{middle_of(base, 'seconds') / middle_of(row, 'seconds'):.2f}",
+            " / ".join(f"{s / whole:.0%}" for s in split),
+            f"{middle_of(row, 'read_bytes') / row['needed']:.2f}" if counted else "",
         )
     return table
