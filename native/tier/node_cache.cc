@@ -29,6 +29,7 @@
 #include <atomic>
 #include <cstring>
 #include <filesystem>
+#include <iterator>
 #include <new>
 #include <string_view>
 #include <utility>
@@ -56,6 +57,9 @@ constexpr std::chrono::seconds kLeavePatience{5};
 constexpr int kOpenAttempts = 20;
 // How often one rank looks whether the tier's memory is wanted back.
 constexpr std::chrono::milliseconds kEaseInterval{250};
+// Others are chosen in the place of a chunk that is still in use after so many looks (5 seconds): a
+// view of a rank that died holds it for ever.
+constexpr uint32_t kPatientLooks = 20;
 // A tier takes no more bytes after this many failed writes.
 constexpr uint32_t kMaxFailedWrites = 16;
 
@@ -86,6 +90,14 @@ std::vector<std::pair<std::string, std::string>> lines_of(std::string_view text)
 }
 
 enum class Chunk : uint32_t { untouched = 0, there = 1, refused = 2, leaving = 3 };
+
+// A chunk that is given back once it is not in use.
+struct Leaving {
+  uint64_t chunk = 0;
+  uint64_t lowest = 0;              // the first chunk that a sample in it begins in
+  std::vector<uint64_t> filling{};  // its samples that were being filled at the last look
+  uint32_t looks = 0;               // that found it in use
+};
 
 // The files that an attached rank hands to one that attaches: these four, then one file per tier,
 // then the directory of each kept tier.
@@ -333,7 +345,10 @@ class NodeCacheImpl final : public NodeCache {
   void watch();
   void ease();
   bool choose_leaving(uint64_t bytes);
-  std::vector<uint64_t> vacate();
+  void look_at_leaving();
+  bool is_filling(uint64_t sample);
+  bool in_use(Leaving& leaving);
+  bool give_back(uint64_t chunk);
   void meet(const Placer& place, std::chrono::nanoseconds timeout);
   void go_without(const std::string& why, const Placer& place);
   void set_placement(plan::Placement placement);
@@ -384,7 +399,10 @@ class NodeCacheImpl final : public NodeCache {
   bool joined_ = false;
   const int owner_pid_;
   Handover handover_;  // ends before what it gives is closed
+  // Of the thread that eases:
   bool eased_ = false;
+  bool stuck_ = false;  // the last chunk could not be given back
+  std::vector<Leaving> leaving_;
   LockFile ease_lock_;
   std::optional<Watch> watch_;  // uses both of them, and ends first
 };
@@ -873,18 +891,13 @@ void NodeCacheImpl::ease() try {
   const auto most = std::max_element(limits.begin(), limits.end(),
                                      [](auto& a, auto& b) { return a.over() < b.over(); });
   const uint64_t over = most == limits.end() ? 0 : most->over();
-  if (over > 0 && choose_leaving(over) && !std::exchange(eased_, true)) {
+  if (over > 0 && !stuck_ && choose_leaving(over) && !std::exchange(eased_, true)) {
     log(LogLevel::warning, "the RAM tier gives memory back: " + most->in_words() +
                                "; its samples are read from the source: give the RAM tier a "
                                "smaller size");
   }
-  for (const uint64_t chunk : vacate()) {
-    const uint64_t begin = chunk * chunk_bytes_;
-    ::fallocate(arena_.fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(begin),
-                static_cast<off_t>(std::min(chunk_bytes_, arena_bytes_ - begin)));
-    chunk_words_[chunk].store(static_cast<uint32_t>(Chunk::refused));
-    header_->unfilled.fetch_add(1);
-  }
+  look_at_leaving();
+  std::erase_if(leaving_, [this](Leaving& l) { return !in_use(l) && give_back(l.chunk); });
 } catch (const std::exception&) {
   // No memory for the lists: the next time.
 }
@@ -896,6 +909,7 @@ bool NodeCacheImpl::choose_leaving(uint64_t bytes) {
   for (uint64_t c = 0; c < chunks(); ++c) {
     if (chunk_words_[c].load() == static_cast<uint32_t>(Chunk::leaving)) marked += chunk_bytes_;
   }
+  for (const Leaving& l : leaving_) marked -= l.looks > kPatientLooks ? chunk_bytes_ : 0;
   for (uint64_t c = chunks(); marked < bytes && c-- > 0;) {
     auto there = static_cast<uint32_t>(Chunk::there);
     if (chunk_words_[c].compare_exchange_strong(there, static_cast<uint32_t>(Chunk::leaving))) {
@@ -906,42 +920,77 @@ bool NodeCacheImpl::choose_leaving(uint64_t bytes) {
   return any;
 }
 
-// Fails the ready samples of chunks that leave; returns the chunks that are free of use.
-std::vector<uint64_t> NodeCacheImpl::vacate() {
-  const auto leaves = [this](uint64_t c) {
-    return chunk_words_[c].load() == static_cast<uint32_t>(Chunk::leaving);
-  };
-  // Of each chunk, the first one that a sample in it begins in; kNone if a sample is being filled.
-  constexpr uint64_t kNone = ~uint64_t{0};
-  std::vector<uint64_t> lowest, chosen, vacant;
+// Fails the ready samples of chunks that leave. One look at all samples for each chunk: nothing is
+// filled there any more but what was being filled.
+void NodeCacheImpl::look_at_leaving() {
+  std::vector<Leaving> fresh;
   for (uint64_t c = 0; c < chunks(); ++c) {
-    if (leaves(c)) chosen.push_back(c);
-    lowest.push_back(c);
+    if (chunk_words_[c].load() == static_cast<uint32_t>(Chunk::leaving) &&
+        std::none_of(leaving_.begin(), leaving_.end(),
+                     [c](const Leaving& l) { return l.chunk == c; })) {
+      fresh.push_back({c, c});
+    }
   }
-  if (chosen.empty()) return vacant;
+  if (fresh.empty()) return;
   for (uint64_t s = 0; s < sizes_.size(); ++s) {
     if (tier_[s] == plan::kNoTier || kind(s) != TierKind::ram || sizes_[s] == 0) continue;
     const uint64_t begin = begin_of(s), first = begin / chunk_bytes_;
     const uint64_t last = (begin + sizes_[s] - 1) / chunk_bytes_;
-    const auto at = std::lower_bound(chosen.begin(), chosen.end(), first);
-    if (at == chosen.end() || *at > last) continue;
-    uint32_t ready = word_of(State::ready);
-    const bool failed = words_[s].compare_exchange_strong(ready, kUnfilled);
-    if (failed) header_->ram_bytes.fetch_sub(sizes_[s], std::memory_order_relaxed);
-    const bool filling = !failed && state_of(ready) == State::filling;
-    for (auto c = at; c != chosen.end() && *c <= last; ++c) {
-      uint64_t& low = lowest[*c];
-      low = filling || low == kNone ? kNone : std::min(low, first);
+    auto at = std::lower_bound(fresh.begin(), fresh.end(), first,
+                               [](const Leaving& l, uint64_t c) { return l.chunk < c; });
+    if (at == fresh.end() || at->chunk > last) continue;
+    const bool filling = is_filling(s);
+    for (; at != fresh.end() && at->chunk <= last; ++at) {
+      at->lowest = std::min(at->lowest, first);
+      if (filling) at->filling.push_back(s);
     }
   }
-  for (const uint64_t c : chosen) {
-    if (lowest[c] == kNone) continue;
-    if (std::none_of(readers_ + lowest[c], readers_ + c + 1,
-                     [](const std::atomic<uint32_t>& count) { return count.load() != 0; })) {
-      vacant.push_back(c);
-    }
+  leaving_.insert(leaving_.end(), std::make_move_iterator(fresh.begin()),
+                  std::make_move_iterator(fresh.end()));
+}
+
+// Whether a sample of a chunk that leaves is being filled; a ready one fails, and the claim of a
+// rank that died is taken back.
+bool NodeCacheImpl::is_filling(uint64_t sample) {
+  uint32_t seen = word_of(State::ready);
+  if (words_[sample].compare_exchange_strong(seen, kUnfilled)) {
+    header_->ram_bytes.fetch_sub(sizes_[sample], std::memory_order_relaxed);
+    return false;
   }
-  return vacant;
+  if (state_of(seen) != State::filling) return false;
+  if (ease_lock_.is_held_elsewhere(kFirstMember + (seen >> 2))) return true;
+  const bool taken = words_[sample].compare_exchange_strong(seen, word_of(State::empty));
+  if (taken) wake(sample);
+  return !taken;
+}
+
+bool NodeCacheImpl::in_use(Leaving& leaving) {
+  std::erase_if(leaving.filling, [this](uint64_t s) { return !is_filling(s); });
+  const bool used = !leaving.filling.empty() ||
+                    std::any_of(readers_ + leaving.lowest, readers_ + leaving.chunk + 1,
+                                [](const std::atomic<uint32_t>& n) { return n.load() != 0; });
+  leaving.looks += used ? 1 : 0;
+  return used;
+}
+
+// One that cannot be given back stays marked, and is tried again at the next look.
+bool NodeCacheImpl::give_back(uint64_t chunk) {
+  const uint64_t begin = chunk * chunk_bytes_, size = std::min(chunk_bytes_, arena_bytes_ - begin);
+  const int error = ::fallocate(arena_.fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                                static_cast<off_t>(begin), static_cast<off_t>(size)) == 0
+                        ? 0
+                        : errno;
+  if (error != 0 && !std::exchange(stuck_, true)) {
+    log(LogLevel::warning, std::string(io_error("the RAM tier cannot give memory back to",
+                                                config_.shm_directory, error)
+                                           .what()) +
+                               "; it is tried again, and its other samples stay");
+  }
+  if (error != 0) return false;
+  stuck_ = false;
+  chunk_words_[chunk].store(static_cast<uint32_t>(Chunk::refused));
+  header_->unfilled.fetch_add(1);
+  return true;
 }
 
 void NodeCacheImpl::try_again() {

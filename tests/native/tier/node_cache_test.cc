@@ -4,6 +4,8 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstring>
@@ -13,6 +15,7 @@
 #include <thread>
 
 #include "../failing_files.h"
+#include "../refuse.h"
 #include "base/error.h"
 #include "base/handover.h"
 #include "base/log.h"
@@ -173,59 +176,52 @@ TEST_F(NodeCacheTest, AProcessMoreThanThereArePlacesForIsToldTheRemedy) {
   }
 }
 
-TEST_F(NodeCacheTest, WhatOthersNeedOfAReserveIsGivenBack) {
-  constexpr uint64_t kMiB = uint64_t{1} << 20;
-  fs::create_directories(root_ / "proc" / "self");
-  const auto used = [&](int mebibytes) {
+// Two ranks, four samples of the size of a chunk, and a machine of 16 MiB of which two are the
+// reserve.
+class GivingBack : public NodeCacheTest {
+ protected:
+  static constexpr uint64_t kMiB = uint64_t{1} << 20;
+
+  void SetUp() override {
+    NodeCacheTest::SetUp();
+    fs::create_directories(root_ / "proc" / "self");
+    used(4);
+  }
+  void used(int mebibytes) const {
     const fs::path next = root_ / "proc" / "next";
     std::ofstream(next) << "MemTotal: " << 16 * 1024
                         << " kB\nMemAvailable: " << (16 - mebibytes) * 1024 << " kB\n";
     fs::rename(next, root_ / "proc" / "meminfo");
-  };
-  const std::vector<uint64_t> sizes(4, kMiB);
-  const plan::Placement placement{
-      {0, 0, 0, 0}, {0, kMiB, 2 * kMiB, 3 * kMiB}, {4 * kMiB}, {{0, 1, 2, 3}}};
-  const auto enter = [&](uint32_t rank) {
+  }
+  std::unique_ptr<NodeCache> enter(uint32_t rank, FileSystem* files = nullptr) const {
     NodeCacheConfig c = config(rank, 2);
     c.tiers[0].capacity = 4 * kMiB;
     c.proc_directory = (root_ / "proc").string();
-    return NodeCache::attach(c, sizes, fixed(placement), 2s);
-  };
-  used(4);
-  const auto cache = enter(0);
-  const std::shared_ptr<NodeCache> other = enter(1);
-  const auto fill = [&](uint64_t s) {
-    const auto slot = cache->claim(s) ? cache->ram_slot(s) : std::span<std::byte>();
+    c.files = files;
+    const plan::Placement placement{
+        {0, 0, 0, 0}, {0, kMiB, 2 * kMiB, 3 * kMiB}, {4 * kMiB}, {{0, 1, 2, 3}}};
+    return NodeCache::attach(c, std::vector<uint64_t>(4, kMiB), fixed(placement), 2s);
+  }
+  static bool fill(NodeCache& cache, uint64_t s) {
+    const auto slot = cache.claim(s) ? cache.ram_slot(s) : std::span<std::byte>();
     if (slot.empty()) return false;
     std::memset(slot.data(), static_cast<int>(s) + 1, slot.size());
-    cache->publish(s);
+    cache.publish(s);
     return true;
-  };
-  const auto becomes = [&](uint64_t s, State state) {
+  }
+  template <typename Condition>
+  static bool comes(const Condition& condition) {
     const auto deadline = std::chrono::steady_clock::now() + 30s;
-    while (other->state(s) != state && std::chrono::steady_clock::now() < deadline) {
+    while (!condition() && std::chrono::steady_clock::now() < deadline) {
       std::this_thread::sleep_for(1ms);
     }
-    return other->state(s) == state;
-  };
-  for (const uint64_t s : {0, 1, 3}) ASSERT_TRUE(fill(s));
-  ASSERT_TRUE(cache->claim(2));
-  const auto filling = cache->ram_slot(2);
-  auto read = shared_view(other, 3);
-  ASSERT_TRUE(read);
-  // Two of 16 MiB are the reserve: others want two more. What is read stays until it was read, what
-  // is being filled until it is filled.
-  used(16);
-  ASSERT_TRUE(becomes(3, State::failed));
-  EXPECT_FALSE(other->ram_view(3));
-  EXPECT_EQ(read->bytes()[5], std::byte{4});
-  used(14);
-  std::memset(filling.data(), 3, filling.size());
-  EXPECT_EQ(other->state(2), State::filling);
-  cache->publish(2);
-  ASSERT_TRUE(becomes(2, State::failed));
-  EXPECT_EQ(other->ram_view(1).bytes()[5], std::byte{2});
-  const auto on_disk = [&] {  // of the file behind this process's mapping of the arena
+    return condition();
+  }
+  static bool becomes(const NodeCache& cache, uint64_t s, State state) {
+    return comes([&] { return cache.state(s) == state; });
+  }
+  // Of the file behind this process's mapping of the arena.
+  uint64_t on_disk() const {
     struct stat status {};
     std::error_code ignored;
     for (const auto& e : fs::directory_iterator("/proc/self/fd")) {
@@ -236,23 +232,88 @@ TEST_F(NodeCacheTest, WhatOthersNeedOfAReserveIsGivenBack) {
       }
     }
     return static_cast<uint64_t>(status.st_blocks) * 512;
-  };
+  }
+  std::vector<std::string> told() {
+    const std::scoped_lock lock(mutex_);
+    return warnings_;
+  }
+};
+
+TEST_F(GivingBack, WhatOthersNeedOfAReserve) {
+  const auto cache = enter(0);
+  const std::shared_ptr<NodeCache> other = enter(1);
+  for (const uint64_t s : {0, 1, 3}) ASSERT_TRUE(fill(*cache, s));
+  ASSERT_TRUE(cache->claim(2));
+  const auto filling = cache->ram_slot(2);
+  auto read = shared_view(other, 3);
+  ASSERT_TRUE(read);
+  // Others want two MiB more. What is read stays until it was read, what is being filled until it
+  // is filled.
+  used(16);
+  ASSERT_TRUE(becomes(*other, 3, State::failed));
+  EXPECT_FALSE(other->ram_view(3));
+  EXPECT_EQ(read->bytes()[5], std::byte{4});
+  used(14);
+  std::memset(filling.data(), 3, filling.size());
+  EXPECT_EQ(other->state(2), State::filling);
+  cache->publish(2);
+  ASSERT_TRUE(becomes(*other, 2, State::failed));
+  EXPECT_EQ(other->ram_view(1).bytes()[5], std::byte{2});
   EXPECT_GE(on_disk(), 3 * kMiB);
   read.reset();
-  const auto deadline = std::chrono::steady_clock::now() + 30s;
-  while (on_disk() > 2 * kMiB && std::chrono::steady_clock::now() < deadline) {
-    std::this_thread::sleep_for(1ms);
-  }
-  EXPECT_LE(on_disk(), 2 * kMiB);
+  EXPECT_TRUE(comes([&] { return on_disk() <= 2 * kMiB; }));
   EXPECT_EQ(cache->ram_bytes(), 2 * kMiB);
   // In the next epoch there is room again.
   used(4);
   cache->try_again();
-  EXPECT_TRUE(fill(3));
+  EXPECT_TRUE(fill(*cache, 3));
   EXPECT_EQ(other->ram_view(3).bytes()[5], std::byte{4});
-  const std::scoped_lock lock(mutex_);
-  ASSERT_EQ(warnings_.size(), 1u);
-  EXPECT_NE(warnings_[0].find("the RAM tier gives memory back"), std::string::npos) << warnings_[0];
+  const auto warnings = told();
+  ASSERT_EQ(warnings.size(), 1u);
+  EXPECT_NE(warnings[0].find("the RAM tier gives memory back"), std::string::npos) << warnings[0];
+}
+
+TEST_F(GivingBack, GoesOnWhereARankThatDiedReadAndFilled) {
+  int go[2];
+  ASSERT_EQ(::pipe(go), 0);
+  const pid_t child = ::fork();  // before there are threads
+  if (child == 0) {
+    char word = 0;
+    if (::read(go[0], &word, 1) != 1) ::_exit(1);
+    const auto dies = enter(1);
+    const RamView view = dies->ram_view(3);
+    ::_exit(view && dies->claim(2) && !dies->ram_slot(2).empty() ? 0 : 1);
+  }
+  const Descriptor read_end(go[0]), write_end(go[1]);
+  const auto cache = enter(0);
+  for (const uint64_t s : {0, 1, 3}) ASSERT_TRUE(fill(*cache, s));
+  ASSERT_EQ(::write(go[1], "", 1), 1);
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  ASSERT_EQ(status, 0);
+  EXPECT_EQ(on_disk(), 4 * kMiB);
+  // The view of the dead rank holds the chunk that is chosen; the next one, of which it had claimed
+  // the sample, is given back in its place.
+  used(15);
+  EXPECT_TRUE(comes([&] { return on_disk() == 3 * kMiB; }));
+  EXPECT_EQ(cache->state(2), State::empty);
+  EXPECT_EQ(cache->state(1), State::ready);
+}
+
+TEST_F(GivingBack, IsToldWhereTheSystemTakesNone) {
+  // Memory is then taken by writing to it.
+  with_refused({SYS_fallocate}, EOPNOTSUPP, [&] {
+    const auto cache = enter(0);
+    for (const uint64_t s : {0, 1, 2, 3}) ASSERT_TRUE(fill(*cache, s));
+    used(15);
+    ASSERT_TRUE(comes([&] { return told().size() == 2; }));
+    EXPECT_NE(told()[1].find("the RAM tier cannot give memory back"), std::string::npos)
+        << told()[1];
+    EXPECT_EQ(on_disk(), 4 * kMiB);
+    EXPECT_EQ(cache->state(3), State::failed);
+    EXPECT_EQ(cache->state(2), State::ready);
+  });
+  EXPECT_EQ(told().size(), 2u);
 }
 
 TEST_F(NodeCacheTest, NothingHasAName) {
