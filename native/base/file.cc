@@ -94,13 +94,6 @@ int FileSystem::reserve(int fd, uint64_t size) {
   return -errno;
 }
 
-int FileSystem::give_back(int fd, uint64_t offset, uint64_t size) {
-  return uninterrupted([&] {
-    return ::fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
-                       static_cast<off_t>(size));
-  });
-}
-
 int FileSystem::truncate(int fd, uint64_t size) {
   return uninterrupted([&] { return ::ftruncate(fd, static_cast<off_t>(size)); });
 }

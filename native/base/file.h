@@ -46,8 +46,6 @@ class FileSystem {
   // Reserves room for the first `size` bytes, where the file system does so without writing zeros;
   // 0, or -errno (-EOPNOTSUPP where it does not).
   virtual int reserve(int fd, uint64_t size);
-  // Gives the memory or disk of [offset, offset + size) back: it reads as zeros. 0, or -errno.
-  virtual int give_back(int fd, uint64_t offset, uint64_t size);
   virtual int truncate(int fd, uint64_t size);
   virtual int fsync(int fd);
   // With a `directory`, which is open, paths mean their last component in it.

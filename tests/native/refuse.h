@@ -7,6 +7,7 @@
 #include <linux/seccomp.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
+#include <unistd.h>
 
 #include <functional>
 #include <thread>
@@ -35,6 +36,14 @@ inline void with_refused(const std::vector<int>& numbers, int error,
     ASSERT_NO_FATAL_FAILURE(refuse(numbers, error));
     work();
   }).join();
+}
+
+// Whether this machine has io_uring; containers often forbid it.
+inline bool has_uring() {
+  unsigned char parameters[120] = {};  // io_uring_params
+  const long ring = ::syscall(SYS_io_uring_setup, 1, parameters);
+  if (ring >= 0) ::close(static_cast<int>(ring));
+  return ring >= 0;
 }
 
 // What starts a thread.

@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <string>
 
+#include "../readers.h"
 #include "base/file.h"
 #include "records/ranges.h"
 
@@ -48,7 +49,7 @@ class DirectTest : public testing::Test {
 // Bytes that one small read asks the storage for.
 uint64_t asked(const Storage& storage, bool once) {
   std::array<std::byte, 5> bytes{};
-  const auto reader = storage.make_reader(ReaderKind::uring, 2);
+  const auto reader = storage.make_reader(reader_kinds().back(), 2);
   RangeRead range;
   range.offset = 8192;
   range.into = bytes;
@@ -65,7 +66,7 @@ TEST_F(DirectTest, FilesLargerThanMemoryTogetherPassThePageCache) {
   const std::string a = file("a", memory / 2 + 8192), b = file("b", memory / 2 + 8192);
   const uint64_t page = has_direct(a) ? 4096 : 5;
   EXPECT_EQ(asked(*open_files({a}), false), 5u);
-  EXPECT_EQ(asked(*open_files({a}), true), page);
+  EXPECT_EQ(asked(*open_files({a}), true), has_uring() ? page : 5);
   EXPECT_EQ(asked(*open_files({a, b}), false), page);
   EXPECT_EQ(asked(*open_files({a, b}, Direct::never), true), 5u);
 }

@@ -9,6 +9,7 @@
 #include <random>
 #include <set>
 
+#include "../readers.h"
 #include "../source/temporary.h"
 #include "base/crc32c.h"
 #include "memory_storage.h"
@@ -344,9 +345,7 @@ TEST_P(RealRecords, AreReadFromRealFiles) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, RealRecords,
-                         testing::Values(ReaderKind::pread, ReaderKind::uring,
-                                         ReaderKind::automatic));
+INSTANTIATE_TEST_SUITE_P(All, RealRecords, testing::ValuesIn(reader_kinds()));
 
 // n records of `size` bytes, `gap` apart, in one file.
 Data regular(size_t n, uint64_t size, uint64_t gap) {

@@ -7,6 +7,7 @@
 #include <fstream>
 
 #include "../failing_files.h"
+#include "../readers.h"
 #include "../refuse.h"
 #include "base/log.h"
 #include "source/choice.h"
@@ -177,9 +178,7 @@ TEST_P(ReaderTest, IsListedWhereNoThreadIsToBeHad) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(All, ReaderTest,
-                         testing::Values(ReaderKind::pread, ReaderKind::uring,
-                                         ReaderKind::automatic));
+INSTANTIATE_TEST_SUITE_P(All, ReaderTest, testing::ValuesIn(reader_kinds()));
 
 }  // namespace
 }  // namespace nostall::source

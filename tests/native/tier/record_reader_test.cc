@@ -84,7 +84,7 @@ class RecordReaderTest : public testing::Test {
 TEST_F(RecordReaderTest, RecordsAreTheSameOneAtATimeAndSideBySide) {
   RecordReader reader(7, refused_, cold()), plain(1, refused_);
   for (int i = 0; i < 3; ++i) expect_read(read_all(reader));
-  EXPECT_TRUE(reader.many());
+  EXPECT_EQ(reader.many(), has_uring());
   expect_read(read_all(plain));
 }
 
@@ -95,7 +95,7 @@ TEST_F(RecordReaderTest, WhereTheKernelTakesNoReadsPlainCallsGoOn) {
   with_refused({SYS_io_uring_enter}, EAGAIN, [&] { expect_read(read_all(reader)); });
   EXPECT_FALSE(reader.many());
   expect_read(read_all(reader));
-  EXPECT_EQ(said.size(), 1u);
+  EXPECT_EQ(said.size(), has_uring() ? 1u : 0u);
   RecordReader none(7, refused_, cold());
   with_refused({SYS_io_uring_setup}, ENOMEM, [&] { expect_read(read_all(none)); });
   set_log_sink({});
