@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from nostall.base._sizes import TierSpec
 from nostall.errors import IoError, UsageError
 
 FORMAT = 1
@@ -17,13 +19,15 @@ class Calibration:
     """Measured speeds, bytes/s.
 
     `source` has t(1), t(2), ... of all nodes together; `tiers` maps a tier's name ("ram" or its
-    path) to r(1), r(2), ... threads of a node; `network` is b_c, 0 if there is one node.
+    path) to r(1), r(2), ... threads of a node, and `tier_threads` to the number beyond which another
+    brings little; `network` is b_c, 0 if there is one node.
     """
 
     nodes: int
     source: list[float]
     source_threads: int
     tiers: dict[str, list[float]]
+    tier_threads: dict[str, int]
     network: float
     beta: float
 
@@ -50,6 +54,7 @@ class Calibration:
                 source=_speeds(data["source"]["t"]),
                 source_threads=int(data["source"]["threads"]),
                 tiers={str(t["name"]): _speeds(t["r"]) for t in data.get("tiers", [])},
+                tier_threads={str(t["name"]): int(t["threads"]) for t in data.get("tiers", [])},
                 network=float(data["environment"].get("b_c", 0.0)),
                 beta=float(data["environment"].get("beta", 0.0)),
             )
@@ -69,6 +74,20 @@ class Calibration:
             known = self.tiers.get(origin, [0.0])
             speed = known[min(readers, len(known)) - 1]
         return readers / speed if speed > 0 else 0.0
+
+    def with_readers(self, tiers: Sequence[TierSpec], ranks: int) -> list[TierSpec]:
+        """The tiers of a node of so many ranks, which share the best number of threads of each
+        directory among them as their reads in flight; a tier's own ":readers=N" stays.
+
+        Where all threads that were measured were worth having there is no limit.
+        """
+        out = []
+        for tier in tiers:
+            best = self.tier_threads.get(tier.path, 0)
+            if tier.path and not tier.readers and best < len(self.tiers.get(tier.path, [])):
+                tier = replace(tier, readers=max(1, best // ranks))
+            out.append(tier)
+        return out
 
 
 def _speeds(values: Any) -> list[float]:

@@ -244,8 +244,8 @@ class DataLoader:
         self._find_place()
         self._seed_drawn = given is None
         self.seed = self._drawn_seed() if given is None else given
-        self._take_memory(tiers)
         self._calibration = Calibration.load(chosen.calibration) if chosen.calibration else None
+        self._take_memory(tiers)
         self._recipe = Recipe(
             self.dataset,
             transforms,
@@ -329,7 +329,9 @@ class DataLoader:
         if isinstance(tiers, Tiers):
             self._tiers = tiers.specs
         else:
-            self._tiers = planned(tiers, self.dataset, ranks, tells=self.world.local_rank == 0)
+            found = planned(tiers, self.dataset, ranks, tells=self.world.local_rank == 0)
+            known = self._calibration
+            self._tiers = found if known is None else known.with_readers(found, ranks)
         usual = defaults(_native.memory_limits(), dataset_bytes=size, local_world_size=ranks)
         staging = self._options.staging
         self._staging = usual.staging if staging == "auto" else parse_size(staging)
@@ -692,7 +694,9 @@ class DataLoader:
         end = "" if self.epochs_total is None else f", epochs={self.epochs_total}"
         end = end if self._options.steps is None else f", steps={self._options.steps}"
         tiers = ", ".join(
-            f"{tier.path or tier.kind}:{tier.capacity / 2**20:.0f}MiB" for tier in self._tiers
+            f"{tier.path or tier.kind}:{tier.capacity / 2**20:.0f}MiB"
+            + (f":readers={tier.readers}" if tier.readers else "")
+            for tier in self._tiers
         )
         return (
             f"<DataLoader of {self.dataset!r}: batch_size={self._batch_size}, {self._batches} batches "

@@ -92,6 +92,29 @@ def test_one_more_thread_must_earn_its_place() -> None:
     assert Curve([100, 150, 200, 250]).threads == 4
 
 
+def test_the_best_number_of_threads_bounds_reads_of_directories(
+    image_folder: Path, tmp_path: Path
+) -> None:
+    slow, fast, other = (str(tmp_path / name) for name in ("slow", "fast", "other"))
+    out = tmp_path / "c.toml"
+    head = "format = 1\n[environment]\nN = 1\n[source]\nthreads = 2\nt = [1e8]\n"
+    row = '[[tiers]]\nname = "{}"\nthreads = {}\nr = [1e8, 2e8, 3e8, 4e8]\n'
+    out.write_text(head + row.format("ram", 1) + row.format(slow, 3) + row.format(fast, 4))
+
+    def tiers(*given: str, ranks: int = 1) -> str:
+        with nostall.DataLoader(
+            nostall.ImageFolder(image_folder, index=False), 8, tiers=list(given), calibration=out,
+            rank=0, world_size=ranks, local_rank=0, local_world_size=ranks,
+        ) as loader:  # fmt: skip
+            return repr(loader).rpartition("[")[2]
+
+    assert tiers("ram:8MiB", f"{slow}:8MiB") == f"ram:8MiB, {slow}:8MiB:readers=3]>"
+    assert tiers(f"{slow}:8MiB", ranks=2) == f"{slow}:8MiB:readers=1]>"
+    assert tiers(f"{slow}:8MiB:readers=7") == f"{slow}:8MiB:readers=7]>"
+    # More than the four threads that were measured might be better still.
+    assert tiers(f"{fast}:8MiB", f"{other}:8MiB") == f"{fast}:8MiB, {other}:8MiB]>"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
