@@ -61,6 +61,7 @@ void bind_layout(nb::module_& m) {
       .value("none", simulate::Filling::none)
       .value("prefetch", simulate::Filling::prefetch)
       .value("reading", simulate::Filling::reading)
+      .value("evicting", simulate::Filling::evicting)
       .value("before", simulate::Filling::before);
   nb::class_<simulate::Decision>(m, "Decision",
                                  "What a policy decides (native/simulate/decision.h).")

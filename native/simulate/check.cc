@@ -46,7 +46,8 @@ void check(const Model& model, const plan::JobSpec& spec, std::span<const double
                   std::to_string(model.classes[j + 1].capacity));
     }
   }
-  require(decision.filling == Filling::none || !decision.keep.empty(),
+  const bool listed = decision.filling != Filling::none && decision.filling != Filling::evicting;
+  require(!listed || !decision.keep.empty(),
           "a policy fills storage classes without naming what they keep");
 }
 

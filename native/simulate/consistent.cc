@@ -4,12 +4,14 @@
 // them max-min fair (share.h). Rates change when a transfer ends or begins, nowhere else.
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <string>
 #include <utility>
 
 #include "base/error.h"
 #include "simulate/accesses.h"
 #include "simulate/check.h"
+#include "simulate/held.h"
 #include "simulate/kept.h"
 #include "simulate/share.h"
 #include "simulate/simulate.h"
@@ -66,6 +68,7 @@ class Consistent {
       reads_left_ = reads_of(accesses_, sizes.size());
       kept_mb_.assign(flows_.size(), 0);
     }
+    if (decision.filling == Filling::evicting) held_copies_.emplace(accesses_, sizes, model);
     claimed_.assign(decision.filling == Filling::reading ? sizes.size() : 0, plan::kNoOwner);
     result_.node_stall.assign(nodes_, 0);
     result_.staged.assign(classes_ + 1, 0);
@@ -104,6 +107,7 @@ class Consistent {
     bool active = false;
     double left = 0;                    // MB
     bool source = false;                // draws on the source
+    uint64_t first = 0;                 // of a batch: the node's access that is its first sample
     std::vector<uint32_t> samples;      // that it brings
     std::vector<uint32_t> from_source;  // of these
   };
@@ -139,6 +143,7 @@ class Consistent {
       ++next_batch_[node];
       const auto* samples = accesses_.samples[node].data();
       transfer.samples.assign(samples + first, samples + last);
+      transfer.first = first;
       if (mb > 0 && decision_.loading != Loading::perfect) {
         begin(node, 0, mb, h / accesses_.batches_per_epoch);
       } else {
@@ -191,10 +196,12 @@ class Consistent {
     Transfer& transfer = transfers_[node * classes_ + j];
     transfer.from_source.clear();
     touched_.clear();
-    for (const uint32_t sample : transfer.samples) {
+    for (size_t i = 0; i < transfer.samples.size(); ++i) {
+      const uint32_t sample = transfer.samples[i];
       const double size = sizes_[sample];
       if (size == 0) continue;
-      const size_t origin = take_sample(node, j, sample, size);
+      const size_t origin = held_copies_ ? take_evicting(node, sample, size, transfer.first + i)
+                                         : take_sample(node, j, sample, size);
       if (origin == classes_) transfer.from_source.push_back(sample);
       if (j == 0) {
         result_.staged[origin] += size;
@@ -253,6 +260,32 @@ class Consistent {
       }
     }
     return classes_;
+  }
+
+  // The same where nodes keep what they read and drop what they need last.
+  size_t take_evicting(uint32_t node, uint32_t sample, double size, uint64_t access) {
+    size_t origin = classes_;
+    if (const auto copy = held_copies_->copy_for(node, sample)) {
+      take(device(copy->node, copy->storage_class), size);
+      origin = copy->storage_class - 1;
+      if (copy->node != node) {
+        take(out(copy->node), size);
+        take(in(node), size);
+        origin = classes_ - 1;
+      }
+    } else {
+      take(0, size);
+      take(link(node), size);
+    }
+    if (const auto kept = held_copies_->read(node, access)) {
+      if (kept->node != node) {
+        take(out(node), size);
+        take(in(kept->node), size);
+      }
+      take_write(kept->node, kept->storage_class, size);
+      result_.warm_seconds = now_;
+    }
+    return origin;
   }
 
   void end_staging(uint32_t node) {
@@ -381,6 +414,7 @@ class Consistent {
   const bool pooled_;
   const Accesses accesses_;
   Kept kept_;
+  std::optional<Held> held_copies_;  // with Filling::evicting
   uint32_t device_base_ = 0;
   std::vector<double> capacity_;      // [resource], MB/s
   std::vector<double> write_weight_;  // [class - 1]: MB of reading that a written MB costs

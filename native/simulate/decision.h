@@ -24,8 +24,10 @@ enum class Filling : uint8_t {
   prefetch,  // each node's threads fetch what it keeps, in the order of its lists (HDMLP)
   reading,   // a read for the staging buffer fills the reader's copy and, from the source, the
              // owner's (nostall; LBANN's dynamic store, where the owner reads first)
-  before,    // everything kept is fetched before the training begins; as published, what the
-             // decision's owners keep elsewhere comes from there
+  evicting,  // each node keeps what it reads, and makes room by what it needs last of what another node
+             // has too (held.h); in mode consistent alone. Keeps no lists
+  before,  // everything kept is fetched before the training begins; as published, what the
+           // decision's owners keep elsewhere comes from there
 };
 
 struct Decision {

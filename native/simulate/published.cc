@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/error.h"
 #include "simulate/accesses.h"
 #include "simulate/check.h"
 #include "simulate/kept.h"
@@ -362,6 +363,9 @@ class Published {
 Result published(const Model& model, const plan::JobSpec& spec, std::span<const double> sizes,
                  const Decision& decision) {
   check(model, spec, sizes, decision);
+  if (decision.filling == Filling::evicting) {
+    throw Error(ErrorKind::usage, "mode as-published has no eviction: run mode consistent");
+  }
   return Published(model, spec, sizes, decision).run();
 }
 

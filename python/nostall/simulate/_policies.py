@@ -470,14 +470,24 @@ class Nostall(Policy):
     name = "nostall"
     follows = (
         "this loader: the node that needs a sample first reads it, for itself and for the node "
-        "that keeps it, so that the file system is read once by all nodes together"
+        "that keeps it, so that the file system is read once by all nodes together; evicting, what "
+        "the loader does not do: each node keeps what it reads and drops what it needs last, of what "
+        "another node has too"
     )
 
-    def __init__(self, copies: bool = True) -> None:
+    def __init__(self, copies: bool = True, evict: bool = False) -> None:
+        if evict and not copies:
+            raise UsageError("evict=true makes copies: leave copies=false out")
         self.copies = copies
-        self.title = "nostall" if copies else "nostall (no copies)"
+        self.evict = evict
+        details = ([] if copies else ["no copies"]) + (["evicting"] if evict else [])
+        self.title = "nostall" + (f" ({', '.join(details)})" if details else "")
 
     def decide(self, job: Job) -> Decision:
+        if self.evict:
+            decision = Decision()
+            decision.filling = Filling.evicting
+            return decision
         decision = keep_owned(job.plan.native, job.bytes, job.capacities)
         if not self.copies and job.capacities:
             rooms = [sum(job.capacities)] * job.nodes
@@ -486,3 +496,8 @@ class Nostall(Policy):
             kept = [[decision.kept(node, j) for j in classes] for node in range(job.nodes)]
             decision.set_kept([[k[owner[k] == n] for k in lists] for n, lists in enumerate(kept)])
         return decision
+
+    def decide_as_published(self, job: Job) -> Decision:
+        if self.evict:
+            raise NotApplicable("eviction is simulated in mode consistent alone")
+        return self.decide(job)

@@ -35,6 +35,7 @@ _HEADINGS = (
     "stall, s",
     "before, s",
     "source, GB",
+    "local",
     "order",
 )
 
@@ -44,7 +45,7 @@ def rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
     cells: list[tuple[str, ...]] = []
     for o in outcomes:
         if math.isnan(o.seconds):
-            cells.append((o.title, o.mode, "N/A", "", "", "", "", o.order))
+            cells.append((o.title, o.mode, "N/A", "", "", "", "", "", o.order))
             continue
         cells.append(
             (
@@ -55,6 +56,7 @@ def rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
                 f"{o.stall_seconds:.2f}",
                 f"{o.initial_seconds:.2f}",
                 f"{o.source_mb / 1e3:.2f}",
+                f"{o.local_share:.2f}",
                 o.order,
             )
         )

@@ -79,6 +79,14 @@ class Outcome:
         return dict(self.staged).get("source", 0.0) + self.kept_from_source
 
     @property
+    def local_share(self) -> float:
+        """The part of what was staged that came from the node's own storage classes; 0 of nothing."""
+        origins = dict(self.staged)
+        total = sum(origins.values())
+        away = origins.get("other nodes", 0.0) + origins.get("source", 0.0)
+        return 1 - away / total if total else 0.0
+
+    @property
     def stall_seconds(self) -> float:
         """Seconds of the run in which the slowest node did not compute."""
         if self.compute_seconds is None:
@@ -92,6 +100,7 @@ class Outcome:
         data.pop("compute_seconds")
         data["staged"] = dict(self.staged)
         data["source_mb"] = self.source_mb
+        data["local_share"] = self.local_share
         data["stall_seconds"] = self.stall_seconds
         if batches and self.batch_seconds is not None and self.compute_seconds is not None:
             data["batch_seconds"] = self.batch_seconds.tolist()

@@ -161,6 +161,35 @@ TEST(Engines, DropWhatIsNotReadAgain) {
   }
 }
 
+TEST(Consistent, EvictionKeepsTheLastCopy) {
+  Model model = small_cluster();
+  const plan::JobSpec spec = training(4000, 8);
+  const std::vector<double> sizes = sizes_of(4000, 0.5);
+  const std::vector<uint64_t> bytes = bytes_of(sizes);
+  Decision evicting;
+  evicting.filling = Filling::evicting;
+  // A node's storage, of 3,000 MB in all: no room beside one copy, some, all.
+  for (const double room : {760.0, 1500.0, 3100.0}) {
+    model.classes[1].capacity = room / 3;
+    model.classes[2].capacity = room - room / 3;
+    const auto mb = [](double m) { return static_cast<uint64_t>(m * 1e6); };
+    const std::vector<uint64_t> rooms = {mb(room / 3), mb(room - room / 3)};
+    const Result fixed = consistent(model, spec, sizes, keep_owned(spec, bytes, rooms));
+    const Result result = consistent(model, spec, sizes, evicting);
+    EXPECT_NEAR(result.staged.back(), sum(sizes), 1e-6 * sum(sizes)) << room;
+    EXPECT_NEAR(fixed.staged.back(), sum(sizes), 1e-6 * sum(sizes)) << room;
+    EXPECT_NEAR(sum(result.staged), 8 * sum(sizes), 1e-3);
+    const auto local = [](const Result& r) { return r.staged[0] + r.staged[1]; };
+    EXPECT_GT(local(result), 0.9 * local(fixed)) << room;
+  }
+  // Nothing to keep all in: what is held stays, and every epoch reads the rest.
+  model.classes[1].capacity = 300;
+  model.classes[2].capacity = 0.001;
+  const Result over = consistent(model, spec, sizes, evicting);
+  EXPECT_NEAR(over.staged.back(), sum(sizes) + 7 * (sum(sizes) - 4 * 300), 0.01 * sum(sizes));
+  EXPECT_THROW(published(model, spec, sizes, evicting), Error);
+}
+
 TEST(Engines, RefuseWhatDoesNotGoTogether) {
   const Model model = small_cluster();
   const plan::JobSpec spec = training(400, 1);

@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nostall import _native
+from nostall.errors import UsageError
 from nostall.simulate import load_scenario, read_once_bound, simulate
+from nostall.simulate._policies import make_policy
 from nostall.simulate._sweep import with_values
 
 NODES = st.sampled_from([1, 2, 3, 4, 6])
@@ -187,3 +189,17 @@ def test_owners_alone_keep_every_sample_once() -> None:
     assert without.source_mb == pytest.approx(with_copies.source_mb, rel=1e-6)
     # What is not copied is read from its owner.
     assert dict(without.staged)["other nodes"] > dict(with_copies.staged)["other nodes"]
+
+
+def test_eviction_reads_once_and_more_from_the_node() -> None:
+    both = ["nostall", {"name": "nostall", "evict": True}]
+    one = scenario(policies=both, training={"E": 8})
+    room = one.dataset.total / 4 * 2  # twice what holds one copy of each sample
+    one = with_values(one, {"d.1": room, "d.2": 0})
+    na, (fixed, evicting) = simulate(one, ["as-published"])[1], simulate(one, ["consistent"])
+    assert "mode consistent alone" in na.why
+    assert evicting.title == "nostall (evicting)"
+    assert evicting.source_mb == pytest.approx(fixed.source_mb, rel=1e-6)
+    assert evicting.local_share > fixed.local_share
+    with pytest.raises(UsageError, match="leave copies=false out"):
+        make_policy("nostall", {"evict": True, "copies": False})
