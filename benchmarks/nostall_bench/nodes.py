@@ -252,9 +252,11 @@ def _joined(stats: list[dict[str, Any]]) -> str:
     return hashlib.sha256("".join(s["stream"] for s in stats).encode()).hexdigest()
 
 
-def launch(module: str, settings: dict[str, Any], roots: list[str]) -> list[dict[str, Any]]:
+def launch(
+    module: str, settings: dict[str, Any], roots: list[str], *, together: bool = False
+) -> list[Any]:
     """Runs `module` as all ranks of a job, `settings["ranks"]` on each of the nodes whose dataset is
-    at `roots`; what each measured."""
+    at `roots`; what each measured. With `together` as in `harness.children`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -269,6 +271,7 @@ def launch(module: str, settings: dict[str, Any], roots: list[str]) -> list[dict
             {**settings, "rank": rank, "root": roots[node], "job": f"nodes-{port}"}
             for rank, node in enumerate(nodes)
         ],
+        together=together,
         environments=[{**meeting, "NOSTALL_NODE": f"node {node}"} for node in nodes],
     )
 

@@ -2,7 +2,8 @@
 
 Ranks of one node load the dataset through `SlowFS` and "compute" for a fixed time per batch. The
 physics allow max(compute, bytes / bandwidth) for the first epoch, and for later ones the same with
-the bytes that the tiers cannot hold. The table holds what was measured against that.
+the bytes that the tiers cannot hold. The table holds what was measured against that. With --networks it
+measures the stall of each batch instead, beside torch's loader (`training_stall`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nostall_bench import harness
+from nostall.errors import UsageError
+from nostall_bench import harness, training_stall
 from nostall_bench.slowfs import SlowFS
 
 SIDE = 96
@@ -31,12 +33,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency-ms", type=float, default=1.0, help="per operation")
     parser.add_argument("--compute", type=float, default=1.2, help="of the first epoch's read time")
     parser.add_argument("--repeats", type=int, default=5)
-    harness.add_files(parser)
+    parser.add_argument(
+        "--networks", nargs="+", choices=list(training_stall.NETWORKS), default=[],
+        help="stalls by batch of trainings whose steps are as long as those of these networks",
+    )  # fmt: skip
+    parser.add_argument(
+        "--loaders", nargs="+", choices=training_stall.LOADERS, default=training_stall.LOADERS,
+        metavar="LOADER", help="with --networks",
+    )  # fmt: skip
+    parser.add_argument("--images", type=float, default=27, help="a second of resnet50 on one rank")
+    harness.add_files(parser, plot="the stalls of --networks")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the table."""
     data = harness.dataset(arguments.dir, arguments.files)
+    if arguments.networks:
+        return training_stall.run(arguments, data)
+    if arguments.plot:
+        raise UsageError("--plot draws what --networks measures: name networks")
     total = sum(p.stat().st_size for p in data.rglob("*.jpg"))
     runs: dict[tuple[int, float], list[dict[str, float]]] = {
         (ranks, share): [] for ranks in arguments.ranks for share in (1.1, 0.5)

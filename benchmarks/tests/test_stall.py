@@ -1,0 +1,56 @@
+"""``nostall bench stall --networks``: every iteration of every rank is measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nostall.cli import main
+from nostall_bench import slowfs, training_stall
+from nostall_bench.demo.dataset import DatasetSpec, make_dataset
+
+
+def test_stalls_are_summed_over_ranks_and_iterations() -> None:
+    found = training_stall.summary([[1.0, 0.0, 0.0], [3.0, 2.0, 0.0], [0.0, 0.0, 9.0]])
+    assert found["median"] == 0
+    assert found["late"] == pytest.approx(6.6)  # at 0.95 of the way from 0 to 8 in nine values
+    assert found["sum"] == 5
+    assert found["worst"] == [3, 2, 9]
+
+
+@pytest.mark.multi
+def test_two_ranks_wait_for_the_storage_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reason = slowfs.missing()
+    if reason:
+        pytest.skip(reason)
+    make_dataset(tmp_path / "data-12", DatasetSpec(12), processes=1)
+    out, plot = tmp_path / "rows.json", tmp_path / "stall.png"
+    words = (
+        f"--dir {tmp_path} --files 12 --ranks 2 --epochs 2 --batch-size 2 --networks squeezenet "
+        f"--loaders nostall --images 50 --bandwidth 0 --repeats 1 --json {out} --plot {plot}"
+    )
+    assert main(["bench", "stall", *words.split()]) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    # Two epochs of three batches of 2 x 2; both ranks began together, so the first waits.
+    assert len(row["worst"]) == 6
+    assert row["late"] >= row["median"] > 0
+    assert row["storage_bytes"] >= sum(p.stat().st_size for p in tmp_path.rglob("*.jpg"))
+    assert plot.stat().st_size > 10_000
+    assert "squeezenet 8 ms" in capsys.readouterr().out
+    assert main(["bench", "stall", "--dir", str(tmp_path), "--files", "12", "--plot", "no"]) == 2
+    assert "name networks" in capsys.readouterr().err
+
+
+def test_torchs_loader_gives_each_rank_its_part(tmp_path: Path) -> None:
+    data = make_dataset(tmp_path / "data", DatasetSpec(6, 2, 0, 0.3), processes=1)
+    settings = {
+        "loader": "torch, 0 workers", "world": 2, "rank": 1, "batch_size": 2, "epochs": 2,
+    }  # fmt: skip
+    found = training_stall._torch(training_stall._folder(str(data)), settings)
+    side = training_stall.SIDE
+    sizes = [[tuple(images.shape) for images, _ in epoch] for epoch in found]
+    assert sizes == [[(2, 3, side, side), (1, 3, side, side)]] * 2
