@@ -134,6 +134,25 @@ def test_blocks_are_read_in_every_way_and_size(
     assert all(rate > 0 for r in rows for rate in r["rates"])
 
 
+@pytest.mark.multi
+def test_the_order_of_the_plan_gives_the_same_batches_in_fewer_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = slowfs.missing()
+    if reason:
+        pytest.skip(reason)
+    monkeypatch.setattr(lmdb.layout, "_BYTES", (8_000,))
+    rows = rows_of(
+        tmp_path, "--layout", "--records", "320", "--bandwidth", "0", "--latency-ms", "0"
+    )  # fmt: skip
+    assert [(r["tier"], r["layout"]) for r in rows] == [
+        (tier, order) for tier in ("none", "memory") for order in lmdb.layout.ORDERS
+    ]
+    reads = {(r["tier"], r["layout"]): r["runs"][0]["operations"] for r in rows}
+    assert reads["none", "plan"] < reads["none", "source"] / 2
+    assert all(r["runs"][0]["read_bytes"] >= 320 * 8_000 for r in rows)
+
+
 def test_a_wrong_record_is_no_measurement() -> None:
     buffer = np.zeros(64, np.uint8)
     buffer[0] = buffer[24] = 7

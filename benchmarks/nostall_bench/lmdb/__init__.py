@@ -31,7 +31,7 @@ import numpy as np
 from nostall.base._sizes import parse_size
 from nostall.errors import UsageError
 from nostall_bench import harness
-from nostall_bench.lmdb import blocks, fio, tables
+from nostall_bench.lmdb import blocks, fio, layout, tables
 from nostall_bench.lmdb.data import KINDS, Records, make_database
 from nostall_bench.lmdb.pool import PARTS, Counters, Pool, Task
 from nostall_bench.lmdb.storage import Storage, add_storage, opened
@@ -86,6 +86,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--blocks", action="store_true", help="measure mmap against pread, by the size of a read"
     )
+    parser.add_argument(
+        "--layout", action="store_true",
+        help="measure the first epoch over records in the order of their source and of the plan",
+    )  # fmt: skip
     harness.add_files(parser, plot="records/s and the split of the time")
 
 
@@ -99,6 +103,11 @@ def run(arguments: argparse.Namespace) -> int:
     home = Path(arguments.dir).absolute()
     home.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
+    if arguments.layout:
+        rows = layout.measure(arguments, home)
+        console.print(layout.table(rows))
+        harness.write(arguments.json, arguments=vars(arguments), rows=rows)
+        return 0
     for size in arguments.sizes:
         folder = make_database(home, Records(_COUNTS[size][0], *KINDS[size]))
         for kind in arguments.storage:
