@@ -289,9 +289,11 @@ void bind_unpack_one(nb::module_& m) {
         const auto* begin = reinterpret_cast<const std::byte*>(record.c_str());
         const image::SampleKey key{seed_of_occurrence(seed, occurrence), epoch, sample};
         const std::span bytes(begin, record.size());
-        return PyBatch{
-            bindings::without_gil([&] { return stage::unpack_one(source, *program, bytes, key); }),
-            program};
+        thread_local fields::Scratch scratch;  // with the GIL: image/decode.h says why
+        auto batch = bindings::without_gil(
+            [&] { return stage::unpack_one(source, *program, bytes, key, scratch); });
+        scratch.trim(image::Scratch::kKept);
+        return PyBatch{std::move(batch), program};
       },
       nb::arg("source"), nb::arg("program"), nb::arg("record"), nb::arg("sample"), nb::kw_only(),
       nb::arg("seed"), nb::arg("epoch"), nb::arg("occurrence"),
@@ -398,6 +400,10 @@ void bind_stage(nb::module_& m) {
             stage::LoaderConfig attached = bindings::without_gil([&] {
               return stage::attach(config, node, peers, transport ? transport->take() : nullptr);
             });
+            attached.while_starting = [](const std::function<void()>& start) {
+              const nb::gil_scoped_acquire gil;  // Python changes the environment with it
+              start();
+            };
             new (self) PyLoader(std::move(attached));
           },
           nb::arg("config"), nb::arg("node"), nb::arg("peers"), nb::arg("transport").none(),

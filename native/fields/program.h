@@ -157,7 +157,8 @@ struct BatchMix {
 
 // Buffers that one thread reuses from sample to sample.
 struct Scratch {
-  explicit Scratch(image::HeldBytes* counted = nullptr) : image(counted), values(counted) {}
+  explicit Scratch(image::HeldBytes* counted = nullptr, size_t fields = 0)
+      : image(counted), values(counted), located(fields) {}
   // As of image::Scratch.
   void trim(size_t most) noexcept;
   void release_above(size_t most) noexcept;

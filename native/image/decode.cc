@@ -38,8 +38,8 @@ std::optional<Error> refuse_size(const char* format, int64_t width, int64_t heig
 }
 
 Result<Bitmap> decode(std::span<const std::byte> encoded, uint64_t max_pixels, const Plan& plan,
-                      Buffer& buffer) {
-  if (starts_with(encoded, 0, "\xff\xd8")) return decode_jpeg(encoded, max_pixels, plan, buffer);
+                      JpegDecoder& jpeg, Buffer& buffer) {
+  if (starts_with(encoded, 0, "\xff\xd8")) return jpeg.decode(encoded, max_pixels, plan, buffer);
   if (starts_with(encoded, 0, "\x89PNG")) return decode_png(encoded, max_pixels, plan, buffer);
   if (starts_with(encoded, 0, "RIFF") && starts_with(encoded, 8, "WEBP")) {
     return decode_webp(encoded, max_pixels, plan, buffer);

@@ -9,7 +9,11 @@
 #include <jpeglib.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <new>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "image/decode.h"
 
@@ -21,9 +25,11 @@ constexpr int kMaxScans = 500;  // a progressive image of more is an attack: eac
 // decoded region may differ from a full decode, and are not used.
 constexpr int64_t kMargin = 2;
 
-class JpegReader {
+}  // namespace
+
+class JpegDecoder::State {
  public:
-  explicit JpegReader(std::span<const std::byte> encoded) : encoded_(encoded) {
+  State() {
     jpeg_.err = jpeg_std_error(&errors_);
     errors_.error_exit = [](j_common_ptr jpeg) { of(jpeg).fail(); };
     errors_.emit_message = [](j_common_ptr jpeg, int level) {
@@ -36,20 +42,22 @@ class JpegReader {
       }
     };
     jpeg_.client_data = this;
+    if (!create()) {
+      jpeg_destroy_decompress(&jpeg_);
+      throw std::bad_alloc();
+    }
   }
-  ~JpegReader() { jpeg_destroy_decompress(&jpeg_); }
-  JpegReader(const JpegReader&) = delete;
-  JpegReader& operator=(const JpegReader&) = delete;
+  ~State() { jpeg_destroy_decompress(&jpeg_); }
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
 
   int64_t width() const { return jpeg_.image_width; }
   int64_t height() const { return jpeg_.image_height; }
 
-  bool read_header() {
+  bool read_header(std::span<const std::byte> encoded) {
+    forget();
     if (setjmp(jump_) != 0) return false;
-    jpeg_create_decompress(&jpeg_);
-    jpeg_.client_data = this;
-    jpeg_.progress = &progress_;
-    jpeg_mem_src(&jpeg_, reinterpret_cast<const unsigned char*>(encoded_.data()), encoded_.size());
+    jpeg_mem_src(&jpeg_, reinterpret_cast<const unsigned char*>(encoded.data()), encoded.size());
     jpeg_read_header(&jpeg_, TRUE);
     if (!ends_properly()) fail("the end of the image is missing: the file is truncated");
     return true;
@@ -101,12 +109,45 @@ class JpegReader {
     return true;
   }
 
+  // Gives back the memory of the image, whether it was read to its end or not.
+  void end_image() { jpeg_abort_decompress(&jpeg_); }
+
   bool is_cmyk() const { return jpeg_.out_color_space == JCS_CMYK; }
 
   Error error() const { return Error(ErrorKind::corruption, std::string("JPEG: ") + message_); }
 
  private:
-  static JpegReader& of(j_common_ptr jpeg) { return *static_cast<JpegReader*>(jpeg->client_data); }
+  static State& of(j_common_ptr jpeg) { return *static_cast<State*>(jpeg->client_data); }
+
+  bool create() {
+    if (setjmp(jump_) != 0) return false;
+    jpeg_create_decompress(&jpeg_);
+    jpeg_.client_data = this;
+    jpeg_.progress = &progress_;
+    jpeg_mem_src(&jpeg_, kNothing, sizeof kNothing);  // allocates the source for good
+    allocate_ = jpeg_.mem->alloc_small;
+    jpeg_.mem->alloc_small = [](j_common_ptr jpeg, int pool, size_t bytes) {
+      return of(jpeg).allocate(pool, bytes);
+    };
+    return true;
+  }
+
+  // libjpeg keeps tables from one image to the next, and never frees them. They lie here instead.
+  void* allocate(int pool, size_t bytes) {
+    bytes = (bytes + alignof(max_align_t) - 1) / alignof(max_align_t) * alignof(max_align_t);
+    if (pool != JPOOL_PERMANENT || bytes > sizeof tables_ - tables_used_) {
+      return allocate_(reinterpret_cast<j_common_ptr>(&jpeg_), pool, bytes);
+    }
+    return tables_ + std::exchange(tables_used_, tables_used_ + bytes);
+  }
+
+  // An image that lacks a table must not be read with that of the image before.
+  void forget() {
+    std::ranges::fill(jpeg_.quant_tbl_ptrs, nullptr);
+    std::ranges::fill(jpeg_.dc_huff_tbl_ptrs, nullptr);
+    std::ranges::fill(jpeg_.ac_huff_tbl_ptrs, nullptr);
+    tables_used_ = 0;
+  }
 
   // Warnings after which pixels are made up. The others (bytes too many between segments, an odd
   // Adobe marker, an odd order of scans) leave the image whole.
@@ -134,13 +175,21 @@ class JpegReader {
     return false;
   }
 
-  std::span<const std::byte> encoded_;
+  static constexpr unsigned char kNothing[1] = {};
   jpeg_decompress_struct jpeg_{};
   jpeg_error_mgr errors_{};
   jpeg_progress_mgr progress_{};
   jmp_buf jump_{};
   char message_[JMSG_LENGTH_MAX] = {};
+  decltype(jpeg_memory_mgr::alloc_small) allocate_ = nullptr;
+  alignas(max_align_t) unsigned char tables_[NUM_QUANT_TBLS * sizeof(JQUANT_TBL) +
+                                             2 * NUM_HUFF_TBLS * sizeof(JHUFF_TBL) +
+                                             (NUM_QUANT_TBLS + 2 * NUM_HUFF_TBLS) *
+                                                 alignof(max_align_t)];
+  size_t tables_used_ = 0;
 };
+
+namespace {
 
 // Adobe's convention, which everyone follows: values are inverted.
 void cmyk_to_rgb(uint8_t* pixels, size_t count) {
@@ -155,16 +204,48 @@ void cmyk_to_rgb(uint8_t* pixels, size_t count) {
 
 }  // namespace
 
-Result<Bitmap> decode_jpeg(std::span<const std::byte> encoded, uint64_t max_pixels,
-                           const Plan& plan, Buffer& buffer) {
-  JpegReader reader(encoded);
-  if (!reader.read_header()) return reader.error();
-  if (auto error = refuse_size("JPEG", reader.width(), reader.height(), max_pixels)) return *error;
+namespace {
+
+// 8x8 grey pixels in YCbCr, with the tables of the standard.
+std::vector<std::byte> smallest_image() {
+  std::vector<uint8_t> jpeg{0xff, 0xd8, 0xff, 0xdb, 0, 67, 0};
+  jpeg.resize(jpeg.size() + 64, 1);
+  static constexpr uint8_t kRest[] = {
+      0xff, 0xc0, 0, 17, 8, 0, 8, 0, 8, 3, 1, 0x11, 0,  2, 0x11, 0, 3,    0x11, 0,  // frame
+      0xff, 0xda, 0, 12, 3, 1, 0, 2, 0, 3, 0, 0,    63, 0, 0x28, 3, 0xff, 0xd9};    // scan
+  jpeg.insert(jpeg.end(), std::begin(kRest), std::end(kRest));
+  const auto bytes = std::as_bytes(std::span(jpeg));
+  return {bytes.begin(), bytes.end()};
+}
+
+}  // namespace
+
+JpegDecoder::JpegDecoder() : state_(std::make_unique<State>()) {
+  Buffer buffer;
+  const std::vector<std::byte> image = smallest_image();
+  // A library that has not the standard's tables refuses it when all variables are read.
+  (void)decode(
+      image, 64,
+      [](int64_t, int64_t) {
+        return Wanted{{0, 0, 8, 8}, 0};
+      },
+      buffer);
+}
+JpegDecoder::~JpegDecoder() = default;
+JpegDecoder::JpegDecoder(JpegDecoder&&) noexcept = default;
+JpegDecoder& JpegDecoder::operator=(JpegDecoder&&) noexcept = default;
+
+Result<Bitmap> JpegDecoder::decode(std::span<const std::byte> encoded, uint64_t max_pixels,
+                                   const Plan& plan, Buffer& buffer) {
+  const std::unique_ptr<State, void (*)(State*)> image(state_.get(),
+                                                       [](State* state) { state->end_image(); });
+  if (!image->read_header(encoded)) return image->error();
+  if (auto error = refuse_size("JPEG", image->width(), image->height(), max_pixels)) return *error;
   Bitmap bitmap;
-  if (!reader.start(plan(reader.width(), reader.height()), bitmap)) return reader.error();
+  if (!image->start(plan(image->width(), image->height()), bitmap)) return image->error();
   uint8_t* pixels = buffer.reserve(bitmap.stride * static_cast<size_t>(bitmap.height));
-  if (!reader.read(bitmap, pixels)) return reader.error();
-  if (reader.is_cmyk()) cmyk_to_rgb(pixels, static_cast<size_t>(bitmap.width * bitmap.height));
+  if (!image->read(bitmap, pixels)) return image->error();
+  if (image->is_cmyk()) cmyk_to_rgb(pixels, static_cast<size_t>(bitmap.width * bitmap.height));
   bitmap.pixels = pixels;
   return bitmap;
 }

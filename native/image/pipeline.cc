@@ -68,6 +68,7 @@ struct Scratch::Impl {
         line(counted),
         stage(counted),
         mask(counted) {}
+  JpegDecoder jpeg;
   Buffer decoded, middle[2], line;
   StageBuffers stage;
   MaskBuffers mask;
@@ -112,8 +113,9 @@ class ImageRun {
     const auto plan = [this](int64_t width, int64_t height) { return enter(width, height); };
     if (pixels) plan(pixels->width, pixels->height);
     if (refused_) return refused_;
-    const auto decoded = pixels ? unpack_pixels(picture.encoded, *pixels, s_.decoded)
-                                : decode(picture.encoded, pipeline_.max_pixels, plan, s_.decoded);
+    const auto decoded =
+        pixels ? unpack_pixels(picture.encoded, *pixels, s_.decoded)
+               : decode(picture.encoded, pipeline_.max_pixels, plan, s_.jpeg, s_.decoded);
     if (!decoded) return decoded.error();
     if (refused_) return refused_;
     Bitmap bitmap = decoded.value();
@@ -332,14 +334,14 @@ Result<std::vector<Description>> Pipeline::drawn(const SampleKey& key, int64_t w
   return all;
 }
 
-Result<Decoded> decode_rgb(std::span<const std::byte> encoded, const Options& options) try {
-  Buffer buffer;
+Result<Decoded> decode_rgb(std::span<const std::byte> encoded, const Options& options,
+                           Scratch& scratch) try {
   auto decoded = decode(
       encoded, options.max_pixels,
       [](int64_t width, int64_t height) {
         return Wanted{{0, 0, width, height}, 0};
       },
-      buffer);
+      scratch.impl().jpeg, scratch.impl().decoded);
   if (!decoded) return decoded.error();
   const Bitmap& bitmap = decoded.value();
   Decoded image{static_cast<uint32_t>(bitmap.height), static_cast<uint32_t>(bitmap.width), {}};

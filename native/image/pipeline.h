@@ -45,7 +45,8 @@ struct Options {
   std::optional<Pixels> pixels;       // samples are such pixels, not encoded images
 };
 
-// Buffers that one thread reuses from image to image.
+// Decoders and buffers that one thread reuses from image to image. It is constructed by that thread,
+// while no other one changes the environment: image/decode.h says why.
 class Scratch {
  public:
   explicit Scratch(HeldBytes* counted = nullptr);  // which outlives it
@@ -61,6 +62,7 @@ class Scratch {
   // Gives all of them back if they are more than `most`; for a thread without work.
   void release_above(size_t most) noexcept;
   static constexpr int kSmallImages = 32;
+  static constexpr size_t kKept = size_t{16} << 20;  // `most` outside of a loader
   struct Impl;
   Impl& impl() noexcept { return *impl_; }
 
@@ -113,6 +115,7 @@ struct Decoded {
   uint32_t height = 0, width = 0;
   std::vector<uint8_t> rgb;
 };
-Result<Decoded> decode_rgb(std::span<const std::byte> encoded, const Options& options = {});
+Result<Decoded> decode_rgb(std::span<const std::byte> encoded, const Options& options,
+                           Scratch& scratch);
 
 }  // namespace nostall::image

@@ -52,11 +52,11 @@ constexpr int64_t kTogetherNs = 500'000;
 }  // namespace
 
 void Loader::Run::fetch_loop(std::stop_token stop) {
+  fields::Scratch scratch = make_scratch();
   const std::unique_ptr<source::Reader> reader =
       config_.source->make_reader(config_.reader, config_.depth);
   tier::RecordReader records(config_.depth, ring_refused_);
-  Fetcher fetcher{*reader, records, fields::Scratch(&decoding_)};
-  fetcher.scratch.located.resize(config_.source->fields());
+  Fetcher fetcher{*reader, records, scratch};
   for (;;) {
     std::vector<Fetch> chunk = take_chunk(stop);
     if (chunk.empty()) return;
@@ -201,7 +201,7 @@ void Loader::Run::fetch(std::vector<Fetch>& chunk, Fetcher& fetcher, std::stop_t
 // are settled together, unless reading took long: the consumer is woken once for several.
 void Loader::Run::fetch_light(std::span<const Fetch> chunk, Fetcher& fetcher,
                               std::stop_token stop) {
-  const uint64_t most = config_.io_bytes / std::max(1u, config_.fetchers);
+  const uint64_t most = config_.io_bytes / fetchers();
   int64_t began = now_ns();
   for (size_t first = 0, settled = 0; first < chunk.size() && !stop.stop_requested();) {
     size_t end = first;

@@ -28,6 +28,7 @@
 #include <array>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -74,6 +75,11 @@ struct LoaderConfig {
   TakeMemory batch_memory = take_from_heap;  // of batches: a device may want it page-locked
   uint64_t keep_bytes = 0;                   // of batches' memory that is free; 0: staging_bytes
   bool labels_in_slab = false;  // of a program: behind its outputs, as a device needs them
+  // Calls what starts threads, and returns when each of them has made its decoders: nothing may change
+  // the environment meanwhile (image/decode.h).
+  std::function<void(const std::function<void()>&)> while_starting = [](const auto& start) {
+    start();
+  };
 };
 
 // `config` with the cache that the ranks of `node` share and, with a transport, the exchange with
@@ -137,7 +143,8 @@ struct Batch {
 // The batch of one sample, from its record; targets of a mix are not set. Throws the Error of a
 // sample that cannot be used.
 std::unique_ptr<Batch> unpack_one(const source::Source& source, const fields::Program& program,
-                                  std::span<const std::byte> record, const image::SampleKey& key);
+                                  std::span<const std::byte> record, const image::SampleKey& key,
+                                  fields::Scratch& scratch);
 
 class Loader {
  public:

@@ -41,6 +41,7 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
       light_(config.program && config.program->light()),
       direct_(light_ && !config.cache && !config.peers),
       first_epoch_(start.epoch),
+      started_(fetchers() + workers()),
       cursor_(start) {
   const uint64_t local = std::max<uint64_t>(
       1, plan::batch_positions(config.job, config.rank, config.job.global_batch).size());
@@ -57,30 +58,43 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
   exhausted_ = cursor_.epoch >= config.job.epochs;
   if (!exhausted_) plan_ahead(cursor_.epoch);
   try {
-    for (uint32_t i = 0; i < std::max(1u, config.fetchers); ++i) {
-      threads_.emplace_back([this] {
-        pthread_setname_np(pthread_self(), "nostall-fetch");
-        guarded([this] { fetch_loop(stop_.get_token()); });
-      });
-    }
-    for (const std::vector<plan::SampleId>& samples : config.ahead) {
-      if (samples.empty()) continue;
-      threads_.emplace_back([this, &samples] {
-        pthread_setname_np(pthread_self(), "nostall-own");
-        guarded([this, &samples] { own_loop(samples, stop_.get_token()); });
-      });
-    }
-    for (uint32_t i = 0; transformed() && i < std::max(1u, config.workers); ++i) {
-      threads_.emplace_back([this] {
-        pthread_setname_np(pthread_self(), "nostall-image");
-        guarded([this] { transform_loop(stop_.get_token()); });
-      });
-    }
+    config_.while_starting([this] { start_threads(); });
   } catch (...) {
     // The system gives no more threads: those that run must end before they can be joined.
     end_threads();
     throw;
   }
+}
+
+void Loader::Run::start_threads() {
+  for (uint32_t i = 0; i < fetchers(); ++i) {
+    threads_.emplace_back([this] {
+      pthread_setname_np(pthread_self(), "nostall-fetch");
+      guarded([this] { fetch_loop(stop_.get_token()); });
+    });
+  }
+  for (const std::vector<plan::SampleId>& samples : config_.ahead) {
+    if (samples.empty()) continue;
+    threads_.emplace_back([this, &samples] {
+      pthread_setname_np(pthread_self(), "nostall-own");
+      guarded([this, &samples] { own_loop(samples, stop_.get_token()); });
+    });
+  }
+  for (uint32_t i = 0; i < workers(); ++i) {
+    threads_.emplace_back([this] {
+      pthread_setname_np(pthread_self(), "nostall-image");
+      guarded([this] { transform_loop(stop_.get_token()); });
+    });
+  }
+  started_.wait();
+}
+
+fields::Scratch Loader::Run::make_scratch() {
+  struct Arrival {
+    std::latch& started;
+    ~Arrival() { started.count_down(); }
+  } const arrival{started_};
+  return fields::Scratch(&decoding_, config_.source->fields());
 }
 
 Loader::Run::~Run() { end_threads(); }

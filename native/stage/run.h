@@ -4,6 +4,7 @@
 #include <deque>
 #include <functional>
 #include <future>
+#include <latch>
 #include <map>
 #include <optional>
 #include <queue>
@@ -86,7 +87,7 @@ class Loader::Run {
   struct Fetcher {
     source::Reader& reader;
     tier::RecordReader& records;  // of file tiers
-    fields::Scratch scratch;
+    fields::Scratch& scratch;
     std::vector<source::ReadRequest> requests{};
   };
   enum class Route : uint8_t { done, file, source, peer, wait };
@@ -108,6 +109,9 @@ class Loader::Run {
   // Runs the body of a thread; an exception ends the run, and next() throws it.
   void guarded(const std::function<void()>& work) noexcept;
   void end_threads() noexcept;
+  void start_threads();
+  // The first call of each thread that decodes.
+  fields::Scratch make_scratch();
   void fetch_loop(std::stop_token stop);
   void transform_loop(std::stop_token stop);
   void own_loop(std::span<const plan::SampleId> samples, std::stop_token stop);
@@ -200,6 +204,8 @@ class Loader::Run {
   void count(Task& task, Origin origin, uint64_t bytes, int64_t nanoseconds, uint64_t samples = 1);
 
   bool transformed() const { return config_.program != nullptr; }
+  uint32_t fetchers() const { return std::max(1u, config_.fetchers); }
+  uint32_t workers() const { return transformed() ? std::max(1u, config_.workers) : 0; }
   uint64_t transient_bytes(plan::SampleId sample) const;
 
   const LoaderConfig& config_;
@@ -216,6 +222,7 @@ class Loader::Run {
   const bool direct_;           // and all come from the source: unpacked where they were read
   const uint32_t first_epoch_;  // of this run
   uint64_t slab_bytes_ = 0;     // of a whole batch, about
+  std::latch started_;          // of the threads that decode
 
   Mutex mutex_;
   // Batches with a buffer, not yet handed out.

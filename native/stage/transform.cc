@@ -26,9 +26,8 @@ image::SampleKey Loader::Run::key_of(Work work, plan::SampleId sample) const {
 }
 
 void Loader::Run::transform_loop(std::stop_token stop) {
-  fields::Scratch scratch(&decoding_);
-  scratch.located.resize(config_.source->fields());
-  const uint64_t keep = config_.io_bytes / std::max(1u, config_.workers);
+  fields::Scratch scratch = make_scratch();
+  const uint64_t keep = config_.io_bytes / workers();
   const std::unique_ptr<source::Reader> reader =
       config_.source->make_reader(source::ReaderKind::pread, 1);
   for (;;) {

@@ -4,7 +4,8 @@
 namespace nostall::stage {
 
 std::unique_ptr<Batch> unpack_one(const source::Source& source, const fields::Program& program,
-                                  std::span<const std::byte> record, const image::SampleKey& key) {
+                                  std::span<const std::byte> record, const image::SampleKey& key,
+                                  fields::Scratch& scratch) {
   const auto pool = std::make_shared<BufferPool>(0);
   auto batch = std::make_unique<Batch>();
   batch->position.epoch = key.epoch;
@@ -12,7 +13,6 @@ std::unique_ptr<Batch> unpack_one(const source::Source& source, const fields::Pr
   batch->labels = {source.labels()[key.sample]};
   batch->bytes = program.slab_bytes(1);
   if (batch->bytes > 0) batch->buffer = pool->take(batch->bytes);
-  fields::Scratch scratch;
   scratch.located.resize(source.fields());
   source.locate(key.sample, record, scratch.located).take();
   std::vector<fields::Ragged> ragged(program.ragged());

@@ -22,6 +22,7 @@ import numpy as np
 import prefork
 import pytest
 from conftest import write_jpeg
+from PIL import Image
 
 import nostall
 from nostall import transforms as t
@@ -521,6 +522,65 @@ def test_a_program_that_ends_within_an_iteration_says_nothing(image_folder: Path
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
     )
     assert done.stderr == ""
+
+
+# Ends the process when a thread of the loader reads the environment after refuse().
+GETENV = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+
+static volatile int refused;
+void refuse(void) { refused = 1; }
+
+char* getenv(const char* name) {
+  char thread[16] = "";
+  prctl(PR_GET_NAME, thread);
+  if (refused && strncmp(thread, "nostall-", 8) == 0) {
+    fprintf(stderr, "%s reads %s\n", thread, name);
+    abort();
+  }
+  char* (*real)(const char*) = (char* (*)(const char*))dlsym(RTLD_NEXT, "getenv");
+  return real(name);
+}
+"""
+
+
+def test_no_thread_of_a_loader_reads_the_environment(tmp_path: Path) -> None:
+    # The C library's getenv() is not safe beside a setenv(), which other libraries call in Python.
+    (tmp_path / "getenv.c").write_text(GETENV)
+    shim = tmp_path / "getenv.so"
+    compiler = os.environ.get("CC", "cc")
+    flags = ["-O1", "-Wall", "-Werror", "-shared", "-fPIC"]
+    subprocess.run([compiler, *flags, "-o", shim, tmp_path / "getenv.c", "-ldl"], check=True)
+    folder = tmp_path / "images" / "all"
+    folder.mkdir(parents=True)
+    for ending in ("jpg", "png", "webp", "bmp", "ppm", "tif"):
+        Image.new("RGB", (20, 20), (9, 99, 200)).save(folder / f"image.{ending}")
+    code = f"""
+        import ctypes
+        import nostall
+        from nostall import transforms as t
+        source = nostall.ImageFolder({str(folder.parent)!r}, index=False)
+        steps = [t.Resize((16, 16)), t.ToTensor()]
+        with nostall.DataLoader(
+            source, 2, transforms=steps, staging="64KiB", tiers=["ram:1MiB"], output="numpy"
+        ) as loader:
+            for epoch in range(40):
+                for images, _ in loader:
+                    ctypes.CDLL({str(shim)!r}).refuse()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "LD_PRELOAD": str(shim)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_abandoned_iterator_does_not_disturb_the_next_one(image_folder: Path) -> None:

@@ -153,6 +153,32 @@ def test_damaged_and_unknown_images_are_named(data: bytes, message: str) -> None
         _native.decode_rgb(data)
 
 
+def without_segments(jpeg: bytes, marker: int) -> bytes:
+    """The JPEG without the segments of `marker` before its first scan."""
+    kept, at = jpeg[:2], 2
+    while jpeg[at + 1] != 0xDA:
+        end = at + 2 + int.from_bytes(jpeg[at + 2 : at + 4], "big")
+        if jpeg[at + 1] != marker:
+            kept += jpeg[at:end]
+        at = end
+    return kept + jpeg[at:]
+
+
+def test_an_image_is_not_read_with_the_tables_of_the_one_before() -> None:
+    dqt, dht = 0xDB, 0xC4
+    plain = encode(photo(64, 48), quality=30)
+    standard = _native.decode_rgb(plain)
+    optimised = encode(photo(64, 48, seed=1), quality=30, optimize=True)
+    for _ in range(3):
+        _native.decode_rgb(optimised)
+        with pytest.raises(errors.CorruptionError, match="Quantization table"):
+            _native.decode_rgb(without_segments(plain, dqt))
+        _native.decode_rgb(optimised)
+        # libjpeg-turbo takes the standard's tables in their place, as frames of Motion JPEG need.
+        decoded = _native.decode_rgb(without_segments(plain, dht))
+        np.testing.assert_array_equal(decoded, standard)
+
+
 @pytest.mark.parametrize("source", [(450, 375), (100, 80), (31, 300), (224, 224), (301, 224)])
 @pytest.mark.parametrize("target", [(224, 224), (64, 96), (7, 5), (300, 200)])
 def test_resize_agrees_with_pillow(source: tuple[int, int], target: tuple[int, int]) -> None:
