@@ -47,6 +47,7 @@ _NESTED_OF_BENCHMARKS = {
     ("simulate", "sync"),
     ("simulate", "collectives"),
     ("simulate", "staggering"),
+    ("simulate", "servers"),
     ("calibrate", "collectives"),
 }
 
