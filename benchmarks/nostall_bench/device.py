@@ -1,4 +1,5 @@
-"""``nostall bench device``: what steps take on a device, against the slowest of its parts alone.
+"""``nostall bench device``: what steps take on a device, against the slowest of its parts alone; what
+saves add to them (`device_checkpoint`).
 
 In each combination a sample takes a stated time to decode, a batch to cross the bus, and a step to
 compute; a loop that hides two of them behind the third takes as long as the slowest. Beside nostall
@@ -23,8 +24,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nostall_bench import harness, simulated_device
+from nostall_bench import device_checkpoint, harness, simulated_device
 
+_MODES = ("steps", "checkpoint")
 WAYS = ("nostall", "hand-written prefetcher", "torch")
 COMPUTE = (10.0, 20.0, 40.0)  # milliseconds
 COPY = (5.0, 15.0)
@@ -41,12 +43,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{name}", type=float, nargs="+", default=times, help="milliseconds of a step"
         )
     parser.add_argument("--steps", type=int, default=20, help=f"counted, after {_WARM} others")
+    parser.add_argument(
+        "--modes", nargs="+", choices=_MODES, default=_MODES[:1], help="what is measured: steps"
+    )
+    device_checkpoint.add_arguments(parser)
     parser.add_argument("--ways", nargs="+", help="some of those measured: parts of their names")
     harness.add_files(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, prints the table."""
+    """Measures, prints the tables."""
+    rows: list[dict[str, Any]] = []
+    if "steps" in arguments.modes:
+        rows += _steps(arguments)
+    if "checkpoint" in arguments.modes:
+        rows += device_checkpoint.report(arguments)
+    harness.write(arguments.json, rows=rows)
+    return 0
+
+
+def _steps(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     combined = list(itertools.product(arguments.compute, arguments.copy, arguments.decode))
     ways = harness.matching(WAYS, arguments.ways)
     settings = {"ways": ways, "combinations": combined, "steps": arguments.steps}
@@ -65,8 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{sum(ratio <= 1.01 for ratio in ratios)} of {len(ratios)}",
         )
     harness.console().print(table)
-    harness.write(arguments.json, rows=rows)
-    return 0
+    return rows
 
 
 class _Samples:

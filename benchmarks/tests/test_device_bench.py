@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from nostall_bench import device
+from nostall_bench import device, device_checkpoint
+
+pytestmark = [
+    pytest.mark.multi,
+    pytest.mark.skipif(
+        tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15),
+        reason="the simulated accelerator needs torch 2.15",
+    ),
+]
 
 
-@pytest.mark.multi
-@pytest.mark.skipif(
-    tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 15),
-    reason="the simulated accelerator needs torch 2.15",
-)
 def test_steps_against_the_slowest_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     device.add_arguments(parser)
@@ -30,3 +33,19 @@ def test_steps_against_the_slowest_part(tmp_path: Path, capsys: pytest.CaptureFi
         # No part is done sooner than it was told; torch copies and computes on one stream.
         assert all(found["alone"][part] >= found["stated"][part] for part in found["stated"])
         assert found["step"] >= (6 if row["way"] == "torch" else 4)
+
+
+def test_steps_with_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    device.add_arguments(parser)
+    options = ["--modes", "checkpoint", "--state", "4", "--bus", "0.1", "--window", "10"]
+    more = ["--every", "3", "--saves", "1", "--json", str(tmp_path / "found.json")]
+    assert device.run(parser.parse_args([*options, *more])) == 0
+    assert "steps with saves / without" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert [row["way"] for row in rows] == list(device_checkpoint.WAYS)
+    for row in rows:
+        (run,) = row["runs"]
+        # No copy and no step is done sooner than it was told; torch.save waits for all copies.
+        assert row["alone"] >= 0.04 and min(run["without"], run["seconds"]) >= 0.03
+        assert run["host"] >= (0.04 if row["way"] == "torch.save" else 0)

@@ -19,7 +19,7 @@
 namespace simdev {
 namespace {
 
-constexpr size_t kArena = size_t{1} << 30;
+constexpr size_t kArena = size_t{4} << 30;
 constexpr size_t kGranule = 512;
 
 size_t page() {
