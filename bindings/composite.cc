@@ -12,6 +12,7 @@
 #include "arrays.h"
 #include "module.h"
 #include "source/beside.h"
+#include "source/gather.h"
 
 namespace nb = nanobind;
 using namespace nostall;
@@ -83,4 +84,21 @@ void bind_composite(nb::module_& m) {
           },
           nb::arg("sources"), nb::arg("fields"),
           "Records of all sources (native/source/beside.h); a field is those from one to another.");
+  using source::GatherSource;
+  nb::class_<GatherSource, source::Source>(m, "GatherSource")
+      .def(
+          "__init__",
+          [](GatherSource* self, std::shared_ptr<const source::Source> source,
+             const Vector<uint64_t>& begins, const Vector<uint32_t>& members) {
+            std::vector<uint64_t> all(begins.data(), begins.data() + begins.size());
+            std::vector<GatherSource::Member> of(members.size() / 3);
+            for (size_t i = 0; i < of.size(); ++i) {
+              of[i] = {members(3 * i), members(3 * i + 1), members(3 * i + 2)};
+            }
+            const nb::gil_scoped_release release;
+            new (self) GatherSource(std::move(source), std::move(all), std::move(of));
+          },
+          nb::arg("source"), nb::arg("begins"), nb::arg("members"),
+          "Several samples as one (native/source/gather.h); of each its number, and two numbers "
+          "more.");
 }

@@ -13,6 +13,7 @@
 #include <string>
 #include <tuple>
 
+#include "fields/images.h"
 #include "fields/program.h"
 #include "held.h"
 #include "module.h"
@@ -154,6 +155,8 @@ void bind_kinds(nb::module_& m) {
       .def_rw("shape", &fields::Custom::shape)
       .def_rw("decoder", &fields::Custom::decoder);
   bind_type(custom);
+  m.def("images_of_units", fields::images_of_units, nb::arg("pipeline"));
+  m.def("places_in_units", fields::places_in_units);
 }
 
 }  // namespace

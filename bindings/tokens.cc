@@ -267,6 +267,18 @@ void bind_tokens(nb::module_& m) {
         return out;
       },
       nb::arg("unit"), "(first token in the stream, tokens) of each segment.");
+  units.def(
+      "pieces",
+      [](const UnitSource& s) {
+        const auto* packed = std::get_if<plan::Units>(&s.rule());
+        if (packed == nullptr) throw nb::type_error("these units are not packed");
+        std::vector<uint32_t> documents;
+        for (const plan::Piece& piece : packed->pieces) documents.push_back(piece.document);
+        return std::pair{
+            array_of(std::vector<uint64_t>(packed->begins.begin(), packed->begins.end())),
+            array_of(std::move(documents))};
+      },
+      "Of packed units where the pieces of each begin, and the document of each piece.");
   units.def_prop_ro("tokens", &UnitSource::tokens, "Of all units together.");
   units.def_prop_ro(
       "waste",
@@ -277,11 +289,14 @@ void bind_tokens(nb::module_& m) {
       "The share of positions of packed units that no token takes.");
   m.def(
       "token_units_like",
-      [](const std::shared_ptr<UnitSource>& like, const StreamPtr& stream) {
-        return std::make_shared<UnitSource>(stream, like->rule(), like->overlap(), 1);
+      [](const std::shared_ptr<UnitSource>& like, const StreamPtr& stream, int64_t id, bool mask) {
+        return std::make_shared<UnitSource>(stream, like->rule(), like->overlap(), 1,
+                                            tokens::WithImages{like->images().stretched, id, mask});
       },
-      nb::arg("units"), nb::arg("stream"), nb::call_guard<nb::gil_scoped_release>(),
-      "The same units of another stream with the same documents.");
+      nb::arg("units"), nb::arg("stream"), nb::arg("id") = 0, nb::arg("mask") = false,
+      nb::call_guard<nb::gil_scoped_release>(),
+      "The same units of another stream with the same documents, `id` in the places of images; or "
+      "only where there are images, as 0 among 1.");
   m.def(
       "token_windows",
       [](const StreamPtr& stream, uint64_t length, uint64_t stride, bool by_document, bool partial,
@@ -329,4 +344,34 @@ void bind_tokens(nb::module_& m) {
       nb::arg("stream"), nb::arg("capacity"), nb::arg("packing"), nb::arg("longer"),
       nb::arg("seed"), nb::arg("overlap"), nb::arg("fields"),
       nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "token_places",
+      [](const StreamPtr& stream, const tokens::Index& ended, uint64_t id, unsigned threads) {
+        return array_of(
+            without_gil([&] { return tokens::places_of(*stream, *ended.documents, id, threads); }));
+      },
+      nb::arg("stream"), nb::arg("ended"), nb::arg("id"), nb::arg("threads"),
+      "Where the id stands in the stream, by the documents that it ends in `ended`.",
+      nb::rv_policy::automatic);
+  m.def(
+      "token_interleaved",
+      [](const StreamPtr& stream, const Column<uint32_t>& lengths, const Column<uint64_t>& places,
+         const Column<uint32_t>& costs, int64_t id, uint32_t capacity, uint64_t seed) {
+        const std::span<const uint32_t> all(lengths.data(), lengths.size());
+        auto at = vector_of(places);
+        return without_gil([&] {
+          const plan::PackSpec spec{capacity, plan::Packing::best_fit, plan::LongDocuments::refuse,
+                                    seed};
+          const tokens::WithImages images{
+              std::make_shared<const tokens::Stretched>(
+                  std::move(at), std::span<const uint32_t>(costs.data(), costs.size())),
+              id};
+          return std::make_shared<UnitSource>(stream, tokens::packed(all, spec, look_at_signals),
+                                              true, 1, images);
+        });
+      },
+      nb::arg("stream"), nb::arg("lengths"), nb::arg("places"), nb::arg("costs"), nb::arg("id"),
+      nb::arg("capacity"), nb::arg("seed"),
+      "Whole documents packed by `lengths`, those of length 0 left out; each place is so many "
+      "ids.");
 }

@@ -22,6 +22,26 @@ void append(std::byte*& to, uint32_t word) {
   to += sizeof word;
 }
 
+plan::Units packed_once(const Fnv& key, const std::function<std::unique_ptr<SealedMemory>()>& plan,
+                        const std::function<void()>& waiting) {
+  // Gives the block to other processes for as long as it is used here.
+  struct Shared {
+    explicit Shared(const std::string& name) : once(name) {}
+    NodeOnce once;
+    std::unique_ptr<SealedMemory> block;
+  };
+  const auto shared = std::make_shared<Shared>("packing " + std::to_string(key.value()));
+  const auto make = [&] {
+    shared->block = plan();
+    std::vector<Descriptor> files;
+    files.push_back(shared->block->seal());
+    return files;
+  };
+  const auto& files = shared->once.get(make, kPatience, waiting);
+  if (!shared->once.made()) shared->block = std::make_unique<SealedMemory>(files.at(0));
+  return plan::Units::of({shared, shared->block.get()});
+}
+
 // One thread's reader: the ranges of all requests of a call in one call of the storage.
 class UnitReader : public source::Reader {
  public:
@@ -38,7 +58,9 @@ class UnitReader : public source::Reader {
       request.why.clear();
       source_.segments(request.sample, segments_);
       std::byte* to = request.into.data();
-      for (size_t s = 0; s < segments_.size();) {
+      const bool stretched = source_.images().stretched != nullptr;
+      for (size_t s = 0; stretched && s < segments_.size(); ++s) to = stretch(segments_[s], to);
+      for (size_t s = 0; !stretched && s < segments_.size();) {
         // Segments that follow each other in the stream are one range.
         const uint64_t begin = segments_[s].begin;
         uint64_t ids = 0;
@@ -63,6 +85,30 @@ class UnitReader : public source::Reader {
   std::string_view name() const override { return reader_->name(); }
 
  private:
+  // The ranges of a segment with images, which are filled in; where it ends.
+  std::byte* stretch(const Segment& segment, std::byte* to) {
+    const auto& [stretched, id, mask] = source_.images();
+    const uint32_t width = source_.width();
+    uint64_t begin = segment.begin, left = segment.length;
+    for (size_t i = stretched->first(begin); left > 0; ++i) {
+      const bool image = i < stretched->size() && stretched->place(i) - begin < left;
+      const uint64_t text = image ? stretched->place(i) - begin : left;
+      if (mask) {
+        std::fill_n(to, text, std::byte{1});
+      } else if (text > 0) {
+        source_.stream().ranges(begin, text, to, ranges_);
+      }
+      to += text * width;
+      begin += text + 1;
+      left -= text;
+      if (!image) break;
+      const int64_t filled = mask ? 0 : id;
+      for (uint64_t n = stretched->cost(i); n > 0; --n, to += width, --left) {
+        std::memcpy(to, &filled, width);
+      }
+    }
+    return to;
+  }
   // What lies behind the ids.
   void finish(const source::ReadRequest& request, std::byte* to) const {
     const size_t ids = static_cast<size_t>(to - request.into.data());
@@ -131,30 +177,28 @@ plan::Units packed(const Documents& documents, const plan::PackSpec& spec,
     return plan::pack_block(lengths, spec);
   };
   if (documents.size() < kPackedOnce) return plan::Units::of(plan());
-  // Gives the block to other processes for as long as it is used here.
-  struct Shared {
-    explicit Shared(const std::string& key) : once(key) {}
-    NodeOnce once;
-    std::unique_ptr<SealedMemory> block;
-  };
-  const uint64_t key =
-      Fnv(plan::fingerprint(spec)).number(documents.fingerprint()).number(documents.size()).value();
-  const auto shared = std::make_shared<Shared>("packing " + std::to_string(key));
-  const auto make = [&] {
-    shared->block = plan();
-    std::vector<Descriptor> files;
-    files.push_back(shared->block->seal());
-    return files;
-  };
-  const auto& files = shared->once.get(make, kPatience, waiting);
-  if (!shared->once.made()) shared->block = std::make_unique<SealedMemory>(files.at(0));
-  return plan::Units::of({shared, shared->block.get()});
+  return packed_once(Fnv(documents.fingerprint()).number(plan::fingerprint(spec)), plan, waiting);
+}
+
+plan::Units packed(std::span<const uint32_t> lengths, const plan::PackSpec& spec,
+                   const std::function<void()>& waiting) {
+  const auto plan = [&] { return plan::pack_block(lengths, spec); };
+  if (lengths.size() < kPackedOnce) return plan::Units::of(plan());
+  Fnv key(crc32c(std::as_bytes(lengths)));
+  uint64_t tokens = 0;
+  for (const uint32_t length : lengths) tokens += length;
+  key.number(lengths.size()).number(tokens).number(plan::fingerprint(spec));
+  return packed_once(key, plan, waiting);
 }
 
 UnitSource::UnitSource(std::shared_ptr<const Stream> stream,
                        std::variant<Windows, Pieces, plan::Units> rule, bool overlap,
-                       uint32_t fields)
-    : stream_(std::move(stream)), rule_(std::move(rule)), overlap_(overlap), fields_(fields) {
+                       uint32_t fields, WithImages images)
+    : stream_(std::move(stream)),
+      rule_(std::move(rule)),
+      overlap_(overlap),
+      fields_(fields),
+      images_(std::move(images)) {
   Fnv hash(stream_->fingerprint());
   hash.number(overlap ? 1 : 0).number(rule_.index());
   if (const auto* windows = std::get_if<Windows>(&rule_)) {
@@ -172,6 +216,10 @@ UnitSource::UnitSource(std::shared_ptr<const Stream> stream,
     hash.number(units.capacity).number(static_cast<uint64_t>(units.longer));
     hash.number(units.checksum).number(units.pieces.size());
   }
+  if (images_.stretched) {
+    hash.number(images_.stretched->fingerprint()).number(static_cast<uint64_t>(images_.id));
+    hash.number(images_.mask ? 1 : 0);
+  }
   fingerprint_ = hash.value();
   sizes_.resize(units());
   if (sizes_.empty()) {
@@ -187,7 +235,7 @@ void UnitSource::find_sizes() {
     if (ids > source::kMostUnit) {
       usage("unit " + std::to_string(unit) + " has more than 2^30 tokens");
     }
-    sizes_[unit] = source::unit_bytes(ids, stream_->width(), segments);
+    sizes_[unit] = source::unit_bytes(ids, width(), segments);
     total_bytes_ += sizes_[unit];
   };
   if (const auto* packed = std::get_if<plan::Units>(&rule_)) {
@@ -269,10 +317,19 @@ void UnitSource::segments_of(const Windows& rule, uint64_t unit, std::vector<Seg
   }
 }
 
+// Tokens of a document, with those of its images.
+uint32_t UnitSource::length_of(uint32_t document) const noexcept {
+  const Documents& documents = stream_->documents();
+  if (!images_.stretched) return documents.length(document);
+  return static_cast<uint32_t>(
+      images_.stretched->length(documents.begin(document), documents.end(document)));
+}
+
 void UnitSource::append_piece(const Piece& piece, std::vector<Segment>& out) const {
   const Documents& documents = stream_->documents();
   const uint64_t begin = documents.begin(piece.document) + piece.begin;
-  const bool next = overlap_ && begin + piece.length < documents.end(piece.document);
+  const bool next =
+      overlap_ && !images_.stretched && begin + piece.length < documents.end(piece.document);
   out.push_back({begin, piece.length, next});
 }
 
@@ -289,7 +346,7 @@ void UnitSource::segments_of(const plan::Units& rule, uint64_t unit,
   for (const plan::Piece& p : rule[unit]) documents.prefetch(p.document);
   uint32_t filled = 0;
   for (const plan::Piece& p : rule[unit]) {
-    const uint32_t length = rule.length_of(p, documents.length(p.document), filled);
+    const uint32_t length = rule.length_of(p, length_of(p.document), filled);
     append_piece({p.document, p.begin, length}, out);
     filled += length;
   }
@@ -309,10 +366,14 @@ std::string UnitSource::describe(uint64_t sample) const {
   uint64_t tokens = 0;
   for (const Segment& s : found) tokens += s.length;
   if (found.empty()) return "a unit without tokens";
+  const Documents& documents = stream_->documents();
+  const uint64_t begin = found.front().begin;
+  const uint64_t first = images_.stretched ? documents.end(documents.at(begin)) - begin
+                                           : uint64_t{found.front().length};
   if (found.size() == 1 || std::holds_alternative<Windows>(rule_)) {
-    return stream_->describe(found.front().begin, tokens);
+    return stream_->describe(found.front().begin, images_.stretched ? first : tokens);
   }
-  return stream_->describe(found.front().begin, found.front().length) + " and " +
+  return stream_->describe(found.front().begin, first) + " and " +
          std::to_string(found.size() - 1) + " more pieces";
 }
 

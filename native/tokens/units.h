@@ -20,6 +20,7 @@
 #include "source/source.h"
 #include "source/unit.h"
 #include "tokens/stream.h"
+#include "tokens/stretched.h"
 
 namespace nostall::tokens {
 
@@ -52,6 +53,15 @@ Pieces whole_documents(const Documents& documents, uint64_t length, Long longer)
 inline constexpr uint64_t kPackedOnce = 1 << 18;  // documents from which on
 plan::Units packed(const Documents& documents, const plan::PackSpec& spec,
                    const std::function<void()>& waiting = {});
+plan::Units packed(std::span<const uint32_t> lengths, const plan::PackSpec& spec,
+                   const std::function<void()>& waiting = {});
+
+// Units in which some ids of the stream are several tokens; packed ones, of whole documents.
+struct WithImages {
+  std::shared_ptr<const Stretched> stretched;  // null: none
+  int64_t id = 0;                              // of each of these tokens
+  bool mask = false;  // a number of one byte for each token: 0 of an image, 1 of others
+};
 
 struct Segment {
   uint64_t begin = 0;  // in the stream
@@ -66,7 +76,7 @@ class UnitSource : public source::Source {
   // Packed units are those of the lengths of its documents. `fields`: how many fields are unpacked
   // from each record. Throws Error(usage) if there is no unit, or a piece lies outside its document.
   UnitSource(std::shared_ptr<const Stream> stream, std::variant<Windows, Pieces, plan::Units> rule,
-             bool overlap, uint32_t fields);
+             bool overlap, uint32_t fields, WithImages images = {});
 
   uint64_t size() const override { return sizes_.size(); }
   std::span<const uint64_t> sizes() const override { return sizes_; }
@@ -91,6 +101,9 @@ class UnitSource : public source::Source {
   uint64_t tokens() const noexcept { return tokens_; }
   const std::variant<Windows, Pieces, plan::Units>& rule() const noexcept { return rule_; }
   bool overlap() const noexcept { return overlap_; }
+  const WithImages& images() const noexcept { return images_; }
+  // Bytes of a number of a record.
+  uint32_t width() const noexcept { return images_.mask ? 1 : stream_->width(); }
   // Replaces `out` by the segments of a unit.
   void segments(uint64_t unit, std::vector<Segment>& out) const;
 
@@ -101,12 +114,14 @@ class UnitSource : public source::Source {
   void append_piece(const Piece& piece, std::vector<Segment>& out) const;
   uint64_t units() const;
   void find_sizes();
+  uint32_t length_of(uint32_t document) const noexcept;
   void check(const Pieces& rule) const;
 
   std::shared_ptr<const Stream> stream_;
   std::variant<Windows, Pieces, plan::Units> rule_;
   bool overlap_;
   uint32_t fields_;
+  WithImages images_;
   std::vector<uint64_t> sizes_;
   std::unique_ptr<Shareable> zeros_;  // labels: memory that is not written to takes none
   uint64_t total_bytes_ = 0, fingerprint_ = 0, tokens_ = 0;

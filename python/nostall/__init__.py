@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         Filter,
         ImageFolder,
         ImageNet,
+        Interleaved,
         Manifest,
         Mixture,
         ObjectFolder,
@@ -104,6 +105,7 @@ __all__ = [
     "Filter",
     "ImageFolder",
     "ImageNet",
+    "Interleaved",
     "Keep",
     "LoaderOptions",
     "Manifest",
@@ -153,9 +155,9 @@ _NAMES = {
     "observe": "Stats metrics trace",
     "plan": "Buckets ClassBalanced Plan RepeatedAugmentation SubBatches Weighted",
     "source": "COCO HDF5 LMDB VOC Arrays ArrowIPC Cached Clips Concat CustomFields CustomSource "
-    "Documents FieldReader FileList Files Filter ImageFolder ImageNet Manifest Mixture ObjectFolder "
-    "Packed Parquet Pixels ReadOptions SampleReader Source Split Subset TarShards TFRecord Tokens "
-    "Units Windows tokenize",
+    "Documents FieldReader FileList Files Filter ImageFolder ImageNet Interleaved Manifest Mixture "
+    "ObjectFolder Packed Parquet Pixels ReadOptions SampleReader Source Split Subset TarShards "
+    "TFRecord Tokens Units Windows tokenize",
 }
 _ROOM = {name: room for room, names in _NAMES.items() for name in names.split()}
 _ROOMS = {*_NAMES, "collective", "convert", "errors", "job", "simulate", "sync", "torch"}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 
 from nostall import _native
 from nostall.errors import UsageError
-from nostall.fields._kinds import Kind
+from nostall.fields._batch import Ragged
+from nostall.fields._kinds import Image, Kind
 
 PARTS = {
     "ids": "ids",
@@ -69,3 +71,42 @@ class UnitPart(Kind):
         ends = np.zeros(len(lengths) + 1, np.int32)
         np.cumsum(lengths, out=ends[1:])
         return array(ends)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitImages(Image):
+    """All images of the units of a batch, one after the other: (images, ...) as transforms make them,
+    or `Ragged` bytes as they are stored."""
+
+    def _in_group(self, kind: Any, pipeline: _native.Pipeline) -> Any:
+        return _native.images_of_units(pipeline)
+
+    def hand_out(self, batch: _native.Batch, number: int, array: Callable[[Any], Any]) -> Any:
+        values, offsets = batch.output(number)[:2]
+        if values.ndim > 1:
+            return array(values)
+        images = []
+        for begin, end in pairwise(offsets.tolist()):
+            record = values[begin:end]
+            count = int(record[-4:].view(np.uint32)[0])
+            table = record[len(record) - 4 - 12 * count : -4].view(np.uint32).reshape(count, 3)
+            images += np.split(record[: int(table[:, 0].sum())], np.cumsum(table[:-1, 0]))[:count]
+        ends = np.cumsum([0, *map(len, images)])
+        joined = np.concatenate(images) if images else np.zeros(0, np.uint8)
+        return Ragged(array(joined), array(ends))
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitPlaces(Kind):
+    """Where the images of a batch stand, int64, (images, 3): unit, first token in it, tokens."""
+
+    def _native_kind(self) -> Any:
+        return _native.places_in_units()
+
+    def encode(self, value: Any) -> bytes:
+        raise UsageError("places of images have no columns, and none of them is missing")
+
+    def hand_out(self, batch: _native.Batch, number: int, array: Callable[[Any], Any]) -> Any:
+        values, offsets = batch.output(number)[:2]
+        units = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+        return array(np.column_stack([units, values]))

@@ -10,6 +10,7 @@
     ObjectFolder                       one object per sample
     Tokens, tokenize                   files of token ids, or of texts; no source itself:
     Windows, Documents, Packed, Units  what a training takes of them
+    Interleaved                        the same with images
     Clips                              the same of recordings
     Cached                             items of a data set in Python, made once
     CustomSource, CustomFields         samples that a class of the user's reads
@@ -37,7 +38,7 @@ from nostall.source._tar import TarShards
 from nostall.source._tfrecord import TFRecord
 from nostall.source._tokenize import tokenize
 from nostall.source._tokens import Tokens
-from nostall.source._units import Clips, Documents, Packed, Units, Windows
+from nostall.source._units import Clips, Documents, Interleaved, Packed, Units, Windows
 from nostall.source._views import Concat, Filter, Split, Subset, View
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "Filter",
     "ImageFolder",
     "ImageNet",
+    "Interleaved",
     "Manifest",
     "Mixture",
     "ObjectFolder",

@@ -143,6 +143,7 @@ class Tokens:
             "store": store,
         }
         self.vocabulary = vocabulary
+        self._marks = False  # whether `_end` ends no documents
         self.index_file = ""
         self.index_reused = False
         self._end, self._column = end, column
@@ -155,7 +156,8 @@ class Tokens:
         elif end is not None:
             raise UsageError(f"end={end}: the rows of column {column!r} are its documents")
         self.index_file = records_path(self.storage.paths, self._stamp, index)
-        self._index = self._load() or self._find(bool(indexes), progress)
+        self._indexed = bool(indexes)
+        self._index = self._load() or self._find(progress)
         if column is not None:
             self.dtype = self._one_type([_id_type(self._index.stamp.split(FOUND)[1])], dtype)
             self._check_end(end)
@@ -206,6 +208,24 @@ class Tokens:
         begin = self.native.begin(number)
         last = number + 1 == self.documents
         return self.read(begin, (len(self) if last else self.native.begin(number + 1)) - begin)
+
+    def places(self, id: int) -> NDArray[np.uint64]:
+        """Where an id stands in the stream; found by one pass over the files, and stored as documents
+        are.
+
+        Raises:
+            UsageError: it is no id of the stream's type.
+            IoError: a file cannot be read.
+        """
+        marks = object.__new__(type(self))
+        marks.__dict__.update(self.__dict__)
+        marks.vocabulary, marks._end, marks._marks = None, id, True
+        marks._check_end(id)
+        index = self._arguments["index"]
+        kept = index if isinstance(index, bool) else f"{os.fspath(index)}.{id}"
+        marks.index_file = records_path(self.storage.paths, marks._stamp, kept)
+        found = marks._load() or marks._find(None)
+        return _native.token_places(self.native, found, id, _THREADS)
 
     def _track(self, name: str, track: Tokens) -> Track:
         """A track, divided into the documents of the ids.
@@ -354,12 +374,12 @@ class Tokens:
         self.index_reused = True
         return found
 
-    def _find(self, indexed: bool, progress: Progress | None) -> _native.TokenIndex:
+    def _find(self, progress: Progress | None) -> _native.TokenIndex:
         """The documents, which one process looks for: of all that can have the stored index from it, or
         of this node where there is none."""
 
         def examine() -> _native.TokenIndex:
-            return self._examine(indexed, progress)
+            return self._examine(progress)
 
         size = int(self.storage.sizes.sum())
         patience = _PATIENCE + size / _SLOWEST
@@ -375,15 +395,15 @@ class Tokens:
         found, self._shared = _native.token_index_once(f"tokens {key}", examine, patience)
         return found
 
-    def _examine(self, indexed: bool, progress: Progress | None) -> _native.TokenIndex:
+    def _examine(self, progress: Progress | None) -> _native.TokenIndex:
         if self._column is None:
-            found = [self._extent(file, indexed) for file in range(self._files)]
+            found = [self._extent(file, self._indexed) for file in range(self._files)]
         else:
             paths, store = self._arguments["files"], self._arguments["store"]
             found_type, found = column_extents(paths, self._column, store)
             self.dtype = _id_type(found_type)
         known = any(extent.begins is not None for extent in found)
-        if known and self._end is not None:
+        if known and self._end is not None and not self._marks:
             raise UsageError(
                 f"end={self._end} is for files that do not say where documents end: leave it out"
             )

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from nostall import _native
-from nostall.errors import UsageError
+from nostall.errors import CorruptionError, UsageError
 from nostall.fields import Schema
-from nostall.fields._tokens import PARTS, UnitPart
+from nostall.fields._tokens import PARTS, UnitImages, UnitPart, UnitPlaces
 from nostall.source._source import Source
 from nostall.source._tokens import LABELS, LOSS_MASK, Tokens
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _FIELDS = ("ids", "labels")
+_OF_IMAGES = {"images": UnitImages(), "image_places": UnitPlaces()}
 
 
 class Units(Source):
@@ -99,8 +100,10 @@ class Units(Source):
         fields: Sequence[str],
         dtype: str,
         pad: int,
+        *,
+        images: bool = False,
     ) -> None:
-        """Takes the arguments that all kinds of units have."""
+        """Takes the arguments that all kinds of units have; `images`: the units have some."""
         if not isinstance(tokens, Tokens):
             raise UsageError(
                 f"units are of nostall.Tokens, not of {type(tokens).__name__}: open the files by it"
@@ -113,6 +116,7 @@ class Units(Source):
             raise UsageError(f"pad={pad} is no {dtype}")
         tracks = tokens.tracks
         known = [*PARTS, *(name for name in tracks if name not in PARTS)]
+        known += _OF_IMAGES if images else ()
         if not fields or not set(fields) <= set(known):
             raise UsageError(f"fields={fields!r}: a unit has {', '.join(known)}")
         if tokens.dtype == "float32" and not isinstance(self, Clips):
@@ -126,14 +130,19 @@ class Units(Source):
             "pad": pad,
         }
         # The mask of the labels lies behind the ids, which are number 0.
-        masked = LABELS in fields and LABELS not in tracks and LOSS_MASK in tracks
+        # Tokens of images are not learned.
+        masked = LABELS in fields and LABELS not in tracks and (LOSS_MASK in tracks or images)
         beside = [LOSS_MASK] if masked else []
         beside += [name for name in fields if name in tracks and name not in beside]
         self._beside = tuple(beside)
         self._overlap = LABELS in fields or LOSS_MASK in fields
-        self._own = 1 if beside else len(fields)
+        self._own = 1 if beside or images else len(fields)
         self._spans, kinds = [], {}
         for name in fields:
+            if images and name in _OF_IMAGES:
+                self._spans.append((1 + len(beside), 1 + len(beside)))
+                kinds[name] = _OF_IMAGES[name]
+                continue
             options: dict[str, Any] = {"dtype": dtype, "length": length, "pad": pad}
             if name in beside:
                 stream = tracks[name]
@@ -153,20 +162,28 @@ class Units(Source):
                 options |= {"stored": tokens.dtype, "part": name}
                 options["vocabulary"] = tokens.vocabulary if first else None
                 shaded = masked and name == LABELS
-                options["mask"] = tracks[LOSS_MASK].dtype if shaded else None
+                mask = tracks[LOSS_MASK].dtype if LOSS_MASK in tracks else "uint8"
+                options["mask"] = mask if shaded else None
                 self._spans.append((0, 1 if shaded else 0))
             kinds[name] = UnitPart(**options)
         self._schema = Schema(kinds)
 
-    def _lay(self, units: _native.UnitSource) -> None:
-        """Takes the units of the ids, and lays those of the tracks beside them."""
+    def _lay(self, units: _native.UnitSource, images: _native.Source | None = None) -> None:
+        """Takes the units of the ids, and lays those of the tracks and their images beside them."""
         self._units = units
-        if not self._beside:
+        if not self._beside and images is None:
             self.native = units
             return
-        tracks = [self.tokens.tracks[name].native for name in self._beside]
-        others = [_native.token_units_like(units, track) for track in tracks]
+        others: list[_native.Source] = [self._like(name) for name in self._beside]
+        others += [] if images is None else [images]
         self.native = _native.BesideSource([units, *others], self._spans)
+
+    def _like(self, name: str) -> _native.UnitSource:
+        """The units of a track; of the mask of images, if there is no such track."""
+        if name not in self.tokens.tracks:
+            return _native.token_units_like(self._units, self.tokens.native, mask=True)
+        ignored = -100 if name == LABELS else 0
+        return _native.token_units_like(self._units, self.tokens.tracks[name].native, id=ignored)
 
     @property
     def token_count(self) -> int:
@@ -398,3 +415,138 @@ class Packed(Units):
     def waste(self) -> float:
         """The share of all positions that are filled up."""
         return self._units.waste
+
+
+class Interleaved(Units):
+    """Documents of text and images, packed whole into units of one length by their cost in tokens.
+
+    The stream has one id wherever an image stands: image k of the source is at the k-th of them. In a
+    unit the id is repeated, as many times as the image costs. Documents are packed by best fit over all
+    of them (docs/formats/units.md), as in `Packed`. Beside the fields of `Units` a batch has
+
+    ==============  ==============================================================================
+    `images`        (images, ...): all images of the batch as transforms make them, in the order of
+                    the units; `Ragged` bytes as they are stored if there are no transforms
+    `image_places`  (images, 3): the unit in the batch, the image's first token there, its tokens
+    ==============  ==============================================================================
+
+    Labels are -100 where the next token is of an image. Positions and segments are those of documents.
+
+    Args:
+        tokens: the stream.
+        images: a source of images: files, members of archives, values of record stores.
+        length: tokens of a unit.
+        image: the id that stands for an image.
+        cost: tokens of an image; one number, or one for each image.
+        longer: what becomes of a document that costs more than `length` tokens: ``"refuse"``, or
+            ``"drop"``, which leaves it out.
+        seed: which documents of the same cost come first.
+        fields, dtype, pad: as of `Units`.
+
+    Raises:
+        UsageError: a cost is no whole number of 1 or more, or a document costs too much.
+        CorruptionError: there are not as many ids for images as images.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        images: Source,
+        length: int,
+        *,
+        image: int,
+        cost: int | Sequence[int] | NDArray[Any],
+        longer: Literal["refuse", "drop"] = "refuse",
+        seed: int = 0,
+        fields: Sequence[str] = (*_FIELDS, *_OF_IMAGES),
+        dtype: Literal["int64", "int32"] = "int64",
+        pad: int = 0,
+    ) -> None:
+        if not isinstance(images, Source) or "image" not in getattr(images, "schema", ()):
+            raise UsageError(f"images must be a source with the field image, not {images!r}")
+        if longer not in ("refuse", "drop"):
+            raise UsageError(f'longer must be "refuse" or "drop", not {longer!r}')
+        self._describe(tokens, length, fields, dtype, pad, images=True)
+        self._arguments |= {"images": images, "image": image, "cost": cost}
+        self._arguments |= {"longer": longer, "seed": seed}
+        self.images = images = images.select(["image"])
+        if tokens.tracks.get(LABELS) and tokens.tracks[LABELS].dtype.startswith("u"):
+            raise UsageError(f"the track {LABELS} has no -100 for images: its numbers have no sign")
+        at = tokens.places(image)
+        if len(at) != len(images):
+            raise CorruptionError(
+                f"{tokens!r} has the id {image} {len(at)} times, and {images!r} has {len(images)} "
+                "images: they do not go together"
+            )
+        costs = self._costs(cost)
+        stored = tokens.lengths.astype(np.int64)
+        begins = np.cumsum(stored) - stored
+        document = np.searchsorted(begins, at.astype(np.int64), side="right") - 1
+        added = np.cumsum(costs - 1) - (costs - 1)  # before each image
+        first = np.searchsorted(document, np.arange(len(stored) + 1))
+        lengths = stored + np.diff(np.append(added, (costs - 1).sum())[first])
+        self._refuse(lengths, document, costs, length, longer)
+        lengths[lengths > length] = 0
+        units = _native.token_interleaved(
+            stream=tokens.native,
+            lengths=lengths.astype(np.uint32),
+            places=at,
+            costs=costs.astype(np.uint32),
+            id=image,
+            capacity=length,
+            seed=seed,
+        )
+        # Of each piece, which is a document: its place in its unit, and its images.
+        offsets, packed = units.pieces()
+        sizes = lengths[packed]
+        begin = np.cumsum(sizes) - sizes
+        begin -= np.repeat(begin[offsets[:-1]], np.diff(offsets).astype(np.int64))
+        counts = first[packed + 1] - first[packed]
+        ends = np.append(0, np.cumsum(counts))
+        which = np.arange(ends[-1]) - np.repeat(ends[:-1] - first[packed], counts)
+        inside = at.astype(np.int64) - begins[document] + added - added[first[document]]
+        members = np.stack([which, np.repeat(begin, counts) + inside[which], costs[which]], 1)
+        self._lay(
+            units,
+            _native.GatherSource(
+                images.native, ends[offsets].astype(np.uint64), members.astype(np.uint32).ravel()
+            ),
+        )
+
+    def _costs(self, cost: Any) -> NDArray[np.int64]:
+        found = np.asarray(cost)
+        if found.dtype.kind not in "iu" or found.shape not in ((), (len(self.images),)):
+            raise UsageError(
+                f"cost= must be a whole number, or one for each of {len(self.images)} images, not "
+                f"{found.dtype} of shape {found.shape}"
+            )
+        costs = np.broadcast_to(found, len(self.images)).astype(np.int64)
+        if costs.size and costs.min() < 1:
+            k = int(costs.argmin())
+            raise UsageError(
+                f"image {k} ({self.images.describe(k)}) costs {costs[k]} tokens: one is the least"
+            )
+        return costs
+
+    def _refuse(
+        self,
+        lengths: NDArray[np.int64],
+        document: NDArray[np.int64],
+        costs: NDArray[np.int64],
+        length: int,
+        longer: str,
+    ) -> None:
+        if longer == "drop" and (lengths[lengths > 0] <= length).any():
+            return
+        if not lengths.size or lengths.max() <= length:
+            return
+        d = int(np.argmax(lengths > length))
+        mine = np.flatnonzero(document == d)
+        image = next((int(k) for k in mine if costs[k] > length), None)
+        why = f"document {d} costs {lengths[d]} tokens with its {len(mine)} images"
+        if image is not None:
+            why = f"image {image} ({self.images.describe(image)}) costs {costs[image]} tokens"
+        raise UsageError(
+            f'{why}, more than length={length}: pass a larger length, or longer="drop", which leaves '
+            "such documents out, if there are others"
+        )

@@ -34,3 +34,13 @@ def test_the_guide_shows_the_scripts() -> None:
     assert len(blocks) == 8
     for block in blocks:
         assert any(block in script for script in scripts), block
+
+
+def test_a_model_learns_from_texts_with_images(tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "lm-images.py")
+    guide = (ROOT / "docs" / "guide" / "tokens.md").read_text()
+    assert "(../../examples/lm-images.py)" in guide
+    run = prefork.run([script, str(tmp_path)], torch=True, timeout=200)
+    assert run.returncode == 0, run.stderr
+    first, last = re.findall(r"loss ([\d.]+) at first, ([\d.]+) at last", run.stdout)[0]
+    assert float(last) < 0.8 * float(first)

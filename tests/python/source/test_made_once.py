@@ -28,11 +28,11 @@ from nostall.source import _tokens
 def tell(**what):
     print(json.dumps(what), flush=True)
 
-def look(self, indexed, progress, examine=_tokens.Tokens._examine):
+def look(self, progress, examine=_tokens.Tokens._examine):
     tell(looks=True)
     while sys.argv[2] == "hang":
         time.sleep(1)
-    return examine(self, indexed, progress)
+    return examine(self, progress)
 
 _tokens.Tokens._examine = look
 index = os.path.join(sys.argv[1], "index") if sys.argv[3] == "stored" else False
