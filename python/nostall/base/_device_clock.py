@@ -37,9 +37,10 @@ _lock = threading.Lock()
 def waiting(torch: Any, device: Any, cause: str) -> AbstractContextManager[None]:
     """What is enqueued inside a `with` is a wait, as is the time that the host takes.
 
-    Of the stream that is the calling thread's current one on the device.
+    Of the stream that is the calling thread's current one on the device. While a graph is captured
+    nothing is enqueued, and nothing waits: an event would be the graph's.
     """
-    if not _native.trace_on():
+    if not _native.trace_on() or _is_captured(torch, device):
         return _NOTHING
     clock = _clock(torch, device)
     return clock.wait(torch.accelerator.current_stream(device), cause) if clock else _NOTHING
@@ -47,8 +48,17 @@ def waiting(torch: Any, device: Any, cause: str) -> AbstractContextManager[None]
 
 def end_step(torch: Any, device: Any) -> None:
     """The last step before a pause ends with what the current stream has got so far."""
-    if _native.trace_on() and (clock := _clock(torch, device)):
+    if not _native.trace_on() or _is_captured(torch, device):
+        return
+    if clock := _clock(torch, device):
         clock.put("", torch.accelerator.current_stream(device))
+
+
+def _is_captured(torch: Any, device: Any) -> bool:
+    """Whether what the calling thread enqueues becomes part of a graph."""
+    module = getattr(torch, device.type, None)
+    captures = getattr(module, "is_current_stream_capturing", None)
+    return captures is not None and bool(captures())
 
 
 def waits_of(device: Any) -> dict[str, float]:
