@@ -94,6 +94,13 @@ def reduces(group: Any, device: torch.device) -> bool:
     return True
 
 
+def destroy(group: Any) -> None:
+    """Ends a process group that one optimizer or hook has; None is no group."""
+    if group is not None and dist.is_initialized():
+        with contextlib.suppress(ValueError):  # torch.distributed was initialised anew since
+            dist.destroy_process_group(group)
+
+
 # Each is a wait that results depend on.
 
 
@@ -432,9 +439,8 @@ class CollectiveSync(_DeviceSync):
 
     def close(self) -> None:
         super().close()
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
-            self._group = None
+        group, self._group = self._group, None
+        destroy(group)
 
     def wait_for(self, i: int) -> None:
         turn = self._turn_of[i]

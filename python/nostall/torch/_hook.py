@@ -1,7 +1,10 @@
 """A communication hook for DistributedDataParallel: nostall reduces its buckets.
 
     model = DistributedDataParallel(model)            # over any backend
-    model.register_comm_hook(nostall.torch.BucketReducer(), nostall.torch.reduce_bucket)
+    reducer = nostall.torch.BucketReducer()
+    model.register_comm_hook(reducer, nostall.torch.reduce_bucket)
+    ...
+    reducer.close()
 
 For programs that stay with DistributedDataParallel and its process group: buckets of CPU gradients
 go through a separate group of the backend "nostall", compressed on request. Those of a device go
@@ -12,7 +15,7 @@ for, else through page-locked memory and the separate group. If you can change t
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -23,7 +26,9 @@ from nostall.torch._group import Options
 
 
 class BucketReducer:
-    """What `reduce_bucket` works with; all ranks of the group make it.
+    """What `reduce_bucket` works with; all ranks of the group make it, and close it in the end.
+
+    It has a process group of its own: `close`, or the end of a `with`, destroys that.
 
     Args:
         group: the process group that DistributedDataParallel uses; the default one if None.
@@ -65,8 +70,29 @@ class BucketReducer:
         self._thread = ThreadPoolExecutor(1, "nostall-gradients")
         self._reductions: dict[torch.device, Any] = {}
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Destroys its process group, once what was begun is done; again it does nothing."""
+        from nostall.torch._device_gradients import destroy
+
+        group, self.group = self.group, None
+        self._thread.shutdown()
+        self._reductions.clear()
+        destroy(group)
+
     def reduced(self, tensor: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
-        """The sum of the tensor over the ranks, in place."""
+        """The sum of the tensor over the ranks, in place.
+
+        Raises:
+            UsageError: it is closed.
+        """
+        if self.group is None:
+            raise UsageError("this BucketReducer is closed: close it after the last backward pass")
         if tensor.device.type == "cpu":
             return dist.all_reduce(tensor, group=self.group, async_op=True).get_future()
         from nostall.torch import _device_gradients

@@ -325,6 +325,7 @@ def case_the_hook_of_ddp() -> None:
         assert equal(values(model), expected)
         assert bool(reducer._reductions) == staged
         assert simdev.reports() == []
+        reducer.close()
 
 
 def case_buckets_of_two_devices_are_reduced_in_the_order_of_the_calls() -> None:
@@ -696,6 +697,22 @@ def case_an_optimizer_that_is_closed_has_no_process_group() -> None:
     assert len(dist.distributed_c10d._world.pg_map) == groups + 1
     optimizer.gradient_sync.close()
     assert len(dist.distributed_c10d._world.pg_map) == groups
+
+
+def case_a_hook_that_is_closed_has_no_process_group() -> None:
+    import nostall.torch as nt
+
+    groups = len(dist.distributed_c10d._world.pg_map)
+    bucket = torch.full((100,), float(RANK), device="simdev")
+    with nt.BucketReducer(order="fixed") as reducer:
+        assert len(dist.distributed_c10d._world.pg_map) == groups + 1
+        future = reducer.reduced(bucket)
+    assert len(dist.distributed_c10d._world.pg_map) == groups
+    future.wait()
+    assert bucket.cpu().eq(1.0).all()  # what was begun was done
+    reducer.close()
+    with pytest.raises(UsageError, match="is closed"):
+        reducer.reduced(bucket)
 
 
 def case_a_forked_child_is_refused() -> None:
