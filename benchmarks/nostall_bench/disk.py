@@ -141,34 +141,46 @@ def forget(files: Iterable[str | os.PathLike[str]], drop_caches: bool = False) -
     return "posix_fadvise(DONTNEED) and drop_caches"
 
 
-def sequential(directory: str | os.PathLike[str], size: int = 256 << 20, runs: int = 6) -> float:
-    """Bytes a second of one large file read from its beginning to its end, past the page cache.
+def sequential(
+    directory: str | os.PathLike[str], size: int = 256 << 20, runs: int = 6
+) -> tuple[float, float]:
+    """Bytes a second of one large file written, and read, from its beginning to its end, past the page
+    cache, in pieces of 1 MiB; written ones until they are on the device.
 
-    The median of `runs` - 1, because the first is warm-up [Chien 2018, table I]. Where the
-    file system has no direct reads, the cache is told to forget the file instead.
+    Medians of `runs` - 1, because the first is warm-up [Chien 2018, table I]. Where the
+    file system has no direct access, the cache is told to forget the file instead.
     """
     path = Path(directory, f".nostall-sequential-{os.getpid()}")
     block = 1 << 20
+    wrote, read = [], []
     try:
-        with path.open("wb") as file:
-            noise = os.urandom(block)
-            for _ in range(size // block):
-                file.write(noise)
-            os.fsync(file.fileno())
-        rates = []
         with mmap.mmap(-1, block) as buffer:
+            buffer.write(os.urandom(block))
+            for _ in range(runs):
+                handle = _direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                began = time.perf_counter()
+                for at in range(0, size, block):
+                    os.pwritev(handle, [buffer], at)
+                os.fsync(handle)
+                wrote.append(size / (time.perf_counter() - began))
+                os.close(handle)
             for _ in range(runs):
                 forget([path])
-                try:
-                    handle = os.open(path, os.O_RDONLY | os.O_DIRECT)
-                except OSError:
-                    handle = os.open(path, os.O_RDONLY)
+                handle = _direct(path, os.O_RDONLY)
                 began = time.perf_counter()
                 got = 0
                 while n := os.readv(handle, [buffer]):
                     got += n
-                rates.append(got / (time.perf_counter() - began))
+                read.append(got / (time.perf_counter() - began))
                 os.close(handle)
-        return statistics.median(rates[1:] or rates)
+        return statistics.median(wrote[1:] or wrote), statistics.median(read[1:] or read)
     finally:
         path.unlink(missing_ok=True)
+
+
+def _direct(path: Path, flags: int) -> int:
+    """The file opened past the page cache, where its file system can."""
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o600)
+    except OSError:
+        return os.open(path, flags, 0o600)

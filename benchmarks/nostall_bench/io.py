@@ -84,12 +84,14 @@ _IMAGES = {".jpg", ".jpeg", ".png", ".JPEG", ".JPG"}
 
 def _measure(files: list[str], home: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     device = device_of(files[0])
+    wrote, read = sequential(home) if os.access(home, os.W_OK) else (None, None)
     out: dict[str, Any] = {
         "files": len(files),
         "bytes": sum(os.stat(f).st_size for f in files),
         "device": f"{device[0]}:{device[1]}" if device else "no block device",
         "cold": forget(files[:1], arguments.drop_caches),
-        "sequential": sequential(home) if os.access(home, os.W_OK) else None,
+        "sequential": read,
+        "sequential_write": wrote,
         "bound": {n: _bound(files, n, arguments) for n in arguments.threads},
         "rows": [],
     }
@@ -168,7 +170,7 @@ def _table(path: str, work: str, found: dict[str, Any]) -> Any:
     size = found["bytes"] / found["files"]
     out = harness.table(
         f"{path} ({found['device']}), {work}: {found['files']} images of {size / 1e3:.0f} KB; "
-        f"one file in order {_in_order(found['sequential'])}",
+        f"one file in order {_in_order(found)}",
         *("pipeline", "threads", "images/s", "MB/s", "of reading", "errors"),
     )
     for threads, rate in found["bound"].items():
@@ -185,8 +187,12 @@ def _table(path: str, work: str, found: dict[str, Any]) -> Any:
     return out
 
 
-def _in_order(rate: float | None) -> str:
-    return "not measured (read-only)" if rate is None else f"{rate / 1e6:.0f} MB/s"
+def _in_order(found: dict[str, Any]) -> str:
+    if found["sequential"] is None:
+        return "not measured (read-only)"
+    return "{:.0f} MB/s read, {:.0f} written".format(
+        found["sequential"] / 1e6, found["sequential_write"] / 1e6
+    )
 
 
 def _plot(paths: dict[str, Any], path: Path) -> None:

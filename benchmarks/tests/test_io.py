@@ -62,11 +62,29 @@ def test_a_table_and_numbers_are_written(
     assert row["median"] > 0
     assert row["errors"] == 1
     assert found["sequential"] > 0
+    assert found["sequential_write"] > 0
     assert "posix_fadvise" in found["cold"]
     assert (tmp_path / "io.png").stat().st_size > 1000
     assert "one file in order" in capsys.readouterr().out.replace("\n", " ")
     with pytest.raises(UsageError, match="at least 2"):
         io.run(parser.parse_args([*options, "--runs", "1"]))
+
+
+def test_a_file_is_written_and_read_whole_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    removed = Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        lengths.append(path.stat().st_size)
+        removed(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    wrote, read = disk.sequential(tmp_path, size=4 << 20, runs=2)
+    assert wrote > 0 and read > 0
+    assert lengths == [4 << 20]
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_was_forgotten_is_read_from_the_device_and_seen(tmp_path: Path) -> None:
