@@ -8,10 +8,10 @@
 Importing this package needs NumPy alone and starts nothing.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nostall._version import __version__
+from nostall.base._lazy import lazy
 
 if TYPE_CHECKING:
     from nostall import errors, fields
@@ -146,35 +146,22 @@ __all__ = [
 ]
 
 
-# Each name is read from its room when it is first asked for, as a program needs but some of them.
-_NAMES = {
-    "checkpoint": "Checkpointer CheckpointOptions Keep",
-    "fields": "Schema",
-    "loader": "Context DataLoader DynamicBatches LoaderOptions MixedLabels RawBatch SampleTransform "
-    "Tier Tiers testing transforms",
-    "observe": "Stats metrics trace",
-    "plan": "Buckets ClassBalanced Plan RepeatedAugmentation SubBatches Weighted",
-    "source": "COCO HDF5 LMDB VOC Arrays ArrowIPC Cached Clips Concat CustomFields CustomSource "
-    "Documents FieldReader FileList Files Filter ImageFolder ImageNet Interleaved Manifest Mixture "
-    "ObjectFolder Packed Parquet Pixels ReadOptions SampleReader Source Split Subset TarShards "
-    "TFRecord Tokens Units Windows tokenize",
-}
-_ROOM = {name: room for room, names in _NAMES.items() for name in names.split()}
-_ROOMS = {*_NAMES, "collective", "convert", "errors", "job", "simulate", "sync", "torch"}
-
-
-def __getattr__(name: str) -> Any:
-    """What is not read yet; `nostall.torch` needs torch."""
-    if name in _ROOMS:
-        return importlib.import_module(f"nostall.{name}")
-    if name in _ROOM:
-        value = getattr(importlib.import_module(f"nostall.{_ROOM[name]}"), name)
-        globals()[name] = value
-        return value
-    from nostall.base._options import suggestion
-
-    raise AttributeError(f"module 'nostall' has no attribute {name!r}{suggestion(name, __all__)}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+if not TYPE_CHECKING:
+    # `nostall.torch` needs torch.
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            ".": "checkpoint collective convert errors fields job loader observe plan simulate source "
+            "sync torch",
+            ".checkpoint": "Checkpointer CheckpointOptions Keep",
+            ".fields": "Schema",
+            ".loader": "Context DataLoader DynamicBatches LoaderOptions MixedLabels RawBatch "
+            "SampleTransform Tier Tiers testing transforms",
+            ".observe": "Stats metrics trace",
+            ".plan": "Buckets ClassBalanced Plan RepeatedAugmentation SubBatches Weighted",
+            ".source": "COCO HDF5 LMDB VOC Arrays ArrowIPC Cached Clips Concat CustomFields "
+            "CustomSource Documents FieldReader FileList Files Filter ImageFolder ImageNet "
+            "Interleaved Manifest Mixture ObjectFolder Packed Parquet Pixels ReadOptions SampleReader "
+            "Source Split Subset TarShards TFRecord Tokens Units Windows tokenize",
+        },
+    )

@@ -8,13 +8,11 @@ as not set. Every value is checked, and an error names where it came from.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import logging
 import os
 import stat
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +134,8 @@ def document(kind: Any, section: str) -> None:
 
 def suggestion(name: str, known: Iterable[str], form: str = "{}") -> str:
     """The end of an error about an unknown name: the known one that it looks like, if any."""
+    import difflib
+
     near = difflib.get_close_matches(name, list(known), 1)
     return f": did you mean {form.format(near[0])}?" if near else ""
 
@@ -197,9 +197,12 @@ def _content(path: str, named: bool) -> str | None:
 def _parsed(path: str, named: bool) -> Mapping[str, Any]:
     """Values by "section.name", read once in a process."""
     try:
-        written = _content(path, named)
-        content = tomllib.loads(written or "")
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        if (written := _content(path, named)) is None:
+            return {}
+        import tomllib
+
+        content = tomllib.loads(written)
+    except ValueError as error:  # of TOML, or of UTF-8
         raise UsageError(f"{path} is not TOML: {error}") from error
     except OSError as error:
         raise UsageError(f"the options of {path} cannot be read: {error.strerror}") from error

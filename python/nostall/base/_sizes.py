@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
 from typing import Literal, Protocol
 
 from nostall import _native
@@ -217,7 +216,8 @@ def parse_size(text: int | str) -> int:
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if not match or match[2].lower() not in _UNITS:
         raise UsageError(f'"{text}" is not a size: write for example 20GiB, 512MiB or 1000000')
-    size = int(Decimal(match[1]) * _UNITS[match[2].lower()])
+    whole, _, part = match[1].partition(".")
+    size: int = int(whole + part) * _UNITS[match[2].lower()] // 10 ** len(part)
     if size >= 2**63:
         raise UsageError(f'"{text}" is more than any machine holds')
     return size

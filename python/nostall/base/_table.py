@@ -7,7 +7,6 @@ It imports nothing of nostall, so that scripts/reference makes docs/guide/option
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -148,6 +147,8 @@ def _short_secret(given: Any) -> str | None:
 
 def _no_signals(given: Any) -> str | None:
     names = given.replace(",", " ").split() if isinstance(given, str) else []
+    import signal
+
     caught = {s.name for s in signal.Signals} - {"SIGKILL", "SIGSTOP"}
     return None if names and caught.issuperset(names) else 'must be names as "SIGUSR1 SIGTERM"'
 

@@ -18,8 +18,9 @@ from nostall.checkpoint._retention import Keep, decide
 from nostall.checkpoint._store import Store, io_errors
 from nostall.errors import Error, UsageError
 from nostall.job import _secret as secret
-from nostall.job._rendezvous import AllGather, exposed
+from nostall.job._rendezvous import exposed
 from nostall.job._stream import machine
+from nostall.job._world import AllGather
 
 _log = logging.getLogger("nostall")
 Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]

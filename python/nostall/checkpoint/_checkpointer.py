@@ -42,8 +42,8 @@ from nostall.checkpoint._window import (
     tensors_of,
 )
 from nostall.errors import Error, IoError, PeerError, SignalExit, UsageError
-from nostall.job._rendezvous import AllGather, Rendezvous, exposed, find_rendezvous
-from nostall.job._world import find_world
+from nostall.job._rendezvous import Rendezvous, exposed, find_rendezvous
+from nostall.job._world import AllGather, find_world
 from nostall.observe import trace
 
 _log = logging.getLogger("nostall")

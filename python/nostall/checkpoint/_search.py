@@ -13,7 +13,7 @@ from nostall.checkpoint._nodes import Held, Nodes, holdings, together
 from nostall.checkpoint._restore import Choice, Restored, in_order, on_branch, read_part, view
 from nostall.checkpoint._store import Store
 from nostall.errors import CorruptionError, Error, UsageError
-from nostall.job._rendezvous import AllGather
+from nostall.job._world import AllGather
 
 _log = logging.getLogger("nostall")
 Progress = Callable[[int, int], None] | None

@@ -26,8 +26,8 @@ from nostall.base._programs import find_program
 from nostall.base._sizes import TierSpec, parse_size, parse_tiers
 from nostall.errors import IoError, UsageError
 from nostall.job import _cluster as cluster
-from nostall.job._rendezvous import AllGather, find_rendezvous
-from nostall.job._world import World, find_world
+from nostall.job._rendezvous import find_rendezvous
+from nostall.job._world import AllGather, World, find_world
 
 _SAMPLE_BYTES = 100_000
 # Writes to a disk between two flushes, so that the disk is measured and not memory.

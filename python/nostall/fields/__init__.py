@@ -5,6 +5,9 @@ array, fields whose sizes differ `Ragged` or `Padded` ones, texts lists. docs/gu
 model.
 """
 
+from typing import TYPE_CHECKING
+
+from nostall.base._lazy import lazy
 from nostall.fields._batch import Padded, Ragged
 from nostall.fields._kinds import (
     Array,
@@ -22,8 +25,10 @@ from nostall.fields._kinds import (
     Text,
 )
 from nostall.fields._schema import Schema
-from nostall.fields._sound import SoundFile
-from nostall.fields._video import Video
+
+if TYPE_CHECKING:
+    from nostall.fields._sound import SoundFile
+    from nostall.fields._video import Video
 
 __all__ = [
     "Array",
@@ -45,3 +50,6 @@ __all__ = [
     "Text",
     "Video",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy(__name__, {"._sound": "SoundFile", "._video": "Video"})

@@ -16,8 +16,8 @@ from nostall.base import _options as options
 from nostall.base._sizes import TierSpec
 from nostall.errors import Error, UsageError
 from nostall.job import _secret as secret
-from nostall.job._rendezvous import AllGather, exposed, initialised_store
-from nostall.job._world import World
+from nostall.job._rendezvous import exposed, initialised_store
+from nostall.job._world import AllGather, World
 
 _log = logging.getLogger("nostall")
 LIBRARY = Path(__file__).parents[1] / "nostall_ucx.so"

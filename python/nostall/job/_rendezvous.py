@@ -18,7 +18,7 @@ import stat
 import struct
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,9 +30,7 @@ from nostall.base import _owned as owned
 from nostall.errors import IoError, PeerError, UsageError
 from nostall.job import _greeting as greeting
 from nostall.job import _secret as secret
-from nostall.job._world import under_srun
-
-AllGather = Callable[[bytes], list[bytes]]
+from nostall.job._world import AllGather, under_srun
 
 _TIMEOUT = 120.0
 _MEMBER_SECONDS = 10.0  # for a rank's message once it has proved the secret

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from nostall.errors import UsageError
+
+AllGather = Callable[[bytes], list[bytes]]
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,8 @@ def find_address(
         return None
     if "MASTER_PORT" in env:
         return host, _number(env, "MASTER_PORT", "the launcher or script that set MASTER_ADDR")
+    import hashlib
+
     # Below the ports that the system assigns to sockets without one.
     return host, 15_000 + int(hashlib.sha256(world.job.encode()).hexdigest(), 16) % 17_000
 

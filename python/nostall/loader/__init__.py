@@ -1,14 +1,19 @@
 """The data loader: the plan's batches, decoded, transformed and in order."""
 
-from nostall.base._tier import Tier
-from nostall.loader import testing, transforms
-from nostall.loader._context import Context, SampleTransform
-from nostall.loader._dynamic_batches import DynamicBatches
-from nostall.loader._loader import DataLoader
-from nostall.loader._mixing import MixedLabels
-from nostall.loader._options import LoaderOptions
-from nostall.loader._records import RawBatch
-from nostall.loader._tiers import Tiers
+from typing import TYPE_CHECKING
+
+from nostall.base._lazy import lazy
+
+if TYPE_CHECKING:
+    from nostall.base._tier import Tier
+    from nostall.loader import testing, transforms
+    from nostall.loader._context import Context, SampleTransform
+    from nostall.loader._dynamic_batches import DynamicBatches
+    from nostall.loader._loader import DataLoader
+    from nostall.loader._mixing import MixedLabels
+    from nostall.loader._options import LoaderOptions
+    from nostall.loader._records import RawBatch
+    from nostall.loader._tiers import Tiers
 
 __all__ = [
     "Context",
@@ -23,3 +28,19 @@ __all__ = [
     "testing",
     "transforms",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "nostall.base._tier": "Tier",
+            ".": "testing transforms",
+            "._context": "Context SampleTransform",
+            "._dynamic_batches": "DynamicBatches",
+            "._loader": "DataLoader",
+            "._mixing": "MixedLabels",
+            "._options": "LoaderOptions",
+            "._records": "RawBatch",
+            "._tiers": "Tiers",
+        },
+    )

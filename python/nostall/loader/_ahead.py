@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nostall.errors import UsageError
-from nostall.loader._color_steps import Normalize, ToTensor
-from nostall.loader.transforms import Decode, Transform
+from nostall.loader._usual_steps import Decode, Normalize, ToTensor
 
 if TYPE_CHECKING:
     from nostall import _native
     from nostall.loader._mixing import Mixed
+    from nostall.loader._steps import Transform
 
 _log = logging.getLogger("nostall")
 

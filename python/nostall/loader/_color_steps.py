@@ -249,34 +249,6 @@ class AutoAugment(Transform):
 
 
 @dataclass(frozen=True)
-class ToTensor(Transform):
-    """To floating point in [0, 1], channels first."""
-
-    def to_step(self) -> Step:
-        return "ToTensor", {}
-
-
-@dataclass(frozen=True)
-class Normalize(Transform):
-    """(value - mean) / std for each of the three channels; needs `ToTensor` before it."""
-
-    mean: Sequence[float]
-    std: Sequence[float]
-
-    def __post_init__(self) -> None:
-        for name in ("mean", "std"):
-            values = tuple(float(v) for v in getattr(self, name))
-            if len(values) != 3 or not all(math.isfinite(v) for v in values):
-                raise UsageError(f"Normalize: {name} {values} must be three finite numbers")
-            object.__setattr__(self, name, values)
-        if min(self.std) <= 0:
-            raise UsageError(f"Normalize: std {self.std} must be above zero")
-
-    def to_step(self) -> Step:
-        return "Normalize", {"mean": list(self.mean), "std": list(self.std)}
-
-
-@dataclass(frozen=True)
 class RandomErasing(Transform):
     """Overwrites a random box with `value` with probability `p`; needs `ToTensor` before it.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
+    import random
+
     import torch
 
 _ALL = 2**64
@@ -46,6 +47,8 @@ class Context:
 
     def python(self) -> random.Random:
         """A generator of the module random."""
+        import random
+
         return random.Random(self._number())
 
     def torch(self) -> torch.Generator:
@@ -59,6 +62,8 @@ class Context:
 
     def seed_all(self) -> None:
         """Sets this process's generators of random, NumPy and, if it is imported, torch."""
+        import random
+
         number = self._number()
         random.seed(number)
         np.random.seed(number & (2**32 - 1))

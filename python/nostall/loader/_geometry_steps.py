@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from nostall.loader._steps import (
-    RESAMPLING,
     WARPING,
     Fill,
     Interpolation,
@@ -27,91 +26,6 @@ from nostall.loader._steps import (
 )
 
 _PADDING_MODES = ("constant", "edge", "reflect", "symmetric")
-
-
-@dataclass(frozen=True)
-class Resize(Transform):
-    """Resizes. An int is the shorter edge; the aspect is kept.
-
-    `antialias` is for bilinear and bicubic. Masks are resized with nearest pixels, or with
-    nearest_exact if that is the interpolation.
-    """
-
-    size: Size
-    interpolation: Interpolation = "bilinear"
-    antialias: bool = True
-
-    def __post_init__(self) -> None:
-        sides(self, self.size)
-        one_of(self, "interpolation", self.interpolation, RESAMPLING)
-
-    def to_step(self) -> Step:
-        height, width = sides(self, self.size)
-        pair = isinstance(self.size, (tuple, list)) and len(self.size) == 2
-        return "Resize", {
-            "height": height,
-            "width": width if pair else 0,
-            "interpolation": self.interpolation,
-            "antialias": bool(self.antialias),
-        }
-
-
-@dataclass(frozen=True)
-class CenterCrop(Transform):
-    """Cuts the centre out; a smaller image gets black borders."""
-
-    size: Size
-
-    def __post_init__(self) -> None:
-        sides(self, self.size)
-
-    def to_step(self) -> Step:
-        height, width = sides(self, self.size)
-        return "CenterCrop", {"height": height, "width": width}
-
-
-@dataclass(frozen=True)
-class RandomResizedCrop(Transform):
-    """Cuts a box of random area and aspect ratio and resizes it to `size`.
-
-    `scale` is the range of the area, a part of the image's; `ratio` that of width over height.
-    """
-
-    size: Size
-    scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (3.0 / 4.0, 4.0 / 3.0)
-    interpolation: Interpolation = "bilinear"
-    antialias: bool = True
-
-    def __post_init__(self) -> None:
-        sides(self, self.size)
-        object.__setattr__(self, "scale", ascending(self, "scale", self.scale))
-        object.__setattr__(self, "ratio", ascending(self, "ratio", self.ratio))
-        one_of(self, "interpolation", self.interpolation, RESAMPLING)
-
-    def to_step(self) -> Step:
-        height, width = sides(self, self.size)
-        return "RandomResizedCrop", {
-            "height": height,
-            "width": width,
-            "scale": list(self.scale),
-            "ratio": list(self.ratio),
-            "interpolation": self.interpolation,
-            "antialias": bool(self.antialias),
-        }
-
-
-@dataclass(frozen=True)
-class RandomHorizontalFlip(Transform):
-    """Mirrors left and right with probability `p`."""
-
-    p: float = 0.5
-
-    def __post_init__(self) -> None:
-        probability(self, self.p)
-
-    def to_step(self) -> Step:
-        return "RandomHorizontalFlip", {"p": float(self.p)}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from nostall.fields import Boxes, Image, Keypoints, Kind, Mask
 from nostall.loader._compile import compile as compile_transforms
 from nostall.loader._context import Context, takes_context
 from nostall.loader._steps import Step, Transform
-from nostall.loader._torchvision import HandedOver
+from nostall.loader._tv_tensors import HandedOver
 from nostall.source._source import Pixels
 
 _ORDER = (
@@ -86,6 +86,17 @@ def steps_of(transforms: Any) -> list[Any]:
                     "its steps itself as transforms="
                 )
     return steps
+
+
+def recognised(
+    steps: Sequence[Any], pixels: Pixels | None, kinds: Mapping[str, Kind] | None = None
+) -> tuple[list[Any], Literal["chw"] | None]:
+    """What `_torchvision.recognise` makes of the steps; it is read where there is a callable."""
+    if all(isinstance(step, Transform) for step in steps):
+        return list(steps), None
+    from nostall.loader._torchvision import recognise
+
+    return recognise(list(steps), pixels, kinds)
 
 
 class _Drawn(Transform):

@@ -12,7 +12,6 @@ import keyword
 import logging
 import operator
 import os
-import secrets
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -30,11 +29,8 @@ from nostall.base._sizes import (
     parse_size,
 )
 from nostall.errors import PeerError, UsageError
-from nostall.job import _cluster as cluster
-from nostall.job._rendezvous import find_rendezvous
 from nostall.job._world import find_world
 from nostall.loader._ahead import Ahead, Here, Made
-from nostall.loader._calibration import Calibration
 from nostall.loader._options import LoaderArguments, LoaderOptions, with_arguments
 from nostall.loader._recipe import Recipe, Transforms
 from nostall.loader._tiers import TierList, Tiers, planned
@@ -50,11 +46,13 @@ from nostall.plan import (
     RepeatedAugmentation,
     order_name,
 )
-from nostall.source._mixture import Mixture
 from nostall.source._source import Source
 
 if TYPE_CHECKING:
+    from nostall.job._cluster import Cluster
+    from nostall.loader._calibration import Calibration
     from nostall.observe._stats import EpochStats, Stats
+    from nostall.source._mixture import Mixing
 
 _STATE_VERSION = 1
 _READS_IN_FLIGHT = 16
@@ -84,10 +82,9 @@ _OF_TORCH = {
 }
 
 
-def _order_of(dataset: Mixture, order: Order) -> Mixed:
+def _order_of(mixing: Mixing, order: Order) -> Mixed:
     if not isinstance(order, str) or order != "torch":
         raise UsageError("a Mixture has an order of its own: leave order= and shuffle= out")
-    mixing = dataset.mixing
     return Mixed(mixing.sources, mixing.schedule, mixing.at_end, mixing.samples)
 
 
@@ -102,6 +99,14 @@ def _chosen_order(order: Order, shuffle: bool | None) -> Order:
             f"shuffle={shuffle} does not go with order= {name}, which says all: leave shuffle= out"
         )
     return order
+
+
+def _calibration(path: str | os.PathLike[str] | None) -> Calibration | None:
+    if not path:
+        return None
+    from nostall.loader._calibration import Calibration
+
+    return Calibration.load(path)
 
 
 def _lower_bound(
@@ -237,14 +242,14 @@ class DataLoader:
             self._order = self._order.weighted(labels)
         if isinstance(self._order, Buckets):
             self._order = self._order.of(dataset.sizes)
-        if isinstance(dataset, Mixture):
-            self._order = _order_of(dataset, self._order)
+        if dataset.mixing is not None:
+            self._order = _order_of(dataset.mixing, self._order)
         self._order_name = order_name(self._order)
         self._shared = tiers if isinstance(tiers, Tiers) else None
         self._find_place()
         self._seed_drawn = given is None
         self.seed = self._drawn_seed() if given is None else given
-        self._calibration = Calibration.load(chosen.calibration) if chosen.calibration else None
+        self._calibration = _calibration(chosen.calibration)
         self._take_memory(tiers)
         self._recipe = Recipe(
             self.dataset,
@@ -290,15 +295,17 @@ class DataLoader:
         self._twins = f"{job} loader {next(_made_in[self.world.world_size, job])}"
         self._job = job or f"{self.world.job} {self._name}"
         self._compared = False
-        self._cluster: cluster.Cluster | None = None
+        self._cluster: Cluster | None = None
         self._joins = 0  # a resumed loader meets the others again
         self._peer_counts: dict[str, int] = {}
 
     def _drawn_seed(self) -> int:
         """A seed for all ranks, which meet for it."""
         world, peers = self.world, self._options.peers
-        parts = [secrets.token_bytes(_SEED_BYTES)]
+        parts = [os.urandom(_SEED_BYTES)]
         if world.world_size > 1:
+            from nostall.job._rendezvous import find_rendezvous
+
             allgather = (
                 peers
                 if callable(peers)
@@ -584,9 +591,9 @@ class DataLoader:
 
     def _taken_of_sources(self) -> dict[str, dict[str, int]]:
         """What all ranks took of the sources of a mixture."""
-        if not isinstance(self.dataset, Mixture):
-            return {}
         mixing = self.dataset.mixing
+        if mixing is None:
+            return {}
         taken = self._plan.consumed(*self._position).tolist()
         return {
             name: {"samples": count, "epoch": count // samples}
@@ -734,7 +741,7 @@ class DataLoader:
         self._last_epoch = int(self._plan.native.epochs)
         return self._plan.native
 
-    def _join(self) -> cluster.Cluster | None:
+    def _join(self) -> Cluster | None:
         """Meets the ranks of other nodes, if there are any and something connects them.
 
         A rank that takes no samples from them meets them too, and says so: they need not wait for it.
@@ -754,6 +761,11 @@ class DataLoader:
                         "of its own"
                     )
             return None
+        if peers in ("auto", "off") and world.world_size == 1:
+            return None
+        from nostall.job import _cluster as cluster
+        from nostall.job._rendezvous import find_rendezvous
+
         if peers in ("auto", "off") and not cluster.spans_nodes(world):
             return None
         allgather = (
@@ -797,7 +809,9 @@ class DataLoader:
 
     def _stage(self) -> _native.Loader:
         if self._loader is None:
-            if not self._compared:
+            if not self._compared and self.world.world_size > 1:
+                from nostall.job import _cluster as cluster
+
                 cluster.check_alike(self.world, self._twins, self._alike())
                 self._compared = True
             met = self._cluster = self._join()
@@ -866,7 +880,7 @@ class DataLoader:
         config.locality = chosen.assignment == "locality"
         return config
 
-    def _node(self, met: cluster.Cluster | None, job_name: str) -> _native.NodeSpec:
+    def _node(self, met: Cluster | None, job_name: str) -> _native.NodeSpec:
         node = _native.NodeSpec()
         node.job = job_name
         node.local_rank = self.world.local_rank
@@ -886,7 +900,7 @@ class DataLoader:
         return node
 
     @staticmethod
-    def _reach(met: cluster.Cluster | None) -> _native.ExchangeConfig:
+    def _reach(met: Cluster | None) -> _native.ExchangeConfig:
         peers = _native.ExchangeConfig()
         if met is not None and met.transport is not None:
             peers.addresses = met.addresses

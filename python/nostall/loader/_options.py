@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 from nostall.base._options import check_fields, document, in_force, merged
-from nostall.job._rendezvous import AllGather
+from nostall.job._world import AllGather
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from numpy.typing import NDArray
 
@@ -14,16 +14,16 @@ from nostall import _native
 from nostall.errors import UsageError
 from nostall.fields import Custom
 from nostall.loader._ahead import Finish, Hand, Here, Made, finished_there, place_of
-from nostall.loader._cached_items import ItemStage
-from nostall.loader._codecs import Codecs
-from nostall.loader._in_turn import Arranged, Composed, arrange, name_of, steps_of
+from nostall.loader._in_turn import Arranged, Composed, arrange, name_of, recognised, steps_of
 from nostall.loader._mixing import Mix, split
 from nostall.loader._options import LoaderArguments, LoaderOptions
-from nostall.loader._python_transforms import PythonStage, RecordStage, takes_images
 from nostall.loader._records import ByField, OneImage, RawBatch, Records, Steps
 from nostall.loader._steps import Transform
-from nostall.loader._torchvision import recognise
 from nostall.source._source import Source
+
+if TYPE_CHECKING:
+    from nostall.loader._codecs import Codecs
+    from nostall.loader._python_transforms import PythonStage
 
 Transforms = Steps | ByField | Callable[[Any], Any] | None
 
@@ -138,6 +138,8 @@ class Recipe:
             )
         if self._options.fields or self._options.batch:
             raise UsageError("fields= and batch= are not for items of a Cached data set")
+        from nostall.loader._cached_items import ItemStage
+
         self.stage = ItemStage(maker, **self._staging())
 
     def _take_fields(self, transforms: Transforms) -> None:
@@ -146,6 +148,8 @@ class Recipe:
         if options.fields is not None:
             schema = schema.select(options.fields)
         if options.workers == "processes" and any(isinstance(k, Custom) for k in schema.values()):
+            from nostall.loader._codecs import Codecs
+
             self._codecs = Codecs(schema, self._threads)
         self._records = Records(
             self._dataset,
@@ -163,6 +167,8 @@ class Recipe:
         self.program = self._records.program
         self._arranged, self._of_device = self._records.arranged, self._records.of_device
         if self._records.function is not None:
+            from nostall.loader._python_transforms import RecordStage
+
             self.stage = RecordStage(self._records, self._records.function, **self._staging())
 
     def _take_images(self, transforms: Transforms) -> None:
@@ -171,7 +177,7 @@ class Recipe:
         steps: Sequence[Any] = steps_of(transforms)
         dtype, layout = options.dtype, options.layout
         if options.decode is not False:
-            steps, own = recognise(list(steps), pixels)
+            steps, own = recognised(steps, pixels)
             layout = layout or own
         steps = self._take_mix(steps)
         native = all(isinstance(step, Transform) for step in steps)
@@ -195,6 +201,8 @@ class Recipe:
                 f"{type(self._mix.step).__name__} is done to arrays of images, and collate= makes "
                 "the batches of callables: mix them in collate=, or leave it out"
             )
+        from nostall.loader._python_transforms import PythonStage, takes_images
+
         decoded = takes_images(transforms) if options.decode is None else options.decode
         self.stage = PythonStage(
             Composed(made.called),

@@ -15,11 +15,18 @@ from nostall.fields import Array, Boxes, Image, Kind, Padded, Ragged, Schema
 from nostall.loader._ahead import Finish, Hand, Here, finished_there
 from nostall.loader._collected import Collected, forms_of
 from nostall.loader._context import Context
-from nostall.loader._geometry_steps import SanitizeBoundingBoxes
-from nostall.loader._in_turn import Arranged, Composed, Function, arrange, name_of, steps_of
+from nostall.loader._in_turn import (
+    Arranged,
+    Composed,
+    Function,
+    arrange,
+    name_of,
+    recognised,
+    steps_of,
+)
 from nostall.loader._mixing import BatchTransform, Mix, split
 from nostall.loader._steps import Transform
-from nostall.loader._torchvision import is_of_torchvision, recognise
+from nostall.loader._tv_tensors import is_of_torchvision
 from nostall.source._source import Pixels, Source
 
 if TYPE_CHECKING:
@@ -174,7 +181,7 @@ class Records:
                     self.of_device += [name_of(step) for step in every if step not in steps]
                     images = [n for n in group.names if isinstance(schema[n], Image)]
                     self._finishes.update(dict.fromkeys(images, finish))
-            if any(isinstance(step, SanitizeBoundingBoxes) for step in steps):
+            if any(map(_takes_boxes_out, steps)):
                 _check_followers(schema, group.names)
             made = arrange(
                 steps,
@@ -389,8 +396,12 @@ class _Group:
                         f"lies on them: name it together with its image, or give a function"
                     )
             return self
-        steps, layout = recognise(self.steps, pixels, self.kinds)
+        steps, layout = recognised(self.steps, pixels, self.kinds)
         return replace(self, steps=steps, layout=layout)
+
+
+def _takes_boxes_out(step: Any) -> bool:
+    return isinstance(step, Transform) and step.to_step()[0] == "SanitizeBoundingBoxes"
 
 
 def _check_mixed(schema: Schema, names: Sequence[str], mix: Mix) -> None:

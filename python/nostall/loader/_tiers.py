@@ -14,7 +14,8 @@ from nostall.base._sizes import TierSpec, native_tiers, parse_tiers, warn_of_tie
 from nostall.base._tier import Tier
 from nostall.errors import UsageError
 from nostall.job._world import find_world
-from nostall.source import Source, View
+from nostall.source._source import Source
+from nostall.source._views import View
 
 if TYPE_CHECKING:
     import numpy as np

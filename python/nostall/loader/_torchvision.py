@@ -11,13 +11,13 @@ from nostall.fields import Boxes, Image, Kind, Mask
 from nostall.loader import _color_steps as c
 from nostall.loader import _geometry_steps as g
 from nostall.loader import _mixing as m
+from nostall.loader import _usual_steps as u
 from nostall.loader._compile import compile as compile_transforms
 from nostall.loader._steps import Transform
-from nostall.loader._tv_tensors import OnFields
+from nostall.loader._tv_tensors import HOME, HandedOver, OnFields, is_of_torchvision
 from nostall.source._source import Pixels
 
-_HOME = "torchvision.transforms."
-_HOMES = (_HOME, "torchvision.tv_tensors.")
+_HOMES = (HOME, "torchvision.tv_tensors.")
 _WARPING = {"nearest": "nearest", "bilinear": "bilinear", "bicubic": "bicubic"}
 _OF_PIL = {**_WARPING, "nearest": "nearest_exact", "nearest-exact": "nearest_exact"}
 _OF_TENSORS = {**_WARPING, "nearest-exact": "nearest_exact"}
@@ -63,7 +63,7 @@ def _warped(x: Any) -> dict[str, Any]:
 def _resize(x: Any, tensors: bool) -> Transform:
     _only(x.size is not None and x.max_size is None)
     size = x.size if isinstance(x.size, int) else tuple(x.size)
-    return g.Resize(size, **_resampled(x, tensors))
+    return u.Resize(size, **_resampled(x, tensors))
 
 
 def _random_crop(x: Any, _: bool) -> Transform:
@@ -86,11 +86,11 @@ def _erasing(x: Any, _: bool) -> Transform:
 # What gives the same on images of Pillow and on tensors; the second argument says which they are.
 _ANYWHERE: dict[str, Callable[[Any, bool], Transform]] = {
     "Resize": _resize,
-    "CenterCrop": lambda x, _: g.CenterCrop(tuple(x.size)),
-    "RandomResizedCrop": lambda x, tensors: g.RandomResizedCrop(
+    "CenterCrop": lambda x, _: u.CenterCrop(tuple(x.size)),
+    "RandomResizedCrop": lambda x, tensors: u.RandomResizedCrop(
         tuple(x.size), tuple(x.scale), tuple(x.ratio), **_resampled(x, tensors)
     ),
-    "RandomHorizontalFlip": lambda x, _: g.RandomHorizontalFlip(x.p),
+    "RandomHorizontalFlip": lambda x, _: u.RandomHorizontalFlip(x.p),
     "RandomVerticalFlip": lambda x, _: g.RandomVerticalFlip(x.p),
     "Pad": lambda x, _: g.Pad(x.padding, _fill(x.fill), x.padding_mode),
     "RandomCrop": _random_crop,
@@ -122,7 +122,7 @@ _PIL: dict[str, Callable[[Any, bool], Transform]] = {
 
 # What gives the same on tensors of floating point.
 _FLOAT: dict[str, Callable[[Any, bool], Transform]] = {
-    "Normalize": lambda x, _: c.Normalize(x.mean, x.std),
+    "Normalize": lambda x, _: u.Normalize(x.mean, x.std),
     "RandomErasing": _erasing,
 }
 
@@ -174,11 +174,6 @@ def _by_type(given: Mapping[Any, Any]) -> dict[str | None, Any]:
     return {each if each == "others" else _type_name(each): x for each, x in given.items()}
 
 
-def is_of_torchvision(transform: Any) -> bool:
-    """Also a subclass: it takes what torchvision's take."""
-    return any(f"{kind.__module__}.".startswith(_HOME) for kind in type(transform).__mro__)
-
-
 class _Reader:
     """Finds the native equals of one transform after the other, by what an image is by then.
 
@@ -206,7 +201,7 @@ class _Reader:
                 _only(self._dtype(transform.dtype) == "torch.float32")
                 _only(name != "ToDtype" or transform.scale)
             self.kind = "float"
-            return [c.ToTensor()]
+            return [u.ToTensor()]
         if name == "ClampBoundingBoxes":
             return [g.ClampBoundingBoxes()]
         if name == "ConvertBoundingBoxFormat":
@@ -254,7 +249,7 @@ class _Reader:
 def _add(found: list[Any], steps: Iterable[Transform]) -> None:
     """Steps for boxes alone may follow ToTensor in torchvision, which does not touch boxes."""
     for step in steps:
-        tensor = next((i for i, each in enumerate(found) if isinstance(each, c.ToTensor)), None)
+        tensor = next((i for i, each in enumerate(found) if isinstance(each, u.ToTensor)), None)
         late = isinstance(step, (g.ClampBoundingBoxes, g.SanitizeBoundingBoxes))
         found.insert(len(found) if tensor is None or not late else tensor, step)
 
@@ -276,23 +271,6 @@ def from_torchvision(transforms: Any) -> list[Transform] | None:
     except _Unequal:
         return None
     return found
-
-
-class HandedOver:
-    """What transforms of torchvision take where native ones end; can be pickled."""
-
-    def __init__(self, kind: Literal["pil", "tensor", "float"]) -> None:
-        self._kind = kind
-
-    def __call__(self, image: Any) -> Any:
-        if self._kind == "pil":
-            from PIL import Image
-
-            return Image.fromarray(image)
-        import torch
-
-        tensor = torch.from_numpy(image)
-        return tensor.permute(2, 0, 1) if self._kind == "tensor" else tensor
 
 
 def _is_given(step: Any) -> bool:
@@ -351,7 +329,7 @@ def recognise(
         except _Unequal:
             rest = flat[place:]
             break
-        if isinstance(step, c.ToTensor):
+        if isinstance(step, u.ToTensor):
             reader.kind = "float"
     natives = [step for step in found if not isinstance(step, m.BatchTransform)]
     try:

@@ -1,15 +1,39 @@
-"""Fields of samples as transforms of torchvision take them: its tensors of images, masks and boxes."""
+"""Samples as transforms of torchvision take them: its tensors of images, masks and boxes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nostall.errors import UsageError
 from nostall.fields import Boxes, Image, Keypoints, Kind, Mask
+
+HOME = "torchvision.transforms."
+
+
+def is_of_torchvision(transform: Any) -> bool:
+    """Also a subclass: it takes what torchvision's take."""
+    return any(f"{kind.__module__}.".startswith(HOME) for kind in type(transform).__mro__)
+
+
+class HandedOver:
+    """What transforms of torchvision take where native ones end; can be pickled."""
+
+    def __init__(self, kind: Literal["pil", "tensor", "float"]) -> None:
+        self._kind = kind
+
+    def __call__(self, image: Any) -> Any:
+        if self._kind == "pil":
+            from PIL import Image
+
+            return Image.fromarray(image)
+        import torch
+
+        tensor = torch.from_numpy(image)
+        return tensor.permute(2, 0, 1) if self._kind == "tensor" else tensor
 
 
 class OnFields:

@@ -13,45 +13,51 @@ that get no pixel: a number for images and masks, three numbers for images (mask
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from nostall.loader._color_steps import (
-    AutoAugment,
-    ColorJitter,
-    GaussianBlur,
-    Grayscale,
-    Normalize,
-    RandAugment,
-    RandomAdjustSharpness,
-    RandomAutocontrast,
-    RandomEqualize,
-    RandomErasing,
-    RandomGrayscale,
-    RandomInvert,
-    RandomPosterize,
-    RandomSolarize,
-    ToTensor,
-    TrivialAugmentWide,
-)
+from nostall.base._lazy import lazy
 from nostall.loader._compile import compile
-from nostall.loader._geometry_steps import (
-    CenterCrop,
-    ClampBoundingBoxes,
-    Pad,
-    RandomAffine,
-    RandomCrop,
-    RandomHorizontalFlip,
-    RandomPerspective,
-    RandomResizedCrop,
-    RandomRotation,
-    RandomVerticalFlip,
-    Resize,
-    SanitizeBoundingBoxes,
-)
 from nostall.loader._in_turn import Function
-from nostall.loader._mixing import CutMix, MixUp, RandomChoice
-from nostall.loader._steps import Step, Transform
-from nostall.loader._torchvision import from_torchvision
+from nostall.loader._steps import Transform
+from nostall.loader._usual_steps import (
+    CenterCrop,
+    Decode,
+    Normalize,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    Resize,
+    ToTensor,
+)
+
+if TYPE_CHECKING:
+    from nostall.loader._color_steps import (
+        AutoAugment,
+        ColorJitter,
+        GaussianBlur,
+        Grayscale,
+        RandAugment,
+        RandomAdjustSharpness,
+        RandomAutocontrast,
+        RandomEqualize,
+        RandomErasing,
+        RandomGrayscale,
+        RandomInvert,
+        RandomPosterize,
+        RandomSolarize,
+        TrivialAugmentWide,
+    )
+    from nostall.loader._geometry_steps import (
+        ClampBoundingBoxes,
+        Pad,
+        RandomAffine,
+        RandomCrop,
+        RandomPerspective,
+        RandomRotation,
+        RandomVerticalFlip,
+        SanitizeBoundingBoxes,
+    )
+    from nostall.loader._mixing import CutMix, MixUp, RandomChoice
+    from nostall.loader._torchvision import from_torchvision
 
 __all__ = [
     "AutoAugment",
@@ -92,10 +98,16 @@ __all__ = [
     "from_torchvision",
 ]
 
-
-@dataclass(frozen=True)
-class Decode(Transform):
-    """Decodes to RGB; implied when it is absent."""
-
-    def to_step(self) -> Step:
-        return "Decode", {}
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "nostall.loader._color_steps": "AutoAugment ColorJitter GaussianBlur Grayscale RandAugment "
+            "RandomAdjustSharpness RandomAutocontrast RandomEqualize RandomErasing RandomGrayscale "
+            "RandomInvert RandomPosterize RandomSolarize TrivialAugmentWide",
+            "nostall.loader._geometry_steps": "ClampBoundingBoxes Pad RandomAffine RandomCrop "
+            "RandomPerspective RandomRotation RandomVerticalFlip SanitizeBoundingBoxes",
+            "nostall.loader._mixing": "CutMix MixUp RandomChoice",
+            "nostall.loader._torchvision": "from_torchvision",
+        },
+    )

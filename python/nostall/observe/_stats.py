@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -237,12 +236,14 @@ class Stats:
 
     def _repr_html_(self) -> str:
         """The table in a notebook."""
+        from html import escape
+
         heads = "".join(f"<th>{heading}</th>" for heading in HEADINGS)
         cells = ("".join(f"<td>{cell}</td>" for cell in row) for row in self.rows())
         body = "".join(f"<tr>{row}</tr>" for row in cells)
-        below = "<br>".join(map(html.escape, self._bound_line().splitlines()))
+        below = "<br>".join(map(escape, self._bound_line().splitlines()))
         return (
-            f"<table><caption>{html.escape(_who(self))}</caption><thead><tr>{heads}</tr></thead>"
+            f"<table><caption>{escape(_who(self))}</caption><thead><tr>{heads}</tr></thead>"
             f"<tbody>{body}</tbody></table><p>{below}</p>"
         )
 

@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import platform
-import shlex
 import sys
 import time
 import weakref
@@ -213,6 +212,8 @@ def _write(run: _Run, entry: _Entry) -> None:
 
 def describe(loader: Observed) -> dict[str, Any]:
     """The loader's settings, as far as a report needs them."""
+    import shlex
+
     return {
         "host": platform.node(),
         "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),

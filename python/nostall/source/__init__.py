@@ -21,25 +21,30 @@ Every path of the fourth and fifth group, and of TarShards and TFRecord, may als
 store (``s3://bucket/key``).
 """
 
-from nostall.source._arrow import ArrowIPC, Parquet
-from nostall.source._cached import Cached
-from nostall.source._custom import CustomFields, CustomSource, FieldReader, SampleReader
-from nostall.source._files import Files
-from nostall.source._hdf5 import HDF5
-from nostall.source._imagenet import ImageNet
-from nostall.source._lmdb import LMDB
-from nostall.source._manifests import COCO, VOC, Manifest
-from nostall.source._mixture import Mixture
-from nostall.source._numpy import Arrays
-from nostall.source._object_folder import ObjectFolder
-from nostall.source._records import ReadOptions
-from nostall.source._source import FileList, ImageFolder, Pixels, Source
-from nostall.source._tar import TarShards
-from nostall.source._tfrecord import TFRecord
-from nostall.source._tokenize import tokenize
-from nostall.source._tokens import Tokens
-from nostall.source._units import Clips, Documents, Interleaved, Packed, Units, Windows
-from nostall.source._views import Concat, Filter, Split, Subset, View
+from typing import TYPE_CHECKING
+
+from nostall.base._lazy import lazy
+
+if TYPE_CHECKING:
+    from nostall.source._arrow import ArrowIPC, Parquet
+    from nostall.source._cached import Cached
+    from nostall.source._custom import CustomFields, CustomSource, FieldReader, SampleReader
+    from nostall.source._files import Files
+    from nostall.source._hdf5 import HDF5
+    from nostall.source._imagenet import ImageNet
+    from nostall.source._lmdb import LMDB
+    from nostall.source._manifests import COCO, VOC, Manifest
+    from nostall.source._mixture import Mixture
+    from nostall.source._numpy import Arrays
+    from nostall.source._object_folder import ObjectFolder
+    from nostall.source._records import ReadOptions
+    from nostall.source._source import FileList, ImageFolder, Pixels, Source
+    from nostall.source._tar import TarShards
+    from nostall.source._tfrecord import TFRecord
+    from nostall.source._tokenize import tokenize
+    from nostall.source._tokens import Tokens
+    from nostall.source._units import Clips, Documents, Interleaved, Packed, Units, Windows
+    from nostall.source._views import Concat, Filter, Split, Subset, View
 
 __all__ = [
     "COCO",
@@ -80,3 +85,29 @@ __all__ = [
     "Windows",
     "tokenize",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy(
+        __name__,
+        {
+            "._arrow": "ArrowIPC Parquet",
+            "._cached": "Cached",
+            "._custom": "CustomFields CustomSource FieldReader SampleReader",
+            "._files": "Files",
+            "._hdf5": "HDF5",
+            "._imagenet": "ImageNet",
+            "._lmdb": "LMDB",
+            "._manifests": "COCO VOC Manifest",
+            "._mixture": "Mixture",
+            "._numpy": "Arrays",
+            "._object_folder": "ObjectFolder",
+            "._records": "ReadOptions",
+            "._source": "FileList ImageFolder Pixels Source",
+            "._tar": "TarShards",
+            "._tfrecord": "TFRecord",
+            "._tokenize": "tokenize",
+            "._tokens": "Tokens",
+            "._units": "Clips Documents Interleaved Packed Units Windows",
+            "._views": "Concat Filter Split Subset View",
+        },
+    )

@@ -11,11 +11,9 @@ import json
 import os
 import re
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 from nostall.base import _options as options
 from nostall.errors import IoError, UsageError
@@ -58,7 +56,7 @@ def headers() -> dict[str, str]:
 def listing(root: str, below: str) -> dict[str, dict[str, Any]]:
     """What a store says of the files below a path, by their paths."""
     name, _ = _named(root)
-    path = urllib.parse.quote(below)
+    path = quote(below)
     url: str | None = (
         f"{_endpoint()}/api/datasets/{name}/tree/{_commit(_endpoint(), root)}/{path}?recursive=true"
     )
@@ -78,13 +76,13 @@ def _endpoint() -> str:
 
 def _named(root: str) -> tuple[str, str]:
     name, _, revision = root.removeprefix(f"{SCHEME}datasets/").partition("@")
-    return name, urllib.parse.unquote(revision) or "main"
+    return name, unquote(revision) or "main"
 
 
 @functools.lru_cache(maxsize=64)
 def _commit(endpoint: str, root: str) -> str:
     name, revision = _named(root)
-    quoted = urllib.parse.quote(revision, safe="")
+    quoted = quote(revision, safe="")
     answer, _ = _asked(f"{endpoint}/api/datasets/{name}/revision/{quoted}", root)
     return str(answer["sha"])
 
@@ -95,6 +93,9 @@ def _asked(url: str, of: str) -> tuple[Any, str | None]:
     Raises:
         IoError: it does not answer, or not so, with `of`.
     """
+    import urllib.error
+    import urllib.request
+
     timeout = options.value("source.object_timeout_s")
     for attempt in range(_ATTEMPTS):
         asked = ""

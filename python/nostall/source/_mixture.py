@@ -59,8 +59,6 @@ class Mixture(Concat):
         mixing: the weights in samples.
     """
 
-    mixing: Mixing
-
     def __init__(
         self,
         weights: Weighting,
@@ -88,7 +86,7 @@ class Mixture(Concat):
                 raise UsageError(f"the schedule changes at a global batch from 1 on: {step!r}")
         steps = [(0, weights), *sorted(later.items())]
         costs = [_cost(source, per) for source in sources]
-        self.mixing = Mixing(
+        self._mixing = Mixing(
             named,
             tuple(len(source) for source in sources),
             tuple(
@@ -108,6 +106,10 @@ class Mixture(Concat):
             "offset_labels": offset_labels,
         }
 
+    @property
+    def mixing(self) -> Mixing:
+        return self._mixing
+
     def changed(self, step: int, weights: Weighting) -> Mixture:
         """This mixture with other weights from a global batch on, the same before it.
 
@@ -123,7 +125,7 @@ class Mixture(Concat):
         return Mixture(first, schedule={**later, step: weights}, **self._options)
 
     def _kept(self) -> dict[str, Any]:
-        names = ("mixing", "_given", "_options")
+        names = ("_mixing", "_given", "_options")
         return {**super()._kept(), **{name: self.__dict__[name] for name in names}}
 
 

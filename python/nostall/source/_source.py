@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -19,6 +18,8 @@ from nostall.fields import Image, Scalar, Schema
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from nostall.source._mixture import Mixing
 
 _log = logging.getLogger("nostall")
 
@@ -124,6 +125,11 @@ class Source:
         """
         self.schema.select(names)
         return self
+
+    @property
+    def mixing(self) -> Mixing | None:
+        """How a `Mixture` mixes its sources, which the order follows from; None of other sources."""
+        return None
 
     @property
     def item_maker(self) -> ItemMaker | None:
@@ -371,6 +377,8 @@ def index_path(root: str, index: bool | str | os.PathLike[str] = True) -> str:
     cache = cache_folder()
     if cache is None:
         return ""
+    import hashlib
+
     name = hashlib.sha256(os.path.realpath(root).encode()).hexdigest()[:16]
     return str(cache / f"{name}.index")
 

@@ -318,7 +318,7 @@ def _check(source: Any, what: str) -> None:
             f"{what} takes data sets of nostall, not {type(source).__name__}: open one, for example "
             'nostall.ImageFolder("/data/train"), or put it into nostall.Cached'
         )
-    if hasattr(source, "mixing"):
+    if source.mixing is not None:
         raise UsageError(
             f"{what} does not go with a Mixture, which has an order of its own: choose samples of its "
             "sources, and mix those"

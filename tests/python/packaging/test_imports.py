@@ -154,7 +154,8 @@ def test_every_public_name_is_read_when_it_is_asked_for() -> None:
 import sys, numpy
 before = set(sys.modules)
 import nostall
-assert not any(m.startswith("nostall.") and m != "nostall._version" for m in sys.modules), "eager"
+own = {"nostall._version", "nostall.base", "nostall.base._lazy"}
+assert not {m for m in sys.modules if m.startswith("nostall.")} - own, "eager"
 assert set(nostall.__all__) <= set(dir(nostall))
 for name in nostall.__all__:
     assert getattr(nostall, name) is not None, name
@@ -168,6 +169,28 @@ except AttributeError as error:
     assert "DataLoader" in str(error), error
 else:
     raise AssertionError("found what is not there")
+"""
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_program_pays_at_its_start_for_what_it_uses() -> None:
+    done = python(
+        """
+import sys, numpy
+before = set(sys.modules)
+import nostall
+nostall.DataLoader, nostall.ImageFolder, nostall.Schema
+t = nostall.transforms
+t.RandomResizedCrop, t.RandomHorizontalFlip, t.ToTensor, t.Normalize
+read = set(sys.modules) - before
+large = {
+    "concurrent.futures", "csv", "decimal", "difflib", "email", "hashlib", "html", "http",
+    "multiprocessing", "random", "socket", "tomllib", "urllib.request", "xml", "zipfile",
+}
+assert not read & large, read & large
+rare = {"_arrow", "_cached", "_manifests", "_records", "_tokens"}
+assert not read & {f"nostall.source.{name}" for name in rare}, read
 """
     )
     assert done.returncode == 0, done.stderr
