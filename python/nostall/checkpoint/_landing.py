@@ -50,6 +50,10 @@ class Landing:
 
     def __init__(self, into: MutableMapping[str, Any], streams: dict[Any, Any]) -> None:
         self._into, self._streams = into, streams
+        torch = sys.modules.get("torch")
+        devices = torch is not None and torch.accelerator.current_accelerator() is not None
+        # Before anything is read: that of a sharded module wants all ranks.
+        self._own = _own(into) if devices else None
 
     def read(
         self, file: _native.CheckedFile, blocks: int, threads: int, progress: _native.Progress
@@ -71,7 +75,8 @@ class Landing:
         tree, arrays = parse(file.data)
         placed: dict[str, Any] = {}
         try:
-            if (torch := sys.modules.get("torch")) is not None:
+            torch = sys.modules.get("torch")
+            if self._own is not None:
                 placed = self._targets(torch, tree, arrays)
             if placed:
                 ways = _ways(torch, placed, arrays, file.data)
@@ -90,8 +95,6 @@ class Landing:
     def _targets(self, torch: Any, tree: Any, arrays: Mapping[str, Stored]) -> dict[str, Any]:
         """By the arrays' names, contiguous tensors of devices for their bytes."""
         accelerator = torch.accelerator.current_accelerator()
-        if accelerator is None:
-            return {}
         saved = decode(tree, arrays)  # for shapes and types: nothing is read yet
         try:
             check_fit(self._into, saved)
@@ -100,7 +103,7 @@ class Landing:
         names = {_address(stored.data): name for name, stored in arrays.items() if len(stored.data)}
         found: dict[str, Any] = {}
         pairs: Counter[str] = Counter()
-        for array, tensor, device in _pairs(torch, self._into, saved):
+        for array, tensor, device in _pairs(torch, self._own, saved):
             name = names.get(_address(array))
             if name is not None and device.type == accelerator.type:
                 pairs[name] += 1
@@ -240,26 +243,43 @@ def _arrays(saved: Any) -> Iterator[Any]:
             yield from _arrays(value)
 
 
+class _Object(NamedTuple):
+    """One that loads a state, and the state that it has."""
+
+    value: Any
+    own: Any
+
+
+def _own(value: Any) -> Any:
+    """The value with the states of the objects in it."""
+    if callable(getattr(value, "load_state_dict", None)):
+        has = callable(getattr(value, "state_dict", None))
+        return _Object(value, _own(value.state_dict()) if has else None)
+    if isinstance(value, Mapping):
+        return {key: _own(one) for key, one in value.items()}
+    return [_own(one) for one in value] if isinstance(value, list | tuple) else value
+
+
 def _pairs(torch: Any, value: Any, saved: Any) -> Iterator[tuple[Any, Any, Any]]:
     """Arrays that were saved, each with the tensor that it belongs in, or None, and the device."""
     if is_array(value):
         if type(value) in (torch.Tensor, torch.nn.Parameter) and fits(value, saved):
             yield saved, value.detach(), value.device
-    elif callable(getattr(value, "load_state_dict", None)):
-        own = value.state_dict() if callable(getattr(value, "state_dict", None)) else None
-        yield from _pairs(torch, own, saved)
-        yield from _to_come(torch, value, own, saved)
-    elif isinstance(value, Mapping) and isinstance(saved, dict):
+    elif isinstance(value, _Object):
+        yield from _pairs(torch, value.own, saved)
+        yield from _to_come(torch, value, saved)
+    elif isinstance(value, dict) and isinstance(saved, dict):
         for key in (key for key in value if key in saved):
             yield from _pairs(torch, value[key], saved[key])
-    elif isinstance(value, list | tuple) and isinstance(saved, list | tuple):
+    elif isinstance(value, list) and isinstance(saved, list | tuple):
         for one, other in zip(value, saved, strict=False):  # of another length: it does not fit
             yield from _pairs(torch, one, other)
 
 
-def _to_come(torch: Any, optimizer: Any, own: Any, saved: Any) -> Iterator[tuple[Any, None, Any]]:
+def _to_come(torch: Any, given: _Object, saved: Any) -> Iterator[tuple[Any, None, Any]]:
     """What an optimizer of torch that has made no step will take to the devices of its parameters."""
-    if not isinstance(optimizer, torch.optim.Optimizer) or own["state"]:
+    optimizer = given.value
+    if not isinstance(optimizer, torch.optim.Optimizer) or given.own["state"]:
         return
     try:
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
