@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -99,6 +99,8 @@ class UnitImages(Image):
 @dataclass(frozen=True, kw_only=True)
 class UnitPlaces(Kind):
     """Where the images of a batch stand, int64, (images, 3): unit, first token in it, tokens."""
+
+    part: ClassVar[str] = "image_places"
 
     def _native_kind(self) -> Any:
         return _native.places_in_units()

@@ -143,7 +143,15 @@ class DynamicBatches:
         ends = {name: [part[name] for part in parts] for name in records.cumulative if name in one}
         rest = [{name: part[name] for name in one if name not in ends} for part in parts]
         joined = _joined(rest, recipe.lists)
-        return {name: _joined_ends(ends[name]) if name in ends else joined[name] for name in one}
+        units = self.loader.batch_size
+        return {
+            name: joined[name]
+            if name not in ends
+            else _joined_ends(ends[name])
+            if ends[name][0].ndim == 1
+            else _joined_places(ends[name], units)
+            for name in one
+        }
 
     # ------------------------------------------------------------------ resuming
 
@@ -206,6 +214,15 @@ def _joined_ends(parts: Sequence[Any]) -> Any:
         out.append(part[1:] + base)
         base = base + part[-1]
     return _one_array(out)
+
+
+def _joined_places(parts: Sequence[Any], units: int) -> Any:
+    """Places of images, whose first number is that of a unit, with so many units in each part."""
+    moved = []
+    for number, part in enumerate(parts):
+        by = np.array([[number * units, 0, 0]])
+        moved.append(part + (by if isinstance(part, np.ndarray) else part.new_tensor(by)))
+    return _one_array(moved)
 
 
 def _one_array(parts: Sequence[Any]) -> Any:

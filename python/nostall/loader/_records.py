@@ -283,9 +283,11 @@ class Records:
 
     @property
     def cumulative(self) -> list[str]:
-        """Fields that begin with 0 in every batch and add up what it has."""
+        """Fields that count what a batch has from 0 on: where segments end, places of images."""
         return [
-            name for name, kind in self._kinds.items() if getattr(kind, "part", "") == "cu_seqlens"
+            name
+            for name, kind in self._kinds.items()
+            if getattr(kind, "part", "") in ("cu_seqlens", "image_places")
         ]
 
     def learn(self, changes: dict[str, Any]) -> None:

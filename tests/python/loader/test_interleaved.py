@@ -281,3 +281,18 @@ def test_a_missing_image_is_named(tmp_path: Path) -> None:
     wanted = r"0001\.png: No such file"
     with alone(made.units(), 1, 0, 1) as loader, pytest.raises(CorruptionError, match=wanted):
         list(loader)
+
+
+def test_batches_that_are_joined_count_their_units_on(made: Set) -> None:
+    units = made.units()
+    with alone(units, 2, 0, 1, shuffle=False, drop_last=True) as loader:
+        batches = nostall.DynamicBatches(loader, threshold=1.0, limit=2)
+        assert [batches.report(0.0) for _ in range(2)] == [1, 2]
+        joined = next(next(batches.epochs())[1])
+    with alone(units, len(joined["ids"]), 0, 1, shuffle=False) as loader:
+        whole = next(iter(loader))
+    assert len(joined["ids"]) == 4
+    for name in ("ids", "cu_seqlens", "image_places"):
+        assert np.array_equal(joined[name], whole[name]), name
+    assert joined["images"].values.tobytes() == whole["images"].values.tobytes()
+    assert joined["images"].offsets.tolist() == whole["images"].offsets.tolist()
