@@ -287,11 +287,33 @@ void bind_members(nb::module_& m) {
       "none. Without `names` all that there are.");
 }
 
+// What both forms of a table have.
+template <typename Table>
+nb::class_<Table> bind_table(nb::module_& m, const char* name) {
+  nb::class_<Table> bound(m, name);
+  const auto column = [&bound](const char* of, auto Table::*values) {
+    bound.def_prop_ro(
+        of,
+        [values](const Table& t) {
+          return array_of(std::vector((t.*values).begin(), (t.*values).end()));
+        },
+        nb::rv_policy::automatic);
+  };
+  bound.def_ro("kind", &Table::kind).def_ro("stamp", &Table::stamp).def_ro("parts", &Table::parts);
+  bound.def("__len__", &Table::size);
+  column("file", &Table::file);
+  column("offset", &Table::offset);
+  column("length", &Table::length);
+  column("label", &Table::label);
+  column("head", &Table::head);
+  column("part_offset", &Table::part_offset);
+  column("part_length", &Table::part_length);
+  return bound;
+}
+
 void bind_tables(nb::module_& m) {
-  nb::class_<records::RecordTable>(m, "RecordTable")
-      .def_ro("kind", &records::RecordTable::kind)
-      .def_ro("stamp", &records::RecordTable::stamp)
-      .def("__len__", &records::RecordTable::size)
+  bind_table<records::KeptTable>(m, "KeptTable");
+  bind_table<records::RecordTable>(m, "RecordTable")
       .def_prop_ro("paths",
                    [](const records::RecordTable& t) {
                      std::vector<std::string> paths;
@@ -313,30 +335,6 @@ void bind_tables(nb::module_& m) {
             for (const auto& f : t.files) times.push_back(f.mtime_ns);
             return array_of(std::move(times));
           },
-          nb::rv_policy::automatic)
-      .def_prop_ro(
-          "file", [](const records::RecordTable& t) { return array_of(std::vector(t.file)); },
-          nb::rv_policy::automatic)
-      .def_prop_ro(
-          "offset", [](const records::RecordTable& t) { return array_of(std::vector(t.offset)); },
-          nb::rv_policy::automatic)
-      .def_prop_ro(
-          "length", [](const records::RecordTable& t) { return array_of(std::vector(t.length)); },
-          nb::rv_policy::automatic)
-      .def_prop_ro(
-          "label", [](const records::RecordTable& t) { return array_of(std::vector(t.label)); },
-          nb::rv_policy::automatic)
-      .def_prop_ro(
-          "head", [](const records::RecordTable& t) { return array_of(std::vector(t.head)); },
-          nb::rv_policy::automatic)
-      .def_ro("parts", &records::RecordTable::parts)
-      .def_prop_ro(
-          "part_offset",
-          [](const records::RecordTable& t) { return array_of(std::vector(t.part_offset)); },
-          nb::rv_policy::automatic)
-      .def_prop_ro(
-          "part_length",
-          [](const records::RecordTable& t) { return array_of(std::vector(t.part_length)); },
           nb::rv_policy::automatic)
       .def(
           "store",

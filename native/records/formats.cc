@@ -9,7 +9,7 @@ namespace {
 
 // The page header before a value says which page it is and how many pages the value has.
 CheckHead lmdb_check(uint32_t page_size) {
-  return [page_size](const RecordTable& table, uint64_t sample, std::span<const std::byte> head) {
+  return [page_size](const KeptTable& table, uint64_t sample, std::span<const std::byte> head) {
     const uint64_t head_size = table.head_of(sample);
     const uint64_t begin = table.offset[sample] - head_size;
     const uint64_t bytes = head_size + table.length[sample];
@@ -18,7 +18,7 @@ CheckHead lmdb_check(uint32_t page_size) {
 }
 
 SameFile lmdb_same(std::shared_ptr<const Storage> storage, const std::string& database) {
-  return [storage = std::move(storage), database](RangeReader& reader, const RecordTable& table,
+  return [storage = std::move(storage), database](RangeReader& reader, const KeptTable& table,
                                                   uint32_t) {
     const auto now = lmdb::current_stamp(reader, *storage, database);
     // In a table's stamp, options and what the scan found follow the stamp of the database.

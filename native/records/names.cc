@@ -23,13 +23,13 @@ struct Named {
   uint64_t begin = 0, end = 0;  // where its bytes lie
   std::string name;
 };
-using Scan = std::function<std::optional<std::vector<Named>>(const RecordTable&, uint32_t file)>;
+using Scan = std::function<std::optional<std::vector<Named>>(const KeptTable&, uint32_t file)>;
 
 class Names {
  public:
   explicit Names(Scan scan) : scan_(std::move(scan)) {}
 
-  std::string of(const RecordTable& table, uint64_t sample) {
+  std::string of(const KeptTable& table, uint64_t sample) {
     const MutexLock lock(mutex_);
     const uint32_t number = table.file_of(sample);
     File& file = files_[number];
@@ -64,14 +64,14 @@ class Names {
 
 NameOf names_by(Scan scan) {
   return [names = std::make_shared<Names>(std::move(scan))](
-             const RecordTable& table, uint64_t sample) { return names->of(table, sample); };
+             const KeptTable& table, uint64_t sample) { return names->of(table, sample); };
 }
 
 }  // namespace
 
 NameOf tar_names(std::shared_ptr<const Storage> storage) {
   return names_by([storage = std::move(storage)](
-                      const RecordTable&, uint32_t file) -> std::optional<std::vector<Named>> {
+                      const KeptTable&, uint32_t file) -> std::optional<std::vector<Named>> {
     const auto reader = storage->make_reader(source::ReaderKind::pread, 1);
     Window window(*reader, *storage, file);
     auto members = scan_tar(window);
@@ -86,7 +86,7 @@ NameOf tar_names(std::shared_ptr<const Storage> storage) {
 
 NameOf lmdb_names(std::shared_ptr<const Storage> storage, std::string database) {
   return names_by([storage = std::move(storage), database = std::move(database)](
-                      const RecordTable& table, uint32_t) -> std::optional<std::vector<Named>> {
+                      const KeptTable& table, uint32_t) -> std::optional<std::vector<Named>> {
     const auto reader = storage->make_reader(source::ReaderKind::pread, 1);
     const auto scanned = lmdb::scan(*reader, *storage, database);
     if (!scanned) return {};

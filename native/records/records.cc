@@ -11,6 +11,8 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <type_traits>
+#include <utility>
 
 #include "base/clock.h"
 #include "base/fnv.h"
@@ -53,7 +55,7 @@ class RecordReader : public source::Reader {
   static constexpr uint64_t kMaxCall = uint64_t{16} << 20;
 
   void read_some(std::span<source::ReadRequest> requests) {
-    const RecordTable& table = source_.table();
+    const KeptTable& table = source_.table();
     std::vector<Piece> pieces;
     pieces.reserve(requests.size());
     for (size_t i = 0; i < requests.size(); ++i) {
@@ -102,7 +104,7 @@ class RecordReader : public source::Reader {
   // A range of one sample goes straight to its place, others through a buffer of this reader.
   void plan(std::span<source::ReadRequest> requests, const std::vector<Piece>& pieces,
             std::span<const Together> together) {
-    const RecordTable& table = source_.table();
+    const KeptTable& table = source_.table();
     const auto files = source_.storage().files();
     uint64_t buffered = 0, heads = 0;
     const auto widened = [&](const Together& t) {
@@ -146,7 +148,7 @@ class RecordReader : public source::Reader {
   // Pieces of a range that could not be read go to `again`: others' bytes may be the bad ones.
   void deal_out(std::span<source::ReadRequest> requests, const std::vector<Piece>& pieces,
                 const Together& t, const RangeRead& range, std::vector<Piece>& again) {
-    const RecordTable& table = source_.table();
+    const KeptTable& table = source_.table();
     for (size_t i = t.first; i < t.first + t.count; ++i) {
       source::ReadRequest& request = requests[pieces[i].index];
       std::span<const std::byte> head = range.head;
@@ -267,49 +269,82 @@ void check_parts(const RecordTable& table) {
 RecordSource::RecordSource(std::shared_ptr<const Storage> storage, RecordTable table,
                            RecordOptions options)
     : storage_(std::move(storage)),
-      table_(std::move(table)),
       options_(std::move(options)),
       contents_(storage_->files().size()) {
   const auto files = storage_->files();
-  const uint64_t n = table_.size();
-  if (table_.offset.size() != n || table_.label.size() != n ||
-      (!table_.file.empty() && table_.file.size() != n) ||
-      (!table_.head.empty() && table_.head.size() != n)) {
+  const uint64_t n = table.size();
+  if (table.offset.size() != n || table.label.size() != n ||
+      (!table.file.empty() && table.file.size() != n) ||
+      (!table.head.empty() && table.head.size() != n)) {
     throw Error(ErrorKind::usage, "the columns of a record table must have one entry per sample");
   }
   if (n > std::numeric_limits<uint32_t>::max()) {
     throw Error(ErrorKind::usage, "a data set of records may have at most 2^32 - 1 samples");
   }
-  check_parts(table_);
+  check_parts(table);
   bool in_order = true;
+  std::vector<uint32_t> by_place, places;
   for (uint64_t i = 0; i < n; ++i) {
-    const uint32_t file = table_.file_of(i);
-    if (file >= files.size() || table_.offset[i] > files[file].size ||
-        table_.length[i] > files[file].size - table_.offset[i] ||
-        table_.head_of(i) > std::min<uint64_t>(table_.offset[i], kMaxHead)) {
-      throw Error(ErrorKind::corruption,
-                  "sample " + std::to_string(i) + " (" + std::to_string(table_.length[i]) +
-                      " bytes at offset " + std::to_string(table_.offset[i]) + ") is not inside " +
-                      (file < files.size() ? files[file].path : "any file") +
-                      ": the file was cut, or its index is of another one");
+    const uint32_t file = table.file_of(i);
+    if (file >= files.size() || table.offset[i] > files[file].size ||
+        table.length[i] > files[file].size - table.offset[i] ||
+        table.head_of(i) > std::min<uint64_t>(table.offset[i], kMaxHead)) {
+      throw Error(ErrorKind::corruption, "sample " + std::to_string(i) + " (" +
+                                             std::to_string(table.length[i]) + " bytes at offset " +
+                                             std::to_string(table.offset[i]) + ") is not inside " +
+                                             (file < files.size() ? files[file].path : "any file") +
+                                             ": the file was cut, or its index is of another one");
     }
-    total_bytes_ += table_.length[i];
+    total_bytes_ += table.length[i];
     if (i > 0) {
-      in_order = in_order && std::pair(table_.file_of(i - 1), table_.offset[i - 1]) <=
-                                 std::pair(file, table_.offset[i]);
+      in_order = in_order && std::pair(table.file_of(i - 1), table.offset[i - 1]) <=
+                                 std::pair(file, table.offset[i]);
     }
   }
   if (!in_order) {
-    by_place_.resize(n);
-    std::iota(by_place_.begin(), by_place_.end(), uint32_t{0});
-    std::stable_sort(by_place_.begin(), by_place_.end(), [&](uint32_t a, uint32_t b) {
-      return std::pair(table_.file_of(a), table_.offset[a]) <
-             std::pair(table_.file_of(b), table_.offset[b]);
+    by_place.resize(n);
+    std::iota(by_place.begin(), by_place.end(), uint32_t{0});
+    std::stable_sort(by_place.begin(), by_place.end(), [&](uint32_t a, uint32_t b) {
+      return std::pair(table.file_of(a), table.offset[a]) <
+             std::pair(table.file_of(b), table.offset[b]);
     });
-    places_.resize(n);
-    for (uint32_t place = 0; place < n; ++place) places_[by_place_[place]] = place;
+    places.resize(n);
+    for (uint32_t place = 0; place < n; ++place) places[by_place[place]] = place;
   }
-  fingerprint_ = fingerprint_of(table_);
+  fingerprint_ = fingerprint_of(table);
+  keep(std::move(table), std::move(by_place), std::move(places));
+}
+
+// Each array is freed once it is copied.
+void RecordSource::keep(RecordTable table, std::vector<uint32_t> by_place,
+                        std::vector<uint32_t> places) {
+  const auto over_all = [&](const auto& visit) {  // in an order that keeps each aligned
+    visit(table.offset, table_.offset);
+    visit(table.length, table_.length);
+    visit(table.label, table_.label);
+    visit(table.file, table_.file);
+    visit(table.part_offset, table_.part_offset);
+    visit(table.part_length, table_.part_length);
+    visit(by_place, by_place_);
+    visit(places, places_);
+    visit(table.head, table_.head);
+  };
+  uint64_t size = 0;
+  over_all([&](const auto& grown, const auto&) { size += std::span(grown).size_bytes(); });
+  block_ = std::make_unique<Shareable>(std::max<uint64_t>(1, size));
+  std::byte* at = block_->data();
+  over_all([&](auto& grown, auto& kept) {
+    const std::span from(grown);
+    if (!from.empty()) std::memcpy(at, from.data(), from.size_bytes());
+    using Array = std::remove_reference_t<decltype(grown)>;
+    kept = {reinterpret_cast<const typename Array::value_type*>(at), from.size()};
+    at += from.size_bytes();
+    grown = Array();
+  });
+  table_.kind = std::move(table.kind);
+  table_.stamp = std::move(table.stamp);
+  table_.files = std::move(table.files);
+  table_.parts = table.parts;
 }
 
 void RecordSource::remember(uint64_t sample, std::span<const std::byte> bytes) const {

@@ -23,6 +23,7 @@
 
 #include "base/error.h"
 #include "base/mutex.h"
+#include "base/shareable.h"
 #include "records/coalesce.h"
 #include "records/ranges.h"
 #include "source/source.h"
@@ -33,39 +34,46 @@ inline constexpr uint32_t kRecordsMagic = 0x52534e31;  // "1NSR"
 inline constexpr uint32_t kNoPart = std::numeric_limits<uint32_t>::max();
 inline constexpr uint32_t kMostParts = 1024;
 
-struct RecordTable {
+template <template <typename> typename Column>
+struct BasicTable {
   std::string kind;   // "lmdb", "tar", ...
   std::string stamp;  // what the places depend on: a table with another stamp is another one
   std::vector<StorageFile> files;
   // One entry per sample. `file` is empty if there is only one file, `head` if no sample has bytes
   // before it to check.
-  std::vector<uint32_t> file;
-  std::vector<uint64_t> offset, length;
-  std::vector<int64_t> label;
-  std::vector<uint16_t> head;
+  Column<uint32_t> file;
+  Column<uint64_t> offset, length;
+  Column<int64_t> label;
+  Column<uint16_t> head;
   // Fields whose bytes are parts of the record; 0: a sample is one image and its label. Of each
   // sample in turn, where each field begins in its record and its length; kNoPart and 0 if the
   // sample lacks it.
   uint32_t parts = 0;
-  std::vector<uint32_t> part_offset, part_length;
+  Column<uint32_t> part_offset, part_length;
 
   uint64_t size() const noexcept { return length.size(); }
   uint32_t file_of(uint64_t sample) const noexcept { return file.empty() ? 0 : file[sample]; }
   uint64_t head_of(uint64_t sample) const noexcept { return head.empty() ? 0 : head[sample]; }
 };
+template <typename T>
+using Grown = std::vector<T>;
+template <typename T>
+using Kept = std::span<const T>;
+using RecordTable = BasicTable<Grown>;  // as it is made
+using KeptTable = BasicTable<Kept>;     // of a source, in memory that a node has once
 
 std::vector<std::byte> serialize_records(const RecordTable& table);
 Result<RecordTable> parse_records(std::span<const std::byte> bytes);
 
 // Looks at the bytes before a sample and returns why they cannot be right, or an empty string.
-using CheckHead = std::function<std::string(const RecordTable& table, uint64_t sample,
+using CheckHead = std::function<std::string(const KeptTable& table, uint64_t sample,
                                             std::span<const std::byte> head)>;
 // The name of a sample inside its file, for messages; may read. Empty: none.
-using NameOf = std::function<std::string(const RecordTable& table, uint64_t sample)>;
+using NameOf = std::function<std::string(const KeptTable& table, uint64_t sample)>;
 
 // Whether a file with a changed time still holds what the table was made from, by what the format
 // itself says.
-using SameFile = std::function<bool(RangeReader& reader, const RecordTable& table, uint32_t file)>;
+using SameFile = std::function<bool(RangeReader& reader, const KeptTable& table, uint32_t file)>;
 
 struct RecordOptions {
   uint64_t max_read = uint64_t{4} << 20;  // bytes of one coalesced read
@@ -95,8 +103,9 @@ class RecordSource : public source::Source {
                                 std::span<source::FieldBytes> out) const override;
   uint64_t batch_bytes() const override;
   void around(uint64_t sample, std::vector<uint64_t>& out) const override;
+  Shareable* shareable() const override { return block_.get(); }
 
-  const RecordTable& table() const noexcept { return table_; }
+  const KeptTable& table() const noexcept { return table_; }
   const Storage& storage() const noexcept { return *storage_; }
   const RecordOptions& options() const noexcept { return options_; }
   // Why samples of a file cannot be read any more, or an empty string. A file that was touched is
@@ -112,15 +121,17 @@ class RecordSource : public source::Source {
   }
 
  private:
+  void keep(RecordTable table, std::vector<uint32_t> by_place, std::vector<uint32_t> places);
   // Positions of samples by place, unless they lie in order anyway.
   uint64_t place_of(uint64_t sample) const noexcept;
   uint64_t sample_at(uint64_t place) const noexcept;
 
   std::shared_ptr<const Storage> storage_;
-  RecordTable table_;
   RecordOptions options_;
   uint64_t total_bytes_ = 0, fingerprint_ = 0;
-  std::vector<uint32_t> by_place_, places_;
+  std::unique_ptr<Shareable> block_;  // what these lie in:
+  KeptTable table_;
+  std::span<const uint32_t> by_place_, places_;
   mutable StorageCost cost_;
 
   struct Remembered {

@@ -32,14 +32,16 @@ TEST(Formats, ChecksAndNamesTheSamplesOfAnLmdbDatabase) {
 
   std::vector<std::byte> head(lmdb::kPageHeader);
   std::memcpy(head.data(), file.bytes.data() + table.offset[1] - head.size(), head.size());
-  EXPECT_EQ(options.check(table, 1, head), "");
+  const RecordSource source(storage, table, {});
+  EXPECT_EQ(options.check(source.table(), 1, head), "");
   head[0] ^= std::byte{1};
-  EXPECT_NE(options.check(table, 1, head), "");
-  EXPECT_EQ(options.name(table, 1), "dog");
+  EXPECT_NE(options.check(source.table(), 1, head), "");
+  EXPECT_EQ(options.name(source.table(), 1), "dog");
 
-  EXPECT_TRUE(options.same(*reader, table, 0));
+  EXPECT_TRUE(options.same(*reader, source.table(), 0));
   table.stamp = "another database";
-  EXPECT_FALSE(options.same(*reader, table, 0));
+  const RecordSource another(storage, table, {});
+  EXPECT_FALSE(options.same(*reader, another.table(), 0));
 }
 
 TEST(Formats, AddsNothingToATableOfTheCaller) {

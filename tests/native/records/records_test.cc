@@ -263,7 +263,7 @@ TEST(RecordSource, ReadsWhatPlainReadsRead) {
     options.coalesce = seed % 4 != 3;
     options.max_read = seed % 5 ? uint64_t{1} << (10 + seed % 12) : 0;
     std::set<uint64_t> checked;
-    options.check = [&](const RecordTable& t, uint64_t sample, std::span<const std::byte> head) {
+    options.check = [&](const KeptTable& t, uint64_t sample, std::span<const std::byte> head) {
       const std::string expected =
           d.contents[t.file_of(sample)].substr(t.offset[sample] - t.head[sample], t.head[sample]);
       EXPECT_EQ(std::string(reinterpret_cast<const char*>(head.data()), head.size()), expected);
@@ -287,6 +287,34 @@ TEST(RecordSource, ReadsWhatPlainReadsRead) {
       }
     }
     reader->read({});
+  }
+}
+
+TEST(RecordSource, SharesItsTableWithTheNode) {
+  const Data d = random_data(1, 300, 3, true);
+  const RecordSource first(d.storage, d.table, {}), second(d.storage, d.table, {});
+  Data other = random_data(1, 300, 3, true);
+  other.table.head[7] ^= 1;
+  const RecordSource different(d.storage, other.table, {});
+  const auto file = first.shareable()->share();
+  ASSERT_TRUE(file) << file.error().what();
+  ASSERT_TRUE(second.shareable()->adopt(file.value()));
+  EXPECT_FALSE(different.shareable()->adopt(file.value()));
+  for (const RecordSource* source : {&first, &second}) {
+    EXPECT_TRUE(source->shareable()->is_shared());
+    const KeptTable& kept = source->table();
+    EXPECT_TRUE(std::ranges::equal(kept.file, d.table.file));
+    EXPECT_TRUE(std::ranges::equal(kept.offset, d.table.offset));
+    EXPECT_TRUE(std::ranges::equal(source->sizes(), d.table.length));
+    EXPECT_TRUE(std::ranges::equal(source->labels(), d.table.label));
+    EXPECT_TRUE(std::ranges::equal(kept.head, d.table.head));
+    // The order of the storage lies in the block too.
+    std::vector<uint64_t> around;
+    source->around(42, around);
+    std::vector<uint64_t> same;
+    different.around(42, same);
+    EXPECT_EQ(around, same);
+    EXPECT_FALSE(around.empty());
   }
 }
 
@@ -473,7 +501,7 @@ TEST(RecordSource, RefusesBytesBehindAWrongHead) {
   for (auto& offset : d.table.offset) offset += 16;
   d.table.head.assign(100, 16);
   RecordOptions options;
-  options.check = [](const RecordTable&, uint64_t sample, std::span<const std::byte> head) {
+  options.check = [](const KeptTable&, uint64_t sample, std::span<const std::byte> head) {
     EXPECT_EQ(head.size(), 16u);
     return sample % 10 == 3 ? "page " + std::to_string(sample) + " is another one" : std::string();
   };
@@ -533,7 +561,7 @@ TEST(RecordSource, AFileThatWasOnlyTouchedIsTheSame) {
   const Data d = regular(20, 1000, 0);
   bool same = true;
   RecordOptions options;
-  options.same = [&same](RangeReader&, const RecordTable&, uint32_t) { return same; };
+  options.same = [&same](RangeReader&, const KeptTable&, uint32_t) { return same; };
   const RecordSource source(d.storage, d.table, options);
   const auto reader = source.make_reader(ReaderKind::pread, 1);
   Requests r(source, {1, 5, 19});
@@ -583,7 +611,7 @@ TEST(RecordSource, RefusesTablesThatAreNotOfTheseFiles) {
 TEST(RecordSource, NamesSamplesAndDataSets) {
   Data d = regular(5, 100, 0);
   RecordOptions options;
-  options.name = [](const RecordTable&, uint64_t s) { return "key" + std::to_string(s); };
+  options.name = [](const KeptTable&, uint64_t s) { return "key" + std::to_string(s); };
   const RecordSource source(d.storage, d.table, options);
   EXPECT_EQ(source.describe(3), "memory/0 \"key3\" at offset 300");
   EXPECT_EQ(source.total_bytes(), 500u);
