@@ -30,7 +30,7 @@ from nostall.base._sizes import (
 )
 from nostall.errors import PeerError, UsageError
 from nostall.job._world import find_world
-from nostall.loader._ahead import Ahead, Here, Made
+from nostall.loader._ahead import Ahead, Made
 from nostall.loader._options import LoaderArguments, LoaderOptions, with_arguments
 from nostall.loader._recipe import Recipe, Transforms
 from nostall.loader._tiers import TierList, Tiers, planned
@@ -489,7 +489,7 @@ class DataLoader:
             one, value = ahead.take()
         else:
             one = next(here)
-            value = one.value(Here(self._recipe.array))
+            value = one.value(self._recipe.here)
         self._recorder.batch(one.batch, began, one.substituted)
         self._position = position
         return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import logging
@@ -57,6 +58,7 @@ class Recipe:
         stage: calls callables; None if there are none.
         place: the device of the batches; None if they stay on the host.
         array: makes of an array of the host what the user wants.
+        here: hands batches out on the host.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Recipe:
         self.place = place_of(options.device, self._output) if placed else None
         self._finish: Finish | None = None  # what the device does to images that it gets
         self.array = _maker(self._output)
+        self.here = Here(self.array)
         self.program: _native.Program | None = None
         self.stage: PythonStage | None = None
         self._records: Records | None = None
@@ -336,17 +339,23 @@ class Recipe:
         `waited` is called now and then while one is waited for.
         """
 
-        def following() -> _native.Batch:
-            while waited is not None:
+        def awaited() -> _native.Batch:
+            assert waited is not None
+            while True:
                 waited()
                 if (batch := loader.next_soon()) is not None:
                     return batch
-            return loader.next()
 
+        following = loader.next if waited is None else awaited
         pending = self.stage.start() if self.stage else None
+        unpacked = self._records if self.is_native else None
         fetched = 0
         try:
             for _ in range(count):
+                if unpacked is not None:
+                    batch = following()
+                    yield Made(batch, [], functools.partial(unpacked.hand_out, batch))
+                    continue
                 if pending is None:
                     batch = following()
                     yield Made(batch, [], self._finished(batch, None, {}))
@@ -369,12 +378,10 @@ class Recipe:
 
         The host's own work is done here, once: a device that is full gets the same batch again.
         """
-        native, records = self.is_native, self._records
+        native = self.is_native
         if self.stage is None and not native:
             made = self._collated(batch)
-        if records is not None or self._dataset.item_maker is not None:  # with their labels
-            if native and records is not None:
-                return lambda to: records.hand_out(batch, to)
+        if self._records is not None or self._dataset.item_maker is not None:  # with their labels
             return lambda to: to.tree(made)
         labels = batch.labels
         for place, replacement in places.items():
@@ -389,7 +396,7 @@ class Recipe:
     def _collated(self, batch: _native.Batch) -> Any:
         """What collate= makes of a batch without callables; its raw bytes where there is none."""
         if self._records is not None:
-            data = self._records.hand_out(batch, Here(self.array))
+            data = self._records.hand_out(batch, self.here)
             return data if self._collate is None else self._collate(data)
         data = RawBatch(batch.data, batch.offsets, batch.lengths)
         if self.program is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -344,8 +345,23 @@ class Records:
             lam, targets = self._mix.images_of(values[name], labels, seed, batch.epoch, batch.index)
         values[self._labels] = self._mix.labelled(lam, targets, labels, self._here)
 
+    @functools.cached_property
+    def _arrays(self) -> list[tuple[int, str]] | None:
+        """All outputs, if each is an array that is handed out as it is.
+
+        Most batches are a few of them, and what is done for each batch counts.
+        """
+        plain = self._mix is None and not self._finishes
+        dense = all(form == "dense" for _, _, _, form in self.program.outputs)
+        return list(enumerate(self._kinds)) if plain and dense else None
+
     def hand_out(self, batch: _native.Batch, to: Hand) -> Any:
         """The batch as a mapping by name, or as a tuple in the order of the schema."""
+        values: dict[str, Any]
+        if self._arrays is not None:
+            array, output = to.array, batch.output
+            values = {name: array(output(number)) for number, name in self._arrays}
+            return values if self._form == "dict" else tuple(values.values())
         mix = self._mix
         mixed = None if mix is None else mix.mixed(batch)
         values = {}
