@@ -17,6 +17,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from nostall.observe._observed import Observed
     from nostall.observe._recorder import Recorder
 
-__all__ = ["close", "scalars", "serve", "text", "to_tensorboard"]
+__all__ = ["HELP", "close", "measured", "scalars", "serve", "text", "to_tensorboard"]
 
 VARIABLE = options.row("observe.metrics_port").variable
 LIVE_SECONDS = 1.0
@@ -39,7 +40,8 @@ _loaders: weakref.WeakSet[Observed] = weakref.WeakSet()
 _server: ThreadingHTTPServer | None = None
 _refused = False  # the port of the environment: warned of once
 
-_HELP = {
+# What each number is, by its name.
+HELP = {
     "nostall_batches_total": "Batches handed out.",
     "nostall_samples_total": "Samples handed out, by origin.",
     "nostall_bytes_total": "Bytes of samples, by origin.",
@@ -131,37 +133,38 @@ def _handler() -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
+def measured() -> Iterator[tuple[str, dict[str, str], float]]:
+    """The numbers of all loaders of this process, each with its name and labels."""
+    for loader in sorted(_loaders, key=lambda x: x.name):
+        labels = {"rank": str(loader.world.rank), "loader": loader.name}
+        total, memory = loader.totals()
+        yield "nostall_batches_total", labels, total.batches
+        yield "nostall_stall_seconds_total", labels, total.stall_seconds
+        yield "nostall_epoch_seconds_total", labels, total.seconds
+        yield "nostall_decode_seconds_total", labels, total.decode_seconds
+        for name in ORIGINS:
+            origin = total.origins[name]
+            yield "nostall_samples_total", {**labels, "origin": name}, origin.samples
+            yield "nostall_bytes_total", {**labels, "origin": name}, origin.bytes
+        for pool, size in memory.items():
+            yield "nostall_memory_bytes", {**labels, "pool": pool}, size
+
+
 def text() -> str:
     """The numbers of all loaders of this process in Prometheus' text format."""
-    rows: dict[str, list[str]] = {name: [] for name in _HELP}
-    for loader in sorted(_loaders, key=lambda x: x.name):
-        name = loader.name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        labels = f'rank="{loader.world.rank}",loader="{name}"'
-        total, memory = loader.totals()
-        for key, value in (
-            ("batches", total.batches),
-            ("stall_seconds", total.stall_seconds),
-            ("epoch_seconds", total.seconds),
-            ("decode_seconds", total.decode_seconds),
-        ):
-            metric = f"nostall_{key}_total"
-            rows[metric].append(f"{metric}{{{labels}}} {value}")
-        for origin in ORIGINS:
-            o = total.origins[origin]
-            for metric, count in (
-                ("nostall_samples_total", o.samples),
-                ("nostall_bytes_total", o.bytes),
-            ):
-                rows[metric].append(f'{metric}{{{labels},origin="{origin}"}} {count}')
-        for pool, size in memory.items():
-            rows["nostall_memory_bytes"].append(
-                f'nostall_memory_bytes{{{labels},pool="{pool}"}} {size}'
-            )
+    rows: dict[str, list[str]] = {name: [] for name in HELP}
+    for name, labels, value in measured():
+        given = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
+        rows[name].append(f"{name}{{{given}}} {value}")
     out = []
     for name, lines in rows.items():
-        kind = "gauge" if name == "nostall_memory_bytes" else "counter"
-        out += [f"# HELP {name} {_HELP[name]}", f"# TYPE {name} {kind}", *lines]
+        kind = "counter" if name.endswith("_total") else "gauge"
+        out += [f"# HELP {name} {HELP[name]}", f"# TYPE {name} {kind}", *lines]
     return "\n".join(out) + "\n"
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 def scalars(stats: Stats) -> dict[str, float]:
