@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import logging
 import os
+import queue
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -130,6 +131,9 @@ class Place(Protocol):
     def memory(self, size: int) -> NDArray[np.uint8]:
         """Host memory that the device copies from while the host goes on, aligned to 64 bytes."""
 
+    def enter(self) -> None:
+        """The calling thread sends batches from now on, and does nothing else."""
+
     def begin(self) -> Sending: ...
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
@@ -208,7 +212,10 @@ class Ahead:
         self._place = place
         self.limit = limit
         self._process = os.getpid()
-        self._changed = threading.Condition()
+        # Each has a token for the one thread that may wait there. Who waits says so first and then
+        # looks again, so that a token is put where one is needed; one too many costs a look.
+        self._arrived: queue.SimpleQueue[None] = queue.SimpleQueue()  # for the consumer
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # for the thread
         self._ready: collections.deque[tuple[Made, Any, Sending]] = collections.deque()
         # Bytes of all batches so far; each is written by one thread alone, so that a consumer that
         # need not wait takes no lock.
@@ -235,31 +242,29 @@ class Ahead:
             except IndexError:
                 made, value, sending = self._next()
         self._taken += sending.bytes
-        if self._held_up:
-            with self._changed:
-                self._changed.notify_all()
         sending.hand_over()
+        if self._held_up:  # last, for a thread that wakes up asks for the GIL
+            self._room.put(None)
         return made, value
 
     def _next(self) -> tuple[Made, Any, Sending]:
         """Waits for a batch."""
-        with self._changed:
-            self._wanted = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._ready or self._error is not None)
-            self._wanted = False
-            if not self._ready:
-                assert self._error is not None
-                raise self._error
-            return self._ready.popleft()
+        self._wanted = True
+        self._room.put(None)
+        while not self._ready and self._error is None:
+            self._arrived.get()
+        self._wanted = False
+        if not self._ready:
+            assert self._error is not None
+            raise self._error
+        return self._ready.popleft()
 
     def close(self) -> None:
         """Ends the thread; waits for copies that are under way, for they read the stage's memory."""
         if os.getpid() != self._process:
             return
-        with self._changed:
-            self._stop = True
-            self._changed.notify_all()
+        self._stop = True
+        self._room.put(None)
         if threading.current_thread() is self._thread:
             return  # it collects an iteration that was dropped, and ends by itself
         self._thread.join()
@@ -271,14 +276,14 @@ class Ahead:
         error: BaseException = Stopped()
         batches = made(self._waited)
         try:
+            self._place.enter()
             for batch in batches:
                 sending, value = self._send(batch)
                 self._copying.append((batch, sending))
                 self._sent += sending.bytes
                 self._ready.append((batch, value, sending))
                 if self._wanted:
-                    with self._changed:
-                        self._changed.notify_all()
+                    self._arrived.put(None)
                 self._give_back(_COPYING)
                 self._wait_for_room(sending.bytes)
         except BaseException as failed:
@@ -288,9 +293,8 @@ class Ahead:
             self._give_back(0)
         except BaseException as failed:
             error = error if not isinstance(error, Stopped) else failed
-        with self._changed:
-            self._error = error
-            self._changed.notify_all()
+        self._error = error
+        self._arrived.put(None)
 
     def _waited(self) -> None:
         if self._stop:
@@ -321,10 +325,10 @@ class Ahead:
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         """Until the consumer has made it true."""
-        with self._changed:
-            self._held_up = True
-            self._changed.wait_for(condition)
-            self._held_up = False
+        self._held_up = True
+        while not condition():
+            self._room.get()
+        self._held_up = False
 
     def _send(self, made: Made) -> tuple[Sending, Any]:
         last = False

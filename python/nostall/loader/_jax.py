@@ -49,6 +49,9 @@ class Device:
     def memory(self, size: int) -> NDArray[np.uint8]:
         return aligned(size)
 
+    def enter(self) -> None:
+        """It has no streams."""
+
     def begin(self) -> Sending:
         return Sending(self._to)
 

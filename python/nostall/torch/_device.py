@@ -94,6 +94,9 @@ class Device:
                 str(error).partition("\n")[0],
             )
 
+    def enter(self) -> None:
+        torch.accelerator.set_stream(self.stream)
+
     def begin(self) -> Sending:
         return Sending(self)
 
@@ -125,7 +128,10 @@ class Device:
 
 
 class Sending:
-    """One batch: host tensors that copies read, device tensors that they fill, and the event."""
+    """One batch: host tensors that copies read, device tensors that they fill, and the event.
+
+    Made by a thread that has entered the device.
+    """
 
     def __init__(self, to: Device) -> None:
         self._to = to
@@ -142,20 +148,20 @@ class Sending:
     ) -> torch.Tensor:
         if finish is None:
             return self.array(array)
-        with on_stream(torch, self._to.stream):
-            scale, offset = self._to.numbers(finish)
-            images = self._copy(torch.from_numpy(array))
-            if finish.layout == "chw":
-                images = images.permute(0, 3, 1, 2)
-            finished = images.to(torch.float32, memory_format=torch.contiguous_format)
-            # Two operations: one that fuses them would round once.
-            finished = finished.mul_(scale).add_(offset).to(getattr(torch, finish.dtype))
-            return self._keep(finished if mixed is None else _mix(finished, mixed, finish.layout))
+        scale, offset = self._to.numbers(finish)
+        images = self._copy(torch.from_numpy(array))
+        if finish.layout == "chw":
+            images = images.permute(0, 3, 1, 2)
+        finished = torch.empty(images.shape, dtype=torch.float32, device=images.device)
+        # Two operations: one that fuses them would round once.
+        torch.mul(images, scale, out=finished).add_(offset)
+        if finish.dtype != "float32":
+            finished = finished.to(getattr(torch, finish.dtype))
+        return self._keep(finished if mixed is None else _mix(finished, mixed, finish.layout))
 
     def both(self, array: NDArray[Any], shift: int) -> tuple[torch.Tensor, torch.Tensor]:
         own = self.array(array)
-        with on_stream(torch, self._to.stream):
-            return own, self._keep(own.roll(shift, 0))
+        return own, self._keep(own.roll(shift, 0))
 
     def tree(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -186,8 +192,7 @@ class Sending:
     def _copy(self, host: torch.Tensor) -> torch.Tensor:
         host = self._to.pinned(host)
         self._host.append(host)
-        with on_stream(torch, self._to.stream):
-            return host.to(self._to.device, non_blocking=True)
+        return host.to(self._to.device, non_blocking=True)
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         self._tensors.append(tensor)
