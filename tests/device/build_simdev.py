@@ -18,7 +18,7 @@ import torch
 
 HERE = Path(__file__).resolve().parent / "simdev"
 BUILD = HERE.parents[2] / "build" / "simdev"
-SOURCES = ("runtime.cc", "backend.cc", "profiler.cc")
+SOURCES = ("runtime.cc", "backend.cc", "profiler.cc", "gil.cc")
 
 
 def _command(source: str, to: Path) -> list[str]:

@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -45,6 +46,8 @@ def _load() -> ctypes.CDLL:
 
 
 _library = _load()
+_with_gil = ctypes.PyDLL(_library._name).simdev_with_gil  # called with the GIL
+_with_gil.argtypes, _with_gil.restype = [ctypes.c_ulong], ctypes.c_int64
 
 
 class Device(ModuleType):
@@ -177,6 +180,20 @@ def call(name: str, tensor: torch.Tensor, act: Callable[[torch.Tensor], object])
     _calls[number] = on_stream
     address, size = tensor.data_ptr(), tensor.nbytes
     _library.simdev_call(_number(None), name.encode(), address, size, _act, number)
+
+
+def watch_gil() -> None:
+    """From now on `with_gil` leaves out what extension modules do without the GIL.
+
+    Of the libraries that are loaded.
+    """
+    _library.simdev_watch_gil()
+
+
+def with_gil(thread: threading.Thread) -> float:
+    """Seconds of processor time for which a living thread has had the GIL."""
+    nanoseconds: int = _with_gil(thread.ident)
+    return nanoseconds / 1e9
 
 
 _numbers = itertools.count()

@@ -25,7 +25,11 @@
 #include <array>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <set>
+#include <sstream>
+#include <string>
+#include <unordered_map>
 
 #include "runtime.h"
 
@@ -524,6 +528,44 @@ Tensor as_meta(const Tensor& t) {
   return at::empty_strided(t.sizes(), t.strides(), t.options().device(c10::kMeta));
 }
 
+// What meta tensors tell of a call depends on this; nothing where a value has no short name.
+std::optional<std::string> signature(const c10::OperatorHandle& op,
+                                     const std::vector<c10::IValue>& arguments) {
+  std::ostringstream text;
+  const auto put = [&](const Tensor& t) {
+    if (!t.defined()) {
+      text << "no;";
+      return t;
+    }
+    text << t.scalar_type() << t.sizes() << t.strides() << (t.dim() == 0 && !is_sim(t)) << ';';
+    return t;
+  };
+  text << op.operator_name() << c10::get_default_dtype();
+  for (const c10::IValue& value : arguments) {
+    text << '|' << value.tagKind();
+    if (value.isTensor() || value.isTensorList() || value.isOptionalTensorList()) {
+      mapped(value, c10::kCPU, put);
+    } else if (value.isNone() || value.isBool() || value.isInt() || value.isDouble() ||
+               value.isIntList() || value.isDoubleList() || value.isString() || value.isDevice()) {
+      text << value;
+    } else {
+      return std::nullopt;
+    }
+  }
+  return text.str();
+}
+
+// What meta tensors told of calls before: many of their operators are Python's.
+struct Told {
+  bool tells = false;
+  torch::jit::Stack shapes;
+};
+std::mutex told_mutex;
+std::unordered_map<std::string, Told>& told() {
+  static auto* const all = new std::unordered_map<std::string, Told>;
+  return *all;
+}
+
 bool writes(const c10::Argument& argument) {
   return argument.alias_info() && argument.alias_info()->isWrite();
 }
@@ -552,8 +594,26 @@ struct Call {
     if (device < 0) device = current_device;
   }
 
-  // Whether meta tensors tell the results.
+  // Whether the shapes of the results are known before the call.
   bool tell() {
+    const std::optional<std::string> call = signature(op, arguments);
+    if (call) {
+      const std::lock_guard lock(told_mutex);
+      if (const auto found = told().find(*call); found != told().end()) {
+        shapes = found->second.shapes;
+        return found->second.tells;
+      }
+    }
+    const size_t before = touched.size();
+    const bool tells = ask();
+    if (call && touched.size() == before) {  // no out= has grown
+      const std::lock_guard lock(told_mutex);
+      told()[*call] = {tells, shapes};
+    }
+    return tells;
+  }
+
+  bool ask() {
     for (const c10::IValue& value : arguments) {
       shapes.push_back(mapped(value, c10::kMeta, as_meta));
     }
