@@ -1,5 +1,5 @@
 """``nostall bench device``: what steps take on a device, against the slowest of its parts alone; what
-saves add to them (`device_checkpoint`).
+saves add to them (`device_checkpoint`); what a batch that is ready costs (`device_cost`).
 
 In each combination a sample takes a stated time to decode, a batch to cross the bus, and a step to
 compute; a loop that hides two of them behind the third takes as long as the slowest. Beside nostall
@@ -24,9 +24,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nostall_bench import device_checkpoint, harness, simulated_device
+from nostall_bench import device_checkpoint, device_cost, harness, simulated_device
 
-_MODES = ("steps", "checkpoint")
+_MODES = ("steps", "checkpoint", "cost")
 WAYS = ("nostall", "hand-written prefetcher", "torch")
 COMPUTE = (10.0, 20.0, 40.0)  # milliseconds
 COPY = (5.0, 15.0)
@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--modes", nargs="+", choices=_MODES, default=_MODES[:1], help="what is measured: steps"
     )
+    parser.add_argument("--batches", type=int, default=300, help="of the mode cost")
     device_checkpoint.add_arguments(parser)
     parser.add_argument("--ways", nargs="+", help="some of those measured: parts of their names")
     harness.add_files(parser)
@@ -58,6 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
         rows += _steps(arguments)
     if "checkpoint" in arguments.modes:
         rows += device_checkpoint.report(arguments)
+    if "cost" in arguments.modes:
+        ways = harness.matching(device_cost.WAYS, arguments.ways)
+        rows += device_cost.report(ways, arguments.batches)
     harness.write(arguments.json, rows=rows)
     return 0
 

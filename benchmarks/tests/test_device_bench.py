@@ -49,3 +49,14 @@ def test_steps_with_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         # No copy and no step is done sooner than it was told; torch.save waits for all copies.
         assert row["alone"] >= 0.04 and min(run["without"], run["seconds"]) >= 0.03
         assert run["host"] >= (0.04 if row["way"] == "torch.save" else 0)
+
+
+def test_what_a_ready_batch_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    device.add_arguments(parser)
+    options = ["--modes", "cost", "--batches", "20", "--ways", "nostall"]
+    assert device.run(parser.parse_args([*options, "--json", str(tmp_path / "found.json")])) == 0
+    assert "with the GIL" in capsys.readouterr().out
+    (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]
+    for cost in (row["next"], row["gil"]):
+        assert 0 < cost["median"] <= cost["p95"]
