@@ -1,11 +1,15 @@
 """``nostall bench overlap``: how well the reductions of a device's gradients hide behind backward.
 
 Two ranks train a chain of linear layers whose gradients a process group of the device reduces. The
-device's own clock gives, in each step, when each group of gradients was complete and when backward
+devices' own clocks give, in each step, when each group of gradients was complete and when backward
 ended; how long each group's allreduce takes alone is measured before. From these follows the ideal:
-each group begins when it is complete and the one before is done. The table holds what steps took
-against it, beside DistributedDataParallel with buckets of the same size, and against backward with
-all reductions behind it.
+each group begins when it is complete on both ranks and the one before is done. The table holds what
+steps took against it, beside DistributedDataParallel with buckets of the same size, and against
+backward with all reductions behind it.
+
+With ``--late-ms`` one rank after the other begins its backward pass that much later. Times count from
+its begin to the end of both ranks, so that the delay itself is in none of them; the calls of the other
+rank, ``backward()`` and ``synchronize()``, are timed on its host, which has no reason to wait.
 
 ``--device cuda`` takes a GPU for each rank. ``--device simdev`` is the simulated device of the tests
 (a checkout of nostall is needed), with a stated time for each operation and bandwidth of its links:
@@ -26,6 +30,7 @@ from unittest import mock
 from nostall_bench import harness, simulated_device
 from nostall_bench.launch import environment
 
+_WARM = 5  # steps that are not counted
 WAYS = ("nostall", "DistributedDataParallel")
 
 
@@ -35,9 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=256, help="of each layer")
     parser.add_argument("--threshold", type=int, default=1 << 19, help="bytes of a group")
-    parser.add_argument("--steps", type=int, default=15, help="of which 5 are not counted")
+    parser.add_argument("--steps", type=int, default=15, help=f"of which {_WARM} are not counted")
     parser.add_argument("--operation-ms", type=float, default=20, help="simdev: of each operation")
     parser.add_argument("--bandwidth", type=float, default=4, help="simdev: of reductions, MB/s")
+    parser.add_argument(
+        "--late-ms", type=float, nargs="+", default=(0.0, 100.0), help="of one rank in each step"
+    )
     parser.add_argument("--ways", nargs="+", help="some of those measured: parts of their names")
     parser.add_argument("--repeats", type=int, default=3)
     harness.add_files(parser)
@@ -45,10 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints the table."""
-    runs: dict[str, list[dict[str, float]]] = {
-        way: [] for way in harness.matching(WAYS, arguments.ways)
+    ways = harness.matching(WAYS, arguments.ways)
+    runs: dict[tuple[str, float], list[dict[str, float]]] = {
+        (way, late): [] for late in arguments.late_ms for way in ways
     }
-    for way in harness.turns(runs, arguments.repeats):
+    for way in harness.turns(ways, arguments.repeats):
         with tempfile.TemporaryDirectory(prefix="nostall-overlap-") as place:
             settings = {
                 **{key: vars(arguments)[key] for key in _KEYS},
@@ -58,29 +67,34 @@ def run(arguments: argparse.Namespace) -> int:
             }
             ranked = [{**settings, "rank": rank} for rank in range(2)]
             found = harness.children("nostall_bench.overlap", ranked, timeout=300)
-            runs[way].append(max(found, key=lambda each: each["of_ideal"]))
+            for late, steps in zip(arguments.late_ms, zip(*found, strict=True), strict=True):
+                runs[way, late].append(max(steps, key=lambda each: each["of_ideal"]))
     table = harness.table(
         f"gradients on {arguments.device}, two ranks",
-        *("", "backward and reductions", "of the ideal", "backward alone", "one after the other"),
+        *("", "one rank late by", "backward and reductions", "of the ideal", "backward alone"),
+        *("one after the other", "calls of the other rank"),
     )
-    for way, each in runs.items():
+    for (way, late), each in runs.items():
         table.add_row(
             way,
+            f"{late:g} ms",
             harness.spread((r["step"] for r in each), "{:.1f} ms"),
             harness.spread((r["of_ideal"] for r in each), "{:.4f}"),
             harness.spread((r["backward"] for r in each), "{:.1f} ms"),
             harness.spread((r["in_turn"] for r in each), "{:.1f} ms"),
+            harness.spread((r["calls"] for r in each), "{:.1f} ms"),
         )
     harness.console().print(table)
-    harness.write(arguments.json, rows=[{"way": way, "runs": each} for way, each in runs.items()])
+    rows = [{"way": way, "late_ms": late, "runs": each} for (way, late), each in runs.items()]
+    harness.write(arguments.json, rows=rows)
     return 0
 
 
-_KEYS = ("device", "layers", "width", "threshold", "steps", "operation_ms", "bandwidth")
+_KEYS = ("device", "layers", "width", "threshold", "steps", "operation_ms", "bandwidth", "late_ms")
 
 
-def _work(settings: dict[str, Any]) -> dict[str, float]:
-    """One rank."""
+def _work(settings: dict[str, Any]) -> list[dict[str, float]]:
+    """One rank; medians for each delay."""
     os.environ.update(environment(settings["rank"], 2, settings["job"]))
     import torch
     import torch.distributed as dist
@@ -103,8 +117,7 @@ def _work(settings: dict[str, Any]) -> dict[str, float]:
     ).to(device)
     train = _Train(settings, model, device)
     data = torch.randn(8, width).to(device)
-    steps = []
-    for step in range(settings["steps"]):
+    for step in range(_WARM):
         if step == 3 and settings["device"] == "simdev":  # every stream has been made
             for group in groups:
                 for stream in group.streams.values():
@@ -112,9 +125,16 @@ def _work(settings: dict[str, Any]) -> dict[str, float]:
             simdev.speed(settings["operation_ms"] / 1e3)
         if step == 4:
             train.measure_alone()
-        steps.append(train.step(data))
+        train.step(data, 0)
+    medians = []
+    for late in settings["late_ms"]:
+        steps = [
+            train.step(data, late if settings["rank"] == step % 2 else 0)
+            for step in range(settings["steps"] - _WARM)
+        ]
+        medians.append({key: statistics.median(step[key] for step in steps) for key in steps[0]})
     dist.destroy_process_group()
-    return {key: statistics.median(step[key] for step in steps[5:]) for key in steps[0]}
+    return medians
 
 
 class _Train:
@@ -151,7 +171,8 @@ class _Train:
         event.record(torch.accelerator.current_stream(self.device))
         return event
 
-    def step(self, data: Any) -> dict[str, float]:
+    def step(self, data: Any, late: float) -> dict[str, float]:
+        """In milliseconds; `late` is what this rank waits before its backward pass."""
         import torch
 
         from nostall.torch import _device_gradients
@@ -166,12 +187,17 @@ class _Train:
         loss = self.model(data).square().mean()
         torch.accelerator.synchronize(self.device)
         torch.distributed.barrier()
+        time.sleep(late / 1e3)
         begin = self.mark()
+        begin.synchronize()
+        # The clock that both ranks have.
+        began = time.monotonic() * 1e3
         with mock.patch.object(_device_gradients.CollectiveSync, "_reduce", watched):
             loss.backward()
             backward = self.mark()  # for DistributedDataParallel this is after its waits
             if hasattr(self.optimizer, "synchronize"):
                 self.optimizer.synchronize()
+        calls = time.monotonic() * 1e3 - began
         end = self.mark()
         end.synchronize()
         if hasattr(self.optimizer, "synchronize"):
@@ -179,18 +205,36 @@ class _Train:
                 self.optimizer.step()
         else:
             self.optimizer.step()
+            backward = self.ready[-1][0]
         self.optimizer.zero_grad()
+        mine = {
+            "began": began,
+            "ready": [began + begin.elapsed_time(event) for event, _ in self.ready],
+            "computed": began + begin.elapsed_time(backward),
+            "ended": began + begin.elapsed_time(end),
+            "calls": calls,
+        }
+        ranks: list[Any] = [None, None]
+        torch.distributed.all_gather_object(ranks, mine)
+        return self._against_the_ideal(ranks)
+
+    def _against_the_ideal(self, ranks: list[dict[str, Any]]) -> dict[str, float]:
+        began, computed, ended = (
+            max(rank[key] for rank in ranks) for key in ("began", "computed", "ended")
+        )
+        alone = [self.alone.get(size, 0.0) for _, size in self.ready]
         done = 0.0
-        for event, size in self.ready:
-            done = max(done, begin.elapsed_time(event)) + self.alone.get(size, 0.0)
-        last = begin.elapsed_time(self.ready[-1][0])
-        computed = begin.elapsed_time(backward) if hasattr(self.optimizer, "synchronize") else last
-        step = begin.elapsed_time(end)
+        for ready, takes in zip(
+            zip(*(rank["ready"] for rank in ranks), strict=True), alone, strict=True
+        ):
+            done = max(done, *ready) + takes
+        early = min(ranks, key=lambda rank: rank["began"])
         return {
-            "step": step,
-            "backward": computed,
-            "of_ideal": step / max(done, computed),
-            "in_turn": computed + sum(self.alone.get(size, 0.0) for _, size in self.ready),
+            "step": ended - began,
+            "backward": computed - began,
+            "of_ideal": (ended - began) / (max(done, computed) - began),
+            "in_turn": computed - began + sum(alone),
+            "calls": early["calls"],
         }
 
     def measure_alone(self) -> None:

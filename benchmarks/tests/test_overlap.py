@@ -23,10 +23,13 @@ def test_steps_against_the_ideal(tmp_path: Path, capsys: pytest.CaptureFixture[s
     options = [
         *("--layers", "3", "--width", "32", "--threshold", "4096", "--steps", "7"),
         *("--operation-ms", "1", "--bandwidth", "1", "--repeats", "1", "--ways", "nostall"),
-        *("--json", str(tmp_path / "found.json")),
+        *("--late-ms", "0", "20", "--json", str(tmp_path / "found.json")),
     ]
     assert overlap.run(parser.parse_args(options)) == 0
     assert "of the ideal" in capsys.readouterr().out
-    ((found,),) = (row["runs"] for row in json.loads((tmp_path / "found.json").read_text())["rows"])
-    # 12 kB at 1 MB/s cannot be hidden behind their own computing.
-    assert found["step"] > found["backward"] and found["in_turn"] - found["backward"] >= 12
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert [row["late_ms"] for row in rows] == [0, 20]
+    for row in rows:
+        (found,) = row["runs"]
+        # 12 kB at 1 MB/s cannot be hidden behind their own computing, and no delay is in a time.
+        assert found["step"] > found["backward"] and found["in_turn"] - found["backward"] >= 12
