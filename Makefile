@@ -127,7 +127,7 @@ bench: build
 # are of one build; ThreadSanitizer is gcc's.
 checked = $(BIN)/cmake -S . -B build/$(1) -G Ninja -DNOSTALL_PYTHON=OFF \
     -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
-    -DNOSTALL_TESTS=ON $(2) >/dev/null && \
+    -DNOSTALL_TESTS=ON -DNOSTALL_PRECOMPILE=ON $(2) >/dev/null && \
   { $(BIN)/cmake --build build/$(1) -j $(JOBS) >build/$(1)/build.log || { cat build/$(1)/build.log; exit 1; }; }
 checked_address = $(call checked,clang-address,-DNOSTALL_SANITIZE=address$(comma)undefined -DNOSTALL_FUZZ=ON -DCMAKE_CXX_COMPILER=$(CLANG))
 checked_thread = $(call checked,thread,-DNOSTALL_SANITIZE=thread)
