@@ -16,11 +16,14 @@ class ColdReads {
   bool many() noexcept { return cold() && ++since_probe_ % kProbeEvery != 0; }
   // What one read took by itself.
   void took(uint64_t bytes, int64_t nanoseconds) noexcept {
-    const double cached = kCachedCall + static_cast<double>(bytes) * kCachedSecondsPerByte;
     // Two in a row, for a single slow one may have lost its turn of the processor.
-    slow_ = static_cast<double>(nanoseconds) * 1e-9 > cached ? slow_ + 1 : 0;
+    slow_ = static_cast<double>(nanoseconds) * 1e-9 > cached_seconds(bytes) ? slow_ + 1 : 0;
   }
   bool cold() const noexcept { return slow_ >= 2; }
+  // What a read from the page cache takes at most.
+  static double cached_seconds(uint64_t bytes) noexcept {
+    return kCachedCall + static_cast<double>(bytes) * kCachedSecondsPerByte;
+  }
 
  private:
   // A read from the page cache takes a system call and a copy at this speed or better; anything

@@ -42,9 +42,11 @@ class SampleSums {
   }
   // Whether the sample has this checksum, which is learned if none is known.
   bool agrees(uint64_t sample, uint32_t sum) noexcept {
-    uint32_t known = 0;
-    return word(sample).compare_exchange_strong(known, sum, std::memory_order_relaxed) ||
-           known == sum;
+    std::atomic<uint32_t>& learned = word(sample);
+    uint32_t known = learned.load(std::memory_order_relaxed);
+    return known == sum ||
+           (known == 0 && (learned.compare_exchange_strong(known, sum, std::memory_order_relaxed) ||
+                           known == sum));
   }
   bool agrees(uint64_t sample, std::span<const std::byte> bytes) noexcept {
     return agrees(sample, sample_sum(bytes));

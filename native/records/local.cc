@@ -76,15 +76,15 @@ class AdaptiveRanges : public RangeReader {
       (uring_ ? *uring_ : static_cast<RangeReader&>(plain_)).read(ranges);
       return;
     }
-    while (!ranges.empty()) {
+    for (int64_t begin = now_ns(); !ranges.empty(); ranges = ranges.subspan(1)) {
       if (cold_.many()) {
         uring_->read(ranges);
         return;
       }
-      const int64_t begin = now_ns();
       plain_.read(ranges.first(1));
-      cold_.took(ranges[0].size(), now_ns() - begin);
-      ranges = ranges.subspan(1);
+      const int64_t end = now_ns();
+      cold_.took(ranges[0].size(), end - begin);
+      begin = end;
     }
   }
   std::string_view name() const override { return cold_.cold() ? uring_->name() : plain_.name(); }

@@ -1,6 +1,8 @@
 // Pooled buffers: free ones are kept by capacity.
 #include "stage/buffer.h"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <limits>
 #include <new>
@@ -16,6 +18,7 @@ size_t possible(size_t bytes) {
   return std::max<size_t>(bytes, 1);
 }
 constexpr size_t kSlack = size_t{64} << 10;
+constexpr unsigned kLooks = 16;  // at free buffers, for one that lies in this processor's cache
 }  // namespace
 
 std::shared_ptr<std::byte> take_from_heap(size_t bytes) {
@@ -24,13 +27,21 @@ std::shared_ptr<std::byte> take_from_heap(size_t bytes) {
 }
 
 std::shared_ptr<Buffer> BufferPool::take(size_t bytes) {
+  const int here = ::sched_getcpu();
   std::unique_ptr<Buffer> buffer;
   {
     const MutexLock lock(mutex_);
     // The smallest that fits, and none that is much larger: a few bytes must not take the slab of a
     // batch.
-    const auto best = free_.lower_bound(bytes);
-    if (best != free_.end() && best->first <= 2 * bytes + kSlack) {
+    auto best = free_.lower_bound(bytes);
+    const size_t most = 2 * bytes + kSlack;
+    auto near = best;
+    for (unsigned i = 0; i < kLooks && near != free_.end() && near->first <= most; ++i, ++near) {
+      if (near->second->processor() != here) continue;
+      best = near;
+      break;
+    }
+    if (best != free_.end() && best->first <= most) {
       buffer = std::move(best->second);
       free_bytes_ -= buffer->capacity();
       free_.erase(best);
@@ -38,9 +49,9 @@ std::shared_ptr<Buffer> BufferPool::take(size_t bytes) {
   }
   if (!buffer) {
     buffer = std::make_unique<Buffer>(bytes, take_);
-    const MutexLock lock(mutex_);
-    bytes_ += buffer->capacity();
+    bytes_.fetch_add(buffer->capacity(), std::memory_order_relaxed);
   }
+  buffer->set_processor(here);
   return std::shared_ptr<Buffer>(buffer.release(), [pool = shared_from_this()](Buffer* b) {
     pool->put_back(std::unique_ptr<Buffer>(b));
   });
@@ -59,12 +70,7 @@ void BufferPool::put_back(std::unique_ptr<Buffer> buffer) noexcept {
       // No memory to remember it by: it is given back.
     }
   }
-  bytes_ -= capacity;
-}
-
-uint64_t BufferPool::bytes() const {
-  const MutexLock lock(mutex_);
-  return bytes_;
+  bytes_.fetch_sub(capacity, std::memory_order_relaxed);
 }
 
 }  // namespace nostall::stage

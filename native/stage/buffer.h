@@ -6,6 +6,7 @@
 // keeps. Thread-safety: all functions may be called from any thread.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -28,9 +29,13 @@ class Buffer {
       : capacity_(capacity), memory_(take(capacity)) {}
   std::byte* data() noexcept { return memory_.get(); }
   size_t capacity() const noexcept { return capacity_; }
+  // The processor on which it was taken last, as far as the system says.
+  int processor() const noexcept { return processor_; }
+  void set_processor(int number) noexcept { processor_ = number; }
 
  private:
   size_t capacity_;
+  int processor_ = -1;
   std::shared_ptr<std::byte> memory_;
 };
 
@@ -43,7 +48,7 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   // At least `bytes` long, aligned to 64 bytes. Throws what TakeMemory throws.
   std::shared_ptr<Buffer> take(size_t bytes);
   // Bytes in all buffers that live: free ones and ones in use.
-  uint64_t bytes() const;
+  uint64_t bytes() const { return bytes_.load(std::memory_order_relaxed); }
 
  private:
   void put_back(std::unique_ptr<Buffer> buffer) noexcept;
@@ -53,7 +58,8 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   mutable Mutex mutex_;
   // By capacity: there may be thousands.
   std::multimap<size_t, std::unique_ptr<Buffer>> free_ NOSTALL_GUARDED_BY(mutex_);
-  uint64_t bytes_ NOSTALL_GUARDED_BY(mutex_) = 0, free_bytes_ NOSTALL_GUARDED_BY(mutex_) = 0;
+  uint64_t free_bytes_ NOSTALL_GUARDED_BY(mutex_) = 0;
+  std::atomic<uint64_t> bytes_{0};
 };
 
 }  // namespace nostall::stage

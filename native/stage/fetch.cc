@@ -236,28 +236,32 @@ void Loader::Run::read_light(std::span<const Fetch> group, Fetcher& fetcher) {
     at += (size + kAligned - 1) / kAligned * kAligned;
   }
   const int64_t took = ask_source(requests, bytes, fetcher.reader);
-  for (size_t i = 0; i < group.size();) {
-    Task& task = *group[i].work.task;
-    take_memory(task);
-    const int64_t begin = thread_cpu_ns();
-    const size_t first = i;
-    uint64_t read = 0;
-    for (; i < group.size() && group[i].work.task == &task; ++i) {
-      const Work work = group[i].work;
-      const source::ReadRequest& request = requests[i];
-      if (request.error != 0) {
-        handle_unread(work, request.error, source::read_error_text(request), &fetcher.scratch,
-                      fetcher.reader);
-        continue;
-      }
-      read += request.into.size();
-      const auto result = unpack(work, request.sample, request.into, fetcher.scratch);
-      if (!result) handle_bad(work, result.error().what(), &fetcher.scratch, fetcher.reader);
+  const int64_t begin = thread_cpu_ns();  // a system call: once for all
+  const Task* ready = nullptr;
+  for (size_t i = 0; i < group.size(); ++i) {
+    const Work work = group[i].work;
+    const source::ReadRequest& request = requests[i];
+    if (work.task != ready) take_memory(*work.task);
+    ready = work.task;
+    if (request.error != 0) {
+      handle_unread(work, request.error, source::read_error_text(request), &fetcher.scratch,
+                    fetcher.reader);
+      continue;
     }
-    const auto share = static_cast<int64_t>(i - first);
-    count(task, Origin::source, read, took * share / static_cast<int64_t>(group.size()), i - first);
+    const auto result = unpack(work, request.sample, request.into, fetcher.scratch);
+    if (!result) handle_bad(work, result.error().what(), &fetcher.scratch, fetcher.reader);
+  }
+  const int64_t spent = thread_cpu_ns() - begin;
+  for (size_t first = 0, end = 0; first < group.size(); first = end) {
+    Task& task = *group[first].work.task;
+    uint64_t read = 0;
+    for (; end < group.size() && group[end].work.task == &task; ++end) {
+      if (requests[end].error == 0) read += requests[end].into.size();
+    }
+    const auto share = static_cast<int64_t>(end - first), all = static_cast<int64_t>(group.size());
     const MutexLock lock(task.counters);
-    task.batch->transform_ns += thread_cpu_ns() - begin;
+    add_to(task, Origin::source, read, took * share / all, end - first);
+    task.batch->transform_ns += spent * share / all;
   }
 }
 

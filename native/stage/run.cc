@@ -7,6 +7,7 @@
 #include <new>
 
 #include "base/clock.h"
+#include "base/cold_reads.h"
 #include "base/heap.h"
 #include "base/refusal.h"
 #include "plan/locality.h"
@@ -23,8 +24,13 @@ constexpr uint64_t kLabelAlignment = alignof(int64_t);
 constexpr size_t kMaxChunk = 4096;  // samples that one fetch thread holds at once
 // What a fetch thread takes at once of samples that are quickly unpacked: what the source reads in
 // this time, so that neither locks nor wake-ups count.
-constexpr double kLightSeconds = 100e-6;
-constexpr uint64_t kWakeBatches = 16;  // of room, or a quarter of all that may be staged
+constexpr double kLightSeconds = 40e-6;
+// Batches of samples that come from memory are staged within this, for they are made anew as fast:
+// what is staged stays in the processors' caches.
+constexpr uint64_t kCacheBytes = uint64_t{4} << 20;
+// The longest time that batches wait to be handed over with those behind them.
+constexpr int64_t kTogetherNs = 500'000;
+constexpr uint64_t kWakeBatches = 16;  // of room, or half of all that may be staged
 
 }  // namespace
 
@@ -49,6 +55,7 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
       sizes_.empty() ? 1 : std::max<uint64_t>(1, config.source->total_bytes() / sizes_.size());
   slab_bytes_ = transformed() ? config.program->slab_bytes(local) : local * mean_size;
   if (transformed() && config.labels_in_slab) slab_bytes_ += local * sizeof(int64_t);
+  cached_ = ColdReads::cached_seconds(mean_size) / static_cast<double>(mean_size);
   {
     const MutexLock lock(mutex_);
     // Until a batch has shown it: values as large as their records.
@@ -104,6 +111,29 @@ void Loader::Run::set_most_staged() {
   const uint64_t bytes = std::max<uint64_t>(1, slab_bytes_ + most_ragged_);
   const uint64_t room = config_.staging_bytes - std::min(config_.staging_bytes, most_ragged_);
   max_staged_ = std::max<uint64_t>(2, room / bytes);
+  staged_ = staged_now();
+}
+
+bool Loader::Run::is_quick() const {
+  const double byte = speeds_.source.seconds_per_byte();
+  return direct_ && byte > 0.0 && byte <= cached_;
+}
+
+uint64_t Loader::Run::staged_now() const {
+  if (!is_quick()) return max_staged_;
+  return std::min(max_staged_,
+                  std::max<uint64_t>(2, kCacheBytes / std::max<uint64_t>(1, slab_bytes_)));
+}
+
+bool Loader::Run::worth_handing_over(bool all) const {
+  if (waits_since_ == 0 || tasks_.empty() || !tasks_.front()->ready) return false;
+  if (all || now_ns() - waits_since_ > kTogetherNs) return true;
+  uint64_t ready = 0;
+  for (const auto& task : tasks_) {
+    if (!task->ready) break;
+    if (2 * ++ready >= staged_) return true;
+  }
+  return false;
 }
 
 void Loader::Run::end_threads() noexcept {
@@ -168,8 +198,11 @@ std::unique_ptr<Batch> Loader::Run::next(std::chrono::nanoseconds timeout) {
     }
     const auto slice = std::min(
         deadline, std::chrono::steady_clock::now() + std::chrono::nanoseconds(kPeerCheckNs));
-    if (!ready_.wait_until(lock, slice) && std::chrono::steady_clock::now() >= deadline &&
-        !broken_ && !(!tasks_.empty() && tasks_.front()->ready)) {
+    waits_since_ = now_ns();
+    const bool woken = ready_.wait_until(lock, slice);
+    waits_since_ = 0;
+    if (!woken && std::chrono::steady_clock::now() >= deadline && !broken_ &&
+        !(!tasks_.empty() && tasks_.front()->ready)) {
       return nullptr;
     }
   }
@@ -306,7 +339,7 @@ uint64_t Loader::Run::transient_bytes(plan::SampleId sample) const {
 }
 
 bool Loader::Run::may_take(const Task& task, uint64_t transient) const {
-  const bool staged = task.sequence < handed_out_ + max_staged_;
+  const bool staged = task.sequence < handed_out_ + staged_;
   if (!transformed()) return staged;
   if (task.sequence == handed_out_) return true;  // never starve the batch that is waited for
   if (light_ && !staged) return false;            // as quickly unpacked as read
@@ -321,20 +354,23 @@ bool Loader::Run::may_take(const Task& task, uint64_t transient) const {
 // A source whose samples have neighbours is asked for as many at once as make one large read. If
 // tiers keep the neighbours, claim_beside() does that instead.
 bool Loader::Run::chunk_full(size_t samples, uint64_t bytes) const {
-  if (samples < config_.depth) return false;
   if (direct_ && samples < kMaxChunk) {
     const double byte = speeds_.source.seconds_per_byte();
-    const double most = byte > 0.0 ? kLightSeconds / byte : 0.0;
-    return static_cast<double>(bytes) >=
-           std::max(most, static_cast<double>(config_.source->batch_bytes()));
+    const double enough = std::max(byte > 0.0 ? kLightSeconds / byte : 0.0,
+                                   static_cast<double>(config_.source->batch_bytes()));
+    const auto has = static_cast<double>(bytes);
+    if (has < enough || (samples < config_.depth && !is_quick())) return false;
+    // Batches of which no other thread has a part stay in the cache of one processor.
+    return !fetching_ || has >= 2 * enough;
   }
+  if (samples < config_.depth) return false;
   return config_.cache || samples >= kMaxChunk || bytes >= config_.source->batch_bytes();
 }
 
 bool Loader::Run::worth_waking(const Task* task) const {
   if (!direct_) return true;
   const uint64_t next = task ? task->sequence : opened_;
-  return next + std::min(kWakeBatches, max_staged_ / 4) <= handed_out_ + max_staged_;
+  return next + std::min(kWakeBatches, staged_ / 2) <= handed_out_ + staged_;
 }
 
 std::vector<Loader::Run::Fetch> Loader::Run::take_chunk(std::stop_token stop) {
@@ -343,6 +379,7 @@ std::vector<Loader::Run::Fetch> Loader::Run::take_chunk(std::stop_token stop) {
   uint64_t bytes = 0;
   MutexLock lock(mutex_);
   while (!stop.stop_requested()) {
+    staged_ = staged_now();
     while (!chunk_full(chunk.size(), bytes)) {
       if (!fetching_) {
         // A chunk stays inside what may be staged: raw batches get their buffer here.
@@ -367,6 +404,7 @@ std::vector<Loader::Run::Fetch> Loader::Run::take_chunk(std::stop_token stop) {
       if (fetch_index_ == fetching_->items.size()) fetching_ = nullptr;
     }
     if (!chunk.empty()) return chunk;
+    if (worth_handing_over(true)) ready_.notify_one();
     fetchable_.wait(lock, stop, [&]() NOSTALL_REQUIRES(mutex_) {
       if (!worth_waking(fetching_)) return false;
       if (fetching_) {

@@ -119,8 +119,14 @@ class Loader::Run {
   // Takes the next samples in plan order; empty when stopped.
   std::vector<Fetch> take_chunk(std::stop_token stop);
   void set_most_staged() NOSTALL_REQUIRES(mutex_);
+  // Whether samples come from memory, and are unpacked where they were read.
+  bool is_quick() const;
+  // How many batches may be staged now.
+  uint64_t staged_now() const NOSTALL_REQUIRES(mutex_);
+  // Whether to wake the consumer for batches that are ready; `all`: no more will be for a while.
+  bool worth_handing_over(bool all) const NOSTALL_REQUIRES(mutex_);
   bool may_take(const Task& task, uint64_t transient) const NOSTALL_REQUIRES(mutex_);
-  bool chunk_full(size_t samples, uint64_t bytes) const;
+  bool chunk_full(size_t samples, uint64_t bytes) const NOSTALL_REQUIRES(mutex_);
   // Whether fetching may go on after a wait: for more than one batch, where that is quickly done.
   bool worth_waking(const Task* task) const NOSTALL_REQUIRES(mutex_);
   Task* open_task() NOSTALL_REQUIRES(mutex_);
@@ -202,6 +208,8 @@ class Loader::Run {
   // What the draws for `sample`, in that place, depend on.
   image::SampleKey key_of(Work work, plan::SampleId sample) const;
   void count(Task& task, Origin origin, uint64_t bytes, int64_t nanoseconds, uint64_t samples = 1);
+  static void add_to(Task& task, Origin origin, uint64_t bytes, int64_t nanoseconds,
+                     uint64_t samples) NOSTALL_REQUIRES(task.counters);
 
   bool transformed() const { return config_.program != nullptr; }
   uint32_t fetchers() const { return std::max(1u, config_.fetchers); }
@@ -223,10 +231,13 @@ class Loader::Run {
   const uint32_t first_epoch_;  // of this run
   uint64_t slab_bytes_ = 0;     // of a whole batch, about
   std::latch started_;          // of the threads that decode
+  double cached_ = 0.0;         // seconds per byte of samples that are read from memory, at most
 
   Mutex mutex_;
   // Batches with a buffer, not yet handed out.
   uint64_t max_staged_ NOSTALL_GUARDED_BY(mutex_) = 2;
+  uint64_t staged_ NOSTALL_GUARDED_BY(mutex_) = 2;       // of them now: staged_now()
+  int64_t waits_since_ NOSTALL_GUARDED_BY(mutex_) = 0;   // the consumer; 0: it does not
   uint64_t most_ragged_ NOSTALL_GUARDED_BY(mutex_) = 0;  // bytes of the largest batch so far
   StopCondition fetchable_, transformable_;
   Condition ready_;

@@ -93,6 +93,7 @@ void Loader::Run::settle(std::span<const Fetch> fetches) {
         task->ready = ready = true;
       }
     }
+    ready = ready && worth_handing_over(false);
   }
   if (ready) ready_.notify_one();
   for (const auto& [task, samples] : whole) settle(*task, samples);
@@ -191,6 +192,11 @@ void Loader::Run::finish(std::span<const Work> works, Fetcher* fetcher) {
 void Loader::Run::count(Task& task, Origin origin, uint64_t bytes, int64_t nanoseconds,
                         uint64_t samples) {
   const MutexLock lock(task.counters);
+  add_to(task, origin, bytes, nanoseconds, samples);
+}
+
+void Loader::Run::add_to(Task& task, Origin origin, uint64_t bytes, int64_t nanoseconds,
+                         uint64_t samples) {
   OriginCount& c = task.batch->origins[size_t(origin)];
   c.samples += samples;
   c.bytes += bytes;
