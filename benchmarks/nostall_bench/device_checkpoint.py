@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the mode checkpoint")
     group.add_argument("--state", type=float, default=1000, help="MB on the device")
     group.add_argument("--bus", type=float, nargs="+", default=[4.0, 1.0], help="GB/s")
-    group.add_argument("--window", type=float, default=500, help="ms that a step computes")
+    group.add_argument("--window", type=float, default=1000, help="ms that a step computes")
     group.add_argument("--every", type=int, default=10, help="steps from one save to the next")
     group.add_argument("--saves", type=int, default=3, help="counted, after one other")
 
