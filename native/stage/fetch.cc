@@ -46,8 +46,6 @@ constexpr int64_t kProbeNs = 2'000'000'000;
 // the batch, and a stop, wait for the read.
 constexpr uint64_t kMostBeside = uint64_t{16} << 20;
 constexpr double kBesideSeconds = 0.25;
-// Batches that are finished within this time are handed over together.
-constexpr int64_t kTogetherNs = 500'000;
 
 }  // namespace
 

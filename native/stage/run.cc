@@ -28,8 +28,6 @@ constexpr double kLightSeconds = 40e-6;
 // Batches of samples that come from memory are staged within this, for they are made anew as fast:
 // what is staged stays in the processors' caches.
 constexpr uint64_t kCacheBytes = uint64_t{4} << 20;
-// The longest time that batches wait to be handed over with those behind them.
-constexpr int64_t kTogetherNs = 500'000;
 constexpr uint64_t kWakeBatches = 16;  // of room, or half of all that may be staged
 
 }  // namespace
@@ -127,7 +125,8 @@ uint64_t Loader::Run::staged_now() const {
 
 bool Loader::Run::worth_handing_over(bool all) const {
   if (waits_since_ == 0 || tasks_.empty() || !tasks_.front()->ready) return false;
-  if (all || now_ns() - waits_since_ > kTogetherNs) return true;
+  // Where reads take long the next one may be as long again.
+  if (all || !is_quick() || now_ns() - waits_since_ > kTogetherNs) return true;
   uint64_t ready = 0;
   for (const auto& task : tasks_) {
     if (!task->ready) break;

@@ -18,6 +18,9 @@
 
 namespace nostall::stage {
 
+// Batches that are finished within this time are handed over together.
+constexpr int64_t kTogetherNs = 500'000;
+
 // Memory for what is held until its batch is complete: small values share buffers.
 class Holding : public fields::Holder {
  public:
