@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,19 @@ def on_files(files: Files, config: Any) -> Files:
     files.append(File.generated(config, "index.md", content=first))
     for path in sorted((ROOT / "examples").glob("*.py")):
         files.append(File.generated(config, f"examples/{path.name}", abs_src_path=str(path)))
+    for path in sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")):
+        files.append(File.generated(config, f"tutorials/{path.stem}.md", content=_page_of(path)))
     return files
+
+
+def _page_of(notebook: Path) -> str:
+    """A notebook as a page: its texts, its code, and where it can be had."""
+    parts = []
+    for cell in json.loads(notebook.read_text())["cells"]:
+        text = "".join(cell["source"])
+        parts.append(f"```python\n{text}\n```" if cell["cell_type"] == "code" else text)
+    parts.append(f"[This page as a notebook]({notebook.name})")
+    return "\n\n".join(parts) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
