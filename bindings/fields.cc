@@ -38,7 +38,7 @@ class PythonDecoder : public fields::Decoder {
  public:
   explicit PythonDecoder(nb::object function) : function_(std::move(function)) {}
 
-  Result<std::monostate> decode(std::span<const std::byte> stored, uint64_t draw,
+  Result<std::monostate> decode(std::span<const std::byte> stored, uint64_t draw, image::Scratch&,
                                 const Take& take) const override {
     using Values = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
     const nb::gil_scoped_acquire gil;

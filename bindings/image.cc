@@ -18,6 +18,7 @@
 #include "image/pipeline.h"
 #include "mixture.h"
 #include "module.h"
+#include "scratch.h"
 
 namespace nb = nanobind;
 
@@ -269,12 +270,11 @@ nb::object apply(const image::Pipeline& pipeline, nb::handle encoded, uint64_t s
   const std::span<const std::byte> bytes = view(encoded, keep);
   const image::Output& output = pipeline.output();
   auto data = std::make_unique_for_overwrite<std::byte[]>(output.bytes());
-  thread_local image::Scratch scratch;  // with the GIL: image/decode.h says why
+  const nostall::bindings::Lent<image::Scratch> scratch;
   {
     const nb::gil_scoped_release release;
     const image::SampleKey key{nostall::seed_of_occurrence(seed, occurrence), epoch, sample};
-    auto result = pipeline.apply(bytes, key, scratch, {data.get(), output.bytes()});
-    scratch.trim(image::Scratch::kKept);
+    auto result = pipeline.apply(bytes, key, scratch.get(), {data.get(), output.bytes()});
     std::move(result).take();
   }
   const size_t h = output.height, w = output.width;
@@ -417,12 +417,11 @@ class Parts {
 nb::dict apply_record(const image::Pipeline& pipeline, const nb::dict& parts, uint64_t seed,
                       uint32_t epoch, uint64_t sample, uint32_t occurrence) {
   Parts held(pipeline, parts);
-  thread_local image::Scratch scratch;  // with the GIL: image/decode.h says why
+  const nostall::bindings::Lent<image::Scratch> scratch;
   {
     const nb::gil_scoped_release release;
     const image::SampleKey key{nostall::seed_of_occurrence(seed, occurrence), epoch, sample};
-    auto result = pipeline.apply_record(held.record(), key, scratch);
-    scratch.trim(image::Scratch::kKept);
+    auto result = pipeline.apply_record(held.record(), key, scratch.get());
     std::move(result).take();
   }
   return held.arrays();
@@ -442,15 +441,14 @@ nb::object decode_rgb(nb::handle encoded, uint64_t max_pixels) {
   const std::span<const std::byte> bytes = view(encoded, keep);
   std::unique_ptr<std::byte[]> data;
   size_t h = 0, w = 0;
-  thread_local image::Scratch scratch;  // with the GIL: image/decode.h says why
+  const nostall::bindings::Lent<image::Scratch> scratch;
   {
     const nb::gil_scoped_release release;
     image::Options options;
     options.max_pixels = max_pixels;
-    const image::Decoded decoded = image::decode_rgb(bytes, options, scratch).take();
+    const image::Decoded decoded = image::decode_rgb(bytes, options, scratch.get()).take();
     h = decoded.height;
     w = decoded.width;
-    scratch.trim(image::Scratch::kKept);
     data = std::make_unique_for_overwrite<std::byte[]>(decoded.rgb.size());
     std::copy_n(reinterpret_cast<const std::byte*>(decoded.rgb.data()), decoded.rgb.size(),
                 data.get());

@@ -25,6 +25,7 @@
 #include "peer.h"
 #include "python_source.h"
 #include "python_store.h"
+#include "scratch.h"
 #include "stage/loader.h"
 #include "stage/node.h"
 #include "stage/node_reader.h"
@@ -289,10 +290,9 @@ void bind_unpack_one(nb::module_& m) {
         const auto* begin = reinterpret_cast<const std::byte*>(record.c_str());
         const image::SampleKey key{seed_of_occurrence(seed, occurrence), epoch, sample};
         const std::span bytes(begin, record.size());
-        thread_local fields::Scratch scratch;  // with the GIL: image/decode.h says why
+        const bindings::Lent<fields::Scratch> scratch;
         auto batch = bindings::without_gil(
-            [&] { return stage::unpack_one(source, *program, bytes, key, scratch); });
-        scratch.trim(image::Scratch::kKept);
+            [&] { return stage::unpack_one(source, *program, bytes, key, scratch.get()); });
         return PyBatch{std::move(batch), program};
       },
       nb::arg("source"), nb::arg("program"), nb::arg("record"), nb::arg("sample"), nb::kw_only(),

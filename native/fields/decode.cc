@@ -483,11 +483,11 @@ Decoded decode(const Audio& kind, const Output&, std::span<const std::byte> byte
 }
 
 Decoded decode(const Custom& kind, const Output& output, std::span<const std::byte> bytes,
-               const image::SampleKey& key, Scratch&, const Destination& to) {
+               const image::SampleKey& key, Scratch& scratch, const Destination& to) {
   SampleRandom random(key.seed ^ kDrawOfDecoders, key.epoch, key.sample);
   const uint64_t high = random.next();
   return kind.decoder->decode(
-      bytes, high << 32 | random.next(),
+      bytes, high << 32 | random.next(), scratch.image,
       [&](std::span<const int64_t> shape, std::span<const std::byte> values) -> Decoded {
         uint64_t size = size_of(output.type);
         for (const int64_t side : shape) size *= static_cast<uint64_t>(side);

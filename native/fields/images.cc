@@ -1,7 +1,6 @@
 // Decoders of gathered records.
 #include "fields/images.h"
 
-#include <mutex>
 #include <string>
 #include <utility>
 
@@ -10,32 +9,27 @@
 namespace nostall::fields {
 namespace {
 
-constexpr size_t kMostHeld = 4 << 20;  // bytes that a decoder holds for the next image
-
 class Images : public Decoder {
  public:
   explicit Images(std::shared_ptr<const image::Pipeline> pipeline)
       : pipeline_(std::move(pipeline)) {}
 
   Result<std::monostate> decode(std::span<const std::byte> stored, uint64_t draw,
-                                const Take& take) const override {
+                                image::Scratch& scratch, const Take& take) const override {
     auto view = source::GatheredView::of(stored);
     if (!view) return view.error();
     const image::Output& o = pipeline_->output();
     const size_t each = o.bytes();
     std::vector<std::byte> values(view.value().size() * each);
-    std::unique_ptr<image::Scratch> scratch = taken();
     for (uint32_t i = 0; i < view.value().size(); ++i) {
       const auto image = view.value().next();
-      const auto good = pipeline_->apply(image.record, {draw, 0, i}, *scratch,
+      const auto good = pipeline_->apply(image.record, {draw, 0, i}, scratch,
                                          std::span(values).subspan(i * each, each));
       if (!good) {
         return Error(good.error().kind(),
                      "its image " + std::to_string(i) + ": " + good.error().what());
       }
     }
-    scratch->trim(kMostHeld);
-    give(std::move(scratch));
     const int64_t h = o.height, w = o.width, n = view.value().size();
     const std::array<int64_t, 4> shape = o.layout == image::Layout::chw
                                              ? std::array<int64_t, 4>{n, 3, h, w}
@@ -44,26 +38,12 @@ class Images : public Decoder {
   }
 
  private:
-  std::unique_ptr<image::Scratch> taken() const {
-    const std::lock_guard lock(mutex_);
-    if (free_.empty()) return std::make_unique<image::Scratch>();
-    auto scratch = std::move(free_.back());
-    free_.pop_back();
-    return scratch;
-  }
-  void give(std::unique_ptr<image::Scratch> scratch) const {
-    const std::lock_guard lock(mutex_);
-    free_.push_back(std::move(scratch));
-  }
-
   std::shared_ptr<const image::Pipeline> pipeline_;
-  mutable std::mutex mutex_;
-  mutable std::vector<std::unique_ptr<image::Scratch>> free_;
 };
 
 class Places : public Decoder {
  public:
-  Result<std::monostate> decode(std::span<const std::byte> stored, uint64_t,
+  Result<std::monostate> decode(std::span<const std::byte> stored, uint64_t, image::Scratch&,
                                 const Take& take) const override {
     auto view = source::GatheredView::of(stored);
     if (!view) return view.error();

@@ -125,9 +125,10 @@ class Decoder {
   using Take = std::function<Result<std::monostate>(std::span<const int64_t> shape,
                                                     std::span<const std::byte> values)>;
   // Gives the value to `take`, and returns what that returns. `draw` is random and the sample's alone.
-  // Error(corruption): `stored` is damaged; Error(transform): the decoder failed.
+  // `scratch` is the calling thread's. Error(corruption): `stored` is damaged; Error(transform): the
+  // decoder failed.
   virtual Result<std::monostate> decode(std::span<const std::byte> stored, uint64_t draw,
-                                        const Take& take) const = 0;
+                                        image::Scratch& scratch, const Take& take) const = 0;
 };
 // What a decoder gives: of one type and shape.
 struct Custom {

@@ -195,8 +195,9 @@ std::unique_ptr<Batch> Loader::Run::next(std::chrono::nanoseconds timeout) {
                   "the job's last batch was already handed out: give the loader more epochs, or go "
                   "back with set_epoch or load_state_dict");
     }
-    const auto slice = std::min(
-        deadline, std::chrono::steady_clock::now() + std::chrono::nanoseconds(kPeerCheckNs));
+    // A batch is not announced at once where reads are quick: the next one may take long after all.
+    const std::chrono::nanoseconds longest(is_quick() ? kTogetherNs : kPeerCheckNs);
+    const auto slice = std::min(deadline, std::chrono::steady_clock::now() + longest);
     waits_since_ = now_ns();
     const bool woken = ready_.wait_until(lock, slice);
     waits_since_ = 0;

@@ -549,7 +549,8 @@ char* getenv(const char* name) {
 """
 
 
-def test_no_thread_of_a_loader_reads_the_environment(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["images", "units"])
+def test_no_thread_of_a_loader_reads_the_environment(tmp_path: Path, what: str) -> None:
     # The C library's getenv() is not safe beside a setenv(), which other libraries call in Python.
     (tmp_path / "getenv.c").write_text(GETENV)
     shim = tmp_path / "getenv.so"
@@ -560,21 +561,27 @@ def test_no_thread_of_a_loader_reads_the_environment(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     for ending in ("jpg", "png", "webp", "bmp", "ppm", "tif"):
         Image.new("RGB", (20, 20), (9, 99, 200)).save(folder / f"image.{ending}")
+    np.array([1, 9, 0] * 6, np.uint16).tofile(tmp_path / "tokens.bin")
     code = f"""
         import ctypes
+        import sys
         import nostall
         from nostall import transforms as t
         source = nostall.ImageFolder({str(folder.parent)!r}, index=False)
+        if sys.argv[1] == "units":
+            file = {str(tmp_path / "tokens.bin")!r}
+            tokens = nostall.Tokens(file, dtype="uint16", end=0, index=False)
+            source = nostall.Interleaved(tokens, source, 8, image=9, cost=4)
         steps = [t.Resize((16, 16)), t.ToTensor()]
         with nostall.DataLoader(
             source, 2, transforms=steps, staging="64KiB", tiers=["ram:1MiB"], output="numpy"
         ) as loader:
             for epoch in range(40):
-                for images, _ in loader:
+                for batch in loader:
                     ctypes.CDLL({str(shim)!r}).refuse()
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
+        [sys.executable, "-c", textwrap.dedent(code), what],
         env={**os.environ, "LD_PRELOAD": str(shim)},
         capture_output=True,
         text=True,

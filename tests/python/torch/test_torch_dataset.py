@@ -8,8 +8,9 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 import nostall
 import nostall.torch
+from nostall import fields
 from nostall.errors import CorruptionError, IoError
 
 
@@ -176,6 +178,28 @@ def test_a_forked_child_makes_one_item_at_a_time() -> None:
     assert os.read(read, 2) == bytes(2)
     os.close(read)
     cached.close()
+
+
+@dataclass(frozen=True)
+class Asking(fields.Custom):
+    """Decodes item 0 with the help of item 1."""
+
+    dataset: ClassVar[Any]
+    dtype: str = "int64"
+    shape: tuple[int, ...] = (1,)
+
+    def decode(self, stored: bytes) -> Any:
+        if stored == b"\0":
+            self.dataset[1]
+        return np.array([stored[0]], np.int64)
+
+
+def test_an_item_may_be_asked_for_while_another_one_is_made() -> None:
+    values = {"a": [b"\0", b"\1"], "b": [b"what item 0 has", b"and what item 1 has"]}
+    source = nostall.Files({}, values, schema={"a": Asking(), "b": fields.Bytes()})
+    Asking.dataset = nostall.torch.Dataset(source, tiers=[])
+    items = [Asking.dataset[i] for i in range(2)]
+    assert [bytes(item["b"]) for item in items] == values["b"]
 
 
 def test_damage_is_named(make_folder: Callable[[int], Path]) -> None:
