@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,9 @@ def test_the_batch_grows_with_the_ranks_in_weak_scaling(small: None, tmp_path: P
 
 def test_losses_that_differ_are_no_measurement() -> None:
     lmdb._agree({"a": [{"loss": 2.0}], "b": [{"loss": 2.0001}]})
-    with pytest.raises(UsageError, match="did not train on the same batches"):
-        lmdb._agree({"a": [{"loss": 2.0}], "b": [{"loss": 2.1}]})
+    for others in ([2.1], [2.1, 2.0], [math.nan]):
+        with pytest.raises(UsageError, match="did not train on the same batches"):
+            lmdb._agree({"a": [{"loss": 2.0}], "b": [{"loss": loss} for loss in others]})
 
 
 def test_the_index_reads_branch_and_leaf_pages_alone(small: None, tmp_path: Path) -> None:

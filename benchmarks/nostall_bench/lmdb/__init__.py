@@ -261,8 +261,9 @@ def _agree(runs: dict[str, list[dict[str, Any]]]) -> None:
     Raises:
         UsageError: they do not; no measurement counts then.
     """
-    losses = {name: one["loss"] for name, found in runs.items() for one in found}
-    if max(losses.values()) - min(losses.values()) > _SAME * max(losses.values()):
+    losses = {name: [one["loss"] for one in found] for name, found in runs.items()}
+    every = np.array([loss for found in losses.values() for loss in found])
+    if not np.ptp(every) <= _SAME * every.max():  # so that NaN is no agreement
         raise UsageError(f"the ways of reading did not train on the same batches: loss {losses}")
 
 
