@@ -32,37 +32,41 @@ def made_once(
 @contextlib.contextmanager
 def _turn(path: str, file: str, patience: float) -> Iterator[None]:
     try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    except OSError:  # a folder that is read-only
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError:  # a folder that is read-only, or the lock of another user
         yield
         return
     held = False
     try:
-        held = _wait(lock, file, patience)
-        # A process that came to its end took the file away: what it made is there, or cannot be kept,
-        # and then the others do not make it one after the other.
-        if held and not _names(path, lock):
-            fcntl.flock(lock, fcntl.LOCK_UN)
-            held = False
+        # Whoever can open a file can hold its lock: one of another user says nothing of this job.
+        held = os.fstat(lock).st_uid == os.geteuid() and _wait(path, lock, file, patience)
         yield
     finally:
-        if held:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if held:
                 os.unlink(path)
+            # A child that was forked meanwhile has the lock too, and keeps it over a close.
+            fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
 
 
-def _wait(lock: int, file: str, patience: float) -> bool:
-    """Whether the lock was had."""
+def _wait(path: str, lock: int, file: str, patience: float) -> bool:
+    """Whether this process has its turn."""
     deadline, told = time.monotonic() + patience, False
     while True:
+        had = True
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
         except BlockingIOError:
-            pass
+            had = False
         except OSError:  # no locks in this file system
             return False
+        # A process that came to its end took the file away: what it made is there, or cannot be kept,
+        # and then the others do not make it one after the other.
+        if not _names(path, lock):
+            return False
+        if had:
+            return True
         if time.monotonic() > deadline:
             _log.warning("%s: another process makes it for too long; waiting no more", file)
             return False

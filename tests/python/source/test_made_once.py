@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +117,31 @@ def test_one_process_looks_for_documents_and_packs_them(kept: str, folder: Path)
         path.unlink()
 
 
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def opened(path: str) -> list[int]:
+    """Of this process's descriptors those of a file."""
+    found = []
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.realpath(f"/proc/self/fd/{fd}") == path:
+                found.append(fd)
+    return found
+
+
+def makes(caplog: pytest.LogCaptureFixture, file: str, load: Callable[[], int | None]) -> int:
+    """By a process that did not wait in vain."""
+    with caplog.at_level(logging.WARNING, "nostall"):
+        what = made_once(file, load, lambda: 2, 5)
+    assert not caplog.messages
+    return what
+
+
 def test_what_cannot_be_kept_is_not_made_one_after_the_other(tmp_path: Path) -> None:
     """All that waited make it at once: each one comes to the barrier."""
     file, begun = str(tmp_path / "file"), threading.Event()
@@ -122,7 +150,7 @@ def test_what_cannot_be_kept_is_not_made_one_after_the_other(tmp_path: Path) -> 
 
     def first() -> int:
         begun.set()
-        waits.wait()
+        waits.wait(60)
         return 1
 
     def make() -> int:
@@ -135,24 +163,70 @@ def test_what_cannot_be_kept_is_not_made_one_after_the_other(tmp_path: Path) -> 
     waits = threading.Event()
     threads = [threading.Thread(target=lambda: made.append(made_once(file, load, first, 60)))]
     threads[0].start()
-    begun.wait()
+    assert begun.wait(60)
     # They have the lock's file open before it is taken away.
     for _ in range(3):
         threads.append(
             threading.Thread(target=lambda: made.append(made_once(file, load, make, 60)))
         )
         threads[-1].start()
-    lock = f"{file}.lock"
-    while (
-        sum(os.path.realpath(f"/proc/self/fd/{fd}") == lock for fd in os.listdir("/proc/self/fd"))
-        < 4
-    ):
-        pass
+    lock = os.path.realpath(f"{file}.lock")
+    until(lambda: len(opened(lock)) == 4)
     waits.set()
     for thread in threads:
         thread.join()
     assert sorted(made) == [1, 2, 2, 2]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_turn_ends_although_a_child_has_its_lock(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = str(tmp_path / "file")
+    lock = os.path.realpath(f"{file}.lock")
+    kept = []
+
+    def make() -> int:
+        assert os.stat(lock).st_mode & 0o777 == 0o600  # for no other user to hold
+        kept.extend(os.dup(fd) for fd in opened(lock))  # as a child that is forked now has it
+        os.link(lock, tmp_path / "same")
+        return 1
+
+    before = os.umask(0)
+    try:
+        assert made_once(file, lambda: None, make, 60) == 1
+    finally:
+        os.umask(before)
+    os.rename(tmp_path / "same", lock)  # as a process has it that waited
+    assert makes(caplog, file, lambda: None) == 2
+    os.close(*kept)
+
+
+def test_a_lock_that_is_taken_away_is_not_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = str(tmp_path / "file")
+    lock = os.path.realpath(f"{file}.lock")
+    found: list[int] = []
+    with open(lock, "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        waits = threading.Thread(target=lambda: found.append(makes(caplog, file, lambda: 3)))
+        waits.start()
+        until(lambda: len(opened(lock)) == 2)
+        os.unlink(lock)
+        waits.join()
+    assert found == [3]
+
+
+def test_a_lock_of_another_user_is_not_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = str(tmp_path / "file")
+    with open(f"{file}.lock", "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        assert makes(caplog, file, lambda: None) == 2
+    assert os.listdir(tmp_path) == ["file.lock"]
 
 
 def test_a_process_waits_no_longer_than_it_may(tmp_path: Path) -> None:
