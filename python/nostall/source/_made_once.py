@@ -41,11 +41,13 @@ def _turn(path: str, file: str, patience: float) -> Iterator[None]:
         # Whoever can open a file can hold its lock: one of another user says nothing of this job.
         held = os.fstat(lock).st_uid == os.geteuid() and _wait(path, lock, file, patience)
         yield
-    finally:
-        with contextlib.suppress(OSError):
-            if held:
+        # After an error it stays: the next one has its turn.
+        if held:
+            with contextlib.suppress(OSError):
                 os.unlink(path)
-            # A child that was forked meanwhile has the lock too, and keeps it over a close.
+    finally:
+        # A child that was forked meanwhile has the lock too, and keeps it over a close.
+        with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
 

@@ -179,6 +179,38 @@ def test_what_cannot_be_kept_is_not_made_one_after_the_other(tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
+def test_those_that_wait_try_one_after_the_other_what_failed(tmp_path: Path) -> None:
+    file = str(tmp_path / "file")
+    lock = os.path.realpath(f"{file}.lock")
+    begun, waits, failed = threading.Event(), threading.Event(), []
+
+    def make() -> int:
+        with open(lock) as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        begun.set()
+        assert waits.wait(60)
+        raise RuntimeError("it cannot be made")
+
+    def one() -> None:
+        try:
+            made_once(file, lambda: None, make, 60)
+        except RuntimeError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=one) for _ in range(3)]
+    threads[0].start()
+    assert begun.wait(60)
+    for thread in threads[1:]:
+        thread.start()
+    until(lambda: len(opened(lock)) == 3)
+    waits.set()
+    for thread in threads:
+        thread.join()
+    assert len(failed) == 3
+    assert made_once(file, lambda: None, lambda: 1, 60) == 1
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_turn_ends_although_a_child_has_its_lock(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
