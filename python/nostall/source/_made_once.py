@@ -62,6 +62,8 @@ def _wait(path: str, lock: int, file: str, patience: float) -> bool:
         except BlockingIOError:
             had = False
         except OSError:  # no locks in this file system
+            with contextlib.suppress(OSError):
+                os.unlink(path)
             return False
         # A process that came to its end took the file away: what it made is there, or cannot be kept,
         # and then the others do not make it one after the other.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -259,6 +260,17 @@ def test_a_lock_of_another_user_is_not_waited_for(
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
         assert makes(caplog, file, lambda: None) == 2
     assert os.listdir(tmp_path) == ["file.lock"]
+
+
+def test_nothing_is_left_where_there_are_no_locks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(fd: int, operation: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "refused")
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    assert makes(caplog, str(tmp_path / "file"), lambda: None) == 2
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_process_waits_no_longer_than_it_may(tmp_path: Path) -> None:
