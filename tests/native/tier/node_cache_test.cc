@@ -293,11 +293,11 @@ TEST_F(GivingBack, GoesOnWhereARankThatDiedReadAndFilled) {
   ASSERT_EQ(status, 0);
   EXPECT_EQ(on_disk(), 4 * kMiB);
   // The view of the dead rank holds the chunk that is chosen; the next one, of which it had claimed
-  // the sample, is given back in its place.
+  // the sample, is given back in its place, and more as long as the use does not go down.
   used(15);
-  EXPECT_TRUE(comes([&] { return on_disk() == 3 * kMiB; }));
+  EXPECT_TRUE(comes([&] { return on_disk() <= 3 * kMiB; }));
   EXPECT_EQ(cache->state(2), State::empty);
-  EXPECT_EQ(cache->state(1), State::ready);
+  EXPECT_EQ(cache->state(3), State::failed);
 }
 
 TEST_F(GivingBack, IsToldWhereTheSystemTakesNone) {
