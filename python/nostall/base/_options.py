@@ -202,6 +202,8 @@ def _parsed(path: str, named: bool) -> Mapping[str, Any]:
         import tomllib
 
         content = tomllib.loads(written)
+    except UsageError:  # which is a ValueError
+        raise
     except ValueError as error:  # of TOML, or of UTF-8
         raise UsageError(f"{path} is not TOML: {error}") from error
     except OSError as error:

@@ -133,9 +133,12 @@ def test_a_file_that_cannot_be_meant_is_refused(
 
 
 def test_a_file_that_is_named_must_be_there(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NOSTALL_CONFIG", str(home / "absent.toml"))
-    with pytest.raises(UsageError, match=r"NOSTALL_CONFIG=.*absent.toml is not there"):
-        LoaderOptions()
+    os.mkfifo(home / "pipe")
+    for name, told in (("none", "NOSTALL_CONFIG={} is not there"), ("pipe", "{} is not a file")):
+        path = str(home / name)
+        monkeypatch.setenv("NOSTALL_CONFIG", path)
+        with pytest.raises(UsageError, match=f"^{re.escape(told.format(path))}$"):
+            LoaderOptions()
 
 
 @pytest.mark.parametrize("given", ["10s", "-1", "0", "1e3", "9" * 5000])
