@@ -371,7 +371,8 @@ def _remove_stale(folder: int, fresh: str) -> None:
     with contextlib.suppress(FileNotFoundError):  # a start of the same job removed it
         now = os.stat(fresh, dir_fd=folder).st_mtime
         for name in filter(_LEFT.fullmatch, os.listdir(folder)):
-            with contextlib.suppress(FileNotFoundError):  # another job removes it too
+            # Another job removes it too, or a server of files keeps it: neither concerns this one.
+            with contextlib.suppress(OSError):
                 found = os.stat(name, dir_fd=folder, follow_symlinks=False)
                 if stat.S_ISREG(found.st_mode) and now - found.st_mtime > _STALE_SECONDS:
                     os.unlink(name, dir_fd=folder)

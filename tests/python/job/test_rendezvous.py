@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from nodes import free_port
@@ -203,6 +204,28 @@ def test_by_files_removes_what_killed_jobs_left_long_ago(tmp_path: Path) -> None
     # Of another job, which may be meeting.
     assert left(3600) == set(names)
     assert left(2 * 86400) == {"nostall-test_6__-call", "nostall-notes", "mine"}
+
+
+def test_by_files_meets_where_a_file_that_was_left_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meet = tmp_path / "meet"
+    meet.mkdir(mode=0o700)
+    names = [f"nostall-test_6__-0123456789abcdef-{rank}" for rank in (1, 2)]
+    for name in names:
+        (meet / name).touch(mode=0o600)
+        os.utime(meet / name, (0, 0))
+    removed = []
+
+    def unlink(name: str, *, dir_fd: int | None = None, real: Any = os.unlink) -> None:
+        if name in names:  # as a server of files does whose other client has it open
+            removed.append(name)
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        real(name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    assert gather_all({"NOSTALL_RENDEZVOUS": str(meet), "SLURM_JOB_ID": "7"}) == EXPECTED
+    assert sorted(removed) == names
 
 
 def test_by_files_starts_of_a_job_do_not_meet(tmp_path: Path) -> None:
