@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <numeric>
 #include <random>
 
 namespace nostall::source {
@@ -27,21 +28,41 @@ TEST(GatheredView, HasItsMembers) {
   EXPECT_EQ(second.second, 1u);
 }
 
+void append(std::vector<std::byte>& record, uint32_t word) {
+  record.resize(record.size() + sizeof word);
+  std::memcpy(record.data() + record.size() - sizeof word, &word, sizeof word);
+}
+
 TEST(GatheredView, TakesAnyBytes) {
   std::mt19937 random(3);
+  uint64_t members = 0, refused = 0;
   for (int round = 0; round < 20000; ++round) {
-    std::vector<std::byte> bytes(random() % 60);
-    for (std::byte& b : bytes) b = static_cast<std::byte>(random() % 4);
+    std::vector<uint32_t> sizes(random() % 4);
+    for (uint32_t& size : sizes) size = random() % 10;
+    std::vector<std::byte> bytes((std::accumulate(sizes.begin(), sizes.end(), 0u) + 3) / 4 * 4);
+    for (const uint32_t size : sizes) {
+      for (const uint32_t word : {size, 1u, 2u}) append(bytes, word);
+    }
+    append(bytes, static_cast<uint32_t>(sizes.size()));
+    for (uint32_t damages = random() % 3; damages > 0; --damages) {
+      bytes[random() % bytes.size()] ^= std::byte{1} << random() % 8;
+    }
+    bytes.resize(bytes.size() - (random() % 8 == 0 ? random() % bytes.size() : 0));
     auto view = GatheredView::of(bytes);
-    if (!view) continue;
+    refused += view ? 0 : 1;
     uint64_t records = 0;
-    for (uint32_t i = 0; i < view.value().size(); ++i) {
+    for (uint32_t i = 0; view && i < view.value().size(); ++i, ++members) {
       const auto member = view.value().next();
-      EXPECT_LE(member.record.data() + member.record.size(), bytes.data() + bytes.size());
+      ASSERT_GE(member.record.data(), bytes.data());
+      ASSERT_LE(member.record.data() + member.record.size(), bytes.data() + bytes.size());
       records += member.record.size();
     }
-    EXPECT_EQ((records + 3) / 4 * 4 + 12 * view.value().size() + 4, bytes.size());
+    if (view) {
+      ASSERT_EQ((records + 3) / 4 * 4 + 12 * view.value().size() + 4, bytes.size());
+    }
   }
+  EXPECT_GT(members, 0u);
+  EXPECT_GT(refused, 0u);
 }
 
 }  // namespace
