@@ -15,25 +15,27 @@ using Clock = std::chrono::steady_clock;
 // A process that has the files answers at once.
 constexpr std::chrono::seconds kAnswer{20};
 // Between two calls of `waiting`, at first and at most; for long waits a sixtieth of it: each is a
-// connection to the process that has the turn, of which it takes some thousands.
+// connection to the process that has the turn or the files, of which it takes some thousands.
 constexpr std::chrono::milliseconds kAttention{200}, kMostAttention{5000};
 
 bool is_of_others(const Error& error) {
   return error.kind() == ErrorKind::io || error.kind() == ErrorKind::peer;
 }
 
-Handover::Turn turn_of(const Handover& handover, std::chrono::nanoseconds patience,
-                       const std::function<void()>& waiting) {
+// What `attempt` returns, which is called with a deadline and throws Error(peer) at it.
+template <typename Attempt>
+auto patiently(std::chrono::nanoseconds patience, const std::function<void()>& waiting,
+               const Attempt& attempt) {
   const auto deadline = Clock::now() + patience;
   std::chrono::nanoseconds attention = kAttention;
   for (;;) {
-    if (waiting) waiting();
     const auto next = waiting ? Clock::now() + attention : deadline;
     try {
-      return handover.turn(std::min<Clock::time_point>(next, deadline));
+      return attempt(std::min<Clock::time_point>(next, deadline));
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::peer || Clock::now() >= deadline) throw;
     }
+    if (waiting) waiting();
     attention =
         std::min(2 * attention, std::max<std::chrono::nanoseconds>(kMostAttention, patience / 60));
   }
@@ -45,12 +47,14 @@ NodeOnce::NodeOnce(const std::string& key) : handover_(key, 0, 1) {}
 
 const std::vector<Descriptor>& NodeOnce::get(const Make& make, std::chrono::nanoseconds patience,
                                              const std::function<void()>& waiting) {
+  const auto ask = [this](Clock::time_point until) { return handover_.ask(until); };
   std::optional<Handover::Turn> turn;
   try {
-    files_ = handover_.ask(Clock::now() + kAnswer);
+    files_ = patiently(kAnswer, waiting, ask);
     if (!files_.empty()) return files_;
-    turn.emplace(turn_of(handover_, patience, waiting));
-    files_ = handover_.ask(Clock::now() + kAnswer);
+    turn.emplace(patiently(patience, waiting,
+                           [this](Clock::time_point until) { return handover_.turn(until); }));
+    files_ = patiently(kAnswer, waiting, ask);
     if (!files_.empty()) return files_;
   } catch (const Error& error) {
     if (!is_of_others(error)) throw;

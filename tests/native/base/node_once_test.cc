@@ -36,20 +36,24 @@ ino_t number_of(const Descriptor& file) {
   return status.st_ino;
 }
 
-// A process that makes what `key` names: it says so, and does not come to an end.
-pid_t one_that_makes(const std::string& key) {
+// A process that makes what `key` names, or gives it: it says so, and does not come to an end.
+pid_t one_that(const std::string& key, bool gives) {
   int ends[2];
   EXPECT_EQ(::pipe(ends), 0);
   const pid_t child = ::fork();
   if (child == 0) {
+    const auto stays = [&] {
+      static_cast<void>(!::write(ends[1], "x", 1));
+      for (;;) ::pause();
+    };
     NodeOnce once(key);
     once.get(
-        [&]() -> std::vector<Descriptor> {
-          static_cast<void>(!::write(ends[1], "x", 1));
-          for (;;) ::pause();
+        [&] {
+          if (!gives) stays();
+          return a_file();
         },
         20s);
-    ::_exit(0);
+    stays();
   }
   ::close(ends[1]);
   char said = 0;
@@ -78,7 +82,7 @@ TEST(NodeOnce, GivesTheSameFilesForAsLongAsTheirMakerLives) {
 
 TEST(NodeOnce, AnotherTakesOverFromOneThatIsKilled) {
   const std::string key = fresh_key();
-  const pid_t maker = one_that_makes(key);
+  const pid_t maker = one_that(key, false);
   NodeOnce once(key);
   int waits = 0;
   once.get(a_file, 60s, [&] {
@@ -92,7 +96,7 @@ TEST(NodeOnce, AnotherTakesOverFromOneThatIsKilled) {
 
 TEST(NodeOnce, MakesItsOwnWhereAnotherTakesTooLong) {
   const std::string key = fresh_key();
-  const pid_t maker = one_that_makes(key);
+  const pid_t maker = one_that(key, false);
   NodeOnce once(key), interrupted(key);
   once.get(a_file, 300ms);
   EXPECT_TRUE(once.made());
@@ -100,6 +104,18 @@ TEST(NodeOnce, MakesItsOwnWhereAnotherTakesTooLong) {
                std::runtime_error);
   ::kill(maker, SIGKILL);
   ::waitpid(maker, nullptr, 0);
+}
+
+TEST(NodeOnce, CanBeInterruptedWhereTheOneThatHasItIsStopped) {
+  const std::string key = fresh_key();
+  const pid_t stopped = one_that(key, true);
+  ::kill(stopped, SIGSTOP);
+  EXPECT_EQ(::waitpid(stopped, nullptr, WUNTRACED), stopped);
+  NodeOnce interrupted(key);
+  EXPECT_THROW(interrupted.get(never, 60s, [] { throw std::runtime_error("interrupted"); }),
+               std::runtime_error);
+  ::kill(stopped, SIGKILL);
+  ::waitpid(stopped, nullptr, 0);
 }
 
 TEST(NodeOnce, LetsTheNextOneTryWhatFailed) {
