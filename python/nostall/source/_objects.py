@@ -101,6 +101,22 @@ def _profile(root: str) -> dict[str, Any]:
     return {"credential_provider": Boto3CredentialProvider(session)}
 
 
+def store_identity(store: Any = None) -> str | None:
+    """Equal in two processes that find the same objects by the same URLs, in the store given or in
+    those that the environment configures; None of a store that says nothing of where it is."""
+    where = [getattr(store, name, None) for name in ("config", "url", "prefix")]
+    if store is not None and where == [None] * len(where):
+        return None
+    named = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("AWS_", "AZURE_", "GOOGLE_", "HF_"))
+        and ("ENDPOINT" in name or "ACCOUNT" in name)
+    }
+    config = sorted((where[0] or {}).items())
+    return repr([type(store).__name__, config, str(where[1]), str(where[2]), sorted(named.items())])
+
+
 def list_objects(
     url: str, suffixes: tuple[str, ...] = (), store: Any = None
 ) -> list[tuple[str, Any]]:

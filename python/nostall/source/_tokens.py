@@ -20,7 +20,7 @@ from nostall import _native
 from nostall.errors import CorruptionError, IoError, UsageError
 from nostall.source._hugging_face import dataset_files
 from nostall.source._made_once import made_once
-from nostall.source._objects import is_url
+from nostall.source._objects import is_url, store_identity
 from nostall.source._records import (
     FOUND,
     PathLike,
@@ -152,6 +152,9 @@ class Tokens:
         self._files = len(data)
         if column is None:
             self.dtype = self._find_type(dtype, format, indexes)
+            # Where ids lie in files: how a file is read decides it, not the file alone.
+            read = "indexed" if indexes else repr(self._headers)
+            self._layout = hashlib.sha256(read.encode()).hexdigest()[:16]
             self._check_end(end)
         elif end is not None:
             raise UsageError(f"end={end}: the rows of column {column!r} are its documents")
@@ -351,7 +354,9 @@ class Tokens:
     @property
     def _stamp(self) -> str:
         # What was found of the documents depends on it, and whether ids were looked at.
-        what = f"dtype={self.dtype}" if self._column is None else f"column={self._column}"
+        what = f"column={self._column}"
+        if self._column is None:
+            what = f"dtype={self.dtype} layout={self._layout}"
         return f"tokens {what} end={self._end} vocabulary={self.vocabulary}"
 
     def _load(self) -> _native.TokenIndex | None:
@@ -388,9 +393,11 @@ class Tokens:
             if os.access(folder, os.W_OK) or not os.path.isdir(folder):
                 return made_once(self.index_file, self._load, examine, patience)
             self.index_file = ""  # read-only
-        if size < _SHARED_FROM:
+        paths = self.storage.paths
+        store = store_identity(self._arguments["store"]) if is_url(paths[0]) else ""
+        if size < _SHARED_FROM or store is None:
             return examine()
-        content = [self._stamp, *self.storage.paths, self.storage.sizes, self.storage.times]
+        content = [self._stamp, store, *paths, self.storage.sizes, self.storage.times]
         key = hashlib.sha256(repr([np.asarray(c).tolist() for c in content]).encode()).hexdigest()
         found, self._shared = _native.token_index_once(f"tokens {key}", examine, patience)
         return found

@@ -15,6 +15,8 @@ from object_server import Proxy, upload
 
 import nostall
 from nostall.errors import CorruptionError, IoError, UsageError
+from nostall.source import _objects, _tokens
+from nostall.source._objects import store_identity
 
 pytest_plugins = ["object_fixtures"]
 
@@ -241,6 +243,53 @@ def test_the_index_is_that_of_the_files(tmp_path: Path) -> None:
     assert not nanogpt(tmp_path).index_reused
     IDS[:100].tofile(tmp_path / "train.bin")
     assert len(nostall.Tokens(tmp_path / "train.bin", dtype="uint16", end=0)) == 100
+
+
+def test_another_reading_of_a_file_has_documents_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_tokens, "_SHARED_FROM", 0)
+    np.save(tmp_path / "a.npy", IDS)
+    size = (tmp_path / "a.npy").stat().st_size
+    for index in (tmp_path / "index", False):
+        raw = nostall.Tokens(tmp_path / "a.npy", dtype="uint16", format="raw", index=index)
+        tokens = nostall.Tokens(tmp_path / "a.npy", index=index)
+        assert (len(raw), len(tokens)) == (size // 2, len(IDS))
+        assert np.array_equal(tokens.read(0, len(IDS)), IDS)
+
+
+def test_one_url_in_two_stores_is_two_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = pytest.importorskip("obstore.store")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://one.example")
+    one, given = store_identity(), store_identity(store.S3Store("b", region="eu-1"))
+    assert given == store_identity(store.S3Store("b", region="eu-1"))
+    other = [store.S3Store("b", endpoint="http://two.example"), store.LocalStore("/tmp")]
+    assert len({one, given, *map(store_identity, other)}) == 4
+    assert store_identity(store.LocalStore("/tmp")) != store_identity(store.LocalStore("/"))
+    assert store_identity(store.MemoryStore()) is None
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://two.example")
+    assert store_identity() != one
+
+
+def test_a_store_that_cannot_be_named_shares_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal objects of two stores in memory: what one process of the node found is not for the other."""
+    obstore = pytest.importorskip("obstore")
+    from obstore.store import MemoryStore
+
+    monkeypatch.setattr(_tokens, "_SHARED_FROM", 0)
+    monkeypatch.setattr(_objects, "_version", lambda meta: 7)
+    opened = []
+    for ids in (IDS, np.roll(IDS, 5)):
+        store = MemoryStore()
+        obstore.put(store, "a.bin", ids.tobytes())
+        opened.append(
+            nostall.Tokens("s3://b/a.bin", dtype="uint16", end=0, store=store, index=False)
+        )
+    assert opened[0].lengths.tolist() != opened[1].lengths.tolist()
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
