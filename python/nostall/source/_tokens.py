@@ -357,7 +357,8 @@ class Tokens:
         what = f"column={self._column}"
         if self._column is None:
             what = f"dtype={self.dtype} layout={self._layout}"
-        return f"tokens {what} end={self._end} vocabulary={self.vocabulary}"
+        end = f"{'marks' if self._marks else 'end'}={self._end}"
+        return f"tokens {what} {end} vocabulary={self.vocabulary}"
 
     def _load(self) -> _native.TokenIndex | None:
         if not self.index_file or not os.path.exists(self.index_file):

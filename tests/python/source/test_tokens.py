@@ -258,9 +258,15 @@ def test_another_reading_of_a_file_has_documents_of_its_own(
         assert np.array_equal(tokens.read(0, len(IDS)), IDS)
 
 
-def test_one_url_in_two_stores_is_two_files(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_places_of_an_id_are_not_ends_of_documents(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", IDS.reshape(50, 100))
+    places = nostall.Tokens(tmp_path / "a.npy").places(0)
+    assert places.tolist() == np.flatnonzero(IDS == 0).tolist()
+    with pytest.raises(UsageError, match="leave it out"):
+        nostall.Tokens(tmp_path / "a.npy", end=0)
+
+
+def test_one_url_in_two_stores_is_two_files(monkeypatch: pytest.MonkeyPatch) -> None:
     store = pytest.importorskip("obstore.store")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://one.example")
     one, given = store_identity(), store_identity(store.S3Store("b", region="eu-1"))
@@ -276,7 +282,7 @@ def test_one_url_in_two_stores_is_two_files(
 def test_a_store_that_cannot_be_named_shares_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Equal objects of two stores in memory: what one process of the node found is not for the other."""
+    """Equal objects of two stores in memory: what was found in one is not for the other."""
     obstore = pytest.importorskip("obstore")
     from obstore.store import MemoryStore
 
