@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <utility>
 
 #include "base/own.h"
 
@@ -17,6 +16,19 @@ namespace {
 constexpr int kSeals = F_SEAL_WRITE | F_SEAL_SHRINK | F_SEAL_GROW;
 constexpr const char* kWhat = "memory that processes share";
 
+std::byte* map(int file, uint64_t size, int protection, std::byte* place = nullptr) {
+  void* memory =
+      ::mmap(place, size, protection, MAP_SHARED | (place != nullptr ? MAP_FIXED : 0), file, 0);
+  if (memory == MAP_FAILED) throw io_error("cannot map", kWhat, errno);
+  return static_cast<std::byte*>(memory);
+}
+
+// A sealed file is mapped only by a descriptor that cannot write.
+Descriptor readable(const Descriptor& file) {
+  return Descriptor(
+      ::open(("/proc/self/fd/" + std::to_string(file.get())).c_str(), O_RDONLY | O_CLOEXEC));
+}
+
 }  // namespace
 
 SealedMemory::SealedMemory(const std::string& name, uint64_t size)
@@ -24,7 +36,11 @@ SealedMemory::SealedMemory(const std::string& name, uint64_t size)
   if (::ftruncate(file_.get(), static_cast<off_t>(size)) != 0) {
     throw io_error("cannot make", kWhat, errno);
   }
-  map(file_.get(), true);
+  // Memory that a child could write to would keep the file from being sealed.
+  const NoForks held;
+  data_ = map(file_.get(), size, PROT_READ | PROT_WRITE);
+  writer_ = ::getpid();
+  ::madvise(data_, size, MADV_DONTFORK);
 }
 
 SealedMemory::SealedMemory(const Descriptor& file) {
@@ -34,30 +50,20 @@ SealedMemory::SealedMemory(const Descriptor& file) {
     throw Error(ErrorKind::io, "what another process shares can still change", EPERM);
   }
   size_ = static_cast<uint64_t>(status.st_size);
-  map(file.get(), false);
+  data_ = map(readable(file).get(), size_, PROT_READ);
 }
 
 SealedMemory::~SealedMemory() {
-  if (data_ != nullptr) ::munmap(data_, size_);
+  // In a child that does not have it, other memory may lie at these addresses.
+  if (writer_ == 0 || writer_ == ::getpid()) ::munmap(data_, size_);
 }
 
 Descriptor SealedMemory::seal() {
-  // Memory that can write keeps a file from being sealed.
-  ::munmap(std::exchange(data_, nullptr), size_);
+  // Memory that can be written to keeps a file from being sealed.
+  map(readable(file_).get(), size_, PROT_READ, data_);
+  writer_ = 0;
   if (::fcntl(file_.get(), F_ADD_SEALS, kSeals) != 0) throw io_error("cannot seal", kWhat, errno);
-  map(file_.get(), false);
   return std::move(file_);
-}
-
-void SealedMemory::map(int file, bool writes) {
-  // A sealed file is mapped only by a descriptor that cannot write.
-  const Descriptor reads(
-      writes ? -1
-             : ::open(("/proc/self/fd/" + std::to_string(file)).c_str(), O_RDONLY | O_CLOEXEC));
-  const int protection = writes ? PROT_READ | PROT_WRITE : PROT_READ;
-  void* memory = ::mmap(nullptr, size_, protection, MAP_SHARED, writes ? file : reads.get(), 0);
-  if (memory == MAP_FAILED) throw io_error("cannot map", kWhat, errno);
-  data_ = static_cast<std::byte*>(memory);
 }
 
 }  // namespace nostall

@@ -1,8 +1,8 @@
 // base/sealed.h - memory in a file without a name that is written once, and then mapped by others.
 //
 // One process makes it and writes; seal() ends that, and gives the file, which nothing can change any
-// more. There is never a second copy. Thread-safety: one thread writes and seals before others know
-// the memory; then it is immutable.
+// more. There is never a second copy. A child that is forked before then does not have the memory.
+// Thread-safety: one thread writes and seals before others know the memory; then it is immutable.
 #pragma once
 
 #include <cstddef>
@@ -27,13 +27,13 @@ class SealedMemory {
 
   std::byte* data() const noexcept { return data_; }
   uint64_t size() const noexcept { return size_; }
-  // The file; addresses change. Throws Error(io).
+  // The file; addresses stay. After an Error(io) that it throws the memory can still be read here.
   Descriptor seal();
 
  private:
-  void map(int file, bool writes);
   std::byte* data_ = nullptr;
   uint64_t size_ = 0;
+  int writer_ = 0;   // the process that has it mapped for writing
   Descriptor file_;  // until it is sealed
 };
 

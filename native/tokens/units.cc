@@ -7,6 +7,7 @@
 
 #include "base/crc32c.h"
 #include "base/fnv.h"
+#include "base/log.h"
 #include "base/node_once.h"
 
 namespace nostall::tokens {
@@ -34,7 +35,11 @@ plan::Units packed_once(const Fnv& key, const std::function<std::unique_ptr<Seal
   const auto make = [&] {
     shared->block = plan();
     std::vector<Descriptor> files;
-    files.push_back(shared->block->seal());
+    try {
+      files.push_back(shared->block->seal());
+    } catch (const Error& error) {
+      log(LogLevel::warning, std::string(error.what()) + "; each process packs for itself");
+    }
     return files;
   };
   const auto& files = shared->once.get(make, kPatience, waiting);
