@@ -92,7 +92,7 @@ plan::LongDocuments packed_long(const std::string& name) {
 std::pair<tokens::Index, std::shared_ptr<NodeOnce>> index_once(const std::string& key,
                                                                const nb::callable& make,
                                                                double patience) {
-  auto once = std::make_shared<NodeOnce>(key);
+  auto once = std::make_shared<NodeOnce>(key + " " + std::to_string(tokens::kTokensVersion));
   std::optional<tokens::Index> made;
   const auto found = [&] {
     {
@@ -105,10 +105,10 @@ std::pair<tokens::Index, std::shared_ptr<NodeOnce>> index_once(const std::string
       return std::vector<Descriptor>();  // each process keeps its own
     }
   };
+  const auto use = [&](const NodeOnce::Files& files) { made = tokens::shared_index(files).take(); };
   without_gil([&] {
-    const auto& files = once->get(
-        found, std::chrono::nanoseconds(static_cast<int64_t>(patience * 1e9)), look_at_signals);
-    if (!made) made = tokens::shared_index(files).take();
+    once->get(found, use, std::chrono::nanoseconds(static_cast<int64_t>(patience * 1e9)),
+              look_at_signals);
   });
   return {*std::move(made), std::move(once)};
 }

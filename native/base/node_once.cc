@@ -45,17 +45,28 @@ auto patiently(std::chrono::nanoseconds patience, const std::function<void()>& w
 
 NodeOnce::NodeOnce(const std::string& key) : handover_(key, 0, 1) {}
 
-const std::vector<Descriptor>& NodeOnce::get(const Make& make, std::chrono::nanoseconds patience,
-                                             const std::function<void()>& waiting) {
-  const auto ask = [this](Clock::time_point until) { return handover_.ask(until); };
+// Whether another process has them. Throws Error(peer) if `use` refuses them.
+bool NodeOnce::found(const Use& use, const std::function<void()>& waiting) {
+  files_ =
+      patiently(kAnswer, waiting, [this](Clock::time_point until) { return handover_.ask(until); });
+  if (files_.empty()) return false;
+  try {
+    use(files_);
+  } catch (const Error& error) {
+    throw Error(ErrorKind::peer, error.what());
+  }
+  return true;
+}
+
+const NodeOnce::Files& NodeOnce::get(const Make& make, const Use& use,
+                                     std::chrono::nanoseconds patience,
+                                     const std::function<void()>& waiting) {
   std::optional<Handover::Turn> turn;
   try {
-    files_ = patiently(kAnswer, waiting, ask);
-    if (!files_.empty()) return files_;
+    if (found(use, waiting)) return files_;
     turn.emplace(patiently(patience, waiting,
                            [this](Clock::time_point until) { return handover_.turn(until); }));
-    files_ = patiently(kAnswer, waiting, ask);
-    if (!files_.empty()) return files_;
+    if (found(use, waiting)) return files_;
   } catch (const Error& error) {
     if (!is_of_others(error)) throw;
     log(LogLevel::warning, std::string(error.what()) + "; this process makes its own copy");

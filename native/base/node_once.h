@@ -17,21 +17,25 @@ namespace nostall {
 
 class NodeOnce {
  public:
-  using Make = std::function<std::vector<Descriptor>()>;
+  using Files = std::vector<Descriptor>;
+  using Make = std::function<Files()>;
+  using Use = std::function<void(const Files&)>;
 
   // `key`: equal for what is equal, byte for byte, in all jobs and releases.
   explicit NodeOnce(const std::string& key);
 
-  // The files: those of another process, or what `make` returns, none if they cannot be shared.
-  // After `patience` this process waits no longer, and makes its own, with a warning. `waiting` is
-  // called now and then, and may throw. Throws what `make` throws.
-  const std::vector<Descriptor>& get(const Make& make, std::chrono::nanoseconds patience,
-                                     const std::function<void()>& waiting = {});
+  // The files: those of another process, of which `use` throws no Error, or what `make` returns, none
+  // if they cannot be shared. Where others' files are of no use, and after `patience`, this process
+  // makes its own, with a warning. `waiting` is called now and then, and may throw. Throws what
+  // `make` throws.
+  const Files& get(const Make& make, const Use& use, std::chrono::nanoseconds patience,
+                   const std::function<void()>& waiting = {});
   // Whether this process made them.
   bool made() const noexcept { return made_; }
 
  private:
-  std::vector<Descriptor> files_;  // outlive what gives them
+  bool found(const Use& use, const std::function<void()>& waiting);
+  Files files_;  // outlive what gives them
   Handover handover_;
   bool made_ = false;
 };

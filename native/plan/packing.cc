@@ -136,8 +136,7 @@ class Rooms {
 // The beginning of a block. Tables follow: begins, filled, pieces, each with room for as many as
 // there can be; memory that is not written to takes none.
 struct Head {
-  static constexpr uint64_t kMagic = 0x314b43415054534e;  // "NSTPACK1"
-  uint64_t magic = kMagic;
+  uint64_t magic = kPackBlock;
   uint64_t units = 0, pieces = 0, tokens = 0;
   uint64_t most_units = 0, most_pieces = 0;
   uint32_t capacity = 0, longer = 0;

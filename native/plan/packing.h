@@ -22,6 +22,8 @@ inline constexpr uint32_t kMostCapacity = 1u << 24;
 
 // The version of the algorithms below; part of the fingerprint of a packing.
 inline constexpr uint32_t kPackingVersion = 1;
+// What a block begins with: its layout.
+inline constexpr uint64_t kPackBlock = 0x314b43415054534e;  // "NSTPACK1"
 
 enum class Packing : uint8_t {
   // Documents end to end in a seeded order, cut every `capacity` tokens.
@@ -61,6 +63,11 @@ struct Units {
   };
   // The block of such units. Throws Error(corruption) if it is none.
   static Units of(std::shared_ptr<const SealedMemory> block);
+  // Whether these can be units of these documents: each piece lies in its document, and units have
+  // what `contents` says. For a block of another process; one pass. `Lengths` has size(), length(d)
+  // and prefetch(d).
+  template <typename Lengths>
+  bool are_of(const Lengths& documents, const PackSpec& spec) const;
 
   uint32_t capacity = 0;
   LongDocuments longer = LongDocuments::split;
@@ -86,6 +93,33 @@ struct Units {
     return positions > 0 ? 1.0 - static_cast<double>(tokens) / positions : 0.0;
   }
 };
+
+template <typename Lengths>
+bool Units::are_of(const Lengths& documents, const PackSpec& spec) const {
+  if (capacity != spec.capacity || longer != spec.longer) return false;
+  if (begins.front() != 0 || begins.back() != pieces.size()) return false;
+  uint64_t all = 0;
+  for (uint64_t u = 0; u < size(); ++u) {
+    if (begins[u + 1] < begins[u] || begins[u + 1] > pieces.size()) return false;
+    // They lie anywhere: their misses overlap.
+    for (const Piece& piece : (*this)[u]) documents.prefetch(piece.document);
+    Filled found;
+    for (const Piece& piece : (*this)[u]) {
+      if (piece.document >= documents.size()) return false;
+      const uint32_t length = documents.length(piece.document);
+      if (piece.begin >= (longer == LongDocuments::cut ? std::min(length, capacity) : length)) {
+        return false;
+      }
+      const uint32_t taken = length_of(piece, length, found.tokens);
+      if (taken == 0) return false;
+      found.tokens += taken;
+      found.open += piece.begin + taken < length ? 1 : 0;
+    }
+    if (found != contents[u]) return false;
+    all += found.tokens;
+  }
+  return all == tokens;
+}
 
 // Empty documents are in no unit. Throws Error(usage) for a capacity of 0 or beyond kMostCapacity, 2^31
 // documents or more, and for a long document that is to be refused, by its number and length.

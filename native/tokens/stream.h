@@ -24,7 +24,8 @@
 
 namespace nostall::tokens {
 
-inline constexpr uint32_t kTokensMagic = 0x54534e31;                // "1NST"
+inline constexpr uint32_t kTokensMagic = 0x54534e31;  // "1NST"
+inline constexpr uint32_t kTokensVersion = 1;
 inline constexpr uint64_t kMostTokens = uint64_t{1} << 48;          // of a stream
 inline constexpr uint64_t kMostDocument = (uint64_t{1} << 32) - 1;  // tokens of a document
 

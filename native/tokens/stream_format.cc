@@ -8,7 +8,6 @@
 namespace nostall::tokens {
 namespace {
 
-constexpr uint32_t kVersion = 1;
 constexpr uint32_t kMostText = 65536;
 
 class Writer {
@@ -88,7 +87,7 @@ Writer written_head(const Index& index, size_t room) {
   const Documents& documents = *index.documents;
   w.out.reserve(room + 4096);
   w.number(kTokensMagic);
-  w.number(kVersion);
+  w.number(kTokensVersion);
   w.number(index.width);
   w.number(static_cast<uint32_t>(index.files.size()));
   w.number(static_cast<uint64_t>(index.extents.size()));
@@ -119,9 +118,10 @@ struct Head {
 Result<Head> parse_head(Parser& p) {
   Head head;
   if (p.number<uint32_t>() != kTokensMagic) return damaged("wrong magic");
-  if (const auto version = p.number<uint32_t>(); version != kVersion) {
+  if (const auto version = p.number<uint32_t>(); version != kTokensVersion) {
     return Error(ErrorKind::corruption, "the stored index has version " + std::to_string(version) +
-                                            ", this release reads " + std::to_string(kVersion));
+                                            ", this release reads " +
+                                            std::to_string(kTokensVersion));
   }
   head.index.width = p.number<uint32_t>();
   const uint32_t width = head.index.width;

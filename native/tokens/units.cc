@@ -23,7 +23,9 @@ void append(std::byte*& to, uint32_t word) {
   to += sizeof word;
 }
 
-plan::Units packed_once(const Fnv& key, const std::function<std::unique_ptr<SealedMemory>()>& plan,
+plan::Units packed_once(const std::string& key,
+                        const std::function<std::unique_ptr<SealedMemory>()>& plan,
+                        const std::function<bool(const plan::Units&)>& sound,
                         const std::function<void()>& waiting) {
   // Gives the block to other processes for as long as it is used here.
   struct Shared {
@@ -31,7 +33,8 @@ plan::Units packed_once(const Fnv& key, const std::function<std::unique_ptr<Seal
     NodeOnce once;
     std::unique_ptr<SealedMemory> block;
   };
-  const auto shared = std::make_shared<Shared>("packing " + std::to_string(key.value()));
+  const auto shared = std::make_shared<Shared>(key);
+  plan::Units units;
   const auto make = [&] {
     shared->block = plan();
     std::vector<Descriptor> files;
@@ -40,12 +43,33 @@ plan::Units packed_once(const Fnv& key, const std::function<std::unique_ptr<Seal
     } catch (const Error& error) {
       log(LogLevel::warning, std::string(error.what()) + "; each process packs for itself");
     }
+    units = plan::Units::of({shared, shared->block.get()});
     return files;
   };
-  const auto& files = shared->once.get(make, kPatience, waiting);
-  if (!shared->once.made()) shared->block = std::make_unique<SealedMemory>(files.at(0));
-  return plan::Units::of({shared, shared->block.get()});
+  const auto use = [&](const NodeOnce::Files& files) {
+    shared->block = std::make_unique<SealedMemory>(files.at(0));
+    units = plan::Units::of({shared, shared->block.get()});
+    if (!sound(units)) {
+      throw Error(ErrorKind::corruption, "what another process shares is of other documents");
+    }
+  };
+  shared->once.get(make, use, kPatience, waiting);
+  return units;
 }
+
+std::string key_of(const plan::PackSpec& spec, uint64_t documents) {
+  return "packing " +
+         std::to_string(
+             Fnv(documents).number(plan::kPackBlock).number(plan::fingerprint(spec)).value());
+}
+
+// What plan::Units asks of documents.
+struct Lengths {
+  std::span<const uint32_t> lengths;
+  uint64_t size() const noexcept { return lengths.size(); }
+  uint32_t length(uint64_t i) const noexcept { return lengths[i]; }
+  void prefetch(uint64_t i) const noexcept { __builtin_prefetch(lengths.data() + i); }
+};
 
 // One thread's reader: the ranges of all requests of a call in one call of the storage.
 class UnitReader : public source::Reader {
@@ -182,18 +206,25 @@ plan::Units packed(const Documents& documents, const plan::PackSpec& spec,
     return plan::pack_block(lengths, spec);
   };
   if (documents.size() < kPackedOnce) return plan::Units::of(plan());
-  return packed_once(Fnv(documents.fingerprint()).number(plan::fingerprint(spec)), plan, waiting);
+  const auto sound = [&](const plan::Units& units) { return units.are_of(documents, spec); };
+  Fnv content(documents.fingerprint());
+  for (const uint32_t low : documents.low()) content.word(low);
+  return packed_once(key_of(spec, content.value()), plan, sound, waiting);
+}
+
+std::string packing_key(std::span<const uint32_t> lengths, const plan::PackSpec& spec) {
+  Fnv content;
+  content.number(lengths.size());
+  for (const uint32_t length : lengths) content.word(length);
+  return key_of(spec, content.value());
 }
 
 plan::Units packed(std::span<const uint32_t> lengths, const plan::PackSpec& spec,
                    const std::function<void()>& waiting) {
   const auto plan = [&] { return plan::pack_block(lengths, spec); };
   if (lengths.size() < kPackedOnce) return plan::Units::of(plan());
-  Fnv key(crc32c(std::as_bytes(lengths)));
-  uint64_t tokens = 0;
-  for (const uint32_t length : lengths) tokens += length;
-  key.number(lengths.size()).number(tokens).number(plan::fingerprint(spec));
-  return packed_once(key, plan, waiting);
+  const auto sound = [&](const plan::Units& units) { return units.are_of(Lengths{lengths}, spec); };
+  return packed_once(packing_key(lengths, spec), plan, sound, waiting);
 }
 
 UnitSource::UnitSource(std::shared_ptr<const Stream> stream,

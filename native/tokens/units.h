@@ -55,6 +55,8 @@ plan::Units packed(const Documents& documents, const plan::PackSpec& spec,
                    const std::function<void()>& waiting = {});
 plan::Units packed(std::span<const uint32_t> lengths, const plan::PackSpec& spec,
                    const std::function<void()>& waiting = {});
+// What a node names the packing of these lengths by.
+std::string packing_key(std::span<const uint32_t> lengths, const plan::PackSpec& spec);
 
 // Units in which some ids of the stream are several tokens; packed ones, of whole documents.
 struct WithImages {

@@ -30,6 +30,8 @@ std::vector<Descriptor> a_file() {
 
 std::vector<Descriptor> never() { throw std::logic_error("made twice"); }
 
+void any(const std::vector<Descriptor>&) {}
+
 ino_t number_of(const Descriptor& file) {
   struct stat status {};
   EXPECT_EQ(::fstat(file.get(), &status), 0);
@@ -52,7 +54,7 @@ pid_t one_that(const std::string& key, bool gives) {
           if (!gives) stays();
           return a_file();
         },
-        20s);
+        any, 20s);
     stays();
   }
   ::close(ends[1]);
@@ -68,15 +70,15 @@ TEST(NodeOnce, GivesTheSameFilesForAsLongAsTheirMakerLives) {
   ino_t made = 0;
   {
     NodeOnce first(key);
-    made = number_of(first.get(a_file, 20s).at(0));
+    made = number_of(first.get(a_file, any, 20s).at(0));
     EXPECT_TRUE(first.made());
-    EXPECT_EQ(number_of(second.get(never, 20s).at(0)), made);
+    EXPECT_EQ(number_of(second.get(never, any, 20s).at(0)), made);
     EXPECT_FALSE(second.made());
   }
-  other.get(a_file, 20s);
+  other.get(a_file, any, 20s);
   EXPECT_TRUE(other.made());
   NodeOnce late(key);
-  late.get(a_file, 20s);
+  late.get(a_file, any, 20s);
   EXPECT_TRUE(late.made());
 }
 
@@ -85,7 +87,7 @@ TEST(NodeOnce, AnotherTakesOverFromOneThatIsKilled) {
   const pid_t maker = one_that(key, false);
   NodeOnce once(key);
   int waits = 0;
-  once.get(a_file, 60s, [&] {
+  once.get(a_file, any, 60s, [&] {
     // It waits for the first time: only now nothing is made.
     if (waits++ == 0) ::kill(maker, SIGKILL);
   });
@@ -98,9 +100,9 @@ TEST(NodeOnce, MakesItsOwnWhereAnotherTakesTooLong) {
   const std::string key = fresh_key();
   const pid_t maker = one_that(key, false);
   NodeOnce once(key), interrupted(key);
-  once.get(a_file, 300ms);
+  once.get(a_file, any, 300ms);
   EXPECT_TRUE(once.made());
-  EXPECT_THROW(interrupted.get(never, 60s, [] { throw std::runtime_error("interrupted"); }),
+  EXPECT_THROW(interrupted.get(never, any, 60s, [] { throw std::runtime_error("interrupted"); }),
                std::runtime_error);
   ::kill(maker, SIGKILL);
   ::waitpid(maker, nullptr, 0);
@@ -112,17 +114,29 @@ TEST(NodeOnce, CanBeInterruptedWhereTheOneThatHasItIsStopped) {
   ::kill(stopped, SIGSTOP);
   EXPECT_EQ(::waitpid(stopped, nullptr, WUNTRACED), stopped);
   NodeOnce interrupted(key);
-  EXPECT_THROW(interrupted.get(never, 60s, [] { throw std::runtime_error("interrupted"); }),
+  EXPECT_THROW(interrupted.get(never, any, 60s, [] { throw std::runtime_error("interrupted"); }),
                std::runtime_error);
   ::kill(stopped, SIGKILL);
   ::waitpid(stopped, nullptr, 0);
 }
 
+TEST(NodeOnce, MakesItsOwnWhereOthersFilesAreOfNoUse) {
+  const std::string key = fresh_key();
+  NodeOnce first(key), second(key), third(key);
+  const ino_t given = number_of(first.get(a_file, any, 20s).at(0));
+  const auto refuse = [](const std::vector<Descriptor>&) {
+    throw Error(ErrorKind::corruption, "of another version");
+  };
+  EXPECT_NE(number_of(second.get(a_file, refuse, 20s).at(0)), given);
+  EXPECT_TRUE(second.made());
+  EXPECT_EQ(number_of(third.get(never, any, 20s).at(0)), given);
+}
+
 TEST(NodeOnce, LetsTheNextOneTryWhatFailed) {
   const std::string key = fresh_key();
   NodeOnce first(key), second(key);
-  EXPECT_THROW(first.get(never, 20s), std::logic_error);
-  second.get(a_file, 20s);
+  EXPECT_THROW(first.get(never, any, 20s), std::logic_error);
+  second.get(a_file, any, 20s);
   EXPECT_TRUE(second.made());
 }
 

@@ -3,11 +3,18 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <chrono>
+#include <functional>
 #include <random>
+#include <span>
 #include <string>
 
 #include "../records/memory_storage.h"
+#include "base/crc32c.h"
+#include "base/node_once.h"
 
 namespace nostall::tokens {
 namespace {
@@ -108,6 +115,52 @@ TEST(Units, HaveTheirIds) {
       }
     }
   }
+}
+
+// Puts what `change` makes of a sealed packing in the place where the node looks for one.
+void give_changed(NodeOnce& once, const std::vector<uint32_t>& lengths, const plan::PackSpec& spec,
+                  const std::function<void(SealedMemory&)>& change) {
+  const auto make = [&] {
+    const auto block = plan::pack_block(lengths, spec);
+    change(*block);
+    std::vector<Descriptor> files;
+    files.push_back(block->seal());
+    return files;
+  };
+  once.get(
+      make, [](const auto&) {}, std::chrono::seconds(20));
+  EXPECT_TRUE(once.made());
+}
+
+TEST(Units, ArePackedHereWhereThoseOfTheNodeAreOfNoUse) {
+  const std::vector<uint32_t> lengths(kPackedOnce, 3);
+  std::vector<uint32_t> shorter = lengths;
+  shorter[7] = 1;
+  const plan::PackSpec spec{.capacity = 8, .seed = static_cast<uint64_t>(::getpid())};
+  const plan::Units expected = plan::pack(lengths, spec);
+  const auto check = [&](const char* what, const std::vector<uint32_t>& given,
+                         const plan::PackSpec& given_spec,
+                         const std::function<void(SealedMemory&)>& change) {
+    NodeOnce once(packing_key(lengths, spec));
+    give_changed(once, given, given_spec, change);
+    const plan::Units units = packed(lengths, spec);
+    EXPECT_TRUE(std::ranges::equal(units.pieces, expected.pieces)) << what;
+    EXPECT_TRUE(std::ranges::equal(units.contents, expected.contents)) << what;
+  };
+  const auto same = [](SealedMemory&) {};
+  check("damage", lengths, spec, [](SealedMemory& block) { block.data()[200] ^= std::byte{1}; });
+  check("another layout", lengths, spec,
+        [](SealedMemory& block) { block.data()[7] = std::byte{9}; });
+  check("a shorter document", shorter, spec, same);
+  check("more documents", std::vector<uint32_t>(kPackedOnce + 9, 3), spec, same);
+  check("longer units", lengths, {.capacity = 9, .seed = spec.seed}, same);
+}
+
+TEST(Units, HaveAKeyOfTheirLengths) {
+  // CRC32C's polynomial, in one place or in the other: equal sums and checksums.
+  const std::vector<uint32_t> one{0x05ec76f1, 1, 0, 0}, other{0, 0, 0x05ec76f1, 1};
+  ASSERT_EQ(crc32c(std::as_bytes(std::span(one))), crc32c(std::as_bytes(std::span(other))));
+  EXPECT_NE(packing_key(one, {.capacity = 8}), packing_key(other, {.capacity = 8}));
 }
 
 TEST(Units, SayWhatCannotBe) {
