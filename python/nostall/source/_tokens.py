@@ -144,6 +144,9 @@ class Tokens:
         }
         self.vocabulary = vocabulary
         self._marks = False  # whether `_end` ends no documents
+        # What gives the documents to other processes of the node; of ids, with what was found of them.
+        self._shared: _native.NodeOnce | None = None
+        self._places: dict[int, tuple[_native.TokenIndex, _native.NodeOnce]] = {}
         self.index_file = ""
         self.index_reused = False
         self._end, self._column = end, column
@@ -220,14 +223,18 @@ class Tokens:
             UsageError: it is no id of the stream's type.
             IoError: a file cannot be read.
         """
+        if id in self._places:
+            return _native.token_places(self.native, self._places[id][0], id, _THREADS)
         marks = object.__new__(type(self))
         marks.__dict__.update(self.__dict__)
-        marks.vocabulary, marks._end, marks._marks = None, id, True
+        marks.vocabulary, marks._end, marks._marks, marks._shared = None, id, True, None
         marks._check_end(id)
         index = self._arguments["index"]
         kept = index if isinstance(index, bool) else f"{os.fspath(index)}.{id}"
         marks.index_file = records_path(self.storage.paths, marks._stamp, kept)
         found = marks._load() or marks._find(None)
+        if marks._shared is not None:
+            self._places[id] = found, marks._shared
         return _native.token_places(self.native, found, id, _THREADS)
 
     def _track(self, name: str, track: Tokens) -> Track:

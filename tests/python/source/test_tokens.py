@@ -266,6 +266,23 @@ def test_places_of_an_id_are_not_ends_of_documents(tmp_path: Path) -> None:
         nostall.Tokens(tmp_path / "a.npy", end=0)
 
 
+def test_places_are_found_once_on_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tokens, "_SHARED_FROM", 0)
+    IDS.tofile(tmp_path / "a.bin")
+    one, other = (
+        nostall.Tokens(tmp_path / "a.bin", dtype="uint16", end=0, index=False) for _ in range(2)
+    )
+    places = one.places(7)
+    assert places.tolist() == np.flatnonzero(IDS == 7).tolist()
+    monkeypatch.setattr(nostall.Tokens, "_examine", None)  # what is called no more
+    for tokens in (
+        other,
+        one,
+        nostall.Tokens(tmp_path / "a.bin", dtype="uint16", end=0, index=False),
+    ):
+        assert np.array_equal(tokens.places(7), places)
+
+
 def test_one_url_in_two_stores_is_two_files(monkeypatch: pytest.MonkeyPatch) -> None:
     store = pytest.importorskip("obstore.store")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://one.example")
