@@ -53,6 +53,13 @@ SealedMemory::SealedMemory(const Descriptor& file) {
   data_ = map(readable(file).get(), size_, PROT_READ);
 }
 
+SealedMemory::SealedMemory(uint64_t size) : size_(size) {
+  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  void* memory = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, kFlags, -1, 0);
+  if (memory == MAP_FAILED) throw io_error("cannot map", "memory of this process", errno);
+  data_ = static_cast<std::byte*>(memory);
+}
+
 SealedMemory::~SealedMemory() {
   // In a child that does not have it, other memory may lie at these addresses.
   if (writer_ == 0 || writer_ == ::getpid()) ::munmap(data_, size_);

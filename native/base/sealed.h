@@ -21,6 +21,8 @@ class SealedMemory {
   SealedMemory(const std::string& name, uint64_t size);
   // The memory of a sealed file. Throws Error(io) if it is none.
   explicit SealedMemory(const Descriptor& file);
+  // Memory of this process alone, which is never sealed. Throws Error(io).
+  explicit SealedMemory(uint64_t size);
   ~SealedMemory();
   SealedMemory(const SealedMemory&) = delete;
   SealedMemory& operator=(const SealedMemory&) = delete;

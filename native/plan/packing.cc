@@ -295,7 +295,8 @@ Sums sums_of(std::span<const uint32_t> lengths, const PackSpec& spec) {
 
 }  // namespace
 
-std::unique_ptr<SealedMemory> pack_block(std::span<const uint32_t> lengths, const PackSpec& spec) {
+std::unique_ptr<SealedMemory> pack_block(std::span<const uint32_t> lengths, const PackSpec& spec,
+                                         BlockFor use) {
   if (spec.capacity == 0 || spec.capacity > kMostCapacity) {
     fail("units have room for 1 to " + std::to_string(kMostCapacity) + " tokens, not " +
          std::to_string(spec.capacity));
@@ -311,7 +312,9 @@ std::unique_ptr<SealedMemory> pack_block(std::span<const uint32_t> lengths, cons
   head.tokens = sums.tokens;
   head.most_pieces = sums.documents + sums.alone + sums.tokens / spec.capacity;
   head.most_units = std::min(sums.tokens, sums.documents + sums.alone) + 1;
-  auto block = std::make_unique<SealedMemory>("nostall-packing", head.bytes());
+  auto block = use == BlockFor::others
+                   ? std::make_unique<SealedMemory>("nostall-packing", head.bytes())
+                   : std::make_unique<SealedMemory>(head.bytes());
   Writer out(*block, head);
   if (spec.packing == Packing::concatenate) {
     concatenate(lengths, spec, out);
@@ -348,7 +351,7 @@ Units Units::of(std::shared_ptr<const SealedMemory> block) {
 }
 
 Units pack(std::span<const uint32_t> lengths, const PackSpec& spec) {
-  return Units::of(pack_block(lengths, spec));
+  return Units::of(pack_block(lengths, spec, BlockFor::this_process));
 }
 
 uint64_t fingerprint(const PackSpec& spec) noexcept {

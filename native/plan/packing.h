@@ -123,8 +123,10 @@ bool Units::are_of(const Lengths& documents, const PackSpec& spec) const {
 
 // Empty documents are in no unit. Throws Error(usage) for a capacity of 0 or beyond kMostCapacity, 2^31
 // documents or more, and for a long document that is to be refused, by its number and length.
-// The block, not yet sealed.
-std::unique_ptr<SealedMemory> pack_block(std::span<const uint32_t> lengths, const PackSpec& spec);
+// The block: to be sealed for others, or of this process alone.
+enum class BlockFor : uint8_t { others, this_process };
+std::unique_ptr<SealedMemory> pack_block(std::span<const uint32_t> lengths, const PackSpec& spec,
+                                         BlockFor use = BlockFor::others);
 Units pack(std::span<const uint32_t> lengths, const PackSpec& spec);
 
 // 64-bit hash of everything beside the lengths that decides the units.

@@ -200,12 +200,13 @@ Pieces whole_documents(const Documents& documents, uint64_t length, Long longer)
 
 plan::Units packed(const Documents& documents, const plan::PackSpec& spec,
                    const std::function<void()>& waiting) {
-  const auto plan = [&] {
-    std::vector<uint32_t> lengths(documents.size());
-    for (uint64_t d = 0; d < lengths.size(); ++d) lengths[d] = documents.length(d);
-    return plan::pack_block(lengths, spec);
+  const auto lengths = [&] {
+    std::vector<uint32_t> all(documents.size());
+    for (uint64_t d = 0; d < all.size(); ++d) all[d] = documents.length(d);
+    return all;
   };
-  if (documents.size() < kPackedOnce) return plan::Units::of(plan());
+  if (documents.size() < kPackedOnce) return plan::pack(lengths(), spec);
+  const auto plan = [&] { return plan::pack_block(lengths(), spec); };
   const auto sound = [&](const plan::Units& units) { return units.are_of(documents, spec); };
   Fnv content(documents.fingerprint());
   for (const uint32_t low : documents.low()) content.word(low);
@@ -221,8 +222,8 @@ std::string packing_key(std::span<const uint32_t> lengths, const plan::PackSpec&
 
 plan::Units packed(std::span<const uint32_t> lengths, const plan::PackSpec& spec,
                    const std::function<void()>& waiting) {
+  if (lengths.size() < kPackedOnce) return plan::pack(lengths, spec);
   const auto plan = [&] { return plan::pack_block(lengths, spec); };
-  if (lengths.size() < kPackedOnce) return plan::Units::of(plan());
   const auto sound = [&](const plan::Units& units) { return units.are_of(Lengths{lengths}, spec); };
   return packed_once(packing_key(lengths, spec), plan, sound, waiting);
 }

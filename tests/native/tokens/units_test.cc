@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <fstream>
 #include <functional>
 #include <random>
 #include <span>
@@ -154,6 +155,23 @@ TEST(Units, ArePackedHereWhereThoseOfTheNodeAreOfNoUse) {
   check("a shorter document", shorter, spec, same);
   check("more documents", std::vector<uint32_t>(kPackedOnce + 9, 3), spec, same);
   check("longer units", lengths, {.capacity = 9, .seed = spec.seed}, same);
+}
+
+// A file for each small packing would use up descriptors and mappings of a process.
+TEST(Units, AreAFileOnlyWhereOthersCanUseIt) {
+  const auto files = [] {
+    std::ifstream maps("/proc/self/maps");
+    const std::string all{std::istreambuf_iterator<char>(maps), {}};
+    return all.find("nostall-packing") != std::string::npos;
+  };
+  const plan::PackSpec spec{.capacity = 8, .seed = static_cast<uint64_t>(::getpid()) + 1};
+  const auto small = packed(std::vector<uint32_t>(kPackedOnce - 1, 3), spec);
+  EXPECT_FALSE(files());
+  const auto stream = stream_of({9}, {0, 4});
+  const auto two = packed(stream->documents(), spec);
+  EXPECT_FALSE(files());
+  const auto large = packed(std::vector<uint32_t>(kPackedOnce, 3), spec);
+  EXPECT_TRUE(files());
 }
 
 TEST(Units, HaveAKeyOfTheirLengths) {
