@@ -398,9 +398,10 @@ class Tokens:
         patience = _PATIENCE + size / _SLOWEST
         if self.index_file:
             folder = os.path.dirname(self.index_file) or "."
-            if os.access(folder, os.W_OK) or not os.path.isdir(folder):
+            if os.access(folder, os.W_OK):
                 return made_once(self.index_file, self._load, examine, patience)
-            self.index_file = ""  # read-only
+            if os.path.isdir(folder):
+                self.index_file = ""  # read-only
         paths = self.storage.paths
         store = store_identity(self._arguments["store"]) if is_url(paths[0]) else ""
         if size < _SHARED_FROM or store is None:

@@ -266,6 +266,21 @@ def test_places_of_an_id_are_not_ends_of_documents(tmp_path: Path) -> None:
         nostall.Tokens(tmp_path / "a.npy", end=0)
 
 
+def test_documents_are_found_once_on_a_node_where_an_index_cannot_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_tokens, "_SHARED_FROM", 0)
+    IDS.tofile(tmp_path / "a.bin")
+
+    def opened() -> nostall.Tokens:
+        index = tmp_path / "no folder" / "index"
+        return nostall.Tokens(tmp_path / "a.bin", dtype="uint16", end=0, index=index)
+
+    one = opened()
+    monkeypatch.setattr(nostall.Tokens, "_examine", None)  # what is called no more
+    assert opened().lengths.tolist() == one.lengths.tolist()
+
+
 def test_places_are_found_once_on_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_tokens, "_SHARED_FROM", 0)
     IDS.tofile(tmp_path / "a.bin")
