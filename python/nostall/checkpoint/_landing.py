@@ -51,9 +51,10 @@ class Landing:
     def __init__(self, into: MutableMapping[str, Any], streams: dict[Any, Any]) -> None:
         self._into, self._streams = into, streams
         torch = sys.modules.get("torch")
-        devices = torch is not None and torch.accelerator.current_accelerator() is not None
+        # What torch is built for may be missing here.
+        found = torch and torch.accelerator.current_accelerator(check_available=True)
         # Before anything is read: that of a sharded module wants all ranks.
-        self._own = _own(into) if devices else None
+        self._own = _own(torch, into) if found else None
 
     def read(
         self, file: _native.CheckedFile, blocks: int, threads: int, progress: _native.Progress
@@ -244,20 +245,43 @@ def _arrays(saved: Any) -> Iterator[Any]:
 
 
 class _Object(NamedTuple):
-    """One that loads a state, and the state that it has."""
+    """One that loads a state, and the state that it has; None: it is not known."""
 
     value: Any
     own: Any
 
 
-def _own(value: Any) -> Any:
+def _own(torch: Any, value: Any) -> Any:
     """The value with the states of the objects in it."""
     if callable(getattr(value, "load_state_dict", None)):
-        has = callable(getattr(value, "state_dict", None))
-        return _Object(value, _own(value.state_dict()) if has else None)
+        return _Object(value, _own(torch, _state_of(torch, value)))
     if isinstance(value, Mapping):
-        return {key: _own(one) for key, one in value.items()}
-    return [_own(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _own(torch, one) for key, one in value.items()}
+    return [_own(torch, one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _state_of(torch: Any, value: Any) -> Any:
+    """The state of a module or an optimizer that saves and loads as torch's do; None of all others.
+
+    Of these it is known that they may be given their own tensors, filled; others may write to theirs
+    before they read what they are given.
+    """
+    for kind in (torch.nn.Module, torch.optim.Optimizer):
+        ways = [(getattr(value, name, None), name) for name in ("state_dict", "load_state_dict")]
+        if isinstance(value, kind) and all(
+            getattr(way, "__func__", None) is getattr(kind, name) for way, name in ways
+        ):
+            try:
+                state = value.state_dict()
+            except Exception:  # a hook's: load_state_dict may do all the same
+                return None
+            # What get_extra_state gave is loaded by the user's set_extra_state.
+            return {key: one for key, one in state.items() if not _is_extra(key)}
+    return None
+
+
+def _is_extra(key: str) -> bool:
+    return key.endswith("_extra_state")
 
 
 def _pairs(torch: Any, value: Any, saved: Any) -> Iterator[tuple[Any, Any, Any]]:
@@ -279,7 +303,8 @@ def _pairs(torch: Any, value: Any, saved: Any) -> Iterator[tuple[Any, Any, Any]]
 def _to_come(torch: Any, given: _Object, saved: Any) -> Iterator[tuple[Any, None, Any]]:
     """What an optimizer of torch that has made no step will take to the devices of its parameters."""
     optimizer = given.value
-    if not isinstance(optimizer, torch.optim.Optimizer) or given.own["state"]:
+    known = isinstance(optimizer, torch.optim.Optimizer) and isinstance(given.own, dict)
+    if not known or given.own.get("state", True):
         return
     try:
         numbers = [number for group in saved["param_groups"] for number in group["params"]]

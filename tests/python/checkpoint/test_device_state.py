@@ -437,6 +437,98 @@ def case_a_state_that_does_not_fit_changes_nothing() -> None:
         assert into["weights"].eq(0).all()
 
 
+class Written:
+    """It writes to its tensor before it reads what it is given."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.total = torch.full((COUNT,), value, device="simdev")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total.zero_().add_(state["total"].to("simdev"))
+
+
+class WrittenModule(torch.nn.Module):
+    """The same, in a module's extra state."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((COUNT,), value, device="simdev"))
+        self.written = Written(value)
+
+    def get_extra_state(self) -> Any:
+        return self.written.state_dict()
+
+    def set_extra_state(self, state: Any) -> None:
+        self.written.load_state_dict(state)
+
+
+class WrittenOptimizer(torch.optim.SGD):
+    """The same, in an optimizer with another state."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__([torch.nn.Parameter(torch.zeros(1, device="simdev"))])
+        self.written = Written(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"slow": self.written.total, "param_groups": super().state_dict()["param_groups"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.written.load_state_dict({"total": state["slow"]})
+
+
+def case_objects_that_write_before_they_read() -> None:
+    with checkpointer() as made:
+        kinds = {"plain": Written, "module": WrittenModule, "optimizer": WrittenOptimizer}
+        made.save({name: kind(5.0) for name, kind in kinds.items()}, 1, level="fast")
+        into: dict[str, Any] = {name: kind() for name, kind in kinds.items()}
+        made.restore(into=into)
+        assert into["plain"].total.eq(5).all()
+        assert into["module"].weight.eq(5).all() and into["module"].written.total.eq(5).all()
+        assert into["optimizer"].written.total.eq(5).all()
+
+
+def case_objects_whose_state_cannot_be_asked_for() -> None:
+    """As that of ZeroRedundancyOptimizer before it is consolidated."""
+
+    def refused(*_: Any) -> Any:
+        raise RuntimeError("not consolidated")
+
+    class Sharded(Written):
+        state_dict = refused
+
+    with checkpointer() as made:
+        model = torch.nn.Linear(3, 3).to("simdev")
+        state = {"model": model, "other": Written(5.0), "w": torch.ones(3, device="simdev")}
+        made.save(state, 1, level="fast")
+        hooked = torch.nn.Linear(3, 3).to("simdev")
+        hooked.register_state_dict_pre_hook(refused)
+        into = {"model": hooked, "other": Sharded(), "w": torch.zeros(3, device="simdev")}
+        with mock.patch.object(_landing, "_ways", wraps=_landing._ways) as ways:
+            made.restore(into=into)
+        assert len(ways.call_args.args[1]) == 1  # w, and what the objects have goes by the host
+        assert hooked.weight.equal(model.weight) and into["other"].total.eq(5).all()
+
+
+def case_where_the_accelerator_is_missing() -> None:
+    """Of a torch that is built for it: no state is asked for."""
+    with checkpointer() as made:
+        model = torch.nn.Linear(3, 3)
+        made.save({"model": model}, 1, level="fast")
+        into = {"model": torch.nn.Linear(3, 3)}
+        with (
+            mock.patch.object(torch.accelerator, "is_available", lambda: False),
+            mock.patch.object(
+                torch._C, "_accelerator_getAccelerator", lambda: torch.device("simdev")
+            ),
+            mock.patch.object(torch.nn.Module, "state_dict", side_effect=AssertionError),
+        ):
+            made.restore(into=into)
+        assert into["model"].weight.equal(model.weight)
+
+
 def case_damage_is_found_before_it_lands() -> None:
     with checkpointer() as made, mock.patch.object(_landing, "_SLAB_BLOCKS", 1):
         state = long_state()
