@@ -360,7 +360,7 @@ def side_of(torch: Any, streams: dict[Any, Any], device: Any) -> Any:
 def pinned(torch: Any, streams: dict[Any, Any], shape: Sequence[int], dtype: Any) -> Any:
     """Page-locked memory; None where it is refused, which is said once."""
     try:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
+        return torch.empty(shape, dtype=dtype, pin_memory=True, device="cpu")
     except RuntimeError as error:
         if not streams.get("unpinned"):
             streams["unpinned"] = True

@@ -135,7 +135,9 @@ class _Slabs:
         self._slabs: deque[tuple[Any, list[Any]]] = deque()  # and the events of their copies
         for _ in range(min(_SLABS, blocks)):
             slab = pinned(torch, streams, (size,), torch.uint8)
-            self._slabs.append((torch.empty(size, dtype=torch.uint8) if slab is None else slab, []))
+            if slab is None:
+                slab = torch.empty(size, dtype=torch.uint8, device="cpu")
+            self._slabs.append((slab, []))
 
     def free(self) -> Any:
         """The next slab, once no copy reads it any more."""

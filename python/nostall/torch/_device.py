@@ -66,7 +66,9 @@ class Device:
             try:
                 # The stream names the device: pinning for another one would open that one too.
                 with on_stream(torch, self.stream):
-                    pinned = torch.empty(max(1, size), dtype=torch.uint8, pin_memory=True)
+                    pinned = torch.empty(
+                        max(1, size), dtype=torch.uint8, pin_memory=True, device="cpu"
+                    )
                 memory: NDArray[np.uint8] = pinned.numpy()
                 return memory
             except RuntimeError as error:

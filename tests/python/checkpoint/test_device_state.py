@@ -437,6 +437,26 @@ def case_a_state_that_does_not_fit_changes_nothing() -> None:
         assert into["weights"].eq(0).all()
 
 
+def case_torchs_default_device() -> None:
+    import simdev
+
+    from nostall.torch._device import Device
+
+    with torch.device("simdev"), cases.warnings() as said:
+        for pins in (True, False):
+            simdev.refuse_pinning(not pins)
+            with checkpointer() as made:
+                made.save({"weights": torch.ones(COUNT)}, 1, level="fast")
+                into = {"weights": torch.zeros(COUNT)}
+                with mock.patch.object(_landing, "_ways", wraps=_landing._ways) as ways:
+                    made.restore(into=into)
+                assert ways.called and into["weights"].eq(1).all()
+            if pins:
+                assert Device(torch.device("simdev:0")).memory(64).nbytes == 64
+                assert not said
+        assert all("host memory cannot be page-locked" in line for line in said)
+
+
 class Written:
     """It writes to its tensor before it reads what it is given."""
 
