@@ -412,7 +412,8 @@ class Checkpointer:
                 there, and later checkpoints are superseded, with a warning.
             into: a state as given to `save`. Objects with a load_state_dict load their state, arrays
                 and tensors are filled in place, all other values are replaced; None takes whatever
-                was saved in its place. If anything does not fit, nothing changes.
+                was saved in its place. If names or arrays do not fit, nothing changes; if a
+                load_state_dict raises, some of the rest may be loaded.
             progress: called now and then with (bytes read, bytes in all).
 
         Returns:

@@ -101,6 +101,8 @@ class Landing:
             check_fit(self._into, saved)
         except UsageError:  # is raised once all ranks have read
             return {}
+        if not _loads(torch, self._own, saved):  # load_state_dict says so
+            return {}
         names = {_address(stored.data): name for name, stored in arrays.items() if len(stored.data)}
         found: dict[str, Any] = {}
         pairs: Counter[str] = Counter()
@@ -282,8 +284,37 @@ def _state_of(torch: Any, value: Any) -> Any:
     return None
 
 
-def _is_extra(key: str) -> bool:
-    return key.endswith("_extra_state")
+def _is_extra(key: Any) -> bool:
+    return str(key).endswith("_extra_state")
+
+
+def _loads(torch: Any, value: Any, saved: Any) -> bool:
+    """Whether no object whose state is known refuses what was saved, for its names or shapes."""
+    if isinstance(value, _Object):
+        own = value.own
+        if isinstance(value.value, torch.nn.Module) and own is not None:
+            plain = (torch.Tensor, torch.nn.Parameter)
+            arrays = {key: one for key, one in own.items() if type(one) in plain}
+            return (
+                isinstance(saved, dict)
+                and own.keys() == {key for key in saved if not _is_extra(key)}
+                and all(is_array(saved[key]) for key in arrays)
+                and all(tuple(one.shape) == tuple(saved[key].shape) for key, one in arrays.items())
+            )
+        return own is None or _group_sizes(own) == _group_sizes(saved)
+    if isinstance(value, dict) and isinstance(saved, dict):
+        return all(_loads(torch, one, saved[key]) for key, one in value.items() if key in saved)
+    if isinstance(value, list) and isinstance(saved, list | tuple):
+        return all(_loads(torch, *both) for both in zip(value, saved, strict=False))
+    return True
+
+
+def _group_sizes(state: Any) -> list[int] | None:
+    """How many parameters each group of an optimizer has."""
+    try:
+        return [len(group["params"]) for group in state["param_groups"]]
+    except (LookupError, TypeError):
+        return None
 
 
 def _pairs(torch: Any, value: Any, saved: Any) -> Iterator[tuple[Any, Any, Any]]:

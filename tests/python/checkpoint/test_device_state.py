@@ -457,6 +457,32 @@ def case_torchs_default_device() -> None:
         assert all("host memory cannot be page-locked" in line for line in said)
 
 
+def case_objects_that_refuse_a_state_leave_the_rest_as_it_is() -> None:
+    with checkpointer() as made:
+
+        def state(width: int, second: bool) -> dict[str, Any]:
+            torch.manual_seed(0)
+            model = torch.nn.Linear(3, width, bias=second).to("simdev")
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            given = torch.zeros(COUNT, device="simdev")
+            return {"nested": [{"model": model}], "optimizer": optimizer, "weights": given}
+
+        saved = state(3, second=True)
+        saved["weights"].add_(1)
+        made.save(saved, 1, level="fast")
+        for into, error in (
+            (state(4, second=True), RuntimeError),
+            (state(3, second=False), RuntimeError),
+            (
+                {**state(3, second=True), "optimizer": state(3, second=False)["optimizer"]},
+                ValueError,
+            ),
+        ):
+            with pytest.raises(error):
+                made.restore(into=into)
+            assert into["weights"].eq(0).all()
+
+
 class Written:
     """It writes to its tensor before it reads what it is given."""
 
