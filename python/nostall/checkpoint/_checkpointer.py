@@ -425,6 +425,7 @@ class Checkpointer:
             UsageError: the checkpoint is of another number of ranks, or does not fit `into`.
         """
         self._check_process()
+        self.before_update()  # for restoring changes the state as well
         stores = [s for s in (self.fast, self.durable) if s is not None]
         search = Search(
             stores,

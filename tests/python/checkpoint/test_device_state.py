@@ -483,6 +483,21 @@ def case_objects_that_refuse_a_state_leave_the_rest_as_it_is() -> None:
             assert into["weights"].eq(0).all()
 
 
+def case_restore_in_a_window() -> None:
+    with checkpointer() as made:
+        for device in ("cpu", "simdev"):
+            weight = torch.nn.Parameter(torch.ones(COUNT, device=device))
+            made.attach(torch.optim.SGD([weight], lr=1.0))
+            made.save({"weight": weight}, 1, level="fast")
+            with torch.no_grad():
+                weight.add_(1)
+            saved = made.save({"weight": weight}, 2, window=True)
+            made.restore(1, into={"weight": weight})
+            assert made._window is None and weight.eq(1).all()
+            made.wait()
+            assert saved.problems == []
+
+
 class Written:
     """It writes to its tensor before it reads what it is given."""
 
