@@ -91,7 +91,8 @@ def choose_early(size: int, rate: float, window: float, free: int) -> tuple[int,
         free: bytes of the device that nothing has. A step's memory was had once when an update
             comes; half of what is free is left to steps that take more.
     """
-    early = int(rate * window * _ROOM)
+    # The first update may come before the copies begin.
+    early = max(0, int(rate * window * _ROOM))
     if not rate or not window or early >= size:
         return size, ""
     if size - early > free // 2:
@@ -169,6 +170,7 @@ class DeviceCopies:
         self.why = self.why or why
         ends = itertools.accumulate(piece.source.nbytes for piece in pieces)
         first = [piece for piece, end in zip(pieces, ends, strict=True) if end <= early]
+        first = first or list(pieces[:1])  # for how fast they are is measured by copies
         began = _moment(self._torch, side)
         self._copy(side, first)
         pace.begin(began, _moment(self._torch, side), sum(piece.source.nbytes for piece in first))

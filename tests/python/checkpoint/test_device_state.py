@@ -320,6 +320,29 @@ def case_without_an_update_the_writer_copies_the_rest() -> None:
     assert simdev.reports() == []
 
 
+def case_a_pace_that_was_found_slow_once_is_measured_again() -> None:
+    import simdev
+
+    with cases.recorded(), checkpointer() as made:
+        stream = begun(made)
+        pace = made._device_paces[stream.device] = _device.Pace()
+        pace.rate, pace.window = 1.0, 1.0
+        weight = torch.nn.Parameter(torch.ones(COUNT, device="simdev"))
+        simdev.speed(0.002, stream=stream)
+        for step in (1, 2):
+            made.save({"weight": weight}, step, window=True)
+            made.before_update()
+            made.wait()
+        assert pace.rate == pytest.approx(weight.nbytes / 0.002)
+
+
+def case_an_update_before_its_copies_begin() -> None:
+    assert _device.choose_early(100 << 20, 1e9, -0.05, 1 << 40) == (
+        0,
+        "the bus carries 0 of 100 MiB before the update",
+    )
+
+
 def long_state() -> dict[str, Any]:
     """Of several blocks, on two devices and the host."""
     return {
