@@ -22,7 +22,7 @@ from nostall.checkpoint._device import follow, pinned, side_of
 from nostall.checkpoint._format import header_bytes, parse
 from nostall.checkpoint._restore import check_fit, fits, is_array
 from nostall.checkpoint._tree import Stored, decode
-from nostall.errors import UsageError
+from nostall.errors import Error, UsageError
 
 _log = logging.getLogger("nostall")
 
@@ -84,6 +84,8 @@ class Landing:
                 slabs = _Slabs(torch, self._streams, ways, blocks)
                 damaged = _send(slabs, file, head, blocks, ways, threads, progress)
         except RuntimeError as error:  # of the device, which the copies on the host's side meet too
+            if isinstance(error, Error):
+                raise
             _log.warning(
                 "arrays go to the device by way of ordinary memory: %s",
                 str(error).partition("\n")[0],

@@ -644,6 +644,17 @@ def case_a_copy_that_the_device_refuses() -> None:
         assert "by way of ordinary memory" in line and "device lost" in line
 
 
+def case_an_error_of_nostall_is_not_the_devices() -> None:
+    with checkpointer() as made:
+        made.save({"weights": torch.ones(COUNT, device="simdev")}, 1, level="fast")
+        stopped = nostall.errors.StoppedError("stopped")
+        with (
+            mock.patch.object(_landing, "_send", side_effect=stopped),
+            pytest.raises(nostall.errors.CorruptionError, match="restored: stopped"),
+        ):
+            made.restore(into={"weights": torch.zeros(COUNT, device="simdev")})
+
+
 def case_two_threads_that_save() -> None:
     """Each with a checkpointer of its own, over the same streams."""
     import simdev
