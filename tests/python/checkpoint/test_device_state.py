@@ -408,44 +408,80 @@ def case_without_the_wait_for_what_has_landed() -> None:
         assert any("no event" in line for line in restored())
 
 
-def sent_while_held(limit: float) -> int:
-    """How many slabs are sent on their way while no copy begins; each within so many seconds."""
+@contextmanager
+def landing_while_held() -> Iterator[Steps]:
+    """What a thread that restores does while no copy begins, until the caller lets them begin.
+
+    It is "begin" and "sent" for each slab, "wait" where the thread waits for the copies of one, and
+    "end".
+    """
     import simdev
 
-    sent, real = threading.Semaphore(0), _landing._Slabs.send
+    did, sending, awaiting = Steps(), _landing._Slabs.send, _landing.await_copies
 
     def send(*arguments: Any) -> None:
-        real(*arguments)
-        sent.release()
+        did.append("begin")
+        sending(*arguments)
+        did.append("sent")
+
+    def wait(copied: Any) -> None:
+        if copied:
+            did.append("wait")
+        awaiting(copied)
 
     with (
         checkpointer() as made,
         mock.patch.object(_landing, "_SLAB_BLOCKS", 1),
         mock.patch.object(_landing._Slabs, "send", send),
+        mock.patch.object(_landing, "await_copies", wait),
     ):
         stream = begun(made)
         state = {"weights": torch.arange(6 << 20, device="simdev")}
         made.save(state, 1, level="fast")
         into = emptied(state)
-        thread = threading.Thread(target=lambda: made.restore(1, into=into))
-        count = 0
+
+        def restore() -> None:
+            made.restore(1, into=into)
+            did.append("end")
+
+        thread = threading.Thread(target=restore)
         with simdev.held(stream):
             thread.start()
-            while count < _landing._SLABS and sent.acquire(timeout=limit):
-                count += 1
-            assert not sent.acquire(timeout=0)
+            yield did
         thread.join()
-        assert same(into, state)
-    return count
+        assert same(into, state) and did[-1] == "end"
+
+
+class Steps(list[str]):
+    """What a thread did; another one waits until it did one of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._changed = threading.Condition()
+
+    def append(self, step: str) -> None:
+        with self._changed:
+            super().append(step)
+            self._changed.notify()
+
+    def until(self, *steps: str, limit: float = 100) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: any(step in self for step in steps), limit)
 
 
 def case_blocks_are_read_while_others_are_copied() -> None:
-    assert sent_while_held(100) == _landing._SLABS
+    with landing_while_held() as did:
+        assert did.until("wait", "end")
+        # It waits there: nothing follows, unless the wait is none.
+        assert not did.until("end", limit=0.2)
+        assert did == ["begin", "sent"] * _landing._SLABS + ["wait"]
 
 
 def case_without_page_locked_memory() -> None:
-    with mock.patch.object(_landing, "pinned", lambda *_: None):
-        assert sent_while_held(0.2) == 0
+    with mock.patch.object(_landing, "pinned", lambda *_: None), landing_while_held() as did:
+        assert did.until("begin", "end")
+        assert not did.until("sent", "end", limit=0.2)
+        assert did == ["begin"]
 
 
 def case_a_state_that_does_not_fit_changes_nothing() -> None:
