@@ -250,7 +250,8 @@ class Ahead:
     def _next(self) -> tuple[Made, Any, Sending]:
         """Waits for a batch."""
         self._wanted = True
-        self._room.put(None)
+        if self._held_up:
+            self._room.put(None)
         while not self._ready and self._error is None:
             self._arrived.get()
         self._wanted = False

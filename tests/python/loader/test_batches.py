@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +16,7 @@ import nostall
 from nostall import fields
 from nostall import transforms as t
 from nostall.errors import UsageError
+from nostall.loader._ahead import Ahead, Made
 
 EPOCHS = 4
 
@@ -292,3 +297,24 @@ def test_items_grow_and_mixed_labels_are_refused(image_folder: Path) -> None:
         ((_, content),) = batches.epochs()
         with pytest.raises(UsageError, match="num_classes="):
             next(content)
+
+
+def test_a_consumer_wakes_only_a_thread_that_waits() -> None:
+    """Else its tokens pile up where batches are made more slowly than they are taken."""
+    begin = threading.Event()
+
+    def made(waited: Callable[[], None]) -> Iterator[Made]:
+        begin.wait()
+        for number in range(5):
+            while not ahead._wanted:
+                time.sleep(0.001)
+                waited()
+            yield Made(mock.Mock(), [], lambda hand, number=number: number)
+
+    place = mock.MagicMock()
+    place.begin.return_value.bytes = 1
+    ahead = Ahead(place, made, 10)  # type: ignore[arg-type]
+    begin.set()
+    assert [ahead.take()[1] for _ in range(5)] == list(range(5))
+    assert ahead._room.empty()
+    ahead.close()
