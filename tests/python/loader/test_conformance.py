@@ -292,7 +292,7 @@ def test_kinds_of_the_users_own() -> None:
         assert loader.stats().epochs[0].substituted == [1]
     for kind, words in (
         (Reversed(dtype="int8"), r"decode gives uint8, and its dtype is int8"),
-        (Reversed(shape=(3,)), r"array of shape \(2,\), not \(3,\)"),
+        (Reversed(shape=(3,)), r"array of shape \([02],\), not \(3,\)"),
         (Fussy(), "IndexError"),
     ):
         data = nostall.Files({}, {"a": [b"de", b""]}, schema={"a": kind})
