@@ -92,7 +92,7 @@ struct Task {
   double seconds = 0;
   double enqueued = 0;  // by the virtual clock
   std::function<void()> act;
-  std::shared_ptr<Mark> waits_for;
+  std::shared_ptr<Mark> waits_for, reaches;
   std::string name;
   Done done;
 };
@@ -405,6 +405,12 @@ void serve(Stream* stream) {
       }
       if (!failure.empty()) s.reports.push_back(task.name + " failed: " + failure);
     }
+    // Under one lock with `busy`: a stream whose last event was waited for is idle.
+    if (task.reaches) {
+      task.reaches->time = stream->time;
+      task.reaches->seconds = s.virtual_time ? stream->time : now();
+      task.reaches->done = true;
+    }
     wake();
   }
 }
@@ -432,12 +438,7 @@ std::shared_ptr<Mark> mark_of(int number) {
   join(stream.clock, host_clock());
   mark->clock = stream.clock;
   Task task;
-  task.act = [mark, &stream] {
-    const auto lock = locked();
-    mark->time = stream.time;
-    mark->seconds = state().virtual_time ? mark->time : now();
-    mark->done = true;
-  };
+  task.reaches = mark;
   task.name = "event";
   enqueue(stream, std::move(task));
   return mark;
