@@ -58,18 +58,6 @@ class Places : public Decoder {
   }
 };
 
-Type type_of(image::Type type) {
-  switch (type) {
-    case image::Type::float16:
-      return Type::float16;
-    case image::Type::float32:
-      return Type::float32;
-    case image::Type::uint8:
-      break;
-  }
-  return Type::uint8;
-}
-
 }  // namespace
 
 Custom images_of_units(std::shared_ptr<const image::Pipeline> pipeline) {

@@ -10,11 +10,6 @@
 #include "source/unit.h"
 
 namespace nostall::fields {
-namespace {
-
-[[noreturn]] void usage(const Field& field, const std::string& what) {
-  throw Error(ErrorKind::usage, "field " + field.name + ": " + what);
-}
 
 Type type_of(image::Type type) {
   switch (type) {
@@ -26,6 +21,12 @@ Type type_of(image::Type type) {
       break;
   }
   return Type::uint8;
+}
+
+namespace {
+
+[[noreturn]] void usage(const Field& field, const std::string& what) {
+  throw Error(ErrorKind::usage, "field " + field.name + ": " + what);
 }
 
 // The type and shape of what each kind gives, with a check of its parameters.

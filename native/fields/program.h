@@ -130,6 +130,10 @@ class Decoder {
   virtual Result<std::monostate> decode(std::span<const std::byte> stored, uint64_t draw,
                                         image::Scratch& scratch, const Take& take) const = 0;
 };
+
+// The type of a field whose numbers a pipeline makes.
+Type type_of(image::Type type);
+
 // What a decoder gives: of one type and shape.
 struct Custom {
   Type type = Type::float32;
