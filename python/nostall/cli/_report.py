@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exclude",
         action="append",
-        default=[],
         metavar="PATTERN",
-        help="tensors that are not gradients, such as 'metric*'",
+        help="tensors that are not gradients, such as 'metric*'; small ones that few rounds reduce are "
+        "found by themselves if this is not given",
     )
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,58 @@ def test_excluded_tensors_and_broadcasts_make_no_rounds(tmp_path: Path) -> None:
     assert [t.name for t in got.tensors] == names[:2]
     # The metric's reduction still keeps the network, so feed-forward ends with it.
     assert got.feed_forward == pytest.approx(20 * US)
+
+
+def epochs(apart: bool = True, shape: str = "[]") -> str:
+    """Nine rounds of 1000 us, of which every third averages two metrics: 500 us after the gradients, or
+    among them."""
+    names, rounds = known()
+    names = [*names, "metric/loss", "metric/accuracy"]
+    out = []
+    for number in range(9):
+        ops = [
+            replace(
+                op,
+                negotiate=op.negotiate + 1000 * number,
+                ready=[t + 1000 * number for t in op.ready],
+                begin=op.begin + 1000 * number,
+                end=op.end + 1000 * number,
+            )
+            for op in rounds[1]  # from 1400 to 2000
+        ]
+        if number % 3 == 2:
+            first = 1000 * number + (2250 if apart else 1700)
+            for tensor in (2, 3):
+                late = first + 50 * (tensor - 2)
+                ops.append(Op(tensor, late, (late, late), late, late + 20, shape))
+        out.append(ops)
+    return timeline(names, out)
+
+
+def test_metrics_of_epochs_are_left_out_by_themselves(tmp_path: Path) -> None:
+    file = write(tmp_path / "t.json", epochs())
+    got = analyze([file])
+    assert [t.name for t in got.tensors] == ["dense/bias", "dense/kernel"]
+    known_to_be = analyze([file], exclude=["metric*"])
+    assert replace(got, notes=[]) == replace(known_to_be, notes=[])
+    assert [r.seconds for r in got.rounds] == pytest.approx([1000 * US] * 8)
+    (note,) = got.notes
+    assert "metric/accuracy, metric/loss are taken for no gradient" in note
+    assert "--exclude ''" in note
+    assert note in text(got)
+    # Counted, they would move the ends of rounds, and take time from the feed-forward phases.
+    counted = analyze([file], exclude=[""])
+    assert len(counted.tensors) == 4
+    assert counted.rounds[1].seconds == pytest.approx(1320 * US)
+    assert counted.feed_forward < got.feed_forward  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("apart", "shape"), [(False, "[]"), (True, "[2000]")])
+def test_gradients_of_few_rounds_stay(tmp_path: Path, apart: bool, shape: str) -> None:
+    # One that is reduced among the others, or is large, is of a branch that few steps take.
+    got = read(tmp_path, epochs(apart, shape))
+    assert len(got.tensors) == 4
+    assert not got.notes
 
 
 def test_every_cut_is_analysed_as_far_as_it_goes(tmp_path: Path, answers: Analysis) -> None:

@@ -51,12 +51,15 @@ def _kind(source: Source) -> str | None:
     return "horovod" if b'"ph"' in head else None
 
 
-def analyze(files: Sequence[str | os.PathLike[str]], exclude: Sequence[str] = ()) -> Analysis:
+def analyze(
+    files: Sequence[str | os.PathLike[str]], exclude: Sequence[str] | None = None
+) -> Analysis:
     """The metrics of one training.
 
     Args:
         files: one Horovod timeline, or one trace per rank.
-        exclude: patterns (as in fnmatch) of tensors that are not gradients.
+        exclude: patterns (as in fnmatch) of tensors that are not gradients. If it is not given, these
+            are found: small tensors that less than half of the rounds reduce, after all others.
 
     Raises:
         UsageError: the files do not belong together.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ NO_TICKS = (
     "Horovod 0.16.2 and later leaves them out); trace with HOROVOD_CACHE_CAPACITY=0"
 )
 _MOST_RANKS = 1 << 16
+# A reduction that is not a gradient's is of a few numbers: a loss, an accuracy, a small table.
+_MOST_METRIC_BYTES = 4096
 
 Rows = dict[str, Any]
 
@@ -39,6 +42,12 @@ class _Rounds:
         self._start = NO_TIME
         self._always: set[int] | None = None  # reduced in every round so far
         self.dropped_last = False
+        self._number = 0  # of rounds with reductions
+        self._times: Counter[int] = Counter()  # rounds that reduce a tensor
+        self._amid: set[int] = (
+            set()
+        )  # reduced, in some round, before those of every round had ended
+        self._bytes: dict[int, int] = {}  # the largest, of tensors that are not in every round
 
     def add(self, taken: Rows) -> None:
         if not len(taken["tensor"]):
@@ -82,12 +91,37 @@ class _Rounds:
         start, self._start = self._start, end
         always = self._always
         self._always = tensors if always is None else always & tensors
+        self._note_rare(ops, tensors, begun)
         if start == NO_TIME or always is None:
             return  # the first round is warm-up, and its start is not in the file
         if last and not always <= tensors:
             self.dropped_last = True
             return
         self.metrics.add(number, start, end, _only(ops, ~later))
+
+    def _note_rare(self, ops: Operations, tensors: set[int], begun: Any) -> None:
+        self._number += 1
+        self._times.update(tensors)
+        if self._always is None or tensors <= self._always:
+            return
+        common = ops.reduces & np.isin(ops.tensor, list(self._always))
+        done = int(ops.end[common].max()) if common.any() else None
+        for row in np.flatnonzero(ops.reduces & ~common):
+            tensor = int(ops.tensor[row])
+            if done is None or begun[row] < done:
+                self._amid.add(tensor)
+            self._bytes[tensor] = max(self._bytes.get(tensor, -1), int(ops.bytes[row]))
+
+    def metrics_reduced(self) -> set[int]:
+        """Tensors that are small, that less than half of the rounds reduce, and these after all that
+        every round reduces: a loss that is averaged once an epoch."""
+        return {
+            tensor
+            for tensor, size in self._bytes.items()
+            if 2 * self._times[tensor] < self._number
+            and tensor not in self._amid
+            and size <= _MOST_METRIC_BYTES
+        }
 
     def _rows(self, ops: Operations, chosen: Any) -> Rows:
         ranks = np.array(list(self.ranks), np.int64)
@@ -154,23 +188,17 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, p) for p in patterns)
 
 
-def analyze(source: Source, exclude: Sequence[str] = ()) -> Analysis:
-    """The metrics of one Horovod timeline.
-
-    Tensors whose names match a pattern of `exclude` do not count as gradients.
-
-    Raises:
-        CorruptionError: the file holds no finished reduction.
-    """
-    name = source.path
+def _scan(source: Source, is_left_out: Callable[[int, str], bool] | None) -> tuple[Any, _Rounds]:
+    """The scanner at the file's end, and the rounds without tensors of these numbers and names."""
     scanner = _native.HorovodTimeline()
     rounds = _Rounds()
 
     def take() -> None:
         rows = scanner.take()
-        if exclude:
-            names = scanner.tensors
-            rows["reduces"] &= np.array([not _matches(names[t], exclude) for t in rows["tensor"]])
+        if is_left_out is not None:
+            named = enumerate(scanner.tensors)
+            counted = np.array([not is_left_out(number, name) for number, name in named], bool)
+            rows["reduces"] &= counted[rows["tensor"]]
         rounds.add(rows)
 
     for chunk in source.chunks():
@@ -180,6 +208,26 @@ def analyze(source: Source, exclude: Sequence[str] = ()) -> Analysis:
     scanner.finish()
     take()
     rounds.finish()
+    return scanner, rounds
+
+
+def analyze(source: Source, exclude: Sequence[str] | None = None) -> Analysis:
+    """The metrics of one Horovod timeline.
+
+    Tensors whose names match a pattern of `exclude` do not count as gradients. If it is None those do
+    not that few rounds reduce, after all others; the file is read twice then.
+
+    Raises:
+        CorruptionError: the file holds no finished reduction.
+    """
+    name = source.path
+    patterns = exclude or ()
+    scanner, rounds = _scan(
+        source, (lambda _, tensor: _matches(tensor, patterns)) if patterns else None
+    )
+    rare = rounds.metrics_reduced() if exclude is None else set()
+    if rare:
+        scanner, rounds = _scan(source, lambda number, _: number in rare)
     report = scanner.report
     if not report["events"] or rounds._start == NO_TIME:
         raise CorruptionError(
@@ -187,6 +235,14 @@ def analyze(source: Source, exclude: Sequence[str] = ()) -> Analysis:
             f"{report['bytes']} bytes: is it a Horovod timeline (HOROVOD_TIMELINE)?"
         )
     notes = [*source.notes(), *damage_notes(name, report)]
+    if rare:
+        shown = sorted(scanner.tensors[number] for number in rare)
+        more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
+        notes.append(
+            f"{name}: {', '.join(shown[:5])}{more} {'are' if len(shown) > 1 else 'is'} taken for no "
+            "gradient: small, in less than half of the rounds, and after all others; --exclude '' "
+            "counts every tensor"
+        )
     if report["abandoned"]:
         notes.append(
             f"{name}: {report['abandoned']} operations do not end and are left out, the first begins "
