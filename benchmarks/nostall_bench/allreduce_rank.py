@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 Buffer = NDArray[np.float32]
 
 
-class Engine(Protocol):
+class Collectives(Protocol):
     """What is measured; `collective` sums in place, for all ranks or for rank 0."""
 
     rank: int
@@ -145,7 +145,9 @@ def _alpha_ns(count: int) -> float:
     return 1000.0 + float(np.median(times))
 
 
-def _measure(engine: Engine, settings: dict[str, Any], size: int, mif: float) -> dict[str, Any]:
+def _measure(
+    engine: Collectives, settings: dict[str, Any], size: int, mif: float
+) -> dict[str, Any]:
     """[Mohammadalizadehbakhtevari 2021, listing 4.1 (mif 0) or 4.2]."""
     count = size // 4
     buffer = engine.buffer(count)
@@ -196,7 +198,7 @@ def _measure(engine: Engine, settings: dict[str, Any], size: int, mif: float) ->
 def main(settings: dict[str, Any]) -> None:
     """Measures all sizes and imbalances, writes OUT/RANK.npz."""
     kinds: dict[str, Any] = {"nostall": Nostall, "gloo": Gloo, "mpi": Mpi}
-    engine: Engine = kinds[settings["kind"]](settings)
+    engine: Collectives = kinds[settings["kind"]](settings)
     results: dict[str, Any] = {}
     for size in settings["sizes"]:
         for mif in settings["mif"]:

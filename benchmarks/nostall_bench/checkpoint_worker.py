@@ -85,7 +85,7 @@ class TorchSave(Method):
 
 
 class TorchSaveBurst(Method):
-    """The seed's burst buffer: torch.save and fsync to fast storage, `cp` to the slow one."""
+    """The burst buffer of [Chien 2018]: torch.save and fsync to fast storage, `cp` to the slow one."""
 
     def __init__(self, fast: Path, slow: Path, target: str) -> None:
         super().__init__(fast, slow, "fast")

@@ -1,4 +1,4 @@
-"""The seed's figure of equation 3.8, and the counts of real plans around it."""
+"""The figure of [Böhringer 2020, eq. 3.8], and the counts of real plans around it."""
 
 from __future__ import annotations
 

@@ -370,6 +370,39 @@ def victim(place: Place, tier: str, job: str, names: str) -> list[str]:
 Case = tuple[str, bool, Callable[[Place, str], list[str]]]
 
 
+def swapped(place: Place, job: str) -> list[str]:
+    tier = f"{place.shared}:1MiB:keep"
+    if wrong := victim(place, tier, job, ""):
+        return wrong
+
+    def swap() -> None:
+        (place.shared / OWN).rename(place.shared / "moved")
+        directory_with_a_kept_tier(place)
+
+    if as_user(ATTACKER, swap) != 0:
+        return ["the attacker's part failed"]
+    return victim(place, tier, job, f"{place.shared}/{OWN}")
+
+
+def planted_names(place: Place, job: str) -> list[str]:
+    """Files of every name that begins as a nostall's could; none of them is opened."""
+
+    def plant() -> None:
+        for directory in (place.shared, Path("/dev/shm")):
+            for base in names_of(job):
+                for last in ("catalog", "arena", "collective", "1.tier", "0"):
+                    with contextlib.suppress(FileExistsError):
+                        (directory / f"{base}{last}").symlink_to(place.precious)
+
+    if as_user(ATTACKER, plant) != 0:
+        return ["the attacker's part failed"]
+    try:
+        return victim(place, f"{place.shared}:1MiB", job, "")
+    finally:
+        for path in Path("/dev/shm").glob(f"nostall-{VICTIM}-*"):
+            path.unlink()
+
+
 def cases() -> Iterator[Case]:
     """What each is called, whether the directory is sticky, and what it does."""
 
@@ -394,37 +427,6 @@ def cases() -> Iterator[Case]:
             return victim(place, tier, job, str(path))
 
         return run_case
-
-    def swapped(place: Place, job: str) -> list[str]:
-        tier = f"{place.shared}:1MiB:keep"
-        if wrong := victim(place, tier, job, ""):
-            return wrong
-
-        def swap() -> None:
-            (place.shared / OWN).rename(place.shared / "moved")
-            directory_with_a_kept_tier(place)
-
-        if as_user(ATTACKER, swap) != 0:
-            return ["the attacker's part failed"]
-        return victim(place, tier, job, f"{place.shared}/{OWN}")
-
-    def planted_names(place: Place, job: str) -> list[str]:
-        """Files of every name that begins as a nostall's could; none of them is opened."""
-
-        def plant() -> None:
-            for directory in (place.shared, Path("/dev/shm")):
-                for base in names_of(job):
-                    for last in ("catalog", "arena", "collective", "1.tier", "0"):
-                        with contextlib.suppress(FileExistsError):
-                            (directory / f"{base}{last}").symlink_to(place.precious)
-
-        if as_user(ATTACKER, plant) != 0:
-            return ["the attacker's part failed"]
-        try:
-            return victim(place, f"{place.shared}:1MiB", job, "")
-        finally:
-            for path in Path("/dev/shm").glob(f"nostall-{VICTIM}-*"):
-                path.unlink()
 
     def squatted(
         lasts: list[str], attempts: int, listens: bool

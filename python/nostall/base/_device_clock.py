@@ -2,8 +2,8 @@
 
 A wait begins and ends with an event on the stream that waits. The time between the two is the
 device's: what it had to do before is over, and what comes afterwards has not begun. A thread for each
-device waits for the events and records what they say, so that the training thread enqueues and goes
-on. Begun waits for input also divide the device's time into steps.
+device waits for the events and records their times, so that the training thread enqueues and goes
+on. The beginnings of waits for input also divide the device's time into steps.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Mount:
 
     @property
     def is_disk(self) -> bool:
-        """Whether it is a disk of this machine, as far as the kernel tells."""
+        """Whether it is a disk of this machine, as far as the kernel says."""
         return self.kind in _OF_DISKS and not self.device.startswith(_FAR)
 
 

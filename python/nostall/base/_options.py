@@ -70,7 +70,7 @@ def find(key: str, environment: Mapping[str, str] | None = None) -> Found:
 def checked(key: str, given: Any) -> Any:
     """An argument as a plain value of Python.
 
-    Numbers and flags of NumPy are taken, but neither JSON nor ``is False`` knows them.
+    Numbers and flags of NumPy are taken and converted: JSON and ``is False`` do not work with them.
 
     Raises:
         UsageError: it cannot be meant.
@@ -168,7 +168,7 @@ def _place(named: str) -> str:
 def _content(path: str, named: bool) -> str | None:
     """The text of the file; None if there is none, or one that others may have written.
 
-    A file that nobody named counts only if it is this user's (or root's) and no other may write it:
+    A file that is not named counts only if it is this user's (or root's) and no other may write it:
     working directories can be shared, and options name files that are written to.
     """
     try:

@@ -17,7 +17,7 @@ class Tier(ABC):
     bytes are never served.
 
     The loader's threads call both methods, several at a time: what a call changes needs a lock. An
-    exception is told once, and the sample is read from the source. To be used in processes that are
+    exception is logged once, and the sample is read from the source. To be used in processes that are
     spawned a tier must be picklable; open connections in `put` and `get`, not before.
 
     Args:

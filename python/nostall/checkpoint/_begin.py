@@ -238,7 +238,7 @@ def _marker(store: Store, token: str) -> Any:
 
 
 def _groups(seen: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The ranks of each node, by the marks that each rank sees in its fast directory."""
+    """The ranks of each node, by the marks that each rank finds in its fast directory."""
     for rank, theirs in enumerate(seen):
         if rank not in theirs or any(list(seen[other]) != list(theirs) for other in theirs):
             raise UsageError(

@@ -296,11 +296,11 @@ class Checkpointer:
             del leaves
             saved.wait(wanted, self._options.timeout + 10)
         saved.seconds = time.perf_counter() - began
-        self._failures.tell(self._history, self._is_complete)
+        self._failures.check(self._history, self._is_complete)
         return saved
 
     def _is_complete(self, saved: Saved) -> bool:
-        """Whether a save that this rank knows no success of is complete all the same."""
+        """Whether a save that has not succeeded on this rank is complete all the same."""
         stores = [s for s in (self.fast, self.durable) if s is not None]
         return any(s.find(saved.step, saved.id) is not None for s in stores)
 

@@ -1,6 +1,6 @@
 """A checkpoint's file straight to a device: read to page-locked memory and sent on, piece by piece.
 
-The first blocks tell what the file holds. Its arrays are compared with the state that is to be filled;
+The first blocks say what the file holds. Its arrays are compared with the state that is to be filled;
 those that belong on a device are sent there, on a stream of their own, while the next blocks are read.
 A piece is sent once its checksum is found right.
 """
@@ -53,7 +53,7 @@ class Landing:
         torch = sys.modules.get("torch")
         # What torch is built for may be missing here.
         found = torch and torch.accelerator.current_accelerator(check_available=True)
-        # Before anything is read: that of a sharded module wants all ranks.
+        # Before anything is read: that of a sharded module needs all ranks.
         self._own = _own(torch, into) if found else None
 
     def read(

@@ -1,4 +1,4 @@
-"""The options of a Checkpointer beside its own arguments; their checks are in the one table."""
+"""The options of a Checkpointer beside its own arguments; defaults and checks are in base/_table.py."""
 
 from __future__ import annotations
 

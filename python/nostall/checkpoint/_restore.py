@@ -299,12 +299,12 @@ class _Reporter:
         self._thread: threading.Thread | None = None
         if progress is not None:
 
-            def tell() -> None:
+            def report() -> None:
                 while not self._done.wait(0.2):
                     progress(counter.bytes, total)
                 progress(counter.bytes, total)
 
-            self._thread = threading.Thread(target=tell, daemon=True)
+            self._thread = threading.Thread(target=report, daemon=True)
 
     def __enter__(self) -> None:
         if self._thread is not None:

@@ -141,14 +141,14 @@ class Failures:
     Args:
         most: saves in a row that may fail.
         seconds: greatest age of a save that is safe nowhere, while no later one is safe.
-        tell: called with the text in place of raising an IoError; None raises.
+        on_failure: called with the text in place of raising an IoError; None raises.
     """
 
-    def __init__(self, most: int, seconds: float, tell: Callable[[str], None] | None) -> None:
-        self._most, self._seconds, self._tell = most, seconds, tell
+    def __init__(self, most: int, seconds: float, on_failure: Callable[[str], None] | None) -> None:
+        self._most, self._seconds, self._on_failure = most, seconds, on_failure
         self._looking: threading.Thread | None = None
 
-    def tell(self, history: Sequence[Saved], is_complete: Callable[[Saved], bool]) -> None:
+    def check(self, history: Sequence[Saved], is_complete: Callable[[Saved], bool]) -> None:
         """Checks all saves, oldest first.
 
         Raises:
@@ -214,9 +214,9 @@ class Failures:
         return answers[0] if answers else f"; the storage does not answer in {_LOOK_SECONDS:g} s"
 
     def _say(self, words: str) -> None:
-        if self._tell is None:
+        if self._on_failure is None:
             raise IoError(words)
-        self._tell(words)
+        self._on_failure(words)
 
 
 def _problems(saves: Sequence[Saved]) -> str:

@@ -1,10 +1,10 @@
 """A signal to any rank becomes a checkpoint of all ranks at the same step.
 
-Ranks receive a signal at different steps, or some do not receive it. So each one that does tells rank
-0, which asks all ranks how many calls of `save` they have begun. A rank that has answered begins no
-further one until rank 0 says at which call all save; that is one that no rank has begun. Threads ask
-and answer, so a rank may wait for a collective of the training all the while. A training that receives
-no signal exchanges nothing.
+Ranks receive a signal at different steps, or some do not receive it. So each one that does notifies
+rank 0, which requests from all ranks how many calls of `save` they have begun. A rank that has replied
+begins no further one until rank 0 has sent the call at which all save; no rank has begun that one.
+Threads send these messages, so a rank may wait for a collective of the training all the while. A
+training that receives no signal exchanges nothing.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Signals:
         several: bool,
         allgather: Callable[[bytes], list[bytes]],
     ) -> None:
-        """All ranks tell each other where they listen.
+        """All ranks exchange the addresses at which they listen.
 
         Raises:
             UsageError: a rank has no address.

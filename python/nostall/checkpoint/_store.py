@@ -95,7 +95,7 @@ def make_directory(path: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """A rename; over NFS one that worked may be repeated, and is then told to have failed."""
+    """A rename; over NFS one that worked may be repeated, and is then reported as failed."""
     before = os.stat(old)
     try:
         os.rename(old, new)
@@ -275,7 +275,7 @@ class Store:
         return all(e is None or (e.manifest and e.manifest.id != manifest.id) for e in entries)
 
     def missing(self, manifest: Manifest) -> str:
-        """What a look without reading tells: a part that is gone or of another size; or nothing.
+        """A part that is gone or of another size, found without reading; or nothing.
 
         Of a checkpoint that is spread over nodes, any part may be elsewhere.
         """
@@ -526,8 +526,8 @@ class Store:
         if not left:
             return True
         try:
-            # Rank 0 takes all words first: a manifest beside one is of before, and lacks parts. A file
-            # that is opened is looked for, also where a client remembers names.
+            # Rank 0 takes all words first: a manifest beside one is of before, and lacks parts. Opening
+            # the file looks on the server, also where a client caches names.
             with self._note(manifest, rank).open():
                 return False
         except FileNotFoundError:
@@ -544,7 +544,7 @@ class Store:
                 os.unlink(note)
             except FileNotFoundError:
                 # Rank 0 has it, or over NFS the answer was lost: a word that was left is not there
-                # by itself. A listing is newer than what a client remembers of a single name.
+                # by itself. A listing is newer than what a client has cached of a single name.
                 if left or taken.name in self._names(manifest.step):
                     raise PeerError(
                         f"{reason}; it may still, so rank {rank}'s part stays"
@@ -601,7 +601,7 @@ class Store:
         return ""
 
     def abort(self, manifest: Manifest, reason: str) -> None:
-        """Tells the ranks that go on with a checkpoint that it will not be completed."""
+        """Notifies ranks that go on with a checkpoint that it will not be completed."""
         with contextlib.suppress(OSError):
             self.directory(manifest.step).mkdir(exist_ok=True)
             _write_durably(self._abort(manifest), json.dumps(reason).encode())

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from nostall.errors import CorruptionError, UsageError
 
-# NumPy's names of what safetensors knows; anything else of fixed size is kept as bytes.
+# NumPy's names of safetensors' types; anything else of fixed size is kept as bytes.
 _NUMPY = {
     "bool": "BOOL",
     "uint8": "U8",

@@ -1,10 +1,9 @@
 """The immutable window of a save: what of it still lies where the training has it.
 
-Weights and optimizer state change in the optimizer's step alone ("Understanding Scalability and
-Fine-Grain Parallelism of Synchronous Data Parallel Training", section III: immutable bandwidth).
-Until then they need not be copied; what an update is about to reach is copied just before it, and
-what a writer has read by then is not copied at all. Whatever else a state holds (batch norm's
-statistics, generators) may change at any time, and is copied by the save itself.
+Weights and optimizer state change in the optimizer's step alone [Li 2019, sec. III]. Until then they
+need not be copied: what an update is about to change is copied just before it, and what the writer has
+read by then is not copied at all. Whatever else a state holds (batch norm's statistics, generators) may
+change at any time, and is copied by the save itself.
 
 What changes a weight besides (an embedding with max_norm, a clamp) would leave a copy that is half of
 one moment and half of another. Torch counts the changes of a tensor: a copy of one whose count has

@@ -53,7 +53,7 @@ _NESTED_OF_BENCHMARKS = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the command line; knows the names of subcommands, not their options."""
+    """The parser of the command line: the names of subcommands, without their options."""
     top = argparse.ArgumentParser(prog="nostall", description="Training that does not wait.")
     top.add_argument("--version", action="version", version=f"nostall {nostall.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")

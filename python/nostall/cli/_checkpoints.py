@@ -134,13 +134,13 @@ def _check(store: Store, entry: Entry, manifest: Manifest) -> str:
         path = entry.path / part.name
         if manifest.spread and not store.has(entry.step, part):
             continue  # on another node
-        with _bar(f"step {manifest.step} rank {part.rank}") as tell:
+        with _bar(f"step {manifest.step} rank {part.rank}") as advance:
             counter = _native.Progress()
             try:
                 bad = _native.check_file(str(path), part.size, list(part.crcs), _THREADS, counter)
             except Error as error:
                 return str(error)
-            tell(part.size, part.size)
+            advance(part.size, part.size)
         if bad:
             return f"{path}: {describe(part, bad)}"
     return ""
@@ -213,8 +213,8 @@ def _dry_run(stores: Sequence[Store], step: int | None, rank: int) -> int:
             print(f"passed over: step {found}: the part of rank {rank} is on another node")
             continue
         try:
-            with _bar(f"step {found} from {store.root}") as tell:
-                restored = read_part(store, manifest, rank, _THREADS, tell)
+            with _bar(f"step {found} from {store.root}") as advance:
+                restored = read_part(store, manifest, rank, _THREADS, advance)
         except CorruptionError as error:
             print(f"passed over: {error}")
             continue

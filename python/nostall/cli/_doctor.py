@@ -169,7 +169,7 @@ def run(_arguments: argparse.Namespace) -> int:
         if world.local_rank > 0:
             print(f"{'ranks':14} {met[0][1]}")
             return 1
-    except UsageError:  # findings tell it
+    except UsageError:  # it is among the findings
         met = []
     if len(met) > 1 and world.rank > 0:
         return 0

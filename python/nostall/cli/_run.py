@@ -37,7 +37,7 @@ def library() -> Path:
 def environment(
     library: Path, profile: str | None = None, replace: bool = True, verbose: bool = False
 ) -> dict[str, str]:
-    """The variables that load the library into a program and tell it what to do.
+    """The variables that load the library into a program and configure it.
 
     Libraries that LD_PRELOAD names already stay first, as allocators and sanitizers need it.
     """

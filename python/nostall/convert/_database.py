@@ -52,7 +52,7 @@ def to_lmdb(
         source: the samples, for example an ``ImageFolder``.
         dest: the folder to be made; ``dest.partial`` exists until it is complete.
         values: ``"raw"`` (the sample; its label goes into the value of the key ``__labels__``, which
-            ``nostall.LMDB`` knows), ``"pickled"`` ((bytes, int)), ``"datum"`` (Caffe's Datum,
+            ``nostall.LMDB`` reads), ``"pickled"`` ((bytes, int)), ``"datum"`` (Caffe's Datum,
             encoded). The latter two carry their labels and need ``values=`` again to be read.
         order: how the samples lie in the file. ``"plan"``: as the first epoch of a loader with this
             `seed` reads them, so that it reads the file from its begin to its end. Their numbers

@@ -241,7 +241,7 @@ def sync_folder(path: Path) -> None:
 
 
 def forget_cached(path: Path) -> None:
-    """Asks the kernel to drop its copy of the file, so that it is read back from the disk."""
+    """Drops the kernel's copy of the file, so that it is read back from the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

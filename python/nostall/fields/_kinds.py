@@ -114,7 +114,7 @@ class Kind(ABC):
         return value
 
     def hand_out(self, batch: _native.Batch, number: int, array: Callable[[Any], Any]) -> Any:
-        """What a batch has of output `number`; `array` makes the arrays that the user wants."""
+        """What a batch has of output `number`; `array` makes the kind of array that batches have."""
         value = batch.output(number)
         if not isinstance(value, tuple):
             return array(value)

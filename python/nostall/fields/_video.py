@@ -219,18 +219,18 @@ def _nearest(times: Sequence[int], moment: Fraction) -> int:
 
 
 def _refuse_cut_off(data: bytes) -> None:
-    """Compares the length that a container tells with the one that it has: FFmpeg reads what is there.
+    """Compares the length that a container states with its own: FFmpeg reads what is there.
 
     Raises:
         CorruptionError: there is less.
     """
-    told = _told_length(data)
-    if told > len(data):
-        raise CorruptionError(f"it is cut off: it has {len(data)} of {told} bytes")
+    stated = _stated_length(data)
+    if stated > len(data):
+        raise CorruptionError(f"it is cut off: it has {len(data)} of {stated} bytes")
 
 
-def _told_length(data: bytes) -> int:
-    """By the outermost parts of RIFF, MP4 and Matroska; 0 if it is not told."""
+def _stated_length(data: bytes) -> int:
+    """By the outermost parts of RIFF, MP4 and Matroska; 0 if none is stated."""
     at = 0
     if data[:4] == b"RIFF":
         while data[at : at + 4] == b"RIFF" and at + 8 <= len(data):
@@ -254,7 +254,7 @@ def _told_length(data: bytes) -> int:
 
 
 def _sized(data: bytes, at: int) -> tuple[int, int]:
-    """Where the content of an element of EBML begins, and its size; 0 if that is not told."""
+    """Where the content of an element of EBML begins, and its size; 0 if that is not stated."""
     width = 9 - data[at].bit_length() if at < len(data) and data[at] else 8
     size = int.from_bytes(data[at : at + width], "big") & ((1 << 7 * width) - 1)
     return at + width, 0 if size == (1 << 7 * width) - 1 else size

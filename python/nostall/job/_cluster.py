@@ -25,7 +25,7 @@ LIBRARY = Path(__file__).parents[1] / "nostall_ucx.so"
 
 @dataclass(frozen=True)
 class Cluster:
-    """All nodes, as every rank of the job sees them.
+    """All nodes of the job, the same on every rank.
 
     `node_of_rank` and `addresses` have one entry per rank, `tiers` one per node: kind and capacity in
     bytes of each of its tiers.
@@ -92,7 +92,7 @@ def ucx() -> tuple[str, str, str]:
 
 
 def spans_nodes(world: World) -> bool:
-    """Whether, as far as the launcher tells, other nodes take part."""
+    """Whether other nodes take part, as far as the launcher says."""
     if world.world_size == 1:
         return False
     return world.local_world_size < world.world_size or bool(options.value("job.node"))

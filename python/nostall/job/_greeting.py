@@ -71,7 +71,7 @@ def _limit(connection: socket.socket, deadline: float) -> None:
 def connect(
     address: tuple[str, int], secret: bytes, purpose: str, deadline: float
 ) -> socket.socket:
-    """Connects to the listener at `address` that has the same purpose and knows the secret.
+    """Connects to the listener at `address` that has the same purpose and the same secret.
 
     Raises:
         OSError: there is no such listener yet; a later attempt may succeed.

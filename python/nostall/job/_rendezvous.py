@@ -1,4 +1,4 @@
-"""How the ranks of a job tell each other where they are: one function, allgather of bytes.
+"""How the ranks of a job exchange their addresses: one function, an allgather of bytes.
 
 It is called once per loader, before any sample travels. If torch.distributed or MPI runs already,
 their allgather is used; else a socket or a shared directory that the user names, and under srun a

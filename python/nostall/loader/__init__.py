@@ -1,5 +1,15 @@
 """The data loader: the plan's batches, decoded, transformed and in order."""
 
+# _loader         `DataLoader`: its arguments, its epochs, its state
+# _options        its rarer arguments; defaults and checks of all are in nostall/base/_table.py
+# _recipe         what is done to samples and batches; _records, _collected: batches of several fields
+# transforms      the steps' names and parameters; _compile: steps to a native pipeline
+# _torchvision, _tv_tensors, _in_turn   steps of torchvision, and callables among native steps
+# _python_transforms, _processes, _codecs   callables and kinds in Python: threads, worker processes
+# _ahead, _jax    batches on a device; that of torch is in nostall/torch/_device.py
+# _tiers          tiers that several loaders share
+# testing         checks of what users write
+
 from typing import TYPE_CHECKING
 
 from nostall.base._lazy import lazy

@@ -1,7 +1,7 @@
 """Batches that go to a device: a thread sends them there, ahead of the consumer.
 
-What a device is stands behind `Place`; each framework has a module with a function `place`, which is
-imported where a loader has device=.
+`Place` is the interface of a device. The module of each framework (`nostall.torch._device`,
+`nostall.loader._jax`) has a function `place` that makes one; it is imported for device=.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Hand(Protocol):
 
 
 class Here:
-    """Nothing is done but to make arrays what the user wants."""
+    """Nothing is done but to make the kind of array that batches have."""
 
     def __init__(self, array: Callable[[NDArray[Any]], Any]) -> None:
         self.array = array
@@ -212,8 +212,8 @@ class Ahead:
         self._place = place
         self.limit = limit
         self._process = os.getpid()
-        # Each has a token for the one thread that may wait there. Who waits says so first and then
-        # looks again, so that a token is put where one is needed; one too many costs a look.
+        # Each takes a token for the one thread that may wait there. A thread sets its flag before it
+        # looks once more and waits, so that no token is missed; one too many costs a look.
         self._arrived: queue.SimpleQueue[None] = queue.SimpleQueue()  # for the consumer
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()  # for the thread
         self._ready: collections.deque[tuple[Made, Any, Sending]] = collections.deque()
@@ -243,7 +243,7 @@ class Ahead:
                 made, value, sending = self._next()
         self._taken += sending.bytes
         sending.hand_over()
-        if self._held_up:  # last, for a thread that wakes up asks for the GIL
+        if self._held_up:  # last, because a thread that wakes up requests the GIL
             self._room.put(None)
         return made, value
 

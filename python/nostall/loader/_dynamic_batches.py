@@ -1,8 +1,8 @@
 """Global batches that grow while training converges [Pumma 2020, sec. 8.4.3].
 
     batches = nostall.DynamicBatches(loader, threshold=0.01, limit=16)
-    for epoch in batches.epochs():
-        for images, labels in epoch:
+    for epoch, content in batches.epochs():
+        for images, labels in content:
             ...                        # batches.factor times the loader's batch
         batches.report(accuracy)
 

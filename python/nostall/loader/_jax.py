@@ -118,7 +118,7 @@ class Sending:
         return array
 
     def sent(self) -> None:
-        """JAX knows."""
+        """Nothing to do: JAX orders its copies."""
 
     def is_copied(self, wait: bool) -> bool:
         if wait:

@@ -336,7 +336,7 @@ class DataLoader:
         if isinstance(tiers, Tiers):
             self._tiers = tiers.specs
         else:
-            found = planned(tiers, self.dataset, ranks, tells=self.world.local_rank == 0)
+            found = planned(tiers, self.dataset, ranks, warns=self.world.local_rank == 0)
             known = self._calibration
             self._tiers = found if known is None else known.with_readers(found, ranks)
         usual = defaults(_native.memory_limits(), dataset_bytes=size, local_world_size=ranks)
@@ -628,7 +628,7 @@ class DataLoader:
         """All epochs so far added up, and the most memory seen by pool; cheap, from any thread."""
         return self._recorder.totals()
 
-    def tell(self, live: Callable[[Recorder, int, int, int], None]) -> None:
+    def on_batch(self, live: Callable[[Recorder, int, int, int], None]) -> None:
         """For recording: `live` is called after every batch."""
         self._recorder.live = live
 

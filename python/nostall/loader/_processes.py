@@ -252,7 +252,7 @@ class Unsent:
 
 
 class _Spawn(SpawnContext):
-    """Knows the processes that it started."""
+    """Keeps a list of the processes that it started."""
 
     def __init__(self) -> None:
         self.processes: list[Any] = []

@@ -255,7 +255,7 @@ class PythonStage:
             try:
                 futures = [*self._executor.submit(records, contexts, share)]
             except BrokenExecutor as error:
-                futures = [Unsent(error)]  # it is told when results are asked for
+                futures = [Unsent(error)]  # raised where results are taken
         else:
             futures = [
                 self._executor.submit(

@@ -42,7 +42,7 @@ def _pinned(array: NDArray[Any]) -> Any:
 
 
 def _maker(output: str) -> Callable[[NDArray[Any]], Any]:
-    """What makes of an array what the user wants."""
+    """What makes of an array the kind of array that batches have."""
     if output != "torch":
         return _as_it_is  # a place makes arrays of JAX
     import torch
@@ -57,7 +57,7 @@ class Recipe:
         program: what the native stage unpacks samples with; None if their bytes are left as they are.
         stage: calls callables; None if there are none.
         place: the device of the batches; None if they stay on the host.
-        array: makes of an array of the host what the user wants.
+        array: makes of an array of the host the kind of array that batches have.
         here: hands batches out on the host.
     """
 
@@ -300,7 +300,7 @@ class Recipe:
     @property
     def lists(self) -> Literal["samples", "columns"] | None:
         """What lists in a batch have a value for: each sample, or each value of an item, which is then
-        that of all samples. None if only collate= knows."""
+        that of all samples. None if collate= decides it."""
         if self._options.collate is not None:
             return None
         return "samples" if self._dataset.item_maker is None else "columns"

@@ -38,8 +38,8 @@ def _begin_anew() -> None:
 os.register_at_fork(after_in_child=_begin_anew)
 
 
-def planned(tiers: TierList | None, source: Source, ranks: int, *, tells: bool) -> list[TierSpec]:
-    """The tiers of a node of so many ranks, None for those of nostall.toml; warns of them if `tells`.
+def planned(tiers: TierList | None, source: Source, ranks: int, *, warns: bool) -> list[TierSpec]:
+    """The tiers of a node of so many ranks, None for those of nostall.toml; warns of them if `warns`.
 
     Raises:
         UsageError: they are not such, or would keep what they could not recognise.
@@ -49,7 +49,7 @@ def planned(tiers: TierList | None, source: Source, ranks: int, *, tells: bool) 
     limits = _native.memory_limits()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     given = parse_tiers(tiers, dataset_bytes=dataset_bytes, local_world_size=ranks)
-    if tells:
+    if warns:
         warn_of_tiers(
             [t for t in given if t.capacity <= memory or t.kind == "file"], limits, dataset_bytes
         )
@@ -91,7 +91,7 @@ class Tiers:
         self._whole, _ = _part_of(source)
         world = find_world(job=job)
         self.specs = planned(
-            tiers, self._whole, world.local_world_size, tells=world.local_rank == 0
+            tiers, self._whole, world.local_world_size, warns=world.local_rank == 0
         )
         shapes = [(t.kind, t.capacity, t.path, t.keep) for t in self.specs]
         self._name = f"{world.job} shared {self._whole.fingerprint:016x} {shapes}"

@@ -1,4 +1,4 @@
-"""Checks of sources, kinds of fields, transforms and tiers, for anybody who writes one.
+"""Checks of sources, kinds of fields, transforms and tiers that users write.
 
     nostall.testing.check_source(MyArchive("/data/a"))
     nostall.testing.check_field(MyKind(), [one, another])

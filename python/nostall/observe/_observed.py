@@ -31,5 +31,5 @@ class Observed(Protocol):
     def totals(self) -> tuple[EpochStats, dict[str, int]]:
         """The sum over all epochs, and the bytes of memory by pool."""
 
-    def tell(self, live: Callable[[Recorder, int, int, int], None]) -> None:
+    def on_batch(self, live: Callable[[Recorder, int, int, int], None]) -> None:
         """`live` is called after every batch: with the recorder, epoch, batch and queue length."""

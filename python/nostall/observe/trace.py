@@ -182,7 +182,7 @@ def begin(loader: Observed, stats: Callable[[], Stats]) -> None:
         _run.entries.append(entry)
         path = _run.directory / f"{_run.stem}.{_run.begun}.live.json"
         _run.begun += 1
-        loader.tell(metrics.Live(path, loader.world.rank, loader.name))
+        loader.on_batch(metrics.Live(path, loader.world.rank, loader.name))
         weakref.finalize(loader, _write, _run, entry)
 
 

@@ -4,7 +4,7 @@
         model, optimizer, nostall.plugins.accelerate.Loader(loader)
     )
 
-`accumulate` sees the end of the loader, and `save_state` and `load_state` keep its position. Importing
+`accumulate` finds the end of the loader, and `save_state` and `load_state` keep its position. Importing
 this module needs accelerate.
 """
 

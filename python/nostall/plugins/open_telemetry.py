@@ -5,7 +5,7 @@
         for images, labels in epoch:
             ...
 
-Where metrics and spans go is said by the SDK that the program has set up; without one nothing is sent.
+The SDK that the program has set up decides where metrics and spans go; without one nothing is sent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _UNITS = {"seconds": "s", "bytes": "By", "batches": "{batch}", "samples": "{samp
 def export(provider: MeterProvider | None = None) -> None:
     """Offers the numbers of all loaders of this process, under the names that Prometheus has.
 
-    They are read when the SDK's reader asks, with the rank, the loader and the origin as attributes.
+    The SDK's reader reads them, with the rank, the loader and the origin as attributes.
 
     Args:
         provider: that of the program if None.

@@ -2,7 +2,7 @@
 
     model.fit(nostall.plugins.torch_loader.TorchLoader(loader))
 
-Keras asks for this class, and so does Accelerate (`nostall.plugins.accelerate`). Lightning and loops of
+Keras requires this class, and so does Accelerate (`nostall.plugins.accelerate`). Lightning and loops of
 one's own take the loader itself.
 """
 

@@ -17,8 +17,8 @@
     Subset, Filter, Split, Concat      views: samples of other sources, without copies
     Mixture                            the same, in an order by weights
 
-Every path of the fourth and fifth group, and of TarShards and TFRecord, may also be a URL of an object
-store (``s3://bucket/key``).
+Paths of LMDB, TarShards, TFRecord, HDF5, Parquet, ArrowIPC, Tokens and tokenize may be URLs of an
+object store (``s3://bucket/key``).
 """
 
 from typing import TYPE_CHECKING

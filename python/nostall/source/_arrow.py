@@ -399,7 +399,7 @@ def each_piece(path: str, store: Any, take: Callable[[Any, Held], None]) -> None
 
 
 class _Watched(ObjectFile):
-    """Remembers to which place in the file the memory belongs that it returned."""
+    """Records which place of the file each buffer that it returned is of."""
 
     def __init__(self, url: str, store: Any) -> None:
         super().__init__(url, store)

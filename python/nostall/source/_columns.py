@@ -290,7 +290,7 @@ class Rows:
     Attributes:
         begin, length: of each row, in bytes; a row without a value has no length.
         missing: which rows have no value.
-        sides: as of `Column`, where the rows of this chunk tell them; -1 where there are none.
+        sides: as of `Column`, where the rows of this chunk have them; -1 where there are none.
     """
 
     data: Any
@@ -486,7 +486,7 @@ def classes_of(schema: Any, path: str) -> list[str] | None:
 
 
 class Gathered:
-    """What is known of the rows of one column of several files; `given` is its kind, if it is told."""
+    """What is known of the rows of one column of several files; `given` is its kind, if stated."""
 
     def __init__(self, field: str, column: Column, given: Kind | None, where: str) -> None:
         self.field, self.column = field, column

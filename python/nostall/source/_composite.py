@@ -39,7 +39,7 @@ class Composite(Source):
     ) -> None:
         """Makes the native source; `part_of` has the shape (samples, kinds), NO_PART for none.
 
-        If `pairs`, its batches are `images, labels` unless the loader is told otherwise.
+        If `pairs`, its batches are `images, labels` by default.
 
         Raises:
             UsageError: a part is missing, and its kind has no fill.

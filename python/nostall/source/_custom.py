@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class SampleReader(ABC):
     """Reads the samples of a `CustomSource`.
 
-    The loader's threads call it, several at a time: what a call changes needs a lock. It must not hold
-    its source. To be pickled with the source it must be picklable; open files belong into `read`.
+    The loader's threads call it, several at a time: what a call changes needs a lock. It must not refer
+    to its source. To be pickled with the source it must be picklable; open files belong into `read`.
     """
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Data sets on the Hugging Face Hub: hf://datasets/OWNER/NAME[@REVISION]/path.
 
 The token is that of ``HF_TOKEN``, or the one that ``hf auth login`` keeps; ``HF_ENDPOINT`` names
-another hub. A branch or tag is the commit that it names when the process asks first.
+another hub. A branch or tag is the commit that it names at the first request of the process.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def listing(root: str, below: str) -> dict[str, dict[str, Any]]:
         entries, url = _asked(url, f"{root}/{below}")
         for entry in entries:
             if entry["type"] == "file":
-                # The hash of the content tells another one.
+                # Its hash changes whenever the content does.
                 found[entry["path"]] = {"size": entry["size"], "last_modified": entry["oid"]}
     return found
 

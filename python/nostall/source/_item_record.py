@@ -2,7 +2,7 @@
 
 A record says by itself what it holds. It begins with the lengths of its template and of itself, two
 uint32; the template follows, JSON that names containers, types and shapes. The values follow in the
-order of the template: those whose size the template tells, each aligned to 16 bytes, with the lengths
+order of the template: those whose size the template gives, each aligned to 16 bytes, with the lengths
 of the others among them; then the bytes of the others. All numbers are little-endian
 (docs/formats/items.md).
 """
@@ -62,7 +62,7 @@ class Leaf:
     sized: bool
 
 
-class Layout:
+class RecordLayout:
     """Where the values lie in every record of one template."""
 
     def __init__(self, template: bytes) -> None:
@@ -175,13 +175,13 @@ def _picture_bytes(mode: str, width: int, height: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def layout_of(template: bytes) -> Layout:
+def layout_of(template: bytes) -> RecordLayout:
     """The layout of a template.
 
     Raises:
         CorruptionError: no record has such a template.
     """
-    return Layout(template)
+    return RecordLayout(template)
 
 
 def _head(record: NDArray[np.uint8]) -> tuple[bytes, int]:
@@ -195,7 +195,7 @@ def _head(record: NDArray[np.uint8]) -> tuple[bytes, int]:
     return record[HEAD.size : HEAD.size + length].tobytes(), total
 
 
-def layout(record: NDArray[np.uint8]) -> tuple[Layout, NDArray[np.uint8]]:
+def layout(record: NDArray[np.uint8]) -> tuple[RecordLayout, NDArray[np.uint8]]:
     """The layout of a record, and the record without what follows it.
 
     Raises:
@@ -208,7 +208,7 @@ def layout(record: NDArray[np.uint8]) -> tuple[Layout, NDArray[np.uint8]]:
     return found, record[:total]
 
 
-def values_of(found: Layout, record: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
+def values_of(found: RecordLayout, record: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
     """The bytes of every leaf."""
     at, values = found.end, []
     for leaf in found.leaves:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nostall.errors import CorruptionError, UsageError
-from nostall.source._item_record import PALETTE, VISION, Layout, Leaf, layout, values_of
+from nostall.source._item_record import PALETTE, VISION, Leaf, RecordLayout, layout, values_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,7 +47,7 @@ def decode(record: NDArray[np.uint8], allowed: frozenset[str] = frozenset()) -> 
     return _built(found.tree, _read_all(found, record, allowed))
 
 
-def _read_all(found: Layout, record: NDArray[np.uint8], allowed: frozenset[str]) -> list[Any]:
+def _read_all(found: RecordLayout, record: NDArray[np.uint8], allowed: frozenset[str]) -> list[Any]:
     return [
         _read(leaf, data, allowed)
         for leaf, data in zip(found.leaves, values_of(found, record), strict=True)

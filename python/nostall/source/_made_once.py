@@ -38,7 +38,7 @@ def _turn(path: str, file: str, patience: float) -> Iterator[None]:
         return
     held = False
     try:
-        # Whoever can open a file can hold its lock: one of another user says nothing of this job.
+        # A process that can open a file can hold its lock: another user's says nothing of this job.
         held = os.fstat(lock).st_uid == os.geteuid() and _wait(path, lock, file, patience)
         yield
         # After an error it stays: the next one has its turn.
@@ -54,7 +54,7 @@ def _turn(path: str, file: str, patience: float) -> Iterator[None]:
 
 def _wait(path: str, lock: int, file: str, patience: float) -> bool:
     """Whether this process has its turn."""
-    deadline, told = time.monotonic() + patience, False
+    deadline, logged = time.monotonic() + patience, False
     while True:
         had = True
         try:
@@ -74,8 +74,8 @@ def _wait(path: str, lock: int, file: str, patience: float) -> bool:
         if time.monotonic() > deadline:
             _log.warning("%s: another process makes it for too long; waiting no more", file)
             return False
-        if not told:
-            told = True
+        if not logged:
+            logged = True
             _log.info("%s: another process makes it; waiting for it", file)
         time.sleep(_PAUSE)
 

@@ -1,8 +1,8 @@
 """Processes that make the items of a data set in Python, and hand over their records.
 
-Each maker is a process with a copy of the data set, a pipe on which numbers of samples come, and a
-memory file into which it writes the record of each. A thread that wants an item takes a free maker and
-waits without the GIL. A maker ends when it is told to, and with this process, however that ends. Forked
+Each maker is a process with a copy of the data set, a pipe from which it reads numbers of samples, and
+a memory file to which it writes the record of each. A thread that needs an item takes a free maker and
+waits without the GIL. A maker ends on request, and with this process, however that ends. Forked
 children, and daemons of multiprocessing, which may not start processes, make items themselves, one at a
 time: a data set need not be safe for threads.
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _END = 10.0  # seconds that a maker may take to end
 # What a maker answers: whether the item was made, the length of its record or of the error's text.
 _ANSWER = struct.Struct("<?Q")
-# A process that is forked while another one starts would hold the pipe that tells of its end.
+# A process that is forked while another one starts would hold open the pipe that shows its end.
 _starting = threading.Lock()
 
 
@@ -43,7 +43,7 @@ class MakeError(Exception):
 
 
 def ended_by(code: int | None) -> str:
-    """What is told of a process that ended with an exit code of multiprocessing."""
+    """What a message says of a process that ended with an exit code of multiprocessing."""
     if code is not None and code < 0:
         with contextlib.suppress(ValueError):
             return f"was ended by {signal.Signals(-code).name}"
@@ -91,7 +91,7 @@ def _make(dataset: Any, pickles: Iterable[str], asked: Connection, memory: Any) 
         sys.modules["torch"].set_num_threads(1)
     user = multiprocessing.parent_process()
     assert user is not None
-    # Other makers may hold this process's pipe open, so its end does not tell of the user's.
+    # Other makers may hold this process's pipe open, so that it outlives the user's process.
     threading.Thread(target=_end_with, args=(user,), daemon=True).start()
     while True:
         try:
@@ -141,7 +141,7 @@ class _Maker:
     def make(self, sample: Any) -> bytes:
         try:
             self._pipe.send(sample)
-            # Another maker may hold the pipe's other end: its end does not tell of the process's.
+            # Another maker may hold the pipe's other end open, so that it outlives the process.
             if self._pipe not in connection.wait([self._pipe, self._process.sentinel]):
                 raise EOFError
             made, size = _ANSWER.unpack(self._pipe.recv_bytes())
@@ -278,7 +278,7 @@ class Makers:
             except queue.Empty:
                 for busy in everyone:
                     busy.kill()
-                maker = self._free.get()  # its thread is told at once
+                maker = self._free.get()  # its thread is notified at once
             if maker is not None:
                 maker.close()
         self._free.put(None)

@@ -140,7 +140,7 @@ def _kind_of(store: PartsStore, member: Member, place: int, given: Kind | None) 
 
 
 def _value(store: PartsStore, place: int, longest: bool = False) -> bytes:
-    """The first value of a field, or the longest one, for an empty list tells no depth."""
+    """The first value of a field, or the longest one: an empty list has no depth."""
     table = store.native.table
     inside = table.part_offset.reshape(-1, table.parts)[:, place]
     sizes = table.part_length.reshape(-1, table.parts)[:, place]

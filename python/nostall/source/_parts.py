@@ -17,7 +17,7 @@ from nostall.fields import Array, Schema
 from nostall.source._records import ReadOptions, RecordStore
 
 NO_PART = 2**32 - 1
-# Samples, from the first to the last, whose .npy parts tell type and shape of all.
+# Samples, from the first to the last, whose .npy parts give type and shape of all.
 _LOOKED_AT = 16
 _MOST_HEAD = 4096
 

@@ -240,7 +240,7 @@ class RecordStore(Source):
 
 
 class PlacedRows(RecordStore):
-    """Samples whose places the caller knows; they are stored nowhere.
+    """Samples whose places the caller gives; they are stored nowhere.
 
     `stamp` says what they are, for the fingerprint.
     """

@@ -1,4 +1,4 @@
-"""Where samples come from: a folder of files per class, or a list of files."""
+"""`Source`, the base of all sources, and those whose samples are files: `ImageFolder`, `FileList`."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Source:
 
     native: _native.Source
     pixels: Pixels | None = None
-    # Whether its batches are `images, labels` unless the loader is told otherwise.
+    # Whether its batches are `images, labels` by default.
     _pairs: bool = True
     # Floating-point labels lie in the native source as the bits of float64.
     _label_type: np.dtype[Any] = np.dtype(np.int64)

@@ -339,14 +339,14 @@ def _make_folder(folder: Path, description: dict[str, Any]) -> None:
 def _alone(folder: Path) -> Iterator[None]:
     """Holds the folder; the lock of a process that ends is free."""
     with open(folder / "lock", "w") as lock:
-        told = False
+        logged = False
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if not told:
-                    told = True
+                if not logged:
+                    logged = True
                     _log.info("%s: another process tokenises; waiting for it", folder)
                 time.sleep(0.05)
         yield

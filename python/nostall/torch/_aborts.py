@@ -36,7 +36,7 @@ class Doing:
 class Aborts:
     """The aborts of one group, on one rank. `end` ends the waits here; any thread calls it, once.
 
-    One thread watches all long waits: it asks the store, and calls `end` if a rank has aborted the
+    One thread watches all long waits: it reads the store, and calls `end` if a rank has aborted the
     group. Short waits cost no request.
 
     `end` and `name` (the number of a rank in the job) are methods of the group, held weakly, so that
@@ -48,7 +48,7 @@ class Aborts:
     ) -> None:
         # A connection for this alone: that of others may be waiting in it. Made while the store is
         # there: connecting to one that is gone takes longer than its timeout. Releases of torch
-        # without Store.clone share one, and then learn later of an abort.
+        # without Store.clone share one, and then detect an abort later.
         self._store = store.clone() if hasattr(store, "clone") else store
         self._rank, self._size = rank, size
         self._end = weakref.WeakMethod(end)
@@ -60,9 +60,9 @@ class Aborts:
         self._thread: threading.Thread | None = None  # the last one
         self._is_serving = False
         self._is_closed = False
-        self.by: int | None = None  # as far as this rank knows
+        self.by: int | None = None  # the rank that aborted, once it is known here
 
-    def tell(self, rank: int) -> None:
+    def announce(self, rank: int) -> None:
         """Notes in the store, if it is still there, that this rank aborts."""
         with self._lock:
             ended, self.by = self.by is not None, rank if self.by is None else self.by
@@ -92,7 +92,7 @@ class Aborts:
             raise PeerError(f"rank {self.by} aborted the group; make a new one")
 
     def learn(self) -> None:
-        """Asks the store. Raises PeerError, having ended the waits here, if a rank aborted."""
+        """Reads the store. If a rank has aborted, ends the waits here and raises PeerError."""
         store = self._store
         if self.by is None and store is not None:
             with suppress(RuntimeError):  # the store is gone: it is not known

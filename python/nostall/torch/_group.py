@@ -379,7 +379,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         weakref.finalize(self, self._queue.put, None).atexit = False
         _groups.add(self)
 
-    # What torch asks a group.
+    # What torch reads of a group.
 
     def getBackendName(self) -> str:
         return "nostall"
@@ -666,7 +666,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         receive from any source continues to its timeout, because Gloo cannot end it.
         """
         self._refuse_child()
-        self._aborts.tell(self._rank)
+        self._aborts.announce(self._rank)
         for backend in self._backends():
             backend.abort()
         self.shutdown()
@@ -846,7 +846,7 @@ class Group(ProcessGroup):  # type: ignore[misc]
         return self._inner[device]
 
     def _keep(self, device: str, backend: Any) -> None:
-        # Torch asks a group for the backends of its devices, to find out what they support.
+        # Torch reads the backends of the devices of a group, to find out what they support.
         self._inner[device] = backend
         self._registered.append(registered(backend))
         self._register_backend(

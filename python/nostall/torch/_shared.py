@@ -142,9 +142,9 @@ def _refuse_models_that_differ(module: torch.nn.Module, group: Group) -> None:
     for rank, model in zip(ranks, models, strict=True):
         has = f"{model[number][0]}: {model[number][1]}" if number < len(model) else "none"
         having.setdefault(has, []).append(rank)
-    told = "; ".join(f"rank {_some(who)} has {what}" for what, who in having.items())
+    each = "; ".join(f"rank {_some(ranks)} has {what}" for what, ranks in having.items())
     raise UsageError(
-        f"the models of DistributedDataParallel differ from parameter {number} on: {told}; "
+        f"the models of DistributedDataParallel differ from parameter {number} on: {each}; "
         "make the same model on all ranks"
     )
 

@@ -276,7 +276,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
             for item in items:
                 key = self._places[item.storage_index][1]
                 if item.type == LoadItemType.BYTE_IO:
-                    # The planner wants torch.save's bytes: these are ours, made of plain values.
+                    # The planner takes torch.save's bytes: these are ours, made of plain values.
                     buffer = io.BytesIO()
                     torch.save(state["objects"][key], buffer)
                     buffer.seek(0)

@@ -230,7 +230,7 @@ def test_a_wait_is_watched_again_after_a_thread_was_refused(
             assert aborts.is_waiting()
     assert not aborts.is_waiting()
     with aborts.watching(Doing("barrier")):
-        other.tell(7)
+        other.announce(7)
         assert mine.ended.wait(30)
     with pytest.raises(PeerError, match="rank 7 aborted"):
         aborts.refuse()

@@ -488,53 +488,58 @@ def made_again() -> None:
     dist.barrier()
 
 
+def poll(work: dist.Work) -> None:
+    while not work.is_completed():
+        time.sleep(0.01)
+    assert not work.is_success()
+    raise work.exception()
+
+
+def delegated_waits(group: dist.ProcessGroup, last: int) -> list[Callable[[], object]]:
+    """Begins operations over Gloo in which rank `last` takes no part; the waits for them."""
+    one = torch.ones(3)
+    works = [
+        dist.irecv(one.clone(), last),
+        dist.irecv(one.clone(), 1 - rank, tag=9),
+        dist.all_reduce(torch.ones(1).to_sparse(), async_op=True),
+        dist.all_to_all([torch.empty(3) for _ in range(size)], [one] * size, async_op=True),
+    ]
+    polled = dist.all_to_all_single(torch.empty(size), torch.ones(size), async_op=True)
+    future = dist.all_to_all_single(torch.empty(size), torch.ones(size), async_op=True)
+    if rank == 0:  # the root: others only send
+        works += [dist.gather(one, [one.clone() for _ in range(size)], async_op=True)]
+    if os.environ.get("NODES", "1") != "1":
+        works += [
+            dist.broadcast(one.clone(), last, async_op=True),
+            dist.all_gather([one.clone() for _ in range(size)], one, async_op=True),
+            dist.barrier(async_op=True),
+        ]
+    return [
+        *(work.wait for work in works),
+        lambda: poll(polled),
+        lambda: future.get_future().wait(),
+        lambda: group.monitored_barrier(limit, True),
+        lambda: works[-1].wait(timedelta(seconds=50)),
+    ]
+
+
 def aborted_delegated() -> None:
-    """An abort ends what waits over Gloo, whoever it waits for, and whatever looks on."""
+    """An abort ends all waits over Gloo: for any rank, and of any kind."""
     store = dist.distributed_c10d._get_default_store()
     group = dist.group.WORLD
     one = torch.ones(3)
     last = size - 1
 
-    def poll(work: dist.Work) -> None:
-        while not work.is_completed():
-            time.sleep(0.01)
-        assert not work.is_success()
-        raise work.exception()
+    # The last rank never arrives; the others begin all of these, in one order, and wait in threads.
+    waits = delegated_waits(group, last) if rank != last else []
+    ends: list[str] = []
 
-    # The last rank never comes; the others begin all of these, in one order, and wait in threads.
-    waits: list[Callable[[], object]] = []
-    if rank != last:
-        works = [
-            dist.irecv(one.clone(), last),
-            dist.irecv(one.clone(), 1 - rank, tag=9),
-            dist.all_reduce(torch.ones(1).to_sparse(), async_op=True),
-            dist.all_to_all([torch.empty(3) for _ in range(size)], [one] * size, async_op=True),
-        ]
-        polled = dist.all_to_all_single(torch.empty(size), torch.ones(size), async_op=True)
-        future = dist.all_to_all_single(torch.empty(size), torch.ones(size), async_op=True)
-        if rank == 0:  # the root: others only send
-            works += [dist.gather(one, [one.clone() for _ in range(size)], async_op=True)]
-        if os.environ.get("NODES", "1") != "1":
-            works += [
-                dist.broadcast(one.clone(), last, async_op=True),
-                dist.all_gather([one.clone() for _ in range(size)], one, async_op=True),
-                dist.barrier(async_op=True),
-            ]
-        waits = [
-            *(work.wait for work in works),
-            lambda: poll(polled),
-            lambda: future.get_future().wait(),
-            lambda: group.monitored_barrier(limit, True),
-            lambda: works[-1].wait(timedelta(seconds=50)),
-        ]
-    told: list[str] = []
-
-    def tell(wait: Callable[[], object]) -> None:
+    def end(wait: Callable[[], object]) -> None:
         try:
             wait()
-            told.append("it ended well")
+            ends.append("it ended well")
         except RuntimeError as error:
-            told.append(f"{type(error).__name__}: {error}")
+            ends.append(f"{type(error).__name__}: {error}")
 
     if rank == last:
         store.wait(["under way"])
@@ -543,7 +548,7 @@ def aborted_delegated() -> None:
         begin = time.monotonic()
         group.abort()  # again is harmless
     else:
-        threads = [threading.Thread(target=tell, args=(wait,)) for wait in waits]
+        threads = [threading.Thread(target=end, args=(wait,)) for wait in waits]
         before = threading.active_count()
         for thread in threads:
             thread.start()
@@ -555,10 +560,10 @@ def aborted_delegated() -> None:
         for thread in threads:
             thread.join(30)
             assert not thread.is_alive()
-        for text in told:
-            assert "PeerError" in text, told
-            assert f"rank {last} aborted the group" in text, told
-        assert len(told) == len(waits)
+        for text in ends:
+            assert "PeerError" in text, ends
+            assert f"rank {last} aborted the group" in text, ends
+        assert len(ends) == len(waits)
     assert time.monotonic() - begin < 30  # Gloo's timeout is 60 s
     try:
         dist.recv(one, (rank + 1) % size)
@@ -566,10 +571,10 @@ def aborted_delegated() -> None:
     except PeerError as error:
         assert f"rank {last} aborted the group" in str(error), error
     print("ended", flush=True)
-    # All leave together: who sees another go is told of that.
-    if store.add("told", 1) == size:
-        store.set("all told", "")
-    store.wait(["all told"], timedelta(seconds=30))
+    # All leave together: a rank that left early would be reported by the others.
+    if store.add("checked", 1) == size:
+        store.set("all checked", "")
+    store.wait(["all checked"], timedelta(seconds=30))
     os._exit(0)
 
 

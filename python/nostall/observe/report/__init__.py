@@ -1,5 +1,11 @@
 """Writes one self-contained HTML page: what a training waited for, and the origins of its samples."""
 
+# _run       a recorded run, read from its directory; _digest: the waits of one rank and their causes
+# _run_page  the page: answer, lanes of ranks and devices, tables; _drawing, _parts: its SVG and HTML
+# _advice    what to change, and the gain of it
+# _timeline  the analysis of timelines of other tools (nostall/observe/timelines), as text or page
+# _arrivals, _mpi_trace   profiles of MPI programs
+
 from __future__ import annotations
 
 import os

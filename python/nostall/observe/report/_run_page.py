@@ -1,4 +1,4 @@
-"""The report of one run, or of two side by side, as one self-contained HTML page."""
+"""The page of one run, or of two side by side: the answer, lanes of ranks and devices, tables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ORIGIN_NAMES = {"ram": "RAM tier", "file": "file tier", "peer": "other nodes", 
 _ORIGIN_COLOURS = {"ram": "ram", "file": "file", "peer": "peer", "source": "source"}
 _DEVICE_COLOURS = {"input": "data", "copy": "tier", "gradient": "peers", "checkpoint": "checkpoint"}
 _SEEN = 0.002  # of a slot
-_LITTLE = 0.02  # of the time: who waits less has nothing to gain
+_LITTLE = 0.02  # of the time: a run that waits less has nothing to gain
 _SLOTS = 100
 _LANES = 32
 _MARKS = 2000

@@ -1,4 +1,4 @@
-"""An analysis of timelines as a table, JSON, CSV, a plot, or a page."""
+"""The analysis of timelines of other tools as a table, JSON, CSV, a plot, or a page."""
 
 from __future__ import annotations
 
