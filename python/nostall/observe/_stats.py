@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from nostall.base._sizes import format_bytes
 from nostall.errors import CorruptionError, IoError, UsageError
+from nostall.observe._values import read
 
 if TYPE_CHECKING:
     import os
@@ -22,6 +23,11 @@ T = TypeVar("T")
 
 # Where a sample can come from, nearest first, as the native loader counts them.
 ORIGINS = ("ram", "file", "peer", "source")
+
+# Pools of memory: those of the node, and those of each rank.
+SHARED_POOLS = ("ram_tier", "file_tier")
+OWN_POOLS = ("staging", "io_buffers", "decoding")
+POOLS = SHARED_POOLS + OWN_POOLS
 
 
 @dataclass(frozen=True)
@@ -146,31 +152,18 @@ class Stats:
             raise CorruptionError(
                 f"these are statistics of format {data.get('format')!r}, this release reads {FORMAT}"
             )
-        try:
-            epochs = [
-                EpochStats(
-                    **{
-                        **epoch,
-                        "origins": {k: OriginStats(**v) for k, v in epoch["origins"].items()},
-                    }
-                )
-                for epoch in data["epochs"]
-            ]
-            return cls(
-                rank=data["rank"],
-                world_size=data["world_size"],
-                epochs=epochs,
-                batches=BatchRecords(**data["batches"]),
-                lower_bound_bytes=data["lower_bound_bytes"],
-                memory=data["memory"],
-                peers=data["peers"],
-                loader=data["loader"],
-                sources=data["sources"],
-                seed=data["seed"],
-                device=data["device"],
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CorruptionError(f"damaged statistics: {error}") from error
+        found: Stats = read(cls, data, "statistics")
+        parts: list[tuple[str, dict[str, Any], Iterable[str]]] = [("memory", found.memory, POOLS)]
+        parts += [(f"epoch {e.epoch}", e.origins, ORIGINS) for e in found.epochs]
+        parts += [(name, counts, ("samples", "epoch")) for name, counts in found.sources.items()]
+        if found.device:
+            parts.append(("device", found.device, ("steps", "seconds", *DEVICE_CAUSES)))
+        for place, has, names in parts:
+            if lacking := [name for name in names if name not in has]:
+                raise CorruptionError(f"statistics: {place} lacks {lacking[0]}")
+        if len({len(column) for column in vars(found.batches).values()}) > 1:
+            raise CorruptionError("statistics: the columns of batches differ in length")
+        return found
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes JSON that `nostall report` reads."""
@@ -189,7 +182,7 @@ class Stats:
             data = json.loads(Path(path).read_text())
         except OSError as error:
             raise IoError(f"cannot read {path}: {error.strerror}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CorruptionError(f"{path} is not statistics of nostall: {error}") from error
         if not isinstance(data, dict):
             raise CorruptionError(f"{path} is not statistics of nostall")
@@ -396,10 +389,8 @@ def merge(ranks: Sequence[Stats]) -> Stats:
         name: [value for s in ranks for value in getattr(s.batches, name)]
         for name in BatchRecords.__dataclass_fields__
     }
-    shared = {name: max(s.memory[name] for s in ranks) for name in ("ram_tier", "file_tier")}
-    own = {
-        name: sum(s.memory[name] for s in ranks) for name in ("staging", "io_buffers", "decoding")
-    }
+    shared = {name: max(s.memory[name] for s in ranks) for name in SHARED_POOLS}
+    own = {name: sum(s.memory[name] for s in ranks) for name in OWN_POOLS}
     return Stats(
         rank=-1,
         world_size=ranks[0].world_size,

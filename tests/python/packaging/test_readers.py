@@ -19,7 +19,10 @@ from nostall import _native
 from nostall.checkpoint import _format as files
 from nostall.checkpoint import _tree as tree
 from nostall.errors import CorruptionError, UsageError
+from nostall.observe._stats import BatchRecords, EpochStats, OriginStats, Stats
 from nostall.observe.report import _arrivals as arrivals
+from nostall.observe.report import _run as runs
+from nostall.observe.report import _run_page as run_page
 
 ODD: list[Any] = [
     None, True, False, 0, 1, -1, 1 << 63, 10**30, 0.5, float("inf"), float("-inf"), float("nan"), "",
@@ -180,3 +183,47 @@ def test_profiles_of_mpi_programs(tmp_path: Path) -> None:
     read(file_of(header))
     total(read, (file_of(v) for v in values_like(header)), CorruptionError, UsageError)
     total(read, bytes_like(file_of(header)), CorruptionError, UsageError)
+
+
+def test_records_of_runs(tmp_path: Path) -> None:
+    names = ("ram", "file", "peer", "source")
+    origins = {n: OriginStats(4, 4000, 0.5) for n in names}
+    epochs = [EpochStats(e, 2.0, 0.5, 2, 16, 16000, origins, 0.1, [3]) for e in range(2)]
+    columns = {n: [0.0, 1.0] for n in BatchRecords.__dataclass_fields__}
+    pools = ("ram_tier", "file_tier", "staging", "io_buffers", "decoding")
+    device = dict.fromkeys(("steps", "seconds", "input", "copy", "gradient", "checkpoint"), 1.0)
+    stats = Stats(
+        0, 1, epochs, BatchRecords(**columns), 16000, dict.fromkeys(pools, 1 << 20), {"nodes": 1},
+        "loader 0", {"a": {"samples": 16, "epoch": 1}}, 7, device,
+    )  # fmt: skip
+    record = {
+        "format": 1, "kind": "run", "host": "a", "command": "train.py", "began": "today", "cores": 2,
+        "versions": {"python": "3"}, "memory_bytes": 8 << 30, "storage": "/data, nfs", "threads": 1,
+        "fetchers": 2, "rank": 0, "world_size": 1, "local_world_size": 1, "dataset": "ImageFolder",
+        "samples": 16, "dataset_bytes": 16000, "batch_size": 8, "staging_bytes": 1 << 20,
+        "tiers": [["ram", 4000, ""]], "stats": stats.to_dict(),
+    }  # fmt: skip
+    file = tmp_path / "rank0.0.run.json"
+
+    def read(data: bytes) -> None:
+        file.write_bytes(data)
+        loader = runs._loader(file)
+        run = runs.Run("run", [runs.Rank(loader.stats.rank, [loader])], None, [])
+        run_page.text(run)
+        run_page.page([run])
+
+    whole = json.dumps(record).encode()
+    read(whole)
+    total(read, (json.dumps(v).encode() for v in values_like(record)), CorruptionError)
+    for place, odd, words in (
+        (("stats", "rank"), "0", "statistics.rank must be int, not '0'"),
+        (("stats", "batches", "wait"), [None, 1.0], r"batches.wait\[0\] must be float, not None"),
+        (("tiers",), [["ram"]], r"tiers\[0\] must be tuple"),
+        (("threads",), 0, "threads must be at least 1, not 0"),
+        (("stats", "epochs", 0, "origins"), {}, "epoch 0 lacks ram"),
+    ):
+        file.write_text(json.dumps(changed(record, place, put(odd))))
+        with pytest.raises(CorruptionError, match=f"{file}.*{words}"):
+            runs._loader(file)
+        with pytest.raises(UsageError, match="holds no recorded run"):
+            runs.read(tmp_path)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nostall.errors import CorruptionError, Error, UsageError
+from nostall.observe import _values as values
 from nostall.observe._stats import Stats, by_loader, device_lines
 from nostall.observe.report import _digest as digest
 from nostall.observe.report._digest import CAUSES, Digest
@@ -27,6 +28,18 @@ CAUSE_NAMES = {
     "decode": "decoding",
     "other": "starting up",
 }
+
+
+# What a report takes of a loader's settings.
+_SETTINGS: dict[str, Any] = {
+    **dict.fromkeys(("host", "command", "began", "storage", "dataset"), str),
+    **dict.fromkeys(("threads", "fetchers", "cores", "world_size", "local_world_size"), int),
+    **dict.fromkeys(("samples", "dataset_bytes", "batch_size"), int),
+    **dict.fromkeys(("memory_bytes", "staging_bytes"), int),
+    "versions": dict[str, str],
+    "tiers": list[tuple[str, int, str]],
+}
+_AT_LEAST_ONE = ("threads", "fetchers", "world_size", "local_world_size")
 
 
 @dataclass
@@ -230,8 +243,15 @@ def _loader(path: Path) -> Loader:
         raise CorruptionError(f"{path} is not a record of a run: {error}") from error
     if not isinstance(data, dict) or not isinstance(data.get("stats"), dict):
         raise CorruptionError(f"{path} is not a record of a run")
-    stats = Stats.from_dict(data.pop("stats"))
-    return Loader(data, stats)
+    try:
+        stats = Stats.from_dict(data.pop("stats"))
+        settings = {k: values.read(_SETTINGS.get(k, Any), v, k) for k, v in data.items()}
+    except CorruptionError as error:
+        raise CorruptionError(f"{path}: {error}") from error
+    for name in _AT_LEAST_ONE:
+        if settings.get(name, 1) < 1:
+            raise CorruptionError(f"{path}: {name} must be at least 1, not {settings[name]}")
+    return Loader(settings, stats)
 
 
 def percent(share: float | None) -> str:

@@ -460,7 +460,7 @@ def _of_loader(group: Sequence[Loader], named: bool) -> str:
     data = given.get("storage") or given.get("dataset") or ""
     title = _STALLS + (f": {whole.loader}" + (f", {data}" if data else "") if named else "")
     facts = []
-    if "samples" in given:
+    if "samples" in given and "dataset_bytes" in given:
         facts.append(f"{given.get('dataset')}, {given['samples']:,} samples of "
                      f"{format_bytes(float(given['dataset_bytes']))}"
                      + (f" at {given['storage']}" if given.get("storage") else ""))  # fmt: skip
