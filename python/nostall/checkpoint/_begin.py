@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from nostall.checkpoint._retention import Keep, decide
 from nostall.checkpoint._store import Store, io_errors
 from nostall.errors import Error, UsageError
 from nostall.job import _secret as secret
+from nostall.job._cluster import compare
 from nostall.job._rendezvous import exposed
 from nostall.job._stream import machine
 from nostall.job._world import AllGather
@@ -53,19 +54,31 @@ def begin(
     *,
     partner: bool,
     timeout: float,
+    alike: Mapping[str, Any],
 ) -> Begun:
     """Takes the directories; all ranks of the job call it.
 
+    Args:
+        alike: arguments that all ranks must have alike, plain values.
+
     Raises:
-        UsageError: another job has them, the ranks do not see the same durable directory, or one rank
-            fails otherwise; all ranks raise it.
+        UsageError: another job has them, the ranks do not see the same durable directory or have other
+            arguments, or one rank fails otherwise; all ranks raise it.
     """
     with contextlib.ExitStack() as undo:
         for store in (fast, durable):
             if store is not None:
                 undo.callback(store.disown)
         begun = _begin(
-            fast, durable, rank, world_size, allgather, undo, partner=partner, timeout=timeout
+            fast,
+            durable,
+            rank,
+            world_size,
+            allgather,
+            undo,
+            partner=partner,
+            timeout=timeout,
+            alike=alike,
         )
         undo.pop_all()
         return begun
@@ -81,12 +94,13 @@ def _begin(
     *,
     partner: bool,
     timeout: float,
+    alike: Mapping[str, Any],
 ) -> Begun:
     stores = [store for store in (fast, durable) if store is not None]
     if world_size == 1:
         return _alone(stores, partner)
     gather = _gathering(allgather)
-    met = _meet(stores, rank, allgather, gather)
+    met = _meet(stores, rank, allgather, gather, alike)
     groups = _groups_of(fast, durable, world_size, met, gather)
     nodes = None
     note: dict[str, Any] = {"address": None, "held": [], "seen": 0}
@@ -165,11 +179,17 @@ class _Met:
     key: bytes
 
 
-def _meet(stores: Sequence[Store], rank: int, allgather: AllGather, gather: Gather) -> _Met:
+def _meet(
+    stores: Sequence[Store],
+    rank: int,
+    allgather: AllGather,
+    gather: Gather,
+    alike: Mapping[str, Any],
+) -> _Met:
     """Makes the directories, and leaves a mark in each: ranks that see it share the directory."""
     run = secrets.token_hex(4)
     readers = exposed(allgather)
-    note: dict[str, Any] = {"token": run, "machine": machine()}
+    note: dict[str, Any] = {"token": run, "machine": machine(), "alike": alike}
     note["secret"] = secret.offer(rank, readers)
     with _noting(note):
         for store in stores:
@@ -177,6 +197,8 @@ def _meet(stores: Sequence[Store], rank: int, allgather: AllGather, gather: Gath
                 store.make()
                 (store.root / f".run-{run}").touch()
     notes = gather(note)
+    for other, theirs in enumerate(notes):
+        compare(0, notes[0]["alike"], other, theirs["alike"])
     tokens = [str(n["token"]) for n in notes]
     key = secret.settle(rank, [n["secret"] for n in notes], readers)
     return _Met(tokens[0], tokens, len({n["machine"] for n in notes}) > 1, key)

@@ -32,7 +32,7 @@ from nostall.checkpoint._restore import Restored, load_into
 from nostall.checkpoint._retention import Keep
 from nostall.checkpoint._saved import Drain, Failures, Job, Level, Saved, Settings
 from nostall.checkpoint._search import Search
-from nostall.checkpoint._signals import Signals
+from nostall.checkpoint._signals import Signals, names_of
 from nostall.checkpoint._store import LARGEST_STEP, Store
 from nostall.checkpoint._tree import Leaf, encode
 from nostall.checkpoint._window import (
@@ -76,7 +76,8 @@ class Checkpointer:
         rare: fields of `CheckpointOptions`, which replace those of `options`.
 
     Raises:
-        UsageError: arguments that contradict each other; a directory that another job uses.
+        UsageError: arguments that contradict each other, or differ between ranks; a directory that
+            another job uses.
         IoError: a directory that cannot be made.
 
     A restore of an older step, or a save of a step below the newest one, begins a branch: later
@@ -131,6 +132,7 @@ class Checkpointer:
             Rendezvous(self._allgather, self._exposed()),
             partner=partner,
             timeout=chosen.timeout,
+            alike=self._alike(partner),
         )
         self._run, self._nodes = begun.run, begun.nodes
         self._lineage, self._owned = begun.lineage, begun.owned
@@ -160,6 +162,18 @@ class Checkpointer:
             self._signals.append(Signals(chosen.on_signal))
             if self.world_size > 1:
                 self._signals[0].meet(self.rank, begun.key, begun.several, self._allgather)
+
+    def _alike(self, partner: bool) -> dict[str, Any]:
+        """What all ranks must be given alike."""
+        names = self._options.on_signal
+        return {
+            "fast": "a directory" if self.fast else None,
+            "durable": "a directory" if self.durable else None,
+            "every": self.every,
+            "replicated": self.replicated,
+            "partner": partner,
+            "on_signal": names and ", ".join(names_of(names)),
+        }
 
     def _settings(self, keep: Keep) -> Settings:
         chosen = self._options

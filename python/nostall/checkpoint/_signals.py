@@ -28,6 +28,11 @@ _log = logging.getLogger("nostall")
 _ANSWER_SECONDS = 20.0
 
 
+def names_of(text: str) -> list[str]:
+    """Names of signals, apart by spaces or commas, each once and in order."""
+    return sorted(set(text.replace(",", " ").split()))
+
+
 class Signals:
     """The signals of this process, and the call of `save` that the ranks agree on.
 
@@ -54,7 +59,7 @@ class Signals:
         self._addresses: list[tuple[str, int]] = []
         self._listener: Listener | None = None
         self._closed = False
-        numbers = {signal.Signals[name] for name in names.replace(",", " ").split()}
+        numbers = [signal.Signals[name] for name in names_of(names)]
         self._before = {number: signal.signal(number, self._handle) for number in numbers}
 
     def meet(

@@ -126,19 +126,24 @@ def check_alike(world: World, name: str, settings: Mapping[str, Any]) -> None:
     except Exception as error:  # whatever a store raises
         _log.debug("the settings of the ranks are not compared: %s", error)
         return
-    _compare(first["rank"], first["settings"], world.rank, settings)
+    compare(first["rank"], first["settings"], world.rank, settings)
     nodes = {first["rank"]: first["node"], world.rank: node_identity()}
     # The launcher counts both on one node, so nothing else brings this to light.
     if not spans_nodes(world) and (words := walls(nodes)):
         _log.warning("%s", words)
 
 
-def _compare(first: int, theirs: Mapping[str, Any], rank: int, settings: Mapping[str, Any]) -> None:
+def compare(first: int, theirs: Mapping[str, Any], rank: int, settings: Mapping[str, Any]) -> None:
+    """Compares the settings of two ranks.
+
+    Raises:
+        UsageError: they differ, with the first that does and both values.
+    """
     for key, value in settings.items():
         if theirs.get(key) != value:
             raise UsageError(
                 f"the ranks of the job disagree: {key} is {theirs.get(key)!r} on rank {first} and "
-                f"{value!r} on rank {rank}; give all ranks the same dataset and arguments"
+                f"{value!r} on rank {rank}; give all ranks the same arguments"
             )
 
 
@@ -193,7 +198,7 @@ def join(
             "this job: its allgather must return one entry per rank, in rank order"
         )
     for part in parts[1:]:
-        _compare(0, parts[0]["settings"], part["rank"], part["settings"])
+        compare(0, parts[0]["settings"], part["rank"], part["settings"])
     if world.rank == 0 and (words := walls({p["rank"]: p["node"] for p in parts})):
         _log.warning("%s", words)
     names = list(dict.fromkeys(p["node"] for p in parts))

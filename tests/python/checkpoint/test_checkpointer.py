@@ -610,6 +610,34 @@ def test_ranks_save_one_checkpoint_and_restore_their_parts(tmp_path: Path) -> No
     assert names == {f["name"] for f in manifest["files"]} | {"manifest.json"}
 
 
+@pytest.mark.parametrize(
+    ("mine", "theirs", "words"),
+    [
+        (
+            {"on_signal": "SIGUSR1 SIGTERM"},
+            {},
+            "on_signal is 'SIGTERM, SIGUSR1' on rank 0 and None on",
+        ),
+        ({}, {"on_signal": "SIGUSR1"}, "on_signal is None on rank 0 and 'SIGUSR1' on"),
+        ({"every": 5}, {"every": 10}, "every is 5 on rank 0 and 10 on"),
+        ({}, {"replicated": True}, "replicated is False on rank 0 and True on"),
+        ({"fast": None}, {}, "fast is None on rank 0 and 'a directory' on"),
+    ],
+)
+def test_ranks_that_disagree_are_told_the_argument_and_both_values(
+    tmp_path: Path, mine: dict[str, Any], theirs: dict[str, Any], words: str
+) -> None:
+    def work(rank: int, gather: Any) -> None:
+        roots: dict[str, Any] = {"fast": tmp_path / "fast", "durable": tmp_path / "durable"}
+        options = roots | (theirs if rank == 1 else mine)
+        with pytest.raises(UsageError, match=f"{words} rank 1; give all ranks the same arguments"):
+            nostall.Checkpointer(rank=rank, world_size=2, gather=gather, job="test", **options)
+
+    assert World(2).run(work) == [None, None]
+    with nostall.Checkpointer(tmp_path / "fast", tmp_path / "durable") as ckpt:
+        ckpt.save(state_of(1), 1, level="durable")  # nobody has the directories
+
+
 def test_replicated_state_is_written_once_and_read_by_any_world(tmp_path: Path) -> None:
     make = ranked(tmp_path, 2, level="durable", replicated=True)
 
