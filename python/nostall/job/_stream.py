@@ -1,8 +1,9 @@
-"""Short authenticated conversations between the processes of a job: a question, an answer, a file.
+"""Authenticated conversations between the processes of a job: a question, an answer, a file, bytes.
 
-A connection carries one question. Both ends prove the job's secret (`nostall.job._greeting`) before
-anything else is read; messages are JSON, files travel as they are and are checked by their CRC32C at
-the end. docs/formats/checkpoint.md has the bytes.
+A connection carries one question, and what follows from it. Both ends prove the job's secret
+(`nostall.job._greeting`) before anything else is read; messages are JSON, files and arrays travel as
+they are, files checked by their CRC32C at the end. docs/formats/checkpoint.md and
+docs/formats/parameters.md have the bytes.
 """
 
 from __future__ import annotations
@@ -38,39 +39,76 @@ _log = logging.getLogger("nostall")
 
 
 class Stream:
-    """One side of a connection that has proved itself; every wait ends after `timeout` seconds."""
+    """One side of a connection that has proved itself; every wait ends after `timeout` seconds.
+
+    `bytes` counts messages and arrays, in both directions.
+    """
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         self._socket, self._timeout = connection, timeout
+        self.bytes = 0
         connection.settimeout(timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
+    def set_timeout(self, seconds: float) -> None:
+        """Of each wait from now on."""
+        self._timeout = seconds
+        self._socket.settimeout(seconds)
+
+    def keep_alive(self, seconds: float) -> None:
+        """Ends a wait, with an OSError, if the other side's machine has not answered for so long."""
+        probes = 4
+        pause = max(1, round(seconds / (probes + 2)))
+        for option, value in (
+            (socket.TCP_KEEPIDLE, 2 * pause),
+            (socket.TCP_KEEPINTVL, pause),
+            (socket.TCP_KEEPCNT, probes),
+            (socket.TCP_USER_TIMEOUT, round(1000 * seconds)),
+        ):
+            self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
     def _read(self, size: int) -> bytes:
         parts = []
-        while size:
-            got = self._socket.recv(min(size, _CHUNK))
-            if not got:
-                raise ConnectionError("the other side closed the connection")
-            parts.append(got)
-            size -= len(got)
+        while size:  # in parts: the size is only what the other side says
+            part = bytearray(min(size, _CHUNK))
+            self.receive_into(memoryview(part))
+            parts.append(part)
+            size -= len(part)
         return b"".join(parts)
 
     def send(self, message: Any) -> None:
         """A message of plain values."""
         data = json.dumps(message).encode()
-        self._socket.sendall(struct.pack("<I", len(data)) + data)
+        self.send_bytes(memoryview(struct.pack("<I", len(data)) + data))
+
+    def send_bytes(self, data: memoryview) -> None:
+        """Bytes of a length that the other side knows."""
+        self._socket.sendall(data)
+        self.bytes += data.nbytes
+
+    def receive_into(self, data: memoryview) -> None:
+        """Bytes that the other side sends by `send_bytes`, as many as there is room for."""
+        self.bytes += data.nbytes
+        while data:
+            got = self._socket.recv_into(data)
+            if not got:
+                raise ConnectionError("the other side closed the connection")
+            data = data[got:]
 
     def receive(self) -> dict[str, Any]:
         """The next message."""
         (size,) = struct.unpack("<I", self._read(4))
         if size > _LARGEST:
-            raise PeerError(f"a message of {size} bytes on a checkpoint stream")
+            raise PeerError(f"a message of {size} bytes came from another process of the job")
         try:
             message = json.loads(self._read(size))
         except ValueError as error:
-            raise PeerError(f"a message on a checkpoint stream cannot be read: {error}") from error
+            raise PeerError(
+                f"a message from another process of the job cannot be read: {error}"
+            ) from error
         if not isinstance(message, dict):
-            raise PeerError("a message on a checkpoint stream is not a table")
+            raise PeerError("a message from another process of the job is not a table")
         return message
 
     def send_file(self, path: Path, size: int) -> None:
@@ -106,11 +144,15 @@ class Stream:
             os.close(fd)
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Ends the connection, also for a thread that waits in it."""
+        with contextlib.suppress(OSError):  # the other side has ended it
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
-def connect(address: tuple[str, int], secret: bytes, timeout: float) -> Stream:
+def connect(
+    address: tuple[str, int], secret: bytes, timeout: float, purpose: str = _PURPOSE
+) -> Stream:
     """Connects to the listener at `address`.
 
     Raises:
@@ -119,7 +161,7 @@ def connect(address: tuple[str, int], secret: bytes, timeout: float) -> Stream:
     deadline = time.monotonic() + timeout
     while True:
         try:
-            return Stream(greeting.connect(address, secret, _PURPOSE, deadline), timeout)
+            return Stream(greeting.connect(address, secret, purpose, deadline), timeout)
         except OSError as error:
             # A listener that is flooded by strangers ends greetings; the next attempt may succeed.
             ended = isinstance(error, ConnectionResetError | greeting.Closed)
@@ -209,6 +251,7 @@ class Listener:
         secret: what both sides must know.
         timeout: seconds of silence that end a conversation.
         several: whether other machines are to reach it.
+        purpose: of the conversations; those that connect give the same.
 
     Raises:
         UsageError, OSError: it has no address.
@@ -220,13 +263,14 @@ class Listener:
         secret: bytes,
         timeout: float,
         several: bool = False,
+        purpose: str = _PURPOSE,
     ) -> None:
-        self._answer, self._timeout = answer, timeout
-        self._door = greeting.Door.at(own_host(several), 0, secret, _PURPOSE)
+        self._answer, self._timeout, self._purpose = answer, timeout, purpose
+        self._door = greeting.Door.at(own_host(several), 0, secret, purpose)
         self.address = self._door.address
         self._closed = threading.Event()
         self._thread = threading.Thread(
-            target=self._listen, name="nostall-checkpoint-listener", daemon=True
+            target=self._listen, name=f"nostall-{purpose}-listener", daemon=True
         )
         self._thread.start()
 
@@ -236,7 +280,7 @@ class Listener:
                 try:
                     threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
                 except RuntimeError as error:
-                    _log.warning("a connection about checkpoints gets no thread: %s", error)
+                    _log.warning("a connection for the %s gets no thread: %s", self._purpose, error)
                     connection.close()
         self._door.release()
 
@@ -246,7 +290,7 @@ class Listener:
                 stream = Stream(connection, self._timeout)
                 self._answer(stream.receive(), stream)
         except (OSError, PeerError) as error:
-            _log.debug("a conversation about checkpoints ended: %s", error)
+            _log.debug("a conversation for the %s ended: %s", self._purpose, error)
 
     def close(self) -> None:
         """Answers no more questions."""

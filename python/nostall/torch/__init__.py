@@ -36,12 +36,14 @@ if torch.distributed.is_available():
     from nostall.torch._group import register_backend
     from nostall.torch._hook import BucketReducer, reduce_bucket
     from nostall.torch._launch import init
+    from nostall.torch._parameter_servers import ParameterServers
     from nostall.torch._shared import DistributedDataParallel, empty_shared
 
     __all__ += [
         "BucketReducer",
         "DistributedDataParallel",
         "GroupOptions",
+        "ParameterServers",
         "empty_shared",
         "init",
         "reduce_bucket",
