@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -32,12 +32,67 @@ _SLABS = 3
 _SLAB_BLOCKS = 8
 
 
-class _Way(NamedTuple):
-    """An array's place in the file, and the bytes of a device that it fills."""
+class Way(NamedTuple):
+    """Where bytes lie in the file, and those of a device that they fill; None: nothing takes them."""
 
     begin: int
     end: int
     bytes: Any
+
+
+class Head(NamedTuple):
+    """What a file holds, by its first blocks: `blocks` of them were read."""
+
+    tree: Any
+    arrays: Mapping[str, Stored]
+    blocks: int
+
+
+def read_head(
+    file: _native.CheckedFile, blocks: int, threads: int, progress: _native.Progress
+) -> tuple[Head | None, list[int]]:
+    """Reads what tells of the rest, to `file.data`; damaged blocks, if there are any.
+
+    Raises:
+        CorruptionError: it is not a checkpoint file of nostall.
+    """
+    head = min(1, blocks)
+    damaged = file.read(0, head, threads, progress)
+    if not damaged and (more := -(-header_bytes(file.data) // _BLOCK) - head) > 0:
+        damaged = file.read(head, more, threads, progress)
+        head += more
+    return (None if damaged else Head(*parse(file.data), head)), damaged
+
+
+def read_rest(
+    file: _native.CheckedFile,
+    head: int,
+    blocks: int,
+    threads: int,
+    progress: _native.Progress,
+    streams: dict[Any, Any],
+    ways_of: Callable[[], Sequence[Way]],
+) -> tuple[bool, list[int]]:
+    """Reads the blocks from `head` on to `file.data`, but for what has a way to a device.
+
+    It ends at the first damage; devices may have got what was read before.
+
+    Returns:
+        Whether devices have all that has a way, or `file.data` has it too, for there is no way or a
+        device refuses a copy; and damaged blocks.
+    """
+    try:
+        if ways := sorted(ways_of(), key=lambda way: way.begin):
+            slabs = _Slabs(sys.modules["torch"], streams, ways, blocks)
+            return True, _send(slabs, file, head, blocks, ways, threads, progress)
+    except RuntimeError as error:  # of the device, which the copies on the host's side meet too
+        if isinstance(error, Error):
+            raise
+        _log.warning(
+            "arrays go to the device by way of ordinary memory: %s",
+            str(error).partition("\n")[0],
+        )
+    return False, file.read(head, blocks - head, threads, progress)
 
 
 class Landing:
@@ -66,34 +121,22 @@ class Landing:
         Raises:
             CorruptionError: it is not a checkpoint file of nostall.
         """
-        head = min(1, blocks)
-        damaged = file.read(0, head, threads, progress)
-        if not damaged and (more := -(-header_bytes(file.data) // _BLOCK) - head) > 0:
-            damaged = file.read(head, more, threads, progress)
-            head += more
-        if damaged:
+        head, damaged = read_head(file, blocks, threads, progress)
+        if head is None:
             return None, damaged
-        tree, arrays = parse(file.data)
+        tree, arrays, read = head
         placed: dict[str, Any] = {}
-        try:
-            torch = sys.modules.get("torch")
-            if self._own is not None:
-                placed = self._targets(torch, tree, arrays)
-            if placed:
-                ways = _ways(torch, placed, arrays, file.data)
-                slabs = _Slabs(torch, self._streams, ways, blocks)
-                damaged = _send(slabs, file, head, blocks, ways, threads, progress)
-        except RuntimeError as error:  # of the device, which the copies on the host's side meet too
-            if isinstance(error, Error):
-                raise
-            _log.warning(
-                "arrays go to the device by way of ordinary memory: %s",
-                str(error).partition("\n")[0],
-            )
-            placed = {}
-        if not placed:
-            damaged = file.read(head, blocks - head, threads, progress)
-        return (None if damaged else decode(tree, arrays, placed)), damaged
+
+        def ways() -> list[Way]:
+            if self._own is None:
+                return []
+            torch = sys.modules["torch"]
+            placed.update(self._targets(torch, tree, arrays))
+            return _ways(torch, placed, arrays, file.data)
+
+        landed, damaged = read_rest(file, read, blocks, threads, progress, self._streams, ways)
+        state = None if damaged else decode(tree, arrays, placed if landed else {})
+        return state, damaged
 
     def _targets(self, torch: Any, tree: Any, arrays: Mapping[str, Stored]) -> dict[str, Any]:
         """By the arrays' names, contiguous tensors of devices for their bytes."""
@@ -129,10 +172,11 @@ class _Slabs:
     """Page-locked memory that goes round, and the streams that copy from it."""
 
     def __init__(
-        self, torch: Any, streams: dict[Any, Any], ways: Sequence[_Way], blocks: int
+        self, torch: Any, streams: dict[Any, Any], ways: Sequence[Way], blocks: int
     ) -> None:
         self._torch = torch
-        self._sides = {way.bytes.device: side_of(torch, streams, way.bytes.device) for way in ways}
+        devices = {way.bytes.device for way in ways if way.bytes is not None}
+        self._sides = {device: side_of(torch, streams, device) for device in devices}
         for device, side in self._sides.items():
             follow(side, torch.accelerator.current_stream(device))
         size = min(_SLAB_BLOCKS, blocks) * _BLOCK
@@ -149,9 +193,10 @@ class _Slabs:
         await_copies(copied)
         return slab
 
-    def send(self, begin: int, ways: Sequence[_Way]) -> None:
+    def send(self, begin: int, ways: Sequence[Way]) -> None:
         """Copies what these arrays have in that slab, whose place in the file is `begin`."""
         slab, _ = self._slabs.popleft()
+        ways = [way for way in ways if way.bytes is not None]
         for way in ways:
             first, last = max(begin, way.begin), min(begin + len(slab), way.end)
             with on_stream(self._torch, self._sides[way.bytes.device]):
@@ -184,7 +229,7 @@ def _send(
     file: _native.CheckedFile,
     head: int,
     blocks: int,
-    ways: Sequence[_Way],
+    ways: Sequence[Way],
     threads: int,
     progress: _native.Progress,
 ) -> list[int]:
@@ -215,7 +260,7 @@ def _send(
         slabs.finish()
 
 
-def _holes(ways: Sequence[_Way], begin: int, end: int) -> Iterator[tuple[int, int]]:
+def _holes(ways: Sequence[Way], begin: int, end: int) -> Iterator[tuple[int, int]]:
     """What lies between the arrays, which are in order."""
     for way in ways:
         if begin < way.begin:
@@ -225,15 +270,19 @@ def _holes(ways: Sequence[_Way], begin: int, end: int) -> Iterator[tuple[int, in
         yield begin, end
 
 
+def way_to(torch: Any, tensor: Any, begin: int) -> Way:
+    """That of all bytes of a contiguous tensor, which begin there in the file."""
+    return Way(begin, begin + tensor.nbytes, tensor.detach().reshape(-1).view(torch.uint8))
+
+
 def _ways(
     torch: Any, placed: Mapping[str, Any], arrays: Mapping[str, Stored], data: Any
-) -> list[_Way]:
+) -> list[Way]:
     ways = []
     for name, tensor in placed.items():
         begin = _address(arrays[name].data) - _address(data)
-        flat = tensor.detach().reshape(-1).view(torch.uint8)
-        ways.append(_Way(begin, begin + len(arrays[name].data), flat))
-    return sorted(ways, key=lambda way: way.begin)
+        ways.append(way_to(torch, tensor, begin))
+    return ways
 
 
 def _address(array: Any) -> int:

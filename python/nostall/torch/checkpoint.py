@@ -17,7 +17,8 @@ import logging
 import os
 import re
 import secrets
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -42,6 +43,7 @@ from nostall.checkpoint._begin import lineage_of
 from nostall.checkpoint._cleaner import Cleaner
 from nostall.checkpoint._device import DeviceCopies
 from nostall.checkpoint._format import Manifest, Part
+from nostall.checkpoint._landing import Way, read_head, read_rest, way_to
 from nostall.checkpoint._lineage import Lineage
 from nostall.checkpoint._restore import describe, on_branch, view
 from nostall.checkpoint._retention import Keep
@@ -205,10 +207,12 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
 class StorageReader(dcp.StorageReader):  # type: ignore[misc]
     """Reads the checkpoint of `step`, or the newest complete one, of a directory.
 
-    Of several saves of one step, `id` is that of the one to read.
+    Of several saves of one step, `id` is that of the one to read. Tensors of a device are filled while
+    the file is read.
 
     Raises, while loading:
-        CorruptionError: bytes do not match their checksums; the part and the block are named.
+        CorruptionError: bytes do not match their checksums; the part and the block are named. Tensors
+            of a device may have been filled in part.
         UsageError: there is no such checkpoint, or the ranks find different ones.
     """
 
@@ -226,6 +230,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         self.step = step
         self._manifest: Manifest | None = None
         self._places: dict[MetadataIndex, tuple[int, str]] = {}
+        self._streams: dict[Any, Any] = {}  # of copies, by device
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Takes the step from an id that has one."""
@@ -272,41 +277,120 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         for item in plan.items:
             by_part[self._places[item.storage_index][0]].append(item)
         for rank, items in sorted(by_part.items()):
-            state = self._read(rank)
-            for item in items:
-                key = self._places[item.storage_index][1]
-                if item.type == LoadItemType.BYTE_IO:
-                    # The planner takes torch.save's bytes: these are ours, made of plain values.
-                    buffer = io.BytesIO()
-                    torch.save(state["objects"][key], buffer)
-                    buffer.seek(0)
-                    planner.load_bytes(item, buffer)
-                    continue
-                tensor = state["tensors"][key]
-                for axis, (offset, length) in enumerate(
-                    zip(item.storage_offsets, item.lengths, strict=True)
-                ):
-                    tensor = tensor.narrow(axis, offset, length)
-                target = planner.resolve_tensor(item).detach()
-                target.copy_(tensor)
-                planner.commit_tensor(item, target)
+            self._fill(rank, items, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read(self, rank: int) -> Any:
+    def _fill(self, rank: int, items: list[ReadItem], planner: dcp.LoadPlanner) -> None:
+        """From the part of a rank."""
         assert self._manifest is not None
         part = next(p for p in self._manifest.parts if p.rank == rank)
         path = self._store.directory(self._manifest.step) / part.name
         file = _native.CheckedFile(str(path), part.size, list(part.crcs))
-        if damaged := file.read(0, len(part.crcs), self._threads):
+        how = len(part.crcs), self._threads, _native.Progress()
+        filled: list[_Filled] = []
+        stored: dict[str, torch.Tensor] = {}  # in memory that is read to later
+
+        def ways() -> list[Way]:
+            there = [one.lands() for one in filled if one.is_on_device()]
+            begin = file.data.ctypes.data
+            found = [way_to(torch, rows, address - begin) for rows, address in there]
+            if not found:
+                return []
+            wanted = sorted(one.place() for one in filled)
+            left = _left_of(stored.values(), wanted)  # goes nowhere
+            return found + [Way(first - begin, last - begin, None) for first, last in left]
+
+        head, damaged = read_head(file, *how)
+        if head is not None:
+            stored.update(decode(head.tree, head.arrays)["tensors"])
+            filled += [
+                _Filled(item, stored[self._key(item)], planner.resolve_tensor(item).detach())
+                for item in items
+                if item.type != LoadItemType.BYTE_IO
+            ]
+            landed, damaged = read_rest(file, head.blocks, *how, self._streams, ways)
+        if head is None or damaged:
             raise CorruptionError(f"{path} is damaged: {describe(part, damaged)}")
-        return decode(*files.parse(file.data))
+        for one in filled:
+            one.finish(landed)
+            planner.commit_tensor(one.item, one.target)
+        objects = decode(head.tree, head.arrays)["objects"]
+        for item in items:
+            if item.type == LoadItemType.BYTE_IO:
+                # The planner takes torch.save's bytes: these are ours, made of plain values.
+                buffer = io.BytesIO()
+                torch.save(objects[self._key(item)], buffer)
+                buffer.seek(0)
+                planner.load_bytes(item, buffer)
+
+    def _key(self, item: ReadItem) -> str:
+        """Its name in the part."""
+        return self._places[item.storage_index][1]
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Any."""
         return True
+
+
+class _Filled:
+    """A tensor that is filled by a part of one in a file, whose place in memory `stored` has."""
+
+    def __init__(self, item: ReadItem, stored: torch.Tensor, target: torch.Tensor) -> None:
+        self.item, self.target = item, target
+        self._stored = stored
+        self._rows: torch.Tensor | None = None  # on the target's device
+
+    def is_on_device(self) -> bool:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return found is not None and self.target.device.type == found.type
+
+    def place(self) -> tuple[int, int]:
+        """Where in memory the file has the rows of which it takes something."""
+        rows = self._taken(self._stored, 0, 1)
+        return rows.data_ptr(), rows.data_ptr() + rows.nbytes
+
+    def lands(self) -> tuple[torch.Tensor, int]:
+        """Contiguous memory of the device, and where in memory the file has what fills it.
+
+        That is whole rows: what the target does not take of them is on the device until the end.
+        """
+        rows = self._taken(self._stored, 0, 1)
+        fits = rows.shape == self.target.shape and rows.dtype == self.target.dtype
+        into = fits and self.target.is_contiguous()
+        self._rows = self.target if into else torch.empty_like(rows, device=self.target.device)
+        return self._rows, rows.data_ptr()
+
+    def finish(self, landed: bool) -> None:
+        """Copies what is not in the target yet."""
+        if not landed or self._rows is None:
+            self.target.copy_(self._taken(self._stored, 0))
+        elif self._rows is not self.target:
+            self.target.copy_(self._taken(self._rows, 1))
+
+    def _taken(self, tensor: torch.Tensor, first: int, end: int | None = None) -> torch.Tensor:
+        """What the item takes along these axes."""
+        for axis in range(tensor.dim())[first:end]:
+            offset, length = self.item.storage_offsets[axis], self.item.lengths[axis]
+            tensor = tensor.narrow(axis, offset, length)
+        return tensor
+
+
+def _left_of(
+    stored: Iterable[torch.Tensor], wanted: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """What of these tensors' memory lies outside of these places, which are in order."""
+    places = deque(wanted)
+    for first, last in sorted({(one.data_ptr(), one.data_ptr() + one.nbytes) for one in stored}):
+        while places and places[0][0] < last:
+            begin, end = places.popleft()
+            if first < begin:
+                yield first, begin
+            first = max(first, end)
+        if first < last:
+            yield first, last
 
 
 def candidates(store: Store, step: int | None = None) -> list[Manifest]:

@@ -14,6 +14,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "device"))
 
 import cases
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -156,6 +157,136 @@ def case_shards_are_restored_as_shards_and_whole() -> None:
         assert all(a.equal(b + 1) for a, b in zip(whole(again.parameters()), expected, strict=True))
         writer.close()
     assert simdev.reports() == []
+
+
+@contextlib.contextmanager
+def one_by_one() -> Iterator[list[tuple[int, int]]]:
+    """Blocks are read one by one; what is sent on: its place in the file, and how many bytes of it."""
+    from nostall.checkpoint import _landing
+
+    sent: list[tuple[int, int]] = []
+    send = _landing._Slabs.send
+
+    def one(self: Any, begin: int, ways: Any) -> None:
+        end = begin + len(self._slabs[0][0])
+        here = [way for way in ways if way.bytes is not None]
+        sent.append((begin, sum(min(end, way.end) - max(begin, way.begin) for way in here)))
+        send(self, begin, ways)
+
+    with (
+        mock.patch.object(_landing, "_SLAB_BLOCKS", 1),
+        mock.patch.object(_landing._Slabs, "send", one),
+    ):
+        yield sent
+
+
+def long_state(value: float) -> dict[str, Any]:
+    """Of several blocks: a matrix, a transposed one, one of another type, half of one, and a number."""
+    rows = torch.arange(3 << 20, dtype=torch.float32).reshape(3 << 10, 1 << 10) * value
+    made = {"a": rows, "t": rows.t(), "b": rows.to(torch.bfloat16), "s": torch.tensor(value)}
+    return {**{name: tensor.to("simdev") for name, tensor in made.items()}, "n": value}
+
+
+def case_tensors_land_while_the_file_is_read() -> None:
+    """Every byte once, by page-locked memory; each rank alone."""
+    import simdev
+
+    from nostall.checkpoint import _landing
+    from nostall.torch.checkpoint import StorageReader, StorageWriter, load
+
+    with tempfile.TemporaryDirectory() as folder:
+        writer = StorageWriter(folder)
+        for value in (1.0, 2.0):
+            state = long_state(value)
+            dcp.save(state, checkpoint_id=str(int(value)), storage_writer=writer, no_dist=True)
+        writer.close()
+        into = long_state(0.0)
+        into["t"] = torch.zeros_like(into["a"]).t()  # its memory is not in the file's order
+        with one_by_one() as sent:
+            assert load(into, folder, no_dist=True) == 2
+        tensors = [tensor for tensor in state.values() if isinstance(tensor, torch.Tensor)]
+        assert sum(size for _, size in sent) == sum(tensor.nbytes for tensor in tensors)
+        assert len({begin for begin, _ in sent}) == len(sent) > 3
+        assert into["n"] == 2.0
+        assert all(torch.equal(into[name], state[name]) for name in "atbs")
+
+        # Of what nothing takes, nothing stays on the host either.
+        into, holes = {"b": torch.zeros_like(state["b"])}, _landing._holes
+        with one_by_one() as sent, mock.patch.object(_landing, "_holes", wraps=holes) as found:
+            dcp.load(into, storage_reader=StorageReader(folder, 2), no_dist=True)
+        kept = [hole for call in found.mock_calls for hole in holes(*call.args)]
+        assert into["b"].equal(state["b"]) and sum(size for _, size in sent) == state["b"].nbytes
+        assert sum(end - begin for begin, end in kept) < 1 << 16
+
+        # A tensor of another type, and one of the host beside those of the device.
+        into = long_state(0.0)
+        into["a"], into["b"] = into["a"].double(), into["b"].cpu()
+        dcp.load(into, storage_reader=StorageReader(folder, 1), no_dist=True)
+        expected = long_state(1.0)
+        assert into["a"].dtype == torch.float64 and into["a"].equal(expected["a"].double())
+        assert into["b"].device.type == "cpu" and into["b"].equal(expected["b"].cpu())
+
+        # Damage is found before it lands, and the save before it lands over what did.
+        (file,) = Path(folder).glob("step-000000000002/*.safetensors")
+        with file.open("r+b") as stored:
+            stored.seek(-(3 << 20), os.SEEK_END)
+            stored.write(b"damage")
+        into = long_state(0.0)
+        with one_by_one(), cases.warnings() as said:
+            assert load(into, folder, no_dist=True) == 1
+        assert "passing over the checkpoint of step 2" in said[0]
+        assert all(torch.equal(into[name], expected[name]) for name in "atbs")
+
+        # What the device refuses is read to the host and copied from there.
+        into = long_state(0.0)
+        simdev.fail_after(1)
+        with cases.warnings() as said:
+            dcp.load(into, storage_reader=StorageReader(folder, 1), no_dist=True)
+        assert "by way of ordinary memory" in said[0]
+        assert all(torch.equal(into[name], expected[name]) for name in "atbs")
+    simdev.reports()
+
+
+def loaded_by(function: str, nothing: Any) -> list[str]:
+    """What is reported of a load without one of its waits."""
+    import simdev
+
+    from nostall.checkpoint import _landing
+    from nostall.torch.checkpoint import StorageReader, StorageWriter
+
+    with tempfile.TemporaryDirectory() as folder:
+        writer = StorageWriter(folder)
+        state = long_state(1.0)
+        dcp.save(state, checkpoint_id="1", storage_writer=writer, no_dist=True)
+        writer.close()
+        into = {name: torch.zeros_like(state[name]) for name in "atbs"}
+        reader = StorageReader(folder, 1)
+        side = reader._streams[into["a"].device] = torch.Stream(device="simdev")
+        simdev.speed(0.01, stream=side)
+        with one_by_one(), mock.patch.object(_landing, function, nothing):
+            dcp.load(into, storage_reader=reader, no_dist=True)
+            for tensor in into.values():
+                tensor.sum().item()
+    torch.accelerator.synchronize()
+    return simdev.reports()
+
+
+def case_without_the_wait_of_a_load_for_what_makes_the_tensors() -> None:
+    assert any("no event" in line for line in loaded_by("follow", lambda side, current: None))
+
+
+def case_without_the_wait_before_a_slab_is_read_to_again() -> None:
+    import simdev
+
+    # What a copy still reads, a reader of the file cannot write to.
+    with pytest.raises(dcp.api.CheckpointException, match="Bad address"):
+        loaded_by("await_copies", lambda copied: None)
+    torch.accelerator.synchronize()
+    simdev.reports()
+
+
+def case_without_the_wait_for_what_was_loaded() -> None:
+    assert any("no event" in line for line in loaded_by("await_end", lambda side: None))
 
 
 def case_without_the_wait_for_copies() -> None:
