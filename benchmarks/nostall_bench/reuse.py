@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.files < 8 * arguments.batch * arguments.ranks:
         raise UsageError("--files must be at least 8 global batches")
     with tempfile.TemporaryDirectory(prefix="nostall-reuse-") as folder:
-        images, labels = _pictures(Path(folder), arguments.files, arguments.side)
+        images, labels = pictures(Path(folder), arguments.files, arguments.side)
     rows: list[dict[str, Any]] = []
     for name, order, dynamic in _ways(arguments):
         runs = [
@@ -98,7 +98,7 @@ def _ways(arguments: argparse.Namespace) -> Iterator[tuple[str, Order, dict[str,
     yield f"sawtooth, reuse {order.reuse}", order, {**grows, "threshold": -1e9, "sawtooth": True}
 
 
-def _pictures(folder: Path, files: int, side: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+def pictures(folder: Path, files: int, side: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """The demo's pictures, float32 of shape (files, 3, side, side), and their classes."""
     from PIL import Image
 
