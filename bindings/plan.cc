@@ -60,7 +60,9 @@ void bind_mixture(nb::module_& m) {
           },
           nb::arg("place"), "Places that each source had before this one.")
       .def("fingerprint", &plan::Mixture::fingerprint, nb::arg("place") = plan::Mixture::kEndless,
-           "64-bit hash of all that decides the places before this one.");
+           "64-bit hash of all that decides the places before this one.")
+      .def_prop_ro("worked_out", &plan::Mixture::worked_out,
+                   "Places of patterns that were worked out so far.");
 }
 
 }  // namespace

@@ -21,6 +21,10 @@
 namespace nostall::plan {
 namespace {
 
+// Places of a period that are worked out together: few enough to begin quickly in the middle of one,
+// so many that what is kept for each part is little beside it.
+constexpr uint64_t kPatternPart = kMostSources;
+
 [[noreturn]] void fail(const std::string& what) { throw Error(ErrorKind::usage, what); }
 
 uint64_t ceil_div(uint64_t a, uint64_t b) { return (a + b - 1) / b; }
@@ -86,6 +90,38 @@ uint64_t latest(const Shares& shares, uint64_t slack, size_t source, uint64_t nu
                   uint64_t{shares.of[source]} * slack);
 }
 
+// When the next unit of a source may come and when it must, counted in places from 1. Both grow by
+// the same fraction from unit to unit: no division.
+class Next {
+ public:
+  Next(const Shares& shares, uint64_t slack, size_t source, uint64_t number)
+      : below_(uint64_t{shares.of[source]} * slack),
+        step_(shares.period / shares.of[source]),
+        rest_(slack * (shares.period % shares.of[source])) {
+    const uint64_t begin = number * shares.period * slack + below_ - 1;
+    may_ = (begin + shares.period) / below_;
+    may_rest_ = (begin + shares.period) % below_;
+    must_ = (begin + shares.period * (slack - 1)) / below_;
+    must_rest_ = (begin + shares.period * (slack - 1)) % below_;
+  }
+  uint64_t may() const noexcept { return may_; }
+  uint64_t must() const noexcept { return must_; }
+  void advance() noexcept {
+    advance(may_, may_rest_);
+    advance(must_, must_rest_);
+  }
+
+ private:
+  void advance(uint64_t& value, uint64_t& rest) const noexcept {
+    rest += rest_;
+    const bool carry = rest >= below_;
+    rest -= carry ? below_ : 0;
+    value += step_ + (carry ? 1 : 0);
+  }
+  uint64_t below_, step_, rest_;
+  uint64_t may_, may_rest_, must_, must_rest_;
+};
+
 }  // namespace
 
 Shares shares_of(std::span<const double> weights) {
@@ -118,39 +154,43 @@ Shares shares_of(std::span<const double> weights) {
   return rounded(weights, total);
 }
 
-Mixture::Pattern Mixture::pattern_of(const Shares& shares, uint64_t places) {
-  const uint64_t period = shares.period, slack = slack_of(shares);
-  Pattern pattern{std::vector<uint16_t>(places), std::vector<uint32_t>(places)};
-  // Place n - 1 of the period may get the unit `had` of a source once n reaches the first number,
-  // and must have got it when n reaches the second one.
-  std::vector<uint64_t> had(shares.of.size());
-  const auto may = [&](size_t i) {
-    return ceil_div(had[i] * period * slack + period, uint64_t{shares.of[i]} * slack);
-  };
-  const auto must = [&](size_t i) { return latest(shares, slack, i, had[i]); };
+Mixture::Pattern Mixture::pattern_of(const Shares& shares, std::vector<uint32_t>& had,
+                                     uint64_t begin, uint64_t places) {
+  const uint64_t slack = slack_of(shares);
+  Pattern pattern{begin, had, std::vector<uint16_t>(places), std::vector<uint32_t>(places)};
   constexpr uint32_t kNone = std::numeric_limits<uint32_t>::max();
-  std::vector<uint32_t> first(places + 1, kNone), next(shares.of.size(), kNone);  // by `may`
-  const auto wait = [&](size_t i) {
-    const uint64_t from = may(i);
-    if (from > places) return;
-    next[i] = std::exchange(first[from], static_cast<uint32_t>(i));
+  // Sources whose next unit may come: when it must, and the source in the low bits.
+  constexpr unsigned kSourceBits = 16;
+  static_assert(uint64_t{1} << kSourceBits == kMostSources);
+  std::priority_queue<uint64_t, std::vector<uint64_t>, std::greater<>> due;
+  // Those that may later: in a list for each place.
+  std::vector<uint32_t> first(places + 1, kNone), next(shares.of.size(), kNone);
+  std::vector<uint32_t> sources(shares.of.size(), kNone);  // the places of sources in `units`
+  std::vector<Next> units;
+  const auto wait = [&](uint32_t source, const Next& unit, uint64_t now) {
+    if (unit.may() <= now) {
+      due.push(unit.must() << kSourceBits | source);
+    } else if (unit.may() <= begin + places) {
+      next[source] = std::exchange(first[unit.may() - begin], source);
+    }
   };
-  for (size_t i = 0; i < shares.of.size(); ++i) {
-    if (shares.of[i] > 0) wait(i);
+  for (uint32_t i = 0; i < shares.of.size(); ++i) {
+    if (shares.of[i] == 0) continue;
+    sources[i] = static_cast<uint32_t>(units.size());
+    units.emplace_back(shares, slack, i, had[i]);
+    wait(i, units.back(), begin);
   }
-  using Due = std::pair<uint64_t, uint32_t>;
-  std::priority_queue<Due, std::vector<Due>, std::greater<>> due;
   for (uint64_t n = 1; n <= places; ++n) {
-    for (uint32_t i = first[n]; i != kNone; i = next[i]) due.emplace(must(i), i);
-    const uint32_t i = due.top().second;
+    for (uint32_t i = first[n]; i != kNone; i = next[i]) {
+      due.push(units[sources[i]].must() << kSourceBits | i);
+    }
+    const auto i = static_cast<uint32_t>(due.top() % kMostSources);
     due.pop();
     pattern.source[n - 1] = static_cast<uint16_t>(i);
-    pattern.before[n - 1] = static_cast<uint32_t>(had[i]++);
-    if (may(i) <= n) {
-      due.emplace(must(i), i);
-    } else {
-      wait(i);
-    }
+    pattern.before[n - 1] = had[i]++;
+    Next& unit = units[sources[i]];
+    unit.advance();
+    wait(i, unit, begin + n);
   }
   return pattern;
 }
@@ -192,10 +232,7 @@ bool Mixture::add_change(const Change& change, uint64_t next) {
   std::vector<double> weights = change.weights;
   uint64_t begin = change.place;
   std::vector<uint64_t> before(spec_.samples.size());
-  if (!stretches_.empty()) {
-    before = counts_in(stretches_.back(),
-                       *pattern(stretches_.size() - 1, needed(stretches_.back(), begin, 0)), begin);
-  }
+  if (!stretches_.empty()) before = counts_in(stretches_.size() - 1, begin);
   for (;;) {
     if (spec_.at_end == AtEnd::reweight) {
       for (size_t i = 0; i < weights.size(); ++i) {
@@ -209,15 +246,14 @@ bool Mixture::add_change(const Change& change, uint64_t next) {
     stretches_.push_back({begin, before, shares_of(weights)});
     stretches_.back().places = places_of(stretches_.back(), next);
     if (spec_.at_end == AtEnd::repeat) return true;
-    const Stretch& stretch = stretches_.back();
-    const std::shared_ptr<const Pattern> shown = pattern(stretches_.size() - 1, stretch.places);
-    const uint64_t end = exhausted(stretch, *shown);
+    const size_t last = stretches_.size() - 1;
+    const uint64_t end = exhausted(last);
     if (end >= next) return true;
     if (spec_.at_end == AtEnd::stop) {
       end_ = end;
       return false;
     }
-    before = counts_in(stretch, *shown, end);
+    before = counts_in(last, end);
     begin = end;
   }
 }
@@ -234,34 +270,41 @@ uint64_t Mixture::places_of(const Stretch& stretch, uint64_t next) const {
   return places;
 }
 
-uint64_t Mixture::exhausted(const Stretch& stretch, const Pattern& pattern) const {
+uint64_t Mixture::exhausted(size_t number) const {
+  const Stretch& stretch = stretches_[number];
   const Shares& shares = stretch.shares;
   // For each source the period of the first sample too many, and its number within that period.
-  std::vector<uint64_t> periods(shares.of.size(), kEndless), number(shares.of.size());
+  std::vector<uint64_t> periods(shares.of.size(), kEndless), numbers(shares.of.size());
   uint64_t soonest = kEndless;
   for (size_t i = 0; i < shares.of.size(); ++i) {
     if (shares.of[i] == 0) continue;
     const uint64_t left = spec_.samples[i] - stretch.before[i];
     periods[i] = left / shares.of[i];
-    number[i] = left % shares.of[i];
+    numbers[i] = left % shares.of[i];
     soonest = std::min(soonest, periods[i]);
   }
-  uint64_t at = 0;
-  while (periods[pattern.source[at]] != soonest ||
-         pattern.before[at] != number[pattern.source[at]]) {
-    // The weights change before.
-    if (++at == pattern.source.size()) return kEndless;
+  for (uint64_t at = 0; at < stretch.places;) {
+    const std::shared_ptr<const Pattern> part = pattern(number, at);
+    for (; at < part->end(); ++at) {
+      const uint32_t source = part->source[at - part->begin];
+      if (periods[source] == soonest && part->before[at - part->begin] == numbers[source]) {
+        return stretch.begin + soonest * shares.period + at;
+      }
+    }
   }
-  return stretch.begin + soonest * shares.period + at;
+  return kEndless;  // the weights change before
 }
 
-std::vector<uint64_t> Mixture::counts_in(const Stretch& stretch, const Pattern& pattern,
-                                         uint64_t place) const {
+std::vector<uint64_t> Mixture::counts_in(size_t number, uint64_t place) const {
+  const Stretch& stretch = stretches_[number];
   std::vector<uint64_t> counts = stretch.before;
   const uint64_t periods = (place - stretch.begin) / stretch.shares.period;
   const uint64_t rest = (place - stretch.begin) % stretch.shares.period;
   for (size_t i = 0; i < counts.size(); ++i) counts[i] += periods * stretch.shares.of[i];
-  for (uint64_t k = 0; k < rest; ++k) ++counts[pattern.source[k]];
+  if (rest == 0) return counts;
+  const std::shared_ptr<const Pattern> part = pattern(number, rest - 1);
+  for (size_t i = 0; i < counts.size(); ++i) counts[i] += part->had[i];
+  for (uint64_t k = part->begin; k < rest; ++k) ++counts[part->source[k - part->begin]];
   return counts;
 }
 
@@ -271,79 +314,105 @@ size_t Mixture::stretch_of(uint64_t place) const noexcept {
   return static_cast<size_t>(after - stretches_.begin()) - 1;
 }
 
-uint64_t Mixture::needed(const Stretch& stretch, uint64_t begin, uint64_t count) noexcept {
-  const uint64_t period = stretch.shares.period;
-  const uint64_t rest = (begin - stretch.begin) % period;
-  return count < period - rest ? rest + count : period;
-}
-
-std::shared_ptr<const Mixture::Pattern> Mixture::pattern(size_t stretch, uint64_t places) const {
-  constexpr uint64_t kLeast = 4096;
+std::shared_ptr<const Mixture::Pattern> Mixture::pattern(size_t stretch, uint64_t at) const {
   const Stretch& of = stretches_[stretch];
+  const uint64_t part = at / kPatternPart;
   const MutexLock lock(mutex_);
-  if (!pattern_ || kept_ != stretch || pattern_->source.size() < std::min(places, of.places)) {
-    kept_ = stretch;
-    pattern_ = std::make_shared<const Pattern>(
-        pattern_of(of.shares, std::min(of.places, std::bit_ceil(std::max(places, kLeast)))));
+  if (known_.before.empty() || known_.stretch != stretch) {
+    known_ = {stretch, {std::vector<uint32_t>(of.shares.of.size())}, {}};
   }
-  return pattern_;
+  auto& [newest, older] = known_.last;
+  if (older && older->begin / kPatternPart == part) std::swap(newest, older);
+  if (newest && newest->begin / kPatternPart == part) return newest;
+  std::shared_ptr<const Pattern> made;
+  for (uint64_t p = std::min<uint64_t>(part, known_.before.size() - 1); p <= part; ++p) {
+    const uint64_t begin = p * kPatternPart;
+    std::vector<uint32_t> had = known_.before[p];
+    made = std::make_shared<const Pattern>(
+        pattern_of(of.shares, had, begin, std::min(kPatternPart, of.places - begin)));
+    worked_out_.fetch_add(made->source.size(), std::memory_order_relaxed);
+    if (p + 1 == known_.before.size()) known_.before.push_back(std::move(had));
+  }
+  older = std::exchange(newest, std::move(made));
+  return newest;
 }
 
 Mixture::Place Mixture::at(uint64_t place) const {
   const size_t number = stretch_of(place);
   const Stretch& stretch = stretches_[number];
-  const std::shared_ptr<const Pattern> shown = pattern(number, needed(stretch, place, 1));
   const uint64_t periods = (place - stretch.begin) / stretch.shares.period;
   const uint64_t rest = (place - stretch.begin) % stretch.shares.period;
-  const uint32_t source = shown->source[rest];
-  return {source,
-          stretch.before[source] + periods * stretch.shares.of[source] + shown->before[rest]};
+  const std::shared_ptr<const Pattern> part = pattern(number, rest);
+  const uint32_t source = part->source[rest - part->begin];
+  return {source, stretch.before[source] + periods * stretch.shares.of[source] +
+                      part->before[rest - part->begin]};
 }
 
 std::vector<uint64_t> Mixture::counts(uint64_t place) const {
-  const size_t number = stretch_of(place);
-  const uint64_t last = std::min(place, end_);
-  const Stretch& stretch = stretches_[number];
-  return counts_in(stretch, *pattern(number, needed(stretch, last, 0)), last);
+  return counts_in(stretch_of(place), std::min(place, end_));
+}
+
+Mixture::Walk::Walk(const Mixture& mixture, uint64_t place)
+    : mixture_(mixture), place_(place), until_(place), counts_(mixture.counts(place)) {}
+
+Mixture::Place Mixture::Walk::next() {
+  if (place_ == until_) go_on();
+  ++place_;
+  const uint32_t source = part_->source[at_++];
+  return {source, counts_[source]++};
+}
+
+void Mixture::Walk::go_on() {
+  const size_t number = mixture_.stretch_of(place_);
+  const std::vector<Stretch>& stretches = mixture_.stretches_;
+  const uint64_t rest = (place_ - stretches[number].begin) % stretches[number].shares.period;
+  part_ = mixture_.pattern(number, rest);
+  at_ = rest - part_->begin;
+  until_ = place_ + part_->end() - rest;
+  if (number + 1 < stretches.size()) until_ = std::min(until_, stretches[number + 1].begin);
+}
+
+Mixture::Samples::Samples(const Mixture& mixture, uint64_t seed, uint32_t epoch, uint64_t first)
+    : mixture_(mixture),
+      seed_(seed),
+      epoch_(epoch),
+      repeats_(mixture.spec_.at_end == AtEnd::repeat),
+      before_(mixture.counts(repeats_ ? first : 0)) {
+  for (size_t i = 0; i < before_.size(); ++i) {
+    first_.push_back(pass(i, before_[i] / mixture.spec_.samples[i]));
+  }
+  passes_ = first_;
+}
+
+Mixture::Samples::Pass Mixture::Samples::pass(size_t source, uint64_t number) const {
+  const uint64_t samples = mixture_.spec_.samples[source];
+  return {KeyedPermutation(samples, seed_ + 0x9e3779b97f4a7c15u * (uint64_t{source} + 1),
+                           repeats_ ? static_cast<uint32_t>(number) : epoch_),
+          number, number * samples};
+}
+
+uint64_t Mixture::Samples::at(const Place& place) {
+  const uint64_t samples = mixture_.spec_.samples[place.source];
+  Pass& here = passes_[place.source];
+  if (place.number - here.begin >= samples) here = pass(place.source, place.number / samples);
+  last_ = place;
+  sample_ = here.order(place.number - here.begin);
+  return mixture_.begins_[place.source] + sample_;
+}
+
+uint32_t Mixture::Samples::occurrence() const noexcept {
+  const Pass &begun = first_[last_.source], &here = passes_[last_.source];
+  if (here.number == begun.number) return 0;
+  // Once in each whole pass between, and in the first one unless the epoch before had it.
+  const bool had = begun.begin + begun.order.inverse(sample_) >= before_[last_.source];
+  return static_cast<uint32_t>(here.number - begun.number - 1) + (had ? 1 : 0);
 }
 
 template <typename Id>
 void Mixture::fill(uint64_t seed, uint32_t epoch, uint64_t first, std::span<Id> out) const {
-  const bool repeats = spec_.at_end == AtEnd::repeat;
-  struct Current {
-    KeyedPermutation order;
-    uint64_t place;
-    uint32_t epoch;
-  };
-  std::vector<Current> current;
-  const auto order_of = [&](size_t source, uint32_t number) {
-    return KeyedPermutation(spec_.samples[source],
-                            seed + 0x9e3779b97f4a7c15u * (uint64_t{source} + 1), number);
-  };
-  const std::vector<uint64_t> before = counts(first);
-  for (size_t i = 0; i < before.size(); ++i) {
-    const uint64_t samples = spec_.samples[i];
-    const auto number = repeats ? static_cast<uint32_t>(before[i] / samples) : epoch;
-    current.push_back({order_of(i, number), repeats ? before[i] % samples : before[i], number});
-  }
-  for (uint64_t done = 0; done < out.size();) {
-    const size_t number = stretch_of(first + done);
-    const Stretch& stretch = stretches_[number];
-    const bool last = number + 1 == stretches_.size();
-    const uint64_t until = last ? kEndless : stretches_[number + 1].begin;
-    uint64_t rest = (first + done - stretch.begin) % stretch.shares.period;
-    const uint64_t end = std::min<uint64_t>(out.size(), done + (until - first - done));
-    const std::shared_ptr<const Pattern> shown =
-        pattern(number, needed(stretch, first + done, end - done));
-    for (; done < end; ++done) {
-      const uint32_t source = shown->source[rest];
-      if (++rest == stretch.shares.period) rest = 0;
-      Current& here = current[source];
-      if (here.place == spec_.samples[source])
-        here = {order_of(source, here.epoch + 1), 0, here.epoch + 1};
-      out[done] = static_cast<Id>(begins_[source] + here.order(here.place++));
-    }
-  }
+  Walk walk(*this, first);
+  Samples samples(*this, seed, epoch, first);
+  for (Id& id : out) id = static_cast<Id>(samples.at(walk.next()));
 }
 
 template void Mixture::fill(uint64_t, uint32_t, uint64_t, std::span<uint32_t>) const;

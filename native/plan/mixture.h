@@ -4,11 +4,15 @@
 // source has had its share of them to less than one place (to 1 - 1/(2m - 2) for m sources
 // [Tijdeman 1980]): mixing is no draw, so that no stretch of training sees more of a source than
 // its weight says. Weights become whole shares of a period of at most kMostShares places, after
-// which the pattern comes again; so any place is found without those before it. Where the weights
-// change, a new pattern begins. docs/formats/order.md. Thread-safety: immutable, but for a pattern
-// that is kept from one call to the next.
+// which the pattern comes again; so any place is found without those before its period. Where the
+// weights change, a new pattern begins. docs/formats/order.md.
+// Cost: a place of a pattern takes about 10 ns, once for places that are asked for in rising order.
+// Thread-safety: immutable, but for what is known of a pattern, which is kept from one call to the
+// next.
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -16,6 +20,7 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "plan/permutation.h"
 
 namespace nostall::plan {
 
@@ -74,43 +79,104 @@ class Mixture {
   void fill(uint64_t seed, uint32_t epoch, uint64_t first, std::span<Id> out) const;
   // 64-bit hash of all that decides the places before this one.
   uint64_t fingerprint(uint64_t place = kEndless) const noexcept;
+  // Places of patterns that were worked out so far.
+  uint64_t worked_out() const noexcept { return worked_out_.load(std::memory_order_relaxed); }
+
+  class Walk;
+  class Samples;
 
  private:
-  // The sources of one period in order, and how often each came in it before; of a stretch that
-  // ends within its first period no more than it needs.
+  // A part of a period: its sources in order, and how often each came in the period before.
   struct Pattern {
+    uint64_t begin = 0;         // in the period
+    std::vector<uint32_t> had;  // of each source before that
     std::vector<uint16_t> source;
     std::vector<uint32_t> before;
+    uint64_t end() const noexcept { return begin + source.size(); }
   };
   struct Stretch {
     uint64_t begin = 0;
     std::vector<uint64_t> before;  // places of each source before `begin`
     Shares shares;
-    uint64_t places = 0;  // of its pattern
+    uint64_t places = 0;  // of a period, as far as the stretch needs them
   };
-  static Pattern pattern_of(const Shares& shares, uint64_t places);
+  // What is kept of one stretch: how often each source came before part 0, 1, ... of its period, as
+  // far as parts were worked out, and the last two of these: that where an epoch begins, and that of
+  // the batches that are planned.
+  struct Known {
+    size_t stretch = 0;
+    std::vector<std::vector<uint32_t>> before;
+    std::array<std::shared_ptr<const Pattern>, 2> last;
+  };
+  // `had`: of each source before `begin`, and afterwards at the end.
+  static Pattern pattern_of(const Shares& shares, std::vector<uint32_t>& had, uint64_t begin,
+                            uint64_t places);
   // How many places of the period are needed of a stretch that ends at `next` at the latest.
   uint64_t places_of(const Stretch& stretch, uint64_t next) const;
 
   // The stretches from a change to the next one; whether the mixture goes on there.
   bool add_change(const Change& change, uint64_t next);
-  std::vector<uint64_t> counts_in(const Stretch& stretch, const Pattern& pattern,
-                                  uint64_t place) const;
+  std::vector<uint64_t> counts_in(size_t stretch, uint64_t place) const;
   // The first place from which on a source needs a sample that it does not have.
-  uint64_t exhausted(const Stretch& stretch, const Pattern& pattern) const;
+  uint64_t exhausted(size_t stretch) const;
   size_t stretch_of(uint64_t place) const noexcept;
-  // The first `places` of a stretch's pattern, or more.
-  std::shared_ptr<const Pattern> pattern(size_t stretch, uint64_t places) const;
-  // How many of them `count` places from `begin` on need.
-  static uint64_t needed(const Stretch& stretch, uint64_t begin, uint64_t count) noexcept;
+  // The part of a stretch's period that has this place of the period.
+  std::shared_ptr<const Pattern> pattern(size_t stretch, uint64_t at) const;
 
   Spec spec_;
   std::vector<uint64_t> begins_;  // the first sample id of each source
   std::vector<Stretch> stretches_;
   uint64_t end_ = kEndless;
+  mutable std::atomic<uint64_t> worked_out_{0};
   mutable Mutex mutex_;
-  mutable size_t kept_ NOSTALL_GUARDED_BY(mutex_) = 0;  // the stretch of `pattern_`
-  mutable std::shared_ptr<const Pattern> pattern_ NOSTALL_GUARDED_BY(mutex_);
+  mutable Known known_ NOSTALL_GUARDED_BY(mutex_);
+};
+
+// Places in rising order. Refers to the mixture. Thread-safety: one thread at a time.
+class Mixture::Walk {
+ public:
+  Walk(const Mixture& mixture, uint64_t place);
+  uint64_t place() const noexcept { return place_; }
+  // What is at place(), which then is the next one.
+  Place next();
+
+ private:
+  // Finds the places from place() on that lie in one part of a pattern.
+  void go_on();
+
+  const Mixture& mixture_;
+  uint64_t place_, until_;        // `part_` has what is before `until_`
+  uint64_t at_ = 0;               // in `part_`
+  std::vector<uint64_t> counts_;  // of each source before place()
+  std::shared_ptr<const Pattern> part_;
+};
+
+// The samples of places: those of a source come in the order "keyed", a new one whenever it repeats;
+// without repeating, in that of `epoch`. Refers to the mixture. Thread-safety: one thread at a time.
+class Mixture::Samples {
+ public:
+  // `first`: the first place of the epoch, if sources repeat.
+  Samples(const Mixture& mixture, uint64_t seed, uint32_t epoch, uint64_t first);
+  uint64_t at(const Place& place);
+  // How often the epoch had the sample that at() gave last.
+  uint32_t occurrence() const noexcept;
+
+ private:
+  struct Pass {
+    KeyedPermutation order;  // of the samples of a source
+    uint64_t number;         // of the pass
+    uint64_t begin;          // places of the source before it
+  };
+  Pass pass(size_t source, uint64_t number) const;
+
+  const Mixture& mixture_;
+  uint64_t seed_;
+  uint32_t epoch_;
+  bool repeats_;
+  std::vector<uint64_t> before_;      // places of each source before the epoch
+  std::vector<Pass> first_, passes_;  // that the epoch begins in, and those of the last places
+  Place last_;
+  uint64_t sample_ = 0;  // of its source, at `last_`
 };
 
 }  // namespace nostall::plan

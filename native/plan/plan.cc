@@ -9,9 +9,11 @@
 #include "plan/plan.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <limits>
 #include <numeric>
+#include <optional>
 
 #include "base/error.h"
 #include "base/fnv.h"
@@ -367,6 +369,109 @@ RankEpoch rank_epoch(const JobSpec& spec, const std::vector<SampleId>& order, ui
 
 RankEpoch rank_epoch(const JobSpec& spec, uint32_t epoch, uint32_t rank) {
   return rank_epoch(spec, epoch_order(spec, epoch), rank);
+}
+
+namespace {
+
+// The samples of an epoch at places that are asked for in rising order, of an order that
+// found_by_place().
+class Places {
+ public:
+  // `dense`: most places are asked for.
+  Places(const JobSpec& spec, uint32_t epoch, bool dense)
+      : kind_(spec.order), base_(base_length(spec)), permutation_(spec.samples, spec.seed, epoch) {
+    // Many at a time cost less than one.
+    dense_ = dense && spec.samples < KeyedPermutation::kFillBelow;
+    if (kind_ != OrderKind::mixture) return;
+    mixture_ = spec.mixture.get();
+    if (mixture_->end() == Mixture::kEndless) begin_ = uint64_t{epoch} * epoch_length(spec);
+    samples_.emplace(*mixture_, spec.seed, epoch, begin_);
+  }
+
+  SampleId at(uint64_t place, uint32_t& occurrence) {
+    const uint64_t within = place % base_;  // behind the base comes what pads the epoch
+    if (kind_ == OrderKind::sequential) return within;
+    if (kind_ == OrderKind::keyed) return dense_ ? keyed(within) : permutation_(within);
+    const uint64_t wanted = begin_ + within;
+    if (!walk_ || walk_->place() > wanted) walk_.emplace(*mixture_, wanted);
+    while (walk_->place() < wanted) walk_->next();
+    const SampleId sample = samples_->at(walk_->next());
+    // Where an epoch is padded no source repeats (found_by_place).
+    occurrence = samples_->occurrence() + static_cast<uint32_t>(place / base_);
+    return sample;
+  }
+
+ private:
+  SampleId keyed(uint64_t place) {
+    if (place < first_ || place - first_ >= filled_) {
+      first_ = place;
+      filled_ = std::min<uint64_t>(block_.size(), base_ - place);
+      permutation_.fill(std::span(block_).first(filled_), first_);
+    }
+    return block_[place - first_];
+  }
+
+  OrderKind kind_;
+  uint64_t base_;
+  KeyedPermutation permutation_;
+  bool dense_ = false;
+  std::array<uint32_t, 512> block_;
+  uint64_t first_ = 0, filled_ = 0;  // of `block_`
+  const Mixture* mixture_ = nullptr;
+  uint64_t begin_ = 0;  // the epoch's first place of the mixture
+  std::optional<Mixture::Walk> walk_;
+  std::optional<Mixture::Samples> samples_;
+};
+
+}  // namespace
+
+bool found_by_place(const JobSpec& spec) {
+  if (spec.order == OrderKind::mixture) {
+    // What pads an epoch may have come several times before, where sources repeat.
+    return spec.mixture->end() != Mixture::kEndless || epoch_length(spec) <= base_length(spec);
+  }
+  return spec.order == OrderKind::keyed || spec.order == OrderKind::sequential;
+}
+
+RankEpoch rank_batches(const JobSpec& spec, uint32_t epoch, uint32_t rank, uint64_t first,
+                       uint64_t end) {
+  RankEpoch part;
+  if (!found_by_place(spec)) {
+    RankEpoch whole = rank_epoch(spec, epoch, rank);
+    if (first == 0 && end == whole.batch_ends.size()) return whole;
+    const uint64_t begin = first == 0 ? 0 : whole.batch_ends[first - 1];
+    for (uint64_t h = first; h < end; ++h) part.batch_ends.push_back(whole.batch_ends[h] - begin);
+    const auto cut = [&](const auto& from, auto& to) {
+      if (from.empty() || first == end) return;
+      to.assign(from.begin() + static_cast<ptrdiff_t>(begin),
+                from.begin() + static_cast<ptrdiff_t>(whole.batch_ends[end - 1]));
+    };
+    cut(whole.samples, part.samples);
+    cut(whole.occurrences, part.occurrences);
+    return part;
+  }
+  const uint64_t length = length_of(spec, epoch);
+  const std::vector<uint64_t> full = batch_positions(spec, rank, spec.global_batch);
+  constexpr uint64_t kFillCost = 8;  // how many places are filled in the time of one look-up
+  Places places(spec, epoch, full.size() * kFillCost >= spec.global_batch);
+  part.samples.reserve(full.size() * (end - first));
+  part.batch_ends.reserve(end - first);
+  bool again = false;
+  for (uint64_t h = first; h < end; ++h) {
+    const uint64_t begin = h * spec.global_batch;
+    const uint64_t size = std::min(spec.global_batch, length - begin);
+    const std::vector<uint64_t> last =
+        size < spec.global_batch ? batch_positions(spec, rank, size) : std::vector<uint64_t>{};
+    for (const uint64_t p : size < spec.global_batch ? last : full) {
+      uint32_t occurrence = 0;
+      part.samples.push_back(places.at(begin + p, occurrence));
+      if (spec.order == OrderKind::mixture) part.occurrences.push_back(occurrence);
+      again = again || occurrence > 0;
+    }
+    part.batch_ends.push_back(part.samples.size());
+  }
+  if (!again) part.occurrences.clear();
+  return part;
 }
 
 std::vector<uint32_t> occurrences(const JobSpec& spec, std::span<const SampleId> order) {

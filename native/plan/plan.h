@@ -137,6 +137,13 @@ struct RankEpoch {
 RankEpoch rank_epoch(const JobSpec& spec, uint32_t epoch, uint32_t rank);
 // The same, of an order that was computed already.
 RankEpoch rank_epoch(const JobSpec& spec, const std::vector<SampleId>& order, uint32_t rank);
+// The same of the global batches from `first` to before `end` alone, which are in the epoch;
+// `occurrences` is empty where these name no sample that the epoch had before. Where the order is
+// found place by place it costs no more than these batches do (of a mixture: all their places);
+// other orders are computed as a whole.
+RankEpoch rank_batches(const JobSpec& spec, uint32_t epoch, uint32_t rank, uint64_t first,
+                       uint64_t end);
+bool found_by_place(const JobSpec& spec);
 
 // Of each position of an epoch's order, how often its sample came before. Empty where none repeats,
 // and for orders that name no sample twice of themselves: what pads an epoch there draws as it did

@@ -29,6 +29,16 @@ constexpr double kLightSeconds = 40e-6;
 // what is staged stays in the processors' caches.
 constexpr uint64_t kCacheBytes = uint64_t{4} << 20;
 constexpr uint64_t kWakeBatches = 16;  // of room, or half of all that may be staged
+// Samples of all ranks that are planned together where the order is found place by place: a job that
+// goes on waits for no more.
+constexpr uint64_t kPlannedSamples = 16384;
+
+// Global batches that are planned together.
+uint64_t batches_of_part(const LoaderConfig& config) {
+  const bool by_place = plan::found_by_place(config.job) && !(config.peers && config.locality);
+  return std::max<uint64_t>(1, by_place ? kPlannedSamples / config.job.global_batch
+                                        : plan::batches_per_epoch(config.job));
+}
 
 }  // namespace
 
@@ -45,6 +55,7 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
       light_(config.program && config.program->light()),
       direct_(light_ && !config.cache && !config.peers),
       first_epoch_(start.epoch),
+      part_batches_(batches_of_part(config)),
       started_(fetchers() + workers()),
       cursor_(start) {
   const uint64_t local = std::max<uint64_t>(
@@ -61,7 +72,7 @@ Loader::Run::Run(const LoaderConfig& config, std::shared_ptr<BufferPool> batch_p
     set_most_staged();
   }
   exhausted_ = cursor_.epoch >= config.job.epochs;
-  if (!exhausted_) plan_ahead(cursor_.epoch);
+  if (!exhausted_) plan_ahead(part_of(cursor_));
   try {
     config_.while_starting([this] { start_threads(); });
   } catch (...) {
@@ -235,33 +246,46 @@ std::unique_ptr<Batch> Loader::Run::next(std::chrono::nanoseconds timeout) {
 
 // ------------------------------------------------------------------------------------ the future
 
-void Loader::Run::plan_ahead(uint32_t epoch) {
-  for (uint32_t e = epoch; e < std::min(epoch + 2, config_.job.epochs); ++e) {
-    if (epochs_.contains(e)) continue;
-    // What the first batch waits for has the processors for itself.
-    if (e > epoch &&
-        epochs_.at(epoch).wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
-      break;
-    }
-    // Deferred: if the system gives no more threads, the thread that needs the epoch plans it.
-    epochs_.emplace(e, std::async(std::launch::async | std::launch::deferred, [this, e] {
-                         auto planned = std::make_shared<const plan::RankEpoch>(
-                             config_.peers && config_.locality && e > config_.first_epoch
-                                 ? plan::local_rank_epoch(
-                                       config_.job, plan::epoch_order(config_.job, e), config_.rank,
-                                       config_.peers->ownership(), config_.peers->node_of_rank())
-                                 : plan::rank_epoch(config_.job, e, config_.rank));
-                         // Later plans take the memory that this one would leave behind.
-                         if (e == first_epoch_) give_back_free_memory(config_.job.samples);
-                         return planned;
-                       }).share());
+plan::RankEpoch Loader::Run::plan_of(Part part) const {
+  if (dealt_by_owners(part.epoch)) {
+    return plan::local_rank_epoch(config_.job, plan::epoch_order(config_.job, part.epoch),
+                                  config_.rank, config_.peers->ownership(),
+                                  config_.peers->node_of_rank());
   }
-  epochs_.erase(epochs_.begin(), epochs_.lower_bound(epoch));
+  const uint64_t first = part.number * part_batches_;
+  const uint64_t batches = plan::batches_in(config_.job, part.epoch);
+  return plan::rank_batches(config_.job, part.epoch, config_.rank, first,
+                            std::min(batches, first + part_batches_));
 }
 
-std::shared_ptr<const plan::RankEpoch> Loader::Run::rank_epoch(uint32_t epoch) {
-  plan_ahead(epoch);
-  return epochs_.at(epoch).get();
+void Loader::Run::plan_ahead(Part part) {
+  const uint64_t batches = plan::batches_in(config_.job, part.epoch);
+  Part next = part_of({part.epoch, (part.number + 1) * part_batches_});
+  if (next.number * part_batches_ >= batches) next = {part.epoch + 1, 0};
+  for (const Part p : {part, next}) {
+    if (p.epoch >= config_.job.epochs || parts_.contains(p)) continue;
+    // What the first batch waits for has the processors for itself.
+    if (p != part &&
+        parts_.at(part).wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
+      break;
+    }
+    // Deferred: if the system gives no more threads, the thread that needs the part plans it.
+    parts_.emplace(p, std::async(std::launch::async | std::launch::deferred, [this, p] {
+                        auto planned = std::make_shared<const plan::RankEpoch>(plan_of(p));
+                        // Later plans take the memory that this one would leave behind.
+                        if (p == Part{first_epoch_, 0}) {
+                          give_back_free_memory(part_batches_ * config_.job.global_batch);
+                        }
+                        return planned;
+                      }).share());
+  }
+  parts_.erase(parts_.begin(), parts_.lower_bound(part));
+}
+
+Loader::Run::Planned Loader::Run::planned() {
+  const Part part = part_of(cursor_);
+  plan_ahead(part);
+  return parts_.at(part).get();
 }
 
 // Under the mutex: makes the task of the batch under the cursor and moves the cursor past it.
@@ -271,9 +295,10 @@ Task* Loader::Run::open_task() {
     if (config_.cache) config_.cache->try_again();
     if (config_.peers) config_.peers->try_again();
   }
-  const auto epoch = rank_epoch(cursor_.epoch);
-  const uint64_t begin = cursor_.batch == 0 ? 0 : epoch->batch_ends[cursor_.batch - 1];
-  const uint64_t end = epoch->batch_ends[cursor_.batch];
+  const Planned part = planned();
+  const uint64_t batch_in_part = cursor_.batch % part_batches_;
+  const uint64_t begin = batch_in_part == 0 ? 0 : part->batch_ends[batch_in_part - 1];
+  const uint64_t end = part->batch_ends[batch_in_part];
   auto task = std::make_unique<Task>();
   task->sequence = opened_;
   task->items.resize(end - begin);
@@ -282,18 +307,18 @@ Task* Loader::Run::open_task() {
   task->batch = std::make_unique<Batch>();
   Batch& batch = *task->batch;
   batch.position = cursor_;
-  batch.samples.assign(epoch->samples.begin() + static_cast<ptrdiff_t>(begin),
-                       epoch->samples.begin() + static_cast<ptrdiff_t>(end));
-  if (!epoch->occurrences.empty()) {
-    batch.occurrences.assign(epoch->occurrences.begin() + static_cast<ptrdiff_t>(begin),
-                             epoch->occurrences.begin() + static_cast<ptrdiff_t>(end));
-  }
+  const auto of_batch = [&](const auto& all, auto& into) {
+    into.assign(all.begin() + static_cast<ptrdiff_t>(begin),
+                all.begin() + static_cast<ptrdiff_t>(end));
+  };
+  of_batch(part->samples, batch.samples);
+  if (!part->occurrences.empty()) of_batch(part->occurrences, batch.occurrences);
   batch.labels.reserve(batch.samples.size());
   const auto labels = config_.source->labels();
   for (size_t i = 0; i < batch.samples.size(); ++i) {
     const plan::SampleId sample = batch.samples[i];
     task->items[i].sample = sample;
-    if (!epoch->occurrences.empty()) task->items[i].occurrence = epoch->occurrences[begin + i];
+    if (!batch.occurrences.empty()) task->items[i].occurrence = batch.occurrences[i];
     batch.labels.push_back(labels[sample]);
     if (!transformed()) {
       batch.offsets.push_back(batch.bytes);

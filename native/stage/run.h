@@ -133,8 +133,25 @@ class Loader::Run {
   // Whether fetching may go on after a wait: for more than one batch, where that is quickly done.
   bool worth_waking(const Task* task) const NOSTALL_REQUIRES(mutex_);
   Task* open_task() NOSTALL_REQUIRES(mutex_);
-  std::shared_ptr<const plan::RankEpoch> rank_epoch(uint32_t epoch) NOSTALL_REQUIRES(mutex_);
-  void plan_ahead(uint32_t epoch) NOSTALL_REQUIRES(mutex_);
+  // Batches of an epoch that are planned together; `number` counts them in the epoch.
+  struct Part {
+    uint32_t epoch = 0;
+    uint64_t number = 0;
+    auto operator<=>(const Part&) const = default;
+  };
+  using Planned = std::shared_ptr<const plan::RankEpoch>;
+  Part part_of(Position position) const noexcept {
+    return {position.epoch, position.batch / part_batches_};
+  }
+  // The part with the batch under the cursor.
+  Planned planned() NOSTALL_REQUIRES(mutex_);
+  // Begins to plan a part and the next one.
+  void plan_ahead(Part part) NOSTALL_REQUIRES(mutex_);
+  plan::RankEpoch plan_of(Part part) const;
+  // How an epoch is dealt by what nodes keep (plan/locality.h), which takes its whole order.
+  bool dealt_by_owners(uint32_t epoch) const {
+    return config_.peers && config_.locality && epoch > first_epoch_;
+  }
 
   void fetch(std::vector<Fetch>& chunk, Fetcher& fetcher, std::stop_token stop);
   void fetch_light(std::span<const Fetch> chunk, Fetcher& fetcher, std::stop_token stop);
@@ -232,9 +249,10 @@ class Loader::Run {
   const bool light_;            // unpacking a sample costs less than handing it to another thread
   const bool direct_;           // and all come from the source: unpacked where they were read
   const uint32_t first_epoch_;  // of this run
-  uint64_t slab_bytes_ = 0;     // of a whole batch, about
-  std::latch started_;          // of the threads that decode
-  double cached_ = 0.0;         // seconds per byte of samples that are read from memory, at most
+  const uint64_t part_batches_;
+  uint64_t slab_bytes_ = 0;  // of a whole batch, about
+  std::latch started_;       // of the threads that decode
+  double cached_ = 0.0;      // seconds per byte of samples that are read from memory, at most
 
   Mutex mutex_;
   // Batches with a buffer, not yet handed out.
@@ -244,8 +262,7 @@ class Loader::Run {
   uint64_t most_ragged_ NOSTALL_GUARDED_BY(mutex_) = 0;  // bytes of the largest batch so far
   StopCondition fetchable_, transformable_;
   Condition ready_;
-  std::map<uint32_t, std::shared_future<std::shared_ptr<const plan::RankEpoch>>> epochs_
-      NOSTALL_GUARDED_BY(mutex_);
+  std::map<Part, std::shared_future<Planned>> parts_ NOSTALL_GUARDED_BY(mutex_);
   // Front: the next one to hand out.
   std::deque<std::unique_ptr<Task>> tasks_ NOSTALL_GUARDED_BY(mutex_);
   int64_t asked_ = 0;  // since when the consumer waits, while recording, else 0; consumer only

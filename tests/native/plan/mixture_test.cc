@@ -283,6 +283,102 @@ TEST(Mixture, HasTheSamePlacesWhateverWasAskedBefore) {
   EXPECT_TRUE(std::equal(piece.begin(), piece.end(), filled.begin() + 4995));
 }
 
+// Each rank's batches, by parts of any length, are those of the whole epoch.
+void check_parts(const JobSpec& spec, uint32_t epoch, uint64_t most) {
+  const uint64_t batches = batches_in(spec, epoch);
+  for (uint32_t rank = 0; rank < spec.world; ++rank) {
+    const RankEpoch whole = rank_epoch(spec, epoch, rank);
+    ASSERT_EQ(whole.batch_ends.size(), batches);
+    uint64_t done = 0;
+    for (uint64_t first = 0; first < batches; first += most) {
+      const uint64_t end = std::min(batches, first + most);
+      const RankEpoch part = rank_batches(spec, epoch, rank, first, end);
+      ASSERT_EQ(part.batch_ends.size(), end - first);
+      for (uint64_t h = first; h < end; ++h) {
+        ASSERT_EQ(done + part.batch_ends[h - first], whole.batch_ends[h]);
+      }
+      ASSERT_TRUE(part.occurrences.empty() || part.occurrences.size() == part.samples.size());
+      for (size_t i = 0; i < part.samples.size(); ++i) {
+        ASSERT_EQ(part.samples[i], whole.samples[done + i]);
+        const uint32_t expected = whole.occurrences.empty() ? 0 : whole.occurrences[done + i];
+        ASSERT_EQ(part.occurrences.empty() ? 0 : part.occurrences[i], expected);
+      }
+      done += part.samples.size();
+    }
+    ASSERT_EQ(done, whole.samples.size());
+  }
+}
+
+TEST(Plan, HasTheSameBatchesByPartsAsByEpochs) {
+  SampleRandom random(5, 0, 0);
+  constexpr OrderKind kKinds[] = {OrderKind::mixture, OrderKind::keyed, OrderKind::sequential,
+                                  OrderKind::torch, OrderKind::weighted};
+  constexpr AtEnd kEnds[] = {AtEnd::repeat, AtEnd::stop, AtEnd::reweight};
+  for (uint32_t round = 0; round < 200; ++round) {
+    JobSpec spec;
+    spec.order = kKinds[round % 5];
+    spec.world = 1 + random.below(5);
+    spec.order_world = 1 + random.below(7);
+    spec.global_batch = spec.world * (1 + random.below(6));
+    spec.scheme = Scheme(random.below(3));
+    spec.drop_last = random.below(2) == 1;
+    spec.epochs = 4;
+    spec.seed = round;
+    spec.samples = 1 + random.below(300);
+    spec.draws = 1 + random.below(400);
+    if (spec.order == OrderKind::weighted) {
+      spec.weights = std::make_shared<const Weights>(spec.samples, 1.0);
+    } else if (spec.order == OrderKind::mixture) {
+      Mixture::Spec of{{1 + random.below(90), 1 + random.below(9), 1 + random.below(200)}, {}, {}};
+      of.changes = {{0, {0.5, 1, std::sqrt(3.0)}}, {31, {1, 0.25, 0}}};
+      of.at_end = kEnds[random.below(3)];
+      spec.samples = std::accumulate(of.samples.begin(), of.samples.end(), uint64_t{0});
+      spec.mixture = std::make_shared<const Mixture>(of);
+    }
+    validate(spec);
+    if (random.below(3) == 0) spec.steps = 1 + random.below(40);
+    for (uint32_t epoch = 0; epoch < 3; ++epoch) {
+      if (batches_in(spec, epoch) > 0) check_parts(spec, epoch, 1 + random.below(20));
+    }
+  }
+}
+
+// A job that goes on works out the pattern up to its place, once, and no epoch.
+TEST(Plan, WorksOutNoMoreOfAMixtureThanItsBatchesNeed) {
+  JobSpec spec = mixed_job(4, uint64_t{1} << 50);
+  const Weights irrational{std::sqrt(2.0), 1.0};
+  const auto made = [&] {
+    return std::make_shared<const Mixture>(
+        Mixture::Spec{{10, 100}, {{0, irrational}}, AtEnd::repeat});
+  };
+  const auto batch_of = [&](uint64_t batch) {
+    Ids ids;
+    for (uint32_t rank = 0; rank < spec.world; ++rank) {
+      const RankEpoch part = rank_batches(spec, 2, rank, batch, batch + 1);
+      ids.insert(ids.end(), part.samples.begin(), part.samples.end());
+    }
+    return ids;
+  };
+  constexpr uint64_t kPart = kMostSources;
+  const uint64_t length = epoch_length(spec), far = length / spec.global_batch - 5;
+  for (const uint64_t batch : {uint64_t{0}, uint64_t{30'000}, far}) {
+    spec.mixture = made();
+    const uint64_t place = (2 * length + batch * spec.global_batch) % kMostShares;
+    const Ids once = batch_of(batch);
+    EXPECT_LE(spec.mixture->worked_out(), place + 2 * kPart);
+    const uint64_t before = spec.mixture->worked_out();
+    // The batches behind it go on from there.
+    for (uint64_t next = 1; next <= 4; ++next) batch_of(batch + next);
+    EXPECT_LE(spec.mixture->worked_out(), before + kPart);
+    spec.world = 1;
+    Ids alone = batch_of(batch), sorted = once;
+    std::sort(alone.begin(), alone.end());
+    std::sort(sorted.begin(), sorted.end());
+    EXPECT_EQ(alone, sorted);
+    spec.world = 4;
+  }
+}
+
 TEST(BucketedOrder, HasBatchesOfOneBucket) {
   const JobSpec spec = bucketed_job();
   validate(spec);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 from pathlib import Path
@@ -198,6 +199,31 @@ def test_plans_of_mixtures_need_no_data() -> None:
             int((before < 10).sum()),
             int((before >= 10).sum()),
         ]
+
+
+def test_an_epoch_beyond_all_memory_resumes_in_its_middle(sources: dict[str, Any]) -> None:
+    """Of an epoch only the batches are planned that are read."""
+    mixture = nostall.Mixture(weighted(sources, math.sqrt(2), 1.0, 0.1), samples=10**15)
+    at = 10**12
+    with load(mixture, 12, tiers=[]) as loader:
+        assert len(loader) > at
+        state = loader.state_dict() | {"batch": at}
+        plan = loader.plan
+    found = []
+    for world in (1, 3, 12):
+        labels = []
+        for rank in range(world):
+            place = {"rank": rank, "world_size": world, "local_rank": 0, "local_world_size": 1}
+            place |= {"tiers": [], "peers": "off", "job": f"beyond {world} {rank}"}
+            with load(mixture, 12 // world, **place) as loader:
+                loader.load_state_dict(state)
+                labels += taken(itertools.islice(loader, 3))
+                # Its pattern is worked out up to the place of the batches: less than a period.
+                assert loader.plan.native.mixture.worked_out <= 2**20 + 2**17
+        found.append(sorted(labels))
+    assert found[0] == found[1] == found[2]
+    consumed = plan.consumed(0, at + 3) - plan.consumed(0, at)
+    assert [sum(label // 100 == s for label in found[0]) for s in range(3)] == consumed.tolist()
 
 
 def test_buckets_keep_like_lengths_together(sources: dict[str, Any]) -> None:
