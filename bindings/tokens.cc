@@ -290,8 +290,10 @@ void bind_tokens(nb::module_& m) {
   m.def(
       "token_units_like",
       [](const std::shared_ptr<UnitSource>& like, const StreamPtr& stream, int64_t id, bool mask) {
-        return std::make_shared<UnitSource>(stream, like->rule(), like->overlap(), 1,
-                                            tokens::WithImages{like->images().stretched, id, mask});
+        const tokens::WithImages& images = like->images();
+        return std::make_shared<UnitSource>(
+            stream, like->rule(), like->overlap(), 1,
+            tokens::WithImages{images.stretched, images.pieces, id, mask});
       },
       nb::arg("units"), nb::arg("stream"), nb::arg("id") = 0, nb::arg("mask") = false,
       nb::call_guard<nb::gil_scoped_release>(),
@@ -354,24 +356,45 @@ void bind_tokens(nb::module_& m) {
       "Where the id stands in the stream, by the documents that it ends in `ended`.",
       nb::rv_policy::automatic);
   m.def(
-      "token_interleaved",
-      [](const StreamPtr& stream, const Column<uint32_t>& lengths, const Column<uint64_t>& places,
-         const Column<uint32_t>& costs, int64_t id, uint32_t capacity, uint64_t seed) {
-        const std::span<const uint32_t> all(lengths.data(), lengths.size());
+      "token_cuts",
+      [](const StreamPtr& stream, const Column<uint64_t>& places, const Column<uint32_t>& costs,
+         uint64_t most) {
         auto at = vector_of(places);
+        return array_of(without_gil([&] {
+          const tokens::Stretched stretched(std::move(at),
+                                            std::span<const uint32_t>(costs.data(), costs.size()));
+          return tokens::cut_documents(stream->documents(), stretched, most);
+        }));
+      },
+      nb::arg("stream"), nb::arg("places"), nb::arg("costs"), nb::arg("most"),
+      "Where pieces of documents begin that are at most so many ids, and the end of the stream.",
+      nb::rv_policy::automatic);
+  m.def(
+      "token_interleaved",
+      [](const StreamPtr& stream, const Column<uint64_t>& begins, const Column<uint32_t>& lengths,
+         const Column<uint64_t>& places, const Column<uint32_t>& costs, int64_t id,
+         uint32_t capacity, uint64_t seed) {
+        const std::span<const uint32_t> all(lengths.data(), lengths.size());
+        auto at = vector_of(places), pieces = vector_of(begins);
+        if (!pieces.empty() && pieces.size() != all.size() + 1) {
+          throw Error(ErrorKind::usage, "each piece of a document has a beginning and a length");
+        }
         return without_gil([&] {
           const plan::PackSpec spec{capacity, plan::Packing::best_fit, plan::LongDocuments::refuse,
                                     seed};
-          const tokens::WithImages images{
+          tokens::WithImages images{
               std::make_shared<const tokens::Stretched>(
                   std::move(at), std::span<const uint32_t>(costs.data(), costs.size())),
-              id};
+              nullptr, id};
+          if (!pieces.empty()) {
+            images.pieces = std::make_shared<const std::vector<uint64_t>>(std::move(pieces));
+          }
           return std::make_shared<UnitSource>(stream, tokens::packed(all, spec, look_at_signals),
-                                              true, 1, images);
+                                              true, 1, std::move(images));
         });
       },
-      nb::arg("stream"), nb::arg("lengths"), nb::arg("places"), nb::arg("costs"), nb::arg("id"),
-      nb::arg("capacity"), nb::arg("seed"),
-      "Whole documents packed by `lengths`, those of length 0 left out; each place is so many "
-      "ids.");
+      nb::arg("stream"), nb::arg("begins"), nb::arg("lengths"), nb::arg("places"), nb::arg("costs"),
+      nb::arg("id"), nb::arg("capacity"), nb::arg("seed"),
+      "Whole documents packed by `lengths`, those of length 0 left out, or if there are `begins` "
+      "their pieces; each place is so many ids.");
 }

@@ -31,6 +31,44 @@ size_t Stretched::first(uint64_t token) const noexcept {
                              places_.begin());
 }
 
+namespace {
+
+// Where the longest piece of at most `most` tokens ends that begins at `begin`, of a document that has
+// more.
+uint64_t piece_end(const Stretched& stretched, uint64_t begin, uint64_t most) {
+  uint64_t at = begin, room = most;
+  for (size_t i = stretched.first(begin); i < stretched.size(); ++i) {
+    if (stretched.place(i) - at >= room) break;  // in the text before the image
+    room -= stretched.place(i) - at;
+    at = stretched.place(i);
+    if (stretched.cost(i) > room) {
+      if (at > begin) return at;
+      throw Error(ErrorKind::usage, "image " + std::to_string(i) + " costs " +
+                                        std::to_string(stretched.cost(i)) +
+                                        " tokens, more than a unit of " + std::to_string(most));
+    }
+    room -= stretched.cost(i);
+    ++at;
+  }
+  return at + room;
+}
+
+}  // namespace
+
+std::vector<uint64_t> cut_documents(const Documents& documents, const Stretched& stretched,
+                                    uint64_t most) {
+  std::vector<uint64_t> begins;
+  for (uint64_t d = 0; d < documents.size(); ++d) {
+    const uint64_t end = documents.end(d);
+    begins.push_back(documents.begin(d));
+    while (stretched.length(begins.back(), end) > most) {
+      begins.push_back(piece_end(stretched, begins.back(), most));
+    }
+  }
+  begins.push_back(documents.tokens());
+  return begins;
+}
+
 std::vector<uint64_t> places_of(const Stream& stream, const Documents& ended, uint64_t id,
                                 unsigned threads) {
   const std::vector<Extent>& extents = stream.index().extents;

@@ -36,6 +36,12 @@ class Stretched {
   uint64_t fingerprint_ = 0;
 };
 
+// Where pieces of at most `most` tokens begin, and the end of the stream: every document is cut into
+// as few as it takes, each as long as can be, text between any two tokens and an image nowhere.
+// Throws Error(usage) for an image that costs more.
+std::vector<uint64_t> cut_documents(const Documents& documents, const Stretched& stretched,
+                                    uint64_t most);
+
 // Where the id stands, by the documents that a scan finds if it ends them (scan_documents).
 std::vector<uint64_t> places_of(const Stream& stream, const Documents& ended, uint64_t id,
                                 unsigned threads);

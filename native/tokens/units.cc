@@ -116,26 +116,34 @@ class UnitReader : public source::Reader {
  private:
   // The ranges of a segment with images, which are filled in; where it ends.
   std::byte* stretch(const Segment& segment, std::byte* to) {
-    const auto& [stretched, id, mask] = source_.images();
-    const uint32_t width = source_.width();
-    uint64_t begin = segment.begin, left = segment.length;
-    for (size_t i = stretched->first(begin); left > 0; ++i) {
-      const bool image = i < stretched->size() && stretched->place(i) - begin < left;
-      const uint64_t text = image ? stretched->place(i) - begin : left;
-      if (mask) {
-        std::fill_n(to, text, std::byte{1});
-      } else if (text > 0) {
-        source_.stream().ranges(begin, text, to, ranges_);
-      }
-      to += text * width;
-      begin += text + 1;
+    const Stretched& stretched = *source_.images().stretched;
+    uint64_t at = segment.begin, left = segment.length;
+    size_t i = stretched.first(at);  // the image at `at` or behind it
+    const auto is_image = [&] { return i < stretched.size() && stretched.place(i) == at; };
+    while (left > 0) {
+      const uint64_t text = i < stretched.size() ? std::min(left, stretched.place(i) - at) : left;
+      to = write_text(at, text, to);
+      at += text;
       left -= text;
-      if (!image) break;
-      const int64_t filled = mask ? 0 : id;
-      for (uint64_t n = stretched->cost(i); n > 0; --n, to += width, --left) {
-        std::memcpy(to, &filled, width);
-      }
+      if (left == 0) break;
+      to = write_image(stretched.cost(i), to);
+      left -= stretched.cost(i++);
+      ++at;
     }
+    if (!segment.next) return to;
+    return is_image() ? write_image(1, to) : write_text(at, 1, to);
+  }
+  std::byte* write_text(uint64_t begin, uint64_t tokens, std::byte* to) {
+    if (source_.images().mask) {
+      std::fill_n(to, tokens, std::byte{1});
+    } else if (tokens > 0) {
+      source_.stream().ranges(begin, tokens, to, ranges_);
+    }
+    return to + tokens * source_.width();
+  }
+  std::byte* write_image(uint64_t tokens, std::byte* to) const {
+    const int64_t filled = source_.images().mask ? 0 : source_.images().id;
+    for (; tokens > 0; --tokens, to += source_.width()) std::memcpy(to, &filled, source_.width());
     return to;
   }
   // What lies behind the ids.
@@ -256,6 +264,7 @@ UnitSource::UnitSource(std::shared_ptr<const Stream> stream,
   if (images_.stretched) {
     hash.number(images_.stretched->fingerprint()).number(static_cast<uint64_t>(images_.id));
     hash.number(images_.mask ? 1 : 0);
+    if (images_.pieces) hash.number(crc32c(std::as_bytes(std::span(*images_.pieces))));
   }
   fingerprint_ = hash.value();
   sizes_.resize(units());
@@ -275,7 +284,8 @@ void UnitSource::find_sizes() {
     sizes_[unit] = source::unit_bytes(ids, width(), segments);
     total_bytes_ += sizes_[unit];
   };
-  if (const auto* packed = std::get_if<plan::Units>(&rule_)) {
+  // Which pieces go on is not in a packing of pieces.
+  if (const auto* packed = std::get_if<plan::Units>(&rule_); packed && !images_.pieces) {
     for (uint64_t u = 0; u < sizes_.size(); ++u) {
       const auto [tokens, open] = packed->contents[u];
       take(u, uint64_t{tokens} + (overlap_ ? open : 0), (*packed)[u].size());
@@ -354,19 +364,20 @@ void UnitSource::segments_of(const Windows& rule, uint64_t unit, std::vector<Seg
   }
 }
 
-// Tokens of a document, with those of its images.
-uint32_t UnitSource::length_of(uint32_t document) const noexcept {
-  const Documents& documents = stream_->documents();
-  if (!images_.stretched) return documents.length(document);
-  return static_cast<uint32_t>(
-      images_.stretched->length(documents.begin(document), documents.end(document)));
+uint32_t UnitSource::length_of(uint32_t packed) const noexcept {
+  if (!images_.stretched) return stream_->documents().length(packed);
+  return static_cast<uint32_t>(images_.stretched->length(begin_of(packed), end_of(packed)));
 }
 
 void UnitSource::append_piece(const Piece& piece, std::vector<Segment>& out) const {
   const Documents& documents = stream_->documents();
-  const uint64_t begin = documents.begin(piece.document) + piece.begin;
-  const bool next =
-      overlap_ && !images_.stretched && begin + piece.length < documents.end(piece.document);
+  const uint64_t begin = begin_of(piece.document) + piece.begin;
+  bool next = overlap_;
+  if (images_.pieces) {
+    next = next && end_of(piece.document) < documents.end(documents.at(begin));
+  } else {
+    next = next && !images_.stretched && begin + piece.length < documents.end(piece.document);
+  }
   out.push_back({begin, piece.length, next});
 }
 
@@ -380,7 +391,9 @@ void UnitSource::segments_of(const plan::Units& rule, uint64_t unit,
                              std::vector<Segment>& out) const {
   const Documents& documents = stream_->documents();
   // They lie anywhere: their misses overlap.
-  for (const plan::Piece& p : rule[unit]) documents.prefetch(p.document);
+  for (const plan::Piece& p : rule[unit]) {
+    if (!images_.pieces) documents.prefetch(p.document);
+  }
   uint32_t filled = 0;
   for (const plan::Piece& p : rule[unit]) {
     const uint32_t length = rule.length_of(p, length_of(p.document), filled);
@@ -405,8 +418,12 @@ std::string UnitSource::describe(uint64_t sample) const {
   if (found.empty()) return "a unit without tokens";
   const Documents& documents = stream_->documents();
   const uint64_t begin = found.front().begin;
-  const uint64_t first = images_.stretched ? documents.end(documents.at(begin)) - begin
-                                           : uint64_t{found.front().length};
+  uint64_t first = found.front().length;
+  if (images_.pieces) {
+    first = *std::upper_bound(images_.pieces->begin(), images_.pieces->end(), begin) - begin;
+  } else if (images_.stretched) {
+    first = documents.end(documents.at(begin)) - begin;
+  }
   if (found.size() == 1 || std::holds_alternative<Windows>(rule_)) {
     return stream_->describe(found.front().begin, images_.stretched ? first : tokens);
   }

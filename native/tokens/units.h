@@ -58,10 +58,12 @@ plan::Units packed(std::span<const uint32_t> lengths, const plan::PackSpec& spec
 // What a node names the packing of these lengths by.
 std::string packing_key(std::span<const uint32_t> lengths, const plan::PackSpec& spec);
 
-// Units in which some ids of the stream are several tokens; packed ones, of whole documents.
+// Units in which some ids of the stream are several tokens; packed ones, of whole documents or of the
+// pieces that cut_documents() makes of them.
 struct WithImages {
-  std::shared_ptr<const Stretched> stretched;  // null: none
-  int64_t id = 0;                              // of each of these tokens
+  std::shared_ptr<const Stretched> stretched;           // null: none
+  std::shared_ptr<const std::vector<uint64_t>> pieces;  // null: documents
+  int64_t id = 0;                                       // of each of these tokens
   bool mask = false;  // a number of one byte for each token: 0 of an image, 1 of others
 };
 
@@ -116,7 +118,14 @@ class UnitSource : public source::Source {
   void append_piece(const Piece& piece, std::vector<Segment>& out) const;
   uint64_t units() const;
   void find_sizes();
-  uint32_t length_of(uint32_t document) const noexcept;
+  // Of what is packed, a document or a piece of one.
+  uint32_t length_of(uint32_t packed) const noexcept;
+  uint64_t begin_of(uint32_t packed) const noexcept {
+    return images_.pieces ? (*images_.pieces)[packed] : stream_->documents().begin(packed);
+  }
+  uint64_t end_of(uint32_t packed) const noexcept {
+    return images_.pieces ? (*images_.pieces)[packed + 1] : stream_->documents().end(packed);
+  }
   void check(const Pieces& rule) const;
 
   std::shared_ptr<const Stream> stream_;

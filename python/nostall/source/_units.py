@@ -418,7 +418,7 @@ class Packed(Units):
 
 
 class Interleaved(Units):
-    """Documents of text and images, packed whole into units of one length by their cost in tokens.
+    """Documents of text and images, packed into units of one length by their cost in tokens.
 
     The stream has one id wherever an image stands: image k of the source is at the k-th of them. In a
     unit the id is repeated, as many times as the image costs. Documents are packed by best fit over all
@@ -438,8 +438,9 @@ class Interleaved(Units):
         length: tokens of a unit.
         image: the id that stands for an image.
         cost: tokens of an image; one number, or one for each image.
-        longer: what becomes of a document that costs more than `length` tokens: ``"refuse"``, or
-            ``"drop"``, which leaves it out.
+        longer: what becomes of a document that costs more than `length` tokens: ``"refuse"``;
+            ``"drop"``, which leaves it out; or ``"split"`` into pieces, each as long as can be, with
+            whole images. A label goes on from one piece to the next.
         seed: which documents of the same cost come first.
         fields, dtype, pad: as of `Units`.
 
@@ -456,7 +457,7 @@ class Interleaved(Units):
         *,
         image: int,
         cost: int | Sequence[int] | NDArray[Any],
-        longer: Literal["refuse", "drop"] = "refuse",
+        longer: Literal["refuse", "drop", "split"] = "refuse",
         seed: int = 0,
         fields: Sequence[str] = (*_FIELDS, *_OF_IMAGES),
         dtype: Literal["int64", "int32"] = "int64",
@@ -464,8 +465,8 @@ class Interleaved(Units):
     ) -> None:
         if not isinstance(images, Source) or "image" not in getattr(images, "schema", ()):
             raise UsageError(f"images must be a source with the field image, not {images!r}")
-        if longer not in ("refuse", "drop"):
-            raise UsageError(f'longer must be "refuse" or "drop", not {longer!r}')
+        if longer not in ("refuse", "drop", "split"):
+            raise UsageError(f'longer must be "refuse", "drop" or "split", not {longer!r}')
         self._describe(tokens, length, fields, dtype, pad, images=True)
         self._arguments |= {"images": images, "image": image, "cost": cost}
         self._arguments |= {"longer": longer, "seed": seed}
@@ -479,7 +480,12 @@ class Interleaved(Units):
                 "images: they do not go together"
             )
         costs = self._costs(cost)
-        stored = tokens.lengths.astype(np.int64)
+        cuts = np.zeros(0, np.uint64)
+        if longer == "split":
+            self._refuse_image(costs, length)
+            cuts = _native.token_cuts(tokens.native, at, costs.astype(np.uint32), length)
+        # What is packed: documents, or the pieces of them.
+        stored = np.diff(cuts.astype(np.int64)) if len(cuts) else tokens.lengths.astype(np.int64)
         begins = np.cumsum(stored) - stored
         document = np.searchsorted(begins, at.astype(np.int64), side="right") - 1
         added = np.cumsum(costs - 1) - (costs - 1)  # before each image
@@ -489,6 +495,7 @@ class Interleaved(Units):
         lengths[lengths > length] = 0
         units = _native.token_interleaved(
             stream=tokens.native,
+            begins=cuts,
             lengths=lengths.astype(np.uint32),
             places=at,
             costs=costs.astype(np.uint32),
@@ -528,6 +535,14 @@ class Interleaved(Units):
             )
         return costs
 
+    def _refuse_image(self, costs: NDArray[np.int64], length: int) -> None:
+        if costs.size and costs.max() > length:
+            k = int(costs.argmax())
+            raise UsageError(
+                f"image {k} ({self.images.describe(k)}) costs {costs[k]} tokens, more than "
+                f"length={length}, and images are not cut: pass a larger length"
+            )
+
     def _refuse(
         self,
         lengths: NDArray[np.int64],
@@ -547,6 +562,6 @@ class Interleaved(Units):
         if image is not None:
             why = f"image {image} ({self.images.describe(image)}) costs {costs[image]} tokens"
         raise UsageError(
-            f'{why}, more than length={length}: pass a larger length, or longer="drop", which leaves '
-            "such documents out, if there are others"
+            f'{why}, more than length={length}: pass a larger length, longer="split", or longer='
+            '"drop", which leaves such documents out, if there are others'
         )

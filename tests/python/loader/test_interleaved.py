@@ -248,6 +248,89 @@ def test_the_units_are_the_golden_ones(tmp_path: Path) -> None:
         [4, 5, 0, 0, 0, 0, 0, 0],
     ]
     assert batch["image_places"].tolist() == [[0, 1, 3], [1, 0, 2], [1, 2, 4]]
+    split = nostall.Interleaved(tokens, images, 5, image=9, cost=[3, 2, 4], seed=1, longer="split")
+    assert [split.segments(u) for u in range(len(split))] == [
+        [(0, 5)],
+        [(7, 5)],
+        [(9, 3), (4, 2)],
+        [(6, 2), (3, 1)],
+    ]
+
+
+def pieces_of(made: Set, length: int) -> dict[int, list[tuple[int, int | None, int]]]:
+    """By the token where it begins each piece of a document: (id, image, label) of its tokens."""
+    pieces: dict[int, list[tuple[int, int | None, int]]] = {}
+    begin = image = 0
+    for document in made.documents:
+        piece: list[tuple[int, int | None, int]] = []
+        pieces[first := begin] = piece
+        for at, token in enumerate(document):
+            cost = int(made.costs[image]) if token == IMAGE else 1
+            if len(piece) + cost > length:
+                pieces[first := begin + at] = piece = []
+            after = document[at + 1] if at + 1 < len(document) else IMAGE
+            label = -100 if after == IMAGE else after
+            if token == IMAGE:
+                piece += [(IMAGE, image, -100)] * (cost - 1) + [(IMAGE, image, label)]
+                image += 1
+            else:
+                piece.append((token, None, label))
+        assert pieces[first] is piece
+        begin += len(document)
+    return pieces
+
+
+@pytest.mark.parametrize("length", [8, 11, LENGTH])
+def test_documents_are_split_between_images(made: Set, length: int) -> None:
+    units = nostall.Interleaved(
+        made.tokens, made.images, length, image=IMAGE, cost=made.costs, fields=ALL, longer="split"
+    )
+    pieces, seen = pieces_of(made, length), []
+    with alone(units, 4, 0, 1, shuffle=False, drop_last=False) as loader:
+        batches = list(loader)
+    for u in range(len(units)):
+        batch, row = batches[u // 4], u % 4
+        tokens = []
+        for number, (begin, count) in enumerate(units.segments(u)):
+            seen.append(begin)
+            assert len(pieces[begin]) == count
+            tokens += [(*token, i, number + 1) for i, token in enumerate(pieces[begin])]
+        tokens += [(0, None, -100, 0, 0)] * (length - len(tokens))
+        ids, images, labels, positions, segments = zip(*tokens, strict=True)
+        for name, wanted in (
+            ("ids", ids),
+            ("labels", labels),
+            ("positions", positions),
+            ("segments", segments),
+        ):
+            assert batch[name][row].tolist() == list(wanted), name
+        mine = np.flatnonzero(batch["image_places"][:, 0] == row)
+        wanted_images = sorted({k for k in images if k is not None}, key=images.index)
+        assert [batch["images"].sample(i).tobytes() for i in mine] == [
+            made.stored[k] for k in wanted_images
+        ]
+        assert batch["image_places"][mine, 1:].tolist() == [
+            [images.index(k), int(made.costs[k])] for k in wanted_images
+        ]
+    assert sorted(seen) == sorted(begin for begin, piece in pieces.items() if piece)
+
+
+def test_tracks_of_split_documents_go_on_as_labels_do(made: Set, tmp_path: Path) -> None:
+    ids = np.concatenate([np.array(d) for d in made.documents])
+    (ids % 3 > 0).astype(np.uint8).tofile(tmp_path / "mask.bin")
+    mask = nostall.Tokens(tmp_path / "mask.bin", dtype="uint8")
+    tokens = nostall.Tokens(made.files, dtype="int32", end=0, tracks={"loss_mask": mask})
+    plain, masked = (
+        nostall.Interleaved(
+            stream, made.images, 9, image=IMAGE, cost=made.costs, fields=("labels",), longer="split"
+        )
+        for stream in (made.tokens, tokens)
+    )
+    with alone(masked, 4, 0, 1) as shaded, alone(plain, 4, 0, 1) as bare:
+        for with_mask, without in zip(shaded, bare, strict=True):
+            labels = without["labels"]
+            learned = (labels % 3 > 0) & (labels >= 0)
+            assert np.array_equal(with_mask["labels"], np.where(learned, labels, -100))
 
 
 def test_what_does_not_go_together_is_refused(made: Set, tmp_path: Path) -> None:
@@ -261,6 +344,10 @@ def test_what_does_not_go_together_is_refused(made: Set, tmp_path: Path) -> None
         made.units(cost=np.where(np.arange(len(made.costs)) == 1, LENGTH + 1, made.costs))
     with pytest.raises(UsageError, match=r"document \d+ costs \d+ tokens with its \d images, more"):
         made.units(cost=LENGTH - 1)
+    with pytest.raises(UsageError, match=r"image 1 \(.*0001\.png\) costs 49 tokens.* are not cut"):
+        made.units(
+            cost=np.where(np.arange(len(made.costs)) == 1, LENGTH + 1, made.costs), longer="split"
+        )
     with pytest.raises(UsageError, match="not float64"):
         made.units(cost=1.5)
     with pytest.raises(UsageError, match="or one for each of"):
