@@ -173,7 +173,7 @@ def table(mode: str, rows: dict[str, Any], arguments: argparse.Namespace) -> Tab
             harness.spread((r["waste"] for r in runs), "{:.3%}")
             if mode == "packed" and measured
             else "",
-            harness.spread((r["cpu_ns"] for r in runs), "{:.2f}") if measured else "",
+            harness.spread((r["cpu_ns"] for r in runs), "{:.2f}"),
             harness.spread((r["pss_bytes"] / 1e6 for r in runs), "{:.0f}") if measured else "",
         )
     return out

@@ -5,8 +5,9 @@
 //
 //   nostall-limit-tokens FILE LENGTH BATCH THREADS SECONDS windows|packed
 //
-// prints {"tokens_per_s"}: JSON, on one line.
+// prints {"tokens_per_s", "cpu_ns"}, the last of a token: JSON, on one line.
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -97,7 +98,14 @@ int measure(char** argv) {
   }
   threads.clear();
   const double seconds = static_cast<double>(nostall::now_ns() - began) * 1e-9;
-  std::cout << "{\"tokens_per_s\": " << static_cast<double>(tokens) / seconds << "}\n";
+  rusage used{};
+  getrusage(RUSAGE_SELF, &used);
+  const auto cpu = [](const timeval& t) {
+    return static_cast<double>(t.tv_sec) * 1e9 + static_cast<double>(t.tv_usec) * 1e3;
+  };
+  const auto all = static_cast<double>(tokens);
+  std::cout << "{\"tokens_per_s\": " << all / seconds
+            << ", \"cpu_ns\": " << (cpu(used.ru_utime) + cpu(used.ru_stime)) / all << "}\n";
   return 0;
 }
 
