@@ -485,7 +485,7 @@ class Interleaved(Units):
             self._refuse_image(costs, length)
             cuts = _native.token_cuts(tokens.native, at, costs.astype(np.uint32), length)
         # What is packed: documents, or the pieces of them.
-        stored = np.diff(cuts.astype(np.int64)) if len(cuts) else tokens.lengths.astype(np.int64)
+        stored = (cuts[1:] - cuts[:-1] if len(cuts) else tokens.lengths).astype(np.int64)
         begins = np.cumsum(stored) - stored
         document = np.searchsorted(begins, at.astype(np.int64), side="right") - 1
         added = np.cumsum(costs - 1) - (costs - 1)  # before each image
