@@ -7,9 +7,28 @@
 
 namespace nostall::mpi {
 
-enum class Call : uint8_t { allreduce, reduce, bcast, barrier };
-inline constexpr int kCalls = 4;
-const char* name_of(Call call) noexcept;
+// As the records of a profile number them. The first four may be answered here.
+enum class Call : uint8_t {
+  allreduce,
+  reduce,
+  bcast,
+  barrier,
+  allgather,
+  allgatherv,
+  gather,
+  gatherv,
+  scatter,
+  scatterv,
+  alltoall,
+  alltoallv,
+  alltoallw,
+  reduce_scatter,
+  reduce_scatter_block,
+  scan,
+  exscan
+};
+inline constexpr int kAnswered = 4;
+const char* name_of(Call call) noexcept;  // of these four
 
 // Why a call was left to the MPI.
 enum class Fallback : uint8_t {
@@ -24,11 +43,13 @@ inline constexpr int kFallbacks = 6;
 const char* name_of(Fallback passed) noexcept;
 
 struct Counters {
-  std::array<std::atomic<uint64_t>, kCalls> ours{};
+  std::array<std::atomic<uint64_t>, kAnswered> ours{};
   std::array<std::atomic<uint64_t>, kFallbacks> passed{};
   std::atomic<uint64_t> background{0};                  // nonblocking calls that were ours
   std::atomic<uint64_t> nonblocking{0}, persistent{0};  // left to the MPI
   std::atomic<uint64_t> allocations{0};                 // of MPI_Alloc_mem that were ours
+  // Nonblocking calls that the profile lacks, because their communicator was not known yet.
+  std::atomic<uint64_t> early{0};
 };
 Counters& counters();
 

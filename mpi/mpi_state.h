@@ -4,8 +4,8 @@
 // MPI_Bcast and MPI_Barrier from collective/ on communicators within a node, and in two levels on
 // others, and their nonblocking forms within a node (nonblocking.h); MPI_Alloc_mem gives memory in
 // which allreduces of MPI_COMM_WORLD need no copy. All else reaches the MPI untouched. NOSTALL_MPI
-// chooses: "replace" (the default), "off"; with NOSTALL_MPI_PROFILE=DIRECTORY every call is
-// recorded (profile.cc).
+// chooses: "replace" (the default), "off"; with NOSTALL_MPI_PROFILE=DIRECTORY every collective is
+// recorded (profile.cc), those that the MPI always answers too (recorded.cc).
 //
 // Whether a call is ours must come out the same on every rank without asking: it depends only on
 // what MPI requires to be the same everywhere (communicator, operation, type signature), never on a

@@ -27,16 +27,19 @@
 #include "mpi_state.h"
 
 namespace nostall::mpi {
-namespace {
 
 struct Record {
   int64_t arrived, left;  // in ticks() until the file is written
   uint64_t bytes, count;
   uint32_t communicator;
   uint8_t call, ours;
-  uint16_t reserved;
+  uint16_t flags;
 };
 static_assert(sizeof(Record) == 40);
+
+namespace {
+
+constexpr uint16_t kNonblocking = 1;
 
 // A part of a block, filled by one thread at a time.
 class Chunk {
@@ -45,7 +48,10 @@ class Chunk {
   explicit Chunk(std::span<Record> room) noexcept
       : begin_(room.data()), next_(begin_), end_(begin_ + room.size()) {}
   bool full() const noexcept { return next_ == end_; }
-  void add(const Record& record) noexcept { *next_++ = record; }
+  Record* add(const Record& record) noexcept {
+    *next_ = record;
+    return next_++;
+  }
   std::span<const Record> records() const noexcept { return {begin_, next_}; }
 
  private:
@@ -160,6 +166,7 @@ struct Profile {
   bool no_memory NOSTALL_GUARDED_BY(mutex) = false;
   std::vector<Reading> readings NOSTALL_GUARDED_BY(mutex);
   std::map<uint32_t, Known> communicators NOSTALL_GUARDED_BY(mutex);  // by their id
+  UnderWay under_way NOSTALL_GUARDED_BY(mutex);
   Comparison begin, end;
 
   uint64_t records() const NOSTALL_REQUIRES(mutex) {
@@ -265,10 +272,57 @@ void share_readings(MPI_Comm node, std::vector<Reading>& readings) {
   PMPI_Bcast(readings.data(), static_cast<int>(2 * many), MPI_UINT64_T, 0, node);
 }
 
-std::string header(const Profile& p, int rank, int ranks) NOSTALL_REQUIRES(p.mutex) {
+// The time of one message.
+struct Message {
+  uint64_t bytes = 0;
+  int64_t ns = 0;
+};
+
+// What rank 0 exchanges messages with: the first rank of another node, or rank 1 where there is
+// none.
+int partner_of_zero(MPI_Comm node, int rank) {
+  constexpr int kNone = std::numeric_limits<int>::max();
+  int node_rank = 0, mine = kNone, first = kNone;
+  PMPI_Comm_rank(node, &node_rank);
+  if (node_rank == 0 && rank != 0) mine = rank;
+  PMPI_Allreduce(&mine, &first, 1, MPI_INT, MPI_MIN, MPI_COMM_WORLD);
+  return first == kNone ? 1 : first;
+}
+
+// Half of the shortest round trip of several, by size; on rank 0 alone.
+std::vector<Message> time_messages(MPI_Comm node) {
+  constexpr int kTrips = 10;
+  constexpr std::array<int, 6> kSizes{8, 1 << 10, 16 << 10, 128 << 10, 1 << 20, 4 << 20};
+  std::vector<Message> found;
+  int rank = 0, ranks = 0;
+  PMPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  PMPI_Comm_size(MPI_COMM_WORLD, &ranks);
+  const int partner = partner_of_zero(node, rank);
+  if (ranks < 2 || (rank != 0 && rank != partner)) return found;
+  std::vector<std::byte> data(static_cast<size_t>(kSizes.back()));
+  for (const int bytes : kSizes) {
+    int64_t shortest = std::numeric_limits<int64_t>::max();
+    for (int i = 0; i < kTrips; ++i) {
+      const int64_t sent = now_ns();
+      const auto send = [&] {
+        PMPI_Send(data.data(), bytes, MPI_BYTE, rank == 0 ? partner : 0, kTag, MPI_COMM_WORLD);
+      };
+      if (rank == 0) send();
+      PMPI_Recv(data.data(), bytes, MPI_BYTE, rank == 0 ? partner : 0, kTag, MPI_COMM_WORLD,
+                MPI_STATUS_IGNORE);
+      if (rank != 0) send();
+      shortest = std::min(shortest, now_ns() - sent);
+    }
+    if (rank == 0) found.push_back({static_cast<uint64_t>(bytes), shortest / 2});
+  }
+  return found;
+}
+
+std::string header(const Profile& p, int rank, int ranks, std::span<const Message> messages)
+    NOSTALL_REQUIRES(p.mutex) {
   std::array<char, 512> line{};
   std::string text =
-      "{\"nostall\": \"mpi profile\", \"version\": 1, \"rank\": " + std::to_string(rank) +
+      "{\"nostall\": \"mpi profile\", \"version\": 2, \"rank\": " + std::to_string(rank) +
       ", \"ranks\": " + std::to_string(ranks);
   std::array<char, MPI_MAX_PROCESSOR_NAME> node{};
   int length = 0;
@@ -293,7 +347,13 @@ std::string header(const Profile& p, int rank, int ranks) NOSTALL_REQUIRES(p.mut
     text += std::string(i == 1 ? "\"" : ", \"") + name_of(static_cast<Fallback>(i)) +
             "\": " + std::to_string(counters().passed[static_cast<size_t>(i)].load());
   }
-  return text + "}, \"nonblocking\": " + std::to_string(counters().nonblocking.load()) + "}\n";
+  text += "}, \"unrecorded\": {\"early\": " + std::to_string(counters().early.load()) +
+          ", \"persistent\": " + std::to_string(counters().persistent.load()) + "}, \"alpha\": [";
+  for (const Message& message : messages) {
+    text += (&message == messages.data() ? "[" : ", [") + std::to_string(message.bytes) + ", " +
+            std::to_string(message.ns) + "]";
+  }
+  return text + "]}\n";
 }
 
 }  // namespace
@@ -339,6 +399,7 @@ void profile_end() {
   if (readings.size() > 1 && last.ns - readings.back().ns < kApart) readings.pop_back();
   readings.push_back(last);
   share_readings(node, readings);
+  const std::vector<Message> messages = time_messages(node);
   PMPI_Comm_free(&node);
   int rank = 0, ranks = 0;
   PMPI_Comm_rank(MPI_COMM_WORLD, &rank);
@@ -348,7 +409,7 @@ void profile_end() {
   const MutexLock lock(p.mutex);
   const auto close = [](std::FILE* file) { std::fclose(file); };
   const std::unique_ptr<std::FILE, decltype(close)> file(std::fopen(path.c_str(), "wb"), close);
-  const std::string text = header(p, rank, ranks);
+  const std::string text = header(p, rank, ranks, messages);
   bool written = file && std::fwrite(text.data(), 1, text.size(), file.get()) == text.size();
   const Clock clock(readings);
   std::vector<Record> all;
@@ -438,14 +499,75 @@ bool make_room(CommunicatorState* state) noexcept {
 
 }  // namespace
 
-void record(Call call, CommunicatorState* state, uint64_t count, uint64_t bytes, uint64_t arrived,
-            bool ours) noexcept {
-  const uint64_t left = ticks();
+namespace {
+
+// Null where there is no room.
+Record* add(Call call, CommunicatorState* state, uint64_t count, uint64_t bytes, uint64_t arrived,
+            uint64_t left, bool ours, uint16_t flags) noexcept {
   const bool has_room =
       state != nullptr && state->recorded && filling != nullptr && !filling->full();
-  if (!has_room && !make_room(state)) return;
-  filling->add({static_cast<int64_t>(arrived), static_cast<int64_t>(left), bytes, count, state->id,
-                static_cast<uint8_t>(call), uint8_t{ours}, 0});
+  if (!has_room && !make_room(state)) return nullptr;
+  return filling->add({static_cast<int64_t>(arrived), static_cast<int64_t>(left), bytes, count,
+                       state->id, static_cast<uint8_t>(call), uint8_t{ours}, flags});
+}
+
+}  // namespace
+
+void record(Call call, CommunicatorState* state, uint64_t count, uint64_t bytes, uint64_t arrived,
+            bool ours, uint64_t left) noexcept {
+  add(call, state, count, bytes, arrived, left, ours, 0);
+}
+
+Begun::Begun(Call call, MPI_Comm comm) : call_(call) {
+  if (!profiling()) return;
+  arrived_ = ticks();
+  state_ = known_state_of(comm);
+  if (state_ == nullptr) counters().early.fetch_add(1, std::memory_order_relaxed);
+}
+
+void Begun::record(uint64_t count, uint64_t bytes, bool ours, MPI_Request request) const noexcept {
+  if (state_ == nullptr) return;
+  Record* made = add(call_, state_, count, bytes, arrived_, ticks(), ours, kNonblocking);
+  if (made == nullptr || request == MPI_REQUEST_NULL) return;
+  Profile& p = *profile();
+  const MutexLock lock(p.mutex);
+  try {
+    p.under_way[request] = made;
+  } catch (const std::bad_alloc&) {
+    p.no_memory = true;  // its record ends with the call that started it
+  }
+}
+
+Endings::Endings(int count, const MPI_Request* requests) {
+  if (!profiling() || requests == nullptr || count <= 0) return;
+  Profile& p = *profile();
+  const MutexLock lock(p.mutex);
+  if (p.under_way.empty()) return;
+  try {
+    waited_.reserve(static_cast<size_t>(count));
+  } catch (const std::bad_alloc&) {
+    return;
+  }
+  for (int i = 0; i < count; ++i) waited_.push_back(p.under_way.extract(requests[i]));
+}
+
+Endings::~Endings() {
+  if (waited_.empty()) return;
+  Profile& p = *profile();
+  const MutexLock lock(p.mutex);
+  for (auto& one : waited_) p.under_way.insert(std::move(one));
+}
+
+void Endings::ended(int index) noexcept {
+  if (index < 0 || static_cast<size_t>(index) >= waited_.size()) return;
+  auto& one = waited_[static_cast<size_t>(index)];
+  if (one.empty()) return;
+  one.mapped()->left = static_cast<int64_t>(ticks());
+  one = {};
+}
+
+void Endings::all_ended() noexcept {
+  for (size_t i = 0; i < waited_.size(); ++i) ended(static_cast<int>(i));
 }
 
 }  // namespace nostall::mpi

@@ -2,6 +2,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "profile.h"
 #include "wrappers.h"
 
 namespace nostall::mpi {
@@ -29,19 +30,44 @@ int start(CommunicatorState& state, std::function<void()> run, MPI_Request* requ
   return state.queue->start(guarded, request);
 }
 
-template <typename Pass>
-int left_to_mpi(Pass pass) {
-  counters().nonblocking.fetch_add(1, std::memory_order_relaxed);
-  return pass();
-}
+// One nonblocking call: who answers it, and its record.
+class Starting {
+ public:
+  Starting(Call call, uint64_t count, MPI_Datatype type, MPI_Comm comm, MPI_Request* request)
+      : begun_(call, comm), count_(count), type_(type), request_(request) {}
+
+  template <typename Pass>
+  int left_to_mpi(Pass pass) const {
+    counters().nonblocking.fetch_add(1, std::memory_order_relaxed);
+    return recorded(pass(), false);
+  }
+  int ours(CommunicatorState& state, std::function<void()> run) const {
+    return recorded(start(state, std::move(run), request_), true);
+  }
+
+ private:
+  int recorded(int result, bool ours) const {
+    if (!profiling()) return result;
+    const bool runs = result == MPI_SUCCESS;
+    begun_.record(count_, runs ? bytes_of(count_, type_) : 0, ours,
+                  runs ? *request_ : MPI_REQUEST_NULL);
+    return result;
+  }
+
+  const Begun begun_;
+  const uint64_t count_;
+  const MPI_Datatype type_;
+  MPI_Request* const request_;
+};
 
 template <typename Pass>
 int iallreduce(const void* send, void* receive, uint64_t count, MPI_Datatype type, MPI_Op op,
                MPI_Comm comm, MPI_Request* request, Pass pass) {
+  const Starting starting(Call::allreduce, count, type, comm, request);
   CommunicatorState* state = background_state(comm, bytes_of(count, type));
   // A user's operation may not expect to run beside the program.
   const MpiReducer* found = state == nullptr ? nullptr : MpiReducer::find(type, op);
-  if (found == nullptr || !found->has_kernel()) return left_to_mpi(pass);
+  if (found == nullptr || !found->has_kernel()) return starting.left_to_mpi(pass);
   const collective::Reducer reducer = found->get();
   const uint64_t bytes = count * reducer.element_bytes();
   const bool in_place = send == MPI_IN_PLACE;
@@ -53,16 +79,17 @@ int iallreduce(const void* send, void* receive, uint64_t count, MPI_Datatype typ
     node->allreduce(in->get(), out->get(), count, reducer);
     out->write_back();
   };
-  return start(*state, run, request);
+  return starting.ours(*state, run);
 }
 
 template <typename Pass>
 int ireduce(const void* send, void* receive, uint64_t count, MPI_Datatype type, MPI_Op op, int root,
             MPI_Comm comm, MPI_Request* request, Pass pass) {
+  const Starting starting(Call::reduce, count, type, comm, request);
   CommunicatorState* state = background_state(comm, bytes_of(count, type));
   const MpiReducer* found = state == nullptr ? nullptr : MpiReducer::find(type, op);
   if (found == nullptr || !found->has_kernel() || root < 0 || root >= state->ranks) {
-    return left_to_mpi(pass);
+    return starting.left_to_mpi(pass);
   }
   const collective::Reducer reducer = found->get();
   const uint64_t bytes = count * reducer.element_bytes();
@@ -76,15 +103,15 @@ int ireduce(const void* send, void* receive, uint64_t count, MPI_Datatype type, 
     node->reduce(in->get(), out->get(), count, reducer, static_cast<uint32_t>(root));
     if (is_root) out->write_back();
   };
-  return start(*state, run, request);
+  return starting.ours(*state, run);
 }
 
 template <typename Pass>
 int ibcast(void* buffer, uint64_t count, MPI_Datatype type, int root, MPI_Comm comm,
            MPI_Request* request, Pass pass) {
-  const uint64_t bytes = bytes_of(count, type);
-  CommunicatorState* state = background_state(comm, bytes);
-  if (state == nullptr || root < 0 || root >= state->ranks) return left_to_mpi(pass);
+  const Starting starting(Call::bcast, count, type, comm, request);
+  CommunicatorState* state = background_state(comm, bytes_of(count, type));
+  if (state == nullptr || root < 0 || root >= state->ranks) return starting.left_to_mpi(pass);
   const bool is_root = state->rank == root;
   auto data = std::make_shared<Packed>(buffer, count, type, comm, is_root);
   const auto run = [node = state->node.get(), data, root, is_root] {
@@ -92,15 +119,15 @@ int ibcast(void* buffer, uint64_t count, MPI_Datatype type, int root, MPI_Comm c
     node->broadcast(n == 0 ? nullptr : data->get(), n, n == 0 ? 0 : static_cast<uint32_t>(root));
     if (!is_root) data->unpack();
   };
-  return start(*state, run, request);
+  return starting.ours(*state, run);
 }
 
 template <typename Pass>
 int ibarrier(MPI_Comm comm, MPI_Request* request, Pass pass) {
+  const Starting starting(Call::barrier, 0, MPI_BYTE, comm, request);
   CommunicatorState* state = background_state(comm, 0);
-  if (state == nullptr) return left_to_mpi(pass);
-  return start(
-      *state, [node = state->node.get()] { node->barrier(); }, request);
+  if (state == nullptr) return starting.left_to_mpi(pass);
+  return starting.ours(*state, [node = state->node.get()] { node->barrier(); });
 }
 
 template <typename Pass>
@@ -143,12 +170,59 @@ NOSTALL_EXPORT int MPI_Ibarrier(MPI_Comm comm, MPI_Request* request) {
 
 // A thread that waits for one of ours runs it instead of spinning.
 NOSTALL_EXPORT int MPI_Wait(MPI_Request* request, MPI_Status* status) {
+  own::Endings endings(1, request);
   own::finish(*request);
-  return PMPI_Wait(request, status);
+  const int result = PMPI_Wait(request, status);
+  endings.all_ended();
+  return result;
 }
 NOSTALL_EXPORT int MPI_Waitall(int count, MPI_Request* requests, MPI_Status* statuses) {
+  own::Endings endings(count, requests);
   for (int i = 0; i < count; ++i) own::finish(requests[i]);
-  return PMPI_Waitall(count, requests, statuses);
+  const int result = PMPI_Waitall(count, requests, statuses);
+  endings.all_ended();
+  return result;
+}
+
+// The profile alone needs these.
+NOSTALL_EXPORT int MPI_Waitany(int count, MPI_Request* requests, int* index, MPI_Status* status) {
+  own::Endings endings(count, requests);
+  const int result = PMPI_Waitany(count, requests, index, status);
+  if (result == MPI_SUCCESS) endings.ended(*index);
+  return result;
+}
+NOSTALL_EXPORT int MPI_Waitsome(int count, MPI_Request* requests, int* done, int* indices,
+                                MPI_Status* statuses) {
+  own::Endings endings(count, requests);
+  const int result = PMPI_Waitsome(count, requests, done, indices, statuses);
+  for (int i = 0; result == MPI_SUCCESS && i < *done; ++i) endings.ended(indices[i]);
+  return result;
+}
+NOSTALL_EXPORT int MPI_Test(MPI_Request* request, int* flag, MPI_Status* status) {
+  own::Endings endings(1, request);
+  const int result = PMPI_Test(request, flag, status);
+  if (result == MPI_SUCCESS && *flag != 0) endings.all_ended();
+  return result;
+}
+NOSTALL_EXPORT int MPI_Testall(int count, MPI_Request* requests, int* flag, MPI_Status* statuses) {
+  own::Endings endings(count, requests);
+  const int result = PMPI_Testall(count, requests, flag, statuses);
+  if (result == MPI_SUCCESS && *flag != 0) endings.all_ended();
+  return result;
+}
+NOSTALL_EXPORT int MPI_Testany(int count, MPI_Request* requests, int* index, int* flag,
+                               MPI_Status* status) {
+  own::Endings endings(count, requests);
+  const int result = PMPI_Testany(count, requests, index, flag, status);
+  if (result == MPI_SUCCESS && *flag != 0) endings.ended(*index);
+  return result;
+}
+NOSTALL_EXPORT int MPI_Testsome(int count, MPI_Request* requests, int* done, int* indices,
+                                MPI_Status* statuses) {
+  own::Endings endings(count, requests);
+  const int result = PMPI_Testsome(count, requests, done, indices, statuses);
+  for (int i = 0; result == MPI_SUCCESS && i < *done; ++i) endings.ended(indices[i]);
+  return result;
 }
 
 #if MPI_VERSION >= 4

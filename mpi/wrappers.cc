@@ -196,7 +196,7 @@ void report() {
   const auto add = [&line](const std::string& name, const std::atomic<uint64_t>& n) {
     line += " " + name + " " + std::to_string(n.load());
   };
-  for (int i = 0; i < kCalls; ++i)
+  for (int i = 0; i < kAnswered; ++i)
     add(name_of(static_cast<Call>(i)), all.ours[static_cast<size_t>(i)]);
   add("background", all.background);
   add("allocations", all.allocations);
@@ -231,7 +231,8 @@ void begin() {
 }
 
 const char* name_of(Call call) noexcept {
-  static constexpr std::array<const char*, kCalls> names{"allreduce", "reduce", "bcast", "barrier"};
+  static constexpr std::array<const char*, kAnswered> names{"allreduce", "reduce", "bcast",
+                                                            "barrier"};
   return names[static_cast<size_t>(call)];
 }
 const char* name_of(Fallback passed) noexcept {

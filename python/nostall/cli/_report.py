@@ -45,10 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Writes the report."""
     if profiles := arrivals.find(arguments.files):
-        profile, alpha = arrivals.read(profiles), arrivals.Alpha()
-        print(arrivals.text(profile, alpha))
+        profile = arrivals.read(profiles)
+        print(arrivals.text(profile))
         for path in arguments.output or []:
-            arrivals.save(profile, alpha, path)
+            arrivals.save(profile, path)
             print(path)
         return 0
     directories = [Path(f).is_dir() for f in arguments.files]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 from pathlib import Path
@@ -13,8 +14,6 @@ from nostall.cli import main
 from nostall.errors import CorruptionError, UsageError
 from nostall.observe.report import _arrivals as arrivals
 from nostall.observe.report import _mpi_trace as mpi_trace
-
-ALPHA = arrivals.Alpha(latency=100.0, bandwidth=10.0)
 
 
 def write_profiles(
@@ -35,8 +34,10 @@ def write_profiles(
             records[i] = (shown(times[rank]), shown(max(times) + 50), size, size // 4, 3, 0, 1, 0)
         span = (0, 10_000_000_000)
         header = {
-            **{"nostall": "mpi profile", "version": 1, "rank": rank, "ranks": ranks},
+            **{"nostall": "mpi profile", "version": 2, "rank": rank, "ranks": ranks},
             **{"node": nodes[rank], "records": len(arrived), "dropped": 0},
+            **{"unrecorded": {"early": 2, "persistent": 1}},
+            "alpha": [[0, 100], [100_000, 10_100]] if rank == 0 else [],
             "clock": [[shown(t), t - shown(t)] for t in span],
             "communicators": {"3": [77, ranks, 2]},
         }
@@ -51,7 +52,7 @@ def test_factors_are_those_of_the_equations(tmp_path: Path) -> None:
     assert first.arrived.tolist() == pytest.approx([0, 400, 1000, 200], abs=2)
     assert first.worst == pytest.approx(1000, abs=2)
     assert first.average == pytest.approx((400 + 0 + 600 + 200) / 4, abs=2)
-    row = arrivals.table(profile, ALPHA)[0]  # alpha: 100 + 1000 / 10 = 200 ns
+    row = arrivals.table(profile)[0]  # alpha: 100 + 1000 / 10 = 200 ns
     assert (row.operation, row.size, row.calls) == ("allreduce", "all", 2)
     assert row.worst_factor == pytest.approx((5 + 0.5) / 2, abs=0.02)
     assert row.average_factor == pytest.approx((1.5 + 0.25) / 2, abs=0.02)
@@ -81,13 +82,18 @@ def test_the_command_writes_tables_and_pages(
     words = [word for output in outputs for word in ("-o", output)]
     assert main(["report", str(tmp_path), *words]) == 0
     shown = capsys.readouterr().out
-    assert "allreduce  0-1 KB     19" in shown
+    assert "allreduce  0-1 KB     19  100.0%" in shown
     assert "3         100.0 %" in shown
     for explained in ("time:", "worst:", "average:", "alpha =", "node:", "size:", "lateness:"):
         assert explained in shown
     assert "<svg" in Path(outputs[0]).read_text()
-    assert len(Path(outputs[1]).read_text().splitlines()) == 20
-    assert json.loads(Path(outputs[2]).read_text())["ranks"][3]["last"] == 1.0
+    lines = list(csv.DictReader(Path(outputs[1]).read_text().splitlines()))
+    assert [line["calls"] for line in lines] == ["1"] * 19 + ["2", "1"]
+    assert "persistent" in lines[-1]["operation"]
+    told = json.loads(Path(outputs[2]).read_text())
+    assert told["ranks"][3]["last"] == 1.0
+    assert sorted(told["left_out"].values()) == [1, 2]
+    assert told["rows"][0]["bytes"] == 19 * 1000
     assert Path(outputs[3]).read_bytes().startswith(b"\x89PNG")
 
 
@@ -97,7 +103,7 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"ranks \[1\] are missing"):
         arrivals.read([files[0], *files[2:]])
     whole = files[1].read_bytes()
-    for damaged in (whole[:-1], b"", b"{}\n", whole.replace(b'"version": 1', b'"version": 9')):
+    for damaged in (whole[:-1], b"", b"{}\n", whole.replace(b'"version": 2', b'"version": 9')):
         files[1].write_bytes(damaged)
         with pytest.raises(CorruptionError, match="mpi-1"):
             arrivals.read(files)
@@ -106,23 +112,60 @@ def test_damaged_and_missing_files_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("field", "value"), [("call", 2), ("bytes", 2000)])
 def test_calls_that_cannot_be_one_are_not_paired(field: str, value: int, tmp_path: Path) -> None:
     write_profiles(tmp_path, [[i, 2 * i, 3 * i, 4 * i] for i in range(1, 11)])
-    file = tmp_path / "mpi-2.profile"
-    head, _, data = file.read_bytes().partition(b"\n")
-    records = np.frombuffer(data, arrivals._RECORD).copy()
-    records[field][6] = value
-    file.write_bytes(head + b"\n" + records.tobytes())
+    edit(tmp_path / "mpi-2.profile", 6, **{field: value})
     profile = arrivals.read(arrivals.find([str(tmp_path)]))
     assert (len(profile.calls), profile.differing) == (6, 4)
-    assert "4 calls are left out" in arrivals.text(profile, ALPHA)
+    assert "left out: 4 calls from where" in arrivals.text(profile)
+
+
+def edit(file: Path, at: int, **values: int) -> None:
+    """Changes the record at a place."""
+    head, _, data = file.read_bytes().partition(b"\n")
+    records = np.frombuffer(data, arrivals._RECORD).copy()
+    for field, value in values.items():
+        records[field][at] = value
+    file.write_bytes(head + b"\n" + records.tobytes())
+
+
+def test_shares_are_of_all_operations_and_of_an_operations_sizes(tmp_path: Path) -> None:
+    write_profiles(tmp_path, [[i * 10_000] * 4 for i in range(1, 9)])  # 50 ns each
+    numbers = {name: i for i, name in enumerate(arrivals.CALLS)}
+    for rank in range(4):
+        file = tmp_path / f"mpi-{rank}.profile"
+        edit(file, 0, call=numbers["gatherv"], bytes=rank)  # ranks may give different amounts
+        edit(file, 1, call=numbers["alltoall"], bytes=5 << 20)
+        edit(file, 2, bytes=2 << 20)
+        edit(file, 3, flags=arrivals.NONBLOCKING)
+    rows = arrivals.table(arrivals.read(arrivals.find([str(tmp_path)])))
+    found = {(row.operation, row.size): row for row in rows}
+    assert {name for name, size in found if size == "all"} == {
+        "allreduce", "iallreduce", "gatherv", "alltoall",
+    }  # fmt: skip
+    assert [row.operation for row in rows if row.size == "all"][:2] == ["allreduce", "iallreduce"]
+    assert found["allreduce", "all"].call_share == 5 / 8
+    assert found["allreduce", "1-64 MB"].call_share == 1 / 5
+    assert found["allreduce", "0-1 KB"].bytes == 4000
+    assert found["gatherv", "all"].bytes == 3
+    sums = [
+        sum(getattr(r, f) for r in rows if r.size == "all") for f in ("call_share", "time_share")
+    ]
+    assert sums == pytest.approx([1, 1])
+    inside = [r.time_share for r in rows if r.operation == "allreduce" and r.size != "all"]
+    assert sum(inside) == pytest.approx(1)
+
+
+def test_alpha_lies_between_what_was_measured() -> None:
+    alpha = arrivals.Alpha(((8, 300), (1024, 500), (2048, 400)))
+    assert alpha(0) == alpha(8) == 300
+    assert alpha(516) == 400
+    assert alpha(1024) == 500
+    assert alpha(1 << 20) == 500  # times that fall with size are the machine's noise
+    assert arrivals.Alpha()(10_000) == 2000
 
 
 def test_ranks_without_data_fit_any_size(tmp_path: Path) -> None:
     write_profiles(tmp_path, [[1, 2, 3, 4]])
-    file = tmp_path / "mpi-2.profile"
-    head, _, data = file.read_bytes().partition(b"\n")
-    records = np.frombuffer(data, arrivals._RECORD).copy()
-    records["bytes"] = 0
-    file.write_bytes(head + b"\n" + records.tobytes())
+    edit(tmp_path / "mpi-2.profile", 0, bytes=0)
     (call,) = arrivals.read(arrivals.find([str(tmp_path)])).calls
     assert call.bytes == 1000
 

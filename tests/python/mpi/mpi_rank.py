@@ -220,6 +220,77 @@ def background() -> None:
     other.Free()
 
 
+def every_kind() -> None:
+    """All collectives, blocking and not; the test knows what each rank gives."""
+    counts = [r + 1 for r in range(size)]
+    total = sum(counts)
+
+    def ones(count: int) -> np.ndarray:
+        return np.ones(count, "f4")
+
+    def at_root(array: np.ndarray) -> np.ndarray | None:
+        return array if rank == 0 else None
+
+    def uneven() -> tuple[np.ndarray, list[int]]:
+        return ones(total), counts
+
+    kinds: dict[str, Callable[[], tuple[object, ...]]] = {
+        "Allgather": lambda: (ones(5), ones(5 * size)),
+        "Allgatherv": lambda: (ones(rank + 1), uneven()),
+        "Gather": lambda: (ones(5), at_root(ones(5 * size))),
+        "Gatherv": lambda: (ones(rank + 1), uneven() if rank == 0 else None),
+        "Scatter": lambda: (at_root(ones(5 * size)), ones(5)),
+        "Scatterv": lambda: (uneven() if rank == 0 else None, ones(rank + 1)),
+        "Alltoall": lambda: (ones(5 * size), ones(5 * size)),
+        "Alltoallv": lambda: (uneven(), (ones((rank + 1) * size), [rank + 1] * size)),
+        "Reduce_scatter": lambda: (ones(total), ones(rank + 1), counts),
+        "Reduce_scatter_block": lambda: (ones(5 * size), ones(5)),
+        "Scan": lambda: (ones(5), ones(5)),
+        "Exscan": lambda: (ones(5), ones(5)),
+    }
+    for name, make in kinds.items():
+        getattr(world, name)(*make())
+    places = [4 * r for r in range(size)]
+    sent, received = ones(size), ones(size)
+    once = [[1] * size, places, [MPI.FLOAT] * size]
+    world.Alltoallw([sent, *once], [received, *once])
+    world.Allgather(MPI.IN_PLACE, ones(5 * size))
+    waits: list[Callable[[MPI.Request], object]] = [
+        MPI.Request.Wait,
+        lambda request: MPI.Request.Waitall([request]),
+        lambda request: MPI.Request.Waitany([request]),
+        lambda request: MPI.Request.Waitsome([request]),
+        lambda request: poll(request.Test),
+        lambda request: poll(lambda: MPI.Request.Testall([request])),
+        lambda request: poll(lambda: MPI.Request.Testany([request])[1]),
+        lambda request: poll(lambda: MPI.Request.Testsome([request])),
+    ]
+    started = [
+        *(functools.partial(lambda name, make: getattr(world, f"I{name.lower()}")(*make()), n, m)
+          for n, m in kinds.items()),
+        lambda: world.Ialltoallw([sent, *once], [received, *once]),
+        lambda: world.Iallreduce(ones(5), ones(5)),
+        lambda: world.Ireduce(ones(5), at_root(ones(5))),
+        lambda: world.Ibcast(ones(5)),
+        world.Ibarrier,
+    ]  # fmt: skip
+    for number, start in enumerate(started):
+        # The root comes late: the others' calls end when it has come.
+        world.Barrier()
+        if rank == 0:
+            time.sleep(0.005)
+        request = start()
+        waits[number % len(waits)](request)
+    dup = world.Dup()
+    dup.Ibarrier().Wait()
+    dup.Free()
+
+
+def poll(test: Callable[[], object]) -> None:
+    while not test():
+        time.sleep(0)
+
+
 def freed() -> None:
     """Communicators whose work is under way when they are freed."""
     column = MPI.DOUBLE.Create_vector(10_000, 1, 2).Commit()

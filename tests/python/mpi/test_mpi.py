@@ -237,6 +237,42 @@ def test_switched_off_it_only_watches(tmp_path: Path) -> None:
     assert all(c.left.min() >= c.arrived.max() for c in profile.calls)
 
 
+@pytest.mark.parametrize("which", MPIS)
+def test_a_profile_has_every_collective(which: str, tmp_path: Path) -> None:
+    program = [sys.executable, str(RANK), "every_kind"]
+    result = run(which, 3, program, NOSTALL_MPI_PROFILE=str(tmp_path))
+    assert "all right" in result.stdout, result.stderr
+    profile = arrivals.read(arrivals.find([str(tmp_path)]))
+    given = {
+        "allgather": 20, "allgatherv": 12, "gather": 20, "gatherv": 12, "scatter": 20,
+        "scatterv": 12, "alltoall": 60, "alltoallv": 24, "reduce_scatter": 24,
+        "reduce_scatter_block": 60, "scan": 20, "exscan": 20,
+    }  # fmt: skip
+    found = [(call.operation, call.bytes) for call in profile.calls if call.bytes]
+    blocking = [*given.items(), ("alltoallw", 12), ("allgather", 20)]
+    later = {**given, "alltoallw": 12, "allreduce": 20, "reduce": 20, "bcast": 20}
+    assert found == blocking + [(f"i{name}", size) for name, size in later.items()]
+    assert [call.operation for call in profile.calls].count("ibarrier") == 1
+    # The wait is part of a call that waits for a late rank, whichever function waits.
+    waits = (
+        "allgather",
+        "allgatherv",
+        "alltoall",
+        "alltoallv",
+        "alltoallw",
+        "allreduce",
+        "scatter",
+    )
+    for call in profile.calls:
+        if call.operation in [f"i{name}" for name in waits]:
+            assert call.left[1:].min() >= call.arrived[0]
+    assert profile.left_out == {
+        "nonblocking calls on communicators without a blocking call before": 1
+    }
+    assert profile.alpha(4 << 20) > profile.alpha(8) > 0
+    assert len(profile.alpha.measured) > 3
+
+
 @pytest.mark.parametrize(("most", "kept"), [(1 << 20, 600), (150, 150)])
 def test_records_of_several_threads_are_in_order_and_on_the_kernels_clock(
     most: int, kept: int, tmp_path: Path

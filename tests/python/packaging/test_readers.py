@@ -167,15 +167,16 @@ def test_profiles_of_mpi_programs(tmp_path: Path) -> None:
     records = np.zeros(2, arrivals._RECORD)
     records["left"] = 5
     header = {
-        "nostall": "mpi profile", "version": 1, "rank": 0, "ranks": 1, "node": "a", "records": 2,
+        "nostall": "mpi profile", "version": 2, "rank": 0, "ranks": 1, "node": "a", "records": 2,
         "dropped": 0, "clock": [[0, 0], [10, 1]], "communicators": {"0": [17, 1, 0]},
+        "unrecorded": {"early": 0, "persistent": 0}, "alpha": [[8, 300], [1024, 500]],
     }  # fmt: skip
     file = tmp_path / "mpi-0.profile"
 
     def read(data: bytes) -> None:
         file.write_bytes(data)
         profile = arrivals.read([file])
-        arrivals.table(profile, arrivals.Alpha())
+        arrivals.table(profile)
 
     def file_of(header: Any) -> bytes:
         return json.dumps(header).encode() + b"\n" + records.tobytes()

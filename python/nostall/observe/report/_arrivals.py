@@ -3,11 +3,12 @@
 The metrics are those of [Mohammadalizadehbakhtevari 2021, sec. 2.3]. All ranks arrive at one call at
 times a_0 .. a_n-1. The worst-case imbalance time is max a - min a (eq. 2.1), the average-case
 imbalance time is the mean of |a_i - mean a| (eq. 2.2 and 2.3). Both are divided by alpha, the time of
-one message of the call's size, taken as latency + bytes / bandwidth.
+one message of the call's size, which the program's MPI measured at its end.
 """
 
 from __future__ import annotations
 
+import bisect
 import csv
 import html
 import io
@@ -31,10 +32,18 @@ _RECORD = np.dtype(
         ("communicator", "<u4"),
         ("call", "u1"),
         ("ours", "u1"),
-        ("reserved", "<u2"),
+        ("flags", "<u2"),
     ]
 )
-CALLS = ("allreduce", "reduce", "bcast", "barrier")
+NONBLOCKING = 1
+# As records number them (mpi/calls.h).
+CALLS = (
+    *("allreduce", "reduce", "bcast", "barrier", "allgather", "allgatherv", "gather", "gatherv"),
+    *("scatter", "scatterv", "alltoall", "alltoallv", "alltoallw", "reduce_scatter"),
+    *("reduce_scatter_block", "scan", "exscan"),
+)
+# Ranks may give different amounts.
+_UNEVEN = ("allgatherv", "gatherv", "scatterv", "alltoallv", "alltoallw")
 # The size classes of [Mohammadalizadehbakhtevari 2021, sec. 3.2], by their upper ends in bytes.
 CLASSES = {"0-1 KB": 1 << 10, "1 KB-1 MB": 1 << 20, "1-64 MB": 1 << 26, "more": 1 << 63}
 _MOST_RANKS = 1 << 24
@@ -64,12 +73,19 @@ class Call:
 
 @dataclass(frozen=True)
 class Row:
-    """Calls of one operation and size class; times in seconds, summed over calls, of one rank."""
+    """Calls of one operation and size class; times in seconds, summed over calls, of one rank.
+
+    The shares of all sizes are of all operations' calls and time, those of a size class are of the
+    operation's.
+    """
 
     operation: str
     size: str
     calls: int
+    call_share: float
+    bytes: int
     seconds: float
+    time_share: float
     worst_factor: float
     average_factor: float
     node_worst_factor: float
@@ -78,27 +94,58 @@ class Row:
 
 @dataclass(frozen=True)
 class Alpha:
-    """The time of one message: latency in ns and bytes per ns."""
+    """The time of one message: straight lines between measured (bytes, ns), the last one going on; 1 us
+    and 10 GB/s where nothing was measured."""
 
-    latency: float = 1000.0
-    bandwidth: float = 10.0
+    measured: tuple[tuple[int, int], ...] = ()
 
     def __call__(self, size: int) -> float:
-        return self.latency + size / self.bandwidth
+        if not self.measured:
+            return 1000 + size / 10
+        places = [p for p, _ in self.measured]
+        after = min(max(bisect.bisect(places, size), 1), len(places) - 1)
+        (small, short), (large, long) = self.measured[after - 1], self.measured[after]
+        return max(short + (size - small) * max(long - short, 0) / (large - small), short)
+
+    def __str__(self) -> str:
+        if not self.measured:
+            return "1 us + bytes / 10 GB/s, assumed"
+        times = ", ".join(f"{ns / 1e3:.3g} us at {_size(size)}" for size, ns in self.measured)
+        return f"{times}, measured"
 
 
 @dataclass(frozen=True)
 class Profile:
     """The calls of a job that all their ranks recorded, in the order of the first arrival.
 
-    `dropped` counts calls that a rank had no memory to record. `differing` counts calls of whole
-    communicators that are not in `calls` because the ranks' records contradict each other.
+    `dropped` counts records that ranks had no memory for, `incomplete` the calls that other ranks have
+    records of then. `differing` counts calls of whole communicators that are not in `calls` because
+    the ranks' records contradict each other. `early` and `persistent` are calls of a rank that no
+    profile has.
     """
 
     ranks: int
     calls: list[Call]
     dropped: int
     differing: int = 0
+    incomplete: int = 0
+    early: int = 0
+    persistent: int = 0
+    alpha: Alpha = Alpha()
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """How many calls are not in `calls`, by the reason."""
+        reasons = {
+            "records without memory, of all ranks: raise NOSTALL_MPI_PROFILE_RECORDS": self.dropped,
+            "calls that not all ranks had memory for": self.incomplete,
+            "calls from where the ranks of a communicator recorded different operations or sizes": (
+                self.differing
+            ),
+            "nonblocking calls on communicators without a blocking call before": self.early,
+            "persistent calls that were set up, with all their starts": self.persistent,
+        }
+        return {reason: many for reason, many in reasons.items() if many}
 
 
 def find(paths: Sequence[str]) -> list[Path]:
@@ -119,11 +166,17 @@ def read(files: Sequence[Path]) -> Profile:
     sides: dict[tuple[int, int], list[tuple[int, str, Any]]] = {}
     sizes: dict[int, int] = {}
     ranks, dropped, seen = 0, 0, set()
+    early = persistent = 0
+    alpha = Alpha()
     for file in files:
         header, records = read_file(file)
         ranks = int(header["ranks"])
         dropped += int(header["dropped"])
         seen.add(int(header["rank"]))
+        early = max(early, header["unrecorded"]["early"])
+        persistent = max(persistent, header["unrecorded"]["persistent"])
+        if header["alpha"]:
+            alpha = Alpha(tuple((size, ns) for size, ns in header["alpha"]))
         for number, (name, size, _) in header["communicators"].items():
             mine = records[records["communicator"] == int(number)]
             sizes[name] = size
@@ -133,11 +186,12 @@ def read(files: Sequence[Path]) -> Profile:
     if missing:
         raise UsageError(f"the profiles of ranks {missing} are missing; pass the whole directory")
     calls = []
-    differing = 0
+    differing = incomplete = 0
     apart: set[int] = set()  # communicators with calls whose records contradict each other
     for (name, _), parts in sorted(sides.items(), key=lambda item: item[0]):
         if len(parts) != sizes[name]:
-            continue  # some rank's memory for records was full
+            incomplete += 1
+            continue
         if name in apart or not _fit(parts):
             apart.add(name)
             differing += 1
@@ -146,7 +200,7 @@ def read(files: Sequence[Path]) -> Profile:
         first = parts[0][2]
         calls.append(
             Call(
-                CALLS[int(first["call"])],
+                operation_of(first),
                 int(max(part[2]["bytes"] for part in parts)),
                 np.array([part[2]["arrived"] for part in parts], np.int64),
                 np.array([part[2]["left"] for part in parts], np.int64),
@@ -154,14 +208,23 @@ def read(files: Sequence[Path]) -> Profile:
             )
         )
     calls.sort(key=lambda call: int(call.arrived.min()))
-    return Profile(ranks, calls, dropped, differing)
+    return Profile(ranks, calls, dropped, differing, incomplete, early, persistent, alpha)
+
+
+def operation_of(record: Any) -> str:
+    """The name of a record's call, as in MPI."""
+    return ("i" if record["flags"] & NONBLOCKING else "") + CALLS[int(record["call"])]
 
 
 def _fit(parts: list[tuple[int, str, Any]]) -> bool:
-    """Whether the records of all ranks can be of one call: one operation and one size. The counts of
-    a bcast may differ with its types; ranks that take no part in one between two groups give 0."""
-    operations = {int(part[2]["call"]) for part in parts}
-    return len(operations) == 1 and len({int(part[2]["bytes"]) for part in parts} - {0}) <= 1
+    """Whether the records of all ranks can be of one call: one operation and, where MPI asks for it,
+    one size. The counts of a bcast may differ with its types; ranks that take no part in one between
+    two groups give 0."""
+    operations = {(int(part[2]["call"]), int(part[2]["flags"])) for part in parts}
+    if len(operations) != 1:
+        return False
+    uneven = CALLS[int(parts[0][2]["call"])] in _UNEVEN
+    return uneven or len({int(part[2]["bytes"]) for part in parts} - {0}) <= 1
 
 
 def read_file(file: Path) -> tuple[dict[str, Any], NDArray[Any]]:
@@ -176,7 +239,7 @@ def read_file(file: Path) -> tuple[dict[str, Any], NDArray[Any]]:
         raise IoError(f"cannot read {file}: {error.strerror}") from error
     try:
         header = json.loads(line)
-        if header["nostall"] != "mpi profile" or header["version"] != 1:
+        if header["nostall"] != "mpi profile" or header["version"] != 2:
             raise ValueError("another kind or version")
         expected = int(header["records"]) * _RECORD.itemsize
         if len(data) != expected:
@@ -188,6 +251,11 @@ def read_file(file: Path) -> tuple[dict[str, Any], NDArray[Any]]:
             raise ValueError(f"{header['ranks']} ranks on node {header['node']!r}")
         for number, (name, size, _) in header["communicators"].items():
             _whole(int(number)), _whole(name, 1 << 64), _whole(size)
+        _whole(header["unrecorded"]["early"]), _whole(header["unrecorded"]["persistent"])
+        messages = [(_whole(size), _whole(ns)) for size, ns in header["alpha"]]
+        places = [size for size, _ in messages]
+        if places != sorted(set(places)) or len(places) == 1 or any(ns < 1 for _, ns in messages):
+            raise ValueError(f"messages of (bytes, ns) {messages}")
     except UNREADABLE as error:
         raise CorruptionError(f"{file} is not a whole profile: {error}; record it again") from error
     records = np.frombuffer(data, _RECORD).copy()
@@ -213,25 +281,38 @@ def size_class(size: int) -> str:
     return next(name for name, end in CLASSES.items() if size <= end)
 
 
-def table(profile: Profile, alpha: Alpha) -> list[Row]:
+def table(profile: Profile) -> list[Row]:
     """Rows by operation and size class, and one of each operation over all sizes."""
+    alpha = profile.alpha
     groups: dict[tuple[str, str], list[Call]] = {}
     for call in profile.calls:
         groups.setdefault((call.operation, "all"), []).append(call)
         if call.operation != "barrier":
             groups.setdefault((call.operation, size_class(call.bytes)), []).append(call)
     order = ["all", *CLASSES]
-    keys = sorted(groups, key=lambda key: (CALLS.index(key[0]), order.index(key[1])))
+    names = [name for call in CALLS for name in (call, f"i{call}")]
+    keys = sorted(groups, key=lambda key: (names.index(key[0]), order.index(key[1])))
+    seconds = {
+        key: sum(float((c.left - c.arrived).mean()) for c in calls) / 1e9
+        for key, calls in groups.items()
+    }
+    everything = sum(s for (_, size), s in seconds.items() if size == "all")
     rows = []
     for operation, size in keys:
         calls = groups[operation, size]
         nodes = [_node_wide(call, alpha) for call in calls]
+        whole = (operation, "all")
+        of_calls = len(profile.calls) if size == "all" else len(groups[whole])
+        of_seconds = everything if size == "all" else seconds[whole]
         rows.append(
             Row(
                 operation,
                 size,
                 len(calls),
-                sum(float((c.left - c.arrived).mean()) for c in calls) / 1e9,
+                len(calls) / of_calls,
+                sum(c.bytes for c in calls),
+                seconds[operation, size],
+                seconds[operation, size] / of_seconds if of_seconds else 0.0,
                 float(np.mean([c.worst / alpha(c.bytes) for c in calls])),
                 float(np.mean([c.average / alpha(c.bytes) for c in calls])),
                 float(np.mean([worst for worst, _ in nodes])),
@@ -267,7 +348,10 @@ _HEADINGS = (
     "operation",
     "size",
     "calls",
+    "share",
+    "MB",
     "time, s",
+    "share",
     "worst / alpha",
     "average / alpha",
     "worst / alpha, node",
@@ -278,71 +362,83 @@ _HEADINGS = (
 def _cells(row: Row) -> list[str]:
     factors = (row.worst_factor, row.average_factor)
     in_node = (row.node_worst_factor, row.node_average_factor)
-    numbers = [f"{row.seconds:.4f}", *(f"{f:.1f}" for f in (*factors, *in_node))]
-    return [row.operation, row.size, str(row.calls), *numbers]
+    calls = [str(row.calls), f"{row.call_share:.1%}", f"{row.bytes / (1 << 20):.1f}"]
+    time = [f"{row.seconds:.4f}", f"{row.time_share:.1%}"]
+    return [row.operation, row.size, *calls, *time, *(f"{f:.1f}" for f in (*factors, *in_node))]
+
+
+def _size(size: int) -> str:
+    """Bytes in a unit that leaves a whole number."""
+    unit = next((u for u in (1 << 20, 1 << 10) if size and size % u == 0), 1)
+    return f"{size // unit} {({1 << 20: 'MB', 1 << 10: 'KB'}).get(unit, 'B')}"
 
 
 def _legend(alpha: Alpha) -> list[str]:
     return [
-        "time: from a rank's arrival at a call until it left, mean over ranks, summed over calls",
+        "share: of a row of all sizes among all operations, of a size class in its operation",
+        "MB: what a rank gives to a call, the largest of the ranks, summed over calls",
+        "time: from a rank's arrival at a call until it left, mean over ranks, summed over calls; of",
+        "nonblocking ones (iallreduce) until the wait for it returned, the program's work included",
         "worst: from the first rank's arrival to the last one's; average: mean distance of arrivals",
         "from their mean; both over alpha, the time of one message of the call's size, and averaged",
-        f"over calls: alpha = {alpha.latency / 1e3:g} us + bytes / {alpha.bandwidth:g} GB/s",
+        f"over calls: alpha = {alpha}",
         "node: the same among the ranks of each node, averaged over nodes",
         "size: KB = 1024 bytes, MB = 1024 KB; lateness: after the first rank's arrival",
     ]
 
 
 def _notes(profile: Profile) -> list[str]:
-    notes = []
-    if profile.dropped:
-        notes.append(
-            f"{profile.dropped} calls were not recorded: raise NOSTALL_MPI_PROFILE_RECORDS"
-        )
-    if profile.differing:
-        notes.append(
-            f"{profile.differing} calls are left out: from there on the ranks of their communicators "
-            "recorded different operations or sizes"
-        )
-    return notes
+    return [f"left out: {many} {reason}" for reason, many in profile.left_out.items()]
 
 
-def text(profile: Profile, alpha: Alpha) -> str:
+def text(profile: Profile) -> str:
     """The tables and the meaning of their columns, for a terminal."""
-    lines = [list(_HEADINGS), *(_cells(row) for row in table(profile, alpha))]
+    lines = [list(_HEADINGS), *(_cells(row) for row in table(profile))]
     widths = [max(len(line[i]) for line in lines) for i in range(len(_HEADINGS))]
     out = ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
     out += ["", "rank  last to arrive  mean lateness"]
     for rank, share, late in late_ranks(profile):
         out.append(f"{rank:4d}  {100 * share:12.1f} %  {1e6 * late:10.1f} us")
-    out += ["", *_legend(alpha), *_notes(profile)]
+    out += ["", *_legend(profile.alpha), *_notes(profile)]
     return "\n".join(out)
 
 
-def save(profile: Profile, alpha: Alpha, path: str) -> None:
-    """Writes .html (tables and plots), .csv (a line per call), .json (the tables) or .png, .svg and
+def save(profile: Profile, path: str) -> None:
+    """Writes .html (tables and plots), .csv (a line per call, and one per reason for which calls are
+    left out), .json (the tables) or .png, .svg and
     .pdf (both factors of every allreduce, one panel per size class, as in
     [Mohammadalizadehbakhtevari 2021, fig. 3.9 to 3.13])."""
     suffix = Path(path).suffix
     if suffix in (".png", ".svg", ".pdf"):
-        _draw(profile, alpha, path)
+        _draw(profile, path)
         return
     if suffix == ".json":
         late = [dict(zip(("rank", "last", "late"), r, strict=True)) for r in late_ranks(profile)]
         content = json.dumps(
-            {"rows": [asdict(r) for r in table(profile, alpha)], "ranks": late}, indent=1
+            {
+                "rows": [asdict(r) for r in table(profile)],
+                "ranks": late,
+                "left_out": profile.left_out,
+                "alpha": [list(point) for point in profile.alpha.measured],
+            },
+            indent=1,
         )
     elif suffix == ".csv":
         out = io.StringIO()
         writer = csv.writer(out)
-        writer.writerow(["operation", "bytes", "first_ns", "worst_ns", "average_ns", "last_rank"])
+        times = ("first_ns", "worst_ns", "average_ns", "seconds", "last_rank")
+        writer.writerow(["operation", "bytes", "calls", *times])
         for c in profile.calls:
             last = int(c.arrived.argmax())
             first = int(c.arrived.min())
-            writer.writerow([c.operation, c.bytes, first, c.worst, f"{c.average:.0f}", last])
+            seconds = f"{float((c.left - c.arrived).mean()) / 1e9:.9f}"
+            what = [c.operation, c.bytes, 1]
+            writer.writerow([*what, first, c.worst, f"{c.average:.0f}", seconds, last])
+        for reason, many in profile.left_out.items():
+            writer.writerow([f"left out: {reason}", "", many, *[""] * len(times)])
         content = out.getvalue()
     elif suffix == ".html":
-        content = _page(profile, alpha)
+        content = _page(profile)
     else:
         raise UsageError(f"{path}: name a file that ends in .html, .csv, .json, .png, .svg or .pdf")
     try:
@@ -351,7 +447,7 @@ def save(profile: Profile, alpha: Alpha, path: str) -> None:
         raise IoError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _page(profile: Profile, alpha: Alpha) -> str:
+def _page(profile: Profile) -> str:
     def rows(lines: Sequence[Sequence[str]], tag: str) -> str:
         return "".join(
             "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in line) + "</tr>"
@@ -365,21 +461,22 @@ def _page(profile: Profile, alpha: Alpha) -> str:
         "table{border-collapse:collapse}td,th{padding:.25em .9em;text-align:right;"
         "border-bottom:1px solid #dde3ea}svg{max-width:100%;height:auto}</style>"
         f"<h1>Arrivals at the collectives of {profile.ranks} ranks</h1>"
-        f"<p>alpha = {alpha.latency / 1e3:g} us + bytes / {alpha.bandwidth:g} GB/s</p>"
+        f"<p>alpha = {html.escape(str(profile.alpha))}</p>"
         f"{''.join(f'<p>{note}</p>' for note in _notes(profile))}"
         f"<table>{rows([_HEADINGS], 'th')}"
-        f"{rows([_cells(r) for r in table(profile, alpha)], 'td')}</table>"
+        f"{rows([_cells(r) for r in table(profile)], 'td')}</table>"
         f"<h2>Which ranks are late</h2><table>{rows([['rank', 'last', 'mean lateness, us']], 'th')}"
-        f"{rows(late, 'td')}</table><h2>Imbalance over the run</h2>{_plot(profile, alpha)}"
+        f"{rows(late, 'td')}</table><h2>Imbalance over the run</h2>{_plot(profile)}"
     )
 
 
-def _draw(profile: Profile, alpha: Alpha, path: str) -> None:
+def _draw(profile: Profile, path: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    alpha = profile.alpha
     calls = [c for c in profile.calls if c.operation == "allreduce"]
     classes = ["all", *dict.fromkeys(size_class(c.bytes) for c in sorted(calls, key=_bytes_of))]
     drawn, axes = pyplot.subplots(
@@ -408,7 +505,7 @@ def _bytes_of(call: Call) -> int:
     return call.bytes
 
 
-def _plot(profile: Profile, alpha: Alpha) -> str:
+def _plot(profile: Profile) -> str:
     """Both factors of every allreduce, as inline SVG."""
     import matplotlib
 
@@ -416,6 +513,7 @@ def _plot(profile: Profile, alpha: Alpha) -> str:
     from matplotlib import pyplot
 
     drawn, axis = pyplot.subplots(figsize=(10, 4), constrained_layout=True)
+    alpha = profile.alpha
     calls = [c for c in profile.calls if c.operation == "allreduce"]
     for label, values in (
         ("worst case", [c.worst / alpha(c.bytes) for c in calls]),

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nostall.observe.report._arrivals import CALLS, read_file
-
-_NAMES = tuple(f"MPI_{name.capitalize()}" for name in CALLS)
+from nostall.observe.report._arrivals import operation_of, read_file
 
 
 def convert(files: Sequence[Path], directory: Path) -> list[Path]:
@@ -52,7 +50,7 @@ def _convert(file: Path, directory: Path, base: int) -> Path:
         communicator = int(record["communicator"])
         events.append(
             {
-                "ph": "X", "cat": "peers", "name": _NAMES[int(record["call"])],
+                "ph": "X", "cat": "peers", "name": f"MPI_{operation_of(record).capitalize()}",
                 "pid": rank, "tid": 0, "ts": int(record["arrived"]) / 1000,
                 "dur": max(0, int(record["left"]) - int(record["arrived"])) / 1000,
                 "args": {
