@@ -1,4 +1,5 @@
-// The gradient engine, on the transport of a node or, over several, on a network that Python gives.
+// The gradient engine, on the transport of a node or, over several, on a network that Python gives,
+// or on one that is Python's altogether.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
@@ -56,42 +57,22 @@ nb::bytes to_bytes(std::span<const std::byte> b) {
   return nb::bytes(reinterpret_cast<const char*>(b.data()), b.size());
 }
 
-// Ranks of several nodes that Python connects: an object with rank, ranks, node (a list of ranks),
-// all_gather(bytes), broadcast(bytes, root) and, on local leaders, allocate(bytes), release(address)
-// and start(address, count, type) (python_leaders.h).
-class PythonNetwork : public sync::Network {
+// What Python's side of a connection has in common: an object with rank, ranks, all_gather(bytes)
+// and broadcast(bytes, root).
+class Connection {
  public:
-  explicit PythonNetwork(nb::object object)
+  explicit Connection(nb::object object)
       : object_(std::move(object)),
-        rank_(nb::cast<uint32_t>(object_.attr("rank"))),
-        ranks_(nb::cast<uint32_t>(object_.attr("ranks"))),
-        node_(nb::cast<std::vector<uint32_t>>(object_.attr("node"))) {}
-  ~PythonNetwork() override {
+        rank(nb::cast<uint32_t>(object_.attr("rank"))),
+        ranks(nb::cast<uint32_t>(object_.attr("ranks"))) {}
+  ~Connection() {
     const nb::gil_scoped_acquire gil;
     object_.reset();
   }
-  uint32_t rank() const override { return rank_; }
-  uint32_t ranks() const override { return ranks_; }
-  const std::vector<uint32_t>& node() const override { return node_; }
+  Connection(const Connection&) = delete;
+  Connection& operator=(const Connection&) = delete;
 
-  void* allocate(uint64_t bytes) override {
-    uintptr_t address = 0;
-    call([&] { address = nb::cast<uintptr_t>(object_.attr("allocate")(bytes)); });
-    return reinterpret_cast<void*>(address);
-  }
-  void release(void* data) noexcept override {
-    const nb::gil_scoped_acquire gil;
-    try {
-      object_.attr("release")(reinterpret_cast<uintptr_t>(data));
-    } catch (nb::python_error& error) {
-      error.discard_as_unraisable("the release of gradients' memory");
-    }
-  }
-  std::unique_ptr<collective::Leaders> leaders(collective::DataType type) override {
-    return std::make_unique<bindings::PythonLeaders>(object_,
-                                                     std::string(collective::name_of(type)));
-  }
-  std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> bytes) override {
+  std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> bytes) const {
     std::vector<std::vector<std::byte>> out;
     call([&] {
       for (nb::handle item : nb::cast<nb::list>(object_.attr("all_gather")(to_bytes(bytes)))) {
@@ -100,7 +81,7 @@ class PythonNetwork : public sync::Network {
     });
     return out;
   }
-  std::vector<std::byte> broadcast(std::span<const std::byte> bytes, uint32_t root) override {
+  std::vector<std::byte> broadcast(std::span<const std::byte> bytes, uint32_t root) const {
     std::vector<std::byte> out;
     call([&] {
       out = bytes_of(nb::cast<nb::bytes>(object_.attr("broadcast")(to_bytes(bytes), root)));
@@ -108,7 +89,6 @@ class PythonNetwork : public sync::Network {
     return out;
   }
 
- private:
   // Python's exceptions become errors of the engine: its thread must not end with one of theirs.
   template <typename Function>
   void call(Function&& function) const {
@@ -122,10 +102,97 @@ class PythonNetwork : public sync::Network {
       throw Error(ErrorKind::usage, "the ranks' connection gave something that is not bytes");
     }
   }
+  const nb::object& object() const { return object_; }
 
+ private:
   nb::object object_;
-  uint32_t rank_, ranks_;
-  std::vector<uint32_t> node_;
+
+ public:
+  const uint32_t rank, ranks;
+};
+
+// Ranks of several nodes that Python connects: a connection with node (a list of ranks) and, on
+// local leaders, allocate(bytes), release(address) and start(address, count, type)
+// (python_leaders.h).
+class PythonNetwork : public sync::Network {
+ public:
+  explicit PythonNetwork(nb::object object)
+      : python_(std::move(object)),
+        node_(nb::cast<std::vector<uint32_t>>(python_.object().attr("node"))) {}
+  uint32_t rank() const override { return python_.rank; }
+  uint32_t ranks() const override { return python_.ranks; }
+  const std::vector<uint32_t>& node() const override { return node_; }
+
+  void* allocate(uint64_t bytes) override {
+    uintptr_t address = 0;
+    python_.call([&] { address = nb::cast<uintptr_t>(python_.object().attr("allocate")(bytes)); });
+    return reinterpret_cast<void*>(address);
+  }
+  void release(void* data) noexcept override {
+    const nb::gil_scoped_acquire gil;
+    try {
+      python_.object().attr("release")(reinterpret_cast<uintptr_t>(data));
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable("the release of gradients' memory");
+    }
+  }
+  std::unique_ptr<collective::Leaders> leaders(collective::DataType type) override {
+    return std::make_unique<bindings::PythonLeaders>(python_.object(),
+                                                     std::string(collective::name_of(type)));
+  }
+  std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> bytes) override {
+    return python_.all_gather(bytes);
+  }
+  std::vector<std::byte> broadcast(std::span<const std::byte> bytes, uint32_t root) override {
+    return python_.broadcast(bytes, root);
+  }
+
+ private:
+  const Connection python_;
+  const std::vector<uint32_t> node_;
+};
+
+// Ranks that share no memory, as a cluster's processes that some other library connects: a
+// connection with allreduce(address, count, type), all_and(bytes) and all_min(int).
+class PythonTransport : public sync::Transport {
+ public:
+  explicit PythonTransport(nb::object object) : python_(std::move(object)) {}
+  uint32_t rank() const override { return python_.rank; }
+  uint32_t ranks() const override { return python_.ranks; }
+  void* allocate(uint64_t) override { return nullptr; }
+  void release(void*) noexcept override {}
+  void allreduce(void* data, uint64_t count, collective::DataType type) override {
+    python_.call([&] {
+      python_.object().attr("allreduce")(reinterpret_cast<uintptr_t>(data), count,
+                                         std::string(collective::name_of(type)));
+    });
+  }
+  void all_and(std::span<uint64_t> words) override {
+    python_.call([&] {
+      const nb::object all = python_.object().attr("all_and")(to_bytes(std::as_bytes(words)));
+      const auto bytes = nb::cast<nb::bytes>(all);
+      if (bytes.size() != words.size_bytes()) throw nb::cast_error();
+      std::memcpy(words.data(), bytes.c_str(), bytes.size());
+    });
+  }
+  int64_t all_min(int64_t value) override {
+    python_.call([&] { value = nb::cast<int64_t>(python_.object().attr("all_min")(value)); });
+    return value;
+  }
+  std::vector<std::vector<std::byte>> all_gather(std::span<const std::byte> bytes) override {
+    return python_.all_gather(bytes);
+  }
+  std::vector<std::byte> broadcast(std::span<const std::byte> bytes, uint32_t root) override {
+    return python_.broadcast(bytes, root);
+  }
+  void start_and(std::span<uint64_t>) override {
+    throw Error(ErrorKind::usage, "nonblocking agreement works between the ranks of one node only");
+  }
+  bool test() override { return true; }
+  int64_t own_cpu_ns() const override { return 0; }
+
+ private:
+  const Connection python_;
 };
 
 // A duration in seconds.
@@ -218,10 +285,17 @@ void bind_sync(nb::module_& m) {
             node.fixed_order = fixed_order;
             node.timeout = config.timeout;
             std::unique_ptr<sync::Network> between;
-            if (!network.is_none()) between = std::make_unique<PythonNetwork>(network);
+            std::unique_ptr<sync::Transport> transport;
+            if (nb::hasattr(network, "allreduce")) {
+              transport = std::make_unique<PythonTransport>(network);
+            } else if (!network.is_none()) {
+              between = std::make_unique<PythonNetwork>(network);
+            }
             const nb::gil_scoped_release unlocked;
-            auto transport = between ? sync::make_two_level_transport(node, std::move(between))
-                                     : sync::make_node_transport(node);
+            if (!transport) {
+              transport = between ? sync::make_two_level_transport(node, std::move(between))
+                                  : sync::make_node_transport(node);
+            }
             new (self) BoundEngine(config, std::move(transport), specs);
           },
           nb::arg("tensors"), nb::arg("options"), nb::arg("job"), nb::arg("rank"), nb::arg("ranks"),

@@ -73,7 +73,11 @@ document(SyncOptions, "sync")
 
 
 class Network(Protocol):
-    """What connects ranks of several nodes beside their shared memory."""
+    """What connects ranks of several nodes beside their shared memory.
+
+    With allreduce(address, elements, type), all_and(bytes) and all_min(int) it connects ranks that
+    share none (bindings/sync.cc).
+    """
 
     rank: int
     ranks: int
